@@ -1,0 +1,49 @@
+# Two commands on a fresh clone, with Python 3.10-3.12, make and a package index: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+UV_VERSION := 0.13.8
+# Every process of a job imports these; compiled once here instead of once a process.
+HEAVY := verl sglang torch transformers ray tensordict torchvision torchao transfer_queue numpy pandas pyarrow hydra omegaconf \
+  huggingface_hub datasets accelerate peft triton fastapi pydantic aiohttp scipy sympy torchdata tokenizers uvicorn openai rich
+INSTALLED := $(VENV)/.installed
+# uv does not read pip's configuration; hand it the index that pip is set to, if any.
+PIP_INDEX := $(shell $(PYTHON) -m pip config get global.index-url 2>/dev/null)
+
+.PHONY: demo test install lint lock clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo   two real verl jobs take turns on this machine (about ten minutes, no GPU needed)"
+	@echo "make test   all tests but those marked gpu"
+
+demo: $(INSTALLED)
+	$(BIN)/verl-mux run examples/demo.yaml
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not gpu and not e2e" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "e2e and not gpu"
+
+install: $(INSTALLED)
+
+$(INSTALLED): requirements/lock.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 12) else f"$(PYTHON) is {v[0]}.{v[1]}; verl_mux needs 3.10 to 3.12: make PYTHON=python3.11 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	$(if $(PIP_INDEX),UV_DEFAULT_INDEX=$(PIP_INDEX)) $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r requirements/lock.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
+	cd $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])') && \
+	  env -u PYTHONDONTWRITEBYTECODE $(CURDIR)/$(BIN)/python -m compileall -q -j 0 $(HEAVY) >/dev/null 2>&1 || true
+	@touch $@
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check verl_mux tests examples
+	$(BIN)/ruff format --check verl_mux tests examples
+
+# Resolve requirements/lock.in again. No index address is written.
+lock: $(INSTALLED)
+	$(BIN)/uv pip compile requirements/lock.in --override requirements/overrides.txt --universal --python-version 3.10 \
+	  --no-annotate --no-header --no-emit-index-url -o requirements/lock.txt
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

@@ -1,0 +1,67 @@
+"""A job that leaves its nodes to the coordinator: the keys that say so, and what it tells about itself."""
+
+import json
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.config.test_schema import refusal, verl_config
+from verl_mux.config.needs import needs_of
+from verl_mux.config.schema import check, load
+
+ADDRESS = "tcp://127.0.0.1:5570"
+MODEL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 1000, "num_attention_heads": 4}
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    return tmp_path
+
+
+def whole_config(model):
+    config = verl_config({"coordinator": ADDRESS, "nodes": "auto"})
+    more = {
+        "data": {"train_batch_size": 16, "max_prompt_length": 32, "max_response_length": "${.max_prompt_length}"},
+        "actor_rollout_ref": {"model": {"path": str(model)}, "rollout": {"n": 4, "dtype": "float32"}, "actor": {"ppo_epochs": 2}},
+    }
+    return OmegaConf.merge(config, more)
+
+
+def test_auto_stands_for_nodes_that_the_coordinator_chooses():
+    mux = load(verl_config({"coordinator": ADDRESS, "nodes": "auto", "slo": 1.5}))
+    assert (mux.nodes.rollout, mux.nodes.train, mux.slo) == (["auto"], ["auto"], 1.5)
+
+
+@pytest.mark.parametrize(
+    ("mux", "words"),
+    [
+        ({"nodes": "auto"}, "mux.coordinator is not set"),
+        ({"nodes": {"rollout": ["auto"], "train": ["t0"]}, "coordinator": ADDRESS}, "chooses both (mux.nodes=auto) or none"),
+        ({"nodes": "auto", "coordinator": ADDRESS, "slo": 0.5}, "mux.slo is 0.5; it must be at least 1"),
+        ({"nodes": "any"}, "mux.nodes is 'any'"),
+    ],
+)
+def test_what_contradicts_it_is_refused(mux, words):
+    assert words in refusal(verl_config(mux))
+
+
+def test_colocated_jobs_must_name_their_nodes():
+    config = verl_config({"coordinator": ADDRESS, "nodes": "auto"}, trainer__v1__trainer_mode="mux_colocate")
+    assert "mux_colocate must name its nodes" in refusal(config, check)
+
+
+def test_a_job_tells_what_a_step_computes(model):
+    needs = needs_of(whole_config(model))
+    assert (needs.responses, needs.prompt_tokens, needs.response_tokens) == (64, 32, 32)
+    assert (needs.rollout_gpus, needs.train_gpus, needs.replica_gpus, needs.updates, needs.weight_bytes) == (8, 8, 2, 2, 4)
+    assert needs.model.hidden_size == 64
+
+
+def test_overrides_of_the_model_config_count(model):
+    config = OmegaConf.merge(whole_config(model), {"actor_rollout_ref": {"model": {"override_config": {"num_hidden_layers": 9}}}})
+    assert needs_of(config).model.num_hidden_layers == 9
+
+
+def test_a_model_without_a_config_is_refused_by_its_path(tmp_path):
+    assert f"actor_rollout_ref.model.path={tmp_path}" in refusal(whole_config(tmp_path), needs_of)

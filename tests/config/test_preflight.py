@@ -1,0 +1,126 @@
+"""Bad keys end a job before Ray starts: one line on stderr, exit code 2, and verl's own checks never run."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl")
+from tests.config.test_schema import verl_config
+from verl_mux.config.validation_hook import checked_first
+from verl_mux.coordinator.config import make_config
+from verl_mux.coordinator.members import UID_VARIABLE
+from verl_mux.coordinator.server import Coordinator
+
+ROOT = Path(__file__).parents[2]
+POOLS = {"rollout": {"nodes": [{"name": "r0", "gpus": 8}]}, "train": {"nodes": [{"name": "t0", "gpus": 8}]}}
+NODES = {"rollout": ["r0"], "train": ["t0"]}
+
+
+@pytest.fixture
+def coordinator():
+    served = Coordinator(make_config({"pools": POOLS}))
+    served.start()
+    yield served
+    served.stop()
+
+
+@pytest.fixture
+def check(monkeypatch):
+    """Runs our preflight before a stand-in of verl's validation; says whether that was reached."""
+    monkeypatch.delenv(UID_VARIABLE, raising=False)
+    reached = []
+
+    def run(config) -> bool:
+        checked_first(lambda config, *args, **kwargs: reached.append(config))(config)
+        return reached == [config]
+
+    return run
+
+
+def job(address: str | None, **mux):
+    config = verl_config({"coordinator": address, "nodes": NODES, "coordinator_timeout_s": 20, **mux})
+    config.trainer.total_training_steps = 3
+    return config
+
+
+def refusal(check, config, capsys) -> str:
+    with pytest.raises(SystemExit) as ended:
+        check(config)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("verl-mux: ")
+    return line
+
+
+def test_a_job_that_the_coordinator_would_take_goes_on_to_verls_own_checks(check, coordinator):
+    assert check(job(coordinator.address))
+
+
+def test_asking_leaves_no_job_behind(check, coordinator):
+    assert check(job(coordinator.address))
+    assert [j for j in coordinator.snapshot()["jobs"].values() if j["state"] == "live"] == []
+
+
+def test_without_a_coordinator_nobody_is_asked(check):
+    assert check(job(None))
+
+
+@pytest.mark.parametrize(
+    ("mux", "words"),
+    [
+        ({"nodes": {"rollout": ["r7"], "train": ["t0"]}}, ["'r7'", "no pool or node", "rollout (r0), train (t0)"]),
+        ({"seeed": 1}, ["unknown key mux.seeed", "seeded_sampling"]),
+        ({"coordinator": "localhost"}, ["localhost"]),
+        ({"coordinator": "5570"}, ["5570"]),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_exit_code_2(check, coordinator, capsys, mux, words):
+    text = refusal(check, job(coordinator.address, **mux), capsys)
+    assert all(word in text for word in words), text
+
+
+def test_more_gpus_than_the_node_has(check, coordinator, capsys):
+    config = job(coordinator.address)
+    config.actor_rollout_ref.rollout.n_gpus_per_node = 16
+    text = refusal(check, config, capsys)
+    assert "16 GPUs" in text and "'r0'" in text and "8" in text
+
+
+def test_two_jobs_of_one_name(check, coordinator, capsys, monkeypatch):
+    from verl_mux.coordinator.client import connect
+
+    first = connect(coordinator.address, "exp", NODES, uid="exp:first", timeout=20)
+    try:
+        text = refusal(check, job(coordinator.address), capsys)
+        assert "'exp' is running" in text and "unique" in text
+    finally:
+        first.close()
+
+
+def test_a_stock_mode_is_none_of_our_business(check):
+    config = verl_config(None, trainer__v1__trainer_mode="sync")
+    before = config.copy()
+    assert check(config) and config == before
+
+
+class TestTheRealCommand:
+    """The same through verl's own entry point, in a process of its own."""
+
+    MODE = ["--config-name", "mux_ppo_trainer", "trainer.v1.trainer_mode=mux_separate", "actor_rollout_ref.rollout.name=sglang"]
+    POOL = [f"actor_rollout_ref.rollout.{key}=1" for key in ("nnodes", "n_gpus_per_node", "tensor_model_parallel_size")]
+
+    def refused(self, python, tmp_path, *keys: str) -> str:
+        arguments = [*self.MODE, *self.POOL, f"hydra.run.dir={tmp_path / 'hydra'}", *keys]
+        result = python("-m", "verl.trainer.main_ppo", *arguments, cwd=tmp_path, timeout=300, RAY_TMPDIR=str(tmp_path / "ray"))
+        ours = [line for line in result.stderr.splitlines() if line.startswith("verl-mux: ")]
+        assert result.returncode == 2 and len(ours) == 1, result.stderr[-2000:]
+        assert "Traceback" not in result.stderr and not (tmp_path / "ray").exists()
+        return ours[0]
+
+    def test_an_unknown_key(self, python, tmp_path):
+        text = self.refused(python, tmp_path, "+mux.nodes.rolout=[r0]")
+        assert text == "verl-mux: unknown key mux.nodes.rolout; allowed here: rollout, train"
+
+    def test_a_coordinator_that_nobody_reaches_within_the_stated_wait(self, python, tmp_path):
+        text = self.refused(python, tmp_path, "mux.coordinator=tcp://127.0.0.1:1", "mux.coordinator_timeout_s=1")
+        assert "tcp://127.0.0.1:1" in text and "1 s" in text

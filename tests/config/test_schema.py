@@ -1,0 +1,158 @@
+"""The keys under `mux`: what is allowed passes, everything else is refused by name, value and what is allowed."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_mux.config import schema
+from verl_mux.config.schema import MuxConfig, check, load
+from verl_mux.errors import UserError
+
+DEFAULTS = Path(schema.__file__).parent / "mux" / "default.yaml"
+
+
+def verl_config(mux: dict | None = None, **changes):
+    """The part of a verl config that is looked at, for a job that is allowed; `changes` by dotted key with __ for the dot."""
+    rollout = {
+        "name": "sglang", "nnodes": 1, "n_gpus_per_node": 8, "tensor_model_parallel_size": 2, "data_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+    }  # fmt: skip
+    config = OmegaConf.create(
+        {
+            "trainer": {"v1": {"trainer_mode": "mux_separate"}, "experiment_name": "exp", "nnodes": 1, "n_gpus_per_node": 8},
+            "actor_rollout_ref": {"rollout": rollout},
+            "algorithm": {},
+        }
+    )
+    if mux is not None:
+        config.mux = mux
+    for key, value in changes.items():
+        OmegaConf.update(config, key.replace("__", "."), value)
+    return config
+
+
+def refusal(config, function=load) -> str:
+    with pytest.raises(UserError) as error:
+        function(config)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+class TestValid:
+    def test_the_yaml_says_the_same_defaults_as_the_schema(self):
+        assert OmegaConf.to_container(OmegaConf.load(DEFAULTS)) == dataclasses.asdict(MuxConfig())
+
+    @pytest.mark.parametrize("mux", [None, {}, {"nodes": {}, "sync": {}}])
+    def test_what_is_left_out_has_its_default(self, mux):
+        assert load(verl_config(mux)) == MuxConfig(job="exp")
+
+    def test_what_is_given_is_kept(self):
+        given = {
+            "job": "math", "coordinator": "tcp://10.0.0.1:5570", "coordinator_timeout_s": 5, "seed": 3, "seeded_sampling": True,
+            "nodes": {"rollout": ["r0", "r1"], "train": ["t0"]}, "sync": {"verify": False, "timeout_s": 9.5},
+            "profile": {"enable": False, "dir": "/logs", "every": 2}, "slo": 1.5,
+        }  # fmt: skip
+        assert dataclasses.asdict(load(verl_config(given))) == {**given, "rollout": MuxConfig().rollout}
+
+    def test_a_value_may_point_anywhere_in_the_config(self):
+        mux = load(verl_config({"job": "${trainer.experiment_name}-2", "profile": {"dir": "runs/${mux.seed}"}, "seed": 4}))
+        assert (mux.job, mux.profile.dir) == ("exp-2", "runs/4")
+
+    def test_without_any_name_the_job_is_called_job(self):
+        assert load(OmegaConf.create({})).job == "job"
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("mux", "words"),
+        [
+            ({"nodez": 1}, ["unknown key mux.nodez", "job, coordinator,", "nodes"]),
+            ({"nodes": {"rolout": ["a"]}}, ["unknown key mux.nodes.rolout", "allowed here: rollout, train"]),
+            ({"profile": {"directory": "x"}}, ["unknown key mux.profile.directory", "allowed here: enable, dir"]),
+            ({"sync": {"verifi": True}}, ["unknown key mux.sync.verifi", "allowed here: verify, timeout_s"]),
+            ({"nodes": {"a": {"b": 1}}}, ["unknown key mux.nodes.a"]),
+        ],
+    )
+    def test_unknown_keys(self, mux, words):
+        text = refusal(verl_config(mux))
+        assert all(word in text for word in words), text
+
+    @pytest.mark.parametrize(
+        ("mux", "words"),
+        [
+            ({"seed": "abc"}, ["mux.seed", "'abc'", "int"]),
+            ({"seed": 1.5}, ["mux.seed", "1.5", "int"]),
+            ({"seed": None}, ["mux.seed", "None", "int"]),
+            ({"seeded_sampling": "perhaps"}, ["mux.seeded_sampling", "'perhaps'", "bool"]),
+            ({"coordinator_timeout_s": "soon"}, ["mux.coordinator_timeout_s", "'soon'", "float"]),
+            ({"coordinator": ["tcp://a"]}, ["mux.coordinator", "tcp://a", "str | None"]),
+            ({"nodes": {"rollout": "r0"}}, ["mux.nodes.rollout", "'r0'", "list[str]"]),
+            ({"nodes": {"train": [None]}}, ["mux.nodes.train", "None", "list[str]"]),
+            ({"profile": {"enable": "maybe"}}, ["mux.profile.enable", "'maybe'", "bool"]),
+            ({"sync": {"timeout_s": []}}, ["mux.sync.timeout_s", "[]", "float"]),
+            ({"nodes": 3}, ["mux.nodes is 3", "rollout, train"]),
+            ({"nodes": None}, ["mux.nodes is None", "rollout, train"]),
+            ({"profile": True}, ["mux.profile is True", "enable, dir"]),
+            ({"sync": ["a"]}, ["mux.sync is ['a']", "verify, timeout_s"]),
+        ],
+    )
+    def test_values_of_the_wrong_kind(self, mux, words):
+        text = refusal(verl_config(mux))
+        assert all(word in text for word in words), text
+
+    @pytest.mark.parametrize("mux", [5, "on", ["job"]])
+    def test_something_else_than_keys(self, mux):
+        config = verl_config()
+        config.mux = mux
+        assert f"mux is {mux!r}; it holds the keys job, coordinator" in refusal(config)
+
+    @pytest.mark.parametrize(
+        ("mux", "words"),
+        [
+            ({"coordinator_timeout_s": 0}, ["mux.coordinator_timeout_s is 0.0", "above 0 seconds"]),
+            ({"coordinator_timeout_s": float("nan")}, ["mux.coordinator_timeout_s is nan"]),
+            ({"sync": {"timeout_s": -3}}, ["mux.sync.timeout_s is -3.0", "above 0 seconds"]),
+            ({"nodes": {"rollout": []}}, ["mux.nodes.rollout is empty"]),
+            ({"job": "${no.such.key}"}, ["mux: ", "no.such.key"]),
+        ],
+    )
+    def test_values_that_make_no_sense(self, mux, words):
+        text = refusal(verl_config(mux))
+        assert all(word in text for word in words), text
+
+
+class TestModes:
+    @pytest.mark.parametrize("mode", ["sync", "colocate_async", None])
+    def test_a_mode_that_is_not_ours_is_not_ours_to_check(self, mode):
+        assert check(verl_config({"nonsense": 1}, trainer__v1__trainer_mode=mode)) is None
+
+    def test_ours_are_checked(self):
+        assert check(verl_config({"seed": 2})).seed == 2
+        assert check(verl_config({}, trainer__v1__trainer_mode="mux_colocate", actor_rollout_ref__rollout__nnodes=0)).job == "exp"
+        assert "unknown key mux.nonsense" in refusal(verl_config({"nonsense": 1}), check)
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"trainer__v1__trainer_mode": "mux_seperate"}, ["mux_seperate is unknown", "mux_separate, mux_colocate"]),
+            ({"actor_rollout_ref__rollout__name": "vllm"}, ["rollout.name=sglang", "given vllm"]),
+            ({"actor_rollout_ref__rollout__nnodes": 0}, ["needs a rollout pool", "given 0 and 8"]),
+            ({"actor_rollout_ref__rollout__n_gpus_per_node": 0}, ["needs a rollout pool", "given 1 and 0"]),
+            ({"actor_rollout_ref__rollout__n_gpus_per_node": 3}, ["3 rollout GPUs", "replicas of 2 GPUs", "multiple"]),
+            ({"algorithm__filter_groups": {"enable": True}}, ["algorithm.filter_groups.enable=True"]),
+            ({"trainer__v1__mux_separate": {"parameter_sync_step": 4}}, ["mux_separate.parameter_sync_step is 4", "on-policy"]),
+        ],
+    )
+    def test_what_contradicts_a_mode_is_refused(self, changes, words):
+        text = refusal(verl_config({}, **changes), check)
+        assert all(word in text for word in words), text
+
+    def test_a_colocated_job_of_a_coordinator_names_the_same_nodes_twice(self):
+        nodes = {"rollout": ["n0", "n1"], "train": ["n1", "n0"]}
+        mux = {"coordinator": "tcp://127.0.0.1:5570", "nodes": nodes}
+        assert check(verl_config(mux, trainer__v1__trainer_mode="mux_colocate")).nodes.train == ["n1", "n0"]
+        nodes["train"] = ["n2"]
+        text = refusal(verl_config(mux, trainer__v1__trainer_mode="mux_colocate"), check)
+        assert "mux.nodes.rollout is ['n0', 'n1']" in text and "['n2']" in text

@@ -1,0 +1,85 @@
+"""A small world: two rollout nodes, one training node; machines to drive by hand and coordinators on real sockets."""
+
+import time
+
+import pytest
+
+from verl_mux.coordinator.client import connect
+from verl_mux.coordinator.config import make_config
+from verl_mux.coordinator.server import Coordinator
+
+POOLS = {
+    "rollout": {"nodes": [{"name": "r0", "gpus": 8, "cpus": [0]}, {"name": "r1", "gpus": 8}]},
+    "train": {"nodes": [{"name": "t0", "gpus": 4}]},
+}
+NODES = {"rollout": ["r0"], "train": ["t0"]}
+
+
+@pytest.fixture
+def make():
+    """Configuration of the small world with some keys set."""
+    return lambda **keys: make_config({"pools": POOLS, **keys})
+
+
+class Lines:
+    """An event log that keeps its lines."""
+
+    def __init__(self):
+        self.lines = []
+
+    def log(self, event, duration_sec=None, extra=None, step=None, **keys):
+        self.lines.append((event, duration_sec, extra, step))
+
+    def of(self, event):
+        return [line for line in self.lines if line[0] == event]
+
+
+@pytest.fixture
+def event_log():
+    return Lines()
+
+
+@pytest.fixture
+def serve(make, event_log):
+    """Starts coordinators that are stopped when the test ends."""
+    started = []
+
+    def start(journal=None, bind="tcp://127.0.0.1:0", **keys):
+        coordinator = Coordinator(make(**keys), journal, bind, event_log)
+        coordinator.start()
+        started.append(coordinator)
+        return coordinator
+
+    yield start
+    for coordinator in started:
+        coordinator.stop()
+
+
+@pytest.fixture
+def join():
+    """Connects jobs; each with a uid of its own, as if it were a process of its own."""
+    clients = []
+
+    def connect_one(coordinator, job, nodes=None, **keys):
+        keys = {"uid": f"{job}:{len(clients)}", "timeout": 60.0, **keys}
+        address = coordinator if isinstance(coordinator, str) else coordinator.address
+        clients.append(connect(address, job, nodes or NODES, **keys))
+        return clients[-1]
+
+    yield connect_one
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def eventually():
+    """Waits until a condition holds; fails with what it was last."""
+
+    def wait(condition, seconds=60.0):
+        deadline = time.monotonic() + seconds
+        while not (seen := condition()):
+            assert time.monotonic() < deadline, f"still {seen!r} after {seconds} s"
+            time.sleep(0.01)
+        return seen
+
+    return wait

@@ -1,0 +1,52 @@
+"""A state machine driven by hand: events by name, a clock that ticks once per event, everything kept."""
+
+from verl_mux.coordinator import messages as m
+from verl_mux.coordinator.config import make_config
+from verl_mux.coordinator.events import Event, Log, Send
+
+POOLS = {
+    "rollout": {"nodes": [{"name": "r0"}, {"name": "r1"}]},
+    "train": {"nodes": [{"name": "t0"}]},
+}
+SIDES = {"rollout": ["r0", "r1"], "train": ["t0"]}
+
+
+def config(**keys):
+    return make_config({"pools": POOLS, **keys})
+
+
+class Driver:
+    """Feeds a machine by name, with a clock that ticks once per event; keeps all events and instructions."""
+
+    def __init__(self, machine):
+        self.machine, self.now = machine, 0.0
+        self.events, self.sent, self.logged = [], [], []
+
+    def do(self, what, after=1.0):
+        self.now += after
+        out = self.machine.handle(event := Event(self.now, what))
+        self.events.append(event)
+        self.sent += [step for step in out if isinstance(step, Send)]
+        self.logged += [step for step in out if isinstance(step, Log)]
+        return [step.message for step in out if isinstance(step, Send)]
+
+    def who(self, job, uid=None):
+        return {"job": job, "uid": uid or f"{job}:1", "client": f"{job}-client"}
+
+    def register(self, job, nodes=SIDES, uid=None, **keys):
+        where = {"host": "here", "pid": 7, "started": 1.0}
+        return self.do(m.Register(**self.who(job, uid), nodes=nodes, **where, **keys))
+
+    def ask(self, job, phase, step, nodes, key=None):
+        key = key or f"{job}.{phase}.{step}"
+        return self.do(m.LeaseRequest(**self.who(job), key=key, phase=phase, step=step, nodes=nodes))
+
+    def release(self, job, token=None):
+        token = token or next(lease.token for lease in self.machine.state.leases_of(job))
+        return self.do(m.LeaseRelease(**self.who(job), token=token))
+
+    def holders(self, node):
+        return [lease.job for lease in self.machine.state.leases.values() if node in lease.nodes]
+
+    def events_logged(self):
+        return [line.event for line in self.logged]

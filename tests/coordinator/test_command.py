@@ -1,0 +1,62 @@
+"""The two commands, as a user calls them."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from verl_mux import cli
+from verl_mux.coordinator import status_view
+
+
+def call(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["verl-mux", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code
+
+
+def test_status_prints_plain_lines_where_there_is_no_terminal(monkeypatch, capsys, serve, join):
+    coordinator = serve(expect_jobs=2)
+    a = join(coordinator, "a", steps=9)
+    a.acquire("init")
+    a.memory("r0", {"weights": 3 * 2**20})
+    assert call(monkeypatch, "status", "--address", coordinator.address) == 0
+    printed = capsys.readouterr().out.splitlines()
+    where = "interleaved (segment 1 of 1, waiting for the expected jobs)"
+    assert printed[0] == f"coordinator {coordinator.address}: {where}"
+    assert printed[1].startswith("node rollout/r0: a init 0 for ")
+    assert printed[1].endswith("; nobody waits; 3 MiB, peak 3 MiB")
+    assert printed[4] == "job a: live; step 0 of 9; -"
+
+
+def test_status_as_json_is_one_object(monkeypatch, capsys, serve):
+    coordinator = serve()
+    assert call(monkeypatch, "status", "--address", coordinator.address, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["address"] == coordinator.address
+
+
+def test_status_on_a_terminal_is_a_table(serve, join):
+    coordinator = serve()
+    a, b = join(coordinator, "a"), join(coordinator, "b")
+    a.acquire("rollout", step=1)
+    b.report_step(3, {"reward": 0.5})
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(status_view.tables(coordinator.snapshot()))
+    shown = console.export_text()
+    assert "a rollout 1 for" in shown
+    assert "idle" in shown
+
+
+def test_status_of_nobody_ends_with_code_2_and_one_line(monkeypatch, capsys):
+    assert call(monkeypatch, "status", "--address", "tcp://127.0.0.1:9", "--timeout", "0.1") == 2
+    assert capsys.readouterr().err == "verl-mux: no coordinator answers at tcp://127.0.0.1:9 (waited 0.1 s)\n"
+
+
+def test_a_coordinator_with_a_bad_file_or_address_ends_with_code_2(monkeypatch, capsys, tmp_path, serve):
+    (tmp_path / "mux.yaml").write_text("pools: {rollout: {nodes: [{name: r0}]}}\n")
+    file = str(tmp_path / "mux.yaml")
+    assert call(monkeypatch, "coordinator", "--config", str(tmp_path / "none.yaml")) == 2
+    assert "cannot read" in capsys.readouterr().err
+    assert call(monkeypatch, "coordinator", "--config", file, "--bind", serve().address) == 2
+    assert "Address already in use" in capsys.readouterr().err

@@ -1,0 +1,59 @@
+"""What a coordinator's YAML may say, and the line that refuses the rest."""
+
+import pytest
+
+from verl_mux.coordinator.config import make_config, read_config
+from verl_mux.errors import UserError
+
+POOLS = {"rollout": {"nodes": [{"name": "r0"}]}}
+
+
+def test_a_file_is_read_with_defaults_for_what_it_leaves_out(tmp_path):
+    path = tmp_path / "mux.yaml"
+    path.write_text("pools:\n  rollout: {nodes: [{name: r0, gpus: 8, cpus: [0, 1], usd_per_hour: 14.8}]}\nlease_timeout: 7\n")
+    config = read_config(path)
+    assert (config.node("r0").gpus, config.node("r0").cpus, config.node("r0").device_bytes) == (8, [0, 1], None)
+    assert [segment.mode for segment in config.schedule] == ["interleaved"]
+    assert (config.lease_timeout, config.expect_jobs, config.kill, config.remote_grace) == (7, 0, True, None)
+
+
+def test_the_configuration_may_lie_under_coordinator(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("coordinator: {pools: {p: {nodes: [{name: n}]}}}\njobs: {}\n")
+    assert read_config(path).describe_pools() == "p (n)"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "missing required field `pools`"),
+        ({"pools": POOLS, "pool": 1}, "unknown field `pool`"),
+        ({"pools": {"p": {"nodes": [{"name": "n", "gpu": 1}]}}}, r"unknown field `gpu` - at `\$.pools.*nodes\[0\]`"),
+        ({"pools": {}}, "there are no nodes"),
+        ({"pools": {"p": {"nodes": []}}}, "pool 'p' has no nodes"),
+        ({"pools": {"p": {"nodes": [{"name": "n"}, {"name": "n"}]}}}, "node 'n' is named twice"),
+        ({"pools": {"p": {"nodes": [{"name": "q"}]}, "q": {"nodes": [{"name": "n"}]}}}, "'q' names both a pool and"),
+        ({"pools": {"p": {"nodes": [{"name": "n", "gpus": -1}]}}}, "node 'n' has -1 GPUs"),
+        ({"pools": POOLS, "schedule": []}, "schedule is empty"),
+        ({"pools": POOLS, "schedule": [{"mode": "random"}]}, "Invalid enum value 'random'"),
+        (
+            {"pools": POOLS, "schedule": [{"mode": "sequential"}, {"mode": "interleaved"}]},
+            r"schedule entry 1 \(sequential\) has steps None",
+        ),
+        ({"pools": POOLS, "schedule": [{"mode": "sequential", "steps": 0}]}, "has steps 0; a number of 1 or more"),
+        ({"pools": POOLS, "expect_jobs": -1}, "expect_jobs is -1"),
+        ({"pools": POOLS, "lease_timeout": 1}, "lease_timeout is 1 s; it must be above 1 s"),
+    ],
+)
+def test_bad_values_are_refused_by_name(given, words):
+    with pytest.raises(UserError, match=words):
+        make_config(given)
+
+
+@pytest.mark.parametrize(("text", "words"), [("- 1", "holds no mapping"), ("a: [", "is not YAML")])
+def test_a_file_that_is_no_mapping_is_refused_in_one_line(tmp_path, text, words):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=words) as error:
+        read_config(path)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,168 @@
+"""The invariants of verl_mux/coordinator/state.py hold under any history of events, legal or not."""
+
+import itertools
+
+import msgspec
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.coordinator.driver import SIDES, Driver, config
+from verl_mux.coordinator import messages as m
+from verl_mux.coordinator import queueing
+from verl_mux.coordinator.events import DriverDied, JobExited, JobSilent, ProcessesGone
+from verl_mux.coordinator.records import JobState, State
+from verl_mux.coordinator.state import IllegalMove, Machine, UnknownJob
+
+SCHEDULES = [
+    [{"mode": "interleaved"}],
+    [{"mode": "sequential", "steps": 2}, {"mode": "uncoordinated", "steps": 2}, {"mode": "interleaved"}],
+    [{"mode": "sequential"}],
+]
+JOBS = st.sampled_from("abc")
+NODE_SETS = st.sampled_from([["r0"], ["r0"], ["r1"], ["r0", "r1"], ["r1", "t0"], ["r0", "r1", "t0"]])
+
+
+class AnyHistory(RuleBasedStateMachine):
+    """Random events, legal or not; the invariants of verl_mux/coordinator/state.py hold after each."""
+
+    @initialize(schedule=st.sampled_from(SCHEDULES), expect_jobs=st.integers(0, 2))
+    def begin(self, schedule, expect_jobs):
+        self.config = config(schedule=schedule, expect_jobs=expect_jobs)
+        self.driver = Driver(Machine(self.config))
+        self.keys = itertools.count()
+        self.shared = set()  # tokens granted where nobody is excluded
+        self.last_token = 0
+        for job in "abc":
+            self.driver.register(job)
+        self.frozen = {}  # dying job -> the leases it died with
+
+    @property
+    def state(self):
+        return self.driver.machine.state
+
+    def step(self, what):
+        """Feeds one event; an illegal one must change nothing."""
+        before = msgspec.msgpack.encode(self.state)
+        held = dict(self.state.leases)
+        waiting = {request.key: request for request in self.state.requests}
+        try:
+            self.driver.do(what)
+        except (IllegalMove, UnknownJob):
+            assert msgspec.msgpack.encode(self.state) == before
+            return
+        self.check_grants(held, waiting | {r.key: r for r in self.state.requests}, what)
+        if isinstance(what, ProcessesGone):
+            assert self.frozen.pop(what.job) == [lease for lease in held.values() if lease.job == what.job]  # 5
+            assert not self.state.leases_of(what.job)
+
+    def check_grants(self, held, waiting, what):
+        mode = queueing.mode(self.state, self.config)
+        for token in sorted(set(self.state.leases) - set(held)):
+            lease = self.state.leases[token]
+            assert token > self.last_token  # 3
+            self.last_token = token
+            asked = waiting.get(lease.key, what)
+            assert lease.nodes == asked.nodes  # 2
+            if mode == "uncoordinated" and lease.step > 0:
+                self.shared.add(token)
+                continue
+            for earlier in self.state.requests:  # 4: who was there first and still waits may not run, or elsewhere
+                if asked is not what and earlier.asked_at < asked.asked_at and set(earlier.nodes) & set(lease.nodes):
+                    assert queueing.held_back(earlier, self.state, self.config)
+
+    @rule(job=JOBS, steps=st.sampled_from([None, 3]), uid=st.sampled_from("12"))
+    def register(self, job, steps, uid):
+        where = {"host": "here", "pid": 7, "started": 1.0, "steps": steps, "nodes": SIDES}
+        self.step(m.Register(**self.driver.who(job, f"{job}:{uid}"), **where))
+
+    @rule(job=JOBS, phase=st.sampled_from(["init", "rollout", "train"]), ahead=st.integers(0, 1), nodes=NODE_SETS)
+    def ask(self, job, phase, ahead, nodes):
+        known = self.state.jobs.get(job)
+        step = 0 if phase == "init" else max(1, known.asked + ahead) if known else 1
+        who = self.driver.who(job, known.uid if known else None)
+        self.step(m.LeaseRequest(**who, key=str(next(self.keys)), phase=phase, step=step, nodes=nodes))
+
+    @precondition(lambda self: self.state.leases)
+    @rule(data=st.data())
+    def release(self, data):
+        lease = self.state.leases[data.draw(st.sampled_from(sorted(self.state.leases)))]
+        self.step(m.LeaseRelease(**self.driver.who(lease.job, self.state.jobs[lease.job].uid), token=lease.token))
+
+    @precondition(lambda self: self.state.requests)
+    @rule(data=st.data())
+    def cancel(self, data):
+        request = data.draw(st.sampled_from(self.state.requests))
+        who = self.driver.who(request.job, self.state.jobs[request.job].uid)
+        self.step(m.LeaseCancel(**who, key=request.key))
+
+    @rule(job=JOBS, kind=st.sampled_from([m.Heartbeat, m.StepReport, m.Deregister]))
+    def talk(self, job, kind):
+        known = self.state.jobs.get(job)
+        extra = {m.Heartbeat: {"beat": 1}, m.Deregister: {}}.get(kind)
+        extra = {"step": max(1, known.asked if known else 1), "metrics": {}} if extra is None else extra
+        self.step(kind(**self.driver.who(job, known.uid if known else None), **extra))
+
+    @rule(job=JOBS, kind=st.sampled_from([JobSilent, DriverDied, JobExited, ProcessesGone, m.Failing]))
+    def see(self, job, kind):
+        known = self.state.jobs.get(job)
+        before, leases = known.state if known else None, self.state.leases_of(job)
+        uid = known.uid if known else None
+        self.step(kind(**self.driver.who(job, uid), reason="failed") if kind is m.Failing else kind(job=job, uid=uid))
+        if known and before is not known.state is JobState.DYING:
+            self.frozen[job] = leases
+
+    @rule()
+    def restart(self):
+        """The state read back from its encoding, and the one replayed from all events, equal the live one."""
+        again = Machine(self.config)
+        for event in self.driver.events:
+            again.handle(event)
+        assert again.state == self.state == msgspec.msgpack.decode(msgspec.msgpack.encode(self.state), type=State)
+        heard = self.driver.machine.heard
+        self.driver.machine = again
+        assert again.heard == heard
+
+    @invariant()
+    def no_node_has_two_holders_where_jobs_exclude_each_other(self):
+        for first, second in itertools.combinations(sorted(self.state.leases.values(), key=lambda x: x.token), 2):
+            assert second.token in self.shared or not set(first.nodes) & set(second.nodes)  # 1
+
+    @invariant()
+    def a_dying_job_keeps_what_it_held(self):
+        for job, leases in self.frozen.items():
+            assert self.state.leases_of(job) == leases  # 5
+
+    @invariant()
+    def nobody_waits_who_could_run(self):
+        assert queueing.grantable(self.state, self.config) == []
+
+    def teardown(self):
+        """6: when holders release, only those held back remain; when all but one job leave, that one gets its turn."""
+        if not hasattr(self, "driver"):
+            return
+        self.drain()
+        assert all(queueing.held_back(request, self.state, self.config) for request in self.state.requests)
+        while self.state.requests and self.state.started:
+            keep = self.state.requests[0].job
+            for job in [job for job in self.state.jobs.values() if job.name != keep and job.state is JobState.LIVE]:
+                self.step(m.Deregister(**self.driver.who(job.name, job.uid)))
+            self.drain()
+            assert not self.state.requests
+
+    def drain(self):
+        for job in list(self.state.jobs.values()):
+            if job.state is JobState.DYING:
+                self.step(ProcessesGone(job=job.name, uid=job.uid))
+            elif job.state is JobState.SILENT:
+                self.step(m.Heartbeat(**self.driver.who(job.name, job.uid), beat=1))
+        while self.state.leases:
+            lease = next(iter(self.state.leases.values()))
+            self.step(m.LeaseRelease(**self.driver.who(lease.job, self.state.jobs[lease.job].uid), token=lease.token))
+
+
+# Derandomized, so that a failure is about the change at hand. For a long search: random, and more examples.
+AnyHistory.TestCase.settings = settings(
+    derandomize=True, max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestAnyHistory = AnyHistory.TestCase

@@ -1,0 +1,127 @@
+"""One multiplexed run of real jobs for all tests here: one is killed in its rollout, another joins and is killed in training.
+
+Never more than two jobs at once: each is a dozen processes and several GiB.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e import tiny
+from verl_mux.coordinator.members import UID_VARIABLE
+
+# `stays` is interrupted when all is seen; the tests compare its first COMPARED steps.
+STEPS, COMPARED = 400, 10
+_LIMIT_S = 600
+
+
+@dataclass
+class Run:
+    """`killed[job]`: when it was killed, and when some process of it was last seen alive; seconds since the epoch."""
+
+    directory: Path
+    returncode: int = -1
+    log: str = ""
+    killed: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="session")
+def assets(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("assets")
+    tiny.make_assets(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def run(assets, tmp_path_factory) -> Run:
+    """`stays` and `rolls` start together; `rolls` is killed in a rollout; `trains` joins and is killed in a training phase."""
+    directory = tmp_path_factory.mktemp("run")
+    out = directory / "out"
+    checkpoints = ["trainer.save_freq=4", "trainer.max_actor_ckpt_to_keep=100"]
+    jobs = {"stays": [*tiny.overrides(assets, STEPS), *checkpoints], "rolls": tiny.overrides(assets, STEPS)}
+    file = tiny.run_file(directory / "run.yaml", out, jobs)
+    result = Run(out)
+    joining = None
+    with (directory / "log").open("w") as log:
+        runner = subprocess.Popen([sys.executable, "-m", "verl_mux.cli", "run", str(file)], stdout=log, stderr=log)
+        try:
+            result.killed["rolls"] = _kill_in(runner, out, "rolls", "rollout")
+            joining = tiny.start_job("trains", tiny.overrides(assets, STEPS), out, _address(out))
+            result.killed["trains"] = _kill_in(runner, out, "trains", "train")
+            _wait_for_step(out, "stays", after=result.killed["trains"][1])
+        finally:
+            for process in (p for p in (joining, runner) if p is not None and p.poll() is None):
+                process.send_signal(signal.SIGINT)
+            result.returncode = runner.wait(120)
+            if joining is not None:
+                joining.wait(60)
+    result.log = (directory / "log").read_text()
+    return result
+
+
+def _address(directory: Path) -> str:
+    return (directory / "coordinator" / "address").read_text().strip()
+
+
+def _wait_for_step(directory: Path, job: str, after: float) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if any(e["event"] == "step" and tiny.ended(e) > after for e in tiny.events(directory, job)):
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"{job} finished no step after {after}")
+
+
+def _kill_in(process: subprocess.Popen, directory: Path, job: str, phase: str) -> tuple[float, float]:
+    """kill -9 of the job's driver while it holds a lease of `phase`, after its second step."""
+    from verl_mux.coordinator.command import fetch_status
+
+    deadline = time.monotonic() + _LIMIT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        address = directory / "coordinator" / "address"
+        if address.exists():
+            state = fetch_status(_address(directory), timeout=30.0)
+            holds = {
+                h["phase"] for p in state["pools"].values() for n in p["nodes"].values() for h in n["holders"] if h["job"] == job
+            }
+            if phase in holds and state["jobs"].get(job, {}).get("steps_done", 0) >= 2:
+                return _kill(state["jobs"][job])
+        time.sleep(0.05)
+    raise AssertionError(f"{job} never held a {phase} lease after its second step")
+
+
+def _kill(job: dict) -> tuple[float, float]:
+    """SIGKILL to the process that the user started; returns when, and when some process of the job was still alive."""
+    driver = psutil.Process(job["pid"])
+    ancestors = [p for p in (driver, *driver.parents()) if "verl.trainer.main_ppo" in " ".join(p.cmdline())]
+    target = ancestors[-1] if ancestors else driver
+    when = last_seen = time.time()
+    target.kill()
+    while True:
+        looked = time.time()
+        if not _alive(job["uid"]):
+            return when, last_seen
+        last_seen = looked  # whatever was found alive after this moment was alive in it
+
+
+def _alive(uid: str) -> bool:
+    for process in psutil.process_iter():
+        try:
+            if (
+                process.environ().get(UID_VARIABLE) == uid
+                and process.status() != psutil.STATUS_ZOMBIE
+                and process.pid != os.getpid()
+            ):
+                return True
+        except psutil.Error:
+            continue
+    return False

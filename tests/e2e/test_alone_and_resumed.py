@@ -1,0 +1,38 @@
+"""The same job alone: resumed from a checkpoint that it wrote while multiplexed, it repeats the numbers it had then."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.e2e import tiny
+from tests.e2e.conftest import COMPARED
+
+pytestmark = pytest.mark.e2e
+
+_FROM = 4
+
+
+@pytest.fixture(scope="module")
+def resumed(run, assets, tmp_path_factory):
+    """No coordinator configured: the same keys run the job alone, from the multiplexed run's checkpoint of step 4."""
+    directory = tmp_path_factory.mktemp("alone")
+    checkpoints = directory / "job" / "checkpoints"
+    shutil.copytree(run.directory / "stays" / "checkpoints" / f"global_step_{_FROM}", checkpoints / f"global_step_{_FROM}")
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text(str(_FROM))
+    process = tiny.start_job("job", tiny.overrides(assets, COMPARED), directory, None)
+    assert process.wait(600) == 0, (directory / "job" / "job.log").read_text()[-3000:]
+    return directory
+
+
+def _figures(events: list[dict], key: str) -> dict[int, float]:
+    return {e["step"]: e["extra"][key] for e in events if e["event"] == "step"}
+
+
+@pytest.mark.parametrize("key", ["reward", "loss", "grad_norm", "response_length"])
+def test_alone_and_multiplexed_give_the_same_numbers_step_by_step(run, resumed, key):
+    multiplexed = _figures(tiny.events(run.directory, "stays"), key)
+    alone = _figures(tiny.events(resumed, "job"), key)
+    assert set(alone) == set(range(_FROM + 1, COMPARED + 1))
+    assert alone == {step: multiplexed[step] for step in alone}

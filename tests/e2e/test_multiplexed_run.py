@@ -1,0 +1,86 @@
+"""Real verl trainers, SGLang engines, FSDP2, Ray and TransferQueue, interleaved by a real coordinator."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.e2e import tiny
+from tests.e2e.conftest import COMPARED, Run
+
+pytestmark = pytest.mark.e2e
+
+
+def _steps(run: Run, job: str) -> dict[int, dict]:
+    return {e["step"]: e["extra"] for e in tiny.events(run.directory, job) if e["event"] == "step"}
+
+
+def test_the_other_job_goes_on_and_what_became_of_each_is_reported(run):
+    steps = _steps(run, "stays")
+    assert sorted(steps) == list(range(1, len(steps) + 1)) and len(steps) > COMPARED, run.log
+    assert "job rolls ended with" in run.log
+    summary = json.loads((run.directory / "summary.json").read_text())
+    assert summary["jobs"]["stays"]["steps"] == len(steps)
+
+
+def test_interrupting_the_run_stops_everything_and_says_so_in_its_exit_code(run):
+    assert run.returncode == 130, run.log
+
+
+def test_no_two_jobs_hold_a_node_at_once(run):
+    held: dict[str, list[tuple[float, float, str]]] = {}
+    for job in ("stays", "rolls", "trains"):
+        for event in tiny.events(run.directory, job):
+            if event["event"] == "phase":
+                for node in event["extra"]["nodes"]:
+                    held.setdefault(node, []).append((tiny.ended(event) - event["duration_sec"], tiny.ended(event), job))
+    for spans in held.values():
+        spans.sort()
+        assert all(a[1] <= b[0] + 0.001 or a[2] == b[2] for a, b in zip(spans, spans[1:], strict=False))
+
+
+@pytest.mark.parametrize("job", ["rolls", "trains"])
+def test_after_kill_9_the_others_go_on_within_ten_seconds(run, job):
+    killed, _ = run.killed[job]
+    leases = [tiny.ended(e) for e in tiny.events(run.directory, "stays") if e["event"] == "lease_wait"]
+    after = [t - killed for t in leases if t > killed]
+    assert after and min(after) < 10.0
+
+
+@pytest.mark.parametrize("job", ["rolls", "trains"])
+def test_a_dead_jobs_node_is_given_on_only_when_its_processes_are_gone(run, job):
+    killed, last_seen = run.killed[job]
+    node = "r0" if job == "rolls" else "t0"
+    others = [j for j in ("stays", "rolls", "trains") if j != job]
+    grants = [
+        tiny.ended(e) for j in others for e in tiny.events(run.directory, j)
+        if e["event"] == "lease_wait" and node in e["extra"]["nodes"] and tiny.ended(e) > killed
+    ]  # fmt: skip
+    assert grants and min(grants) >= last_seen
+
+
+def test_every_sync_filled_the_engine_with_the_trainers_weights_of_that_step(run):
+    syncs = [e for e in tiny.events(run.directory, "stays") if e["event"] == "sync"]
+    assert [e["extra"]["version"] for e in syncs] == list(range(len(syncs)))
+    assert len({e["extra"]["mux/sync/bytes"] for e in syncs}) == 1
+
+
+def test_a_job_without_lease_holds_nothing_on_its_nodes(run):
+    moves = [
+        e for role in ("trainer", "server") for e in tiny.events(run.directory, "stays", role) if e["event"] in ("sleep", "wake")
+    ]
+    moves.sort(key=lambda e: e["timestamp"])
+    for event in (e for e in tiny.events(run.directory, "stays") if e["event"] == "phase"):
+        side = "rollout" if event["extra"]["phase"] == "rollout" else "train"
+        last: dict[str, int] = {}
+        for move in moves:
+            if move["extra"]["side"] == side and move["timestamp"] <= event["timestamp"]:
+                last[move["extra"]["tag"]] = move["extra"]["mapped"]
+        assert sum(last.values()) == 0, (event, last)
+    assert any(m["event"] == "wake" and m["extra"]["tag"] == "kv_cache" and m["extra"]["bytes"] > 0 for m in moves)
+
+
+def test_requests_are_in_the_event_log_turn_by_turn(run):
+    names = {e["event"] for e in tiny.events(run.directory, "stays", "rollout")}
+    assert {"request_start", "turn_engine_call", "reward_calculation", "async_rollout_request_complete"} <= names

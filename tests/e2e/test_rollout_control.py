@@ -1,0 +1,80 @@
+"""One real job with over-sampling and segments: requests are cut off on the engine, go on under newer weights, are trained."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.e2e import tiny
+from verl_mux.profiling import events
+
+pytestmark = pytest.mark.e2e
+STEPS, WANTED, SAMPLES, SEGMENT = 5, 4, 4, 8
+_LIMIT_S = 400
+
+
+@pytest.fixture(scope="module")
+def job(assets, tmp_path_factory):
+    """The folder of a finished job; a step takes 4 groups of at least 6 under way, 8 tokens a round."""
+    directory = tmp_path_factory.mktemp("rollout")
+    keys = [
+        "mux.rollout.oversample.rate=0.5",
+        f"mux.rollout.segments.segment_length={SEGMENT}",
+        # Fewer than are launched, so that some still wait or run when enough groups are complete.
+        "+actor_rollout_ref.rollout.engine_kwargs.sglang.max_running_requests=8",
+        "mux.rollout.segments.treatment=sais",
+        f"trainer.save_freq={STEPS}",
+        f"trainer.rollout_data_dir={directory}/dump",
+    ]
+    process = tiny.start_job("job", tiny.overrides(assets, STEPS), directory, None, *keys)
+    try:
+        assert process.wait(_LIMIT_S) == 0, (directory / "job" / "job.log").read_text()[-3000:]
+    finally:
+        process.kill()
+    return directory
+
+
+def _metrics(directory, step: int) -> dict[str, float]:
+    line = next(x for x in (directory / "job" / "job.log").read_text().splitlines() if f"step:{step} - " in x)
+    return {name: float(value) for name, value in re.findall(r"(mux/rollout/\w+):(?:np\.\w+\()?(-?[0-9.e-]+)", line)}
+
+
+def _named(directory, role: str, name: str) -> list[dict]:
+    return [event for event in tiny.events(directory, "job", role) if event["event"] == name]
+
+
+def test_every_step_trains_whole_groups_and_some_were_cut_off(job):
+    figures = [_metrics(job, step) for step in range(1, STEPS + 1)]
+    assert all(it["trained_groups"] == WANTED for it in figures)
+    assert _named(job, "rollout", events.REQUEST_ABORTED)
+    assert any(it["requeued_groups"] > 0 for it in figures)
+
+
+def test_old_tokens_are_counted_and_steps_are_logged(job):
+    figures = [_metrics(job, step) for step in range(2, STEPS + 1)]
+    assert any(it["off_policy_token_fraction"] > 0 and it["oldest_version_lag"] >= 1 for it in figures)
+    assert any(it["reprefilled_tokens"] > 0 for it in figures)
+    assert _named(job, "rollout", events.REQUEST_REQUEUED)
+    steps = _named(job, "trainer", events.GENERATE_MONITORED)
+    assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
+    assert all(event["extra"]["target_completion"] == WANTED for event in steps)
+
+
+def test_a_resumed_prefix_in_the_same_step_comes_from_the_cache(job):
+    asked = _named(job, "server", "engine_generate")
+    assert any((event["extra"].get("cached_tokens") or 0) > SEGMENT for event in asked)
+    assert all(event["extra"]["response_tokens"] <= SEGMENT for event in asked)
+
+
+def test_the_checkpoint_holds_every_group_that_waits(job):
+    saved = json.loads((job / "job" / "checkpoints" / f"global_step_{STEPS}" / "mux_rollout.json").read_text())
+    groups = saved["machine"]["groups"]
+    assert set(saved["calls"]) == set(groups)
+    for name, trajectories in groups.items():
+        for sample, trajectory in enumerate(trajectories):
+            calls = saved["calls"][name][str(sample)]
+            tokens = sum(len(call["token_ids"]) for call in calls)
+            assert tokens == sum(length for length, _ in trajectory["segments"])
+            assert all(len(call["log_probs"]) == len(call["token_ids"]) for call in calls if call["token_ids"])

@@ -1,0 +1,137 @@
+"""A job small enough for a test: a 0.1 M parameter Qwen2 and a hundred sums, made in a second."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from uuid import uuid4
+
+import yaml
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic"
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    # Any rule that depends on the sampled text will do: the share of digits in it.
+    return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
+"""
+
+
+def make_assets(directory: Path) -> None:
+    """`directory`/model, /train.parquet, /reward.py."""
+    import pandas
+    import torch
+    from transformers import AutoTokenizer
+
+    sys.path.insert(0, str(EXAMPLE))
+    from model import Shape, make_model, write_tokenizer
+
+    model = directory / "model"
+    write_tokenizer(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    torch.manual_seed(0)
+    make_model(Shape(hidden=64, layers=2, heads=4, intermediate=128), tokenizer).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    rng = random.Random(0)
+    rows = [_row(i, rng.randrange(90), rng.randrange(90)) for i in range(96)]
+    pandas.DataFrame(rows).to_parquet(directory / "train.parquet")
+    (directory / "reward.py").write_text(REWARD)
+
+
+def _row(index: int, a: int, b: int) -> dict:
+    return {
+        "data_source": "sums",
+        "prompt": [{"role": "user", "content": f"{a}+{b}="}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+        "extra_info": {"index": index},
+    }
+
+
+def overrides(assets: Path, steps: int, mode: str = "mux_separate") -> list[str]:
+    """verl's keys for a tiny job of `steps` steps."""
+    return [
+        f"trainer.v1.trainer_mode={mode}",
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={assets}/train.parquet",
+        f"data.val_files={assets}/train.parquet",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=32",
+        "data.max_response_length=32",
+        "data.dataloader_num_workers=0",
+        f"actor_rollout_ref.model.path={assets}/model",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.rollout.name=sglang",
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=1",
+        "actor_rollout_ref.rollout.agent.num_workers=1",
+        "+actor_rollout_ref.rollout.engine_kwargs.sglang.max_total_tokens=8192",
+        "reward.num_workers=1",
+        f"reward.custom_reward_function.path={assets}/reward.py",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        "trainer.nnodes=1",
+        "trainer.n_gpus_per_node=1",
+        "trainer.val_before_train=False",
+        f"trainer.total_training_steps={steps}",
+        "trainer.logger=[console]",
+        "mux.seeded_sampling=true",
+        "+ray_kwargs.ray_init.num_gpus=2",
+        "ray_kwargs.ray_init.num_cpus=64",
+        "+ray_kwargs.ray_init.include_dashboard=False",
+    ]
+
+
+def run_file(path: Path, directory: Path, jobs: dict[str, list[str]], **coordinator) -> Path:
+    """A run file for `jobs` ({name: overrides}) on one rollout node and one training node."""
+    pools = {"rollout": {"nodes": [{"name": "r0", "cpus": [0]}]}, "train": {"nodes": [{"name": "t0", "cpus": [1]}]}}
+    spec = {
+        "dir": str(directory),
+        "coordinator": {"pools": pools, **coordinator},
+        "environment": ENVIRONMENT,
+        "jobs": {name: {"nodes": {"rollout": ["r0"], "train": ["t0"]}, "seed": 7, "overrides": o} for name, o in jobs.items()},
+    }
+    path.write_text(yaml.safe_dump(spec, sort_keys=False))
+    return path
+
+
+ENVIRONMENT = {"VERL_PLATFORM": "cpu", "VERL_LOGGING_LEVEL": "WARN", "RAY_worker_niceness": "0"}
+
+
+def start_job(name: str, overrides: list[str], directory: Path, address: str | None, *more: str) -> subprocess.Popen:
+    """A job by verl's own command line; its log is `directory/name/job.log`."""
+    home = directory / name
+    home.mkdir(parents=True, exist_ok=True)
+    command = [
+        sys.executable, "-m", "verl.trainer.main_ppo", "--config-name", "mux_ppo_trainer", *overrides,
+        f"mux.job={name}", f"mux.coordinator={address or 'null'}", "mux.seed=7", "mux.nodes.rollout=[r0]", "mux.nodes.train=[t0]",
+        f"mux.profile.dir={home / 'events'}", f"trainer.default_local_dir={home / 'checkpoints'}",
+        f"hydra.run.dir={home / 'hydra'}", *more,
+    ]  # fmt: skip
+    environment = {**os.environ, **ENVIRONMENT, "VERL_MUX_JOB_UID": uuid4().hex}
+    with (home / "job.log").open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=home)
+
+
+def ended(event: dict) -> float:
+    """When an event ended, in seconds since the epoch."""
+    return datetime.fromisoformat(event["timestamp"]).timestamp()
+
+
+def events(directory: Path, job: str, role: str = "trainer") -> list[dict]:
+    """All events of a job's role, in order of their ends."""
+    found = []
+    for path in (directory / job / "events" / role).glob("step_*/worker_*.jsonl"):
+        found += [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return sorted(found, key=lambda event: event["timestamp"])

@@ -1,0 +1,171 @@
+"""Jobs with real child trees: whatever carries the job's mark ends with it, and nothing else does."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from verl_mux.coordinator.members import UID_VARIABLE
+from verl_mux.launcher.job_process import JobProcess
+from verl_mux.launcher.run_file import JobSpec, RunFile
+
+# Says its pid through the pipe named on its command line, then waits for a signal.
+WAITER = """
+import os, signal, sys
+for name in sys.argv[2:]:
+    signal.signal(getattr(signal, name), signal.SIG_IGN)
+with open(sys.argv[1], "w") as pipe:
+    pipe.write(f"{os.getpid()}\\n")
+signal.pause()
+"""
+# A driver with a child in a session of its own, as Ray's daemons are; it then does what WAITER does.
+DRIVER = f"""
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", {WAITER!r}, sys.argv[1], "SIGINT", "SIGTERM"], start_new_session=True)
+{WAITER}
+"""
+
+
+def make_job(tmp_path: Path, code: str, *arguments: str, **environment: str) -> JobProcess:
+    spec = JobSpec(nodes={"rollout": ["r0"], "train": ["t0"]}, environment=environment)
+    job = JobProcess("math", spec, RunFile(dir=str(tmp_path), coordinator={}, jobs={"math": spec}), None)
+    job._command = [sys.executable, "-c", code, *arguments]
+    return job
+
+
+@pytest.fixture
+def pipe(tmp_path) -> Path:
+    path = tmp_path / "pids"
+    os.mkfifo(path)
+    return path
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator:
+    jobs = []
+
+    def started(code: str, *arguments: str, **environment: str) -> JobProcess:
+        jobs.append(make_job(tmp_path, code, *arguments, **environment))
+        jobs[-1].start()
+        return jobs[-1]
+
+    yield started
+    for job in jobs:
+        job.sweep()
+
+
+def pids_from(pipe: Path, count: int) -> set[int]:
+    """Waits until `count` processes have said that they are ready."""
+    found: set[int] = set()
+    while len(found) < count:
+        found |= {int(line) for line in pipe.read_text().split()}
+    return found
+
+
+def runs(pid: int) -> bool:
+    """A dead process may stay a zombie where nobody collects orphans."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_stop_ends_a_grandchild_that_left_the_session_and_ignores_signals(start, pipe):
+    job = start(DRIVER, str(pipe))
+    pids = pids_from(pipe, 2)
+    assert {p.pid for p in job.processes()} == pids and job.returncode is None
+    assert len({os.getsid(pid) for pid in pids}) == 2
+    job.stop()
+    assert job.processes() == [] and not any(runs(pid) for pid in pids)
+    assert job.returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize(("ignored", "ends_with"), [(["SIGINT"], signal.SIGTERM), (["SIGINT", "SIGTERM"], signal.SIGKILL)])
+def test_a_driver_that_does_not_listen_is_made_to_end_and_its_exit_code_is_kept(start, pipe, ignored, ends_with):
+    job = start(WAITER, str(pipe), *ignored)
+    pids_from(pipe, 1)
+    job.stop(patience=0.4)
+    assert job.returncode == -ends_with
+
+
+def test_what_a_dead_driver_left_behind_is_swept(start, pipe):
+    job = start(DRIVER, str(pipe))
+    pids = pids_from(pipe, 2)
+    os.kill(job.pid, signal.SIGKILL)
+    job._process.wait()
+    assert {p.pid for p in job.processes()} == pids - {job.pid}
+    job.sweep()
+    assert job.processes() == [] and job.returncode == -signal.SIGKILL
+
+
+def test_another_jobs_processes_and_strangers_live_on(start, pipe):
+    job, other = start(WAITER, str(pipe)), start(WAITER, str(pipe))
+    stranger = subprocess.Popen([sys.executable, "-c", WAITER, str(pipe)], env={**os.environ, UID_VARIABLE: f"{job.uid}x"})
+    try:
+        pids_from(pipe, 3)
+        job.stop()
+        assert (job.returncode, other.returncode, stranger.poll()) == (-signal.SIGINT, None, None)
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_a_job_that_was_never_started_is_stopped_without_a_word(tmp_path):
+    job = make_job(tmp_path, "")
+    job.stop()
+    job.sweep()
+    assert job.returncode is None and job.last_error() == "it wrote nothing"
+
+
+def test_output_exit_code_and_environment_are_the_jobs_own(start, tmp_path):
+    job = start("import os, sys; print(os.environ['COLOUR'], os.getcwd(), file=sys.stderr); sys.exit(3)", COLOUR="blue")
+    assert job._process.wait() == job.returncode == 3
+    assert job.log_path.read_text() == f"blue {tmp_path / 'math'}\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("", "it wrote nothing"),
+        ("one\ntwo\n", "two"),
+        ("Traceback (most recent call last):\n  File x\nValueError: bad\nbye\n", "ValueError: bad"),
+        ("(TaskRunner pid=7)  Error in a frame\n  SomeError: indented\nbye\n", "(TaskRunner pid=7)  Error in a frame"),
+        ("ValueError: early\nverl-mux: unknown key mux.x\nbye\n", "verl-mux: unknown key mux.x"),
+        ("verl-mux: first\nray.exceptions.RayTaskError: later\n", "ray.exceptions.RayTaskError: later"),
+    ],
+)
+def test_the_line_that_says_most_about_the_end(tmp_path, log, line):
+    job = make_job(tmp_path, "")
+    job.directory.mkdir()
+    if log:
+        job.log_path.write_text(log)
+    assert job.last_error() == line
+
+
+@pytest.mark.parametrize("directory", ["plain", "with space", "a,b=c", "it's [here]", "1e5"])
+@pytest.mark.parametrize("name", ["math", "1e5", "null", "qwen2.5-7b", "true"])
+def test_hydra_reads_names_and_folders_as_they_were_meant(tmp_path, directory, name):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    spec = JobSpec(nodes={"rollout": ["r0", "1"], "train": ["t0"]}, seed=5, overrides=["data.seed={seed}"])
+    run = RunFile(dir=str(tmp_path / directory), coordinator={}, jobs={name: spec}, overrides=["+job={job}"])
+    command = JobProcess(name, spec, run, "tcp://127.0.0.1:5570")._command
+    assert command[:5] == [sys.executable, "-m", "verl.trainer.main_ppo", "--config-name", "mux_ppo_trainer"]
+    given = {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(command[5:])}
+    assert (str(given["mux.job"]), str(given["trainer.experiment_name"])) == (name, name)
+    assert [str(n) for n in given["mux.nodes.rollout"]] == ["r0", "1"]
+    assert str(given["mux.coordinator"]) == "tcp://127.0.0.1:5570"
+    assert str(given["mux.profile.dir"]) == str(tmp_path / directory / name / "events")
+    assert str(given["trainer.default_local_dir"]) == str(tmp_path / directory / name / "checkpoints")
+    assert (given["mux.seed"], given["data.seed"]) == (5, 5)
+
+
+def test_without_a_coordinator_the_job_is_told_so(tmp_path):
+    assert "mux.coordinator=null" in JobProcess("math", *_spec_and_run(tmp_path), None)._command
+
+
+def _spec_and_run(tmp_path: Path) -> tuple[JobSpec, RunFile]:
+    spec = JobSpec(nodes={"rollout": ["r0"], "train": ["t0"]})
+    return spec, RunFile(dir=str(tmp_path), coordinator={}, jobs={"math": spec})

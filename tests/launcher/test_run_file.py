@@ -1,0 +1,155 @@
+"""Every refusal is one line that names the file, the key, what was given and what is allowed."""
+
+import sys
+
+import pytest
+
+from verl_mux.errors import UserError
+from verl_mux.launcher import run_file
+
+VALID = """
+dir: runs/x
+coordinator:
+  pools:
+    rollout: {nodes: [{name: r0, gpus: 8}, {name: r1, gpus: 4}]}
+    train: {nodes: [{name: t0}]}
+jobs:
+  math: {nodes: {rollout: [r0], train: [t0]}, gpus: {rollout: 8}, seed: 3, overrides: ["data.seed={seed}"]}
+  code-7b.v2: {nodes: {rollout: [r0, r1], train: [t0]}, gpus: {rollout: 4, train: 1}}
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def to_file(text: str):
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+        return path
+
+    return to_file
+
+
+def refusal(path) -> str:
+    with pytest.raises(UserError) as error:
+        run_file.read(path)
+    text = str(error.value)
+    assert "\n" not in text and ("run.yaml" in text or "coordinator configuration" in text)
+    return text
+
+
+def test_a_valid_file_is_read_with_defaults(write):
+    run = run_file.read(write(VALID))
+    assert list(run.jobs) == ["math", "code-7b.v2"]
+    assert run.jobs["math"].gpus == {"rollout": 8} and run.jobs["math"].seed == 3
+    assert (run.config_name, run.prepare, run.overrides, run.environment) == ("mux_ppo_trainer", [], [], {})
+    assert run.coordinator_config().expect_jobs == 2
+
+
+def test_a_directory_given_beside_it_replaces_its_own(write, tmp_path):
+    assert run_file.read(write(VALID), tmp_path / "else").dir == str(tmp_path / "else")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("dir: runs/x", "", ["dir"]),
+        ("dir: runs/x", "dir: runs/x\nworkers: 3", ["workers"]),
+        ("seed: 3", "sead: 3", ["sead", "math"]),
+        ("seed: 3", "seed: three", ["seed", "math"]),
+        ("gpus: {rollout: 8}", "gpus: {rolout: 8}", ["'rolout'", "allowed: rollout, train"]),
+        ("gpus: {rollout: 8}", "gpus: {rollout: 9}", ["'math'", "9 GPUs", "'r0'", "has 8"]),
+        ("gpus: {rollout: 8}", "gpus: {rollout: -1}", ["'math'", "-1 GPUs"]),
+        ("gpus: {rollout: 4, train: 1}", "gpus: {rollout: 5}", ["5 GPUs", "'r1'", "has 4"]),
+        ("rollout: [r0], train: [t0]}", "rollout: [r9], train: [t0]}", ["'r9'", "rollout (r0, r1), train (t0)"]),
+        ("rollout: [r0], train: [t0]}", "rollout: [r0]}", ["'math'", "it needs rollout and train"]),
+        ("rollout: [r0], train: [t0]}", "rollout: [], train: [t0]}", ["'math'", "each with a node"]),
+        ("rollout: [r0], train: [t0]}", "rollout: [r0], train: [t0], sync: [t0]}", ["sync"]),
+        ("  code-7b.v2:", "  math:", ["line 9", "'math' stands twice", "unique"]),
+        ("  code-7b.v2:", "  ..:", ["'..'", "begins with a letter or digit"]),
+        ("  code-7b.v2:", "  ../../home:", ["'../../home'", "letters, digits"]),
+        ("  code-7b.v2:", "  /etc:", ["'/etc'"]),
+        ("  code-7b.v2:", "  'a,b':", ["'a,b'"]),
+        ("  code-7b.v2:", "  coordinator:", ["'coordinator'", "choose another"]),
+        ("{name: t0}", "{name: t0, gpu: 1}", ["gpu"]),
+        ("{name: t0}", "{name: r0}", ["'r0' is named twice"]),
+        ("{name: t0}", "{name: t0, gpus: 1, gpus: 2}", ["'gpus' stands twice"]),
+    ],
+)
+def test_bad_input_is_refused_by_name(write, old, new, words):
+    assert old in VALID
+    text = refusal(write(VALID.replace(old, new, 1)))
+    assert all(word in text for word in words), text
+
+
+PLACED = """
+dir: runs/x
+coordinator:
+  pools:
+    rollout: {kind: H20, nodes: [{name: r0, gpus: 8}]}
+    train: {kind: H800, nodes: [{name: t0, gpus: 8}]}
+  placement: scheduler
+jobs:
+  math: {gpus: {rollout: 8, train: 8}}
+  code: {nodes: auto, slo: 1.5, gpus: {rollout: 8, train: 8}}
+  late: {after: [math, code]}
+"""
+
+
+def test_jobs_may_leave_their_nodes_to_the_scheduler_and_start_after_others(write):
+    run = run_file.read(write(PLACED))
+    assert [job.nodes for job in run.jobs.values()] == ["auto"] * 3
+    assert run.jobs["code"].slo == 1.5 and run.jobs["late"].after == ["math", "code"]
+    config = run.coordinator_config()
+    assert config.expect_jobs == 2 and config.placement is not None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("  placement: scheduler\n", "", ["'math'", "placement: scheduler"]),
+        ("after: [math, code]", "after: [nobody]", ["'late'", "'nobody'", "math, code, late"]),
+        ("after: [math, code]", "after: [late]", ["'late'", "its own end"]),
+        ("math: {", "math: {after: [late], ", ["'math'", "its own end"]),
+        ("nodes: auto", "nodes: any", ["'code'", "nodes"]),
+        ("kind: H20, ", "", ["'rollout'", "kind"]),
+    ],
+)
+def test_bad_placement_input_is_refused_by_name(write, old, new, words):
+    assert old in PLACED
+    text = refusal(write(PLACED.replace(old, new, 1)))
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("", "object"),
+        ("- 1\n- 2\n", "object"),
+        ("just words", "object"),
+        ("dir: [", "not YAML"),
+        ("{[1, 2]: 3}", "YAML"),
+        (VALID.partition("jobs:")[0] + "jobs: {}", "`jobs` is empty"),
+        (VALID.partition("jobs:")[0], "jobs"),
+    ],
+)
+def test_files_that_hold_something_else_are_refused(write, text, word):
+    assert word in refusal(write(text))
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / "run.yaml").write_bytes(b"dir: \xff\xfe\n")
+    assert "not YAML" in refusal(tmp_path / "run.yaml")
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path):
+    assert "No such file" in refusal(tmp_path / "run.yaml")
+    (tmp_path / "run.yaml").mkdir()
+    assert "Is a directory" in refusal(tmp_path / "run.yaml")
+
+
+def test_marks_are_filled_in_and_python_is_this_one(write, tmp_path):
+    run = run_file.read(write(VALID), tmp_path)
+    assert run_file.fill(["python", "make.py", "{dir}/{job}"], run, "math") == [sys.executable, "make.py", f"{tmp_path}/math"]
+    assert run_file.fill(["data.seed={seed}", "{other}"], run, "math", 3) == ["data.seed=3", "{other}"]
+    assert run_file.fill(["{here}/make.py"], run) == [f"{tmp_path}/make.py"]
+    assert run_file.fill([], run) == []

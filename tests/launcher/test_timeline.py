@@ -1,0 +1,76 @@
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from tests.launcher.made_run import ORIGIN, MadeRun
+from verl_mux.launcher import timeline
+from verl_mux.launcher.timeline import union_seconds
+from verl_mux.profiling.events import REQUEST_COMPLETE
+
+T0 = ORIGIN.timestamp()
+
+
+@pytest.fixture
+def made(tmp_path) -> MadeRun:
+    return MadeRun(tmp_path)
+
+
+def test_events_become_spans_of_their_kind(made):
+    made.phase("a", "rollout", 1, 10, 14, "r0", "r1")
+    made.wait("a", "train", 1, 14, 15, "t0")
+    made.event("a", "sync", 1, 10, 11, version=0)
+    made.event("a", "sleep", 1, 13, 14, role="server", tag="weights")
+    made.steps("a", [20])
+    made.event("a", REQUEST_COMPLETE, 1, 11, 13, role="rollout", worker=3)
+    read = timeline.read(made.directory, ["a"])
+    (phase,) = read.phases
+    assert (phase.job, phase.name, phase.step, phase.nodes) == ("a", "rollout", 1, ("r0", "r1"))
+    assert (phase.start, phase.end, phase.seconds) == (T0 + 10, T0 + 14, 4)
+    assert [(s.name, s.seconds) for s in read.waits] == [("train", 1)]
+    assert [s.name for s in read.parts] == ["sync", "sleep"]
+    assert [s.step for s in read.steps] == [1]
+    assert [s.end for s in read.requests] == [T0 + 13]
+
+
+def test_spans_stand_in_order_of_their_ends_whatever_file_they_are_in(made):
+    for step, end in ((10, 100), (9, 90), (2, 20)):
+        made.phase("a", "train", step, end - 5, end, "t0")
+    made.phase("b", "train", 1, 40, 55, "t0")
+    assert [s.end - T0 for s in timeline.read(made.directory, ["a", "b"]).phases] == [20, 55, 90, 100]
+
+
+def test_validation_is_no_step_of_training(made):
+    made.event("a", REQUEST_COMPLETE, 1, 1, 2, role="rollout", validate=True)
+    assert timeline.read(made.directory, ["a"]).requests == []
+
+
+def test_torn_and_foreign_lines_are_passed_over(made):
+    made.phase("a", "train", 1, 0, 5, "t0")
+    made.raw("a", "trainer", 1, 0, '{"timestamp": "2026-01-05T09:00:07", "event": "pha')
+    made.raw("a", "trainer", 1, 0, "null")
+    made.raw("a", "trainer", 1, 0, '{"event": "phase"}')
+    made.phase("a", "train", 1, 5, 9, "t0")
+    assert [s.seconds for s in timeline.read(made.directory, ["a"]).phases] == [5, 4]
+
+
+def test_other_jobs_and_a_job_without_a_log_are_no_spans(made):
+    made.phase("other", "train", 1, 0, 5, "t0")
+    read = timeline.read(made.directory, ["a"])
+    assert not (read.phases or read.waits or read.parts or read.steps or read.requests)
+
+
+def test_a_real_event_log_is_read(tmp_path):
+    from verl_mux.profiling.event_log import EventLog
+
+    log = EventLog(tmp_path / "a" / "events", worker=0, role="trainer", job="a")
+    log.log("phase", 2.5, extra={"phase": "rollout", "nodes": ["r0"], "token": 4}, step=3, timestamp=T0)
+    log.log("sleep", 0.5, step=3, timestamp=T0)
+    log.close()
+    read = timeline.read(tmp_path, ["a"])
+    assert [(s.start, s.end, s.step, s.nodes) for s in read.phases] == [(T0 - 2.5, T0, 3, ("r0",))]
+    assert "sleep" in [s.name for s in read.parts]
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)).map(lambda t: (t[0], t[0] + t[1])), max_size=12))
+def test_the_union_counts_every_second_once(spans):
+    assert union_seconds(spans) == len({second for start, end in spans for second in range(start, end)})

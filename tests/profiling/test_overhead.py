@@ -1,0 +1,26 @@
+"""The measure of what an event costs; its figures are for `verl-mux bench log`, not for a test."""
+
+import pytest
+
+from verl_mux.profiling.event_log import EventLog
+from verl_mux.profiling.overhead import measure
+from verl_mux.profiling.overhead_in_run import compare_steps, step_seconds
+
+
+def test_it_measures_every_event_and_loses_none():
+    found = measure(requests=16, turns=2, rounds=2)
+    assert found["events"] == 16 * 2 * 4 * 2  # requests, turns, events a turn, rounds
+    assert found["dropped"] == 0
+
+
+def test_steps_with_the_log_are_compared_with_those_without(tmp_path):
+    log = EventLog(tmp_path, role="coordinator", job="coordinator")
+    at = 1e9
+    for step in range(1, 23):
+        at += 10.0 if step % 2 else 10.1
+        log.log("step_report", extra={"job": "a"}, step=step, timestamp=at)
+    log.close()
+    told = compare_steps(step_seconds(tmp_path))
+    assert (told["steps_on"], told["steps_off"]) == (10, 10)
+    assert told["overhead_percent"] == pytest.approx(1.0, abs=0.01)
+    assert told["noise_percent"] == pytest.approx(0.0, abs=0.01)

@@ -1,0 +1,55 @@
+"""The figures of `verl-mux bench rollout` from what jobs wrote."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from verl_mux.rollout.bench_modes import MODES, Run, figures, overrides, read_run
+
+
+def made_run(mode, seed, step_s, reward, **rollout) -> Run:
+    metrics = {
+        step: {"timing_s/gen": step_s / 2, "critic/score/mean": 0.1 * step, **{f"mux/rollout/{k}": v for k, v in rollout.items()}}
+        for step in range(1, 5)
+    }
+    metrics[4]["val-core/sums/reward/mean@4"] = reward
+    return Run(mode, seed, [9.0, step_s, step_s, step_s], metrics)
+
+
+def test_ratios_are_taken_seed_by_seed_and_the_warm_up_is_left_out():
+    runs = [made_run("sync", 1, 2.0, 0.50), made_run("sync", 2, 4.0, 0.54)]
+    runs += [made_run("oversample", 1, 1.0, 0.49, generated_tokens=100, wasted_tokens=10),
+             made_run("oversample", 2, 3.0, 0.51, generated_tokens=100, wasted_tokens=10)]  # fmt: skip
+    modes = figures(runs, warmup=1)["modes"]
+    assert modes["sync"]["time_ratio_to_sync"] == 1.0
+    assert modes["oversample"]["time_ratio_to_sync_by_seed"] == [0.5, 0.75]
+    assert modes["oversample"]["wasted_token_fraction"] == pytest.approx(0.1)
+    assert modes["sync"]["reward_spread"] == pytest.approx(0.04)
+    assert modes["oversample"]["reward_minus_sync"] == pytest.approx(-0.02)
+    assert modes["oversample"]["reward_within_spread"]
+
+
+def test_a_run_is_read_from_its_event_log_and_its_console(tmp_path):
+    for step, seconds in ((1, 3.5), (2, 1.5)):
+        folder = tmp_path / "events" / "trainer" / f"step_{step}"
+        folder.mkdir(parents=True)
+        event = {"timestamp": "2026-01-01T00:00:00", "event": "step", "duration_sec": seconds, "step": step}
+        (folder / "worker_0.jsonl").write_text(json.dumps(event) + "\n")
+    (tmp_path / "job.log").write_text(
+        "(TaskRunner pid=1) step:2 - critic/score/mean:0.25 - mux/rollout/wasted_tokens:12 - "
+        "val-core/a/b/reward/mean@4:np.float64(0.5) - timing_s/gen:1e-1\n"
+    )
+    run = read_run("sync", 1, tmp_path)
+    assert run.steps == [3.5, 1.5]
+    assert run.metrics[2] == {
+        "critic/score/mean": 0.25, "mux/rollout/wasted_tokens": 12.0, "val-core/a/b/reward/mean@4": 0.5, "timing_s/gen": 0.1,
+    }  # fmt: skip
+
+
+def test_four_segments_span_the_longest_response():
+    assert "mux.rollout.segments.segment_length=64" in overrides("segments", 1.0, 256)
+    assert "mux.rollout.segments.segment_length=50" in overrides("segments", 1.0, 197)
+    assert overrides("oversample", 0.5, 256)[0] == "mux.rollout.oversample.rate=0.5"
+    assert all(overrides(mode, 0.5, 256) is not None for mode in MODES)

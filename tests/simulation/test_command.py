@@ -1,0 +1,169 @@
+"""`verl-mux simulate` and `verl-mux plan` as a user meets them."""
+
+import json
+
+import pytest
+
+from verl_mux import cli
+
+HEAD = "job,arrival_h,duration_h,gpus\n"
+JOB = "jobs: [{name: a, rollout_s: 10, train_s: 10}]\n"
+
+
+@pytest.fixture
+def run_main(monkeypatch, capsys):
+    """`verl-mux ARGUMENTS...` in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["verl-mux", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.csv"
+    rows = [f"job{i},{i * 0.3:.2f},{0.2 + i % 3 / 2},{8 + 8 * (i % 2)}" for i in range(12)]
+    path.write_text(HEAD + "\n".join(rows) + "\n")
+    return path
+
+
+def test_all_policies_side_by_side_and_the_same_bytes_twice(run_main, trace, tmp_path):
+    arguments = ("simulate", trace, "--shapes", "mixed", "--seeds", 2, "--max-jobs", 6, "--json")
+    code, out, err = run_main(*arguments)
+    assert code == 0 and run_main(*arguments)[1] == out
+    report = json.loads(out)
+    assert (report["seeds"], report["jobs"]) == (2, 12)
+    names = ["solo", "colocated", "random", "most-idle", "rollmux", "ours", "optimum"]
+    assert list(report["policies"]) == names
+    for found in report["policies"].values():
+        keys = {
+            "usd_per_hour_mean",
+            "usd_per_hour_peak",
+            "slo_attainment",
+            "slo_attainment_real",
+            "cost_over_optimum_mean",
+            "idle",
+        }
+        assert keys < set(found) and set(found["idle"]) == {"rollout", "train"}
+    solo, ours, optimum = (report["policies"][name] for name in ("solo", "ours", "optimum"))
+    assert optimum["usd_per_hour_mean"] <= ours["usd_per_hour_mean"] <= solo["usd_per_hour_mean"]
+    assert ours["slo_attainment"] == ours["slo_attainment_real"] == 1.0
+    assert optimum["cost_over_optimum_mean"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_pictures_and_a_table(run_main, trace, tmp_path):
+    pytest.importorskip("matplotlib")
+    code, out, _ = run_main("simulate", trace, "--policies", "solo,ours", "--max-jobs", 0, "--plot", tmp_path / "plots")
+    assert code == 0 and "12 jobs, 1 seeds" in out
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"cost.png", "policies.png"}
+
+
+def test_the_packaged_trace_has_300_jobs(run_main):
+    code, out, _ = run_main("simulate", "--policies", "colocated", "--max-jobs", 0, "--json")
+    assert code == 0 and json.loads(out)["jobs"] == 300
+
+
+def test_in_a_finite_cluster_jobs_wait_and_all_finish(run_main, trace):
+    sizes = ("--rollout-nodes", 4, "--train-nodes", 4)
+    code, out, _ = run_main("simulate", trace, "--policies", "solo,ours", "--max-jobs", 0, *sizes, "--json")
+    solo, ours = json.loads(out)["policies"].values()
+    assert code == 0 and ours["wait_s_mean"] < solo["wait_s_mean"] and ours["slo_attainment"] == 1.0
+    assert max(*ours["peak_gpus"].values()) <= 32
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ("a,-1,1,8\n", "line 2: arrival_h is '-1'"),
+        ("a,0,1,8\nb,1,-2,8\n", "line 3: duration_h is '-2'"),
+        ("a,0,1,8\nb,zero,2,8\n", "line 3: arrival_h is 'zero'"),
+        ("a,0\n", "line 2: expected 4 fields"),
+        ("a,0,1,8,9\n", "line 2: expected 4 fields"),
+        ("a,0,nan,8\n", "line 2: duration_h is 'nan'"),
+        ("a,0,1,2.5\n", "line 2: gpus is '2.5'"),
+        ("a,0,1,8\na,1,1,8\n", "job 'a' is there twice"),
+        ("", "has no jobs"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_line(run_main, tmp_path, rows, words):
+    path = tmp_path / "bad.csv"
+    path.write_text(HEAD + rows)
+    code, out, err = run_main("simulate", path)
+    assert (code, out) == (2, "") and words in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ("--policies", "solo,best"),
+            "policy 'best' is not known; allowed: solo, colocated, random, most-idle, rollmux, ours, opt",
+        ),
+        (("--policies", ","), "no policy given"),
+        (("--shapes", "round"), "shapes 'round' are not known; allowed: balanced, rollout-heavy, train-heavy, mixed"),
+        (("--slo", "0.9"), "SLO '0.9' is out of range"),
+        (("--slo", "uniform:0.5,2"), "factor of at least 1"),
+        (("--slo", "tight"), "SLO 'tight' is not understood"),
+        (("--cap", "0"), "cap is 0"),
+        (("--rule", "speed=on"), "rule 'speed=on' is not known"),
+        (("--estimates", "guess"), "estimates 'guess' are not known"),
+        (("--policies", "optimum", "--max-jobs", "0"), "needs the optimum"),
+        (("--policies", "random", "--rollout-nodes", "9"), "policy 'random' does not queue"),
+        (("--policies", "ours", "--rollout-nodes", "1"), "needs 2 rollout nodes; pool 'rollout' has 1"),
+    ],
+)
+def test_a_bad_option_is_one_clear_line(run_main, trace, arguments, words):
+    code, out, err = run_main("simulate", trace, *arguments)
+    assert (code, out) == (2, "") and words in err and len(err.strip().splitlines()) == 1
+
+
+def test_a_plan_says_where_at_what_price_and_why_not_elsewhere(run_main):
+    code, out, _ = run_main("plan", "examples/placement/jobs.yaml", "--json")
+    found = json.loads(out)
+    assert code == 0 and [job["strategy"] for job in found["jobs"]] == [
+        "isolated",
+        "direct packing",
+        "rollout scaling",
+        "isolated",
+    ]
+    assert found["usd_per_hour"] == pytest.approx(sum(group["usd_per_hour"] for group in found["groups"]))
+    assert found["usd_per_hour"] == pytest.approx(sum(job["usd_per_hour"] for job in found["jobs"]))
+    assert found["usd_per_hour_optimum"] <= found["usd_per_hour"] <= found["usd_per_hour_isolated"]
+    assert all(other["why"] for job in found["jobs"] for other in job["alternatives"])
+    code, out, _ = run_main("plan", "examples/placement/jobs.yaml")
+    assert code == 0 and "not alone: costs 42.24 USD/h more" in out
+
+
+def test_a_plan_for_a_full_cluster_says_who_waits(run_main, tmp_path):
+    path = tmp_path / "jobs.yaml"
+    big = "  - {{name: {}, rollout_s: 100, train_s: 100, rollout_memory_gb: 900, train_memory_gb: 900}}\n"
+    path.write_text("pools: {rollout: {nodes: 1, host_memory_gb: 1000}}\njobs:\n" + big.format("a") + big.format("b"))
+    code, out, _ = run_main("plan", path)
+    assert code == 0 and "b: waits, no room" in out and "free are 0 + inf" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("jobs: []", "jobs is empty"),
+        ("jobs: [{name: a, rollout_s: 10}]", "missing required field `train_s`"),
+        (JOB.replace("train_s: 10", "train_s: -10"), "phase time is -10"),
+        (JOB.replace("train_s: 10", "train_s: 10, slo: 0.5"), "slo is 0.5"),
+        (JOB.replace("train_s: 10", "train_s: 10, gpu: 8"), "unknown field `gpu`"),
+        (JOB + "pools: {rollout: {gpus_per_node: 0}}", "gpus is 0"),
+        (JOB + "rules: {cap: 0}", "cap is 0"),
+        (JOB + "rules: {orders: [lifo]}", "order 'lifo' is not known"),
+        ("jobs: [", "is not YAML"),
+    ],
+)
+def test_a_bad_jobs_file_is_one_clear_line(run_main, tmp_path, text, words):
+    path = tmp_path / "jobs.yaml"
+    path.write_text(text)
+    code, out, err = run_main("plan", path)
+    assert (code, out) == (2, "") and words in err and len(err.splitlines()) == 1
+    assert run_main("plan", tmp_path / "none.yaml")[0] == 2

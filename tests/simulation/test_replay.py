@@ -1,0 +1,66 @@
+"""One run, phase by phase: who ends when, and the books."""
+
+import pytest
+
+from tests.scheduling.made_jobs import assert_invariants, make_cluster, make_job
+from verl_mux.scheduling.model import TESTBED
+from verl_mux.scheduling.placer import Placer
+from verl_mux.scheduling.rules import OURS, Rules
+from verl_mux.simulation.replay import Replay
+from verl_mux.simulation.shapes import find_shapes
+from verl_mux.simulation.trace import TraceRow
+from verl_mux.simulation.workload import Arrival, draw_workload
+
+
+def run(arrivals, rules=OURS, cluster=None):
+    cluster = cluster or make_cluster()
+    return Replay(arrivals, Placer(cluster, rules), cluster).run()
+
+
+def test_a_job_alone_takes_its_time_and_pays_for_its_nodes():
+    found = run([Arrival(make_job("a", 60, 40, sync_s=1), 3600.0, 10)])
+    (job,) = found.finished
+    assert (job.placed_s, job.ended_s, job.solo_s) == (3600, 3600 + 1010, 1010)
+    assert found.ledger.usd == pytest.approx(57.04 * 1010 / 3600)
+    assert found.ledger.busy_s == pytest.approx([610, 400]) and found.ledger.held_s == pytest.approx([1010, 1010])
+
+
+def test_two_jobs_take_turns_and_halve_the_cost():
+    jobs = [Arrival(make_job(name, 100, 100, slo=1.5), 0.0, 20) for name in ("a", "b")]
+    shared, alone = run(jobs), run(jobs, Rules(cap=1))
+    assert shared.ledger.usd == pytest.approx(alone.ledger.usd / 2, rel=0.05)
+    assert max(job.ended_s for job in shared.finished) == pytest.approx(4100)
+
+
+def test_who_waits_in_a_finite_cluster_starts_when_somebody_ends():
+    jobs = [Arrival(make_job(name, 100, 20, slo=1.0), 0.0, 5) for name in ("a", "b")]
+    first, second = run(jobs, cluster=make_cluster(1, 1)).finished
+    assert second.placed_s == first.ended_s == 600 and second.ended_s == 1200
+
+
+class Watched(Placer):
+    """Checks every promise after every decision."""
+
+    def admit(self, *given):
+        decision = super().admit(*given)
+        assert_invariants(self)
+        return decision
+
+    def depart(self, *given):
+        moves = super().depart(*given)
+        assert_invariants(self)
+        return moves
+
+    def repack(self, *given):
+        moves = super().repack(*given)
+        assert_invariants(self)
+        return moves
+
+
+@pytest.mark.parametrize("shapes", ["balanced", "rollout-heavy", "train-heavy", "mixed"])
+def test_jobs_that_share_and_move_keep_within_their_slos(shapes):
+    rows = [TraceRow(f"job{i}", i * 0.2, 0.3 + i * 7 % 5 / 4) for i in range(16)]
+    arrivals = draw_workload(rows, find_shapes(shapes), (1.0, 2.0), seed=1)
+    found = Replay(arrivals, Watched(TESTBED), TESTBED).run()
+    assert len(found.finished) == 16
+    assert all(job.stay_s <= job.slo * job.solo_s * (1 + 1e-9) for job in found.finished)

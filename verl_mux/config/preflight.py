@@ -1,0 +1,86 @@
+"""Our keys are checked where verl checks its own, in the driver before Ray starts: one line on stderr and exit code 2.
+
+`validation_hook` puts `check_job` in front of verl's `validate_config`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from uuid import uuid4
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl_mux.config.needs import needs_of
+from verl_mux.config.schema import MuxConfig, check, load, rollout_config
+from verl_mux.coordinator.client import connect
+from verl_mux.coordinator.members import UID_VARIABLE
+from verl_mux.coordinator.messages import AUTO
+from verl_mux.errors import UserError
+
+
+def check_job(config: DictConfig) -> None:
+    """Check what a verl config says to us, and ask the coordinator; what is wrong is one line on stderr and exit code 2."""
+    try:
+        mux = check(config)
+        if mux is not None:
+            # All processes of this run carry one mark, so that the coordinator can tell when the last is gone.
+            os.environ.setdefault(UID_VARIABLE, uuid4().hex)
+            ask_coordinator(config, mux)
+        else:
+            profile_stock_mode(config)
+    except UserError as error:
+        print(f"verl-mux: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def ask_coordinator(config: DictConfig, mux: MuxConfig) -> None:
+    """Would the coordinator take this job? Registers and leaves again.
+
+    Raises:
+        UserError: it does not answer, or refuses: unknown node, too many GPUs, a second job of this name.
+    """
+    connect_job(config, mux, wait=False).close()
+
+
+def profile_stock_mode(config: DictConfig) -> None:
+    """verl's own trainer mode with `mux.profile.enable=true`: hand the event log to its workers; no mux keys, nothing."""
+    if OmegaConf.select(config, "mux") is None:
+        return
+    mux = load(config)
+    mux.rollout = rollout_config(config, mux)
+    if mux.profile.enable:
+        from verl_mux.trainer import job_config
+
+        job_config.hand_to_workers(config, mux, [], [])
+        with open_dict(config):
+            config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = job_config.AGENT_LOOP_MANAGER
+
+
+def connect_job(config: DictConfig, mux: MuxConfig, wait: bool = True):
+    """The job's client, connected; its local stand-in where no coordinator is named. A job that leaves its nodes to the
+    coordinator may have to wait for them; with `wait` False it does not, and the client names none.
+
+    Raises:
+        UserError: refused by the coordinator, or placed on another number of nodes than verl will use.
+    """
+    nodes = {"rollout": list(mux.nodes.rollout), "train": list(mux.nodes.train)}
+    colocated = config.trainer.v1.trainer_mode == "mux_colocate"
+    rollout = config.trainer if colocated else config.actor_rollout_ref.rollout
+    gpus = {"rollout": rollout.n_gpus_per_node, "train": config.trainer.n_gpus_per_node}
+    client = connect(
+        mux.coordinator, mux.job, nodes, gpus=gpus, seed=mux.seed, steps=config.trainer.total_training_steps,
+        timeout=mux.coordinator_timeout_s, needs=needs_of(config) if mux.nodes.rollout == [AUTO] else None, slo=mux.slo,
+        wait=wait,
+    )  # fmt: skip
+    if mux.coordinator and client.nodes:
+        counts = {"rollout": (rollout.nnodes, "trainer" if colocated else "actor_rollout_ref.rollout"),
+                  "train": (config.trainer.nnodes, "trainer")}  # fmt: skip
+        for side, (count, key) in counts.items():
+            if len(given := client.nodes[side]) != count:
+                client.close()
+                raise UserError(
+                    f"mux.nodes.{side} stands for {len(given)} nodes of the coordinator ({', '.join(given)}), but "
+                    f"{key}.nnodes is {count}; they must be equal"
+                )
+    return client

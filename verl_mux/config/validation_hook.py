@@ -1,0 +1,28 @@
+"""verl's `validate_config` runs our checks first. Imported right after `verl.utils.config` (see plugin.py).
+
+`import verl` imports that, so everything else of ours is imported when a config is validated and not before.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import verl.utils.config as verl_config
+
+
+def checked_first(validate_config):
+    """`validate_config`, after our own checks."""
+
+    @functools.wraps(validate_config)
+    def checked(config, *args, **kwargs):
+        from verl_mux.config.preflight import check_job
+
+        check_job(config)
+        return validate_config(config, *args, **kwargs)
+
+    checked.verl_mux = True
+    return checked
+
+
+if not getattr(verl_config.validate_config, "verl_mux", False):
+    verl_config.validate_config = checked_first(verl_config.validate_config)

@@ -1,0 +1,130 @@
+"""`verl-mux coordinator` and `verl-mux status`."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_module
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from verl_mux.coordinator import messages as m
+from verl_mux.coordinator import status_view
+from verl_mux.coordinator.client import ADDRESS_VARIABLE
+from verl_mux.coordinator.config import read_config
+from verl_mux.coordinator.link import ask
+from verl_mux.coordinator.server import Coordinator
+from verl_mux.errors import UserError
+
+DEFAULT_ADDRESS = "tcp://127.0.0.1:5570"
+_REFRESH_S = 1.0
+
+
+def coordinator(
+    config: Annotated[Path, typer.Option(help="YAML file with `pools:` and, if wanted, `schedule:`.")],
+    bind: Annotated[str, typer.Option(help="Where to listen; port 0 takes a free one.")] = DEFAULT_ADDRESS,
+    journal: Annotated[Path | None, typer.Option(help="File that lets a restart remember all leases.")] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Directory for the event log.")] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Serve /metrics for Prometheus here, instead of the file's `metrics_port`; 0: a free port.")
+    ] = None,
+) -> None:
+    """Serve leases to jobs until interrupted."""
+    settings = read_config(config)
+    event_log = _event_log(log_dir)
+    service = Coordinator(settings, journal, bind, event_log)
+    enough = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: enough.set())
+    port = settings.metrics_port if metrics_port is None else metrics_port
+    with metrics_of(service, port):
+        _serve(service, enough, event_log)
+
+
+def _serve(service: Coordinator, enough: threading.Event, event_log: Any) -> None:
+    print(f"verl-mux coordinator at {service.start()} (Ctrl-C ends it)", file=sys.stderr, flush=True)
+    try:
+        service.wait(enough)
+    finally:
+        service.stop()
+        if event_log is not None:
+            event_log.close()
+
+
+@contextlib.contextmanager
+def metrics_of(service: Coordinator, port: int | None) -> Iterator[None]:
+    """Serves the coordinator's figures for Prometheus meanwhile; port None: not at all. Raises UserError for a port in use."""
+    if port is None:
+        yield
+        return
+    from verl_mux.profiling.prometheus_server import MetricsServer
+
+    with MetricsServer(service.snapshot, port) as at:
+        print(f"verl-mux metrics at http://{socket.gethostname()}:{at}/metrics", file=sys.stderr, flush=True)
+        yield
+
+
+def _event_log(directory: Path | None) -> Any:
+    if directory is None:
+        return None
+    from verl_mux.profiling.event_log import EventLog
+
+    return EventLog(directory, role="coordinator", job="coordinator")
+
+
+def status(
+    address: Annotated[str, typer.Option(envvar=ADDRESS_VARIABLE, help="The coordinator's address.")] = DEFAULT_ADDRESS,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep showing it, every second, until Ctrl-C.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 3.0,
+) -> None:
+    """Ask a coordinator who runs which phase, and who waits."""
+    console = Console()
+    seen = fetch_status(address, timeout)
+    if not watch:
+        _print(console, seen, json)
+        return
+    try:
+        if console.is_terminal and not json:
+            _watch_live(console, address, timeout)
+        while True:
+            _print(console, seen, json)
+            time.sleep(_REFRESH_S)
+            seen = fetch_status(address, timeout)
+    except KeyboardInterrupt:
+        return
+
+
+def fetch_status(address: str, timeout: float) -> dict[str, Any]:
+    """One snapshot. Raises UserError when nobody answers within `timeout` seconds."""
+    answer = ask(address, m.StatusRequest(), timeout)
+    if answer is None:
+        raise UserError(f"no coordinator answers at {address} (waited {timeout:g} s)")
+    if not isinstance(answer, m.Status):
+        raise UserError(f"the coordinator at {address} refuses: {getattr(answer, 'reason', answer)}")
+    return answer.snapshot
+
+
+def _print(console: Console, seen: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json_module.dumps(seen), flush=True)
+    elif console.is_terminal:
+        console.print(status_view.tables(seen))
+    else:
+        print(status_view.plain(seen), flush=True)
+
+
+def _watch_live(console: Console, address: str, timeout: float) -> None:
+    with Live(console=console, screen=False, auto_refresh=False) as live:
+        while True:
+            live.update(status_view.tables(fetch_status(address, timeout)), refresh=True)
+            time.sleep(_REFRESH_S)

@@ -1,0 +1,107 @@
+"""A coordinator's snapshot for people: rich tables on a terminal, one plain line per node and job elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+
+def plain(snapshot: dict[str, Any]) -> str:
+    lines = [headline(snapshot)]
+    for pool, node, seen in _nodes(snapshot):
+        lines.append(f"node {pool}/{node}: {_runs(seen)}; {_waits(seen)}; {_bytes(seen)}")
+    for name, job in snapshot["jobs"].items():
+        lines.append(f"job {name}: {_state(job)}; {_step(job)}; {_metrics(job)}")
+    lines += [f"group {name}: {'; '.join(cells)}" for name, *cells in _groups(snapshot)]
+    return "\n".join(lines)
+
+
+def tables(snapshot: dict[str, Any]) -> Group:
+    nodes = Table("pool", "node", "runs", "waits", "device memory")
+    for pool, node, seen in _nodes(snapshot):
+        nodes.add_row(pool, node, _runs(seen), _waits(seen), _bytes(seen))
+    jobs = Table("job", "state", "step", "metrics")
+    for name, job in snapshot["jobs"].items():
+        jobs.add_row(name, _state(job), _step(job), _metrics(job))
+    parts = [Text(headline(snapshot)), nodes, jobs]
+    if snapshot.get("placement"):
+        groups = Table("group", "nodes", "seconds per step, predicted", "price")
+        for row in _groups(snapshot):
+            groups.add_row(*row)
+        parts.append(groups)
+    return Group(*parts)
+
+
+def headline(snapshot: dict[str, Any]) -> str:
+    segment = snapshot["segment"]
+    where = f"segment {segment['index'] + 1} of {segment['of']}"
+    waiting = "" if snapshot["started"] else ", waiting for the expected jobs"
+    return f"coordinator {snapshot['address']}: {segment['mode']} ({where}{waiting})"
+
+
+def _nodes(snapshot: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for pool, members in snapshot["pools"].items():
+        for node, seen in members["nodes"].items():
+            yield pool, node, seen
+
+
+def _groups(snapshot: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """One row per co-execution group that the coordinator formed, and one for who waits to be placed."""
+    placement = snapshot.get("placement") or {"groups": {}, "waiting": []}
+    for name, group in placement["groups"].items():
+        periods = [f"{job} {seconds:.1f} (at most {group['limits'][job]:.1f})" for job, seconds in group["periods"].items()]
+        nodes = ", ".join([*group["nodes"]["rollout"], *group["nodes"]["train"]])
+        yield name, nodes, f"{', '.join(periods)} [{group['source']}]", f"{group['usd_per_hour']:.2f} USD/h"
+    if placement["waiting"]:
+        yield "-", "waiting for nodes", ", ".join(placement["waiting"]), "-"
+
+
+def _runs(node: dict[str, Any]) -> str:
+    return ", ".join(_holder(holder) for holder in node["holders"]) or "idle"
+
+
+def _holder(holder: dict[str, Any]) -> str:
+    note = f" [{holder['note']}]" if holder["note"] else ""
+    state = " (being reclaimed)" if holder["state"] == "reclaiming" else ""
+    return f"{holder['job']} {holder['phase']} {holder['step']}{note} for {holder['held_s']:.1f} s{state}"
+
+
+def _waits(node: dict[str, Any]) -> str:
+    return ", ".join(_request(request) for request in node["queue"]) or "nobody waits"
+
+
+def _request(request: dict[str, Any]) -> str:
+    why = f" ({request['held_back']})" if request["held_back"] else ""
+    return f"{request['job']} {request['phase']} {request['step']} since {request['waited_s']:.1f} s{why}"
+
+
+def _bytes(node: dict[str, Any]) -> str:
+    return f"{_size(node['bytes'])}, peak {_size(node['peak_bytes'])}"
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.3g} TiB"
+
+
+def _state(job: dict[str, Any]) -> str:
+    waits = f", waits for {', '.join(job['waits_for'])}" if job["waits_for"] else ""
+    reason = f" ({job['reason']})" if job["reason"] else ""
+    return f"{job['state']}{reason}{waits}"
+
+
+def _step(job: dict[str, Any]) -> str:
+    total = f" of {job['steps']}" if job["steps"] is not None else ""
+    progress = f", {job['progress'][0]}/{job['progress'][1]} samples" if job["progress"] else ""
+    return f"step {job['step']}{total}{progress}"
+
+
+def _metrics(job: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value:.4g}" for name, value in job["metrics"].items()) or "-"

@@ -1,0 +1,9 @@
+"""The two errors a command reports in one line, without a traceback."""
+
+
+class UserError(ValueError):
+    """Bad input: says what was given and what is allowed. A command exits with 2."""
+
+
+class Failure(RuntimeError):
+    """Valid input, but the work could not be done. A command exits with 1."""

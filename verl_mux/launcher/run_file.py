@@ -1,0 +1,182 @@
+"""The YAML file of `verl-mux run`: one coordinator and several verl jobs on this machine.
+
+    dir: runs/demo                       # everything the run writes
+    prepare: [[python, make_data.py]]    # commands run before, side by side
+    environment: {NAME: value}           # for all jobs
+    coordinator: {pools: ..., schedule: ...}
+    config_name: mux_ppo_trainer         # verl's primary config
+    overrides: [key=value, ...]          # for all jobs
+    jobs:
+      NAME: {nodes: {rollout: [r0], train: [t0]}, gpus: {rollout: 1, train: 1}, seed: 1, overrides: [...]}
+      OTHER: {slo: 1.5, after: [NAME]} # no nodes: a coordinator with `placement: scheduler` chooses them
+
+{dir}, {job}, {seed} and {here}, the folder of the run file, are replaced in commands and overrides.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import yaml
+
+from verl_mux.coordinator.config import Config, make_config
+from verl_mux.coordinator.messages import SIDES
+from verl_mux.errors import UserError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One verl job. `nodes`: the coordinator's nodes by side, or `auto`; `gpus`: logical or real GPUs it uses on each node
+    of a side. `slo`: how many times its iteration alone one may last, for a job that the coordinator places. `after`: jobs
+    that must have ended before it is started."""
+
+    nodes: dict[str, list[str]] | Literal["auto"] = "auto"
+    gpus: dict[str, int] = msgspec.field(default_factory=lambda: {"rollout": 1, "train": 1})
+    seed: int = 0
+    overrides: list[str] = []
+    environment: dict[str, str] = {}
+    slo: float | None = None
+    after: list[str] = []
+
+
+class RunFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """See the module's docstring. Times in seconds."""
+
+    dir: str
+    coordinator: dict[str, Any]
+    jobs: dict[str, JobSpec]
+    config_name: str = "mux_ppo_trainer"
+    prepare: list[list[str]] = []
+    environment: dict[str, str] = {}
+    overrides: list[str] = []
+    here: str = ""
+
+    def coordinator_config(self) -> Config:
+        """The coordinator's part, checked; it waits for all jobs that start with the run before the first step."""
+        return make_config({"expect_jobs": sum(not job.after for job in self.jobs.values()), **self.coordinator})
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """PyYAML lets a second key of one name replace the first; here it is an error."""
+
+
+def _mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict:
+    seen = set()
+    for key_node, _ in node.value:
+        key = repr(loader.construct_object(key_node, deep=True))
+        if key in seen:
+            raise UserError(f"{loader.name}, line {key_node.start_mark.line + 1}: {key} stands twice; names are unique")
+        seen.add(key)
+    return loader.construct_mapping(node, deep=True)
+
+
+_UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def read(path: Path, directory: Path | None = None) -> RunFile:
+    """Read and check a run file. `directory` replaces its `dir`.
+
+    Raises:
+        UserError: what was given, and what is allowed.
+    """
+    try:
+        with path.open() as stream:
+            given = yaml.load(stream, Loader=_UniqueKeys)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if directory is not None and isinstance(given, dict):
+        given["dir"] = str(directory)
+    if isinstance(given, dict):
+        given["here"] = str(path.absolute().parent)
+    try:
+        run = msgspec.convert(given, RunFile)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{path}: {_explain(given, error)}") from None
+    _check(path, run)
+    return run
+
+
+def _explain(given: Any, error: msgspec.ValidationError) -> str:
+    """The error with the job's name, which msgspec leaves out, and with the keys that are allowed."""
+    jobs = given.get("jobs") if isinstance(given, dict) else None
+    for name, spec in jobs.items() if isinstance(jobs, dict) else ():
+        try:
+            msgspec.convert(spec, JobSpec)
+        except msgspec.ValidationError as inner:
+            return f"job {name!r}: {inner}; a job has {', '.join(JobSpec.__struct_fields__)}"
+    return f"{error}; a run file has {', '.join(f for f in RunFile.__struct_fields__ if f != 'here')}"
+
+
+def _check(path: Path, run: RunFile) -> None:
+    if not run.jobs:
+        raise UserError(f"{path}: `jobs` is empty; at least one is needed")
+    config = run.coordinator_config()
+    for name, job in run.jobs.items():
+        _check_name(path, name)
+        _check_after(path, name, run)
+        if unknown := sorted(set(job.gpus) - set(SIDES)):
+            raise UserError(f"{path}: job {name!r}: gpus has {unknown[0]!r}; allowed: rollout, train")
+        if job.nodes == "auto":
+            _check_auto(path, name, config)
+            continue
+        if set(job.nodes) != set(SIDES) or not all(job.nodes.values()):
+            raise UserError(f"{path}: job {name!r}: nodes has {sorted(job.nodes)}; it needs rollout and train, each with a node")
+        for side, nodes in job.nodes.items():
+            for node in nodes:
+                _check_node(f"{path}: job {name!r}", node, job.gpus.get(side, 1), config)
+
+
+def _check_auto(path: Path, name: str, config: Config) -> None:
+    if config.placement is None:
+        raise UserError(
+            f"{path}: job {name!r} names no nodes; it needs rollout and train, each with a node, or `placement: scheduler`"
+            " under `coordinator`"
+        )
+
+
+def _check_after(path: Path, name: str, run: RunFile) -> None:
+    """Every job that is waited for is there, and does not wait for this one in turn."""
+    reached, ahead = set(), list(run.jobs[name].after)
+    while ahead:
+        other = ahead.pop()
+        if other not in run.jobs:
+            raise UserError(f"{path}: job {name!r}: after has {other!r}; there are {', '.join(run.jobs)}")
+        if other == name:
+            raise UserError(f"{path}: job {name!r} waits for its own end; `after` must not lead back to the job")
+        if other not in reached:
+            reached.add(other)
+            ahead += run.jobs[other].after
+
+
+def _check_name(path: Path, name: str) -> None:
+    """A job's name is a folder of its run and a word of its command line."""
+    if not _NAME.fullmatch(name):
+        raise UserError(f"{path}: job {name!r}: a name is letters, digits, '.', '-' and '_', and begins with a letter or digit")
+    if name == "coordinator":
+        raise UserError(f"{path}: job {name!r}: the run keeps the coordinator's files under that name; choose another")
+
+
+def _check_node(job: str, name: str, gpus: int, config: Config) -> None:
+    node = config.node(name)
+    if node is None:
+        raise UserError(f"{job}: there is no node {name!r}; there are {config.describe_pools()}")
+    if not 0 <= gpus <= node.gpus:
+        raise UserError(f"{job} asks for {gpus} GPUs on node {name!r}, which has {node.gpus}")
+
+
+def fill(texts: list[str], run: RunFile, job: str = "", seed: int = 0) -> list[str]:
+    """Replace {dir}, {job}, {seed} and {here}; `python` as a command is this interpreter."""
+    values = {"{dir}": str(Path(run.dir).absolute()), "{job}": job, "{seed}": str(seed), "{here}": run.here}
+    filled = []
+    for text in texts:
+        for mark, value in values.items():
+            text = text.replace(mark, value)
+        filled.append(text)
+    return [sys.executable, *filled[1:]] if filled and filled[0] == "python" else filled

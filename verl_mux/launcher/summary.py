@@ -1,0 +1,152 @@
+"""The figures of a run, from its intervals: what each job's step took alone and multiplexed, and where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import mean, median
+
+from verl_mux.coordinator.config import Config, Segment
+from verl_mux.launcher.timeline import Span, Timeline, union_seconds
+
+PHASES = ("rollout", "train", "sync", "sleep", "wake", "wait_rollout", "wait_train")
+_REWARD_STEPS = 3
+
+
+def segment_steps(schedule: list[Segment]) -> list[tuple[str, int, int]]:
+    """(mode, first step, last step) of every segment; the last one is open."""
+    segments, first = [], 1
+    for segment in schedule:
+        last = first + segment.steps - 1 if segment.steps else 10**9
+        segments.append((segment.mode, first, last))
+        first = last + 1
+    return segments
+
+
+def periods(timeline: Timeline, job: str, first: int, last: int, until: float = float("inf")) -> list[float]:
+    """Seconds from one step's end to the next, for steps in (first, last] that ended before `until`.
+
+    The segment's first step is left out: it may have begun behind the barrier.
+    """
+    ends = {span.step: span.end for span in timeline.of(job, "steps")}
+    return [ends[s] - ends[s - 1] for s in sorted(ends) if first < s <= last and s - 1 in ends and ends[s] <= until]
+
+
+def summarise(timeline: Timeline, config: Config, jobs: list[str], peak_rss_bytes: int, startup_s: float) -> dict:
+    """The content of `summary.json`. Jobs that never finished a step are left out."""
+    segments = segment_steps(config.schedule)
+    jobs = [job for job in jobs if timeline.of(job, "steps")]
+    alone = median_periods(timeline, jobs, segments, "sequential")
+    both = median_periods(timeline, jobs, segments, "interleaved")
+    first = max((s for mode, s, _ in segments if mode == "interleaved"), default=1)
+    return {
+        "jobs": {job: _job(timeline, job, alone[job], both[job], first) for job in jobs},
+        "mux": {
+            "throughput_ratio": throughput_ratio(alone, both),
+            "token_throughput_ratio": token_throughput_ratio(timeline, jobs, segments),
+            "sample_to_lease_s": sample_to_lease(timeline, jobs),
+            "bubble": {pool: bubble(timeline, config, pool, jobs, segments) for pool in config.pools},
+            "peak_rss_bytes": peak_rss_bytes,
+            "startup_s": round(startup_s, 3),
+        },
+    }
+
+
+def throughput_ratio(alone: dict[str, float | None], together: dict[str, float | None]) -> float | None:
+    """Steps per second together over one after the other: sum(1 / together) / (jobs / sum(alone)).
+
+    None where either was not measured.
+    """
+    if not alone or any(v is None for v in (*alone.values(), *together.values())):
+        return None
+    return round(sum(1 / p for p in together.values()) * sum(alone.values()) / len(alone), 4)
+
+
+def token_throughput_ratio(timeline: Timeline, jobs: list[str], segments) -> float | None:
+    """As throughput_ratio, in tokens per second: steps grow and shrink with the responses while a job learns."""
+    alone = {job: _tokens_and_seconds(timeline, job, segments, "sequential") for job in jobs}
+    both = {job: _tokens_and_seconds(timeline, job, segments, "interleaved", _all_alive_until(timeline, jobs)) for job in jobs}
+    if not jobs or not all(seconds for _, seconds in (*alone.values(), *both.values())):
+        return None
+    one_after_the_other = sum(tokens for tokens, _ in alone.values()) / sum(seconds for _, seconds in alone.values())
+    return round(sum(tokens / seconds for tokens, seconds in both.values()) / one_after_the_other, 4)
+
+
+def _tokens_and_seconds(timeline: Timeline, job: str, segments, mode: str, until: float = float("inf")) -> tuple[float, float]:
+    ends = {span.step: span for span in timeline.of(job, "steps")}
+    steps = [s for m, first, last in segments if m == mode for s in ends if first < s <= last and s - 1 in ends]
+    counted = [s for s in steps if ends[s].end <= until]
+    return sum(ends[s].extra.get("tokens", 0) for s in counted), sum(ends[s].end - ends[s - 1].end for s in counted)
+
+
+def sample_to_lease(timeline: Timeline, jobs: list[str]) -> float | None:
+    """Median seconds from a step's last finished sample to asking for the training lease."""
+    last: dict[tuple[str, int], float] = {(r.job, r.step): r.end for r in timeline.requests}
+    asked = [s for s in timeline.waits if s.name == "train" and s.job in jobs and (s.job, s.step) in last]
+    return round(median(s.start - last[s.job, s.step] for s in asked), 4) if asked else None
+
+
+def bubble(timeline: Timeline, config: Config, pool: str, jobs: list[str], segments) -> float | None:
+    """Share of a pool's node-seconds without a phase, while all jobs interleave; from intervals."""
+    window = _window(timeline, jobs, segments)
+    if window is None:
+        return None
+    nodes = [node.name for node in config.pools[pool].nodes]
+    busy = sum(union_seconds(_clipped(timeline.phases, node, window)) for node in nodes)
+    return round(1 - busy / (len(nodes) * (window[1] - window[0])), 4)
+
+
+def _job(timeline: Timeline, job: str, alone: float | None, both: float | None, first: int) -> dict:
+    steps = timeline.of(job, "steps")
+    rewards = [span.extra.get("reward", 0.0) for span in steps]
+    return {
+        "steps": len(steps),
+        "reward_first": round(mean(rewards[:_REWARD_STEPS]), 4),
+        "reward_last": round(mean(rewards[-_REWARD_STEPS:]), 4),
+        "period_alone_s": alone,
+        "period_mux_s": both,
+        "phase_s": {name: _median_seconds(timeline, job, name, first) for name in PHASES},
+    }
+
+
+def _median_seconds(timeline: Timeline, job: str, name: str, first: int) -> float:
+    """Median over interleaved steps of the seconds a step spent in a phase, a part or a wait; what overlaps counts once."""
+    if name.startswith("wait_"):
+        spans: Iterable[Span] = (s for s in timeline.of(job, "waits") if s.name == name.removeprefix("wait_"))
+    else:
+        kind = "phases" if name in ("rollout", "train") else "parts"
+        spans = (s for s in timeline.of(job, kind) if s.name == name)
+    by_step: dict[int, list[tuple[float, float]]] = {}
+    for span in spans:
+        if span.step > first:
+            by_step.setdefault(span.step, []).append((span.start, span.end))
+    return round(median(map(union_seconds, by_step.values())), 4) if by_step else 0.0
+
+
+def _median_period(timeline: Timeline, job: str, segments, mode: str, until: float = float("inf")) -> float | None:
+    found = [p for m, first, last in segments if m == mode for p in periods(timeline, job, first, last, until)]
+    return round(median(found), 4) if found else None
+
+
+def median_periods(timeline: Timeline, jobs: list[str], segments, mode: str) -> dict[str, float | None]:
+    """Each job's median step period in the segments of `mode`, while all jobs were alive."""
+    until = _all_alive_until(timeline, jobs) if mode != "sequential" else float("inf")
+    return {job: _median_period(timeline, job, segments, mode, until) for job in jobs}
+
+
+def _all_alive_until(timeline: Timeline, jobs: list[str]) -> float:
+    return min(timeline.of(job, "steps")[-1].end for job in jobs) if jobs else 0.0
+
+
+def _window(timeline: Timeline, jobs: list[str], segments) -> tuple[float, float] | None:
+    """From when every job has begun to interleave until the first of them ends."""
+    firsts = [first for mode, first, _ in segments if mode == "interleaved"]
+    if not firsts or not jobs:
+        return None
+    begun = [s.end for job in jobs for s in timeline.of(job, "steps") if s.step == firsts[0]]
+    end = _all_alive_until(timeline, jobs)
+    return (max(begun), end) if len(begun) == len(jobs) and end > max(begun) else None
+
+
+def _clipped(phases: list[Span], node: str, window: tuple[float, float]) -> list[tuple[float, float]]:
+    spans = ((max(s.start, window[0]), min(s.end, window[1])) for s in phases if node in s.nodes)
+    return [(start, end) for start, end in spans if end > start]

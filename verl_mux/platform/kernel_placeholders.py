@@ -1,0 +1,58 @@
+"""Lets SGLang be imported where its CUDA kernels cannot load.
+
+SGLang imports names from `sgl_kernel` on every device, even with SGLANG_USE_CPU_ENGINE=1, and that package needs libcuda. This
+finder answers with modules whose attributes can be imported but raise when called: on the CPU path none of them is.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from types import ModuleType
+
+_PACKAGE = "sgl_kernel"
+
+
+class _Placeholder:
+    """Stands for a CUDA kernel: importable, not callable."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Placeholder(f"{self._name}.{name}")
+
+    def __call__(self, *args, **kwargs):
+        raise RuntimeError(f"{self._name} is a CUDA kernel and there is no GPU here")
+
+
+class _PlaceholderModule(ModuleType):
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Placeholder(f"{self.__name__}.{name}")
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, fullname: str, path, target=None):
+        if fullname.partition(".")[0] != _PACKAGE:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec):
+        return _PlaceholderModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__path__ = []
+
+
+_finder = _Finder()
+
+
+def install() -> None:
+    """Answer imports of `sgl_kernel` from now on, in this process. Idempotent."""
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)

@@ -1,0 +1,68 @@
+"""Values that their own distribution does not explain. Pure, numpy only.
+
+Durations have heavy tails while all is well (lengths have), so a fixed number of deviations would cry wolf. A value is
+isolated when two models of the healthy tail agree that a sample of this size would not hold it:
+- a lognormal through the median and the 90th and 98th percentiles (the wider of the two) expects fewer than LOGNORMAL;
+- a power law expects fewer than POWER_LAW. Its index comes from the large values just below the suspects, by Renyi's
+  spacings, which are not biased by leaving the top out.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+LOGNORMAL = 1e-4
+POWER_LAW = 0.05
+MIN_RATIO = 3.0  # less than three times the expected is not worth a person's time
+MIN_COUNT = 8
+FEW = 16
+MIN_RATIO_OF_FEW = 10.0
+SUSPECTS = 0.02  # more than this part of a sample is no outlier but a second mode
+TAIL = 0.10
+MIN_SPREAD = 0.05
+
+
+def isolated(ratios: np.ndarray) -> np.ndarray:
+    """Indices of isolated values, largest first. `ratios`: positive, each value over what was expected of it."""
+    count = len(ratios)
+    if count < MIN_COUNT:
+        return np.array([], dtype=int)
+    order = np.argsort(ratios)[::-1]
+    suspects = max(2, math.ceil(SUSPECTS * count))
+    logs = np.log(np.maximum(ratios, 1e-12))[order]
+    least = MIN_RATIO if count >= FEW else MIN_RATIO_OF_FEW
+    large = ratios[order[:suspects]] >= least * max(1.0, float(np.median(ratios)))
+    rare = (_lognormal_count(logs, suspects) < LOGNORMAL) & (_power_law_count(logs, suspects) < POWER_LAW)
+    return order[:suspects][rare & large]
+
+
+def _lognormal_count(logs: np.ndarray, suspects: int) -> np.ndarray:
+    """How many values as large as each suspect the sample should hold. `logs` falls."""
+    body = logs[suspects:]
+    middle, high, higher = np.quantile(body, [0.5, 0.9, 0.98])
+    spread = max((high - middle) / 1.2816, (higher - middle) / 2.0537, MIN_SPREAD)
+    spread *= 1 + 2 / math.sqrt(len(logs))  # its own uncertainty, and the top that was left out
+    return np.array([len(logs) * math.erfc((x - middle) / spread / math.sqrt(2)) / 2 for x in logs[:suspects]])
+
+
+def _power_law_count(logs: np.ndarray, suspects: int) -> np.ndarray:
+    tail = logs[suspects : suspects + max(5, int(TAIL * len(logs))) + 1]
+    ranks = np.arange(suspects + 1, suspects + len(tail))
+    index = max(float(np.mean(ranks * (tail[:-1] - tail[1:]))), MIN_SPREAD)
+    return (suspects + 1) * np.exp(-np.maximum(logs[:suspects] - tail[0], 0.0) / index)
+
+
+def expected_seconds(seconds: np.ndarray, tokens: np.ndarray | None) -> np.ndarray:
+    """What each value should be: a line in its tokens where they are known (fitted by halves' medians), else the median."""
+    middle = float(np.median(seconds))
+    if tokens is None:
+        return np.full(len(seconds), middle)
+    long = tokens > np.median(tokens)
+    if long.sum() < 4 or (~long).sum() < 4:
+        return np.full(len(seconds), middle)
+    rise = np.median(seconds[long]) - np.median(seconds[~long])
+    slope = max(rise / max(np.median(tokens[long]) - np.median(tokens[~long]), 1.0), 0.0)
+    base = max(float(np.median(seconds - slope * tokens)), 0.0)
+    return np.maximum(base + slope * tokens, 0.1 * middle)

@@ -1,0 +1,136 @@
+"""What `verl-mux bench rollout` runs, and its figures from what the jobs wrote. Nothing here starts anything."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+BASE = "sync"
+
+# The barrier modes train the same number of samples in every step, on weights that are at most a few steps old.
+MODES: dict[str, list[str]] = {
+    BASE: [],
+    "oversample": ["mux.rollout.oversample.rate={rate}", "mux.rollout.oversample.max_cuts=4"],
+    "oversample_restart": ["mux.rollout.oversample.rate={rate}", "mux.rollout.oversample.tokens=restart"],
+    "oversample_drop": ["mux.rollout.oversample.rate={rate}", "mux.rollout.oversample.leftover=drop"],
+    "segments": ["mux.rollout.segments.segment_length={segment}", "mux.rollout.segments.max_segments=4"],
+    "segments_sais": [
+        "mux.rollout.segments.segment_length={segment}",
+        "mux.rollout.segments.max_segments=4",
+        "mux.rollout.segments.treatment=sais",
+    ],
+    "segments_mask": [
+        "mux.rollout.segments.segment_length={segment}",
+        "mux.rollout.segments.max_segments=4",
+        "mux.rollout.segments.treatment=mask",
+    ],
+}
+DEFAULT_MODES = (BASE, "oversample", "segments")
+
+_METRIC = re.compile(r" - ([A-Za-z_][^ :]*):(?:np\.\w+\()?(-?[0-9.]+(?:e[-+]?\d+)?|nan)")
+_STEP = re.compile(r"\bstep:(\d+) - ")
+
+
+class Run(NamedTuple):
+    """One finished job. steps: seconds of each of its steps, in order. metrics: verl's console metrics by step."""
+
+    mode: str
+    seed: int
+    steps: list[float]
+    metrics: dict[int, dict[str, float]]
+
+
+def overrides(mode: str, rate: float, max_response_length: int) -> list[str]:
+    """The keys that make a mode."""
+    values = {"rate": f"{rate:g}", "segment": str(-(-max_response_length // 4))}
+    return [key.format(**values) for key in MODES[mode]]
+
+
+def read_run(mode: str, seed: int, directory: Path) -> Run:
+    """From a job's folder: its event log (seconds of a step) and its console log (metrics)."""
+    seconds: dict[int, float] = {}
+    for path in (directory / "events" / "trainer").glob("step_*/worker_*.jsonl"):
+        for line in path.read_text().splitlines():
+            event = json.loads(line) if line.endswith("}") else {}
+            if event.get("event") == "step":
+                seconds[event["step"]] = event["duration_sec"]
+    metrics: dict[int, dict[str, float]] = {}
+    for line in (directory / "job.log").read_text(errors="replace").splitlines():
+        if found := _STEP.search(line):
+            metrics[int(found[1])] = {name: float(value) for name, value in _METRIC.findall(line)}
+    return Run(mode, seed, [seconds[step] for step in sorted(seconds)], metrics)
+
+
+def figures(runs: Sequence[Run], warmup: int) -> dict[str, Any]:
+    """{"modes": {mode: figures}}: medians over seeds of each seed's mean after `warmup` steps; ratios to sync seed by seed.
+
+    reward_last: on the validation problems after the last step, which no mode selects by length; the mean of its last
+    training steps where there was no validation.
+    """
+    base = {run.seed: run for run in runs if run.mode == BASE}
+    out: dict[str, Any] = {}
+    for mode in dict.fromkeys(run.mode for run in runs):
+        mine = [run for run in runs if run.mode == mode]
+        rewards = [_reward(run) for run in mine]
+        ratios = [_step_s(run, warmup) / _step_s(base[run.seed], warmup) for run in mine if run.seed in base]
+        out[mode] = {
+            "seeds": [run.seed for run in mine],
+            "step_s": median(_step_s(run, warmup) for run in mine),
+            "rollout_s": median(_mean(run, "timing_s/gen", warmup) for run in mine),
+            "time_ratio_to_sync": median(ratios) if ratios else None,
+            "time_ratio_to_sync_by_seed": ratios,
+            "reward_last": mean(rewards),
+            "reward_last_by_seed": rewards,
+            "train_reward_last": mean(_last(run, "critic/score/mean") for run in mine),
+            **_control(mine, warmup),
+        }
+    _compare_rewards(out)
+    return {"modes": out}
+
+
+def _compare_rewards(modes: dict[str, Any]) -> None:
+    if BASE not in modes:
+        return
+    base = modes[BASE]["reward_last_by_seed"]
+    spread = max(base) - min(base)
+    modes[BASE]["reward_spread"] = spread
+    for figures in modes.values():
+        figures["reward_minus_sync"] = figures["reward_last"] - mean(base)
+        figures["reward_within_spread"] = figures["reward_minus_sync"] >= -spread
+
+
+def _control(runs: Sequence[Run], warmup: int) -> dict[str, float]:
+    """Figures of mux/rollout/*, where the mode has them. Wasted tokens are counted over the whole run."""
+    if not any("mux/rollout/generated_tokens" in metrics for run in runs for metrics in run.metrics.values()):
+        return {"wasted_token_fraction": 0.0}
+    wasted, generated = (
+        sum(m.get(f"mux/rollout/{name}", 0.0) for run in runs for m in run.metrics.values())
+        for name in ("wasted_tokens", "generated_tokens")
+    )
+    names = ("aborted_ratio", "length_bias", "reprefilled_tokens", "rounds", "off_policy_token_fraction", "oldest_version_lag")
+    means = {name: mean(_mean(run, f"mux/rollout/{name}", warmup) for run in runs) for name in names}
+    return {"wasted_token_fraction": wasted / max(1.0, generated), **means}
+
+
+def _step_s(run: Run, warmup: int) -> float:
+    return mean(run.steps[warmup:])
+
+
+def _mean(run: Run, name: str, warmup: int) -> float:
+    values = [m[name] for step, m in run.metrics.items() if step > warmup and name in m]
+    return mean(values) if values else 0.0
+
+
+def _last(run: Run, name: str, count: int = 5) -> float:
+    values = [run.metrics[step][name] for step in sorted(run.metrics) if name in run.metrics[step]]
+    return mean(values[-count:]) if values else 0.0
+
+
+def _reward(run: Run) -> float:
+    last = run.metrics[max(run.metrics)] if run.metrics else {}
+    validation = [value for name, value in last.items() if name.startswith("val-core/") and "/mean@" in name]
+    return validation[0] if validation else _last(run, "critic/score/mean")

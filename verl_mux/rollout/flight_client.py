@@ -1,0 +1,122 @@
+"""The server client that agent loops call: goes on where an abort or a round's budget stopped the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable
+from contextvars import ContextVar
+from typing import Any
+from uuid import uuid4
+
+from verl.utils import normalize_token_ids
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from verl_mux.rollout.flights import Call, Flight, Stage, current
+
+_LIMITS = ("max_tokens", "max_new_tokens")
+_ABORTED = ("abort", "aborted")
+_RETRY_S = 0.05
+_engine_request: ContextVar[str | None] = ContextVar("verl_mux_engine_request", default=None)
+
+
+class CutBeforeEngine(Exception):
+    """A sample was cut off while it waited for a server."""
+
+
+class MuxServerClient(LLMServerClient):
+    """verl's client, with our name for a request in the engine and a note of which server has it."""
+
+    def _vllm_request_id(self, request_id: str) -> str:
+        return _engine_request.get() or super()._vllm_request_id(request_id)
+
+    async def _acquire_server(self, request_id: str, **extra):
+        server_id, server = await super()._acquire_server(request_id, **extra)
+        flight = current.get()
+        if flight is not None:
+            if not flight.is_open:
+                self._release_server(server_id, request_id=request_id)
+                raise CutBeforeEngine
+            flight.server = server
+        return server_id, server
+
+
+class FlightClient:
+    """Wraps a client for agent loops. Requests without a flight (validation, plain runs) go straight through."""
+
+    def __init__(self, client: Any, rollout_config: Any) -> None:
+        self._client, self._config = client, rollout_config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any):
+        """As verl's. Tokens, log-probs and weight versions are those of all rounds together."""
+        flight = current.get()
+        if flight is None:
+            return await self._client.generate(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs)
+        prompt_ids = normalize_token_ids(prompt_ids)
+        call = flight.next_call(list(prompt_ids))
+        limit = self._limit(sampling_params, len(prompt_ids))
+        params = {key: value for key, value in sampling_params.items() if key not in _LIMITS}
+        while call.stop_reason is None:
+            room = flight.room(limit, call)
+            if room <= 0:
+                call.stop_reason, flight.truncated = "length", flight.longest is not None and flight.total >= flight.longest
+                break
+            await flight.may_generate()
+            await self._round(flight, call, request_id, params, room, kwargs)
+        return _output(call)
+
+    async def _round(self, flight: Flight, call: Call, request_id: str, params: dict, room: int, kwargs: dict) -> None:
+        """One stay in the engine."""
+        asked = room if flight.budget is None else min(room, flight.budget)
+        flight.engine_request, flight.stage, flight.server = uuid4().hex, Stage.ENGINE, None
+        token = _engine_request.set(flight.engine_request)
+        try:
+            output = await self._client.generate(
+                request_id, prompt_ids=call.prompt_ids + call.token_ids, sampling_params={**params, "max_tokens": asked},
+                engine_priority=flight.priority, **kwargs,
+            )  # fmt: skip
+        except CutBeforeEngine:
+            return
+        finally:
+            _engine_request.reset(token)
+            flight.engine_request, flight.stage = None, Stage.OUTSIDE
+        call.add(list(output.token_ids), output.log_probs, int(output.extra_fields.get("global_steps") or 0))
+        flight.spend(len(output.token_ids))
+        if output.stop_reason in _ABORTED:
+            if flight.is_open:  # somebody else's abort, an engine that paused say
+                await asyncio.sleep(_RETRY_S)
+        elif output.stop_reason != "length" or asked == room:
+            call.stop_reason = output.stop_reason
+            flight.truncated = output.stop_reason == "length" and flight.longest is not None and flight.total >= flight.longest
+
+    def _limit(self, sampling_params: dict[str, Any], prompt_tokens: int) -> int:
+        """Most tokens of one engine call, as verl's server counts them."""
+        for key in _LIMITS:
+            if sampling_params.get(key) is not None:
+                return int(sampling_params[key])
+        response, prompt = self._config.response_length, self._config.prompt_length
+        return min(response, prompt + response - prompt_tokens)
+
+
+def abort(flights: Iterable[Flight]) -> None:
+    """Cut flights off, on whichever engine each is."""
+    by_server: dict[Any, list[str]] = defaultdict(list)
+    for flight in flights:
+        request = flight.close()
+        if request is not None and flight.server is not None:
+            by_server[flight.server].append(request)
+    for server, requests in by_server.items():
+        server.abort_requests.remote(requests)
+
+
+def _output(call: Call) -> TokenOutput:
+    versions = [segment.version for segment in call.segments] or [0]
+    extra = {"global_steps": versions[-1], "min_global_steps": min(versions), "max_global_steps": max(versions)}
+    return TokenOutput(
+        token_ids=list(call.token_ids), log_probs=None if call.log_probs is None else list(call.log_probs),
+        stop_reason=call.stop_reason, extra_fields=extra,
+    )  # fmt: skip

@@ -1,0 +1,47 @@
+"""What a GPU (or a CPU core that stands for one) can do, as far as phase times depend on it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from verl_mux.errors import UserError
+
+
+class GpuKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """tflops: dense bf16 peak. tb_per_s: memory bandwidth. memory_gb: on the device. usd_per_gpu_hour: rent.
+
+    decode, train: share of bandwidth and peak that generation, and of the peak that training, reaches at least. For GPUs the
+    lowest seen in the paper's jobs (table 3: 7B, 14B, 32B on H20 and H800, all responses at their maximum), so that
+    estimates from them are bounds. process_gb: host memory of one process per GPU, besides the model's states.
+    fixed_s: what a phase takes however little it computes.
+    """
+
+    tflops: float
+    tb_per_s: float
+    memory_gb: float = 80.0
+    usd_per_gpu_hour: float = 0.0
+    decode: float = 0.30
+    train: float = 0.14
+    process_gb: float = 14.0
+    fixed_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("tflops", "tb_per_s", "memory_gb", "decode", "train"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"GPU kind: {name} is {getattr(self, name):g}; it must be above 0")
+
+
+# H20, H800: RollMux (arXiv 2512.11306v2), table 1. H100: NVIDIA's data sheet of the SXM5 80 GB; it names no rent.
+GPU_KINDS: dict[str, GpuKind] = {
+    "H20": GpuKind(tflops=148.0, tb_per_s=4.0, memory_gb=96.0, usd_per_gpu_hour=1.85),
+    "H800": GpuKind(tflops=989.5, tb_per_s=3.35, memory_gb=80.0, usd_per_gpu_hour=5.28),
+    "H100": GpuKind(tflops=989.4, tb_per_s=3.35, memory_gb=80.0),
+}
+
+
+def find_kind(name: str, given: dict[str, GpuKind]) -> GpuKind:
+    """A kind of the user's own, or one of ours. Raises UserError."""
+    kinds = {**GPU_KINDS, **given}
+    if name not in kinds:
+        raise UserError(f"GPU kind {name!r} is not known; allowed: {', '.join(kinds)}, or one given under `kinds`")
+    return kinds[name]

@@ -1,0 +1,226 @@
+"""The words of placement: nodes, pools, jobs, co-execution groups, and what they cost.
+
+Seconds, GB (1e9 bytes) and USD per hour throughout. Everything here is frozen and serialises with
+`msgspec.to_builtins`; what can be derived is a property. Bad values raise UserError when the object is made.
+
+A job iterates rollout -> train -> sync. The sync fills the rollout engine, so it holds the job's rollout nodes and is
+counted with the rollout that follows it. A node that turns from one job to another first pays the newcomer's switch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import msgspec
+
+from verl_mux.errors import UserError
+
+
+class _Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """Frozen; `dict` only so that derived figures can be cached."""
+
+
+def _check(what: str, value: float, least: float = 0.0, above: bool = False) -> None:
+    if not (value > least if above else value >= least) or math.isinf(value):
+        raise UserError(f"{what} is {value:g}; it must be {'above' if above else 'at least'} {least:g} and finite")
+
+
+class NodeKind(_Value):
+    """One kind of node: `gpus` on it, their price, and the host memory that jobs' states may fill."""
+
+    name: str
+    gpus: int = 8
+    usd_per_gpu_hour: float = 0.0
+    host_memory_gb: float = 2000.0
+
+    def __post_init__(self) -> None:
+        _check(f"node kind {self.name!r}: gpus", self.gpus, 1)
+        _check(f"node kind {self.name!r}: usd_per_gpu_hour", self.usd_per_gpu_hour)
+        _check(f"node kind {self.name!r}: host_memory_gb", self.host_memory_gb)
+
+    @property
+    def usd_per_hour(self) -> float:
+        return self.gpus * self.usd_per_gpu_hour
+
+
+class Pool(_Value):
+    """A named set of nodes of one kind; `nodes` None means that nodes are rented as they are needed."""
+
+    name: str
+    kind: NodeKind
+    nodes: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.nodes is not None and len(set(self.nodes)) < len(self.nodes):
+            raise UserError(f"pool {self.name!r} names a node twice: {', '.join(self.nodes)}")
+
+    @property
+    def size(self) -> float:
+        return math.inf if self.nodes is None else len(self.nodes)
+
+
+class Cluster(_Value):
+    """A rollout pool and a training pool."""
+
+    rollout: Pool
+    train: Pool
+
+
+# The paper's testbed (RollMux, arXiv 2512.11306v2, table 1): nodes of eight; it says only "1-2 TB" of host memory.
+H20 = NodeKind(name="H20", usd_per_gpu_hour=1.85)
+H800 = NodeKind(name="H800", usd_per_gpu_hour=5.28)
+TESTBED = Cluster(rollout=Pool(name="rollout", kind=H20), train=Pool(name="train", kind=H800))
+
+
+class Estimate(_Value):
+    """Seconds of one phase as decisions count with, and the bound it cannot pass (None: none known).
+
+    `source`: `given`, `bound` (every response at its maximum length), `quantile`, `median` or `mean` of observed phases.
+    """
+
+    seconds: float
+    bound_s: float | None = None
+    source: str = "given"
+
+    def __post_init__(self) -> None:
+        _check("phase time", self.seconds)
+        if self.bound_s is not None and self.bound_s < self.seconds:
+            raise UserError(f"phase time {self.seconds:g} s is above its own bound {self.bound_s:g} s")
+
+
+class JobSpec(_Value):
+    """One verl training run as placement sees it.
+
+    rollout, train: phase times alone on nodes, without sync and switch. tail_s: the last part of the rollout, which
+    runs on few nodes' worth of GPUs and lets the next job onto the rest (0: none is migrated).
+    rollout_switch_s, train_switch_s: warm load when the node ran another job before. cold_start_s: on a move.
+    rollout_nodes, train_nodes: nodes it needs at once on each side; *_memory_gb: host memory on each of them.
+    slo: an iteration may last `slo` times the iteration alone. solo_s: that iteration as the SLO counts it, if it is
+    to be another (say a measured one) than the sum of the estimates.
+    """
+
+    name: str
+    rollout: Estimate
+    train: Estimate
+    sync_s: float = 0.0
+    tail_s: float = 0.0
+    rollout_switch_s: float = 0.0
+    train_switch_s: float = 0.0
+    cold_start_s: float = 0.0
+    rollout_nodes: int = 1
+    train_nodes: int = 1
+    rollout_memory_gb: float = 0.0
+    train_memory_gb: float = 0.0
+    slo: float = 2.0
+    solo_s: float | None = None
+    owner: str = ""
+
+    def __post_init__(self) -> None:
+        where = f"job {self.name!r}:"
+        for field in ("sync_s", "tail_s", "rollout_switch_s", "train_switch_s", "cold_start_s"):
+            _check(f"{where} {field}", getattr(self, field))
+        for field in ("rollout_memory_gb", "train_memory_gb"):
+            _check(f"{where} {field}", getattr(self, field))
+        for field in ("rollout_nodes", "train_nodes", "slo"):
+            _check(f"{where} {field}", getattr(self, field), 1)
+        _check(f"{where} time of an iteration", self.iteration_s, above=True)
+        if self.tail_s > self.rollout.seconds:
+            raise UserError(f"{where} tail_s is {self.tail_s:g}, longer than its rollout of {self.rollout.seconds:g} s")
+        if self.solo_s is not None:
+            _check(f"{where} solo_s", self.solo_s, above=True)
+
+    @functools.cached_property
+    def iteration_s(self) -> float:
+        """T_solo: one iteration alone, where no node ever switches."""
+        return self.sync_s + self.rollout.seconds + self.train.seconds
+
+    @functools.cached_property
+    def limit_s(self) -> float:
+        """The longest mean iteration its SLO allows."""
+        return self.slo * (self.iteration_s if self.solo_s is None else self.solo_s)
+
+    @functools.cached_property
+    def rollout_hold_s(self) -> float:
+        """Time a rollout holds its nodes, without the switch."""
+        return self.sync_s + self.rollout.seconds - self.tail_s
+
+    @functools.cached_property
+    def rollout_share(self) -> float:
+        """The least part of its rollout nodes' time that it must get to keep within its SLO."""
+        return self.rollout_hold_s / self.limit_s
+
+    @functools.cached_property
+    def train_share(self) -> float:
+        """The same on its training nodes."""
+        return self.train.seconds / self.limit_s
+
+
+class Pin(_Value):
+    """The nodes that keep a job's state in host memory, so that its phases start warm there."""
+
+    job: JobSpec
+    rollout: tuple[str, ...]
+    train: tuple[str, ...]
+
+
+class Group(_Value):
+    """A co-execution group: jobs that share nodes of both pools. `order`: see scheduling/order.py."""
+
+    name: str
+    pins: tuple[Pin, ...]
+    rollout_nodes: tuple[str, ...]
+    train_nodes: tuple[str, ...]
+    order: str = "fifo"
+
+    @functools.cached_property
+    def jobs(self) -> tuple[JobSpec, ...]:
+        return tuple(pin.job for pin in self.pins)
+
+    @functools.cached_property
+    def rollout_used(self) -> tuple[float, ...]:
+        """Shares of time promised on each rollout node, least first."""
+        return tuple(sorted(sum(job.rollout_share for job in self.on_rollout(node)) for node in self.rollout_nodes))
+
+    @functools.cached_property
+    def train_used(self) -> tuple[float, ...]:
+        return tuple(sorted(sum(job.train_share for job in self.on_train(node)) for node in self.train_nodes))
+
+    @functools.cached_property
+    def fullness(self) -> float:
+        """Share of time promised on the emptiest node of each side, added up."""
+        return self.rollout_used[0] + self.train_used[0]
+
+    def usd_per_hour(self, cluster: Cluster) -> float:
+        return (
+            len(self.rollout_nodes) * cluster.rollout.kind.usd_per_hour + len(self.train_nodes) * cluster.train.kind.usd_per_hour
+        )
+
+    def on_rollout(self, node: str) -> tuple[JobSpec, ...]:
+        return tuple(pin.job for pin in self.pins if node in pin.rollout)
+
+    def on_train(self, node: str) -> tuple[JobSpec, ...]:
+        return tuple(pin.job for pin in self.pins if node in pin.train)
+
+
+def cycle_time(group: Group) -> float:
+    """T_cycle of the paper: the longest iteration alone of any job of the group."""
+    return max(job.iteration_s for job in group.jobs)
+
+
+def load_time(group: Group) -> float:
+    """T_load of the paper: phase seconds per round on the busiest node, switches included where jobs share it."""
+    rollout = (group.on_rollout(node) for node in group.rollout_nodes)
+    train = (group.on_train(node) for node in group.train_nodes)
+    return max(
+        max(sum(j.rollout_hold_s + (j.rollout_switch_s if len(jobs) > 1 else 0.0) for j in jobs) for jobs in rollout),
+        max(sum(j.train.seconds + (j.train_switch_s if len(jobs) > 1 else 0.0) for j in jobs) for jobs in train),
+    )
+
+
+def overfull_nodes(group: Group, cluster: Cluster) -> list[str]:
+    """Nodes whose residents' states do not fit in host memory."""
+    rollout = {node: sum(j.rollout_memory_gb for j in group.on_rollout(node)) for node in group.rollout_nodes}
+    train = {node: sum(j.train_memory_gb for j in group.on_train(node)) for node in group.train_nodes}
+    full = [node for node, used in rollout.items() if used > cluster.rollout.kind.host_memory_gb]
+    return full + [node for node, used in train.items() if used > cluster.train.kind.host_memory_gb]

@@ -1,0 +1,50 @@
+"""Which nodes of a pool are taken. Low numbers first, so that the same run names the same nodes."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+
+from verl_mux.scheduling.model import Pool
+
+
+class Nodes:
+    """FREE -> taken by take() -> FREE by release(). A pool without node names grows as needed."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.taken: set[str] = set()
+        self._number = {name: i for i, name in enumerate(pool.nodes or ())}
+        self._names = list(pool.nodes or ())
+        self._free = list(range(len(self._names)))
+
+    @property
+    def free(self) -> float:
+        return math.inf if self.pool.nodes is None else len(self._names) - len(self.taken)
+
+    def take(self, count: int) -> tuple[str, ...]:
+        assert count <= self.free
+        return tuple(self._take_one() for _ in range(count))
+
+    def _take_one(self) -> str:
+        if not self._free:
+            name = f"{self.pool.name}-{len(self._names)}"
+            heapq.heappush(self._free, len(self._names))
+            self._number[name] = len(self._names)
+            self._names.append(name)
+        name = self._names[heapq.heappop(self._free)]
+        self.taken.add(name)
+        return name
+
+    def claim(self, names: Iterable[str]) -> None:
+        """Takes nodes by name, of those that this pool names."""
+        names = {name for name in names if name in self._number}
+        self.taken |= names
+        self._free = [number for number in self._free if self._names[number] not in names]
+        heapq.heapify(self._free)
+
+    def release(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.taken.remove(name)
+            heapq.heappush(self._free, self._number[name])

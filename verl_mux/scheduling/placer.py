@@ -1,0 +1,199 @@
+"""Which jobs share which nodes: what is asked when a job arrives, departs, or turns out other than estimated.
+
+    job: admit() -> placed | queued -> placed by somebody's depart() -> depart()
+
+No I/O, no clock: the caller says how far the placed jobs are (`progress`, by job name), carries the answers out, and
+asks again. Invariants (asserted by the tests):
+- every node belongs to one group, and a job of it is pinned there; a group's cost is the sum of its nodes' prices;
+- the states pinned to a node fit in its host memory; every job has all the nodes it asks for, on both sides;
+- all groups together never cost more than every job on nodes of its own;
+- settled periods are within every job's SLO, whoever departs;
+- in a finite cluster nobody waits for ever: at most `max_bypass` younger jobs start before a waiting one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+
+from verl_mux.errors import UserError
+from verl_mux.scheduling.decision import Decision, Move, placed
+from verl_mux.scheduling.extension import pairs_of_pins, without
+from verl_mux.scheduling.feasibility import Feasibility
+from verl_mux.scheduling.forecast import Progress
+from verl_mux.scheduling.model import Cluster, Group, JobSpec
+from verl_mux.scheduling.packing import isolated_usd
+from verl_mux.scheduling.partition import Partitioner
+from verl_mux.scheduling.placement import Placement
+from verl_mux.scheduling.regroup import Regrouping, isolated
+from verl_mux.scheduling.repack import Repack
+from verl_mux.scheduling.rules import OURS, Rules
+from verl_mux.scheduling.search import Search, tried
+from verl_mux.scheduling.waiting import Waiting
+
+NOTHING_KNOWN: Mapping[str, Progress] = {}
+
+
+class Placer:
+    """placement: the groups as they are. waiting: jobs that a finite cluster has no room for."""
+
+    def __init__(self, cluster: Cluster, rules: Rules = OURS) -> None:
+        self.cluster = cluster
+        self.rules = rules
+        self.placement = Placement(cluster)
+        self.waiting = Waiting(rules.max_bypass)
+        self.feasibility = Feasibility(rules.orders)
+        self.search = Search(cluster, rules, self.feasibility)
+        self.partitioner = Partitioner(cluster, self.feasibility, rules.cap)
+        self._repack = Repack(self.placement, self.partitioner, self.search, rules.reach, rules.effort)
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        return self.placement.groups
+
+    def admit(self, job: JobSpec, progress: Mapping[str, Progress] = NOTHING_KNOWN) -> Decision:
+        """Places the job, or queues it. Raises UserError for a name in use and for a job the cluster cannot hold."""
+        self._check(job)
+        before = self.placement.usd_per_hour
+        overdue = self.waiting.overdue
+        if overdue is None and (group := self._place(job, progress)):
+            self.waiting.passed_by_newcomer()
+            return placed(job, group, self.placement, before)
+        self.waiting.add(job)
+        wait = f"job {overdue.name!r} waits longer and is next" if overdue else "no room within everybody's SLO"
+        return Decision(job=job.name, outcome="queued", wait=wait)
+
+    def depart(self, name: str, progress: Mapping[str, Progress] = NOTHING_KNOWN) -> list[Move]:
+        """Drops the job and the nodes nobody else is pinned to. Returns who starts or moves in consequence."""
+        if name in self.waiting:
+            self.waiting.remove(name)
+            return []
+        if name not in self.placement.home:
+            raise UserError(f"job {name!r} is not placed; placed are: {', '.join(sorted(self.placement.home)) or 'none'}")
+        self._forget(name)
+        group = self.placement.group_of(name)
+        self._changed(self.placement.replace([group], without(group, [name])))
+        return self._start_waiting(progress) + self.repack(progress)
+
+    def revise(self, job: JobSpec, progress: Mapping[str, Progress] = NOTHING_KNOWN) -> list[Move]:
+        """Takes over a placed job's new estimates. If its group no longer keeps everybody's SLO, jobs move out of it,
+        the cheapest to keep alone first; if it has become easier to place, repacking may follow."""
+        self._forget(job.name)
+        self.placement.update(job)
+        moves: list[Move] = []
+        while not self._feasible(group := self.placement.group_of(job.name)):
+            evicted = self._evict_one(group, _without(progress, moves))
+            if evicted is None:
+                break
+            moves.append(evicted)
+        self._changed([self.placement.group_of(job.name)])
+        return moves + self.repack(_without(progress, moves))
+
+    def correct(self, job: JobSpec, progress: Mapping[str, Progress] = NOTHING_KNOWN) -> list[Move]:
+        """Takes over new estimates of a job that is placed, and moves nobody: for jobs that cannot be moved while they
+        run. Returns who starts in consequence."""
+        self._forget(job.name)
+        self._changed([self.placement.update(job)])
+        return self._start_waiting(progress)
+
+    def keeps_slo(self, name: str) -> bool:
+        """Whether the settled periods of a placed job's group are within everybody's SLO."""
+        return self._feasible(self.placement.group_of(name))
+
+    def repack(self, progress: Mapping[str, Progress] = NOTHING_KNOWN) -> list[Move]:
+        """Moves jobs where what that saves pays for their cold starts. To be asked again from time to time: what does
+        not pay for young jobs pays later."""
+        moves: list[Move] = []
+        self._repack.begin()
+        while self.rules.repack and (found := self._repack.next(_without(progress, moves))):
+            moves += self._carry_out(found)
+        return moves + (self._start_waiting(_without(progress, moves)) if moves else [])
+
+    @property
+    def pending(self) -> bool:
+        """Whether `repack` has something in view that may pay later, or did not come to an end."""
+        return self.rules.repack and bool(self._repack.dirty)
+
+    def _place(self, job: JobSpec, progress: Mapping[str, Progress], load_s: float = 0.0) -> Group | None:
+        """The group it was put in, at the least cost; None if a finite cluster has no room."""
+        free = self.placement.free
+        fits_alone = job.rollout_nodes <= free[0] and job.train_nodes <= free[1]
+        below = isolated_usd(job, self.cluster) if fits_alone else math.inf
+        place = self.search.find(job, self.groups.values(), below, free, progress, load_s)
+        if place is None and not fits_alone:
+            return None
+        old = [place.group] if place else []
+        new = tried(job, place) if place else isolated(job)
+        return self._changed(self.placement.replace(old, [new]))[0]
+
+    def _changed(self, groups: list[Group]) -> list[Group]:
+        self._repack.dirty.update((group.name, None) for group in groups)
+        return groups
+
+    def _forget(self, name: str) -> None:
+        self.feasibility.forget(name)
+        self.partitioner.forget(name)
+
+    def _start_waiting(self, progress: Mapping[str, Progress]) -> list[Move]:
+        moves: list[Move] = []
+        while len(self.waiting) and (started := self._start_one(progress)):
+            moves.append(started)
+        return moves
+
+    def _start_one(self, progress: Mapping[str, Progress]) -> Move | None:
+        for job in self.waiting.candidates(self._usd_by_owner()):
+            if group := self._place(job, progress):
+                self.waiting.started(job.name)
+                return self._move(job, "start", group)
+        return None
+
+    def _usd_by_owner(self) -> dict[str, float]:
+        usd: dict[str, float] = defaultdict(float)
+        for job in (job for group in self.groups.values() for job in group.jobs):
+            usd[job.owner] += isolated_usd(job, self.cluster)
+        return usd
+
+    def _carry_out(self, found: Regrouping) -> list[Move]:
+        self._changed(self.placement.replace(found.old, found.groups))
+        return [self._move(job, "move", self.placement.group_of(job.name)) for job in found.movers]
+
+    def _evict_one(self, group: Group, progress: Mapping[str, Progress]) -> Move | None:
+        """Moves the job out that leaves the others within their SLOs, the least dear alone first; None if no nodes
+        are left to move anybody to."""
+        by_price = sorted(group.jobs, key=lambda job: isolated_usd(job, self.cluster))
+        fits = [job for job in by_price if all(self._feasible(rest) for rest in without(group, [job.name]))]
+        for job in fits or by_price:
+            rest = self.placement.replace([group], without(group, [job.name]))
+            if home := self._place(job, progress, job.cold_start_s):
+                self._changed([g for g in rest if g.name in self.groups])
+                return self._move(job, "move", home)
+            self.placement.replace(rest, [group])
+        return None
+
+    def _feasible(self, group: Group) -> bool:
+        return self.feasibility.order(group.jobs, *pairs_of_pins(group.pins)) is not None
+
+    def _move(self, job: JobSpec, kind: str, group: Group) -> Move:
+        pin = self.placement.pin_of(job.name)
+        load_s = job.cold_start_s if kind == "move" else 0.0
+        return Move(job=job.name, kind=kind, group=group.name, rollout=pin.rollout, train=pin.train, load_s=load_s)
+
+    def _check(self, job: JobSpec) -> None:
+        if job.name in self.placement.home or job.name in self.waiting:
+            raise UserError(f"job {job.name!r} is placed or waiting already; job names are unique")
+        for side, pool in (("rollout", self.cluster.rollout), ("train", self.cluster.train)):
+            need, memory = getattr(job, f"{side}_nodes"), getattr(job, f"{side}_memory_gb")
+            if need > pool.size:
+                raise UserError(f"job {job.name!r} needs {need} {side} nodes; pool {pool.name!r} has {pool.size}")
+            if memory > pool.kind.host_memory_gb:
+                raise UserError(
+                    f"job {job.name!r} needs {memory:g} GB of host memory per {side} node;"
+                    f" a node of pool {pool.name!r} has {pool.kind.host_memory_gb:g}"
+                )
+
+
+def _without(progress: Mapping[str, Progress], moves: list[Move]) -> dict[str, Progress]:
+    """Nobody is moved twice in one answer."""
+    moved = {move.job for move in moves}
+    return {name: at for name, at in progress.items() if name not in moved}

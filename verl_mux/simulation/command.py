@@ -1,0 +1,140 @@
+"""`verl-mux simulate`: placement policies on a trace of jobs."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from verl_mux.errors import UserError
+
+if TYPE_CHECKING:
+    from verl_mux.scheduling.model import Cluster
+    from verl_mux.simulation.simulate import Comparison, Study
+
+DEFAULT_POLICIES = "solo,colocated,random,most-idle,rollmux,ours,optimum"
+# They have no queue: what a full cluster would do to them is not defined.
+UNBOUNDED = ("colocated", "random", "most-idle", "optimum")
+
+
+def simulate(
+    trace: Annotated[
+        Path | None, typer.Argument(help="CSV of job,arrival_h,duration_h[,gpus]; without it, 300 jobs of Philly.")
+    ] = None,
+    shapes: Annotated[str, typer.Option(help="balanced, rollout-heavy, train-heavy, mixed, or a CSV file.")] = "mixed",
+    slo: Annotated[str, typer.Option(help="uniform:LOW,HIGH or a number, both as factors of the time alone.")] = "uniform:1,2",
+    cap: Annotated[int, typer.Option(help="Jobs in one co-execution group, at most.")] = 5,
+    seeds: Annotated[int, typer.Option(help="Runs, each with another draw of shapes and SLOs.", min=1)] = 1,
+    policies: Annotated[str, typer.Option(help="Names, separated by commas.")] = DEFAULT_POLICIES,
+    rollout_nodes: Annotated[int | None, typer.Option(help="A finite rollout pool.", min=1)] = None,
+    train_nodes: Annotated[int | None, typer.Option(help="A finite training pool.", min=1)] = None,
+    max_jobs: Annotated[int, typer.Option(help="Solve the optimum up to so many jobs at a time.", min=0)] = 9,
+    rule: Annotated[
+        list[str] | None, typer.Option(help="Change a rule of `ours`, as in repack=off; may be repeated.", show_default=False)
+    ] = None,
+    estimates: Annotated[
+        str, typer.Option(help="exact, or what jobs are admitted on while real lengths vary: bound, mean, quantile:0.95.")
+    ] = "exact",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write pictures into this directory.")] = None,
+) -> None:
+    """Simulate placement policies on a trace: cost, SLOs, idle nodes, and how far from the optimum."""
+    from verl_mux.scheduling.rules import parse_rules
+    from verl_mux.simulation.policies import find_policies
+    from verl_mux.simulation.shapes import find_shapes
+    from verl_mux.simulation.simulate import Study
+    from verl_mux.simulation.uncertainty import parse_estimates
+    from verl_mux.simulation.workload import parse_slo
+
+    study = Study(
+        shapes=find_shapes(shapes),
+        slo=parse_slo(slo),
+        policies=find_policies([name.strip() for name in policies.split(",") if name.strip()]),
+        cluster=_cluster(rollout_nodes, train_nodes),
+        rules=parse_rules(cap, rule or []),
+        estimates=parse_estimates(estimates),
+        rows=_rows(trace),
+        seeds=seeds,
+        max_optimum_jobs=max_jobs,
+    )
+    _check_finite(study, rollout_nodes is not None or train_nodes is not None)
+    comparison = _run(study)
+    if plot is not None:
+        _plot(comparison, plot)
+    print(jsonlib.dumps(comparison.report) if json else _table(comparison.report))
+
+
+def _rows(trace: Path | None):
+    from verl_mux.simulation.trace import read_trace
+
+    if trace is not None:
+        return read_trace(trace)
+    with as_file(files("verl_mux.simulation") / "data" / "philly_300.csv") as path:
+        return read_trace(path)
+
+
+def _cluster(rollout_nodes: int | None, train_nodes: int | None) -> Cluster:
+    """The testbed's kinds of nodes; as many as needed unless a number is given."""
+    import msgspec
+
+    from verl_mux.scheduling.model import TESTBED
+
+    def sized(pool, count):
+        return pool if count is None else msgspec.structs.replace(pool, nodes=tuple(f"{pool.name}-{i}" for i in range(count)))
+
+    return msgspec.structs.replace(
+        TESTBED, rollout=sized(TESTBED.rollout, rollout_nodes), train=sized(TESTBED.train, train_nodes)
+    )
+
+
+def _check_finite(study: Study, finite: bool) -> None:
+    unable = [name for name in study.policies if name in UNBOUNDED]
+    if finite and unable:
+        raise UserError(f"policy {unable[0]!r} does not queue; in a finite cluster allowed are: solo, rollmux, ours")
+
+
+def _run(study: Study) -> Comparison:
+    """With a progress bar on stderr, one unit per simulated job."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from verl_mux.simulation.simulate import simulate as run
+
+    columns = TextColumn("simulated jobs"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(study.rows) * study.seeds * len(study.policies))
+        return run(study, lambda: progress.advance(task))
+
+
+def _plot(comparison: Comparison, directory: Path) -> None:
+    from verl_mux.errors import Failure
+
+    try:
+        from verl_mux.simulation.plots import draw
+    except ImportError:
+        raise Failure("plots need matplotlib: pip install 'verl-mux[simulate]'") from None
+    draw(comparison, directory)
+
+
+def _table(report: dict) -> str:
+    head = ("policy", "USD/h", "peak", "SLO", "SLO real", "/optimum", "covered", "idle R", "idle T", "GPUs R", "GPUs T", "moves")
+    lines = [f"{head[0]:<10}" + "".join(f"{name:>10}" for name in head[1:])]
+    for name, found in report["policies"].items():
+        idle, peak = found["idle"], found["peak_gpus"]
+        cells = (
+            f"{found['usd_per_hour_mean']:.1f}",
+            f"{found['usd_per_hour_peak']:.0f}",
+            f"{found['slo_attainment']:.2%}",
+            f"{found['slo_attainment_real']:.2%}",
+            "-" if found["cost_over_optimum_mean"] is None else f"{found['cost_over_optimum_mean']:.4f}",
+            f"{found['optimum_covers']:.0%}",
+            *("-" if idle[side] is None else f"{idle[side]:.1%}" for side in ("rollout", "train")),
+            f"{peak['rollout']:.0f}",
+            f"{peak['train']:.0f}",
+            f"{found['moves_mean']:.1f}",
+        )
+        lines.append(f"{name:<10}" + "".join(f"{cell:>10}" for cell in cells))
+    return "\n".join([*lines, f"{report['jobs']} jobs, {report['seeds']} seeds; peaks are the highest over the seeds"])

@@ -1,0 +1,98 @@
+"""`verl-mux plan`: what would go where, at what price, and why each alternative lost."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from verl_mux.scheduling.decision import Alternative, Decision
+    from verl_mux.simulation.jobs_file import JobsFile
+
+
+def plan(
+    jobs: Annotated[Path, typer.Argument(help="YAML: jobs, and optionally pools and rules.", show_default=False)],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Place the jobs of a file in its order, and say where each goes, at what price, and why not elsewhere."""
+    from verl_mux.simulation.jobs_file import read_jobs
+
+    found = make_plan(read_jobs(jobs))
+    print(jsonlib.dumps(found) if json else "\n".join(_lines(found)))
+
+
+def make_plan(given: JobsFile) -> dict[str, Any]:
+    """usd_per_hour of all groups; beside it, of every job alone, and of the cheapest division of all (None: too many)."""
+    from verl_mux.scheduling.explain import alternatives, lost_to
+    from verl_mux.scheduling.packing import isolated_usd
+    from verl_mux.scheduling.placer import Placer
+    from verl_mux.simulation.optimum import Optimum
+
+    placer = Placer(given.cluster, given.rules)
+    decisions = []
+    for job in given.jobs:
+        others = alternatives(placer, job)
+        decision = placer.admit(job)
+        decisions.append(_as_dict(decision, lost_to(decision.usd_per_hour, _without_chosen(others, decision))))
+    finite = given.cluster.rollout.nodes is not None or given.cluster.train.nodes is not None
+    optimum = None if finite else Optimum(given.jobs, given.cluster, given.rules).usd(frozenset(j.name for j in given.jobs))
+    return {
+        "jobs": decisions,
+        "groups": [_group(group, given) for group in placer.groups.values()],
+        "usd_per_hour": placer.placement.usd_per_hour,
+        "usd_per_hour_isolated": sum(isolated_usd(job, given.cluster) for job in given.jobs),
+        "usd_per_hour_optimum": optimum,
+    }
+
+
+def _without_chosen(found: list[Alternative], decision: Decision) -> list[Alternative]:
+    chosen = None if decision.strategy == "isolated" else decision.group
+    return [other for other in found if decision.outcome == "queued" or other.group != chosen]
+
+
+def _as_dict(decision: Decision, others: list[Alternative]) -> dict[str, Any]:
+    import msgspec
+
+    return {**msgspec.to_builtins(decision), "alternatives": msgspec.to_builtins(others)}
+
+
+def _group(group: Any, given: JobsFile) -> dict[str, Any]:
+    from verl_mux.scheduling.periods import predict_periods
+
+    periods = predict_periods([group])
+    return {
+        "name": group.name,
+        "rollout_nodes": list(group.rollout_nodes),
+        "train_nodes": list(group.train_nodes),
+        "order": group.order,
+        "usd_per_hour": group.usd_per_hour(given.cluster),
+        "jobs": {
+            job.name: {"period_s": periods[job.name].mean_s, "solo_s": job.iteration_s, "limit_s": job.limit_s}
+            for job in group.jobs
+        },
+    }
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    lines = []
+    for job in found["jobs"]:
+        if job["outcome"] == "queued":
+            lines.append(f"{job['job']}: waits, {job['wait']}")
+        else:
+            nodes = f"rollout on {', '.join(job['rollout'])}; training on {', '.join(job['train'])}"
+            lines.append(f"{job['job']}: {job['strategy']}, group {job['group']}, +{job['usd_per_hour']:.2f} USD/h; {nodes}")
+        for other in job["alternatives"]:
+            where = f"group {other['group']}" if other["group"] else "alone"
+            lines.append(f"    not {where}: {other['why']}")
+    for group in found["groups"]:
+        members = ", ".join(
+            f"{name} {job['period_s']:.0f} s (alone {job['solo_s']:.0f}, allowed {job['limit_s']:.0f})"
+            for name, job in group["jobs"].items()
+        )
+        lines.append(f"group {group['name']}: {group['usd_per_hour']:.2f} USD/h; an iteration of {members}")
+    optimum = found["usd_per_hour_optimum"]
+    beside = "" if optimum is None else f"; the cheapest division of all of them {optimum:.2f}"
+    return [*lines, f"{found['usd_per_hour']:.2f} USD/h; every job alone {found['usd_per_hour_isolated']:.2f}{beside}"]

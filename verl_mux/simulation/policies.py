@@ -1,0 +1,79 @@
+"""The placement policies a simulation can compare, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from verl_mux.errors import UserError
+from verl_mux.scheduling.model import Cluster
+from verl_mux.scheduling.placer import Placer
+from verl_mux.scheduling.rules import PAPER, Rules
+from verl_mux.simulation.baselines import MemoryOnly, most_idle, random_choice
+from verl_mux.simulation.fluid import colocated, optimal, run_fluid
+from verl_mux.simulation.ledger import Run
+from verl_mux.simulation.optimum import Optimum
+from verl_mux.simulation.replay import Policy, Replay
+from verl_mux.simulation.workload import Arrival
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One workload on one cluster. rules: of `ours`; their cap holds for every policy."""
+
+    arrivals: Sequence[Arrival]
+    cluster: Cluster
+    rules: Rules
+    seed: int
+    optimum: Optimum
+    on_finish: Callable[[], None] = lambda: None
+
+
+def _replayed(make: Callable[[Case], Policy]) -> Callable[[Case], Run]:
+    return lambda case: Replay(case.arrivals, make(case), case.cluster).run(case.on_finish)
+
+
+def _capped(rules: Rules, case: Case) -> Rules:
+    return msgspec.structs.replace(rules, cap=case.rules.cap)
+
+
+POLICIES: dict[str, tuple[str, Callable[[Case], Run]]] = {
+    "solo": (
+        "every job on nodes of its own, both pools",
+        _replayed(lambda case: Placer(case.cluster, Rules(cap=1))),
+    ),
+    "colocated": (
+        "every job on training nodes of its own, both phases there, at the same speed",
+        lambda case: run_fluid(case.arrivals, colocated(case.cluster)),
+    ),
+    "random": (
+        "any group with room in host memory",
+        _replayed(lambda case: MemoryOnly(case.cluster, case.rules.cap, random_choice(case.seed))),
+    ),
+    "most-idle": (
+        "the idlest group with room in host memory",
+        _replayed(lambda case: MemoryOnly(case.cluster, case.rules.cap, most_idle)),
+    ),
+    "rollmux": (
+        "Algorithm 1 of the paper, nothing moved",
+        _replayed(lambda case: Placer(case.cluster, _capped(PAPER, case))),
+    ),
+    "ours": (
+        "this project's placer",
+        _replayed(lambda case: Placer(case.cluster, case.rules)),
+    ),
+    "optimum": (
+        "the cheapest division at any time, moving for nothing; a bound",
+        lambda case: run_fluid(case.arrivals, optimal(case.optimum)),
+    ),
+}
+
+
+def find_policies(names: Sequence[str]) -> list[str]:
+    """The names as given, if all are known. Raises UserError."""
+    for name in names:
+        if name not in POLICIES:
+            raise UserError(f"policy {name!r} is not known; allowed: {', '.join(POLICIES)}")
+    if not names:
+        raise UserError(f"no policy given; allowed: {', '.join(POLICIES)}")
+    return list(dict.fromkeys(names))

@@ -1,0 +1,237 @@
+"""One run of a workload under one placement policy, phase by phase.
+
+The policy decides, with the very code the coordinator calls; this module lets time pass, carries out what was decided,
+and keeps the books: USD, node-seconds held and busy, and how long every job took.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from verl_mux.scheduling.decision import Decision, Move
+from verl_mux.scheduling.forecast import PHASES, Progress
+from verl_mux.scheduling.grouprun import ROLLOUT, TRAIN, GroupRun, Member
+from verl_mux.scheduling.model import Cluster, Group, JobSpec, Pin
+from verl_mux.scheduling.order import IN_ROUNDS, ORDERS
+from verl_mux.simulation.ledger import Finished, Ledger, Run
+from verl_mux.simulation.workload import Arrival, Phases
+
+# How often a policy is asked again about moves that did not pay yet.
+TICK_S = 120.0
+_PHASE_NAMES = {number: name for name, number in PHASES.items()}
+
+
+class Policy(Protocol):
+    """What a replay needs of a placer."""
+
+    groups: dict[str, Group]
+    pending: bool
+
+    def admit(self, job: JobSpec, progress: dict[str, Progress]) -> Decision: ...
+
+    def depart(self, name: str, progress: dict[str, Progress]) -> list[Move]: ...
+
+    def repack(self, progress: dict[str, Progress]) -> list[Move]: ...
+
+
+class _Live:
+    """A job that was placed: its part in a run, and the nodes it is pinned to there."""
+
+    __slots__ = ("arrival", "phases", "times", "member", "nodes", "placed_s", "moves")
+
+    def __init__(self, arrival: Arrival, placed_s: float) -> None:
+        self.arrival = arrival
+        self.phases = Phases(arrival.job, arrival.draws() if arrival.draws else None)
+        self.times = self.phases.times()
+        self.member: Member | None = None
+        self.nodes: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+        self.placed_s = placed_s
+        self.moves = 0
+
+
+class _Running:
+    """A group and its run; `dissolved` once the group has changed."""
+
+    __slots__ = ("group", "run", "dissolved")
+
+    def __init__(self, group: Group, now: float) -> None:
+        self.group = group
+        self.run = GroupRun(now, group.order in IN_ROUNDS)
+        self.dissolved = False
+
+
+class Replay:
+    """One run; `run` is called once."""
+
+    def __init__(self, arrivals: Sequence[Arrival], policy: Policy, cluster: Cluster) -> None:
+        self.arrivals = sorted(arrivals, key=lambda arrival: arrival.at_s)
+        self.policy = policy
+        self.cluster = cluster
+        self.ledger = Ledger()
+        self.finished: list[Finished] = []
+        self.spans: list[tuple[float, frozenset[str], float]] = []
+        self._live: dict[str, _Live] = {}
+        self._queued: dict[str, Arrival] = {}
+        self._running: dict[str, _Running] = {}
+        self._bits: dict[str, int] = {}
+        self._events: list[tuple[float, int, _Running]] = []
+        self._serial = itertools.count()
+        self._since = 0.0
+        self._tick = math.inf
+
+    def run(self, on_finish: Callable[[], None] = lambda: None) -> Run:
+        """`on_finish` is called whenever a job ends."""
+        coming = iter(self.arrivals)
+        arrival = next(coming, None)
+        while arrival or self._live:
+            event = self._events[0][0] if self._events else math.inf
+            if arrival and arrival.at_s <= min(event, self._tick):
+                self._arrive(arrival)
+                arrival = next(coming, None)
+            elif self._tick <= event:
+                self._follow(self._tick, self.policy.repack(self._progress(self._tick)))
+            elif self._step():
+                on_finish()
+        return Run(self.finished, self.ledger, self.spans)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        now = arrival.at_s
+        decision = self.policy.admit(arrival.job, self._progress(now))
+        if decision.outcome == "queued":
+            self._queued[arrival.job.name] = arrival
+        else:
+            self._live[arrival.job.name] = _Live(arrival, now)
+        self._follow(now, [])
+
+    def _step(self) -> bool:
+        """The next end of a phase anywhere; True if it was the last of a job."""
+        _, _, running = heapq.heappop(self._events)
+        if running.dissolved:
+            return False
+        member = running.run.step()
+        if member and member.done >= self._live[member.name].arrival.iterations:
+            self._depart(member.name, running.run.now)
+            return True
+        self._schedule(running)
+        return False
+
+    def _depart(self, name: str, now: float) -> None:
+        live = self._live.pop(name)
+        arrival = live.arrival
+        self.finished.append(
+            Finished(
+                job=name,
+                slo=arrival.job.slo,
+                arrived_s=arrival.at_s,
+                placed_s=live.placed_s,
+                ended_s=now,
+                iterations=arrival.iterations,
+                solo_s=live.phases.solo_s(arrival.iterations),
+                planned_solo_s=arrival.iterations * arrival.job.iteration_s,
+                moves=live.moves,
+            )
+        )
+        self._follow(now, self.policy.depart(name, self._progress(now)))
+
+    def _progress(self, now: float) -> dict[str, Progress]:
+        found = {}
+        for running in self._running.values():
+            for member, ends in zip(running.run.members, running.run.ends, strict=True):
+                if live := self._live.get(member.name):
+                    found[member.name] = _progress_of(member, ends, now, now - live.placed_s, self._warm(member, live))
+        return found
+
+    def _warm(self, member: Member, live: _Live) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return tuple(
+            tuple(node for node in nodes if member.resident >> self._bits[f"{side} {node}"] & 1)
+            for side, nodes in zip(("rollout", "train"), live.nodes, strict=True)
+        )
+
+    def _follow(self, now: float, moves: Sequence[Move]) -> None:
+        """Brings the runs in line with the policy's groups."""
+        self._book(now)
+        loads = {move.job: move.load_s for move in moves}
+        for move in moves:
+            if move.kind == "start":
+                self._live[move.job] = _Live(self._queued.pop(move.job), now)
+        groups = self.policy.groups
+        ends: dict[str, float] = {}
+        for name in [name for name, running in self._running.items() if groups.get(name) is not running.group]:
+            running = self._running.pop(name)
+            running.dissolved = True
+            self._collect(running.run)
+            ends.update((m.name, end) for m, end in zip(running.run.members, running.run.ends, strict=True))
+        for name, group in groups.items():
+            if name not in self._running:
+                self._running[name] = self._set_up(group, now, ends, loads)
+                self._schedule(self._running[name])
+        self._tick = now + TICK_S if self.policy.pending else math.inf
+
+    def _set_up(self, group: Group, now: float, ends: dict[str, float], loads: dict[str, float]) -> _Running:
+        running = _Running(group, now)
+        for pin, rank in zip(group.pins, ORDERS[group.order](group.jobs), strict=True):
+            live = self._live[pin.job.name]
+            before, stays = live.member, live.nodes == (pin.rollout, pin.train)
+            if not stays:
+                live.nodes = (pin.rollout, pin.train)
+                live.member = self._member(pin, live)
+            live.member.rank = rank
+            if stays:
+                running.run.resume(live.member, ends[pin.job.name])
+            else:
+                if before:
+                    self._abort(live, before, ends[pin.job.name], now)
+                running.run.join(live.member, loads.get(pin.job.name, 0.0))
+        return running
+
+    def _member(self, pin: Pin, live: _Live) -> Member:
+        job = pin.job
+        rollout, train = self._mask("rollout", pin.rollout), self._mask("train", pin.train)
+        switch = job.rollout_switch_s, job.train_switch_s
+        return Member(job.name, rollout, train, live.times, switch, has_tail=job.tail_s > 0)
+
+    def _mask(self, side: str, nodes: Sequence[str]) -> int:
+        return sum(1 << self._bits.setdefault(f"{side} {node}", len(self._bits)) for node in nodes)
+
+    def _abort(self, live: _Live, before: Member, ends: float, now: float) -> None:
+        """A move throws away the iteration the job is in: it is done again, with other draws."""
+        live.moves += 1
+        live.member.done = before.done
+        del live.phases.history[before.done :]
+        if before.phase in (ROLLOUT, TRAIN) and ends < math.inf:
+            self.ledger.busy_s[before.phase // 2] -= (ends - now) * before.needs[before.phase].bit_count()
+
+    def _collect(self, run: GroupRun) -> None:
+        self.ledger.busy_s[0] += run.busy_s[ROLLOUT]
+        self.ledger.busy_s[1] += run.busy_s[TRAIN]
+
+    def _schedule(self, running: _Running) -> None:
+        heapq.heappush(self._events, (running.run.next_end(), next(self._serial), running))
+
+    def _book(self, now: float) -> None:
+        if now > self._since and self._running:
+            groups = [running.group for running in self._running.values()]
+            nodes = sum(len(g.rollout_nodes) for g in groups), sum(len(g.train_nodes) for g in groups)
+            usd = sum(group.usd_per_hour(self.cluster) for group in groups)
+            self.ledger.hold(self._since, now, nodes, usd)
+            jobs = frozenset(job.name for group in groups for job in group.jobs)
+            self.spans.append((now - self._since, jobs, usd))
+        self._since = now
+
+
+def _progress_of(
+    member: Member, ends: float, now: float, age_s: float, warm: tuple[tuple[str, ...], tuple[str, ...]]
+) -> Progress:
+    running = ends < math.inf
+    return Progress(
+        age_s=age_s,
+        done=member.done,
+        phase=_PHASE_NAMES[member.phase],
+        remaining_s=max(ends - now, 0.0) if running else None,
+        waited_s=0.0 if running else now - member.since,
+        warm=warm,
+    )

@@ -1,0 +1,90 @@
+"""What one trainer rank contributes to a sync, as byte ranges of full tensors on the host.
+
+Two sources: the FSDP2 shards that the rank holds in host memory while it has no lease (no collective, no GPU), or, where the
+engine's weights are not what it trains (merged LoRA, packed experts, QAT, Megatron), verl's own generator of full tensors. It
+gathers on the device, so it is drained under the training lease, and each rank keeps a stripe of every tensor on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from verl_mux.sync.route import stripe
+
+
+class Range(NamedTuple):
+    """`data`: contiguous host tensor holding bytes [offset, offset + data.nbytes) of the full tensor `name`."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    data: torch.Tensor
+
+
+def stripes(weights: Iterable[tuple[str, torch.Tensor]], rank: int, ranks: int) -> Iterator[Range]:
+    """This rank's stripe of every full tensor; drains `weights` on every rank, since producing them may be a collective."""
+    for name, tensor in weights:
+        start, end = stripe(tensor.nbytes, rank, ranks)
+        flat = tensor.detach().reshape(-1).view(torch.uint8)[start:end].cpu()
+        yield Range(name, tensor.dtype, tuple(tensor.shape), start, flat)
+
+
+def are_row_shards(module: object, quantized: bool = False) -> bool:
+    """Whether the rollout's weights are this module's parameters, each sharded by rows or not at all.
+
+    `quantized`: the engine trains with QAT, and exports something else than its parameters.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if quantized or not isinstance(module, FSDPModule) or hasattr(module, "peft_config"):
+        return False
+    return not any(_leaves_otherwise(name, param) for name, param in module.named_parameters())
+
+
+def _leaves_otherwise(name: str, param: torch.Tensor) -> bool:
+    shards = [p for p in getattr(param, "placements", ()) if not p.is_replicate()]
+    by_rows = len(shards) <= 1 and all(p.is_shard(0) for p in shards)
+    # verl unpacks these into one tensor an expert, under the names that engines load.
+    packed = param.dim() == 3 and name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"))
+    return packed or not by_rows
+
+
+def row_shards(params: Iterable[tuple[str, torch.Tensor, torch.Tensor]], dtype: torch.dtype, rank: int) -> Iterator[Range]:
+    """This rank's rows of every FSDP2 parameter, cast to the rollout's dtype.
+
+    Args:
+        params: (name, parameter, its local shard on the host). Of ranks that hold the same rows (a parameter that is no
+            DTensor, or is replicated over a dimension of the mesh) the first one sends them, the others nothing.
+
+    Raises:
+        ValueError: a parameter sharded on another dimension than its rows, or on two (tensor parallel training).
+    """
+    for name, param, local in params:
+        first_row = _first_row(name, param, rank)
+        if first_row is None:
+            first_row, local = 0, local.reshape(-1)[:0]
+        data = local.detach().to(dtype) if local.is_floating_point() else local.detach()
+        row_bytes = data.element_size() * prod(param.shape[1:])
+        yield Range(name, data.dtype, tuple(param.shape), first_row * row_bytes, data.contiguous())
+
+
+def _first_row(name: str, param: torch.Tensor, rank: int) -> int | None:
+    """First row of what this rank sends; None where another rank sends the same."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(param, DTensor):
+        return 0 if rank == 0 else None
+    shards = [p for p in param.placements if not p.is_replicate()]
+    if len(shards) > 1 or any(not p.is_shard(0) for p in shards):
+        raise ValueError(f"{name} has placements {param.placements}; the mux sync sends rows (dimension 0) only")
+    at = param.device_mesh.get_coordinate()
+    if any(p.is_replicate() and coordinate for p, coordinate in zip(param.placements, at, strict=True)):
+        return None
+    _, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    return offsets[0] if shards else 0

@@ -1,0 +1,137 @@
+"""Completes a verl config for our trainer modes: what a mode implies, and what a platform without GPU needs.
+
+Runs in the trainer before verl reads the config. Each function changes the config in place.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from uuid import uuid4
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl_mux.config.schema import MuxConfig
+from verl_mux.platform.cpu_features import has_bf16_products
+from verl_mux.rollout.config import RolloutConfig
+from verl_mux.worker_settings import KEY, WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+AGENT_LOOP_MANAGER = "verl_mux.rollout.agent_loop.MuxAgentLoopManager"
+_CPU_ENGINE = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_overlap_schedule": True,
+}
+
+
+def complete(config: DictConfig, mux: MuxConfig, cpu: bool) -> None:
+    """Everything below, in order."""
+    with open_dict(config):
+        _imply_mode(config)
+        _imply_memory(config)
+        _imply_engine(config, mux)
+        _imply_rollout(config, mux.rollout)
+        if cpu:
+            _imply_cpu(config)
+
+
+def hand_to_workers(config: DictConfig, mux: MuxConfig, rollout_cpus: list[int], train_cpus: list[int]) -> WorkerSettings:
+    """Put what workers need into verl's extension point; returns it."""
+    settings = WorkerSettings(
+        job=mux.job,
+        uid=uuid4().hex[:12],
+        seed=mux.seed,
+        seeded_sampling=mux.seeded_sampling,
+        events_dir=str(events_dir(config, mux)) if mux.profile.enable else None,
+        events_every=mux.profile.every,
+        rollout_nodes=tuple(mux.nodes.rollout),
+        train_nodes=tuple(mux.nodes.train),
+        rollout_cpus=tuple(rollout_cpus),
+        train_cpus=tuple(train_cpus),
+        truncated_reward=mux.rollout.segments.truncated_reward if isinstance(mux.rollout, RolloutConfig) else None,
+    )
+    with open_dict(config):
+        custom = dict(config.actor_rollout_ref.rollout.get("custom") or {})
+        config.actor_rollout_ref.rollout.custom = {**custom, KEY: settings.to_dict()}
+    return settings
+
+
+def events_dir(config: DictConfig, mux: MuxConfig) -> Path:
+    """Where the job's event log goes."""
+    return Path(mux.profile.dir or Path(config.trainer.default_local_dir) / "events").absolute()
+
+
+def _imply_mode(config: DictConfig) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    config.actor_rollout_ref.hybrid_engine = False
+    for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref):
+        # The sync sends FSDP2's row shards from the host; FSDP1 would have to gather on training GPUs that others hold by then.
+        role.strategy = "fsdp2" if role.strategy == "fsdp" else role.strategy
+    if config.trainer.v1.trainer_mode == "mux_colocate":
+        rollout.nnodes, rollout.n_gpus_per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    rollout.checkpoint_engine.backend = "mux"
+    rollout.agent.agent_loop_manager_class = AGENT_LOOP_MANAGER
+
+
+def _imply_memory(config: DictConfig) -> None:
+    """A job without a lease holds nothing on the device, so nothing may be kept there between phases."""
+    config.actor_rollout_ref.rollout.free_cache_engine = True
+    for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
+        engine = role.get("fsdp_config") or role.get("fsdp") or (role.get("model") or {}).get("fsdp_config")
+        for key in ("param_offload", "optimizer_offload"):
+            if engine is not None and key in engine:
+                engine[key] = True
+
+
+def _imply_engine(config: DictConfig, mux: MuxConfig) -> None:
+    sglang = _engine_kwargs(config, "sglang")
+    # An idle scheduler that spins takes CPU time from the job that has the lease.
+    sglang.setdefault("sleep_on_idle", True)
+    engine = config.actor_rollout_ref.rollout.checkpoint_engine
+    kwargs = OmegaConf.to_container(engine.get("engine_kwargs") or OmegaConf.create({}))
+    kwargs["mux"] = {"verify": mux.sync.verify, "timeout_s": mux.sync.timeout_s, **kwargs.get("mux", {})}
+    engine.engine_kwargs = kwargs
+
+
+def _imply_rollout(config: DictConfig, it: RolloutConfig) -> None:
+    if it.needs_rollout_log_probs:
+        config.actor_rollout_ref.rollout.calculate_log_probs = True
+    sglang = _engine_kwargs(config, "sglang")
+    # SGLang takes priorities with these two policies only; the user's own choice of another one stands.
+    if it.order(config.trainer.v1.trainer_mode) != "fifo" and sglang.get("schedule_policy", "fcfs") in ("fcfs", "lof"):
+        sglang.setdefault("enable_priority_scheduling", True)
+        # A request that runs already goes on: what it would lose outweighs what a better order wins.
+        sglang.setdefault("disable_priority_preemption", True)
+        sglang.setdefault("default_priority_value", 0)
+
+
+def _imply_cpu(config: DictConfig) -> None:
+    config.trainer.device = "cpu"
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    for role in (actor, config.actor_rollout_ref.ref):
+        role.strategy = "fsdp2"
+        role.use_torch_compile = False
+        role.fsdp_config.use_torch_compile = False
+        if not has_bf16_products() and not role.fsdp_config.get("mixed_precision"):
+            role.fsdp_config.mixed_precision = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
+    config.actor_rollout_ref.model.use_remove_padding = False
+    overrides = dict(config.actor_rollout_ref.model.get("override_config") or {})
+    config.actor_rollout_ref.model.override_config = {"attn_implementation": "sdpa", **overrides}
+    rollout.enforce_eager = True
+    sglang = _engine_kwargs(config, "sglang")
+    for key, value in _CPU_ENGINE.items():
+        sglang.setdefault(key, value)
+    logger.info("no accelerator: SGLang runs with %s", dict(sglang))
+
+
+def _engine_kwargs(config: DictConfig, engine: str) -> DictConfig:
+    rollout = config.actor_rollout_ref.rollout
+    if not rollout.get("engine_kwargs"):
+        rollout.engine_kwargs = {}
+    if not rollout.engine_kwargs.get(engine):
+        rollout.engine_kwargs[engine] = {}
+    return rollout.engine_kwargs[engine]

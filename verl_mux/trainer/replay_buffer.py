@@ -1,0 +1,89 @@
+"""verl's replay buffer, woken by the agent loop workers and returning samples in the order in which their prompts went out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import ray
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+
+from verl_mux.rollout.control import RolloutControl
+
+if TYPE_CHECKING:
+    from verl_mux.rollout.agent_loop import Progress
+
+_REPORT_S = 0.5
+
+
+class MuxReplayBuffer(ReplayBufferAsync):
+    """Waits on completions; verl's own polls every 2 s, which is most of a small step and a device's idle time in any."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.workers: Callable[[], list] = list
+        self.on_progress: Callable[[int, int], None] = lambda samples, settled: None
+        self.control: RolloutControl | None = None
+        self._order: dict[str, int] = {}
+        self._next = 0
+        self._settled: dict[int, int] = {}
+        self._reports: dict[int, Progress] = {}
+
+    def submitted(self, uids: list[str]) -> None:
+        """Remember the order in which prompts were handed out."""
+        for uid in uids:
+            self._order[uid] = self._next
+            self._next += 1
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
+        """verl's, or the groups that the rollout control calls complete; validation is always verl's."""
+        if partition_id == "val" or self.control is None:
+            return super().sample(global_steps, partition_id, batch_size)
+        groups = self.control.run()
+        self._sync_metadata_from_transfer_queue()
+        batch = self._materialize_batch(partition_id, groups, dict(self.partitions[partition_id]))
+        found = {key.split("_")[0] for key in batch.keys}
+        if missing := [uid for uid in groups if uid not in found]:
+            raise RuntimeError(f"step {global_steps}: prompt group {missing[0]} is complete but has no trajectory")
+        return batch, {}
+
+    def clear_groups(self, uids: set[str], partition_id: str = "train") -> None:
+        """Forget prompt groups that were given up."""
+        self._sync_metadata_from_transfer_queue()
+        self._clear_groups(partition_id, uids)
+
+    def waiting_groups(self, partition_id: str = "train") -> list[str]:
+        """Prompt groups that were drawn and not trained, nor given up."""
+        self._sync_metadata_from_transfer_queue()
+        return list(self.prompt_global_steps[partition_id])
+
+    def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
+        workers = self.workers()
+        refs = [w.wait_progress.remote(self._settled.get(i, 0), _REPORT_S) for i, w in enumerate(workers)]
+        # The first answer is enough: a worker that has settled everything answers only when its time is up.
+        answered, _ = ray.wait(refs, num_returns=1)
+        for i, report in ((refs.index(ref), ray.get(ref)) for ref in answered):
+            self._reports[i] = report
+            if report.settled == report.prompts:
+                self._settled[i] = report.settled
+        known = self._reports.values()
+        self.on_progress(sum(r.samples for r in known), sum(r.settled for r in known))
+        return last_debug_time
+
+    def _select_prompt_uids(self, partition_id, sampleable_keys, batch_size):
+        uids, partition, steps = super()._select_prompt_uids(partition_id, sampleable_keys, batch_size)
+        return sorted(uids, key=lambda uid: self._order.get(uid, 0)), partition, steps
+
+    def _materialize_batch(self, partition_id: str, selected_prompt_uids: list[str], partition_snapshot: dict) -> KVBatchMeta:
+        """Completion order depends on what else the machine does; submission order does not, so neither do the gradients."""
+        batch = super()._materialize_batch(partition_id, selected_prompt_uids, partition_snapshot)
+        ranked = sorted(range(len(batch.keys)), key=lambda i: self._rank(batch.keys[i]))
+        batch.reorder(ranked)
+        for uid in selected_prompt_uids:
+            self._order.pop(uid, None)
+        return batch
+
+    def _rank(self, key: str) -> tuple[int, int, int]:
+        uid, session, index = key.rsplit("_", 2)
+        return self._order.get(uid, 0), int(session), int(index)

@@ -1,0 +1,84 @@
+"""The event log for verl's own trainer modes: `+mux=default mux.profile.enable=true trainer.v1.trainer_mode=sync`.
+
+Requests are logged by our agent loop manager, which the preflight puts in place. A step's parts are logged here: each method
+below is wrapped on the trainer object at the start of `fit`, where the keys ask for it; without them nothing is touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+from omegaconf import OmegaConf
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+from verl_mux.profiling import events, live
+from verl_mux.worker_settings import WorkerSettings, open_worker_log
+
+_PARTS = {
+    "_compute_old_log_prob": events.OLD_LOG_PROB,
+    "_compute_ref_log_prob": events.REF,
+    "_compute_values": events.VALUES,
+    "_compute_advantage": events.ADV,
+    "_update_critic": events.UPDATE_CRITIC,
+    "_update_actor": events.UPDATE_ACTOR,
+    "_save_checkpoint": events.SAVE_CHECKPOINT,
+    "_validate": events.VALIDATE,
+    "on_sample_end": events.SLEEP,
+    "step": events.STEP,
+}
+
+
+def instrument(trainer: PPOTrainer) -> Any | None:
+    """Log the parts of this trainer's steps; the log, or None where no key asks for it."""
+    mode = str(trainer.config.trainer.v1.trainer_mode)
+    settings = WorkerSettings.from_rollout_config(trainer.config.actor_rollout_ref.rollout)
+    if mode.startswith("mux_") or not OmegaConf.select(trainer.config, "mux") or not settings.events_dir:
+        return None
+    log = open_worker_log(settings, "trainer", 0)
+    for name, event in _PARTS.items():
+        setattr(trainer, name, _timed(getattr(trainer, name), trainer, log, event))
+    trainer._compute_metrics = _with_metrics(trainer._compute_metrics, trainer, log)
+    return log
+
+
+def _timed(method, trainer: PPOTrainer, log: Any, event: str):
+    @functools.wraps(method)
+    def timed(*args, **kwargs):
+        started = time.perf_counter()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            log.log(event, time.perf_counter() - started, step=trainer.global_steps)
+
+    return timed
+
+
+def _with_metrics(method, trainer: PPOTrainer, log: Any):
+    """The report's figures of the step join verl's own, on their way to its trackers."""
+
+    @functools.wraps(method)
+    def computed(batch, metrics, *args, **kwargs):
+        method(batch, metrics, *args, **kwargs)
+        metrics.update(live.metrics_of_step(log, trainer.global_steps))
+
+    return computed
+
+
+def _wrap(fit):
+    @functools.wraps(fit)
+    def profiled(self, *args, **kwargs):
+        log = instrument(self)
+        try:
+            return fit(self, *args, **kwargs)
+        finally:
+            if log is not None:
+                log.close()
+
+    profiled.verl_mux = True
+    return profiled
+
+
+if not getattr(PPOTrainer.fit, "verl_mux", False):
+    PPOTrainer.fit = _wrap(PPOTrainer.fit)

@@ -1,0 +1,73 @@
+"""What a job's workers need to know of `mux`, carried in verl's extension point `rollout.custom.verl_mux`.
+
+verl hands its rollout config to trainer workers, rollout workers and servers alike, so one channel serves all three.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+KEY = "verl_mux"
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """`uid`: unique to one run of a job. `cpus`: CPUs of a node by side ("rollout", "train"), where a node names them.
+
+    `events_every`: only steps that are multiples of it are logged. `nodes`: names by side.
+    `truncated_reward`: of a response that segment rollout cut at its longest; None: its own score.
+    """
+
+    job: str = "job"
+    uid: str = "0"
+    seed: int = 0
+    seeded_sampling: bool = False
+    events_dir: str | None = None
+    events_every: int = 1
+    rollout_nodes: tuple[str, ...] = ()
+    train_nodes: tuple[str, ...] = ()
+    rollout_cpus: tuple[int, ...] = ()
+    train_cpus: tuple[int, ...] = ()
+    truncated_reward: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+    def server_directory(self, replica: int, node: int) -> Path:
+        """Where the processes of one server's node meet: its memory report and the gate of its launch."""
+        return self.directory / f"server_{replica}_{node}"
+
+    @property
+    def directory(self) -> Path:
+        """The run's place for such files on this host; removed when the job ends."""
+        return Path(tempfile.gettempdir()) / f"verl_mux_{self.uid}"
+
+    @classmethod
+    def from_rollout_config(cls, rollout: Mapping | Any) -> WorkerSettings:
+        """Read them back from a rollout config, dataclass or mapping; defaults where there are none."""
+        custom = rollout.get("custom", None) if hasattr(rollout, "get") else getattr(rollout, "custom", None)
+        given = (custom or {}).get(KEY) or {}
+        return cls(**{key: tuple(value) if isinstance(value, (list, tuple)) else value for key, value in dict(given).items()})
+
+
+def pin(cpus: tuple[int, ...]) -> None:
+    """Keep every thread of this process, and the children it will have, on the CPUs that its node names. No CPUs: anywhere."""
+    if not cpus:
+        return
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cpus)
+    os.environ["OMP_NUM_THREADS"] = str(len(cpus))
+
+
+def open_worker_log(settings: WorkerSettings, role: str, worker: int):
+    """This worker's event log, or the log that keeps nothing."""
+    from verl_mux.profiling.event_log import NULL_LOG, EventLog
+
+    if not settings.events_dir:
+        return NULL_LOG
+    return EventLog(settings.events_dir, worker=worker, role=role, job=settings.job, every=settings.events_every)
