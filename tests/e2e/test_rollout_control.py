@@ -38,7 +38,7 @@ def job(assets, tmp_path_factory):
 
 def _metrics(directory, step: int) -> dict[str, float]:
     line = next(x for x in (directory / "job" / "job.log").read_text().splitlines() if f"step:{step} - " in x)
-    return {name: float(value) for name, value in re.findall(r"(mux/rollout/\w+):(?:np\.\w+\()?(-?[0-9.e-]+)", line)}
+    return {name: float(value) for name, value in re.findall(r"mux/rollout/(\w+):(?:np\.\w+\()?(-?[0-9.e-]+)", line)}
 
 
 def _named(directory, role: str, name: str) -> list[dict]:
