@@ -21,6 +21,8 @@ from verl_mux.coordinator.members import UID_VARIABLE
 
 # `stays` is interrupted when all is seen; the tests compare its first COMPARED steps.
 STEPS, COMPARED = 400, 10
+# Fewer requests run at once than are launched, so that some still wait or run when enough prompt groups are complete.
+OVERSAMPLED = ["mux.rollout.oversample.rate=0.5", "+actor_rollout_ref.rollout.engine_kwargs.sglang.max_running_requests=8"]
 _LIMIT_S = 600
 
 
@@ -43,11 +45,16 @@ def assets(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def run(assets, tmp_path_factory) -> Run:
-    """`stays` and `rolls` start together; `rolls` is killed in a rollout; `trains` joins and is killed in a training phase."""
+    """`stays` and `rolls` start together; `rolls` is killed in a rollout; `trains` joins and is killed in a training phase.
+
+    Both that are killed over-sample: `rolls` drops what is cut off, `trains` begins it again in its next step.
+    """
     directory = tmp_path_factory.mktemp("run")
     out = directory / "out"
     checkpoints = ["trainer.save_freq=4", "trainer.max_actor_ckpt_to_keep=100"]
-    jobs = {"stays": [*tiny.overrides(assets, STEPS), *checkpoints], "rolls": tiny.overrides(assets, STEPS)}
+    drops = [*tiny.overrides(assets, STEPS), *OVERSAMPLED, "mux.rollout.oversample.leftover=drop"]
+    restarts = [*tiny.overrides(assets, STEPS), *OVERSAMPLED, "mux.rollout.oversample.tokens=restart"]
+    jobs = {"stays": [*tiny.overrides(assets, STEPS), *checkpoints], "rolls": drops}
     file = tiny.run_file(directory / "run.yaml", out, jobs)
     result = Run(out)
     joining = None
@@ -55,7 +62,7 @@ def run(assets, tmp_path_factory) -> Run:
         runner = subprocess.Popen([sys.executable, "-m", "verl_mux.cli", "run", str(file)], stdout=log, stderr=log)
         try:
             result.killed["rolls"] = _kill_in(runner, out, "rolls", "rollout")
-            joining = tiny.start_job("trains", tiny.overrides(assets, STEPS), out, _address(out))
+            joining = tiny.start_job("trains", restarts, out, _address(out))
             result.killed["trains"] = _kill_in(runner, out, "trains", "train")
             _wait_for_step(out, "stays", after=result.killed["trains"][1])
         finally:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.e2e import tiny
 from tests.e2e.conftest import COMPARED, Run
+from verl_mux.profiling import events
 
 pytestmark = pytest.mark.e2e
 
@@ -84,3 +85,14 @@ def test_a_job_without_lease_holds_nothing_on_its_nodes(run):
 def test_requests_are_in_the_event_log_turn_by_turn(run):
     names = {e["event"] for e in tiny.events(run.directory, "stays", "rollout")}
     assert {"request_start", "turn_engine_call", "reward_calculation", "async_rollout_request_complete"} <= names
+
+
+@pytest.mark.parametrize("job, becomes", [("rolls", events.REQUEST_PADDED), ("trains", events.REQUEST_START)])
+def test_what_is_cut_off_is_dropped_or_begins_again(run, job, becomes):
+    logged = tiny.events(run.directory, job, "rollout")
+    aborted = {(e["step"], e["extra"]["request_id"]) for e in logged if e["event"] == events.REQUEST_ABORTED}
+    assert aborted
+    after = {(e["step"], e["extra"]["request_id"]) for e in logged if e["event"] == becomes}
+    later = 0 if job == "rolls" else 1
+    assert any((step + later, request) in after for step, request in aborted)
+    assert not [e for e in logged if e["event"] == events.REQUEST_REQUEUED]

@@ -1,4 +1,7 @@
-"""One real job with over-sampling and segments: requests are cut off on the engine, go on under newer weights, are trained."""
+"""One real job with over-sampling and segments: requests are cut off on the engine, go on under newer weights, are trained.
+
+It is also the colocated job: rollout and training take turns on one GPU, with LoRA merged for the rollout.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +11,45 @@ import re
 import pytest
 
 from tests.e2e import tiny
+from tests.e2e.conftest import OVERSAMPLED
 from verl_mux.profiling import events
 
 pytestmark = pytest.mark.e2e
-STEPS, WANTED, SAMPLES, SEGMENT = 5, 4, 4, 8
-_LIMIT_S = 400
+# A segment takes long enough that an abort finds somebody in the engine.
+STEPS, WANTED, SEGMENT, LONGEST, VALIDATED = 4, 4, 48, 96, 4
+_LIMIT_S = 600
 
 
 @pytest.fixture(scope="module")
 def job(assets, tmp_path_factory):
-    """The folder of a finished job; a step takes 4 groups of at least 6 under way, 8 tokens a round."""
+    """The folder of a finished job; a step takes 4 of at least 6 groups under way, in rounds of one segment."""
     directory = tmp_path_factory.mktemp("rollout")
     keys = [
-        "mux.rollout.oversample.rate=0.5",
+        *OVERSAMPLED,
+        f"data.max_response_length={LONGEST}",
         f"mux.rollout.segments.segment_length={SEGMENT}",
-        # Fewer than are launched, so that some still wait or run when enough groups are complete.
-        "+actor_rollout_ref.rollout.engine_kwargs.sglang.max_running_requests=8",
         "mux.rollout.segments.treatment=sais",
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.model.lora.merge=true",
+        f"data.val_max_samples={VALIDATED}",
+        f"trainer.test_freq={STEPS}",
         f"trainer.save_freq={STEPS}",
-        f"trainer.rollout_data_dir={directory}/dump",
+        "mux.nodes.rollout=[n0]",
+        "mux.nodes.train=[n0]",
     ]
-    process = tiny.start_job("job", tiny.overrides(assets, STEPS), directory, None, *keys)
+    process = tiny.start_job("job", tiny.overrides(assets, STEPS, mode="mux_colocate"), directory, None, *keys)
     try:
         assert process.wait(_LIMIT_S) == 0, (directory / "job" / "job.log").read_text()[-3000:]
     finally:
         process.kill()
     return directory
+
+
+def test_a_colocated_job_takes_turns_with_itself_and_validates_at_the_end(job):
+    trainer = tiny.events(job, "job")
+    assert [e["step"] for e in trainer if e["event"] == "step"] == list(range(1, STEPS + 1))
+    phases = [e["extra"]["phase"] for e in trainer if e["event"] == "phase"]
+    assert phases[-5:] == ["rollout", "train", "rollout", "train", "rollout"]
 
 
 def _metrics(directory, step: int) -> dict[str, float]:
@@ -65,7 +81,8 @@ def test_old_tokens_are_counted_and_steps_are_logged(job):
 def test_a_resumed_prefix_in_the_same_step_comes_from_the_cache(job):
     asked = _named(job, "server", "engine_generate")
     assert any((event["extra"].get("cached_tokens") or 0) > SEGMENT for event in asked)
-    assert all(event["extra"]["response_tokens"] <= SEGMENT for event in asked)
+    # Validation is neither over-sampled nor cut into segments.
+    assert sum(event["extra"]["response_tokens"] > SEGMENT for event in asked) <= VALIDATED
 
 
 def test_the_checkpoint_holds_every_group_that_waits(job):

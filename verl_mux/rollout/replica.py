@@ -50,7 +50,10 @@ class InitGate:
         self._lease = self._lease or asyncio.get_running_loop().create_future()
         self._arrived += 1
         if self._arrived == self._expected:
-            self._lease.set_result(await asyncio.to_thread(self._acquire))
+            try:
+                self._lease.set_result(await asyncio.to_thread(self._acquire))
+            except Exception as error:  # the others wait for it as well
+                self._lease.set_exception(error)
         lease = await self._lease
         try:
             await map_memory()

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from verl_mux.errors import UserError
 from verl_mux.scheduling.decision import Decision, Move, placed
 from verl_mux.scheduling.extension import pairs_of_pins, without
 from verl_mux.scheduling.feasibility import Feasibility
-from verl_mux.scheduling.forecast import Progress
+from verl_mux.scheduling.forecast import Progress, late_job
 from verl_mux.scheduling.model import Cluster, Group, JobSpec
 from verl_mux.scheduling.packing import isolated_usd
 from verl_mux.scheduling.partition import Partitioner
@@ -73,8 +73,10 @@ class Placer:
             raise UserError(f"job {name!r} is not placed; placed are: {', '.join(sorted(self.placement.home)) or 'none'}")
         self._forget(name)
         group = self.placement.group_of(name)
-        self._changed(self.placement.replace([group], without(group, [name])))
-        return self._start_waiting(progress) + self.repack(progress)
+        left = self._changed(self.placement.replace([group], without(group, [name])))
+        moves = self._relieve(left, progress) if self.rules.repack and self.rules.guard else []
+        progress = _without(progress, moves)
+        return moves + self._start_waiting(progress) + self.repack(progress)
 
     def revise(self, job: JobSpec, progress: Mapping[str, Progress] = NOTHING_KNOWN) -> list[Move]:
         """Takes over a placed job's new estimates. If its group no longer keeps everybody's SLO, jobs move out of it,
@@ -171,6 +173,33 @@ class Placer:
             self.placement.replace(rest, [group])
         return None
 
+    def _relieve(self, groups: list[Group], progress: Mapping[str, Progress]) -> list[Move]:
+        """Moves jobs out of groups in which, as they stand now, somebody would be late. The settled periods are within
+        the SLOs whoever departs; on the way from one settled course to the next a job may still lose too much."""
+        moves: list[Move] = []
+        todo = list(groups)
+        while todo:
+            group = todo.pop()
+            if len(group.pins) > 1 and not _in_time([group], progress, {}):
+                if found := self._move_out(group, _without(progress, moves)):
+                    moves.append(found[0])
+                    todo += found[1]
+        return moves
+
+    def _move_out(self, group: Group, progress: Mapping[str, Progress]) -> tuple[Move, list[Group]] | None:
+        """Moves one job to where all are in time, the least dear alone first, and says what is left of the group; None
+        if nobody's leaving helps."""
+        for job in sorted(group.jobs, key=lambda job: isolated_usd(job, self.cluster)):
+            rest = list(without(group, [job.name]))
+            if not _in_time([*rest, isolated(job)], progress, {job.name: job.cold_start_s}):
+                continue
+            rest = self.placement.replace([group], rest)
+            if home := self._place(job, progress, job.cold_start_s):
+                left = self._changed([g for g in rest if self.groups.get(g.name) is g])
+                return self._move(job, "move", home), left
+            self.placement.replace(rest, [group])
+        return None
+
     def _feasible(self, group: Group) -> bool:
         return self.feasibility.order(group.jobs, *pairs_of_pins(group.pins)) is not None
 
@@ -191,6 +220,13 @@ class Placer:
                     f"job {job.name!r} needs {memory:g} GB of host memory per {side} node;"
                     f" a node of pool {pool.name!r} has {pool.kind.host_memory_gb:g}"
                 )
+
+
+def _in_time(groups: Iterable[Group], progress: Mapping[str, Progress], loads: Mapping[str, float]) -> bool:
+    """Whether nobody is expected to be late in these groups; unknown progress is no reason to move anybody."""
+    return all(
+        late_job(group, progress, loads) is None for group in groups if all(job.name in progress for job in group.jobs)
+    )
 
 
 def _without(progress: Mapping[str, Progress], moves: list[Move]) -> dict[str, Progress]:
