@@ -52,9 +52,12 @@ def run(assets, tmp_path_factory) -> Run:
     directory = tmp_path_factory.mktemp("run")
     out = directory / "out"
     checkpoints = ["trainer.save_freq=4", "trainer.max_actor_ckpt_to_keep=100"]
-    drops = [*tiny.overrides(assets, STEPS), *OVERSAMPLED, "mux.rollout.oversample.leftover=drop"]
+    slowly = [f"reward.custom_reward_function.path={assets}/slow_reward.py"]
+    # The phase in which a job is killed lasts longer than Ray takes to end its workers, a second or two.
+    drops = [*tiny.overrides(assets, STEPS), *OVERSAMPLED, "mux.rollout.oversample.leftover=drop", "data.max_response_length=512"]
     restarts = [*tiny.overrides(assets, STEPS), *OVERSAMPLED, "mux.rollout.oversample.tokens=restart"]
-    jobs = {"stays": [*tiny.overrides(assets, STEPS), *checkpoints], "rolls": drops}
+    restarts += ["actor_rollout_ref.actor.ppo_epochs=40"]
+    jobs = {"stays": [*tiny.overrides(assets, STEPS), *checkpoints, *slowly], "rolls": drops}
     file = tiny.run_file(directory / "run.yaml", out, jobs)
     result = Run(out)
     joining = None

@@ -49,10 +49,18 @@ def test_after_kill_9_the_others_go_on_within_ten_seconds(run, job):
     assert after and min(after) < 10.0
 
 
+def _reclaimed(run: Run, job: str) -> set[str]:
+    """Nodes that a dead job still held."""
+    lines = [json.loads(line) for path in (run.directory / "coordinator").rglob("*.jsonl") for line in path.open()]
+    reclaimed = [line["extra"] for line in lines if line["event"] == events.LEASE_RECLAIMED]
+    return {node for extra in reclaimed if extra["job"] == job for node in extra["nodes"]}
+
+
 @pytest.mark.parametrize("job", ["rolls", "trains"])
 def test_a_dead_jobs_node_is_given_on_only_when_its_processes_are_gone(run, job):
     killed, last_seen = run.killed[job]
     node = "r0" if job == "rolls" else "t0"
+    assert node in _reclaimed(run, job), "it was killed in another phase"
     others = [j for j in ("stays", "rolls", "trains") if j != job]
     grants = [
         tiny.ended(e) for j in others for e in tiny.events(run.directory, j)

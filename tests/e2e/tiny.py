@@ -21,9 +21,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
 """
 
+# The same, as slow as a judge on another machine: its job leaves the cores to whoever starts up beside it.
+SLOW_REWARD = f"import time\n{REWARD}".replace("    return", "    time.sleep(0.5)\n    return")
+
 
 def make_assets(directory: Path) -> None:
-    """`directory`/model, /train.parquet, /reward.py."""
+    """`directory`/model, /train.parquet, /reward.py, /slow_reward.py."""
     import pandas
     import torch
     from transformers import AutoTokenizer
@@ -41,6 +44,7 @@ def make_assets(directory: Path) -> None:
     rows = [_row(i, rng.randrange(90), rng.randrange(90)) for i in range(96)]
     pandas.DataFrame(rows).to_parquet(directory / "train.parquet")
     (directory / "reward.py").write_text(REWARD)
+    (directory / "slow_reward.py").write_text(SLOW_REWARD)
 
 
 def _row(index: int, a: int, b: int) -> dict:
