@@ -124,6 +124,20 @@ def test_a_holder_is_told_when_another_job_waits_for_its_nodes(serve, join, pool
     eventually(lambda: not a.has_waiters("rollout"))
 
 
+def test_a_node_may_go_back_before_the_others(serve, join, pool, eventually):
+    coordinator = serve()
+    a, b = join(coordinator, "a", {"rollout": ["r0", "r1"], "train": ["t0"]}), join(coordinator, "b", {"rollout": ["r1"]})
+    lease = a.acquire("rollout", step=1)
+    waiting = pool.submit(b.acquire, "rollout", step=1)
+    eventually(lambda: a.contended("rollout") == ["r1"])
+    smaller = a.shrink(lease, ["r1"])
+    assert (smaller.token, smaller.nodes) == (lease.token, ["r0"])
+    assert waiting.result(60).nodes == ["r1"]
+    with pytest.raises(ValueError, match="would keep no node"):
+        a.shrink(smaller, ["r0"])
+    a.release(smaller)
+
+
 def test_what_jobs_report_shows_in_the_status(serve, join, eventually):
     coordinator = serve()
     a = join(coordinator, "a", steps=9)

@@ -89,6 +89,13 @@ class AnyHistory(RuleBasedStateMachine):
         lease = self.state.leases[data.draw(st.sampled_from(sorted(self.state.leases)))]
         self.step(m.LeaseRelease(**self.driver.who(lease.job, self.state.jobs[lease.job].uid), token=lease.token))
 
+    @precondition(lambda self: self.state.leases)
+    @rule(data=st.data(), nodes=NODE_SETS)
+    def shrink(self, data, nodes):
+        lease = self.state.leases[data.draw(st.sampled_from(sorted(self.state.leases)))]
+        who = self.driver.who(lease.job, self.state.jobs[lease.job].uid)
+        self.step(m.LeaseShrink(**who, token=lease.token, nodes=nodes))
+
     @precondition(lambda self: self.state.requests)
     @rule(data=st.data())
     def cancel(self, data):

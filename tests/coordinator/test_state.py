@@ -45,6 +45,19 @@ def test_a_gang_gets_all_its_nodes_or_waits_and_later_requests_do_not_overtake_i
     assert two.holders("r1") == ["c"]
 
 
+def test_a_node_given_back_before_the_rest_goes_to_who_waits_for_it_alone(two):
+    two.ask("a", "rollout", 1, ["r0", "r1"])
+    two.ask("b", "rollout", 1, ["r1"])
+    two.do(m.LeaseShrink(**two.who("a"), token=1, nodes=["r1"]))
+    assert (two.holders("r0"), two.holders("r1")) == (["a"], ["b"])
+    held = next(line for line in two.logged if line.event == "lease_held")
+    assert (held.extra["nodes"], held.extra["token"]) == (["r1"], 1)
+    two.do(m.LeaseShrink(**two.who("a"), token=1, nodes=["r0"]))
+    assert two.holders("r0") == ["a"], "the last node goes back with the lease"
+    two.release("a", 1)
+    assert two.holders("r0") == []
+
+
 def test_two_gangs_that_name_the_nodes_in_opposite_order_both_get_their_turn(two):
     two.ask("a", "rollout", 1, ["r0", "r1"])
     two.ask("b", "rollout", 1, ["r1", "r0"])
@@ -230,6 +243,7 @@ EVERY_EVENT = {
     m.LeaseRequest: lambda d: m.LeaseRequest(**d.who("a"), key="n", phase="rollout", step=1, nodes=["r1"]),
     m.LeaseCancel: lambda d: m.LeaseCancel(**d.who("a"), key="n"),
     m.LeaseRelease: lambda d: m.LeaseRelease(**d.who("a"), token=1),
+    m.LeaseShrink: lambda d: m.LeaseShrink(**d.who("a"), token=1, nodes=["r0"]),
     m.Heartbeat: lambda d: m.Heartbeat(**d.who("a"), beat=1),
     m.Progress: lambda d: m.Progress(**d.who("a"), done=1, total=2),
     m.StepReport: lambda d: m.StepReport(**d.who("a"), step=1, metrics={}),

@@ -75,8 +75,8 @@ def test_entropy_feedback_is_passed_on_only_when_enabled():
         ({"migration": {"enable": "yes"}}, "migration.enable must be true or false, given 'yes'"),
         ({"migration": {"threshold": 0}}, "migration.threshold=0.0 is not possible; allowed: above 0, at most 1"),
         (
-            {"migration": {"enable": True}},
-            "mux.rollout.migration.enable=True is not possible: a job gives its rollout nodes back together",
+            {"migration": {"enable": True}, "oversample": {"rate": 0.5}},
+            "mux.rollout.migration.enable=True is not possible: over-sampling and segments cut the tail off",
         ),
         ({"trigger": {"n_min": 0}}, "trigger.n_min=0 is not possible; allowed: 1 prompt group or more"),
         ({"trigger": {"entropy": {"high": 0.1}}}, "trigger.entropy.low=0.2 is not possible; allowed: below high=0.1"),
@@ -106,6 +106,7 @@ def test_bad_values_are_refused_in_one_line(given, said):
         ("colocate_async", {"oversample": {"rate": 0.5}}, "it cuts off and resumes unfinished responses already"),
         ("separate_async", {"segments": {"segment_length": 9}}, "it has no barrier whose tail could be cut off"),
         ("sync", {"oversample": {"rate": 1}}, "allowed trainer modes: mux_separate, mux_colocate"),
+        ("mux_colocate", {"migration": {"enable": True}}, "allowed trainer modes: mux_separate"),
         ("sync", {"dispatch": {"order": "sjf"}}, "allowed trainer modes: mux_separate, mux_colocate"),
     ],
 )
@@ -120,3 +121,11 @@ def test_a_missing_extra_is_said_at_start(monkeypatch):
     with pytest.raises(UserError, match=r"dispatch.predictor: .*'ranker' cannot be loaded.*verl-mux\[predictor\]"):
         load({"dispatch": {"predictor": "ranker"}}, AROUND)
     assert load({}, AROUND).dispatch.predictor == "default"
+
+
+def test_migration_needs_a_second_rollout_node():
+    two = dataclasses.replace(AROUND, rollout_nodes=["r0", "r1"])
+    assert load({"migration": {"enable": True}}, two).controlled
+    assert load({"migration": {"enable": True}}, dataclasses.replace(AROUND, rollout_nodes=["auto"])).controlled
+    with pytest.raises(UserError, match="names one node; two or more are needed"):
+        load({"migration": {"enable": True}}, dataclasses.replace(AROUND, rollout_nodes=["r0"]))

@@ -162,14 +162,14 @@ def check(config: DictConfig) -> MuxConfig | None:
     _check_replicas(config, mode)
     _check_turns(config, mode, mux)
     mux.rollout = rollout_config(config, mux)
-    if mux.rollout.cuts and OmegaConf.select(config, "actor_rollout_ref.rollout.enable_rollout_routing_replay"):
+    if mux.rollout.controlled and OmegaConf.select(config, "actor_rollout_ref.rollout.enable_rollout_routing_replay"):
         raise UserError(
             "mux.rollout.oversample and mux.rollout.segments do not keep routed experts: "
             "actor_rollout_ref.rollout.enable_rollout_routing_replay must be False"
         )
-    if mux.rollout.cuts and OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path"):
+    if mux.rollout.controlled and OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path"):
         raise UserError(
-            "mux.rollout.oversample and mux.rollout.segments choose the batch themselves: trainer.v1.sampler.custom_sampler.path "
+            "mux.rollout.oversample, segments and migration choose the batch themselves: trainer.v1.sampler.custom_sampler.path "
             "must be null"
         )
     if config.algorithm.get("filter_groups", None) and config.algorithm.filter_groups.enable:
@@ -192,6 +192,7 @@ def rollout_config(config: DictConfig, mux: MuxConfig) -> RolloutConfig:
         samples_per_group=OmegaConf.select(rollout, "n") or 1,
         max_response_length=OmegaConf.select(config, "data.max_response_length") or sys.maxsize,
         engine_requests=at_once * _replicas(config, mode) if at_once else None,
+        rollout_nodes=list(mux.nodes.rollout or []),
         bypasses_old_log_probs=bool(OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")),
     )
     return load_rollout(mux.rollout, around)

@@ -78,6 +78,12 @@ class Mux(LocalMux):
         if answer is None:
             log.warning("coordinator %s does not answer; the release of %s will be repeated", self.address, lease)
 
+    def shrink(self, lease: Lease, nodes: list[str]) -> Lease:
+        smaller = super().shrink(lease, nodes)
+        self._conversation.shrink(lease.token, smaller.nodes)
+        self._conversation.tell(m.LeaseShrink(**self._conversation.who, token=lease.token, nodes=list(nodes)))
+        return smaller
+
     def progress(self, done: int, total: int) -> None:
         done, total = int(done), int(total)  # often numpy's, which do not travel
         token = self._conversation.token_of("rollout")
@@ -102,8 +108,9 @@ class Mux(LocalMux):
         self._conversation.members = [m.Member(*member) for member in members]
         self._conversation.tell(m.MemberReport(**self._conversation.who, members=self._conversation.members))
 
-    def has_waiters(self, phase: str) -> bool:
-        return not set(self._conversation.contended).isdisjoint(self.nodes.get(phase, self._conversation.contended))
+    def contended(self, phase: str) -> list[str]:
+        contended = self._conversation.contended
+        return [node for node in contended if node in self.nodes.get(phase, contended)]
 
     def cpus(self, node: str) -> list[int] | None:
         return self._conversation.registered.cpus.get(node)

@@ -14,6 +14,8 @@ import time
 import uuid
 from collections.abc import Callable
 
+import msgspec
+
 from verl_mux.coordinator import messages as m
 from verl_mux.coordinator.link import Link
 from verl_mux.coordinator.local import LeaseLost
@@ -137,6 +139,13 @@ class Conversation:
             if token in self._lost:
                 raise LeaseLost(self._lost.pop(token))
             return self._held.pop(token, None) is not None
+
+    def shrink(self, token: int, nodes: list[str]) -> None:
+        """From now on the lease is asserted for these nodes only. Raises LeaseLost if it was lost."""
+        with self._changed:
+            if token in self._lost:
+                raise LeaseLost(self._lost.pop(token))
+            self._held[token] = msgspec.structs.replace(self._held[token], nodes=nodes)
 
     def close(self) -> None:
         with self._changed:

@@ -41,8 +41,8 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
 
 
 FROM_JOB = (
-    *(m.Register, m.LeaseRequest, m.LeaseCancel, m.LeaseRelease, m.Heartbeat, m.Progress, m.StepReport),
-    *(m.MemoryReport, m.PhaseNote, m.MemberReport, m.Detach, m.Deregister, m.Failing),
+    *(m.Register, m.LeaseRequest, m.LeaseCancel, m.LeaseRelease, m.LeaseShrink, m.Heartbeat, m.Progress),
+    *(m.StepReport, m.MemoryReport, m.PhaseNote, m.MemberReport, m.Detach, m.Deregister, m.Failing),
 )
 What = Union[(*FROM_JOB, JobSilent, DriverDied, JobExited, ProcessesGone, Settled)]
 

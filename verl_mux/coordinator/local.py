@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import time
 from collections.abc import Iterable, Iterator
@@ -75,6 +76,13 @@ class LocalMux:
     def release(self, lease: Lease) -> None:
         """Gives the lease back; a second time does nothing. Raises LeaseLost if it was lost before."""
 
+    def shrink(self, lease: Lease, nodes: list[str]) -> Lease:
+        """Gives some of the lease's nodes back before the rest. Returns the lease as it is from then on."""
+        left = [node for node in lease.nodes if node not in nodes]
+        if not left:
+            raise ValueError(f"{lease} would keep no node; release it")
+        return dataclasses.replace(lease, nodes=left)
+
     def progress(self, done: int, total: int) -> None:
         """Samples completed in the running rollout. Raises LeaseLost if its lease was lost."""
 
@@ -93,9 +101,13 @@ class LocalMux:
         The job's nodes are given on only when they are gone.
         """
 
+    def contended(self, phase: str) -> list[str]:
+        """This job's nodes of that phase for which another job waits."""
+        return []
+
     def has_waiters(self, phase: str) -> bool:
         """Whether another job waits for one of this job's nodes of that phase."""
-        return False
+        return bool(self.contended(phase))
 
     def cpus(self, node: str) -> list[int] | None:
         """The CPUs that the coordinator's configuration names for the node."""

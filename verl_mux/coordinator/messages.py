@@ -105,6 +105,13 @@ class LeaseRelease(FromJob, kw_only=True, frozen=True, tag="LEASE_RELEASE"):
     token: int
 
 
+class LeaseShrink(FromJob, kw_only=True, frozen=True, tag="LEASE_SHRINK"):
+    """Gives some of a lease's nodes back; the rest stays held. Not answered: what is lost goes back with the release."""
+
+    token: int
+    nodes: list[str]
+
+
 class Heartbeat(FromJob, kw_only=True, frozen=True, tag="HEARTBEAT"):
     """`beat` counts from 1; `tokens` are the leases that the client believes it holds."""
 
@@ -279,8 +286,8 @@ class Migrate(Message, kw_only=True, frozen=True, tag="MIGRATE"):
 
 
 LEASING = (
-    *(Register, LeaseRequest, LeaseCancel, LeaseRelease, Heartbeat, Progress, StepReport, MemoryReport, PhaseNote),
-    *(MemberReport, Detach, Deregister, Failing, StatusRequest),
+    *(Register, LeaseRequest, LeaseCancel, LeaseRelease, LeaseShrink, Heartbeat, Progress, StepReport, MemoryReport),
+    *(PhaseNote, MemberReport, Detach, Deregister, Failing, StatusRequest),
     *(Registered, Queued, Refused, LeaseGrant, LeaseReleased, LeaseLost, HeartbeatAck, Contended, Unknown, JobEnded, Status),
 )
 DISPATCH = (TaskRequest, NewTask, DataGenerated, RewardComputed, LearnerStateUpdate, Migrate)

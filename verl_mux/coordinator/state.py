@@ -12,7 +12,7 @@ Theory of operation
 
 Invariants (asserted by tests/coordinator/test_histories.py)
 1. Outside uncoordinated segments no node is named by two leases.
-2. A lease names exactly the nodes of its request: a gang gets all or waits.
+2. A lease is granted for exactly the nodes of its request: a gang gets all or waits. Some may go back before the rest.
 3. Tokens strictly increase, across restarts too.
 4. Per node, requests that may run are granted in order of arrival.
 5. A dead job's nodes come free once, at ProcessesGone, and not before.
@@ -22,6 +22,8 @@ Invariants (asserted by tests/coordinator/test_histories.py)
 from __future__ import annotations
 
 from collections.abc import Callable
+
+import msgspec
 
 from verl_mux.coordinator import admission, observing, placing, prediction, queueing, registration, telemetry
 from verl_mux.coordinator import messages as m
@@ -43,7 +45,7 @@ ABSENT = None
 LIVE, SILENT, DYING, ENDED = JobState.LIVE, JobState.SILENT, JobState.DYING, JobState.ENDED
 
 _TALK = (
-    *(m.Register, m.LeaseRequest, m.LeaseCancel, m.LeaseRelease, m.Heartbeat, m.Detach),
+    *(m.Register, m.LeaseRequest, m.LeaseCancel, m.LeaseRelease, m.LeaseShrink, m.Heartbeat, m.Detach),
     *(m.Progress, m.StepReport, m.MemoryReport, m.PhaseNote, m.MemberReport),
 )
 _DEATHS = dict.fromkeys((m.Failing, DriverDied, JobExited), DYING)
@@ -174,6 +176,17 @@ class Machine:
         job.initialised = job.initialised or lease.phase == "init"
         freed = [self._free(lease, now), Send(what.client, m.LeaseReleased(token=what.token))]
         return freed + (self._observe(job, lease, now) if job.watched else [])
+
+    def _shrink(self, now: float, job: Job, what: m.LeaseShrink) -> list[Instruction]:
+        lease = self.state.leases.get(what.token)
+        if lease is None or lease.job != job.name:
+            return [Send(what.client, _stale(what.token))]
+        left = [node for node in lease.nodes if node not in what.nodes]
+        gone = [node for node in lease.nodes if node in what.nodes]
+        if not left or not gone:  # the last node goes back with the lease
+            return []
+        self.state.leases[lease.token] = msgspec.structs.replace(lease, nodes=left)
+        return [Log("lease_held", {**_about(lease), "nodes": gone}, duration=now - lease.granted_at, step=lease.step)]
 
     def _observe(self, job: Job, lease: Lease, now: float) -> list[Instruction]:
         """What the phase of a placed job took, and what that changes."""
@@ -311,6 +324,7 @@ _HANDLERS: dict[type, Callable[..., list[Instruction]]] = {
     m.LeaseRequest: Machine._request,
     m.LeaseCancel: Machine._cancel,
     m.LeaseRelease: Machine._release,
+    m.LeaseShrink: Machine._shrink,
     m.Heartbeat: Machine._heartbeat,
     **dict.fromkeys(telemetry.REPORTS, Machine._report),
     m.Detach: Machine._detach,

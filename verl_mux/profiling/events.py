@@ -26,6 +26,7 @@ REQUEST_ABORTED = "aborted_request_with_cancelled_error"
 REQUEST_PADDED = "aborted_request_with_cancelled_error_padding"
 REQUEST_MIGRATED = "request_migrated"
 REQUEST_REQUEUED = "request_requeued"
+MIGRATION = "tail_migration"
 
 # One rollout worker's step.
 PREPROCESSING = "preprocessing_duration"
@@ -178,6 +179,7 @@ TABLE: list[Event] = [
         (GENERATE_PHASE, "from the rollout lease's engines awake to the last sample"),
         (SAMPLE_WAIT, "the trainer waits for samples", "samples"),
         (SAMPLE_READY, "from the last sample to asking for the training lease"),
+        (MIGRATION, "the rollout's tail was gathered and nodes went back before its end", "nodes, requests, tokens, gain_sec"),
         (OLD_LOG_PROB, "log-probabilities under the policy that sampled"),
         (REF, "log-probabilities under the reference policy"),
         (VALUES, "values from the critic"),

@@ -82,6 +82,14 @@ class MuxAgentLoopWorker(DirectAgentLoopWorker):
         """Cut these off, their tokens kept. Each is reported when it has left its engine."""
         self._groups.cut(samples)
 
+    async def flying(self) -> tuple[list[tuple], float | None]:
+        """Samples that may generate (see tail_migration.Flying), and the seconds a token took lately."""
+        return self._groups.flying(), self.llm_client.token_s
+
+    async def evacuate(self, servers: list[str]) -> int:
+        """Let what runs on these servers go on elsewhere. How many are still there."""
+        return self._groups.evacuate(servers)
+
     async def drop(self, groups: list[str]) -> None:
         """Give whole groups up."""
         await self._groups.drop(groups)

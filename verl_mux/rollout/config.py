@@ -107,6 +107,11 @@ class RolloutConfig:
         return self.oversample.rate > 0 or self.segments.segment_length is not None
 
     @property
+    def controlled(self) -> bool:
+        """Does the trainer launch samples one by one, rather than verl?"""
+        return self.cuts or self.migration.enable
+
+    @property
     def keeps_tokens(self) -> bool:
         """May a response go on under newer weights than those it began with?"""
         resumes = self.oversample.leftover == "requeue" and self.oversample.tokens == "resume"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ class Surroundings:
     samples_per_group: int
     max_response_length: int
     engine_requests: int | None = None
+    rollout_nodes: Sequence[str] = ()
     bypasses_old_log_probs: bool = False
 
 
@@ -141,7 +143,7 @@ def _check_combination(config: RolloutConfig, around: Surroundings) -> None:
             _not_yet("trigger.enable", "mux_separate and mux_colocate train whole batches, and no streaming mode has it")
         )
     if config.migration.enable:
-        raise UserError(_not_yet("migration.enable", "a job gives its rollout nodes back together"))
+        _check_migration_goes_with(config, around)
     if config.dispatch.order not in ("auto", "fifo") and mode not in _MUX_MODES:
         raise UserError(_not_with("dispatch.order", config.dispatch.order, mode, _MUX_MODES, "its trainer hands prompts out"))
     if all(given is not None for given in cuts.values()):
@@ -151,6 +153,20 @@ def _check_combination(config: RolloutConfig, around: Surroundings) -> None:
             f"{ROOT}.segments.treatment={config.segments.treatment} needs old log-probs of the present weights, which "
             "algorithm.rollout_correction.bypass_mode=True leaves out; allowed: bypass_mode=False, or treatment=sais"
         )
+
+
+def _check_migration_goes_with(config: RolloutConfig, around: Surroundings) -> None:
+    if around.trainer_mode != "mux_separate":
+        why = "only a rollout pool of its own has nodes to give back while the rollout runs"
+        raise UserError(_not_with("migration.enable", True, around.trainer_mode, ("mux_separate",), why))
+    if config.cuts:
+        raise UserError(_not_together("over-sampling and segments cut the tail off that migration would gather"))
+    if list(around.rollout_nodes) != ["auto"] and len(around.rollout_nodes) == 1:
+        raise UserError(_not_together(f"mux.nodes.rollout={list(around.rollout_nodes)} names one node; two or more are needed"))
+
+
+def _not_together(why: str) -> str:
+    return f"{ROOT}.migration.enable=True is not possible: {why}"
 
 
 def _check_both_cuts(it: OversampleConfig) -> None:

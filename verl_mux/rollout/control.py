@@ -16,6 +16,7 @@ from verl_mux.rollout.flight_groups import Plan
 from verl_mux.rollout.flights import Report
 from verl_mux.rollout.oversampling_messages import Abort, Draw, Drop, Finish, Instruction, Launch
 from verl_mux.rollout.oversampling_metrics import StepMetrics
+from verl_mux.rollout.tail_migration import TailMigration
 
 _REPORT_S = 0.5
 
@@ -34,6 +35,7 @@ class Machine(Protocol):
 class RolloutControl:
     """draw(count) -> a batch of new prompt groups in launching order. submit(batch): register it with verl and launch it.
 
+    migration: what gives nodes back before the last response; None where that is off.
     restart: groups left over begin again from their prompts. longest: most tokens of a response, None as verl limits it.
     on_progress(done, total): samples of this step. clear(uids): forget dropped groups.
     """
@@ -41,10 +43,11 @@ class RolloutControl:
     def __init__(
         self, machine: Machine, manager: Any, *, draw: Callable[[int], Any], submit: Callable[[Any], Any],
         clear: Callable[[set[str]], None], on_progress: Callable[[int, int], None], log: Any, restart: bool, longest: int | None,
+        migration: TailMigration | None = None,
     ) -> None:  # fmt: skip
         self.machine, self._manager, self._log = machine, manager, log
         self._draw, self._submit, self._clear, self._on_progress = draw, submit, clear, on_progress
-        self._restart, self._longest = restart, longest
+        self._restart, self._longest, self.migration = restart, longest, migration
         self._step = self._launched = self._done = self._wanted = 0
         self._began = 0.0
         self._finished: tuple[str, ...] | None = None
@@ -57,6 +60,8 @@ class RolloutControl:
         self._step, self._wanted, self._finished = step, wanted, None
         self._launched = self._done = 0
         self._began = time.perf_counter()
+        if self.migration is not None:
+            self.migration.begin(step)
         self._carry_out(self.machine.begin(wanted), at_begin=True)
 
     def run(self) -> list[str]:
@@ -66,6 +71,8 @@ class RolloutControl:
                 self._done += report.kind == "done"
                 self._carry_out(self.machine.report(report))
             self._on_progress(self._done, max(self._launched, 1))
+            if self.migration is not None and self._finished is None:
+                self.migration.consider(self._done, self._launched)
         groups = list(self._finished)
         extra = {"total_requests": self._launched, "target_completion": self._wanted, "completed_count": self._done}
         self._log.log(events.GENERATE_MONITORED, time.perf_counter() - self._began, extra=extra, step=self._step)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Iterable
+import time
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable
 from contextvars import ContextVar
+from statistics import median
 from typing import Any
 from uuid import uuid4
 
@@ -13,11 +15,14 @@ from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from verl_mux.profiling import events
+from verl_mux.rollout import request_log
 from verl_mux.rollout.flights import Call, Flight, Stage, current
 
 _LIMITS = ("max_tokens", "max_new_tokens")
 _ABORTED = ("abort", "aborted")
 _RETRY_S = 0.05
+_RECENT = 64  # stays in the engine from which its speed is told
 _engine_request: ContextVar[str | None] = ContextVar("verl_mux_engine_request", default=None)
 
 
@@ -38,7 +43,7 @@ class MuxServerClient(LLMServerClient):
             if not flight.is_open:
                 self._release_server(server_id, request_id=request_id)
                 raise CutBeforeEngine
-            flight.server = server
+            flight.server, flight.server_id = server, server_id
         return server_id, server
 
 
@@ -47,6 +52,12 @@ class FlightClient:
 
     def __init__(self, client: Any, rollout_config: Any) -> None:
         self._client, self._config = client, rollout_config
+        self._token_s: deque[float] = deque(maxlen=_RECENT)
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds a token of a response took lately, the median; None before any response came back."""
+        return median(self._token_s) if self._token_s else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -72,7 +83,9 @@ class FlightClient:
     async def _round(self, flight: Flight, call: Call, request_id: str, params: dict, room: int, kwargs: dict) -> None:
         """One stay in the engine."""
         asked = room if flight.budget is None else min(room, flight.budget)
+        before, flight.server_id = flight.server_id, None
         flight.engine_request, flight.stage, flight.server = uuid4().hex, Stage.ENGINE, None
+        flight.entered = time.perf_counter()
         token = _engine_request.set(flight.engine_request)
         try:
             output = await self._client.generate(
@@ -84,6 +97,10 @@ class FlightClient:
         finally:
             _engine_request.reset(token)
             flight.engine_request, flight.stage = None, Stage.OUTSIDE
+        if output.token_ids:
+            self._token_s.append((time.perf_counter() - flight.entered) / len(output.token_ids))
+        if call.token_ids and before not in (None, flight.server_id):
+            request_log.note(events.REQUEST_MIGRATED, source=before, target=flight.server_id, tokens=len(call.token_ids))
         call.add(list(output.token_ids), output.log_probs, int(output.extra_fields.get("global_steps") or 0))
         flight.spend(len(output.token_ids))
         if output.stop_reason in _ABORTED:
@@ -100,6 +117,21 @@ class FlightClient:
                 return int(sampling_params[key])
         response, prompt = self._config.response_length, self._config.prompt_length
         return min(response, prompt + response - prompt_tokens)
+
+
+def evacuate(flights: Iterable[Flight], servers: Collection[str]) -> int:
+    """Abort what is on these servers, so that it goes on elsewhere. How many are, or may still arrive there."""
+    by_server: dict[Any, list[str]] = defaultdict(list)
+    left = 0
+    for flight in flights:
+        if flight.stage is not Stage.ENGINE or flight.server_id not in (None, *servers):
+            continue
+        left += 1
+        if flight.server is not None:
+            by_server[flight.server].append(flight.engine_request)
+    for server, requests in by_server.items():
+        server.abort_requests.remote(requests)
+    return left
 
 
 def abort(flights: Iterable[Flight]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NamedTuple
 
 from verl_mux.profiling import events
 from verl_mux.profiling.event_log import NULL_LOG
-from verl_mux.rollout.flight_client import abort
+from verl_mux.rollout.flight_client import abort, evacuate
 from verl_mux.rollout.flights import Flight, Report, Stage, current, restored, saved
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,15 @@ class FlightGroups:
     def cut(self, samples: Iterable[tuple[str, int]]) -> None:
         """Cut samples off, wherever they are."""
         abort(self._flights[group][sample] for group, sample in samples if group in self._flights)
+
+    def flying(self) -> list[tuple]:
+        """Samples that may generate: see tail_migration.Flying."""
+        now = time.perf_counter()
+        return [_flying(flight, now) for flight in self._all() if flight.running and not flight.ended]
+
+    def evacuate(self, servers: list[str]) -> int:
+        """See flight_client.evacuate."""
+        return evacuate(self._all(), servers)
 
     async def drop(self, groups: Iterable[str]) -> None:
         """Give groups up."""
@@ -159,6 +169,9 @@ class FlightGroups:
 
     # ----------------------------------------------------------------
 
+    def _all(self) -> list[Flight]:
+        return [flight for samples in self._flights.values() for flight in samples.values()]
+
     async def _stop(self, group: str) -> None:
         task = self._tasks.pop(group, None)
         if task is not None and not task.done():
@@ -175,3 +188,10 @@ class FlightGroups:
     def _log(self, event: str, flight: Flight, **extra: Any) -> None:
         request_id = f"{flight.group}_{flight.sample}"
         self.log.log(event, extra={"request_id": request_id, **extra}, step=self._steps.get(flight.group, 0))
+
+
+def _flying(flight: Flight, now: float) -> tuple:
+    prompt = len(flight.calls[-1].prompt_ids) if flight.calls else 0
+    inside = flight.stage is Stage.ENGINE
+    server = flight.server_id if inside else None
+    return flight.group, flight.sample, server, prompt + flight.total, flight.total, now - flight.entered if inside else 0.0

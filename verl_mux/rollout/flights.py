@@ -87,6 +87,8 @@ class Flight:
         self.priority = 0
         self.engine_request: str | None = None
         self.server: Any = None
+        self.server_id: str | None = None
+        self.entered = 0.0  # the engine, by time.perf_counter
         self._report = report
         self._open = asyncio.Event()
         self._next = 0

@@ -7,7 +7,7 @@ waiting job exceed the node-seconds the kept replicas run longer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -86,17 +86,21 @@ class Stay:
 
 
 def plan(
-    replicas: Sequence[Replica], done: int, total: int, others_wait: bool, speed: EngineSpeed, policy: MigrationPolicy
+    replicas: Sequence[Replica], done: int, total: int, wanted: Collection[str], speed: EngineSpeed, policy: MigrationPolicy
 ) -> Migration | Stay:
-    """The best migration at this moment. done, total: responses of this step. others_wait: a job wants the nodes."""
-    if not others_wait:
+    """The best migration at this moment. done, total: responses of this step. wanted: nodes that another job waits for."""
+    asked = [r for r in replicas if not set(wanted).isdisjoint(r.nodes)]
+    if not asked:
         return Stay("no other job waits for the nodes")
     if done < policy.threshold * total:
         return Stay(f"{done} of {total} responses are done, below the threshold of {policy.threshold:g}")
-    busy = sorted((r for r in replicas if r.requests), key=lambda r: _work(r.requests))
-    if len(busy) < 2:
+    if not any(r.requests for r in replicas):
+        return Stay("nothing runs any more")
+    if len(replicas) < 2:
         return Stay("the tail is on one replica already")
-    options = [_gathered(busy[:count], busy[count:], speed) for count in range(1, len(busy))]
+    by_work = sorted(asked, key=lambda r: _work(r.requests))
+    chosen = [by_work[:count] for count in range(1, min(len(asked), len(replicas) - 1) + 1)]
+    options = [_gathered(freed, [r for r in replicas if r not in freed], speed) for freed in chosen]
     fitting = [option for option in options if option is not None]
     if not fitting:
         return Stay("the kept replicas cannot hold the moved requests")
@@ -127,15 +131,18 @@ def _gathered(freed: Sequence[Replica], kept: Sequence[Replica], speed: EngineSp
         moves.append(Move(request.id, source.id, target.id))
     before = {r.id: _seconds(r.requests, speed) for r in (*freed, *kept)}
     after = {r.id: stall[r.id] + _seconds(load[r.id], speed) for r in kept}
-    won = sum(len(r.nodes) * before[r.id] for r in freed) - sum(len(r.nodes) * (after[r.id] - before[r.id]) for r in kept)
+    # Unmoved, all nodes are held until the last response of all; moved, the freed ones are not.
+    nodes = sum(len(r.nodes) for r in kept)
+    tail, tail_before = max(after.values()), max(before.values())
+    won = (nodes + sum(len(r.nodes) for r in freed)) * tail_before - nodes * tail
     return Migration(
         # Replica by replica, so that the first node is free before the last request has moved.
         moves=tuple(sorted(moves, key=lambda move: [r.id for r in freed].index(move.source))),
         freed=tuple(r.id for r in freed),
         kept=tuple(r.id for r in kept),
         gain_s=won,
-        tail_s=max(after.values()),
-        tail_before_s=max(before.values()),
+        tail_s=tail,
+        tail_before_s=tail_before,
         reprefill_tokens=sum(request.context for request, _ in moving),
     )
 

@@ -52,6 +52,13 @@ def request(log: Any, request_id: str, step: int, **extra: Any) -> Iterator[Requ
         )  # fmt: skip
 
 
+def note(name: str, seconds: float = 0.0, **extra: Any) -> None:
+    """Something that happened to the current request; outside of one, nothing."""
+    record = current.get()
+    if record is not None:
+        record.event(name, seconds, **extra)
+
+
 class TimedClient:
     """verl's server client, one event an engine call. Everything else goes straight through."""
 

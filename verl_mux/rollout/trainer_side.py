@@ -24,6 +24,7 @@ from verl_mux.rollout.predictor import make_predictor
 from verl_mux.rollout.segment_batch import treat_batch
 from verl_mux.rollout.segment_steps import SegmentSteps
 from verl_mux.rollout.segments import Segment
+from verl_mux.rollout.tail_migration import TailMigration, units
 
 _FILE = "mux_rollout.json"
 
@@ -39,7 +40,7 @@ class ControlledRollout:
         self.launch_order = LaunchOrder(
             self.rollout_config.order(self.trainer_mode), make_predictor(self.rollout_config.dispatch.predictor)
         )
-        if not self.rollout_config.cuts:
+        if not self.rollout_config.controlled:
             return
         limits = self.rollout_config.segment_limits(self.config.data.max_response_length)
         self.control = RolloutControl(
@@ -52,6 +53,7 @@ class ControlledRollout:
             log=self.phases.log,
             restart=limits is None and self.rollout_config.oversample.tokens == "restart",
             longest=None if limits is None else limits.longest,
+            migration=self._migration(),
         )
         self.replay_buffer.control = self.control
 
@@ -64,6 +66,25 @@ class ControlledRollout:
         if saved is None:
             return SegmentSteps(limits, n, it.rate, it.max_failures)
         return SegmentSteps.from_dict(limits, n, saved, it.rate, it.max_failures)
+
+    def _migration(self) -> TailMigration | None:
+        policy = self.rollout_config.migration_policy()
+        if policy is None:
+            return None
+        manager, rollout = self.rollout_server_manager, self.config.actor_rollout_ref.rollout
+        return TailMigration(
+            policy,
+            units(self.settings.rollout_nodes, manager.server_addresses),
+            workers=lambda: self.agent_loop_manager.agent_loop_workers,
+            balancer=manager.global_load_balancer,
+            handles=dict(zip(manager.server_addresses, manager.server_handles, strict=True)),
+            contended=lambda: self.phases.mux.contended("rollout"),
+            vacate=self._vacate,
+            log=self.phases.log,
+            longest=self.config.data.max_response_length,
+            max_requests=rollout.max_num_seqs,
+            max_tokens=rollout.max_num_seqs * (self.config.data.max_prompt_length + self.config.data.max_response_length),
+        )
 
     # ---------------------------------------------------------------- launching
 
@@ -111,7 +132,8 @@ class ControlledRollout:
         batch = super()._compute_old_log_prob(batch, metrics)
         self._observe_lengths(batch)
         if self.control is not None:
-            metrics.update({f"mux/rollout/{key}": value for key, value in self.control.machine.metrics.as_dict().items()})
+            figures = self.control.machine.metrics.as_dict() | (self.control.migration.metrics if self.control.migration else {})
+            metrics.update({f"mux/rollout/{key}": value for key, value in figures.items()})
         if self.rollout_config.keeps_tokens:
             self._treat_segments(batch, metrics)
         return batch

@@ -224,9 +224,7 @@ class Placer:
 
 def _in_time(groups: Iterable[Group], progress: Mapping[str, Progress], loads: Mapping[str, float]) -> bool:
     """Whether nobody is expected to be late in these groups; unknown progress is no reason to move anybody."""
-    return all(
-        late_job(group, progress, loads) is None for group in groups if all(job.name in progress for job in group.jobs)
-    )
+    return all(late_job(group, progress, loads) is None for group in groups if all(job.name in progress for job in group.jobs))
 
 
 def _without(progress: Mapping[str, Progress], moves: list[Move]) -> dict[str, Progress]:

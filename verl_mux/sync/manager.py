@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -40,9 +41,12 @@ class MuxCheckpointManager(CheckpointEngineManager):
         }
 
     @auto_await
-    async def move_replicas(self, verb: str, tags: list[str] | None) -> list[dict[str, dict[str, float]]]:
-        """`verb` "sleep" or "wake" on every replica; figures by tag, one entry a replica."""
-        return await asyncio.gather(*[r.sleep(tags) if verb == "sleep" else r.wake_up(tags) for r in self.replicas])
+    async def move_replicas(
+        self, verb: str, tags: list[str] | None, ranks: Sequence[int] | None = None
+    ) -> list[dict[str, dict[str, float]]]:
+        """`verb` "sleep" or "wake" on these replicas (None: all); figures by tag, one entry a replica."""
+        replicas = self.replicas if ranks is None else [self.replicas[rank] for rank in ranks]
+        return await asyncio.gather(*[r.sleep(tags) if verb == "sleep" else r.wake_up(tags) for r in replicas])
 
     @auto_await
     async def replica_processes(self) -> list[tuple[int, float]]:

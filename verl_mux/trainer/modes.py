@@ -32,6 +32,7 @@ from verl.utils.device import get_device_name
 from verl_mux.config.preflight import connect_job
 from verl_mux.config.schema import check
 from verl_mux.profiling import live
+from verl_mux.rollout.tail_migration import Unit
 from verl_mux.rollout.trainer_side import ControlledRollout
 from verl_mux.sync.manager import MuxCheckpointManager
 from verl_mux.trainer import (
@@ -232,6 +233,8 @@ class PPOTrainerMux(ControlledRollout, PPOTrainer):
             extra["bytes"] = extra.get("mux/sync/bytes")
         self._pending_sync_metrics = {k: v for k, v in extra.items() if k.startswith("mux/")}
         self._move_rollout("wake", ["kv_cache"])
+        if self.control is not None and self.control.migration is not None:
+            self.control.migration.restore()
         self.phases.mux.note("generate")
         self._rollout_began = time.perf_counter()
 
@@ -245,6 +248,12 @@ class PPOTrainerMux(ControlledRollout, PPOTrainer):
     def _move_rollout(self, verb: str, tags: list[str] | None) -> None:
         for figures in self.rollout_sync.move_replicas(verb, tags):
             self.phases.moved(verb, "rollout", self._nodes["rollout"], self.global_steps, figures, log=False)
+
+    def _vacate(self, unit: Unit) -> None:
+        """These nodes' engines are idle for the rest of the rollout: others may have the nodes."""
+        for figures in self.rollout_sync.move_replicas("sleep", None, unit.replicas):
+            self.phases.moved("sleep", "rollout", self._nodes["rollout"], self.global_steps, figures, log=False)
+        self.phases.shrink(list(unit.nodes))
 
     def _sleep_trainer(self) -> None:
         self._move_trainer("sleep")

@@ -50,6 +50,13 @@ class Phases:
         self._add(lease.phase, held)
         self.mux.release(lease)
 
+    def shrink(self, nodes: list[str]) -> None:
+        """Give some of the held nodes back, whose memory is free by now; the phase goes on upon the rest."""
+        lease = self.lease
+        extra = {"phase": lease.phase, "nodes": list(nodes), "token": lease.token}
+        self.log.log("phase", time.perf_counter() - self._began, extra=extra, step=lease.step)
+        self.lease = self.mux.shrink(lease, nodes)
+
     def fail(self, reason: str) -> None:
         """Something went wrong. A lease still held is kept until the job's processes, and their memory with them, are gone."""
         if self.lease is None:
