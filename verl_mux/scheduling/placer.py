@@ -180,10 +180,10 @@ class Placer:
         todo = list(groups)
         while todo:
             group = todo.pop()
-            if len(group.pins) > 1 and not _in_time([group], progress, {}):
-                if found := self._move_out(group, _without(progress, moves)):
-                    moves.append(found[0])
-                    todo += found[1]
+            alright = len(group.pins) < 2 or _in_time([group], progress, {})
+            if not alright and (found := self._move_out(group, _without(progress, moves))):
+                moves.append(found[0])
+                todo += found[1]
         return moves
 
     def _move_out(self, group: Group, progress: Mapping[str, Progress]) -> tuple[Move, list[Group]] | None:
