@@ -30,6 +30,7 @@ BENCHES = {
     "log": ("verl_mux.profiling.overhead", "bench_log", "The event log: microseconds an event, percent of a real step."),
     "report": ("verl_mux.profiling.bench", "bench_report", "The report on a made log: seconds and memory."),
     "rollout": ("verl_mux.rollout.bench", "bench_rollout", "Over-sampling and segments beside plain steps, on real jobs."),
+    "migration": ("verl_mux.rollout.bench", "bench_migration", "Long-tail migration beside none, on two real jobs."),
     "predictor": ("verl_mux.rollout.bench", "bench_predictor", "Length predictors on a file of prompts and lengths."),
 }
 

@@ -60,6 +60,26 @@ def bench_rollout(
     print(json.dumps(result, indent=2) if as_json else _modes_table(result["modes"]))
 
 
+def bench_migration(
+    file: Annotated[Path, typer.Option(help="A run file in which a job migrates its tail.")] = Path("examples/migration.yaml"),
+    directory: Annotated[Path, typer.Option("--dir", help="Where the two runs go.")] = Path("runs/bench_migration"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Two jobs with long-tail migration and without: makespan, and whether the responses are equal. About twelve minutes."""
+    from verl_mux.rollout.bench_migration import measure
+
+    result = measure(file, directory)
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    spans = result["makespan_s"]
+    print(
+        f"makespan {spans['with']} s with migration, {spans['without']} s without: {result['ratio']}x; nodes went back early "
+        f"{result['freed']} times, {result['migrated_requests']} requests moved; "
+        f"{result['equal_responses']} of {result['responses']} responses are equal"
+    )
+
+
 def _modes_table(modes: dict[str, dict[str, Any]]) -> str:
     head = f"{'mode':<20} {'step':>7} {'rollout':>8} {'to sync':>8} {'reward':>7} {'wasted':>7}"
     lines = [
