@@ -1,6 +1,6 @@
 """A group run forward from where it stands."""
 
-from tests.scheduling.made_jobs import make_cluster, make_job
+from tests.scheduling.made_jobs import assert_invariants, make_cluster, make_job
 from verl_mux.scheduling import forecast
 from verl_mux.scheduling.forecast import Progress, late_job
 from verl_mux.scheduling.model import Group, Pin
@@ -33,35 +33,38 @@ def test_a_cold_start_counts_until_the_job_is_old_enough_to_bear_it():
     assert late_job(alone, {"a": old}, {"a": 200.0}) is None
 
 
+# `fast` gains 3 s on `slow` with every iteration; once they meet at the training node they share it must go at its pace.
+FAST, SLOW = make_job("fast", 210, 74, slo=1.005), make_job("slow", 211, 74, slo=1.5, train_switch_s=2)
+
+
+def _meeting_in(seconds: float) -> dict[str, Progress]:
+    return {
+        "fast": Progress(age_s=1000 * FAST.iteration_s, done=1000, phase="rollout", remaining_s=210.0),
+        "slow": Progress(age_s=1000 * SLOW.iteration_s, done=1000, phase="rollout", remaining_s=210.0 - 74 - seconds),
+    }
+
+
+def _pair(*more: Pin) -> Group:
+    pins = (
+        Pin(job=FAST, rollout=("rollout-1",), train=("train-1",)),
+        Pin(job=SLOW, rollout=("rollout-2",), train=("train-1",)),
+        *more,
+    )
+    return Group(name="g1", pins=pins, rollout_nodes=("rollout-1", "rollout-2"), train_nodes=("train-1",))
+
+
 def test_jobs_of_almost_equal_pace_meet_late_and_then_at_every_iteration(monkeypatch):
-    """`fast` gains 4 s on `slow` with every iteration, and once they meet at the node they share it must go at its pace."""
-    fast, slow = make_job("fast", 210, 74, slo=1.005), make_job("slow", 212, 74, slo=1.5, train_switch_s=2)
-    pins = (Pin(job=fast, rollout=("r0",), train=("t0",)), Pin(job=slow, rollout=("r1",), train=("t0",)))
-    group = Group(name="g", pins=pins, rollout_nodes=("r0", "r1"), train_nodes=("t0",))
-    progress = {
-        "fast": Progress(age_s=1000 * fast.iteration_s, done=1000, phase="rollout", remaining_s=210.0),
-        "slow": Progress(age_s=1000 * slow.iteration_s, done=1000, phase="rollout", remaining_s=105.0),
-    }
-    assert late_job(group, progress, {}) == "fast"
+    assert late_job(_pair(), _meeting_in(116.0), {}) == "fast"
     monkeypatch.setattr(forecast, "FAR_AHEAD", forecast.ITERATIONS_AHEAD)
-    assert late_job(group, progress, {}) is None
+    assert late_job(_pair(), _meeting_in(116.0), {}) is None
 
 
-def test_a_departure_moves_out_who_would_be_late_on_the_way_to_the_next_course():
-    """Rare in whole simulations, so the state is made by hand: as they stand now, `fast` cannot be in time beside `slow`."""
-    fast, slow = make_job("fast", 210, 74, slo=1.005), make_job("slow", 212, 74, slo=1.5, train_switch_s=2)
-    placer = Placer(make_cluster())
-    for job in (fast, slow, make_job("third", 50, 5, slo=2.0)):
-        placer.admit(job)
-    pins = [Pin(job=fast, rollout=("rollout-1",), train=("train-1",)), Pin(job=slow, rollout=("rollout-2",), train=("train-1",))]
-    third = Pin(job=placer.placement.pin_of("third").job, rollout=("rollout-2",), train=("train-1",))
-    group = Group(name="g", pins=(*pins, third), rollout_nodes=("rollout-1", "rollout-2"), train_nodes=("train-1",))
-    placer = Placer(make_cluster())
-    placer.placement.adopt([group], 1)
-    late = {
-        "fast": Progress(age_s=1000 * fast.limit_s - 300, done=1000, phase="rollout", remaining_s=210.0),
-        "slow": Progress(age_s=1000 * slow.iteration_s, done=1000, phase="rollout", remaining_s=105.0),
-    }
-    moves = placer.depart("third", late)
+def test_a_departure_moves_out_who_would_be_late_beside_those_who_stay():
+    """Settled periods from a common start allow the pair; as the two stand when a third leaves, one of them would be late."""
+    placer = Placer(make_cluster(4, 4))
+    third = Pin(job=make_job("third", 50, 5), rollout=("rollout-2",), train=("train-1",))
+    placer.placement.adopt([_pair(third)], named=1)
+    moves = placer.depart("third", _meeting_in(0.0))
     assert [move.kind for move in moves] == ["move"]
     assert not set(placer.placement.pin_of("fast").train) & set(placer.placement.pin_of("slow").train)
+    assert_invariants(placer)
