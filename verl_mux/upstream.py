@@ -88,6 +88,7 @@ SGLANG = (
     Symbol(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", "hooked on CPU: one seed per request"
     ),
+    Symbol("sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id", "whether an aborted response had ended"),
     Symbol("sglang.srt.layers.sampler.sampling_from_probs_torch", "hooked on CPU: one seed per request"),
     Symbol("sglang.srt.managers.io_struct.ReleaseMemoryOccupationReqInput", "sleep"),
     Symbol("sglang.srt.managers.io_struct.ResumeMemoryOccupationReqInput", "wake"),

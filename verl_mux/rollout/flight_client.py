@@ -19,8 +19,8 @@ from verl_mux.profiling import events
 from verl_mux.rollout import request_log
 from verl_mux.rollout.flights import Call, Flight, Stage, current
 
+ABORTED = ("abort", "aborted")
 _LIMITS = ("max_tokens", "max_new_tokens")
-_ABORTED = ("abort", "aborted")
 _RETRY_S = 0.05
 _RECENT = 64  # stays in the engine from which its speed is told
 _engine_request: ContextVar[str | None] = ContextVar("verl_mux_engine_request", default=None)
@@ -103,7 +103,7 @@ class FlightClient:
             request_log.note(events.REQUEST_MIGRATED, source=before, target=flight.server_id, tokens=len(call.token_ids))
         call.add(list(output.token_ids), output.log_probs, int(output.extra_fields.get("global_steps") or 0))
         flight.spend(len(output.token_ids))
-        if output.stop_reason in _ABORTED:
+        if output.stop_reason in ABORTED:
             if flight.is_open:  # somebody else's abort, an engine that paused say
                 await asyncio.sleep(_RETRY_S)
         elif output.stop_reason != "length" or asked == room:

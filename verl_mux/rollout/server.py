@@ -24,6 +24,7 @@ from verl_mux.memory.sleep_states import TAGS, WEIGHTS, SleepState, SleepStates
 from verl_mux.memory.tag_report import DIRECTORY_VARIABLE, TagReport, mapped_bytes, read_reports
 from verl_mux.platform.sglang_plugin import ENGINE_MARK, SEEDED_VARIABLE
 from verl_mux.rollout import priority_requests
+from verl_mux.rollout.flight_client import ABORTED
 from verl_mux.worker_settings import WorkerSettings, open_worker_log, pin
 
 _ABORT_AGAIN_S = 0.05
@@ -109,6 +110,8 @@ class MuxSGLangHttpServer(SGLangHttpServer):
                 output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         finally:
             self._running.discard(request_id)
+        if output.stop_reason in ABORTED and self._has_ended(output.token_ids, sampling_params):
+            output.stop_reason = "stop"
         self._events.log(
             "engine_generate",
             time.perf_counter() - started,
@@ -122,6 +125,13 @@ class MuxSGLangHttpServer(SGLangHttpServer):
             step=(self.global_steps or 0) + 1,
         )
         return output
+
+    def _has_ended(self, token_ids: list[int], sampling_params: dict[str, Any]) -> bool:
+        """Did an abort cross a response's end? Whoever went on with it would write past its end of sequence."""
+        stops = set(sampling_params.get("stop_token_ids") or ())
+        if not sampling_params.get("ignore_eos"):
+            stops |= _eos_token_ids(self.tokenizer_manager)
+        return bool(token_ids) and token_ids[-1] in stops
 
     async def _move(self, verb: str, tags: list[str]) -> dict[str, Any]:
         if self.node_rank != 0 or not self.config.free_cache_engine:
@@ -161,3 +171,13 @@ class MuxSGLangHttpServer(SGLangHttpServer):
     @property
     def weights_mapped(self) -> bool:
         return mapped_bytes(self._reports()).get(WEIGHTS, 0) > 0
+
+
+def _eos_token_ids(tokenizer_manager: Any) -> set[int]:
+    """As SGLang's scheduler has them: of the model's config, and of the tokenizer."""
+    found = set(tokenizer_manager.model_config.hf_eos_token_id or ())
+    tokenizer = tokenizer_manager.tokenizer
+    if tokenizer is not None:
+        found |= set(getattr(tokenizer, "additional_stop_token_ids", None) or ())
+        found |= {tokenizer.eos_token_id} - {None}
+    return found
