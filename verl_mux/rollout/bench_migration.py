@@ -18,8 +18,8 @@ _OFF = "mux.rollout.migration.enable=false"
 def measure(file: Path, directory: Path) -> dict[str, Any]:
     """{"makespan_s": {"with", "without"}, "ratio", "freed", "migrated_requests", "responses", "equal_responses"}.
 
-    makespan_s: from the first rollout lease of a step to the last step's report, of all jobs. equal_responses: of those that
-    both runs wrote, step by step and prompt by prompt; under greedy decoding all should be.
+    makespan_s: from when every job has finished a step (start-up is over) to the last report of one. equal_responses: of those
+    that both runs wrote, step by step and prompt by prompt; under greedy decoding all should be.
     """
     from verl_mux.launcher import run_file
     from verl_mux.launcher.command import run_jobs
@@ -55,11 +55,12 @@ def compare(with_: Path, without: Path, jobs: list[str]) -> dict[str, Any]:
 
 
 def makespan(directory: Path) -> float:
-    """Seconds from the first rollout of a step to the last report of one, by the coordinator's event log."""
-    lines = _events(directory / "coordinator" / "events")
-    begins = [_ended(e) for e in lines if e["event"] == events.LEASE_WAIT and e["extra"]["phase"] == "rollout" and e.get("step")]
-    ends = [_ended(e) for e in lines if e["event"] == events.STEP_REPORT]
-    return max(ends) - min(begins)
+    """Seconds from when every job has finished a step to the last report of one, by the coordinator's event log."""
+    ends: dict[str, list[float]] = {}
+    for event in _events(directory / "coordinator" / "events"):
+        if event["event"] == events.STEP_REPORT:
+            ends.setdefault(event["extra"]["job"], []).append(_ended(event))
+    return max(map(max, ends.values())) - max(map(min, ends.values()))
 
 
 def _events(directory: Path) -> list[dict[str, Any]]:
@@ -71,11 +72,18 @@ def _ended(event: dict[str, Any]) -> float:
 
 
 def _pairs(first: Path, second: Path) -> list[tuple[str, str]]:
-    """The outputs that both runs dumped (trainer.rollout_data_dir), row by row of each step."""
+    """The outputs that both runs dumped (trainer.rollout_data_dir), prompt by prompt of each step."""
     out = []
     for path in sorted(first.glob("*.jsonl")):
-        other = second / path.name
-        if other.exists():
-            rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in (path, other)]
-            out += [(a["output"], b["output"]) for a, b in zip(*rows, strict=True) if a["input"] == b["input"]]
+        if (second / path.name).exists():
+            mine, others = _by_prompt(path), _by_prompt(second / path.name)
+            out += [pair for prompt in mine for pair in zip(mine[prompt], others.get(prompt, []), strict=False)]
     return out
+
+
+def _by_prompt(path: Path) -> dict[str, list[str]]:
+    """In verl's dump the rows of a step are in the order in which they were trained, which is by length."""
+    out: dict[str, list[str]] = {}
+    for row in map(json.loads, path.read_text().splitlines()):
+        out.setdefault(row["input"], []).append(row["output"])
+    return {prompt: sorted(outputs) for prompt, outputs in out.items()}
