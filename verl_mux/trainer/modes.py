@@ -246,13 +246,12 @@ class PPOTrainerMux(ControlledRollout, PPOTrainer):
         self.phases.end()
 
     def _move_rollout(self, verb: str, tags: list[str] | None) -> None:
-        for figures in self.rollout_sync.move_replicas(verb, tags):
-            self.phases.moved(verb, "rollout", self._nodes["rollout"], self.global_steps, figures, log=False)
+        figures = _sum_tags(self.rollout_sync.move_replicas(verb, tags))
+        self.phases.moved(verb, "rollout", self._nodes["rollout"], self.global_steps, figures, log=False)
 
     def _vacate(self, unit: Unit) -> None:
         """These nodes' engines are idle for the rest of the rollout: others may have the nodes."""
-        for figures in self.rollout_sync.move_replicas("sleep", None, unit.replicas):
-            self.phases.moved("sleep", "rollout", self._nodes["rollout"], self.global_steps, figures, log=False)
+        self.rollout_sync.move_replicas("sleep", None, unit.replicas)
         self.phases.shrink(list(unit.nodes))
 
     def _sleep_trainer(self) -> None:
@@ -330,12 +329,14 @@ def _open_log(settings) -> Any:
     return open_worker_log(settings, "trainer", 0)
 
 
-def _sum_tags(ranks: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Figures by tag over ranks: bytes add up, the slowest rank's seconds count."""
+def _sum_tags(parts: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Figures by tag over ranks or replicas: bytes add up, the slowest one's seconds count."""
     totals: dict[str, dict[str, float]] = {}
-    for figures in ranks:
+    for figures in parts:
         for tag, figure in figures.items():
             entry = totals.setdefault(tag.partition(":")[0], {"bytes": 0.0, "seconds": 0.0})
-            entry["bytes"] += figure["bytes"]
             entry["seconds"] = max(entry["seconds"], figure["seconds"])
+            for name in ("bytes", "mapped"):
+                if name in figure:
+                    entry[name] = entry.get(name, 0.0) + figure[name]
     return totals
