@@ -1,10 +1,14 @@
 """The measure of what an event costs; its figures are for `verl-mux bench log`, not for a test."""
 
+import subprocess
+import sys
+import time
+
 import pytest
 
 from verl_mux.profiling.event_log import EventLog
 from verl_mux.profiling.overhead import measure
-from verl_mux.profiling.overhead_in_run import compare_steps, step_seconds
+from verl_mux.profiling.overhead_in_run import ProcessorTime, between, compare_steps, step_ends
 
 
 def test_it_measures_every_event_and_loses_none():
@@ -20,7 +24,17 @@ def test_steps_with_the_log_are_compared_with_those_without(tmp_path):
         at += 10.0 if step % 2 else 10.1
         log.log("step_report", extra={"job": "a"}, step=step, timestamp=at)
     log.close()
-    told = compare_steps(step_seconds(tmp_path))
+    told = compare_steps(between(step_ends(tmp_path)))
     assert (told["steps_on"], told["steps_off"]) == (10, 10)
     assert told["overhead_percent"] == pytest.approx(1.0, abs=0.01)
     assert told["noise_percent"] == pytest.approx(0.0, abs=0.01)
+
+
+def test_processor_time_counts_descendants_that_have_ended():
+    burn = "import time\nwhile time.process_time() < 0.6: pass"
+    began = time.time()
+    with ProcessorTime(every_s=0.02) as processor:
+        subprocess.run([sys.executable, "-c", burn], check=True)
+    ended = time.time()
+    used = between(processor.at({1: began, 2: ended}))
+    assert 0.4 < used[2] < 60.0

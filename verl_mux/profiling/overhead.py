@@ -86,5 +86,8 @@ def bench_log(
         return print(json_module.dumps(found))
     print("an event: {call_median_us:.1f} us at the median, {call_p99_us:.1f} us at p99, {dropped} dropped".format(**found))
     if real:
-        told = "a step: {off_s:.3f} s without the log, {on_s:.3f} s with it: {overhead_percent:+.2f} % at the median"
-        print(told.format(**found["real"]))
+        told = (
+            "{}: {off_s:.3f} s without the log, {on_s:.3f} s with it: {overhead_percent:+.2f} % (+-{noise_percent:.2f}), medians"
+        )
+        print(told.format("a step", **found["real"]))
+        print(told.format("its processor time", **found["real"]["processor"]))

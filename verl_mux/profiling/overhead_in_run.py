@@ -2,19 +2,25 @@
 
 One job of a run file trains alone, with the log on in even steps and off in odd ones (`mux.profile.every=2`) and all answers of
 one length, so that all steps have the same work. A step's seconds are those from the coordinator's word of one step's end to
-the next; the coordinator's own log is on throughout.
+the next; the coordinator's own log is on throughout. Its processor time, of all processes of the run, is told beside: other
+work on the machine lengthens that much less.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import statistics
+import threading
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import psutil
 
 from verl_mux.errors import Failure, UserError
 from verl_mux.profiling import events
@@ -31,8 +37,44 @@ def measure_run(file: Path, directory: Path, steps: int) -> dict[str, Any]:
     if steps < 8:
         raise UserError(f"--steps is {steps}; at least 8 are needed")
     run = _alone(run_file.read(file, directory), steps)
-    run_jobs(run)
-    return compare_steps(step_seconds(Path(run.dir) / "coordinator" / "events"))
+    with ProcessorTime() as processor:
+        run_jobs(run)
+    ends = step_ends(Path(run.dir) / "coordinator" / "events")
+    return {**compare_steps(between(ends)), "processor": compare_steps(between(processor.at(ends)))}
+
+
+class ProcessorTime:
+    """Within its block, reads now and then how much processor time this process and its descendants have used."""
+
+    def __init__(self, every_s: float = 1.0) -> None:
+        self._every_s = every_s
+        self._samples: list[tuple[float, float]] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+
+    def __enter__(self) -> ProcessorTime:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def at(self, moments: dict[int, float]) -> dict[int, float]:
+        """Seconds of processor time used until each moment (epoch seconds), interpolated."""
+        times, used = zip(*self._samples, strict=True)
+        return {step: float(np.interp(moment, times, used)) for step, moment in moments.items()}
+
+    def _read(self) -> None:
+        seen: dict[tuple[int, float], float] = {}  # what ended keeps what it had used
+        own = psutil.Process()
+        while not self._over.is_set():
+            for process in (own, *own.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    spent = process.cpu_times()
+                    seen[process.pid, process.create_time()] = spent.user + spent.system
+            self._samples.append((time.time(), sum(seen.values())))
+            self._over.wait(self._every_s)
 
 
 def _alone(run: Any, steps: int) -> Any:
@@ -49,14 +91,19 @@ def _alone(run: Any, steps: int) -> Any:
     return msgspec.structs.replace(run, coordinator=settings, jobs={name: job}, overrides=overrides, prepare=prepare)
 
 
-def step_seconds(directory: Path) -> dict[int, float]:
-    """Seconds of each step from a coordinator's event log of one job. The first step has none."""
+def step_ends(directory: Path) -> dict[int, float]:
+    """When each step ended, in epoch seconds, from a coordinator's event log of one job."""
     ends = {}
     for path in directory.rglob("*.jsonl"):
         for line in map(json.loads, path.open()):
             if line["event"] == events.STEP_REPORT:
                 ends[line["step"]] = datetime.fromisoformat(line["timestamp"]).timestamp()
-    return {step: ends[step] - ends[step - 1] for step in sorted(ends) if step - 1 in ends}
+    return ends
+
+
+def between(marks: dict[int, float]) -> dict[int, float]:
+    """From each step's predecessor to it. The first step has none."""
+    return {step: marks[step] - marks[step - 1] for step in sorted(marks) if step - 1 in marks}
 
 
 def compare_steps(seconds: dict[int, float]) -> dict[str, Any]:
