@@ -86,8 +86,6 @@ def bench_log(
         return print(json_module.dumps(found))
     print("an event: {call_median_us:.1f} us at the median, {call_p99_us:.1f} us at p99, {dropped} dropped".format(**found))
     if real:
-        told = (
-            "{}: {off_s:.3f} s without the log, {on_s:.3f} s with it: {overhead_percent:+.2f} % (+-{noise_percent:.2f}), medians"
-        )
+        told = "{}: {off_s:.3f} s without the log, {on_s:.3f} s with it: {overhead_percent:+.2f} % (+-{noise_percent:.2f})"
         print(told.format("a step", **found["real"]))
         print(told.format("its processor time", **found["real"]["processor"]))

@@ -23,7 +23,7 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 from verl_mux.memory.sleep_states import TAGS, WEIGHTS, SleepState, SleepStates
 from verl_mux.memory.tag_report import DIRECTORY_VARIABLE, TagReport, mapped_bytes, read_reports
 from verl_mux.platform.sglang_plugin import ENGINE_MARK, SEEDED_VARIABLE
-from verl_mux.rollout import priority_requests
+from verl_mux.rollout import priority_requests, stop_tokens
 from verl_mux.rollout.flight_client import ABORTED
 from verl_mux.worker_settings import WorkerSettings, open_worker_log, pin
 
@@ -41,6 +41,7 @@ class MuxSGLangHttpServer(SGLangHttpServer):
         self._states = SleepStates(SleepState.AWAKE)
         self._moving = asyncio.Lock()
         self._running: set[str] = set()
+        self._eos_token_ids: set[int] = set()
         self._directory = self._settings.server_directory(self.replica_rank, self.node_rank)
         self._directory.mkdir(parents=True, exist_ok=True)
         os.environ[ENGINE_MARK] = "1"
@@ -86,6 +87,7 @@ class MuxSGLangHttpServer(SGLangHttpServer):
         await super().launch_server(*args, **kwargs)
         if self.node_rank == 0:
             priority_requests.install(self.tokenizer_manager)
+            self._eos_token_ids = stop_tokens.eos_token_ids(self.tokenizer_manager)
 
     async def abort_requests(self, request_ids: list[str]) -> None:
         """Abort these, and return when they have left the engine with the tokens they have.
@@ -110,7 +112,7 @@ class MuxSGLangHttpServer(SGLangHttpServer):
                 output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         finally:
             self._running.discard(request_id)
-        if output.stop_reason in ABORTED and self._has_ended(output.token_ids, sampling_params):
+        if output.stop_reason in ABORTED and stop_tokens.has_ended(output.token_ids, sampling_params, self._eos_token_ids):
             output.stop_reason = "stop"
         self._events.log(
             "engine_generate",
@@ -125,13 +127,6 @@ class MuxSGLangHttpServer(SGLangHttpServer):
             step=(self.global_steps or 0) + 1,
         )
         return output
-
-    def _has_ended(self, token_ids: list[int], sampling_params: dict[str, Any]) -> bool:
-        """Did an abort cross a response's end? Whoever went on with it would write past its end of sequence."""
-        stops = set(sampling_params.get("stop_token_ids") or ())
-        if not sampling_params.get("ignore_eos"):
-            stops |= _eos_token_ids(self.tokenizer_manager)
-        return bool(token_ids) and token_ids[-1] in stops
 
     async def _move(self, verb: str, tags: list[str]) -> dict[str, Any]:
         if self.node_rank != 0 or not self.config.free_cache_engine:
@@ -171,13 +166,3 @@ class MuxSGLangHttpServer(SGLangHttpServer):
     @property
     def weights_mapped(self) -> bool:
         return mapped_bytes(self._reports()).get(WEIGHTS, 0) > 0
-
-
-def _eos_token_ids(tokenizer_manager: Any) -> set[int]:
-    """As SGLang's scheduler has them: of the model's config, and of the tokenizer."""
-    found = set(tokenizer_manager.model_config.hf_eos_token_id or ())
-    tokenizer = tokenizer_manager.tokenizer
-    if tokenizer is not None:
-        found |= set(getattr(tokenizer, "additional_stop_token_ids", None) or ())
-        found |= {tokenizer.eos_token_id} - {None}
-    return found

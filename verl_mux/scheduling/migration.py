@@ -79,7 +79,8 @@ def _tail(lengths: Sequence[int], prompt_tokens: int, engines: Engines, policy: 
         for i, running in enumerate(requests)
     ]
     done = math.ceil(policy.threshold * len(lengths))
-    answer = plan(replicas, done, len(lengths), True, engines.speed, policy)
+    wanted = [node for replica in replicas for node in replica.nodes]
+    answer = plan(replicas, done, len(lengths), wanted, engines.speed, policy)
     if not isinstance(answer, Migration):
         return None
     return Tail(
@@ -90,14 +91,8 @@ def _tail(lengths: Sequence[int], prompt_tokens: int, engines: Engines, policy: 
         before_s=at + answer.tail_before_s,
         tail_s=answer.tail_s,
         reprefill_tokens=answer.reprefill_tokens,
-        gain_node_s=answer.gain_s + _idle_node_s(replicas, engines, answer),
+        gain_node_s=answer.gain_s,
     )
-
-
-def _idle_node_s(replicas: Sequence[Replica], engines: Engines, answer: Migration) -> float:
-    """Replicas that are through already are given on as well; the plan counts only those it empties."""
-    idle = sum(not replica.requests for replica in replicas)
-    return idle * engines.nodes * answer.tail_s
 
 
 def _run_until(threshold: float, lengths: Sequence[int], engines: Engines) -> tuple[float, list[list[tuple[float, float]]]]:
