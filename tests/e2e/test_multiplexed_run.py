@@ -95,12 +95,17 @@ def test_requests_are_in_the_event_log_turn_by_turn(run):
     assert {"request_start", "turn_engine_call", "reward_calculation", "async_rollout_request_complete"} <= names
 
 
-@pytest.mark.parametrize("job, becomes", [("rolls", events.REQUEST_PADDED), ("trains", events.REQUEST_START)])
-def test_what_is_cut_off_is_dropped_or_begins_again(run, job, becomes):
-    logged = tiny.events(run.directory, job, "rollout")
-    aborted = {(e["step"], e["extra"]["request_id"]) for e in logged if e["event"] == events.REQUEST_ABORTED}
-    assert aborted
-    after = {(e["step"], e["extra"]["request_id"]) for e in logged if e["event"] == becomes}
-    later = 0 if job == "rolls" else 1
-    assert any((step + later, request) in after for step, request in aborted)
-    assert not [e for e in logged if e["event"] == events.REQUEST_REQUEUED]
+def _requests(run: Run, job: str, name: str) -> set[tuple[int, str]]:
+    return {(e["step"], e["extra"]["request_id"]) for e in tiny.events(run.directory, job, "rollout") if e["event"] == name}
+
+
+def test_prompt_groups_beyond_the_batch_are_given_up_where_the_keys_say_so(run):
+    started, dropped = (_requests(run, "rolls", name) for name in (events.REQUEST_START, events.REQUEST_PADDED))
+    assert dropped and dropped <= started
+    assert not any((step + 1, request) in started for step, request in dropped)
+
+
+def test_prompt_groups_beyond_the_batch_begin_again_where_the_keys_say_so(run):
+    started = _requests(run, "trains", events.REQUEST_START)
+    assert any((step - 1, request) in started for step, request in started)
+    assert not _requests(run, "trains", events.REQUEST_REQUEUED)
