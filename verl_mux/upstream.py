@@ -76,6 +76,13 @@ VERL = (
     Symbol("verl.checkpoint_engine.base.CheckpointEngineWorker", "subclassed: our server adapter"),
     Symbol("verl.checkpoint_engine.base.CheckpointEngineManager.build_process_group", "called once, not at every sync"),
     Symbol("verl.plugin.platform.platform_manager.PlatformRegistry", "platform cpu"),
+    Symbol("verl.workers.rollout.base._ROLLOUT_REGISTRY", "verl's own modes on the CPU: another way for the weights"),
+    Symbol(
+        "verl.workers.rollout.sglang_rollout.http_server_engine.AsyncHttpServerAdapter._make_async_request",
+        "the engine loads weights from shared memory",
+    ),
+    Symbol("verl.trainer.ppo.v1.replay_buffer._accumulate_eviction_metrics", "the trigger waits in several goes"),
+    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._add_batch_to_generate", "replaced: as many prompts as were taken"),
     Symbol("verl.utils.config.validate_config", "our keys are checked with verl's, before Ray starts"),
 )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from verl_mux.rollout.bench_modes import MODES, Run, figures, overrides, read_run
@@ -11,11 +9,16 @@ from verl_mux.rollout.bench_modes import MODES, Run, figures, overrides, read_ru
 
 def made_run(mode, seed, step_s, reward, **rollout) -> Run:
     metrics = {
-        step: {"timing_s/gen": step_s / 2, "critic/score/mean": 0.1 * step, **{f"mux/rollout/{k}": v for k, v in rollout.items()}}
+        step: {
+            "timing_s/gen": step_s / 2,
+            "timing_s/step": step_s if step > 1 else 9.0,
+            "critic/score/mean": 0.1 * step,
+            **{f"mux/rollout/{k}": v for k, v in rollout.items()},
+        }
         for step in range(1, 5)
     }
     metrics[4]["val-core/sums/reward/mean@4"] = reward
-    return Run(mode, seed, [9.0, step_s, step_s, step_s], metrics)
+    return Run(mode, seed, metrics)
 
 
 def test_ratios_are_taken_seed_by_seed_and_the_warm_up_is_left_out():
@@ -31,18 +34,19 @@ def test_ratios_are_taken_seed_by_seed_and_the_warm_up_is_left_out():
     assert modes["oversample"]["reward_within_spread"]
 
 
-def test_a_run_is_read_from_its_event_log_and_its_console(tmp_path):
-    for step, seconds in ((1, 3.5), (2, 1.5)):
-        folder = tmp_path / "events" / "trainer" / f"step_{step}"
-        folder.mkdir(parents=True)
-        event = {"timestamp": "2026-01-01T00:00:00", "event": "step", "duration_sec": seconds, "step": step}
-        (folder / "worker_0.jsonl").write_text(json.dumps(event) + "\n")
+def test_a_step_that_trains_fewer_groups_counts_for_fewer():
+    whole, half = made_run("sync", 1, 2.0, 0.5), made_run("trigger", 1, 2.0, 0.5, **{"trigger/groups": 4})
+    modes = figures([whole, half], warmup=1)["modes"]
+    assert modes["trigger"]["time_ratio_to_sync"] == 2.0
+    assert (modes["sync"]["groups_trained"], modes["trigger"]["groups_trained"]) == (32, 16)
+
+
+def test_a_run_is_read_from_its_console(tmp_path):
     (tmp_path / "job.log").write_text(
         "(TaskRunner pid=1) step:2 - critic/score/mean:0.25 - mux/rollout/wasted_tokens:12 - "
         "val-core/a/b/reward/mean@4:np.float64(0.5) - timing_s/gen:1e-1\n"
     )
     run = read_run("sync", 1, tmp_path)
-    assert run.steps == [3.5, 1.5]
     assert run.metrics[2] == {
         "critic/score/mean": 0.25, "mux/rollout/wasted_tokens": 12.0, "val-core/a/b/reward/mean@4": 0.5, "timing_s/gen": 0.1,
     }  # fmt: skip

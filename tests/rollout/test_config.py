@@ -82,7 +82,7 @@ def test_entropy_feedback_is_passed_on_only_when_enabled():
         ({"trigger": {"entropy": {"high": 0.1}}}, "trigger.entropy.low=0.2 is not possible; allowed: below high=0.1"),
         ({"trigger": {"entropy": {"n_min_bounds": 3}}}, "must be two numbers, the lowest and the highest, given 3"),
         ({"trigger": {"entropy": {"n_min_bounds": [9, 2]}}}, "n_min_bounds=[9, 2] is not possible"),
-        ({"trigger": {"enable": True}}, "mux.rollout.trigger.enable=True is not possible"),
+        ({"trigger": {"enable": True}}, "mux.rollout.trigger.enable=True does not go with trainer.v1.trainer_mode=mux_separate"),
         (
             {"oversample": {"rate": 0.5, "leftover": "drop"}, "segments": {"segment_length": 100}},
             "oversample.leftover=drop contradicts mux.rollout.segments.segment_length",

@@ -19,7 +19,7 @@ def test_trains_when_enough_groups_are_ready():
     it = trigger()
     it.ready(7)
     assert it.decide(1.0) == Wait(10.0)
-    it.ready(2)
+    it.ready(9)
     assert it.decide(2.0) == Train(9, "enough")
     assert it.decide(2.0) == Wait(None)
 

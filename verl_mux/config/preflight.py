@@ -17,6 +17,7 @@ from verl_mux.coordinator.client import connect
 from verl_mux.coordinator.members import UID_VARIABLE
 from verl_mux.coordinator.messages import AUTO
 from verl_mux.errors import UserError
+from verl_mux.platform.choose import cpu_platform_wanted
 
 
 def check_job(config: DictConfig) -> None:
@@ -28,7 +29,7 @@ def check_job(config: DictConfig) -> None:
             os.environ.setdefault(UID_VARIABLE, uuid4().hex)
             ask_coordinator(config, mux)
         else:
-            profile_stock_mode(config)
+            complete_stock_mode(config)
     except UserError as error:
         print(f"verl-mux: {error}", file=sys.stderr)
         sys.exit(2)
@@ -43,18 +44,26 @@ def ask_coordinator(config: DictConfig, mux: MuxConfig) -> None:
     connect_job(config, mux, wait=False).close()
 
 
-def profile_stock_mode(config: DictConfig) -> None:
-    """verl's own trainer mode with `mux.profile.enable=true`: hand the event log to its workers; no mux keys, nothing."""
-    if OmegaConf.select(config, "mux") is None:
-        return
-    mux = load(config)
-    mux.rollout = rollout_config(config, mux)
-    if mux.profile.enable:
-        from verl_mux.trainer import job_config
+def complete_stock_mode(config: DictConfig) -> None:
+    """verl's own trainer modes: the event log with `mux.profile.enable=true`, the training trigger with
+    `mux.rollout.trigger.enable=true`, and what a platform without GPU needs. No mux keys on a GPU: nothing.
 
-        job_config.hand_to_workers(config, mux, [], [])
-        with open_dict(config):
-            config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = job_config.AGENT_LOOP_MANAGER
+    Raises:
+        UserError: as `rollout_config`, and for a custom sampler beside the trigger.
+    """
+    from verl_mux.trainer import job_config
+
+    if OmegaConf.select(config, "mux") is not None:
+        mux = load(config)
+        mux.rollout = rollout_config(config, mux)
+        if mux.profile.enable or mux.rollout.trigger.enable:
+            job_config.hand_to_workers(config, mux, [], [])
+            with open_dict(config):
+                config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = job_config.AGENT_LOOP_MANAGER
+        if mux.rollout.trigger.enable:
+            job_config.complete_trigger(config)
+    if cpu_platform_wanted() and OmegaConf.select(config, "actor_rollout_ref.rollout.name") == "sglang":
+        job_config.complete_stock_cpu(config)
 
 
 def connect_job(config: DictConfig, mux: MuxConfig, wait: bool = True):

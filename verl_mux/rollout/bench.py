@@ -36,7 +36,7 @@ def bench_predictor(
 def bench_rollout(
     file: Annotated[Path, typer.Option(help="A run file; its first job is run, alone.")] = Path("examples/demo.yaml"),
     directory: Annotated[Path, typer.Option("--dir", help="Where the runs go.")] = Path("runs/bench_rollout"),
-    mode: Annotated[list[str] | None, typer.Option(help="Run this mode; may be repeated. Default: three.")] = None,
+    mode: Annotated[list[str] | None, typer.Option(help="Run this mode; may be repeated. Default: five.")] = None,
     steps: Annotated[int, typer.Option(help="Steps of each job.", min=4)] = 24,
     warmup: Annotated[int, typer.Option(help="Steps left out of the times: pools fill, caches warm.", min=0)] = 6,
     seeds: Annotated[int, typer.Option(help="Seeds a mode.", min=1)] = 3,
@@ -44,7 +44,10 @@ def bench_rollout(
     override: Annotated[list[str] | None, typer.Option(help="One more key=value for every job; may be repeated.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Step time and reward with over-sampling and with segments beside plain steps. About three minutes a mode and seed."""
+    """Step time and reward with over-sampling and with segments, beside verl's own trainers and plain steps of ours.
+
+    About three minutes a mode and seed.
+    """
     from verl_mux.launcher import run_file
     from verl_mux.rollout.bench_jobs import run_all
     from verl_mux.rollout.bench_modes import DEFAULT_MODES, MODES, figures
@@ -81,10 +84,10 @@ def bench_migration(
 
 
 def _modes_table(modes: dict[str, dict[str, Any]]) -> str:
-    head = f"{'mode':<20} {'step':>7} {'rollout':>8} {'to sync':>8} {'reward':>7} {'wasted':>7}"
+    head = f"{'mode':<20} {'step':>7} {'rollout':>8} {'to sync':>8} {'to plain':>8} {'reward':>7} {'wasted':>7}"
     lines = [
         f"{name:<20} {m['step_s']:>5.2f} s {m['rollout_s']:>6.2f} s {m['time_ratio_to_sync'] or float('nan'):>8.2f} "
-        f"{m['reward_last']:>7.3f} {m['wasted_token_fraction']:>7.1%}"
+        f"{m['time_ratio_to_plain'] or float('nan'):>8.2f} {m['reward_last']:>7.3f} {m['wasted_token_fraction']:>7.1%}"
         for name, m in modes.items()
     ]
     return "\n".join([head, *lines])

@@ -12,7 +12,7 @@ from verl_mux.errors import Failure, UserError
 from verl_mux.launcher.command import _make_room, _prepare
 from verl_mux.launcher.job_process import JobProcess
 from verl_mux.launcher.run_file import RunFile
-from verl_mux.rollout.bench_modes import Run, overrides, read_run
+from verl_mux.rollout.bench_modes import GROUPS, Run, overrides, read_run
 
 _TICK_S = 0.5
 # Few responses at once: a CPU engine's step costs as much as it has requests, a GPU's does not, and it is the GPU's tail that
@@ -29,7 +29,6 @@ _JOB = [
     "actor_rollout_ref.rollout.enable_prefix_caching=True",
     "mux.seeded_sampling=true",
 ]
-_GROUPS = 8
 _MAX_RESPONSE = "data.max_response_length="
 
 
@@ -46,7 +45,7 @@ def run_all(run: RunFile, modes: list[str], steps: int, seeds: int, rate: float,
     out = []
     for seed in range(1, seeds + 1):
         for mode in modes:
-            keys = [key.format(steps=steps, groups=_GROUPS) for key in _JOB] + more
+            keys = [key.format(steps=steps, groups=GROUPS) for key in _JOB] + more
             keys += overrides(mode, rate, _longest([*run.overrides, *spec.overrides, *more]))
             job = msgspec.structs.replace(spec, seed=seed, overrides=[*spec.overrides, *keys])
             out.append(_run_one(msgspec.structs.replace(run, jobs={name: job}), name, f"{mode}_{seed}", mode, seed))
@@ -76,5 +75,5 @@ def _run_one(run: RunFile, asset: str, folder: str, mode: str, seed: int) -> Run
     if process.returncode != 0:
         raise Failure(f"{mode}, seed {seed}, exit code {process.returncode}: {process.last_error()} (log: {process.log_path})")
     result = read_run(mode, seed, process.directory)
-    print(f"{mode}, seed {seed}: {len(result.steps)} steps in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    print(f"{mode}, seed {seed}: {len(result.metrics)} steps in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     return result

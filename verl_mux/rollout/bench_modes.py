@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +9,24 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 BASE = "sync"
+PLAIN = "plain"
 
+# verl's own trainers run on the training GPUs alone, in which rollout and training take turns.
+_STOCK = ["actor_rollout_ref.rollout.nnodes=0", "actor_rollout_ref.rollout.n_gpus_per_node=0"]
+_TRIGGER = [
+    *_STOCK,
+    "trainer.v1.trainer_mode=colocate_async",
+    "mux.rollout.trigger.enable=true",
+    "mux.rollout.trigger.n_min=4",
+    "mux.rollout.trigger.t_max_s=30",
+]
 # The barrier modes train the same number of samples in every step, on weights that are at most a few steps old.
 MODES: dict[str, list[str]] = {
-    BASE: [],
+    BASE: [*_STOCK, "trainer.v1.trainer_mode=sync"],
+    "colocate_async": [*_STOCK, "trainer.v1.trainer_mode=colocate_async"],
+    "trigger": _TRIGGER,
+    "trigger_entropy": [*_TRIGGER, "mux.rollout.trigger.entropy.enable=true"],
+    PLAIN: [],
     "oversample": ["mux.rollout.oversample.rate={rate}", "mux.rollout.oversample.max_cuts=4"],
     "oversample_restart": ["mux.rollout.oversample.rate={rate}", "mux.rollout.oversample.tokens=restart"],
     "oversample_drop": ["mux.rollout.oversample.rate={rate}", "mux.rollout.oversample.leftover=drop"],
@@ -29,18 +42,18 @@ MODES: dict[str, list[str]] = {
         "mux.rollout.segments.treatment=mask",
     ],
 }
-DEFAULT_MODES = (BASE, "oversample", "segments")
+DEFAULT_MODES = (BASE, "colocate_async", PLAIN, "oversample", "segments")
+GROUPS = 8  # prompt groups of a step; only the trigger may take fewer
 
 _METRIC = re.compile(r" - ([A-Za-z_][^ :]*):(?:np\.\w+\()?(-?[0-9.]+(?:e[-+]?\d+)?|nan)")
 _STEP = re.compile(r"\bstep:(\d+) - ")
 
 
 class Run(NamedTuple):
-    """One finished job. steps: seconds of each of its steps, in order. metrics: verl's console metrics by step."""
+    """One finished job. metrics: verl's console metrics by step."""
 
     mode: str
     seed: int
-    steps: list[float]
     metrics: dict[int, dict[str, float]]
 
 
@@ -51,38 +64,37 @@ def overrides(mode: str, rate: float, max_response_length: int) -> list[str]:
 
 
 def read_run(mode: str, seed: int, directory: Path) -> Run:
-    """From a job's folder: its event log (seconds of a step) and its console log (metrics)."""
-    seconds: dict[int, float] = {}
-    for path in (directory / "events" / "trainer").glob("step_*/worker_*.jsonl"):
-        for line in path.read_text().splitlines():
-            event = json.loads(line) if line.endswith("}") else {}
-            if event.get("event") == "step":
-                seconds[event["step"]] = event["duration_sec"]
+    """From the console log in a job's folder."""
     metrics: dict[int, dict[str, float]] = {}
     for line in (directory / "job.log").read_text(errors="replace").splitlines():
         if found := _STEP.search(line):
             metrics[int(found[1])] = {name: float(value) for name, value in _METRIC.findall(line)}
-    return Run(mode, seed, [seconds[step] for step in sorted(seconds)], metrics)
+    return Run(mode, seed, metrics)
 
 
 def figures(runs: Sequence[Run], warmup: int) -> dict[str, Any]:
-    """{"modes": {mode: figures}}: medians over seeds of each seed's mean after `warmup` steps; ratios to sync seed by seed.
+    """{"modes": {mode: figures}}: medians over seeds of each seed's mean after `warmup` steps; ratios seed by seed.
 
+    sync: verl's own trainer; plain: ours with nothing switched on. step_s: seconds of `GROUPS` prompt groups trained.
     reward_last: on the validation problems after the last step, which no mode selects by length; the mean of its last
     training steps where there was no validation.
     """
-    base = {run.seed: run for run in runs if run.mode == BASE}
+    bases = {name: {run.seed: run for run in runs if run.mode == name} for name in (BASE, PLAIN)}
     out: dict[str, Any] = {}
     for mode in dict.fromkeys(run.mode for run in runs):
         mine = [run for run in runs if run.mode == mode]
         rewards = [_reward(run) for run in mine]
-        ratios = [_step_s(run, warmup) / _step_s(base[run.seed], warmup) for run in mine if run.seed in base]
+        ratios = {
+            name: [_step_s(run, warmup) / _step_s(base[run.seed], warmup) for run in mine if run.seed in base]
+            for name, base in bases.items()
+        }
         out[mode] = {
             "seeds": [run.seed for run in mine],
             "step_s": median(_step_s(run, warmup) for run in mine),
             "rollout_s": median(_mean(run, "timing_s/gen", warmup) for run in mine),
-            "time_ratio_to_sync": median(ratios) if ratios else None,
-            "time_ratio_to_sync_by_seed": ratios,
+            **{f"time_ratio_to_{name}": median(found) if found else None for name, found in ratios.items()},
+            **{f"time_ratio_to_{name}_by_seed": found for name, found in ratios.items()},
+            "groups_trained": mean(sum(_groups(run, step) for step in run.metrics) for run in mine),
             "reward_last": mean(rewards),
             "reward_last_by_seed": rewards,
             "train_reward_last": mean(_last(run, "critic/score/mean") for run in mine),
@@ -117,7 +129,13 @@ def _control(runs: Sequence[Run], warmup: int) -> dict[str, float]:
 
 
 def _step_s(run: Run, warmup: int) -> float:
-    return mean(run.steps[warmup:])
+    steps = [step for step, metrics in run.metrics.items() if step > warmup and "timing_s/step" in metrics]
+    seconds = sum(run.metrics[step]["timing_s/step"] for step in steps)
+    return seconds * GROUPS / sum(_groups(run, step) for step in steps)
+
+
+def _groups(run: Run, step: int) -> float:
+    return run.metrics[step].get("mux/rollout/trigger/groups", GROUPS)
 
 
 def _mean(run: Run, name: str, warmup: int) -> float:

@@ -120,6 +120,7 @@ def _check_trigger(it: TriggerConfig) -> None:
 
 
 _MUX_MODES = ("mux_separate", "mux_colocate")
+_STREAMING_MODES = ("colocate_async", "separate_async")
 _WHY_NOT = {
     "sync": "its trainer offers no place to cut requests off",
     "colocate_async": "it cuts off and resumes unfinished responses already",
@@ -137,11 +138,8 @@ def _check_combination(config: RolloutConfig, around: Surroundings) -> None:
         if given is not None and mode not in _MUX_MODES:
             why = _WHY_NOT.get(mode, "what it would do there is not known")
             raise UserError(_not_with(key, given, mode, _MUX_MODES, why))
-    # Deciding is there (trigger.py, migration_plan.py), carrying it out is not: nobody shall believe that it happens.
     if config.trigger.enable:
-        raise UserError(
-            _not_yet("trigger.enable", "mux_separate and mux_colocate train whole batches, and no streaming mode has it")
-        )
+        _check_trigger_goes_with(config.trigger, around)
     if config.migration.enable:
         _check_migration_goes_with(config, around)
     if config.dispatch.order not in ("auto", "fifo") and mode not in _MUX_MODES:
@@ -165,6 +163,19 @@ def _check_migration_goes_with(config: RolloutConfig, around: Surroundings) -> N
         raise UserError(_not_together(f"mux.nodes.rollout={list(around.rollout_nodes)} names one node; two or more are needed"))
 
 
+def _check_trigger_goes_with(it: TriggerConfig, around: Surroundings) -> None:
+    if around.trainer_mode not in _STREAMING_MODES:
+        why = "its trainer waits for whole batches of one version of the weights"
+        raise UserError(_not_with("trigger.enable", True, around.trainer_mode, _STREAMING_MODES, why))
+    most = around.train_batch_size
+    _require(it.n_min <= most, "trigger.n_min", it.n_min, f"1 to data.train_batch_size={most} prompt groups")
+    if it.entropy.enable and around.bypasses_old_log_probs:
+        raise UserError(
+            f"{ROOT}.trigger.entropy.enable=True needs the entropy that verl computes with old log-probs, which "
+            "algorithm.rollout_correction.bypass_mode=True leaves out; allowed: false"
+        )
+
+
 def _not_together(why: str) -> str:
     return f"{ROOT}.migration.enable=True is not possible: {why}"
 
@@ -176,10 +187,6 @@ def _check_both_cuts(it: OversampleConfig) -> None:
                 f"{ROOT}.oversample.{key}={given} contradicts {ROOT}.segments.segment_length: segments keep what is "
                 f"unfinished; use {key}={needed} or switch one of them off"
             )
-
-
-def _not_yet(key: str, why: str) -> str:
-    return f"{ROOT}.{key}=True is not possible: {why}; allowed: false"
 
 
 def _not_with(key: str, given: Any, mode: str, allowed: tuple[str, ...], why: str) -> str:

@@ -60,7 +60,7 @@ class Wait:
 
 
 class TrainingTrigger:
-    """ready and learner_state whenever they happen; decide after each, and at Wait.until. Train takes what is ready."""
+    """ready and learner_state whenever they change; decide after each, and at Wait.until."""
 
     def __init__(self, policy: TriggerPolicy, now: float) -> None:
         self.policy = policy
@@ -70,8 +70,8 @@ class TrainingTrigger:
         self._version = -1
 
     def ready(self, groups: int) -> None:
-        """So many more prompt groups are ready."""
-        self._ready += groups
+        """So many prompt groups are ready now."""
+        self._ready = groups
 
     def learner_state(self, entropy: float, version: int) -> None:
         """The trainer's mean entropy in nats at a version of the weights. Late news of an older version is ignored."""

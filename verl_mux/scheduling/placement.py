@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from verl_mux.scheduling.extension import NEW
+from verl_mux.scheduling.group_table import GroupTable
 from verl_mux.scheduling.model import Cluster, Group, JobSpec, Pin
 from verl_mux.scheduling.nodes import Nodes
 
@@ -14,14 +15,17 @@ SIDES = (lambda group: group.rollout_nodes, lambda group: group.train_nodes)
 
 
 class Placement:
-    """groups: by name. home: job name -> group name. named: groups that were ever given a name."""
+    """groups: by name. table: the same as numbers. home: job name -> group name. named: groups that were ever given a
+    name."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.groups: dict[str, Group] = {}
+        self.table = GroupTable()
         self.home: dict[str, str] = {}
         self._rollout = Nodes(cluster.rollout)
         self._train = Nodes(cluster.train)
+        self._held = [0, 0]
         self.named = 0
 
     @property
@@ -31,7 +35,8 @@ class Placement:
 
     @property
     def usd_per_hour(self) -> float:
-        return sum(group.usd_per_hour(self.cluster) for group in self.groups.values())
+        pools = self.cluster.rollout, self.cluster.train
+        return sum(held * pool.kind.usd_per_hour for held, pool in zip(self._held, pools, strict=True))
 
     def group_of(self, job: str) -> Group:
         return self.groups[self.home[job]]
@@ -44,9 +49,7 @@ class Placement:
         with their nodes taken and named; a new group under the name of an old one keeps it."""
         old, new = list(old), list(new)
         for group in old:
-            del self.groups[group.name]
-            for job in group.jobs:
-                del self.home[job.name]
+            self._drop(group.name)
         gone = self._dropped(old, new)
         # Where there is room, take before giving back: who is moved should not end up where it was, under a new pin.
         ask = [sum(node.startswith(NEW) for group in new for node in nodes(group)) for nodes in SIDES]
@@ -86,9 +89,23 @@ class Placement:
             train_nodes=tuple(train.values()),
             order=group.order,
         )
-        self.groups[name] = done
-        self.home.update((job.name, name) for job in done.jobs)
+        self._enter(done)
         return done
+
+    def _enter(self, group: Group) -> None:
+        self.groups[group.name] = group
+        self.table.add(group)
+        self.home.update((job.name, group.name) for job in group.jobs)
+        for side, nodes in enumerate(SIDES):
+            self._held[side] += len(nodes(group))
+
+    def _drop(self, name: str) -> None:
+        group = self.groups.pop(name)
+        self.table.remove(name)
+        for job in group.jobs:
+            del self.home[job.name]
+        for side, nodes in enumerate(SIDES):
+            self._held[side] -= len(nodes(group))
 
     def _next_name(self) -> str:
         self.named += 1
@@ -98,8 +115,7 @@ class Placement:
         """Takes over groups as they are, under their names; `taken`: nodes that somebody else uses."""
         self.named = named
         for group in groups:
-            self.groups[group.name] = group
-            self.home.update((job.name, group.name) for job in group.jobs)
+            self._enter(group)
             self._rollout.claim(group.rollout_nodes)
             self._train.claim(group.train_nodes)
         taken = list(taken)
@@ -110,8 +126,9 @@ class Placement:
         """The same job with other estimates, where it is."""
         group = self.group_of(job.name)
         pins = tuple(Pin(job=job, rollout=p.rollout, train=p.train) if p.job.name == job.name else p for p in group.pins)
-        self.groups[group.name] = msgspec.structs.replace(group, pins=pins)
-        return self.groups[group.name]
+        self.groups[group.name] = group = msgspec.structs.replace(group, pins=pins)
+        self.table.replace(group)
+        return group
 
 
 def _taken(nodes: Sequence[str], pool: Nodes) -> dict[str, str]:

@@ -122,7 +122,7 @@ class Placer:
         free = self.placement.free
         fits_alone = job.rollout_nodes <= free[0] and job.train_nodes <= free[1]
         below = isolated_usd(job, self.cluster) if fits_alone else math.inf
-        place = self.search.find(job, self.groups.values(), below, free, progress, load_s)
+        place = self.search.find(job, self.placement.table, below, free, progress, load_s)
         if place is None and not fits_alone:
             return None
         old = [place.group] if place else []

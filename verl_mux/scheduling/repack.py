@@ -75,7 +75,8 @@ class Repack:
                 yield from ([group, other] for other in window if other is not group)
 
     def _windows(self, group: Group) -> Iterator[list[Group]]:
-        others = sorted((g for g in self.placement.groups.values() if g is not group), key=lambda g: g.fullness)
+        # No window holds more groups than `reach`, and the one itself is not to be among the others.
+        others = [g for g in self.placement.table.emptiest(WINDOWS * self.reach + 1) if g is not group]
         window, size = [group], len(group.pins)
         for _ in range(WINDOWS):
             while others and size + len(others[0].pins) <= self.reach:

@@ -6,14 +6,15 @@ search ends at the first price that cannot be beaten; a saturated group costs on
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
 from verl_mux.scheduling.extension import Extension, extended, extensions, pairs_of_pins, yet_to_take
 from verl_mux.scheduling.feasibility import TOLERANCE, Feasibility
 from verl_mux.scheduling.forecast import Progress, late_job
+from verl_mux.scheduling.group_table import GroupTable
 from verl_mux.scheduling.model import Cluster, Group, JobSpec, cycle_time, load_time
 from verl_mux.scheduling.rules import Rules
 
@@ -41,7 +42,7 @@ class Search:
     def find(
         self,
         job: JobSpec,
-        groups: Iterable[Group],
+        table: GroupTable,
         below: float,
         free: tuple[float, float],
         progress: Mapping[str, Progress],
@@ -50,7 +51,7 @@ class Search:
         """The cheapest place under `below` USD per hour that needs no more new nodes than `free` (rollout, training).
         Jobs without progress are not looked at in their present state. `load_s`: its cold start, if it moves there."""
         best, until = None, self.feasibility.simulated + self.rules.effort
-        for least, group in self._shortlist(job, groups, below):
+        for least, group in self._shortlist(job, table, below):
             if least >= below - EPSILON_USD or self.feasibility.simulated >= until:
                 break
             if place := self.join(job, group, below, free, progress, load_s):
@@ -84,22 +85,12 @@ class Search:
             return True
         return late_job(tried(job, place), progress, {job.name: load_s}) is None
 
-    def _shortlist(self, job: JobSpec, groups: Iterable[Group], below: float) -> list[tuple[float, Group]]:
+    def _shortlist(self, job: JobSpec, table: GroupTable, below: float) -> Iterator[tuple[float, Group]]:
         """(least USD per hour it could ask, group), cheapest first, then fullest; no more than the rules allow."""
         usd = self.cluster.rollout.kind.usd_per_hour, self.cluster.train.kind.usd_per_hour
-        rules = self.rules
         room = TOLERANCE - job.rollout_share, TOLERANCE - job.train_share
-        found = []
-        for group in groups:
-            if len(group.pins) >= rules.cap:
-                continue
-            shared = bisect.bisect_right(group.rollout_used, room[0]), bisect.bisect_right(group.train_used, room[1])
-            new = max(job.rollout_nodes - shared[0], 0), max(job.train_nodes - shared[1], 0)
-            least = new[0] * usd[0] + new[1] * usd[1]
-            if least < below - EPSILON_USD and shared != (0, 0) and not self.saturated(group):
-                found.append((least, -group.fullness if rules.best_fit else 0.0, len(found), group))
-        found.sort()
-        return [(least, group) for least, _, _, group in found[: rules.shortlist]]
+        openings = table.openings(job, self.rules.cap, room, usd, below - EPSILON_USD, self.rules.best_fit)
+        return itertools.islice((found for found in openings if not self.saturated(found[1])), self.rules.shortlist)
 
     def saturated(self, group: Group) -> bool:
         return self.rules.prune_saturated and load_time(group) >= cycle_time(group)

@@ -12,6 +12,7 @@ from uuid import uuid4
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_mux.config.schema import MuxConfig
+from verl_mux.errors import UserError
 from verl_mux.platform.cpu_features import has_bf16_products
 from verl_mux.rollout.config import RolloutConfig
 from verl_mux.worker_settings import KEY, WorkerSettings
@@ -37,6 +38,31 @@ def complete(config: DictConfig, mux: MuxConfig, cpu: bool) -> None:
         _imply_rollout(config, mux.rollout)
         if cpu:
             _imply_cpu(config)
+
+
+def complete_stock_cpu(config: DictConfig) -> None:
+    """What verl's own trainer modes need without GPU. Nothing sleeps there: the engine keeps its memory."""
+    with open_dict(config):
+        _imply_cpu(config)
+        config.actor_rollout_ref.rollout.free_cache_engine = False
+        sglang = _engine_kwargs(config, "sglang")
+        sglang.setdefault("enable_memory_saver", False)
+        sglang.setdefault("sleep_on_idle", True)
+
+
+def complete_trigger(config: DictConfig) -> None:
+    """The training trigger is a custom sampler of verl's.
+
+    Raises:
+        UserError: the config names another one.
+    """
+    sampler = config.trainer.v1.sampler
+    if given := OmegaConf.select(sampler, "custom_sampler.path"):
+        raise UserError(
+            f"mux.rollout.trigger.enable=True is a sampler itself: trainer.v1.sampler.custom_sampler.path={given} must be null"
+        )
+    with open_dict(config):
+        sampler.custom_sampler = {"path": "pkg://verl_mux.trainer.stock_trigger", "name": "TriggeredReplayBuffer"}
 
 
 def hand_to_workers(config: DictConfig, mux: MuxConfig, rollout_cpus: list[int], train_cpus: list[int]) -> WorkerSettings:

@@ -14,11 +14,11 @@ from verl_mux.rollout.control import RolloutControl
 if TYPE_CHECKING:
     from verl_mux.rollout.agent_loop import Progress
 
-_REPORT_S = 0.5
-
 
 class MuxReplayBuffer(ReplayBufferAsync):
     """Waits on completions; verl's own polls every 2 s, which is most of a small step and a device's idle time in any."""
+
+    report_s = 0.5  # how often progress is told while nothing completes
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -60,7 +60,7 @@ class MuxReplayBuffer(ReplayBufferAsync):
 
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
         workers = self.workers()
-        refs = [w.wait_progress.remote(self._settled.get(i, 0), _REPORT_S) for i, w in enumerate(workers)]
+        refs = [w.wait_progress.remote(self._settled.get(i, 0), self.report_s) for i, w in enumerate(workers)]
         # The first answer is enough: a worker that has settled everything answers only when its time is up.
         answered, _ = ray.wait(refs, num_returns=1)
         for i, report in ((refs.index(ref), ray.get(ref)) for ref in answered):

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_mux.profiling import events, live
+from verl_mux.trainer import stock_trigger
 from verl_mux.worker_settings import WorkerSettings, open_worker_log
 
 _PARTS = {
@@ -70,6 +71,7 @@ def _wrap(fit):
     @functools.wraps(fit)
     def profiled(self, *args, **kwargs):
         log = instrument(self)
+        stock_trigger.attach(self, *args, **kwargs)
         try:
             return fit(self, *args, **kwargs)
         finally:

@@ -1,0 +1,34 @@
+"""verl's server adapter for its own trainer modes where there is no GPU: weights go through shared memory."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
+
+from verl_mux.sync import shared_memory
+
+
+class CpuServerAdapter(ServerAdapter):
+    """Everything but the transport is verl's. One rank holds whole tensors; more are not known to run without GPUs."""
+
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None, **kwargs
+    ) -> None:
+        """Load (name, full tensor) pairs into the engine and note their version."""
+        await self._init_server_adapter()
+        tensors = {name: tensor.detach().contiguous() for name, tensor in weights}  # every rank takes part in gathering
+        if self._engine is None:
+            return
+        with shared_memory.folder() as directory:
+            save_file(tensors, directory / "model.safetensors")
+            shutil.copy(Path(self.model_config.local_path) / "config.json", directory)
+            await self._engine._make_async_request(
+                "update_weights_from_disk", {"model_path": str(directory), "load_format": "auto", "flush_cache": True}
+            )
+        if global_steps is not None:
+            await self.server_actor.set_global_steps.remote(global_steps)
