@@ -76,6 +76,7 @@ VERL = (
     Symbol("verl.checkpoint_engine.base.CheckpointEngineWorker", "subclassed: our server adapter"),
     Symbol("verl.checkpoint_engine.base.CheckpointEngineManager.build_process_group", "called once, not at every sync"),
     Symbol("verl.plugin.platform.platform_manager.PlatformRegistry", "platform cpu"),
+    Symbol("verl.utils.distributed.initialize_global_process_group_ray", "wrapped: gloo alone on platform cpu"),
     Symbol("verl.workers.rollout.base._ROLLOUT_REGISTRY", "verl's own modes on the CPU: another way for the weights"),
     Symbol(
         "verl.workers.rollout.sglang_rollout.http_server_engine.AsyncHttpServerAdapter._make_async_request",

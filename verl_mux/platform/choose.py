@@ -47,5 +47,6 @@ def activate_verl_platform() -> None:
 
     kernel_placeholders.install()
     verl_cpu.register()
+    after_import("verl.utils.distributed", "verl_mux.platform.verl_distributed")
     after_import("verl.workers.engine", "verl_mux.platform.verl_engine")
     after_import("verl.workers.rollout.base", "verl_mux.platform.verl_rollout")

@@ -6,7 +6,6 @@ trains (states on the device) --sleep--> host copy only --wake--> trains
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -25,15 +24,6 @@ from verl_mux.worker_settings import WorkerSettings, open_worker_log, pin
 
 # Tags of a trainer's states; gradients live within a train phase only.
 TRAIN_TAGS = ("params", "optimizer")
-
-
-def _join_gloo() -> None:
-    """verl would ask for the backends "cpu:gloo,cpu:gloo" on the CPU platform, which torch refuses; it keeps a group it finds."""
-    if get_device_name() == "cpu" and not torch.distributed.is_initialized():
-        rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        torch.distributed.init_process_group(
-            "gloo", rank=rank, world_size=size, init_method=os.environ.get("DIST_INIT_METHOD", None)
-        )
 
 
 class DeviceStates:
@@ -103,7 +93,6 @@ class MuxActorWorker(ActorRolloutRefWorker):
         pin(settings.train_cpus)
         if settings.train_cpus:
             torch.set_num_threads(len(settings.train_cpus))
-        _join_gloo()
         super().__init__(config, role, **kwargs)
         self._settings = settings
         self._events = open_worker_log(settings, f"train_{role}", self.rank)
@@ -167,10 +156,6 @@ class MuxActorWorker(ActorRolloutRefWorker):
 
 class MuxTrainingWorker(TrainingWorker):
     """verl's training worker (the critic) of a multiplexed job."""
-
-    def __init__(self, *args, **kwargs) -> None:
-        _join_gloo()
-        super().__init__(*args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_sleep(self) -> dict[str, dict[str, float]]:
