@@ -12,7 +12,7 @@ BASE = "sync"
 PLAIN = "plain"
 
 # verl's own trainers run on the training GPUs alone, in which rollout and training take turns.
-_STOCK = ["actor_rollout_ref.rollout.nnodes=0", "actor_rollout_ref.rollout.n_gpus_per_node=0"]
+_STOCK = ["actor_rollout_ref.rollout.nnodes=0"]
 _TRIGGER = [
     *_STOCK,
     "trainer.v1.trainer_mode=colocate_async",
