@@ -2,8 +2,9 @@
 
 One job of a run file trains alone, with the log on in even steps and off in odd ones (`mux.profile.every=2`) and all answers of
 one length, so that all steps have the same work. A step's seconds are those from the coordinator's word of one step's end to
-the next; the coordinator's own log is on throughout. Its processor time, of all processes of the run, is told beside: other
-work on the machine lengthens that much less.
+the next; the coordinator's own log is on throughout. Processor time is told beside, of all processes of the run and of those
+alone that log more than a handful of events a step: other work on the machine lengthens that much less, and the engine's and
+the trainer's computing, which varies by more than any log costs, is not in the latter.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from verl_mux.profiling import events
 
 WARM_UP = 2  # steps left out: caches and allocators still grow in them
 DRAWS = 2000
+# An event for each turn of each request; what else logs does so a dozen times a step.
+LOGGING = ("ray::MuxAgentLoopWorker", "ray::MuxSGLangHttpServer", "ray::TaskRunner")
 
 
 def measure_run(file: Path, directory: Path, steps: int) -> dict[str, Any]:
@@ -40,7 +43,15 @@ def measure_run(file: Path, directory: Path, steps: int) -> dict[str, Any]:
     with ProcessorTime() as processor:
         run_jobs(run)
     ends = step_ends(Path(run.dir) / "coordinator" / "events")
-    return {**compare_steps(between(ends)), "processor": compare_steps(between(processor.at(ends)))}
+    step = compare_steps(between(ends))
+    logging = compare_steps(between(processor.at(ends, LOGGING)))
+    added_s = round(logging["on_s"] - logging["off_s"], 4)
+    share = round(100 * added_s / step["off_s"], 3)
+    return {
+        **step,
+        "processor": compare_steps(between(processor.at(ends))),
+        "logging_processes": {**logging, "added_s": added_s, "percent_of_step": share},
+    }
 
 
 class ProcessorTime:
@@ -48,7 +59,7 @@ class ProcessorTime:
 
     def __init__(self, every_s: float = 1.0) -> None:
         self._every_s = every_s
-        self._samples: list[tuple[float, float]] = []
+        self._samples: list[tuple[float, dict[str, float]]] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)
 
@@ -60,20 +71,27 @@ class ProcessorTime:
         self._over.set()
         self._thread.join()
 
-    def at(self, moments: dict[int, float]) -> dict[int, float]:
-        """Seconds of processor time used until each moment (epoch seconds), interpolated."""
-        times, used = zip(*self._samples, strict=True)
+    def at(self, moments: dict[int, float], titles: tuple[str, ...] = ("",)) -> dict[int, float]:
+        """Seconds of processor time used until each moment (epoch seconds), interpolated; by processes whose title begins
+        with one of `titles` (all)."""
+        times = [moment for moment, _ in self._samples]
+        used = [sum(spent for title, spent in sample.items() if title.startswith(titles)) for _, sample in self._samples]
         return {step: float(np.interp(moment, times, used)) for step, moment in moments.items()}
 
     def _read(self) -> None:
-        seen: dict[tuple[int, float], float] = {}  # what ended keeps what it had used
+        seen: dict[tuple[int, float], tuple[str, float]] = {}  # what ended keeps what it had used
         own = psutil.Process()
         while not self._over.is_set():
             for process in (own, *own.children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
                     spent = process.cpu_times()
-                    seen[process.pid, process.create_time()] = spent.user + spent.system
-            self._samples.append((time.time(), sum(seen.values())))
+                    # Ray renames its processes once they know what they are.
+                    title = " ".join(process.cmdline()[:1])
+                    seen[process.pid, process.create_time()] = title, spent.user + spent.system
+            sums: dict[str, float] = {}
+            for title, spent in seen.values():
+                sums[title] = sums.get(title, 0.0) + spent
+            self._samples.append((time.time(), sums))
             self._over.wait(self._every_s)
 
 
