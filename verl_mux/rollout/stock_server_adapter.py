@@ -21,7 +21,8 @@ class CpuServerAdapter(ServerAdapter):
     ) -> None:
         """Load (name, full tensor) pairs into the engine and note their version."""
         await self._init_server_adapter()
-        tensors = {name: tensor.detach().contiguous() for name, tensor in weights}  # every rank takes part in gathering
+        # Every rank takes part in gathering. Tied weights share memory, which safetensors refuses.
+        tensors = {name: tensor.detach().contiguous().clone() for name, tensor in weights}
         if self._engine is None:
             return
         with shared_memory.folder() as directory:
