@@ -56,4 +56,10 @@ JOBS = {
         Flavour(modulus=7, operators="+-*", min_count=4, mean_excess=8.0, max_count=23),
         Warmup(careful=90, hasty=70, guessed=0.2),
     ),
+    # Four fifths of a batch's responses are done in two fifths of its time; little computing beside the engine's steps.
+    "long_tail": Job(
+        Shape(hidden=128, layers=2, heads=2, intermediate=384),
+        Flavour(modulus=10, operators="+-", min_count=2, mean_excess=3.0, max_count=14, tail=(36, 50)),
+        Warmup(careful=200, hasty=80, guessed=0.2),
+    ),
 }

@@ -24,7 +24,7 @@ import math
 import random
 from dataclasses import dataclass
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 STRATA = 8  # of the counts' law; this many problems in a row have one count from each
 WORKED, GUESSED = "=", "~"
 WRONG_GUESSES = 0.5
@@ -34,16 +34,22 @@ OPERATIONS = {"+": lambda x, y: x + y, "-": lambda x, y: x - y, "*": lambda x, y
 
 @dataclass(frozen=True)
 class Flavour:
-    """How problems are drawn. The modulus is at most 10 (a number is one digit), a count at most 26 (one letter)."""
+    """How problems are drawn. The modulus is at most 10 (a number is one digit), a count at most 52 (one letter).
+
+    tail: lowest and highest count of the longest problems, one in `STRATA`, where the law's own end is not far enough out.
+    """
 
     modulus: int
     operators: str
     min_count: int
     mean_excess: float  # mean of the count above its minimum, before the law is cut at the maximum
     max_count: int
+    tail: tuple[int, int] | None = None
 
     def count_at(self, quantile: float) -> int:
         """The count at this quantile, in [0, 1), of the geometric law cut at the maximum."""
+        if self.tail and (beyond := quantile * STRATA - (STRATA - 1)) >= 0:
+            return self.tail[0] + int(beyond * (self.tail[1] - self.tail[0] + 1))
         log_stay = math.log(self.mean_excess / (1 + self.mean_excess))
         whole = 1 - math.exp(log_stay * (self.max_count - self.min_count + 1))
         return self.min_count + int(math.log1p(-quantile * whole) / log_stay)

@@ -89,5 +89,7 @@ def bench_log(
         told = "{}: {off_s:.3f} s without the log, {on_s:.3f} s with it: {overhead_percent:+.2f} % (+-{noise_percent:.2f})"
         print(told.format("a step", **found["real"]))
         print(told.format("its processor time", **found["real"]["processor"]))
-        told = "of which the processes that log: {off_s:.3f} s without, {on_s:.3f} s with it, {percent_of_step:+.2f} % of the step"
+        told = (
+            "of which the processes that log: {off_s:.3f} s without, {on_s:.3f} s with it, {percent_of_step:+.2f} % of the step"
+        )
         print(told.format(**found["real"]["logging_processes"]))

@@ -27,7 +27,7 @@ MODES: dict[str, list[str]] = {
     "trigger": _TRIGGER,
     "trigger_entropy": [*_TRIGGER, "mux.rollout.trigger.entropy.enable=true"],
     PLAIN: [],
-    "oversample": ["mux.rollout.oversample.rate={rate}", "mux.rollout.oversample.max_cuts=4"],
+    "oversample": ["mux.rollout.oversample.rate={rate}", "mux.rollout.oversample.max_cuts=8"],
     "oversample_restart": ["mux.rollout.oversample.rate={rate}", "mux.rollout.oversample.tokens=restart"],
     "oversample_drop": ["mux.rollout.oversample.rate={rate}", "mux.rollout.oversample.leftover=drop"],
     "segments": ["mux.rollout.segments.segment_length={segment}", "mux.rollout.segments.max_segments=4"],
