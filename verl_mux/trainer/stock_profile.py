@@ -27,6 +27,7 @@ _PARTS = {
     "_save_checkpoint": events.SAVE_CHECKPOINT,
     "_validate": events.VALIDATE,
     "on_sample_end": events.SLEEP,
+    "on_step_end": events.SYNC,
     "step": events.STEP,
 }
 
@@ -40,6 +41,7 @@ def instrument(trainer: PPOTrainer) -> Any | None:
     log = open_worker_log(settings, "trainer", 0)
     for name, event in _PARTS.items():
         setattr(trainer, name, _timed(getattr(trainer, name), trainer, log, event))
+    trainer.replay_buffer.sample = _waiting(trainer.replay_buffer.sample, trainer, log)
     trainer._compute_metrics = _with_metrics(trainer._compute_metrics, trainer, log)
     return log
 
@@ -54,6 +56,19 @@ def _timed(method, trainer: PPOTrainer, log: Any, event: str):
             log.log(event, time.perf_counter() - started, step=trainer.global_steps)
 
     return timed
+
+
+def _waiting(sample, trainer: PPOTrainer, log: Any):
+    """The trainer's wait for its samples; a validation's is part of the validation."""
+
+    @functools.wraps(sample)
+    def sampled(global_steps, partition_id, batch_size):
+        if partition_id == "val":
+            return sample(global_steps, partition_id, batch_size)
+        return timed(global_steps, partition_id, batch_size)
+
+    timed = _timed(sample, trainer, log, events.SAMPLE_WAIT)
+    return sampled
 
 
 def _with_metrics(method, trainer: PPOTrainer, log: Any):
