@@ -34,7 +34,7 @@ def bench_predictor(
 
 
 def bench_rollout(
-    file: Annotated[Path, typer.Option(help="A run file; its first job is run, alone.")] = Path("examples/demo.yaml"),
+    file: Annotated[Path, typer.Option(help="A run file; its first job is run, alone.")] = Path("examples/long_tail.yaml"),
     directory: Annotated[Path, typer.Option("--dir", help="Where the runs go.")] = Path("runs/bench_rollout"),
     mode: Annotated[list[str] | None, typer.Option(help="Run this mode; may be repeated. Default: five.")] = None,
     steps: Annotated[int, typer.Option(help="Steps of each job.", min=4)] = 24,
