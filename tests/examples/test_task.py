@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from task import STRATA, Flavour, Problem, draw, draw_distinct, solve
+from task import LETTERS, STRATA, Flavour, Problem, draw, draw_distinct, solve
 
 FLAVOUR = Flavour(modulus=10, operators="+-", min_count=4, mean_excess=9.0, max_count=24)
 WORKED = Problem(modulus=10, operator="+", numbers=(7, 5), count=3)
@@ -52,6 +52,14 @@ def test_counts_follow_a_law_with_a_long_tail_between_their_bounds():
     assert counts == sorted(counts)
     assert (counts[0], counts[-1]) == (FLAVOUR.min_count, FLAVOUR.max_count)
     assert counts[900] >= 1.8 * counts[500]
+
+
+def test_a_tail_takes_the_place_of_the_laws_last_eighth():
+    tailed = Flavour(modulus=10, operators="+-", min_count=2, mean_excess=3.0, max_count=14, tail=(36, 50))
+    counts = [tailed.count_at(i / 1000) for i in range(1000)]
+    assert counts == sorted(counts)
+    assert (counts[874], counts[875], counts[-1]) == (8, 36, 50)
+    assert len(LETTERS) == 52 and Problem(10, "+", (1, 2), 27).text == "A 1+2"
 
 
 def test_every_eight_problems_in_a_row_have_one_count_of_each_stratum():
