@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from verl_mux.coordinator.members import UID_VARIABLE
 STEPS, COMPARED = 400, 10
 # Fewer requests run at once than are launched, so that some still wait or run when enough prompt groups are complete.
 OVERSAMPLED = ["mux.rollout.oversample.rate=0.5", "+actor_rollout_ref.rollout.engine_kwargs.sglang.max_running_requests=8"]
+# Steps of the job of verl's own streaming trainer, and how many prompt groups are enough for one of them.
+STREAMED, ENOUGH = 4, 2
 _LIMIT_S = 600
 
 
@@ -76,6 +79,26 @@ def run(assets, tmp_path_factory) -> Run:
                 joining.wait(60)
     result.log = (directory / "log").read_text()
     return result
+
+
+@pytest.fixture(scope="session")
+def streaming(assets, tmp_path_factory) -> Iterator[tuple[Path, subprocess.Popen]]:
+    """A job of verl's own trainer with the training trigger, started and not waited for: two that start up side by side take
+    less time than one after the other."""
+    directory = tmp_path_factory.mktemp("streaming")
+    keys = [
+        "actor_rollout_ref.rollout.nnodes=0",
+        "mux.rollout.trigger.enable=true",
+        f"mux.rollout.trigger.n_min={ENOUGH}",
+        "mux.rollout.trigger.t_max_s=30",
+        "mux.rollout.trigger.entropy.enable=true",
+        # Any policy is below: both thresholds double after the first step.
+        "mux.rollout.trigger.entropy.low=1000",
+        "mux.rollout.trigger.entropy.high=2000",
+    ]
+    process = tiny.start_job("job", tiny.overrides(assets, STREAMED, mode="colocate_async"), directory, None, *keys)
+    yield directory, process
+    process.kill()
 
 
 def _address(directory: Path) -> str:

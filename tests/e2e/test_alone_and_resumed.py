@@ -15,8 +15,11 @@ _FROM = 4
 
 
 @pytest.fixture(scope="module")
-def resumed(run, assets, tmp_path_factory):
-    """No coordinator configured: the same keys run the job alone, from the multiplexed run's checkpoint of step 4."""
+def resumed(run, streaming, assets, tmp_path_factory):
+    """No coordinator configured: the same keys run the job alone, from the multiplexed run's checkpoint of step 4.
+
+    `streaming` runs beside it and changes nothing.
+    """
     directory = tmp_path_factory.mktemp("alone")
     checkpoints = directory / "job" / "checkpoints"
     shutil.copytree(run.directory / "stays" / "checkpoints" / f"global_step_{_FROM}", checkpoints / f"global_step_{_FROM}")

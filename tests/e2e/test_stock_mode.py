@@ -7,34 +7,21 @@ import re
 import pytest
 
 from tests.e2e import tiny
+from tests.e2e.conftest import ENOUGH, STREAMED
 from verl_mux.profiling import events
 from verl_mux.profiling.analysis import Analysis
 from verl_mux.profiling.run_log import read_run
 from verl_mux.profiling.summary import summarise
 
 pytestmark = pytest.mark.e2e
-STEPS, BATCH, ENOUGH = 4, 4, 2
+BATCH = 4
 _LIMIT_S = 600
 
 
 @pytest.fixture(scope="module")
-def job(assets, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("stock")
-    keys = [
-        "actor_rollout_ref.rollout.nnodes=0",
-        "mux.rollout.trigger.enable=true",
-        f"mux.rollout.trigger.n_min={ENOUGH}",
-        "mux.rollout.trigger.t_max_s=30",
-        "mux.rollout.trigger.entropy.enable=true",
-        # Any policy is below: both thresholds double after the first step.
-        "mux.rollout.trigger.entropy.low=1000",
-        "mux.rollout.trigger.entropy.high=2000",
-    ]
-    process = tiny.start_job("job", tiny.overrides(assets, STEPS, mode="colocate_async"), directory, None, *keys)
-    try:
-        assert process.wait(_LIMIT_S) == 0, (directory / "job" / "job.log").read_text()[-3000:]
-    finally:
-        process.kill()
+def job(streaming):
+    directory, process = streaming
+    assert process.wait(_LIMIT_S) == 0, (directory / "job" / "job.log").read_text()[-3000:]
     return directory
 
 
@@ -44,13 +31,17 @@ def _trigger(directory, step: int) -> dict[str, float]:
 
 
 def test_it_trains_when_enough_groups_are_ready_and_never_on_more_than_a_batch(job):
-    figures = [_trigger(job, step) for step in range(1, STEPS + 1)]
+    figures = [_trigger(job, step) for step in range(1, STREAMED + 1)]
     assert all(1 <= it["groups"] <= BATCH for it in figures)
     assert all(it["groups"] >= ENOUGH for it in figures if not it["waited"])
 
 
 def test_low_entropy_doubles_both_thresholds(job):
-    assert (_trigger(job, STEPS)["n_min"], _trigger(job, STEPS)["t_max_s"], _trigger(job, STEPS)["mood"]) == (2 * ENOUGH, 60, 1)
+    assert (_trigger(job, STREAMED)["n_min"], _trigger(job, STREAMED)["t_max_s"], _trigger(job, STREAMED)["mood"]) == (
+        2 * ENOUGH,
+        60,
+        1,
+    )
 
 
 def test_the_parts_of_its_steps_and_its_requests_are_logged(job):
@@ -58,5 +49,5 @@ def test_the_parts_of_its_steps_and_its_requests_are_logged(job):
     parts = {events.SAMPLE_WAIT, events.OLD_LOG_PROB, events.UPDATE_ACTOR, events.SYNC, events.STEP}
     assert parts <= logged
     report = summarise(Analysis(read_run(job / "job")))
-    assert report["steps"] == STEPS and report["requests"] >= STEPS * ENOUGH
+    assert report["steps"] == STREAMED and report["requests"] >= STREAMED * ENOUGH
     assert report["event_share"][events.SAMPLE_WAIT] > 0
