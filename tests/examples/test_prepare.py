@@ -70,4 +70,4 @@ def test_the_jobs_problems_fit_and_do_not_repeat(job, tmp_path):
 def test_an_unknown_job_gets_one_line_and_exit_code_2(python, tmp_path):
     done = python(prepare.__file__, "--out", str(tmp_path), "--job", "sums")
     assert done.returncode == 2
-    assert done.stderr.splitlines() == ["error: --job sums: no such job; there are fibonacci, products"]
+    assert done.stderr.splitlines() == ["error: --job sums: no such job; there are fibonacci, products, long_tail"]
