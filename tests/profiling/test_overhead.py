@@ -38,3 +38,14 @@ def test_processor_time_counts_descendants_that_have_ended():
     ended = time.time()
     used = between(processor.at({1: began, 2: ended}))
     assert 0.4 < used[2] < 60.0
+
+
+def test_a_process_is_counted_to_its_end_whatever_it_is_called_later():
+    burn = "import time\nwhile time.process_time() < {}: pass"
+    renamed = f"{burn.format(0.3)}\nimport os, sys\nos.execv({sys.executable!r}, ['later', '-c', {burn.format(0.8)!r}])"
+    began = time.time()
+    with ProcessorTime(every_s=0.02) as processor:
+        subprocess.run(["first", "-c", renamed], executable=sys.executable, check=True)
+    ended = time.time()
+    assert between(processor.at({1: began, 2: ended}, ("first",)))[2] > 0.6
+    assert between(processor.at({1: began, 2: ended}, ("nobody",)))[2] == 0

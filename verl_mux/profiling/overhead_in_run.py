@@ -26,6 +26,7 @@ import psutil
 from verl_mux.errors import Failure, UserError
 from verl_mux.profiling import events
 
+_Key = tuple[int, float]  # a process: pid and creation time
 WARM_UP = 2  # steps left out: caches and allocators still grow in them
 DRAWS = 2000
 # An event for each turn of each request; what else logs does so a dozen times a step.
@@ -55,11 +56,12 @@ def measure_run(file: Path, directory: Path, steps: int) -> dict[str, Any]:
 
 
 class ProcessorTime:
-    """Within its block, reads now and then how much processor time this process and its descendants have used."""
+    """Within its block, reads now and then how much processor time this process and each of its descendants have used."""
 
     def __init__(self, every_s: float = 1.0) -> None:
         self._every_s = every_s
-        self._samples: list[tuple[float, dict[str, float]]] = []
+        self._samples: list[tuple[float, dict[_Key, float]]] = []
+        self._titles: dict[_Key, set[str]] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)
 
@@ -72,26 +74,23 @@ class ProcessorTime:
         self._thread.join()
 
     def at(self, moments: dict[int, float], titles: tuple[str, ...] = ("",)) -> dict[int, float]:
-        """Seconds of processor time used until each moment (epoch seconds), interpolated; by processes whose title begins
-        with one of `titles` (all)."""
+        """Seconds of processor time used until each moment (epoch seconds), interpolated; by processes that ever had a title
+        beginning with one of `titles` (all): Ray renames its processes as they work."""
+        chosen = {key for key, had in self._titles.items() if any(title.startswith(titles) for title in had)}
         times = [moment for moment, _ in self._samples]
-        used = [sum(spent for title, spent in sample.items() if title.startswith(titles)) for _, sample in self._samples]
+        used = [sum(spent for key, spent in sample.items() if key in chosen) for _, sample in self._samples]
         return {step: float(np.interp(moment, times, used)) for step, moment in moments.items()}
 
     def _read(self) -> None:
-        seen: dict[tuple[int, float], tuple[str, float]] = {}  # what ended keeps what it had used
+        seen: dict[_Key, float] = {}  # what ended keeps what it had used
         own = psutil.Process()
         while not self._over.is_set():
             for process in (own, *own.children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
-                    spent = process.cpu_times()
-                    # Ray renames its processes once they know what they are.
-                    title = " ".join(process.cmdline()[:1])
-                    seen[process.pid, process.create_time()] = title, spent.user + spent.system
-            sums: dict[str, float] = {}
-            for title, spent in seen.values():
-                sums[title] = sums.get(title, 0.0) + spent
-            self._samples.append((time.time(), sums))
+                    key, spent = (process.pid, process.create_time()), process.cpu_times()
+                    self._titles.setdefault(key, set()).add(" ".join(process.cmdline()))
+                    seen[key] = spent.user + spent.system
+            self._samples.append((time.time(), dict(seen)))
             self._over.wait(self._every_s)
 
 
