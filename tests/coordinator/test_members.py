@@ -36,6 +36,13 @@ def test_a_killed_child_counts_as_gone_even_before_its_parent_looked(child):
     assert not members.is_alive(member)
 
 
+def test_a_process_may_end_on_any_core(child):
+    os.sched_setaffinity(child.pid, {0})
+    members.kill(members.member_of(child.pid))
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert os.sched_getaffinity(child.pid) == os.sched_getaffinity(0)
+
+
 def test_a_process_with_a_reused_pid_is_not_killed(child):
     members.kill(Member(members.HOST, child.pid, members.member_of(child.pid).started - 60))
     assert child.poll() is None

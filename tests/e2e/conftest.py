@@ -115,7 +115,7 @@ def _wait_for_step(directory: Path, job: str, after: float) -> None:
 
 
 def _kill_in(process: subprocess.Popen, directory: Path, job: str, phase: str) -> tuple[float, float]:
-    """kill -9 of the job's driver while it holds a lease of `phase`, after its first step."""
+    """kill -9 of the job's driver while it holds a lease of `phase`, after the first steps of it and of `stays`."""
     from verl_mux.coordinator.command import fetch_status
 
     deadline = time.monotonic() + _LIMIT_S
@@ -126,7 +126,9 @@ def _kill_in(process: subprocess.Popen, directory: Path, job: str, phase: str) -
             holds = {
                 h["phase"] for p in state["pools"].values() for n in p["nodes"].values() for h in n["holders"] if h["job"] == job
             }
-            if phase in holds and state["jobs"].get(job, {}).get("steps_done", 0) >= 1:
+            # A job that is still starting up could not go on at once.
+            under_way = all(state["jobs"].get(name, {}).get("steps_done", 0) >= 1 for name in ("stays", job))
+            if phase in holds and under_way:
                 return _kill(state["jobs"][job])
         time.sleep(0.05)
     raise AssertionError(f"{job} never held a {phase} lease after its first step")

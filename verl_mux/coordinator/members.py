@@ -71,8 +71,24 @@ def survivors(uid: str | None, known: list[Member]) -> list[Member]:
 
 
 def kill(member: Member) -> None:
-    """SIGKILL to exactly this process; nothing happens when it is gone or another now has its pid."""
+    """`end` for exactly this process; nothing happens when it is gone or another now has its pid."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(member.pid)
         if member.pid != os.getpid() and abs(process.create_time() - member.started) <= _SAME_START_S:
-            process.kill()  # psutil compares the creation time once more
+            end(process)
+
+
+def end(process: psutil.Process) -> None:
+    """SIGKILL, and leave to end on any core: giving gigabytes back takes processor time, and the cores of its node may
+    all be busy with whoever comes next. Raises psutil.Error; psutil compares the creation time once more."""
+    process.kill()
+    for thread in _threads(process.pid):
+        with contextlib.suppress(OSError):  # it is gone, or another user's
+            os.sched_setaffinity(thread, range(os.cpu_count() or 1))
+
+
+def _threads(pid: int) -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []

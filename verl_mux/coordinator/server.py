@@ -51,6 +51,7 @@ class Coordinator:
         self._machine = self._journal.restore(config, epoch=uuid.uuid4().hex)
         self._machine.resume(time.time())
         self._waits_for: dict[str, list[str]] = {}
+        self._killed: set[m.Member] = set()  # said once, done until it is gone
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready = threading.Event()
@@ -222,6 +223,8 @@ class Coordinator:
         if verdict.gone and job.state is JobState.DYING:
             self._take(ProcessesGone(job=job.name, uid=job.uid))
         for member in verdict.kill:
-            log.warning("killing pid %d, which outlived job %r", member.pid, job.name)
+            if member not in self._killed:
+                log.warning("killing pid %d, which outlived job %r", member.pid, job.name)
+                self._killed.add(member)
             members.kill(member)
         return verdict.waits_for

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import psutil
 
-from verl_mux.coordinator.members import UID_VARIABLE, carriers
+from verl_mux.coordinator.members import UID_VARIABLE, carriers, end
 from verl_mux.launcher.run_file import JobSpec, RunFile, fill
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class JobProcess:
                 return
             for process in left:
                 with contextlib.suppress(psutil.Error):
-                    process.kill()
+                    end(process)
             # The driver's exit code belongs to Popen; psutil would take it away.
             psutil.wait_procs([p for p in left if p.pid != self._process.pid], timeout=1.0)
             self._process.poll()
