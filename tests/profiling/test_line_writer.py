@@ -3,6 +3,7 @@
 import json
 import os
 
+from verl_mux.profiling import line_writer
 from verl_mux.profiling.event_log import EventLog
 from verl_mux.profiling.line_writer import LineFiles, LineWriter
 
@@ -15,6 +16,9 @@ class Owner:
 
     def refusal_line(self, count):
         return json.dumps({"dropped": count}).encode() + b"\n"
+
+    def cost_line(self, step, lines, caller, thread):
+        return json.dumps({"step": step, "lines": lines, "caller": caller, "thread": thread}).encode() + b"\n"
 
 
 def texts(directory):
@@ -102,3 +106,18 @@ def test_a_closed_log_opens_its_files_again(tmp_path):
     log.close()
     (text,) = texts(tmp_path).values()
     assert [json.loads(line)["event"] for line in text.splitlines()] == ["log_open", "a", "b"]
+
+
+def test_where_asked_for_it_tells_what_it_took_and_once_only(tmp_path, monkeypatch):
+    monkeypatch.setenv(line_writer.COST_VARIABLE, "1")
+    monkeypatch.setattr(line_writer, "COST_SECONDS", 0.0)
+    writer, owner = LineWriter(), Owner(tmp_path)
+    told = []
+    for step in (1, 2):
+        writer.put(owner, step, b"{}\n")
+        writer.put(owner, step, b"{}\n")
+        writer.caller_seconds += step
+        assert writer.flush(10.0) and writer.flush(10.0)  # told after the lines
+        told += [json.loads(line) for line in texts(tmp_path)[f"step_{step}/worker_0.jsonl"].splitlines()[2:]]
+    assert [(line["step"], line["lines"], line["caller"]) for line in told] == [(1, 2, 1.0), (2, 2, 2.0)]
+    assert all(0 < line["thread"] < 5 for line in told)

@@ -6,9 +6,10 @@ import time
 
 import pytest
 
+from verl_mux.errors import Failure
 from verl_mux.profiling.event_log import EventLog
 from verl_mux.profiling.overhead import measure
-from verl_mux.profiling.overhead_in_run import ProcessorTime, between, compare_steps, step_ends
+from verl_mux.profiling.overhead_in_run import ProcessorTime, between, compare_steps, own_cost, step_ends
 
 
 def test_it_measures_every_event_and_loses_none():
@@ -28,6 +29,22 @@ def test_steps_with_the_log_are_compared_with_those_without(tmp_path):
     assert (told["steps_on"], told["steps_off"]) == (10, 10)
     assert told["overhead_percent"] == pytest.approx(1.0, abs=0.01)
     assert told["noise_percent"] == pytest.approx(0.0, abs=0.01)
+
+
+def test_what_the_logs_took_is_added_up_over_processes_and_told_by_step(tmp_path):
+    for worker in range(2):
+        log = EventLog(tmp_path, worker=worker, role="rollout", job="a")
+        for step in (2, 4, 6, 8):
+            log.log("log_cost", extra={"lines": 10, "caller_sec": 0.01, "writer_cpu_sec": 0.005 * (step == 8)}, step=step)
+        log.close()
+    assert own_cost(tmp_path, {step: 10.0 for step in range(1, 9)}) == {
+        "steps": 3,
+        "lines": 20,
+        "cost_s": 0.02,
+        "percent_of_step": 0.2,
+    }
+    with pytest.raises(Failure, match="no process told"):
+        own_cost(tmp_path, {1: 10.0})
 
 
 def test_processor_time_counts_descendants_that_have_ended():

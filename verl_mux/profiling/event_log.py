@@ -117,6 +117,7 @@ class EventLog:
         **keys: Any,
     ) -> None:
         """Queues one event that ended at `timestamp` (epoch seconds or local datetime; default now). Never raises."""
+        began = time.perf_counter()
         try:
             if self._opened_in != os.getpid():
                 self._say_who_we_are()
@@ -126,6 +127,7 @@ class EventLog:
             writer().put(self, step, self._line(event, duration_sec, extra, step, timestamp, keys))
         except Exception:  # a log must not stop training, whatever it was handed
             writer().failed += 1
+        writer().caller_seconds += time.perf_counter() - began
 
     def span(self, event: str, extra: Mapping | None = None, step: int | None = None, **keys: Any) -> Span:
         """A context manager that logs `event` with its duration."""
@@ -141,6 +143,10 @@ class EventLog:
 
     def refusal_line(self, count: int) -> bytes:
         return self._line(events.LOG_DROPPED, None, {"count": count}, self.step, None, {})
+
+    def cost_line(self, step: int, lines: int, caller: float, thread: float) -> bytes:
+        extra = {"lines": lines, "caller_sec": round(caller, 6), "writer_cpu_sec": round(thread, 6)}
+        return self._line(events.LOG_COST, None, extra, step, None, {})
 
     def _say_who_we_are(self) -> None:
         self._opened_in = os.getpid()

@@ -88,6 +88,8 @@ RUN = "run"
 # The log about itself.
 LOG_OPEN = "log_open"
 LOG_DROPPED = "log_dropped"
+LOG_COST = "log_cost"
+ABOUT_THE_LOG = (LOG_OPEN, LOG_DROPPED, LOG_COST)
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,11 @@ TABLE: list[Event] = [
         "mux",
         (LOG_OPEN, "a process opened its log", "host, pid, utc_offset_sec"),
         (LOG_DROPPED, "events lost because the queue was full", "count"),
+        (
+            LOG_COST,
+            "what this process's log took since it last said so (VERL_MUX_LOG_COST=1)",
+            "lines, caller_sec, writer_cpu_sec",
+        ),
     ),
 ]
 NAMES = {event.name for event in TABLE}

@@ -19,6 +19,7 @@ import itertools
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,9 @@ MAX_LINES = 65_536
 WAKE_LINES = MAX_LINES // 4
 BATCH_LINES = 512  # between batches the thread lets go of the interpreter, so training never waits for a whole queue
 MAX_OPEN_FILES = 16
+# Set to 1, every process's log says now and then what it took itself (`log_cost`).
+COST_VARIABLE = "VERL_MUX_LOG_COST"
+COST_SECONDS = 1.0
 
 
 @dataclass(eq=False)
@@ -83,12 +87,19 @@ class _Order:
 
 
 class LineWriter:
-    """The process's one writer: made at import or fork -> thread starts with the first line -> ends with it."""
+    """The process's one writer: made at import or fork -> thread starts with the first line -> ends with it.
+
+    `caller_seconds`: what callers spent in the log, added up by them. An addition may get lost where threads cross.
+    """
 
     def __init__(self, max_lines: int = MAX_LINES) -> None:
         self.max_lines = max_lines
         self.refused: collections.Counter = collections.Counter()  # owner -> lines that found the queue full
         self.failed = 0  # lines lost to disk errors
+        self.caller_seconds = 0.0
+        self._tells_cost = os.environ.get(COST_VARIABLE) == "1"
+        self._cost_told = (time.monotonic(), 0.0, 0.0)  # when, and both sums then
+        self._written = 0  # lines since then
         self._lines: collections.deque = collections.deque()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # guards the thread's start and the refusal counts, never held during I/O
@@ -96,7 +107,7 @@ class LineWriter:
         self._handles: collections.OrderedDict[Path, int] = collections.OrderedDict()
 
     def put(self, owner, step: int, line: bytes) -> None:
-        """Queues `line` (with its newline) for `owner.files.path(step)`. `owner` also has `refusal_line(count)`."""
+        """Queues `line` (with its newline) for `owner.files.path(step)`. `owner` also has `refusal_line` and `cost_line`."""
         if len(self._lines) >= self.max_lines:
             with self._lock:
                 self.refused[owner] += 1
@@ -141,10 +152,22 @@ class LineWriter:
             self._drain()
 
     def _drain(self) -> None:
+        last = None
         while self._lines:
-            self._write_batch(self._take())
+            batch = self._take()
+            last = next((item for item in reversed(batch) if not isinstance(item[0], _Order)), last)
+            self._write_batch(batch)
+        if self._tells_cost and last is not None and time.monotonic() - self._cost_told[0] >= COST_SECONDS:
+            self._tell_cost(*last[:2])
         for owner, count in self._take_refused().items():
             self._append(owner.files, owner.step, [owner.refusal_line(count)])
+
+    def _tell_cost(self, owner, step: int) -> None:
+        """Among the lines of `owner`, whose were the last: the cost is the process's, whosever lines it wrote."""
+        now = (time.monotonic(), self.caller_seconds, time.thread_time())
+        caller, thread = now[1] - self._cost_told[1], now[2] - self._cost_told[2]
+        self._append(owner.files, step, [owner.cost_line(step, self._written, caller, thread)])
+        self._cost_told, self._written = now, 0
 
     def _take(self) -> list:
         return [self._lines.popleft() for _ in range(min(BATCH_LINES, len(self._lines)))]
@@ -159,7 +182,9 @@ class LineWriter:
             if isinstance(owner, _Order):
                 owner.carry_out()
             else:
-                self._append(owner.files, step, [line for _, _, line in group])
+                lines = [line for _, _, line in group]
+                self._written += len(lines)
+                self._append(owner.files, step, lines)
 
     def _append(self, files: LineFiles, step: int, lines: list[bytes]) -> None:
         path, data = files.path(step), b"".join(lines)

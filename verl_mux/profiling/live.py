@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_mux.profiling import events
+from verl_mux.profiling.line_writer import writer
 from verl_mux.profiling.log_files import find_step_files
 
 QUANTILES = {"p50": 0.50, "p80": 0.80, "p90": 0.90, "p95": 0.95, "p99": 0.99}
@@ -28,11 +30,14 @@ def metrics_of_step(log: Any, step: int) -> dict[str, float]:
     """
     if not log.enabled:
         return {}
+    began = time.perf_counter()
     log.flush(1.0)
     try:
         return step_metrics(step_events(log.files.directory.parent, step))
     except OSError:
         return {}
+    finally:
+        writer().caller_seconds += time.perf_counter() - began
 
 
 def step_metrics(lines: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -88,6 +88,11 @@ def bench_log(
     if real:
         told = "{}: {off_s:.3f} s without the log, {on_s:.3f} s with it: {overhead_percent:+.2f} % (+-{noise_percent:.2f})"
         print(told.format("a step", **found["real"]))
+        print(
+            "of which the log's own work: {lines:.0f} lines, {cost_s:.4f} s, {percent_of_step:.3f} %".format(
+                **found["real"]["own_cost"]
+            )
+        )
         print(told.format("its processor time", **found["real"]["processor"]))
         told = (
             "of which the processes that log: {off_s:.3f} s without, {on_s:.3f} s with it, {percent_of_step:+.2f} % of the step"

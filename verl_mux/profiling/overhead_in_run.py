@@ -4,7 +4,9 @@ One job of a run file trains alone, with the log on in even steps and off in odd
 one length, so that all steps have the same work. A step's seconds are those from the coordinator's word of one step's end to
 the next; the coordinator's own log is on throughout. Processor time is told beside, of all processes of the run and of those
 alone that log more than a handful of events a step: other work on the machine lengthens that much less, and the engine's and
-the trainer's computing, which varies by more than any log costs, is not in the latter.
+the trainer's computing, which varies by more than any log costs, is not in the latter. What the clock cannot tell, the logs
+add up themselves: the time their callers and their writing threads took, of all processes, as if none of it went on beside the
+step's own work.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import random
 import statistics
 import threading
 import time
+from collections import defaultdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ import psutil
 
 from verl_mux.errors import Failure, UserError
 from verl_mux.profiling import events
+from verl_mux.profiling.line_writer import COST_VARIABLE
 
 _Key = tuple[int, float]  # a process: pid and creation time
 WARM_UP = 2  # steps left out: caches and allocators still grow in them
@@ -50,6 +54,7 @@ def measure_run(file: Path, directory: Path, steps: int) -> dict[str, Any]:
     share = round(100 * added_s / step["off_s"], 3)
     return {
         **step,
+        "own_cost": own_cost(Path(run.dir) / next(iter(run.jobs)) / "events", between(ends)),
         "processor": compare_steps(between(processor.at(ends))),
         "logging_processes": {**logging, "added_s": added_s, "percent_of_step": share},
     }
@@ -105,7 +110,10 @@ def _alone(run: Any, steps: int) -> Any:
     name, job = next(iter(run.jobs.items()))
     settings = {key: value for key, value in run.coordinator.items() if key not in ("schedule", "expect_jobs")}
     prepare = [command for command in run.prepare if "--job" not in command or name in command]
-    return msgspec.structs.replace(run, coordinator=settings, jobs={name: job}, overrides=overrides, prepare=prepare)
+    environment = {**run.environment, COST_VARIABLE: "1"}
+    return msgspec.structs.replace(
+        run, coordinator=settings, jobs={name: job}, overrides=overrides, prepare=prepare, environment=environment
+    )
 
 
 def step_ends(directory: Path) -> dict[int, float]:
@@ -116,6 +124,29 @@ def step_ends(directory: Path) -> dict[int, float]:
             if line["event"] == events.STEP_REPORT:
                 ends[line["step"]] = datetime.fromisoformat(line["timestamp"]).timestamp()
     return ends
+
+
+def own_cost(directory: Path, seconds: dict[int, float]) -> dict[str, Any]:
+    """What the logs under `directory` say they took themselves in a step, medians over the steps that were logged.
+
+    `seconds`: how long each step lasted. `lines`, `cost_s` and `percent_of_step` are of all processes together.
+    """
+    lines: dict[int, int] = defaultdict(int)
+    cost: dict[int, float] = defaultdict(float)
+    for path in directory.rglob("*.jsonl"):
+        for line in map(json.loads, path.open()):
+            if line["event"] == events.LOG_COST:
+                lines[line["step"]] += line["extra"]["lines"]
+                cost[line["step"]] += line["extra"]["caller_sec"] + line["extra"]["writer_cpu_sec"]
+    steps = [step for step in cost if step > WARM_UP and step in seconds]
+    if not steps:
+        raise Failure(f"no process told what its log took: no {events.LOG_COST} under {directory}")
+    return {
+        "steps": len(steps),
+        "lines": statistics.median(lines[step] for step in steps),
+        "cost_s": round(statistics.median(cost[step] for step in steps), 6),
+        "percent_of_step": round(statistics.median(100 * cost[step] / seconds[step] for step in steps), 4),
+    }
 
 
 def between(marks: dict[int, float]) -> dict[int, float]:

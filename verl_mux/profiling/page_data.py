@@ -54,7 +54,7 @@ def page_data(analysis: Analysis, summary: dict[str, Any], name: str, solo: Anal
 
 def extent(analysis: Analysis) -> tuple[float, float]:
     """First and last moment of the run, in seconds since the epoch."""
-    totals = analysis.run.tables.totals.filter(~pl.col("event").is_in([events.LOG_OPEN, events.LOG_DROPPED]))
+    totals = analysis.run.tables.totals.filter(~pl.col("event").is_in(events.ABOUT_THE_LOG))
     if totals.is_empty():
         return 0.0, 1.0
     first, last = float(totals["first"].min()), float(totals["last"].max())

@@ -62,7 +62,7 @@ def _counts(analysis: Analysis) -> dict[str, int]:
 
 def _steps(totals: pl.DataFrame) -> int:
     """Steps of all jobs. Step 0 of our own logs is the time before the first; a plain log's may be a step."""
-    noise = (pl.col("step") == 0) & (pl.col("job") != "") & pl.col("event").is_in([events.LOG_OPEN, events.PHASE])
+    noise = (pl.col("step") == 0) & (pl.col("job") != "") & pl.col("event").is_in([*events.ABOUT_THE_LOG, events.PHASE])
     return totals.filter(~noise).select("job", "step").n_unique()
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import ray
 import torch
-from safetensors.torch import save_file
 from verl.utils.device import get_device_name
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
@@ -25,7 +23,5 @@ class MuxServerAdapter(ServerAdapter):
             return
         server = ray.get_actor(f"sglang_server_{self.replica_rank}_{self.node_rank}")
         tensors: dict[str, torch.Tensor] = {name: tensor async for name, tensor in weights}
-        with shared_memory.folder() as directory:
-            save_file(tensors, directory / "model.safetensors")
-            shutil.copy(Path(self.model_config.local_path) / "config.json", directory)
+        with shared_memory.checkpoint(tensors, Path(self.model_config.local_path)) as directory:
             await server.load_weights.remote(str(directory), global_steps)

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
 from verl_mux.sync import shared_memory
+
+Weight = tuple[str, torch.Tensor]
 
 
 class CpuServerAdapter(ServerAdapter):
     """Everything but the transport is verl's. One rank holds whole tensors; more are not known to run without GPUs."""
 
     async def update_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None, **kwargs
+        self, weights: Iterable[Weight] | AsyncIterator[Weight], global_steps: int | None = None, **kwargs
     ) -> None:
-        """Load (name, full tensor) pairs into the engine and note their version."""
+        """Load (name, full tensor) pairs into the engine and note their version. A trainer's worker gives them as it gathers
+        them, a checkpoint engine as they arrive."""
         await self._init_server_adapter()
-        # Every rank takes part in gathering. Tied weights share memory, which safetensors refuses.
-        tensors = {name: tensor.detach().contiguous().clone() for name, tensor in weights}
+        # Every rank takes part in gathering.
+        pairs = [pair async for pair in weights] if isinstance(weights, AsyncIterator) else weights
+        # Tied weights share memory, which safetensors refuses.
+        tensors = {name: tensor.detach().contiguous().clone() for name, tensor in pairs}
         if self._engine is None:
             return
-        with shared_memory.folder() as directory:
-            save_file(tensors, directory / "model.safetensors")
-            shutil.copy(Path(self.model_config.local_path) / "config.json", directory)
+        with shared_memory.checkpoint(tensors, Path(self.model_config.local_path)) as directory:
             await self._engine._make_async_request(
                 "update_weights_from_disk", {"model_path": str(directory), "load_format": "auto", "flush_cache": True}
             )

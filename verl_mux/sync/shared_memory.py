@@ -10,6 +10,8 @@ from pathlib import Path
 from uuid import uuid4
 
 import psutil
+import torch
+from safetensors.torch import save_file
 
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "verl_mux_"
@@ -25,6 +27,15 @@ def folder(parent: Path = SHARED_MEMORY) -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def checkpoint(tensors: dict[str, torch.Tensor], model: Path) -> Iterator[Path]:
+    """A folder that an engine can load: these full tensors, contiguous and sharing no memory, under the config of `model`."""
+    with folder() as directory:
+        save_file(tensors, directory / "model.safetensors")
+        shutil.copy(model / "config.json", directory)
+        yield directory
 
 
 def remove_orphans(parent: Path) -> None:
