@@ -44,7 +44,11 @@ def complete_stock_cpu(config: DictConfig) -> None:
     """What verl's own trainer modes need without GPU. Nothing sleeps there: the engine keeps its memory."""
     with open_dict(config):
         _imply_cpu(config)
-        config.actor_rollout_ref.rollout.free_cache_engine = False
+        rollout = config.actor_rollout_ref.rollout
+        rollout.free_cache_engine = False
+        # verl's engines for trainers and rollout workers apart from each other all need GPUs.
+        if config.trainer.v1.trainer_mode == "separate_async" and rollout.checkpoint_engine.backend == "naive":
+            rollout.checkpoint_engine.backend = "mux"
         sglang = _engine_kwargs(config, "sglang")
         sglang.setdefault("enable_memory_saver", False)
         sglang.setdefault("sleep_on_idle", True)
