@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.profiling.made_logs import SEED_LINES, Made, make_run, make_shares
+from tests.profiling.made_logs import SEED_LINES, Lines, Made, make_run, make_shares
 from verl_mux.profiling.analysis import Analysis
 from verl_mux.profiling.findings import KINDS, find_all
 from verl_mux.profiling.run_log import read_run
@@ -62,6 +62,33 @@ def test_a_slow_second_turn_is_found_and_named(tmp_path, tokens):
 def test_a_slow_request_without_parts_is_found_as_such(tmp_path):
     (slow,) = found(make_run(tmp_path, Made(slow_rewards={(2, 1, 5): 160.0}, parts=False)))
     assert (slow.kind, slow.request_id) == ("slow_request", "2-1-5")
+
+
+def in_waves(directory, steps, workers=4, slots=32, waves=2, slow=None):
+    """Requests that wait for a slot in the engine; `slow`: (step, worker, number, seconds), that much more in the engine."""
+    rng = random.Random(0)
+    for step in range(1, steps + 1):
+        for worker in range(workers):
+            lines, free = Lines(worker, step), [0.0] * slots
+            for number in range(slots * waves):
+                about = {"request_id": f"{step}-{worker}-{number}"}
+                work = 20 * rng.uniform(0.8, 1.2)
+                told = about | {"turn": 0, "generated_tokens": int(25 * work)}
+                slot = free.index(min(free))
+                free[slot] = end = free[slot] + work + (slow[3] if slow and slow[:3] == (step, worker, number) else 0.0)
+                lines.add(1000.0 * step + end, "turn_engine_call", end, told)  # as the caller sees it, the wait included
+                lines.add(1000.0 * step + end, "async_rollout_request_complete", end, about)
+            lines.write(directory)
+    return directory
+
+
+def test_waves_of_requests_that_wait_for_a_slot_are_no_stall(tmp_path):
+    assert kinds(in_waves(tmp_path, steps=4)) == []
+
+
+def test_a_slow_turn_is_found_among_turns_that_waited_for_a_slot(tmp_path):
+    (slow,) = found(in_waves(tmp_path, steps=1, waves=4, slow=(1, 2, 40, 400.0)))
+    assert (slow.kind, slow.request_id) == ("slow_turn", "1-2-40")
 
 
 def test_a_slow_worker_is_found_in_all_its_steps(tmp_path):

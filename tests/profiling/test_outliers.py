@@ -26,6 +26,15 @@ def test_fifteen_times_the_median_stands_out_of_a_tame_distribution(name, count)
     assert list(isolated(values / np.median(values))) == [7]
 
 
+@pytest.mark.parametrize("count", [256, 1024])
+def test_seven_times_the_median_stands_out_of_waits_in_a_queue(count):
+    rng = np.random.default_rng(count)
+    for number in range(20):
+        values = rng.uniform(0, 20, count) + rng.lognormal(0, 0.3, count)  # all ask at once, slots come free evenly
+        values[number] = 7.5 * np.median(values)
+        assert list(isolated(values / np.median(values))) == [number]
+
+
 @pytest.mark.parametrize("name", [*TAME, *WILD])
 def test_a_healthy_sample_holds_no_isolated_value(name):
     rng = np.random.default_rng(1)

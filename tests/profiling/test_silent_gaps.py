@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from verl_mux.profiling.silent_gaps import find_gap, is_common, stalled
+from verl_mux.profiling.silent_gaps import enough, find_gap, in_tools, is_common, stalled
 
 
 def ends(*parts):
@@ -52,3 +52,24 @@ def test_a_gap_that_others_have_too_is_how_the_work_is_made():
     assert is_common(gap, [gap, gap, None])
     assert not is_common(gap, [None, None, None])
     assert not is_common(gap, [])
+    assert not is_common(gap, [gap, gap, None], part=0.7)
+
+
+def test_a_gap_of_a_small_part_of_the_time_is_found_where_asked_for():
+    finish = ends(np.linspace(1, 25, 100), np.linspace(30, 60, 100))
+    assert find_gap(0.0, finish) is None
+    assert find_gap(0.0, finish, least_missing=4.0, least_part=0.0).seconds == 5.0
+
+
+def test_of_few_completions_more_must_be_missing():
+    few = ends(np.linspace(1, 4, 4), np.linspace(30, 33, 4))  # 26 missing at one a second
+    assert find_gap(0.0, few) is None
+    assert find_gap(0.0, ends(np.linspace(1, 12, 12), np.linspace(38, 49, 12))).missing >= enough(20.0, 24)
+
+
+def test_a_gap_that_requests_spent_in_tools_is_the_tools():
+    gap = find_gap(0.0, ends(BEFORE, AFTER))
+    finish, starts = ends(BEFORE, AFTER), np.zeros(512)
+    assert in_tools(gap, starts, finish, np.where(finish > 100, 140.0, 0.0))
+    assert not in_tools(gap, starts, finish, np.where(finish > 180, 140.0, 0.0))
+    assert not in_tools(gap, starts, finish, np.zeros(512))

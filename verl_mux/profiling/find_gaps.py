@@ -10,7 +10,7 @@ import polars as pl
 from verl_mux.profiling.find_requests import slow_aside
 from verl_mux.profiling.finding import Finding
 from verl_mux.profiling.intervals import overlap
-from verl_mux.profiling.silent_gaps import ALIKE_MISSING, MISSING, Gap, find_gap, is_common, stalled
+from verl_mux.profiling.silent_gaps import ALIKE_MISSING, MIN_PART, MISSING, Gap, enough, find_gap, in_tools, is_common, stalled
 
 if TYPE_CHECKING:
     from verl_mux.profiling.analysis import Analysis
@@ -23,6 +23,7 @@ SAME = 0.8  # workers whose gaps share this part of the time stood still togethe
 ALIKE_PACE = 8.0
 ALIKE_PACE_WITH_PEERS = 25.0
 PEERS = 3
+WAVES = 0.6
 ADVICE = (
     "the engine took no work off its hands here, then went on at the same pace: capture this worker with a GPU profiler "
     "when it happens again, look for a stuck NCCL or memory call, a paused process, another user of the GPU, a slow disk"
@@ -32,22 +33,31 @@ ADVICE = (
 def gaps_of(analysis: Analysis) -> dict[Place, Gap]:
     """The gaps that are stalls."""
     found: dict[Place, Gap | None] = {}
+    large: dict[Place, Gap] = {}
     frames: dict[Place, pl.DataFrame] = {}
     usual = analysis.finished.join(slow_aside(analysis), on=[*PLACE, "request_id"], how="anti", maintain_order="left")
     for (job, step, worker), frame in usual.group_by(PLACE, maintain_order=True):
-        frames[job, step, worker] = frame
-        found[job, step, worker] = find_gap(frame["start"].min(), np.sort(frame["end"].to_numpy()), ALIKE_MISSING)
-    large = {place: gap for place, gap in found.items() if gap and gap.missing >= MISSING}
+        place, began, ends = (job, step, worker), frame["start"].min(), np.sort(frame["end"].to_numpy())
+        frames[place] = frame
+        # A peer's gap is compared by its length, however little of the peer's own time it is.
+        gap = found[place] = find_gap(began, ends, ALIKE_MISSING, least_part=0.0)
+        if gap and gap.missing >= enough(MISSING, len(ends)) and gap.seconds >= MIN_PART * (ends[-1] - began):
+            large[place] = gap
     return {place: gap for place, gap in large.items() if _is_stall(place, gap, found, frames[place], analysis)}
 
 
 def _is_stall(place: Place, gap: Gap, found: dict, frame: pl.DataFrame, analysis: Analysis) -> bool:
     if not _is_silent(place, gap, analysis.turns):
         return False
+    starts, ends = frame["start"].to_numpy(), frame["end"].to_numpy()
+    if in_tools(gap, starts, ends, frame["tool"].fill_null(0.0).to_numpy()):
+        return False
     tokens = frame["tokens"].cast(pl.Float64).fill_null(float("nan")).to_numpy()
-    told = stalled(gap, frame["start"].to_numpy(), frame["end"].to_numpy(), tokens)
+    told = stalled(gap, starts, ends, tokens)
     if told is not None:
-        return told
+        # Where requests wait for a slot, their speed tells nothing; a wave of them ends in every step.
+        elsewhere = [other for where, other in found.items() if where[0] == place[0] and where[1] != place[1]]
+        return told and not (len(elsewhere) >= PEERS and is_common(gap, elsewhere, WAVES))
     others = [other for where, other in found.items() if where[0] == place[0] and where != place]
     most = ALIKE_PACE_WITH_PEERS if len(others) >= PEERS else ALIKE_PACE
     alike = max(gap.pace_before, gap.pace_after) <= most * min(gap.pace_before, gap.pace_after)

@@ -20,6 +20,7 @@ COST_SHARED = 0.25  # the same where SHARED or more were slow together: a hiccup
 MOST = 5  # of each kind and job
 SHARED = 3  # so many requests slowed alike by one gap are that gap's, not abnormal
 MANY = 10
+BLAME = 0.5  # of what a request lost, in one part of it
 MIN_LOCAL = 8  # requests of one worker and step that tell its usual speed
 PLACE = ["job", "step", "worker"]
 
@@ -51,13 +52,29 @@ def find(analysis: Analysis) -> list[Finding]:
     """At most MOST of each kind and job, the slowest."""
     typical = _usual_step(analysis)
     findings: list[Finding] = []
-    for part in _parts(analysis):
+    parts = [Part(part.kind, _without_gaps(part.rows, analysis)) for part in _parts(analysis)]
+    for part in parts:
         for (job,), rows in part.rows.group_by("job", maintain_order=True):
-            rows = _without_gaps(rows, analysis)
             step = typical.get(job, 0.0)
             findings += _together(_slow(part.kind, rows, COST * step), COST_SHARED * step)[:MOST]
     told = {(f.job, f.step, f.worker, f.request_id) for f in findings if f.kind != "slow_request"}
-    return [f for f in findings if f.kind != "slow_request" or (f.job, f.step, f.worker, f.request_id) not in told]
+    slow = [f for f in findings if f.kind != "slow_request" or (f.job, f.step, f.worker, f.request_id) not in told]
+    return [_blamed(f, parts) if f.kind == "slow_request" else f for f in slow]
+
+
+def _blamed(whole: Finding, parts: list[Part]) -> Finding:
+    """A slow request whose time went into one of its parts is a finding of that part, though not slow enough for one alone."""
+    for part in (part for part in parts if part.kind != "slow_request"):
+        rows = part.rows.filter(pl.col("job") == whole.job)
+        if rows.is_empty():
+            continue
+        own = rows.with_columns(pl.Series("expected", _expected(rows))).filter(
+            (pl.col("step") == whole.step) & (pl.col("worker") == whole.worker) & (pl.col("request_id") == whole.request_id)
+        )
+        for row in own.sort("seconds", descending=True).head(1).iter_rows(named=True):
+            if row["seconds"] - row["expected"] >= BLAME * whole.lost:
+                return _finding(part.kind, row, row["expected"])
+    return whole
 
 
 def _together(found: list[Finding], cost: float) -> list[Finding]:

@@ -13,7 +13,7 @@ from verl_mux.profiling.finding import Finding
 if TYPE_CHECKING:
     from verl_mux.profiling.analysis import Analysis
 
-LONG_TAIL = 0.45  # four fifths of the requests were done within this part of the time
+LONG_TAIL = 0.43  # four fifths of the requests were done within this part of the time
 MIN_REQUESTS = 20
 HEAVY = 0.15  # of the step
 PREPROCESS_ADVICE = (

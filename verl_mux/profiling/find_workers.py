@@ -18,6 +18,7 @@ DEVIATIONS = 5.0
 MIN_REQUESTS = 8
 MIN_WORKERS = 3
 MIN_SPREAD = 0.05  # of the logarithm: peers closer than that differ by chance
+FEW_SPREAD = 0.35  # the same over the root of how many requests there are: a handful says little of its own spread
 COST = 0.10  # of the step
 ADVICE = (
     "its requests took {ratio:.1f} times as long as elsewhere: {reason}; compare this worker's clocks, neighbours and "
@@ -66,7 +67,8 @@ def _bulk_end(rows: pl.DataFrame) -> tuple[float, float]:
     count = len(ends)
     reach = 2 * np.sqrt(0.09 * count)
     low, middle, high = (ends[int(np.clip(np.ceil(0.9 * count + d) - 1, 0, count - 1))] for d in (-reach, 0, reach))
-    return float(middle), float(np.log(max(high, 1e-9) / max(low, 1e-9))) / 4
+    spread = float(np.log(max(high, 1e-9) / max(low, 1e-9))) / 4
+    return float(middle), max(spread, FEW_SPREAD / np.sqrt(count))
 
 
 def _slower(value: float, others: list[float], noise: float) -> float | None:

@@ -2,7 +2,9 @@
 
 Durations have heavy tails while all is well (lengths have), so a fixed number of deviations would cry wolf. A value is
 isolated when two models of the healthy tail agree that a sample of this size would not hold it:
-- a lognormal through the median and the 90th and 98th percentiles (the wider of the two) expects fewer than LOGNORMAL;
+- a lognormal expects fewer than LOGNORMAL. It goes on beyond the 98th percentile as it came there from the 90th, and no
+  steeper than LEAST_OF_WHOLE of the whole sample's spread (more in small samples): waits in a queue spread widely and yet
+  have an end, lengths have none;
 - a power law expects fewer than POWER_LAW. Its index comes from the large values just below the suspects, by Renyi's
   spacings, which are not biased by leaving the top out.
 """
@@ -13,7 +15,7 @@ import math
 
 import numpy as np
 
-LOGNORMAL = 1e-4
+LOGNORMAL = 1e-5
 POWER_LAW = 0.05
 MIN_RATIO = 3.0  # less than three times the expected is not worth a person's time
 MIN_COUNT = 8
@@ -22,6 +24,8 @@ MIN_RATIO_OF_FEW = 10.0
 SUSPECTS = 0.02  # more than this part of a sample is no outlier but a second mode
 TAIL = 0.10
 MIN_SPREAD = 0.05
+LEAST_OF_WHOLE = 0.5
+Z90, Z98 = 1.2816, 2.0537  # the normal distribution's quantiles
 
 
 def isolated(ratios: np.ndarray) -> np.ndarray:
@@ -42,9 +46,12 @@ def _lognormal_count(logs: np.ndarray, suspects: int) -> np.ndarray:
     """How many values as large as each suspect the sample should hold. `logs` falls."""
     body = logs[suspects:]
     middle, high, higher = np.quantile(body, [0.5, 0.9, 0.98])
-    spread = max((high - middle) / 1.2816, (higher - middle) / 2.0537, MIN_SPREAD)
-    spread *= 1 + 2 / math.sqrt(len(logs))  # its own uncertainty, and the top that was left out
-    return np.array([len(logs) * math.erfc((x - middle) / spread / math.sqrt(2)) / 2 for x in logs[:suspects]])
+    unsure = 1 / math.sqrt(len(logs))
+    whole = max((high - middle) / Z90, (higher - middle) / Z98, MIN_SPREAD)
+    spread = max((higher - high) / (Z98 - Z90), min(LEAST_OF_WHOLE + 3 * unsure, 1.0) * whole, MIN_SPREAD)
+    spread *= 1 + 2 * unsure  # and the top was left out
+    deviations = Z98 + (logs[:suspects] - higher) / spread
+    return np.array([len(logs) * math.erfc(z / math.sqrt(2)) / 2 for z in deviations])
 
 
 def _power_law_count(logs: np.ndarray, suspects: int) -> np.ndarray:
