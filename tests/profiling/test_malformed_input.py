@@ -1,6 +1,7 @@
 """Input that is not as it should be: counted, named, never a traceback, and the rest is analysed."""
 
 import json
+import os
 import random
 
 import pytest
@@ -47,7 +48,10 @@ BAD = {
     '{"timestamp": "2025-08-11T23:19:45", "event": "a", "workid": "two"}': "wrong type: workid",
     '{"timestamp": "2025-08-11T23:19:45", "event": "a", "step": 1.5}': "wrong type: step",
     '{"timestamp": "2025-08-11T23:19:45", "event": "a", "extra": [1]}': "wrong type: extra",
+    '{"timestamp": "2025-08-11T23:19:45", "event": "a", "step": -3}': "negative step",
+    '{"timestamp": "2025-08-11T23:19:45", "event": "a", "workid": -1}': "negative workid",
     '{"timestamp": "yesterday", "event": "a"}': "unreadable timestamp",
+    '{"timestamp": "2025-08-11", "event": "a"}': "unreadable timestamp",
     '{"timestamp": "2025-08-11T23:19:45", "event": "a", "duration_sec": -1.0}': "negative duration",
     '{"timestamp": "2025-08-11T23:19:45", "event": "a", "duration_sec": 1e300}': "impossible duration",
     '{"timestamp": "2025-08-11T23:19:45", "event": "a", "duration_sec": Infinity}': "impossible duration",
@@ -60,7 +64,8 @@ def test_a_bad_line_is_counted_by_name_and_the_rest_is_read(tmp_path, line, reas
     assert summary["input"]["skipped"] == {reason: 1}
     assert summary["skipped_lines"] == 1
     assert summary["event_share"] == {"async_generate_duration": 100.0}
-    assert "worker_0.jsonl" in summary["input"]["examples"][reason]
+    assert summary["input"]["examples"][reason].endswith("worker_0.jsonl, line 2")
+    assert (summary["steps"], summary["workers"], summary["input"]["noticed"]) == (1, 1, {})
 
 
 def test_bytes_that_are_no_text_are_counted(tmp_path):
@@ -110,18 +115,58 @@ SPELLINGS = ["2025-08-11T23:19:45", "2025-08-11 23:19:45.500", "2025-08-11T23:19
 
 @pytest.mark.parametrize("stamp", SPELLINGS)
 def test_other_iso_spellings_are_read(tmp_path, stamp):
-    assert report(written(tmp_path, GOOD, GOOD.replace("2025-08-11T23:19:45.001830", stamp)))["skipped_lines"] == 0
-
-
-def test_a_clock_that_goes_back_is_noticed_and_its_lines_are_kept(tmp_path):
-    summary = report(written(tmp_path, GOOD, GOOD.replace("T23:", "T22:"), GOOD))
-    assert summary["input"]["noticed"] == {"clock went back by more than a second": 1}
-    assert summary["input"]["events"] == 3
+    assert report(written(tmp_path, GOOD.replace("2025-08-11T23:19:45.001830", stamp)))["skipped_lines"] == 0
 
 
 def test_a_lone_line_from_another_year_is_skipped(tmp_path):
     lines = [GOOD] * 20 + [GOOD.replace("2025-", "1970-")]
     assert report(written(tmp_path, *lines))["input"]["skipped"] == {"timestamp a day or more from the rest of its file": 1}
+
+
+TEXTS = [
+    {"event": "\ud800x"},
+    {"role": "\ud800x"},
+    {"job": "\udfffx"},
+    {"extra": {"request_id": "\ud800x"}},
+    {"extra": {"tool": "\ud800x"}},
+    {"extra": {"\ud800x": [{"\udc00": "\ud800"}]}},
+    {"\ud800x": 1},
+]
+
+
+@pytest.mark.parametrize("keys", TEXTS)
+def test_half_a_surrogate_pair_is_spelled_out(tmp_path, keys):
+    summary = report(written(tmp_path, GOOD, json.dumps(json.loads(GOOD) | keys)))
+    assert summary["input"]["noticed"] == {"half a surrogate pair in a text": 1}
+    assert summary["input"]["examples"]["half a surrogate pair in a text"].endswith("line 2")
+    assert (summary["skipped_lines"], summary["input"]["events"]) == (0, 2)
+    json.dumps(summary, ensure_ascii=False).encode()
+
+
+def test_half_pairs_that_differ_remain_different(tmp_path):
+    line = '{"timestamp": "2025-08-11T23:19:45", "event": "async_rollout_request_complete", "extra": {"request_id": "\\ud80%dx"}}'
+    assert report(written(tmp_path, line % 0, line % 1))["requests"] == 2
+
+
+def test_whole_pairs_are_text_and_an_escaped_backslash_is_one(tmp_path):
+    lines = [json.dumps(json.loads(GOOD) | {"event": event}) for event in ("\U0001f600", "\\ud800")]
+    summary = report(written(tmp_path, *lines))
+    assert (summary["skipped_lines"], summary["input"]["noticed"]) == (0, {})
+
+
+def test_a_job_whose_directory_is_no_text_is_spelled_out(tmp_path):
+    written(tmp_path / os.fsdecode(b"job\xff") / "events", GOOD, "torn")
+    summary = report(tmp_path)
+    assert (summary["input"]["events"], summary["skipped_lines"]) == (1, 1)
+    json.dumps(summary, ensure_ascii=False).encode()
+
+
+def test_the_first_place_counts_blank_skipped_and_enormous_lines(tmp_path):
+    lines = ["", GOOD, "torn", "x" * (2 * 2**20), GOOD, "", GOOD.replace("1.0", "-1.0")]
+    examples = report(written(tmp_path, *lines))["input"]["examples"]
+    assert {reason: where.rpartition(" ")[2] for reason, where in examples.items()} == {
+        "not JSON (torn line?)": "3", "line over 1 MiB": "4", "negative duration": "7",
+    }  # fmt: skip
 
 
 def test_a_missing_worker_is_named(tmp_path):

@@ -8,6 +8,7 @@ import msgspec
 
 Int = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 Small = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class TurnTiming(msgspec.Struct, gc=False):
@@ -63,8 +64,8 @@ class Line(msgspec.Struct, gc=False):
     event: str
     duration_sec: float | None = None
     extra: Extra | None = None
-    workid: Small | None = None
-    step: Small | None = None
+    workid: Count | None = None
+    step: Count | None = None
     role: str | None = None
     job: str | None = None
     request_id: str | Int | None = None  # the sglang logger lets callers put further keys at the top

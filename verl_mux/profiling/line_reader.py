@@ -1,15 +1,17 @@
 """From bytes to a data frame of events, a piece of a file at a time; what cannot be read is counted by name.
 
-A line is skipped when it is no JSON object, lacks `timestamp` or `event`, or has a known top-level key of the wrong
-type. A value of the wrong type inside `extra` is dropped and counted; the rest of its line is kept.
+A line is skipped when it is no JSON object, lacks `timestamp` or `event`, has a known top-level key of the wrong type or an
+impossible value, or no time. A value of the wrong type inside `extra` is dropped and counted; the rest of
+its line is kept.
 """
 
 from __future__ import annotations
 
-import collections
+import bisect
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from operator import attrgetter
 from typing import Any, BinaryIO
@@ -18,15 +20,18 @@ import msgspec
 import numpy as np
 import polars as pl
 
+from verl_mux.profiling.faults import Faults
 from verl_mux.profiling.line import EXTRA_KEYS, EXTRA_TYPES, NO_EXTRA, Extra, Line
-from verl_mux.profiling.log_files import LogFile
+from verl_mux.profiling.log_files import LogFile, printable
 
 MAX_LINE_BYTES = 2**20
 MAX_SECONDS = 1e9  # about 32 years
-FAR_SECONDS = 86_400.0  # no step lasts a day: a lone line that far from its file's middle has a wrong clock
 BACK_SECONDS = 1.0
+FAR_SECONDS = 86_400.0  # no step lasts a day: a lone line that far from its file's middle has a wrong clock
 
+Where = Callable[[int], str]  # a row's `line` -> what a reader is told
 _decode_lines = msgspec.json.Decoder(Line).decode_lines
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 # column -> (type, field of Line or of Extra)
 LINE_COLUMNS: dict[str, tuple[Any, str]] = {
@@ -49,58 +54,56 @@ EXTRA_COLUMNS: dict[str, tuple[Any, str]] = {
 TOKENS = ("generated_tokens", "response_tokens", "actual_response_tokens", "response_length")  # the first that is there
 
 
-@dataclass
-class Faults:
-    """What was wrong with the input. `skipped`: lines lost, by reason. `noticed`: lines kept, by what was odd."""
+@dataclass(frozen=True)
+class Block:
+    """Lines of a file that were read together. `numbers`: which lines of the file they are, counted from byte `start` on."""
 
-    skipped: collections.Counter = field(default_factory=collections.Counter)
-    noticed: collections.Counter = field(default_factory=collections.Counter)
-    examples: dict[str, str] = field(default_factory=dict)  # reason -> the first place it was met
+    file: LogFile
+    start: int
+    lines: list[Line]
+    numbers: Sequence[int]
 
-    def skip(self, reason: str, where: str, count: int = 1) -> None:
-        self.skipped[reason] += count
-        self.examples.setdefault(reason, where)
-
-    def notice(self, reason: str, where: str, count: int = 1) -> None:
-        self.noticed[reason] += count
-        self.examples.setdefault(reason, where)
-
-    def add(self, other: Faults) -> None:
-        self.skipped.update(other.skipped)
-        self.noticed.update(other.noticed)
-        for reason, where in other.examples.items():
-            self.examples.setdefault(reason, where)
+    def where(self, index: int) -> str:
+        return _where(self.file.path, self.start, self.numbers[index])
 
 
-def read_lines(file: LogFile, start: int, stop: int, faults: Faults) -> Iterator[list[Line]]:
+def _where(path: str, start: int, number: int) -> str:
+    """Lines before `start` belong to another piece of the file and are not counted: that would mean to read them twice."""
+    return printable(f"{path}, line {number}" + (f" after byte {start}" if start else ""))
+
+
+def read_lines(file: LogFile, start: int, stop: int, faults: Faults) -> Iterator[Block]:
     """The lines that begin in bytes [start, stop) of a file, about a megabyte of them at a time."""
     try:
-        for block in _blocks(file.path, start, stop, faults):
-            yield _decode(block, file.path, faults)
+        for number, count, raw in _blocks(file.path, start, stop, faults):
+            yield Block(file, start, *_decode(raw, number, count, lambda n: _where(file.path, start, n), faults))
     except OSError as error:
-        faults.skip("unreadable file", f"{file.path}: {error.strerror}")
+        faults.skip("unreadable file", f"{printable(file.path)}: {error.strerror}")
 
 
-def _blocks(path: str, start: int, stop: int, faults: Faults) -> Iterator[bytes]:
-    """Whole lines, none longer than MAX_LINE_BYTES, however long the file's lines are."""
+def _blocks(path: str, start: int, stop: int, faults: Faults) -> Iterator[tuple[int, int, bytes]]:
+    """(number of the first line, how many, whole lines): none longer than MAX_LINE_BYTES, however long the file's are."""
+    number = 1
     with open(path, "rb") as stream:
         if start:
             stream.seek(start - 1)
             _skip_line(stream)
         while (position := stream.tell()) < stop:
             block = stream.read(min(MAX_LINE_BYTES, stop - position))
-            if block.endswith(b"\n"):
-                yield block
-                continue
-            whole = block.rfind(b"\n") + 1
-            line = block[whole:] + stream.readline(MAX_LINE_BYTES)
-            if len(line) <= MAX_LINE_BYTES:
-                yield block[:whole] + line
-                continue
-            if not line.endswith(b"\n"):
-                _skip_line(stream)
-            faults.skip("line over 1 MiB", path)
-            yield block[:whole]
+            enormous = False
+            if not block.endswith(b"\n"):
+                whole = block.rfind(b"\n") + 1
+                line = block[whole:] + stream.readline(MAX_LINE_BYTES)
+                enormous = len(line) > MAX_LINE_BYTES
+                if enormous and not line.endswith(b"\n"):
+                    _skip_line(stream)
+                block = block[:whole] if enormous else block[:whole] + line
+            count = block.count(b"\n") + (block[-1:] not in (b"", b"\n"))
+            yield number, count, block
+            number += count
+            if enormous:
+                faults.skip("line over 1 MiB", _where(path, start, number))
+                number += 1
 
 
 def _skip_line(stream: BinaryIO) -> None:
@@ -108,41 +111,56 @@ def _skip_line(stream: BinaryIO) -> None:
         pass
 
 
-def _decode(block: bytes, path: str, faults: Faults) -> list[Line]:
+def _decode(block: bytes, number: int, count: int, where: Where, faults: Faults) -> tuple[list[Line], Sequence[int]]:
+    """The lines of a block of `count`, and the number of each; blank ones are no lines."""
     try:
-        return _decode_lines(block)
+        lines = _decode_lines(block)
+        if len(lines) == count:
+            return lines, range(number, number + count)
+        return lines, [number + i for i, raw in enumerate(block.split(b"\n")) if raw.strip()]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raws = [raw for raw in block.split(b"\n") if raw.strip()]
-        return [line for raw in raws for line in _decode_one(raw, path, faults)]
+        pass
+    raws = [(number + i, raw) for i, raw in enumerate(block.split(b"\n")) if raw.strip()]
+    kept = [(line, n) for n, raw in raws for line in _decode_one(raw, where(n), faults)]
+    return [line for line, _ in kept], [n for _, n in kept]
 
 
-def _decode_one(raw: bytes, path: str, faults: Faults) -> list[Line]:
+def _decode_one(raw: bytes, where: str, faults: Faults) -> list[Line]:
     try:
         return _decode_lines(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
     try:
-        given = json.loads(raw)  # knows NaN and Infinity, which Python programs write
+        given = _plain_text(json.loads(raw), where, faults)  # knows NaN and Infinity, which Python programs write
     except (ValueError, RecursionError):
-        faults.skip("not JSON (torn line?)", path)
+        faults.skip("not JSON (torn line?)", where)
         return []
-    return _salvage(given, path, faults)
+    return _salvage(given, where, faults)
 
 
-def _salvage(given: Any, path: str, faults: Faults) -> list[Line]:
+def _plain_text(given: Any, where: str, faults: Faults) -> Any:
+    """Half of a surrogate pair is JSON, yet no text that a table or a terminal takes: it is spelled out, as `\\ud800`."""
+    text = json.dumps(given, ensure_ascii=False)
+    if not _SURROGATE.search(text):
+        return given
+    faults.notice("half a surrogate pair in a text", where)
+    return json.loads(_SURROGATE.sub(lambda half: f"\\\\u{ord(half[0]):04x}", text))
+
+
+def _salvage(given: Any, where: str, faults: Faults) -> list[Line]:
     if not isinstance(given, dict):
-        faults.skip("not a JSON object", path)
+        faults.skip("not a JSON object", where)
         return []
     extra = given.pop("extra", None)
     if isinstance(extra, dict):
-        given["extra"] = _salvage_extra(extra, path, faults)
+        given["extra"] = _salvage_extra(extra, where, faults)
     elif extra is not None:
-        faults.skip("wrong type: extra", path)
+        faults.skip("wrong type: extra", where)
         return []
     try:
         return [msgspec.convert(given, Line)]
     except (msgspec.ValidationError, RecursionError) as error:
-        faults.skip(_reason(given, str(error)), path)
+        faults.skip(_reason(given, str(error)), where)
         return []
 
 
@@ -150,27 +168,29 @@ def _reason(given: dict, message: str) -> str:
     for key in ("timestamp", "event"):
         if key not in given:
             return f"missing: {key}"
-    return f"wrong type: {message.rpartition('$.')[2].strip('`') or 'line'}"
+    key = message.rpartition("$.")[2].strip("`") or "line"
+    negative = type(given.get(key)) is int and given[key] < 0
+    return f"negative {key}" if negative else f"wrong type: {key}"
 
 
-def _salvage_extra(extra: dict, path: str, faults: Faults) -> Extra:
+def _salvage_extra(extra: dict, where: str, faults: Faults) -> Extra:
     kept = {}
     for key in EXTRA_KEYS.intersection(extra):
         try:
             kept[key] = msgspec.convert(extra[key], EXTRA_TYPES[key])
         except (msgspec.ValidationError, RecursionError):
-            faults.notice(f"wrong type: extra.{key}", path)
+            faults.notice(f"wrong type: extra.{key}", where)
     return Extra(**kept)
 
 
-def to_frame(read: list[tuple[LogFile, list[Line]]], faults: Faults) -> pl.DataFrame:
+def to_frame(blocks: list[Block], faults: Faults) -> pl.DataFrame:
     """A row an event, files in order: the columns above, with `end` (epoch seconds) for `timestamp`.
 
     `line` is the row's index among all lines given. Local time is read as UTC, for the format does not say where it was
     local. Where a line is silent, its path speaks. Lines with impossible values are counted and left out.
     """
-    files = [file for file, _ in read]
-    lines = [line for _, some in read for line in some]
+    files = list(dict.fromkeys(block.file for block in blocks))
+    lines = [line for block in blocks for line in block.lines]
     for line in lines:
         if line.request_id is not None:
             _move_down(line)
@@ -178,15 +198,29 @@ def to_frame(read: list[tuple[LogFile, list[Line]]], faults: Faults) -> pl.DataF
     columns = [_column(name, kind, lines, key) for name, (kind, key) in LINE_COLUMNS.items()]
     columns += [_column(name, kind, extras, key) for name, (kind, key) in EXTRA_COLUMNS.items()]
     columns.append(pl.Series("request_id", _request_ids(extras), pl.String))
-    index = pl.Series("file", np.repeat(np.arange(len(files)), [len(some) for _, some in read]), pl.Int64)
+    place = {file: place for place, file in enumerate(files)}
+    index = pl.Series("file", np.repeat([place[b.file] for b in blocks], [len(b.lines) for b in blocks]), pl.Int64)
     frame = pl.DataFrame(columns).with_columns(
         *(pl.col(name).fill_null(_from_path(name, files, index)) for name in ("worker", "step", "role", "job")),
-        _end(columns[0]),
+        *_end(columns[0]),
         _tokens(extras),
         index,
         pl.int_range(pl.len()).alias("line"),
     )
-    return _drop_impossible(frame.drop("timestamp"), files, faults).drop("file")
+    where = _finder(blocks)
+    frame = _drop_impossible(frame.drop("timestamp"), where, faults)
+    return frame.drop("file", "zoned")
+
+
+def _finder(blocks: list[Block]) -> Where:
+    """Says of a row's `line` where it stands."""
+    firsts = np.cumsum([0, *(len(block.lines) for block in blocks)]).tolist()
+
+    def where(line: int) -> str:
+        at = bisect.bisect_right(firsts, line) - 1
+        return blocks[at].where(line - firsts[at])
+
+    return where
 
 
 def _move_down(line: Line) -> None:
@@ -218,13 +252,18 @@ def _tokens(extras: list[Extra]) -> pl.Series:
     return found.to_series()
 
 
-def _end(stamps: pl.Series) -> pl.Series:
+def _end(stamps: pl.Series) -> list[pl.Series]:
+    """`end`, and `zoned`: whether the stamp names a time zone."""
     parsed = stamps.str.to_datetime("%Y-%m-%dT%H:%M:%S%.f", time_unit="us", strict=False)
+    zoned = pl.repeat(False, len(stamps), eager=True)
     if parsed.null_count():
         odd = parsed.is_null()
         slow = [_parse(stamp) for stamp in stamps.filter(odd)]
-        parsed = parsed.zip_with(~odd, pl.Series(parsed.name, _spread(slow, odd), dtype=pl.Datetime("us")))
-    return (parsed.dt.epoch("us") / 1e6).alias("end")
+        times = [None if read is None else _as_utc(read) for read in slow]
+        parsed = parsed.zip_with(~odd, pl.Series(parsed.name, _spread(times, odd), dtype=pl.Datetime("us")))
+        named = [read is not None and read.tzinfo is not None for read in slow]
+        zoned = pl.Series(_spread(named, odd), dtype=pl.Boolean).fill_null(False)
+    return [(parsed.dt.epoch("us") / 1e6).alias("end"), zoned.alias("zoned")]
 
 
 def _spread(values: list, mask: pl.Series) -> list:
@@ -233,21 +272,30 @@ def _spread(values: list, mask: pl.Series) -> list:
 
 
 def _parse(stamp: str) -> datetime | None:
-    """Other ISO 8601 spellings; one with an offset is read as the UTC time it names."""
+    """Other ISO 8601 spellings, of a date with a time of day."""
+    stamp = stamp.strip()
+    if len(stamp) <= len("2025-08-11"):
+        return None
     try:
-        read = datetime.fromisoformat(stamp.strip().replace("Z", "+00:00"))
-        return read.astimezone(timezone.utc).replace(tzinfo=None) if read.tzinfo else read
+        read = datetime.fromisoformat(stamp.replace("Z", "+00:00"))
+        _as_utc(read)
+        return read
     except (ValueError, OverflowError):
         return None
+
+
+def _as_utc(read: datetime) -> datetime:
+    """One with an offset is read as the UTC time it names."""
+    return read.astimezone(timezone.utc).replace(tzinfo=None) if read.tzinfo else read
 
 
 def parse_time(stamp: str) -> float | None:
     """A time stamp in seconds since the epoch, as `to_frame` reads it; None if it is none."""
     read = _parse(stamp)
-    return None if read is None else read.replace(tzinfo=timezone.utc).timestamp()
+    return None if read is None else _as_utc(read).replace(tzinfo=timezone.utc).timestamp()
 
 
-def _drop_impossible(frame: pl.DataFrame, files: list[LogFile], faults: Faults) -> pl.DataFrame:
+def _drop_impossible(frame: pl.DataFrame, where: Where, faults: Faults) -> pl.DataFrame:
     end, seconds = pl.col("end"), pl.col("seconds")
     far = (end - end.median().over("file")).abs() > FAR_SECONDS
     checks = {
@@ -259,10 +307,10 @@ def _drop_impossible(frame: pl.DataFrame, files: list[LogFile], faults: Faults) 
     for reason, check in checks.items():
         bad = frame.select(check.fill_null(False)).to_series()
         if bad.any():
-            faults.skip(reason, files[frame["file"].filter(bad)[0]].path, int(bad.sum()))
+            faults.skip(reason, where(frame["line"].filter(bad)[0]), int(bad.sum()))
             frame = frame.filter(~bad)
     own = frame.filter(~pl.col("event").str.starts_with("log_"))
     back = own.filter(end.diff().over("file") < -BACK_SECONDS)
     if back.height:
-        faults.notice("clock went back by more than a second", files[back["file"][0]].path, back.height)
+        faults.notice("clock went back by more than a second", where(back["line"][0]), back.height)
     return frame

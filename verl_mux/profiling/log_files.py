@@ -70,7 +70,12 @@ def _job_and_role(root: Path, parent: Path) -> tuple[str, str]:
     role = parent.name if parent.name in ROLES else ""
     home = parent.parent if role else parent
     if home.name == "events":
-        return home.parent.name, role or "rollout"
+        return printable(home.parent.name), role or "rollout"
     if not home.is_relative_to(root) or home == root:
         return "", role or "rollout"
-    return home.relative_to(root).as_posix(), role or "rollout"
+    return printable(home.relative_to(root).as_posix()), role or "rollout"
+
+
+def printable(name: str) -> str:
+    """Names of files may hold bytes that are no text; those are spelled out."""
+    return name.encode("utf-8", "backslashreplace").decode()

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 
-from verl_mux.profiling.line import Line
-from verl_mux.profiling.line_reader import Faults, read_lines, to_frame
+from verl_mux.profiling.faults import Faults
+from verl_mux.profiling.line_reader import Block, read_lines, to_frame
 from verl_mux.profiling.log_files import LogFile, find_log_files
 from verl_mux.profiling.reduction import Tables, reduce_events
 
@@ -96,21 +96,21 @@ def _reduced(shares: list[list[_Piece]], processes: int) -> Iterator[tuple[int, 
 def _reduce(share: list[_Piece]) -> tuple[Tables, Faults]:
     faults = Faults()
     parts: list[Tables] = []
-    read: list[tuple[LogFile, list[Line]]] = []
+    blocks: list[Block] = []
     waiting = 0
     for piece in share:
-        for lines in read_lines(piece.file, piece.start, piece.stop, faults):
-            read.append((piece.file, lines))
-            waiting += len(lines)
+        for block in read_lines(piece.file, piece.start, piece.stop, faults):
             if waiting >= PIECE_LINES:
-                parts.append(_tables(read, faults))
-                read, waiting = [], 0
-    parts.append(_tables(read, faults))
+                parts.append(_tables(blocks, faults))
+                blocks, waiting = [], 0
+            blocks.append(block)
+            waiting += len(block.lines)
+    parts.append(_tables(blocks, faults))
     return Tables.merge(parts), faults
 
 
-def _tables(read: list[tuple[LogFile, list[Line]]], faults: Faults) -> Tables:
-    return reduce_events(to_frame(read, faults), [line for _, lines in read for line in lines])
+def _tables(blocks: list[Block], faults: Faults) -> Tables:
+    return reduce_events(to_frame(blocks, faults), [line for block in blocks for line in block.lines])
 
 
 def _empty() -> Tables:
