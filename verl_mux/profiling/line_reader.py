@@ -1,7 +1,7 @@
 """From bytes to a data frame of events, a piece of a file at a time; what cannot be read is counted by name.
 
 A line is skipped when it is no JSON object, lacks `timestamp` or `event`, has a known top-level key of the wrong type or an
-impossible value, or no time. A value of the wrong type inside `extra` is dropped and counted; the rest of
+impossible value, or a wrong clock (clock.py). A value of the wrong type inside `extra` is dropped and counted; the rest of
 its line is kept.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from operator import attrgetter
@@ -20,16 +20,15 @@ import msgspec
 import numpy as np
 import polars as pl
 
+from verl_mux.profiling.clock import Where, mend
 from verl_mux.profiling.faults import Faults
 from verl_mux.profiling.line import EXTRA_KEYS, EXTRA_TYPES, NO_EXTRA, Extra, Line
 from verl_mux.profiling.log_files import LogFile, printable
 
 MAX_LINE_BYTES = 2**20
 MAX_SECONDS = 1e9  # about 32 years
-BACK_SECONDS = 1.0
 FAR_SECONDS = 86_400.0  # no step lasts a day: a lone line that far from its file's middle has a wrong clock
 
-Where = Callable[[int], str]  # a row's `line` -> what a reader is told
 _decode_lines = msgspec.json.Decoder(Line).decode_lines
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -209,7 +208,7 @@ def to_frame(blocks: list[Block], faults: Faults) -> pl.DataFrame:
     )
     where = _finder(blocks)
     frame = _drop_impossible(frame.drop("timestamp"), where, faults)
-    return frame.drop("file", "zoned")
+    return mend(frame, files, where, faults).drop("file")
 
 
 def _finder(blocks: list[Block]) -> Where:
@@ -309,8 +308,4 @@ def _drop_impossible(frame: pl.DataFrame, where: Where, faults: Faults) -> pl.Da
         if bad.any():
             faults.skip(reason, where(frame["line"].filter(bad)[0]), int(bad.sum()))
             frame = frame.filter(~bad)
-    own = frame.filter(~pl.col("event").str.starts_with("log_"))
-    back = own.filter(end.diff().over("file") < -BACK_SECONDS)
-    if back.height:
-        faults.notice("clock went back by more than a second", where(back["line"][0]), back.height)
     return frame

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 
+from verl_mux.profiling.clock import WHOLE_BYTES
 from verl_mux.profiling.faults import Faults
 from verl_mux.profiling.line_reader import Block, read_lines, to_frame
 from verl_mux.profiling.log_files import LogFile, find_log_files
@@ -100,13 +101,18 @@ def _reduce(share: list[_Piece]) -> tuple[Tables, Faults]:
     waiting = 0
     for piece in share:
         for block in read_lines(piece.file, piece.start, piece.stop, faults):
-            if waiting >= PIECE_LINES:
+            if waiting >= PIECE_LINES and _may_cut(blocks[-1].file, block.file):
                 parts.append(_tables(blocks, faults))
                 blocks, waiting = [], 0
             blocks.append(block)
             waiting += len(block.lines)
     parts.append(_tables(blocks, faults))
     return Tables.merge(parts), faults
+
+
+def _may_cut(file: LogFile, following: LogFile) -> bool:
+    """A clock is judged by its whole file, unless that is too large."""
+    return file != following or file.size > WHOLE_BYTES
 
 
 def _tables(blocks: list[Block], faults: Faults) -> Tables:
