@@ -13,7 +13,7 @@ from verl_mux.errors import UserError
 from verl_mux.profiling.analysis import Analysis
 from verl_mux.profiling.log_files import find_log_files
 from verl_mux.profiling.run_log import read_files, read_run
-from verl_mux.profiling.summary import summarise
+from verl_mux.profiling.summary import ENDLESS, summarise
 
 GOOD = (
     '{"timestamp": "2025-08-11T23:19:45.001830", "event": "async_generate_duration", "duration_sec": 1.0, "workid": 0, "step": 1}'
@@ -167,6 +167,17 @@ def test_the_first_place_counts_blank_skipped_and_enormous_lines(tmp_path):
     assert {reason: where.rpartition(" ")[2] for reason, where in examples.items()} == {
         "not JSON (torn line?)": "3", "line over 1 MiB": "4", "negative duration": "7",
     }  # fmt: skip
+
+
+def test_a_request_without_an_end_is_noticed(tmp_path):
+    make_run(tmp_path, Made(steps=1, workers=2, requests=8))
+    path = tmp_path / "step_1" / "worker_1.jsonl"
+    kept = [line for line in path.read_text().splitlines() if not ("request_complete" in line and '"1-1-3"' in line)]
+    path.write_text("\n".join(kept))
+    summary = report(tmp_path)
+    assert summary["input"]["noticed"] == {ENDLESS: 1}
+    assert summary["input"]["examples"][ENDLESS] == "step 1, worker 1, request 1-1-3"
+    assert (summary["requests"], sum(summary["turns"]["counts"].values())) == (16, 15)
 
 
 def test_a_missing_worker_is_named(tmp_path):

@@ -10,6 +10,7 @@ import polars as pl
 from verl_mux.profiling import events, shares
 from verl_mux.profiling.analysis import Analysis
 from verl_mux.profiling.completion import QUANTILES
+from verl_mux.profiling.faults import Faults
 from verl_mux.profiling.finding import Finding
 from verl_mux.profiling.findings import find_all
 from verl_mux.profiling.intervals import length
@@ -18,11 +19,11 @@ from verl_mux.profiling.pace import shared_window, throughput
 from verl_mux.profiling.requests import SHOWN_PARTS
 
 SLOWEST = 10
+ENDLESS = "request without an end: counted as a request, not in completion or turns"
 
 
 def summarise(analysis: Analysis, findings: list[Finding] | None = None) -> dict[str, Any]:
     """Everything, rounded to microseconds. Keys are described in docs/report.md; seconds unless a name says otherwise."""
-    faults = analysis.run.faults
     told = find_all(analysis) if findings is None else findings
     return {
         **_counts(analysis),
@@ -38,15 +39,27 @@ def summarise(analysis: Analysis, findings: list[Finding] | None = None) -> dict
         "jobs": job_figures(analysis),
         "memory": memory_figures(analysis),
         "findings": [finding.to_dict() for finding in told],
-        "skipped_lines": sum(faults.skipped.values()),
-        "input": {
-            "files": len(analysis.run.files),
-            "events": int(analysis.run.tables.totals["count"].sum()),
-            "skipped": dict(faults.skipped),
-            "noticed": dict(faults.noticed) | missing_workers(analysis),
-            "examples": faults.examples,
-        },
+        "skipped_lines": sum(analysis.run.faults.skipped.values()),
+        "input": _input(analysis),
     }
+
+
+def _input(analysis: Analysis) -> dict[str, Any]:
+    faults, endless = Faults(), analysis.requests.filter((pl.col("status") == "open") & ~pl.col("validate"))
+    faults.add(analysis.run.faults)
+    if endless.height:
+        faults.notice(ENDLESS, _about(*endless.select("job", "step", "worker", "request_id").row(0)), endless.height)
+    return {
+        "files": len(analysis.run.files),
+        "events": int(analysis.run.tables.totals["count"].sum()),
+        "skipped": dict(faults.skipped),
+        "noticed": dict(faults.noticed) | missing_workers(analysis),
+        "examples": faults.examples,
+    }
+
+
+def _about(job: str, step: int, worker: int, request: str) -> str:
+    return (f"job {job}, " if job else "") + f"step {step}, worker {worker}, request {request}"
 
 
 def _counts(analysis: Analysis) -> dict[str, int]:
