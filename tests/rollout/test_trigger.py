@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from verl_mux.coordinator.messages import LearnerStateUpdate
 from verl_mux.rollout.trigger import EntropyFeedback, Mood, Train, TrainingTrigger, TriggerPolicy, Wait
 
 FEEDBACK = EntropyFeedback(high=2.0, low=0.5, margin=0.2, n_min_bounds=(6, 100), t_max_s_bounds=(1.0, 15.0))
@@ -48,7 +49,7 @@ def test_the_wait_starts_anew_with_each_training():
 
 def test_without_feedback_entropy_changes_nothing():
     it = trigger()
-    it.learner_state(9.0, 1)
+    it.learner_state(LearnerStateUpdate(entropy=9.0, policy_version=1))
     assert (it.n_min, it.t_max_s, it.mood) == (8, 10.0, Mood.STEADY)
 
 
@@ -57,7 +58,7 @@ def test_without_feedback_entropy_changes_nothing():
 )
 def test_high_entropy_lowers_both_thresholds_and_low_raises_them_within_bounds(entropy, n_min, t_max_s):
     it = trigger(feedback=FEEDBACK)
-    it.learner_state(entropy, 1)
+    it.learner_state(LearnerStateUpdate(entropy=entropy, policy_version=1))
     assert (it.n_min, it.t_max_s) == (n_min, t_max_s)
 
 
@@ -65,14 +66,14 @@ def test_a_mood_is_left_only_beyond_the_margin():
     it = trigger(feedback=FEEDBACK)
     moods = []
     for version, entropy in enumerate([2.0, 1.9, 1.95, 1.79, 1.9, 0.5, 0.6, 0.69, 0.71]):
-        it.learner_state(entropy, version)
+        it.learner_state(LearnerStateUpdate(entropy=entropy, policy_version=version))
         moods.append(it.mood.name[0])
     assert "".join(moods) == "EEESSCCCS"
 
 
 def test_late_news_and_no_number_are_ignored():
     it = trigger(feedback=FEEDBACK)
-    it.learner_state(2.5, 5)
-    it.learner_state(0.1, 4)
-    it.learner_state(math.nan, 6)
+    it.learner_state(LearnerStateUpdate(entropy=2.5, policy_version=5))
+    it.learner_state(LearnerStateUpdate(entropy=0.1, policy_version=4))
+    it.learner_state(LearnerStateUpdate(entropy=math.nan, policy_version=6))
     assert it.mood is Mood.EXPLORING

@@ -12,8 +12,11 @@ carry `now` in seconds of any one clock; nothing here reads a clock.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
+
+from verl_mux.coordinator.messages import LearnerStateUpdate
 
 
 class Mood(Enum):
@@ -73,12 +76,12 @@ class TrainingTrigger:
         """So many prompt groups are ready now."""
         self._ready = groups
 
-    def learner_state(self, entropy: float, version: int) -> None:
-        """The trainer's mean entropy in nats at a version of the weights. Late news of an older version is ignored."""
-        if self.policy.entropy is None or version <= self._version or entropy != entropy:
+    def learner_state(self, news: LearnerStateUpdate) -> None:
+        """What the trainer says of its policy. Late news of an older version is ignored."""
+        if self.policy.entropy is None or news.policy_version <= self._version or math.isnan(news.entropy):
             return
-        self._version = version
-        self.mood = _mood(self.mood, entropy, self.policy.entropy)
+        self._version = news.policy_version
+        self.mood = _mood(self.mood, news.entropy, self.policy.entropy)
 
     def decide(self, now: float) -> Train | Wait:
         """Train, which starts the wait anew, or wait."""

@@ -17,6 +17,7 @@ from verl.trainer.ppo.v1.replay_buffer import _accumulate_eviction_metrics
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_mux.config.schema import load, rollout_config
+from verl_mux.coordinator.messages import LearnerStateUpdate
 from verl_mux.rollout.trigger import Mood, Train, TrainingTrigger, TriggerPolicy
 from verl_mux.trainer.replay_buffer import MuxReplayBuffer
 
@@ -94,7 +95,8 @@ def _with_feedback(method, trainer: PPOTrainer, buffer: TriggeredReplayBuffer):
     def computed(batch, metrics, *args, **kwargs):
         method(batch, metrics, *args, **kwargs)
         if (entropy := metrics.get("actor/entropy")) is not None:
-            buffer.trigger.learner_state(float(entropy), trainer.global_steps)
+            news = LearnerStateUpdate(entropy=float(entropy), policy_version=trainer.global_steps)
+            buffer.trigger.learner_state(news)
         metrics.update({f"mux/rollout/trigger/{name}": value for name, value in buffer.take_figures().items()})
 
     return computed
