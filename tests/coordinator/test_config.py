@@ -27,7 +27,8 @@ def test_the_configuration_may_lie_under_coordinator(tmp_path):
     ("given", "words"),
     [
         ({}, "missing required field `pools`"),
-        ({"pools": POOLS, "pool": 1}, "unknown field `pool`"),
+        ({"pools": POOLS, "pool": 1}, "unknown field `pool`; allowed: pools, schedule"),
+        ({"pools": POOLS, "placement": "schedule"}, "allowed: `scheduler`, or a mapping"),
         ({"pools": {"p": {"nodes": [{"name": "n", "gpu": 1}]}}}, r"unknown field `gpu` - at `\$.pools.*nodes\[0\]`"),
         ({"pools": {}}, "there are no nodes"),
         ({"pools": {"p": {"nodes": []}}}, "pool 'p' has no nodes"),
@@ -35,7 +36,7 @@ def test_the_configuration_may_lie_under_coordinator(tmp_path):
         ({"pools": {"p": {"nodes": [{"name": "q"}]}, "q": {"nodes": [{"name": "n"}]}}}, "'q' names both a pool and"),
         ({"pools": {"p": {"nodes": [{"name": "n", "gpus": -1}]}}}, "node 'n' has -1 GPUs"),
         ({"pools": POOLS, "schedule": []}, "schedule is empty"),
-        ({"pools": POOLS, "schedule": [{"mode": "random"}]}, "Invalid enum value 'random'"),
+        ({"pools": POOLS, "schedule": [{"mode": "random"}]}, "'random'.*allowed modes: sequential, uncoordinated, interleaved"),
         (
             {"pools": POOLS, "schedule": [{"mode": "sequential"}, {"mode": "interleaved"}]},
             r"schedule entry 1 \(sequential\) has steps None",

@@ -278,6 +278,10 @@ def test_the_status_shows_groups_periods_and_who_waits(driver):
             {"pools": {**pools(), "rollout": {"kind": "cpu", "nodes": [{"name": "r0"}, {"name": "r1", "gpus": 2}]}}},
             "different gpus (1, 2)",
         ),
+        (
+            {"pools": {**pools(), "rollout": {"kind": "H100", "nodes": [{"name": "r0"}]}}},
+            "pool 'rollout' (H100) has no price",
+        ),
     ],
 )  # fmt: skip
 def test_a_bad_placement_configuration_is_refused_in_one_line(change, words):

@@ -86,7 +86,8 @@ def test_in_a_finite_cluster_jobs_wait_and_all_finish(run_main, trace):
         ("a,0,1,8,9\n", "line 2: expected 4 fields"),
         ("a,0,nan,8\n", "line 2: duration_h is 'nan'"),
         ("a,0,1,2.5\n", "line 2: gpus is '2.5'"),
-        ("a,0,1,8\na,1,1,8\n", "job 'a' is there twice"),
+        ("a,0,1,100000\n", "line 2: gpus is '100000'; a whole number from 1 to 8192"),
+        ("a,0,1,8\na,1,1,8\n", "line 3: job 'a' is there twice"),
         ("", "has no jobs"),
     ],
 )
@@ -95,6 +96,17 @@ def test_a_bad_row_is_named_by_its_line(run_main, tmp_path, rows, words):
     path.write_text(HEAD + rows)
     code, out, err = run_main("simulate", path)
     assert (code, out) == (2, "") and words in err and len(err.splitlines()) == 1
+
+
+def test_a_trace_as_spreadsheets_write_it_is_read(run_main, tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_bytes(b"\xef\xbb\xbf" + (HEAD + "a,0,1,8\n").encode())
+    assert run_main("simulate", path, "--policies", "solo")[0] == 0
+
+
+def test_a_picture_that_has_no_place_is_refused_before_the_simulation(run_main, trace):
+    code, out, err = run_main("simulate", trace, "--plot", trace)
+    assert (code, out) == (2, "") and "cannot make this directory" in err and len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -152,11 +164,14 @@ def test_a_plan_for_a_full_cluster_says_who_waits(run_main, tmp_path):
     [
         ("jobs: []", "jobs is empty"),
         ("jobs: [{name: a, rollout_s: 10}]", "missing required field `train_s`"),
-        (JOB.replace("train_s: 10", "train_s: -10"), "phase time is -10"),
+        (JOB.replace("train_s: 10", "train_s: -10"), "job 'a': train_s is -10"),
         (JOB.replace("train_s: 10", "train_s: 10, slo: 0.5"), "slo is 0.5"),
         (JOB.replace("train_s: 10", "train_s: 10, gpu: 8"), "unknown field `gpu`"),
         (JOB + "pools: {rollout: {gpus_per_node: 0}}", "gpus is 0"),
         (JOB + "rules: {cap: 0}", "cap is 0"),
+        (JOB + "rules: {repak: false}", "unknown field `repak` - at `$.rules`; allowed: cap, rollout_scaling"),
+        (JOB.replace("train_s", "trian_s"), "allowed: name, rollout_s, train_s"),
+        (JOB.replace("name: a", "name: ''"), "a job has no name"),
         (JOB + "rules: {orders: [lifo]}", "order 'lifo' is not known"),
         ("jobs: [", "is not YAML"),
     ],

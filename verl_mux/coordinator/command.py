@@ -88,6 +88,8 @@ def status(
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 3.0,
 ) -> None:
     """Ask a coordinator who runs which phase, and who waits."""
+    if not timeout > 0:
+        raise UserError(f"--timeout is {timeout:g}; a time above 0 s is needed")
     console = Console()
     seen = fetch_status(address, timeout)
     if not watch:

@@ -16,6 +16,9 @@ from verl_mux.errors import UserError
 _LEAST_SECONDS = {"lease_timeout": 1, "kill_grace": 0, "remote_grace": 0}
 
 
+MODES = ("sequential", "uncoordinated", "interleaved")
+
+
 class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`cpus`: cores that work on this node should stay on; bytes and price are None where unknown."""
 
@@ -37,7 +40,7 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`steps` of every job run in this mode; None, allowed in the last segment only, means all that are left."""
 
-    mode: Literal["sequential", "uncoordinated", "interleaved"]
+    mode: Literal[MODES]
     steps: int | None = None
 
 
@@ -72,7 +75,7 @@ def make_config(given: Mapping[str, Any]) -> Config:
     try:
         config = msgspec.convert(given, Config)
     except msgspec.ValidationError as error:
-        raise UserError(f"coordinator configuration: {error}") from error
+        raise UserError(f"coordinator configuration: {error}{_allowed(str(error))}") from error
     _check_pools(config)
     _check_schedule(config)
     if config.placement is not None:
@@ -81,6 +84,18 @@ def make_config(given: Mapping[str, Any]) -> Config:
         if (seconds := getattr(config, key)) is not None and seconds <= least:
             raise UserError(f"coordinator configuration: {key} is {seconds:g} s; it must be above {least} s")
     return config
+
+
+def _allowed(error: str) -> str:
+    """What may stand where msgspec says only what may not."""
+    if ".schedule" in error and "enum" in error:
+        return f"; allowed modes: {', '.join(MODES)}"
+    if error.endswith("`$.placement`"):
+        return "; allowed: `scheduler`, or a mapping of its keys"
+    if "unknown field" in error:
+        kind = Node if ".nodes[" in error else Pool if ".pools[" in error else Segment if ".schedule[" in error else Config
+        return f"; allowed: {', '.join(field.name for field in msgspec.structs.fields(kind))}"
+    return ""
 
 
 def read_config(path: str | Path) -> Config:

@@ -53,7 +53,7 @@ def check_pool(name: str, pool, placement: PlacementConfig) -> None:
     """The scheduler takes a pool's nodes for alike."""
     if pool.kind is None:
         raise UserError(f"coordinator configuration: pool {name!r} has no kind; jobs are placed on it, so give one (`kind: H20`)")
-    find_kind(pool.kind, placement.kinds)
+    kind = find_kind(pool.kind, placement.kinds)
     for key in ("gpus", "usd_per_hour"):
         values = {getattr(node, key) for node in pool.nodes}
         if len(values) > 1:
@@ -61,6 +61,11 @@ def check_pool(name: str, pool, placement: PlacementConfig) -> None:
                 f"coordinator configuration: pool {name!r} has nodes with different {key} ({', '.join(map(str, values))});"
                 " jobs are placed on pools of nodes that are alike"
             )
+    if not kind.usd_per_gpu_hour and any(node.usd_per_hour is None for node in pool.nodes):
+        raise UserError(
+            f"coordinator configuration: pool {name!r} ({pool.kind}) has no price, by which places are compared; give its nodes"
+            " usd_per_hour, or the kind usd_per_gpu_hour"
+        )
 
 
 def cluster(placement: PlacementConfig, pools: Mapping[str, object]) -> Cluster:

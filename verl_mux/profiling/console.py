@@ -30,7 +30,8 @@ def _blocks(summary: dict[str, Any], directory: str) -> Iterator[RenderableType]
         yield Text(f"{summary['skipped_lines']} lines skipped: {_reasons(read['skipped'])}", style="yellow")
     if read["noticed"]:
         yield Text(f"noticed: {_reasons(read['noticed'])}", style="yellow")
-    yield Padding(findings_table(summary["findings"]), (1, 0, 0, 0))
+    found = findings_table(summary["findings"]) if summary["input"]["events"] else Text("No events were read: nothing to judge.")
+    yield Padding(found, (1, 0, 0, 0))
     for table in (_jobs, _pools, _shares, _completion, _workers, _turns, _slowest, _engine):
         if (made := table(summary)) is not None:
             yield Padding(made, (1, 0, 0, 0))

@@ -48,6 +48,8 @@ def check(config: RolloutConfig, around: Surroundings) -> None:
     Raises:
         UserError: naming the key, what was given and what is allowed.
     """
+    # The mode first: elsewhere a better value would not help.
+    _check_cuts_go_with(config, around.trainer_mode)
     _check_oversample(config.oversample, around)
     _check_segments(config.segments, around)
     _check_dispatch(config.dispatch)
@@ -128,23 +130,28 @@ _WHY_NOT = {
 }
 
 
-def _check_combination(config: RolloutConfig, around: Surroundings) -> None:
-    mode = around.trainer_mode
-    cuts = {
-        "oversample.rate": config.oversample.rate if config.oversample.rate > 0 else None,
-        "segments.segment_length": config.segments.segment_length,
-    }
-    for key, given in cuts.items():
+def _cuts(config: RolloutConfig) -> dict[str, Any]:
+    """The keys that let requests be cut off, None where they do not."""
+    rate = config.oversample.rate if config.oversample.rate > 0 else None
+    return {"oversample.rate": rate, "segments.segment_length": config.segments.segment_length}
+
+
+def _check_cuts_go_with(config: RolloutConfig, mode: str) -> None:
+    for key, given in _cuts(config).items():
         if given is not None and mode not in _MUX_MODES:
             why = _WHY_NOT.get(mode, "what it would do there is not known")
             raise UserError(_not_with(key, given, mode, _MUX_MODES, why))
+
+
+def _check_combination(config: RolloutConfig, around: Surroundings) -> None:
+    mode = around.trainer_mode
     if config.trigger.enable:
         _check_trigger_goes_with(config.trigger, around)
     if config.migration.enable:
         _check_migration_goes_with(config, around)
     if config.dispatch.order not in ("auto", "fifo") and mode not in _MUX_MODES:
         raise UserError(_not_with("dispatch.order", config.dispatch.order, mode, _MUX_MODES, "its trainer hands prompts out"))
-    if all(given is not None for given in cuts.values()):
+    if all(given is not None for given in _cuts(config).values()):
         _check_both_cuts(config.oversample)
     if around.bypasses_old_log_probs and config.keeps_tokens and config.segments.treatment != "sais":
         raise UserError(

@@ -10,7 +10,7 @@ from verl_mux.errors import UserError
 from verl_mux.scheduling.order import ORDERS
 
 
-class Rules(msgspec.Struct, frozen=True, kw_only=True):
+class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """cap: jobs in a group. rollout_scaling, training_scaling: new nodes on one side for a job that shares the other
     (the paper knows the first; with the second, also some new nodes beside shared ones on both). whole_pool: every job
     trains on all training nodes of its group, as in the paper. prune_saturated: skip groups with T_load >= T_cycle.

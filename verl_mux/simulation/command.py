@@ -61,6 +61,8 @@ def simulate(
         max_optimum_jobs=max_jobs,
     )
     _check_finite(study, rollout_nodes is not None or train_nodes is not None)
+    if plot is not None:
+        _make_directory(plot)
     comparison = _run(study)
     if plot is not None:
         _plot(comparison, plot)
@@ -107,6 +109,14 @@ def _run(study: Study) -> Comparison:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(study.rows) * study.seeds * len(study.policies))
         return run(study, lambda: progress.advance(task))
+
+
+def _make_directory(path: Path) -> None:
+    """Before the simulation, whose results would be lost."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--plot {path}: cannot make this directory: {error.strerror}") from error
 
 
 def _plot(comparison: Comparison, directory: Path) -> None:

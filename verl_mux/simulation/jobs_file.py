@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,19 @@ class _Job(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     owner: str = ""
 
     def spec(self) -> JobSpec:
+        if not self.name.strip():
+            raise UserError("a job has no name")
         given = msgspec.structs.asdict(self)
-        rollout, train = Estimate(seconds=given.pop("rollout_s")), Estimate(seconds=given.pop("train_s"))
-        return JobSpec(rollout=rollout, train=train, **given)
+        phases = {side: given.pop(f"{side}_s") for side in ("rollout", "train")}
+        for side, seconds in phases.items():
+            if not (seconds >= 0 and math.isfinite(seconds)):
+                raise UserError(f"job {self.name!r}: {side}_s is {seconds:g}; it must be at least 0 and finite")
+        return JobSpec(**{side: Estimate(seconds=seconds) for side, seconds in phases.items()}, **given)
 
 
 class _Pool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Unset: as the paper's testbed has it. nodes: a number, a list of names, or unset for as many as needed."""
+    """Unset: as the paper's testbed has it. kind: a label; the price is `usd_per_gpu_hour`, or that of the testbed.
+    nodes: a number, a list of names, or unset for as many as needed."""
 
     kind: str | None = None
     gpus_per_node: int | None = None
@@ -76,6 +83,18 @@ class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     rules: Rules = OURS
 
 
+_PLACES = ((".jobs", _Job), (".rules", Rules), (".pools.", _Pool), (".pools", _Pools))
+
+
+def _allowed(error: str) -> str:
+    """The keys that may stand where an unknown one was given."""
+    if "unknown field" not in error:
+        return ""
+    place = error.rpartition("$")[2]
+    kind = next((kind for mark, kind in _PLACES if mark in place), _File)
+    return f"; allowed: {', '.join(field.name for field in msgspec.structs.fields(kind))}"
+
+
 def read_jobs(path: str | Path) -> JobsFile:
     """Raises UserError that names the key, what was given and what is allowed."""
     try:
@@ -87,7 +106,7 @@ def read_jobs(path: str | Path) -> JobsFile:
     try:
         found = msgspec.convert(given, _File)
     except msgspec.ValidationError as error:
-        raise UserError(f"{path}: {error}") from error
+        raise UserError(f"{path}: {error}{_allowed(str(error))}") from error
     if not found.jobs:
         raise UserError(f"{path}: jobs is empty; at least one job is needed")
     cluster = Cluster(rollout=found.pools.rollout.pool(TESTBED.rollout), train=found.pools.train.pool(TESTBED.train))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ import msgspec
 from verl_mux.errors import UserError
 
 COLUMNS = ("job", "arrival_h", "duration_h")
+MAX_GPUS = 8192  # of one job on each side
 
 
 class TraceRow(msgspec.Struct, frozen=True):
@@ -26,19 +28,18 @@ def read_trace(path: str | Path) -> list[TraceRow]:
     """Rows in order of arrival. Columns other than `job,arrival_h,duration_h[,gpus]` are left aside. Raises UserError
     that names the line for anything malformed."""
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, restkey="", strict=True)
             missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
             if missing:
                 raise UserError(f"{path}: column {missing[0]!r} is missing; a trace has {','.join(COLUMNS)}[,gpus]")
-            rows = [_row(path, reader.line_num, fields) for fields in reader]
+            rows = _unique(path, ((reader.line_num, _row(path, reader.line_num, fields)) for fields in reader))
     except OSError as error:
         raise UserError(f"cannot read trace {path}: {error.strerror}") from error
     except (csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not a CSV file: {error}") from error
     if not rows:
         raise UserError(f"{path} has no jobs")
-    _check_unique(path, rows)
     return sorted(rows, key=lambda row: row.arrival_h)
 
 
@@ -67,14 +68,15 @@ def _number(path: str | Path, line: int, column: str, text: str, positive: bool 
 
 
 def _count(path: str | Path, line: int, text: str) -> int:
-    if not text.strip().isdigit() or int(text) == 0:
-        raise UserError(f"{path}, line {line}: gpus is {text!r}; a whole number above 0 is needed")
+    if not text.strip().isdigit() or not 0 < int(text) <= MAX_GPUS:
+        raise UserError(f"{path}, line {line}: gpus is {text!r}; a whole number from 1 to {MAX_GPUS} is needed")
     return int(text)
 
 
-def _check_unique(path: str | Path, rows: list[TraceRow]) -> None:
-    seen: set[str] = set()
-    for row in rows:
-        if row.job in seen:
-            raise UserError(f"{path}: job {row.job!r} is there twice; job names are unique")
-        seen.add(row.job)
+def _unique(path: str | Path, rows: Iterable[tuple[int, TraceRow]]) -> list[TraceRow]:
+    found: dict[str, TraceRow] = {}
+    for line, row in rows:
+        if row.job in found:
+            raise UserError(f"{path}, line {line}: job {row.job!r} is there twice; job names are unique")
+        found[row.job] = row
+    return list(found.values())
