@@ -82,9 +82,11 @@ class JobProcess:
             for process in left:
                 with contextlib.suppress(psutil.Error):
                     end(process)
-            # The driver's exit code belongs to Popen; psutil would take it away.
+            # A process that is ending has no environment any more, so it is waited for, not looked for. The driver's exit code
+            # belongs to Popen; psutil would take it away.
             psutil.wait_procs([p for p in left if p.pid != self._process.pid], timeout=1.0)
-            self._process.poll()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
 
     def last_error(self) -> str:
         """The line of its log that says most about why it ended."""
