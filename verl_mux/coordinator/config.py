@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import yaml
 
 from verl_mux.coordinator.placement_config import PlacementConfig, check_placement
 from verl_mux.errors import UserError
+from verl_mux.yaml_file import allowed_keys, read_yaml
 
 # Clients give a sign of life every second, so a shorter lease timeout would find every job silent.
 _LEAST_SECONDS = {"lease_timeout": 1, "kill_grace": 0, "remote_grace": 0}
-
-
 MODES = ("sequential", "uncoordinated", "interleaved")
 
 
@@ -75,7 +73,7 @@ def make_config(given: Mapping[str, Any]) -> Config:
     try:
         config = msgspec.convert(given, Config)
     except msgspec.ValidationError as error:
-        raise UserError(f"coordinator configuration: {error}{_allowed(str(error))}") from error
+        raise UserError(f"coordinator configuration: {error}{_allowed(error)}") from error
     _check_pools(config)
     _check_schedule(config)
     if config.placement is not None:
@@ -86,26 +84,19 @@ def make_config(given: Mapping[str, Any]) -> Config:
     return config
 
 
-def _allowed(error: str) -> str:
+def _allowed(error: msgspec.ValidationError) -> str:
     """What may stand where msgspec says only what may not."""
-    if ".schedule" in error and "enum" in error:
+    text = str(error)
+    if ".schedule" in text and "enum" in text:
         return f"; allowed modes: {', '.join(MODES)}"
-    if error.endswith("`$.placement`"):
+    if text.endswith("`$.placement`"):
         return "; allowed: `scheduler`, or a mapping of its keys"
-    if "unknown field" in error:
-        kind = Node if ".nodes[" in error else Pool if ".pools[" in error else Segment if ".schedule[" in error else Config
-        return f"; allowed: {', '.join(field.name for field in msgspec.structs.fields(kind))}"
-    return ""
+    return allowed_keys(error, {".nodes[": Node, ".pools[": Pool, ".schedule[": Segment, ".placement": PlacementConfig}, Config)
 
 
 def read_config(path: str | Path) -> Config:
     """Reads a YAML file whose top level is the configuration itself, or has it under `coordinator`."""
-    try:
-        given = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    given = read_yaml(path)
     if not isinstance(given, dict):
         raise UserError(f"{path} holds no mapping; expected at least `pools:`")
     return make_config(given.get("coordinator", given))

@@ -11,13 +11,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from verl_mux.coordinator.config import MODES
 from verl_mux.errors import UserError
 from verl_mux.launcher import run_file, timeline
 from verl_mux.launcher.command import run_jobs
 from verl_mux.launcher.run_file import RunFile
 from verl_mux.launcher.summary import median_periods, segment_steps, throughput_ratio
-
-MODES = ("sequential", "uncoordinated", "interleaved")
 
 
 def bench_mux(

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import yaml
 
 from verl_mux.coordinator.config import Config, make_config
 from verl_mux.coordinator.messages import SIDES
 from verl_mux.errors import UserError
+from verl_mux.yaml_file import read_yaml
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -61,36 +61,13 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return make_config({"expect_jobs": sum(not job.after for job in self.jobs.values()), **self.coordinator})
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """PyYAML lets a second key of one name replace the first; here it is an error."""
-
-
-def _mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict:
-    seen = set()
-    for key_node, _ in node.value:
-        key = repr(loader.construct_object(key_node, deep=True))
-        if key in seen:
-            raise UserError(f"{loader.name}, line {key_node.start_mark.line + 1}: {key} stands twice; names are unique")
-        seen.add(key)
-    return loader.construct_mapping(node, deep=True)
-
-
-_UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-
-
 def read(path: Path, directory: Path | None = None) -> RunFile:
     """Read and check a run file. `directory` replaces its `dir`.
 
     Raises:
         UserError: what was given, and what is allowed.
     """
-    try:
-        with path.open() as stream:
-            given = yaml.load(stream, Loader=_UniqueKeys)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    given = read_yaml(path)
     if directory is not None and isinstance(given, dict):
         given["dir"] = str(directory)
     if isinstance(given, dict):

@@ -23,7 +23,7 @@ SAME = 0.8  # workers whose gaps share this part of the time stood still togethe
 ALIKE_PACE = 8.0
 ALIKE_PACE_WITH_PEERS = 25.0
 PEERS = 3
-WAVES = 0.6
+WAVES = 0.6  # of the worker's and its peers' other steps that have such a gap too
 ADVICE = (
     "the engine took no work off its hands here, then went on at the same pace: capture this worker with a GPU profiler "
     "when it happens again, look for a stuck NCCL or memory call, a paused process, another user of the GPU, a slow disk"

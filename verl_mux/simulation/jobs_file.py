@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import yaml
 
 from verl_mux.errors import UserError
 from verl_mux.scheduling.model import TESTBED, Cluster, Estimate, JobSpec, NodeKind, Pool
 from verl_mux.scheduling.rules import OURS, Rules
+from verl_mux.yaml_file import allowed_keys, read_yaml
 
 
 class JobsFile(msgspec.Struct, frozen=True):
@@ -83,30 +82,15 @@ class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     rules: Rules = OURS
 
 
-_PLACES = ((".jobs", _Job), (".rules", Rules), (".pools.", _Pool), (".pools", _Pools))
-
-
-def _allowed(error: str) -> str:
-    """The keys that may stand where an unknown one was given."""
-    if "unknown field" not in error:
-        return ""
-    place = error.rpartition("$")[2]
-    kind = next((kind for mark, kind in _PLACES if mark in place), _File)
-    return f"; allowed: {', '.join(field.name for field in msgspec.structs.fields(kind))}"
+_KINDS = {".jobs": _Job, ".rules": Rules, ".pools.": _Pool, ".pools": _Pools}
 
 
 def read_jobs(path: str | Path) -> JobsFile:
     """Raises UserError that names the key, what was given and what is allowed."""
     try:
-        given: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    try:
-        found = msgspec.convert(given, _File)
+        found = msgspec.convert(read_yaml(path), _File)
     except msgspec.ValidationError as error:
-        raise UserError(f"{path}: {error}{_allowed(str(error))}") from error
+        raise UserError(f"{path}: {error}{allowed_keys(error, _KINDS, _File)}") from error
     if not found.jobs:
         raise UserError(f"{path}: jobs is empty; at least one job is needed")
     cluster = Cluster(rollout=found.pools.rollout.pool(TESTBED.rollout), train=found.pools.train.pool(TESTBED.train))
