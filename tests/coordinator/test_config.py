@@ -28,6 +28,8 @@ def test_the_configuration_may_lie_under_coordinator(tmp_path):
     [
         ({}, "missing required field `pools`"),
         ({"pools": POOLS, "pool": 1}, "unknown field `pool`; allowed: pools, schedule"),
+        ({"pools": POOLS, "placement": {"kinds": {"x": {"tflop": 1}}}}, "unknown field `tflop`.*; allowed: tflops, tb_per_s"),
+        ({"pools": POOLS, "placement": {"slos": 1}}, "unknown field `slos`.*; allowed: rollout, train, cap, slo"),
         ({"pools": POOLS, "placement": "schedule"}, "allowed: `scheduler`, or a mapping"),
         ({"pools": {"p": {"nodes": [{"name": "n", "gpu": 1}]}}}, r"unknown field `gpu` - at `\$.pools.*nodes\[0\]`"),
         ({"pools": {}}, "there are no nodes"),

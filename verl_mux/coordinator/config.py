@@ -10,6 +10,7 @@ import msgspec
 
 from verl_mux.coordinator.placement_config import PlacementConfig, check_placement
 from verl_mux.errors import UserError
+from verl_mux.scheduling.gpukinds import GpuKind
 from verl_mux.yaml_file import allowed_keys, read_yaml
 
 # Clients give a sign of life every second, so a shorter lease timeout would find every job silent.
@@ -66,6 +67,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return ", ".join(f"{name} ({', '.join(n.name for n in pool.nodes)})" for name, pool in self.pools.items())
 
 
+_KINDS = {".nodes[": Node, ".pools[": Pool, ".schedule[": Segment, ".kinds[": GpuKind, ".placement": PlacementConfig}
+
+
 def make_config(given: Mapping[str, Any]) -> Config:
     """Checks a plain mapping, as YAML gives it. Raises UserError with the key, what was given and what is allowed."""
     if given.get("placement") == "scheduler":
@@ -89,9 +93,9 @@ def _allowed(error: msgspec.ValidationError) -> str:
     text = str(error)
     if ".schedule" in text and "enum" in text:
         return f"; allowed modes: {', '.join(MODES)}"
-    if text.endswith("`$.placement`"):
+    if text.endswith("`$.placement`") and "unknown field" not in text:
         return "; allowed: `scheduler`, or a mapping of its keys"
-    return allowed_keys(error, {".nodes[": Node, ".pools[": Pool, ".schedule[": Segment, ".placement": PlacementConfig}, Config)
+    return allowed_keys(error, _KINDS, Config)
 
 
 def read_config(path: str | Path) -> Config:
