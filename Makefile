@@ -10,12 +10,14 @@ INSTALLED := $(VENV)/.installed
 # uv does not read pip's configuration; hand it the index that pip is set to, if any.
 PIP_INDEX := $(shell $(PYTHON) -m pip config get global.index-url 2>/dev/null)
 
-.PHONY: demo test install lint lock clean
+.PHONY: help demo test explore install lint lock clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   two real verl jobs take turns on this machine (about ten minutes, no GPU needed)"
 	@echo "make test   all tests but those marked gpu"
+	@echo "make lint   style, types, arrows between rooms, dead code"
+	@echo "make explore   for EXPLORE_SECONDS (600) the tests that draw random examples, with new ones"
 
 demo: $(INSTALLED)
 	$(BIN)/verl-mux run examples/demo.yaml
@@ -23,6 +25,11 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not gpu and not e2e" -n 2 --dist loadfile
 	$(BIN)/python -m pytest -m "e2e and not gpu"
+
+# Only the tests that use hypothesis, with random seeds; a failure prints the command that finds it again.
+EXPLORE_SECONDS ?= 600
+explore: $(INSTALLED)
+	$(BIN)/python -m tests.exploring $(EXPLORE_SECONDS)
 
 install: $(INSTALLED)
 
@@ -39,6 +46,9 @@ $(INSTALLED): requirements/lock.txt pyproject.toml
 lint: $(INSTALLED)
 	$(BIN)/ruff check verl_mux tests examples
 	$(BIN)/ruff format --check verl_mux tests examples
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m tests.lint.dead_code
+	$(BIN)/mypy
 
 # Resolve requirements/lock.in again. No index address is written.
 lock: $(INSTALLED)

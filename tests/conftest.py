@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+
+from tests.exploring import UNTIL, register_profiles
 
 # Two cores are shared by everything that runs here, and the tests' tensors are small.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,10 +22,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Where the tests run in the background of a shell, SIGINT is ignored, here and in every process that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# The same examples in every run, so that a change is judged by itself; HYPOTHESIS_PROFILE=search looks for new ones.
-settings.register_profile("repeatable", derandomize=True, deadline=None)
-settings.register_profile("search", deadline=None)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+register_profiles()
+
+# What the product keeps for its user from one start to the next, keys say, the tests keep apart.
+_STATE = tempfile.TemporaryDirectory(prefix="verl_mux_tests_")
+os.environ["XDG_STATE_HOME"] = _STATE.name
+
+
+def pytest_runtest_setup() -> None:
+    """What a test draws at random depends on no test before it."""
+    if time.time() > float(os.environ.get(UNTIL, "inf")):
+        pytest.skip("the time to explore is over")
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """The command that finds the same failures again, of tests that looked for new examples."""
+    profile, seed = config.getoption("--hypothesis-profile"), config.getoption("--hypothesis-seed")
+    for report in terminalreporter.stats.get("failed", ()) if profile and seed else ():
+        command = f"{sys.executable} -m pytest --hypothesis-profile={profile} --hypothesis-seed={seed} '{report.nodeid}'"
+        terminalreporter.write_line(f"again: {command}")
 
 
 @pytest.fixture

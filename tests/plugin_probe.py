@@ -38,7 +38,7 @@ def main() -> None:
         "platform": get_platform().device_name,
         "engines": {f"{m}/{b}/{d}": full_name(c) for m, bs in engines.items() for b, ds in bs.items() for d, c in ds.items()},
         "variables": sorted(name for name in os.environ if name.startswith(("VERL", "RAY", "SGLANG"))),
-        "sgl_kernel_finders": sum(type(finder).__module__.startswith("verl_mux.platform") for finder in sys.meta_path),
+        "sgl_kernel_finders": sum(type(finder).__module__.endswith(".kernel_placeholders") for finder in sys.meta_path),
     }
     print("\n" + json.dumps(result))
 

@@ -36,7 +36,7 @@ def test_importing_the_package_imports_nothing_heavy(python):
 
 
 def test_the_command_line_answers_without_torch(python):
-    result = python("-X", "importtime", "-m", "verl_mux.cli", "--help")
+    result = python("-X", "importtime", "-m", "verl_mux", "--help")
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if line.startswith("import time:")}
     assert "doctor" in result.stdout and result.returncode == 0
     assert "typer" in imported and not imported & {"torch", "ray", "verl", "zmq", "polars", "matplotlib"}

@@ -6,10 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable
 
-import click
 import typer
-import typer.core
-import typer.main
 
 from verl_mux.errors import Failure, UserError
 
@@ -18,20 +15,37 @@ COMMANDS = {
     "run": ("verl_mux.launcher.command", "run", "Start a coordinator and several jobs from one YAML file, and watch them."),
     "coordinator": ("verl_mux.coordinator.command", "coordinator", "Serve leases to jobs until interrupted."),
     "status": ("verl_mux.coordinator.command", "status", "Ask a coordinator who runs which phase, and who waits."),
+    "evict": ("verl_mux.coordinator.by_hand_command", "evict", "End a job as if it had failed."),
+    "release": ("verl_mux.coordinator.by_hand_command", "release", "Free what an ending job holds where nobody can look."),
+    "keys": ("verl_mux.coordinator.command", "keys", "Make the keys of a coordinator and of those who talk to it."),
     "plan": ("verl_mux.simulation.plan", "plan", "Say where jobs would go, at what price, and why not elsewhere."),
     "simulate": ("verl_mux.simulation.command", "simulate", "Compare placement policies on a trace of jobs."),
-    "report": ("verl_mux.profiling.command", "report", "Say where the time of a run went, from its event log."),
-    "doctor": ("verl_mux.doctor", "doctor", "Check this machine: plugin, versions, platform, memory, ports."),
+    "report": ("verl_mux.profiling.report.command", "report", "Say where the time of a run went, from its event log."),
+    "doctor": ("verl_mux.launcher.doctor", "doctor", "Check this machine: plugin, versions, platform, memory, ports."),
 }
 BENCHES = {
-    "mux": ("verl_mux.launcher.bench", "bench_mux", "Two jobs: one after the other, uncoordinated, interleaved."),
-    "leases": ("verl_mux.coordinator.bench", "bench_leases", "Hand-over of a node between two jobs: release to grant."),
-    "scheduler": ("verl_mux.simulation.bench", "bench_scheduler", "Placement decisions among many running jobs."),
-    "log": ("verl_mux.profiling.overhead", "bench_log", "The event log: microseconds an event, percent of a real step."),
-    "report": ("verl_mux.profiling.bench", "bench_report", "The report on a made log: seconds and memory."),
-    "rollout": ("verl_mux.rollout.bench", "bench_rollout", "Over-sampling and segments beside plain steps, on real jobs."),
-    "migration": ("verl_mux.rollout.bench", "bench_migration", "Long-tail migration beside none, on two real jobs."),
-    "predictor": ("verl_mux.rollout.bench", "bench_predictor", "Length predictors on a file of prompts and lengths."),
+    "mux": ("verl_mux.bench.mux", "bench_mux", "Two jobs: one after the other, uncoordinated, interleaved."),
+    "forged": ("verl_mux.bench.hostile", "bench_forged", "Forged registrations: which strangers' processes are ended for them."),
+    "hostile": ("verl_mux.bench.hostile", "bench_hostile", "Malformed frames and hostile messages at a coordinator."),
+    "load": ("verl_mux.bench.load", "bench_load", "Thousands of jobs at one coordinator."),
+    "leases": ("verl_mux.bench.leases", "bench_leases", "Hand-over of a node between two jobs: release to grant."),
+    "chaos": ("verl_mux.bench.chaos.command", "bench_chaos", "Leases while processes, connections and disks fail."),
+    "scheduler": ("verl_mux.bench.scheduler", "bench_scheduler", "Placement decisions among many running jobs."),
+    "log": ("verl_mux.bench.log_cost", "bench_log", "The event log: microseconds an event, percent of a real step."),
+    "report": ("verl_mux.bench.report", "bench_report", "The report on a made log: seconds and memory."),
+    "rollout": ("verl_mux.bench.rollout", "bench_rollout", "Over-sampling and segments beside plain steps, on real jobs."),
+    "migration": ("verl_mux.bench.rollout", "bench_migration", "Long-tail migration beside none, on two real jobs."),
+    "predictor": ("verl_mux.bench.rollout", "bench_predictor", "Length predictors on a file of prompts and lengths."),
+}
+# package -> how to get it. Whatever else is missing is a fault, and shows its traceback.
+_ENGINE = "uv pip install 'verl-mux[engine]' --override <(echo transformers==5.9.0); pip cannot solve verl with SGLang"
+EXTRAS = {
+    "verl": _ENGINE,
+    "sglang": _ENGINE,
+    "polars": "pip install 'verl-mux[report]'",
+    "matplotlib": "pip install 'verl-mux[plots]'",
+    "lightgbm": "pip install 'verl-mux[predictor]'",
+    "scipy": "pip install 'verl-mux[predictor]'",
 }
 
 
@@ -39,58 +53,45 @@ def _load(module: str, function: str) -> Callable:
     return getattr(importlib.import_module(module), function)
 
 
-def _lazy_group(table: dict[str, tuple[str, str, str]]) -> type[typer.core.TyperGroup]:
-    """A click group whose commands are imported on use, so that `verl-mux --help` stays fast."""
-
-    class LazyGroup(typer.core.TyperGroup):
-        def list_commands(self, ctx: click.Context) -> list[str]:
-            return [*table, *super().list_commands(ctx)]
-
-        def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-            if name not in table:
-                return super().get_command(ctx, name)
-            return click.Command(name, help=table[name][2], short_help=table[name][2])
-
-        def resolve_command(self, ctx: click.Context, args: list[str]):
-            if not args or args[0] not in table:
-                return super().resolve_command(ctx, args)
-            name = args[0]
-            module, function, _ = table[name]
-            command = typer.Typer(add_completion=False)
-            command.command(name)(_load(module, function))
-            return name, typer.main.get_command(command), args[1:]
-
-    return LazyGroup
+def _not_called() -> None:
+    """Stands in the help for a command that was not asked for."""
 
 
-app = typer.Typer(
-    cls=_lazy_group(COMMANDS), no_args_is_help=True, add_completion=False, help="Run several verl RL jobs on the same GPUs."
-)
-bench = typer.Typer(cls=_lazy_group(BENCHES), no_args_is_help=True, help="Measure one part, with the figure as JSON.")
-app.add_typer(bench, name="bench")
+def _group(table: dict[str, tuple[str, str, str]], asked: str | None, help: str) -> typer.Typer:
+    """The commands of `table`; of these only the one that is `asked` for is imported, so that `verl-mux --help` stays fast."""
+    group = typer.Typer(no_args_is_help=True, add_completion=False, help=help)
+    group.callback()(_not_called)
+    for name, (module, function, line) in table.items():
+        if name == asked:
+            group.command(name)(_load(module, function))
+        else:
+            group.command(name, help=line)(_not_called)
+    return group
 
 
-@app.callback()
-def _root() -> None:
-    """Run several verl RL jobs on the same GPUs."""
-
-
-@bench.callback()
-def _bench() -> None:
-    """Measure one part, with the figure as JSON."""
+def _app(arguments: list[str]) -> typer.Typer:
+    """Arguments as on the command line, without the program. No group takes options before a command, but --help."""
+    first, second, *_ = [*(word for word in arguments if not word.startswith("-")), None, None]
+    app = _group(COMMANDS, first, "Run several verl RL jobs on the same GPUs.")
+    bench = _group(BENCHES, second if first == "bench" else None, "Measure one part, with the figure as JSON.")
+    app.add_typer(bench, name="bench")
+    return app
 
 
 def main() -> None:
     """Entry point: user mistakes end in one line on stderr and exit code 2, failures in exit code 1."""
     try:
-        app()
+        _app(sys.argv[1:])()
     except UserError as error:
         print(f"verl-mux: {error}", file=sys.stderr)
         sys.exit(2)
     except Failure as error:
         print(f"verl-mux: {error}", file=sys.stderr)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        words = " ".join(["verl-mux", *sys.argv[1 : 3 if sys.argv[1] == "bench" else 2]])
+        print(f"{words} needs {package}: {EXTRAS[package]}", file=sys.stderr)
+        sys.exit(2)

@@ -21,13 +21,24 @@ REGISTRATIONS = {
     "verl.checkpoint_engine": "verl_mux.sync.engine",
     "verl.utils.config": "verl_mux.config.validation_hook",
 }
+# The same, on the CPU platform alone.
+CPU_REGISTRATIONS = {
+    "verl.plugin.platform.platform_manager": "verl_mux.platform.verl_cpu",
+    "verl.utils.distributed": "verl_mux.platform.verl_distributed",
+    "verl.workers.engine": "verl_mux.platform.verl_engine",
+    "verl.workers.rollout.base": "verl_mux.rollout.engine.sglang.on_cpu",
+}
+# actor_rollout_ref.rollout.name -> where our record of that engine is; read by verl_mux/rollout/engine/record.py.
+ENGINES = {"sglang": "verl_mux.rollout.engine.sglang.record"}
+# What a job's config names to verl, which imports it in the process that needs it.
+AGENT_LOOP_MANAGER = "verl_mux.rollout.worker.agent_loop.MuxAgentLoopManager"
+TRIGGERED_BUFFER = {"path": "pkg://verl_mux.trainer.stock_trigger", "name": "TriggeredReplayBuffer"}
 
 
 def register() -> None:
     """Register everything of ours with verl and Hydra. Idempotent, imports neither torch nor ray by itself."""
-    for upstream, ours in REGISTRATIONS.items():
+    for upstream, ours in (REGISTRATIONS | (CPU_REGISTRATIONS if choose.take_cpu_platform() else {})).items():
         after_import(upstream, ours)
-    choose.activate_verl_platform()
 
 
 try:

@@ -30,7 +30,9 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._inner.exec_module(module)
         # Reloads, pickles and resource readers meet the real loader from here on.
-        module.__loader__ = module.__spec__.loader = self._inner
+        module.__loader__ = self._inner
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._inner
         try:
             importlib.import_module(self._follower)
         except Exception:

@@ -1,11 +1,17 @@
-"""Every name of verl and SGLang that we subclass, hook or rely on beyond their documented interfaces, in one list.
+"""Which verl we work with, and every name of it that we rely on beyond its documented interfaces. An engine's are in its record.
 
-`tests/test_upstream.py` resolves each; a bump of either package that takes one away fails there, by name, and nowhere else.
+`tests/upstream` resolves each name and tests the protocols behind them; a bump of a package that takes one away or changes
+what it does fails there, by name, and nowhere else.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+# What pyproject's extra `engine` asks for.
+SUPPORTED = {"verl": ">=0.9.1,<0.10"}
+# What was tested together: requirements/lock.txt.
+TESTED = {"verl": "0.9.1", "torch": "2.11.0", "ray": "2.60.0", "transformers": "5.9.0"}
 
 
 class Symbol(NamedTuple):
@@ -70,36 +76,12 @@ VERL = (
     Symbol("verl.utils.model.convert_weight_keys", "FSDP names to Hugging Face names"),
     Symbol("verl.workers.rollout.llm_server.LLMServerManager._initialize_llm_servers", "rollout_replica_class is read there"),
     Symbol("verl.workers.rollout.replica.RolloutReplica.get_ray_class_with_init_args", "our checkpoint engine worker"),
-    Symbol("verl.workers.rollout.sglang_rollout.async_sglang_server.SGLangHttpServer", "subclassed: tagged sleep and wake"),
-    Symbol("verl.workers.rollout.sglang_rollout.async_sglang_server.SGLangReplica", "subclassed: our server class"),
-    Symbol("verl.workers.rollout.sglang_rollout.sglang_rollout.ServerAdapter._init_server_adapter", "finds the server"),
-    Symbol("verl.checkpoint_engine.base.CheckpointEngineWorker", "subclassed: our server adapter"),
+    Symbol("verl.checkpoint_engine.base.CheckpointEngineWorker", "subclassed: our hand on the launch gate"),
     Symbol("verl.checkpoint_engine.base.CheckpointEngineManager.build_process_group", "called once, not at every sync"),
     Symbol("verl.plugin.platform.platform_manager.PlatformRegistry", "platform cpu"),
     Symbol("verl.utils.distributed.initialize_global_process_group_ray", "wrapped: gloo alone on platform cpu"),
     Symbol("verl.workers.rollout.base._ROLLOUT_REGISTRY", "verl's own modes on the CPU: another way for the weights"),
-    Symbol(
-        "verl.workers.rollout.sglang_rollout.http_server_engine.AsyncHttpServerAdapter._make_async_request",
-        "the engine loads weights from shared memory",
-    ),
     Symbol("verl.trainer.ppo.v1.replay_buffer._accumulate_eviction_metrics", "the trigger waits in several goes"),
     Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._add_batch_to_generate", "replaced: as many prompts as were taken"),
     Symbol("verl.utils.config.validate_config", "our keys are checked with verl's, before Ray starts"),
-)
-
-SGLANG = (
-    Symbol("sglang.srt.plugins.hook_registry.HookRegistry.register", "SGLang's own plugin door"),
-    Symbol("sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create", "hooked: bytes and seconds per tag"),
-    Symbol(
-        "sglang.srt.model_executor.model_runner.ModelRunner.load_model", "hooked: a joining job waits for its init lease here"
-    ),
-    Symbol(
-        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", "hooked on CPU: one seed per request"
-    ),
-    Symbol("sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id", "whether an aborted response had ended"),
-    Symbol("sglang.srt.layers.sampler.sampling_from_probs_torch", "hooked on CPU: one seed per request"),
-    Symbol("sglang.srt.managers.io_struct.ReleaseMemoryOccupationReqInput", "sleep"),
-    Symbol("sglang.srt.managers.io_struct.ResumeMemoryOccupationReqInput", "wake"),
-    Symbol("sglang.srt.managers.io_struct.UpdateWeightFromDiskReqInput", "weights on CPU, from shared memory"),
-    Symbol("sglang.srt.managers.io_struct.GetWeightsByNameReqInput", "the test that weights arrived bit-equal"),
 )

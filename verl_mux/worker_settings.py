@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,15 @@ class WorkerSettings:
     def from_rollout_config(cls, rollout: Mapping | Any) -> WorkerSettings:
         """Read them back from a rollout config, dataclass or mapping; defaults where there are none."""
         custom = rollout.get("custom", None) if hasattr(rollout, "get") else getattr(rollout, "custom", None)
-        given = (custom or {}).get(KEY) or {}
-        return cls(**{key: tuple(value) if isinstance(value, (list, tuple)) else value for key, value in dict(given).items()})
+        given: dict[str, Any] = dict((custom or {}).get(KEY) or {})
+        for key, value in given.items():
+            given[key] = tuple(value) if isinstance(value, (list, tuple)) else value
+        return cls(**given)
+
+
+def node_of(nodes: Sequence[str], place: int, places: int) -> str:
+    """The node of one place: `places` GPUs, ranks or servers fill the nodes in order, as many on each."""
+    return nodes[place * len(nodes) // places]
 
 
 def pin(cpus: tuple[int, ...]) -> None:
@@ -66,7 +73,7 @@ def pin(cpus: tuple[int, ...]) -> None:
 
 def open_worker_log(settings: WorkerSettings, role: str, worker: int):
     """This worker's event log, or the log that keeps nothing."""
-    from verl_mux.profiling.event_log import NULL_LOG, EventLog
+    from verl_mux.profiling.eventlog.log import NULL_LOG, EventLog
 
     if not settings.events_dir:
         return NULL_LOG

@@ -13,13 +13,14 @@ from rich.console import Console
 
 from recipes.rollmux_paper.claims import CLAIMS, find_claims
 from recipes.rollmux_paper.figure import Figure
-from recipes.rollmux_paper.table import print_table
+from recipes.rollmux_paper.table import markdown, print_table
 from verl_mux.errors import UserError
 
 
 def rerun(
     only: Annotated[str, typer.Option(help="Claims to rerun, e.g. R1,R6; all by default.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of README.md.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Folder for the plots.")] = None,
 ) -> None:
     """Rerun what can be rerun of the RollMux paper (arXiv 2512.11306v2) without its testbed."""
@@ -34,6 +35,8 @@ def rerun(
         draw(figures, plot)
     if json:
         print(json_module.dumps({"figures": [figure.as_row() for figure in figures]}, indent=2))
+    elif as_markdown:
+        print(markdown(figures))
     else:
         print_table(figures, Console(width=None if sys.stdout.isatty() else 160))
 

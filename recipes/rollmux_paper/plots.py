@@ -7,9 +7,9 @@ from pathlib import Path
 
 from recipes.rollmux_paper.figure import Figure
 from recipes.rollmux_paper.schedules import CASES, Case
-from verl_mux.scheduling.grouprun import TRAIN
 from verl_mux.scheduling.model import Group
-from verl_mux.scheduling.periods import masks, planned_run
+from verl_mux.scheduling.time.group_run import TRAIN
+from verl_mux.scheduling.time.periods import masks, planned_run
 
 _COLOURS = ("#2f6fb3", "#d9822b", "#3a9d6e")
 

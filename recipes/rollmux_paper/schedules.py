@@ -14,7 +14,7 @@ from statistics import fmean, pstdev
 from recipes.rollmux_paper.figure import Figure
 from recipes.rollmux_paper.testbed import make_job
 from verl_mux.scheduling.model import TESTBED, Group, JobSpec, Pin
-from verl_mux.scheduling.periods import predict_periods
+from verl_mux.scheduling.time.periods import periods_by_job
 
 DATA = Path(__file__).parent / "data"
 
@@ -73,7 +73,7 @@ def periods_of_figure_10() -> list[Figure]:
     """R1."""
     found = []
     for case in CASES.values():
-        planned, free = predict_periods([case.group()]), predict_periods([case.group(free=True)])
+        planned, free = periods_by_job(case.group()), periods_by_job(case.group(free=True))
         for job, (kind, *_) in case.jobs.items():
             name = f"fig. 10{case.panel} period of {job} (type {kind})"
             measured, remark = case.measured_period(job), _spread(case, job)
@@ -101,8 +101,8 @@ def figure_3(free: bool = False) -> Group:
 
 def interference() -> list[Figure]:
     """R2."""
-    period = predict_periods([figure_3()])["J1"].mean_s
-    free = predict_periods([figure_3(free=True)])["J1"].mean_s
+    period = periods_by_job(figure_3())["J1"].mean_s
+    free = periods_by_job(figure_3(free=True))["J1"].mean_s
     solo = {name: rollout + train for name, (_, rollout, train) in FIGURE_3.items()}
     remark = "the paper prints 1.40x and 1.64x; 573 s is the common period of its plot, 1.64x and 1.33x of the jobs alone"
     return [
@@ -123,7 +123,7 @@ def cost_efficiency() -> list[Figure]:
     for panel, (efficiency, throughput) in PRINTED.items():
         case = CASES[panel]
         group = case.group()
-        periods = predict_periods([group])
+        periods = periods_by_job(group)
         speed = fmean(job.iteration_s / periods[job.name].mean_s for job in group.jobs)
         usd = group.usd_per_hour(TESTBED)
         name = f"fig. 10{panel} cost efficiency over solo"
@@ -161,4 +161,4 @@ def cold_starts() -> list[Figure]:
 
 def _pair_period(model: str, phases: tuple[float, float], cold: bool) -> float:
     jobs = {name: make_job(name, model, *phases, cold=cold) for name in ("x", "y")}
-    return predict_periods([grouped({name: (job, ("r1",), ("t1",)) for name, job in jobs.items()})])["x"].mean_s
+    return periods_by_job(grouped({name: (job, ("r1",), ("t1",)) for name, job in jobs.items()}))["x"].mean_s

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import bisect
-import csv
 import random
-from importlib.resources import files
-from pathlib import Path
 from statistics import median
 
 from recipes.rollmux_paper.figure import Figure
+from recipes.rollmux_paper.planned_migration import Engines, Tail, choose_tails, plan_tails
 from recipes.rollmux_paper.schedules import grouped
 from recipes.rollmux_paper.testbed import WORKLOADS, make_job
-from verl_mux.rollout.migration_plan import EngineSpeed, MigrationPolicy
-from verl_mux.scheduling.migration import Engines, Tail, choose_tails, plan_tails
+from verl_mux.rollout.control.migration_plan import EngineSpeed, MigrationPolicy
 from verl_mux.scheduling.model import Group
-from verl_mux.scheduling.periods import predict_periods
+from verl_mux.scheduling.time.periods import periods_by_job
+from verl_mux.simulation.workload.uncertainty import Cdf, length_at, read_lengths
 
-CDF = Path(str(files("verl_mux.simulation"))) / "data" / "length_cdf.csv"
 RESPONSES, PROMPT_TOKENS, DRAWS = 256, 512, 5
 # A full batch of 32 a GPU makes a decoding step half as long again; a replica prefills 5000 tokens a second.
 BATCH_SHARE, PREFILL = 0.5, 5000.0
@@ -29,29 +25,9 @@ REMARK = (
 )
 
 
-Cdf = list[tuple[float, int]]
-
-
-def read_lengths() -> dict[str, Cdf]:
-    """Workload -> (share of responses, tokens that they do not exceed), as read off the figure."""
-    lengths: dict[str, Cdf] = {}
-    with CDF.open(newline="") as file:
-        for row in csv.DictReader(file):
-            point = float(row["cdf"]), round(float(row["length_tokens(4k=4096)"]))
-            lengths.setdefault(row["workload"], []).append(point)
-    return lengths
-
-
 def draw_lengths(cdf: Cdf, count: int, rng: random.Random) -> list[int]:
-    """`count` lengths, linear between the points."""
-    return [_length(cdf, rng.random()) for _ in range(count)]
-
-
-def _length(cdf: Cdf, at: float) -> int:
-    above = min(bisect.bisect_left(cdf, (at, 0)), len(cdf) - 1)
-    (share, high), (before, low) = cdf[above], cdf[above - 1] if above else (0.0, 1)
-    inside = min((at - before) / (share - before), 1.0) if share > before else 1.0
-    return max(1, round(low + inside * (high - low)))
+    """`count` lengths in tokens."""
+    return [max(1, round(length_at(cdf, rng.random()))) for _ in range(count)]
 
 
 def planned_tails(workload: str, seed: int) -> list[Tail]:
@@ -77,7 +53,7 @@ def _gain(names: tuple[str, str], seed: int) -> float:
 
 
 def _steps_per_s(group: Group) -> float:
-    return sum(1 / period.mean_s for period in predict_periods([group]).values())
+    return sum(1 / period.mean_s for period in periods_by_job(group).values())
 
 
 def migrations() -> list[Figure]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from verl_mux.scheduling.estimate.sync_time import LinkModel
 from verl_mux.scheduling.model import Estimate, JobSpec
-from verl_mux.scheduling.synctime import LinkModel
 
 # bf16 weights: 2 bytes per parameter of Qwen2.5-7B/14B/32B, Qwen3-4B/8B.
 WEIGHTS_GB = {"4B": 8.0, "7B": 15.2, "8B": 16.4, "14B": 29.5, "32B": 65.5}

@@ -7,7 +7,7 @@ import random
 
 from recipes.rollmux_paper.figure import Figure
 from verl_mux.scheduling.model import Estimate, JobSpec
-from verl_mux.scheduling.settled import mean_periods
+from verl_mux.scheduling.time.settled import fifo_means
 
 GROUPS = 10_000
 
@@ -30,12 +30,12 @@ def _job(number: int, rollout_s: float, train_s: float) -> JobSpec:
 
 def slowest(jobs: list[JobSpec], on: list[int]) -> float:
     """The longest settled period over T_cycle, from the events."""
-    return max(mean_periods(jobs, on, [1 << 8] * len(jobs))) / max(job.iteration_s for job in jobs)
+    return max(fifo_means(jobs, on, [1 << 8] * len(jobs))) / max(job.iteration_s for job in jobs)
 
 
-def violations(rollout_nodes: int, groups: int = GROUPS, seed: int = 11) -> tuple[int, float, str]:
+def violations(rollout_nodes: int, groups: int = GROUPS) -> tuple[int, float, str]:
     """(groups of which a job needs longer than T_cycle, the worst ratio, the smallest such group in words)."""
-    rng, found, worst, example = random.Random(seed), [], 1.0, ""
+    rng, found, worst, example = random.Random(11), [], 1.0, ""
     checked = 0
     while checked < groups:
         if not (drawn := draw_group(rng, rollout_nodes)):

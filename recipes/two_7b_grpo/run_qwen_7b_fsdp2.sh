@@ -10,9 +10,10 @@ TRAIN_FILES="${TRAIN_FILES:?parquet file of training prompts}"
 VAL_FILES="${VAL_FILES:?parquet file of validation prompts}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-7B-Instruct}"
 COORDINATOR="${COORDINATOR:-tcp://127.0.0.1:5570}"
+KEYS="${KEYS:-null}"   # the folder that `verl-mux keys` made; not needed on the coordinator's own machine
 # ----------------------
 
-MUX=("mux.job=${JOB}" "mux.coordinator=${COORDINATOR}")
+MUX=("mux.job=${JOB}" "mux.coordinator=${COORDINATOR}" "mux.keys=${KEYS}")
 DATA=("data.train_files=${TRAIN_FILES}" "data.val_files=${VAL_FILES}")
 MODEL=("actor_rollout_ref.model.path=${MODEL_PATH}")
 

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("verl")
 from tests.config.test_schema import verl_config
 from verl_mux.config.validation_hook import checked_first
+from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.config import make_config
-from verl_mux.coordinator.members import UID_VARIABLE
 from verl_mux.coordinator.server import Coordinator
 
 ROOT = Path(__file__).parents[2]
@@ -25,14 +25,15 @@ def coordinator():
 
 
 @pytest.fixture
-def check(monkeypatch):
+def check(monkeypatch, tmp_path):
     """Runs our preflight before a stand-in of verl's validation; says whether that was reached."""
     monkeypatch.delenv(UID_VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
     reached = []
 
     def run(config) -> bool:
         checked_first(lambda config, *args, **kwargs: reached.append(config))(config)
-        return reached == [config]
+        return reached[-1:] == [config]
 
     return run
 
@@ -40,6 +41,7 @@ def check(monkeypatch):
 def job(address: str | None, **mux):
     config = verl_config({"coordinator": address, "nodes": NODES, "coordinator_timeout_s": 20, **mux})
     config.trainer.total_training_steps = 3
+    config.trainer.default_local_dir = "checkpoints/exp"
     return config
 
 
@@ -87,7 +89,7 @@ def test_more_gpus_than_the_node_has(check, coordinator, capsys):
 
 
 def test_two_jobs_of_one_name(check, coordinator, capsys, monkeypatch):
-    from verl_mux.coordinator.client import connect
+    from verl_mux.coordinator.bus.connect import connect
 
     first = connect(coordinator.address, "exp", NODES, uid="exp:first", timeout=20)
     try:
@@ -124,3 +126,18 @@ class TestTheRealCommand:
     def test_a_coordinator_that_nobody_reaches_within_the_stated_wait(self, python, tmp_path):
         text = self.refused(python, tmp_path, "mux.coordinator=tcp://127.0.0.1:1", "mux.coordinator_timeout_s=1")
         assert "tcp://127.0.0.1:1" in text and "1 s" in text
+
+
+def test_a_second_job_does_not_go_on_from_the_first_ones_checkpoints(check, capsys, tmp_path):
+    assert check(job(None, job="math"))
+    assert "holds the checkpoints of job 'math'" in (line := refusal(check, job(None, job="code"), capsys))
+    assert "trainer.experiment_name" in line and str(tmp_path / "") not in line  # as it was given
+
+
+def test_a_job_goes_on_from_its_own_checkpoints(check):
+    assert check(job(None, job="math")) and check(job(None, job="math"))
+
+
+def test_a_folder_that_cannot_be_written_is_told(check, capsys, tmp_path):
+    (tmp_path / "checkpoints").touch()
+    assert "trainer.default_local_dir=checkpoints/" in refusal(check, job(None), capsys)

@@ -1,10 +1,14 @@
 """A small world: two rollout nodes, one training node; machines to drive by hand and coordinators on real sockets."""
 
+import os
 import time
 
 import pytest
 
-from verl_mux.coordinator.client import connect
+from verl_mux.coordinator.bus import keys
+from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.link import ask
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
 
@@ -19,6 +23,14 @@ NODES = {"rollout": ["r0"], "train": ["t0"]}
 def make():
     """Configuration of the small world with some keys set."""
     return lambda **keys: make_config({"pools": POOLS, **keys})
+
+
+@pytest.fixture(autouse=True)
+def state_folder(tmp_path_factory, monkeypatch):
+    """Where a coordinator that is not told where keeps its journal: never the user's own."""
+    folder = tmp_path_factory.mktemp("state")
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
+    return folder
 
 
 class Lines:
@@ -44,8 +56,8 @@ def serve(make, event_log):
     """Starts coordinators that are stopped when the test ends."""
     started = []
 
-    def start(journal=None, bind="tcp://127.0.0.1:0", **keys):
-        coordinator = Coordinator(make(**keys), journal, bind, event_log)
+    def start(journal=None, bind="tcp://127.0.0.1:0", key_directory=None, **keys):
+        coordinator = Coordinator(make(**keys), journal, bind, event_log, key_directory)
         coordinator.start()
         started.append(coordinator)
         return coordinator
@@ -61,7 +73,7 @@ def join():
     clients = []
 
     def connect_one(coordinator, job, nodes=None, **keys):
-        keys = {"uid": f"{job}:{len(clients)}", "timeout": 60.0, **keys}
+        keys = {"uid": f"{job}:{os.getpid()}.{len(clients)}", "timeout": 60.0, **keys}
         address = coordinator if isinstance(coordinator, str) else coordinator.address
         clients.append(connect(address, job, nodes or NODES, **keys))
         return clients[-1]
@@ -69,6 +81,17 @@ def join():
     yield connect_one
     for client in clients:
         client.close()
+
+
+@pytest.fixture
+def say_over():
+    """Says what a launcher says when the driver of a job has ended."""
+
+    def say(coordinator, job, uid):
+        own = keys.for_address(coordinator.address, None, keys.OPERATOR)
+        return ask(coordinator.address, m.JobOver(job=job, uid=uid), 60.0, own)
+
+    return say
 
 
 @pytest.fixture

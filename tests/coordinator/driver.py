@@ -1,8 +1,8 @@
 """A state machine driven by hand: events by name, a clock that ticks once per event, everything kept."""
 
-from verl_mux.coordinator import messages as m
+from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.config import make_config
-from verl_mux.coordinator.events import Event, Log, Send
+from verl_mux.coordinator.core.inputs_and_instructions import Input, Log, Send
 
 POOLS = {
     "rollout": {"nodes": [{"name": "r0"}, {"name": "r1"}]},
@@ -12,7 +12,7 @@ SIDES = {"rollout": ["r0", "r1"], "train": ["t0"]}
 
 
 def config(**keys):
-    return make_config({"pools": POOLS, **keys})
+    return make_config({"pools": POOLS, "lease_timeout": 5, **keys})
 
 
 class Driver:
@@ -24,17 +24,27 @@ class Driver:
 
     def do(self, what, after=1.0):
         self.now += after
-        out = self.machine.handle(event := Event(self.now, what))
+        out = self.machine.handle(event := Input(self.now, what))
         self.events.append(event)
         self.sent += [step for step in out if isinstance(step, Send)]
         self.logged += [step for step in out if isinstance(step, Log)]
         return [step.message for step in out if isinstance(step, Send)]
 
+    def wait(self, seconds, every=0.5):
+        """Time passes; what is due is handled. Returns what it was."""
+        seen = []
+        for _ in range(round(seconds / every)):
+            self.now += every
+            for event in self.machine.due(self.now):
+                seen.append(event.what)
+                self.do(event.what, after=0.0)
+        return seen
+
     def who(self, job, uid=None):
         return {"job": job, "uid": uid or f"{job}:1", "client": f"{job}-client"}
 
     def register(self, job, nodes=SIDES, uid=None, **keys):
-        where = {"host": "here", "pid": 7, "started": 1.0}
+        where = {"host": "here", "pid": 7, "started": 1}
         return self.do(m.Register(**self.who(job, uid), nodes=nodes, **where, **keys))
 
     def ask(self, job, phase, step, nodes, key=None):

@@ -8,11 +8,11 @@ import os
 import subprocess
 import sys
 
-from verl_mux.coordinator.client import connect
-from verl_mux.coordinator.members import UID_VARIABLE, member_of
+from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.members import UID_VARIABLE, member_of
 
 address, membership = sys.argv[1:]
-mux = connect(address, "a", {"rollout": ["r0"], "train": ["t0"]}, uid="a:dies")
+mux = connect(address, "a", {"rollout": ["r0"], "train": ["t0"]}, uid=os.environ.get(UID_VARIABLE) or f"a:{os.getpid()}")
 pid = 0
 if membership != "none":
     environment = {name: value for name, value in os.environ.items() if name != UID_VARIABLE}
@@ -20,8 +20,7 @@ if membership != "none":
         environment[UID_VARIABLE] = mux.uid
     pid = subprocess.Popen(["sleep", "600"], env=environment, stdout=subprocess.DEVNULL).pid
 if membership == "reported":
-    member = member_of(pid)
-    mux.members([(member.host, member.pid, member.started)])
+    mux.members([member_of(pid)])
 mux.acquire("rollout", step=1)
 mux.progress(1, 2)
 print(pid, flush=True)

@@ -30,6 +30,16 @@ def test_status_prints_plain_lines_where_there_is_no_terminal(monkeypatch, capsy
     assert printed[4] == "job a: live; step 0 of 9; -"
 
 
+def test_a_job_that_starts_up_says_at_what_it_is(serve, join):
+    coordinator = serve()
+    a = join(coordinator, "a")
+    a.note("starting engines")
+    a.release(a.acquire("init"))
+    assert "job a: live (starting engines); step 0; -" in status_view.plain(coordinator.snapshot()).splitlines()
+    a.acquire("rollout", step=1)
+    assert "job a: live; step 1; -" in status_view.plain(coordinator.snapshot()).splitlines()
+
+
 def test_status_as_json_is_one_object(monkeypatch, capsys, serve):
     coordinator = serve()
     assert call(monkeypatch, "status", "--address", coordinator.address, "--json") == 0
@@ -63,5 +73,7 @@ def test_a_coordinator_with_a_bad_file_or_address_ends_with_code_2(monkeypatch, 
     file = str(tmp_path / "mux.yaml")
     assert call(monkeypatch, "coordinator", "--config", str(tmp_path / "none.yaml")) == 2
     assert "cannot read" in capsys.readouterr().err
+    assert call(monkeypatch, "coordinator", "--config", file, "--journal", "j", "--no-journal") == 2
+    assert capsys.readouterr().err == "verl-mux: --journal j and --no-journal were both given; choose one\n"
     assert call(monkeypatch, "coordinator", "--config", file, "--bind", serve().address) == 2
     assert "Address already in use" in capsys.readouterr().err

@@ -10,6 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.bus.members import UID_VARIABLE
+
+# Of this run alone: a coordinator of another run of these tests ends whatever carries the uid of its dead jobs.
+DIES = f"a:{os.getpid()}"
 HOLDER = Path(__file__).with_name("holder.py")
 
 
@@ -26,7 +31,8 @@ def hold():
 
     def start(coordinator, membership):
         command = [sys.executable, str(HOLDER), coordinator.address, membership]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = {**os.environ, UID_VARIABLE: DIES}
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         member = int(process.stdout.readline())
         started.append((process, psutil.Process(member) if member else None))
         return process, member
@@ -66,9 +72,19 @@ def test_a_killed_jobs_node_waits_for_its_member(serve, join, hold, pool, eventu
     assert event_log.of("lease_reclaimed")[0][2]["job"] == "a"
 
 
+def test_a_reported_process_without_the_jobs_mark_is_waited_for_and_left_alone(serve, join, hold, eventually):
+    coordinator = serve(kill_grace=0.01)
+    process, member = hold(coordinator, "reported")
+    process.send_signal(signal.SIGKILL)
+    eventually(lambda: job(coordinator)["waits_for"] == [f"pid {member}"])
+    waited_since = job(coordinator)["in_state_s"]
+    eventually(lambda: job(coordinator)["in_state_s"] > waited_since + 0.6)  # looked at again at least once
+    assert not is_gone(member)
+
+
 def test_members_that_outlive_a_dead_driver_are_killed_after_the_grace(serve, join, hold, pool):
     coordinator = serve(kill_grace=0.5)
-    process, member = hold(coordinator, "reported")
+    process, member = hold(coordinator, "carried")
     b = join(coordinator, "b")
     waiting = pool.submit(b.acquire, "rollout", step=1)
     process.send_signal(signal.SIGKILL)
@@ -85,37 +101,68 @@ def test_a_job_that_exits_without_giving_back_is_noticed(serve, join, hold, pool
     assert waiting.result(60).token == 2
 
 
-def test_what_a_starter_says_frees_nothing_while_processes_live(serve, join, hold, eventually):
+def test_what_a_starter_says_frees_nothing_while_processes_live(serve, hold, say_over, eventually):
     coordinator = serve(kill=False)
     process, member = hold(coordinator, "reported")
-    coordinator.job_exited("a")
+    say_over(coordinator, "a", DIES)
     eventually(lambda: job(coordinator)["waits_for"] == [f"pid {process.pid}", f"pid {member}"])
     assert job(coordinator)["tokens"] == [1]
     assert process.poll() is None
 
 
-def test_processes_that_outlive_what_the_starter_says_are_killed_after_the_grace(serve, join, hold):
+def test_what_is_said_of_another_start_of_the_job_ends_nothing(serve, hold, say_over):
+    coordinator = serve()
+    hold(coordinator, "none")
+    assert say_over(coordinator, "a", "a:before") == m.Unknown()
+    assert job(coordinator)["state"] == "live"
+
+
+def test_a_job_that_never_came_is_over_however_often_that_is_said(serve, say_over):
+    coordinator = serve()
+    answers = [say_over(coordinator, "a", "a:1") for _ in range(2)]
+    assert answers == [m.JobEnded(reason="exited before it registered")] * 2
+
+
+def test_processes_that_outlive_what_the_starter_says_are_killed_after_the_grace(serve, join, hold, say_over):
     coordinator = serve(kill_grace=0.1)
-    process, member = hold(coordinator, "reported")
-    coordinator.job_exited("a")
+    process, member = hold(coordinator, "carried")
+    say_over(coordinator, "a", DIES)
     assert join(coordinator, "b").acquire("rollout", step=1).token == 2
     assert is_gone(process.pid)
     assert is_gone(member)
 
 
-def test_a_stopped_job_keeps_its_node_and_goes_on_when_it_is_continued(serve, join, hold, pool, eventually):
+def test_a_stopped_job_that_nobody_waits_for_keeps_its_node_and_goes_on_when_it_is_continued(serve, hold, eventually):
     coordinator = serve(lease_timeout=1.5)
+    process, _ = hold(coordinator, "none")
+    process.send_signal(signal.SIGSTOP)
+    eventually(lambda: job(coordinator)["waits_for"] == [f"pid {process.pid}"])
+    assert job(coordinator)["state"] == "silent"
+    process.send_signal(signal.SIGCONT)
+    eventually(lambda: job(coordinator)["state"] == "live")
+    assert job(coordinator)["tokens"] == [1]
+
+
+def test_a_stopped_job_whose_node_another_waits_for_is_killed_before_the_node_is_given_on(serve, join, hold, pool, eventually):
+    coordinator = serve(lease_timeout=1.5, kill_grace=0.1)
+    process, member = hold(coordinator, "carried")
+    b = join(coordinator, "b")
+    waiting = pool.submit(b.acquire, "rollout", step=1)
+    process.send_signal(signal.SIGSTOP)
+    assert waiting.result(60).token == 2
+    assert is_gone(process.pid) and is_gone(member)
+    assert "silent beyond its lease" in job(coordinator)["reason"]
+
+
+def test_a_stopped_job_that_may_not_be_killed_keeps_its_node(serve, join, hold, pool, eventually):
+    coordinator = serve(lease_timeout=1.5, kill=False)
     process, _ = hold(coordinator, "none")
     b = join(coordinator, "b")
     waiting = pool.submit(b.acquire, "rollout", step=1)
     process.send_signal(signal.SIGSTOP)
-    eventually(lambda: job(coordinator)["waits_for"] == [f"pid {process.pid}"])
-    assert job(coordinator)["state"] == "silent"
+    eventually(lambda: job(coordinator)["state"] == "dying")
     assert not waiting.done()
-    process.send_signal(signal.SIGCONT)
-    eventually(lambda: job(coordinator)["state"] == "live")
-    assert job(coordinator)["tokens"] == [1]
-    process.communicate("\n")
+    process.kill()
     assert waiting.result(60).token == 2
 
 
@@ -129,11 +176,11 @@ def test_the_name_of_a_killed_job_is_free_for_its_restart(serve, join, hold):
 
 
 def test_a_death_during_the_coordinators_absence_is_found_when_it_returns(serve, join, hold, tmp_path):
-    coordinator = serve(tmp_path / "journal.sqlite")
+    coordinator = serve(tmp_path / "journal")
     process, member = hold(coordinator, "carried")
     coordinator.stop()
     process.send_signal(signal.SIGKILL)
     process.wait()
-    again = serve(tmp_path / "journal.sqlite", bind=coordinator.address)
-    assert join(again, "b").acquire("rollout", step=1).token == 2
+    again = serve(tmp_path / "journal", bind=coordinator.address)
+    assert join(again, "b").acquire("rollout", step=1).token > 1
     assert is_gone(member)

@@ -1,4 +1,5 @@
-"""One multiplexed run of real jobs for all tests here: one is killed in its rollout, another joins and is killed in training.
+"""One multiplexed run of real jobs for all tests here: one is killed in its rollout, another joins and is killed in training;
+in between the coordinator is killed, and at last the launcher.
 
 Never more than two jobs at once: each is a dozen processes and several GiB.
 """
@@ -18,7 +19,8 @@ import psutil
 import pytest
 
 from tests.e2e import tiny
-from verl_mux.coordinator.members import UID_VARIABLE
+from verl_mux.coordinator.bus.members import UID_VARIABLE
+from verl_mux.launcher.marked_process import read_note
 
 # `stays` is interrupted when all is seen; the tests compare its first COMPARED steps.
 STEPS, COMPARED = 400, 10
@@ -31,12 +33,14 @@ _LIMIT_S = 600
 
 @dataclass
 class Run:
-    """`killed[job]`: when it was killed, and when some process of it was last seen alive; seconds since the epoch."""
+    """`killed[job]`: when it was killed, and when some process of it was last seen alive; `coordinator_killed`: when that was.
+    Seconds since the epoch."""
 
     directory: Path
     returncode: int = -1
     log: str = ""
     killed: dict[str, tuple[float, float]] = field(default_factory=dict)
+    coordinator_killed: float = 0.0
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +52,8 @@ def assets(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def run(assets, tmp_path_factory) -> Run:
-    """`stays` and `rolls` start together; `rolls` is killed in a rollout; `trains` joins and is killed in a training phase.
+    """`stays` and `rolls` start together; the coordinator is killed, then `rolls` in a rollout; `trains` joins and is killed in a
+    training phase, then the launcher. A second one takes `stays` up.
 
     Both that are killed over-sample: `rolls` drops what is cut off, `trains` begins it again in its next step.
     """
@@ -65,12 +70,21 @@ def run(assets, tmp_path_factory) -> Run:
     result = Run(out)
     joining = None
     with (directory / "log").open("w") as log:
-        runner = subprocess.Popen([sys.executable, "-m", "verl_mux.cli", "run", str(file)], stdout=log, stderr=log)
+        command = [sys.executable, "-m", "verl_mux", "run", str(file)]
+        runner = subprocess.Popen(command, stdout=log, stderr=log)
         try:
+            _wait_for_step(out, "stays", after=0.0, seconds=_LIMIT_S)
+            result.coordinator_killed = time.time()
+            os.kill(read_note(out / "coordinator").pid, signal.SIGKILL)
             result.killed["rolls"] = _kill_in(runner, out, "rolls", "rollout")
             joining = tiny.start_job("trains", restarts, out, _address(out))
             result.killed["trains"] = _kill_in(runner, out, "trains", "train")
             _wait_for_step(out, "stays", after=result.killed["trains"][1])
+            runner.kill()
+            runner.wait()
+            runner = subprocess.Popen(command, stdout=log, stderr=log)
+            _wait_for_line(directory / "log", "job stays runs")
+            _wait_for_step(out, "stays", after=time.time())
         finally:
             for process in (p for p in (joining, runner) if p is not None and p.poll() is None):
                 process.send_signal(signal.SIGINT)
@@ -105,13 +119,20 @@ def _address(directory: Path) -> str:
     return (directory / "coordinator" / "address").read_text().strip()
 
 
-def _wait_for_step(directory: Path, job: str, after: float) -> None:
-    deadline = time.monotonic() + 60
+def _wait_for_step(directory: Path, job: str, after: float, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if any(e["event"] == "step" and tiny.ended(e) > after for e in tiny.events(directory, job)):
             return
         time.sleep(0.2)
     raise AssertionError(f"{job} finished no step after {after}")
+
+
+def _wait_for_line(path: Path, text: str) -> None:
+    deadline = time.monotonic() + 60
+    while text not in path.read_text():
+        assert time.monotonic() < deadline, path.read_text()
+        time.sleep(0.2)
 
 
 def _kill_in(process: subprocess.Popen, directory: Path, job: str, phase: str) -> tuple[float, float]:
@@ -139,11 +160,12 @@ def _kill(job: dict) -> tuple[float, float]:
     driver = psutil.Process(job["pid"])
     ancestors = [p for p in (driver, *driver.parents()) if "verl.trainer.main_ppo" in " ".join(p.cmdline())]
     target = ancestors[-1] if ancestors else driver
+    uid = driver.environ()[UID_VARIABLE]
     when = last_seen = time.time()
     target.kill()
     while True:
         looked = time.time()
-        if not _alive(job["uid"]):
+        if not _alive(uid):
             return when, last_seen
         last_seen = looked  # whatever was found alive after this moment was alive in it
 

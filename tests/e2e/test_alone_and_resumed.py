@@ -35,7 +35,10 @@ def _figures(events: list[dict], key: str) -> dict[int, float]:
 
 @pytest.mark.parametrize("key", ["reward", "loss", "grad_norm", "response_length"])
 def test_alone_and_multiplexed_give_the_same_numbers_step_by_step(run, resumed, key):
-    multiplexed = _figures(tiny.events(run.directory, "stays"), key)
+    events = tiny.events(run.directory, "stays")
+    multiplexed = _figures(events, key)
     alone = _figures(tiny.events(resumed, "job"), key)
     assert set(alone) == set(range(_FROM + 1, COMPARED + 1))
     assert alone == {step: multiplexed[step] for step in alone}
+    ends = {e["step"]: tiny.ended(e) for e in events if e["event"] == "step"}
+    assert run.coordinator_killed < ends[min(alone)], "what is compared came before the coordinator was killed"

@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e import tiny
 from tests.e2e.conftest import COMPARED, Run
-from verl_mux.profiling import events
+from verl_mux.profiling.eventlog import events
 
 pytestmark = pytest.mark.e2e
 
@@ -23,6 +23,11 @@ def test_the_other_job_goes_on_and_what_became_of_each_is_reported(run):
     assert "job rolls ended with" in run.log
     summary = json.loads((run.directory / "summary.json").read_text())
     assert summary["jobs"]["stays"]["steps"] == len(steps)
+
+
+def test_neither_a_killed_coordinator_nor_a_killed_launcher_ends_a_job(run):
+    assert "the coordinator ended with SIGKILL" in run.log and "taking up the run" in run.log
+    assert "job stays ended" not in run.log
 
 
 def test_interrupting_the_run_stops_everything_and_says_so_in_its_exit_code(run):

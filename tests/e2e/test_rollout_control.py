@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e import tiny
 from tests.e2e.conftest import OVERSAMPLED
-from verl_mux.profiling import events
+from verl_mux.profiling.eventlog import events
 
 pytestmark = pytest.mark.e2e
 # A segment takes long enough that an abort finds somebody in the engine.

@@ -8,10 +8,10 @@ import pytest
 
 from tests.e2e import tiny
 from tests.e2e.conftest import ENOUGH, STREAMED
-from verl_mux.profiling import events
-from verl_mux.profiling.analysis import Analysis
-from verl_mux.profiling.run_log import read_run
-from verl_mux.profiling.summary import summarise
+from tests.profiling.made_logs import read_run
+from verl_mux.profiling.eventlog import events
+from verl_mux.profiling.report.measures.analysis import Analysis
+from verl_mux.profiling.report.output.summary import summarise
 
 pytestmark = pytest.mark.e2e
 BATCH = 4

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 _SCRIPT = """
 import json, torch
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
-from verl_mux.memory.sglang_adapter import create_adapter
+from verl_mux.rollout.engine.sglang.memory_saver import create_adapter
 adapter = create_adapter(TorchMemorySaverAdapter.create, enable=True)
 MIB = 2**20
 free = lambda: torch.cuda.mem_get_info()[0]

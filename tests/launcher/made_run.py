@@ -44,3 +44,9 @@ class MadeRun:
         for step, end in enumerate(ends, start=1):
             reward = rewards[step - 1] if rewards else 0.0
             self.event(job, "step", step, end - 1, end, reward=reward, tokens=tokens)
+
+    def start(self, job: str, at: float) -> None:
+        """It came to the coordinator."""
+        time = (ORIGIN + timedelta(seconds=at)).isoformat()
+        line = {"timestamp": time, "event": "job_registered", "extra": {"job": job}, "workid": 0, "step": 0}
+        self.raw("coordinator", "coordinator", 0, 0, json.dumps(line))

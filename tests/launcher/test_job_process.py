@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from verl_mux.coordinator.members import UID_VARIABLE
+from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.launcher.job_process import JobProcess
 from verl_mux.launcher.run_file import JobSpec, RunFile
 
@@ -93,9 +93,9 @@ def test_a_driver_that_does_not_listen_is_made_to_end_and_its_exit_code_is_kept(
 def test_what_a_dead_driver_left_behind_is_swept(start, pipe):
     job = start(DRIVER, str(pipe))
     pids = pids_from(pipe, 2)
-    os.kill(job.pid, signal.SIGKILL)
+    os.kill(job._process.pid, signal.SIGKILL)
     job._process.wait()
-    assert {p.pid for p in job.processes()} == pids - {job.pid}
+    assert {p.pid for p in job.processes()} == pids - {job._process.pid}
     job.sweep()
     assert job.processes() == [] and job.returncode == -signal.SIGKILL
 
@@ -152,8 +152,8 @@ def test_hydra_reads_names_and_folders_as_they_were_meant(tmp_path, directory, n
     spec = JobSpec(nodes={"rollout": ["r0", "1"], "train": ["t0"]}, seed=5, overrides=["data.seed={seed}"])
     run = RunFile(dir=str(tmp_path / directory), coordinator={}, jobs={name: spec}, overrides=["+job={job}"])
     command = JobProcess(name, spec, run, "tcp://127.0.0.1:5570")._command
-    assert command[:5] == [sys.executable, "-m", "verl.trainer.main_ppo", "--config-name", "mux_ppo_trainer"]
-    given = {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(command[5:])}
+    assert command[4:7] == ["verl.trainer.main_ppo", "--config-name", "mux_ppo_trainer"]
+    given = {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(command[7:])}
     assert (str(given["mux.job"]), str(given["trainer.experiment_name"])) == (name, name)
     assert [str(n) for n in given["mux.nodes.rollout"]] == ["r0", "1"]
     assert str(given["mux.coordinator"]) == "tcp://127.0.0.1:5570"

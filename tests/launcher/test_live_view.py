@@ -12,7 +12,7 @@ def job(**changes) -> dict:
 
 
 def node(**changes) -> dict:
-    return {**{"holders": [], "queue": [], "bytes": 0, "peak_bytes": 0}, **changes}
+    return {"holders": [], "queue": [], "bytes": 0, "peak_bytes": 0, **changes}
 
 
 def snapshot(jobs: dict, **nodes: dict) -> dict:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.launcher.made_run import MadeRun
+from tests.launcher.made_run import ORIGIN, MadeRun
 from verl_mux.coordinator.config import make_config
 from verl_mux.launcher import summary, timeline
-from verl_mux.launcher.summary import segment_steps, throughput_ratio
-from verl_mux.profiling.events import REQUEST_COMPLETE
+from verl_mux.launcher.summary import segment_steps
+from verl_mux.profiling.eventlog.events import REQUEST_COMPLETE
 
 CONFIG = make_config(
     {
@@ -116,8 +116,25 @@ def test_segments_follow_one_another(schedule, expected):
     assert segment_steps(config.schedule) == expected
 
 
-def test_two_equal_jobs_that_hide_each_other_completely_are_twice_as_fast():
-    assert throughput_ratio({"a": 10.0, "b": 10.0}, {"a": 10.0, "b": 10.0}) == 2.0
-    assert throughput_ratio({"a": 10.0, "b": 10.0}, {"a": 20.0, "b": 20.0}) == 1.0
-    assert throughput_ratio({"a": 10.0, "b": None}, {"a": 10.0, "b": 10.0}) is None
-    assert throughput_ratio({}, {}) is None
+def test_the_time_between_an_end_and_a_resumption_is_nobodys_step_and_nobodys_idling(tmp_path):
+    made = MadeRun(tmp_path)
+    config = make_config({"pools": {"rollout": {"nodes": [{"name": "r0"}]}, "train": {"nodes": [{"name": "t0"}]}}})
+    for job in ("a", "b"):
+        made.start(job, 0)
+        made.steps(job, [10, 20, 30], tokens=100)
+        made.start(job, 1000)
+    for job, step, end in (("a", 3, 1010), ("a", 4, 1020), ("a", 5, 1030), ("b", 4, 1010), ("b", 5, 1030)):
+        made.event(job, "step", step, end - 5, end, tokens=100)
+    made.phase("a", "rollout", 4, 1010, 1015, "r0")
+    result = summary.summarise(timeline.read(tmp_path, ["a", "b"]), config, ["a", "b"], 0, 0.0)
+    assert (result["jobs"]["a"]["steps"], result["jobs"]["b"]["steps"]) == (5, 5)
+    assert (result["jobs"]["a"]["period_mux_s"], result["jobs"]["b"]["period_mux_s"]) == (10, 10)
+    assert result["mux"]["bubble"]["rollout"] == 0.75
+
+
+@pytest.mark.parametrize(("since", "seconds"), [(0.0, 30.0), (50.0, 20.0), (80.0, 0.0)])
+def test_start_up_lasts_until_a_job_asks_for_its_first_step(tmp_path, since, seconds):
+    made = MadeRun(tmp_path)
+    for step, at in ((0, 10), (1, 30), (2, 70)):
+        made.wait("a", "rollout", step, at, at + 1, "r0")
+    assert summary.startup(timeline.read(tmp_path, ["a"]), ORIGIN.timestamp() + since) == seconds

@@ -1,11 +1,8 @@
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given
 
 from tests.launcher.made_run import ORIGIN, MadeRun
 from verl_mux.launcher import timeline
-from verl_mux.launcher.timeline import union_seconds
-from verl_mux.profiling.events import REQUEST_COMPLETE
+from verl_mux.profiling.eventlog.events import REQUEST_COMPLETE
 
 T0 = ORIGIN.timestamp()
 
@@ -60,7 +57,7 @@ def test_other_jobs_and_a_job_without_a_log_are_no_spans(made):
 
 
 def test_a_real_event_log_is_read(tmp_path):
-    from verl_mux.profiling.event_log import EventLog
+    from verl_mux.profiling.eventlog.log import EventLog
 
     log = EventLog(tmp_path / "a" / "events", worker=0, role="trainer", job="a")
     log.log("phase", 2.5, extra={"phase": "rollout", "nodes": ["r0"], "token": 4}, step=3, timestamp=T0)
@@ -71,6 +68,12 @@ def test_a_real_event_log_is_read(tmp_path):
     assert "sleep" in [s.name for s in read.parts]
 
 
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)).map(lambda t: (t[0], t[0] + t[1])), max_size=12))
-def test_the_union_counts_every_second_once(spans):
-    assert union_seconds(spans) == len({second for start, end in spans for second in range(start, end)})
+def test_a_step_that_was_done_again_after_a_start_stands_once(made):
+    made.start("a", 0)
+    made.steps("a", [10, 20, 30])
+    made.start("a", 100)
+    for step, end in ((3, 110), (4, 120)):
+        made.event("a", "step", step, end - 5, end)
+    read = timeline.read(made.directory, ["a"])
+    assert [(s.step, s.end - T0) for s in read.steps] == [(1, 10), (2, 20), (3, 110), (4, 120)]
+    assert read.unbroken("a", T0 + 10, T0 + 20) and not read.unbroken("a", T0 + 20, T0 + 110)

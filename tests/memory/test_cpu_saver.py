@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
+from tests.exploring import examples
 from verl_mux.memory import cpu_saver
 from verl_mux.memory.cpu_saver import CpuMemorySaver
 
@@ -40,9 +41,9 @@ class TestPausedMemoryIsReallyGivenBack:
         with saver.region("kv_cache"):
             cache = torch.ones(2 * ELEMENTS)
         both = resident()
-        assert saver.pause("kv_cache") == cache.nbytes
+        assert saver.pause("kv_cache").nbytes == cache.nbytes
         without_cache = resident()
-        assert saver.pause("weights") == weights.nbytes
+        assert saver.pause("weights").nbytes == weights.nbytes
         without_both = resident()
         saver.resume("weights")
         weights.fill_(1)
@@ -69,9 +70,10 @@ class TestPausedMemoryIsReallyGivenBack:
     def test_mapped_bytes_say_what_each_tag_holds(self, saver):
         tensor = tracked(saver, "weights")
         assert saver.mapped_bytes() == {"weights": tensor.nbytes}
-        saver.pause("weights")
+        assert saver.pause("weights").mapped == 0
         assert saver.mapped_bytes() == {"weights": 0}
-        assert saver.resume("weights") == tensor.nbytes
+        resumed = saver.resume("weights")
+        assert (resumed.nbytes, resumed.mapped) == (tensor.nbytes, tensor.nbytes) and resumed.seconds > 0
         assert saver.mapped_bytes() == {"weights": tensor.nbytes}
 
 
@@ -106,7 +108,7 @@ class TestHostCopy:
         offset=st.integers(0, 5),
         data=st.data(),
     )
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60))
     def test_it_has_the_shape_strides_offset_and_values_of_the_paused_view(self, dtype, shape, offset, data):
         saver = CpuMemorySaver()
         stride = [data.draw(st.integers(0, 9)) for _ in shape]
@@ -134,7 +136,7 @@ class TestHostCopy:
         head = torch.nn.Linear(256, 64, bias=False)
         head.weight = embedding.weight
         saver.track("params", [embedding.weight, head.weight])
-        assert saver.pause("params") == embedding.weight.nbytes
+        assert saver.pause("params").nbytes == embedding.weight.nbytes
         assert saver.host_copy(head.weight).data_ptr() == saver.host_copy(embedding.weight).data_ptr()
 
     def test_a_tensor_that_is_not_paused_is_its_own_host_copy(self, saver):
@@ -216,7 +218,7 @@ class TestWhatBelongsToATag:
         array = np.ones(4 * mmap.PAGESIZE)
         with saver.region("weights"):
             made = [torch.tensor([1.0, 2.0]), torch.as_tensor(array), torch.from_numpy(array)]
-        assert saver.pause("weights") == 0
+        assert saver.pause("weights").nbytes == 0
         assert made[0].tolist() == [1, 2] and (array == 1).all()
 
     def test_temporaries_of_a_region_are_forgotten(self, saver):
@@ -264,8 +266,8 @@ class TestMemoryThatIsNotOurs:
         del tensor
         gc.collect()
         memory[:] = b"7" * len(memory)
-        assert saver.resume("weights") == 0
-        assert saver.pause("weights") == 0
+        assert saver.resume("weights").nbytes == 0
+        assert saver.pause("weights").nbytes == 0
         assert set(memory) == set(b"7")
 
     def test_a_storage_freed_in_place_is_left_alone(self, saver, monkeypatch):
@@ -274,7 +276,7 @@ class TestMemoryThatIsNotOurs:
         monkeypatch.setattr(cpu_saver, "_release_pages", lambda address, nbytes: released.append(address))
         tensor = tracked(saver, "params")
         tensor.untyped_storage().resize_(0)
-        assert (saver.pause("params"), saver.resume("params"), released) == (0, 0, [])
+        assert (saver.pause("params").nbytes, saver.resume("params").nbytes, released) == (0, 0, [])
 
     def test_a_storage_that_moved_is_paused_where_it_is_now(self, saver):
         tensor = tracked(saver, "params", ELEMENTS)
@@ -283,7 +285,7 @@ class TestMemoryThatIsNotOurs:
         grown = torch.empty(0).set_(storage)
         grown[ELEMENTS:] = 5
         before = resident()
-        assert saver.pause("params") == 2 * ELEMENTS * 4
+        assert saver.pause("params").nbytes == 2 * ELEMENTS * 4
         saver._tags["params"].allocations[storage._cdata].host_copy = None
         assert before - resident() == pytest.approx(32 * MIB, abs=MIB)
 
@@ -300,7 +302,8 @@ class TestMemoryThatIsNotOurs:
     def test_shared_memory_stays_mapped_and_counts_as_mapped(self, saver):
         shared = torch.arange(8 * mmap.PAGESIZE).share_memory_()
         saver.track("params", [shared])
-        assert saver.pause("params") == 0
+        moved = saver.pause("params")
+        assert (moved.nbytes, moved.mapped) == (0, shared.nbytes)
         assert saver.mapped_bytes() == {"params": shared.nbytes}
         assert saver.host_copy(shared) is shared
         assert shared.equal(torch.arange(8 * mmap.PAGESIZE))
@@ -311,7 +314,7 @@ class TestMemoryThatIsNotOurs:
         mapped = torch.from_file(str(path), shared=False, size=8 * mmap.PAGESIZE, dtype=torch.uint8)
         mapped.fill_(9)
         saver.track("weights", [mapped], enable_cpu_backup=False)
-        assert saver.pause("weights") == 0
+        assert saver.pause("weights").nbytes == 0
         assert mapped.eq(9).all()
 
     def test_read_only_memory_is_not_written_on_resume(self, saver, tmp_path):
@@ -334,7 +337,7 @@ class TestMemoryThatIsNotOurs:
     def test_tensors_of_a_few_bytes_and_of_none_pass_through(self, saver):
         small, empty = torch.arange(3), torch.empty(0)
         saver.track("params", [small, empty])
-        assert saver.pause("params") == small.nbytes
+        assert saver.pause("params").nbytes == small.nbytes
         assert saver.host_copy(small).tolist() == [0, 1, 2]
         assert saver.host_copy(empty).numel() == 0
         saver.resume("params")
@@ -431,5 +434,5 @@ class AgainstAModel(RuleBasedStateMachine):
             assert held[tag] == sum(self.alive[k][0].nbytes for k in there)
 
 
-AgainstAModel.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+AgainstAModel.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=30)
 TestAnyHistory = AgainstAModel.TestCase

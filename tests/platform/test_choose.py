@@ -67,5 +67,5 @@ def test_where_it_is_not_wanted_nothing_is_set_or_registered(machine, monkeypatc
     machine(False)
     monkeypatch.setattr("sys.argv", ["pytest"])
     meta_path = list(choose.sys.meta_path)
-    choose.activate_verl_platform()
+    assert not choose.take_cpu_platform()
     assert "VERL_PLATFORM" not in os.environ and choose.sys.meta_path == meta_path

@@ -35,7 +35,13 @@ def test_its_device_module_knows_memory_and_random_state(platform):
 
 def test_ray_counts_its_devices_as_gpus_and_processes_speak_gloo(platform):
     assert (platform.ray_resource_name(), platform.communication_backend_name(), platform.device_name) == ("GPU", "gloo", "cpu")
-    assert platform.rollout_env_vars() == {"SGLANG_USE_CPU_ENGINE": "1"}
+
+
+def test_servers_get_the_variables_that_their_engine_needs(platform, monkeypatch):
+    monkeypatch.setattr(CpuPlatform, "engine_environment", {})
+    assert platform.rollout_env_vars() == {}
+    CpuPlatform.engine_environment["AN_ENGINES_OWN"] = "1"
+    assert platform.rollout_env_vars() == {"AN_ENGINES_OWN": "1"}
 
 
 def test_registering_twice_is_registering_once(monkeypatch):

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from verl_mux.profiling.plain.files import find_log_files
+from verl_mux.profiling.report.input.run_log import RunLog, read_files
+
 EPOCH = datetime(2025, 8, 11, 23, 0, 0)
 SEED_LINES = [
     '{"timestamp": "2025-08-11T23:19:45.001830", "event": "aborted_request_with_cancelled_error_padding", '
@@ -174,3 +177,7 @@ def make_shares(directory: Path, steps: int = 5, workers: int = 4, shares: dict[
             lines.write(directory)
         at += whole + 30
     return Path(directory)
+
+
+def read_run(directory: Path, processes: int = 1) -> RunLog:
+    return read_files(directory, find_log_files(directory), processes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from verl_mux.profiling.event_log import EventLog
+from verl_mux.profiling.eventlog.log import EventLog
 
 ORIGIN = datetime(2026, 1, 5, 9, 0, 0).timestamp()
 NODES = {"rollout": ["r0"], "train": ["t0"]}

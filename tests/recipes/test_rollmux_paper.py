@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from recipes.rollmux_paper import schedules, syncs, tails, theorem
+from recipes.rollmux_paper import schedules, syncs, tails, theorem, traces
 from recipes.rollmux_paper.claims import CLAIMS, find_claims
 from recipes.rollmux_paper.figure import Figure
 from recipes.rollmux_paper.table import markdown, print_table
 from verl_mux.errors import UserError
-from verl_mux.scheduling.periods import predict_periods
-from verl_mux.scheduling.synctime import LinkModel
+from verl_mux.scheduling.estimate.sync_time import LinkModel
+from verl_mux.scheduling.time.periods import periods_by_job
+from verl_mux.simulation.workload.uncertainty import read_lengths
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +47,7 @@ def test_cold_starts_cost_a_fifth_to_a_third_of_the_throughput():
 
 
 def test_without_switches_and_syncs_the_longest_iteration_sets_the_period_of_figure_10c():
-    periods = predict_periods([schedules.CASES["c"].group(free=True)])
+    periods = periods_by_job(schedules.CASES["c"].group(free=True))
     longest = max(job.iteration_s for job in schedules.CASES["c"].group(free=True).jobs)
     assert all(period.mean_s == pytest.approx(longest) for period in periods.values())
 
@@ -58,7 +59,7 @@ def test_a_sync_of_twice_the_weights_takes_twice_as_long_by_the_one_model():
 
 
 def test_drawn_lengths_follow_the_distribution_they_are_drawn_from():
-    cdf = tails.read_lengths()["7B-4k"]
+    cdf = read_lengths()["7B-4k"]
     drawn = tails.draw_lengths(cdf, 4000, random.Random(1))
     assert min(drawn) >= 1 and max(drawn) <= cdf[-1][1]
     assert sorted(drawn)[2000] == pytest.approx(718, rel=0.1)  # the median that was read off the figure
@@ -107,6 +108,10 @@ def test_the_command_prints_json_and_draws(tmp_path):
     figures = json.loads(result.stdout)["figures"]
     assert {figure["claim"] for figure in figures} == {"R1", "R6"}
     assert {path.name for path in tmp_path.iterdir()} == {"R1.png", "R6.png", "schedules.png"}
+
+
+def test_the_traces_and_lengths_that_the_simulator_carries_are_found():
+    assert len(traces.rows()) == 300 and len(read_lengths()) >= 3
 
 
 def test_an_unknown_claim_ends_with_one_line_and_exit_code_2():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import strategies as st
 
-from verl_mux.scheduling.model import Cluster, Estimate, JobSpec, NodeKind, Pool, overfull_nodes
-from verl_mux.scheduling.packing import isolated_usd
-from verl_mux.scheduling.periods import predict_periods
-from verl_mux.scheduling.placer import Placer
+from verl_mux.scheduling.model import Cluster, Estimate, Group, JobSpec, NodeKind, Pin, Pool
+from verl_mux.scheduling.placer.placer import Placer
+from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
+from verl_mux.scheduling.time.periods import periods_by_job
 
 CHEAP = NodeKind(name="cheap", usd_per_gpu_hour=1.85, host_memory_gb=1000)
 DEAR = NodeKind(name="dear", usd_per_gpu_hour=5.28, host_memory_gb=1000)
@@ -50,15 +51,23 @@ def jobs(draw, most: int = 5, nodes: int = 2) -> list[JobSpec]:
     ]
 
 
+def overfull_nodes(group: Group, cluster: Cluster) -> list[str]:
+    """Nodes whose residents' states do not fit in host memory."""
+    rollout = {node: sum(j.rollout_memory_gb for j in group.on_rollout(node)) for node in group.rollout_nodes}
+    train = {node: sum(j.train_memory_gb for j in group.on_train(node)) for node in group.train_nodes}
+    full = [node for node, used in rollout.items() if used > cluster.rollout.kind.host_memory_gb]
+    return full + [node for node, used in train.items() if used > cluster.train.kind.host_memory_gb]
+
+
 def assert_invariants(placer: Placer) -> None:
-    """Those of scheduling/placer.py, and the books of the pools."""
+    """Those of scheduling/placer/placer.py, and the books of the pools."""
     cluster, groups = placer.cluster, placer.groups.values()
-    assert {job.name for group in groups for job in group.jobs} == set(placer.placement.home)
+    assert {job.name for group in groups for job in group.jobs} == set(placer.groups.home)
     for side in ("rollout", "train"):
         kind = getattr(cluster, side).kind
         held = [node for group in groups for node in getattr(group, f"{side}_nodes")]
         assert len(held) == len(set(held))
-        assert set(held) == getattr(placer.placement, f"_{side}").taken
+        assert set(held) == getattr(placer.groups, f"_{side}").taken
         assert {node for g in groups for pin in g.pins for node in getattr(pin, side)} == set(held)
         for group in groups:
             for pin in group.pins:
@@ -76,6 +85,13 @@ def assert_invariants(placer: Placer) -> None:
         prices += [cluster.train.kind.usd_per_hour for _ in group.train_nodes]
         assert abs(group.usd_per_hour(cluster) - sum(prices)) < 1e-6
         for job in group.jobs:
-            assert predict_periods([group])[job.name].mean_s <= job.limit_s * (1 + 1e-6)
-    alone = sum(isolated_usd(job, cluster) for group in groups for job in group.jobs)
-    assert placer.placement.usd_per_hour <= alone + 1e-6
+            assert periods_by_job(group)[job.name].mean_s <= job.limit_s * (1 + 1e-6)
+    alone = sum(_apart_usd(pin, placer) for group in groups for pin in group.pins)
+    assert placer.groups.usd_per_hour <= alone + 1e-6
+
+
+def _apart_usd(pin: Pin, placer: Placer) -> float:
+    """What the job would cost alone. Where groups train on their whole pool, who stays may be left with training nodes that a
+    wider job brought: only moving it to fewer would save them."""
+    train_nodes = len(pin.train) if placer.rules.whole_pool else pin.job.train_nodes
+    return isolated_usd(msgspec.structs.replace(pin.job, train_nodes=train_nodes), placer.cluster)

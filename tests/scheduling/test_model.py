@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.scheduling.made_jobs import make_cluster, make_job
+from tests.scheduling.made_jobs import make_cluster, make_job, overfull_nodes
 from verl_mux.errors import UserError
-from verl_mux.scheduling.model import Estimate, Group, NodeKind, Pin, Pool, cycle_time, load_time, overfull_nodes
-from verl_mux.scheduling.rules import Rules, parse_rules
+from verl_mux.scheduling.model import Estimate, Group, NodeKind, Pin, Pool, cycle_time, load_time
+from verl_mux.scheduling.search.rules import Rules, parse_rules
 
 
 @pytest.mark.parametrize(

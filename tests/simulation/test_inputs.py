@@ -3,9 +3,9 @@
 import pytest
 
 from verl_mux.errors import UserError
-from verl_mux.simulation.shapes import COLUMNS, find_shapes
-from verl_mux.simulation.trace import read_trace
-from verl_mux.simulation.workload import draw_workload, parse_slo
+from verl_mux.simulation.workload.shapes import COLUMNS, find_shapes
+from verl_mux.simulation.workload.trace import read_trace
+from verl_mux.simulation.workload.workload import draw_workload, parse_slo
 
 
 def test_rows_come_in_order_of_arrival_with_or_without_gpus(tmp_path):

@@ -4,12 +4,12 @@ import pytest
 
 from tests.scheduling.made_jobs import assert_invariants, make_cluster, make_job
 from verl_mux.scheduling.model import TESTBED
-from verl_mux.scheduling.placer import Placer
-from verl_mux.scheduling.rules import OURS, Rules
+from verl_mux.scheduling.placer.placer import Placer
+from verl_mux.scheduling.search.rules import OURS, Rules
 from verl_mux.simulation.replay import Replay
-from verl_mux.simulation.shapes import find_shapes
-from verl_mux.simulation.trace import TraceRow
-from verl_mux.simulation.workload import Arrival, draw_workload
+from verl_mux.simulation.workload.shapes import find_shapes
+from verl_mux.simulation.workload.trace import TraceRow
+from verl_mux.simulation.workload.workload import Arrival, draw_workload
 
 
 def run(arrivals, rules=OURS, cluster=None):

@@ -8,11 +8,12 @@ import torch
 
 pytest.importorskip("verl")
 from verl_mux.sync import reception
-from verl_mux.sync.assembly import SyncError
 from verl_mux.sync.engine import MuxCheckpointEngine
 from verl_mux.sync.export import Range
-from verl_mux.sync.wire import as_bytes
+from verl_mux.sync.reception import SyncError
+from verl_mux.sync.wire import Bucket, End, Piece, as_bytes, digest, encode
 
+torch.manual_seed(0)
 MODEL = {
     "embed": torch.randn(501, 33).bfloat16(),
     "norm": torch.randn(7),
@@ -236,9 +237,26 @@ class TestErrors:
     def test_what_is_no_weight_sync_is_refused(self, cluster):
         async def run():
             ends = cluster(1, ["a"])
-            await ends.senders[0]._outbox(ends.metadata[1]["address"]).send_multipart([b"hello"])
+            await ends.senders[0]._outbox(ends.metadata[1]["address"]).send_multipart([ends.senders[0]._seal.put(b"hello")])
             with pytest.raises(SyncError, match="no weight sync"):
                 await take(ends.receivers[0], 1)
+
+        asyncio.run(run())
+
+    def test_weights_of_strangers_are_passed_over(self, cluster):
+        """Well-formed ones, from another job and from who has no key at all, on the sockets for trainers and for peers."""
+
+        async def run():
+            ends, others = cluster(1, ["a", "a"]), cluster(1, ["a"])
+            stranger, lie = others.senders[0], [End(1, 0, 0, 0)]
+            piece = Piece(0, "embed", "bfloat16", (501, 33), 0, 4, digest(b"evil"))
+            lie.append(Bucket(1, 0, [piece]))
+            for where in (ends.metadata[1]["address"], ends.metadata[2]["handoff"]):
+                for message in lie:
+                    for header in (stranger._seal.put(encode(message)), encode(message), b""):
+                        await stranger._outbox(where).send_multipart([header, b"evil"])
+            got, _ = await ends.sync(1)
+            assert all(same(each) for each in got)
 
         asyncio.run(run())
 

@@ -4,15 +4,18 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from hypothesis import given
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from verl_mux.sync.export import Range, row_shards, stripes
+from verl_mux.sync.export import Range, row_shards, stripe, stripes
 
+torch.manual_seed(0)
 FULL = {
     "embed": torch.randn(7, 4),
     "norm": torch.randn(3),
@@ -169,3 +172,12 @@ class TestStripes:
                 yield name, tensor
 
         assert [r.name for r in stripes(weights(), 7, 8)] == drawn == list(FULL)
+
+    @given(nbytes=st.integers(0, 10_000), ranks=st.integers(1, 33), align=st.sampled_from([1, 16, 64]))
+    def test_they_are_aligned_even_and_cover_every_byte_once(self, nbytes, ranks, align):
+        cuts = [stripe(nbytes, rank, ranks, align) for rank in range(ranks)]
+        assert cuts[0][0] == 0 and cuts[-1][1] == nbytes
+        assert all(a[1] == b[0] for a, b in zip(cuts, cuts[1:], strict=False))
+        assert all(start % align == 0 or start == nbytes for start, _ in cuts)
+        sizes = [end - start for start, end in cuts]
+        assert max(sizes) - min(sizes) < 2 * align

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from verl_mux.sync.route import Endpoint, plan_routes, stripe
+from verl_mux.sync.route import Endpoint, plan_routes
 
 
 def workers(*sizes: int) -> list[Endpoint]:
@@ -53,13 +53,3 @@ def test_the_ranks_are_spread_evenly_over_a_clusters_workers(ranks, sizes):
     for cluster, size in enumerate(sizes):
         loads = [streams[f"w{cluster}.{i}"] for i in range(size)]
         assert max(loads) - min(loads) <= 1
-
-
-@given(nbytes=st.integers(0, 10_000), ranks=st.integers(1, 33), align=st.sampled_from([1, 16, 64]))
-def test_stripes_are_aligned_even_and_cover_every_byte_once(nbytes, ranks, align):
-    cuts = [stripe(nbytes, rank, ranks, align) for rank in range(ranks)]
-    assert cuts[0][0] == 0 and cuts[-1][1] == nbytes
-    assert all(a[1] == b[0] for a, b in zip(cuts, cuts[1:], strict=False))
-    assert all(start % align == 0 or start == nbytes for start, _ in cuts)
-    sizes = [end - start for start, end in cuts]
-    assert max(sizes) - min(sizes) < 2 * align

@@ -10,13 +10,15 @@ from omegaconf import OmegaConf
 pytest.importorskip("verl")
 from tests.config.test_schema import verl_config
 from verl_mux.config.preflight import complete_stock_mode
+from verl_mux.config.rollout_keys import RolloutConfig
+from verl_mux.config.schema import MuxConfig
 from verl_mux.errors import UserError
-from verl_mux.rollout.trigger import EntropyFeedback, TriggerPolicy
+from verl_mux.rollout.control.trigger import EntropyFeedback, TriggerPolicy
 from verl_mux.trainer import stock_trigger
 from verl_mux.trainer.replay_buffer import MuxReplayBuffer
 from verl_mux.trainer.stock_trigger import TriggeredReplayBuffer
 
-FEEDBACK = EntropyFeedback(high=2.0, low=0.5, margin=0.1, n_min_bounds=(1, 8), t_max_s_bounds=(1.0, 100.0))
+FEEDBACK = EntropyFeedback(enable=True, high=2.0, low=0.5, margin=0.1, n_min_bounds=(1, 8), t_max_s_bounds=(1.0, 100.0))
 
 
 class Buffer(TriggeredReplayBuffer):
@@ -88,9 +90,8 @@ def test_as_many_prompts_go_out_as_were_taken_and_entropy_moves_the_thresholds(h
         _add_prompts_to_generate=added.append,
         _compute_metrics=lambda batch, metrics: metrics.update({"actor/entropy": 2.5}),
     )
-    policy = SimpleNamespace(trigger_policy=lambda: TriggerPolicy(4, 60.0, FEEDBACK))
-    monkeypatch.setattr(stock_trigger, "rollout_config", lambda *_: policy)
-    monkeypatch.setattr(stock_trigger, "load", lambda *_: None)
+    policy = TriggerPolicy(enable=True, n_min=4, t_max_s=60.0, entropy=FEEDBACK)
+    monkeypatch.setattr(stock_trigger, "load", lambda _: MuxConfig(rollout=RolloutConfig(trigger=policy)))
     stock_trigger.attach(trainer, SimpleNamespace(agent_loop_workers=[]))
 
     trainer._add_batch_to_generate()

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_mux.errors import UserError
-from verl_mux.scheduling.job_needs import JobNeeds, job_needs
+from verl_mux.scheduling.estimate.job_needs import JobNeeds, job_needs
 
 
 def needs_of(config: DictConfig) -> JobNeeds:

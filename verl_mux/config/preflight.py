@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from uuid import uuid4
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_mux.config.needs import needs_of
-from verl_mux.config.schema import MuxConfig, check, load, rollout_config
-from verl_mux.coordinator.client import connect
-from verl_mux.coordinator.members import UID_VARIABLE
-from verl_mux.coordinator.messages import AUTO
+from verl_mux.config.schema import MuxConfig, check, check_rollout_keys, load
+from verl_mux.coordinator.bus.client import LocalMux
+from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.members import UID_VARIABLE
+from verl_mux.coordinator.bus.messages import AUTO
 from verl_mux.errors import UserError
 from verl_mux.platform.choose import cpu_platform_wanted
+from verl_mux.rollout.engine.record import engines
+
+# In `trainer.default_local_dir`: the name of the job whose checkpoints these are.
+_MARK = ".mux_job"
 
 
 def check_job(config: DictConfig) -> None:
@@ -28,11 +34,33 @@ def check_job(config: DictConfig) -> None:
             # All processes of this run carry one mark, so that the coordinator can tell when the last is gone.
             os.environ.setdefault(UID_VARIABLE, uuid4().hex)
             ask_coordinator(config, mux)
+            claim_folder(Path(config.trainer.default_local_dir), str(mux.job))
         else:
             complete_stock_mode(config)
     except UserError as error:
         print(f"verl-mux: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def claim_folder(folder: Path, job: str) -> None:
+    """A job's checkpoints and event log are its own: another one would go on from them without a word.
+
+    Raises:
+        UserError: the folder is another job's, or cannot be written.
+    """
+    mark = folder / _MARK
+    try:
+        owner = mark.read_text().strip() if mark.exists() else job
+        if owner == job:
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.write_text(f"{job}\n")
+    except OSError as error:
+        raise UserError(f"trainer.default_local_dir={folder} cannot be used: {error.strerror}") from None
+    if owner != job:
+        raise UserError(
+            f"trainer.default_local_dir={folder} holds the checkpoints of job {owner!r}: give job {job!r} a"
+            f" trainer.experiment_name or default_local_dir of its own, or, if it is to go on from them, remove {mark}"
+        )
 
 
 def ask_coordinator(config: DictConfig, mux: MuxConfig) -> None:
@@ -49,24 +77,25 @@ def complete_stock_mode(config: DictConfig) -> None:
     `mux.rollout.trigger.enable=true`, and what a platform without GPU needs. No mux keys on a GPU: nothing.
 
     Raises:
-        UserError: as `rollout_config`, and for a custom sampler beside the trigger.
+        UserError: as `check_rollout_keys`, and for a custom sampler beside the trigger.
     """
-    from verl_mux.trainer import job_config
+    from verl_mux import plugin
+    from verl_mux.config import completion
 
     if OmegaConf.select(config, "mux") is not None:
         mux = load(config)
-        mux.rollout = rollout_config(config, mux)
+        check_rollout_keys(config, mux)
         if mux.profile.enable or mux.rollout.trigger.enable:
-            job_config.hand_to_workers(config, mux, [], [])
+            completion.hand_to_workers(config, mux, [], [])
             with open_dict(config):
-                config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = job_config.AGENT_LOOP_MANAGER
+                config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = plugin.AGENT_LOOP_MANAGER
         if mux.rollout.trigger.enable:
-            job_config.complete_trigger(config)
-    if cpu_platform_wanted() and OmegaConf.select(config, "actor_rollout_ref.rollout.name") == "sglang":
-        job_config.complete_stock_cpu(config)
+            completion.complete_trigger(config)
+    if cpu_platform_wanted() and OmegaConf.select(config, "actor_rollout_ref.rollout.name") in engines():
+        completion.complete_stock_cpu(config)
 
 
-def connect_job(config: DictConfig, mux: MuxConfig, wait: bool = True):
+def connect_job(config: DictConfig, mux: MuxConfig, wait: bool = True) -> LocalMux:
     """The job's client, connected; its local stand-in where no coordinator is named. A job that leaves its nodes to the
     coordinator may have to wait for them; with `wait` False it does not, and the client names none.
 
@@ -78,9 +107,9 @@ def connect_job(config: DictConfig, mux: MuxConfig, wait: bool = True):
     rollout = config.trainer if colocated else config.actor_rollout_ref.rollout
     gpus = {"rollout": rollout.n_gpus_per_node, "train": config.trainer.n_gpus_per_node}
     client = connect(
-        mux.coordinator, mux.job, nodes, gpus=gpus, seed=mux.seed, steps=config.trainer.total_training_steps,
+        mux.coordinator, str(mux.job), nodes, gpus=gpus, seed=mux.seed, steps=config.trainer.total_training_steps,
         timeout=mux.coordinator_timeout_s, needs=needs_of(config) if mux.nodes.rollout == [AUTO] else None, slo=mux.slo,
-        wait=wait,
+        wait=wait, keys=mux.keys,
     )  # fmt: skip
     if mux.coordinator and client.nodes:
         counts = {"rollout": (rollout.nnodes, "trainer" if colocated else "actor_rollout_ref.rollout"),

@@ -6,32 +6,30 @@ The YAML beside this file (`mux/default.yaml`) is what Hydra composes; these dat
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
-from verl_mux.coordinator.messages import AUTO
+from verl_mux.config.keys import convert
+from verl_mux.config.rollout_checks import Surroundings, check_rollout
+from verl_mux.config.rollout_keys import RolloutConfig
+from verl_mux.coordinator.bus.messages import AUTO
 from verl_mux.errors import UserError
-from verl_mux.rollout.config import RolloutConfig
-from verl_mux.rollout.config import defaults as rollout_defaults
-from verl_mux.rollout.config import load as load_rollout
-from verl_mux.rollout.config_checks import Surroundings
+from verl_mux.rollout.engine.record import engines
 
 MODES = ("mux_separate", "mux_colocate")
 
 
-@dataclass
-class NodesConfig:
+class NodesConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Names of the coordinator's nodes this job was placed on; [auto] on both sides: the coordinator places it."""
 
-    rollout: list[str] = field(default_factory=lambda: ["rollout0"])
-    train: list[str] = field(default_factory=lambda: ["train0"])
+    rollout: list[str] = msgspec.field(default_factory=lambda: ["rollout0"])
+    train: list[str] = msgspec.field(default_factory=lambda: ["train0"])
 
 
-@dataclass
-class ProfileConfig:
+class ProfileConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The event log. `every`: only steps that are multiples of it."""
 
     enable: bool = True
@@ -39,70 +37,54 @@ class ProfileConfig:
     every: int = 1
 
 
-@dataclass
-class SyncConfig:
+class SyncConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The weight sync between trainer and rollout workers."""
 
     verify: bool = True
     timeout_s: float = 600.0
 
 
-@dataclass
-class MuxConfig:
+class MuxConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Everything under `mux`. See config/mux/default.yaml for what each key means."""
 
     job: str | None = None
     coordinator: str | None = None
     coordinator_timeout_s: float = 30.0
-    nodes: NodesConfig = field(default_factory=NodesConfig)
+    keys: str | None = None
+    nodes: NodesConfig = msgspec.field(default_factory=NodesConfig)
     slo: float | None = None
     seed: int = 0
     seeded_sampling: bool = False
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
-    sync: SyncConfig = field(default_factory=SyncConfig)
-    # As given; `check` turns it into verl_mux.rollout.config.RolloutConfig.
-    rollout: dict[str, Any] = field(default_factory=rollout_defaults)
-
-
-_SECTIONS = {"nodes": NodesConfig, "profile": ProfileConfig, "sync": SyncConfig}
+    profile: ProfileConfig = msgspec.field(default_factory=ProfileConfig)
+    sync: SyncConfig = msgspec.field(default_factory=SyncConfig)
+    rollout: RolloutConfig = msgspec.field(default_factory=RolloutConfig)
 
 
 def load(config: DictConfig) -> MuxConfig:
-    """The checked `mux` part of a whole verl config; defaults where there is none.
+    """The checked `mux` part of a whole verl config; defaults where there is none. See `check_rollout_keys` for `mux.rollout`.
 
     Raises:
         UserError: an unknown key or a value of the wrong kind, with what was given and what is allowed.
     """
-    given = _plain(config)
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(MuxConfig), given)
-    except ConfigKeyError as error:
-        raise UserError(_unknown_key(error)) from None
-    except OmegaConfBaseException as error:
-        raise UserError(_wrong_kind(given, error)) from None
-    mux: MuxConfig = OmegaConf.to_object(merged)
+    mux = convert(_plain(config), MuxConfig, "mux")
     _check_values(mux)
     mux.job = mux.job or str(OmegaConf.select(config, "trainer.experiment_name") or "job")
     return mux
 
 
-def _plain(config: DictConfig) -> dict[str, Any]:
-    """What stands under `mux`, interpolations resolved, with a mapping wherever keys are expected."""
+def _plain(config: DictConfig) -> Any:
+    """What stands under `mux`, interpolations resolved; names that look like numbers are names all the same."""
     try:
         node = OmegaConf.select(config, "mux")
         given = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
     except OmegaConfBaseException as error:
         raise UserError(f"mux: {str(error).splitlines()[0]}") from None
-    given = {} if given is None else given
     if not isinstance(given, dict):
-        raise UserError(f"mux is {given!r}; it holds the keys {_keys(MuxConfig)}")
-    if not isinstance(given.get("rollout", {}), dict):
-        raise UserError(f"mux.rollout must hold keys, given {given['rollout']!r}")
+        return {} if given is None else given
     if given.get("nodes") == AUTO:
         given["nodes"] = {"rollout": [AUTO], "train": [AUTO]}
-    for name, section in _SECTIONS.items():
-        if name in given and not isinstance(given[name], dict):
-            raise UserError(f"mux.{name} is {given[name]!r}; it holds the keys {_keys(section)}")
+    if isinstance(given.get("job"), int):
+        given["job"] = str(given["job"])
     return given
 
 
@@ -146,8 +128,9 @@ def check(config: DictConfig) -> MuxConfig | None:
         raise UserError(f"trainer.v1.trainer_mode={mode} is unknown; ours are {', '.join(MODES)}")
     mux = load(config)
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name != "sglang":
-        raise UserError(f"trainer.v1.trainer_mode={mode} needs actor_rollout_ref.rollout.name=sglang, given {rollout.name}")
+    if rollout.name not in engines():
+        known = " or ".join(engines())
+        raise UserError(f"trainer.v1.trainer_mode={mode} needs actor_rollout_ref.rollout.name={known}, given {rollout.name}")
     if mode == "mux_separate" and (rollout.nnodes < 1 or rollout.n_gpus_per_node < 1):
         raise UserError(
             "trainer.v1.trainer_mode=mux_separate needs a rollout pool: set actor_rollout_ref.rollout.nnodes and "
@@ -161,7 +144,7 @@ def check(config: DictConfig) -> MuxConfig | None:
         )
     _check_replicas(config, mode)
     _check_turns(config, mode, mux)
-    mux.rollout = rollout_config(config, mux)
+    check_rollout_keys(config, mux)
     if mux.rollout.controlled and OmegaConf.select(config, "actor_rollout_ref.rollout.enable_rollout_routing_replay"):
         raise UserError(
             "mux.rollout.oversample and mux.rollout.segments do not keep routed experts: "
@@ -177,8 +160,8 @@ def check(config: DictConfig) -> MuxConfig | None:
     return mux
 
 
-def rollout_config(config: DictConfig, mux: MuxConfig) -> RolloutConfig:
-    """The checked `mux.rollout`, against the rest of the job's config.
+def check_rollout_keys(config: DictConfig, mux: MuxConfig) -> None:
+    """Check `mux.rollout` against the rest of the job's config.
 
     Raises:
         UserError: naming the key, what was given and what is allowed.
@@ -186,30 +169,29 @@ def rollout_config(config: DictConfig, mux: MuxConfig) -> RolloutConfig:
     rollout = config.actor_rollout_ref.rollout
     mode = str(config.trainer.v1.trainer_mode)
     at_once = OmegaConf.select(rollout, "max_num_seqs")
+    gpus, size = _rollout_gpus(config, mode)
     around = Surroundings(
         trainer_mode=mode,
         train_batch_size=OmegaConf.select(config, "data.train_batch_size") or 1,
         samples_per_group=OmegaConf.select(rollout, "n") or 1,
         max_response_length=OmegaConf.select(config, "data.max_response_length") or sys.maxsize,
-        engine_requests=at_once * _replicas(config, mode) if at_once else None,
+        engine_requests=at_once * max(1, gpus // size) if at_once else None,
         rollout_nodes=list(mux.nodes.rollout or []),
         bypasses_old_log_probs=bool(OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")),
     )
-    return load_rollout(mux.rollout, around)
+    check_rollout(mux.rollout, around)
 
 
-def _replicas(config: DictConfig, mode: str) -> int:
+def _rollout_gpus(config: DictConfig, mode: str) -> tuple[int, int]:
+    """GPUs that generate, and GPUs of one replica."""
     rollout = config.actor_rollout_ref.rollout
-    size = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
     side = rollout if mode == "mux_separate" else config.trainer
-    return max(1, side.nnodes * side.n_gpus_per_node // size)
+    size = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+    return side.nnodes * side.n_gpus_per_node, size
 
 
 def _check_replicas(config: DictConfig, mode: str) -> None:
-    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    size = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
-    side = rollout if mode == "mux_separate" else trainer
-    gpus = side.nnodes * side.n_gpus_per_node
+    gpus, size = _rollout_gpus(config, mode)
     if gpus % size:
         raise UserError(
             f"actor_rollout_ref.rollout: {gpus} rollout GPUs cannot hold replicas of {size} GPUs (tensor x data x pipeline "
@@ -229,23 +211,3 @@ def _check_turns(config: DictConfig, mode: str, mux: MuxConfig) -> None:
             f"trainer.v1.trainer_mode=mux_colocate runs both phases on the same nodes: mux.nodes.rollout is {mux.nodes.rollout} "
             f"and mux.nodes.train is {mux.nodes.train}; they must be equal"
         )
-
-
-def _keys(section: type) -> str:
-    return ", ".join(section.__dataclass_fields__)
-
-
-def _section_of(path: list[str]) -> type:
-    return _SECTIONS.get(path[0], MuxConfig) if len(path) > 1 else MuxConfig
-
-
-def _unknown_key(error: ConfigKeyError) -> str:
-    path = (error.full_key or str(error.key)).split(".")
-    return f"unknown key mux.{'.'.join(path)}; allowed here: {_keys(_section_of(path))}"
-
-
-def _wrong_kind(given: dict[str, Any], error: OmegaConfBaseException) -> str:
-    key = error.full_key.partition("[")[0]
-    path = key.split(".")
-    value = OmegaConf.select(OmegaConf.create(given), key)
-    return f"mux.{key} is {value!r}; allowed: {_section_of(path).__dataclass_fields__[path[-1]].type}"

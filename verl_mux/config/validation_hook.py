@@ -6,21 +6,26 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import verl.utils.config as verl_config
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
-def checked_first(validate_config):
+
+def checked_first(validate_config: Callable) -> Callable:
     """`validate_config`, after our own checks."""
 
     @functools.wraps(validate_config)
-    def checked(config, *args, **kwargs):
+    def checked(config: DictConfig, *args: Any, **kwargs: Any) -> Any:
         from verl_mux.config.preflight import check_job
 
         check_job(config)
         return validate_config(config, *args, **kwargs)
 
-    checked.verl_mux = True
+    vars(checked)["verl_mux"] = True
     return checked
 
 

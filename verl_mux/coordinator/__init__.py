@@ -1,5 +1,5 @@
-"""The running mux: who may use which nodes now.
+"""The running mux: who may use which nodes now. A process of its own.
 
-A way in: `messages` is what travels, `state` decides (with `queueing` for the order), `journal` remembers, `server` is
-the service around them, `client` is what a job uses, `members` and `reaping` are about jobs that died.
+`core/` decides, `bus/` is what jobs speak with it; what lies here reads its file, serves sockets, remembers on disk, and
+shows. May be imported from here: `core/` and `bus/` (never the other way round), `scheduling/`, `profiling.eventlog`.
 """

@@ -1,4 +1,4 @@
-"""`verl-mux coordinator` and `verl-mux status`."""
+"""`verl-mux coordinator`, `verl-mux status` and `verl-mux keys`."""
 
 from __future__ import annotations
 
@@ -17,41 +17,64 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from verl_mux.coordinator import messages as m
 from verl_mux.coordinator import status_view
-from verl_mux.coordinator.client import ADDRESS_VARIABLE
+from verl_mux.coordinator.bus import keys as bus_keys
+from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.bus.connect import ADDRESS_VARIABLE
+from verl_mux.coordinator.bus.link import ask
 from verl_mux.coordinator.config import read_config
-from verl_mux.coordinator.link import ask
+from verl_mux.coordinator.descriptors import clients_allowed
+from verl_mux.coordinator.journal.place import default_path
 from verl_mux.coordinator.server import Coordinator
 from verl_mux.errors import UserError
 
 DEFAULT_ADDRESS = "tcp://127.0.0.1:5570"
 _REFRESH_S = 1.0
 
+Keys = Annotated[
+    Path | None,
+    typer.Option(
+        envvar=bus_keys.KEYS_VARIABLE, help="Folder of the coordinator's keys. [default on one machine: its user's own]"
+    ),
+]
+Address = Annotated[str, typer.Option("--coordinator", "--address", envvar=ADDRESS_VARIABLE, help="The coordinator's address.")]
+
 
 def coordinator(
     config: Annotated[Path, typer.Option(help="YAML file with `pools:` and, if wanted, `schedule:`.")],
     bind: Annotated[str, typer.Option(help="Where to listen; port 0 takes a free one.")] = DEFAULT_ADDRESS,
-    journal: Annotated[Path | None, typer.Option(help="File that lets a restart remember all leases.")] = None,
+    journal: Annotated[
+        Path | None, typer.Option(help="File that lets a restart remember all leases. [default: one in ~/.local/state/verl_mux]")
+    ] = None,
+    no_journal: Annotated[bool, typer.Option("--no-journal", help="Remember nothing across a restart.")] = False,
     log_dir: Annotated[Path | None, typer.Option(help="Directory for the event log.")] = None,
+    keys: Keys = None,
     metrics_port: Annotated[
         int | None, typer.Option(help="Serve /metrics for Prometheus here, instead of the file's `metrics_port`; 0: a free port.")
     ] = None,
+    metrics_host: Annotated[
+        str | None, typer.Option(help="The address for /metrics, instead of the file's `metrics_host`; 0.0.0.0: all interfaces.")
+    ] = None,
 ) -> None:
     """Serve leases to jobs until interrupted."""
+    if no_journal and journal is not None:
+        raise UserError(f"--journal {journal} and --no-journal were both given; choose one")
     settings = read_config(config)
     event_log = _event_log(log_dir)
-    service = Coordinator(settings, journal, bind, event_log)
+    where = None if no_journal else journal or default_path(config, bind)
+    service = Coordinator(settings, where, bind, event_log, keys)
     enough = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: enough.set())
     port = settings.metrics_port if metrics_port is None else metrics_port
-    with metrics_of(service, port):
+    with metrics_of(service, port, metrics_host or settings.metrics_host):
         _serve(service, enough, event_log)
 
 
 def _serve(service: Coordinator, enough: threading.Event, event_log: Any) -> None:
     print(f"verl-mux coordinator at {service.start()} (Ctrl-C ends it)", file=sys.stderr, flush=True)
+    print(f"room for {clients_allowed()} clients (by the limit of open files)", file=sys.stderr, flush=True)
+    print("\n".join(status_view.memory(service.snapshot())), file=sys.stderr, flush=True)
     try:
         service.wait(enough)
     finally:
@@ -61,28 +84,30 @@ def _serve(service: Coordinator, enough: threading.Event, event_log: Any) -> Non
 
 
 @contextlib.contextmanager
-def metrics_of(service: Coordinator, port: int | None) -> Iterator[None]:
+def metrics_of(service: Coordinator, port: int | None, host: str) -> Iterator[None]:
     """Serves the coordinator's figures for Prometheus meanwhile; port None: not at all. Raises UserError for a port in use."""
     if port is None:
         yield
         return
-    from verl_mux.profiling.prometheus_server import MetricsServer
+    from verl_mux.coordinator.prometheus_server import MetricsServer
 
-    with MetricsServer(service.snapshot, port) as at:
-        print(f"verl-mux metrics at http://{socket.gethostname()}:{at}/metrics", file=sys.stderr, flush=True)
+    with MetricsServer(service.snapshot, port, host) as at:
+        name = socket.gethostname() if host == "0.0.0.0" else host
+        print(f"verl-mux metrics at http://{name}:{at}/metrics", file=sys.stderr, flush=True)
         yield
 
 
 def _event_log(directory: Path | None) -> Any:
     if directory is None:
         return None
-    from verl_mux.profiling.event_log import EventLog
+    from verl_mux.profiling.eventlog.log import EventLog
 
     return EventLog(directory, role="coordinator", job="coordinator")
 
 
 def status(
-    address: Annotated[str, typer.Option(envvar=ADDRESS_VARIABLE, help="The coordinator's address.")] = DEFAULT_ADDRESS,
+    address: Address = DEFAULT_ADDRESS,
+    keys: Keys = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Keep showing it, every second, until Ctrl-C.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 3.0,
@@ -91,29 +116,37 @@ def status(
     if not timeout > 0:
         raise UserError(f"--timeout is {timeout:g}; a time above 0 s is needed")
     console = Console()
-    seen = fetch_status(address, timeout)
+    seen = fetch_status(address, timeout, keys)
     if not watch:
         _print(console, seen, json)
         return
     try:
         if console.is_terminal and not json:
-            _watch_live(console, address, timeout)
+            _watch_live(console, address, timeout, keys)
         while True:
             _print(console, seen, json)
             time.sleep(_REFRESH_S)
-            seen = fetch_status(address, timeout)
+            seen = fetch_status(address, timeout, keys)
     except KeyboardInterrupt:
         return
 
 
-def fetch_status(address: str, timeout: float) -> dict[str, Any]:
-    """One snapshot. Raises UserError when nobody answers within `timeout` seconds."""
-    answer = ask(address, m.StatusRequest(), timeout)
+def fetch_status(address: str, timeout: float, keys: Path | None = None) -> dict[str, Any]:
+    """One snapshot. Raises UserError when nobody answers within `timeout` seconds, or these keys are not let in."""
+    answer = ask(address, m.StatusRequest(), timeout, bus_keys.for_address(address, keys, bus_keys.VIEWER))
     if answer is None:
         raise UserError(f"no coordinator answers at {address} (waited {timeout:g} s)")
     if not isinstance(answer, m.Status):
         raise UserError(f"the coordinator at {address} refuses: {getattr(answer, 'reason', answer)}")
     return answer.snapshot
+
+
+def keys(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
+) -> None:
+    """Make the keys of a coordinator and of those who talk to it."""
+    bus_keys.make(directory)
+    print(f"keys in {directory}: server for the coordinator, {', '.join(bus_keys.ROLES)} for who talks to it", file=sys.stderr)
 
 
 def _print(console: Console, seen: dict[str, Any], as_json: bool) -> None:
@@ -125,8 +158,8 @@ def _print(console: Console, seen: dict[str, Any], as_json: bool) -> None:
         print(status_view.plain(seen), flush=True)
 
 
-def _watch_live(console: Console, address: str, timeout: float) -> None:
+def _watch_live(console: Console, address: str, timeout: float, keys: Path | None) -> None:
     with Live(console=console, screen=False, auto_refresh=False) as live:
         while True:
-            live.update(status_view.tables(fetch_status(address, timeout)), refresh=True)
+            live.update(status_view.tables(fetch_status(address, timeout, keys)), refresh=True)
             time.sleep(_REFRESH_S)

@@ -1,6 +1,6 @@
 """The running coordinator: a ROUTER socket and a watch over processes, around the state machine.
 
-Thin on purpose: a frame or an observation becomes an event, the machine decides, the journal remembers, and then the
+Thin on purpose: a frame or an observation becomes an input, the machine decides, the journal remembers, and then the
 instructions are carried out. It may run in a thread of any process: `start()` gives the address, `stop()` ends it.
 """
 
@@ -10,61 +10,82 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import zmq
-import zmq.asyncio
+import msgspec
 
-from verl_mux.coordinator import members
-from verl_mux.coordinator import messages as m
-from verl_mux.coordinator.config import Config
-from verl_mux.coordinator.events import FROM_JOB, DriverDied, Event, JobExited, Log, ProcessesGone
-from verl_mux.coordinator.journal import Journal
-from verl_mux.coordinator.reaping import judge
-from verl_mux.coordinator.records import Job, JobState
-from verl_mux.coordinator.snapshot import describe
-from verl_mux.coordinator.state import IllegalMove, UnknownJob
-from verl_mux.errors import Failure, UserError
+from verl_mux.coordinator import access, by_hand, signalling
+from verl_mux.coordinator.bus import keys, members
+from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.bus.router import Router
+from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, Input, Instruction, JobExited, Log, ProcessesGone, What
+from verl_mux.coordinator.core.reaping import judge
+from verl_mux.coordinator.core.records import Job, JobState
+from verl_mux.coordinator.core.rewind import Rewind
+from verl_mux.coordinator.core.settings import Config
+from verl_mux.coordinator.core.snapshot import describe
+from verl_mux.coordinator.core.state import IllegalMove, UnknownJob
+from verl_mux.coordinator.drivers import Drivers
+from verl_mux.coordinator.journal.delivery import Delivery
+from verl_mux.coordinator.journal.journal import Journal
+from verl_mux.coordinator.journal.place import is_fresh
+from verl_mux.coordinator.refusals import Refusals
+from verl_mux.coordinator.status_frame import Cached
+from verl_mux.errors import Failure
 
 log = logging.getLogger(__name__)
 
 WATCH_EVERY_S = 0.5
 REAP_EVERY_S = 0.25
+_SILENT_LOOKED_AT = 100
+
+_Found = TypeVar("_Found")
+
+
+def _seen_here(job: Job) -> list[m.Member]:
+    return members.survivors(job.uid, [job.driver, *job.members])
 
 
 class Coordinator:
     """made -> `start()` -> serves in a thread of its own -> `stop()`. Also a context manager.
 
     `event_log`: anything with `log(event, duration_sec=None, extra=None, step=None)`.
-    `journal_path` None: leases survive no restart, except that jobs assert theirs again.
+    `journal_path` None: a restart knows of leases only what jobs assert.
     """
 
     def __init__(self, config: Config, journal_path: str | Path | None = None, bind: str = "tcp://127.0.0.1:0",
-                 event_log: Any = None):  # fmt: skip
+                 event_log: Any = None, key_directory: Path | None = None):  # fmt: skip
+        """Raises UserError for `key_directory` None, unless only this machine reaches `bind`: then its user's own are taken."""
         self.config = config
+        self._keys = keys.for_bind(bind, key_directory)
         self.address: str | None = None
         self._bind, self._event_log = bind, event_log
         self._journal = Journal(journal_path)
-        self._machine = self._journal.restore(config, epoch=uuid.uuid4().hex)
-        self._machine.resume(time.time())
+        self._machine = self._journal.restore(config, uuid.uuid4().hex, is_fresh(bind))
+        self._clock = self._journal.clock
+        self._machine.resume(self._clock.now())
+        self._deciding = Rewind(self._machine)
+        self._refusals = Refusals()
+        self._drivers = Drivers()
+        self._status = Cached(self._describe)
         self._waits_for: dict[str, list[str]] = {}
         self._killed: set[m.Member] = set()  # said once, done until it is gone
-        self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._main, name="verl-mux-coordinator", daemon=True)
+        self._loop: asyncio.AbstractEventLoop  # there as soon as the thread serves
         self._ready = threading.Event()
         self._failure: BaseException | None = None
 
     def start(self) -> str:
         """Returns the address with the real port. Raises UserError when the address cannot be bound."""
-        self._thread = threading.Thread(target=self._main, name="verl-mux-coordinator", daemon=True)
         self._thread.start()
         self._ready.wait()
         if self._failure is not None:
             self._journal.close()
             raise self._failure
+        assert self.address is not None
         return self.address
 
     def wait(self, enough: threading.Event) -> None:
@@ -75,7 +96,7 @@ class Coordinator:
 
     def stop(self) -> None:
         """Ends the service; jobs keep what they hold and wait for the next one at this address."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join()
@@ -92,20 +113,13 @@ class Coordinator:
         """Everything that `verl-mux status` shows, as plain data."""
         return self._call(self._describe)
 
-    def job_exited(self, name: str) -> None:
-        """For whoever started the job: it is over. Its nodes are given on when no process of it is left.
-
-        After `kill_grace` seconds those that are left are killed, unless the configuration says `kill: false`.
-        """
-        self._call(lambda: (self._take(JobExited(job=name)), self._told.set()))
-
-    def _call(self, function) -> Any:
+    def _call(self, function: Callable[[], _Found]) -> _Found:
         """Runs in the loop's thread, where the machine lives."""
 
-        async def wrapped():
+        async def wrapped() -> _Found:
             return function()
 
-        if self._thread is None or not self._thread.is_alive():
+        if not self._thread.is_alive():
             raise Failure("the coordinator is not running")
         return asyncio.run_coroutine_threadsafe(wrapped(), self._loop).result()
 
@@ -123,41 +137,48 @@ class Coordinator:
 
     async def _serve(self) -> None:
         self._loop, self._stopping, self._told = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-        with zmq.asyncio.Context() as context:
-            self._router = context.socket(zmq.ROUTER)
-            self._router.linger = 500
-            self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects takes its name over
-            try:
-                self._router.bind(self._bind)
-            except zmq.ZMQError as error:
-                self._router.close()
-                raise UserError(f"cannot bind {self._bind!r}: {error}; expected a free tcp://HOST:PORT") from error
-            self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-            tasks = [asyncio.create_task(work()) for work in (self._receive, self._watch)]
-            self._ready.set()
-            stopping = asyncio.create_task(self._stopping.wait())
-            done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                task.cancel()
-            self._router.close()
-            for task in done - {stopping}:
-                task.result()
+        self._delivery = Delivery(self._journal, self._machine, self._carry_out, self._loop.call_soon)
+        self._router = Router(self._bind, self._keys, self._receive, self._turned_away)
+        self.address = self._router.address
+        watching = asyncio.create_task(self._watch())
+        self._ready.set()
+        await self._stopping.wait()
+        watching.cancel()
+        self._drivers.close()
+        self._delivery.flush()
+        self._router.close()
 
-    async def _receive(self) -> None:
-        while True:
-            identity, frame = (await self._router.recv_multipart())[:2]
-            try:
-                self._answer(identity, m.decode(frame))
-            except m.WrongVersion as error:
-                self._send(identity, m.Refused(about="register", reason=str(error)))
+    def _turned_away(self, reason: str) -> None:
+        self._refusals.count(reason, "a connection")
 
-    def _answer(self, identity: bytes, message: m.Message) -> None:
+    def _receive(self, identity: bytes, role: str, frame: bytes) -> None:
+        """Nothing that comes in ends the service: what cannot be read or handled is answered, counted, and forgotten."""
+        message = None
+        try:
+            message = m.decode(frame)
+            self._answer(identity, role, message)
+        except m.Unreadable as error:
+            self._refusals.count("frames refused", error)
+            self._send(identity, m.Refused(about=error.about, reason=str(error)))
+        except Exception as error:
+            about = m.asks_about(message)
+            self._refusals.count("faults", f"{about} of {identity!r}", error)
+            self._send(identity, m.Refused(about=about, reason="the coordinator failed at this message, and took it back"))
+
+    def _answer(self, identity: bytes, role: str, message: m.AnyMessage) -> None:
+        if refusal := access.refusal(identity, role, message):
+            self._refusals.count(refusal.kind, refusal.reason)
+            return self._send(identity, m.Refused(about=m.asks_about(message), reason=refusal.reason))
         if isinstance(message, m.StatusRequest):
-            return self._send(identity, m.Status(snapshot=self._describe()))
-        if not isinstance(message, FROM_JOB):
-            return log.warning("a %s came to the coordinator, which takes none", type(message).__name__)
+            return self._router.send(identity, self._status.frame())
+        if isinstance(message, m.JobOver):
+            return self._send(identity, self._told_over(message))
+        if isinstance(message, (m.Evict, m.Free)):
+            return self._send(identity, self._by_hand(message))
+        if not isinstance(message, m.FromJob):
+            return self._refusals.count("messages that are none for a coordinator", type(message).__name__)
         if isinstance(message, m.Register):
-            self._look_for_dead_drivers()  # a name is free again as soon as its process is gone
+            self._look_at_driver(self._machine.state.jobs.get(message.job))  # a name is free as soon as its process is gone
         try:
             self._take(message)
         except UnknownJob:
@@ -165,53 +186,95 @@ class Coordinator:
         except IllegalMove:
             self._send(identity, m.JobEnded(reason=self._machine.state.jobs[message.job].reason))
 
-    def _take(self, what) -> None:
+    def _by_hand(self, message: m.Evict | m.Free) -> m.Message:
+        what, answer = by_hand.decide(message, self._machine.state, _seen_here)
+        if what is not None:
+            log.warning("by hand: %s", what)
+            self._take(what)
+            self._told.set()
+        return answer
+
+    def _told_over(self, message: m.JobOver) -> m.JobEnded | m.Unknown:
+        """Whoever started the job says that it is over. Its nodes are given on when no process of it is left."""
+        job = self._machine.state.jobs.get(message.job)
+        if job is not None and job.state is not JobState.ENDED and job.uid != message.uid:
+            return m.Unknown()  # an earlier start's end, which does not concern this one
+        self._take(JobExited(job=message.job))
+        self._told.set()
+        return m.JobEnded(reason=self._machine.state.jobs[message.job].reason)
+
+    def _take(self, what: What | Input) -> None:
         """The heart: decide, remember, carry out."""
-        event = what if isinstance(what, Event) else Event(time.time(), what)
-        keep = self._machine.changes(event)
-        instructions = self._machine.handle(event)
-        if keep:
-            self._journal.append(event, self._machine)
-        for instruction in instructions:
-            if isinstance(instruction, Log):
-                self._record(instruction)
-            else:
-                self._send(instruction.client.encode(), instruction.message)
+        given = what if isinstance(what, Input) else Input(self._clock.now(), what)
+        keep = self._machine.changes(given)
+        self._delivery.take(given, self._deciding.handle(given), keep)
+
+    def _carry_out(self, instruction: Instruction) -> None:
+        try:
+            self._do(instruction)
+        except Exception as error:  # of one instruction, not of those that follow it
+            self._refusals.count("faults", type(instruction).__name__, error)
+
+    def _do(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Log):
+            return self._record(instruction)
+        message = instruction.message
+        if isinstance(message, m.LeaseGrant):
+            message = msgspec.structs.replace(message, granted_at=self._clock.wall(message.granted_at))
+        self._send(instruction.client.encode(), message)
 
     def _send(self, identity: bytes, message: m.Message) -> None:
-        """Goes out at once, or is queued by ZeroMQ; dropped if the client is not there, who then asks again."""
-        self._router.send_multipart([identity, m.encode(message)])
+        """Dropped if the client is not there, who then asks again."""
+        self._router.send(identity, m.encode(message))
 
     def _record(self, line: Log) -> None:
         if self._event_log is not None:
             self._event_log.log(line.event, duration_sec=line.duration, extra=line.extra, step=line.step)
 
     def _describe(self) -> dict[str, Any]:
-        found = describe(self._machine.state, self.config, time.time(), self._waits_for)
-        return {"address": self.address, **found}
+        found = describe(self._machine.state, self.config, self._clock.now(), self._waits_for)
+        refused = dict(self._refusals.counts)
+        return {"address": self.address, "refused": refused, "journal": self._journal.about(), **found}
 
     # --- the watch over processes ---
 
     async def _watch(self) -> None:
         while True:
-            self._look_for_dead_drivers()
-            for event in self._machine.due(time.time()):
-                self._take(event)
-            unwell = [job for job in self._jobs() if job.state in (JobState.SILENT, JobState.DYING)]
-            self._waits_for = {job.name: await self._reap(job) for job in unwell}
+            try:
+                await self._look_around()
+            except Exception as error:  # out of descriptors, say: it passes, and the service goes on
+                self._refusals.count("faults", "the watch over processes", error)
             dying = any(job.state is JobState.DYING for job in self._jobs())
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._told.wait(), REAP_EVERY_S if dying else WATCH_EVERY_S)
             self._told.clear()
 
+    async def _look_around(self) -> None:
+        self._look_for_dead_drivers()
+        for given in self._machine.due(self._clock.now()):
+            self._take(given)
+        self._delivery.flush()
+        dying = [job for job in self._jobs() if job.state is JobState.DYING]
+        silent = [job for job in self._jobs() if job.state is JobState.SILENT]
+        # Of a silent job it is only told what still runs: for that not thousands are looked at.
+        self._waits_for = {job.name: await self._reap(job) for job in (*dying, *silent[:_SILENT_LOOKED_AT])}
+
     def _jobs(self) -> list[Job]:
         return list(self._machine.state.jobs.values())
 
     def _look_for_dead_drivers(self) -> None:
+        jobs: dict[m.Member, list[Job]] = {}
         for job in self._jobs():
-            alive = job.state in (JobState.LIVE, JobState.SILENT)
-            if alive and members.is_here(job.driver) and not members.is_alive(job.driver):
+            if job.state in (JobState.LIVE, JobState.SILENT) and members.is_here(job.driver):
+                jobs.setdefault(job.driver, []).append(job)
+        for driver in self._drivers.dead(jobs):
+            for job in jobs[driver]:
                 self._take(DriverDied(job=job.name, uid=job.uid))
+
+    def _look_at_driver(self, job: Job | None) -> None:
+        alive = job is not None and job.state in (JobState.LIVE, JobState.SILENT)
+        if job is not None and alive and members.is_here(job.driver) and not members.is_alive(job.driver):
+            self._take(DriverDied(job=job.name, uid=job.uid))
 
     async def _reap(self, job: Job) -> list[str]:
         """Frees the nodes of a dead job once nothing of it is left; until then says in words what is."""
@@ -219,12 +282,11 @@ class Coordinator:
         known = [job.driver, *job.members]
         # Looked for twice: what a dying process starts while the first look goes on may be missed by it.
         alive = await asyncio.to_thread(lambda: members.survivors(uid, known) or members.survivors(uid, known))
-        verdict = judge(job, alive, members.HOST, self.config, time.time())
+        verdict = judge(job, alive, members.HOST, self.config, self._clock.now())
         if verdict.gone and job.state is JobState.DYING:
             self._take(ProcessesGone(job=job.name, uid=job.uid))
         for member in verdict.kill:
-            if member not in self._killed:
-                log.warning("killing pid %d, which outlived job %r", member.pid, job.name)
+            if signalling.kill(member, job.uid) and member not in self._killed:
+                log.warning("killed pid %d, which outlived job %r", member.pid, job.name)
                 self._killed.add(member)
-            members.kill(member)
         return verdict.waits_for

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 
 def plain(snapshot: dict[str, Any]) -> str:
-    lines = [headline(snapshot)]
+    lines = [headline(snapshot), *_troubles(snapshot)]
     for pool, node, seen in _nodes(snapshot):
         lines.append(f"node {pool}/{node}: {_runs(seen)}; {_waits(seen)}; {_bytes(seen)}")
     for name, job in snapshot["jobs"].items():
@@ -27,7 +27,7 @@ def tables(snapshot: dict[str, Any]) -> Group:
     jobs = Table("job", "state", "step", "metrics")
     for name, job in snapshot["jobs"].items():
         jobs.add_row(name, _state(job), _step(job), _metrics(job))
-    parts = [Text(headline(snapshot)), nodes, jobs]
+    parts: list[RenderableType] = [Text("\n".join([headline(snapshot), *_troubles(snapshot)])), nodes, jobs]
     if snapshot.get("placement"):
         groups = Table("group", "nodes", "seconds per step, predicted", "price")
         for row in _groups(snapshot):
@@ -41,6 +41,24 @@ def headline(snapshot: dict[str, Any]) -> str:
     where = f"segment {segment['index'] + 1} of {segment['of']}"
     waiting = "" if snapshot["started"] else ", waiting for the expected jobs"
     return f"coordinator {snapshot['address']}: {segment['mode']} ({where}{waiting})"
+
+
+def memory(snapshot: dict[str, Any]) -> list[str]:
+    """Where the coordinator remembers, and what keeps it from granting."""
+    path = snapshot["journal"]["path"]
+    return [f"verl-mux journal: {path or 'none; a restart will know only what jobs say that they hold'}", *_troubles(snapshot)]
+
+
+def _troubles(snapshot: dict[str, Any]) -> list[str]:
+    """Why nothing is granted now, a line each."""
+    found, left = snapshot["journal"], snapshot["settling_s"]
+    lines = []
+    if left is not None:
+        why = found["lost"] or "it was stopped while it settled"
+        lines.append(f"{why}: jobs say what they hold, and grants begin in {left:.1f} s")
+    if found["blocked"] is not None:
+        lines.append(f"journal {found['path']} cannot be written ({found['blocked']}): nothing is granted until it can")
+    return lines
 
 
 def _nodes(snapshot: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -66,7 +84,7 @@ def _runs(node: dict[str, Any]) -> str:
 
 def _holder(holder: dict[str, Any]) -> str:
     note = f" [{holder['note']}]" if holder["note"] else ""
-    state = " (being reclaimed)" if holder["state"] == "reclaiming" else ""
+    state = " (being reclaimed)" if holder["state"] == "reclaiming" else " (overdue)" if holder["overdue"] else ""
     return f"{holder['job']} {holder['phase']} {holder['step']}{note} for {holder['held_s']:.1f} s{state}"
 
 
@@ -93,8 +111,10 @@ def _size(num_bytes: float) -> str:
 
 def _state(job: dict[str, Any]) -> str:
     waits = f", waits for {', '.join(job['waits_for'])}" if job["waits_for"] else ""
-    reason = f" ({job['reason']})" if job["reason"] else ""
-    return f"{job['state']}{reason}{waits}"
+    # Minutes in which a job holds nothing and has no step to show: what it does then, it says itself.
+    doing = job["note"] if not job["step"] and job["state"] == "live" else ""
+    about = f" ({job['reason'] or doing})" if job["reason"] or doing else ""
+    return f"{job['state']}{about}{waits}"
 
 
 def _step(job: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verl_mux.coordinator.config import Config
+from verl_mux.coordinator.core.settings import Config
 from verl_mux.launcher.summary import segment_steps
 from verl_mux.launcher.timeline import Timeline
 

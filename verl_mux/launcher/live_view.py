@@ -36,7 +36,7 @@ class LiveView:
         return Group(head, self._node_table(), self._job_table())
 
     def plain_lines(self, elapsed_s: float) -> Iterator[str]:
-        """One line for every job whose step or phase changed since the last call."""
+        """One line for every job whose step or reward changed since the last call."""
         for name, job in self._snapshot.get("jobs", {}).items():
             if job["state"] != "live" and job["steps_done"] == 0:
                 continue  # it has only asked so far whether it may come

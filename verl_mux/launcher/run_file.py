@@ -6,6 +6,7 @@
     coordinator: {pools: ..., schedule: ...}
     config_name: mux_ppo_trainer         # verl's primary config
     overrides: [key=value, ...]          # for all jobs
+    resume: true                         # jobs go on from their checkpoints in `dir` instead of starting anew
     jobs:
       NAME: {nodes: {rollout: [r0], train: [t0]}, gpus: {rollout: 1, train: 1}, seed: 1, overrides: [...]}
       OTHER: {slo: 1.5, after: [NAME]} # no nodes: a coordinator with `placement: scheduler` chooses them
@@ -22,12 +23,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from verl_mux.coordinator.config import Config, make_config
-from verl_mux.coordinator.messages import SIDES
+from verl_mux.coordinator.bus.messages import SIDES
+from verl_mux.coordinator.config import make_config
+from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import UserError
 from verl_mux.yaml_file import read_yaml
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# Folders of a run that are no job's.
+COORDINATOR, EARLIER = "coordinator", "earlier"
+KEPT = {COORDINATOR: "the coordinator's files", EARLIER: "earlier runs"}
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,15 +59,24 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     prepare: list[list[str]] = []
     environment: dict[str, str] = {}
     overrides: list[str] = []
+    resume: bool = False
     here: str = ""
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.dir).absolute()
 
     def coordinator_config(self) -> Config:
         """The coordinator's part, checked; it waits for all jobs that start with the run before the first step."""
-        return make_config({"expect_jobs": sum(not job.after for job in self.jobs.values()), **self.coordinator})
+        return make_config(self.coordinator_keys())
+
+    def coordinator_keys(self) -> dict[str, Any]:
+        """As they stand in a coordinator's file."""
+        return {"expect_jobs": sum(not job.after for job in self.jobs.values()), **self.coordinator}
 
 
-def read(path: Path, directory: Path | None = None) -> RunFile:
-    """Read and check a run file. `directory` replaces its `dir`.
+def read(path: Path, directory: Path | None = None, resume: bool = False) -> RunFile:
+    """Read and check a run file. `directory` replaces its `dir`; `resume` sets that key.
 
     Raises:
         UserError: what was given, and what is allowed.
@@ -72,6 +86,8 @@ def read(path: Path, directory: Path | None = None) -> RunFile:
         given["dir"] = str(directory)
     if isinstance(given, dict):
         given["here"] = str(path.absolute().parent)
+        if resume:
+            given["resume"] = True
     try:
         run = msgspec.convert(given, RunFile)
     except msgspec.ValidationError as error:
@@ -136,8 +152,8 @@ def _check_name(path: Path, name: str) -> None:
     """A job's name is a folder of its run and a word of its command line."""
     if not _NAME.fullmatch(name):
         raise UserError(f"{path}: job {name!r}: a name is letters, digits, '.', '-' and '_', and begins with a letter or digit")
-    if name == "coordinator":
-        raise UserError(f"{path}: job {name!r}: the run keeps the coordinator's files under that name; choose another")
+    if name in KEPT:
+        raise UserError(f"{path}: job {name!r}: the run keeps {KEPT[name]} under that name; choose another")
 
 
 def _check_node(job: str, name: str, gpus: int, config: Config) -> None:
@@ -150,7 +166,7 @@ def _check_node(job: str, name: str, gpus: int, config: Config) -> None:
 
 def fill(texts: list[str], run: RunFile, job: str = "", seed: int = 0) -> list[str]:
     """Replace {dir}, {job}, {seed} and {here}; `python` as a command is this interpreter."""
-    values = {"{dir}": str(Path(run.dir).absolute()), "{job}": job, "{seed}": str(seed), "{here}": run.here}
+    values = {"{dir}": str(run.directory), "{job}": job, "{seed}": str(seed), "{here}": run.here}
     filled = []
     for text in texts:
         for mark, value in values.items():

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from statistics import mean, median
 
-from verl_mux.coordinator.config import Config, Segment
-from verl_mux.launcher.timeline import Span, Timeline, union_seconds
+from verl_mux.coordinator.core.settings import Config, Segment
+from verl_mux.launcher.timeline import Span, Timeline
+from verl_mux.profiling.plain.intervals import clip, length
+from verl_mux.profiling.plain.throughput import throughput_ratio
 
 PHASES = ("rollout", "train", "sync", "sleep", "wake", "wait_rollout", "wait_train")
 _REWARD_STEPS = 3
@@ -14,7 +16,8 @@ _REWARD_STEPS = 3
 
 def segment_steps(schedule: list[Segment]) -> list[tuple[str, int, int]]:
     """(mode, first step, last step) of every segment; the last one is open."""
-    segments, first = [], 1
+    segments: list[tuple[str, int, int]] = []
+    first = 1
     for segment in schedule:
         last = first + segment.steps - 1 if segment.steps else 10**9
         segments.append((segment.mode, first, last))
@@ -25,10 +28,15 @@ def segment_steps(schedule: list[Segment]) -> list[tuple[str, int, int]]:
 def periods(timeline: Timeline, job: str, first: int, last: int, until: float = float("inf")) -> list[float]:
     """Seconds from one step's end to the next, for steps in (first, last] that ended before `until`.
 
-    The segment's first step is left out: it may have begun behind the barrier.
+    The segment's first step is left out: it may have begun behind the barrier. So is the first after the job was resumed.
     """
     ends = {span.step: span.end for span in timeline.of(job, "steps")}
-    return [ends[s] - ends[s - 1] for s in sorted(ends) if first < s <= last and s - 1 in ends and ends[s] <= until]
+    return [ends[s] - ends[s - 1] for s in _follow(timeline, job, ends) if first < s <= last and ends[s] <= until]
+
+
+def _follow(timeline: Timeline, job: str, ends: dict[int, float]) -> list[int]:
+    """Steps that the job began when it ended the one before."""
+    return [s for s in sorted(ends) if s - 1 in ends and timeline.unbroken(job, ends[s - 1], ends[s])]
 
 
 def summarise(timeline: Timeline, config: Config, jobs: list[str], peak_rss_bytes: int, startup_s: float) -> dict:
@@ -51,31 +59,27 @@ def summarise(timeline: Timeline, config: Config, jobs: list[str], peak_rss_byte
     }
 
 
-def throughput_ratio(alone: dict[str, float | None], together: dict[str, float | None]) -> float | None:
-    """Steps per second together over one after the other: sum(1 / together) / (jobs / sum(alone)).
-
-    None where either was not measured.
-    """
-    if not alone or any(v is None for v in (*alone.values(), *together.values())):
-        return None
-    return round(sum(1 / p for p in together.values()) * sum(alone.values()) / len(alone), 4)
+def startup(timeline: Timeline, since: float) -> float:
+    """Seconds until the first job asked for its first step; 0 if none did. `since`: the run's start, epoch seconds."""
+    return min((wait.start - since for wait in timeline.waits if wait.step > 0 and wait.start >= since), default=0.0)
 
 
 def token_throughput_ratio(timeline: Timeline, jobs: list[str], segments) -> float | None:
     """As throughput_ratio, in tokens per second: steps grow and shrink with the responses while a job learns."""
     alone = {job: _tokens_and_seconds(timeline, job, segments, "sequential") for job in jobs}
     both = {job: _tokens_and_seconds(timeline, job, segments, "interleaved", _all_alive_until(timeline, jobs)) for job in jobs}
-    if not jobs or not all(seconds for _, seconds in (*alone.values(), *both.values())):
+    if not jobs or not all(tokens and seconds for tokens, seconds in (*alone.values(), *both.values())):
         return None
     one_after_the_other = sum(tokens for tokens, _ in alone.values()) / sum(seconds for _, seconds in alone.values())
     return round(sum(tokens / seconds for tokens, seconds in both.values()) / one_after_the_other, 4)
 
 
 def _tokens_and_seconds(timeline: Timeline, job: str, segments, mode: str, until: float = float("inf")) -> tuple[float, float]:
-    ends = {span.step: span for span in timeline.of(job, "steps")}
-    steps = [s for m, first, last in segments if m == mode for s in ends if first < s <= last and s - 1 in ends]
-    counted = [s for s in steps if ends[s].end <= until]
-    return sum(ends[s].extra.get("tokens", 0) for s in counted), sum(ends[s].end - ends[s - 1].end for s in counted)
+    spans = {span.step: span for span in timeline.of(job, "steps")}
+    ends = {step: span.end for step, span in spans.items()}
+    steps = [s for m, first, last in segments if m == mode for s in _follow(timeline, job, ends) if first < s <= last]
+    counted = [s for s in steps if ends[s] <= until]
+    return sum(spans[s].extra.get("tokens", 0) for s in counted), sum(ends[s] - ends[s - 1] for s in counted)
 
 
 def sample_to_lease(timeline: Timeline, jobs: list[str]) -> float | None:
@@ -91,7 +95,7 @@ def bubble(timeline: Timeline, config: Config, pool: str, jobs: list[str], segme
     if window is None:
         return None
     nodes = [node.name for node in config.pools[pool].nodes]
-    busy = sum(union_seconds(_clipped(timeline.phases, node, window)) for node in nodes)
+    busy = sum(length(clip(_held(timeline.phases, node), window)) for node in nodes)
     return round(1 - busy / (len(nodes) * (window[1] - window[0])), 4)
 
 
@@ -119,7 +123,7 @@ def _median_seconds(timeline: Timeline, job: str, name: str, first: int) -> floa
     for span in spans:
         if span.step > first:
             by_step.setdefault(span.step, []).append((span.start, span.end))
-    return round(median(map(union_seconds, by_step.values())), 4) if by_step else 0.0
+    return round(median(map(length, by_step.values())), 4) if by_step else 0.0
 
 
 def _median_period(timeline: Timeline, job: str, segments, mode: str, until: float = float("inf")) -> float | None:
@@ -138,15 +142,16 @@ def _all_alive_until(timeline: Timeline, jobs: list[str]) -> float:
 
 
 def _window(timeline: Timeline, jobs: list[str], segments) -> tuple[float, float] | None:
-    """From when every job has begun to interleave until the first of them ends."""
+    """From when every job has begun to interleave, for the last time if they were resumed, until the first of them ends."""
     firsts = [first for mode, first, _ in segments if mode == "interleaved"]
     if not firsts or not jobs:
         return None
-    begun = [s.end for job in jobs for s in timeline.of(job, "steps") if s.step == firsts[0]]
+    began = max((start for job in jobs for start in timeline.starts.get(job, ())), default=0.0)
+    ends = {job: [s.end for s in timeline.of(job, "steps") if s.step >= firsts[0] and s.end > began] for job in jobs}
+    begun = [found[0] for found in ends.values() if found]
     end = _all_alive_until(timeline, jobs)
     return (max(begun), end) if len(begun) == len(jobs) and end > max(begun) else None
 
 
-def _clipped(phases: list[Span], node: str, window: tuple[float, float]) -> list[tuple[float, float]]:
-    spans = ((max(s.start, window[0]), min(s.end, window[1])) for s in phases if node in s.nodes)
-    return [(start, end) for start, end in spans if end > start]
+def _held(phases: list[Span], node: str) -> list[tuple[float, float]]:
+    return [(span.start, span.end) for span in phases if node in span.nodes]

@@ -1,25 +1,12 @@
-"""A run as intervals: who ran which phase on which nodes, from the trainers' event logs."""
+"""A run as intervals: who ran which phase on which nodes, from its event logs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
-import msgspec
-
-from verl_mux.profiling.events import REQUEST_COMPLETE
-
-# Phases, waits and steps; the ends of requests; the engines' sleep and wake.
-_ROLES = ("trainer", "rollout", "server")
-
-
-class _Line(msgspec.Struct):
-    timestamp: datetime
-    event: str
-    duration_sec: float = 0.0
-    extra: dict = {}
-    step: int = 0
+from verl_mux.profiling.eventlog import events
+from verl_mux.profiling.plain.lines import Line, read_directory
 
 
 @dataclass(frozen=True)
@@ -41,13 +28,19 @@ class Span:
 
 @dataclass
 class Timeline:
-    """All spans of a run, in order of their ends. `requests`: the end of each training request."""
+    """All spans of a run, in order of their ends. `requests`: the end of each training request. `starts`: when each job came to
+    the coordinator, several times if it was resumed; a step that it did again is there once, as it was done last."""
 
     phases: list[Span]
     waits: list[Span]
     parts: list[Span]
     steps: list[Span]
     requests: list[Span] = field(default_factory=list)
+    starts: dict[str, list[float]] = field(default_factory=dict)
+
+    def unbroken(self, job: str, begin: float, end: float) -> bool:
+        """Whether the job was not started again in between."""
+        return not any(begin < start < end for start in self.starts.get(job, ()))
 
     def of(self, job: str, kind: str) -> list[Span]:
         return [span for span in getattr(self, kind) if span.job == job]
@@ -57,39 +50,25 @@ def read(directory: Path, jobs: list[str]) -> Timeline:
     """The timeline of the run in `directory` (`<directory>/<job>/events/<role>/step_*/worker_*.jsonl`)."""
     timeline = Timeline([], [], [], [])
     for job in jobs:
-        for role in _ROLES:
-            for path in sorted((directory / job / "events" / role).glob("step_*/worker_*.jsonl")):
-                for raw in path.read_bytes().splitlines():
-                    _add(timeline, job, raw)
+        for line in read_directory(directory / job / "events"):
+            _add(timeline, job, line)
     for spans in (timeline.phases, timeline.waits, timeline.parts, timeline.steps, timeline.requests):
         spans.sort(key=lambda span: span.end)
+    timeline.steps = list({(span.job, span.step): span for span in timeline.steps}.values())
+    for line in read_directory(directory / "coordinator" / "events"):
+        if line.event == events.JOB_REGISTERED:
+            timeline.starts.setdefault(line.extra["job"], []).append(line.end)
     return timeline
 
 
-def _add(timeline: Timeline, job: str, raw: bytes) -> None:
-    try:
-        line = msgspec.json.decode(raw, type=_Line)
-    except msgspec.DecodeError:
-        return  # a job that was killed may leave one torn line
-    end = line.timestamp.timestamp()
-    name = line.extra.get("phase", line.event)
-    nodes = tuple(line.extra.get("nodes", ()))
-    span = Span(job, name, line.step, end - line.duration_sec, end, nodes, line.extra)
+def _add(timeline: Timeline, job: str, line: Line) -> None:
     if line.extra.get("validate"):
         return
+    end, name, nodes = line.end, line.extra.get("phase", line.event), tuple(line.extra.get("nodes", ()))
     kinds = {
-        "phase": timeline.phases,
-        "lease_wait": timeline.waits,
-        "step": timeline.steps,
-        REQUEST_COMPLETE: timeline.requests,
+        events.PHASE: timeline.phases,
+        events.LEASE_WAIT: timeline.waits,
+        events.STEP: timeline.steps,
+        events.REQUEST_COMPLETE: timeline.requests,
     }
-    kinds.get(line.event, timeline.parts).append(span)
-
-
-def union_seconds(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    total, reach = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reach))
-        reach = max(reach, end)
-    return total
+    kinds.get(line.event, timeline.parts).append(Span(job, name, line.step, end - line.seconds, end, nodes, line.extra))

@@ -21,15 +21,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
+
+from verl_mux.memory.moved import Moved
 
 _MADV_DONTNEED = 4
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -62,11 +66,11 @@ class _Tag:
 class _Recorder(TorchDispatchMode):
     """Hands every storage that an operation made (not those it was given) to the saver."""
 
-    def __init__(self, saver: CpuMemorySaver, tag: str, backup: bool) -> None:
+    def __init__(self, saver: CpuMemorySaver, tag: Hashable, backup: bool) -> None:
         super().__init__()
         self._saver, self._tag, self._backup = saver, tag, backup
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {s._cdata for s in _storages((args, kwargs or {}))}
         result = func(*args, **(kwargs or {}))
         # An outer region sees the operation too, and sees it first.
@@ -76,14 +80,14 @@ class _Recorder(TorchDispatchMode):
 
 
 class CpuMemorySaver:
-    """Tags of one process. Not thread-safe: pause and resume while nothing computes on the tensors."""
+    """Tags of one process: any hashable keys. Not thread-safe: pause and resume while nothing computes on the tensors."""
 
     def __init__(self) -> None:
-        self._tags: dict[str, _Tag] = {}
+        self._tags: dict[Hashable, _Tag] = {}
         self._regions: list[_Recorder] = []
 
     @contextlib.contextmanager
-    def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
+    def region(self, tag: Hashable, enable_cpu_backup: bool = False) -> Iterator[None]:
         """Tensors made inside belong to `tag`; inside another region, to the inner one's.
 
         Those made of Python or numpy values (`torch.tensor`, `torch.as_tensor`) stay outside: numpy may own the memory.
@@ -97,7 +101,7 @@ class CpuMemorySaver:
             self._regions.pop()
             self._live(entry)
 
-    def track(self, tag: str, tensors: Iterable[torch.Tensor], enable_cpu_backup: bool = True) -> None:
+    def track(self, tag: Hashable, tensors: Iterable[torch.Tensor], enable_cpu_backup: bool = True) -> None:
         """Let tensors that exist join `tag`. Those that belong to a tag already are left alone.
 
         Raises:
@@ -106,13 +110,14 @@ class CpuMemorySaver:
         self._tags.setdefault(tag, _Tag())
         self._adopt(tag, [_plain(tensor).untyped_storage() for tensor in tensors], enable_cpu_backup)
 
-    def pause(self, tag: str) -> int:
-        """Give the tag's pages back. Returns the bytes given back.
+    def pause(self, tag: Hashable) -> Moved:
+        """Give the tag's pages back.
 
         Raises:
             ValueError: the tag is paused already, or two of its storages lie on the same memory.
             OSError: the system refused; tensors with a host copy are as before.
         """
+        started = time.perf_counter()
         entry = self._entry(tag, paused=False)
         mappings = _private_mappings()
         leaving = [(a, storage) for a, storage in self._live(entry) if _holds(mappings, storage)]
@@ -126,19 +131,22 @@ class CpuMemorySaver:
             self._restore(entry)
             raise
         entry.paused = True
-        return sum(allocation.given_back for allocation, _ in leaving)
+        given_back = sum(allocation.given_back for allocation, _ in leaving)
+        return Moved(given_back, self._mapped(entry), time.perf_counter() - started)
 
-    def resume(self, tag: str) -> int:
-        """Take the tag's pages again, contents from the host copy where there is one. Returns the bytes taken again.
+    def resume(self, tag: Hashable) -> Moved:
+        """Take the tag's pages again, contents from the host copy where there is one.
 
         A storage resized meanwhile gets the part of its values that it still has room for.
 
         Raises:
             ValueError: the tag is not paused.
         """
+        started = time.perf_counter()
         entry = self._entry(tag, paused=True)
         entry.paused = False
-        return self._restore(entry)
+        taken = self._restore(entry)
+        return Moved(taken, self._mapped(entry), time.perf_counter() - started)
 
     def host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor's values while its tag is paused: a view on the host copy, same shape, strides and dtype.
@@ -156,19 +164,19 @@ class CpuMemorySaver:
         copy = allocation.host_copy.untyped_storage()
         return torch.empty(0, dtype=tensor.dtype).set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())
 
-    def mapped_bytes(self) -> dict[str, int]:
+    def mapped_bytes(self) -> dict[Hashable, int]:
         """Bytes that each tag holds on the device now."""
-        return {tag: sum(s.nbytes() for a, s in self._live(entry) if not a.given_back) for tag, entry in self._tags.items()}
+        return {tag: self._mapped(entry) for tag, entry in self._tags.items()}
 
-    def is_paused(self, tag: str) -> bool:
+    def is_paused(self, tag: Hashable) -> bool:
         return tag in self._tags and self._tags[tag].paused
 
-    def _adopt(self, tag: str, storages: list[torch.UntypedStorage], backup: bool) -> None:
+    def _adopt(self, tag: Hashable, storages: list[torch.UntypedStorage], backup: bool) -> None:
         for storage in storages:
             if storage.device.type == "cpu" and self._find(storage._cdata) is None:
                 self._tags[tag].allocations[storage._cdata] = _Allocation(StorageWeakRef(storage), backup)
 
-    def _entry(self, tag: str, paused: bool) -> _Tag:
+    def _entry(self, tag: Hashable, paused: bool) -> _Tag:
         entry = self._tags.setdefault(tag, _Tag())
         if entry.paused is not paused:
             raise ValueError(f"tag {tag!r} is {'paused' if entry.paused else 'active'} already")
@@ -181,6 +189,9 @@ class CpuMemorySaver:
         entry.allocations = {key: a for key, (a, _) in live.items()}
         return list(live.values())
 
+    def _mapped(self, entry: _Tag) -> int:
+        return sum(s.nbytes() for a, s in self._live(entry) if not a.given_back)
+
     def _restore(self, entry: _Tag) -> int:
         taken = 0
         for allocation, storage in self._live(entry):
@@ -191,7 +202,7 @@ class CpuMemorySaver:
             allocation.host_copy, allocation.given_back = None, 0
         return taken
 
-    def _refuse_overlap(self, tag: str, leaving: list[torch.UntypedStorage]) -> None:
+    def _refuse_overlap(self, tag: Hashable, leaving: list[torch.UntypedStorage]) -> None:
         gone = [s for entry in self._tags.values() for a, s in self._live(entry) if a.given_back]
         reach = 0
         for start, end in sorted((s.data_ptr(), s.data_ptr() + s.nbytes()) for s in (*leaving, *gone)):
@@ -205,7 +216,7 @@ class CpuMemorySaver:
         return next((e.allocations[cdata] for e in self._tags.values() if cdata in e.allocations), None)
 
 
-def _storages(tree) -> Iterator[torch.UntypedStorage]:
+def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
     for leaf in tree_iter(tree):
         if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not is_traceable_wrapper_subclass(leaf):
             yield leaf.untyped_storage()

@@ -1,12 +1,13 @@
-"""Bytes and seconds per tag, from the processes that hold the memory to the one that logs them.
+"""Bytes on the device by tag, from the processes of an engine that hold them to the server that logs them.
 
-SGLang's release and resume answers carry nothing, so each scheduler process keeps one small file in a directory that the server
-names to it; the server reads them all after each sleep and wake. torch_memory_saver has no such figures either.
+An engine's answers to sleep and wake carry no figures, and neither has torch_memory_saver, so each of its processes keeps one
+small file in a directory that the server names to it; the server reads them all after each sleep and wake.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -14,32 +15,19 @@ import msgspec
 DIRECTORY_VARIABLE = "VERL_MUX_TAG_DIR"
 
 
-class TagReport(msgspec.Struct):
-    """What one process holds. `mapped`: bytes on the device by tag; `seconds`: how long a tag's last pause or resume took."""
-
-    pid: int
-    mapped: dict[str, int] = {}
-    seconds: dict[str, float] = {}
-
-    def write(self) -> None:
-        """Replace this process's file. Does nothing where no server asked for it."""
-        directory = os.environ.get(DIRECTORY_VARIABLE)
-        if not directory:
-            return
-        temporary = Path(directory) / f".{self.pid}.tmp"
-        temporary.write_bytes(msgspec.json.encode(self))
-        temporary.replace(Path(directory) / f"{self.pid}.json")
+def write(mapped: dict[str, int], pid: int) -> None:
+    """Replace process `pid`'s file: bytes that it has on the device, by tag. Does nothing where no server asked for it."""
+    directory = os.environ.get(DIRECTORY_VARIABLE)
+    if not directory:
+        return
+    temporary = Path(directory) / f".{pid}.tmp"
+    temporary.write_bytes(msgspec.json.encode(mapped))
+    temporary.replace(Path(directory) / f"{pid}.json")
 
 
-def read_reports(directory: Path) -> list[TagReport]:
-    """The reports of all processes that write to `directory`."""
-    return [msgspec.json.decode(path.read_bytes(), type=TagReport) for path in sorted(directory.glob("*.json"))]
-
-
-def mapped_bytes(reports: list[TagReport]) -> dict[str, int]:
-    """Bytes on the device by tag, summed over processes."""
-    totals: dict[str, int] = {}
-    for report in reports:
-        for tag, nbytes in report.mapped.items():
-            totals[tag] = totals.get(tag, 0) + nbytes
-    return totals
+def mapped_bytes(directory: Path) -> dict[str, int]:
+    """Bytes on the device by tag, summed over the processes that write to `directory`."""
+    totals: Counter[str] = Counter()
+    for path in directory.glob("*.json"):
+        totals.update(msgspec.json.decode(path.read_bytes(), type=dict[str, int]))
+    return dict(totals)

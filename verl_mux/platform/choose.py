@@ -1,8 +1,8 @@
 """When is the CPU platform active? On a machine with an accelerator only if VERL_PLATFORM=cpu asks for it.
 
 Without that variable it is taken where there is no accelerator, the command line asks for one of our trainer modes, and no Ray
-cluster is named: the driver of a GPU cluster often runs on a head node that has none. verl's and SGLang's child processes inherit
-the variable, so they agree with their parent.
+cluster is named: the driver of a GPU cluster often runs on a head node that has none. verl's and the engine's child processes
+inherit the variable, so they agree with their parent.
 """
 
 from __future__ import annotations
@@ -35,18 +35,11 @@ def cpu_platform_wanted(argv: list[str] | None = None) -> bool:
     return ours and not cluster and not accelerator_present()
 
 
-def activate_verl_platform() -> None:
-    """Register the CPU platform with verl and, where it is wanted, make this process and its children use it."""
-    if not cpu_platform_wanted():
-        return
-    if not os.environ.get("VERL_PLATFORM"):
-        logger.warning("no accelerator here: verl and SGLang run on the CPU (set VERL_PLATFORM to choose another platform)")
-    os.environ["VERL_PLATFORM"] = "cpu"
-    from verl_mux.platform import kernel_placeholders, verl_cpu
-    from verl_mux.post_import import after_import
-
-    kernel_placeholders.install()
-    verl_cpu.register()
-    after_import("verl.utils.distributed", "verl_mux.platform.verl_distributed")
-    after_import("verl.workers.engine", "verl_mux.platform.verl_engine")
-    after_import("verl.workers.rollout.base", "verl_mux.platform.verl_rollout")
+def take_cpu_platform() -> bool:
+    """Where the CPU platform is wanted, make this process and its children use it. Says whether."""
+    wanted = cpu_platform_wanted()
+    if wanted and not os.environ.get("VERL_PLATFORM"):
+        logger.warning("no accelerator here: verl and its engine run on the CPU (set VERL_PLATFORM to choose another platform)")
+    if wanted:
+        os.environ["VERL_PLATFORM"] = "cpu"
+    return wanted

@@ -1,4 +1,7 @@
-"""verl's platform "cpu": gloo, logical GPUs declared to Ray, host memory as device memory."""
+"""verl's platform "cpu": gloo, logical GPUs declared to Ray, host memory as device memory.
+
+Imported after `verl.plugin.platform.platform_manager` (see plugin.py); registers at import.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +59,8 @@ class CpuPlatform(PlatformBase):
     """One logical GPU is one Ray "GPU" resource; nothing is pinned unless a node names its CPUs."""
 
     _module = _CpuDeviceModule("verl_mux_cpu_device")
+    # Variables that servers need; each engine's part for the CPU adds its own.
+    engine_environment: dict[str, str] = {}
 
     @property
     def device_name(self) -> str:
@@ -130,7 +135,7 @@ class CpuPlatform(PlatformBase):
         return False
 
     def rollout_env_vars(self) -> dict[str, str]:
-        return {"SGLANG_USE_CPU_ENGINE": "1"}
+        return dict(self.engine_environment)
 
     def cudart(self) -> Any:
         return None
@@ -142,3 +147,6 @@ def register() -> None:
         PlatformRegistry.register(platform="cpu")(CpuPlatform)
     # Ray hides devices it did not assign; our logical GPUs need a value that verl can parse as a list of integers.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+register()

@@ -15,7 +15,7 @@ def on_gloo(initialize):
     def initialized(timeout_second=None, backend=None):
         return initialize(timeout_second, backend or "gloo")
 
-    initialized.verl_mux = True
+    vars(initialized)["verl_mux"] = True
     return initialized
 
 

@@ -26,7 +26,7 @@ def _check(what: str, value: float, least: float = 0.0, above: bool = False) -> 
         raise UserError(f"{what} is {value:g}; it must be {'above' if above else 'at least'} {least:g} and finite")
 
 
-class NodeKind(_Value):
+class NodeKind(_Value, frozen=True):
     """One kind of node: `gpus` on it, their price, and the host memory that jobs' states may fill."""
 
     name: str
@@ -44,7 +44,7 @@ class NodeKind(_Value):
         return self.gpus * self.usd_per_gpu_hour
 
 
-class Pool(_Value):
+class Pool(_Value, frozen=True):
     """A named set of nodes of one kind; `nodes` None means that nodes are rented as they are needed."""
 
     name: str
@@ -60,7 +60,7 @@ class Pool(_Value):
         return math.inf if self.nodes is None else len(self.nodes)
 
 
-class Cluster(_Value):
+class Cluster(_Value, frozen=True):
     """A rollout pool and a training pool."""
 
     rollout: Pool
@@ -73,7 +73,7 @@ H800 = NodeKind(name="H800", usd_per_gpu_hour=5.28)
 TESTBED = Cluster(rollout=Pool(name="rollout", kind=H20), train=Pool(name="train", kind=H800))
 
 
-class Estimate(_Value):
+class Estimate(_Value, frozen=True):
     """Seconds of one phase as decisions count with, and the bound it cannot pass (None: none known).
 
     `source`: `given`, `bound` (every response at its maximum length), `quantile`, `median` or `mean` of observed phases.
@@ -89,7 +89,7 @@ class Estimate(_Value):
             raise UserError(f"phase time {self.seconds:g} s is above its own bound {self.bound_s:g} s")
 
 
-class JobSpec(_Value):
+class JobSpec(_Value, frozen=True):
     """One verl training run as placement sees it.
 
     rollout, train: phase times alone on nodes, without sync and switch. tail_s: the last part of the rollout, which
@@ -156,7 +156,7 @@ class JobSpec(_Value):
         return self.train.seconds / self.limit_s
 
 
-class Pin(_Value):
+class Pin(_Value, frozen=True):
     """The nodes that keep a job's state in host memory, so that its phases start warm there."""
 
     job: JobSpec
@@ -164,8 +164,8 @@ class Pin(_Value):
     train: tuple[str, ...]
 
 
-class Group(_Value):
-    """A co-execution group: jobs that share nodes of both pools. `order`: see scheduling/order.py."""
+class Group(_Value, frozen=True):
+    """A co-execution group: jobs that share nodes of both pools. `order`: see scheduling/time/order.py."""
 
     name: str
     pins: tuple[Pin, ...]
@@ -216,11 +216,3 @@ def load_time(group: Group) -> float:
         max(sum(j.rollout_hold_s + (j.rollout_switch_s if len(jobs) > 1 else 0.0) for j in jobs) for jobs in rollout),
         max(sum(j.train.seconds + (j.train_switch_s if len(jobs) > 1 else 0.0) for j in jobs) for jobs in train),
     )
-
-
-def overfull_nodes(group: Group, cluster: Cluster) -> list[str]:
-    """Nodes whose residents' states do not fit in host memory."""
-    rollout = {node: sum(j.rollout_memory_gb for j in group.on_rollout(node)) for node in group.rollout_nodes}
-    train = {node: sum(j.train_memory_gb for j in group.on_train(node)) for node in group.train_nodes}
-    full = [node for node, used in rollout.items() if used > cluster.rollout.kind.host_memory_gb]
-    return full + [node for node, used in train.items() if used > cluster.train.kind.host_memory_gb]

@@ -8,12 +8,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from verl_mux.scheduling.decision import Decision, Move, placed
-from verl_mux.scheduling.extension import extended, without, yet_to_take
-from verl_mux.scheduling.forecast import Progress
 from verl_mux.scheduling.model import Cluster, Group, JobSpec, NodeKind
-from verl_mux.scheduling.placement import Placement
-from verl_mux.scheduling.regroup import isolated
+from verl_mux.scheduling.search.decision import Decision, Move, decision_for
+from verl_mux.scheduling.search.extension import groups_without, isolated, with_newcomer, yet_to_take
+from verl_mux.scheduling.search.groups import Groups
+from verl_mux.scheduling.time.forecast import Progress
 
 Choose = Callable[[Sequence[Group]], Group]
 
@@ -27,25 +26,21 @@ class MemoryOnly:
         self.cluster = cluster
         self.cap = cap
         self.choose = choose
-        self.placement = Placement(cluster)
-
-    @property
-    def groups(self) -> dict[str, Group]:
-        return self.placement.groups
+        self.groups = Groups(cluster)
 
     def admit(self, job: JobSpec, progress: Mapping[str, Progress]) -> Decision:
-        before = self.placement.usd_per_hour
+        before = self.groups.usd_per_hour
         tried = [(group, joined) for group in self.groups.values() if (joined := self._joined(group, job))]
         if tried:
             chosen = self.choose([group for group, _ in tried])
-            (group,) = self.placement.replace([chosen], [next(j for g, j in tried if g is chosen)])
+            (group,) = self.groups.replace([chosen], [next(j for g, j in tried if g is chosen)])
         else:
-            (group,) = self.placement.replace([], [isolated(job)])
-        return placed(job, group, self.placement, before)
+            (group,) = self.groups.replace([], [isolated(job)])
+        return decision_for(group, self.groups.usd_per_hour - before)
 
     def depart(self, name: str, progress: Mapping[str, Progress]) -> list[Move]:
-        group = self.placement.group_of(name)
-        self.placement.replace([group], without(group, [name]))
+        group = self.groups.group_of(name)
+        self.groups.replace([group], groups_without(group, [name]))
         return []
 
     def repack(self, progress: Mapping[str, Progress]) -> list[Move]:
@@ -63,7 +58,7 @@ class MemoryOnly:
             return None
         on += yet_to_take(job, "rollout", job.rollout_nodes - len(on))
         on_train += yet_to_take(job, "train", job.train_nodes - len(on_train))
-        return extended(group, job, on, on_train, group.order)
+        return with_newcomer(group, job, on, on_train, group.order)
 
 
 def _with_room(used_gb: Mapping[str, float], need_gb: float, kind: NodeKind) -> list[str]:

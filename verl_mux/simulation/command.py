@@ -42,12 +42,12 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(help="Write pictures into this directory.")] = None,
 ) -> None:
     """Simulate placement policies on a trace: cost, SLOs, idle nodes, and how far from the optimum."""
-    from verl_mux.scheduling.rules import parse_rules
+    from verl_mux.scheduling.search.rules import parse_rules
     from verl_mux.simulation.policies import find_policies
-    from verl_mux.simulation.shapes import find_shapes
     from verl_mux.simulation.simulate import Study
-    from verl_mux.simulation.uncertainty import parse_estimates
-    from verl_mux.simulation.workload import parse_slo
+    from verl_mux.simulation.workload.shapes import find_shapes
+    from verl_mux.simulation.workload.uncertainty import parse_estimates
+    from verl_mux.simulation.workload.workload import parse_slo
 
     study = Study(
         shapes=find_shapes(shapes),
@@ -70,11 +70,11 @@ def simulate(
 
 
 def _rows(trace: Path | None):
-    from verl_mux.simulation.trace import read_trace
+    from verl_mux.simulation.workload.trace import read_trace
 
     if trace is not None:
         return read_trace(trace)
-    with as_file(files("verl_mux.simulation") / "data" / "philly_300.csv") as path:
+    with as_file(files("verl_mux.simulation.workload") / "data" / "philly_300.csv") as path:
         return read_trace(path)
 
 
@@ -112,7 +112,9 @@ def _run(study: Study) -> Comparison:
 
 
 def _make_directory(path: Path) -> None:
-    """Before the simulation, whose results would be lost."""
+    """Before the simulation, whose results would be lost; so would they be without matplotlib."""
+    import matplotlib  # noqa: F401
+
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -120,12 +122,8 @@ def _make_directory(path: Path) -> None:
 
 
 def _plot(comparison: Comparison, directory: Path) -> None:
-    from verl_mux.errors import Failure
+    from verl_mux.simulation.plots import draw
 
-    try:
-        from verl_mux.simulation.plots import draw
-    except ImportError:
-        raise Failure("plots need matplotlib: pip install 'verl-mux[simulate]'") from None
     draw(comparison, directory)
 
 

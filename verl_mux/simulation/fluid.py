@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from verl_mux.scheduling.model import Cluster
-from verl_mux.scheduling.periods import periods
+from verl_mux.scheduling.time.periods import periods
 from verl_mux.simulation.ledger import Finished, Ledger, Run
 from verl_mux.simulation.optimum import Optimum
-from verl_mux.simulation.workload import Arrival
+from verl_mux.simulation.workload.workload import Arrival
 
 
 class Holding(msgspec.Struct, frozen=True):
@@ -85,16 +85,16 @@ def optimal(optimum: Optimum) -> Hold:
     def hold(live: Mapping[str, Arrival]) -> Holding:
         usd, parts = optimum.solve(frozenset(live))
         nodes, seconds, busy = [0, 0], {}, [0.0, 0.0]
-        for jobs, packed in parts:
-            if packed is None:
+        for jobs, shared in parts:
+            if shared is None:
                 nodes[0] += jobs[0].rollout_nodes
                 nodes[1] += jobs[0].train_nodes
                 settled = [jobs[0].iteration_s]
             else:
-                nodes[0] += packed.rollout_nodes
-                nodes[1] += packed.train_nodes
-                train = [bits << packed.rollout_nodes for bits in packed.train]
-                settled = [period.mean_s for period in periods(jobs, packed.rollout, train, packed.order)]
+                nodes[0] += shared.rollout_nodes
+                nodes[1] += shared.train_nodes
+                train = [bits << shared.rollout_nodes for bits in shared.train]
+                settled = [period.mean_s for period in periods(jobs, shared.rollout, train, shared.order)]
             for job, period in zip(jobs, settled, strict=True):
                 seconds[job.name] = period
                 busy[0] += job.rollout_nodes * job.rollout_hold_s / period

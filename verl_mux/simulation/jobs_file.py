@@ -9,7 +9,7 @@ import msgspec
 
 from verl_mux.errors import UserError
 from verl_mux.scheduling.model import TESTBED, Cluster, Estimate, JobSpec, NodeKind, Pool
-from verl_mux.scheduling.rules import OURS, Rules
+from verl_mux.scheduling.search.rules import OURS, Rules
 from verl_mux.yaml_file import allowed_keys, read_yaml
 
 
@@ -42,11 +42,12 @@ class _Job(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if not self.name.strip():
             raise UserError("a job has no name")
         given = msgspec.structs.asdict(self)
-        phases = {side: given.pop(f"{side}_s") for side in ("rollout", "train")}
-        for side, seconds in phases.items():
+        for side in ("rollout", "train"):
+            seconds = given.pop(f"{side}_s")
             if not (seconds >= 0 and math.isfinite(seconds)):
                 raise UserError(f"job {self.name!r}: {side}_s is {seconds:g}; it must be at least 0 and finite")
-        return JobSpec(**{side: Estimate(seconds=seconds) for side, seconds in phases.items()}, **given)
+            given[side] = Estimate(seconds=seconds)
+        return JobSpec(**given)
 
 
 class _Pool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -1,17 +1,19 @@
-"""The cheapest placement there could be, solved anew at every arrival and departure, moving everybody for nothing.
+"""The cheapest placement that this project's own search finds, solved anew at every arrival and departure, moving everybody
+for nothing.
 
-A bound to measure policies against, not a policy one could run. Exact within the model of scheduling/packing.py: all
-divisions into groups of up to `cap`, all layouts of their jobs over nodes, the SLO of each job on its settled period.
+Something to measure policies against, not a policy one could run: all divisions into groups of up to `cap`, each on the
+nodes that search/cheapest_nodes.py finds. It is no true optimum, as that search leaves out some layouts that would do (it
+says which), so a policy can come out below it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from verl_mux.scheduling.feasibility import Feasibility
 from verl_mux.scheduling.model import Cluster, JobSpec
-from verl_mux.scheduling.partition import Part, Partitioner
-from verl_mux.scheduling.rules import Rules
+from verl_mux.scheduling.search.partition import Part, Partitioner
+from verl_mux.scheduling.search.rules import Rules
+from verl_mux.scheduling.time.feasibility import Feasibility
 
 # Jobs at a time. On the packaged trace 9 takes seconds and covers two thirds of the time, 12 takes minutes for nine tenths.
 MAX_JOBS = 9
@@ -32,7 +34,8 @@ class Optimum:
     def solve(self, names: frozenset[str]) -> tuple[float, list[Part]]:
         """Beyond `max_jobs`, blocks of so many by name, each on its own: then this is no bound any more."""
         ordered = sorted(names)
-        usd, parts = 0.0, []
+        usd = 0.0
+        parts: list[Part] = []
         for start in range(0, len(ordered), self.max_jobs):
             block = ordered[start : start + self.max_jobs]
             block_usd, block_parts = self.partitioner.solve(self.jobs[name] for name in block)

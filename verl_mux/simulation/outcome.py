@@ -8,9 +8,8 @@ from statistics import fmean
 import msgspec
 
 from verl_mux.scheduling.model import Cluster
-from verl_mux.simulation.ledger import TOLERANCE, Run
+from verl_mux.simulation.ledger import TOLERANCE, Finished, Run
 from verl_mux.simulation.optimum import Optimum
-from verl_mux.simulation.workload import Arrival
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -35,12 +34,12 @@ class Outcome(msgspec.Struct, frozen=True):
     wait_s_max: float
 
 
-def assess(run: Run, arrivals: Sequence[Arrival], cluster: Cluster, optimum: Optimum | None) -> Outcome:
+def assess(run: Run, cluster: Cluster, optimum: Optimum | None) -> Outcome:
     ledger, jobs = run.ledger, run.finished
     over, covers = optimum.compare(run.spans) if optimum else (None, 0.0)
     idle = [1 - busy / held if held else None for busy, held in zip(ledger.busy_s, ledger.held_s, strict=True)]
     return Outcome(
-        usd_per_hour_mean=ledger.usd / span_h(arrivals),
+        usd_per_hour_mean=ledger.usd / span_h(jobs),
         usd_per_hour_peak=ledger.peak_usd_per_hour,
         slo_attainment=fmean(job.stay_s <= job.slo * job.planned_solo_s * TOLERANCE for job in jobs),
         slo_attainment_real=fmean(job.stay_s <= job.slo * job.solo_s * TOLERANCE for job in jobs),
@@ -57,10 +56,11 @@ def assess(run: Run, arrivals: Sequence[Arrival], cluster: Cluster, optimum: Opt
     )
 
 
-def span_h(arrivals: Sequence[Arrival]) -> float:
-    """From the first arrival to the last end, if every job runs alone."""
-    ends = max(arrival.at_s + arrival.iterations * arrival.job.iteration_s for arrival in arrivals)
-    return (ends - min(arrival.at_s for arrival in arrivals)) / 3600
+def span_h(jobs: Sequence[Finished]) -> float:
+    """From the first arrival to the last end, if every job ran its real iterations alone: whatever they were estimated at, so
+    that runs on different estimates can be compared."""
+    ends = max(job.arrived_s + job.solo_s for job in jobs)
+    return (ends - min(job.arrived_s for job in jobs)) / 3600
 
 
 def summarise(outcomes: Sequence[Outcome]) -> dict[str, object]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from verl_mux.scheduling.decision import Alternative, Decision
+    from verl_mux.scheduling.search.decision import Alternative, Decision
     from verl_mux.simulation.jobs_file import JobsFile
 
 
@@ -25,10 +25,11 @@ def plan(
 
 
 def make_plan(given: JobsFile) -> dict[str, Any]:
-    """usd_per_hour of all groups; beside it, of every job alone, and of the cheapest division of all (None: too many)."""
-    from verl_mux.scheduling.explain import alternatives, lost_to
-    from verl_mux.scheduling.packing import isolated_usd
-    from verl_mux.scheduling.placer import Placer
+    """usd_per_hour of all groups; beside it, of every job alone, and of the cheapest division that optimum.py finds
+    (None: too many jobs)."""
+    from verl_mux.scheduling.placer.explain import alternatives, lost_to
+    from verl_mux.scheduling.placer.placer import Placer
+    from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
     from verl_mux.simulation.optimum import Optimum
 
     placer = Placer(given.cluster, given.rules)
@@ -42,7 +43,7 @@ def make_plan(given: JobsFile) -> dict[str, Any]:
     return {
         "jobs": decisions,
         "groups": [_group(group, given) for group in placer.groups.values()],
-        "usd_per_hour": placer.placement.usd_per_hour,
+        "usd_per_hour": placer.groups.usd_per_hour,
         "usd_per_hour_isolated": sum(isolated_usd(job, given.cluster) for job in given.jobs),
         "usd_per_hour_optimum": optimum,
     }
@@ -60,9 +61,9 @@ def _as_dict(decision: Decision, others: list[Alternative]) -> dict[str, Any]:
 
 
 def _group(group: Any, given: JobsFile) -> dict[str, Any]:
-    from verl_mux.scheduling.periods import predict_periods
+    from verl_mux.scheduling.time.periods import periods_by_job
 
-    periods = predict_periods([group])
+    periods = periods_by_job(group)
     return {
         "name": group.name,
         "rollout_nodes": list(group.rollout_nodes),
@@ -94,5 +95,5 @@ def _lines(found: dict[str, Any]) -> list[str]:
         )
         lines.append(f"group {group['name']}: {group['usd_per_hour']:.2f} USD/h; an iteration of {members}")
     optimum = found["usd_per_hour_optimum"]
-    beside = "" if optimum is None else f"; the cheapest division of all of them {optimum:.2f}"
+    beside = "" if optimum is None else f"; the cheapest division that the simulator finds {optimum:.2f}"
     return [*lines, f"{found['usd_per_hour']:.2f} USD/h; every job alone {found['usd_per_hour_isolated']:.2f}{beside}"]

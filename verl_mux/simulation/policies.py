@@ -8,14 +8,14 @@ import msgspec
 
 from verl_mux.errors import UserError
 from verl_mux.scheduling.model import Cluster
-from verl_mux.scheduling.placer import Placer
-from verl_mux.scheduling.rules import PAPER, Rules
+from verl_mux.scheduling.placer.placer import Placer
+from verl_mux.scheduling.search.rules import PAPER, Rules
 from verl_mux.simulation.baselines import MemoryOnly, most_idle, random_choice
 from verl_mux.simulation.fluid import colocated, optimal, run_fluid
 from verl_mux.simulation.ledger import Run
 from verl_mux.simulation.optimum import Optimum
 from verl_mux.simulation.replay import Policy, Replay
-from verl_mux.simulation.workload import Arrival
+from verl_mux.simulation.workload.workload import Arrival
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -37,35 +37,21 @@ def _capped(rules: Rules, case: Case) -> Rules:
     return msgspec.structs.replace(rules, cap=case.rules.cap)
 
 
-POLICIES: dict[str, tuple[str, Callable[[Case], Run]]] = {
-    "solo": (
-        "every job on nodes of its own, both pools",
-        _replayed(lambda case: Placer(case.cluster, Rules(cap=1))),
-    ),
-    "colocated": (
-        "every job on training nodes of its own, both phases there, at the same speed",
-        lambda case: run_fluid(case.arrivals, colocated(case.cluster)),
-    ),
-    "random": (
-        "any group with room in host memory",
-        _replayed(lambda case: MemoryOnly(case.cluster, case.rules.cap, random_choice(case.seed))),
-    ),
-    "most-idle": (
-        "the idlest group with room in host memory",
-        _replayed(lambda case: MemoryOnly(case.cluster, case.rules.cap, most_idle)),
-    ),
-    "rollmux": (
-        "Algorithm 1 of the paper, nothing moved",
-        _replayed(lambda case: Placer(case.cluster, _capped(PAPER, case))),
-    ),
-    "ours": (
-        "this project's placer",
-        _replayed(lambda case: Placer(case.cluster, case.rules)),
-    ),
-    "optimum": (
-        "the cheapest division at any time, moving for nothing; a bound",
-        lambda case: run_fluid(case.arrivals, optimal(case.optimum)),
-    ),
+POLICIES: dict[str, Callable[[Case], Run]] = {
+    # Every job on nodes of its own, both pools.
+    "solo": _replayed(lambda case: Placer(case.cluster, Rules(cap=1))),
+    # Every job on training nodes of its own, both phases there, at the same speed.
+    "colocated": lambda case: run_fluid(case.arrivals, colocated(case.cluster)),
+    # Any group with room in host memory.
+    "random": _replayed(lambda case: MemoryOnly(case.cluster, case.rules.cap, random_choice(case.seed))),
+    # The idlest group with room in host memory.
+    "most-idle": _replayed(lambda case: MemoryOnly(case.cluster, case.rules.cap, most_idle)),
+    # Algorithm 1 of the paper, nothing moved.
+    "rollmux": _replayed(lambda case: Placer(case.cluster, _capped(PAPER, case))),
+    # This project's placer.
+    "ours": _replayed(lambda case: Placer(case.cluster, case.rules)),
+    # The cheapest division that the search finds at any time, moving for nothing.
+    "optimum": lambda case: run_fluid(case.arrivals, optimal(case.optimum)),
 }
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from verl_mux.scheduling.decision import Decision, Move
-from verl_mux.scheduling.forecast import PHASES, Progress
-from verl_mux.scheduling.grouprun import ROLLOUT, TRAIN, GroupRun, Member
 from verl_mux.scheduling.model import Cluster, Group, JobSpec, Pin
-from verl_mux.scheduling.order import IN_ROUNDS, ORDERS
+from verl_mux.scheduling.search.decision import Decision, Move
+from verl_mux.scheduling.time.forecast import PHASES, Progress
+from verl_mux.scheduling.time.group_run import ROLLOUT, TRAIN, GroupRun, Member
+from verl_mux.scheduling.time.order import IN_ROUNDS, ORDERS
 from verl_mux.simulation.ledger import Finished, Ledger, Run
-from verl_mux.simulation.workload import Arrival, Phases
+from verl_mux.simulation.workload.workload import Arrival, Phases
 
 # How often a policy is asked again about moves that did not pay yet.
 TICK_S = 120.0
@@ -28,8 +28,11 @@ _PHASE_NAMES = {number: name for name, number in PHASES.items()}
 class Policy(Protocol):
     """What a replay needs of a placer."""
 
-    groups: dict[str, Group]
-    pending: bool
+    @property
+    def groups(self) -> Mapping[str, Group]: ...
+
+    @property
+    def pending(self) -> bool: ...
 
     def admit(self, job: JobSpec, progress: dict[str, Progress]) -> Decision: ...
 
@@ -39,7 +42,7 @@ class Policy(Protocol):
 
 
 class _Live:
-    """A job that was placed: its part in a run, and the nodes it is pinned to there."""
+    """A job that was placed: its part in a run, and the nodes it is pinned to there. Neither before it is set up."""
 
     __slots__ = ("arrival", "phases", "times", "member", "nodes", "placed_s", "moves")
 
@@ -48,7 +51,7 @@ class _Live:
         self.phases = Phases(arrival.job, arrival.draws() if arrival.draws else None)
         self.times = self.phases.times()
         self.member: Member | None = None
-        self.nodes: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+        self.nodes: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self.placed_s = placed_s
         self.moves = 0
 
@@ -146,10 +149,11 @@ class Replay:
         return found
 
     def _warm(self, member: Member, live: _Live) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return tuple(
-            tuple(node for node in nodes if member.resident >> self._bits[f"{side} {node}"] & 1)
-            for side, nodes in zip(("rollout", "train"), live.nodes, strict=True)
-        )
+        rollout, train = live.nodes
+        return self._resident(member, "rollout", rollout), self._resident(member, "train", train)
+
+    def _resident(self, member: Member, side: str, nodes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(node for node in nodes if member.resident >> self._bits[f"{side} {node}"] & 1)
 
     def _follow(self, now: float, moves: Sequence[Move]) -> None:
         """Brings the runs in line with the policy's groups."""
@@ -175,24 +179,24 @@ class Replay:
         running = _Running(group, now)
         for pin, rank in zip(group.pins, ORDERS[group.order](group.jobs), strict=True):
             live = self._live[pin.job.name]
-            before, stays = live.member, live.nodes == (pin.rollout, pin.train)
-            if not stays:
-                live.nodes = (pin.rollout, pin.train)
-                live.member = self._member(pin, live)
-            live.member.rank = rank
-            if stays:
-                running.run.resume(live.member, ends[pin.job.name])
-            else:
-                if before:
-                    self._abort(live, before, ends[pin.job.name], now)
-                running.run.join(live.member, loads.get(pin.job.name, 0.0))
+            before = live.member
+            if before and live.nodes == (pin.rollout, pin.train):
+                before.rank = rank
+                running.run.resume(before, ends[pin.job.name])
+                continue
+            member = self._member(pin, live, rank)
+            if before:
+                member.done = before.done
+                self._abort(live, before, ends[pin.job.name], now)
+            live.member, live.nodes = member, (pin.rollout, pin.train)
+            running.run.join(member, loads.get(pin.job.name, 0.0))
         return running
 
-    def _member(self, pin: Pin, live: _Live) -> Member:
+    def _member(self, pin: Pin, live: _Live, rank: int) -> Member:
         job = pin.job
         rollout, train = self._mask("rollout", pin.rollout), self._mask("train", pin.train)
         switch = job.rollout_switch_s, job.train_switch_s
-        return Member(job.name, rollout, train, live.times, switch, has_tail=job.tail_s > 0)
+        return Member(job.name, rollout, train, live.times, switch, rank, has_tail=job.tail_s > 0)
 
     def _mask(self, side: str, nodes: Sequence[str]) -> int:
         return sum(1 << self._bits.setdefault(f"{side} {node}", len(self._bits)) for node in nodes)
@@ -200,7 +204,6 @@ class Replay:
     def _abort(self, live: _Live, before: Member, ends: float, now: float) -> None:
         """A move throws away the iteration the job is in: it is done again, with other draws."""
         live.moves += 1
-        live.member.done = before.done
         del live.phases.history[before.done :]
         if before.phase in (ROLLOUT, TRAIN) and ends < math.inf:
             self.ledger.busy_s[before.phase // 2] -= (ends - now) * before.needs[before.phase].bit_count()

@@ -8,15 +8,15 @@ import msgspec
 
 from verl_mux.errors import UserError
 from verl_mux.scheduling.model import Cluster
-from verl_mux.scheduling.rules import Rules
+from verl_mux.scheduling.search.rules import Rules
 from verl_mux.simulation.ledger import Run
 from verl_mux.simulation.optimum import MAX_JOBS, Optimum
-from verl_mux.simulation.outcome import assess, summarise
+from verl_mux.simulation.outcome import Outcome, assess, summarise
 from verl_mux.simulation.policies import POLICIES, Case
-from verl_mux.simulation.shapes import Shape
-from verl_mux.simulation.trace import TraceRow
-from verl_mux.simulation.uncertainty import EXACT, Estimates, with_real_lengths
-from verl_mux.simulation.workload import Arrival, draw_workload
+from verl_mux.simulation.workload.shapes import Shape
+from verl_mux.simulation.workload.trace import TraceRow
+from verl_mux.simulation.workload.uncertainty import EXACT, Estimates, with_real_lengths
+from verl_mux.simulation.workload.workload import Arrival, draw_workload
 
 
 class Study(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,14 +45,14 @@ def simulate(study: Study, on_finish: Callable[[], None] = lambda: None) -> Comp
     policy that is not run phase by phase. Raises UserError for a job the cluster cannot hold."""
     if "optimum" in study.policies and not study.max_optimum_jobs:
         raise UserError("policy 'optimum' needs the optimum: give it at least 1 job at a time")
-    outcomes = {name: [] for name in study.policies}
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in study.policies}
     first: dict[str, Run] = {}
     for seed in range(study.seeds):
         arrivals = arrivals_of(study, seed)
         optimum = Optimum([a.job for a in arrivals], study.cluster, study.rules, study.max_optimum_jobs)
         for name in study.policies:
-            run = _run(name, Case(arrivals, study.cluster, study.rules, seed, optimum, on_finish))
-            outcomes[name].append(assess(run, arrivals, study.cluster, optimum if study.max_optimum_jobs else None))
+            run = POLICIES[name](Case(arrivals, study.cluster, study.rules, seed, optimum, on_finish))
+            outcomes[name].append(assess(run, study.cluster, optimum if study.max_optimum_jobs else None))
             first.setdefault(name, run)
     report = {
         "policies": {name: summarise(found) for name, found in outcomes.items()},
@@ -60,10 +60,6 @@ def simulate(study: Study, on_finish: Callable[[], None] = lambda: None) -> Comp
         "jobs": len(study.rows),
     }
     return Comparison(report, first)
-
-
-def _run(name: str, case: Case) -> Run:
-    return POLICIES[name][1](case)
 
 
 def arrivals_of(study: Study, seed: int) -> list[Arrival]:

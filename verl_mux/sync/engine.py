@@ -20,14 +20,16 @@ import zmq
 import zmq.asyncio
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from verl_mux.sync.assembly import Assembly, SyncError
 from verl_mux.sync.export import Range, stripes
-from verl_mux.sync.reception import Frames, Reception
+from verl_mux.sync.reception import Assembly, Frames, Reception, SyncError
 from verl_mux.sync.route import Endpoint, plan_routes
+from verl_mux.sync.seal import Seal, new_key
 from verl_mux.sync.wire import Bucket, End, Piece, as_bytes, digest, dtype_name, encode
 
 # Frames queued per socket before the sender waits: bounds the memory in flight to this many buckets a stream.
 _HIGH_WATER = 4
+# The largest piece.
+_PIECE_BYTES = 64 << 20
 
 
 @CheckpointEngineRegistry.register("mux")
@@ -44,16 +46,18 @@ class MuxCheckpointEngine(CheckpointEngine):
     def __init__(
         self, bucket_size: int, is_master: bool = False, verify: bool = True, timeout_s: float = 600.0, cluster: str = "local"
     ) -> None:
-        self._bucket_size = min(bucket_size, 64 << 20)
+        self._bucket_size = min(bucket_size, _PIECE_BYTES)
         self._verify, self._timeout_s, self._cluster = verify, timeout_s, cluster
-        self._context: zmq.asyncio.Context | None = None
-        self._inbox: zmq.asyncio.Socket | None = None
-        self._handoff: zmq.asyncio.Socket | None = None
+        # Made by `prepare`, in the process that uses them.
+        self._context: zmq.asyncio.Context
+        self._inbox: zmq.asyncio.Socket
+        self._handoff: zmq.asyncio.Socket
         self._meeting: dict[str, Any] = {}
         self._outboxes: dict[str, zmq.asyncio.Socket] = {}
         self._entry: list[str] = []
         self._peers: list[str] = []
         self._rank, self._ranks = 0, 1
+        self._seal: Seal  # there when routes are
 
     def prepare(self) -> dict[str, Any]:
         """Bind once and say where: `address` for trainers, `handoff` for the peers of one's cluster."""
@@ -69,14 +73,16 @@ class MuxCheckpointEngine(CheckpointEngine):
         """`metadata`: of all trainer ranks, then of all rollout workers. See route.py."""
         workers = [Endpoint(m["address"], m["handoff"], m["cluster"]) for m in metadata[trainer_world_size:]]
         routes = plan_routes(trainer_world_size, workers)
-        ranks = trainer_world_size
+        ranks, count, key = trainer_world_size, rollout_world_size, new_key()
         senders = {"rank": list(range(ranks)), "ranks": [ranks] * ranks, "entry": routes.entry, "peers": [[]] * ranks}
-        count = rollout_world_size
         receivers = {"rank": list(range(count)), "ranks": [ranks] * count, "entry": [[]] * count, "peers": routes.peers}
+        senders["key"], receivers["key"] = [key] * ranks, [key] * count
         return senders, receivers
 
-    def init_process_group(self, rank: int, ranks: int, entry: list[str], peers: list[str]) -> None:
-        """`ranks`: trainer ranks; `entry`: where this rank sends; `peers`: whom this rollout worker hands pieces on to."""
+    def init_process_group(self, rank: int, ranks: int, entry: list[str], peers: list[str], key: bytes) -> None:
+        """`ranks`: trainer ranks; `entry`: where this rank sends; `peers`: whom this rollout worker hands pieces on to; `key`: of
+        this job's weights."""
+        self._seal = Seal(key)
         self._rank, self._ranks, self._entry, self._peers = rank, ranks, entry, peers
 
     def finalize(self) -> None:
@@ -89,7 +95,9 @@ class MuxCheckpointEngine(CheckpointEngine):
             `mux/sync/sent_bytes` of this rank (to one cluster) and `mux/sync/send_seconds`.
         """
         started, version, sent, tensors = time.perf_counter(), int(global_steps or 0), 0, 0
-        bucket, payloads, filled = [], [], 0
+        bucket: list[Piece] = []
+        payloads: list[memoryview] = []
+        filled = 0
         for tensors, item in enumerate(self._ranges(weights), start=1):
             for piece, payload in self._pieces(tensors - 1, item):
                 if bucket and filled + piece.nbytes > self._bucket_size:
@@ -111,7 +119,7 @@ class MuxCheckpointEngine(CheckpointEngine):
             SyncError: another version than asked for, damaged or missing bytes, or no progress within the timeout.
         """
         assembly = Assembly(int(global_steps or 0), self._ranks, self._verify)
-        reception = Reception(assembly, self._hand_on, self._timeout_s)
+        reception = Reception(assembly, self._hand_on, self._timeout_s, self._seal)
         async with contextlib.aclosing(reception.tensors(self._inbox, self._handoff)) as tensors:
             async for name, tensor in tensors:
                 yield name, tensor
@@ -133,7 +141,7 @@ class MuxCheckpointEngine(CheckpointEngine):
 
     async def _push(self, message: Bucket | End, payloads: list) -> None:
         # Payloads may be views on tensors that the caller reuses, so they are copied here once.
-        await self._send_all(self._entry, [encode(message), *payloads], copy=True)
+        await self._send_all(self._entry, [self._seal.put(encode(message)), *payloads], copy=True)
 
     async def _hand_on(self, frames: Frames) -> None:
         await self._send_all(self._peers, frames, copy=False)
@@ -148,6 +156,7 @@ class MuxCheckpointEngine(CheckpointEngine):
     def _bind(self) -> tuple[zmq.asyncio.Socket, str]:
         socket = self._context.socket(zmq.PULL)
         socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+        socket.setsockopt(zmq.MAXMSGSIZE, 2 * _PIECE_BYTES)  # from whoever reaches it
         host = ray.util.get_node_ip_address().strip("[]")
         return socket, f"tcp://{host}:{socket.bind_to_random_port(f'tcp://{host}')}"
 

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from verl_mux.sync.route import stripe
-
 
 class Range(NamedTuple):
     """`data`: contiguous host tensor holding bytes [offset, offset + data.nbytes) of the full tensor `name`."""
@@ -24,6 +22,13 @@ class Range(NamedTuple):
     shape: tuple[int, ...]
     offset: int
     data: torch.Tensor
+
+
+def stripe(nbytes: int, rank: int, ranks: int, align: int = 16) -> tuple[int, int]:
+    """Rank's byte range [start, end) of a tensor of `nbytes` that every rank holds whole; cuts are multiples of `align`."""
+    units = -(-nbytes // align)
+    start, end = (units * r // ranks * align for r in (rank, rank + 1))
+    return min(start, nbytes), min(end, nbytes)
 
 
 def stripes(weights: Iterable[tuple[str, torch.Tensor]], rank: int, ranks: int) -> Iterator[Range]:

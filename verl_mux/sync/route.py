@@ -35,10 +35,3 @@ def plan_routes(ranks: int, workers: list[Endpoint]) -> Routes:
     entry = [[members[rank % len(members)].address for members in clusters.values()] for rank in range(ranks)]
     peers = [[p.handoff for p in clusters[w.cluster] if p.address != w.address] for w in workers]
     return Routes(entry, peers)
-
-
-def stripe(nbytes: int, rank: int, ranks: int, align: int = 16) -> tuple[int, int]:
-    """Rank's byte range [start, end) of a tensor of `nbytes` that every rank holds whole; cuts are multiples of `align`."""
-    units = -(-nbytes // align)
-    start, end = (units * r // ranks * align for r in (rank, rank + 1))
-    return min(start, nbytes), min(end, nbytes)

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
 from omegaconf import DictConfig
+from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
@@ -29,26 +29,50 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 from verl.utils.device import get_device_name
 
+from verl_mux.config import completion
 from verl_mux.config.preflight import connect_job
 from verl_mux.config.schema import check
-from verl_mux.profiling import live
-from verl_mux.rollout.tail_migration import Unit
-from verl_mux.rollout.trainer_side import ControlledRollout
+from verl_mux.coordinator.bus.client import Lease
+from verl_mux.coordinator.bus.messages import Member
+from verl_mux.errors import Failure
+from verl_mux.memory.moved import Moves, total
+from verl_mux.profiling.eventlog import events
+from verl_mux.profiling.plain.step_metrics import metrics_of_step
+from verl_mux.rollout.control.tail_migration import Unit
 from verl_mux.sync.manager import MuxCheckpointManager
-from verl_mux.trainer import (
-    job_config,
-    stock_profile,  # noqa: F401  (registers at import)
-)
+from verl_mux.trainer import stock_profile  # noqa: F401  (registers at import)
 from verl_mux.trainer.phases import Phases
 from verl_mux.trainer.replay_buffer import MuxReplayBuffer
+from verl_mux.trainer.rollout_side import RolloutSide
 from verl_mux.trainer.workers import MuxActorWorker, MuxTrainingWorker
+from verl_mux.worker_settings import node_of, open_worker_log
 
 
 class OffPolicyError(RuntimeError):
     """A sample was generated with other weights than the trainer's of this step."""
 
 
-class PPOTrainerMux(ControlledRollout, PPOTrainer):
+class _AfterInitLease:
+    """A worker group of a trainer that has to take its init lease first.
+
+    verl's `_setup` starts all worker processes, then sets each group right before the group first touches its device (`reset` of
+    the critic, `init_model` of the actor). It calls nothing of ours in between, so setting the group is the door.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, trainer: PPOTrainerMux, group: Any) -> None:
+        trainer.take_init_lease()
+        trainer.__dict__[self._name] = group
+
+    def __get__(self, trainer: PPOTrainerMux, owner: type) -> Any:
+        if self._name not in vars(trainer):
+            raise AttributeError(self._name)
+        return vars(trainer)[self._name]
+
+
+class PPOTrainerMux(PPOTrainer):
     """What both modes share. See the module's docstring for a step's life."""
 
     _enable_hybrid_replicas = False
@@ -56,23 +80,25 @@ class PPOTrainerMux(ControlledRollout, PPOTrainer):
 
     def __init__(self, config: DictConfig) -> None:
         mux = check(config)
-        self.rollout_config = mux.rollout
+        assert mux is not None, "only our trainer modes are registered with this class"
         self._cpu = get_device_name() == "cpu"
-        job_config.complete(config, mux, self._cpu)
+        completion.complete(config, mux, self._cpu)
         self._connect(config, mux)
         with self._leaving_on_failure():
             super().__init__(config)
+            self.rollout = RolloutSide(self, mux.rollout)
 
     def _connect(self, config: DictConfig, mux) -> None:
         client = connect_job(config, mux)
         # The coordinator's answer: pools spelt out, and where it placed a job that left its nodes to it.
         mux.nodes.rollout, mux.nodes.train = list(client.nodes["rollout"]), list(client.nodes["train"])
         nodes = {"rollout": mux.nodes.rollout, "train": mux.nodes.train}
-        cpus = {side: client.cpus(names[0]) or [] for side, names in nodes.items()} if self._cpu else {"rollout": [], "train": []}
-        self.settings = job_config.hand_to_workers(config, mux, cpus["rollout"], cpus["train"])
-        self.phases = Phases(client, _open_log(self.settings))
-        self._nodes = {side: ",".join(names) for side, names in nodes.items()}
-        self._rollout_began = self._last_sample = 0.0
+        cpus = {side: client.cpus(names[0]) or [] if self._cpu else [] for side, names in nodes.items()}
+        self.settings = completion.hand_to_workers(config, mux, cpus["rollout"], cpus["train"])
+        self.phases = Phases(client, open_worker_log(self.settings, "trainer", 0))
+        self._rollout_began = 0.0
+        self._weights = 0  # version of those in the engines
+        self.phases.guard(self._pause)
 
     # ---------------------------------------------------------------- set-up
 
@@ -106,25 +132,23 @@ class PPOTrainerMux(ControlledRollout, PPOTrainer):
         buffer.on_progress = self._report_progress
         return buffer
 
-    @property
-    def actor_rollout_wg(self):
-        """verl's actor worker group."""
-        return self._actor_rollout_wg
+    critic_wg = _AfterInitLease()
+    actor_rollout_wg = _AfterInitLease()
 
-    @actor_rollout_wg.setter
-    def actor_rollout_wg(self, group) -> None:
-        # verl sets it right before `init_model`, the first time the trainer touches its device: worker processes have started
-        # and imported by then, so the init lease is held for the seconds that map memory and no longer.
-        self.phases.begin("init", step=0)
-        self._actor_rollout_wg = group
+    def take_init_lease(self) -> None:
+        """Worker processes have started and imported by now: the lease is held for the seconds that map memory and no longer."""
+        if self.phases.lease is None:
+            self.phases.begin("init", step=0)
 
     def _setup(self) -> None:
-        # Imports SGLang: only where one of our modes runs.
-        from verl_mux.rollout.replica import MuxLLMServerManager
+        # Imports the engine: only where one of our modes runs.
+        from verl_mux.rollout.engine.replica import MuxLLMServerManager
 
+        self.phases.mux.note("starting workers")
         super()._setup()
         self._sleep_trainer()
         self.phases.end()
+        self.phases.mux.note("starting engines")
         pool = self.resource_pool_manager.get_resource_pool(Role.Actor) if self._colocated else None
         self.rollout_server_manager = MuxLLMServerManager.create(
             config=self.config,
@@ -141,7 +165,7 @@ class PPOTrainerMux(ControlledRollout, PPOTrainer):
         self.phases.mux.members(self._processes())
 
     def get_llm_client(self):
-        from verl_mux.rollout.flight_client import MuxServerClient
+        from verl_mux.rollout.worker.server_client import MuxServerClient
 
         return self.rollout_server_manager.get_client(client_cls=MuxServerClient)
 
@@ -158,6 +182,8 @@ class PPOTrainerMux(ControlledRollout, PPOTrainer):
     def fit(self, agent_loop_manager) -> None:
         """verl's fit; leases go back on every way out, after an exception as soon as the processes are gone."""
         with self._leaving_on_failure():
+            self.agent_loop_manager = agent_loop_manager
+            self.rollout.start()
             super().fit(agent_loop_manager)
         self.close()
 
@@ -167,35 +193,54 @@ class PPOTrainerMux(ControlledRollout, PPOTrainer):
 
     def prepare_step(self) -> dict:
         self._begin_rollout(version=self.global_steps - 1)
-        return super().prepare_step()
+        if self.rollout.control is None:
+            return super().prepare_step()
+        self.rollout.control.begin(self.global_steps, self.config.data.train_batch_size)
+        return {}
+
+    def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
+        return self.rollout.ordered(super()._next_train_batch(num_prompts))
 
     def on_sample_end(self) -> None:
         ready = time.perf_counter()
         if self.curr_step_profile:
             self._stop_rollout_profiling()
         self._end_rollout()
-        self.phases.log.log("sample_ready", time.perf_counter() - ready, step=self.global_steps)
+        self.phases.log.log(events.SAMPLE_READY, time.perf_counter() - ready, step=self.global_steps)
         self.phases.begin("train", self.global_steps)
-        self._wake_trainer()
+        with self.phases.using():
+            self._wake_trainer()
 
     def _balance_batch(self, batch: KVBatchMeta, metrics, **kwargs) -> KVBatchMeta:
         self._check_on_policy(batch)
         return super()._balance_batch(batch, metrics, **kwargs)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        with self.phases.part("old_log_prob", self.global_steps):
-            return super()._compute_old_log_prob(batch, metrics)
+        with self.phases.part(events.OLD_LOG_PROB, self.global_steps):
+            batch = super()._compute_old_log_prob(batch, metrics)
+            self.rollout.after_old_log_probs(batch, metrics)
+        return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        with self.phases.part("update_actor", self.global_steps):
+        with self.phases.part(events.UPDATE_ACTOR, self.global_steps):
             return super()._update_actor(batch, metrics)
 
     def _save_checkpoint(self) -> None:
-        with self.phases.part("save_checkpoint", self.global_steps):
+        with self.phases.part(events.SAVE_CHECKPOINT, self.global_steps):
+            self.rollout.save()
             super()._save_checkpoint()
 
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        self.rollout.load()
+
+    def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
+        if self.rollout.control is None:
+            return super()._reissue_inflight_prompts(partition_id)
+        return self.rollout.restore_waiting(partition_id)
+
     def on_step_end(self) -> None:
-        with marked_timer("mux_sleep", self.timing_raw):
+        with marked_timer("mux_sleep", self.timing_raw), self.phases.using():
             self._sleep_trainer()
         self.phases.end()
 
@@ -207,8 +252,8 @@ class PPOTrainerMux(ControlledRollout, PPOTrainer):
                  "loss": float(metrics.get("actor/pg_loss", 0.0)), "grad_norm": float(metrics.get("actor/grad_norm", 0.0)),
                  "response_length": float(metrics.get("response_length/mean", 0.0)),
                  "tokens": int(metrics.get("perf/total_num_tokens", 0))}  # fmt: skip
-        self.phases.log.log("step", time.perf_counter() - self._step_began, extra=extra, step=global_steps)
-        metrics.update(live.metrics_of_step(self.phases.log, global_steps))
+        self.phases.log.log(events.STEP, time.perf_counter() - self._step_began, extra=extra, step=global_steps)
+        metrics.update(metrics_of_step(self.phases.log, global_steps))
         self.phases.mux.report_step(global_steps, {k: v for k, v in extra.items() if isinstance(v, (int, float))})
 
     def on_validate_begin(self) -> None:
@@ -225,45 +270,78 @@ class PPOTrainerMux(ControlledRollout, PPOTrainer):
 
         Version k is the trainer's weights after step k.
         """
-        step = self.global_steps
-        self.phases.begin("rollout", max(step, 1))
+        self.phases.begin("rollout", max(self.global_steps, 1))
+        self._weights = version
+        with self.phases.using():
+            self._fill_engines()
+        self.rollout.engines_are_back()
+        self.phases.mux.note(events.GENERATE_PHASE)
+        self._rollout_began = time.perf_counter()
+
+    def _fill_engines(self) -> None:
+        """Memory mapped and filled, in the order in which it is needed."""
+        assert self.phases.lease is not None
         self._move_rollout("wake", ["weights"])
-        with self.phases.part("sync", step, version=version) as extra:
-            extra.update(self.rollout_sync.update_weights(version))
+        with self.phases.part(events.SYNC, self.global_steps, version=self._weights) as extra:
+            extra.update(self.rollout_sync.update_weights(self._weights, token=self.phases.lease.token))
             extra["bytes"] = extra.get("mux/sync/bytes")
         self._pending_sync_metrics = {k: v for k, v in extra.items() if k.startswith("mux/")}
         self._move_rollout("wake", ["kv_cache"])
-        if self.control is not None and self.control.migration is not None:
-            self.control.migration.restore()
-        self.phases.mux.note("generate")
-        self._rollout_began = time.perf_counter()
+
+    def _pause(self, lease: Lease) -> Callable[[], None]:
+        """The lease may not be used: its memory sleeps. Returns what takes it up again."""
+        if lease.phase == "rollout":
+            self.phases.moved("sleep", "rollout", self.global_steps, self.rollout_server_manager.pause(), log=False)
+            return lambda: self._resume_rollout(lease)
+        if lease.phase == "train":
+            self._sleep_trainer()
+            return lambda: self._resume_training(lease)
+        return lambda: None  # init: what starts up cannot be stopped half-way
+
+    def _resume_rollout(self, lease: Lease) -> None:
+        if set(lease.nodes) != set(self.settings.rollout_nodes):
+            raise Failure("some of its rollout nodes were given back already, and the engines there have no memory for weights")
+        self.rollout_server_manager.reopen(lease.token)
+        self._fill_engines()
+
+    def _resume_training(self, lease: Lease) -> None:
+        for group in self._train_groups():
+            group.mux_reopen(lease.token)
+        self._wake_trainer()
 
     def _end_rollout(self) -> None:
         generated = time.perf_counter() - self._rollout_began
-        self.phases.log.log("generate", generated, step=self.global_steps)
-        self.phases._add("generate", generated)
-        self._move_rollout("sleep", None)
+        self.phases.log.log(events.GENERATE_PHASE, generated, step=self.global_steps)
+        self.phases.add_seconds("generate", generated)
+        with self.phases.using():
+            self._move_rollout("sleep", None)
         self.phases.end()
 
-    def _move_rollout(self, verb: str, tags: list[str] | None) -> None:
-        figures = _sum_tags(self.rollout_sync.move_replicas(verb, tags))
-        self.phases.moved(verb, "rollout", self._nodes["rollout"], self.global_steps, figures, log=False)
+    def _move_rollout(self, verb: str, tags: list[str] | None, replicas: Sequence[int] | None = None) -> None:
+        token = self.phases.lease.token if verb == "wake" and self.phases.lease is not None else None
+        moved = self.rollout_server_manager.move(verb, tags, replicas, token)
+        self.phases.moved(verb, "rollout", self.global_steps, moved, log=False)
 
-    def _vacate(self, unit: Unit) -> None:
+    def vacate(self, unit: Unit) -> None:
         """These nodes' engines are idle for the rest of the rollout: others may have the nodes."""
-        self.rollout_sync.move_replicas("sleep", None, unit.replicas)
-        self.phases.shrink(list(unit.nodes))
+        with self.phases.using():
+            self._move_rollout("sleep", None, unit.replicas)
+            self.phases.shrink(list(unit.nodes))
 
     def _sleep_trainer(self) -> None:
-        self._move_trainer("sleep")
+        self._trainer_moved("sleep", [group.mux_sleep() for group in self._train_groups()])
 
     def _wake_trainer(self) -> None:
-        self._move_trainer("wake")
+        assert self.phases.lease is not None
+        token = self.phases.lease.token
+        self._trainer_moved("wake", [group.mux_wake(token) for group in self._train_groups()])
 
-    def _move_trainer(self, verb: str) -> None:
-        for group in self._train_groups():
-            ranks = getattr(group, f"mux_{verb}")()
-            self.phases.moved(verb, "train", self._nodes["train"], self.global_steps, _sum_tags(ranks))
+    def _trainer_moved(self, verb: str, groups: list[list[Moves]]) -> None:
+        # All groups are on the same devices: rank i of one has its node, and moves before or after rank i of the next.
+        ranks = [total(moves, seconds=sum) for moves in zip(*groups, strict=True)]
+        nodes = self.settings.train_nodes
+        parts = [(node_of(nodes, rank, len(ranks)), moves) for rank, moves in enumerate(ranks)]
+        self.phases.moved(verb, "train", self.global_steps, parts)
 
     def _train_groups(self) -> list:
         groups = [self.actor_rollout_wg, getattr(self, "critic_wg", None), getattr(self, "ref_policy_wg", None)]
@@ -273,7 +351,7 @@ class PPOTrainerMux(ControlledRollout, PPOTrainer):
         """Every sample of step k was generated, from first to last token, with the weights after step k-1."""
         expected = self.global_steps - 1
         for key, tag in zip(batch.keys, batch.tags, strict=True):
-            if not tag.get("is_padding", False) and not self._check_versions(tag, expected):
+            if not tag.get("is_padding", False) and not self.rollout.was_generated_by(tag, expected):
                 versions = (tag.get("min_global_steps"), tag.get("max_global_steps"))
                 raise OffPolicyError(
                     f"step {self.global_steps} trains on weights of version {expected}; sample {key} has {versions}"
@@ -283,11 +361,10 @@ class PPOTrainerMux(ControlledRollout, PPOTrainer):
         total = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
         self.phases.mux.progress(samples % total or total, total)
 
-    def _processes(self) -> list[tuple[str, int, float]]:
-        """(host, pid, creation time) of all processes of this job that hold device memory on this host."""
-        host = socket.gethostname()
-        found = [p for group in self._train_groups() for ranks in group.mux_processes() for p in ranks]
-        return [(host, pid, created) for pid, created in [*found, *self.rollout_sync.replica_processes()]]
+    def _processes(self) -> list[Member]:
+        """All processes of this job that hold device memory."""
+        ranks = [rank for group in self._train_groups() for rank in group.mux_processes()]
+        return [*(process for rank in ranks for process in rank), *self.rollout_server_manager.processes()]
 
     @contextlib.contextmanager
     def _leaving_on_failure(self) -> Iterator[None]:
@@ -321,22 +398,3 @@ class PPOTrainerMuxColocate(PPOTrainerMux):
     """One pool: rollout and training take turns on the same GPUs, within the job as well as between jobs."""
 
     _colocated = True
-
-
-def _open_log(settings) -> Any:
-    from verl_mux.worker_settings import open_worker_log
-
-    return open_worker_log(settings, "trainer", 0)
-
-
-def _sum_tags(parts: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Figures by tag over ranks or replicas: bytes add up, the slowest one's seconds count."""
-    totals: dict[str, dict[str, float]] = {}
-    for figures in parts:
-        for tag, figure in figures.items():
-            entry = totals.setdefault(tag.partition(":")[0], {"bytes": 0.0, "seconds": 0.0})
-            entry["seconds"] = max(entry["seconds"], figure["seconds"])
-            for name in ("bytes", "mapped"):
-                if name in figure:
-                    entry[name] = entry.get(name, 0.0) + figure[name]
-    return totals

@@ -6,11 +6,18 @@ One object a job. It holds at most one lease at a time and gives it back on ever
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from verl_mux.coordinator.client import Lease, LocalMux
+from verl_mux.coordinator.bus.client import Lease, LeaseLost, LocalMux
+from verl_mux.memory.moved import Moves, total
+from verl_mux.profiling.eventlog import events
+
+log = logging.getLogger(__name__)
 
 
 class Phases:
@@ -25,6 +32,50 @@ class Phases:
         self.lease: Lease | None = None
         self.seconds: dict[str, float] = {}
         self._began = 0.0
+        self._device = threading.RLock()
+        self._user: int | None = None  # the thread that has it
+
+    def guard(self, pause: Callable[[Lease], Callable[[], None]]) -> None:
+        """Has `pause` put the memory of the held lease to sleep while it may not be used, and what that gives take it up again.
+
+        It is called between two uses of the device (see `using`), in a thread of its own.
+        """
+
+        def fenced() -> None:
+            with self._device_taken():
+                if self.lease is None:
+                    return
+                try:
+                    go_on = pause(self.lease)
+                    self.mux.wait_until_usable()
+                    go_on()
+                except LeaseLost as lost:
+                    log.error("the lease will not come back: %s", lost)
+                except Exception:
+                    log.exception("the job cannot go on after a lease that could not be used")
+                    self.mux.fail("it could not take its memory up again")
+
+        self.mux.guard(fenced)
+
+    @contextlib.contextmanager
+    def using(self) -> Iterator[None]:
+        """A stretch in which the device is used and that is not broken off: begins when the lease may be used.
+
+        Raises LeaseLost when it never will be. A stretch within another is a part of that one.
+        """
+        if self._user != threading.get_ident():
+            self.mux.wait_until_usable()
+        with self._device_taken():
+            yield
+
+    @contextlib.contextmanager
+    def _device_taken(self) -> Iterator[None]:
+        with self._device:
+            before, self._user = self._user, threading.get_ident()
+            try:
+                yield
+            finally:
+                self._user = before
 
     def begin(self, phase: str, step: int) -> Lease:
         """Wait for the lease of `phase`. The one held before, if any, must have been ended."""
@@ -33,8 +84,8 @@ class Phases:
         lease = self.mux.acquire(phase, step=step)
         waited = time.perf_counter() - started
         extra = {"phase": phase, "nodes": list(lease.nodes), "token": lease.token}
-        self.log.log("lease_wait", waited, extra=extra, step=step)
-        self._add(f"wait_{phase}", waited)
+        self.log.log(events.LEASE_WAIT, waited, extra=extra, step=step)
+        self.add_seconds(f"wait_{phase}", waited)
         self.lease, self._began = lease, time.perf_counter()
         return lease
 
@@ -42,19 +93,21 @@ class Phases:
         """Give the held lease back; nothing held, nothing done."""
         if self.lease is None:
             return
-        lease, self.lease = self.lease, None
+        with self.using():  # not while what was put to sleep is taken up again
+            lease, self.lease = self.lease, None
         held = time.perf_counter() - self._began
         extra = {"phase": lease.phase, "nodes": list(lease.nodes), "token": lease.token}
         # Logged before the nodes go to somebody else, so that by the log too nobody shares them.
-        self.log.log("phase", held, extra=extra, step=lease.step)
-        self._add(lease.phase, held)
+        self.log.log(events.PHASE, held, extra=extra, step=lease.step)
+        self.add_seconds(lease.phase, held)
         self.mux.release(lease)
 
     def shrink(self, nodes: list[str]) -> None:
         """Give some of the held nodes back, whose memory is free by now; the phase goes on upon the rest."""
         lease = self.lease
+        assert lease is not None, f"{nodes} go back while no lease is held"
         extra = {"phase": lease.phase, "nodes": list(nodes), "token": lease.token}
-        self.log.log("phase", time.perf_counter() - self._began, extra=extra, step=lease.step)
+        self.log.log(events.PHASE, time.perf_counter() - self._began, extra=extra, step=lease.step)
         self.lease = self.mux.shrink(lease, nodes)
 
     def fail(self, reason: str) -> None:
@@ -65,40 +118,40 @@ class Phases:
         self.mux.fail(reason)
 
     @contextlib.contextmanager
-    def during(self, phase: str, step: int) -> Iterator[Lease]:
-        """A whole phase as a block."""
-        try:
-            yield self.begin(phase, step)
-        finally:
-            self.end()
-
-    @contextlib.contextmanager
     def part(self, name: str, step: int, **extra: Any) -> Iterator[dict[str, Any]]:
         """A part of a phase (sync, update_actor, ...): shown by `verl-mux status`, logged with what the block adds."""
         self.mux.note(name)
         started = time.perf_counter()
         try:
-            yield extra
+            with self.using():
+                yield extra
         finally:
             seconds = time.perf_counter() - started
             self.log.log(name, seconds, extra=extra or None, step=step)
-            self._add(name, seconds)
+            self.add_seconds(name, seconds)
 
-    def moved(self, verb: str, side: str, node: str, step: int, figures: dict[str, dict[str, float]], log: bool = True) -> None:
-        """Tags went to sleep or woke: into the event log (where nobody nearer did it) and to the coordinator's memory view."""
-        for tag, figure in figures.items():
-            nbytes = int(figure.get("bytes", 0))
-            mapped = int(figure.get("mapped", nbytes if verb == "wake" else 0))
-            if log:
-                extra = {"tag": tag, "bytes": nbytes, "mapped": mapped, "node": node, "side": side}
-                self.log.log(verb, figure.get("seconds", 0.0), extra=extra, step=step)
-            self.mux.memory(node, {tag: mapped})
-            self._add(verb, float(figure.get("seconds", 0.0)))
+    def moved(self, verb: str, side: str, step: int, parts: Sequence[tuple[str, Moves]], log: bool = True) -> None:
+        """Tags went to sleep or woke: into the event log (where nobody nearer did it) and to the coordinator's memory view.
+
+        parts: (node, what moved there) of each rank or server.
+        """
+        by_node: dict[str, list[Moves]] = defaultdict(list)
+        for node, moves in parts:
+            by_node[node].append(moves)
+        for node, here in by_node.items():
+            moves = total(here)
+            for tag, moved in moves.items() if log else ():
+                extra = {"tag": tag, "bytes": moved.nbytes, "mapped": moved.mapped, "node": node, "side": side}
+                self.log.log(events.SLEEP if verb == "sleep" else events.WAKE, moved.seconds, extra=extra, step=step)
+            if moves:
+                self.mux.memory(node, {tag: moved.mapped for tag, moved in moves.items()})
+        self.add_seconds(verb, sum(moved.seconds for moved in total(moves for _, moves in parts).values()))
 
     def take_seconds(self) -> dict[str, float]:
         """Seconds by phase and part since the last call."""
         taken, self.seconds = self.seconds, {}
         return taken
 
-    def _add(self, name: str, seconds: float) -> None:
+    def add_seconds(self, name: str, seconds: float) -> None:
+        """So much of the step went to a phase or part, beside what went to it before."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds

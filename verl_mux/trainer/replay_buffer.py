@@ -9,10 +9,10 @@ import ray
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
-from verl_mux.rollout.control import RolloutControl
+from verl_mux.rollout.control.rollout_control import RolloutControl
 
 if TYPE_CHECKING:
-    from verl_mux.rollout.agent_loop import Progress
+    from verl_mux.rollout.worker.agent_loop import Progress
 
 
 class MuxReplayBuffer(ReplayBufferAsync):

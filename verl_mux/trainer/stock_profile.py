@@ -13,7 +13,8 @@ from typing import Any
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from verl_mux.profiling import events, live
+from verl_mux.profiling.eventlog import events
+from verl_mux.profiling.plain.step_metrics import metrics_of_step
 from verl_mux.trainer import stock_trigger
 from verl_mux.worker_settings import WorkerSettings, open_worker_log
 
@@ -77,7 +78,7 @@ def _with_metrics(method, trainer: PPOTrainer, log: Any):
     @functools.wraps(method)
     def computed(batch, metrics, *args, **kwargs):
         method(batch, metrics, *args, **kwargs)
-        metrics.update(live.metrics_of_step(log, trainer.global_steps))
+        metrics.update(metrics_of_step(log, trainer.global_steps))
 
     return computed
 
@@ -93,7 +94,7 @@ def _wrap(fit):
             if log is not None:
                 log.close()
 
-    profiled.verl_mux = True
+    vars(profiled)["verl_mux"] = True
     return profiled
 
 

@@ -16,9 +16,9 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import _accumulate_eviction_metrics
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from verl_mux.config.schema import load, rollout_config
-from verl_mux.coordinator.messages import LearnerStateUpdate
-from verl_mux.rollout.trigger import Mood, Train, TrainingTrigger, TriggerPolicy
+from verl_mux.config.schema import load
+from verl_mux.coordinator.bus.messages import LearnerStateUpdate
+from verl_mux.rollout.control.trigger import Mood, Train, TrainingTrigger, TriggerPolicy
 from verl_mux.trainer.replay_buffer import MuxReplayBuffer
 
 _MOODS = {Mood.EXPLORING: -1.0, Mood.STEADY: 0.0, Mood.CONVERGED: 1.0}
@@ -42,7 +42,7 @@ class TriggeredReplayBuffer(MuxReplayBuffer):
         """verl's, of as many prompt groups as the trigger says; 1 to `batch_size`."""
         if partition_id == "val" or self.trigger is None:
             return super().sample(global_steps, partition_id, batch_size)
-        answer, metrics = self._wait(global_steps, partition_id)
+        answer, metrics = self._wait(self.trigger, global_steps, partition_id)
         groups = min(answer.groups, batch_size)
         batch, more = super().sample(global_steps, partition_id, groups)
         self.taken += groups
@@ -50,14 +50,14 @@ class TriggeredReplayBuffer(MuxReplayBuffer):
         self._figures["waited"] = self._figures.get("waited", 0) + (answer.reason == "waited")
         return batch, metrics | more
 
-    def _wait(self, global_steps: int, partition_id: str) -> tuple[Train, dict]:
+    def _wait(self, trigger: TrainingTrigger, global_steps: int, partition_id: str) -> tuple[Train, dict]:
         metrics: dict[str, Any] = {}
         while True:
             ready, found = self.wait_for_sampleable(global_steps, partition_id, 1)
             stale = next((count for name, count in found.items() if name.endswith("/off_policy/evicted_samples")), 0)
             _accumulate_eviction_metrics(metrics, found, stale)
-            self.trigger.ready(len(ready))
-            answer = self.trigger.decide(time.monotonic())
+            trigger.ready(len(ready))
+            answer = trigger.decide(time.monotonic())
             if isinstance(answer, Train):
                 return answer, metrics
             self._wait_for_next_poll(partition_id, time.time())
@@ -71,7 +71,7 @@ class TriggeredReplayBuffer(MuxReplayBuffer):
         """`groups` trained on, how often it `waited` for t_max, and the thresholds and mood from here on."""
         figures, self._figures = self._figures, {}
         it = self.trigger
-        return {**figures, "n_min": it.n_min, "t_max_s": it.t_max_s, "mood": _MOODS[it.mood]}
+        return figures if it is None else {**figures, "n_min": it.n_min, "t_max_s": it.t_max_s, "mood": _MOODS[it.mood]}
 
 
 def attach(trainer: PPOTrainer, agent_loop_manager: Any) -> None:
@@ -79,8 +79,7 @@ def attach(trainer: PPOTrainer, agent_loop_manager: Any) -> None:
     buffer = getattr(trainer, "replay_buffer", None)
     if not isinstance(buffer, TriggeredReplayBuffer):
         return
-    policy = rollout_config(trainer.config, load(trainer.config)).trigger_policy()
-    buffer.start(policy)
+    buffer.start(load(trainer.config).rollout.trigger)
     buffer.workers = lambda: agent_loop_manager.agent_loop_workers
     trainer._add_batch_to_generate = lambda: trainer._add_prompts_to_generate(
         buffer.take_taken() or trainer.config.data.train_batch_size
@@ -94,7 +93,7 @@ def _with_feedback(method, trainer: PPOTrainer, buffer: TriggeredReplayBuffer):
     @functools.wraps(method)
     def computed(batch, metrics, *args, **kwargs):
         method(batch, metrics, *args, **kwargs)
-        if (entropy := metrics.get("actor/entropy")) is not None:
+        if buffer.trigger is not None and (entropy := metrics.get("actor/entropy")) is not None:
             news = LearnerStateUpdate(entropy=float(entropy), policy_version=trainer.global_steps)
             buffer.trigger.learner_state(news)
         metrics.update({f"mux/rollout/trigger/{name}": value for name, value in buffer.take_figures().items()})

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import torch
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_name, get_torch_device
@@ -18,9 +17,13 @@ from verl.utils.model import convert_weight_keys
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
+from verl_mux.coordinator.bus.fence import Fence
+from verl_mux.coordinator.bus.members import this_process
+from verl_mux.coordinator.bus.messages import Member
 from verl_mux.memory.cpu_saver import cpu_memory_saver
+from verl_mux.memory.moved import Moved, Moves, total
 from verl_mux.sync.export import Range, are_row_shards, row_shards, stripes
-from verl_mux.worker_settings import WorkerSettings, open_worker_log, pin
+from verl_mux.worker_settings import WorkerSettings, pin
 
 # Tags of a trainer's states; gradients live within a train phase only.
 TRAIN_TAGS = ("params", "optimizer")
@@ -31,54 +34,47 @@ class DeviceStates:
 
     On CUDA the move is verl's own offload. On a CPU the device is host memory too, so the states are paused with a host copy:
     the same two places, and the same bytes given back to the one that other jobs want.
+
+    Args:
+        role: "actor", "ref" or "critic"; a process may hold one engine of each.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, role: str, engine: Any) -> None:
+        self._role, self._engine = role, engine
 
-    def sleep(self) -> dict[str, dict[str, float]]:
-        """Leave the device. Returns {tag: {bytes, seconds}}. Idempotent."""
-        started = time.perf_counter()
+    def sleep(self) -> Moves:
+        """Leave the device; what has left already stays where it is."""
         if get_device_name() != "cpu":
-            nbytes = get_torch_device().memory_allocated()
-            self._engine.to("cpu", model=True, optimizer=True, grad=True)
-            get_torch_device().empty_cache()
-            freed = nbytes - get_torch_device().memory_allocated()
-            return {"params": {"bytes": max(freed, 0), "seconds": time.perf_counter() - started}}
-        return {tag: self._pause(tag, tensors) for tag, tensors in self._tensors().items()}
+            return {"params": self._offload()}
+        return {tag: self._pause(tag) for tag in TRAIN_TAGS if not cpu_memory_saver.is_paused((self._role, tag))}
 
-    def wake(self) -> dict[str, dict[str, float]]:
+    def wake(self) -> Moves:
         """Come back from the host copy. On CUDA verl loads each state where it is used, so there is nothing to do here."""
         if get_device_name() != "cpu":
             return {}
-        return {tag: self._resume(tag) for tag in self._tags() if cpu_memory_saver.is_paused(tag)}
+        keys = {tag: (self._role, tag) for tag in TRAIN_TAGS}
+        return {tag: cpu_memory_saver.resume(key) for tag, key in keys.items() if cpu_memory_saver.is_paused(key)}
 
-    def host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of a local tensor, from the host copy while the states sleep."""
-        return cpu_memory_saver.host_copy(tensor) if tensor.device.type == "cpu" else tensor.cpu()
+    def _offload(self) -> Moved:
+        started, before = time.perf_counter(), get_torch_device().memory_allocated()
+        self._engine.to("cpu", model=True, optimizer=True, grad=True)
+        get_torch_device().empty_cache()
+        return Moved(max(before - get_torch_device().memory_allocated(), 0), 0, time.perf_counter() - started)
 
-    def _tags(self) -> dict[str, str]:
-        return {f"{tag}:{id(self._engine)}": tag for tag in TRAIN_TAGS}
+    def _pause(self, tag: str) -> Moved:
+        cpu_memory_saver.track((self._role, tag), [_local(t) for t in self._states(tag) if isinstance(t, torch.Tensor)])
+        return cpu_memory_saver.pause((self._role, tag))
 
-    def _tensors(self) -> dict[str, list[torch.Tensor]]:
+    def _states(self, tag: str) -> list[Any]:
+        if tag == "params":
+            return [*self._engine.module.parameters(), *self._engine.module.buffers()]
         optimizer = getattr(self._engine, "optimizer", None)
-        states = [v for s in optimizer.state.values() for v in s.values()] if optimizer is not None else []
-        module = self._engine.module
-        found = {"params": [*module.parameters(), *module.buffers()], "optimizer": states}
-        return {f"{tag}:{id(self._engine)}": [_local(t) for t in found[tag] if isinstance(t, torch.Tensor)] for tag in TRAIN_TAGS}
+        return [value for state in optimizer.state.values() for value in state.values()] if optimizer is not None else []
 
-    def _pause(self, tag: str, tensors: list[torch.Tensor]) -> dict[str, float]:
-        if cpu_memory_saver.is_paused(tag):
-            return {"bytes": 0, "seconds": 0.0}
-        started = time.perf_counter()
-        cpu_memory_saver.track(tag, tensors)
-        nbytes = cpu_memory_saver.pause(tag)
-        return {"bytes": nbytes, "seconds": time.perf_counter() - started}
 
-    def _resume(self, tag: str) -> dict[str, float]:
-        started = time.perf_counter()
-        nbytes = cpu_memory_saver.resume(tag)
-        return {"bytes": nbytes, "seconds": time.perf_counter() - started}
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a local tensor, from the host copy while its states sleep."""
+    return cpu_memory_saver.host_copy(tensor) if tensor.device.type == "cpu" else tensor.cpu()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -94,26 +90,34 @@ class MuxActorWorker(ActorRolloutRefWorker):
         if settings.train_cpus:
             torch.set_num_threads(len(settings.train_cpus))
         super().__init__(config, role, **kwargs)
-        self._settings = settings
-        self._events = open_worker_log(settings, f"train_{role}", self.rank)
+        self._fence = Fence()
         # Of an engine without plain row shards: this rank's stripes of the weights, made when it went to sleep.
         self._exported: list[Range] | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def mux_sleep(self) -> dict[str, dict[str, float]]:
-        """Leave the device. Returns bytes and seconds by tag, as of this rank."""
-        return self._move("sleep")
+    def mux_sleep(self) -> Moves:
+        """Leave the device. Returns what moved on this rank."""
+        if getattr(self, "actor", None) is not None and self._exported is None:
+            self._export()
+        self._fence.shut()
+        return total([states.sleep() for states in self._states()], seconds=sum)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def mux_wake(self) -> dict[str, dict[str, float]]:
-        """Come back to the device from the host copy."""
-        return self._move("wake")
+    def mux_wake(self, token: int) -> Moves:
+        """Come back to the device from the host copy, under the lease `token`. Raises Fenced for any but the newest."""
+        self._fence.enter(token)
+        self._exported = None
+        return total([states.wake() for states in self._states()], seconds=sum)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def mux_processes(self) -> list[tuple[int, float]]:
-        """(pid, creation time) of this worker."""
-        own = psutil.Process()
-        return [(own.pid, own.create_time())]
+    def mux_reopen(self, token: int) -> None:
+        """The lease could not be used for a while, and holds. Raises Fenced for any but the newest."""
+        self._fence.reopen(token)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def mux_processes(self) -> list[Member]:
+        """This worker's process."""
+        return [this_process()]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, float]:
@@ -132,40 +136,36 @@ class MuxActorWorker(ActorRolloutRefWorker):
             self._exported = list(stripes(weights, self.rank, self.world_size))
 
     def _host_params(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        states = DeviceStates(self.actor.engine)
         module = self.actor.engine.module
         for name, param in convert_weight_keys(module.state_dict(), module).items():
-            yield name, param, states.host_copy(_local(param))
+            yield name, param, host_copy(_local(param))
 
-    def _move(self, verb: str) -> dict[str, dict[str, float]]:
-        if getattr(self, "actor", None) is not None:
-            if verb == "wake":
-                self._exported = None
-            elif self._exported is None:
-                self._export()
-        moved: dict[str, dict[str, float]] = {}
-        for worker in (getattr(self, "actor", None), getattr(self, "ref", None)):
-            if worker is None:
-                continue
-            for tag, figures in getattr(DeviceStates(worker.engine), verb)().items():
-                entry = moved.setdefault(tag.partition(":")[0], {"bytes": 0, "seconds": 0.0})
-                entry["bytes"] += figures["bytes"]
-                entry["seconds"] += figures["seconds"]
-        return moved
+    def _states(self) -> list[DeviceStates]:
+        held = {role: getattr(self, role, None) for role in ("actor", "ref")}
+        return [DeviceStates(role, worker.engine) for role, worker in held.items() if worker is not None]
 
 
 class MuxTrainingWorker(TrainingWorker):
     """verl's training worker (the critic) of a multiplexed job."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def mux_sleep(self) -> dict[str, dict[str, float]]:
-        return DeviceStates(self.engine).sleep()
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._fence = Fence()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def mux_wake(self) -> dict[str, dict[str, float]]:
-        return DeviceStates(self.engine).wake()
+    def mux_sleep(self) -> Moves:
+        self._fence.shut()
+        return DeviceStates("critic", self.engine).sleep()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def mux_processes(self) -> list[tuple[int, float]]:
-        own = psutil.Process()
-        return [(own.pid, own.create_time())]
+    def mux_reopen(self, token: int) -> None:
+        self._fence.reopen(token)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def mux_wake(self, token: int) -> Moves:
+        self._fence.enter(token)
+        return DeviceStates("critic", self.engine).wake()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def mux_processes(self) -> list[Member]:
+        return [this_process()]

@@ -1,0 +1,32 @@
+"""What verl's own trainer modes need where there is no GPU, on verl's own config."""
+
+from pathlib import Path
+
+import pytest
+import verl
+from hydra import compose, initialize_config_dir
+
+from verl_mux.config.completion import complete_stock_cpu
+
+CONFIGS = Path(verl.__file__).parent / "trainer" / "config"
+
+
+def completed(*overrides):
+    with initialize_config_dir(str(CONFIGS), version_base=None):
+        config = compose("ppo_trainer", ["actor_rollout_ref.rollout.name=sglang", *overrides])
+    complete_stock_cpu(config)
+    return config
+
+
+def test_the_engine_runs_without_a_gpu_and_keeps_its_memory():
+    config = completed("trainer.v1.trainer_mode=sync")
+    rollout = config.actor_rollout_ref.rollout
+    assert (config.trainer.device, rollout.engine_kwargs.sglang.device) == ("cpu", "cpu")
+    assert not rollout.free_cache_engine and not rollout.engine_kwargs.sglang.enable_memory_saver
+    assert rollout.checkpoint_engine.backend == "naive"
+
+
+@pytest.mark.parametrize(("given", "used"), [("naive", "mux"), ("nccl", "nccl")])
+def test_a_trainer_apart_from_its_engine_hands_weights_over_without_gpus(given, used):
+    config = completed("trainer.v1.trainer_mode=separate_async", f"actor_rollout_ref.rollout.checkpoint_engine.backend={given}")
+    assert config.actor_rollout_ref.rollout.checkpoint_engine.backend == used

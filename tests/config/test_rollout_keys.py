@@ -1,0 +1,133 @@
+"""Keys under mux.rollout: what is refused, and with which line."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import pytest
+
+from verl_mux.config.keys import convert
+from verl_mux.config.rollout_checks import Surroundings, check_rollout
+from verl_mux.config.rollout_keys import RolloutConfig
+from verl_mux.errors import UserError
+from verl_mux.rollout.control.segments import SegmentLimits
+
+AROUND = Surroundings("mux_separate", train_batch_size=8, samples_per_group=4, max_response_length=1000, engine_requests=64)
+
+
+def load(given, around) -> RolloutConfig:
+    config = convert(given, RolloutConfig, "mux.rollout")
+    check_rollout(config, around)
+    return config
+
+
+def around(**changes) -> Surroundings:
+    return dataclasses.replace(AROUND, **changes)
+
+
+def test_nothing_given_is_the_default_and_every_part_is_off():
+    config = load({}, AROUND)
+    assert config == RolloutConfig()
+    assert config.segment_limits(1000) is None
+    assert not config.migration.enable
+    assert not config.trigger.enable
+    assert config.oversample.rate == 0
+
+
+def test_given_keys_are_taken():
+    config = load({"oversample": {"rate": 1, "leftover": "drop"}, "dispatch": {"order": "ljf"}}, AROUND)
+    assert config.oversample.rate == 1.0
+    assert config.oversample.leftover == "drop"
+    assert config.order("mux_separate") == "ljf"
+
+
+def test_auto_order_follows_the_trainer_mode_and_whether_the_tail_is_cut():
+    auto = {"dispatch": {"order": "auto"}}
+    assert load({}, AROUND).order("sync") == "fifo"
+    assert load(auto, AROUND).order("sync") == "ljf"
+    assert load(auto, AROUND).order("separate_async") == "sjf"
+    assert load({**auto, "segments": {"segment_length": 100}}, AROUND).order("mux_separate") == "sjf"
+
+
+def test_segment_limits_fall_back_on_the_response_length():
+    assert load({"segments": {"segment_length": 100}}, AROUND).segment_limits(1000) == SegmentLimits(100, 4, 1000)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"oversample": {"rate": -0.1}}, "mux.rollout.oversample.rate=-0.1 is not possible; allowed: 0 (off) or more"),
+        ({"oversample": {"rate": 1.5}}, "would launch 80 responses and the engines hold 64 at once, so at most 1"),
+        ({"oversample": {"leftover": "keep"}}, "allowed: requeue, drop"),
+        ({"oversample": {"tokens": "keep"}}, "allowed: resume, restart"),
+        ({"oversample": {"rate": "much"}}, "mux.rollout.oversample.rate must be a number, given 'much'"),
+        ({"oversample": {"rate": float("nan")}}, "must be a number, given nan"),
+        ({"oversample": {"max_cuts": 1.5}}, "must be a whole number, given 1.5"),
+        ({"oversample": {"ratio": 1}}, "unknown key mux.rollout.oversample.ratio; allowed here: rate, leftover"),
+        ({"overSample": {}}, "unknown key mux.rollout.overSample; allowed here: oversample, segments"),
+        ({"oversample": 3}, "mux.rollout.oversample is 3; it holds the keys rate, leftover"),
+        ({"segments": {"segment_length": 2000}}, "segments.segment_length=2000 is not possible; allowed: 1 to 1000"),
+        ({"segments": {"segment_length": 600, "max_length": 500}}, "allowed: 1 to 500, the maximum"),
+        ({"segments": {"max_length": 2000}}, "1 to data.max_response_length=1000"),
+        ({"segments": {"treatment": "tois"}}, "segments.treatment=tois is not possible; allowed: mask, pois, sais"),
+        ({"segments": {"truncated_reward": "none"}}, "must be a number or null, given 'none'"),
+        ({"dispatch": {"order": "lifo"}}, "dispatch.order=lifo is not possible; allowed: auto, fifo, sjf, ljf"),
+        ({"dispatch": {"predictor": "bert"}}, "dispatch.predictor=bert is not possible; allowed: default, fifo"),
+        ({"migration": {"enable": "yes"}}, "migration.enable must be true or false, given 'yes'"),
+        ({"migration": {"threshold": 0}}, "migration.threshold=0.0 is not possible; allowed: above 0, at most 1"),
+        (
+            {"migration": {"enable": True}, "oversample": {"rate": 0.5}},
+            "mux.rollout.migration.enable=True is not possible: over-sampling and segments cut the tail off",
+        ),
+        ({"trigger": {"n_min": 0}}, "trigger.n_min=0 is not possible; allowed: 1 prompt group or more"),
+        ({"trigger": {"entropy": {"high": 0.1}}}, "trigger.entropy.low=0.2 is not possible; allowed: below high=0.1"),
+        ({"trigger": {"entropy": {"n_min_bounds": 3}}}, "must be two numbers, the lowest and the highest, given 3"),
+        ({"trigger": {"entropy": {"n_min_bounds": [9, 2]}}}, "n_min_bounds=[9, 2] is not possible"),
+        ({"trigger": {"enable": True}}, "mux.rollout.trigger.enable=True does not go with trainer.v1.trainer_mode=mux_separate"),
+        (
+            {"oversample": {"rate": 0.5, "leftover": "drop"}, "segments": {"segment_length": 100}},
+            "oversample.leftover=drop contradicts mux.rollout.segments.segment_length",
+        ),
+        (
+            {"oversample": {"rate": 0.5, "tokens": "restart"}, "segments": {"segment_length": 100}},
+            "oversample.tokens=restart contradicts mux.rollout.segments.segment_length",
+        ),
+    ],
+)
+def test_bad_values_are_refused_in_one_line(given, said):
+    with pytest.raises(UserError) as error:
+        load(given, AROUND)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "said"),
+    [
+        ("colocate_async", {"oversample": {"rate": 0.5}}, "it cuts off and resumes unfinished responses already"),
+        ("separate_async", {"segments": {"segment_length": 9}}, "it has no barrier whose tail could be cut off"),
+        ("sync", {"oversample": {"rate": 1}}, "allowed trainer modes: mux_separate, mux_colocate"),
+        ("mux_colocate", {"migration": {"enable": True}}, "allowed trainer modes: mux_separate"),
+        ("sync", {"dispatch": {"order": "sjf"}}, "allowed trainer modes: mux_separate, mux_colocate"),
+    ],
+)
+def test_what_makes_no_sense_in_a_trainer_mode_is_refused_by_name(mode, given, said):
+    with pytest.raises(UserError, match=f"trainer_mode={mode}") as error:
+        load(given, around(trainer_mode=mode, engine_requests=None))
+    assert said in str(error.value)
+
+
+def test_a_missing_extra_is_said_at_start(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lightgbm", None)
+    with pytest.raises(UserError, match=r"dispatch.predictor: .*'ranker' cannot be loaded.*verl-mux\[predictor\]"):
+        load({"dispatch": {"predictor": "ranker"}}, AROUND)
+    assert load({}, AROUND).dispatch.predictor == "default"
+
+
+def test_migration_needs_a_second_rollout_node():
+    two = dataclasses.replace(AROUND, rollout_nodes=["r0", "r1"])
+    assert load({"migration": {"enable": True}}, two).controlled
+    assert load({"migration": {"enable": True}}, dataclasses.replace(AROUND, rollout_nodes=["auto"])).controlled
+    with pytest.raises(UserError, match="names one node; two or more are needed"):
+        load({"migration": {"enable": True}}, dataclasses.replace(AROUND, rollout_nodes=["r0"]))

@@ -1,0 +1,78 @@
+"""What a coordinator that lost its memory believes of what jobs say that they hold."""
+
+import pytest
+
+from tests.coordinator.driver import Driver, config
+from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.core import claims, tokens
+from verl_mux.coordinator.core.inputs_and_instructions import Settled
+from verl_mux.coordinator.core.state import Machine
+
+BEFORE = tokens.before(3)
+
+
+def claim(token, nodes=("r0",), phase="rollout"):
+    return m.Claim(token=token, key=f"k{token}", phase=phase, step=3, nodes=list(nodes), granted_at=0.0)
+
+
+@pytest.fixture
+def driver():
+    """Settling, at the start of epoch 3."""
+    driver = Driver(Machine(config()))
+    driver.machine.state.token = BEFORE
+    claims.settle(driver.machine.state, driver.machine.config, 0.0, unknown_up_to=BEFORE)
+    return driver
+
+
+def taken_away(driver, job):
+    """Tokens of which the job's client hears at its next heartbeat that they are not its any more."""
+    return [token for token, lost in driver.machine.state.jobs[job].closed.items() if lost]
+
+
+def test_of_two_leases_on_one_node_the_later_is_right_whoever_speaks_first(driver):
+    for job, token in (("a", 5), ("b", 7), ("c", 6)):
+        driver.register(job, again=True, held=[claim(token)])
+    assert driver.holders("r0") == ["b"]
+    assert [taken_away(driver, job) for job in "abc"] == [[5], [], [6]]
+
+
+def test_a_lease_that_its_client_does_not_hold_any_more_ends(driver):
+    driver.register("a", again=True, held=[claim(5, ["r0"]), claim(6, ["r1"])])
+    driver.register("a", again=True, held=[claim(6, ["r1"])])
+    assert (driver.holders("r0"), driver.holders("r1")) == ([], ["a"])
+
+
+def test_who_speaks_late_keeps_what_is_free_and_loses_what_was_granted_since(driver):
+    driver.register("b")
+    driver.ask("b", "rollout", 1, ["r0"])
+    driver.do(Settled())
+    assert driver.holders("r0") == ["b"]
+    driver.register("a", again=True, held=[claim(5, ["r0"]), claim(6, ["r1"])])
+    assert taken_away(driver, "a") == [5]
+    assert (driver.holders("r0"), driver.holders("r1")) == (["b"], ["a"])
+
+
+@pytest.mark.parametrize(
+    "made_up", [claim(BEFORE + 1), claim(0), claim(2**64 - 1), claim(5, []), claim(5, ["r9"]), claim(5, phase="sync")], ids=str
+)
+def test_what_no_coordinator_can_have_granted_is_not_believed(driver, made_up):
+    driver.register("a", again=True, held=[made_up])
+    assert taken_away(driver, "a") == [made_up.token]
+    assert driver.machine.state.leases == {}
+
+
+def test_registering_again_keeps_nobody_from_being_granted(driver):
+    driver.do(Settled())
+    driver.register("b")
+    driver.register("a", again=True)
+    driver.ask("b", "rollout", 1, ["r0"])
+    assert driver.holders("r0") == ["b"]
+
+
+def test_where_the_epoch_was_lost_too_it_is_taken_from_those_who_hold():
+    driver = Driver(Machine(config()))
+    claims.settle(driver.machine.state, driver.machine.config, 0.0, unknown_up_to=tokens.LAST)
+    driver.register("a", again=True, held=[claim(BEFORE + 4)])
+    driver.ask("a", "train", 3, ["t0"])
+    driver.do(Settled())
+    assert [tokens.epoch_of(lease.token) for lease in driver.machine.state.leases_of("a")] == [3, 4]

@@ -1,0 +1,369 @@
+"""The state machine: what each event does in each state."""
+
+import msgspec
+import pytest
+
+from tests.coordinator.driver import SIDES, Driver, config
+from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.core import claims, tokens
+from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, JobExited, JobSilent, ProcessesGone
+from verl_mux.coordinator.core.records import JobState, State
+from verl_mux.coordinator.core.state import MOVES, IllegalMove, Machine, UnknownJob
+
+
+def copied(state):
+    """As a journal gives it back."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=State)
+
+
+@pytest.fixture
+def two():
+    """Jobs a and b, registered."""
+    driver = Driver(Machine(config()))
+    driver.register("a")
+    driver.register("b")
+    return driver
+
+
+def test_a_free_node_is_granted_at_once_and_a_taken_one_when_it_is_released(two):
+    assert two.ask("a", "rollout", 1, ["r0"]) == [
+        m.LeaseGrant(key="a.rollout.1", token=1, phase="rollout", step=1, nodes=["r0"], granted_at=3.0)
+    ]
+    assert two.ask("b", "rollout", 1, ["r0"]) == [m.Contended(nodes=["r0"])]
+    assert two.release("a", 1) == [
+        m.LeaseReleased(token=1),
+        m.LeaseGrant(key="b.rollout.1", token=2, phase="rollout", step=1, nodes=["r0"], granted_at=5.0),
+        m.Contended(nodes=[]),
+    ]
+    wait = next(line for line in two.logged if line.event == "lease_wait" and line.extra["job"] == "b")
+    assert (wait.duration, wait.step, wait.extra["nodes"], wait.extra["token"]) == (1.0, 1, ["r0"], 2)
+
+
+def test_a_gang_gets_all_its_nodes_or_waits_and_later_requests_do_not_overtake_it(two):
+    two.register("c")
+    two.ask("a", "rollout", 1, ["r0"])
+    two.ask("b", "rollout", 1, ["r0", "r1"])
+    two.ask("c", "rollout", 1, ["r1"])
+    assert two.holders("r1") == []
+    two.release("a")
+    assert (two.holders("r0"), two.holders("r1")) == (["b"], ["b"])
+    two.release("b")
+    assert two.holders("r1") == ["c"]
+
+
+def test_a_node_given_back_before_the_rest_goes_to_who_waits_for_it_alone(two):
+    two.ask("a", "rollout", 1, ["r0", "r1"])
+    two.ask("b", "rollout", 1, ["r1"])
+    two.do(m.LeaseShrink(**two.who("a"), key="s1", token=1, nodes=["r1"]))
+    assert (two.holders("r0"), two.holders("r1")) == (["a"], ["b"])
+    held = next(line for line in two.logged if line.event == "lease_held")
+    assert (held.extra["nodes"], held.extra["token"]) == (["r1"], 1)
+    two.do(m.LeaseShrink(**two.who("a"), key="s2", token=1, nodes=["r0"]))
+    assert two.holders("r0") == ["a"], "the last node goes back with the lease"
+    two.release("a", 1)
+    assert two.holders("r0") == []
+
+
+def test_two_gangs_that_name_the_nodes_in_opposite_order_both_get_their_turn(two):
+    two.ask("a", "rollout", 1, ["r0", "r1"])
+    two.ask("b", "rollout", 1, ["r1", "r0"])
+    two.release("a")
+    assert two.holders("r0") == two.holders("r1") == ["b"]
+
+
+def test_a_repeated_request_is_answered_like_the_first(two):
+    grant = two.ask("a", "rollout", 1, ["r0"])
+    assert two.ask("a", "rollout", 1, ["r0"]) == grant
+    two.ask("b", "rollout", 1, ["r0"])
+    assert two.ask("b", "rollout", 1, ["r0"]) == []
+    assert len(two.machine.state.requests) == 1
+
+
+def test_a_cancelled_request_leaves_the_queue_and_a_cancelled_grant_frees_its_nodes(two):
+    two.ask("a", "rollout", 1, ["r0"])
+    two.ask("b", "rollout", 1, ["r0"])
+    two.do(m.LeaseCancel(**two.who("b"), key="b.rollout.1"))
+    assert two.machine.state.requests == []
+    two.do(m.LeaseCancel(**two.who("a"), key="a.rollout.1"))
+    assert two.holders("r0") == []
+
+
+def test_a_repeated_release_is_answered_like_the_first(two):
+    two.ask("a", "rollout", 1, ["r0"])
+    first = two.release("a", 1)
+    two.ask("b", "rollout", 1, ["r0"])
+    assert first == two.release("a", 1) == [m.LeaseReleased(token=1)]
+    assert two.holders("r0") == ["b"]
+
+
+def test_a_repeated_release_is_answered_like_the_first_after_a_restart(two):
+    two.ask("a", "rollout", 1, ["r0"])
+    two.release("a", 1)
+    two.machine = Machine(two.machine.config, "again", copied(two.machine.state))
+    assert two.release("a", 1) == [m.LeaseReleased(token=1)]
+
+
+def test_a_coordinator_that_lost_its_memory_answers_a_release_of_before_as_done(two):
+    two.machine = Machine(two.machine.config, "again")
+    two.register("a", again=True)
+    assert two.release("a", 1) == [m.LeaseReleased(token=1)]
+
+
+def test_releases_are_remembered_up_to_a_limit(two):
+    for step in range(1, 201):
+        two.ask("a", "rollout", step, ["r0"])
+        two.release("a")
+    assert two.release("a", 200) == [m.LeaseReleased(token=200)]
+    assert len(two.machine.state.jobs["a"].closed) == 64
+
+
+def test_the_token_of_another_job_is_not_released(two):
+    two.ask("a", "rollout", 1, ["r0"])
+    reason = "token 1 is stale: the lease was taken away before its release"
+    assert two.release("b", 1) == [m.LeaseLost(token=1, reason=reason)]
+    assert two.holders("r0") == ["a"]
+
+
+def test_a_repeated_shrink_is_answered_like_the_first_and_takes_nothing_from_who_came_after(two):
+    two.ask("a", "rollout", 1, ["r0", "r1"])
+    shrink = m.LeaseShrink(**two.who("a"), key="s", token=1, nodes=["r1"])
+    assert two.do(shrink) == [m.LeaseShrunk(key="s")]
+    two.ask("b", "rollout", 1, ["r1"])
+    assert two.do(shrink) == [m.LeaseShrunk(key="s")]
+    two.release("a", 1)
+    assert two.do(shrink) == [m.LeaseShrunk(key="s")]
+    assert two.holders("r1") == ["b"]
+
+
+def test_a_cancel_is_answered_whatever_became_of_the_request(two):
+    two.ask("a", "rollout", 1, ["r0"], key="k")
+    cancel = m.LeaseCancel(**two.who("a"), key="k")
+    assert two.do(cancel) == two.do(cancel) == [m.LeaseCancelled(key="k")]
+    assert two.holders("r0") == []
+
+
+def test_every_goodbye_is_answered(two):
+    assert two.do(m.Failing(**two.who("a"), reason="out of memory")) == [m.JobEnded(reason="out of memory")]
+    other = {**two.who("b"), "client": "b-other"}
+    two.do(m.Register(**other, nodes=SIDES, host="here", pid=7, started=1.0))
+    assert two.do(m.Detach(**other)) == [m.JobEnded(reason="closed")]
+    assert two.do(m.Deregister(**two.who("b"))) == [m.JobEnded(reason="finished")]
+
+
+def test_a_heartbeat_tells_which_leases_hold_and_repeats_a_grant_that_did_not_arrive(two):
+    grant = two.ask("a", "rollout", 1, ["r0"])[0]
+    ack = m.HeartbeatAck(beat=1, epoch="", queued=[], tokens=[])
+    assert two.do(m.Heartbeat(**two.who("a"), beat=1, tokens=[7])) == [grant, ack]
+    assert two.do(m.Heartbeat(**two.who("a"), beat=1, tokens=[1, 7])) == [msgspec.structs.replace(ack, tokens=[1])]
+
+
+def test_figures_of_a_lease_that_has_ended_are_not_taken(two):
+    two.ask("a", "rollout", 1, ["r0"])
+    two.release("a", 1)
+    assert two.do(m.Progress(**two.who("a"), done=1, total=2, token=1)) == []
+    assert two.machine.state.jobs["a"].progress is None
+
+
+def test_a_silent_job_keeps_its_nodes_and_a_sign_of_life_restores_it(two):
+    two.ask("a", "rollout", 1, ["r0"])
+    assert two.wait(4.5) == []
+    assert two.wait(1.5) == [JobSilent(job="a", uid="a:1"), JobSilent(job="b", uid="b:1")]
+    assert two.machine.state.jobs["a"].state is JobState.SILENT
+    assert two.holders("r0") == ["a"]
+    two.do(m.Heartbeat(**two.who("a"), beat=2, tokens=[1]))
+    assert two.machine.state.jobs["a"].state is JobState.LIVE
+    assert {"job_silent", "job_resumed"} <= set(two.events_logged())
+
+
+def test_a_silent_job_that_waits_keeps_its_place_but_is_not_granted(two):
+    two.ask("a", "rollout", 1, ["r0"])
+    two.ask("b", "rollout", 1, ["r0"])
+    two.do(JobSilent(job="b", uid="b:1"))
+    two.release("a")
+    assert two.holders("r0") == []
+    two.do(m.Heartbeat(**two.who("b"), beat=2))
+    assert two.holders("r0") == ["b"]
+
+
+@pytest.mark.parametrize("death", [DriverDied(job="a", uid="a:1"), JobExited(job="a")])
+def test_a_dead_jobs_nodes_come_free_when_its_processes_are_gone(two, death):
+    two.ask("a", "rollout", 1, ["r0"])
+    two.ask("a", "train", 1, ["t0"])
+    two.ask("b", "rollout", 1, ["r0"])
+    two.do(death)
+    assert (two.holders("r0"), two.holders("t0")) == (["a"], ["a"])
+    sent = two.do(ProcessesGone(job="a", uid="a:1"), after=2.5)
+    assert m.JobEnded(reason=two.machine.state.jobs["a"].reason) in sent
+    assert (two.holders("r0"), two.holders("t0")) == (["b"], [])
+    reclaimed = [line for line in two.logged if line.event == "lease_reclaimed"]
+    assert [(line.duration, line.extra["phase"]) for line in reclaimed] == [(2.5, "rollout"), (2.5, "train")]
+
+
+def test_a_dying_jobs_waiting_requests_are_dropped(two):
+    two.ask("a", "rollout", 1, ["r0"])
+    two.ask("b", "rollout", 1, ["r0"])
+    two.do(DriverDied(job="b", uid="b:1"))
+    assert two.machine.state.requests == []
+    two.release("a")
+    assert two.holders("r0") == []
+
+
+def test_a_failing_job_keeps_its_nodes_until_its_processes_are_gone(two):
+    two.ask("a", "rollout", 1, ["r0"])
+    two.ask("b", "rollout", 1, ["r0"])
+    two.do(m.Failing(**two.who("a"), reason="its driver ended with ValueError"))
+    assert two.holders("r0") == ["a"]
+    two.do(ProcessesGone(job="a", uid="a:1"))
+    assert two.holders("r0") == ["b"]
+
+
+def test_deregistering_gives_everything_back(two):
+    two.ask("a", "rollout", 1, ["r0"])
+    two.ask("b", "rollout", 1, ["r0"])
+    two.do(m.Deregister(**two.who("a")))
+    assert two.holders("r0") == ["b"]
+
+
+def test_a_second_client_that_detaches_takes_only_its_own_leases_along(two):
+    other = {"job": "a", "uid": "a:1", "client": "a-actor"}
+    where = {"host": "here", "pid": 8, "started": 2}
+    assert not two.do(m.Register(**other, nodes=SIDES, **where))[0].first
+    two.do(m.LeaseRequest(**other, key="k", phase="rollout", step=1, nodes=["r0"]))
+    two.ask("a", "train", 1, ["t0"])
+    two.do(m.Detach(**other))
+    assert (two.holders("r0"), two.holders("t0")) == ([], ["a"])
+    two.do(m.Detach(**two.who("a")))
+    assert two.machine.state.jobs["a"].state is JobState.ENDED
+
+
+def test_a_job_that_never_registered_can_be_said_to_have_exited(two):
+    two.do(JobExited(job="c"))
+    assert two.machine.state.jobs["c"].state is JobState.ENDED
+    two.register("c")
+    assert two.machine.state.jobs["c"].state is JobState.LIVE
+
+
+def test_a_job_that_only_looked_whether_it_would_be_taken_leaves_no_trace():
+    driver = Driver(Machine(config(expect_jobs=1)))
+    driver.register("a")
+    driver.do(m.Deregister(**driver.who("a")))
+    assert (driver.machine.state.jobs, driver.machine.state.started) == ({}, False)
+    assert isinstance(driver.register("a")[0], m.Registered)
+
+
+def test_the_name_of_an_ended_job_is_free_and_its_old_messages_are_unknown(two):
+    two.ask("a", "rollout", 1, ["r0"])
+    two.do(m.Deregister(**two.who("a")))
+    assert two.machine.state.jobs["a"].state is JobState.ENDED
+    assert isinstance(two.register("a", uid="a:2")[0], m.Registered)
+    with pytest.raises(UnknownJob):
+        two.ask("a", "rollout", 1, ["r0"])
+
+
+def test_leases_are_believed_after_a_loss_of_memory_and_nothing_is_granted_until_all_could_speak():
+    driver = Driver(Machine(config()))
+    claims.settle(driver.machine.state, driver.machine.config, 0.0, unknown_up_to=99)
+    claim = m.Claim(token=41, key="k", phase="rollout", step=3, nodes=["r0"], granted_at=0.0)
+    driver.register("b", again=True)
+    driver.ask("b", "rollout", 3, ["r0"])
+    assert driver.holders("r0") == []
+    driver.register("a", again=True, held=[claim])
+    driver.do(m.Heartbeat(**driver.who("b"), beat=1))
+    driver.wait(2)
+    driver.do(m.Heartbeat(**driver.who("b"), beat=2))
+    driver.wait(2)
+    assert driver.holders("r0") == ["a"]
+    driver.release("a", 41)
+    assert driver.machine.state.leases_of("b")[0].token == tokens.before(1) + 1  # there may have been a 42
+
+
+def test_a_late_claim_does_not_bring_a_released_lease_back(two):
+    two.ask("a", "rollout", 1, ["r0"])
+    two.release("a", 1)
+    claim = m.Claim(token=1, key="k", phase="rollout", step=1, nodes=["r0"], granted_at=0.0)
+    two.machine.state.settle_until = two.now + 10
+    two.register("a", again=True, held=[claim])
+    assert two.holders("r0") == []
+    assert two.release("a", 1) == [m.LeaseReleased(token=1)]
+
+
+def test_a_claim_that_the_coordinator_knows_to_be_stale_is_refused(two):
+    two.ask("a", "rollout", 1, ["r0"])
+    claim = m.Claim(token=1, key="k", phase="rollout", step=1, nodes=["r0"], granted_at=0.0)
+    two.register("b", again=True, held=[claim])
+    assert two.do(m.Heartbeat(**two.who("b"), beat=1, tokens=[1]))[-1].tokens == []
+    assert two.holders("r0") == ["a"]
+
+
+def test_peaks_of_tagged_bytes_are_counted_per_segment_over_all_jobs():
+    schedule = [{"mode": "sequential", "steps": 1}, {"mode": "interleaved"}]
+    driver = Driver(Machine(config(schedule=schedule)))
+    driver.register("a")
+    driver.register("b")
+
+    def hold(job, **tags):
+        driver.do(m.MemoryReport(**driver.who(job), node="r0", tags=tags))
+
+    hold("a", weights=10)
+    driver.ask("a", "rollout", 1, ["r0"])
+    hold("a", kv_cache=5)
+    hold("a", weights=0)
+    hold("a", kv_cache=0)
+    driver.release("a")
+    driver.ask("a", "rollout", 2, ["r0"])
+    driver.ask("b", "rollout", 1, ["r0"])
+    hold("b", weights=7)
+    driver.release("b")
+    driver.ask("b", "rollout", 2, ["r0"])
+    assert driver.machine.state.peaks == {"r0": {"init": 10, "0": 15, "1": 7}}
+
+
+EVERY_EVENT = {
+    m.Register: lambda d: m.Register(**d.who("a"), nodes=SIDES, host="here", pid=7, started=1),
+    m.LeaseRequest: lambda d: m.LeaseRequest(**d.who("a"), key="n", phase="rollout", step=1, nodes=["r1"]),
+    m.LeaseCancel: lambda d: m.LeaseCancel(**d.who("a"), key="n"),
+    m.LeaseRelease: lambda d: m.LeaseRelease(**d.who("a"), token=1),
+    m.LeaseShrink: lambda d: m.LeaseShrink(**d.who("a"), key="s", token=1, nodes=["r0"]),
+    m.Heartbeat: lambda d: m.Heartbeat(**d.who("a"), beat=1),
+    m.Progress: lambda d: m.Progress(**d.who("a"), done=1, total=2),
+    m.StepReport: lambda d: m.StepReport(**d.who("a"), step=1, metrics={}),
+    m.MemoryReport: lambda d: m.MemoryReport(**d.who("a"), node="r0", tags={}),
+    m.PhaseNote: lambda d: m.PhaseNote(**d.who("a"), note="sync"),
+    m.MemberReport: lambda d: m.MemberReport(**d.who("a"), members=[]),
+    m.Detach: lambda d: m.Detach(**{**d.who("a"), "client": "a-other"}),
+    m.Deregister: lambda d: m.Deregister(**d.who("a")),
+    m.Failing: lambda d: m.Failing(**d.who("a"), reason="out of memory"),
+    JobSilent: lambda d: JobSilent(job="a", uid="a:1"),
+    DriverDied: lambda d: DriverDied(job="a", uid="a:1"),
+    JobExited: lambda d: JobExited(job="a"),
+    ProcessesGone: lambda d: ProcessesGone(job="a", uid="a:1"),
+}
+PATHS = {
+    None: [],
+    JobState.LIVE: [m.Register, "another client", m.LeaseRequest],
+    JobState.SILENT: [m.Register, "another client", m.LeaseRequest, JobSilent],
+    JobState.DYING: [m.Register, "another client", m.LeaseRequest, DriverDied],
+    JobState.ENDED: [m.Register, "another client", m.LeaseRequest, m.Deregister],
+}
+
+
+@pytest.mark.parametrize("event", EVERY_EVENT)
+@pytest.mark.parametrize("state", PATHS)
+def test_every_event_in_every_state_follows_the_table_or_raises_and_changes_nothing(state, event):
+    driver = Driver(Machine(config()))
+    another = msgspec.structs.replace(EVERY_EVENT[m.Register](driver), client="a-other")
+    for earlier in PATHS[state]:
+        driver.do(another if earlier == "another client" else EVERY_EVENT[earlier](driver))
+    before = msgspec.msgpack.encode(driver.machine.state)
+    after = MOVES[state].get(event)
+    if state is JobState.DYING and event is m.Register:  # refused in words rather than raised
+        assert isinstance(driver.do(EVERY_EVENT[event](driver))[0], m.Refused)
+        after = None
+    elif after is None:
+        with pytest.raises((IllegalMove, UnknownJob)):
+            driver.do(EVERY_EVENT[event](driver))
+    if after is None:
+        assert msgspec.msgpack.encode(driver.machine.state) == before
+    else:
+        driver.do(EVERY_EVENT[event](driver))
+        assert driver.machine.state.jobs["a"].state is after

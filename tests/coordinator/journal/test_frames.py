@@ -1,0 +1,90 @@
+"""A file of frames shows whether it is whole, whatever became of it."""
+
+import contextlib
+import random
+import resource
+
+import pytest
+
+from verl_mux.coordinator.journal import frames
+from verl_mux.coordinator.journal.frames import Damaged, FrameFile
+
+BODIES = [b"snapshot", b"one", b"", b"three" * 9]
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = FrameFile(tmp_path / "journal", BODIES[0])
+    for body in BODIES[1:]:
+        file.append(body)
+    file.close()
+    return tmp_path / "journal"
+
+
+def is_noticed(data):
+    """Refused, or read as far as it is right and said to be incomplete."""
+    try:
+        contents = frames.parse(data)
+    except Damaged:
+        return True
+    return contents.lost is not None and contents.frames == BODIES[: len(contents.frames)]
+
+
+def test_what_was_written_is_read(path):
+    assert frames.read(path) == (BODIES, None)
+
+
+def test_a_cut_at_any_byte_is_noticed(path):
+    data = path.read_bytes()
+    assert all(is_noticed(data[:size]) for size in range(len(data)))
+
+
+def test_a_flip_of_any_bit_is_noticed(path):
+    data = path.read_bytes()
+    for at in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[at // 8] ^= 1 << at % 8
+        assert is_noticed(bytes(flipped)), at
+
+
+def test_bytes_taken_out_put_in_or_added_anywhere_are_noticed(path):
+    data, draw = path.read_bytes(), random.Random(0)
+    for _ in range(2000):
+        start, stop = sorted(draw.choices(range(len(data) + 1), k=2))
+        changed = data[:start] + draw.randbytes(draw.choice([0, 1, 40])) + data[stop:]
+        assert changed == data or is_noticed(changed)
+
+
+def test_frames_of_another_file_are_none_of_this(path, tmp_path):
+    other = FrameFile(tmp_path / "other", b"another snapshot")
+    for body in BODIES[1:]:
+        other.append(body)
+    other.close()
+    mine, theirs = path.read_bytes(), (tmp_path / "other").read_bytes()
+    assert is_noticed(mine[: -len(theirs) // 2] + theirs[-len(theirs) // 2 :])
+
+
+@contextlib.contextmanager
+def no_room_beyond(size):
+    """For any file of this process, so only for the length of a block: pytest writes too."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_write_for_which_there_is_no_room_leaves_the_file_as_it_was(tmp_path):
+    file = FrameFile(tmp_path / "journal", BODIES[0])
+    before = (tmp_path / "journal").read_bytes()
+    with pytest.raises(OSError, match="File too large"), no_room_beyond(len(before) + 50):
+        file.append(b"x" * 1000)
+    assert (tmp_path / "journal").read_bytes() == before
+    file.close()
+
+
+def test_a_new_file_takes_the_place_of_the_old_one_only_when_it_is_complete(path):
+    with pytest.raises(OSError, match="File too large"), no_room_beyond(100):
+        FrameFile(path, b"y" * 1000)
+    assert frames.read(path) == (BODIES, None)

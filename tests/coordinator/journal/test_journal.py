@@ -1,0 +1,320 @@
+"""What a coordinator remembers across its own end, and what it does when that may not be all."""
+
+import collections
+import os
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.coordinator.conftest import POOLS
+from verl_mux.coordinator.bus import boot
+from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.core import tokens
+from verl_mux.coordinator.core.inputs_and_instructions import Input
+from verl_mux.coordinator.journal import frames
+from verl_mux.coordinator.journal import journal as journal_module
+from verl_mux.coordinator.journal.journal import Journal
+from verl_mux.errors import UserError
+
+SIDES = {"rollout": ["r0"], "train": ["t0"]}
+
+
+def take(journal, machine, now, what):
+    machine.handle(given := Input(now, what))
+    if machine.changes(given):
+        journal.append(given)
+    assert journal.commit(machine)
+
+
+def a_history(journal, machine):
+    """Job a holds r0 and job b waits for it."""
+    for job in "ab":
+        who = {"job": job, "uid": f"{job}:1", "client": job}
+        take(journal, machine, 1.0, m.Register(**who, host="h", pid=1, started=1, nodes=SIDES))
+        take(journal, machine, 2.0, m.LeaseRequest(**who, key=job, phase="rollout", step=1, nodes=["r0"]))
+        take(journal, machine, 3.0, m.Heartbeat(**who, beat=1))
+        take(journal, machine, 4.0, m.MemoryReport(**who, node="r0", tags={"weights": 5}))
+
+
+@pytest.fixture
+def start(make):
+    """Starts a coordinator's memory and ends what was started before it, as a kill would."""
+    running = []
+
+    def begin(path, config=None, is_fresh=True):
+        end()
+        running.append(Journal(path))
+        return running[-1], running[-1].restore(config or make(), "name", is_fresh)
+
+    def end():
+        while running:
+            running.pop().close()
+
+    yield begin
+    end()
+
+
+@pytest.fixture
+def tmp_path(tmp_path):
+    """In memory where there is such a place: some of these tests begin thousands of times."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def path(start, tmp_path):
+    """A journal with a history."""
+    a_history(*start(tmp_path / "journal"))
+    start(tmp_path / "another")  # which ends the first
+    return tmp_path / "journal"
+
+
+@pytest.fixture(params=[20_000, 3], ids=["never compacted", "compacted all the time"])
+def compaction(request, monkeypatch):
+    monkeypatch.setattr(journal_module, "COMPACT_EVERY", request.param)
+
+
+def is_settling(machine):
+    return machine.state.settle_until is not None
+
+
+def test_replay_gives_the_live_state_back(start, tmp_path, compaction):
+    journal, machine = start(tmp_path / "journal")
+    a_history(journal, machine)
+    _, again = start(tmp_path / "journal", is_fresh=False)
+    assert again.state == msgspec.structs.replace(machine.state, token=tokens.before(1))
+    assert [lease.token for lease in again.state.leases.values()] == [1]
+    assert [request.job for request in again.state.requests] == ["b"]
+
+
+def test_mere_signs_of_life_take_no_place(path):
+    assert len(frames.read(path).frames) == 1 + 6
+
+
+def test_inputs_that_came_together_are_written_together(start, tmp_path):
+    journal, machine = start(tmp_path / "journal")
+    for job in "abc":
+        register = m.Register(job=job, uid=f"{job}:1", client=job, host="h", pid=1, started=1, nodes=SIDES)
+        machine.handle(given := Input(1.0, register))
+        journal.append(given)
+    journal.commit(machine)
+    assert len(frames.read(tmp_path / "journal").frames) == 1 + 1
+    assert set(start(tmp_path / "journal")[1].state.jobs) == {"a", "b", "c"}
+
+
+# --- what may be missing ---
+
+
+def test_where_none_was_and_jobs_may_come_back_it_settles_and_says_so(start, tmp_path):
+    journal, machine = start(tmp_path / "journal", is_fresh=False)
+    assert is_settling(machine) and journal.lost == f"no journal was found at {tmp_path / 'journal'}"
+    journal, machine = start(None, is_fresh=False)
+    assert is_settling(machine) and journal.lost == "no journal is kept"
+
+
+def test_where_nobody_can_come_back_it_begins_at_once(start, tmp_path):
+    for path in (tmp_path / "journal", None):
+        journal, machine = start(path)
+        assert not is_settling(machine) and journal.lost is None
+
+
+def test_a_coordinator_that_ended_while_it_settled_settles_anew(start, tmp_path):
+    start(tmp_path / "journal", is_fresh=False)
+    _, machine = start(tmp_path / "journal")
+    assert is_settling(machine)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda path: path.unlink(), r"is gone \(there was one in epoch 0\)"),
+        (lambda path: path.write_bytes(b""), r"is empty \(there was one in epoch 0\)"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "without its end mark, after 7 good records"),
+        (lambda path: path.with_name("journal.epoch").unlink(), "journal.epoch is gone"),
+        (lambda path: path.with_name("journal.epoch").write_bytes(b"{}"), "journal.epoch is damaged"),
+    ],
+    ids=["deleted", "emptied", "cut", "epoch deleted", "epoch damaged"],
+)
+def test_what_is_missing_is_noticed_and_tokens_rise_all_the_same(start, path, spoil, words):
+    spoil(path)
+    journal, machine = start(path)
+    assert is_settling(machine) and words.replace("\\", "") in journal.lost
+    assert machine.state.token == tokens.before(1)
+
+
+def test_an_old_copy_that_was_put_back_is_noticed(start, path, tmp_path):
+    shutil.copy(path, tmp_path / "copy")
+    start(path)
+    start(tmp_path / "another")
+    shutil.copy(tmp_path / "copy", path)
+    journal, machine = start(path)
+    assert is_settling(machine) and "is an old one (epoch 0, but there was 1)" in journal.lost
+    assert machine.state.token == tokens.before(2)
+
+
+def test_the_journal_of_another_coordinator_is_refused(start, path, tmp_path):
+    shutil.copy(tmp_path / "another", path)
+    with pytest.raises(UserError, match=r"it belongs to another coordinator than .*\. Put the right file"):
+        start(path)
+
+
+@pytest.fixture
+def no_disk(monkeypatch):
+    """These tests spoil files themselves, thousands of times."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+    monkeypatch.setattr(os, "fdatasync", lambda file: None)
+
+
+def outcome(start, path):
+    try:
+        journal, machine = start(path)
+    except UserError as error:
+        return "refused" if "move this one away" in str(error) and "\n" not in str(error) else str(error)
+    return "settled" if is_settling(machine) and journal.lost else "a silent start"
+
+
+@pytest.mark.parametrize("how", ["cut", "flipped"])
+def test_a_journal_cut_or_flipped_at_any_byte_is_refused_or_settled(start, path, how, no_disk):
+    """Never a silent fresh start, and never one line that does not say what to do."""
+    whole, epoch = path.read_bytes(), path.with_name("journal.epoch").read_bytes()
+    outcomes = collections.Counter()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] if how == "cut" else whole[:at] + bytes([whole[at] ^ 0x20]) + whole[at + 1 :])
+        path.with_name("journal.epoch").write_bytes(epoch)
+        outcomes[outcome(start, path)] += 1
+    assert set(outcomes) == {"refused", "settled"}
+    print(how, dict(outcomes))
+
+
+def test_an_epoch_file_cut_or_flipped_at_any_byte_is_refused_or_settled(start, path, no_disk):
+    whole, epoch = path.read_bytes(), path.with_name("journal.epoch").read_bytes()
+    for at in range(len(epoch) - 1):  # the last is the end of the line
+        for spoilt in (epoch[:at], epoch[:at] + bytes([epoch[at] ^ 1]) + epoch[at + 1 :]):
+            path.write_bytes(whole)
+            path.with_name("journal.epoch").write_bytes(spoilt)
+            journal, machine = start(path)
+            assert is_settling(machine) and journal.lost
+
+
+def test_a_file_that_is_no_journal_is_refused(start, tmp_path):
+    (tmp_path / "journal").write_text("something else entirely, and long enough to be looked at" * 20)
+    with pytest.raises(UserError, match="cannot be used: its first record is not one of a verl-mux journal"):
+        start(tmp_path / "journal")
+
+
+def test_an_input_that_nobody_can_handle_is_refused_in_one_line(start, path):
+    body = msgspec.msgpack.encode([{"now": 1.0, "what": 2}])
+    file = frames.FrameFile(path, frames.read(path).frames[0])
+    file.append(body)
+    file.close()
+    with pytest.raises(UserError, match="another version of verl-mux wrote it"):
+        start(path)
+
+
+class PowerLoss(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_whatever_was_told_is_still_known_after_a_power_failure(start, tmp_path, monkeypatch, seed, no_disk):
+    """Of what was not synced any sectors are on the disk; the leases told before are there, or it settles."""
+    draw = random.Random(seed)
+    left, told = draw.randrange(2, 12), {}
+    journal, machine = start(tmp_path / "journal")
+
+    def write(self, at, data):
+        nonlocal left
+        left -= 1
+        for sector in range(0, len(data), 512):
+            if left or draw.random() < 0.5:
+                os.pwrite(self._file, data[sector : sector + 512], at + sector)
+        if not left:
+            raise PowerLoss
+
+    monkeypatch.setattr(frames.FrameFile, "_write", write)
+    monkeypatch.setattr(journal_module, "COMPACT_EVERY", draw.choice([3, 100]))
+    with pytest.raises(PowerLoss):
+        while True:
+            who = {"job": "a", "uid": "a:1", "client": "a"}
+            take(journal, machine, 1.0, m.Register(**who, host="h", pid=1, started=1, nodes=SIDES))
+            take(journal, machine, 1.0, m.PhaseNote(**who, note="x" * draw.randrange(3000)))
+            take(
+                journal, machine, 2.0, m.LeaseRequest(**who, key=str(machine.state.token), phase="rollout", step=1, nodes=["r0"])
+            )
+            told = dict(machine.state.leases)
+            token, told = max(told), {} if draw.random() < 0.5 else told
+            if not told:  # given back, whether the coordinator gets to write it down or not
+                take(journal, machine, 3.0, m.LeaseRelease(**who, token=token))
+    last = machine.state.token
+    monkeypatch.undo()
+    _, again = start(tmp_path / "journal")
+    assert is_settling(again) or all(again.state.leases[token] == lease for token, lease in told.items())
+    assert again.state.token > last
+
+
+# --- whose it is ---
+
+
+def test_a_journal_in_use_is_refused_to_a_second_coordinator(make, start, tmp_path):
+    start(tmp_path / "journal")
+    with pytest.raises(UserError, match=rf"is in use by another coordinator \(pid {os.getpid()}\): stop that one"):
+        Journal(tmp_path / "journal")
+    start(tmp_path / "journal")
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be used: .*Not a directory|cannot be used: .*File exists"):
+        Journal(tmp_path / "file" / "journal")
+
+
+# --- another configuration ---
+
+
+def test_a_journal_of_another_configuration_with_unfinished_jobs_is_refused(make, start, path):
+    with pytest.raises(UserError, match=r"another configuration and holds unfinished jobs \(a, b\)"):
+        start(path, make(schedule=[{"mode": "sequential"}]))
+    with pytest.raises(UserError, match=r"holds unfinished jobs \(a, b\)"):
+        start(path, make(pools={**POOLS, "train": {"nodes": [{"name": "t0", "gpus": 8}]}}))
+
+
+def test_while_jobs_run_nodes_and_pools_may_be_added_and_times_changed(make, start, path):
+    train = {"nodes": [*POOLS["train"]["nodes"], {"name": "t1", "gpus": 4}]}
+    config = make(pools={**POOLS, "train": train, "more": {"nodes": [{"name": "m0"}]}}, lease_timeout=9)
+    _, machine = start(path, config)
+    assert [lease.job for lease in machine.state.leases.values()] == ["a"] and machine.config == config
+
+
+def test_tokens_go_on_rising_when_the_configuration_changed_between_runs(make, start, tmp_path):
+    journal, machine = start(tmp_path / "journal")
+    a_history(journal, machine)
+    for job in "ab":
+        take(journal, machine, 5.0, m.Deregister(job=job, uid=f"{job}:1", client=job))
+    _, again = start(tmp_path / "journal", make(schedule=[{"mode": "sequential"}]))
+    assert (again.state.token, again.state.jobs) == (tokens.before(1), {})
+
+
+# --- time ---
+
+
+def test_time_goes_on_through_a_restart(start, path):
+    journal, _ = start(path)
+    assert abs(journal.clock.now() - boot.seconds()) < 1e-9 + 60
+
+
+@pytest.mark.parametrize("uptime", [1.0, 1e9])
+def test_time_goes_on_after_a_reboot_from_what_was_written_last(start, tmp_path, monkeypatch, uptime):
+    journal, machine = start(tmp_path / "journal")
+    last = journal.clock.now() + 50
+    take(journal, machine, last, m.Register(job="a", uid="a:1", client="a", host="h", pid=1, started=1, nodes=SIDES))
+    monkeypatch.setattr(boot, "boot_id", lambda: "the next one")
+    monkeypatch.setattr(boot, "seconds", lambda: uptime)
+    journal, _ = start(tmp_path / "journal")
+    assert journal.clock.now() == pytest.approx(last)

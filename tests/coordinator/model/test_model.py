@@ -1,0 +1,32 @@
+"""Some hundred schedules of the explored protocol; `make explore` and `python -m tests.coordinator.model` go through more."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.exploring import examples
+from verl_mux.bench.protocol_model.explore import PLANTED, explore, run
+
+
+def test_no_schedule_violates_anything():
+    found = explore(examples(150), seed=1)
+    assert not found.violations, f"python -m tests.coordinator.model --schedules 1 --seed {found.seeds[0]}\n" + "\n".join(
+        found.told
+    )
+    assert found.faults["coordinator killed"] > 100 and found.faults["stale calls"] > 100
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_planted_fault_is_found(planted):
+    assert explore(60, seed=1, planted=planted).violations
+
+
+def test_a_seed_is_one_schedule_and_always_the_same():
+    assert run(7).told == run(7).told != run(8).told
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=examples(20))
+def test_no_other_schedule_does_either(seed):
+    world = run(seed)
+    assert not world.violations, "\n".join(world.told)

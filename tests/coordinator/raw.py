@@ -1,0 +1,38 @@
+"""A connection to a coordinator by hand, to say what no client of ours says."""
+
+import uuid
+
+import zmq
+
+from verl_mux.coordinator.bus import keys
+from verl_mux.coordinator.bus import messages as m
+
+
+def raw_dealer(context, address, role=keys.JOB, directory=None, identity=None):
+    """A DEALER socket that is let in with the key of a role; role None: without any."""
+    dealer = context.socket(zmq.DEALER)
+    dealer.linger = 0
+    if identity:
+        dealer.identity = identity.encode()
+    if role is not None:
+        keys.for_address(address, directory, role).apply(dealer)
+    dealer.connect(address)
+    return dealer
+
+
+class Stranger:
+    """Sends messages, and gives the answers to them."""
+
+    def __init__(self, context, address, **keys):
+        self.identity = f"stranger-{uuid.uuid4().hex}"
+        self.dealer = raw_dealer(context, address, identity=self.identity, **keys)
+
+    def say(self, *messages):
+        """Gives what came back before the answer to a status request that is sent after them, and the status."""
+        for message in (*messages, m.StatusRequest()):
+            self.dealer.send(m.encode(message))
+        answers = []
+        while not answers or not isinstance(answers[-1], m.Status):
+            assert self.dealer.poll(60_000)
+            answers.append(m.decode(self.dealer.recv()))
+        return answers[:-1], answers[-1].snapshot

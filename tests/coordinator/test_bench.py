@@ -1,9 +1,0 @@
-"""The measurement of hand-overs runs; what it finds is no test's business."""
-
-from verl_mux.coordinator.bench import grant_latency
-
-
-def test_hand_overs_are_timed_one_by_one():
-    found = grant_latency(rounds=4)
-    assert found["rounds"] == 4
-    assert found["median_us"] > 0

@@ -1,0 +1,55 @@
+"""The coordinator's figures over HTTP."""
+
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from verl_mux.coordinator.config import make_config
+from verl_mux.coordinator.prometheus_server import MetricsServer
+from verl_mux.coordinator.server import Coordinator
+from verl_mux.errors import Failure, UserError
+
+POOLS = {"pools": {"rollout": {"nodes": [{"name": "r0"}]}, "train": {"nodes": [{"name": "t0"}]}}}
+
+
+def get(port, path="/metrics"):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+        return answer.headers["Content-Type"], answer.read().decode()
+
+
+def test_a_scrape_has_the_coordinators_nodes():
+    with Coordinator(make_config(POOLS)) as coordinator, MetricsServer(coordinator.snapshot, 0, "127.0.0.1") as port:
+        kind, text = get(port)
+    assert kind.startswith("text/plain; version=0.0.4")
+    assert 'mux_node_busy{pool="rollout",node="r0"} 0\n' in text
+    families = text_string_to_metric_families(text)
+    assert {"mux_node_busy", "mux_node_queue_length"} <= {family.name for family in families}
+
+
+def test_a_coordinator_that_stopped_is_a_503():
+    def stopped():
+        raise Failure("the coordinator is not running")
+
+    with MetricsServer(stopped, 0, "127.0.0.1") as port, pytest.raises(urllib.error.HTTPError) as error:
+        get(port)
+    assert error.value.code == 503
+    assert b"not running" in error.value.read()
+
+
+def test_other_paths_say_where_the_metrics_are():
+    with MetricsServer(dict, 0, "127.0.0.1") as port, pytest.raises(urllib.error.HTTPError) as error:
+        get(port, "/")
+    assert (error.value.code, b"/metrics" in error.value.read()) == (404, True)
+
+
+@pytest.mark.parametrize("port", [-1, 70_000])
+def test_a_port_that_is_none_is_refused(port):
+    with pytest.raises(UserError, match="0 .* to 65535"):
+        MetricsServer(dict, port, "127.0.0.1")
+
+
+def test_a_port_in_use_is_refused():
+    with MetricsServer(dict, 0, "127.0.0.1") as port, pytest.raises(UserError, match="free port"):
+        MetricsServer(dict, port, "127.0.0.1")

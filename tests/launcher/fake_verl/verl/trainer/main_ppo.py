@@ -1,0 +1,55 @@
+"""Stands in for verl's trainer: takes its leases and writes its event log and its checkpoints, and trains nothing.
+
+`+steps=N`: how many. `+until=FILE`: it goes on until FILE is there, with no more than that. `+die_in=STEP`: kills itself while it
+holds that step's lease, unless it was resumed. `+refuse=true`: a key is wrong.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from verl_mux.coordinator.bus.connect import connect
+from verl_mux.profiling.eventlog import events
+from verl_mux.profiling.eventlog.log import EventLog
+
+given = dict(word.lstrip("+").split("=", 1) for word in sys.argv[1:] if "=" in word)
+given = {key: value.strip("'") for key, value in given.items()}
+
+
+def main() -> None:
+    if "refuse" in given:
+        print("verl-mux: unknown key mux.colour", file=sys.stderr)
+        sys.exit(2)
+    checkpoint = Path(given["trainer.default_local_dir"], "step")
+    first = int(checkpoint.read_text()) + 1 if checkpoint.exists() and given.get("trainer.resume_mode") == "auto" else 1
+    log = EventLog(given["mux.profile.dir"], role="trainer", job=given["mux.job"])
+    mux = connect(given["mux.coordinator"], given["mux.job"], {"rollout": ["r0"], "train": ["t0"]}, timeout=60.0)
+    with mux.phase("init"):
+        pass
+    step = first - 1
+    while step < int(given.get("steps", 10**9)) and not ("until" in given and os.path.exists(given["until"])):
+        step += 1
+        one_step(mux, log, step, dies=given.get("die_in") == str(step) and first == 1)
+        checkpoint.parent.mkdir(exist_ok=True)
+        checkpoint.with_suffix(".half").write_text(str(step))
+        checkpoint.with_suffix(".half").replace(checkpoint)
+    mux.close()
+    log.close()
+
+
+def one_step(mux, log: EventLog, step: int, dies: bool) -> None:
+    log.step = step
+    with log.span(events.STEP, {"reward": 1.0, "tokens": 1}):
+        for phase in ("rollout", "train"):
+            with mux.phase(phase, step=step) as lease, log.span(events.PHASE, {"phase": phase, "nodes": lease.nodes}):
+                if dies:
+                    os.kill(os.getpid(), signal.SIGKILL)
+    log.flush()
+    mux.report_step(step, {"reward": 1.0})
+
+
+print(json.dumps(given))
+if __name__ == "__main__":
+    main()

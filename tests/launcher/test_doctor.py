@@ -1,0 +1,135 @@
+"""`verl-mux doctor`: one line a check, the same as JSON, and an exit code that says whether the demo could run."""
+
+import json
+
+import pytest
+
+from verl_mux.errors import Failure
+from verl_mux.launcher import doctor
+from verl_mux.launcher.doctor import Check
+
+GOOD, NOTE, BAD = Check("one", True, "fine"), Check("two", None, "so so", "read this"), Check("three", False, "gone", "do that")
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """Let doctor find exactly these."""
+    return lambda *found: monkeypatch.setattr(doctor, "run_checks", lambda coordinator=None: iter(found))
+
+
+class TestReport:
+    def test_each_check_is_a_line_and_advice_follows_what_is_not_good(self, checks, capsys):
+        checks(GOOD, NOTE)
+        doctor.doctor()
+        assert capsys.readouterr().out.splitlines() == ["ok   one: fine", "note two: so so", "       read this"]
+
+    def test_something_bad_fails_by_name(self, checks, capsys):
+        checks(GOOD, BAD, NOTE)
+        with pytest.raises(Failure, match="the demo could not run here: three"):
+            doctor.doctor()
+        assert "bad  three: gone\n       do that" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(("found", "ok"), [((GOOD, NOTE), True), ((GOOD, BAD), False)])
+    def test_the_json_says_the_same(self, checks, capsys, found, ok):
+        checks(*found)
+        try:
+            doctor.doctor(as_json=True)
+        except Failure:
+            assert not ok
+        printed = json.loads(capsys.readouterr().out)
+        assert printed["ok"] is ok
+        assert printed["checks"][0] == {"name": "one", "ok": True, "found": "fine", "advice": ""}
+        assert [check["ok"] for check in printed["checks"]] == [check.ok for check in found]
+
+
+class TestChecks:
+    def test_a_package_that_is_not_installed_is_bad_and_how_to_get_it_is_said(self):
+        check = doctor._version("no-such-package", "1.2", "")
+        assert check.ok is False and "install no-such-package==1.2" in check.advice
+
+    def test_another_version_is_worth_a_note(self):
+        import psutil
+
+        found = psutil.__version__
+        assert doctor._version("psutil", found, "").ok is True
+        assert doctor._version("psutil", "0.1", "") == Check("psutil", None, found, "tested with 0.1; run tests/upstream")
+
+    def test_a_version_that_is_not_supported_is_bad_and_both_are_named(self):
+        import psutil
+
+        check = doctor._version("psutil", "0.1", "<0.2")
+        assert check.ok is False and check.found == f"{psutil.__version__} (supported: <0.2)" and "psutil<0.2" in check.advice
+
+    @pytest.mark.parametrize(("wanted", "ok"), [(0, True), (1 << 40, False)])
+    def test_space_is_measured_where_it_is_needed(self, tmp_path, wanted, ok):
+        check = doctor._space(str(tmp_path), wanted, "free some")
+        assert check.ok is ok and "GiB free" in check.found and check.advice == ("" if ok else "free some")
+
+    def test_a_folder_that_is_not_there_is_bad(self, tmp_path):
+        assert doctor._space(str(tmp_path / "none"), 0, "make it").ok is False
+
+    @pytest.mark.parametrize(("free", "ok"), [(64 << 30, True), (1 << 30, False)])
+    def test_host_memory(self, monkeypatch, free, ok):
+        from types import SimpleNamespace
+
+        import psutil
+
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+        assert doctor._host_memory().ok is ok
+
+    @pytest.mark.parametrize(("cores", "ok"), [({0}, None), ({0, 1}, True)])
+    def test_cores(self, monkeypatch, cores, ok):
+        monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid: cores)
+        assert doctor._cores().ok is ok
+
+    @pytest.mark.parametrize(
+        ("accelerator", "variable", "ok", "word"),
+        [(False, None, True, "CPU platform"), (True, "cpu", None, "on a machine with an accelerator")],
+    )
+    def test_the_platform_and_what_is_odd_about_it(self, monkeypatch, accelerator, variable, ok, word):
+        monkeypatch.setattr(doctor, "accelerator_present", lambda: accelerator)
+        monkeypatch.delenv("VERL_PLATFORM", raising=False)
+        if variable:
+            monkeypatch.setenv("VERL_PLATFORM", variable)
+        check = doctor._platform()
+        assert check.ok is ok and word in check.found
+
+    def test_a_host_whose_name_leads_nowhere(self, monkeypatch):
+        monkeypatch.setattr(doctor.socket, "gethostname", lambda: "no-such-host.invalid")
+        check = doctor._ports()
+        assert check.ok is False and "/etc/hosts" in check.advice
+
+    def test_a_coordinator_that_answers_and_one_that_does_not(self, monkeypatch):
+        from verl_mux.coordinator.config import make_config
+        from verl_mux.coordinator.server import Coordinator
+
+        served = Coordinator(make_config({"pools": {"rollout": {"nodes": [{"name": "r0"}]}}}))
+        served.start()
+        try:
+            assert doctor._coordinator(served.address).found == f"{served.address} answers, 0 jobs"
+        finally:
+            served.stop()
+        from verl_mux.coordinator import command
+
+        def silent(address, timeout):
+            raise Failure(f"{address} does not answer")
+
+        monkeypatch.setattr(command, "fetch_status", silent)
+        check = doctor._coordinator("tcp://127.0.0.1:1")
+        assert check.ok is False and "verl-mux coordinator" in check.advice
+
+
+def test_a_plugin_that_verl_did_not_load_is_found_through_the_command_line(python):
+    # verl itself says nothing about it: it would only not know our trainer modes.
+    result = python("-m", "verl_mux", "doctor", "--json", timeout=300, VERL_USE_EXTERNAL_PLUGINS="none")
+    printed = json.loads(result.stdout)
+    plugin = next(check for check in printed["checks"] if check["name"] == "plugin")
+    assert plugin["ok"] is False and "reinstall verl-mux" in plugin["advice"]
+    assert (printed["ok"], result.returncode) == (False, 1)
+    assert result.stderr.startswith("verl-mux: the demo could not run here: ") and "plugin" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_unknown_option_is_a_usage_error(python):
+    result = python("-m", "verl_mux", "doctor", "--jason")
+    assert result.returncode == 2 and "--jason" in result.stderr and "Traceback" not in result.stderr

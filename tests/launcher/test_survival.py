@@ -1,0 +1,199 @@
+"""`verl-mux run` as a person starts it: a real launcher, coordinator and job processes; only verl's trainer is a stand-in."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from verl_mux.coordinator.bus.members import carriers
+from verl_mux.launcher.marked_process import read_note
+
+ROOT = Path(__file__).parents[2]
+FAKE = Path(__file__).with_name("fake_verl")
+POOLS = {"rollout": {"nodes": [{"name": "r0"}]}, "train": {"nodes": [{"name": "t0"}]}}
+NODES = {"rollout": ["r0"], "train": ["t0"]}
+_LIMIT_S = 120.0
+
+
+class Runs:
+    """The folder of one test: its run file, and the launchers started on it."""
+
+    def __init__(self, path: Path) -> None:
+        self.file, self.out, self.go = path / "run.yaml", path / "out", path / "go"
+        self.started: list[subprocess.Popen] = []
+
+    def write(self, jobs: dict[str, dict], **keys) -> None:
+        specs = {name: {"nodes": NODES, **{"overrides": [], **spec}} for name, spec in jobs.items()}
+        environment = {"PYTHONPATH": f"{FAKE}:{ROOT}"}
+        given = {"dir": str(self.out), "coordinator": {"pools": POOLS}, "environment": environment, "jobs": specs, **keys}
+        self.file.write_text(yaml.safe_dump(given))
+
+    def start(self, *options: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "verl_mux", "run", str(self.file), *options]
+        self.started.append(subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=ROOT))
+        return self.started[-1]
+
+    def ends(self, process: subprocess.Popen) -> str:
+        """Its stderr."""
+        return process.communicate(timeout=_LIMIT_S)[1]
+
+    def summary(self) -> dict:
+        return json.loads((self.out / "summary.json").read_text())
+
+    def note(self, name: str):
+        return read_note(self.out / name)
+
+    def steps(self, job: str) -> list[int]:
+        lines = [line for path in (self.out / job / "events").rglob("*.jsonl") for line in path.read_text().splitlines()]
+        return sorted(e["step"] for line in lines if (e := json.loads(line))["event"] == "step")
+
+    def until(self, condition) -> None:
+        deadline = time.monotonic() + _LIMIT_S
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def until_step(self, job: str, step: int) -> None:
+        self.until(lambda: self.step(job) >= step)
+
+    def step(self, job: str) -> int:
+        checkpoint = self.out / job / "checkpoints" / "step"
+        return int(checkpoint.read_text()) if checkpoint.exists() else 0
+
+    def end_all(self) -> None:
+        for process in self.started:
+            process.kill()
+            process.communicate()
+        for note in self.out.glob("*/process.json"):
+            for member in carriers(read_note(note.parent).uid):
+                psutil.Process(member.pid).kill()
+
+
+@pytest.fixture
+def runs(tmp_path):
+    here = Runs(tmp_path)
+    yield here
+    here.end_all()
+
+
+def test_a_job_that_fails_ends_only_itself_and_is_told_at_the_end(runs):
+    runs.write(
+        {
+            "goes_on": {"overrides": [f"+until={runs.go}"]},
+            "refuses": {"overrides": ["+refuse=true"]},
+            "dies": {"overrides": ["+die_in=2"]},
+            "follows": {"after": ["refuses"]},
+            "then": {"after": ["follows"]},
+        }
+    )
+    launcher = runs.start()
+    runs.until(lambda: (runs.out / "refuses" / "exit_code").exists())
+    runs.until_step("dies", 1)
+    runs.until_step("goes_on", 4)  # two jobs take turns, so `dies` is dead by then, and its node was given on
+    runs.go.touch()
+    told = runs.ends(launcher)
+    assert launcher.returncode == 1
+    end = told.strip().splitlines()[-1]
+    assert "job refuses ended with exit code 2: unknown key mux.colour" in end
+    assert "job dies ended with SIGKILL" in end
+    assert "job follows was not started: it comes after refuses, which failed" in end
+    assert "job then was not started: it comes after follows, which failed" in end
+    assert runs.steps("goes_on") == list(range(1, runs.summary()["jobs"]["goes_on"]["steps"] + 1))
+    assert not carriers(runs.note("coordinator").uid)
+
+
+def test_where_all_that_failed_were_refused_it_is_the_users_mistake(runs):
+    runs.write({"refuses": {"overrides": ["+refuse=true"]}})
+    told = runs.ends(launcher := runs.start())
+    assert launcher.returncode == 2
+    assert told.strip().splitlines()[-1].startswith("verl-mux: job refuses ended with exit code 2: unknown key mux.colour")
+
+
+def test_after_kill_9_of_launcher_and_coordinator_a_second_run_sees_the_jobs_through(runs):
+    runs.write({"a": {"overrides": [f"+until={runs.go}"]}, "b": {"overrides": [f"+until={runs.go}"]}})
+    first = runs.start()
+    runs.until_step("a", 2)
+    first.kill()
+    first.wait()
+    notes = {name: runs.note(name) for name in ("coordinator", "a", "b")}
+    runs.until_step("b", runs.step("b") + 2)  # they go on without it
+    os.kill(notes["coordinator"].pid, signal.SIGKILL)
+    second = runs.start()
+    runs.until(lambda: runs.note("coordinator").pid not in (0, notes["coordinator"].pid))
+    runs.until_step("a", runs.step("a") + 3)
+    assert [runs.note(name) for name in ("a", "b")] == [notes["a"], notes["b"]]
+    runs.go.touch()
+    told = runs.ends(second)
+    assert second.returncode == 0, told
+    assert f"job a runs (pid {notes['a'].pid}" in told
+    for job in ("a", "b"):
+        assert runs.steps(job) == list(range(1, runs.summary()["jobs"][job]["steps"] + 1))
+
+
+def test_a_coordinator_that_is_killed_under_a_run_is_started_again(runs):
+    runs.write({"a": {"overrides": [f"+until={runs.go}"]}})
+    launcher = runs.start()
+    runs.until_step("a", 1)
+    killed = runs.note("coordinator").pid
+    os.kill(killed, signal.SIGKILL)
+    runs.until(lambda: runs.note("coordinator").pid not in (0, killed))
+    runs.until_step("a", runs.step("a") + 2)
+    runs.go.touch()
+    told = runs.ends(launcher)
+    assert launcher.returncode == 0 and "is started again" in told
+
+
+def test_an_interrupt_ends_everything_that_was_taken_up(runs):
+    runs.write({"a": {"overrides": [f"+until={runs.go}"]}})
+    first = runs.start()
+    runs.until_step("a", 1)
+    first.kill()
+    first.wait()
+    second = runs.start()
+    assert any("job a runs (pid" in line for line in second.stderr)
+    second.send_signal(signal.SIGINT)
+    runs.ends(second)
+    assert second.returncode == 130
+    assert not any(carriers(runs.note(name).uid) for name in ("a", "coordinator"))
+
+
+def test_two_launchers_do_not_watch_one_folder_and_another_file_is_not_taken_up(runs):
+    runs.write({"a": {"overrides": [f"+until={runs.go}"]}})
+    first = runs.start()
+    runs.until_step("a", 1)
+    assert "another `verl-mux run` watches the jobs" in runs.ends(second := runs.start())
+    assert second.returncode == 2
+    first.kill()
+    first.wait()
+    runs.write({"a": {"overrides": [f"+until={runs.go}"]}}, overrides=["+other=key"])
+    assert "were started with another overrides" in runs.ends(third := runs.start())
+    assert third.returncode == 2
+
+
+def test_a_killed_job_resumes_from_its_checkpoint_and_nothing_is_deleted(runs):
+    runs.write({"dies": {"overrides": ["+steps=5", "+die_in=4"]}, "ends": {"overrides": ["+steps=3"]}})
+    runs.ends(first := runs.start())
+    assert first.returncode == 1
+    before = runs.summary()
+    runs.ends(second := runs.start("--resume"))
+    assert second.returncode == 0
+    assert runs.steps("dies") == [1, 2, 3, 4, 5] and runs.steps("ends") == [1, 2, 3]
+    assert [runs.summary()["jobs"][name]["steps"] for name in ("dies", "ends")] == [5, 3]
+    (kept,) = (runs.out / "earlier").iterdir()
+    assert json.loads((kept / "summary.json").read_text()) == before
+
+    runs.write({"other": {"overrides": ["+steps=1"]}})
+    runs.ends(third := runs.start())
+    assert third.returncode == 0
+    (resumed,) = set((runs.out / "earlier").iterdir()) - {kept}
+    assert (resumed / "dies" / "checkpoints" / "step").read_text() == "5"
+    assert not (runs.out / "dies").exists() and runs.summary()["jobs"].keys() == {"other"}

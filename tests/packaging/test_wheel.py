@@ -1,0 +1,139 @@
+"""The wheel by itself, in a clean environment with what it declares: every command answers, and none with a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from verl_mux.cli import BENCHES, COMMANDS
+
+ROOT = Path(__file__).parents[2]
+EVERY_COMMAND = [[], *([name] for name in COMMANDS), ["bench"], *(["bench", name] for name in BENCHES)]
+NOBODY = "tcp://127.0.0.1:1"
+TRACE = "job,arrival_h,duration_h\na,0,1\nb,0.5,1\n"
+LENGTHS = "".join(
+    json.dumps({"id": name, "prompt": name, "epoch": epoch, "length": length}) + "\n"
+    for epoch in (0, 1)
+    for name, length in (("p", 3), ("q", 5))
+)
+
+# A line for each command: what is given, how it ends, and a part of what it says. {root} is the repository.
+TRIED = [
+    ("coordinator --config none.yaml", 2, "cannot read none.yaml"),
+    (f"status --address {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
+    (f"evict math --yes --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
+    (f"release rollout0 --yes --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
+    ("keys made/keys", 0, "keys in made/keys"),
+    ("plan {root}/examples/placement/jobs.yaml --json", 0, '"group"'),
+    ("simulate trace.csv --policies solo,ours --json", 0, '"usd_per_hour_mean"'),
+    ("simulate trace.csv --plot pictures", 2, "verl-mux simulate needs matplotlib: pip install 'verl-mux[plots]'"),
+    ("report .", 2, "verl-mux report needs polars: pip install 'verl-mux[report]'"),
+    ("doctor", 1, "bad  verl: not installed"),
+    ("run {root}/examples/demo.yaml --dir run", 2, "verl-mux run needs verl: uv pip install"),
+    ("bench mux --file {root}/examples/demo.yaml --dir run", 2, "verl-mux bench mux needs verl: uv pip install"),
+    ("bench leases --rounds 3 --json", 0, "median"),  # a coordinator in a process of its own, and two jobs' clients
+    ("bench load --jobs 2 --seconds 1 --idle 0 --outage 1 --json", 0, "{"),
+    ("bench hostile --frames 50 --messages 50 --seconds 1 --json", 0, "exits"),
+    ("bench forged --registrations 5 --json", 0, "{"),
+    ("bench chaos --schedules 0", 2, "schedules"),
+    ("bench scheduler --jobs 3 --decisions 2 --json", 0, "{"),
+    ("bench log --requests 2 --rounds 1 --json", 0, "{"),
+    ("bench report --events 1", 2, "verl-mux bench report needs polars: pip install 'verl-mux[report]'"),
+    ("bench rollout --file {root}/examples/long_tail.yaml --dir run", 2, "verl-mux bench rollout needs verl: uv pip install"),
+    ("bench migration --file {root}/examples/migration.yaml --dir run", 2, "verl-mux bench migration needs verl: uv pip install"),
+    ("bench predictor lengths.jsonl", 2, "verl-mux bench predictor needs scipy: pip install 'verl-mux[predictor]'"),
+]
+
+
+def _run(*command: object, cwd: Path, check: bool = True) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VERL_MUX"))}
+    given = [str(word) for word in command]
+    result = subprocess.run(given, capture_output=True, text=True, cwd=cwd, env=environment, timeout=180, check=False)
+    assert not check or result.returncode == 0, result.stderr
+    return result
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from a copy of the sources, so that nothing left over from an earlier build gets in."""
+    copy = tmp_path_factory.mktemp("sources")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    shutil.copytree(ROOT / "verl_mux", copy / "verl_mux", ignore=shutil.ignore_patterns("__pycache__"))
+    _run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "made", ".", cwd=copy)
+    (made,) = (copy / "made").iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def clean(wheel, tmp_path_factory) -> Path:
+    """The programs of a new environment that holds the wheel and what it declares."""
+    place = tmp_path_factory.mktemp("clean")
+    _run(sys.executable, "-m", "venv", place, cwd=place)
+    pip = [place / "bin" / "python", "-m", "pip"]
+    installed = _run(*pip, "install", "-q", "--no-compile", wheel, cwd=place, check=False)
+    if installed.returncode:
+        index = _run(*pip, "download", "-q", "--no-deps", "typer", cwd=place, check=False)
+        if index.returncode:
+            pytest.skip("no package index answers here")
+        pytest.fail(installed.stderr)
+    return place / "bin"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    (tmp_path / "trace.csv").write_text(TRACE)
+    (tmp_path / "lengths.jsonl").write_text(LENGTHS)
+    return tmp_path
+
+
+def test_it_holds_every_file_of_the_package(wheel):
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("verl_mux/")}
+    kept = (path for path in (ROOT / "verl_mux").rglob("*") if path.is_file() and path.suffix != ".pyc")
+    assert packed == {path.relative_to(ROOT).as_posix() for path in kept}
+    assert {path.rpartition(".")[2] for path in packed} >= {"yaml", "csv", "html", "js", "css", "typed"}
+
+
+def test_it_says_under_which_licence_it_comes(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_what_it_brings_is_light(clean):
+    size = (
+        "import sysconfig, pathlib; print(sum(p.stat().st_size for p in pathlib.Path(sysconfig.get_path('purelib')).rglob('*')))"
+    )
+    assert int(_run(clean / "python", "-c", size, cwd=clean).stdout) < 200 * 2**20
+    brought = {line.partition("==")[0].lower() for line in _run(clean / "pip", "freeze", cwd=clean).stdout.splitlines()}
+    assert not brought & {"torch", "ray", "verl", "sglang", "polars", "pandas", "scipy"}
+
+
+@pytest.mark.parametrize("command", EVERY_COMMAND, ids=" ".join)
+def test_every_command_helps(clean, folder, command):
+    result = _run(clean / "verl-mux", *command, "--help", cwd=folder)
+    assert "Usage: verl-mux" in result.stdout and "Traceback" not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(("line", "code", "says"), TRIED, ids=[line.partition(" -")[0] for line, _, _ in TRIED])
+def test_every_command_answers(clean, folder, line, code, says):
+    result = _run(clean / "verl-mux", *line.format(root=ROOT).split(), cwd=folder, check=False)
+    told = result.stdout + result.stderr
+    assert result.returncode == code and says in told and "Traceback" not in told, told
+
+
+def test_every_command_is_tried():
+    tried = {re.match(r"(bench )?\w+", line).group() for line, _, _ in TRIED}
+    assert tried == {*COMMANDS, *(f"bench {name}" for name in BENCHES)}
+
+
+def test_a_job_without_a_coordinator_gets_its_leases(clean, folder):
+    job = "import verl_mux\nwith verl_mux.phase('rollout') as lease: print(lease.phase, lease.step)"
+    assert _run(clean / "python", "-c", job, cwd=folder).stdout == "rollout 1\n"

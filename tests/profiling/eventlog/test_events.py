@@ -1,0 +1,78 @@
+"""The table of events: each name once, and the same in the documentation."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.profiling.eventlog import emitters
+from verl_mux.profiling.eventlog import events
+
+SEED_NAMES = (  # noqa: SIM905 (a list would fill a page)
+    "request_start pending_state_handling tool_creation_pending_state interaction_start_pending_state main_loop turn_start "
+    "turn_pre_process turn_engine_call turn_tool_parsing turn_post_process turn_end tool_execution tool_response_processing "
+    "tool_calling_state interaction_response interacting_state reward_calculation finalization async_rollout_request_complete "
+    "engine_generate_setup engine_async_generate_actual preprocessing_duration async_generate_duration sorting_duration "
+    "barrier_wait_duration broadcast_duration data_extraction_duration padding_duration concatenation_duration "
+    "batch_construction_duration cache_flush_duration final_construction_duration step_response_length_stats "
+    "total_step_duration engine_async_generate barrier async_rollout_with_monitoring_duration "
+    "aborted_request_with_cancelled_error aborted_request_with_cancelled_error_padding"
+).split()
+
+
+def test_all_names_of_the_seeds_logs_are_known():
+    assert {event.name for event in events.TABLE if event.origin == "sglang"} == set(SEED_NAMES)
+
+
+def test_a_name_stands_once_for_each_who_logs_it():
+    rows = [(event.name, event.level) for event in events.TABLE]
+    assert len(set(rows)) == len(rows)
+
+
+def test_every_constant_is_in_the_table():
+    constants = {value for name, value in vars(events).items() if name.isupper() and isinstance(value, str)}
+    assert constants <= events.NAMES
+
+
+def test_aliases_lead_to_names_and_hide_none():
+    assert set(events.ALIASES.values()) <= events.NAMES
+    assert not set(events.ALIASES) & events.NAMES
+
+
+def test_the_documentation_has_this_table():
+    documented = (Path(__file__).parents[3] / "docs" / "event_log.md").read_text()
+    assert events.table() in documented
+
+
+LEVELS = sorted({event.level for event in events.TABLE})
+
+
+def _keys(text: str) -> set[str]:
+    return set(re.findall(r"(\w+)(?: \([^)]*\))?(?:, |$)", text))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_table_says_exactly_which_events_we_write(level):
+    written = emitters.written(level)
+    marked = {event.name: event.written for event in events.TABLE if event.level == level}
+    assert marked == {name: name in written for name in marked}
+
+
+def test_whatever_we_write_is_in_the_table_for_those_who_write_it():
+    of_coordinator = {event.name for event in events.TABLE if event.level == "coordinator"}
+    assert set(emitters.written("coordinator")) <= of_coordinator
+    assert set(emitters.written("request")) <= {event.name for event in events.TABLE if event.level != "coordinator"}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_table_says_exactly_which_keys_we_write(level):
+    written = emitters.written(level)
+    for event in events.TABLE:
+        if event.level == level and event.written:
+            assert (event.name, _keys(event.extra) - written[event.name]) == (event.name, set())
+            assert (event.name, _keys(event.unwritten) & written[event.name]) == (event.name, set())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_emitters_take_the_names_from_the_table(level):
+    assert emitters.bare_names(level) == []

@@ -1,0 +1,45 @@
+"""Who is launched first, from lengths learnt on the way."""
+
+from __future__ import annotations
+
+from verl_mux.rollout.control.launch_order import LaunchOrder, prompt_of
+from verl_mux.rollout.lengths.predictor import make_predictor
+from verl_mux.rollout.lengths.rows import Prompt
+
+PROMPTS = [Prompt(str(i), f"task {i}") for i in range(4)]
+UIDS = [f"u{i}" for i in range(4)]
+LENGTHS = {"u0": [50, 60], "u1": [10, 12], "u2": [400], "u3": [90]}
+
+
+def learnt(order: str) -> LaunchOrder:
+    it = LaunchOrder(order, make_predictor("history_mean"))
+    it.place(UIDS, PROMPTS)
+    it.observe(LENGTHS, epoch=0)
+    if it._fit is not None:
+        it._fit.join()
+    return it
+
+
+def test_before_anything_is_known_the_order_is_that_of_the_data():
+    it = LaunchOrder("ljf", make_predictor("default"))
+    assert it.place(UIDS, PROMPTS).tolist() == [0, 1, 2, 3]
+
+
+def test_longest_and_shortest_first():
+    again = [f"v{i}" for i in range(4)]
+    assert learnt("ljf").place(again, PROMPTS).tolist() == [2, 3, 0, 1]
+    assert learnt("sjf").place(again, PROMPTS).tolist() == [1, 0, 3, 2]
+    assert learnt("fifo").place(again, PROMPTS).tolist() == [0, 1, 2, 3]
+
+
+def test_lengths_of_prompts_it_never_placed_are_ignored():
+    it = LaunchOrder("sjf", make_predictor("history_mean"))
+    it.observe({"stranger": [5]}, epoch=0)
+    assert it._fit is None
+    assert it.place(UIDS, PROMPTS).tolist() == [0, 1, 2, 3]
+
+
+def test_a_prompt_is_known_by_its_index_and_by_its_text_where_there_is_none():
+    row = {"raw_prompt": [{"role": "user", "content": "2+2"}], "index": 7}
+    assert prompt_of(row) == Prompt("7", "2+2")
+    assert prompt_of({**row, "index": None}) == Prompt("2+2", "2+2")

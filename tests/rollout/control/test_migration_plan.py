@@ -1,0 +1,88 @@
+"""When the tail is gathered on few replicas, and what moves where."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.exploring import examples
+from verl_mux.rollout.control.migration_plan import EngineSpeed, Migration, MigrationPolicy, Replica, Request, Stay, plan
+
+SPEED = EngineSpeed(prefill=10_000, step_s=0.01, step_per_request_s=0.0005)
+POLICY = MigrationPolicy()
+ALL = frozenset(f"node-{name}" for name in "abcde")
+
+
+def replica(name: str, *remaining: int, context: int = 500, max_requests: int = 64, max_tokens: int = 10**6) -> Replica:
+    requests = tuple(Request(f"{name}{i}", context, r) for i, r in enumerate(remaining))
+    return Replica(name, (f"node-{name}",), requests, max_requests, max_tokens)
+
+
+def test_nothing_moves_when_no_job_waits():
+    assert plan([replica("a", 9), replica("b", 9)], 99, 100, (), SPEED, POLICY) == Stay("no other job waits for the nodes")
+
+
+def test_nothing_moves_before_the_threshold():
+    assert "below the threshold" in plan([replica("a", 9), replica("b", 9)], 79, 100, ALL, SPEED, POLICY).reason
+
+
+def test_the_emptiest_replicas_give_their_tail_to_the_fullest():
+    got = plan([replica("a", 2000), replica("b", 3000, 2500), replica("c", 1500)], 96, 100, ALL, SPEED, POLICY)
+    assert isinstance(got, Migration)
+    assert got.kept == ("b",)
+    assert got.freed == ("c", "a")
+    assert [move.source for move in got.moves] == ["c", "a"]
+    assert {move.target for move in got.moves} == {"b"}
+    assert got.reprefill_tokens == 1000
+    assert got.gain_s > 25
+
+
+def test_nothing_moves_where_prefilling_again_costs_more_than_it_frees():
+    got = plan([replica("a", 100, context=60_000), replica("b", 200)], 98, 100, ALL, SPEED, POLICY)
+    assert "moving 60000 tokens" in got.reason
+
+
+def test_nothing_moves_where_the_tail_would_end_much_later():
+    slow = EngineSpeed(prefill=10_000, step_s=0.01, step_per_request_s=0.01)
+    got = plan([replica("a", *[1000] * 3), replica("b", *[1100] * 3)], 94, 100, ALL, slow, POLICY)
+    assert isinstance(got, Stay)
+
+
+def test_nothing_moves_where_it_does_not_fit():
+    got = plan([replica("a", 900), replica("b", 1000, max_requests=1)], 98, 100, ALL, SPEED, POLICY)
+    assert "cannot hold" in got.reason
+
+
+def test_an_idle_replica_is_freed_without_moving_anything():
+    got = plan([replica("a", 900), replica("b")], 99, 100, ALL, SPEED, POLICY)
+    assert (got.moves, got.freed, got.kept) == ((), ("b",), ("a",))
+
+
+def test_only_nodes_that_somebody_waits_for_are_freed():
+    got = plan([replica("a", 2000), replica("b", 3000)], 98, 100, {"node-b"}, SPEED, POLICY)
+    assert (got.freed, got.kept) == (("b",), ("a",))
+
+
+def test_the_last_replica_stays():
+    assert "one replica" in plan([replica("a", 900)], 99, 100, ALL, SPEED, POLICY).reason
+
+
+@settings(max_examples=examples(100))
+@given(st.lists(st.lists(st.integers(1, 5000), max_size=6), min_size=1, max_size=5), st.integers(100, 10_000))
+def test_every_request_moves_at_most_once_and_none_is_lost(tails, capacity):
+    replicas = [replica(chr(97 + i), *tail, max_tokens=capacity) for i, tail in enumerate(tails)]
+    got = plan(replicas, 95, 100, ALL, SPEED, POLICY)
+    if isinstance(got, Stay):
+        return
+    holders = {request.id: r.id for r in replicas for request in r.requests}
+    after = holders | {move.request: move.target for move in got.moves}
+    assert len({move.request for move in got.moves}) == len(got.moves)
+    assert all(holders[move.request] == move.source for move in got.moves)
+    assert set(after.values()) <= set(got.kept)
+    assert not set(got.kept) & set(got.freed)
+    for r in replicas:
+        held = [q for other in replicas for q in other.requests if after[q.id] == r.id]
+        arrived = {q.id for q in held} - {q.id for q in r.requests}
+        assert not arrived or sum(q.context + q.remaining for q in held) <= capacity
+    assert got.gain_s >= POLICY.min_gain_s
+    assert got.tail_s <= 1.25 * got.tail_before_s

@@ -1,0 +1,210 @@
+"""The trainer's side of rollout control, over two simulated workers in virtual time. Ray is played by the simulation."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from verl_mux.profiling.eventlog.log import NULL_LOG
+from verl_mux.rollout.control import rollout_control as module
+from verl_mux.rollout.control.oversampling import Oversampler, OversamplingPolicy
+from verl_mux.rollout.control.rollout_control import RolloutControl
+from verl_mux.rollout.control.segment_steps import SegmentSteps
+from verl_mux.rollout.control.segments import SegmentLimits
+from verl_mux.rollout.messages import Report
+
+SAMPLES = 2
+
+
+class Rows:
+    """Enough of a batch: its uids, and rows by index."""
+
+    def __init__(self, uids):
+        self.uids = list(uids)
+
+    def __getitem__(self, key):
+        return np.array(self.uids, dtype=object) if key == "uid" else Rows([self.uids[i] for i in key])
+
+
+class Reference:
+    def __init__(self, worker) -> None:
+        self.worker = worker
+
+
+class Worker:
+    """Runs every sample a token at a time, `length(uid)` tokens each, until it has something to report."""
+
+    def __init__(self, length) -> None:
+        self.length, self.version = length, 0
+        self.running, self.start, self.tokens, self.queue = {}, {}, {}, []
+        self.reports = SimpleNamespace(remote=lambda timeout: Reference(self))
+
+    def take_reports(self):
+        while not self.queue and self.running:
+            for key, plan in list(self.running.items()):
+                self._token(key, plan)
+        taken, self.queue = self.queue, []
+        return taken
+
+    def _token(self, key, plan):
+        self.tokens[key] += 1
+        if self.tokens[key] >= self.length(key[0]):
+            self._say("done", key, "eos")
+        elif self.tokens[key] == plan.longest:
+            self._say("done", key, "length")
+        elif plan.budget == self.tokens[key] - self.start[key]:
+            self._say("paused", key, "length")
+
+    def launch(self, plan):
+        key = (plan.group, plan.sample)
+        self.running[key] = plan
+        self.start[key] = self.tokens[key] = 0 if plan.restart else plan.kept
+
+    def cut(self, key):
+        if key in self.running:
+            self._say("paused", key, "abort")
+
+    def _say(self, kind, key, why):
+        del self.running[key]
+        self.queue.append(Report(kind, *key, self.tokens[key] - self.start[key], self.tokens[key], self.version, why))
+
+
+class Ray:
+    """The two calls that the control makes; whoever has something to do answers first."""
+
+    @staticmethod
+    def wait(references, num_returns):
+        return [next((r for r in references if r.worker.queue or r.worker.running), references[0])], []
+
+    @staticmethod
+    def get(references):
+        return [reference.worker.take_reports() for reference in references]
+
+
+class Manager:
+    """MuxAgentLoopManager's face over simulated workers."""
+
+    def __init__(self, length) -> None:
+        self.agent_loop_workers = [Worker(length), Worker(length)]
+        self.worker_of, self.launched, self.forgotten, self.dropped = {}, [], [], []
+
+    def knows(self, group):
+        return group in self.worker_of
+
+    def launch(self, launches, batch=None, calls=None):
+        for at, uid in enumerate(batch["uid"] if batch is not None else ()):
+            self.worker_of[uid] = self.agent_loop_workers[at % 2]
+        for launch in launches:
+            self.launched.append(launch)
+            self.worker_of[launch.group].launch(launch)
+
+    def cut(self, samples):
+        for sample in samples:
+            self.worker_of[sample[0]].cut(sample)
+
+    def forget(self, groups):
+        self.forgotten += groups
+
+    def drop(self, groups):
+        self.dropped += groups
+
+    def saved_calls(self, groups):
+        return {}
+
+
+class Job:
+    """Steps of a job with `machine`."""
+
+    def __init__(self, machine, length, restart=False, longest=None, manager=None) -> None:
+        self.manager, self.drawn, self.cleared, self.step_number = manager or Manager(length), 0, set(), 0
+        self.control = RolloutControl(
+            machine, self.manager, draw=self._draw, submit=self._submit, clear=self.cleared.update,
+            on_progress=lambda done, total: None, log=NULL_LOG, restart=restart, longest=longest,
+        )  # fmt: skip
+
+    def _draw(self, count):
+        uids = [f"g{self.drawn + i}" for i in range(count)]
+        self.drawn += count
+        return Rows(uids)
+
+    def _submit(self, batch, launches):
+        self.manager.launch(launches, batch)
+
+    def step(self, wanted):
+        self.step_number += 1
+        for worker in self.manager.agent_loop_workers:
+            worker.version = self.step_number
+        self.control.begin(self.step_number, wanted)
+        return self.control.run()
+
+
+@pytest.fixture(autouse=True)
+def simulated_ray(monkeypatch):
+    monkeypatch.setattr(module, "ray", Ray)
+
+
+def length(uid):
+    return 40 if int(uid[1:]) % 4 == 0 else 8
+
+
+def test_over_sampling_trains_the_first_to_end_and_requeues_the_rest():
+    job = Job(Oversampler(OversamplingPolicy(rate=0.5), SAMPLES), length)
+    groups = job.step(4)
+    assert sorted(groups) == ["g1", "g2", "g3", "g5"]
+    job.manager.launched.clear()
+    job.step(4)
+    assert {plan.group for plan in job.manager.launched[:4]} == {"g0", "g4"}
+    assert all(plan.kept > 0 for plan in job.manager.launched[:4])
+    assert job.manager.launched[0].priority > job.manager.launched[-1].priority
+    assert job.manager.forgotten[:4] == groups
+
+
+def test_restart_says_so_to_the_workers():
+    job = Job(Oversampler(OversamplingPolicy(rate=0.5, tokens="restart"), SAMPLES), length, restart=True)
+    job.step(4)
+    job.manager.launched.clear()
+    job.step(4)
+    left_over = [plan for plan in job.manager.launched if plan.group in ("g0", "g4")]
+    assert all(plan.restart and plan.kept == 0 and plan.step == 2 for plan in left_over)
+    assert not any(plan.restart for plan in job.manager.launched if plan.group not in ("g0", "g4"))
+
+
+def test_drop_gives_the_rest_up():
+    job = Job(Oversampler(OversamplingPolicy(rate=0.5, leftover="drop"), SAMPLES), length)
+    job.step(4)
+    assert sorted(job.manager.dropped) == ["g0", "g4"] == sorted(job.cleared)
+
+
+def test_segments_go_on_in_later_steps():
+    limits = SegmentLimits(10, 4, 40)
+    job = Job(SegmentSteps(limits, SAMPLES), length, longest=limits.longest)
+    trained = [group for _ in range(6) for group in job.step(4)]
+    assert len(trained) == 24 and len(set(trained)) == 24
+    assert all(plan.budget == 10 and plan.longest == 40 for plan in job.manager.launched)
+
+
+@pytest.mark.parametrize("kind", ["oversample", "segments"])
+def test_a_checkpoint_brings_the_left_over_groups_back_first(kind):
+    limits = SegmentLimits(10, 4, 40)
+
+    def machine(saved=None):
+        if kind == "oversample":
+            policy = OversamplingPolicy(rate=0.5)
+            return Oversampler.from_dict(policy, SAMPLES, saved) if saved else Oversampler(policy, SAMPLES)
+        return SegmentSteps.from_dict(limits, SAMPLES, saved) if saved else SegmentSteps(limits, SAMPLES)
+
+    job = Job(machine(), length, longest=40 if kind == "segments" else None)
+    job.step(4)
+    waiting = [f"g{i}" for i in range(job.drawn) if f"g{i}" not in job.manager.forgotten]
+    calls = {g: {str(s): [{"token_ids": [1] * 3}] for s in range(SAMPLES)} for g in waiting}
+    saved = json.loads(json.dumps({**job.control.to_dict(waiting), "calls": calls}))
+    later = Job(machine(saved["machine"]), length, longest=40 if kind == "segments" else None)
+    later.drawn = job.drawn
+    later.control.restore(Rows(waiting), {g: {int(s): c for s, c in its.items()} for g, its in saved["calls"].items()})
+    later.step(4)
+    order = list(dict.fromkeys(plan.group for plan in later.manager.launched))
+    back = [group for group in order if group in waiting]
+    assert back and order[: len(back)] == back

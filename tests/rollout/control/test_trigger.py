@@ -1,0 +1,80 @@
+"""When a streaming trainer trains."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from verl_mux.coordinator.bus.messages import LearnerStateUpdate
+from verl_mux.rollout.control.trigger import EntropyFeedback, Mood, Train, TrainingTrigger, TriggerPolicy, Wait
+
+NO_FEEDBACK = EntropyFeedback()
+FEEDBACK = EntropyFeedback(enable=True, high=2.0, low=0.5, margin=0.2, n_min_bounds=(6, 100), t_max_s_bounds=(1.0, 15.0))
+
+
+def trigger(n_min: int = 8, t_max_s: float = 10.0, feedback: EntropyFeedback = NO_FEEDBACK) -> TrainingTrigger:
+    return TrainingTrigger(TriggerPolicy(enable=True, n_min=n_min, t_max_s=t_max_s, entropy=feedback), now=0.0)
+
+
+def test_trains_when_enough_groups_are_ready():
+    it = trigger()
+    it.ready(7)
+    assert it.decide(1.0) == Wait(10.0)
+    it.ready(9)
+    assert it.decide(2.0) == Train(9, "enough")
+    assert it.decide(2.0) == Wait(None)
+
+
+def test_trains_on_one_group_when_it_waited_long_enough():
+    it = trigger()
+    it.ready(1)
+    assert it.decide(9.9) == Wait(10.0)
+    assert it.decide(10.0) == Train(1, "waited")
+
+
+def test_never_trains_on_nothing_and_takes_the_first_group_after_a_long_wait_at_once():
+    it = trigger()
+    assert it.decide(100.0) == Wait(None)
+    it.ready(1)
+    assert it.decide(100.0) == Train(1, "waited")
+
+
+def test_the_wait_starts_anew_with_each_training():
+    it = trigger()
+    it.ready(8)
+    it.decide(5.0)
+    it.ready(1)
+    assert it.decide(14.0) == Wait(15.0)
+
+
+def test_without_feedback_entropy_changes_nothing():
+    it = trigger()
+    it.learner_state(LearnerStateUpdate(entropy=9.0, policy_version=1))
+    assert (it.n_min, it.t_max_s, it.mood) == (8, 10.0, Mood.STEADY)
+
+
+@pytest.mark.parametrize(
+    ("entropy", "n_min", "t_max_s"), [(2.5, 6, 5.0), (1.0, 8, 10.0), (0.3, 16, 15.0)], ids=["high", "steady", "low"]
+)
+def test_high_entropy_lowers_both_thresholds_and_low_raises_them_within_bounds(entropy, n_min, t_max_s):
+    it = trigger(feedback=FEEDBACK)
+    it.learner_state(LearnerStateUpdate(entropy=entropy, policy_version=1))
+    assert (it.n_min, it.t_max_s) == (n_min, t_max_s)
+
+
+def test_a_mood_is_left_only_beyond_the_margin():
+    it = trigger(feedback=FEEDBACK)
+    moods = []
+    for version, entropy in enumerate([2.0, 1.9, 1.95, 1.79, 1.9, 0.5, 0.6, 0.69, 0.71]):
+        it.learner_state(LearnerStateUpdate(entropy=entropy, policy_version=version))
+        moods.append(it.mood.name[0])
+    assert "".join(moods) == "EEESSCCCS"
+
+
+def test_late_news_and_no_number_are_ignored():
+    it = trigger(feedback=FEEDBACK)
+    it.learner_state(LearnerStateUpdate(entropy=2.5, policy_version=5))
+    it.learner_state(LearnerStateUpdate(entropy=0.1, policy_version=4))
+    it.learner_state(LearnerStateUpdate(entropy=math.nan, policy_version=6))
+    assert it.mood is Mood.EXPLORING

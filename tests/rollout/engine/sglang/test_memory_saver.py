@@ -1,0 +1,67 @@
+"""SGLang's adapter interface over the CPU saver: what the server reads after each sleep and wake."""
+
+import os
+
+import pytest
+import torch
+
+from verl_mux.memory.cpu_saver import CpuMemorySaver
+from verl_mux.memory.tag_report import DIRECTORY_VARIABLE, mapped_bytes
+from verl_mux.rollout.engine.sglang import memory_saver as sglang_adapter
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU adapter is for machines without CUDA")
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(sglang_adapter, "_mapped", {})
+    monkeypatch.setattr(sglang_adapter, "cpu_memory_saver", CpuMemorySaver())
+    return tmp_path
+
+
+def test_the_report_follows_what_is_mapped(directory):
+    adapter = sglang_adapter.MeteredCpu()
+    with adapter.region("weights"):
+        weights = torch.ones(4096)
+    with adapter.region("kv_cache"):
+        first = torch.ones(4096)
+    with adapter.region("kv_cache"):
+        second = torch.ones(4096)
+    both = {"weights": weights.nbytes, "kv_cache": first.nbytes + second.nbytes}
+    assert mapped_bytes(directory) == both
+    adapter.pause("kv_cache")
+    assert mapped_bytes(directory) == {**both, "kv_cache": 0}
+    adapter.pause("weights")
+    assert mapped_bytes(directory) == {"weights": 0, "kv_cache": 0}
+    adapter.resume("weights")
+    adapter.resume("kv_cache")
+    assert mapped_bytes(directory) == both and [path.name for path in directory.iterdir()] == [f"{os.getpid()}.json"]
+
+
+def test_memory_that_cannot_be_given_back_is_reported_as_mapped(directory):
+    adapter = sglang_adapter.MeteredCpu()
+    shared = torch.ones(4096).share_memory_()
+    sglang_adapter.cpu_memory_saver.track("weights", [shared])
+    adapter.pause("weights")
+    assert mapped_bytes(directory) == {"weights": shared.nbytes}
+
+
+def test_an_engine_without_memory_saver_keeps_sglangs_own_adapter():
+    own = object()
+    assert sglang_adapter.create_adapter(lambda enable: own, False) is own
+    assert sglang_adapter.create_adapter(lambda enable: own, enable=False) is own
+
+
+@needs_no_gpu
+def test_without_cuda_the_adapter_is_ours_and_sglangs_is_not_made():
+    def original(enable):
+        raise AssertionError("torch_memory_saver needs libcuda")
+
+    assert isinstance(sglang_adapter.create_adapter(original, enable=True), sglang_adapter.MeteredCpu)
+    assert isinstance(sglang_adapter.create_adapter(original, True), sglang_adapter.MeteredCpu)
+
+
+def test_it_has_every_method_of_sglangs_adapter():
+    names = {"check_validity", "configure_subprocess", "region", "cuda_graph", "disable", "pause", "resume", "enabled"}
+    assert names <= set(dir(sglang_adapter.MeteredCpu))

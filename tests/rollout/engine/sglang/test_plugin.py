@@ -1,0 +1,77 @@
+"""SGLang calls our two entry points in every process that imports it: most of them are not ours."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from verl_mux.platform import choose
+from verl_mux.rollout.engine.sglang import kernel_placeholders
+from verl_mux.rollout.engine.sglang import plugin as sglang_plugin
+
+SAVER = "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create"
+GATE = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+
+
+@pytest.fixture
+def hooks(monkeypatch) -> list[tuple[str, str]]:
+    """(target, kind) of what is registered with a stand-in of SGLang's registry."""
+    registered = []
+    module = ModuleType("sglang.srt.plugins.hook_registry")
+    module.HookRegistry = SimpleNamespace(register=lambda target, hook, kind: registered.append((target, kind)))
+    module.HookType = SimpleNamespace(AROUND="around", BEFORE="before", AFTER="after", REPLACE="replace")
+    for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in (sglang_plugin.ENGINE_MARK, sglang_plugin.SEEDED_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    return registered
+
+
+@pytest.fixture
+def in_a_child(monkeypatch):
+    monkeypatch.setattr(sglang_plugin.multiprocessing, "parent_process", object)
+
+
+@pytest.mark.parametrize("mark", [None, "", "0", "true"])
+def test_in_an_engine_that_is_not_ours_nothing_is_hooked(hooks, in_a_child, monkeypatch, mark):
+    if mark is not None:
+        monkeypatch.setenv(sglang_plugin.ENGINE_MARK, mark)
+    monkeypatch.setenv(sglang_plugin.SEEDED_VARIABLE, "1")
+    sglang_plugin.register()
+    assert hooks == []
+
+
+def test_the_process_of_our_server_hooks_the_memory_saver_alone(hooks, monkeypatch):
+    monkeypatch.setenv(sglang_plugin.ENGINE_MARK, "1")
+    sglang_plugin.register()
+    assert hooks == [(SAVER, "around")]
+
+
+def test_a_scheduler_process_waits_at_the_gate_too(hooks, in_a_child, monkeypatch):
+    monkeypatch.setenv(sglang_plugin.ENGINE_MARK, "1")
+    sglang_plugin.register()
+    assert hooks == [(SAVER, "around"), (GATE, "before")]
+
+
+def test_the_sampler_is_replaced_on_request_only(hooks, in_a_child, monkeypatch):
+    monkeypatch.setenv(sglang_plugin.ENGINE_MARK, "1")
+    monkeypatch.setenv(sglang_plugin.SEEDED_VARIABLE, "1")
+    sglang_plugin.register()
+    assert hooks[2:] == [
+        ("sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", "after"),
+        ("sglang.srt.layers.sampler.sampling_from_probs_torch", "replace"),
+    ]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_kernel_placeholders_come_with_the_cpu_platform_alone(monkeypatch, wanted):
+    calls = []
+    monkeypatch.setattr(kernel_placeholders, "install", lambda: calls.append(1))
+    monkeypatch.setattr(choose, "_DEVICE_FILES", ("/no/such/device",))
+    monkeypatch.setattr(sys, "argv", ["launch_server"])
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    if wanted:
+        monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    sglang_plugin.activate()
+    assert calls == [1] * wanted

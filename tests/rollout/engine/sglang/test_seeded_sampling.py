@@ -1,0 +1,144 @@
+"""Seeded sampling draws from the probabilities it is given, and from nothing else than (seed, position, token)."""
+
+import math
+from types import SimpleNamespace
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from tests.exploring import examples
+from verl_mux.rollout.engine.sglang import seeded_sampling
+from verl_mux.rollout.engine.sglang.seeded_sampling import add_seeds, gumbel, sample
+
+# Upper 0.1 % points of chi-square, from any table: with fixed seeds these tests cannot flicker.
+CHI_SQUARE = {1: 10.83, 3: 16.27, 7: 24.32, 15: 37.70, 63: 103.44}
+
+
+def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    expected = probabilities * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def draw(probabilities: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return sample(probabilities.expand(len(seeds), -1), seeds, positions)
+
+
+def numbers(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+class TestDistribution:
+    @pytest.mark.parametrize("weights", [[1, 1], [1, 2, 3, 4], [5, 1, 1, 1, 1, 1, 1, 9], list(range(1, 17))])
+    @pytest.mark.parametrize("across", ["positions", "seeds"])
+    def test_tokens_come_as_often_as_their_probability_says(self, weights, across):
+        probabilities = torch.tensor(weights, dtype=torch.float32) / sum(weights)
+        many, one = torch.arange(20_000), torch.full((20_000,), 7)
+        tokens = draw(probabilities, *((one, many) if across == "positions" else (many, one)))
+        counts = torch.bincount(tokens.long(), minlength=len(weights)).double()
+        assert chi_square(counts, probabilities.double()) < CHI_SQUARE[len(weights) - 1]
+
+    def test_successive_tokens_are_independent(self):
+        probabilities = torch.full((8,), 1 / 8)
+        tokens = draw(probabilities, torch.full((40_001,), 11), torch.arange(40_001)).long()
+        pairs = torch.bincount(tokens[:-1] * 8 + tokens[1:], minlength=64).double()
+        assert chi_square(pairs, torch.full((64,), 1 / 64)) < CHI_SQUARE[63]
+
+    def test_neighbouring_seeds_are_independent(self):
+        probabilities = torch.full((8,), 1 / 8)
+        positions = torch.arange(40_000)
+        first, second = (draw(probabilities, torch.full((40_000,), seed), positions).long() for seed in (100, 101))
+        pairs = torch.bincount(first * 8 + second, minlength=64).double()
+        assert chi_square(pairs, torch.full((64,), 1 / 64)) < CHI_SQUARE[63]
+
+    def test_a_token_without_probability_is_never_drawn(self):
+        probabilities = torch.tensor([0.0, 0.5, 0.0, 0.5])
+        assert set(draw(probabilities, torch.arange(5000), torch.zeros(5000)).tolist()) == {1, 3}
+
+    def test_a_certain_token_is_always_drawn(self):
+        assert set(draw(torch.tensor([0.0, 0.0, 1.0]), torch.arange(500), torch.zeros(500)).tolist()) == {2}
+
+    def test_the_noise_is_gumbels(self):
+        noise = gumbel(numbers(5), numbers(0), 200_000).flatten()
+        assert noise.isfinite().all()
+        assert noise.mean() == pytest.approx(0.57722, abs=0.01)
+        assert noise.var() == pytest.approx(torch.pi**2 / 6, abs=0.03)
+
+
+MASK = (1 << 64) - 1
+
+
+def splitmix64(x: int) -> int:
+    """As published (Steele, Lea and Flood 2014), in Python's own integers."""
+    x = (x + 0x9E3779B97F4A7C15) & MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+@pytest.mark.parametrize(("seed", "position"), [(0, 0), (1, 0), (2**31 - 1, 131_072), (987654321, 77)])
+def test_the_hash_under_the_noise_is_splitmix64(seed, position):
+    row = splitmix64((seed * 0xBF58476D1CE4E5B9 + position) & MASK)
+    cells = [splitmix64((row + token * 0x9E3779B97F4A7C15) & MASK) for token in range(64)]
+    uniform = [((cell >> 11) + 0.5) * 2.0**-53 for cell in cells]
+    expected = [-math.log(-math.log(u)) for u in uniform]
+    assert gumbel(numbers(seed), numbers(position), 64)[0].tolist() == pytest.approx(expected, rel=1e-12)
+
+
+class TestWhatATokenDependsOn:
+    @settings(max_examples=examples(50))
+    @given(data=st.data(), size=st.integers(1, 12))
+    def test_a_request_gets_the_same_token_in_any_company_and_place(self, data, size):
+        generator = torch.Generator().manual_seed(size)
+        probabilities = torch.rand(size, 50, generator=generator).softmax(dim=1)
+        seeds = numbers(*data.draw(st.lists(st.integers(0, 2**31 - 1), min_size=size, max_size=size)))
+        positions = numbers(*data.draw(st.lists(st.integers(0, 10_000), min_size=size, max_size=size)))
+        together = sample(probabilities, seeds, positions)
+        order = torch.tensor(data.draw(st.permutations(range(size))))
+        assert sample(probabilities[order], seeds[order], positions[order]).equal(together[order])
+        alone = [sample(probabilities[i : i + 1], seeds[i : i + 1], positions[i : i + 1]) for i in range(size)]
+        assert torch.cat(alone).equal(together)
+
+    def test_other_seeds_and_other_positions_give_other_tokens(self):
+        probabilities = torch.full((1, 1000), 1 / 1000)
+        tokens = {(s, p): int(sample(probabilities, numbers(s), numbers(p))) for s in range(20) for p in range(20)}
+        assert len(set(tokens.values())) > 300  # of 400 draws among 1000; about 330 are expected
+        assert tokens[3, 4] != tokens[4, 3]
+
+    def test_positions_may_be_of_any_integer_type(self):
+        probabilities = torch.full((1, 100), 1 / 100)
+        assert sample(probabilities, numbers(9), torch.tensor([5], dtype=torch.int32)).equal(
+            sample(probabilities, numbers(9), numbers(5))
+        )
+
+    def test_the_tokens_of_a_seed_are_the_same_in_every_version(self):
+        # Written down once: a change here changes every run that is meant to be repeated.
+        probabilities = torch.full((4, 32000), 1 / 32000)
+        tokens = sample(probabilities, numbers(0, 1, 2**31 - 1, 42), numbers(0, 1, 100, 4096))
+        assert tokens.tolist() == [22783, 27362, 31565, 18072]
+
+    def test_without_seeds_it_is_torchs_own_sampling(self):
+        probabilities = torch.rand(6, 30).softmax(dim=1)
+        torch.manual_seed(4)
+        tokens = sample(probabilities)
+        torch.manual_seed(4)
+        assert tokens.equal(torch.multinomial(probabilities, 1).view(-1).to(torch.int32))
+
+    def test_shape_and_type_are_what_the_sampler_expects(self):
+        tokens = sample(torch.rand(3, 7), numbers(1, 2, 3), numbers(0, 0, 0))
+        assert (tokens.shape, tokens.dtype) == ((3,), torch.int32)
+
+
+class TestHooks:
+    def test_each_request_brings_its_seed_into_the_batch(self):
+        requests = [SimpleNamespace(sampling_params=SimpleNamespace(sampling_seed=s)) for s in (5, None, 2**31 - 1)]
+        info, batch = SimpleNamespace(), SimpleNamespace(reqs=requests, device="cpu")
+        assert add_seeds(info, batch, 32000) is info
+        assert info.sampling_seed.tolist() == [5, 0, 2**31 - 1] and info.sampling_seed.dtype == torch.int64
+
+    def test_both_hooks_are_registered(self):
+        registered = []
+        registry = SimpleNamespace(register=lambda target, hook, kind: registered.append((hook, kind)))
+        seeded_sampling.register(registry, SimpleNamespace(AFTER="after", REPLACE="replace"))
+        assert registered == [(add_seeds, "after"), (sample, "replace")]

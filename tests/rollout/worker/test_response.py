@@ -1,0 +1,243 @@
+"""Samples that are cut off, go on, fail and are replayed, on an engine that writes 1, 2, 3, ... after the prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+from verl.workers.rollout.replica import TokenOutput
+
+from verl_mux.rollout.messages import Launch, Segment
+from verl_mux.rollout.worker.prompt_groups import PromptGroups
+from verl_mux.rollout.worker.response import Call, Response, restored, saved
+from verl_mux.rollout.worker.server_client import ResponseClient
+
+PROMPT = [100, 101]
+LENGTHS = SimpleNamespace(prompt_length=8, response_length=20)
+
+
+class Engine:
+    """Each token takes one turn of the event loop; a request ends at `end` tokens of response, with weights `version`."""
+
+    def __init__(self, end: int = 10) -> None:
+        self.end, self.version = end, 1
+        self.asked: list[tuple[list[int], int]] = []
+        self._aborted: set[str] = set()
+        self.abort_requests = SimpleNamespace(remote=self._aborted.update)
+
+    async def generate(self, request_id, *, prompt_ids, sampling_params, engine_priority=0, **kwargs):
+        from verl_mux.rollout.worker.response import current
+
+        response = current.get()
+        response.server, name = self, response.engine_request
+        self.asked.append((prompt_ids, sampling_params["max_tokens"]))
+        tokens, reason = [], "length"
+        while len(tokens) < sampling_params["max_tokens"]:
+            await asyncio.sleep(0)
+            if name in self._aborted:
+                reason = "abort"
+                break
+            tokens.append(len(prompt_ids) + len(tokens) - len(PROMPT) + 1)
+            if tokens[-1] == self.end:
+                reason = "stop"
+                break
+        logs = [-float(t) for t in tokens]
+        return TokenOutput(token_ids=tokens, log_probs=logs, stop_reason=reason, extra_fields={"global_steps": self.version})
+
+
+class Worker:
+    """The part of the agent loop worker that runs a group, with an agent loop of one engine call."""
+
+    def __init__(self, engine: Engine, samples: int = 2) -> None:
+        self.groups, self.samples = PromptGroups(), samples
+        self.client = ResponseClient(engine, LENGTHS)
+        self.outputs: dict[int, TokenOutput] = {}
+        self.fail_once: set[int] = set()
+
+    async def launch(self, launches: list[Launch], new: bool = False, calls: dict | None = None) -> None:
+        self.groups.announce(launches, calls or {}, {"g"} if new else set())
+        if new:
+            self._start("g", 1)
+        await self.groups.launch(launches, self._start)
+
+    def _start(self, group: str, step: int) -> None:
+        self.task = asyncio.create_task(self._run(group))
+
+    async def _run(self, group: str) -> None:
+        self.groups.started(group, asyncio.current_task(), ({},))
+        await asyncio.gather(
+            *[asyncio.create_task(self.groups.run_sample(group, s, lambda s=s: self._loop(s))) for s in range(self.samples)]
+        )
+        self.groups.settled(group)
+
+    async def _loop(self, sample: int) -> None:
+        output = await self.client.generate("r", prompt_ids=PROMPT, sampling_params={"temperature": 1.0})
+        if sample in self.fail_once:
+            self.fail_once.discard(sample)
+            raise RuntimeError("the reward server is away")
+        output.extra_fields["mux"] = True
+        self.groups.ending(SimpleNamespace(extra_fields=output.extra_fields))
+        self.outputs[sample] = output
+
+    async def reports(self, count: int) -> list:
+        found = []
+        while len(found) < count:
+            found += await asyncio.wait_for(self.groups.take_reports(1.0), 10)
+        return sorted(found, key=lambda r: r.sample)
+
+
+def both(**given) -> list[Launch]:
+    return [Launch("g", sample, step=1, **given) for sample in (0, 1)]
+
+
+def run(coroutine) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+def test_a_group_runs_to_its_end_and_says_so_once():
+    async def story():
+        worker = Worker(Engine())
+        await worker.launch(both(), new=True)
+        done = await worker.reports(2)
+        assert [(r.kind, r.new, r.total, r.version, r.why) for r in done] == [("done", 10, 10, 1, "eos")] * 2
+        assert worker.outputs[0].token_ids == list(range(1, 11))
+
+    run(story())
+
+
+def test_rounds_of_a_budget_and_of_new_weights_make_segments():
+    async def story():
+        engine = Engine()
+        worker = Worker(engine)
+        await worker.launch(both(budget=4, longest=20), new=True)
+        paused = await worker.reports(2)
+        assert [(r.kind, r.new, r.why) for r in paused] == [("paused", 4, "length")] * 2
+        engine.version = 2
+        await worker.launch(both(kept=4, budget=4, longest=20))
+        assert [(r.kind, r.new, r.total, r.version) for r in await worker.reports(2)] == [("paused", 4, 8, 2)] * 2
+        await worker.launch(both(kept=8, budget=4, longest=20))
+        assert [(r.kind, r.new, r.total) for r in await worker.reports(2)] == [("done", 2, 10)] * 2
+        output = worker.outputs[0]
+        assert output.token_ids == list(range(1, 11))
+        assert output.log_probs == [-float(t) for t in range(1, 11)]
+        assert output.extra_fields["mux_segments"] == [[4, 1], [6, 2]]
+        assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (1, 2)
+
+    run(story())
+
+
+def test_the_longest_ends_a_response_as_truncated():
+    async def story():
+        worker = Worker(Engine(end=1000))
+        await worker.launch(both(budget=4, longest=8), new=True)
+        await worker.reports(2)
+        await worker.launch(both(kept=4, budget=4, longest=8))
+        assert [(r.kind, r.new, r.total, r.why) for r in await worker.reports(2)] == [("done", 4, 8, "length")] * 2
+        assert worker.outputs[0].extra_fields["mux_truncated"]
+
+    run(story())
+
+
+def test_a_cut_keeps_the_tokens_and_a_launch_goes_on_from_them():
+    async def story():
+        engine = Engine(end=15)
+        worker = Worker(engine)
+        await worker.launch(both(), new=True)
+        while len(engine.asked) < 2:
+            await asyncio.sleep(0)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        worker.groups.cut([("g", 0), ("g", 1)])
+        cut = await worker.reports(2)
+        assert all(r.kind == "paused" and r.why == "abort" and 0 < r.total < 15 for r in cut)
+        kept = cut[1].total
+        await worker.launch([Launch("g", r.sample, step=1, kept=r.total) for r in cut])
+        done = await worker.reports(2)
+        assert [r.total for r in done] == [15, 15]
+        assert engine.asked[-1][0] == PROMPT + list(range(1, kept + 1))
+
+    run(story())
+
+
+def test_a_restart_begins_again_from_the_prompt():
+    async def story():
+        engine = Engine()
+        worker = Worker(engine)
+        await worker.launch(both(budget=3), new=True)
+        await worker.reports(2)
+        engine.version = 2
+        await worker.launch(both(restart=True))
+        done = await worker.reports(2)
+        assert [(r.kind, r.new, r.total, r.version) for r in done] == [("done", 10, 10, 2)] * 2
+        assert worker.outputs[1].extra_fields["mux_segments"] == [[10, 2]]
+
+    run(story())
+
+
+def test_a_group_that_ended_before_its_cut_says_so_at_the_next_launch():
+    async def story():
+        worker = Worker(Engine())
+        await worker.launch(both(), new=True)
+        await worker.reports(2)
+        await worker.launch(both(kept=10))
+        assert [(r.kind, r.new, r.total) for r in await worker.reports(2)] == [("done", 0, 10)] * 2
+
+    run(story())
+
+
+def test_a_failed_sample_tries_again_when_launched_again():
+    async def story():
+        worker = Worker(Engine())
+        worker.fail_once = {1}
+        await worker.launch(both(), new=True)
+        first = await worker.reports(2)
+        assert [r.kind for r in first] == ["done", "failed"]
+        await worker.launch([Launch("g", 1, step=1)])
+        (again,) = await worker.reports(1)
+        assert (again.kind, again.total) == ("done", 10)
+
+    run(story())
+
+
+def test_a_dropped_group_stops_and_reports_nothing_more():
+    async def story():
+        worker = Worker(Engine(end=10**6))
+        await worker.launch(both(longest=10**6), new=True)
+        await asyncio.sleep(0)
+        await worker.groups.drop(["g"])
+        assert worker.task.cancelled() or worker.task.done()
+        assert "g" not in worker.groups
+
+    run(story())
+
+
+def test_calls_of_a_checkpoint_answer_the_agent_loop_again():
+    async def story():
+        engine = Engine()
+        worker = Worker(engine)
+        await worker.launch(both(budget=4), new=True)
+        await worker.reports(2)
+        calls = json.loads(json.dumps(worker.groups.saved_calls(["g"])))
+        later, engine.version = Worker(engine), 7
+        plans = both(kept=4)
+        await later.launch(plans, new=True, calls={g: {int(s): c for s, c in its.items()} for g, its in calls.items()})
+        assert [(r.kind, r.new, r.total) for r in await later.reports(2)] == [("done", 6, 10)] * 2
+        assert later.outputs[0].extra_fields["mux_segments"] == [[4, 1], [6, 7]]
+        assert later.outputs[0].token_ids == list(range(1, 11))
+
+    run(story())
+
+
+@pytest.mark.parametrize("kept", [0, 3, 5, 7, 12])
+def test_cutting_calls_keeps_the_first_tokens_and_their_versions(kept):
+    calls = [
+        Call([1], [1, 2, 3, 4, 5], [0.0] * 5, [Segment(3, 1), Segment(2, 2)], "stop"),
+        Call([1, 9], [6, 7, 8], None, [Segment(3, 2)], "stop"),
+    ]
+    response = Response("g", 0, lambda report: None, restored(saved(Response("g", 0, print, calls))))
+    response.cut_to(kept)
+    tokens = [token for call in response.calls for token in call.token_ids]
+    assert tokens == [1, 2, 3, 4, 5, 6, 7, 8][:kept]
+    assert sum(s.length for s in response.segments) == len(tokens)

@@ -1,0 +1,150 @@
+"""The placer's promises, on random histories of arrivals and departures."""
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.exploring import examples
+from tests.scheduling.made_jobs import assert_invariants, jobs, make_cluster, make_job
+from verl_mux.errors import UserError
+from verl_mux.scheduling.placer.placer import Placer
+from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
+from verl_mux.scheduling.search.rules import OURS, PAPER, Rules
+from verl_mux.scheduling.time.forecast import Progress
+
+# No two such jobs fit on one node.
+ALONE = {"rollout_memory_gb": 600.0, "train_memory_gb": 600.0}
+
+
+def old(placer: Placer) -> dict[str, Progress]:
+    """Everybody has run for a day without delay and waits for its next rollout."""
+    placed = [job for group in placer.groups.values() for job in group.jobs]
+    return {job.name: Progress(age_s=100 * job.iteration_s, done=100, phase="rollout") for job in placed}
+
+
+# With the paper's rules j1 trains on both nodes that j0 needs, and keeps them when j0 has left.
+SMALL = [make_job(f"j{i}", 5, 5, train_nodes=nodes, slo=1.0) for i, nodes in enumerate((2, 1, 1))]
+
+
+@settings(max_examples=examples(40))
+@example(given_jobs=SMALL, leaving=range(7), rules=PAPER)
+@given(given_jobs=jobs(most=7), leaving=st.permutations(range(7)), rules=st.sampled_from((OURS, PAPER, Rules(cap=2))))
+def test_whoever_comes_and_goes_every_promise_holds(given_jobs, leaving, rules):
+    placer = Placer(make_cluster(), rules)
+    for job in given_jobs:
+        decision = placer.admit(job, old(placer))
+        assert decision.outcome == "placed" and decision.usd_per_hour <= isolated_usd(job, placer.cluster) + 1e-6
+        assert_invariants(placer)
+    for index in leaving:
+        if index < len(given_jobs):
+            placer.depart(given_jobs[index].name, old(placer))
+            assert_invariants(placer)
+    assert not placer.groups and placer.groups.usd_per_hour == 0
+
+
+@settings(max_examples=examples(30))
+@given(given_jobs=jobs(most=8), order=st.randoms(use_true_random=False))
+def test_in_a_finite_cluster_everybody_starts_in_the_end(given_jobs, order):
+    placer = Placer(make_cluster(2, 2), Rules(max_bypass=2))
+    started, running = set(), []
+    for job in given_jobs:
+        if placer.admit(job, old(placer)).outcome == "placed":
+            started.add(job.name)
+            running.append(job.name)
+        assert_invariants(placer)
+    while running:
+        moves = placer.depart(running.pop(order.randrange(len(running))), old(placer))
+        starts = [move.job for move in moves if move.kind == "start"]
+        started |= set(starts)
+        running += starts
+        assert_invariants(placer)
+    assert started == {job.name for job in given_jobs}
+
+
+def test_a_waiting_job_is_passed_so_often_and_no_more():
+    placer = Placer(make_cluster(2, 2), Rules(max_bypass=3))
+    assert placer.admit(make_job("small0", 100, 100, **ALONE)).outcome == "placed"
+    assert placer.admit(make_job("wide", 100, 100, **ALONE, rollout_nodes=2, train_nodes=2)).outcome == "queued"
+    assert placer.admit(make_job("small1", 100, 100, **ALONE)).outcome == "placed"
+    running, passed = ["small0", "small1"], 1
+    for number in range(2, 9):
+        placer.depart(running.pop(0))
+        if "wide" in placer.groups.home:
+            break
+        if placer.admit(make_job(f"small{number}", 100, 100, **ALONE)).outcome == "placed":
+            running.append(f"small{number}")
+            passed += 1
+    assert "wide" in placer.groups.home and passed == 3
+
+
+def test_of_two_owners_who_wait_the_one_who_holds_less_goes_first():
+    placer = Placer(make_cluster(2, 2), Rules())
+    for name, owner in (("a0", "ann"), ("b0", "bob")):
+        placer.admit(make_job(name, 100, 100, **ALONE, owner=owner))
+    placer.admit(make_job("a1", 100, 100, **ALONE, owner="ann"))
+    placer.admit(make_job("b1", 100, 100, **ALONE, owner="bob"))
+    assert [move.job for move in placer.depart("b0")] == ["b1"]
+
+
+def test_the_complementary_jobs_of_the_paper_share_all_nodes():
+    placer = Placer(make_cluster())
+    first = placer.admit(make_job("a", 132, 104, slo=1.3))
+    second = placer.admit(make_job("b", 137, 103, slo=1.3))
+    assert (first.strategy, second.strategy, second.usd_per_hour) == ("isolated", "direct packing", 0)
+    assert second.periods["a"].mean_s == pytest.approx(269)
+
+
+def test_a_skewed_job_brings_rollout_nodes_and_shares_the_training_node():
+    placer = Placer(make_cluster())
+    placer.admit(make_job("a", 200, 50, slo=1.1))
+    decision = placer.admit(make_job("b", 200, 50, slo=1.1))
+    assert decision.strategy == "rollout scaling" and decision.usd_per_hour == pytest.approx(14.8)
+
+
+def test_after_a_departure_those_left_share_nodes_once_it_pays():
+    placer = Placer(make_cluster())
+    for name in ("a", "x", "b", "y"):
+        placer.admit(make_job(name, 100, 100, slo=1.3, cold_start_s=60))
+    homes = placer.groups.home
+    pairs = {homes[name]: [other for other in homes if homes[other] == homes[name]] for name in homes}
+    assert all(len(names) == 2 for names in pairs.values())
+    gone = [names[0] for names in pairs.values()]
+    young = {name: Progress(age_s=30) for name in homes}
+    for name in gone:
+        young.pop(name)
+        assert placer.depart(name, young) == []
+    aged = {name: Progress(age_s=200 * 500, done=500) for name in young}
+    (move,) = placer.repack(aged)
+    assert move.kind == "move" and move.load_s == 60 and len(placer.groups) == 1
+    assert_invariants(placer)
+
+
+def test_a_job_that_turns_out_longer_moves_out_of_the_group_it_would_spoil():
+    placer = Placer(make_cluster())
+    placer.admit(make_job("a", 100, 100, slo=1.2))
+    placer.admit(make_job("b", 100, 100, slo=1.2))
+    assert len(placer.groups) == 1
+    moves = placer.revise(make_job("b", 300, 200, slo=1.2), old(placer))
+    assert [move.kind for move in moves] == ["move"] and len(placer.groups) == 2
+    assert_invariants(placer)
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (make_job("big", 10, 10, rollout_nodes=3), "needs 3 rollout nodes; pool 'rollout' has 2"),
+        (make_job("fat", 10, 10, train_memory_gb=2000), "2000 GB of host memory per train node"),
+    ],
+)
+def test_a_job_that_the_cluster_can_never_hold_is_refused(job, words):
+    with pytest.raises(UserError, match=words):
+        Placer(make_cluster(2, 2)).admit(job)
+
+
+def test_names_are_unique_and_only_who_is_there_departs():
+    placer = Placer(make_cluster())
+    placer.admit(make_job("a", 10, 10))
+    with pytest.raises(UserError, match="names are unique"):
+        placer.admit(make_job("a", 10, 10))
+    with pytest.raises(UserError, match="'b' is not placed"):
+        placer.depart("b")

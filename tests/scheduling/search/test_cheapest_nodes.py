@@ -1,0 +1,66 @@
+"""The cheapest nodes for a set of jobs, and the cheapest division of jobs into sets."""
+
+from hypothesis import given, settings
+
+from tests.exploring import examples
+from tests.scheduling.made_jobs import jobs, make_cluster, make_job
+from verl_mux.scheduling.search.cheapest_nodes import cheapest_nodes, isolated_usd, least_usd
+from verl_mux.scheduling.search.partition import Partitioner
+from verl_mux.scheduling.time.feasibility import Feasibility
+
+
+def divisions(items: list) -> list[list[list]]:
+    """Every way to divide a list."""
+    if not items:
+        return [[]]
+    first, *rest = items
+    found = [[[first], *division] for division in divisions(rest)]
+    for division in divisions(rest):
+        found += [[*division[:i], [first, *part], *division[i + 1 :]] for i, part in enumerate(division)]
+    return found
+
+
+@settings(max_examples=examples(25))
+@given(found=jobs(most=4))
+def test_the_dynamic_programme_finds_what_trying_everything_finds(found):
+    cluster, feasibility = make_cluster(), Feasibility()
+
+    def usd(part: list) -> float:
+        if len(part) == 1:
+            return isolated_usd(part[0], cluster)
+        shared = cheapest_nodes(part, cluster, feasibility)
+        return shared.usd_per_hour if shared else float("inf")
+
+    best = min(sum(usd(part) for part in division) for division in divisions(found))
+    solved, parts = Partitioner(cluster, feasibility, cap=5).solve(found)
+    assert abs(solved - best) < 1e-4
+    assert sorted(job.name for members, _ in parts for job in members) == [job.name for job in found]
+
+
+@given(found=jobs(most=4))
+def test_shared_nodes_cost_at_least_the_bound_and_gives_everybody_its_nodes(found):
+    cluster = make_cluster()
+    shared = cheapest_nodes(found, cluster, Feasibility())
+    if shared:
+        assert shared.usd_per_hour >= least_usd(found, cluster) - 1e-9
+        assert [on.bit_count() for on in shared.rollout] == [job.rollout_nodes for job in found]
+        assert [on.bit_count() for on in shared.train] == [job.train_nodes for job in found]
+
+
+def test_a_group_that_one_departure_would_spoil_is_refused_as_a_whole():
+    feasibility = Feasibility()
+    three = [make_job("a", 100, 10, slo=1.0), make_job("b", 10, 100, slo=2.0), make_job("c", 10, 10, slo=2.0)]
+    for rollout in range(8):
+        for train in range(8):
+            if feasibility.order(three, rollout, train):
+                assert feasibility.order(three[:2], rollout & 1, train & 1)
+
+
+def test_forgetting_a_job_forgets_every_verdict_it_is_in():
+    partitioner = Partitioner(make_cluster(), Feasibility(), cap=5)
+    pair = [make_job("a", 100, 100, slo=1.2), make_job("b", 100, 100, slo=1.2)]
+    shared, _ = partitioner.solve(pair)
+    for owner in (partitioner, partitioner.feasibility):
+        owner.forget("b")
+    apart, _ = partitioner.solve([pair[0], make_job("b", 300, 300, slo=1.0)])
+    assert apart > shared

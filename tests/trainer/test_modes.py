@@ -1,0 +1,148 @@
+"""What the trainer modes report and when they take a lease, on stand-ins of worker groups and engines."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("verl")
+from verl_mux.coordinator.bus.client import Lease
+from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.config import make_config
+from verl_mux.coordinator.server import Coordinator
+from verl_mux.errors import Failure
+from verl_mux.memory.moved import Moved
+from verl_mux.profiling.eventlog.log import NULL_LOG
+from verl_mux.trainer.modes import PPOTrainerMuxSeparate
+from verl_mux.trainer.phases import Phases
+from verl_mux.worker_settings import WorkerSettings, node_of
+
+NODES = {"rollout": ["r0", "r1"], "train": ["t0", "t1"]}
+
+
+def group(*ranks):
+    """A worker group whose ranks hold these bytes of parameters once they are awake."""
+    moved = [{"params": Moved(held, held, 0.5)} for held in ranks]
+    return SimpleNamespace(mux_wake=lambda token: moved)
+
+
+@pytest.fixture
+def trainer():
+    """A trainer of two rollout and two training nodes that went through no set-up."""
+    made = object.__new__(PPOTrainerMuxSeparate)
+    made.settings = WorkerSettings(rollout_nodes=tuple(NODES["rollout"]), train_nodes=tuple(NODES["train"]))
+    made.global_steps = 1
+    return made
+
+
+@pytest.fixture
+def memory(trainer):
+    """Bytes of the job by node and tag, as the coordinator shows them."""
+    pools = {side: {"nodes": [{"name": name} for name in names]} for side, names in NODES.items()}
+    with Coordinator(make_config({"pools": pools})) as coordinator:
+        trainer.phases = Phases(connect(coordinator.address, "a", NODES, uid="a:1"), NULL_LOG)
+
+        def shown():
+            trainer.phases.mux.release(trainer.phases.mux.acquire("train", step=1))  # what was told before has arrived
+            pools = coordinator.snapshot()["pools"].values()
+            return {name: node["memory"].get("a", {}) for pool in pools for name, node in pool["nodes"].items()}
+
+        yield shown
+        trainer.phases.mux.close()
+
+
+def test_each_training_node_shows_what_its_own_ranks_hold(trainer, memory):
+    trainer._train_groups = lambda: [group(10, 20, 30, 40), group(1, 2, 3, 4)]
+    trainer.phases.lease = Lease(1, NODES["train"], "train", 1, 0.0, 0.0)
+    trainer._wake_trainer()
+    assert memory() == {"r0": {}, "r1": {}, "t0": {"params": 33}, "t1": {"params": 77}}
+    # All ranks move at the same time, one group after the other.
+    assert trainer.phases.take_seconds() == {"wake": 1.0}
+
+
+def test_each_rollout_node_shows_what_its_own_engines_hold(trainer, memory):
+    awake = [("r0", {"weights": Moved(5, 5, 0.1)}), ("r1", {"weights": Moved(7, 7, 0.3)})]
+    asleep = [("r1", {"weights": Moved(7, 0, 0.1)})]
+    trainer.rollout_server_manager = SimpleNamespace(move=lambda verb, tags, ranks, token: asleep if ranks == [1] else awake)
+    trainer._move_rollout("wake", ["weights"])
+    assert memory() == {"r0": {"weights": 5}, "r1": {"weights": 7}, "t0": {}, "t1": {}}
+    trainer._move_rollout("sleep", None, [1])
+    assert memory() == {"r0": {"weights": 5}, "r1": {}, "t0": {}, "t1": {}}
+    assert trainer.phases.take_seconds() == {"wake": 0.3, "sleep": 0.1}
+
+
+@pytest.fixture
+def engines(trainer):
+    """What is asked of the engines of a trainer without a coordinator, in order."""
+    asked = []
+
+    def note(*what):
+        asked.append(what)
+        return []
+
+    trainer.phases = Phases(connect(None, "a", NODES), NULL_LOG)
+    trainer._weights = 4
+    trainer.rollout_server_manager = SimpleNamespace(
+        move=lambda *what: note("move", *what), pause=lambda: note("pause"), reopen=lambda token: note("reopen", token)
+    )
+    trainer.rollout_sync = SimpleNamespace(update_weights=lambda version, token: dict(note("sync", version, token)))
+    return asked
+
+
+def test_a_rollout_that_may_not_go_on_sleeps_and_comes_back_with_the_same_weights(trainer, engines):
+    lease = trainer.phases.begin("rollout", 5)
+    go_on = trainer._pause(lease)
+    assert engines == [("pause",)]
+    go_on()
+    token = lease.token
+    wake = [("move", "wake", [tag], None, token) for tag in ("weights", "kv_cache")]
+    assert engines[1:] == [("reopen", token), wake[0], ("sync", 4, token), wake[1]]
+
+
+def test_a_rollout_that_gave_nodes_back_does_not_come_back(trainer, engines):
+    go_on = trainer._pause(trainer.phases.mux.shrink(trainer.phases.begin("rollout", 5), ["r1"]))
+    with pytest.raises(Failure, match="given back already"):
+        go_on()
+
+
+def test_training_that_may_not_go_on_sleeps_and_wakes_under_the_same_token(trainer, engines):
+    moves = [{"params": Moved(1, 1, 0.1)}] * 2
+    told = lambda name: lambda *token: engines.append((name, *token)) or moves  # noqa: E731
+    trainer._train_groups = lambda: [SimpleNamespace(**{f"mux_{name}": told(name) for name in ("sleep", "reopen", "wake")})]
+    lease = trainer.phases.begin("train", 5)
+    trainer._pause(lease)()
+    assert engines == [("sleep",), ("reopen", lease.token), ("wake", lease.token)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "places", "expected"),
+    [
+        (["r0"], 3, ["r0", "r0", "r0"]),
+        (["r0", "r1"], 2, ["r0", "r1"]),
+        (["r0", "r1"], 4, ["r0", "r0", "r1", "r1"]),
+        (["r0", "r1", "r2", "r3"], 4, ["r0", "r1", "r2", "r3"]),
+    ],
+)
+def test_places_fill_the_nodes_in_order(nodes, places, expected):
+    assert [node_of(nodes, place, places) for place in range(places)] == expected
+
+
+def test_the_init_lease_is_taken_before_any_group_touches_its_device_and_once(trainer):
+    begun = []
+    trainer.phases = SimpleNamespace(lease=None)
+
+    def begin(phase, step):
+        begun.append((phase, hasattr(trainer, "critic_wg")))
+        trainer.phases.lease = phase
+
+    trainer.phases.begin = begin
+    trainer.critic_wg = critic = group()
+    trainer.actor_rollout_wg = actor = group()
+    assert begun == [("init", False)] and trainer._train_groups() == [actor, critic]
+
+
+def test_a_job_without_critic_has_no_group_for_it(trainer):
+    trainer.phases = SimpleNamespace(lease="init")
+    trainer.actor_rollout_wg = actor = group()
+    assert trainer._train_groups() == [actor]

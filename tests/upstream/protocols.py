@@ -1,0 +1,247 @@
+"""What verl and SGLang do with the names that we rely on: one function a protocol, which asserts it.
+
+They run in the probe's process, with both packages imported as a job imports them. Where a protocol cannot be called without a
+running engine, its source is read: `steps_of` holds the order of what it does. The end-to-end tests see the rest happen:
+
+- weights by update_weights_from_disk, sleep and wake by tag, the gate of the launch: tests/e2e/test_multiplexed_run.py
+- aborts, segments, priorities, cached tokens in the log: tests/e2e/test_rollout_control.py
+- verl's own modes with our adapter and trigger: tests/e2e/test_stock_mode.py; checkpoints: tests/e2e/test_alone_and_resumed.py
+- weights over CUDA IPC by update_weights_from_tensor: no test yet; it needs a GPU
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import sys
+import types
+from types import SimpleNamespace
+
+# What config/completion.py gives the engine, with SGLang's own default.
+SERVER_ARGUMENTS = {
+    "sleep_on_idle": False,
+    "enable_priority_scheduling": False,
+    "disable_priority_preemption": False,
+    "default_priority_value": None,
+    "schedule_low_priority_values_first": False,  # so a higher value goes first
+    "schedule_policy": "fcfs",
+    "enable_memory_saver": False,
+    "enable_weights_cpu_backup": False,
+}
+
+
+def defaults(kind: type) -> dict:
+    """{field: default} of a dataclass; required ones have dataclasses.MISSING."""
+    return {field.name: field.default for field in dataclasses.fields(kind)}
+
+
+def steps_of(function, *texts: str) -> None:
+    """Assert that the function's source has these texts, in this order."""
+    source = inspect.getsource(inspect.unwrap(function))
+    at = -1
+    for text in texts:
+        at = source.find(text, at + 1)
+        assert at >= 0, f"{function.__qualname__}: {text!r} is not there, or earlier than what went before"
+
+
+def server_args_are_a_dataclass_and_verl_reads_them_as_one():
+    from sglang.srt.server_args import ServerArgs
+    from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+
+    assert dataclasses.is_dataclass(ServerArgs)
+    found = defaults(ServerArgs)
+    assert {name: found[name] for name in SERVER_ARGUMENTS} == SERVER_ARGUMENTS
+    steps_of(SGLangHttpServer.launch_server, "**engine_kwargs", "dataclasses.fields(ServerArgs)", "ServerArgs(**args)")
+
+
+def weights_from_disk_are_asked_for_and_answered():
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput, UpdateWeightFromDiskReqOutput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    asked = defaults(UpdateWeightFromDiskReqInput)
+    assert (asked["load_format"], asked["flush_cache"], asked["abort_all_requests"]) == (None, True, False)
+    assert list(defaults(UpdateWeightFromDiskReqOutput))[-3:] == ["success", "message", "num_paused_requests"]
+    assert list(inspect.signature(TokenizerManager.update_weights_from_disk).parameters) == ["self", "obj", "request"]
+    steps_of(
+        TokenizerManager.update_weights_from_disk,
+        "model_update_lock",
+        "_wait_for_model_update_from_disk",
+        "return success, message",
+    )
+
+
+def weights_from_tensors_need_no_opening_and_closing():
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput, UpdateWeightsFromTensorReqOutput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
+
+    asked = defaults(UpdateWeightsFromTensorReqInput)
+    assert asked["serialized_named_tensors"] is dataclasses.MISSING
+    assert (asked["load_format"], asked["flush_cache"]) == (None, True)
+    assert list(defaults(UpdateWeightsFromTensorReqOutput))[-2:] == ["success", "message"]
+    # Later ones refuse tensors outside begin_weight_update ... end_weight_update.
+    assert not hasattr(TokenizerManager, "begin_weight_update")
+    assert inspect.iscoroutinefunction(ServerAdapter.update_weights)
+
+
+def an_abort_is_ignored_before_the_request_is_known():
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    sent = []
+    manager = SimpleNamespace(
+        rid_to_state={"known": None}, enable_metrics=False, send_to_scheduler=SimpleNamespace(send_pyobj=sent.append)
+    )
+    TokenizerManager.abort_request(manager, rid="unknown")
+    assert sent == []
+    TokenizerManager.abort_request(manager, rid="known")
+    assert [(request.rid, request.abort_all) for request in sent] == [("known", False)]
+
+
+def an_abort_in_the_scheduler_takes_every_request_whose_id_begins_so():
+    # A running one keeps the tokens it has; one that the scheduler has not received is nowhere to be found.
+    from sglang.srt.managers.scheduler import Scheduler
+
+    steps_of(
+        Scheduler.abort_request, "req.rid.startswith(recv_req.rid)", "self.waiting_queue.pop", "self.running_batch", "to_finish"
+    )
+
+
+def sleep_and_wake_take_tags_and_an_idle_engine():
+    from sglang.srt import constants
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    from verl_mux.memory.sleep_states import TAGS
+
+    assert set(TAGS) <= set(constants.GPU_MEMORY_ALL_TYPES)
+    for asked in (ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput):
+        assert defaults(asked)["tags"] is None
+    for method in (TokenizerManager.release_memory_occupation, TokenizerManager.resume_memory_occupation):
+        assert list(inspect.signature(method).parameters) == ["self", "obj", "request"]
+    steps_of(
+        Scheduler.release_memory_occupation,
+        "is_fully_idle()", "pause(GPU_MEMORY_TYPE_KV_CACHE)", "flush_cache", "_export_static_state",
+        "pause(GPU_MEMORY_TYPE_WEIGHTS)",
+    )  # fmt: skip
+    steps_of(Scheduler.resume_memory_occupation, "resume(GPU_MEMORY_TYPE_WEIGHTS)", "_import_static_state")
+
+
+def a_request_carries_a_priority_and_its_answer_the_cached_tokens():
+    from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    assert defaults(GenerateReqInput)["priority"] is None
+    assert inspect.isasyncgenfunction(TokenizerManager.generate_request)
+    assert list(inspect.signature(TokenizerManager.generate_request).parameters)[:2] == ["self", "obj"]
+    steps_of(TokenizerManager._handle_batch_output, "meta_info", '"cached_tokens": recv_obj.cached_tokens')
+
+
+def a_hook_gets_its_arguments_in_the_order_of_its_type():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    module = types.ModuleType("verl_mux_hooked")
+    module.double = lambda number: 2 * number
+    module.triple = lambda number: 3 * number
+    module.halve = lambda number: number / 2
+    sys.modules[module.__name__] = module
+    before = []
+    hooks, patched = dict(HookRegistry._hooks), set(HookRegistry._patched)
+    try:
+        HookRegistry._hooks.clear()
+        HookRegistry.register("verl_mux_hooked.double", lambda original, number: original(number) + 1, HookType.AROUND)
+        HookRegistry.register("verl_mux_hooked.triple", lambda *args, **kwargs: before.append((args, kwargs)), HookType.BEFORE)
+        HookRegistry.register("verl_mux_hooked.halve", lambda result, number: (result, number), HookType.AFTER)
+        HookRegistry.apply_hooks()
+    finally:
+        HookRegistry._hooks.clear()
+        HookRegistry._hooks.update(hooks)
+        HookRegistry._patched.clear()
+        HookRegistry._patched.update(patched)
+    assert module.double(2) == 5
+    assert (module.triple(2), before) == (6, [((2,), {})])
+    assert module.halve(4) == (2, 4)
+
+
+def a_batch_is_registered_before_it_is_handed_to_the_agent_loops():
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    steps_of(
+        PPOTrainer._submit_batch_to_rollout,
+        "tq.kv_batch_put",
+        "agent_loop_manager.generate_sequences(batch)",
+        "return len(batch)",
+    )
+    steps_of(PPOTrainer._add_batch_to_generate, "self._next_train_batch()", "self._submit_batch_to_rollout(batch)")
+    steps_of(
+        PPOTrainer._add_prompts_to_generate, "self._next_train_batch(num_prompts)", "return self._submit_batch_to_rollout(batch)"
+    )
+
+
+def a_trainer_is_set_up_in_this_order():
+    # Our init lease is taken before the first worker loads a model: the critic, then the actor.
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    steps_of(PPOTrainer.init, "self._setup()", "self.on_init_end()")
+    steps_of(
+        PPOTrainer._setup,
+        "self._init_resource_pool_mgr()", "self.critic_wg = all_wg", "self.critic_wg.reset()", "self.actor_rollout_wg = all_wg",
+        "self.actor_rollout_wg.init_model()", "self.reward_loop_manager = ", '"_enable_hybrid_replicas"',
+        "self.llm_server_manager", 'backend = "naive"', "self.checkpoint_manager", "sleep_replicas()", "self._load_checkpoint()",
+    )  # fmt: skip
+
+
+def the_replay_buffer_polls_then_makes_a_batch():
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    steps_of(
+        PPOTrainer._build_replay_buffer,
+        "custom_sampler",
+        "load_extern_type",
+        "sampler_kwargs",
+        "refill_fn=self._add_prompts_to_generate",
+    )
+    steps_of(ReplayBufferAsync._wait_for_next_poll, "time.sleep(self.poll_interval)", "return last_debug_time")
+    steps_of(ReplayBufferAsync._materialize_batch, "tq.kv_clear", 'key.split("_")[0]', "KVBatchMeta(")
+    steps_of(
+        ReplayBufferAsync.wait_for_sampleable,
+        "_sync_metadata_from_transfer_queue()", "_evict_terminal_groups(", "self.refill_fn(", "_wait_for_next_poll(",
+    )  # fmt: skip
+    steps_of(ReplayBufferAsync.sample, "self.wait_for_sampleable(", "self._select_prompt_uids(", "self._materialize_batch(")
+
+
+def a_sync_goes_through_the_checkpoint_engine_in_this_order():
+    from verl.checkpoint_engine.base import CheckpointEngineManager
+
+    steps_of(
+        CheckpointEngineManager.update_weights,
+        "abort_replicas()", "RayWorkerGroup(worker_handles=workers", "release_kv_cache_replicas()",
+        "build_process_group(rollout)", "actor_wg.update_weights(global_steps=global_steps, mode=self.backend)",
+        "rollout.update_weights(global_steps=global_steps)",
+        '"finalize"', "resume_kv_cache_replicas()", "resume_generation_replicas()",
+    )  # fmt: skip
+    steps_of(CheckpointEngineManager.build_process_group, '"prepare"', "backend_cls.build_topology(", '"init_process_group"')
+
+
+def the_agent_loop_manager_makes_its_workers_and_does_not_wait_for_samples():
+    from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+
+    steps_of(AgentLoopManagerTQ.__init__, "self.agent_loop_workers_class = AgentLoopWorkerTQ", "super().__init__")
+    steps_of(AgentLoopManagerTQ.create, "cls(*args, **kwargs)", "_init_agent_loop_workers()")
+    steps_of(
+        AgentLoopManagerTQ.generate_sequences, "prompts.chunk(len(self.agent_loop_workers))", "worker.generate_sequences.remote"
+    )
+    worker = (
+        AgentLoopWorkerTQ.__ray_metadata__.modified_class if hasattr(AgentLoopWorkerTQ, "__ray_metadata__") else AgentLoopWorkerTQ
+    )
+    steps_of(worker.generate_sequences, "asyncio.create_task", "_run_prompt")
+    assert asyncio.iscoroutinefunction(worker._run_prompt)
+
+
+PROTOCOLS = {
+    name: found
+    for name, found in list(globals().items())
+    if inspect.isfunction(found) and found.__module__ == __name__ and name not in ("defaults", "steps_of")
+}

@@ -1,0 +1,119 @@
+"""Every verl and SGLang name that we rely on is there, and takes what we hand it. One process imports them all."""
+
+import pytest
+
+from verl_mux import upstream
+from verl_mux.rollout.engine.record import engines
+
+TRAINER = "verl.trainer.ppo.v1.trainer_base.PPOTrainer"
+BUFFER = "verl.trainer.ppo.v1.replay_buffer.ReplayBufferAsync"
+LOOP = "verl.trainer.ppo.v1.agent_loop_tq"
+ENGINE = "verl.checkpoint_engine.base"
+SGLANG_SERVER = "verl.workers.rollout.sglang_rollout.async_sglang_server"
+
+SYMBOLS = [*upstream.VERL, *(symbol for engine in engines().values() for symbol in engine.symbols)]
+
+# Parameters that our overrides take, our calls name, or our hooks rely on.
+SIGNATURES = {
+    f"{TRAINER}.__init__": ["self", "config"],
+    f"{TRAINER}.init": ["self"],
+    f"{TRAINER}.fit": ["self", "agent_loop_manager"],
+    f"{TRAINER}.prepare_step": ["self"],
+    f"{TRAINER}.on_step_begin": ["self"],
+    f"{TRAINER}.on_step_end": ["self"],
+    f"{TRAINER}.on_sample_end": ["self"],
+    f"{TRAINER}.on_validate_begin": ["self"],
+    f"{TRAINER}.on_validate_end": ["self"],
+    f"{TRAINER}.get_llm_client": ["self"],
+    f"{TRAINER}._setup": ["self"],
+    f"{TRAINER}._init_resource_pool_mgr": ["self"],
+    f"{TRAINER}._build_replay_buffer": ["self"],
+    f"{TRAINER}._rollout_server_managers": ["self"],
+    f"{TRAINER}._get_n_gpus_for_throughput": ["self"],
+    f"{TRAINER}._submit_batch_to_rollout": ["self", "batch"],
+    f"{TRAINER}._balance_batch": ["self", "batch", "metrics"],
+    f"{TRAINER}._compute_old_log_prob": ["self", "batch", "metrics"],
+    f"{TRAINER}._update_actor": ["self", "batch", "metrics"],
+    f"{TRAINER}._save_checkpoint": ["self"],
+    f"{TRAINER}._compute_metrics": ["self", "batch", "metrics", "timing_raw", "global_steps", "epoch"],
+    f"{BUFFER}.__init__": [
+        "trainer_mode", "trainer_config", "max_off_policy_threshold", "max_off_policy_strategy", "sampler_kwargs", "refill_fn",
+    ],
+    f"{BUFFER}._wait_for_next_poll": ["self", "partition_id", "last_debug_time"],
+    f"{BUFFER}._select_prompt_uids": ["self", "partition_id", "sampleable_keys", "batch_size"],
+    f"{BUFFER}._materialize_batch": ["self", "partition_id", "selected_prompt_uids", "partition_snapshot"],
+    f"{LOOP}.AgentLoopManagerTQ._init_agent_loop_workers": ["self"],
+    "verl.experimental.agent_loop.AgentLoopWorker._run_agent_loop": ["self", "sampling_params", "trajectory"],
+    "verl.workers.engine_workers.ActorRolloutRefWorker.__init__": ["self", "config", "role"],
+    "verl.workers.engine_workers.ActorRolloutRefWorker.update_weights": ["self", "global_steps", "mode"],
+    f"{ENGINE}.CheckpointEngineWorker.__init__": ["self", "rollout_config", "model_config", "kwargs"],
+    f"{ENGINE}.CheckpointEngineWorker.update_weights": ["self", "global_steps"],
+    f"{ENGINE}.CheckpointEngineManager.__init__": ["self", "config", "actor_wg", "replicas"],
+    f"{ENGINE}.CheckpointEngineManager.build_process_group": ["self", "rollout"],
+    f"{ENGINE}.CheckpointEngine.build_topology": ["actor_wg_world_size", "rollout_world_size", "metadata"],
+    f"{ENGINE}.CheckpointEngine.send_weights": ["self", "weights", "global_steps"],
+    f"{ENGINE}.CheckpointEngine.receive_weights": ["self", "global_steps"],
+    f"{ENGINE}.CheckpointEngine.prepare": ["self"],
+    f"{ENGINE}.CheckpointEngine.finalize": ["self"],
+    f"{SGLANG_SERVER}.SGLangHttpServer.generate": ["self", "prompt_ids", "sampling_params", "request_id"],
+    f"{SGLANG_SERVER}.SGLangHttpServer.sleep": ["self"],
+    f"{SGLANG_SERVER}.SGLangHttpServer.wake_up": ["self"],
+    f"{SGLANG_SERVER}.SGLangReplica.launch_servers": ["self"],
+    "verl.workers.rollout.replica.RolloutReplica.init_standalone": ["self"],
+    "verl.workers.rollout.replica.RolloutReplica.init_colocated": ["self", "resource_pool"],
+    "verl.workers.rollout.replica.RolloutReplica.get_ray_class_with_init_args": ["self"],
+    "verl.workers.rollout.sglang_rollout.sglang_rollout.ServerAdapter.__init__": [
+        "self", "config", "model_config", "device_mesh", "replica_rank",
+    ],
+    "verl.workers.rollout.sglang_rollout.sglang_rollout.ServerAdapter.update_weights": ["self", "weights", "global_steps"],
+    "verl.workers.rollout.llm_server.LLMServerManager.__init__": ["self", "config"],
+    "verl.utils.model.convert_weight_keys": ["state_dict", "model"],
+    "verl.utils.config.validate_config": ["config"],
+    "sglang.srt.plugins.hook_registry.HookRegistry.register": ["target", "hook", "hook_type"],
+    "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create": ["enable"],
+    "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.region": ["self", "tag", "enable_cpu_backup"],
+    "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.pause": ["self", "tag"],
+    "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.resume": ["self", "tag"],
+    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch": ["batch", "vocab_size"],
+    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo": ["sampling_seed"],
+    "sglang.srt.sampling.sampling_params.SamplingParams": ["sampling_seed"],
+    "sglang.srt.layers.sampler.sampling_from_probs_torch": ["probs", "sampling_seed", "positions"],
+    "sglang.srt.managers.io_struct.ReleaseMemoryOccupationReqInput": ["tags"],
+    "sglang.srt.managers.io_struct.ResumeMemoryOccupationReqInput": ["tags"],
+    "sglang.srt.managers.io_struct.UpdateWeightFromDiskReqInput": ["model_path", "load_format", "flush_cache"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("symbol", SYMBOLS, ids=lambda symbol: symbol.name)
+def test_a_name_in_the_list_is_there(probe, symbol):
+    assert "missing" not in probe["names"][symbol.name], f"needed because: {symbol.why}"
+
+
+def test_every_name_that_our_modules_import_is_there(probe):
+    assert {name: found["missing"] for name, found in probe["names"].items() if "missing" in found} == {}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_it_takes_what_we_hand_it(probe, name):
+    found = probe["names"][name]
+    assert "missing" not in found, found
+    assert set(SIGNATURES[name]) <= set(found["parameters"])
+
+
+def test_names_are_listed_once_and_say_why():
+    assert len({symbol.name for symbol in SYMBOLS}) == len(SYMBOLS)
+    assert all(symbol.why for symbol in SYMBOLS)
+
+
+def test_what_a_job_makes_of_an_engine(probe):
+    found = probe["engines"]["sglang"]
+    assert found["replica"] == ["MuxSGLangReplica", "MuxReplica", "SGLangReplica"] and not found["abstract"]
+    # What verl_mux/rollout/engine/record.py promises of a server.
+    assert found["server"] == ["abort_requests", "generate", "processes", "sleep", "wake_up"]
+    # The third of four replicas of one GPU, on two nodes.
+    assert found["node"] == "r1"
+    assert found["adapter"] == "verl_mux.rollout.engine.sglang.cpu_server_adapter"
+
+
+def test_a_job_of_ours_runs_on_the_cpu_where_there_is_no_accelerator(probe):
+    assert (probe["variable"], probe["platform"]) == ("cpu", "cpu")

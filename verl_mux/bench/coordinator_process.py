@@ -1,0 +1,67 @@
+"""A coordinator as users start it, in a process of its own, for the benches that load it and do it harm."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from verl_mux.errors import Failure
+
+
+class CoordinatorProcess:
+    """`start` -> `stop` -> `start`, at the same address with the same journal. Also a context manager."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._directory = tempfile.TemporaryDirectory()
+        self._config = Path(self._directory.name, "coordinator.yaml")
+        self._config.write_text(json.dumps(config))  # which is YAML
+        self._said = Path(self._directory.name, "stderr")
+        self.address = "tcp://127.0.0.1:0"
+        self._process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        journal = str(Path(self._directory.name, "journal"))
+        command = [sys.executable, "-m", "verl_mux", "coordinator", "--config", str(self._config), "--journal", journal]
+        with self._said.open("w") as said:
+            self._process = subprocess.Popen([*command, "--bind", self.address], stderr=said, stdout=said)
+        while (found := re.search(r"coordinator at (\S+)", self._said.read_text())) is None:
+            if not self.alive:
+                raise Failure(f"the coordinator did not start: {self._said.read_text()}")
+        self.address = found[1]
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def cpu_s(self) -> float:
+        times = self._look().cpu_times()
+        return times.user + times.system
+
+    @property
+    def rss_mib(self) -> float:
+        return self._look().memory_info().rss / 2**20
+
+    def _look(self) -> psutil.Process:
+        assert self._process is not None
+        return psutil.Process(self._process.pid)
+
+    def __enter__(self) -> CoordinatorProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._directory.cleanup()

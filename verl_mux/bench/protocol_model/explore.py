@@ -1,0 +1,105 @@
+"""Random schedules of faults against the protocol: `explore(schedules, seed)`; one seed is one schedule, and always the same.
+
+Faults: messages doubled and late, connections cut, drivers stopped and killed, the coordinator killed at any point of its work
+and paused, with a journal and without, newcomers at any time, evictions, the wall clock set by an hour. Then calm: everybody
+must get through.
+
+Without a journal no driver is stopped or killed: a coordinator that forgot everything cannot know of a job that cannot speak,
+nor of what a dead one left behind. docs/protocol.md says so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from verl_mux.bench.protocol_model.coordinator import CoordinatorProcess
+from verl_mux.bench.protocol_model.job import JobProcess
+from verl_mux.bench.protocol_model.world import World
+from verl_mux.coordinator.core.settings import Config, Node, Pool, Segment
+
+PLANTED = ("journal skipped", "token unchecked", "early grant")
+LEASE_S = 5.0
+_FAULTS_S, _CALM_S = 60.0, 900.0
+_SCHEDULES = (
+    [Segment(mode="interleaved")],
+    [Segment(mode="interleaved")],
+    [Segment(mode="sequential", steps=1), Segment(mode="interleaved")],
+)
+_SETS = ({"rollout": ["r0"], "train": ["t0"]}, {"rollout": ["r0", "r1"], "train": ["t0"]}, {"rollout": ["r1"], "train": ["t0"]})
+
+
+class Found(NamedTuple):
+    """`seeds`: those whose schedule violated anything. `told`: the story of the last of them."""
+
+    schedules: int
+    violations: Counter[str]
+    faults: Counter[str]
+    seeds: list[int]
+    told: list[str]
+
+
+def explore(schedules: int, seed: int, planted: str = "", progress: Callable[[Iterable[int]], Iterable[int]] = iter) -> Found:
+    """`planted`: one of PLANTED, a fault of our own that must be found."""
+    found = Found(schedules, Counter(), Counter(), [], [])
+    for number in progress(range(seed, seed + schedules)):
+        world = run(number, planted)
+        found.violations.update(world.violations)
+        found.faults.update(world.faults)
+        if world.violations:
+            found.seeds.append(number)
+            found.told[:] = world.told
+    return found
+
+
+def run(seed: int, planted: str = "") -> World:
+    """One schedule, from first fault to last job."""
+    world = World(seed)
+    rng = world.rng
+    pools = {
+        "rollout": Pool(nodes=[Node(name="r0"), Node(name="r1")]),
+        "train": Pool(nodes=[Node(name="t0")]),
+    }
+    config = Config(pools=pools, schedule=rng.choice(_SCHEDULES), lease_timeout=LEASE_S, kill_grace=rng.choice([0.1, 2.0]))
+    coordinator = CoordinatorProcess(world, config, remembers=rng.random() < 0.7, planted=planted)
+    jobs: list[JobProcess] = []
+
+    def join() -> None:
+        jobs.append(JobProcess(world, coordinator, len(jobs) + 1, rng.choice(_SETS), rng.randint(1, 4), LEASE_S, planted))
+
+    for _ in range(rng.randint(2, 3)):
+        join()
+    for _ in range(rng.randint(0, 3)):
+        world.later(rng.uniform(0.0, _FAULTS_S), join)
+    for _ in range(rng.randint(1, 12)):
+        world.later(rng.uniform(0.0, _FAULTS_S), lambda: _fault(world, coordinator, jobs))
+    world.run(_FAULTS_S)
+    world.calm = True
+    world.run(_FAULTS_S + _CALM_S, over=lambda: all(job.has_ended for job in jobs))
+    for job in jobs:
+        if not job.has_ended:
+            world.violated("waits for ever", job.name)
+    return world
+
+
+def _fault(world: World, coordinator: CoordinatorProcess, jobs: list[JobProcess]) -> None:
+    rng = world.rng
+    job = rng.choice(jobs)
+    seconds = LEASE_S * rng.choice([0.1, 0.5, 1.0, 1.5, 4.0]) * rng.uniform(0.5, 1.5)
+    kind = rng.random()
+    if kind < 0.4:
+        rng.choice([coordinator.crash, coordinator.crash_soon])()
+    elif kind < 0.5:
+        coordinator.pause(seconds)
+    elif kind < 0.75 or not coordinator.remembers and kind < 0.95:
+        job.cut(seconds)
+    elif kind < 0.88:
+        job.stop(seconds)
+    elif kind < 0.95:
+        job.kill()
+    elif kind < 0.97:
+        coordinator.evict(job)
+    else:
+        world.fault("wall clock set")
+        world.clock_step += rng.choice([-3600.0, 3600.0])

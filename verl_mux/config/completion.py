@@ -1,0 +1,161 @@
+"""Completes a verl config for our trainer modes: what a mode implies, and what a platform without GPU needs.
+
+Runs in the trainer before verl reads the config. Each function changes the config in place.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from uuid import uuid4
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl_mux import plugin
+from verl_mux.config.rollout_keys import RolloutConfig
+from verl_mux.config.schema import MuxConfig
+from verl_mux.errors import UserError
+from verl_mux.platform.cpu_features import has_bf16_products
+from verl_mux.rollout.engine.record import Arguments, EngineRecord, engines
+from verl_mux.worker_settings import KEY, WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+
+def complete(config: DictConfig, mux: MuxConfig, cpu: bool) -> None:
+    """Everything below, in order."""
+    with open_dict(config):
+        _imply_mode(config)
+        _imply_memory(config)
+        _imply_engine(config, mux)
+        _imply_rollout(config, mux.rollout)
+        if cpu:
+            _imply_cpu(config)
+
+
+def complete_stock_cpu(config: DictConfig) -> None:
+    """What verl's own trainer modes need without GPU. Nothing sleeps there: the engine keeps its memory."""
+    with open_dict(config):
+        _imply_cpu(config)
+        rollout = config.actor_rollout_ref.rollout
+        rollout.free_cache_engine = False
+        # verl's engines for trainers and rollout workers apart from each other all need GPUs.
+        if config.trainer.v1.trainer_mode == "separate_async" and rollout.checkpoint_engine.backend == "naive":
+            rollout.checkpoint_engine.backend = "mux"
+        engine = _engine(config)
+        _imply_arguments(config, {**engine.arguments, **engine.stock_cpu_arguments})
+
+
+def complete_trigger(config: DictConfig) -> None:
+    """The training trigger is a custom sampler of verl's.
+
+    Raises:
+        UserError: the config names another one.
+    """
+    sampler = config.trainer.v1.sampler
+    if given := OmegaConf.select(sampler, "custom_sampler.path"):
+        raise UserError(
+            f"mux.rollout.trigger.enable=True is a sampler itself: trainer.v1.sampler.custom_sampler.path={given} must be null"
+        )
+    with open_dict(config):
+        sampler.custom_sampler = plugin.TRIGGERED_BUFFER
+
+
+def hand_to_workers(config: DictConfig, mux: MuxConfig, rollout_cpus: list[int], train_cpus: list[int]) -> WorkerSettings:
+    """Put what workers need into verl's extension point; returns it."""
+    settings = WorkerSettings(
+        job=str(mux.job),
+        uid=uuid4().hex[:12],
+        seed=mux.seed,
+        seeded_sampling=mux.seeded_sampling,
+        events_dir=str(events_dir(config, mux)) if mux.profile.enable else None,
+        events_every=mux.profile.every,
+        rollout_nodes=tuple(mux.nodes.rollout),
+        train_nodes=tuple(mux.nodes.train),
+        rollout_cpus=tuple(rollout_cpus),
+        train_cpus=tuple(train_cpus),
+        truncated_reward=mux.rollout.segments.truncated_reward,
+    )
+    with open_dict(config):
+        custom = dict(config.actor_rollout_ref.rollout.get("custom") or {})
+        config.actor_rollout_ref.rollout.custom = {**custom, KEY: settings.to_dict()}
+    return settings
+
+
+def events_dir(config: DictConfig, mux: MuxConfig) -> Path:
+    """Where the job's event log goes."""
+    return Path(mux.profile.dir or Path(config.trainer.default_local_dir) / "events").absolute()
+
+
+def _imply_mode(config: DictConfig) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    config.actor_rollout_ref.hybrid_engine = False
+    for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref):
+        # The sync sends FSDP2's row shards from the host; FSDP1 would have to gather on training GPUs that others hold by then.
+        role.strategy = "fsdp2" if role.strategy == "fsdp" else role.strategy
+    if config.trainer.v1.trainer_mode == "mux_colocate":
+        rollout.nnodes, rollout.n_gpus_per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    rollout.checkpoint_engine.backend = "mux"
+    rollout.agent.agent_loop_manager_class = plugin.AGENT_LOOP_MANAGER
+
+
+def _imply_memory(config: DictConfig) -> None:
+    """A job without a lease holds nothing on the device, so nothing may be kept there between phases."""
+    config.actor_rollout_ref.rollout.free_cache_engine = True
+    for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
+        engine = role.get("fsdp_config") or role.get("fsdp") or (role.get("model") or {}).get("fsdp_config")
+        for key in ("param_offload", "optimizer_offload"):
+            if engine is not None and key in engine:
+                engine[key] = True
+
+
+def _imply_engine(config: DictConfig, mux: MuxConfig) -> None:
+    _imply_arguments(config, _engine(config).arguments)
+    engine = config.actor_rollout_ref.rollout.checkpoint_engine
+    kwargs = OmegaConf.to_container(engine.get("engine_kwargs") or OmegaConf.create({}))
+    kwargs["mux"] = {"verify": mux.sync.verify, "timeout_s": mux.sync.timeout_s, **kwargs.get("mux", {})}
+    engine.engine_kwargs = kwargs
+
+
+def _imply_rollout(config: DictConfig, it: RolloutConfig) -> None:
+    if it.needs_rollout_log_probs:
+        config.actor_rollout_ref.rollout.calculate_log_probs = True
+    if it.order(config.trainer.v1.trainer_mode) != "fifo":
+        _imply_arguments(config, _engine(config).priority_arguments(_engine_kwargs(config)))
+
+
+def _imply_cpu(config: DictConfig) -> None:
+    config.trainer.device = "cpu"
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    for role in (actor, config.actor_rollout_ref.ref):
+        role.strategy = "fsdp2"
+        role.use_torch_compile = False
+        role.fsdp_config.use_torch_compile = False
+        if not has_bf16_products() and not role.fsdp_config.get("mixed_precision"):
+            role.fsdp_config.mixed_precision = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
+    config.actor_rollout_ref.model.use_remove_padding = False
+    overrides = dict(config.actor_rollout_ref.model.get("override_config") or {})
+    config.actor_rollout_ref.model.override_config = {"attn_implementation": "sdpa", **overrides}
+    rollout.enforce_eager = True
+    _imply_arguments(config, _engine(config).cpu_arguments)
+    logger.info("no accelerator: %s runs with %s", rollout.name, dict(_engine_kwargs(config)))
+
+
+def _engine(config: DictConfig) -> EngineRecord:
+    return engines()[config.actor_rollout_ref.rollout.name]
+
+
+def _engine_kwargs(config: DictConfig) -> DictConfig:
+    rollout = config.actor_rollout_ref.rollout
+    if not rollout.get("engine_kwargs"):
+        rollout.engine_kwargs = {}
+    if not rollout.engine_kwargs.get(rollout.name):
+        rollout.engine_kwargs[rollout.name] = {}
+    return rollout.engine_kwargs[rollout.name]
+
+
+def _imply_arguments(config: DictConfig, arguments: Arguments) -> None:
+    """Give the engine these beside the user's own arguments, which win."""
+    given = _engine_kwargs(config)
+    for key, value in arguments.items():
+        given.setdefault(key, value)

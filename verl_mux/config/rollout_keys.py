@@ -1,0 +1,80 @@
+"""The keys under `mux.rollout`.
+
+    mux.rollout:
+      oversample: {rate, leftover, tokens, max_cuts, max_failures}
+      segments:   {segment_length, max_segments, max_length, treatment, truncated_reward}
+      dispatch:   {order, predictor}
+      migration:  {enable, threshold, min_gain_s, max_slowdown}
+      trigger:    {enable, n_min, t_max_s, entropy: {enable, high, low, margin, n_min_bounds, t_max_s_bounds}}
+
+Every part is off, or harmless, by default. rollout_checks.py says which values go together.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from verl_mux.rollout.control.launch_order import default_order
+from verl_mux.rollout.control.migration_plan import MigrationPolicy
+from verl_mux.rollout.control.oversampling import OversamplingPolicy
+from verl_mux.rollout.control.segments import SegmentLimits
+from verl_mux.rollout.control.trigger import TriggerPolicy
+
+
+class SegmentsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """In tokens. segment_length None: off. max_length None: data.max_response_length. truncated_reward None: its score."""
+
+    segment_length: int | None = None
+    max_segments: int = 4
+    max_length: int | None = None
+    treatment: str = "pois"
+    truncated_reward: float | None = None
+
+
+class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """order `auto`: by trainer mode."""
+
+    order: str = "fifo"
+    predictor: str = "default"
+
+
+class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All of `mux.rollout`."""
+
+    oversample: OversamplingPolicy = OversamplingPolicy()
+    segments: SegmentsConfig = SegmentsConfig()
+    dispatch: DispatchConfig = DispatchConfig()
+    migration: MigrationPolicy = MigrationPolicy()
+    trigger: TriggerPolicy = TriggerPolicy()
+
+    @property
+    def cuts(self) -> bool:
+        """Are responses cut off before their end?"""
+        return self.oversample.rate > 0 or self.segments.segment_length is not None
+
+    @property
+    def controlled(self) -> bool:
+        """Does the trainer launch samples one by one, rather than verl?"""
+        return self.cuts or self.migration.enable
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """May a response go on under newer weights than those it began with?"""
+        resumes = self.oversample.leftover == "requeue" and self.oversample.tokens == "resume"
+        return self.segments.segment_length is not None or (self.oversample.rate > 0 and resumes)
+
+    @property
+    def needs_rollout_log_probs(self) -> bool:
+        """Does the treatment of older tokens read the log-probs they were generated with?"""
+        return self.keeps_tokens and self.segments.treatment != "pois"
+
+    def segment_limits(self, max_response_length: int) -> SegmentLimits | None:
+        """For SegmentPools; None where segments are off."""
+        if self.segments.segment_length is None:
+            return None
+        longest = self.segments.max_length or max_response_length
+        return SegmentLimits(self.segments.segment_length, self.segments.max_segments, longest)
+
+    def order(self, trainer_mode: str) -> str:
+        """fifo, sjf or ljf."""
+        return default_order(trainer_mode, aborts_tail=self.cuts) if self.dispatch.order == "auto" else self.dispatch.order

@@ -1,0 +1,343 @@
+"""A job's half of the protocol, as a pure conversation: what is asked, what arrives and the time that passes in; messages out.
+
+No thread, no socket, no clock: `client.Mux` has those, and the tests drive thousands of conversations through a made network.
+
+Theory of operation
+- A question (a registration, a request, a release...) stays open under its own key until it is answered, and is sent again
+  when a beat that was sent after it comes back and the coordinator does not have it. The coordinator answers a repeated
+  question as it answered the first, so neither a lost question nor a lost answer matters.
+- While nobody knows us, each beat is our registration. After that each beat tells which leases we hold, and its answer says
+  which of them the coordinator holds for ours too: those that it does not name are lost.
+- A coordinator of another epoch was restarted: we register again and assert what we hold.
+- A grant that nobody asked for, or no longer wants, is released at once.
+- What we give back goes first: a request is sent when no release, shrink or cancel of ours is open, so that it never meets what
+  we held before it.
+- What we hold is good until a lease timeout after we *sent* the last thing that the coordinator is known to have heard. Long
+  before that, at FENCED_AFTER of it, we are fenced: the nodes may not be used until the coordinator has answered again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, TypedDict
+
+import msgspec
+
+from verl_mux.coordinator.bus import messages as m
+
+BEAT_EVERY_S = 1.0
+# The rest of the lease is for ending what runs, before the coordinator may give the nodes on.
+FENCED_AFTER = 0.7
+REGISTER, GOODBYE = "register", "goodbye"
+_GIVING_BACK = (m.LeaseRelease, m.LeaseShrink, m.LeaseCancel)
+_UNANSWERED_BEATS = 64  # after so many the oldest is taken for lost
+
+
+class Who(TypedDict):
+    """The fields that every message of a job carries."""
+
+    job: str
+    uid: str
+    client: str
+
+
+class Conversation:
+    """`ask` and `tell` -> `outgoing` -> `receive`... -> `take_answer`. `tick` often: it beats when a beat is due.
+
+    Every call may leave messages in `outgoing`. Times are the caller's, in seconds, of a clock that only goes forward.
+    """
+
+    def __init__(self, who: Who, registration: dict[str, Any]):
+        """`registration`: the fields of Register that stay as they are."""
+        self.who = who
+        self._registration = registration
+        self.members: list[m.Member] = []
+        self.registered: m.Registered | None = None
+        self.queued: m.Queued | None = None  # stands in its place as long as the job waits for nodes
+        self.contended: list[str] = []
+        self.held: dict[int, m.Claim] = {}
+        self._seen = 0  # the highest token of all
+        self.lost: dict[int, str] = {}  # token -> why
+        self.ended: str | None = None
+        self._open: dict[str, m.FromJob] = {}  # key -> the question
+        self._asked_at: dict[str, int] = {}  # key -> number of the last beat before it was asked
+        self._unwanted: set[str] = set()  # keys of questions that nobody waits for
+        self._answers: dict[str, m.Message] = {}
+        self._unknown = False  # the coordinator does not know us, or not this start of it
+        self._beats = 0
+        self._heard_of_us = -math.inf  # when we sent the last thing that the coordinator is known to have heard
+        self._number = 1  # of our registration
+        self._registering_since: float | None = None
+        self._unanswered: dict[int, tuple[float, list[int]]] = {}  # beat -> when it was sent, and which tokens it told
+        self._next_beat = 0.0
+        self._out: list[m.FromJob] = []
+
+    # --- what the job says ---
+
+    def ask(self, key: str, question: m.FromJob, wanted: bool = True) -> None:
+        """Opens a question; `wanted` False: its answer is of no interest, only that there is one."""
+        self._open[key], self._asked_at[key] = question, self._beats
+        self._unwanted.discard(key)
+        if not wanted:
+            self._unwanted.add(key)
+        if not self._is_held_back(question):
+            self._out.append(question)
+
+    def _is_held_back(self, question: m.FromJob) -> bool:
+        return isinstance(question, m.LeaseRequest) and any(isinstance(other, _GIVING_BACK) for other in self._open.values())
+
+    def register(self, now: float) -> None:
+        self._registering_since = now
+        self.ask(REGISTER, self._registration_message())
+
+    def request(self, key: str, phase: str, step: int, nodes: list[str]) -> None:
+        self.ask(key, m.LeaseRequest(**self.who, key=key, phase=phase, step=step, nodes=nodes))
+
+    def cancel(self, key: str) -> None:
+        """Nobody waits for this lease any more, even if it was granted in this moment."""
+        self._forget(key)
+        grant = self._answers.pop(key, None)
+        if isinstance(grant, m.LeaseGrant):
+            self.held.pop(grant.token, None)
+        self.ask(f"cancel {key}", m.LeaseCancel(**self.who, key=key), wanted=False)
+
+    def release(self, token: int, wanted: bool = True) -> str:
+        """Returns the key of its answer."""
+        self.held.pop(token, None)
+        self.ask(key := _release_key(token), m.LeaseRelease(**self.who, token=token), wanted)
+        return key
+
+    def shrink(self, token: int, nodes: list[str]) -> None:
+        """From now on the lease is asserted for its other nodes only."""
+        left = [node for node in self.held[token].nodes if node not in nodes]
+        self.held[token] = msgspec.structs.replace(self.held[token], nodes=left)
+        key = f"shrink {token} by {','.join(nodes)}"
+        self.ask(key, m.LeaseShrink(**self.who, key=key, token=token, nodes=nodes), wanted=False)
+
+    def leave(self) -> None:
+        """The whole job goes with its first client; with another, only that one."""
+        self.held.clear()
+        first = self.registered is not None and self.registered.first
+        self._say_goodbye(m.Deregister(**self.who) if first else m.Detach(**self.who))
+
+    def fail(self, reason: str) -> None:
+        """What is held stays asserted until the coordinator knows that the job has failed."""
+        self._say_goodbye(m.Failing(**self.who, reason=reason))
+
+    def tell(self, kind: type[m.FromJob], **fields: Any) -> None:
+        """What needs no answer."""
+        self._out.append(kind(**self.who, **fields))
+
+    def end(self, reason: str) -> None:
+        self.ended = self.ended or reason
+
+    # --- what is to be sent, and what was answered ---
+
+    def outgoing(self) -> list[m.FromJob]:
+        """Takes the messages to send, in this order."""
+        out, self._out = self._out, []
+        return out
+
+    def is_over(self, key: str) -> bool:
+        """Nothing more will come for this question."""
+        return key in self._answers or self.ended is not None
+
+    def take_answer(self, key: str) -> m.Message | None:
+        """None if it has not come; the question stays open then, but nobody waits for it any more."""
+        if key in self._open:
+            self._unwanted.add(key)
+        return self._answers.pop(key, None)
+
+    def may_use(self, now: float) -> bool:
+        """Whether what is held may be used: nobody else can have it yet."""
+        return self.ended is None and now < self._fenced_at()
+
+    def _fenced_at(self) -> float:
+        timeout = self.registered.lease_timeout if self.registered is not None else 0.0
+        return self._heard_of_us + FENCED_AFTER * timeout
+
+    # --- time passes ---
+
+    def tick(self, now: float) -> None:
+        if now < self._next_beat or self.ended is not None:
+            return
+        self._next_beat = now + BEAT_EVERY_S
+        goodbye = self._open.get(GOODBYE)
+        if goodbye is not None and not (self._is_unknown() and isinstance(goodbye, m.Failing)):
+            self._out.append(goodbye)
+        elif not self._is_unknown():
+            self._beat(now)
+        elif REGISTER in self._open or self._unknown:
+            self._out.append(self._registration_message())
+
+    def _is_unknown(self) -> bool:
+        return self._unknown or (self.registered is None and self.queued is None)
+
+    def _beat(self, now: float) -> None:
+        self._beats += 1
+        self._unanswered[self._beats] = now, list(self.held)
+        for beat in list(self._unanswered)[:-_UNANSWERED_BEATS]:
+            del self._unanswered[beat]
+        self._out.append(m.Heartbeat(**self.who, beat=self._beats, tokens=list(self.held)))
+
+    # --- what arrives ---
+
+    def receive(self, message: m.Message, now: float) -> None:
+        if receiver := _RECEIVERS.get(type(message)):
+            receiver(self, message, now)
+
+    def _is_for_us_now(self, message: m.Registered | m.Queued) -> bool:
+        """A coordinator that was restarted must answer the registration in which we asserted what we hold, not an earlier one."""
+        welcome = self.registered or self.queued
+        if welcome is None or message.epoch == welcome.epoch or (self._unknown and message.answers == self._number):
+            return True
+        self._register_again()
+        return False
+
+    def _on_registered(self, message: m.Registered, now: float) -> None:
+        if not self._is_for_us_now(message):
+            return
+        again = self.registered is not None
+        self.registered, self.queued, self._unknown = message, None, False
+        self._answer(REGISTER, message)
+        if again:
+            self._out += [question for question in self._open.values() if not self._is_held_back(question)]
+            self._beat(now)  # whose answer tells which of our leases it took over
+        elif self._registering_since is not None:
+            self._heard_of_us = max(self._heard_of_us, self._registering_since)
+
+    def _on_queued(self, message: m.Queued, now: float) -> None:
+        """The first such answer is one to the registration; from then on, `Registered` is."""
+        if not self._is_for_us_now(message):
+            return
+        first, self.queued, self._unknown = self.queued is None, message, False
+        if first:
+            self._answer(REGISTER, message)
+
+    def _on_refused(self, message: m.Refused, now: float) -> None:
+        if message.about != REGISTER or self.registered is None:
+            self._answer(message.about, message)
+        elif not message.retry and self._unknown:  # given up; not a line about some message that went astray
+            self._on_ended(m.JobEnded(reason=message.reason), now)
+
+    def _on_grant(self, message: m.LeaseGrant, now: float) -> None:
+        self._seen = max(self._seen, message.token)
+        if message.token in self.held or _release_key(message.token) in self._open:
+            return
+        if self._answer(message.key, message):
+            self.held[message.token] = m.Claim(**{name: getattr(message, name) for name in m.Claim.__struct_fields__})
+        else:
+            self.release(message.token, wanted=False)
+
+    def _on_released(self, message: m.LeaseReleased | m.LeaseLost, now: float) -> None:
+        self._answer(_release_key(message.token), message)
+
+    def _on_done(self, message: m.LeaseCancelled | m.LeaseShrunk, now: float) -> None:
+        self._answer(message.key if isinstance(message, m.LeaseShrunk) else f"cancel {message.key}", message)
+
+    def _on_ack(self, message: m.HeartbeatAck, now: float) -> None:
+        welcome, beat = self.registered or self.queued, self._unanswered.pop(message.beat, None)
+        if welcome is None or beat is None:
+            return
+        if message.epoch != welcome.epoch:
+            self._register_again()
+            return
+        sent_at, told = beat
+        self._heard_of_us = max(self._heard_of_us, sent_at)
+        for token in {*told, *message.tokens} - set(message.tokens):
+            self._lose(token)
+        for key in self._lost_on_the_way(message):
+            self._out.append(self._open[key])
+
+    def _lost_on_the_way(self, message: m.HeartbeatAck) -> Iterable[str]:
+        """Asked before that beat, and yet not known there."""
+        known = {*message.queued, *([REGISTER] if self.queued is not None else [])}
+        lost = [key for key in self._open if key not in known and self._asked_at[key] < message.beat]
+        return [key for key in lost if not self._is_held_back(self._open[key])]
+
+    def _lose(self, token: int) -> None:
+        if self.held.pop(token, None) is not None:
+            self.lost[token] = f"token {token} is stale: the coordinator does not hold it for job {self.who['job']!r} any more"
+
+    def _on_contended(self, message: m.Contended, now: float) -> None:
+        self.contended = message.nodes
+
+    def _on_unknown(self, message: m.Unknown, now: float) -> None:
+        goodbye = self._open.get(GOODBYE)
+        if isinstance(goodbye, (m.Deregister, m.Detach)):
+            return self.end("closed")
+        if goodbye is not None or not self._is_unknown():
+            self._register_again()
+
+    def _register_again(self) -> None:
+        """Once; from then on each beat repeats it until it is answered."""
+        if not self._unknown:
+            self._unknown, self._number = True, self._number + 1
+            self._out.append(self._registration_message())
+
+    def _on_ended(self, message: m.JobEnded, now: float) -> None:
+        self.lost |= dict.fromkeys(self.held, f"job {self.who['job']!r} has no leases any more: {message.reason}")
+        self.held.clear()
+        self.end(message.reason)
+
+    # --- questions ---
+
+    def _registration_message(self) -> m.Register:
+        """Again, it says where the coordinator had placed the job, in case that is forgotten there."""
+        again = self.registered is not None or self.queued is not None
+        placed = self.registered.nodes if self.registered is not None else {}
+        held = list(self.held.values())
+        changing: dict[str, Any] = {
+            "members": self.members,
+            "held": held,
+            "seen": self._seen,
+            "number": self._number,
+            "again": again,
+            "placed": placed,
+        }
+        return m.Register(**self.who, **self._registration, **changing)
+
+    def _say_goodbye(self, message: m.FromJob) -> None:
+        self._open.clear()
+        self._asked_at.clear()
+        self.ask(GOODBYE, message, wanted=False)
+
+    def _answer(self, key: str, message: m.Message) -> bool:
+        """False if the question is not open."""
+        if key not in self._open:
+            return False
+        wanted, question = key not in self._unwanted, self._open[key]
+        self._forget(key)
+        if isinstance(question, _GIVING_BACK):
+            self._out += [
+                other for other in self._open.values() if isinstance(other, m.LeaseRequest) and not self._is_held_back(other)
+            ]
+        if wanted:
+            self._answers[key] = message
+        return True
+
+    def _forget(self, key: str) -> None:
+        self._open.pop(key, None)
+        self._asked_at.pop(key, None)
+        self._unwanted.discard(key)
+
+
+_RECEIVERS: dict[type, Callable[[Conversation, Any, float], None]] = {
+    m.Registered: Conversation._on_registered,
+    m.Queued: Conversation._on_queued,
+    m.Refused: Conversation._on_refused,
+    m.LeaseGrant: Conversation._on_grant,
+    m.LeaseReleased: Conversation._on_released,
+    m.LeaseLost: Conversation._on_released,
+    m.LeaseCancelled: Conversation._on_done,
+    m.LeaseShrunk: Conversation._on_done,
+    m.HeartbeatAck: Conversation._on_ack,
+    m.Contended: Conversation._on_contended,
+    m.Unknown: Conversation._on_unknown,
+    m.JobEnded: Conversation._on_ended,
+}
+
+
+def _release_key(token: int) -> str:
+    return f"release {token}"

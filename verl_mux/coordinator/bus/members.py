@@ -1,0 +1,109 @@
+"""Which processes of a job are alive on this host, and ending those that outlive it.
+
+A process is known by pid, boot and when it started after that boot, in the kernel's clock ticks: a reused pid is never
+taken for it and never killed, and a wall clock that is set changes nothing. A process of a job is its driver, a member
+that the job reported, or any process whose start environment carries the job's uid in VERL_MUX_JOB_UID, where this
+user may read it.
+
+Limit: only this host can be looked at. Members on other hosts count as alive for as long as the configuration's
+`remote_grace` says, and with its default for ever; Ray ends a dead job's workers by itself, but nothing here sees it.
+Containers with process ids of their own are other hosts in this sense, and need host names of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+
+import psutil
+
+from verl_mux.coordinator.bus.boot import boot_id
+from verl_mux.coordinator.bus.messages import Member
+
+UID_VARIABLE = "VERL_MUX_JOB_UID"
+HOST = socket.gethostname()
+BOOT = boot_id()
+
+
+def this_process() -> Member:
+    return member_of(os.getpid())
+
+
+def this_process_and_children() -> list[Member]:
+    """This process and all that descend from it."""
+    family = [this_process()]
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family.append(member_of(child.pid))
+    return family
+
+
+def member_of(pid: int) -> Member:
+    """Raises psutil.NoSuchProcess."""
+    return Member(HOST, pid, _started(pid), BOOT)
+
+
+def is_here(member: Member) -> bool:
+    return member.host == HOST
+
+
+def is_alive(member: Member) -> bool:
+    """Whether the process on this host still holds anything: a zombie does not, unless threads of it still run."""
+    try:
+        if not _is_same(member):
+            return False
+        process = psutil.Process(member.pid)
+        return process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
+    except psutil.NoSuchProcess:
+        return False
+
+
+def carriers(uid: str) -> list[Member]:
+    """Living processes started with this uid in their environment, this one and its ancestors left out."""
+    family = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid not in family and process.environ().get(UID_VARIABLE) == uid:
+                found.append(member_of(process.pid))
+    return found
+
+
+def survivors(uid: str | None, known: list[Member]) -> list[Member]:
+    """The known processes that are alive on this host, and those that carry the uid unless it is None; each once."""
+    alive = {member.pid: member for member in known if is_here(member) and is_alive(member)}
+    for member in carriers(uid) if uid else []:
+        alive.setdefault(member.pid, member)
+    return [alive[pid] for pid in sorted(alive)]
+
+
+def end(process: psutil.Process) -> None:
+    """SIGKILL, and leave to end on any core: giving gigabytes back takes processor time, and the cores of its node may
+    all be busy with whoever comes next. Raises psutil.Error; psutil compares the creation time once more."""
+    process.kill()
+    for thread in _threads(process.pid):
+        with contextlib.suppress(OSError):  # it is gone, or another user's
+            os.sched_setaffinity(thread, range(os.cpu_count() or 1))
+
+
+def _is_same(member: Member) -> bool:
+    """Whether the process that now has the pid is that one. Raises psutil.NoSuchProcess."""
+    return member.boot == BOOT and member.started == _started(member.pid)
+
+
+def _started(pid: int) -> int:
+    """Clock ticks from the boot to the start of the process (psutil gives wall clock time, by today's idea of the boot's)."""
+    try:
+        line = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):  # other errors, as of too many open files, say nothing about it
+        raise psutil.NoSuchProcess(pid) from None
+    return int(line.rpartition(b")")[2].split()[19])  # field 22; the second, in brackets, may hold anything
+
+
+def _threads(pid: int) -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []

@@ -1,0 +1,433 @@
+"""What travels on the control bus: typed messages, one msgpack map each, told apart by their `type` field.
+
+Every message carries the protocol `version`; another version is refused with a line that names both. Tensors never
+travel here. Messages of a job carry its name, its `uid` (one per start of the job, so that a restarted job is not
+taken for its predecessor) and the `client` (one per connection; also its ZeroMQ identity).
+
+Two families:
+- leases: REGISTER .. JOB_ENDED, between a job's client and the coordinator; JOB_OVER, from whoever started the job;
+- rollout dispatch: TASK_REQUEST, NEW_TASK, DATA_GENERATED, REWARD_COMPUTED, LEARNER_STATE_UPDATE and MIGRATE.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from verl_mux.coordinator.bus import limits
+from verl_mux.scheduling.estimate.job_needs import JobNeeds
+
+VERSION = 2
+
+SIDES = ("rollout", "train")
+PHASES = ("init", *SIDES)
+# In place of a side's nodes: the coordinator is to choose them.
+AUTO = "auto"
+
+
+class Unreadable(ValueError):
+    """No message of ours, or one beyond the limits. `about`: what a Refused should name, as far as that could be read."""
+
+    about = ""
+
+
+class WrongVersion(Unreadable):
+    """The other side speaks another protocol version, or no protocol of ours."""
+
+    about = "register"  # nothing else that it says will be understood either
+
+
+class Message(msgspec.Struct, kw_only=True, frozen=True, tag_field="type"):
+    version: int = VERSION
+
+
+class FromJob(Message, kw_only=True, frozen=True):
+    job: limits.Name
+    uid: limits.Name
+    client: limits.Name
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """A process of a job, told from another with a reused pid by when it started: in clock ticks after the boot `boot`.
+
+    Neither moves when the wall clock is set.
+    """
+
+    host: limits.Name
+    pid: limits.Count
+    started: limits.Ticks
+    boot: limits.Name
+
+
+class Claim(msgspec.Struct, kw_only=True, frozen=True):
+    """A lease that a client holds already and asserts again after it lost the coordinator."""
+
+    token: limits.ClaimedToken
+    key: limits.Name
+    phase: limits.Name
+    step: limits.Count
+    nodes: limits.Nodes
+    granted_at: limits.Seconds
+
+
+Members = Annotated[list[Member], msgspec.Meta(max_length=4096)]
+Claims = Annotated[list[Claim], msgspec.Meta(max_length=256)]
+
+
+# --- a job's client to the coordinator -------------------------------------------------------------------------------
+
+
+class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
+    """`nodes` names nodes or whole pools per side; `gpus` is needed on each node of a side (or on one named node).
+
+    With `auto` on both sides the coordinator places the job: by its `needs`, within `slo`, on behalf of `owner`; `placed`
+    is where it was placed, if it registers again. `seen`: the highest token that the client was ever given; `number`: of
+    this registration of the client, so that an answer to one from before a restart is not taken for one to this.
+    """
+
+    host: limits.Name
+    pid: limits.Count
+    started: limits.Ticks
+    boot: limits.Name = ""
+    nodes: limits.Sides
+    gpus: limits.Gpus = {}
+    seed: limits.Seed = 0
+    steps: limits.Count | None = None
+    members: Members = []
+    held: Claims = []
+    seen: limits.Token = 0
+    number: limits.Count = 0
+    again: bool = False
+    needs: JobNeeds | None = None
+    slo: limits.Factor | None = None
+    owner: limits.Name = ""
+    placed: limits.Sides = {}
+
+    @property
+    def wants_placement(self) -> bool:
+        return bool(self.nodes) and all(names == [AUTO] for names in self.nodes.values())
+
+
+class LeaseRequest(FromJob, kw_only=True, frozen=True, tag="LEASE_REQUEST"):
+    """Asks for one phase on all of `nodes` or none. The same `key` sent twice is one request."""
+
+    key: limits.Name
+    phase: limits.Name
+    step: limits.Step
+    nodes: limits.Nodes
+
+
+class LeaseCancel(FromJob, kw_only=True, frozen=True, tag="LEASE_CANCEL"):
+    """Nobody waits any more for what was asked for under this key, granted or not."""
+
+    key: limits.Name
+
+
+class LeaseRelease(FromJob, kw_only=True, frozen=True, tag="LEASE_RELEASE"):
+    """Nothing is done under this token any more. The same one sent twice is one release."""
+
+    token: limits.Token
+
+
+class LeaseShrink(FromJob, kw_only=True, frozen=True, tag="LEASE_SHRINK"):
+    """Gives some of a lease's nodes back; the rest stays held. The same `key` sent twice is one."""
+
+    key: limits.Name
+    token: limits.Token
+    nodes: limits.Nodes
+
+
+class Heartbeat(FromJob, kw_only=True, frozen=True, tag="HEARTBEAT"):
+    """`beat` counts from 1; `tokens` are the leases that the client believes it holds."""
+
+    beat: limits.Beat
+    tokens: limits.Tokens = []
+
+
+class Progress(FromJob, kw_only=True, frozen=True, tag="PROGRESS"):
+    """`done` of `total` samples of the rollout that runs under `token` (None: under no lease)."""
+
+    done: limits.Count
+    total: limits.Count
+    token: limits.Token | None = None
+
+
+class StepReport(FromJob, kw_only=True, frozen=True, tag="STEP_REPORT"):
+    step: limits.Count
+    metrics: limits.Metrics
+
+
+class MemoryReport(FromJob, kw_only=True, frozen=True, tag="MEMORY_REPORT"):
+    """Device bytes that the job holds on `node` now under these tags; what it said of other tags stands."""
+
+    node: limits.Name
+    tags: limits.Tags
+
+
+class PhaseNote(FromJob, kw_only=True, frozen=True, tag="PHASE_NOTE"):
+    note: limits.Text
+
+
+class MemberReport(FromJob, kw_only=True, frozen=True, tag="MEMBER_REPORT"):
+    """All device-holding processes of the job; replaces what was reported before."""
+
+    members: Members
+
+
+class Detach(FromJob, kw_only=True, frozen=True, tag="DETACH"):
+    """One more client of the job goes away; the job goes on."""
+
+
+class Deregister(FromJob, kw_only=True, frozen=True, tag="DEREGISTER"):
+    """The job is over and gives everything back."""
+
+
+class Failing(FromJob, kw_only=True, frozen=True, tag="FAILING"):
+    """The job ends with memory still on its nodes: they are given on when its processes are gone, not before."""
+
+    reason: limits.Text
+
+
+class StatusRequest(Message, kw_only=True, frozen=True, tag="STATUS_REQUEST"):
+    pass
+
+
+# --- whoever started a job, to the coordinator -----------------------------------------------------------------------
+
+
+class JobOver(Message, kw_only=True, frozen=True, tag="JOB_OVER"):
+    """The driver of this start of the job (its `uid`) ended. Answered with JobEnded, or Unknown while another start runs; may be
+    repeated. A job that never registered counts as ended from here on."""
+
+    job: limits.Name
+    uid: limits.Name
+
+
+class Evict(Message, kw_only=True, frozen=True, tag="EVICT"):
+    """End this job as if it had failed. Answered with Done or Refused; may be repeated."""
+
+    job: limits.Name
+
+
+class Free(Message, kw_only=True, frozen=True, tag="FREE"):
+    """Nothing is left of an ending job (`name`: its, or that of a node it holds) where the coordinator cannot look. As Evict."""
+
+    name: limits.Name
+
+
+# --- the coordinator to a client -------------------------------------------------------------------------------------
+
+
+class Registered(Message, kw_only=True, frozen=True, tag="REGISTERED"):
+    """`nodes` with pools spelt out; `cpus` of each node (None: not named); `first`: this client speaks for the job.
+    `answers`: the registration with that number; 0: none, it was queued and has been placed."""
+
+    nodes: dict[str, list[str]]
+    cpus: dict[str, list[int] | None]
+    lease_timeout: float
+    epoch: str
+    first: bool
+    answers: int = 0
+
+
+class Queued(Message, kw_only=True, frozen=True, tag="QUEUED"):
+    """The job is registered and waits for nodes; `Registered` follows when it has been placed."""
+
+    reason: str
+    epoch: str
+    answers: int = 0
+
+
+class Refused(Message, kw_only=True, frozen=True, tag="REFUSED"):
+    """`about`: the request's key, or `register`. `retry`: what stands in the way is about to end."""
+
+    about: str
+    reason: str
+    retry: bool = False
+
+
+class LeaseGrant(Message, kw_only=True, frozen=True, tag="LEASE_GRANT"):
+    key: str
+    token: int
+    phase: str
+    step: int
+    nodes: list[str]
+    granted_at: float
+
+
+class LeaseReleased(Message, kw_only=True, frozen=True, tag="LEASE_RELEASED"):
+    token: int
+
+
+class LeaseLost(Message, kw_only=True, frozen=True, tag="LEASE_LOST"):
+    """Answers a release: the lease had been taken away before."""
+
+    token: int
+    reason: str
+
+
+class LeaseCancelled(Message, kw_only=True, frozen=True, tag="LEASE_CANCELLED"):
+    key: str
+
+
+class LeaseShrunk(Message, kw_only=True, frozen=True, tag="LEASE_SHRUNK"):
+    key: str
+
+
+class HeartbeatAck(Message, kw_only=True, frozen=True, tag="HEARTBEAT_ACK"):
+    """`queued`: keys of this client's requests that wait. `tokens`: those of the beat that the coordinator holds for ours too.
+    `epoch` differs after each start of the coordinator."""
+
+    beat: int
+    epoch: str
+    queued: list[str]
+    tokens: list[int] = []
+
+
+class Contended(Message, kw_only=True, frozen=True, tag="CONTENDED"):
+    """The job's nodes that another job waits for, pushed at each change."""
+
+    nodes: list[str]
+
+
+class Unknown(Message, kw_only=True, frozen=True, tag="UNKNOWN"):
+    """The coordinator has no memory of this job: register again."""
+
+
+class JobEnded(Message, kw_only=True, frozen=True, tag="JOB_ENDED"):
+    """The coordinator holds this job for dead, finished or gone; nothing it sends counts any more."""
+
+    reason: str
+
+
+class Done(Message, kw_only=True, frozen=True, tag="DONE"):
+    """`text`: what was done, for people."""
+
+    text: str
+
+
+class Status(Message, kw_only=True, frozen=True, tag="STATUS"):
+    snapshot: dict[str, Any]
+
+
+# --- rollout dispatch ------------------------------------------------------------------------------------------------
+
+
+class TaskRequest(Message, kw_only=True, frozen=True, tag="TASK_REQUEST"):
+    """An idle rollout worker asks its scheduler for work."""
+
+    worker_id: str
+
+
+class NewTask(Message, kw_only=True, frozen=True, tag="NEW_TASK"):
+    worker_id: str
+    prompt: str | list[int]
+    request_id: str = ""
+    sampling: dict[str, Any] = {}
+
+
+class DataGenerated(Message, kw_only=True, frozen=True, tag="DATA_GENERATED"):
+    """`num_tokens` response tokens of the sample in buffer slot `slot_id`, made with weights `policy_version`."""
+
+    slot_id: int
+    policy_version: int | None = None
+    num_tokens: int | None = None
+
+
+class RewardComputed(Message, kw_only=True, frozen=True, tag="REWARD_COMPUTED"):
+    slot_id: int
+    reward: float | None = None
+
+
+class LearnerStateUpdate(Message, kw_only=True, frozen=True, tag="LEARNER_STATE_UPDATE"):
+    """Mean policy entropy in nats of the weights `policy_version`."""
+
+    entropy: float
+    policy_version: int
+
+
+class Migrate(Message, kw_only=True, frozen=True, tag="MIGRATE"):
+    """Move the named requests, or all when empty, from one rollout worker to another."""
+
+    source: str
+    target: str
+    request_ids: list[str] = []
+
+
+AnyFromJob = (
+    Register
+    | LeaseRequest
+    | LeaseCancel
+    | LeaseRelease
+    | LeaseShrink
+    | Heartbeat
+    | Progress
+    | StepReport
+    | MemoryReport
+    | PhaseNote
+    | MemberReport
+    | Detach
+    | Deregister
+    | Failing
+)
+_ToJob = (
+    Registered
+    | Queued
+    | Refused
+    | LeaseGrant
+    | LeaseReleased
+    | LeaseLost
+    | LeaseCancelled
+    | LeaseShrunk
+    | HeartbeatAck
+    | Contended
+    | Unknown
+    | JobEnded
+    | Done
+    | Status
+)
+_Dispatch = TaskRequest | NewTask | DataGenerated | RewardComputed | LearnerStateUpdate | Migrate
+AnyMessage = AnyFromJob | StatusRequest | JobOver | Evict | Free | _ToJob | _Dispatch
+
+
+class _Head(msgspec.Struct):
+    type: str = ""
+    version: int = 0
+    key: str = ""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_head_decoder = msgspec.msgpack.Decoder(_Head)
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def asks_about(message: AnyMessage | None) -> str:
+    """What a Refused should name that answers the message: the key of a question, or its type."""
+    if message is None or isinstance(message, Register):
+        return "register"
+    return getattr(message, "key", "") or str(message.__struct_config__.tag)
+
+
+def decode(frame: bytes) -> AnyMessage:
+    """Raises WrongVersion for another protocol version and for no protocol at all, Unreadable for fields that are wrong."""
+    head = _head(frame)
+    if head.version != VERSION:
+        raise WrongVersion(f"protocol version {head.version} met version {VERSION}: install the same verl-mux on both sides")
+    try:
+        return _decoder.decode(frame)
+    except Exception as error:  # a decoder fed by strangers: what it raises is not only what it documents
+        refused = Unreadable(f"{head.type[:40]}: {error}")
+        refused.about = "register" if head.type == "REGISTER" else head.key or head.type
+        raise refused from error
+
+
+def _head(frame: bytes) -> _Head:
+    try:
+        return _head_decoder.decode(frame)
+    except Exception as error:
+        raise WrongVersion(f"not a verl-mux control message of version {VERSION}: {error}") from error

@@ -1,0 +1,79 @@
+"""The coordinator's end of the bus: a ROUTER socket in an asyncio loop. Knows frames, not what they mean.
+
+Takes frames in batches, since waking the loop costs more than reading one. A client that connects again takes its name
+over from the connection it lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+import zmq
+
+from verl_mux.coordinator.bus import limits
+from verl_mux.coordinator.bus.gate import Gate, role_of
+from verl_mux.coordinator.bus.keys import ServerKeys
+from verl_mux.errors import UserError
+
+# Frames taken before others in the loop have their turn.
+_BATCH = 64
+
+
+class Router:
+    """bound, in the loop's thread -> `take(identity, role, frame)` is called for each frame -> `close()`. `refused(reason)`: for
+    each connection, or frame on one, that goes no further than here."""
+
+    def __init__(self, bind: str, keys: ServerKeys, take: Callable[[bytes, str, bytes], None],
+                 refused: Callable[[str], None]) -> None:  # fmt: skip
+        """Raises UserError when the address cannot be bound."""
+        self._take = take
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 500
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, limits.FRAME_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, limits.QUEUE_PER_CLIENT)
+        self._gate = Gate(self._context, self._socket, keys, refused)
+        try:
+            self._socket.bind(bind)
+        except zmq.ZMQError as error:
+            self._gate.close()
+            self._context.destroy()
+            raise UserError(f"cannot bind {bind!r}: {error}; expected a free tcp://HOST:PORT") from error
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._scheduled = False
+        self._loop.add_reader(self._socket.fileno(), self._pump)
+        self._pump_soon()
+
+    def send(self, identity: bytes, frame: bytes) -> None:
+        """Goes out at once, or is queued by ZeroMQ; dropped if the client is not there or does not read. Large frames are
+        shared, not copied, by those they go to."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart([identity, frame], zmq.NOBLOCK, copy=len(frame) < 2**16)
+        # Sending may have taken the socket's wake-up for what has arrived meanwhile.
+        self._pump_soon()
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._socket.fileno())
+        self._gate.close()
+        self._context.destroy(linger=500)
+
+    def _pump_soon(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._scheduled = False
+        if self._socket.closed:
+            return
+        for _ in range(_BATCH):
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)  # only so they carry the role
+            except zmq.Again:
+                return
+            self._take(identity.bytes, role_of(identity), frames[0].bytes if frames else b"")
+        self._pump_soon()

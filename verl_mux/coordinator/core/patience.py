@@ -1,0 +1,76 @@
+"""How long the coordinator bears with a job: one that is silent, and one whose phase takes far longer than its phases do. Pure.
+
+Silence takes nodes away only together with two other things: it lasted longer than the lease, by a clock that counts the
+time in which the coordinator itself ran, and another job waits. The silent job has by then fenced itself, see
+docs/protocol.md; if it cannot, because it is stopped, its processes are ended before anybody gets its nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from verl_mux.coordinator.bus.conversation import FENCED_AFTER
+from verl_mux.coordinator.core import queueing
+from verl_mux.coordinator.core.records import Job, JobState, Lease, State
+from verl_mux.coordinator.core.settings import Config
+
+# More between two looks at the clock is a pause of the coordinator itself, or a clock that was set: nobody was silent then.
+PAUSE_S = 1.0
+
+
+class RunningTime:
+    """Seconds for which the coordinator has run, told from the times at which it looked at its clock."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._looked: float | None = None
+
+    def at(self, now: float) -> float:
+        looked = now if self._looked is None else self._looked
+        return self._seconds + (now - looked if 0 <= now - looked <= PAUSE_S else 0.0)
+
+    def look(self, now: float) -> float:
+        self._seconds, self._looked = self.at(now), now
+        return self._seconds
+
+
+def is_late(heard: float, now: float, config: Config) -> bool:
+    """Both in running time."""
+    return now - heard > config.lease_timeout
+
+
+def may_not_use_since(now: float, config: Config) -> float:
+    """From when a job that is found silent beyond its lease at `now` had to keep off its nodes."""
+    return now - (1 - FENCED_AFTER) * config.lease_timeout
+
+
+def in_the_way(silent: Mapping[str, Job], state: State, config: Config) -> list[Job]:
+    """The silent jobs on whose nodes a job that is not silent waits, or for whose turn, or at a barrier that they are before."""
+    why = [(request, queueing.held_back(request, state, config)) for request in state.requests if request.job not in silent]
+    wanted = {node for request, reason in why if reason is None for node in request.nodes}
+    holders = {lease.job for lease in state.leases.values() if not wanted.isdisjoint(lease.nodes)}
+    stuck = any(reason in ("turn", "barrier") for _, reason in why)
+    return [job for job in silent.values() if job.name in holders or (stuck and _holds_the_schedule_up(job, state, config))]
+
+
+def _holds_the_schedule_up(job: Job, state: State, config: Config) -> bool:
+    if queueing.mode(state, config) == "sequential" and queueing.turn(state, config) is job:
+        return True
+    return job.running and queueing.segment_of(config.schedule, job.finished + 1) <= state.segment
+
+
+def limit(job: Job, phase: str, config: Config) -> float | None:
+    """Seconds after which a phase of this kind counts as hung; None while the job has not shown how long it takes."""
+    longest = job.longest.get(phase)
+    return None if longest is None else max(config.hung_least, config.hung_factor * longest)
+
+
+def is_overdue(job: Job, lease: Lease, config: Config, now: float) -> bool:
+    after = limit(job, lease.phase, config)
+    return job.state is JobState.LIVE and after is not None and now - lease.granted_at > after
+
+
+def phase_ended(job: Job, lease: Lease, now: float) -> None:
+    """Its length is what later ones are measured against."""
+    job.longest[lease.phase] = max(job.longest.get(lease.phase, 0.0), now - lease.granted_at)
+    job.overdue = [token for token in job.overdue if token != lease.token]

@@ -1,0 +1,151 @@
+"""What the coordinator remembers: jobs, requests, leases, and where the schedule stands. Plain data, no behaviour.
+
+All of it is msgspec structs, so a snapshot for the journal is one encode, and two histories are compared with `==`.
+What can be derived is not stored: a node is free when no lease names it; a lease is being reclaimed when its job is
+SILENT or DYING.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+from verl_mux.coordinator.bus.messages import Member
+from verl_mux.scheduling.estimate.estimator import Observed
+from verl_mux.scheduling.placer.record import Record
+
+
+class JobState(Enum):
+    LIVE = "live"  # heard from within the lease timeout
+    SILENT = "silent"  # not heard from, driver not known to be dead: nodes stay taken, a sign of life restores it
+    DYING = "dying"  # driver dead or said to be: nodes stay taken until the last process is gone
+    ENDED = "ended"  # holds nothing
+
+
+class Watched(msgspec.Struct, kw_only=True):
+    """What placement learns of a job that it placed. `steps`: the last step seen, by phase. `began`: first rollout asked
+    for. `free_since`: it neither holds nor asks for nodes since then; `between`: seconds of that in this step.
+    `fresh`: steps seen since its co-execution group changed."""
+
+    observed: Observed = Observed()
+    steps: dict[str, int] = {}
+    began: float | None = None
+    first_step: int = 0
+    free_since: float | None = None
+    between: float = 0.0
+    fresh: int = 0
+
+
+class Job(msgspec.Struct, kw_only=True):
+    """`order`: registration order. `asked`, `reported`: highest step asked for, highest step reported as finished.
+    `since`: when it came into its state. `memory`: node -> tag -> bytes. `contended`: as last pushed to its clients.
+    `has_asked` for any lease; `initialised`: through with init, so it counts as an expected job that has arrived.
+    `closed`, `spent`: see closing.py. `longest`: seconds by phase; `overdue`: tokens whose phases take far longer.
+    `condemned`: by whom its nodes were taken away, which ends its driver too."""
+
+    name: str
+    uid: str
+    order: int
+    since: float
+    state: JobState = JobState.LIVE
+    host: str = ""
+    pid: int = 0
+    started: int = 0
+    boot: str = ""
+    nodes: dict[str, list[str]] = {}
+    seed: int = 0
+    steps: int | None = None
+    clients: list[str] = []
+    members: list[Member] = []
+    has_asked: bool = False
+    initialised: bool = False
+    asked: int = 0
+    reported: int = 0
+    died_at: float | None = None
+    reason: str = ""
+    told: bool = False  # its end was told by whoever started it, rather than found out
+    note: str = ""
+    progress: tuple[int, int] | None = None
+    metrics: dict[str, float] = {}
+    memory: dict[str, dict[str, int]] = {}
+    contended: list[str] = []
+    closed: dict[int, bool] = {}
+    spent: list[str] = []
+    longest: dict[str, float] = {}
+    overdue: list[int] = []
+    condemned: str = ""
+    watched: Watched | None = None  # only of a job that leaves its nodes to the coordinator
+
+    @property
+    def driver(self) -> Member:
+        return Member(self.host, self.pid, self.started, self.boot)
+
+    @property
+    def all_nodes(self) -> list[str]:
+        return list(dict.fromkeys(node for nodes in self.nodes.values() for node in nodes))
+
+    @property
+    def finished(self) -> int:
+        """Steps known to be behind it: asking for step k means that k - 1 is done."""
+        return max(self.asked - 1, self.reported)
+
+    @property
+    def running(self) -> bool:
+        """Counts for turns and barriers: neither gone nor through with all its steps."""
+        alive = self.state in (JobState.LIVE, JobState.SILENT)
+        return alive and (self.steps is None or self.reported < self.steps)
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    key: str
+    job: str
+    client: str
+    phase: str
+    step: int
+    nodes: list[str]
+    asked_at: float
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    token: int
+    key: str
+    job: str
+    client: str
+    phase: str
+    step: int
+    nodes: list[str]
+    granted_at: float
+
+
+class State(msgspec.Struct, kw_only=True):
+    """`requests` in order of arrival. `token`: the last one given out. `segment`: index into the schedule, never falls.
+    `started`: all expected jobs were there. `settle_until`: no grants before it, because memory was lost; `unknown_up_to`: the
+    last token of which it may not know.
+    `peaks`: node -> `init` or segment index -> highest sum of tagged bytes of all jobs. `placed`: what the scheduler
+    remembers of the jobs it placed."""
+
+    jobs: dict[str, Job] = {}
+    requests: list[Request] = []
+    leases: dict[int, Lease] = {}
+    token: int = 0
+    num_registered: int = 0
+    segment: int = 0
+    started: bool = False
+    stepping: bool = False
+    settle_until: float | None = None
+    unknown_up_to: int = 0
+    peaks: dict[str, dict[str, int]] = {}
+    placed: Record = Record()
+
+    def leases_of(self, job: str) -> list[Lease]:
+        return [lease for lease in self.leases.values() if lease.job == job]
+
+    def watched_of(self, job: str) -> Watched:
+        """Of a job that was placed."""
+        watched = self.jobs[job].watched
+        assert watched is not None
+        return watched
+
+    def bytes_on(self, node: str) -> int:
+        return sum(sum(job.memory[node].values()) for job in self.jobs.values() if node in job.memory)

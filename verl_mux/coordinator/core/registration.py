@@ -1,0 +1,145 @@
+"""How a job comes in: refused with what was given and what there is, or put on record; further clients join it, and
+leases held through a restart are asserted. Pure.
+"""
+
+from __future__ import annotations
+
+from verl_mux.coordinator.bus import limits
+from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.core import claims
+from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Send
+from verl_mux.coordinator.core.placement import placing
+from verl_mux.coordinator.core.records import Job, JobState, State
+from verl_mux.coordinator.core.settings import Config
+from verl_mux.errors import UserError
+from verl_mux.profiling.eventlog import events
+
+
+def refuse(asked: m.Register, known: Job | None, other: Job | None, state: State, config: Config) -> m.Refused | None:
+    """`known`: the job on record under that name, if any. `other`: the one that registered last with that uid."""
+    if known is not None and known.state is not JobState.ENDED and known.uid != asked.uid:
+        return _name_taken(known)
+    if known is not None and known.uid == asked.uid and _given_up(known, asked):
+        return _no(f"job {asked.job!r} was given up: {known.reason}")
+    if other is not None and other.name != asked.job and other.state is not JobState.ENDED:
+        return _no(f"job {asked.job!r} carries another job's uid; every start needs its own VERL_MUX_JOB_UID")
+    if reason := _beyond_limits(asked, known, state):
+        return _no(reason)
+    try:
+        if asked.wants_placement:
+            placing.check(asked, state, config)
+        else:
+            placing.named_by_hand(asked, _resolve(asked, config), state)
+    except UserError as error:
+        return _no(str(error))
+    return None
+
+
+def register(state: State, config: Config, epoch: str, now: float, what: m.Register) -> list[Instruction]:
+    """For a registration that `refuse` lets pass."""
+    out: list[Instruction] = []
+    job = state.jobs.get(what.job)
+    if job is None or job.uid != what.uid or not job.clients:
+        job = _new_job(state, config, now, what)
+        out += placing.arrive(state, config, job, what, now) if what.wants_placement else []
+        about = {"job": job.name, "nodes": job.nodes, "seed": job.seed, "steps": job.steps, "pid": job.pid}
+        out.append(Log(events.JOB_REGISTERED, about))
+    if what.client not in job.clients:
+        job.clients.append(what.client)
+    job.members = what.members or job.members
+    out.append(Send(what.client, welcome(state, config, job, what.client, epoch, what.number)))
+    claims.take(state, config, job, what, now)
+    return out
+
+
+def welcome(state: State, config: Config, job: Job, client: str, epoch: str, answers: int = 0) -> m.Registered | m.Queued:
+    """The job's nodes; or, of a job that waits to be placed, that it does."""
+    if not job.nodes:
+        before = [entry.job.name for entry in state.placed.waiting].index(job.name)
+        reason = f"job {job.name!r} waits for nodes: no room within everybody's SLO, {before} jobs before it"
+        return m.Queued(reason=reason, epoch=epoch, answers=answers)
+    return m.Registered(
+        nodes=job.nodes,
+        cpus={name: config.nodes[name].cpus for name in job.all_nodes},
+        lease_timeout=config.lease_timeout,
+        epoch=epoch,
+        first=job.clients[0] == client,
+        answers=answers,
+    )
+
+
+def _new_job(state: State, config: Config, now: float, what: m.Register) -> Job:
+    state.num_registered += 1
+    job = Job(name=what.job, uid=what.uid, order=state.num_registered, since=now)
+    job.host, job.pid, job.started, job.boot = what.host, what.pid, what.started, what.boot
+    job.nodes = {} if what.wants_placement else _resolve(what, config)
+    job.seed, job.steps = what.seed, what.steps
+    state.jobs[what.job] = job
+    return job
+
+
+def _name_taken(known: Job) -> m.Refused:
+    ending = known.state is JobState.DYING
+    what = "is ending, but its processes are not all gone" if ending else "is running"
+    reason = f"a job named {known.name!r} {what} (pid {known.pid} on {known.host}); job names are unique"
+    return _no(reason, retry=ending)
+
+
+def _beyond_limits(asked: m.Register, known: Job | None, state: State) -> str | None:
+    clients = known.clients if known is not None and known.uid == asked.uid else []
+    if len(clients) >= limits.CLIENTS_OF_A_JOB and asked.client not in clients:
+        return f"job {asked.job!r} has {len(clients)} clients; at most {limits.CLIENTS_OF_A_JOB} are allowed"
+    if known is None and len(state.jobs) >= limits.JOBS:
+        return f"{len(state.jobs)} jobs are on record; at most {limits.JOBS} are allowed"
+    return None
+
+
+def _given_up(known: Job, asked: m.Register) -> bool:
+    return known.state is JobState.DYING or (known.state is JobState.ENDED and asked.again)
+
+
+def _no(reason: str, retry: bool = False) -> m.Refused:
+    return m.Refused(about="register", reason=reason, retry=retry)
+
+
+def _resolve(asked: m.Register, config: Config) -> dict[str, list[str]]:
+    """Nodes per side with pool names spelt out. Raises UserError for what is not there or too large."""
+    if not asked.nodes or any(side not in m.SIDES for side in asked.nodes):
+        raise UserError(f"job {asked.job!r} names nodes for {sorted(asked.nodes)}; allowed sides: {', '.join(m.SIDES)}")
+    nodes = {side: _spell_out(asked.job, side, names, config) for side, names in asked.nodes.items()}
+    known = {*nodes, *(name for names in nodes.values() for name in names)}
+    for where, gpus in asked.gpus.items():
+        if where not in known:
+            allowed = ", ".join(sorted(known))
+            raise UserError(f"job {asked.job!r} asks for {gpus} GPUs on {where!r}; allowed there: {allowed}")
+        for name in nodes.get(where, [where]):
+            _check_gpus(asked.job, name, gpus, config)
+    return nodes
+
+
+def _spell_out(job: str, side: str, names: list[str], config: Config) -> list[str]:
+    spelt: list[str] = []
+    for name in names:
+        if name in config.nodes:
+            spelt.append(name)
+        elif name in config.pools:
+            spelt += [node.name for node in config.pools[name].nodes]
+        else:
+            raise UserError(
+                f"job {job!r} asks for {side} on {name!r}, which is no pool or node here;"
+                f" pools and their nodes: {config.describe_pools()}"
+            )
+    if not spelt:
+        raise UserError(f"job {job!r} names no node for {side}; pools and their nodes: {config.describe_pools()}")
+    return list(dict.fromkeys(spelt))
+
+
+def _check_gpus(job: str, name: str, gpus: int, config: Config) -> None:
+    node = config.nodes[name]
+    if gpus > node.gpus:
+        pool, members = next((pool, p.nodes) for pool, p in config.pools.items() if node in p.nodes)
+        total = sum(member.gpus for member in members)
+        raise UserError(
+            f"job {job!r} asks for {gpus} GPUs on node {name!r}, which has {node.gpus}"
+            f" (pool {pool!r} has {total} on {len(members)} nodes)"
+        )

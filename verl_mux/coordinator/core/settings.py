@@ -1,0 +1,204 @@
+"""What a coordinator is told at its start, as data: pools, nodes, the schedule of segments, placement, and its patience.
+
+Pure: nothing here reads a file (`coordinator/config.py` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+import msgspec
+
+from verl_mux.errors import UserError
+from verl_mux.scheduling.estimate.gpu_kinds import GpuKind, find_kind
+from verl_mux.scheduling.model import Cluster, NodeKind
+from verl_mux.scheduling.model import Pool as SchedulingPool
+from verl_mux.scheduling.search.rules import OURS, Rules
+
+# Clients give a sign of life every second, so a shorter lease timeout would find every job silent.
+_LEAST_SECONDS = {"lease_timeout": 1, "kill_grace": 0, "remote_grace": 0, "hung_factor": 1, "hung_least": 0}
+Mode = Literal["sequential", "uncoordinated", "interleaved"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+# Where the configuration names no host memory, it is no limit.
+_PLENTY_GB = 1e6
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`cpus`: cores that work on this node should stay on; bytes and price are None where unknown."""
+
+    name: str
+    gpus: int = 1
+    cpus: list[int] | None = None
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    usd_per_hour: float | None = None
+
+
+class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kind` of its GPUs (H20, H800, H100 or one of `placement.kinds`): needed where jobs are placed on it."""
+
+    nodes: list[Node]
+    kind: str | None = None
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`steps` of every job run in this mode; None, allowed in the last segment only, means all that are left."""
+
+    mode: Mode
+    steps: int | None = None
+
+
+class PlacementConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`placement: scheduler`, or this. rollout, train: names of the pools. cap: jobs in a co-execution group. slo: of jobs
+    that name none. kinds: GPU kinds of one's own, by name. observe: steps of every job of a group that are seen before
+    its period is predicted from them."""
+
+    rollout: str = "rollout"
+    train: str = "train"
+    cap: int = 5
+    slo: float = 2.0
+    kinds: dict[str, GpuKind] = {}
+    observe: int = 5
+
+    def rules(self) -> Rules:
+        """Running jobs are not moved: a move is a restart of its processes elsewhere, which is their owner's to do."""
+        return msgspec.structs.replace(OURS, cap=self.cap, repack=False)
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Times in seconds. `remote_grace`: after that long a dead job's processes on other hosts, which cannot be seen
+    from here, are taken for gone; None: never, their nodes stay taken until the coordinator is told otherwise.
+    `hung_factor`, `hung_least`: a phase is overdue when it takes so many times the job's longest of its kind, and so many
+    seconds; with `evict_hung` its job is ended then.
+    `metrics_port`: where Prometheus finds /metrics, 0: a free port; None: nowhere. `metrics_host`: the address it listens at.
+    `placement`: how jobs that leave their nodes to the coordinator are placed; None: every job names its nodes."""
+
+    pools: dict[str, Pool]
+    schedule: list[Segment] = msgspec.field(default_factory=lambda: [Segment(mode="interleaved")])
+    expect_jobs: int = 0
+    lease_timeout: float = 30.0
+    kill: bool = True
+    kill_grace: float = 2.0
+    remote_grace: float | None = None
+    hung_factor: float = 10.0
+    hung_least: float = 600.0
+    evict_hung: bool = False
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
+    placement: PlacementConfig | None = None
+
+    @property
+    def nodes(self) -> dict[str, Node]:
+        return {node.name: node for pool in self.pools.values() for node in pool.nodes}
+
+    def node(self, name: str) -> Node | None:
+        return self.nodes.get(name)
+
+    @property
+    def placing(self) -> PlacementConfig:
+        """For what concerns jobs that were placed: there are none without it."""
+        assert self.placement is not None
+        return self.placement
+
+    def describe_pools(self) -> str:
+        """All pools and nodes in one line, for refusals: `rollout (r0), train (t0, t1)`."""
+        return ", ".join(f"{name} ({', '.join(n.name for n in pool.nodes)})" for name, pool in self.pools.items())
+
+
+def check(config: Config) -> None:
+    """Raises UserError with the key, what was given and what is allowed."""
+    _check_pools(config)
+    _check_schedule(config)
+    if config.placement is not None:
+        _check_placement(config.placement, config.pools)
+    for key, least in _LEAST_SECONDS.items():
+        if (seconds := getattr(config, key)) is not None and seconds <= least:
+            raise UserError(f"coordinator configuration: {key} is {seconds:g} s; it must be above {least} s")
+
+
+def _check_pools(config: Config) -> None:
+    names = [node.name for pool in config.pools.values() for node in pool.nodes]
+    empty = [name for name, pool in config.pools.items() if not pool.nodes]
+    if not names or empty:
+        raise UserError(f"coordinator configuration: {f'pool {empty[0]!r} has' if empty else 'there are'} no nodes")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UserError(f"coordinator configuration: node {twice[0]!r} is named twice; node names are unique")
+    for pool, members in config.pools.items():
+        if pool in names and [node.name for node in members.nodes] != [pool]:
+            raise UserError(f"coordinator configuration: {pool!r} names both a pool and a node; jobs name either")
+    for node in (node for pool in config.pools.values() for node in pool.nodes):
+        if node.gpus < 0:
+            raise UserError(f"coordinator configuration: node {node.name!r} has {node.gpus} GPUs; at least 0 is needed")
+
+
+def _check_schedule(config: Config) -> None:
+    if not config.schedule:
+        raise UserError("coordinator configuration: schedule is empty; leave it out to interleave from the first step")
+    if config.expect_jobs < 0:
+        raise UserError(f"coordinator configuration: expect_jobs is {config.expect_jobs}; 0 or more is allowed")
+    for number, segment in enumerate(config.schedule, start=1):
+        last = number == len(config.schedule)
+        if (segment.steps is None and not last) or (segment.steps is not None and segment.steps < 1):
+            raise UserError(
+                f"coordinator configuration: schedule entry {number} ({segment.mode}) has steps {segment.steps};"
+                " a number of 1 or more is needed, and only the last entry may leave it out"
+            )
+
+
+def _check_placement(placement: PlacementConfig, pools: Mapping[str, Pool]) -> None:
+    where = "coordinator configuration: placement"
+    for side in ("rollout", "train"):
+        if (name := getattr(placement, side)) not in pools:
+            raise UserError(f"{where}.{side} is {name!r}; it must be a pool: {', '.join(pools)}")
+        _check_alike(name, pools[name], placement)
+    if placement.rollout == placement.train:
+        raise UserError(f"{where}: rollout and train are both {placement.rollout!r}; two pools are needed")
+    if placement.slo < 1:
+        raise UserError(f"{where}.slo is {placement.slo:g}; an SLO is a factor of at least 1")
+    if placement.observe < 1:
+        raise UserError(f"{where}.observe is {placement.observe}; at least 1 step is needed")
+    placement.rules()  # checks the cap
+
+
+def _check_alike(name: str, pool: Pool, placement: PlacementConfig) -> None:
+    """The scheduler takes a pool's nodes for alike."""
+    kind = find_kind(kind_name(name, pool), placement.kinds)
+    for key in ("gpus", "usd_per_hour"):
+        values = {getattr(node, key) for node in pool.nodes}
+        if len(values) > 1:
+            raise UserError(
+                f"coordinator configuration: pool {name!r} has nodes with different {key} ({', '.join(map(str, values))});"
+                " jobs are placed on pools of nodes that are alike"
+            )
+    if not kind.usd_per_gpu_hour and any(node.usd_per_hour is None for node in pool.nodes):
+        raise UserError(
+            f"coordinator configuration: pool {name!r} ({pool.kind}) has no price, by which places are compared; give its nodes"
+            " usd_per_hour, or the kind usd_per_gpu_hour"
+        )
+
+
+def kind_name(name: str, pool: Pool) -> str:
+    """Of the GPUs of a pool that jobs are placed on. Raises UserError where the configuration does not say."""
+    if pool.kind is None:
+        raise UserError(f"coordinator configuration: pool {name!r} has no kind; jobs are placed on it, so give one (`kind: H20`)")
+    return pool.kind
+
+
+def cluster(placement: PlacementConfig, pools: Mapping[str, Pool]) -> Cluster:
+    """The two pools as the scheduler sees them."""
+    return Cluster(
+        rollout=_pool(placement.rollout, pools[placement.rollout], placement),
+        train=_pool(placement.train, pools[placement.train], placement),
+    )
+
+
+def _pool(name: str, pool: Pool, placement: PlacementConfig) -> SchedulingPool:
+    first, named = pool.nodes[0], kind_name(name, pool)
+    price = find_kind(named, placement.kinds).usd_per_gpu_hour
+    if first.usd_per_hour is not None:
+        price = first.usd_per_hour / max(first.gpus, 1)
+    memory = min((node.host_bytes / 1e9 for node in pool.nodes if node.host_bytes is not None), default=_PLENTY_GB)
+    kind = NodeKind(name=named, gpus=max(first.gpus, 1), usd_per_gpu_hour=price, host_memory_gb=memory)
+    return SchedulingPool(name=name, kind=kind, nodes=tuple(node.name for node in pool.nodes))

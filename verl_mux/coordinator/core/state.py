@@ -1,0 +1,459 @@
+"""The coordinator's mind: a pure state machine. `handle(input)` changes the records and returns instructions.
+
+Theory of operation
+- Everything that decides lives here and in the modules called from here (queueing, registration, placing,
+  observing, telemetry). No I/O, no clock: an input says when it came.
+- A job moves by the table MOVES. A move that is not in it raises IllegalMove and changes nothing.
+- A lease is given out with a token that is higher than all before it. It ends when its client releases it, or when its
+  job has ENDED; never while a process of the job may still be on the node.
+- Silence alone takes no node away: a driver that was stopped or starved for a while finds its leases as they were. Silence
+  beyond the lease does when another job waits: the job is then over, and dies like any other (see `patience`).
+- The nodes of a dying job come free once its processes are gone, and not before.
+- After each input all requests that can be granted are granted; see `queueing` for who may go.
+
+Invariants (asserted by tests/coordinator/test_histories.py)
+1. Outside uncoordinated segments no node is named by two leases.
+2. A lease is granted for exactly the nodes of its request: a gang gets all or waits. Some may go back before the rest.
+3. Tokens strictly increase, across restarts too.
+4. Per node, requests that may run are granted in order of arrival.
+5. A dead job's nodes come free once, at ProcessesGone, and not before.
+6. When every holder releases, every request that may run is granted in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from verl_mux.coordinator.bus import limits
+from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.core import closing, patience, queueing, registration, telemetry
+from verl_mux.coordinator.core.inputs_and_instructions import (
+    AboutJob,
+    DriverDied,
+    Input,
+    Instruction,
+    JobEvicted,
+    JobExited,
+    JobRevoked,
+    JobSilent,
+    Log,
+    NodeReleased,
+    PhaseOverdue,
+    ProcessesGone,
+    Send,
+    Settled,
+    What,
+)
+from verl_mux.coordinator.core.placement import observing, placing, prediction
+from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State
+from verl_mux.coordinator.core.settings import Config
+from verl_mux.coordinator.core.waiting import Waiting
+from verl_mux.profiling.eventlog import events
+
+ABSENT = None
+LIVE, SILENT, DYING, ENDED = JobState.LIVE, JobState.SILENT, JobState.DYING, JobState.ENDED
+
+_TALK: tuple[type[m.FromJob], ...] = (
+    *(m.Register, m.LeaseRequest, m.LeaseCancel, m.LeaseRelease, m.LeaseShrink, m.Heartbeat, m.Detach),
+    *(m.Progress, m.StepReport, m.MemoryReport, m.PhaseNote, m.MemberReport),
+)
+_DEATHS: dict[type, JobState] = dict.fromkeys((m.Failing, DriverDied, JobExited, JobEvicted), DYING)
+_HEARD: dict[type, JobState] = dict.fromkeys(_TALK, LIVE)
+MOVES: dict[JobState | None, dict[type, JobState]] = {
+    ABSENT: {m.Register: LIVE, JobExited: ENDED},
+    LIVE: {**_HEARD, m.Deregister: ENDED, PhaseOverdue: LIVE, JobSilent: SILENT, **_DEATHS},
+    SILENT: {**_HEARD, m.Deregister: ENDED, JobRevoked: DYING, **_DEATHS},
+    DYING: {JobExited: DYING, ProcessesGone: ENDED},
+    ENDED: {m.Register: LIVE, JobExited: ENDED},
+}
+
+
+class IllegalMove(ValueError):
+    """The input is not allowed in the job's state."""
+
+
+class UnknownJob(LookupError):
+    """No record of this start of the job."""
+
+
+class Machine:
+    """Owns the records. `epoch` names this start of the coordinator; `heard`: running time when each job was last heard."""
+
+    def __init__(self, config: Config, epoch: str = "", state: State | None = None):
+        self.config = config
+        self.epoch = epoch
+        self.state = state if state is not None else State()
+        self.heard: dict[str, float] = {}
+        self._waiting = Waiting(self.state, config)
+        self._running = patience.RunningTime()
+
+    def handle(self, given: Input) -> list[Instruction]:
+        """Raises IllegalMove or UnknownJob and then has changed nothing."""
+        now, what = given.now, given.what
+        self._waiting.follow(self.state)
+        if isinstance(what, Settled):
+            self.state.settle_until = None
+            return self._settle(now)
+        if isinstance(what, NodeReleased):
+            return self._released_by_hand(now, what.node) + self._settle(now)
+        job = self._job_of(what)
+        if isinstance(what, m.Register) and (refusal := self._refusal(what, job)):
+            return [Send(what.client, refusal)]
+        if isinstance(what, m.Detach) and job is not None and job.clients == [what.client]:
+            what = m.Deregister(job=what.job, uid=what.uid, client=what.client)  # the last to leave ends the job
+        after = self._next_state(job, what)
+        if isinstance(what, m.FromJob):
+            self.heard[what.job] = self._running.at(now)
+        if isinstance(what, m.Heartbeat) and job is not None and job.state is after:
+            return self._heartbeat(now, job, what)  # by far the most frequent; nothing follows from it
+        out = self._enter(job, after, now) if job else []
+        out += _HANDLERS[type(what)](self, now, job, what)
+        return out + self._settle(now)
+
+    def resume(self, now: float) -> None:
+        """After a restart: no job has been silent yet."""
+        self.heard = dict.fromkeys(self.state.jobs, self._running.look(now))
+
+    def due(self, now: float) -> list[Input]:
+        """What the passing of time has brought about; to be handled like any other input, in this order."""
+        running, jobs = self._running.look(now), self.state.jobs.values()
+        late = [job for job in jobs if job.state is LIVE and patience.is_late(self.heard[job.name], running, self.config)]
+        silent = {job.name: job for job in (*late, *(job for job in jobs if job.state is SILENT))}
+        out: list[What] = [JobSilent(job=job.name, uid=job.uid) for job in late]
+        since = patience.may_not_use_since(now, self.config)
+        for job in patience.in_the_way(silent, self.state, self.config) if silent else []:
+            out.append(JobRevoked(job=job.name, uid=job.uid, since=since))
+        out += self._overdue(now, silent)
+        if self.state.settle_until is not None and now >= self.state.settle_until:
+            out.append(Settled())
+        return [Input(now, what) for what in out]
+
+    def _overdue(self, now: float, silent: Collection[str]) -> list[What]:
+        out: list[What] = []
+        for lease in self.state.leases.values():
+            job = self.state.jobs[lease.job]
+            if job.name in silent or lease.token in job.overdue or not patience.is_overdue(job, lease, self.config, now):
+                continue
+            out.append(PhaseOverdue(job=job.name, uid=job.uid, token=lease.token))
+            if self.config.evict_hung:
+                reason = f"its {lease.phase} (step {lease.step}) has taken {now - lease.granted_at:.0f} s and counts as hung"
+                out.append(JobEvicted(job=job.name, uid=job.uid, reason=reason))
+        return out
+
+    def changes(self, given: Input) -> bool:
+        """False for a mere sign of life, which needs no place in the journal."""
+        job = self.state.jobs.get(given.what.job) if isinstance(given.what, m.Heartbeat) else None
+        return job is None or job.state is not LIVE
+
+    # --- moves ---
+
+    def _job_of(self, what: AboutJob) -> Job | None:
+        job = self.state.jobs.get(what.job)
+        if isinstance(what, (m.Register, JobExited)) or (job and what.uid == job.uid and _speaks_for(job, what)):
+            return job
+        raise UnknownJob(f"no job {what.job!r} of this start is known")
+
+    def _refusal(self, asked: m.Register, known: Job | None) -> m.Refused | None:
+        return registration.refuse(asked, known, self._waiting.started_as(asked.uid), self.state, self.config)
+
+    def _next_state(self, job: Job | None, what: AboutJob) -> JobState:
+        state = job.state if job else ABSENT
+        if (after := MOVES[state].get(type(what))) is None:
+            known_as = state.value if state else "absent"
+            raise IllegalMove(f"job {what.job!r} is {known_as}: {type(what).__name__} is not allowed")
+        return after
+
+    def _enter(self, job: Job, after: JobState, now: float) -> list[Instruction]:
+        """Puts the job into its next state, and takes away what it may not keep there."""
+        before = job.state
+        if before is after:
+            return []
+        job.state, job.since = after, now
+        self._waiting.moved(job)
+        if after is DYING:
+            job.died_at = now
+        if after in (DYING, ENDED):
+            self._drop_requests(self._waiting.requests_of(job.name))
+        if after is ENDED:
+            self._forget_oldest_ended(but=job)
+            job.memory, job.members, job.progress, job.note = {}, [], None, ""
+            return self._start(*placing.leave(self.state, self.config, job, now))
+        return [Log(events.JOB_RESUMED, {"job": job.name})] if (before, after) == (SILENT, LIVE) else []
+
+    def _forget_oldest_ended(self, but: Job) -> None:
+        """Ended jobs count as arrived until all that were expected have; after that they are only there to be seen."""
+        if self.state.started and len(self.state.jobs) > limits.ENDED_JOBS_REMEMBERED:
+            ended = [name for name, job in self.state.jobs.items() if job.state is ENDED and job is not but]
+            for name in ended[: -limits.ENDED_JOBS_REMEMBERED]:
+                self._forget(self.state.jobs[name])
+
+    def _start(self, started: list[Job], out: list[Instruction]) -> list[Instruction]:
+        """Tells jobs that waited for nodes which they got."""
+        for job in started:
+            self._waiting.moved(job)
+            out += [Send(c, registration.welcome(self.state, self.config, job, c, self.epoch)) for c in job.clients]
+        return out
+
+    # --- a job's messages ---
+
+    def _register(self, now: float, job: Job | None, what: m.Register) -> list[Instruction]:
+        out = registration.register(self.state, self.config, self.epoch, now, what)
+        self._waiting.moved(self.state.jobs[what.job])
+        for claim in what.held:
+            if claim.token in self.state.leases:
+                self._waiting.granted(self.state.leases[claim.token])
+        return out
+
+    def _request(self, now: float, job: Job, what: m.LeaseRequest) -> list[Instruction]:
+        if lease := self._lease_by_key(job, what.key):
+            return [Send(what.client, _grant(lease))]
+        if self._waiting.request(job.name, what.key) or what.key in job.spent:
+            return []
+        if reason := queueing.refusal(what, job, self._waiting.leases_of(job.name), len(self._waiting.requests_of(job.name))):
+            return [Send(what.client, m.Refused(about=what.key, reason=reason))]
+        self.state.requests.append(request := Request(asked_at=now, **_asked(what)))
+        self._waiting.asked(request)
+        observing.asked(job, request)
+        job.has_asked = True
+        job.asked = max(job.asked, what.step)
+        job.initialised = job.initialised or what.step > 0
+        return []
+
+    def _cancel(self, now: float, job: Job, what: m.LeaseCancel) -> list[Instruction]:
+        request = self._waiting.request(job.name, what.key)
+        self._drop_requests([request] if request else [])
+        lease = self._lease_by_key(job, what.key)
+        freed = [self._free(lease, now)] if lease else []
+        if not freed:
+            closing.spent(job, what.key)
+        return [*freed, Send(what.client, m.LeaseCancelled(key=what.key))]
+
+    def _release(self, now: float, job: Job, what: m.LeaseRelease) -> list[Instruction]:
+        lease = self._lease_of(job, what.token)
+        if lease is None:
+            return [Send(what.client, closing.answer(job, what.token, is_anothers=what.token in self.state.leases))]
+        job.initialised = job.initialised or lease.phase == "init"
+        patience.phase_ended(job, lease, now)
+        freed = self._free(lease, now)
+        return [freed, Send(what.client, m.LeaseReleased(token=what.token)), *self._observe(job, lease, now)]
+
+    def _shrink(self, now: float, job: Job, what: m.LeaseShrink) -> list[Instruction]:
+        done = Send(what.client, m.LeaseShrunk(key=what.key))
+        lease = self._lease_of(job, what.token)
+        left = [node for node in lease.nodes if node not in what.nodes] if lease else []
+        if lease is None or not left or left == lease.nodes:  # the last node goes back with the lease
+            return [done]
+        gone = [node for node in lease.nodes if node in what.nodes]
+        self._hold(msgspec.structs.replace(lease, nodes=left))
+        about = {**_about(lease), "nodes": gone}
+        return [done, Log(events.LEASE_HELD, about, duration=now - lease.granted_at, step=lease.step)]
+
+    def _observe(self, job: Job, lease: Lease, now: float) -> list[Instruction]:
+        """What the phase of a job took, if it was placed, and what that changes."""
+        spec = self.state.placed.job(job.name)
+        if job.watched is None or spec is None:
+            return []
+        out = observing.released(job.watched, lease, spec, now)
+        if revised := observing.revised(job.watched, spec):
+            out += self._start(*placing.correct(self.state, self.config, revised, now))
+        group = self.state.placed.group_of(job.name)
+        if group is not None and lease.phase == "train" and prediction.is_due(group, job, self.state, self.config):
+            out.append(prediction.predicted(group, self.state, self.config))
+        return out
+
+    def _heartbeat(self, now: float, job: Job, what: m.Heartbeat) -> list[Instruction]:
+        queued = self._waiting.queued_by(what.client)
+        mine = self._waiting.leases_of(job.name)
+        held = {lease.token for lease in mine}
+        tokens = [token for token in what.tokens if token in held]
+        # A grant that went astray, or one that its client no longer wants and releases.
+        unheard = [_grant(lease) for lease in mine if lease.client == what.client and lease.token not in what.tokens]
+        ack = m.HeartbeatAck(beat=what.beat, epoch=self.epoch, queued=queued, tokens=tokens)
+        return [Send(what.client, message) for message in (*unheard, ack)]
+
+    def _report(self, now: float, job: Job, what: m.FromJob) -> list[Instruction]:
+        token = getattr(what, "token", None)
+        if token is not None and self._lease_of(job, token) is None:
+            return []  # late; who holds a stale token learns it at the next heartbeat
+        return telemetry.REPORTS[type(what)](self.state, job, what)
+
+    def _detach(self, now: float, job: Job, what: m.Detach) -> list[Instruction]:
+        self._drop_requests([request for request in self._waiting.requests_of(job.name) if request.client == what.client])
+        job.clients = [client for client in job.clients if client != what.client]
+        freed = [self._free(lease, now) for lease in self._waiting.leases_of(job.name) if lease.client == what.client]
+        return [*freed, Send(what.client, m.JobEnded(reason="closed"))]
+
+    def _deregister(self, now: float, job: Job, what: m.Deregister) -> list[Instruction]:
+        job.reason = "finished"
+        freed = [self._free(lease, now) for lease in self._waiting.leases_of(job.name)]
+        if not job.has_asked:  # it only looked whether it would be taken; an expected job is still to come
+            self._forget(job)
+        return [*freed, _exited(job), *_dismiss(job)]
+
+    def _failing(self, now: float, job: Job, what: m.Failing) -> list[Instruction]:
+        job.reason = what.reason
+        return [_exited(job), Send(what.client, m.JobEnded(reason=job.reason))]
+
+    # --- what the server saw ---
+
+    def _silent(self, now: float, job: Job, what: JobSilent) -> list[Instruction]:
+        return [Log(events.JOB_SILENT, {"job": job.name, "pid": job.pid, "host": job.host})]
+
+    def _revoked(self, now: float, job: Job, what: JobRevoked) -> list[Instruction]:
+        job.died_at = what.since
+        return self._condemn(job, f"it was silent beyond its lease of {self.config.lease_timeout:g} s, and another job waited")
+
+    def _evicted(self, now: float, job: Job, what: JobEvicted) -> list[Instruction]:
+        return self._condemn(job, what.reason)
+
+    def _condemn(self, job: Job, reason: str) -> list[Instruction]:
+        job.reason = job.condemned = reason
+        return [_exited(job), *_dismiss(job)]
+
+    def _late_phase(self, now: float, job: Job, what: PhaseOverdue) -> list[Instruction]:
+        lease = self.state.leases[what.token]
+        job.overdue.append(what.token)
+        return [Log(events.PHASE_OVERDUE, _about(lease), duration=now - lease.granted_at, step=lease.step)]
+
+    def _released_by_hand(self, now: float, node: str) -> list[Instruction]:
+        """Takes the node from the dying jobs that hold it, and with its last node the lease."""
+        out: list[Instruction] = []
+        for lease in list(self.state.leases.values()):
+            if node in lease.nodes and self.state.jobs[lease.job].state is DYING:
+                out.append(Log(events.LEASE_RECLAIMED, {**_about(lease), "nodes": [node]}, duration=None, step=lease.step))
+                left = [other for other in lease.nodes if other != node]
+                if left:
+                    self._hold(msgspec.structs.replace(lease, nodes=left))
+                else:
+                    out.append(self._free(lease, now))
+        return out
+
+    def _died(self, now: float, job: Job, what: DriverDied) -> list[Instruction]:
+        job.reason = "its driver process died"
+        return [_exited(job)]
+
+    def _told_exited(self, now: float, job: Job | None, what: JobExited) -> list[Instruction]:
+        if job is None:
+            job = Job(name=what.job, uid="", order=0, since=now, state=ENDED, reason="exited before it registered")
+            self.state.jobs[what.job] = job
+            self._waiting.moved(job)
+            self._forget_oldest_ended(but=job)
+        elif job.told or job.state is ENDED:
+            return []
+        job.told = True
+        job.reason = job.reason or "said to have exited by what started it"
+        return [_exited(job)]
+
+    def _gone(self, now: float, job: Job, what: ProcessesGone) -> list[Instruction]:
+        out: list[Instruction] = []
+        assert job.died_at is not None
+        for lease in self._waiting.leases_of(job.name):
+            reclaimed = Log(events.LEASE_RECLAIMED, _about(lease), duration=now - job.died_at, step=lease.step)
+            out += [self._free(lease, now), reclaimed]
+        return [*out, *_dismiss(job)]
+
+    # --- leases ---
+
+    def _settle(self, now: float) -> list[Instruction]:
+        """Brings the schedule, the queues, and what clients know of contention up to date."""
+        out: list[Instruction] = []
+        if queueing.advance(self.state, self.config):
+            out.append(Log(events.SEGMENT, {"index": self.state.segment, "mode": queueing.mode(self.state, self.config)}))
+            for node in self.state.peaks:
+                telemetry.count_peak(self.state, node)
+        for request in self._waiting.grantable():
+            out += self._give(request, now)
+        for job, nodes in self._waiting.contended():
+            if job.state is LIVE and nodes != job.contended:
+                job.contended = nodes
+                out += [Send(client, m.Contended(nodes=nodes)) for client in job.clients]
+        return out
+
+    def _give(self, request: Request, now: float) -> list[Instruction]:
+        self.state.token += 1
+        self.state.stepping = self.state.stepping or request.step > 0
+        lease = Lease(token=self.state.token, granted_at=now, **_asked(request))
+        self._hold(lease)
+        self._drop_requests([request])
+        waited = Log(events.LEASE_WAIT, _about(lease), duration=now - request.asked_at, step=lease.step)
+        return [Send(lease.client, _grant(lease)), waited]
+
+    def _hold(self, lease: Lease) -> None:
+        self.state.leases[lease.token] = lease
+        self._waiting.granted(lease)
+
+    def _free(self, lease: Lease, now: float) -> Log:
+        del self.state.leases[lease.token]
+        self._waiting.freed(lease.token)
+        closing.given_back(self.state.jobs[lease.job], lease.token)
+        closing.spent(self.state.jobs[lease.job], lease.key)
+        return Log(events.LEASE_HELD, _about(lease), duration=now - lease.granted_at, step=lease.step)
+
+    def _lease_of(self, job: Job, token: int) -> Lease | None:
+        lease = self.state.leases.get(token)
+        return lease if lease is not None and lease.job == job.name else None
+
+    def _lease_by_key(self, job: Job, key: str) -> Lease | None:
+        return next((lease for lease in self._waiting.leases_of(job.name) if lease.key == key), None)
+
+    def _drop_requests(self, unwanted: list[Request]) -> None:
+        for request in unwanted:
+            self._waiting.gone(request)
+        if unwanted:
+            ids = {id(request) for request in unwanted}
+            self.state.requests = [request for request in self.state.requests if id(request) not in ids]
+
+    def _forget(self, job: Job) -> None:
+        del self.state.jobs[job.name]
+        self._waiting.forgotten(job)
+        self.heard.pop(job.name, None)
+
+
+def _speaks_for(job: Job, what: AboutJob) -> bool:
+    """Only a client that registered; one of a job that is dying or over is told so instead."""
+    return not isinstance(what, m.FromJob) or job.state in (DYING, ENDED) or what.client in job.clients
+
+
+def _asked(source: m.LeaseRequest | Request) -> dict:
+    return {name: getattr(source, name) for name in ("key", "job", "client", "phase", "step", "nodes")}
+
+
+def _grant(lease: Lease) -> m.LeaseGrant:
+    told = ("key", "token", "phase", "step", "nodes", "granted_at")
+    return m.LeaseGrant(**{name: getattr(lease, name) for name in told})
+
+
+def _about(lease: Lease) -> dict:
+    return {"job": lease.job, "phase": lease.phase, "nodes": lease.nodes, "token": lease.token}
+
+
+def _exited(job: Job) -> Log:
+    return Log(events.JOB_EXITED, {"job": job.name, "reason": job.reason})
+
+
+def _dismiss(job: Job) -> list[Instruction]:
+    clients, job.clients = job.clients, []
+    return [Send(client, m.JobEnded(reason=job.reason)) for client in clients]
+
+
+_HANDLERS: dict[type, Callable[..., list[Instruction]]] = {
+    m.Register: Machine._register,
+    m.LeaseRequest: Machine._request,
+    m.LeaseCancel: Machine._cancel,
+    m.LeaseRelease: Machine._release,
+    m.LeaseShrink: Machine._shrink,
+    m.Heartbeat: Machine._heartbeat,
+    **dict.fromkeys(telemetry.REPORTS, Machine._report),
+    m.Detach: Machine._detach,
+    m.Deregister: Machine._deregister,
+    m.Failing: Machine._failing,
+    JobSilent: Machine._silent,
+    JobRevoked: Machine._revoked,
+    JobEvicted: Machine._evicted,
+    PhaseOverdue: Machine._late_phase,
+    DriverDied: Machine._died,
+    JobExited: Machine._told_exited,
+    ProcessesGone: Machine._gone,
+}

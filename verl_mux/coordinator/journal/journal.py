@@ -1,0 +1,277 @@
+"""The coordinator's memory on disk: every input that changes anything, in order.
+
+Inputs that came together are one frame of an append-only file, on disk before anybody is told what follows from them;
+so no client can know of a lease that a restarted coordinator does not, whether a process or the machine ended.
+Replaying the inputs gives the state back, because the state machine is pure. Every COMPACT_EVERY inputs, and at each
+start, a new file with a snapshot takes the place of the old one.
+
+What may have been lost is never passed over: either the start is refused, or the coordinator settles (core/claims.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import uuid
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from verl_mux.coordinator.core import claims, tokens
+from verl_mux.coordinator.core.inputs_and_instructions import Input
+from verl_mux.coordinator.core.records import State
+from verl_mux.coordinator.core.settings import Config
+from verl_mux.coordinator.core.state import Machine
+from verl_mux.coordinator.journal import epoch as epoch_file
+from verl_mux.coordinator.journal import frames
+from verl_mux.coordinator.journal.changed_config import carried_over
+from verl_mux.coordinator.journal.clock import Clock, new_clock
+from verl_mux.coordinator.journal.epoch import Epoch
+from verl_mux.coordinator.journal.frames import Damaged, FrameFile
+from verl_mux.coordinator.journal.lock import Lock
+from verl_mux.errors import UserError
+
+log = logging.getLogger(__name__)
+
+COMPACT_EVERY = 20_000
+_RETRY_S = 0.5
+_ADVICE = (
+    "Put the right file back, or move this one away: the coordinator then asks living jobs for their leases before it grants any"
+)
+
+
+class _Snapshot(msgspec.Struct, kw_only=True):
+    """The first frame. `journal`: the same as long as the journal lives; `epoch`: of the coordinator that wrote it."""
+
+    journal: str
+    epoch: int
+    clock: Clock
+    now: float
+    config: Config
+    state: State
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_inputs = msgspec.msgpack.Decoder(list[Input])
+_snapshot = msgspec.msgpack.Decoder(_Snapshot)
+
+
+class _Found(NamedTuple):
+    """What lies there. `lost`: in words, what may be missing of it."""
+
+    snapshot: _Snapshot | None
+    inputs: list[Input]
+    epoch: Epoch | None
+    lost: str | None
+
+
+class Journal:
+    """made (locked) -> `restore` -> (`append`..., `commit`)... -> `close`. path None keeps nothing.
+
+    `lost`: what the predecessor's memory may lack, in words, or None. `blocked`: why nothing can be written now, or None.
+    """
+
+    def __init__(self, path: str | Path | None):
+        self.path = Path(path) if path is not None else None
+        self.clock = new_clock()
+        self.lost: str | None = None
+        self.blocked: str | None = None
+        self._lock: Lock | None = None
+        self._file: FrameFile | None = None
+        self._epoch = Epoch("", 0)
+        self._pending: list[Input] = []
+        self._count = 0
+        self._retry_at = 0.0
+        if self.path is not None:
+            with self._in_words(self.path):
+                self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self._lock = Lock(self._beside("lock"), self.path)
+
+    def restore(self, config: Config, name: str, is_fresh: bool) -> Machine:
+        """The machine as it was, settling if anything may be missing. `name`: of this start; `is_fresh`: no client of an
+        earlier coordinator can come.
+
+        Raises UserError when the journal is damaged, or holds unfinished jobs of a configuration that does not fit.
+        """
+        if self.path is None:
+            machine = Machine(config, name)
+            self.lost = None if is_fresh else "no journal is kept"
+            self._settle(machine, None if is_fresh else tokens.LAST)
+            machine.state.token = 0 if is_fresh else tokens.at(time.time())
+            return machine
+        try:
+            with self._in_words(self.path):
+                return self._restore(self.path, config, name, is_fresh)
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, given: Input) -> None:
+        """To be written at the next `commit`. A machine has handled it already."""
+        if self.path is not None and self.blocked is None:
+            self._pending.append(given)
+
+    def commit(self, machine: Machine) -> bool:
+        """True when everything appended, all of which `machine` has handled, is on disk. Tried again where it was not."""
+        if self._file is None or (not self._pending and self.blocked is None):
+            return True
+        if self.blocked is not None and time.monotonic() < self._retry_at:
+            return False
+        try:
+            self._write(self._file, machine)
+        except OSError as error:
+            self._block(error)
+            return False
+        if self.blocked is not None:
+            log.warning("journal %s can be written again; grants go on", self.path)
+            self.blocked = None
+        return True
+
+    def about(self) -> dict[str, str | None]:
+        """For `verl-mux status`."""
+        return {"path": str(self.path) if self.path else None, "lost": self.lost, "blocked": self.blocked}
+
+    def close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                if self._pending:
+                    self._file.append(_encode(self._pending))
+            self._file.close()
+        if self._lock is not None:
+            self._lock.close()
+        self._file, self._lock = None, None
+
+    # --- writing ---
+
+    def _write(self, file: FrameFile, machine: Machine) -> None:
+        if tokens.epoch_of(machine.state.token) > self._epoch.number:  # learnt from a client
+            self._raise_epoch(tokens.epoch_of(machine.state.token))
+        if self.blocked is not None or self._count + len(self._pending) >= COMPACT_EVERY:
+            self._compact(machine)
+        else:
+            file.append(_encode(self._pending))
+            self._count += len(self._pending)
+        self._pending = []
+
+    def _block(self, error: OSError) -> None:
+        """What could not be written is in the state, so a snapshot will make up for it."""
+        if self.blocked is None:
+            log.error("journal %s cannot be written (%s): nothing is granted until it can", self.path, error.strerror)
+        self.blocked, self._pending, self._retry_at = str(error.strerror), [], time.monotonic() + _RETRY_S
+
+    def _compact(self, machine: Machine) -> None:
+        assert self.path is not None
+        snapshot = _Snapshot(
+            journal=self._epoch.journal, epoch=self._epoch.number, clock=self.clock, now=self.clock.now(),
+            config=machine.config, state=machine.state,
+        )  # fmt: skip
+        made = FrameFile(self.path, _encode(snapshot))
+        if self._file is not None:
+            self._file.close()
+        self._file, self._count = made, 0
+
+    def _raise_epoch(self, number: int) -> None:
+        raised = Epoch(self._epoch.journal, number)
+        epoch_file.write(self._beside("epoch"), raised)
+        self._epoch = raised
+
+    # --- reading ---
+
+    def _restore(self, path: Path, config: Config, name: str, is_fresh: bool) -> Machine:
+        found = self._find(path, is_fresh)
+        machine = self._replayed(found, config, name)
+        known = [found.epoch.number] if found.epoch else []
+        known += [found.snapshot.epoch, tokens.epoch_of(machine.state.token)] if found.snapshot else []
+        number = max(known) + 1 if known else 0
+        if number > tokens.LAST_EPOCH:
+            raise Damaged(f"its coordinator has been started {number} times, and tokens count no further")
+        self.lost = found.lost
+        machine.state.token = max(machine.state.token, tokens.before(number))
+        unknown = tokens.LAST if found.epoch is None else tokens.before(number)
+        self._settle(machine, unknown if found.lost else None)
+        self._epoch = Epoch(_name_of(found), number)
+        self._raise_epoch(number)
+        self._compact(machine)
+        return machine
+
+    def _settle(self, machine: Machine, unknown_up_to: int | None) -> None:
+        """None: nothing was lost. Its predecessor may have ended in the midst of settling; then all begins anew."""
+        if unknown_up_to is not None or machine.state.settle_until is not None:
+            claims.settle(machine.state, machine.config, self.clock.now(), unknown_up_to or 0)
+
+    def _find(self, path: Path, is_fresh: bool) -> _Found:
+        epoch, unreadable = self._find_epoch()
+        data = path.read_bytes() if path.exists() else b""
+        if not data:
+            lost = None if is_fresh and not unreadable else f"no journal was found at {path}"
+            if epoch is not None:
+                lost = f"journal {path} is {'empty' if path.exists() else 'gone'} (there was one in epoch {epoch.number})"
+            return _Found(None, [], epoch, lost)
+        contents = frames.parse(data)
+        snapshot, inputs = _decoded(contents.frames)
+        if epoch is not None and epoch.journal != snapshot.journal:
+            raise Damaged(f"it belongs to another coordinator than {self._beside('epoch').name} beside it")
+        lost = f"journal {path} is cut: {contents.lost}" if contents.lost else unreadable
+        if epoch is None:
+            lost = lost or f"{self._beside('epoch')} is gone, so journal {path} may be an old one"
+        elif epoch.number != snapshot.epoch:
+            lost = lost or f"journal {path} is an old one (epoch {snapshot.epoch}, but there was {epoch.number})"
+        return _Found(snapshot, inputs, epoch, lost)
+
+    def _find_epoch(self) -> tuple[Epoch | None, str | None]:
+        """With why it cannot be read, in words."""
+        path = self._beside("epoch")
+        try:
+            return epoch_file.read(path), None
+        except Damaged as error:
+            return None, f"{path} is damaged: {error}"
+
+    def _replayed(self, found: _Found, config: Config, name: str) -> Machine:
+        if found.snapshot is None:
+            return Machine(config, name)
+        machine = Machine(found.snapshot.config, name, found.snapshot.state)
+        last = found.snapshot.now
+        for given in found.inputs:
+            last = max(last, given.now)
+            try:
+                machine.handle(given)
+            except Exception as error:
+                raise Damaged(f"a {type(given.what).__name__} in it cannot be handled: {error!r}") from error
+        self.clock = found.snapshot.clock.going_on(last)
+        return carried_over(machine, config, self.path)
+
+    def _beside(self, what: str) -> Path:
+        assert self.path is not None
+        return self.path.with_name(f"{self.path.name}.{what}")
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _in_words(path: Path):
+        try:
+            yield
+        except Damaged as error:
+            raise UserError(f"journal {path} cannot be used: {error}. {_ADVICE}") from error
+        except OSError as error:
+            raise UserError(f"journal {path} cannot be used: {error}") from error
+
+
+def make_empty(path: Path, config: Config) -> None:
+    """For whoever knows that no coordinator can have been there before: the first one then grants at once."""
+    journal = Journal(path)
+    journal.restore(config, "", is_fresh=True)
+    journal.close()
+
+
+def _name_of(found: _Found) -> str:
+    """Of the journal, from whichever file knows it."""
+    known = found.snapshot or found.epoch
+    return known.journal if known is not None else uuid.uuid4().hex
+
+
+def _decoded(bodies: list[bytes]) -> tuple[_Snapshot, list[Input]]:
+    try:
+        return _snapshot.decode(bodies[0]), [given for body in bodies[1:] for given in _inputs.decode(body)]
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Damaged(f"another version of verl-mux wrote it ({error})") from error

@@ -1,0 +1,100 @@
+"""A coordinator's snapshot in Prometheus's text format. Pure: the coordinator serves it, nothing here opens a socket."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+Sample = tuple[dict[str, str], float]
+
+# metric -> (type, help)
+METRICS = {
+    "mux_segment_index": ("gauge", "Index of the schedule's current segment; label mode says how jobs share nodes."),
+    "mux_lease_token": ("counter", "The last fencing token given out: leases granted so far."),
+    "mux_refused": ("counter", "Connections, frames and messages refused; label reason says why."),
+    "mux_node_busy": ("gauge", "1 while a job holds a lease that names the node."),
+    "mux_node_queue_length": ("gauge", "Requests for leases that wait for the node."),
+    "mux_node_bytes": ("gauge", "Tagged bytes of all jobs on the node."),
+    "mux_node_peak_bytes": ("gauge", "The most tagged bytes of all jobs together on the node."),
+    "mux_node_usd_per_hour": ("gauge", "Price of the node."),
+    "mux_lease_held_seconds": ("gauge", "How long a job has held its lease on the node."),
+    "mux_lease_waited_seconds": ("gauge", "How long a job has waited for a lease on the node."),
+    "mux_job_state": ("gauge", "1 for the state that the job is in."),
+    "mux_job_step": ("gauge", "The step that the job is at."),
+    "mux_job_steps_done": ("counter", "Steps that the job has finished."),
+    "mux_job_progress": ("gauge", "Part of the step's samples that are done, 0 to 1."),
+    "mux_job_metric": ("gauge", "What the job reported at its last step; label name says which figure."),
+}
+
+
+def prometheus_text(snapshot: Mapping[str, Any]) -> str:
+    """The text of a scrape. `snapshot` is what the coordinator's status gives; what it lacks is left out."""
+    samples: dict[str, list[Sample]] = {name: [] for name in METRICS}
+    for name, labels, value in (*_run(snapshot), *_nodes(snapshot.get("pools", {})), *_jobs(snapshot.get("jobs", {}))):
+        if isinstance(value, (int, float)):
+            samples[name].append((labels, float(value)))
+    return "".join(_family(name, found) for name, found in samples.items() if found)
+
+
+def _run(snapshot: Mapping[str, Any]) -> Iterator[tuple[str, dict, Any]]:
+    segment = snapshot.get("segment") or {}
+    yield "mux_segment_index", {"mode": segment.get("mode", "")}, segment.get("index")
+    yield "mux_lease_token", {}, snapshot.get("token")
+    for reason, number in (snapshot.get("refused") or {}).items():
+        yield "mux_refused", {"reason": reason}, number
+
+
+def _nodes(pools: Mapping[str, Any]) -> Iterator[tuple[str, dict, Any]]:
+    for pool, about in pools.items():
+        for node, seen in about.get("nodes", {}).items():
+            where = {"pool": pool, "node": node}
+            yield "mux_node_busy", where, int(bool(seen.get("holders")))
+            yield "mux_node_queue_length", where, len(seen.get("queue", ()))
+            yield "mux_node_bytes", where, seen.get("bytes")
+            yield "mux_node_peak_bytes", where, seen.get("peak_bytes")
+            yield "mux_node_usd_per_hour", where, seen.get("usd_per_hour")
+            for holder in seen.get("holders", ()):
+                yield "mux_lease_held_seconds", where | _lease(holder), holder.get("held_s")
+            for waiting in seen.get("queue", ()):
+                yield "mux_lease_waited_seconds", where | _lease(waiting), waiting.get("waited_s")
+
+
+def _lease(about: Mapping[str, Any]) -> dict[str, str]:
+    return {"job": about.get("job", ""), "phase": about.get("phase", "")}
+
+
+def _jobs(jobs: Mapping[str, Any]) -> Iterator[tuple[str, dict, Any]]:
+    for job, about in jobs.items():
+        yield "mux_job_state", {"job": job, "state": about.get("state", "")}, 1
+        yield "mux_job_step", {"job": job}, about.get("step")
+        yield "mux_job_steps_done", {"job": job}, about.get("steps_done")
+        done, total = about.get("progress") or (None, None)
+        if total:
+            yield "mux_job_progress", {"job": job}, done / total
+        for name, value in (about.get("metrics") or {}).items():
+            yield "mux_job_metric", {"job": job, "name": name}, value
+
+
+def _family(name: str, samples: Iterable[Sample]) -> str:
+    kind, text = METRICS[name]
+    lines = [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+    lines += [f"{name}{_labels(labels)} {_number(value)}" for labels, value in samples]
+    return "\n".join(lines) + "\n"
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    if not labels:
+        return ""
+    return "{" + ",".join(f'{key}="{_escape(str(value))}"' for key, value in labels.items()) + "}"
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _number(value: float) -> str:
+    if math.isnan(value) or math.isinf(value):
+        return {math.inf: "+Inf", -math.inf: "-Inf"}.get(value, "NaN")
+    return str(int(value)) if value == int(value) else repr(value)

@@ -1,0 +1,187 @@
+"""`verl-mux doctor`: is everything here that a multiplexed job needs? One line a check, with what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from verl_mux import upstream
+from verl_mux.errors import Failure
+from verl_mux.platform.choose import accelerator_present, cpu_platform_wanted
+from verl_mux.rollout.engine.record import engines
+
+_DEMO_HOST_GIB, _DEMO_SHM_GIB, _DEMO_DISK_GIB = 16, 1, 2
+
+_REGISTERED = """
+import logging; logging.disable(logging.WARNING)
+import json, verl.trainer.ppo.v1
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+from verl.checkpoint_engine import CheckpointEngineRegistry
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+paths = [p.__name__ for p in Plugins.instance().discover(SearchPathPlugin)]
+engine = CheckpointEngineRegistry.get("mux").__name__
+modes = sorted(m for m in TRAINER_REGISTRY if m.startswith("mux"))
+print(json.dumps({"modes": modes, "engine": engine, "hydra": "MuxSearchPath" in paths}))
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """`ok` None: nothing is wrong, but read the advice."""
+
+    name: str
+    ok: bool | None
+    found: str
+    advice: str = ""
+
+
+def doctor(
+    coordinator: Annotated[
+        str | None, typer.Option(help="Also check that this coordinator answers, e.g. tcp://host:5570.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
+) -> None:
+    """Check this machine: plugin, versions, platform, memory, ports. Exit code 1 if the demo could not run."""
+    checks = list(run_checks(coordinator))
+    if as_json:
+        print(json.dumps({"ok": all(c.ok is not False for c in checks), "checks": [asdict(c) for c in checks]}, indent=2))
+    else:
+        _print(checks)
+    bad = [check.name for check in checks if check.ok is False]
+    if bad:
+        raise Failure(f"the demo could not run here: {', '.join(bad)}")
+
+
+def run_checks(coordinator: str | None = None) -> Iterator[Check]:
+    """All checks, in the order in which a missing one would hurt."""
+    yield _python()
+    made = list(engines().values())
+    supported = upstream.SUPPORTED | {name: versions for engine in made for name, versions in engine.supported.items()}
+    tested = upstream.TESTED | {name: version for engine in made for name, version in engine.tested.items()}
+    yield from (_version(name, version, supported.get(name, "")) for name, version in tested.items())
+    yield _plugin()
+    yield _platform()
+    yield _cores()
+    yield _host_memory()
+    yield _space("/dev/shm", _DEMO_SHM_GIB, "weights travel through shared memory where there is no GPU; enlarge /dev/shm")
+    yield _space(
+        os.getcwd(), _DEMO_DISK_GIB, "runs, checkpoints and logs are written below the working directory; free some space"
+    )
+    yield _ports()
+    if coordinator is not None:
+        yield _coordinator(coordinator)
+
+
+def _python() -> Check:
+    version = ".".join(map(str, sys.version_info[:3]))
+    return Check("python", (3, 10) <= sys.version_info[:2] <= (3, 12), version, "use Python 3.10, 3.11 or 3.12")
+
+
+def _version(name: str, tested: str, supported: str) -> Check:
+    """`supported`: a range as in pyproject.toml, or "" for any."""
+    from packaging.specifiers import SpecifierSet
+
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        advice = f"install {name}{supported or '==' + tested}, or `make demo`, which installs requirements/lock.txt"
+        return Check(name, False, "not installed", advice)
+    told = f"{found} (supported: {supported})" if supported else found
+    if not SpecifierSet(supported).contains(found, prereleases=True):
+        return Check(name, False, told, f"verl_mux does not work with this version; install {name}{supported}")
+    same = found.split("+")[0] == tested
+    return Check(name, True if same else None, told, "" if same else f"tested with {tested}; run tests/upstream")
+
+
+def _plugin() -> Check:
+    """Ask a fresh interpreter, as a job would find it: verl hides a plugin's failure at DEBUG level."""
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", _REGISTERED], capture_output=True, text=True, check=False)
+    lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
+    if result.returncode or not lines:
+        reason = (result.stderr.strip().splitlines() or ["no output"])[-1]
+        return Check("plugin", False, reason, "verl could not load the entry point verl.plugins: reinstall verl-mux beside verl")
+    found = json.loads(lines[-1])
+    ok = found["modes"] == ["mux_colocate", "mux_separate"] and found["hydra"]
+    return Check(
+        "plugin", ok, f"modes {', '.join(found['modes'])}; checkpoint engine mux", "" if ok else "reinstall verl-mux beside verl"
+    )
+
+
+def _platform() -> Check:
+    if not accelerator_present():
+        return Check("platform", True, "no accelerator: verl and the engine run on the CPU platform")
+    if cpu_platform_wanted([]):
+        return Check(
+            "platform", None, "VERL_PLATFORM=cpu on a machine with an accelerator", "unset VERL_PLATFORM to use the GPUs"
+        )
+    names = (
+        subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False) if shutil.which("nvidia-smi") else None
+    )
+    return Check("platform", True, names.stdout.strip().replace("\n", "; ") if names else "accelerator, no nvidia-smi")
+
+
+def _cores() -> Check:
+    cores = len(os.sched_getaffinity(0))
+    return Check("cores", True if cores >= 2 else None, str(cores), "" if cores >= 2 else "two jobs on one core cannot overlap")
+
+
+def _host_memory() -> Check:
+    import psutil
+
+    free = psutil.virtual_memory().available / 2**30
+    advice = (
+        f"two jobs of the demo need about {_DEMO_HOST_GIB} GiB; real ones keep weights and optimizer states of every job here"
+    )
+    return Check("host memory", free >= _DEMO_HOST_GIB, f"{free:.1f} GiB free", "" if free >= _DEMO_HOST_GIB else advice)
+
+
+def _space(path: str, wanted: float, advice: str) -> Check:
+    if not os.path.isdir(path):
+        return Check(path, False, "is not there", advice)
+    free = shutil.disk_usage(path).free / 2**30
+    return Check(path, free >= wanted, f"{free:.1f} GiB free", "" if free >= wanted else advice)
+
+
+def _ports() -> Check:
+    """Ray, SGLang, TransferQueue and our bus bind ports of this machine's own address."""
+    host = socket.gethostname()
+    try:
+        with socket.socket() as listener:
+            listener.bind(("0.0.0.0", 0))
+        address = socket.gethostbyname(host)
+    except OSError as error:
+        return Check(
+            "ports", False, f"{host}: {error.strerror}", "add this host's name to /etc/hosts; allow binding to local ports"
+        )
+    return Check("ports", True, f"{host} is {address}")
+
+
+def _coordinator(address: str) -> Check:
+    from verl_mux.coordinator.command import fetch_status
+    from verl_mux.errors import UserError
+
+    try:
+        jobs = fetch_status(address, timeout=5.0)["jobs"]
+    except (UserError, Failure) as error:
+        return Check("coordinator", False, str(error), "start it with `verl-mux coordinator --config FILE.yaml`")
+    return Check("coordinator", True, f"{address} answers, {len(jobs)} jobs")
+
+
+def _print(checks: list[Check]) -> None:
+    console = Console(highlight=False)
+    for check in checks:
+        mark = {True: "[green]ok  [/]", None: "[yellow]note[/]", False: "[red]bad [/]"}[check.ok]
+        advice = f"\n       {check.advice}" if check.advice and check.ok is not True else ""
+        console.print(f"{mark} {check.name}: {check.found}{advice}", soft_wrap=True)

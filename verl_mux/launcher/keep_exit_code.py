@@ -1,0 +1,42 @@
+"""`python -m verl_mux.launcher.keep_exit_code FILE MODULE ARGUMENTS...`: runs MODULE as `python -m MODULE` would, and leaves
+its exit code in FILE.
+
+In a job's driver. The exit code of a process is told to its parent only; a launcher that was killed and started again is
+not, and reads it from this file. A process that is killed leaves no file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    file, module, *arguments = sys.argv[1:]
+    path, driver = Path(file).absolute(), os.getpid()
+    sys.argv = [module, *arguments]
+    code: object = 1
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code
+        raise
+    finally:
+        if os.getpid() == driver:  # not in a process that it forked
+            _leave(path, code)
+
+
+def _leave(path: Path, code: object) -> None:
+    number = 0 if code is None else code if isinstance(code, int) else 1
+    half = path.with_suffix(".half")
+    with contextlib.suppress(OSError):  # a full disk does not change how the job ended
+        half.write_text(f"{number}\n")
+        half.replace(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Starts jobs, follows them to their ends, and keeps the coordinator up meanwhile. One job's end is no other job's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from verl_mux.launcher.coordinator_process import CoordinatorProcess
+from verl_mux.launcher.job_process import JobProcess
+from verl_mux.launcher.live_view import LiveView
+
+_TICK_S = 1.0
+# Reading it costs about 0.2 s of CPU.
+_RSS_EVERY = 30
+
+
+class Watch:
+    """`failed`: what became of each job that did not end well. `refused`: those of them that did not take their keys."""
+
+    def __init__(self, coordinator: CoordinatorProcess, jobs: list[JobProcess], resume: bool, started_at: float) -> None:
+        self._coordinator, self._jobs, self._resume = coordinator, jobs, resume
+        self._view = LiveView([job.name for job in jobs])
+        self._started_at = started_at
+        self._begun: set[str] = set()
+        self._ended: set[str] = set()
+        self._untold: list[JobProcess] = []
+        self.failed: dict[str, str] = {}
+        self.refused: set[str] = set()
+        self.snapshot: dict[str, Any] = {}
+        self.interrupted = False
+        self.peak_rss = 0
+        self._rss = 0
+
+    def take_up(self) -> None:
+        """Jobs that an earlier launcher started. When resuming, those of them that failed are started again."""
+        for job in self._jobs:
+            done = job.is_done()
+            if not job.take_up():
+                continue
+            if job.returncode is None:
+                print(f"job {job.name} runs (pid {job.pid}, log: {job.log_path})", file=sys.stderr)
+            if job.returncode is None or done or not self._resume:
+                self._begun.add(job.name)
+            else:
+                job.sweep()
+
+    def interrupt(self, *_: object) -> None:
+        """A signal's handler: the watching ends soon."""
+        if not self.interrupted:
+            self.interrupted = True
+            os.write(sys.stderr.fileno(), b"stopping all jobs\n")
+
+    def until_all_ended(self) -> None:
+        """Or until `interrupt`."""
+        console = Console(stderr=True)
+        live = Live(console=console, auto_refresh=False, transient=True)
+        with live if console.is_terminal else contextlib.nullcontext():
+            tick = 0
+            while True:
+                self._observe(tick)
+                elapsed = time.time() - self._started_at
+                if console.is_terminal:
+                    live.update(self._view.render(elapsed, self._rss), refresh=True)
+                else:
+                    for line in self._view.plain_lines(elapsed):
+                        print(line, file=sys.stderr, flush=True)
+                if self.all_ended or self._interrupted_within(_TICK_S):
+                    return
+                tick += 1
+
+    def _interrupted_within(self, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while not self.interrupted and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, 0.1))
+        return self.interrupted
+
+    @property
+    def all_ended(self) -> bool:
+        return len(self._ended) == len(self._jobs)
+
+    def _observe(self, tick: int) -> None:
+        self._coordinator.keep_up()
+        for job in self._jobs:
+            if job.name in self._begun - self._ended and job.returncode is not None:
+                self._on_exit(job)
+        self._untold = [job for job in self._untold if not self._coordinator.tell_over(job)]
+        self._start_ready()
+        self.snapshot = self._coordinator.snapshot() or self.snapshot
+        self._view.update(self.snapshot)
+        if tick % _RSS_EVERY == 0:
+            self._rss = _resident(self._jobs, self._coordinator)
+            self.peak_rss = max(self.peak_rss, self._rss)
+
+    def _start_ready(self) -> None:
+        """Start every job whose `after` have all ended well, and give those up that wait for one that failed."""
+        for job in self._jobs:
+            if job.name in self._begun | self._ended:
+                continue
+            if lost := [name for name in job.spec.after if name in self.failed]:
+                self._ended.add(job.name)
+                self._say_failed(job, f"was not started: it comes after {lost[0]}, which failed")
+            elif self._ended.issuperset(job.spec.after):
+                self._start(job)
+
+    def _start(self, job: JobProcess) -> None:
+        self._begun.add(job.name)
+        try:
+            job.start()
+        except OSError as error:
+            self._ended.add(job.name)
+            self._untold.append(job)
+            self._say_failed(job, f"could not be started: {error}")
+
+    def _on_exit(self, job: JobProcess) -> None:
+        self._ended.add(job.name)
+        job.sweep()
+        self._untold.append(job)
+        if job.returncode == 2:
+            self.refused.add(job.name)
+        if job.returncode != 0:
+            self._say_failed(job, f"{job.how_it_ended()} (log: {job.log_path})")
+
+    def _say_failed(self, job: JobProcess, text: str) -> None:
+        self.failed[job.name] = text
+        print(f"job {job.name} {text}", file=sys.stderr, flush=True)
+
+
+def _resident(jobs: list[JobProcess], coordinator: CoordinatorProcess) -> int:
+    """Resident bytes of all jobs, the coordinator and this process; a page shared by n processes counts 1/n in each (Linux's
+    Pss)."""
+    pids = [os.getpid(), *(process.pid for tree in (*jobs, coordinator) for process in tree.processes())]
+    return sum(_proportional_bytes(pid) for pid in pids)
+
+
+def _proportional_bytes(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)

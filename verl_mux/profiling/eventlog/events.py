@@ -1,0 +1,323 @@
+"""Every event name, with what it means: the table of record (docs/event_log.md is made from it).
+
+Names of the sglang multi-turn profiling logs are kept where the same thing is meant (`origin` says "sglang"); ours
+stand beside them ("mux"). A name may be logged by anyone; what the report knows of it is written here and nowhere else, and so is
+whether verl_mux itself logs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+# One request (role "rollout", worker = agent loop worker; `extra.request_id` always).
+REQUEST_START = "request_start"
+PENDING = "pending_state_handling"
+TURN_PREPROCESS = "turn_pre_process"
+TURN_ENGINE_CALL = "turn_engine_call"
+TURN_TOOL_PARSING = "turn_tool_parsing"
+TOOL_EXECUTION = "tool_execution"
+TOOL_RESPONSE = "tool_response_processing"
+INTERACTION = "interaction_response"
+TURN_POSTPROCESS = "turn_post_process"
+TURN_END = "turn_end"
+REWARD = "reward_calculation"
+FINALIZATION = "finalization"
+REQUEST_COMPLETE = "async_rollout_request_complete"
+REQUEST_ABORTED = "aborted_request_with_cancelled_error"
+REQUEST_PADDED = "aborted_request_with_cancelled_error_padding"
+REQUEST_MIGRATED = "request_migrated"
+REQUEST_REQUEUED = "request_requeued"
+MIGRATION = "tail_migration"
+
+# One rollout worker's step.
+PREPROCESSING = "preprocessing_duration"
+GENERATE = "async_generate_duration"
+GENERATE_MONITORED = "async_rollout_with_monitoring_duration"
+SORTING = "sorting_duration"
+BARRIER_WAIT = "barrier_wait_duration"
+BROADCAST = "broadcast_duration"
+DATA_EXTRACTION = "data_extraction_duration"
+PADDING = "padding_duration"
+CONCATENATION = "concatenation_duration"
+BATCH_CONSTRUCTION = "batch_construction_duration"
+CACHE_FLUSH = "cache_flush_duration"
+FINAL_CONSTRUCTION = "final_construction_duration"
+TOTAL_STEP = "total_step_duration"
+RESPONSE_LENGTHS = "step_response_length_stats"
+
+# The trainer's step (role "trainer", worker 0).
+PHASE = "phase"
+LEASE_WAIT = "lease_wait"
+SYNC = "sync"
+SLEEP = "sleep"
+WAKE = "wake"
+MEMORY = "memory"
+GENERATE_PHASE = "generate"
+SAMPLE_WAIT = "sample_wait"
+SAMPLE_READY = "sample_ready"
+OLD_LOG_PROB = "old_log_prob"
+REF = "ref"
+VALUES = "values"
+ADV = "adv"
+UPDATE_CRITIC = "update_critic"
+UPDATE_ACTOR = "update_actor"
+SAVE_CHECKPOINT = "save_checkpoint"
+VALIDATE = "validate"
+STEP = "step"
+
+# One server replica (role "server", worker = replica).
+ENGINE_QUEUE = "engine_queue"
+ENGINE_GENERATE = "engine_generate"
+ENGINE_DECODE = "engine_decode"
+ENGINE_RETRACT = "engine_retract"
+
+# The coordinator (job "coordinator", role "coordinator"; `extra.job` says whose).
+LEASE_HELD = "lease_held"
+LEASE_RECLAIMED = "lease_reclaimed"
+SEGMENT = "segment"
+STEP_REPORT = "step_report"
+PHASE_OVERDUE = "phase_overdue"
+JOB_REGISTERED = "job_registered"
+JOB_EXITED = "job_exited"
+JOB_SILENT = "job_silent"
+JOB_RESUMED = "job_resumed"
+PLACED = "placed"
+GROUP_PREDICTED = "group_predicted"
+ESTIMATE_ERROR = "estimate_error"
+SLO_AT_RISK = "slo_at_risk"
+RUN = "run"
+
+# The log about itself.
+LOG_OPEN = "log_open"
+LOG_DROPPED = "log_dropped"
+LOG_COST = "log_cost"
+ABOUT_THE_LOG = (LOG_OPEN, LOG_DROPPED, LOG_COST)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One row of the table: what it means, the keys of its `extra`, who logs it, and whose name it is.
+
+    written: False where verl_mux logs none: it is read in others' logs, or has no emitter yet. unwritten: keys of `extra`
+    of which the same is true, of an event that it does log.
+    """
+
+    name: str
+    meaning: str
+    extra: str = ""
+    unwritten: str = ""
+    written: bool = True
+    level: str = ""
+    origin: str = ""
+
+
+def _rows(level: str, origin: str, *events: Event) -> list[Event]:
+    return [replace(event, level=level, origin=origin) for event in events]
+
+
+def _foreign(name: str, meaning: str, extra: str = "") -> Event:
+    """One that verl_mux does not log."""
+    return Event(name, meaning, extra, written=False)
+
+
+TABLE: list[Event] = [
+    *_rows(
+        "request",
+        "sglang",
+        Event(REQUEST_START, "a request begins", "request_id, batch_data_id, session, validate", "prompt_tokens"),
+        _foreign(PENDING, "set up before the first turn", "request_id"),
+        _foreign("tool_creation_pending_state", "tools are made, inside pending_state_handling", "request_id"),
+        _foreign("interaction_start_pending_state", "the interaction is started, inside pending_state_handling", "request_id"),
+        _foreign("main_loop", "all turns of a request", "request_id"),
+        _foreign("turn_start", "a turn begins", "request_id, turn"),
+        _foreign(TURN_PREPROCESS, "from the turn's start to the engine call", "request_id, turn"),
+        _foreign("engine_generate_setup", "sampling parameters are made, inside the engine call", "request_id, turn"),
+        Event(
+            TURN_ENGINE_CALL,
+            "one turn's generation, as the caller waits for it; with rollout control, one stay in an engine",
+            "request_id, turn, prompt_tokens, response_tokens, finish_reason",
+            "replica, queue_sec",
+        ),
+        _foreign("engine_async_generate_actual", "the engine's part of turn_engine_call", "request_id, turn"),
+        _foreign(TURN_TOOL_PARSING, "tool calls are read from the response", "request_id, turn"),
+        Event(TOOL_EXECUTION, "one tool call, or a turn's calls together", "request_id, turn, tool"),
+        _foreign(TOOL_RESPONSE, "tool results become tokens", "request_id, turn"),
+        _foreign("tool_calling_state", "tool_execution and tool_response_processing together", "request_id, turn"),
+        _foreign(INTERACTION, "the simulated user answers", "request_id, turn"),
+        _foreign("interacting_state", "interaction_response and what goes with it", "request_id, turn"),
+        _foreign(TURN_POSTPROCESS, "from the engine's answer to the turn's end", "request_id, turn"),
+        _foreign(TURN_END, "a turn is over; duration of all of it", "request_id, turn"),
+        Event(REWARD, "the request's reward is computed", "request_id, turn", "score"),
+        Event(FINALIZATION, "tokens, masks and padding of the finished request", "request_id, turn"),
+        Event(
+            REQUEST_COMPLETE,
+            "a request is over; duration from its start",
+            "request_id, batch_data_id, session, validate, finish_reason, turns, response_length",
+            "turn_timings",
+        ),
+        Event(
+            REQUEST_ABORTED,
+            "a request was cancelled; duration from its start, not in ours",
+            "request_id, reason, response_length",
+        ),
+        Event(REQUEST_PADDED, "a cancelled request is replaced by padding", "request_id"),
+    ),
+    *_rows(
+        "request",
+        "mux",
+        Event(REQUEST_MIGRATED, "a request moved to another replica", "request_id, source, target, tokens"),
+        Event(REQUEST_REQUEUED, "a cut request was put back, to go on in a later step", "request_id, tokens"),
+    ),
+    *_rows(
+        "step of a rollout worker",
+        "sglang",
+        _foreign(PREPROCESSING, "prompts become requests"),
+        _foreign(GENERATE, "all requests of this worker"),
+        _foreign("engine_async_generate", "a single-turn batch inside the engine"),
+        Event(
+            GENERATE_MONITORED,
+            "all requests, with rollout control (by our trainer, of all workers)",
+            "total_requests, target_completion, completed_count",
+        ),
+        _foreign(SORTING, "results back in the order of the prompts"),
+        _foreign(BARRIER_WAIT, "waiting for the other workers"),
+        _foreign("barrier", "the barrier's own cost"),
+        _foreign(BROADCAST, "results go to the other ranks"),
+        _foreign(DATA_EXTRACTION, "tokens and masks are collected from the requests"),
+        _foreign(PADDING, "collected tokens are padded to one length"),
+        _foreign(CONCATENATION, "prompts and responses are joined"),
+        _foreign(BATCH_CONSTRUCTION, "the batch is built"),
+        _foreign(CACHE_FLUSH, "the engine's prefix cache is dropped"),
+        _foreign(FINAL_CONSTRUCTION, "the batch is handed over"),
+        _foreign(RESPONSE_LENGTHS, "lengths of the step's responses", "min, max, mean"),
+        _foreign(TOTAL_STEP, "the whole of the worker's step"),
+    ),
+    *_rows(
+        "step of the trainer",
+        "mux",
+        Event(PHASE, "a phase under its lease", "phase (init/rollout/train), nodes, token"),
+        Event(LEASE_WAIT, "waiting for the lease of a phase", "phase, nodes, token", "holder"),
+        Event(SYNC, "weights go from trainer to rollout", "bytes, version, ranks"),
+        Event(SLEEP, "tagged memory is released (an engine's by its server)", "tag, bytes, mapped, node, side (rollout/train)"),
+        Event(
+            WAKE, "tagged memory is mapped again (an engine's by its server)", "tag, bytes, mapped, node, side (rollout/train)"
+        ),
+        Event(GENERATE_PHASE, "from the rollout lease's engines awake to the last sample"),
+        Event(SAMPLE_WAIT, "the trainer waits for samples"),
+        Event(SAMPLE_READY, "from the last sample to asking for the training lease"),
+        Event(MIGRATION, "the rollout's tail was gathered, nodes went back before its end", "nodes, requests, tokens, gain_sec"),
+        Event(OLD_LOG_PROB, "log-probabilities under the policy that sampled"),
+        Event(REF, "log-probabilities under the reference policy"),
+        Event(VALUES, "values from the critic"),
+        Event(ADV, "advantages"),
+        Event(UPDATE_CRITIC, "the critic's update"),
+        Event(UPDATE_ACTOR, "the policy's update"),
+        Event(SAVE_CHECKPOINT, "a checkpoint is written"),
+        Event(VALIDATE, "validation"),
+        Event(
+            STEP,
+            "a training step is over; duration of all of it",
+            "reward, response_length, tokens, loss, grad_norm, seconds (by phase and part)",
+        ),
+    ),
+    *_rows(
+        "server replica",
+        "mux",
+        _foreign(ENGINE_QUEUE, "a request waits in the engine before its prefill", "request_id"),
+        Event(
+            ENGINE_GENERATE,
+            "a request in the engine, under a name that only the engine knows",
+            "request_id, prompt_tokens, response_tokens, finish, cached_tokens",
+        ),
+        _foreign(ENGINE_DECODE, "the engine's own counters", "running, queued, token_usage, tokens_per_sec"),
+        _foreign(ENGINE_RETRACT, "the engine threw running requests out for want of KV cache", "requests, token_usage"),
+    ),
+    *_rows(
+        "coordinator",
+        "mux",
+        Event(LEASE_WAIT, "a job waited for a lease", "job, phase, nodes, token", "holder"),
+        Event(LEASE_HELD, "a job held a lease; duration from grant to return", "job, phase, nodes, token", "pool"),
+        Event(LEASE_RECLAIMED, "a lease ended without its job's word", "job, phase, nodes, token", "reason"),
+        Event(MEMORY, "bytes held on a node: this job's by tag, and all jobs' together", "job, node, tags, node_bytes"),
+        Event(SEGMENT, "a part of the run begins in which jobs take turns in one manner", "index, mode"),
+        Event(STEP_REPORT, "a job told the figures of a step", "job, reward, response_length, tokens, loss, grad_norm"),
+        Event(PHASE_OVERDUE, "a phase takes far longer than such phases of its job did", "job, phase, nodes, token", "reason"),
+        Event(JOB_REGISTERED, "a job came", "job, nodes, seed, steps, pid"),
+        Event(JOB_EXITED, "a job left", "job, reason"),
+        Event(JOB_SILENT, "a job's heartbeats stopped", "job, pid, host"),
+        Event(JOB_RESUMED, "its heartbeats came back", "job"),
+        Event(
+            PLACED,
+            "a job got nodes of the coordinator's choice, or waits for them",
+            "job, outcome, strategy, group, nodes, usd_per_hour, wait, estimated, alternatives",
+        ),
+        Event(GROUP_PREDICTED, "a co-execution group's periods", "group, nodes, order, source, periods, limits, usd_per_hour"),
+        Event(ESTIMATE_ERROR, "a phase beside its estimate", "job, phase, source, estimated_s, observed_s, ratio"),
+        Event(SLO_AT_RISK, "by corrected estimates a group no longer keeps everybody's SLO", "job, group"),
+        _foreign(RUN, "a run of one or more jobs; duration of all of it", "jobs, pools"),
+    ),
+    *_rows(
+        "the log itself",
+        "mux",
+        Event(LOG_OPEN, "a process opened its log", "host, pid, utc_offset_sec"),
+        Event(LOG_DROPPED, "events lost because the queue was full", "count"),
+        Event(
+            LOG_COST,
+            "what this process's log took since it last said so (VERL_MUX_LOG_COST=1)",
+            "lines, caller_sec, writer_cpu_sec",
+        ),
+    ),
+]
+NAMES = {event.name for event in TABLE}
+OF_REQUESTS = {event.name for event in TABLE if event.level == "request"}
+
+# Other spellings of the same thing, as found in logs: read as if they were the name on the right.
+ALIASES = {
+    "request_end": REQUEST_COMPLETE,
+    "request_complete": REQUEST_COMPLETE,
+    "abort": REQUEST_ABORTED,
+    "request_abort": REQUEST_ABORTED,
+    "request_aborted": REQUEST_ABORTED,
+    "engine_call": TURN_ENGINE_CALL,
+    "tool_parsing": TURN_TOOL_PARSING,
+    "tool": TOOL_EXECUTION,
+    "reward": REWARD,
+    "finalize": FINALIZATION,
+    "queue": ENGINE_QUEUE,
+}
+
+# What a request's time is made of: event -> part. Parts do not overlap, except `engine_inner` (inside `engine`, used
+# where `engine` is missing) and `tool_parse` (inside `postprocess`).
+REQUEST_PARTS = {
+    PENDING: "pending",
+    TURN_PREPROCESS: "preprocess",
+    TURN_ENGINE_CALL: "engine",
+    "engine_async_generate_actual": "engine_inner",
+    "engine_async_generate": "engine_inner",
+    GENERATE: "engine_inner",
+    TURN_TOOL_PARSING: "tool_parse",
+    TOOL_EXECUTION: "tool",
+    TOOL_RESPONSE: "tool_response",
+    INTERACTION: "interaction",
+    TURN_POSTPROCESS: "postprocess",
+    REWARD: "reward",
+    FINALIZATION: "finalize",
+}
+
+# Which pool a phase's lease is paid for; `init` is no work.
+POOL_OF_PHASE = {"rollout": "rollout", "sync": "rollout", "validate": "rollout", "train": "train"}
+
+# Events that contain others of their own level; shares of a step leave them out.
+ENCLOSING = {TOTAL_STEP, STEP, PHASE, GENERATE_MONITORED, "engine_async_generate", "barrier", RUN, LEASE_HELD}
+
+
+def table() -> str:
+    """The table as Markdown, for docs/event_log.md."""
+    head = ["| event | logged for | meaning | `extra` | name by | written by verl_mux |", "| --- | --- | --- | --- | --- | --- |"]
+    return "\n".join([*head, *(_row(event) for event in TABLE)])
+
+
+def _row(event: Event) -> str:
+    extra = f"{event.extra}; not by verl_mux: {event.unwritten}" if event.unwritten else event.extra
+    written = "yes" if event.written else "no"
+    return f"| `{event.name}` | {event.level} | {event.meaning} | {extra} | {event.origin} | {written} |"

@@ -1,0 +1,207 @@
+"""Findings: requests whose reward, turn, tool call or whole took far longer than those of their peers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import polars as pl
+
+from verl_mux.profiling.plain.intervals import overlap
+from verl_mux.profiling.report.findings.completion_gaps import Gap, Place
+from verl_mux.profiling.report.findings.finding import Finding
+from verl_mux.profiling.report.findings.outliers import MIN_COUNT, expected_seconds, isolated
+from verl_mux.profiling.report.input.reduction import REQUEST_KEY
+from verl_mux.profiling.report.measures.analysis import Analysis
+
+COST = 0.10  # of a step's usual length; a request that lost less is not worth a finding
+COST_SHARED = 0.25  # the same where SHARED or more were slow together: a hiccup of their process that all outlived is none
+MOST = 5  # of each kind and job
+SHARED = 3  # so many requests slowed alike by one gap are that gap's, not abnormal
+MANY = 10
+BLAME = 0.5  # of what a request lost, in one part of it
+MIN_LOCAL = 8  # requests of one worker and step that tell its usual speed
+PLACE = ["job", "step", "worker"]
+
+TEXT = {
+    "slow_turn": "turn {turn} of {request_id} spent {seconds:.1f} s in the engine, {expected:.1f} s would be usual",
+    "slow_reward": "the reward of {request_id} took {seconds:.1f} s, {expected:.2g} s would be usual",
+    "slow_tool": "tool calls of {request_id} took {seconds:.1f} s, {expected:.2g} s would be usual",
+    "slow_request": "{request_id} took {seconds:.1f} s, {expected:.1f} s would be usual, and no event says on what",
+}
+ADVICE = {
+    "slow_turn": "compare the engine's log at that time: queueing, retracted requests, a cold prefix cache, a stall; "
+    "cap a turn's new tokens, and abort and requeue what is past a deadline",
+    "slow_reward": "give the reward function a timeout, run it in a process of its own (it may hold the interpreter), "
+    "and hand it only the part of the response that it reads",
+    "slow_tool": "give tool calls a timeout and bound how many run at once",
+    "slow_request": "log the parts of a request (turns, tools, reward) to see which one it is",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A kind of finding and the rows it looks for: PLACE, request_id, turn, seconds, end, tokens."""
+
+    kind: str
+    rows: pl.DataFrame
+
+
+def find(analysis: Analysis, gaps: dict[Place, Gap]) -> list[Finding]:
+    """At most MOST of each kind and job, the slowest. `gaps`: the stalls, whose time is taken off who sat through them."""
+    typical = _usual_step(analysis)
+    findings: list[Finding] = []
+    parts = [Part(part.kind, _without_gaps(part.rows, gaps)) for part in _parts(analysis)]
+    for part in parts:
+        for (job,), rows in part.rows.group_by("job", maintain_order=True):
+            step = typical.get(job, 0.0)
+            findings += _together(_slow(part.kind, rows, COST * step), COST_SHARED * step)[:MOST]
+    told = {(f.job, f.step, f.worker, f.request_id) for f in findings if f.kind != "slow_request"}
+    slow = [f for f in findings if f.kind != "slow_request" or (f.job, f.step, f.worker, f.request_id) not in told]
+    return [_blamed(f, parts) if f.kind == "slow_request" else f for f in slow]
+
+
+def _blamed(whole: Finding, parts: list[Part]) -> Finding:
+    """A slow request whose time went into one of its parts is a finding of that part, though not slow enough for one alone."""
+    for part in (part for part in parts if part.kind != "slow_request"):
+        rows = part.rows.filter(pl.col("job") == whole.job)
+        if rows.is_empty():
+            continue
+        own = rows.with_columns(pl.Series("expected", _expected(rows))).filter(
+            (pl.col("step") == whole.step) & (pl.col("worker") == whole.worker) & (pl.col("request_id") == whole.request_id)
+        )
+        for row in own.sort("seconds", descending=True).head(1).iter_rows(named=True):
+            if row["seconds"] - row["expected"] >= BLAME * whole.lost:
+                return _finding(part.kind, row, row["expected"])
+    return whole
+
+
+def _together(found: list[Finding], cost: float) -> list[Finding]:
+    """Requests of one worker that were slow in one thing at one time share the finding of the slowest.
+
+    Where SHARED or more of them lost less than `cost` seconds, it is none.
+    """
+    shared: list[tuple[Finding, list[str | None]]] = []
+    for finding in found:
+        names = next((names for first, names in shared if _same_time(first, finding)), None)
+        if names is None:
+            shared.append((finding, [finding.request_id]))
+        else:
+            names.append(finding.request_id)
+    told = [(finding, names) for finding, names in shared if len(names) < SHARED or finding.lost >= cost]
+    return [_with_others(finding, names) for finding, names in told]
+
+
+def _same_time(one: Finding, other: Finding) -> bool:
+    if (one.step, one.worker) != (other.step, other.worker):
+        return False
+    if one.start is None or one.end is None or other.start is None or other.end is None:
+        return False
+    return overlap((one.start, one.end), (other.start, other.end)) >= 0.8 * other.seconds
+
+
+def _with_others(finding: Finding, names: list[str | None]) -> Finding:
+    if len(names) == 1:
+        return finding
+    text = f"{finding.text}; {len(names) - 1} more at the same time"
+    return replace(finding, text=text, evidence=finding.evidence | {"request_ids": names[:20]})
+
+
+def held_up(analysis: Analysis) -> pl.DataFrame:
+    """REQUEST_KEY of the requests that a reward or tool call held up: their ends say nothing about the engine."""
+    slow = []
+    for part in _parts(analysis):
+        if part.kind in ("slow_reward", "slow_tool"):
+            for _, rows in part.rows.group_by("job", maintain_order=True):
+                slow += _slow(part.kind, rows.with_columns(pl.col("seconds").alias("logged")), 0.0)
+    return requests_of(slow, analysis)
+
+
+def requests_of(findings: list[Finding], analysis: Analysis) -> pl.DataFrame:
+    """REQUEST_KEY of the requests that findings name."""
+    rows = [tuple(getattr(finding, name) for name in REQUEST_KEY) for finding in findings]
+    return pl.DataFrame(rows, {name: analysis.finished.schema[name] for name in REQUEST_KEY}, orient="row")
+
+
+def _parts(analysis: Analysis) -> list[Part]:
+    done = analysis.finished
+    turns = analysis.turns.join(done.select(REQUEST_KEY), on=REQUEST_KEY, how="semi").rename({"engine": "seconds"})
+    none = [pl.lit(None, pl.Int64).alias("turn"), pl.lit(None, pl.Int64).alias("tokens")]
+    reward = done.filter(pl.col("reward") > 0).select(
+        *REQUEST_KEY, none[0], pl.col("reward").alias("seconds"), pl.col("reward_end").alias("end"), none[1]
+    )
+    tool = done.filter(pl.col("tool") > 0).select(*REQUEST_KEY, none[0], pl.col("tool").alias("seconds"), "end", none[1])
+    whole = done.select(*REQUEST_KEY, none[0], "seconds", "end", "tokens")
+    named = {"slow_turn": turns, "slow_reward": reward, "slow_tool": tool, "slow_request": whole}
+    return [Part(kind, rows.select(*REQUEST_KEY, "turn", "seconds", "end", "tokens")) for kind, rows in named.items()]
+
+
+def _usual_step(analysis: Analysis) -> dict[str, float]:
+    """Seconds by job: the median over steps and workers of the time all requests take."""
+    return dict(analysis.by_worker.group_by("job").agg(pl.col("total").median()).iter_rows())
+
+
+def _without_gaps(rows: pl.DataFrame, gaps: dict[Place, Gap]) -> pl.DataFrame:
+    """Takes a gap's time off the rows that sat through it, where SHARED or more did so.
+
+    Not off the only one that did so in a later turn while MANY others were in their first: that turn is its own story.
+    """
+    if not gaps:
+        return rows.with_columns(pl.col("seconds").alias("logged"))
+    spans = pl.DataFrame(
+        [(*place, gap.start, gap.end) for place, gap in gaps.items()],
+        schema={"job": pl.String, "step": pl.Int64, "worker": pl.Int64, "from": pl.Float64, "to": pl.Float64},
+        orient="row",
+    )
+    shared = pl.min_horizontal("end", "to") - pl.max_horizontal(pl.col("end") - pl.col("seconds"), "from")
+    sat = pl.col("shared") >= 0.5 * (pl.col("to") - pl.col("from"))
+    later = pl.col("sat") & (pl.col("turn").fill_null(1) > 1)
+    return (
+        rows.join(spans, on=PLACE, how="left")
+        .with_columns(shared.clip(0.0).fill_null(0.0).alias("shared"))
+        .with_columns(sat.fill_null(False).alias("sat"))
+        .with_columns((_count("sat") >= SHARED).alias("shared_by_many"), later.alias("later"))
+        .with_columns(
+            (pl.col("shared_by_many") & ~(pl.col("later") & (_count("later") == 1) & (_count("sat") > MANY))).alias("known")
+        )
+        .with_columns(pl.col("seconds").alias("logged"), pl.when("known").then("shared").otherwise(0.0).alias("off"))
+        .with_columns((pl.col("seconds") - pl.col("off")).clip(0.0))
+    )
+
+
+def _count(column: str) -> pl.Expr:
+    return pl.col(column).sum().over(PLACE)
+
+
+def _slow(kind: str, rows: pl.DataFrame, cost: float) -> list[Finding]:
+    seconds = rows["seconds"].to_numpy()
+    if len(seconds) < MIN_COUNT:
+        return []
+    expected = _expected(rows)
+    found = [i for i in isolated(seconds / np.maximum(expected, 1e-9)) if seconds[i] - expected[i] >= cost]
+    told = [_finding(kind, rows.row(int(i), named=True), float(expected[i])) for i in found]
+    return sorted(told, key=lambda finding: -finding.seconds)
+
+
+def _expected(rows: pl.DataFrame) -> np.ndarray:
+    """By tokens where all rows know theirs, else by turn; then scaled to the speed of the row's worker and step."""
+    seconds = rows["seconds"].to_numpy()
+    if rows["tokens"].null_count() == 0:
+        expected = expected_seconds(seconds, rows["tokens"].to_numpy().astype(float))
+    else:
+        counted = pl.len().over("turn") >= MIN_COUNT
+        by_turn = pl.when(counted).then(pl.col("seconds").median().over("turn")).otherwise(pl.col("seconds").median())
+        expected = rows.select(by_turn).to_series().to_numpy()
+    ratio = pl.Series("ratio", seconds / np.maximum(expected, 1e-9))
+    local = pl.when(pl.len().over(PLACE) >= MIN_LOCAL).then(pl.col("ratio").median().over(PLACE)).otherwise(1.0)
+    return expected * rows.with_columns(ratio).select(local).to_series().to_numpy()
+
+
+def _finding(kind: str, row: dict, expected: float) -> Finding:
+    about = {"turn": row["turn"], "request_id": row["request_id"], "seconds": row["logged"], "expected": expected}
+    evidence = {"expected_sec": round(expected, 6), "times_expected": round(row["seconds"] / max(expected, 1e-9), 1)}
+    return Finding(
+        kind, row["job"], row["step"], row["worker"], row["logged"], TEXT[kind].format(**about), ADVICE[kind],
+        request_id=row["request_id"], turn=row["turn"], lost=row["seconds"] - expected, evidence=evidence,
+        start=None if row["end"] is None else row["end"] - row["logged"], end=row["end"],
+    )  # fmt: skip

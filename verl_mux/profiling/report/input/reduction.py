@@ -1,0 +1,200 @@
+"""From events to small tables that merge: a run is reduced piece by piece, in any order, on any number of processes.
+
+    events of a piece -> Tables, and Tables + Tables -> Tables with no row lost (asserted by the tests)
+
+requests  a row a request: when it began and ended, how, its turns and tokens, the seconds of each part
+turns     a row a turn of a request: seconds of its parts, when its engine call ended
+totals    a row per job, role, step, worker and event: count, seconds, the longest, tokens
+spans     a row per event that no request owns, with what `extra` says: phases, leases, sync, sleep, wake, memory, ...
+
+All times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+
+from verl_mux.profiling.eventlog import events
+from verl_mux.profiling.report.input.line import NO_EXTRA, Line, TurnTiming
+
+REQUEST_KEY = ["job", "step", "worker", "request_id"]
+TOTAL_KEY = ["job", "role", "step", "worker", "event", "of_request"]
+PARTS = list(dict.fromkeys(events.REQUEST_PARTS.values()))
+TURN_PARTS = ["engine", "preprocess", "tool_parse", "tool", "tool_response", "interaction", "postprocess"]
+
+# `spans` columns read from extra: column -> (type, field of Extra)
+SPAN_EXTRA = {
+    "of_job": (pl.String, "job"),
+    "phase": (pl.String, "phase"),
+    "pool": (pl.String, "pool"),
+    "nodes": (pl.List(pl.String), "nodes"),
+    "node": (pl.String, "node"),
+    "tag": (pl.String, "tag"),
+    "side": (pl.String, "side"),
+    "bytes": (pl.Float64, "bytes"),
+    "node_bytes": (pl.Float64, "node_bytes"),
+    "version": (pl.Int64, "version"),
+    "running": (pl.Float64, "running"),
+    "queued": (pl.Float64, "queued"),
+    "token_usage": (pl.Float64, "token_usage"),
+    "tokens_per_sec": (pl.Float64, "tokens_per_sec"),
+    "mode": (pl.String, "mode"),
+    "reward": (pl.Float64, "reward"),
+}
+_SUMS = {part: pl.col(part).sum() for part in PARTS}
+_REQUEST_MERGE = {
+    "start": pl.col("start").min(),
+    "last": pl.col("last").max(),
+    "completed": pl.col("completed").max(),
+    "aborted": pl.col("aborted").max(),
+    "seconds": pl.col("seconds").max(),
+    "turns": pl.col("turns").max(),
+    "final_tokens": pl.col("final_tokens").max(),
+    "engine_tokens": pl.col("engine_tokens").sum(),
+    "validate": pl.col("validate").any(),
+    "reward_end": pl.col("reward_end").max(),
+    "engine_calls": pl.col("engine_calls").sum(),
+} | _SUMS
+_TURN_MERGE = {
+    "engine_end": pl.col("engine_end").max(),
+    "turn_tokens": pl.col("turn_tokens").sum(),
+} | {part: pl.col(part).sum() for part in TURN_PARTS}
+_TOTAL_MERGE = {
+    "count": pl.col("count").sum(),
+    "seconds": pl.col("seconds").sum(),
+    "longest": pl.col("longest").max(),
+    "tokens": pl.col("tokens").sum(),
+    "first": pl.col("first").min(),
+    "last": pl.col("last").max(),
+}
+
+
+@dataclass
+class Tables:
+    """See the module. `timings`: turns as completed requests list them, for logs without an event per turn."""
+
+    requests: pl.DataFrame
+    turns: pl.DataFrame
+    timings: pl.DataFrame
+    totals: pl.DataFrame
+    spans: pl.DataFrame
+
+    @classmethod
+    def merge(cls, parts: list[Tables]) -> Tables:
+        """One set of tables from several of the same run."""
+        return cls(
+            _merge([part.requests for part in parts], REQUEST_KEY, _REQUEST_MERGE),
+            _merge([part.turns for part in parts], [*REQUEST_KEY, "turn"], _TURN_MERGE),
+            pl.concat([part.timings for part in parts]),
+            _merge([part.totals for part in parts], TOTAL_KEY, _TOTAL_MERGE),
+            pl.concat([part.spans for part in parts]),
+        )
+
+
+def _merge(frames: list[pl.DataFrame], key: list[str], columns: dict[str, pl.Expr]) -> pl.DataFrame:
+    whole = pl.concat(frames)
+    return whole.group_by(key).agg(**columns) if len(frames) > 1 else whole
+
+
+def reduce_events(frame: pl.DataFrame, lines: list[Line]) -> Tables:
+    """`frame` as `line_reader.to_frame` makes it from `lines`."""
+    frame = frame.with_columns(
+        pl.col("event").replace(events.ALIASES),
+        (pl.col("end") - pl.col("seconds").fill_null(0.0)).alias("start"),
+    )
+    owned = frame.filter(pl.col("request_id").is_not_null() & (pl.col("role") != "server"))
+    owned = owned.with_columns(pl.col("event").replace_strict(events.REQUEST_PARTS, default=None).alias("part"))
+    return Tables(_requests(owned), _turns(owned), _timings(owned, lines), _totals(frame), _spans(frame, lines))
+
+
+def _of(column: str, part: str) -> pl.Expr:
+    return pl.col(column).filter(pl.col("part") == part)
+
+
+def _requests(owned: pl.DataFrame) -> pl.DataFrame:
+    complete = pl.col("event") == events.REQUEST_COMPLETE
+    aborted = pl.col("event") == events.REQUEST_ABORTED
+    padded = pl.col("event") == events.REQUEST_PADDED
+    return owned.group_by(REQUEST_KEY).agg(
+        start=pl.col("start").min(),
+        last=pl.col("end").max(),
+        completed=pl.col("end").filter(complete).max(),
+        aborted=pl.col("end").filter(aborted | padded).max(),
+        seconds=pl.col("seconds").filter(complete | aborted).max(),
+        turns=pl.col("turns").max(),
+        final_tokens=pl.col("tokens").filter(complete).max(),
+        engine_tokens=_of("tokens", "engine").sum(),
+        validate=pl.col("validate").fill_null(False).any(),
+        reward_end=_of("end", "reward").max(),
+        engine_calls=(pl.col("part") == "engine").sum(),
+        **{part: _of("seconds", part).sum() for part in PARTS},
+    )
+
+
+def _turns(owned: pl.DataFrame) -> pl.DataFrame:
+    return (
+        owned.filter(pl.col("part").is_in(TURN_PARTS))
+        .with_columns(pl.coalesce("turn", "end"))  # a call that names no turn is a turn of its own, in order of time
+        .group_by([*REQUEST_KEY, "turn"])
+        .agg(
+            engine_end=_of("end", "engine").max(),
+            turn_tokens=_of("tokens", "engine").sum(),
+            **{part: _of("seconds", part).sum() for part in TURN_PARTS},
+        )
+    )
+
+
+_TIMINGS = {"job": pl.String, "step": pl.Int64, "worker": pl.Int64, "request_id": pl.String}
+_TIMINGS |= {"place": pl.Int64, "engine": pl.Float64, "engine_end": pl.Float64}
+
+
+def _timings(owned: pl.DataFrame, lines: list[Line]) -> pl.DataFrame:
+    rows = []
+    completed = owned.filter(pl.col("event") == events.REQUEST_COMPLETE)
+    for *key, start, index in completed.select(*REQUEST_KEY, "start", "line").iter_rows():
+        if not (listed := (lines[index].extra or NO_EXTRA).turn_timings):
+            continue
+        at = start
+        for place, timing in enumerate(listed, 1):
+            rows.append((*key, place, timing.engine_call_duration, _engine_end(timing, at)))
+            at += timing.total_duration or 0.0
+    return pl.DataFrame(rows, schema=_TIMINGS, orient="row")
+
+
+def _engine_end(timing: TurnTiming, start: float) -> float | None:
+    """When the engine was done with a turn that began at `start`; None where the list has no whole durations."""
+    if timing.total_duration is None:
+        return None
+    return start + timing.total_duration - (timing.post_process_duration or 0.0)
+
+
+def _totals(frame: pl.DataFrame) -> pl.DataFrame:
+    return (
+        frame.with_columns(pl.col("request_id").is_not_null().alias("of_request"))
+        .group_by(TOTAL_KEY)
+        .agg(
+            count=pl.len().cast(pl.Int64),
+            seconds=pl.col("seconds").sum(),
+            longest=pl.col("seconds").max(),
+            tokens=pl.col("tokens").sum(),
+            first=pl.col("start").min(),
+            last=pl.col("end").max(),
+        )
+    )
+
+
+def _spans(frame: pl.DataFrame, lines: list[Line]) -> pl.DataFrame:
+    known = pl.col("event").is_in(list(events.NAMES)) | (pl.col("role") != "rollout")
+    free = frame.filter(pl.col("request_id").is_null() & known)
+    extras = [lines[index].extra or NO_EXTRA for index in free["line"]]
+    kept = free.select("job", "role", "step", "worker", "event", "start", "end", "seconds", "tokens")
+    return kept.with_columns(
+        pl.Series(name, [_plain(getattr(extra, key)) for extra in extras], kind) for name, (kind, key) in SPAN_EXTRA.items()
+    )
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, dict) else value  # a job registers with its nodes by pool, which no span needs

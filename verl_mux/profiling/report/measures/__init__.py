@@ -1,0 +1,3 @@
+"""What was measured, with no opinion on it: completion, shares, leases, pace; `Analysis` holds it all, computed once. Pure, over
+the tables of input/.
+"""

@@ -1,0 +1,170 @@
+"""Who held which node when, and who waited: from intervals, never from counters.
+
+A node's pool is the one its leases name; where they name none, nodes that only rollouts use are the pool "rollout", those
+that only training uses are "train", those that serve both are "shared".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import polars as pl
+
+from verl_mux.profiling.eventlog import events
+from verl_mux.profiling.plain.intervals import Interval, clip, length
+
+MARK_SLACK = 0.1  # seconds: a segment's first lease may be logged as begun a little before the segment's mark
+WORK = set(events.POOL_OF_PHASE)  # `init` is not work that a pool is paid for
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A phase of a job on its nodes. Seconds since the epoch."""
+
+    job: str
+    phase: str
+    nodes: tuple[str, ...]
+    start: float
+    end: float
+    step: int
+    pool: str | None = None
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A job waited for the lease of a phase; `behind`: seconds by the job that held one of its nodes meanwhile."""
+
+    job: str
+    phase: str
+    nodes: tuple[str, ...]
+    start: float
+    end: float
+    step: int
+    behind: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of the run in which jobs take turns in one manner."""
+
+    index: int
+    mode: str
+    window: Interval
+
+
+@dataclass(frozen=True)
+class Leases:
+    """The run's holds and waits in order of start, nodes by pool, and segments."""
+
+    holds: list[Hold]
+    waits: list[Wait]
+    pools: dict[str, list[str]]
+    segments: list[Segment]
+
+    def busy(self, node: str, window: Interval) -> list[Interval]:
+        """When work ran on `node`, inside `window`."""
+        return clip([(h.start, h.end) for h in self.holds if node in h.nodes and h.phase in WORK], window)
+
+    def bubble(self, pool: str, window: Interval) -> float:
+        """Part of the pool's node time, 0 to 1, in which no phase ran."""
+        nodes = self.pools[pool]
+        whole = (window[1] - window[0]) * len(nodes)
+        return 1 - sum(length(self.busy(node, window)) for node in nodes) / whole if whole > 0 else 0.0
+
+
+def make_leases(spans: pl.DataFrame) -> Leases:
+    """From the coordinator's `lease_held` and `lease_wait`; without a coordinator, from each trainer's `phase`."""
+    coordinator = spans.filter(pl.col("role") == "coordinator")
+    held = coordinator.filter(pl.col("event") == events.LEASE_HELD)
+    waited = coordinator.filter(pl.col("event") == events.LEASE_WAIT)
+    if held.is_empty():
+        trainer = spans.filter(pl.col("role") == "trainer")
+        held = trainer.filter((pl.col("event") == events.PHASE) & pl.col("phase").is_not_null())
+        waited = trainer.filter(pl.col("event") == events.LEASE_WAIT)
+    holds = [_hold(row) for row in held.sort("start").iter_rows(named=True)]
+    holders = _Holders(holds)
+    waits = [_wait(row, holders) for row in waited.sort("start").iter_rows(named=True)]
+    return Leases(holds, waits, _pools(holds), _segments(coordinator, holds))
+
+
+def _hold(row: dict) -> Hold:
+    nodes = tuple(row["nodes"] or ([row["node"]] if row["node"] else [events.POOL_OF_PHASE.get(row["phase"], "node")]))
+    job = row["of_job"] or row["job"]
+    return Hold(job, row["phase"] or "phase", nodes, row["start"], row["end"], row["step"], row["pool"])
+
+
+def _wait(row: dict, holders: _Holders) -> Wait:
+    hold = _hold(row)
+    behind = holders.during(hold)
+    return Wait(hold.job, hold.phase, hold.nodes, hold.start, hold.end, hold.step, behind)
+
+
+class _Holders:
+    """Who held a node in a given time; arrays, for a long run has tens of thousands of holds and waits."""
+
+    def __init__(self, holds: list[Hold]) -> None:
+        self.jobs = np.array([hold.job for hold in holds])
+        self.start = np.array([hold.start for hold in holds])
+        self.end = np.array([hold.end for hold in holds])
+        self.nodes = {
+            node: np.array([node in hold.nodes for hold in holds]) for node in {n for hold in holds for n in hold.nodes}
+        }
+
+    def during(self, wait: Hold) -> dict[str, float]:
+        """Seconds by job, of other jobs that held one of the wait's nodes."""
+        named = [self.nodes[node] for node in wait.nodes if node in self.nodes]
+        if not named:
+            return {}
+        shared = np.minimum(self.end, wait.end) - np.maximum(self.start, wait.start)
+        chosen = np.flatnonzero(np.logical_or.reduce(named) & (shared > 0) & (self.jobs != wait.job))
+        behind: dict[str, float] = {}
+        for index in chosen:
+            job = str(self.jobs[index])
+            behind[job] = behind.get(job, 0.0) + float(shared[index])
+        return behind
+
+
+def _pools(holds: list[Hold]) -> dict[str, list[str]]:
+    phases: dict[str, set[str]] = {}
+    named: dict[str, str] = {}
+    for hold in holds:
+        for node in hold.nodes:
+            if hold.pool:
+                named[node] = hold.pool
+            if hold.phase in WORK:
+                phases.setdefault(node, set()).add(events.POOL_OF_PHASE[hold.phase])
+    pools: dict[str, list[str]] = {}
+    for node, kinds in sorted(phases.items()):
+        pool = named.get(node) or (kinds.pop() if len(kinds) == 1 else "shared")
+        pools.setdefault(pool, []).append(node)
+    return pools
+
+
+def _segments(coordinator: pl.DataFrame, holds: list[Hold]) -> list[Segment]:
+    work = [hold for hold in holds if hold.phase in WORK]
+    if not work:
+        return []
+    first, last = work[0].start, max(hold.end for hold in work)
+    marks = coordinator.filter(pl.col("event") == events.SEGMENT).sort("end").select("end", "mode").rows()
+    marks = [(first, None)] + [(at - MARK_SLACK, mode) for at, mode in marks if first < at - MARK_SLACK < last]
+    ends = [at for at, _ in marks[1:]] + [last]
+    segments = []
+    for index, ((start, mode), end) in enumerate(zip(marks, ends, strict=True)):
+        inside = [hold for hold in work if start <= hold.start < end]
+        if inside:
+            window = (inside[0].start, min(end, max(hold.end for hold in inside)))
+            segments.append(Segment(index, mode or _mode(inside), window))
+    return segments
+
+
+def _mode(holds: list[Hold]) -> str:
+    """`alone` for one job; else how several shared the nodes, told from the order of their phases."""
+    if len({hold.job for hold in holds}) == 1:
+        return "alone"
+    for one, other in ((a, b) for i, a in enumerate(holds) for b in holds[i + 1 : i + 9]):
+        if one.job != other.job and set(one.nodes) & set(other.nodes) and other.start < one.end - 0.05:
+            return "uncoordinated"
+    turns = [hold.job for hold in holds]
+    changes = sum(a != b for a, b in zip(turns, turns[1:]))  # noqa: B905 (pairs of neighbours)
+    return "sequential" if changes < len(set(turns)) else "interleaved"

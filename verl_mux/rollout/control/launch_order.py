@@ -1,0 +1,103 @@
+"""In which order new prompt groups are launched: as they come, or by response lengths predicted online.
+
+`fifo` as they came, `sjf` shortest first, `ljf` longest first. Before a barrier the step ends with the longest response, so it
+must start first; where early finishers are used at once, or the last ones are cut off, the shortest go first. With known lengths
+and 64 slots (`verl-mux bench predictor`'s simulation, 1024 requests, 20 draws), as a share of FIFO:
+
+| lengths                                  | sjf mean completion | sjf makespan | ljf mean completion | ljf makespan |
+| Azure LLM inference 2023, conversation   | 0.64                | 1.06         | 1.44                | 0.89         |
+| ServeGen, DeepSeek-R1, all clients       | 0.57                | 1.03         | 1.81                | 0.68         |
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from verl_mux.rollout.lengths.predictor import LengthPredictor
+from verl_mux.rollout.lengths.rows import LengthRow, Prompt
+
+ORDERS = ("fifo", "sjf", "ljf")
+BY_TRAINER_MODE = {
+    "sync": "ljf",
+    "mux_separate": "ljf",
+    "mux_colocate": "ljf",
+    "colocate_async": "sjf",
+    "separate_async": "sjf",
+}
+
+
+def default_order(trainer_mode: str, *, aborts_tail: bool) -> str:
+    """Order for a trainer mode. aborts_tail: over-sampling or segments cut the longest responses off."""
+    return "sjf" if aborts_tail else BY_TRAINER_MODE.get(trainer_mode, "fifo")
+
+
+def turns(order: str, scores: np.ndarray) -> np.ndarray:
+    """When each prompt's turn comes, 0 first: (prompts,) int64. scores: predicted, higher is longer. Ties keep their order.
+
+    Raises:
+        ValueError: the order is none of ORDERS.
+    """
+    if order not in ORDERS:
+        raise ValueError(f"unknown order {order!r}; allowed: {', '.join(ORDERS)}")
+    keys = scores if order == "sjf" else -scores if order == "ljf" else np.zeros(len(scores))
+    turn = np.empty(len(scores), dtype=np.int64)
+    turn[np.argsort(keys, kind="stable")] = np.arange(len(scores))
+    return turn
+
+
+class LaunchOrder:
+    """place(prompts) -> who goes first; observe(lengths) whenever responses are trained. Fits in a thread, one at a time.
+
+    order: fifo | sjf | ljf. While a fit runs, prompts keep their order.
+    """
+
+    def __init__(self, order: str, predictor: LengthPredictor) -> None:
+        self.order, self._predictor = order, predictor
+        self._lock = threading.Lock()
+        self._prompts: dict[str, Prompt] = {}
+        self._fit: threading.Thread | None = None
+        self._unread: list[LengthRow] = []
+
+    def place(self, uids: Sequence[str], prompts: Sequence[Prompt]) -> np.ndarray:
+        """Indices of the prompts, the first to launch first: (prompts,) int64."""
+        self._prompts |= dict(zip(uids, prompts, strict=True))
+        if self.order == "fifo" or len(prompts) < 2 or not self._lock.acquire(blocking=False):
+            return np.arange(len(prompts))
+        try:
+            scores = self._predictor.predict(prompts)
+        finally:
+            self._lock.release()
+        return np.argsort(turns(self.order, scores), kind="stable")
+
+    def observe(self, lengths: Mapping[str, Sequence[int]], epoch: int) -> None:
+        """Response lengths in tokens by the uid of their prompt group; the uids are forgotten."""
+        self._unread += [
+            LengthRow(self._prompts[uid], epoch, int(length))
+            for uid, its in lengths.items()
+            if uid in self._prompts
+            for length in its
+        ]
+        for uid in lengths:
+            self._prompts.pop(uid, None)
+        if self.order != "fifo" and self._unread and (self._fit is None or not self._fit.is_alive()):
+            rows, self._unread = self._unread, []
+            self._fit = threading.Thread(target=self._learn, args=(rows,), daemon=True)
+            self._fit.start()
+
+    def _learn(self, rows: list[LengthRow]) -> None:
+        with self._lock:
+            self._predictor.observe(rows)
+            # The fit itself happens in predict.
+            self._predictor.predict([rows[0].prompt])
+
+
+def prompt_of(row: dict[str, Any]) -> Prompt:
+    """A prompt of verl's batch: its id is the data set's index where there is one."""
+    messages = row.get("raw_prompt") or []
+    text = "\n".join(str(message.get("content", "")) for message in messages if isinstance(message, dict))
+    index = row.get("index")
+    return Prompt(str(index) if index is not None else text, text)

@@ -1,0 +1,169 @@
+"""Whether to gather a rollout's tail on few replicas, and what moves where, so that another job gets the freed nodes.
+
+Moving costs: a moved request's tokens are prefilled again on its new replica, which stalls that one's decoding, and the
+replicas that keep the tail decode bigger batches, so the tail ends later. It pays when the node-seconds freed for the
+waiting job exceed the node-seconds the kept replicas run longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A running request. context: prompt and response tokens so far. remaining: tokens still expected."""
+
+    id: str
+    context: int
+    remaining: float
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One engine on `nodes`. max_requests, max_tokens: what it can run at once, tokens being context plus remaining."""
+
+    id: str
+    nodes: tuple[str, ...]
+    requests: tuple[Request, ...]
+    max_requests: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpeed:
+    """prefill: tokens a second. step_s: seconds for one token of each request, plus step_per_request_s for each request."""
+
+    prefill: float
+    step_s: float
+    step_per_request_s: float
+
+
+class MigrationPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The keys of `mux.rollout.migration`. threshold: share of the responses done before anything moves.
+
+    min_gain_s: node-seconds a move must win. max_slowdown: how much later than without moving the tail may end, as a share of
+    its remaining time.
+    """
+
+    threshold: float = 0.8
+    min_gain_s: float = 1.0
+    max_slowdown: float = 0.25
+    enable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Abort `request` on `source`, keep its tokens, and go on with it on `target`."""
+
+    request: str
+    source: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """moves, and the replicas they empty, in the order to free them: the next is started when one is done.
+
+    gain_s: node-seconds won. tail_s: seconds until the last response; tail_before_s: without moving.
+    reprefill_tokens: what is prefilled again.
+    """
+
+    moves: tuple[Move, ...]
+    freed: tuple[str, ...]
+    kept: tuple[str, ...]
+    gain_s: float
+    tail_s: float
+    tail_before_s: float
+    reprefill_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Move nothing. reason: one clause for the log."""
+
+    reason: str
+
+
+def plan(
+    replicas: Sequence[Replica], done: int, total: int, wanted: Collection[str], speed: EngineSpeed, policy: MigrationPolicy
+) -> Migration | Stay:
+    """The best migration at this moment. done, total: responses of this step. wanted: nodes that another job waits for."""
+    asked = [r for r in replicas if not set(wanted).isdisjoint(r.nodes)]
+    if not asked:
+        return Stay("no other job waits for the nodes")
+    if done < policy.threshold * total:
+        return Stay(f"{done} of {total} responses are done, below the threshold of {policy.threshold:g}")
+    if not any(r.requests for r in replicas):
+        return Stay("nothing runs any more")
+    if len(replicas) < 2:
+        return Stay("the tail is on one replica already")
+    by_work = sorted(asked, key=lambda r: _work(r.requests))
+    chosen = [by_work[:count] for count in range(1, min(len(asked), len(replicas) - 1) + 1)]
+    options = [_gathered(freed, [r for r in replicas if r not in freed], speed) for freed in chosen]
+    fitting = [option for option in options if option is not None]
+    if not fitting:
+        return Stay("the kept replicas cannot hold the moved requests")
+    return _judge(max(fitting, key=lambda option: option.gain_s), policy)
+
+
+def _judge(best: Migration, policy: MigrationPolicy) -> Migration | Stay:
+    if best.gain_s < policy.min_gain_s:
+        return Stay(f"moving {best.reprefill_tokens} tokens wins {best.gain_s:.1f} node-seconds, below {policy.min_gain_s:g}")
+    if best.tail_s > (1 + policy.max_slowdown) * best.tail_before_s:
+        return Stay(f"the tail would take {best.tail_s:.1f} s and not {best.tail_before_s:.1f} s")
+    return best
+
+
+def _gathered(freed: Sequence[Replica], kept: Sequence[Replica], speed: EngineSpeed) -> Migration | None:
+    """Everything of `freed` on `kept`, the longest first to whoever then ends first; None where it does not fit."""
+    load = {replica.id: list(replica.requests) for replica in kept}
+    stall = dict.fromkeys(load, 0.0)
+    moves: list[Move] = []
+    moving = [(request, source) for source in freed for request in source.requests]
+    for request, source in sorted(moving, key=lambda pair: -pair[0].remaining):
+        fitting = [r for r in kept if _fits(r, [*load[r.id], request])]
+        if not fitting:
+            return None
+        target = min(fitting, key=lambda r: stall[r.id] + _seconds([*load[r.id], request], speed))
+        load[target.id].append(request)
+        stall[target.id] += request.context / speed.prefill
+        moves.append(Move(request.id, source.id, target.id))
+    before = {r.id: _seconds(r.requests, speed) for r in (*freed, *kept)}
+    after = {r.id: stall[r.id] + _seconds(load[r.id], speed) for r in kept}
+    # Unmoved, all nodes are held until the last response of all; moved, the freed ones are not.
+    nodes = sum(len(r.nodes) for r in kept)
+    tail, tail_before = max(after.values()), max(before.values())
+    won = (nodes + sum(len(r.nodes) for r in freed)) * tail_before - nodes * tail
+    return Migration(
+        # Replica by replica, so that the first node is free before the last request has moved.
+        moves=tuple(sorted(moves, key=lambda move: [r.id for r in freed].index(move.source))),
+        freed=tuple(r.id for r in freed),
+        kept=tuple(r.id for r in kept),
+        gain_s=won,
+        tail_s=tail,
+        tail_before_s=tail_before,
+        reprefill_tokens=sum(request.context for request, _ in moving),
+    )
+
+
+def _fits(replica: Replica, requests: Sequence[Request]) -> bool:
+    tokens = sum(request.context + request.remaining for request in requests)
+    return len(requests) <= replica.max_requests and tokens <= replica.max_tokens
+
+
+def _work(requests: Sequence[Request]) -> float:
+    return sum(request.remaining for request in requests)
+
+
+def _seconds(requests: Sequence[Request], speed: EngineSpeed) -> float:
+    """Seconds until the last request ends: steps get cheaper as requests end."""
+    seconds = at = 0.0
+    ends = sorted(request.remaining for request in requests)
+    for index, end in enumerate(ends):
+        seconds += (end - at) * (speed.step_s + speed.step_per_request_s * (len(ends) - index))
+        at = end
+    return seconds

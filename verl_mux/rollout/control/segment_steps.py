@@ -1,0 +1,144 @@
+"""Segment rollout, step by step: rounds of one segment each until enough prompt groups are ready. Events in, instructions out.
+
+    begin -> draw up to the number to keep under way -> a round: one segment for everything unfinished, then for the new
+          -> enough groups ready? Finish : draw as many as are still missing, another round with the same weights
+
+A step waits for one segment and not for one response once enough are under way for a round to complete `wanted` groups.
+How many that is depends on the lengths, so it is found by feedback: each group missing after a step's first round adds
+one, each four groups ready beyond the batch in a step of one round take one away. With rate > 0 (over-sampling) it is
+(1 + rate) * wanted, and a round is cut off as soon as enough groups are ready.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from verl_mux.rollout.control.segments import End, SampleKey, SegmentLimits, SegmentPools
+from verl_mux.rollout.control.step_metrics import StepMetrics
+from verl_mux.rollout.messages import Abort, Draw, Drop, Finish, Instruction, Launch, Report
+
+
+class SegmentSteps:
+    """begin -> drawn -> ended* -> Finish -> begin of the next step. The same instructions as Oversampler's.
+
+    max_failures: a group whose samples failed more often is dropped.
+    """
+
+    def __init__(self, limits: SegmentLimits, samples_per_group: int, rate: float = 0.0, max_failures: int = 3) -> None:
+        self.pools = SegmentPools(limits)
+        self.metrics = StepMetrics()
+        self._samples_per_group, self._rate, self._max_failures = samples_per_group, rate, max_failures
+        self._failures: Counter[str] = Counter()
+        self._wanted = self._asked_for = self._extra = 0
+        self._running: set[SampleKey] = set()
+        self._data_ended = self._cutting = self._in_step = False
+
+    def begin(self, wanted: int) -> list[Instruction]:
+        """A step that trains `wanted` prompt groups begins.
+
+        Raises:
+            RuntimeError: the last step has not finished.
+        """
+        if self._in_step:
+            raise RuntimeError("segments: a step is running; the next begins after its Finish")
+        self._in_step, self._wanted, self._data_ended, self.metrics = True, wanted, False, StepMetrics(rounds=0)
+        return self._next()
+
+    def drawn(self, groups: Sequence[str]) -> list[Instruction]:
+        """The new prompts, in answer to Draw; fewer than asked for where the data ended."""
+        self._data_ended |= len(groups) < self._asked_for
+        self._asked_for = 0
+        for name in groups:
+            self.pools.add(name, self._samples_per_group)
+        self.metrics.launched_groups += len(groups)
+        return self._round()
+
+    def report(self, it: Report) -> list[Instruction]:
+        """A worker's report of a sample."""
+        return self.ended(SampleKey(it.group, it.sample), it.new, it.version, End(it.why))
+
+    def ended(self, key: SampleKey, new: int, version: int, why: End) -> list[Instruction]:
+        """A sample's round is over, with `new` tokens by the weights of `version`. One that does not run changes nothing."""
+        if key not in self._running:
+            return []
+        self._running.discard(key)
+        self.pools.ended(key, new, version, why)
+        self.metrics.generated_tokens += new
+        out = self._failed(key, new) if why is End.FAILED else []
+        if self._rate > 0 and not self._cutting and len(self.pools.ready()) >= self._wanted:
+            self._cutting = True
+            out += [Abort(*running) for running in self._running]
+        return out if self._running else [*out, *self._next()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {**self.pools.to_dict(), "failures": dict(self._failures), "extra": self._extra}
+
+    @classmethod
+    def from_dict(
+        cls, limits: SegmentLimits, samples_per_group: int, saved: dict[str, Any], rate: float = 0.0, max_failures: int = 3
+    ) -> SegmentSteps:
+        """Resume: see SegmentPools.from_dict."""
+        out = cls(limits, samples_per_group, rate, max_failures)
+        out.pools = SegmentPools.from_dict(limits, saved)
+        out._failures, out._extra = Counter(saved["failures"]), saved["extra"]
+        return out
+
+    def _failed(self, key: SampleKey, lost: int) -> list[Instruction]:
+        self.metrics.failed_samples += 1
+        self.metrics.wasted_tokens += lost
+        self._failures[key.group] += 1
+        if self._failures[key.group] <= self._max_failures:
+            return []
+        del self._failures[key.group]
+        self._running = {running for running in self._running if running.group != key.group}
+        self.metrics.wasted_tokens += sum(t.length for t in self.pools.drop(key.group))
+        self.metrics.dropped_groups += 1
+        return [Drop(key.group, "failed")]
+
+    def _next(self) -> list[Instruction]:
+        """Finish, or another round."""
+        ready = len(self.pools.ready())
+        if ready >= self._wanted:
+            return self._finish()
+        if self.metrics.rounds == 1 and self._rate == 0:
+            self._extra += self._wanted - ready
+        missing = self._missing(ready)
+        if missing and not self._data_ended:
+            self._asked_for = missing
+            return [Draw(missing)]
+        return self._round()
+
+    def _missing(self, ready: int) -> int:
+        """Prompt groups to draw before the next round."""
+        if self._rate == 0 and self.metrics.rounds > 0:
+            return self._wanted - ready
+        under_way = math.ceil(round((1 + self._rate) * self._wanted, 9)) + self._extra
+        return max(0, under_way - ready - self.pools.num_unready)
+
+    def _round(self) -> list[Instruction]:
+        starts = self.pools.start()
+        if not starts:
+            return self._finish()
+        self._cutting, self._running = False, {start.key for start in starts}
+        self.metrics.rounds += 1
+        if self.metrics.rounds == 1:
+            self.metrics.reprefilled_tokens += sum(start.kept for start in starts)
+        return [Launch(*start.key, start.kept, start.budget) for start in starts]
+
+    def _finish(self) -> list[Instruction]:
+        self._in_step = False
+        if self.metrics.rounds == 1:
+            self._extra = max(0, self._extra - max(0, len(self.pools.ready()) - self._wanted) // 4)
+        taken = self.pools.take(self._wanted)
+        self.metrics.trained_groups = len(taken)
+        self.metrics.kept = [sample.length for group in taken for sample in group]
+        left = self.pools.unfinished()
+        self.metrics.requeued_groups = len({sample.key.group for sample in left})
+        self.metrics.cut = [sample.length for sample in left]
+        for group in taken:
+            self._failures.pop(group[0].key.group, None)
+        return [Finish(tuple(group[0].key.group for group in taken))]

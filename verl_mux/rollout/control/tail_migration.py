@@ -1,0 +1,147 @@
+"""Gathers a rollout's tail on few nodes and gives the others back while it still runs: what migration_plan decides, done.
+
+    others wait, enough is done -> no new requests there -> those there go on elsewhere, tokens kept -> asleep -> nodes back
+
+All tokens of a response are by the same weights, so nothing becomes off-policy; what is read again on the other engine is
+the price. At the next step's begin all engines are back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import ray
+
+from verl_mux.errors import UserError
+from verl_mux.profiling.eventlog import events
+from verl_mux.rollout.control.migration_plan import EngineSpeed, Migration, MigrationPolicy, Replica, Request, Stay, plan
+from verl_mux.rollout.messages import RunningSample
+
+_AGAIN_S = 0.05
+# Not measured: a prefill computes so many tokens in the time in which decoding the present batch computes as many steps.
+_PREFILL_PER_DECODE = 8.0
+
+
+class Unit(NamedTuple):
+    """What is given back together: nodes, and the replicas that run on them alone. servers: the balancer's names."""
+
+    nodes: tuple[str, ...]
+    replicas: tuple[int, ...]
+    servers: tuple[str, ...]
+
+
+def units(nodes: Sequence[str], servers: Sequence[str]) -> list[Unit]:
+    """Replicas by rank fill nodes in order.
+
+    Raises:
+        UserError: neither whole replicas on each node nor whole nodes under each replica.
+    """
+    groups: list[tuple[tuple[str, ...], range]]
+    if len(servers) % len(nodes) == 0:
+        each = len(servers) // len(nodes)
+        groups = [((node,), range(at * each, (at + 1) * each)) for at, node in enumerate(nodes)]
+    elif len(nodes) % len(servers) == 0:
+        each = len(nodes) // len(servers)
+        groups = [(tuple(nodes[at * each : (at + 1) * each]), range(at, at + 1)) for at in range(len(servers))]
+    else:
+        raise UserError(
+            f"mux.rollout.migration.enable=True is not possible with {len(servers)} replicas on {len(nodes)} rollout nodes; "
+            "allowed: whole replicas on each node, or whole nodes under each replica"
+        )
+    return [Unit(on, tuple(ranks), tuple(servers[rank] for rank in ranks)) for on, ranks in groups]
+
+
+class TailMigration:
+    """begin -> consider* of each step; `restore` when all engines are awake again.
+
+    workers: the agent loop workers. balancer: handle of verl's load balancer; handles: its servers by name.
+    contended: nodes that another job waits for now. vacate: puts a unit's engines to sleep and gives its nodes back.
+    longest: most tokens of a response. max_requests, max_tokens: what one replica holds at once.
+    """
+
+    def __init__(
+        self, policy: MigrationPolicy, units: Sequence[Unit], *, workers: Callable[[], list], balancer: Any,
+        handles: dict[str, Any], contended: Callable[[], list[str]], vacate: Callable[[Unit], None], log: Any,
+        longest: int, max_requests: int, max_tokens: int,
+    ) -> None:  # fmt: skip
+        self._policy, self._units = policy, list(units)
+        self._workers, self._balancer, self._handles = workers, balancer, handles
+        self._contended, self._vacate, self._log = contended, vacate, log
+        self._longest, self._max_requests, self._max_tokens = longest, max_requests, max_tokens
+        self._freed: list[Unit] = []
+        self._step = 0
+        self.metrics: dict[str, float] = {}
+
+    def begin(self, step: int) -> None:
+        """A step begins; all units generate."""
+        self._step, self.metrics = step, {"migrated_requests": 0.0, "freed_nodes": 0.0}
+
+    def restore(self) -> None:
+        """All engines are awake and hold the step's weights: they may be asked again."""
+        if self._freed:
+            back = {name: self._handles[name] for unit in self._freed for name in unit.servers}
+            ray.get(self._balancer.add_servers.remote(back))
+            self._freed = []
+
+    def consider(self, done: int, total: int) -> Migration | Stay:
+        """Free what another job waits for, if that pays now. done, total: responses of this step."""
+        wanted = self._contended() if self._policy.threshold * total <= done < total else []
+        if not wanted:
+            return Stay("no other job waits for the nodes, or too few responses are done")
+        reports = ray.get([worker.running_samples.remote() for worker in self._workers()])
+        samples = [sample for its, _ in reports for sample in its]
+        speeds = sorted(seconds for _, seconds in reports if seconds)
+        if not speeds:
+            return Stay("no response has ended yet")
+        token_s = speeds[len(speeds) // 2]
+        replicas = self._replicas(samples, token_s)
+        found = plan(replicas, done, total, wanted, _speed(token_s, replicas), self._policy)
+        if isinstance(found, Migration):
+            self._carry_out(found)
+        return found
+
+    def _replicas(self, samples: Sequence[RunningSample], token_s: float) -> list[Replica]:
+        """Each unit that is left as one replica of the plan."""
+        out = []
+        for unit in self._units:
+            if unit in self._freed:
+                continue
+            requests = tuple(self._request(it, token_s) for it in samples if it.server in unit.servers)
+            count = len(unit.replicas)
+            out.append(Replica(unit.nodes[0], unit.nodes, requests, count * self._max_requests, count * self._max_tokens))
+        return out
+
+    def _request(self, it: RunningSample, token_s: float) -> Request:
+        """A response that has lasted so long is expected to last as long again, up to the limit: lengths are heavy-tailed."""
+        so_far = it.tokens + it.seconds / token_s
+        remaining = min(max(self._longest - so_far, 1.0), max(so_far, 1.0))
+        return Request(f"{it.group}_{it.sample}", round(it.context + it.seconds / token_s), remaining)
+
+    def _carry_out(self, found: Migration) -> None:
+        began = time.perf_counter()
+        leaving = [unit for unit in self._units if unit.nodes[0] in found.freed]
+        names = [name for unit in leaving for name in unit.servers]
+        ray.get(self._balancer.remove_servers.remote(names))
+        while sum(ray.get([worker.evacuate.remote(names) for worker in self._workers()])):
+            time.sleep(_AGAIN_S)
+        self._freed += leaving
+        for unit in leaving:
+            self._vacate(unit)
+        nodes = [node for unit in leaving for node in unit.nodes]
+        extra = {
+            "nodes": nodes,
+            "requests": len(found.moves),
+            "tokens": found.reprefill_tokens,
+            "gain_sec": round(found.gain_s, 3),
+        }
+        self._log.log(events.MIGRATION, time.perf_counter() - began, extra=extra, step=self._step)
+        self.metrics["migrated_requests"] += len(found.moves)
+        self.metrics["freed_nodes"] += len(nodes)
+
+
+def _speed(token_s: float, replicas: Sequence[Replica]) -> EngineSpeed:
+    """From the seconds a token took lately: half of a step is the engine's own, half its requests'."""
+    batch = max(1.0, sum(len(replica.requests) for replica in replicas) / max(1, len(replicas)))
+    return EngineSpeed(_PREFILL_PER_DECODE * batch / token_s, token_s / 2, token_s / 2 / batch)

@@ -1,0 +1,56 @@
+"""What an inference engine is for us: the one place where the rest of verl_mux meets it.
+
+An engine is a folder beside this file, with a record of its own (`RECORD` of its record.py), named in plugin.py's table. Reading
+a record imports no engine: classes are dotted names.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_mux.upstream import Symbol
+
+# The stop reasons that our servers answer with, whatever their engine calls them.
+STOPPED, LENGTH, ABORTED = "stop", "length", "abort"
+
+Arguments = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class EngineRecord:
+    """What the user gave under `engine_kwargs` wins over all arguments here.
+
+    name: the engine's in `actor_rollout_ref.rollout.name`, and its arguments' in `rollout.engine_kwargs`.
+    supported: ranges of its packages' versions. tested: the versions in requirements/lock.txt.
+    symbols: its own names that we rely on, and those of verl's part for it.
+    server: dotted name of our subclass of verl's server of this engine, see below.
+    arguments: of every engine of ours.
+    priority_arguments: where requests have priorities, by the arguments given; none where those forbid it.
+    cpu_arguments: where there is no GPU. stock_cpu_arguments: there, in verl's own trainer modes, where no engine sleeps.
+
+    The server keeps to one way of saying things, whatever its engine's is: `sleep(tags)` and `wake_up(tags)` take the tags of
+    memory/sleep_states.py, whether its engine moves each by itself or all at once, and return (node, Moves);
+    `generate(engine_priority=)` puts the higher number first and answers with one of the stop reasons above;
+    `abort_requests(ids)` returns when these have left with the tokens that they have; `processes()` are all of its engine's.
+    """
+
+    name: str
+    supported: Mapping[str, str]
+    tested: Mapping[str, str]
+    symbols: tuple[Symbol, ...]
+    server: str
+    arguments: Arguments = field(default_factory=dict)
+    priority_arguments: Callable[[Arguments], Arguments] = lambda given: {}
+    cpu_arguments: Arguments = field(default_factory=dict)
+    stock_cpu_arguments: Arguments = field(default_factory=dict)
+
+
+def engines() -> dict[str, EngineRecord]:
+    """All records, by name."""
+    # In a process of verl's it is loaded already; in any other, only who asks for engines pays for it.
+    from verl_mux import plugin
+
+    return {name: importlib.import_module(module).RECORD for name, module in plugin.ENGINES.items()}

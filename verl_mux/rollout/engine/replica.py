@@ -1,0 +1,218 @@
+"""A job's replicas: verl's of any engine, with our server and our rollout worker, and the manager that launches them."""
+
+from __future__ import annotations
+
+import asyncio
+import pkgutil
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from verl.checkpoint_engine.base import CheckpointEngineWorker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.ray import RayClassWithInitArgs
+from verl.single_controller.ray.base import RayResourcePool, split_resource_pool
+from verl.utils.ray_utils import auto_await
+from verl.workers.rollout.llm_server import LLMServerManager
+from verl.workers.rollout.replica import RolloutMode, RolloutReplica, get_rollout_replica_class
+
+from verl_mux.coordinator.bus.fence import Fence
+from verl_mux.coordinator.bus.messages import Member
+from verl_mux.memory.moved import Moves
+from verl_mux.rollout.engine import launch_gate
+from verl_mux.rollout.engine.record import EngineRecord, engines
+from verl_mux.worker_settings import WorkerSettings, pin
+
+
+class MuxCheckpointEngineWorker(CheckpointEngineWorker):
+    """verl's rollout worker, on the node's own CPUs; also the hand on the launch gate of its node."""
+
+    def __init__(self, rollout_config, model_config, **kwargs) -> None:
+        pin(WorkerSettings.from_rollout_config(rollout_config).rollout_cpus)
+        super().__init__(rollout_config, model_config, **kwargs)
+        self._fence = Fence()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int | None = None, token: int | None = None) -> None:
+        """verl's; into an engine's memory, so only under the newest lease (`token`). Raises Fenced."""
+        if token is not None:
+            self._fence.enter(token)
+        await super().update_weights(global_steps=global_steps)
+
+    async def wait_until_engine_is_at_gate(self, directory: str) -> None:
+        await asyncio.to_thread(launch_gate.wait_until_engine_is_at_gate, Path(directory))
+
+    async def open_gate(self, directory: str) -> None:
+        launch_gate.open_gate(Path(directory))
+
+
+class InitGate:
+    """All replicas of a job arrive, one init lease is taken, all map their memory and sleep, the lease goes back."""
+
+    def __init__(self, replicas: int, acquire: Callable[[], Any], release: Callable[[Any], None]) -> None:
+        self._expected, self._acquire, self._release = replicas, acquire, release
+        self._arrived = self._finished = 0
+        self._lease: asyncio.Future | None = None
+
+    async def pass_through(self, map_memory: Callable[[], Awaitable[None]]) -> None:
+        """Wait for the other replicas and the lease, then run `map_memory`."""
+        self._lease = self._lease or asyncio.get_running_loop().create_future()
+        self._arrived += 1
+        if self._arrived == self._expected:
+            try:
+                self._lease.set_result(await asyncio.to_thread(self._acquire))
+            except Exception as error:  # the others wait for it as well
+                self._lease.set_exception(error)
+        lease = await self._lease
+        try:
+            await map_memory()
+        finally:
+            self._finished += 1
+            if self._finished == self._expected:
+                await asyncio.to_thread(self._release, lease)
+
+
+class MuxReplica(RolloutReplica):
+    """One engine of a job, before verl's replica in the order of bases (see `replica_class`). It launches up to the gate, maps
+    memory under the init lease and sleeps from then on."""
+
+    engine: EngineRecord
+
+    def __init__(self, *args, gate: InitGate, pools: list[RayResourcePool] | None = None, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._gate = gate
+        self._pool = pools[self.replica_rank] if pools else None
+        self._settings = WorkerSettings.from_rollout_config(self.config)
+        self.server_class = ray.remote(pkgutil.resolve_name(self.engine.server))
+
+    def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
+        return RayClassWithInitArgs(
+            cls=ray.remote(MuxCheckpointEngineWorker),
+            rollout_config=self.config,
+            model_config=self.model_config,
+            replica_rank=self.replica_rank,
+        )
+
+    async def init_standalone(self) -> None:
+        """On GPUs of its own or, where a pool is given, on the training pool's GPUs (mux_colocate).
+
+        Both run in verl's STANDALONE mode: weights then have no host backup that every wake would copy to the device only for
+        the sync to overwrite it.
+        """
+        if self._pool is None:
+            await super().init_standalone()
+        else:
+            await super().init_colocated(self._pool)
+
+    async def launch_servers(self) -> None:
+        self.rollout_mode = RolloutMode.STANDALONE
+        launch = asyncio.create_task(super().launch_servers())
+        gate = asyncio.create_task(self._arrive_at_gate())
+        await asyncio.wait({launch, gate}, return_when=asyncio.FIRST_COMPLETED)
+        if launch.done():
+            gate.cancel()
+            await launch
+            raise RuntimeError(
+                f"{self.engine.name} mapped memory without waiting at its launch gate: is verl_mux's plugin for it loaded?"
+            )
+        await gate
+        await self._gate.pass_through(lambda: self._map_memory_and_sleep(launch))
+
+    async def _arrive_at_gate(self) -> None:
+        await asyncio.gather(*[w.wait_until_engine_is_at_gate.remote(d) for w, d in self._gates()])
+
+    async def _map_memory_and_sleep(self, launch: asyncio.Task) -> None:
+        await asyncio.gather(*[w.open_gate.remote(d) for w, d in self._gates()])
+        await launch
+        await self.sleep()
+
+    def _gates(self) -> list[tuple[Any, str]]:
+        per_node = self.gpus_per_replica_node
+        directories = [str(self._settings.server_directory(self.replica_rank, node)) for node in range(self.nnodes)]
+        return [(self.workers[node * per_node], directory) for node, directory in enumerate(directories)]
+
+    async def sleep(self, tags: list[str] | None = None) -> list[tuple[str, Moves]]:
+        """Give the device memory of all tags back. Returns (node, what moved there) of each server."""
+        return await self._in_turn([server.sleep for server in self.servers], tags)
+
+    async def wake_up(self, tags: list[str] | None = None, token: int | None = None) -> list[tuple[str, Moves]]:
+        """Take the device memory of these tags under a lease (None: the one that is held). Returns as `sleep`."""
+        return await self._in_turn([server.wake_up for server in self.servers], tags, token)
+
+    async def pause(self) -> list[tuple[str, Moves]]:
+        """Nothing is generated and no memory held until `reopen`; see Passage. Returns as `sleep`."""
+        await asyncio.gather(*[server.pause.remote() for server in self.servers])
+        return await self.sleep()
+
+    async def reopen(self, token: int) -> None:
+        await asyncio.gather(*[server.reopen.remote(token) for server in self.servers])
+
+    async def _in_turn(self, moves: list[Any], *what: Any) -> list[tuple[str, Moves]]:
+        # The first server moves the whole engine; the others then see what happened on their nodes.
+        first = await moves[0].remote(*what)
+        return [first, *await asyncio.gather(*[move.remote(*what) for move in moves[1:]])]
+
+    async def processes(self) -> list[Member]:
+        """All processes of this replica's servers."""
+        found = await asyncio.gather(*[server.processes.remote() for server in self.servers])
+        return [process for server in found for process in server]
+
+
+def replica_class(engine: EngineRecord) -> type:
+    """verl's replica of this engine with ours before it."""
+    base = get_rollout_replica_class(engine.name)
+    return type(f"Mux{base.__name__}", (MuxReplica, base), {"engine": engine})
+
+
+class MuxLLMServerManager(LLMServerManager):
+    """Launches a job's replicas behind one init gate.
+
+    Args:
+        acquire, release: take and give back the init lease of the rollout nodes; called from a thread.
+        balancer: handle of the load balancer to join (verl's trainer has started one already).
+        colocate_with: the training pool, where rollout shares its GPUs.
+    """
+
+    def __init__(self, config, *, acquire, release, balancer, colocate_with: RayResourcePool | None = None, **kwargs) -> None:
+        self._balancer = balancer
+        rollout = config.actor_rollout_ref.rollout
+        size = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+        gpus = colocate_with.world_size if colocate_with else rollout.n_gpus_per_node * rollout.nnodes
+        pools = split_resource_pool(colocate_with, split_size=size) if colocate_with else None
+        gate = InitGate(gpus // size, acquire, release)
+        self.rollout_replica_class = partial(replica_class(engines()[rollout.name]), gate=gate, pools=pools)
+        super().__init__(config, **kwargs)
+
+    async def _init_global_load_balancer(self) -> None:
+        self.global_load_balancer = self._balancer
+        await self._balancer.add_servers.remote(dict(zip(self.server_addresses, self.server_handles, strict=True)))
+
+    @auto_await
+    async def move(
+        self, verb: str, tags: list[str] | None, ranks: Sequence[int] | None = None, token: int | None = None
+    ) -> list[tuple[str, Moves]]:
+        """`verb` "sleep" or "wake" on these replicas (None: all); (node, what moved there) of each of their servers.
+
+        `token`: of the lease under which they wake.
+        """
+        replicas = self.rollout_replicas if ranks is None else [self.rollout_replicas[rank] for rank in ranks]
+        moved = await asyncio.gather(*[r.sleep(tags) if verb == "sleep" else r.wake_up(tags, token) for r in replicas])
+        return [server for replica in moved for server in replica]
+
+    @auto_await
+    async def pause(self) -> list[tuple[str, Moves]]:
+        """All replicas; see MuxReplica. Returns as `move`."""
+        moved = await asyncio.gather(*[replica.pause() for replica in self.rollout_replicas])
+        return [server for replica in moved for server in replica]
+
+    @auto_await
+    async def reopen(self, token: int) -> None:
+        await asyncio.gather(*[replica.reopen(token) for replica in self.rollout_replicas])
+
+    @auto_await
+    async def processes(self) -> list[Member]:
+        """All server processes."""
+        found = await asyncio.gather(*[replica.processes() for replica in self.rollout_replicas])
+        return [process for replica in found for process in replica]

@@ -1,0 +1,81 @@
+"""Hands weights from a worker to the engine beside it where there is no GPU: through a folder in shared memory.
+
+verl's adapter sends device handles, which tensors in host memory do not have. Ours takes its place in verl's registry on the CPU
+platform (see on_cpu.py), for our trainer modes and for verl's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import AsyncIterator, Iterable, Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+import torch
+from safetensors.torch import save_file
+from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
+
+SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "verl_mux_"
+
+Weight = tuple[str, torch.Tensor]
+
+
+class CpuServerAdapter(ServerAdapter):
+    """Everything but the transport is verl's."""
+
+    async def update_weights(
+        self, weights: Iterable[Weight] | AsyncIterator[Weight], global_steps: int | None = None, **kwargs
+    ) -> None:
+        """Load (name, full tensor) pairs into the engine and note their version."""
+        await self._init_server_adapter()
+        # Every rank takes part in gathering, the first one of an engine hands over.
+        tensors = await _gather(weights)
+        if self._engine is None:
+            return
+        with checkpoint(tensors, Path(self.model_config.local_path)) as directory:
+            await self._engine._make_async_request(
+                "update_weights_from_disk", {"model_path": str(directory), "load_format": "auto", "flush_cache": True}
+            )
+        if global_steps is not None:
+            await self.server_actor.set_global_steps.remote(global_steps)
+
+
+async def _gather(weights: Iterable[Weight] | AsyncIterator[Weight]) -> dict[str, torch.Tensor]:
+    """A checkpoint engine gives tensors of their own as they arrive, a trainer's worker its own ones, of which some may be tied:
+    those share memory, which safetensors refuses."""
+    if isinstance(weights, AsyncIterator):
+        return {name: tensor async for name, tensor in weights}
+    return {name: tensor.detach().contiguous().clone() for name, tensor in weights}
+
+
+@contextlib.contextmanager
+def checkpoint(tensors: dict[str, torch.Tensor], model: Path) -> Iterator[Path]:
+    """A folder that an engine can load: these full tensors, contiguous and sharing no memory, under the config of `model`."""
+    with folder() as directory:
+        save_file(tensors, directory / "model.safetensors")
+        shutil.copy(model / "config.json", directory)
+        yield directory
+
+
+@contextlib.contextmanager
+def folder(parent: Path = SHARED_MEMORY) -> Iterator[Path]:
+    """A new folder for the length of a block."""
+    remove_orphans(parent)
+    path = parent / f"{_PREFIX}{os.getpid()}_{uuid4().hex}"
+    path.mkdir()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_orphans(parent: Path) -> None:
+    """Remove what processes that were killed in the middle of a sync left there."""
+    for path in parent.glob(f"{_PREFIX}*_*"):
+        pid = path.name.removeprefix(_PREFIX).partition("_")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)

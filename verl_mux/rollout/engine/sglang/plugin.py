@@ -1,0 +1,47 @@
+"""SGLang's entry points, which it calls in every process that imports it: most of these are not ours."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+ENGINE_MARK = "VERL_MUX_ENGINE"
+SEEDED_VARIABLE = "VERL_MUX_SEEDED_SAMPLING"
+
+
+def activate() -> None:
+    """`sglang.srt.platforms`: make `sgl_kernel` importable where the CPU platform is wanted, before SGLang's first use of it.
+
+    It declares no platform of its own: SGLang's base platform serves the CPU.
+    """
+    from verl_mux.platform.choose import cpu_platform_wanted
+
+    if cpu_platform_wanted():
+        from verl_mux.rollout.engine.sglang import kernel_placeholders
+
+        kernel_placeholders.install()
+
+
+def register() -> None:
+    """`sglang.srt.plugins`: hook the memory saver (bytes per tag, a saver for the CPU), the launch and, on request, the sampler.
+
+    Only in the processes of an engine that one of our servers has launched (VERL_MUX_ENGINE is set for it).
+    """
+    if os.environ.get(ENGINE_MARK) != "1":
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from verl_mux.rollout.engine.sglang.memory_saver import create_adapter
+
+    HookRegistry.register(
+        "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create", create_adapter, HookType.AROUND
+    )
+    if multiprocessing.parent_process() is None:
+        return
+    from verl_mux.rollout.engine.launch_gate import wait_at_gate
+
+    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.load_model", wait_at_gate, HookType.BEFORE)
+    if os.environ.get(SEEDED_VARIABLE) == "1":
+        from verl_mux.rollout.engine.sglang import seeded_sampling
+
+        seeded_sampling.register(HookRegistry, HookType)

@@ -1,0 +1,63 @@
+"""SGLang, as verl 0.9 serves it."""
+
+from __future__ import annotations
+
+from verl_mux.rollout.engine.record import Arguments, EngineRecord
+from verl_mux.upstream import Symbol
+
+_SERVER = "verl.workers.rollout.sglang_rollout"
+
+SYMBOLS = (
+    Symbol(f"{_SERVER}.async_sglang_server.SGLangHttpServer", "subclassed: tagged sleep and wake"),
+    Symbol(f"{_SERVER}.async_sglang_server.SGLangReplica", "subclassed: our server class"),
+    Symbol(f"{_SERVER}.sglang_rollout.ServerAdapter._init_server_adapter", "finds the server"),
+    Symbol(
+        f"{_SERVER}.http_server_engine.AsyncHttpServerAdapter._make_async_request", "the engine loads weights from shared memory"
+    ),
+    Symbol("sglang.srt.plugins.hook_registry.HookRegistry.register", "SGLang's own plugin door"),
+    Symbol("sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create", "hooked: bytes per tag"),
+    Symbol(
+        "sglang.srt.model_executor.model_runner.ModelRunner.load_model", "hooked: a joining job waits for its init lease here"
+    ),
+    Symbol(
+        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", "hooked on CPU: one seed per request"
+    ),
+    Symbol("sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id", "whether an aborted response had ended"),
+    Symbol("sglang.srt.layers.sampler.sampling_from_probs_torch", "hooked on CPU: one seed per request"),
+    Symbol("sglang.srt.managers.io_struct.ReleaseMemoryOccupationReqInput", "sleep"),
+    Symbol("sglang.srt.managers.io_struct.ResumeMemoryOccupationReqInput", "wake"),
+    Symbol("sglang.srt.managers.io_struct.UpdateWeightFromDiskReqInput", "weights on CPU, from shared memory"),
+)
+
+
+def priority_arguments(given: Arguments) -> Arguments:
+    """SGLang takes priorities with these two policies only; the user's own choice of another one stands."""
+    if given.get("schedule_policy", "fcfs") not in ("fcfs", "lof"):
+        return {}
+    return {
+        "enable_priority_scheduling": True,
+        # A request that runs already goes on: what it would lose outweighs what a better order wins.
+        "disable_priority_preemption": True,
+        "default_priority_value": 0,
+    }
+
+
+RECORD = EngineRecord(
+    name="sglang",
+    # verl 0.9 reads SGLang's ServerArgs as a dataclass, which later ones are not.
+    supported={"sglang": "==0.5.12"},
+    tested={"sglang": "0.5.12"},
+    symbols=SYMBOLS,
+    server="verl_mux.rollout.engine.sglang.server.MuxSGLangHttpServer",
+    # An idle scheduler that spins takes CPU time from the job that has the lease.
+    arguments={"sleep_on_idle": True},
+    priority_arguments=priority_arguments,
+    cpu_arguments={
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "disable_overlap_schedule": True,
+    },
+    stock_cpu_arguments={"enable_memory_saver": False},
+)

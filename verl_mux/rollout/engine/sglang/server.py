@@ -1,0 +1,178 @@
+"""verl's SGLang server with tagged sleep and wake, and one event per request.
+
+launch -> gate (waits for the init lease) -> AWAKE -> ASLEEP -> (wake weights -> sync -> wake KV cache -> generate -> ASLEEP)*
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+
+from verl_mux.coordinator.bus.members import this_process_and_children
+from verl_mux.coordinator.bus.messages import Member
+from verl_mux.memory.moved import Moved, Moves
+from verl_mux.memory.sleep_states import KV_CACHE, TAGS, SleepState, SleepStates
+from verl_mux.memory.tag_report import DIRECTORY_VARIABLE, mapped_bytes
+from verl_mux.profiling.eventlog import events
+from verl_mux.rollout.engine.passage import Passage
+from verl_mux.rollout.engine.record import ABORTED, STOPPED
+from verl_mux.rollout.engine.sglang import priority_requests, stop_tokens
+from verl_mux.rollout.engine.sglang.plugin import ENGINE_MARK, SEEDED_VARIABLE
+from verl_mux.worker_settings import WorkerSettings, node_of, open_worker_log, pin
+
+_ABORT_AGAIN_S = 0.05
+
+
+class MuxSGLangHttpServer(SGLangHttpServer):
+    """A server that holds no weights and no KV cache while its job has no rollout lease."""
+
+    def __init__(self, config, *args, **kwargs) -> None:
+        self._settings = WorkerSettings.from_rollout_config(config)
+        pin(self._settings.rollout_cpus)
+        super().__init__(config, *args, **kwargs)
+        self._events = open_worker_log(self._settings, "server", self.replica_rank)
+        self._states = SleepStates(SleepState.AWAKE)
+        self._passage = Passage()
+        self._moving = asyncio.Lock()
+        self._running: set[str] = set()
+        self._eos_token_ids: set[int] = set()
+        self._directory = self._settings.server_directory(self.replica_rank, self.node_rank)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._mapped: dict[str, int] = {}
+        os.environ[ENGINE_MARK] = "1"
+        os.environ[DIRECTORY_VARIABLE] = str(self._directory)
+        os.environ[SEEDED_VARIABLE] = "1" if self._settings.seeded_sampling else "0"
+
+    async def sleep(self, tags: list[str] | None = None) -> tuple[str, Moves]:
+        """Give device memory back. Idempotent. Returns this server's node, and what moved there."""
+        if tags is None:
+            self._passage.fence.shut()
+        return self._node(), await self._move("sleep", list(tags or TAGS))
+
+    async def wake_up(self, tags: list[str] | None = None, token: int | None = None) -> tuple[str, Moves]:
+        """Take device memory again, weights before KV cache; contents of the weights are the next sync's business. Idempotent.
+
+        Raises Fenced under any but the newest lease; `token` None: under the one that is held.
+        """
+        if token is None:
+            self._passage.fence.check()
+        else:
+            self._passage.fence.enter(token)
+        return self._node(), await self._move("wake", list(tags or TAGS))
+
+    async def pause(self) -> None:
+        """The lease may not be used: nothing enters, what runs leaves. It is generated again after `reopen` and a wake-up."""
+        self._passage.pause()
+        await self.abort_requests(list(self._running))
+
+    async def reopen(self, token: int) -> None:
+        """The lease still holds. Raises Fenced if it is not the newest."""
+        self._passage.fence.reopen(token)
+
+    async def release_kv_cache(self) -> None:
+        await self.sleep([KV_CACHE])
+
+    async def resume_kv_cache(self) -> None:
+        await self.wake_up([KV_CACHE])
+
+    async def processes(self) -> list[Member]:
+        """Every process of this engine."""
+        return this_process_and_children()
+
+    async def launch_server(self, *args, **kwargs) -> None:
+        await super().launch_server(*args, **kwargs)
+        self._mapped = mapped_bytes(self._directory)
+        if self.node_rank == 0:
+            priority_requests.install(self.tokenizer_manager)
+            self._eos_token_ids = stop_tokens.eos_token_ids(self.tokenizer_manager)
+
+    async def abort_requests(self, request_ids: list[str]) -> None:
+        """Abort these, and return when they have left the engine with the tokens they have.
+
+        Repeated, because the scheduler ignores an abort of a request that it has not received yet.
+        """
+        while left := self._running.intersection(request_ids):
+            for request_id in left:
+                self.tokenizer_manager.abort_request(rid=request_id)
+            await asyncio.sleep(_ABORT_AGAIN_S)
+
+    async def generate(
+        self, prompt_ids, sampling_params: dict[str, Any], request_id: str, engine_priority: int = 0, **kwargs
+    ) -> TokenOutput:
+        """verl's generate, refused without a lease, timed in the event log. engine_priority: higher goes first."""
+        started = time.perf_counter()
+        answer: dict[str, Any] = {}
+
+        async def stay() -> TokenOutput:
+            if self._states.state is not SleepState.AWAKE:
+                raise RuntimeError(
+                    f"request {request_id}: the engine is {self._states.state.value}, the job has no rollout lease"
+                )
+            self._running.add(request_id)
+            try:
+                with priority_requests.priority(engine_priority) as told:
+                    output = await generate(prompt_ids, dict(sampling_params), request_id, **kwargs)  # verl empties them
+            finally:
+                self._running.discard(request_id)
+            answer.update(told)
+            return output
+
+        generate = super().generate
+        output = await self._passage.through(stay, lambda output: output.stop_reason == ABORTED)
+        if output.stop_reason == ABORTED and stop_tokens.has_ended(output.token_ids, sampling_params, self._eos_token_ids):
+            output.stop_reason = STOPPED
+        self._events.log(
+            events.ENGINE_GENERATE,
+            time.perf_counter() - started,
+            extra={
+                "request_id": request_id,
+                "prompt_tokens": len(prompt_ids),
+                "response_tokens": len(output.token_ids),
+                "finish": output.stop_reason,
+                "cached_tokens": answer.get("cached_tokens"),
+            },
+            step=(self.global_steps or 0) + 1,
+        )
+        return output
+
+    def _node(self) -> str:
+        """Servers by rank fill the job's rollout nodes in order."""
+        places = self.config.nnodes * self.config.n_gpus_per_node * self.nnodes // self.replica_world_size
+        return node_of(self._settings.rollout_nodes, self.replica_rank * self.nnodes + self.node_rank, places)
+
+    async def _move(self, verb: str, tags: list[str]) -> Moves:
+        if not self.config.free_cache_engine:
+            return {}
+        async with self._moving:
+            steps, after = self._states.plan(verb, tags)
+            try:
+                moved = {tag: await self._move_tag(verb, tag) for tag in steps}
+            except BaseException:
+                self._states.failed()
+                raise
+            self._states.done(after)
+            if self._states.state is SleepState.AWAKE:
+                self._passage.passed()
+        return moved
+
+    async def _move_tag(self, verb: str, tag: str) -> Moved:
+        started, before = time.perf_counter(), self._mapped.get(tag, 0)
+        # A replica's first server speaks to its whole engine; each sees what the processes on its own node did.
+        if self.node_rank == 0 and verb == "sleep":
+            await self.tokenizer_manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=[tag]), None)
+        elif self.node_rank == 0:
+            await self.tokenizer_manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[tag]), None)
+        self._mapped = mapped_bytes(self._directory)
+        after = self._mapped.get(tag, 0)
+        moved = Moved(abs(after - before), after, time.perf_counter() - started)
+        extra = {"tag": tag, "bytes": moved.nbytes, "mapped": after, "node": self._node(), "side": "rollout"}
+        self._events.log(
+            events.SLEEP if verb == "sleep" else events.WAKE, moved.seconds, extra=extra, step=(self.global_steps or 0) + 1
+        )
+        return moved

@@ -1,0 +1,266 @@
+"""verl's agent loop workers with one span and one seed per request, and a completion signal instead of polling.
+
+`MuxAgentLoopManager` is set as `rollout.agent.agent_loop_manager_class` by our trainer modes. Prompt groups handed over
+with `generate_sequences` run to their end; those handed over with `launch` are cut off and let go on by the trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import hydra
+import ray
+import xxhash
+from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap, _agent_loop_registry
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from verl.utils.rollout_trace import rollout_trace_attr
+
+from verl_mux.profiling.eventlog import events
+from verl_mux.rollout.messages import Launch, Report, RunningSample
+from verl_mux.rollout.worker.prompt_groups import PromptGroups
+from verl_mux.rollout.worker.request_log import TimedClient, part, request
+from verl_mux.rollout.worker.server_client import ResponseClient
+from verl_mux.worker_settings import WorkerSettings, open_worker_log
+
+_Item = TypeVar("_Item")
+_VerlWorker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class
+
+
+@functools.lru_cache(maxsize=64)
+def _loop_class(target: str) -> type:
+    return hydra.utils.get_class(target)
+
+
+def make_agent_loop(entry: Any, **arguments: Any) -> Any:
+    """The agent loop of a registry entry, as `hydra.utils.instantiate(config=entry, **arguments)` makes it.
+
+    Hydra copies and merges configs for milliseconds a sample: measured, 40 % of what verl's worker does for a short request.
+    """
+    if isinstance(entry, dict) and set(entry) == {"_target_"}:
+        return _loop_class(entry["_target_"])(**arguments)
+    return hydra.utils.instantiate(config=entry, **arguments)
+
+
+class Progress(NamedTuple):
+    """Since the worker started: prompts handed to it, prompts settled, samples finished."""
+
+    prompts: int
+    settled: int
+    samples: int
+
+
+def request_seed(*parts: Any) -> int:
+    """A 31-bit seed from what identifies a request: job seed, step, prompt index, sample number."""
+    return xxhash.xxh32_intdigest("/".join(map(str, parts)).encode()) >> 1
+
+
+class MuxAgentLoopWorker(_VerlWorker):
+    """One agent loop worker. `wait_progress` answers when a prompt has settled, so nobody has to poll."""
+
+    llm_client: Any
+
+    def __init__(self, config, *args, **kwargs) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._settings = WorkerSettings.from_rollout_config(config.actor_rollout_ref.rollout)
+        self._events = None
+        self.llm_client = ResponseClient(TimedClient(self.llm_client), self.rollout_config)
+        self._groups = PromptGroups(self._settings.truncated_reward)
+        if "tool_agent" in _agent_loop_registry:
+            _agent_loop_registry["tool_agent"] = {"_target_": "verl_mux.rollout.worker.tool_loop.MuxToolAgentLoop"}
+        self._prompts = self._settled = self._samples = 0
+        self._changed = asyncio.Event()
+
+    def set_worker_rank(self, rank: int) -> None:
+        """Name this worker's event log."""
+        self._events = open_worker_log(self._settings, "rollout", rank)
+        self._groups.log = self._events
+
+    async def wait_progress(self, settled: int, timeout: float) -> Progress:
+        """Return as soon as all prompts handed out have settled and they are more than `settled`, or after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while self._settled < self._prompts or self._settled <= settled:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), left)
+            except asyncio.TimeoutError:
+                break
+        return Progress(self._prompts, self._settled, self._samples)
+
+    # ---------------------------------------------------------------- groups the trainer controls
+
+    async def launch(self, launches: list[Launch], batch=None, calls: dict[str, dict[int, list]] | None = None) -> None:
+        """Let samples generate. batch: rows of prompt groups that are new here. calls: what a checkpoint knows of them."""
+        self._groups.announce(launches, calls or {}, set(batch["uid"]) if batch is not None else set())
+        if batch is not None:
+            await self.generate_sequences(batch)
+        await self._groups.launch(launches, self._start_prompt)
+
+    async def cut(self, samples: list[tuple[str, int]]) -> None:
+        """Cut these off, their tokens kept. Each is reported when it has left its engine."""
+        self._groups.cut(samples)
+
+    async def running_samples(self) -> tuple[list[RunningSample], float | None]:
+        """Samples that may generate, and the seconds a token took lately."""
+        return self._groups.running_samples(), self.llm_client.token_s
+
+    async def evacuate(self, servers: list[str]) -> int:
+        """Let what runs on these servers go on elsewhere. How many are still there."""
+        return self._groups.evacuate(servers)
+
+    async def drop(self, groups: list[str]) -> None:
+        """Give whole groups up."""
+        await self._groups.drop(groups)
+
+    async def forget(self, groups: list[str]) -> None:
+        """These are the trainer's now."""
+        self._groups.forget(groups)
+
+    async def reports(self, timeout: float) -> list[Report]:
+        """What became of samples since the last call; waits up to `timeout` seconds for something to report."""
+        return await self._groups.take_reports(timeout)
+
+    async def saved_calls(self, groups: list[str]) -> dict[str, dict[int, list]]:
+        """For a checkpoint: the engine calls of each sample of these groups, by group and sample."""
+        return self._groups.saved_calls(groups)
+
+    def _start_prompt(self, uid: str, step: int) -> None:
+        """Run a group from its prompt once more."""
+        prompt, params, trajectory = self._groups.arguments[uid]
+        self._spawn({**prompt, "global_steps": step}, params, {**trajectory, "step": step})
+
+    def _spawn(self, prompt: dict, params: dict, trajectory: dict) -> None:
+        task = asyncio.create_task(self._run_prompt(prompt, params, trajectory))
+        self.background_tasks.add(task)
+        task.add_done_callback(self.background_tasks.discard)
+
+    # ---------------------------------------------------------------- verl's steps of a prompt and of a sample
+
+    async def generate_sequences(self, batch) -> None:
+        self._prompts += len(batch)
+        await super().generate_sequences(batch)
+
+    async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
+        uid = prompt["uid"]
+        controlled = uid in self._groups
+        if controlled:
+            task = asyncio.current_task()
+            assert task is not None
+            self._groups.started(uid, task, (dict(prompt), sampling_params, trajectory))
+        try:
+            await super()._run_prompt(prompt, sampling_params, trajectory, trace)
+        finally:
+            self._settled += 1
+            self._changed.set()
+        if controlled:
+            self._groups.settled(uid)
+
+    async def _run_agent_loop(self, sampling_params, trajectory, *, session_id: int = 0, **kwargs):
+        params = dict(sampling_params)
+        if self._settings.seeded_sampling:
+            params["sampling_seed"] = request_seed(
+                self._settings.seed, trajectory["step"], kwargs.get("index", 0), session_id, trajectory["validate"]
+            )
+        who = {"batch_data_id": str(kwargs.get("index")), "session": session_id, "validate": bool(trajectory["validate"])}
+        with request(self._events, f"{kwargs.get('uid')}_{session_id}", int(trajectory["step"]), **who):
+            result = await self._groups.run_sample(
+                str(kwargs.get("uid")), session_id, lambda: self._run_loop(params, trajectory, session_id=session_id, **kwargs)
+            )
+        self._samples += 1
+        return result
+
+    async def _run_loop(self, sampling_params, trajectory, *, agent_name: str, trace: bool = True, **kwargs):
+        """verl's `_run_agent_loop`, with an agent loop from `make_agent_loop`."""
+        where = {key: trajectory[key] for key in ("step", "sample_index", "rollout_n", "validate")}
+        with rollout_trace_attr(**where, name="agent_loop", trace=trace):
+            if agent_name not in _agent_loop_registry:
+                raise ValueError(f"agent loop {agent_name!r} is not registered; there are {', '.join(_agent_loop_registry)}")
+            agent_loop = make_agent_loop(
+                _agent_loop_registry[agent_name],
+                trainer_config=DictConfigWrap(config=self.config),
+                server_manager=self.llm_client,
+                tokenizer=self.tokenizer,
+                processor=self.processor,
+                hf_model_type=self.hf_model_type,
+                dataset_cls=self.dataset_cls,
+                data_config=DictConfigWrap(self.config.data),
+                tools=ToolListWrap(self.tools),
+            )
+            output = await agent_loop.run(sampling_params, **kwargs)
+            return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
+
+    async def _compute_score(self, outputs, *args, **kwargs) -> None:
+        with part(events.REWARD):
+            await super()._compute_score(outputs, *args, **kwargs)
+        self._groups.score(outputs[-1])
+
+    async def _agent_loop_postprocess(self, output, *args, **kwargs):
+        self._groups.ending(output)
+        with part(events.FINALIZATION):
+            return await super()._agent_loop_postprocess(output, *args, **kwargs)
+
+
+class MuxAgentLoopManager(AgentLoopManagerTQ):
+    """Spawns our workers, and knows which of them has which prompt group."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(MuxAgentLoopWorker)
+        self._worker_of: dict[str, Any] = {}
+
+    async def _init_agent_loop_workers(self) -> None:
+        await super()._init_agent_loop_workers()
+        await asyncio.gather(*[w.set_worker_rank.remote(rank) for rank, w in enumerate(self.agent_loop_workers)])
+
+    def knows(self, group: str) -> bool:
+        """Does a worker have this prompt group?"""
+        return group in self._worker_of
+
+    def launch(self, launches: list[Launch], batch=None, calls: dict[str, dict[int, list]] | None = None) -> None:
+        """Let samples generate, each on the worker that has its group; the groups of `batch` are spread over the workers."""
+        new: dict[Any, Any] = {}
+        if batch is not None:
+            for worker, chunk in zip(self.agent_loop_workers, batch.chunk(len(self.agent_loop_workers)), strict=False):
+                new[worker] = chunk
+                self._worker_of.update(dict.fromkeys(chunk["uid"], worker))
+        by_worker = self._by_worker((launch.group, launch) for launch in launches)
+        ray.get([worker.launch.remote(its, new.get(worker), calls) for worker, its in by_worker.items()])
+
+    def cut(self, samples: list[tuple[str, int]]) -> None:
+        """Cut samples off, (prompt group, number) each; what becomes of them is reported."""
+        by_worker = self._by_worker((sample[0], sample) for sample in samples)
+        ray.get([worker.cut.remote(its) for worker, its in by_worker.items()])
+
+    def drop(self, groups: list[str]) -> None:
+        """Give whole prompt groups up."""
+        ray.get([worker.drop.remote(its) for worker, its in self._taken_off(groups).items()])
+
+    def forget(self, groups: list[str]) -> None:
+        """These prompt groups are the trainer's now."""
+        ray.get([worker.forget.remote(its) for worker, its in self._taken_off(groups).items()])
+
+    def saved_calls(self, groups: list[str]) -> dict[str, dict[int, list]]:
+        """The engine calls of each sample, by prompt group and sample, for a checkpoint; of groups that a worker has."""
+        by_worker = self._by_worker((group, group) for group in groups if self.knows(group))
+        answers = ray.get([worker.saved_calls.remote(its) for worker, its in by_worker.items()])
+        return {group: calls for answer in answers for group, calls in answer.items()}
+
+    def _taken_off(self, groups: list[str]) -> dict[Any, list[str]]:
+        """Prompt groups by the worker that had them; no worker has them any more."""
+        by_worker = self._by_worker((group, group) for group in groups)
+        for group in groups:
+            del self._worker_of[group]
+        return by_worker
+
+    def _by_worker(self, items: Iterable[tuple[str, _Item]]) -> dict[Any, list[_Item]]:
+        """Items by the worker that has the prompt group that stands beside each."""
+        by_worker: dict[Any, list[_Item]] = {}
+        for group, item in items:
+            by_worker.setdefault(self._worker_of[group], []).append(item)
+        return by_worker

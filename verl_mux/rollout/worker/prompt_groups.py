@@ -1,0 +1,187 @@
+"""The prompt groups on one agent loop worker that the trainer launches, cuts off, lets go on and drops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from verl_mux.profiling.eventlog import events
+from verl_mux.profiling.eventlog.log import NULL_LOG
+from verl_mux.rollout.messages import Launch, Report, RunningSample
+from verl_mux.rollout.worker.response import Response, Stage, current, restored, saved
+from verl_mux.rollout.worker.server_client import abort, evacuate
+
+logger = logging.getLogger(__name__)
+
+# Reports that follow one another within this time travel together.
+_GATHER_S = 0.01
+
+
+class PromptGroups:
+    """Responses by group and sample, the task that runs each group, and the reports nobody has taken yet."""
+
+    def __init__(self, truncated_reward: float | None = None) -> None:
+        self.log: Any = NULL_LOG
+        self.arguments: dict[str, tuple] = {}
+        self._truncated_reward = truncated_reward
+        self._responses: dict[str, dict[int, Response]] = {}
+        self._tasks: dict[str, asyncio.Task] = {}
+        self._steps: dict[str, int] = {}
+        self._reports: list[Report] = []
+        self._reported = asyncio.Event()
+
+    def __contains__(self, group: str) -> bool:
+        return group in self._responses
+
+    # ---------------------------------------------------------------- asked by the trainer
+
+    def announce(self, launches: Iterable[Launch], calls: dict[str, dict[int, list]], new: set[str]) -> None:
+        """Make the responses of groups that are new here, from what a checkpoint knows of them."""
+        for launch in launches:
+            self._steps[launch.group] = launch.step
+            if launch.group in new:
+                known = calls.get(launch.group, {}).get(launch.sample, [])
+                responses = self._responses.setdefault(launch.group, {})
+                responses.setdefault(launch.sample, Response(launch.group, launch.sample, self._report, restored(known)))
+
+    async def launch(self, launches: Iterable[Launch], start_prompt: Callable[[str, int], None]) -> None:
+        """Let samples generate, in their order."""
+        for group in dict.fromkeys(launch.group for launch in launches if launch.restart):
+            await self._stop(group)
+            samples = self._responses[group]
+            self._responses[group] = {sample: Response(group, sample, self._report) for sample in samples}
+            start_prompt(group, self._steps[group])
+        for launch in launches:
+            response = self._responses[launch.group][launch.sample]
+            if launch.kept and not launch.restart:
+                self._log(events.REQUEST_REQUEUED, response, tokens=launch.kept)
+            response.launch(launch.kept, launch.budget, launch.longest, launch.priority)
+
+    def cut(self, samples: Iterable[tuple[str, int]]) -> None:
+        """Cut samples off, wherever they are."""
+        abort(self._responses[group][sample] for group, sample in samples if group in self._responses)
+
+    def running_samples(self) -> list[RunningSample]:
+        """Samples that may generate."""
+        now = time.perf_counter()
+        return [_running(response, now) for response in self._all() if response.running and not response.ended]
+
+    def evacuate(self, servers: list[str]) -> int:
+        """Let what runs on these servers go on elsewhere. How many are still there."""
+        return evacuate(self._all(), servers)
+
+    async def drop(self, groups: Iterable[str]) -> None:
+        """Give groups up."""
+        for group in groups:
+            await self._stop(group)
+            for response in self._responses.get(group, {}).values():
+                self._log(events.REQUEST_PADDED, response)
+        self.forget(groups)
+
+    def forget(self, groups: Iterable[str]) -> None:
+        """Groups that have been trained."""
+        for group in groups:
+            for table in (self._responses, self._tasks, self.arguments, self._steps):
+                table.pop(group, None)
+
+    async def take_reports(self, timeout: float) -> list[Report]:
+        """All reports, as soon as there is one, or none after `timeout` seconds."""
+        if not self._reports:
+            self._reported.clear()
+            try:
+                await asyncio.wait_for(self._reported.wait(), timeout)
+                await asyncio.sleep(_GATHER_S)
+            except asyncio.TimeoutError:
+                return []
+        taken, self._reports = self._reports, []
+        return taken
+
+    def saved_calls(self, groups: Iterable[str]) -> dict[str, dict[int, list]]:
+        """Engine calls by group and sample, plain lists."""
+        return {g: {sample: saved(response) for sample, response in self._responses[g].items()} for g in groups if g in self}
+
+    # ---------------------------------------------------------------- told by the worker
+
+    def started(self, group: str, task: asyncio.Task, arguments: tuple) -> None:
+        """A task runs this group; its arguments, should it have to begin again."""
+        self._tasks[group], self.arguments[group] = task, arguments
+
+    def settled(self, group: str) -> None:
+        """verl has marked the group as finished: only now may its last sample be called done."""
+        for response in self._responses.get(group, {}).values():
+            if not response.ended:
+                response.finish()
+
+    async def run_sample(self, group: str, sample: int, run: Callable[[], Awaitable[Any]]) -> Any:
+        """Run a sample's agent loop; one that raises is reported and tries again when it is launched again."""
+        response = self._responses.get(group, {}).get(sample)
+        if response is None:
+            return await run()
+        token = current.set(response)
+        try:
+            while True:
+                try:
+                    await response.wait_launched()
+                    response.begin()
+                    result = await run()
+                    break
+                except Exception:
+                    logger.exception("sample %s of prompt group %s failed", sample, group)
+                    response.fail()
+        finally:
+            current.reset(token)
+        if any(not other.ended for other in self._responses[group].values() if other is not response):
+            response.finish()
+        return result
+
+    def ending(self, output: Any) -> None:
+        """A sample has its last token: it can no longer be cut off. Its segments go with its trajectory."""
+        response = current.get()
+        if response is None:
+            return
+        response.stage = Stage.ENDING
+        versions = [segment.version for segment in response.segments] or [0]
+        for one in output if isinstance(output, list) else [output]:
+            one.extra_fields["min_global_steps"], one.extra_fields["max_global_steps"] = min(versions), max(versions)
+            one.extra_fields["mux_segments"] = [list(segment) for segment in response.segments]
+            one.extra_fields["mux_truncated"] = response.truncated
+
+    def score(self, output: Any) -> None:
+        """A truncated response earns `truncated_reward`, where one is set."""
+        response = current.get()
+        if response is not None and response.truncated and self._truncated_reward is not None:
+            output.reward_score = self._truncated_reward
+
+    # ----------------------------------------------------------------
+
+    def _all(self) -> list[Response]:
+        return [response for samples in self._responses.values() for response in samples.values()]
+
+    async def _stop(self, group: str) -> None:
+        task = self._tasks.pop(group, None)
+        if task is not None and not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _report(self, report: Report) -> None:
+        if report.kind == "paused" and report.why == "abort":
+            response = self._responses[report.group][report.sample]
+            self._log(events.REQUEST_ABORTED, response, reason="cut off", response_length=report.total)
+        self._reports.append(report)
+        self._reported.set()
+
+    def _log(self, event: str, response: Response, **extra: Any) -> None:
+        request_id = f"{response.group}_{response.sample}"
+        self.log.log(event, extra={"request_id": request_id, **extra}, step=self._steps.get(response.group, 0))
+
+
+def _running(response: Response, now: float) -> RunningSample:
+    prompt = len(response.calls[-1].prompt_ids) if response.calls else 0
+    inside = response.stage is Stage.ENGINE
+    return RunningSample(
+        response.group, response.sample, server=response.server_id if inside else None, context=prompt + response.total,
+        tokens=response.total, seconds=now - response.entered if inside else 0.0,
+    )  # fmt: skip

@@ -1,0 +1,212 @@
+"""Responses under way over several rounds: cut off with their tokens, let go on, replayed after a resume. No verl in here.
+
+    Response of one sample:   parked --launch--> running --its end--> done
+                                     <--pause--  (cut off, or the round's budget is used up)
+
+An agent loop does not notice: its engine calls merely take longer. A `Call` keeps the tokens of one engine call over all
+the rounds it took, so that an agent loop that starts again (after a failure, or from a checkpoint) is answered from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from verl_mux.rollout.messages import Report, Segment, merged
+
+
+@dataclass
+class Call:
+    """One engine call: tokens, their log-probs (None where the engine gives none) and segments. stop_reason None: unfinished."""
+
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] | None = None
+    segments: list[Segment] = field(default_factory=list)
+    stop_reason: str | None = None
+
+    def add(self, token_ids: list[int], log_probs: list[float] | None, version: int) -> None:
+        """Append what the engine generated."""
+        self.token_ids += token_ids
+        if log_probs is not None:
+            self.log_probs = [*(self.log_probs or []), *log_probs]
+        if token_ids:
+            self.segments.append(Segment(len(token_ids), version))
+
+    def cut(self, kept: int) -> None:
+        """Forget all but the first `kept` tokens."""
+        if kept >= len(self.token_ids):
+            return
+        self.token_ids, self.stop_reason = self.token_ids[:kept], None
+        self.log_probs = None if self.log_probs is None else self.log_probs[:kept]
+        segments, self.segments = self.segments, []
+        for segment in segments:
+            length = min(segment.length, kept - sum(s.length for s in self.segments))
+            self.segments += [Segment(length, segment.version)] if length > 0 else []
+
+
+class Stage(Enum):
+    """Where a response's agent loop is: at work by itself (prompt, tools), in the engine, or past its last token."""
+
+    OUTSIDE = "outside"
+    ENGINE = "engine"
+    ENDING = "ending"
+
+
+class Response:
+    """One sample's response. `report` is called once for each launch, when the round is over for it.
+
+    longest: most tokens of it. engine_request, server: the name of its present stay in an engine, and whose engine that is.
+    """
+
+    def __init__(self, group: str, sample: int, report: Callable[[Report], None], calls: list[Call] | None = None) -> None:
+        self.group, self.sample = group, sample
+        self.calls: list[Call] = calls or []
+        self.stage, self.running, self.ended, self.truncated = Stage.OUTSIDE, False, False, False
+        self.budget: int | None = None
+        self.longest: int | None = None
+        self.priority = 0
+        self.engine_request: str | None = None
+        self.server: Any = None
+        self.server_id: str | None = None
+        self.entered = 0.0  # the engine, by time.perf_counter
+        self._report = report
+        self._open = asyncio.Event()
+        self._next = 0
+        self._reported = self.total
+
+    @property
+    def total(self) -> int:
+        """Tokens generated so far."""
+        return sum(len(call.token_ids) for call in self.calls)
+
+    @property
+    def at_longest(self) -> bool:
+        """Is it as long as a response may be?"""
+        return self.longest is not None and self.total >= self.longest
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Of all calls, neighbours of one version joined."""
+        return merged(segment for call in self.calls for segment in call.segments)
+
+    @property
+    def is_open(self) -> bool:
+        """May it generate?"""
+        return self._open.is_set()
+
+    def launch(self, kept: int, budget: int | None, longest: int | None, priority: int) -> None:
+        """Let it generate `budget` more tokens after the first `kept`. One that has ended meanwhile says so at once."""
+        if not self.ended:
+            self.cut_to(kept)
+        self.budget, self.longest, self.priority, self.running = budget, longest, priority, True
+        self._open.set()
+        if self.ended:
+            self._say_done()
+
+    def close(self) -> str | None:
+        """Cut it off. Its request in the engine, to be aborted there; None where nothing is to be done."""
+        self._open.clear()
+        if self.running and self.stage is Stage.OUTSIDE:
+            self._pause("abort")
+        return self.engine_request if self.stage is Stage.ENGINE else None
+
+    def begin(self) -> None:
+        """Its agent loop starts, for the first time or once more: calls are answered from the start again."""
+        self._next, self.stage = 0, Stage.OUTSIDE
+
+    def fail(self) -> None:
+        """Its agent loop raised; another launch lets it try again."""
+        self._open.clear()
+        self.stage = Stage.OUTSIDE
+        self.say("failed", "failed")
+
+    async def wait_launched(self) -> None:
+        """Until it may generate."""
+        await self._open.wait()
+
+    def finish(self) -> None:
+        """Its trajectory is stored."""
+        self.ended = True
+        if self.running:
+            self._say_done()
+
+    def say(self, kind: str, why: str) -> None:
+        """Report the round's end."""
+        self.running = False
+        version = self.calls[-1].segments[-1].version if self.calls and self.calls[-1].segments else -1
+        new, self._reported = self.total - self._reported, self.total
+        self._report(Report(kind, self.group, self.sample, new, self.total, version, why))
+
+    def next_call(self, prompt_ids: list[int]) -> Call:
+        """The agent loop's next engine call: an earlier one with its tokens where the prompt is the same, else a new one."""
+        if self._next < len(self.calls) and self.calls[self._next].prompt_ids != prompt_ids:
+            del self.calls[self._next :]
+        if self._next == len(self.calls):
+            self.calls.append(Call(prompt_ids))
+        self._next += 1
+        return self.calls[self._next - 1]
+
+    async def may_generate(self) -> None:
+        """Until there is a budget and nobody has cut it off."""
+        while True:
+            if self.is_open:
+                if self.budget is None or self.budget > 0:
+                    return
+                self._pause("length")
+            elif self.running:
+                self._pause("abort")
+            await self._open.wait()
+
+    def room(self, limit: int, call: Call) -> int:
+        """Tokens this call may still generate: `limit` of its own, and the response's longest."""
+        room = limit - len(call.token_ids)
+        return room if self.longest is None else min(room, self.longest - self.total)
+
+    def spend(self, tokens: int) -> None:
+        """So much of the round's budget is used."""
+        if self.budget is not None:
+            self.budget -= tokens
+
+    def cut_to(self, kept: int) -> None:
+        """Forget all but the first `kept` tokens of the response."""
+        for at, call in enumerate(self.calls):
+            if kept < len(call.token_ids):
+                call.cut(kept)
+                del self.calls[at + 1 :]
+                break
+            kept -= len(call.token_ids)
+        self._reported = self.total
+
+    def _say_done(self) -> None:
+        self.say("done", "length" if self.truncated else "eos")
+
+    def _pause(self, why: str) -> None:
+        self._open.clear()
+        self.say("paused", why)
+
+
+current: ContextVar[Response | None] = ContextVar("verl_mux_response", default=None)
+
+
+def saved(response: Response) -> list[dict[str, Any]]:
+    """Its engine calls for a checkpoint: plain lists."""
+    return [
+        {
+            "prompt_ids": call.prompt_ids,
+            "token_ids": call.token_ids,
+            "log_probs": call.log_probs,
+            "segments": [list(segment) for segment in call.segments],
+            "stop_reason": call.stop_reason,
+        }
+        for call in response.calls
+    ]
+
+
+def restored(calls: list[dict[str, Any]]) -> list[Call]:
+    """Calls from a checkpoint; a resume of a resume gives the same."""
+    return [Call(**{**call, "segments": [Segment(*segment) for segment in call["segments"]]}) for call in calls]

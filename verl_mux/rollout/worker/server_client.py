@@ -1,0 +1,154 @@
+"""The server client that agent loops call: goes on where an abort or a round's budget stopped the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable
+from contextvars import ContextVar
+from statistics import median
+from typing import Any
+from uuid import uuid4
+
+from verl.utils import normalize_token_ids
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from verl_mux.profiling.eventlog import events
+from verl_mux.rollout.engine.record import ABORTED, LENGTH
+from verl_mux.rollout.worker import request_log
+from verl_mux.rollout.worker.response import Call, Response, Stage, current
+
+_LIMITS = ("max_tokens", "max_new_tokens")
+_RETRY_S = 0.05
+_RECENT = 64  # stays in the engine from which its speed is told
+_engine_request: ContextVar[str | None] = ContextVar("verl_mux_engine_request", default=None)
+
+
+class CutBeforeEngine(Exception):
+    """A sample was cut off while it waited for a server."""
+
+
+class MuxServerClient(LLMServerClient):
+    """verl's client, with our name for a request in the engine and a note of which server has it."""
+
+    def _vllm_request_id(self, request_id: str) -> str:
+        return _engine_request.get() or super()._vllm_request_id(request_id)
+
+    async def _acquire_server(self, request_id: str, **extra):
+        server_id, server = await super()._acquire_server(request_id, **extra)
+        response = current.get()
+        if response is not None:
+            if not response.is_open:
+                self._release_server(server_id, request_id=request_id)
+                raise CutBeforeEngine
+            response.server, response.server_id = server, server_id
+        return server_id, server
+
+
+class ResponseClient:
+    """Wraps a client for agent loops. What the trainer does not control (validation, plain runs) goes straight through."""
+
+    def __init__(self, client: Any, rollout_config: Any) -> None:
+        self._client, self._config = client, rollout_config
+        self._token_s: deque[float] = deque(maxlen=_RECENT)
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds a token of a response took lately, the median; None before any response came back."""
+        return median(self._token_s) if self._token_s else None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any):
+        """As verl's. Tokens, log-probs and weight versions are those of all rounds together."""
+        response = current.get()
+        if response is None:
+            return await self._client.generate(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs)
+        prompt_ids = normalize_token_ids(prompt_ids)
+        call = response.next_call(list(prompt_ids))
+        limit = self._limit(sampling_params, len(prompt_ids))
+        params = {key: value for key, value in sampling_params.items() if key not in _LIMITS}
+        while call.stop_reason is None:
+            room = response.room(limit, call)
+            if room <= 0:
+                call.stop_reason, response.truncated = LENGTH, response.at_longest
+                break
+            await response.may_generate()
+            await self._stay(response, call, request_id, params, room, kwargs)
+        return _output(call)
+
+    async def _stay(self, response: Response, call: Call, request_id: str, params: dict, room: int, kwargs: dict) -> None:
+        """One stay in the engine."""
+        asked = room if response.budget is None else min(room, response.budget)
+        before, response.server_id = response.server_id, None
+        response.engine_request, response.stage, response.server = uuid4().hex, Stage.ENGINE, None
+        response.entered = time.perf_counter()
+        token = _engine_request.set(response.engine_request)
+        try:
+            output = await self._client.generate(
+                request_id, prompt_ids=call.prompt_ids + call.token_ids, sampling_params={**params, "max_tokens": asked},
+                engine_priority=response.priority, **kwargs,
+            )  # fmt: skip
+        except CutBeforeEngine:
+            return
+        finally:
+            _engine_request.reset(token)
+            response.engine_request, response.stage = None, Stage.OUTSIDE
+        if output.token_ids:
+            self._token_s.append((time.perf_counter() - response.entered) / len(output.token_ids))
+        if call.token_ids and before not in (None, response.server_id):
+            request_log.note(events.REQUEST_MIGRATED, source=before, target=response.server_id, tokens=len(call.token_ids))
+        call.add(list(output.token_ids), output.log_probs, int(output.extra_fields.get("global_steps") or 0))
+        response.spend(len(output.token_ids))
+        if output.stop_reason == ABORTED:
+            if response.is_open:  # somebody else's abort, an engine that paused say
+                await asyncio.sleep(_RETRY_S)
+        elif output.stop_reason != LENGTH or asked == room:
+            call.stop_reason = output.stop_reason
+            response.truncated = output.stop_reason == LENGTH and response.at_longest
+
+    def _limit(self, sampling_params: dict[str, Any], prompt_tokens: int) -> int:
+        """Most tokens of one engine call, as verl's server counts them."""
+        for key in _LIMITS:
+            if sampling_params.get(key) is not None:
+                return int(sampling_params[key])
+        response, prompt = self._config.response_length, self._config.prompt_length
+        return min(response, prompt + response - prompt_tokens)
+
+
+def evacuate(responses: Iterable[Response], servers: Collection[str]) -> int:
+    """Abort what is on these servers, so that it goes on elsewhere. How many are, or may still arrive there."""
+    by_server: dict[Any, list[str]] = defaultdict(list)
+    left = 0
+    for response in responses:
+        if response.stage is not Stage.ENGINE or response.server_id not in (None, *servers):
+            continue
+        left += 1
+        if response.server is not None and response.engine_request is not None:
+            by_server[response.server].append(response.engine_request)
+    for server, requests in by_server.items():
+        server.abort_requests.remote(requests)
+    return left
+
+
+def abort(responses: Iterable[Response]) -> None:
+    """Cut responses off, on whichever engine each is."""
+    by_server: dict[Any, list[str]] = defaultdict(list)
+    for response in responses:
+        request = response.close()
+        if request is not None and response.server is not None:
+            by_server[response.server].append(request)
+    for server, requests in by_server.items():
+        server.abort_requests.remote(requests)
+
+
+def _output(call: Call) -> TokenOutput:
+    versions = [segment.version for segment in call.segments] or [0]
+    extra = {"global_steps": versions[-1], "min_global_steps": min(versions), "max_global_steps": max(versions)}
+    return TokenOutput(
+        token_ids=list(call.token_ids), log_probs=None if call.log_probs is None else list(call.log_probs),
+        stop_reason=call.stop_reason, extra_fields=extra,
+    )  # fmt: skip

@@ -1,0 +1,200 @@
+"""How long a job's phases take and how much host memory they need: before its first step, and after some.
+
+Before: bounds, every response at its token limit, at speeds that every job of the paper reached (see GpuKind). After
+at least one step: a quantile of the phases observed, never above what was bounded; its guarantee is `quantile`'s. What
+an estimate was off by is an `EstimateError`, to be written down by whoever asked for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, median
+
+import msgspec
+
+from verl_mux.scheduling.estimate.gpu_kinds import GpuKind
+from verl_mux.scheduling.estimate.job_needs import JobNeeds
+from verl_mux.scheduling.estimate.sync_time import LinkModel
+from verl_mux.scheduling.model import Estimate, JobSpec
+
+# Nine phases are enough for a quantile to replace the bound: the longest of them bounds the next with this probability.
+LEVEL = 0.9
+# Older observations say little: responses grow and shrink while a job learns.
+WINDOW = 40
+# Host memory over bytes of weights on a rollout node, and bytes per parameter on the training nodes together (fp32
+# weights 4, Adam 8, gradients 4, copies in bf16 and for staging 8): bounds of all eight figures of the paper's table 2.
+ROLLOUT_COPIES, TRAIN_BYTES = 2.3, 24
+
+
+class Bounds(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of rollout, train and sync, and GB of host memory on each node of a side. None is passed by a step whose
+    engines reach the kinds' speeds."""
+
+    rollout_s: float
+    train_s: float
+    sync_s: float
+    rollout_memory_gb: float
+    train_memory_gb: float
+
+
+def bounds(needs: JobNeeds, rollout: GpuKind, train: GpuKind) -> Bounds:
+    """Of one step on nodes of these kinds."""
+    weights_gb = needs.model.params * needs.weight_bytes / 1e9
+    on_node = needs.rollout_gpus / needs.replica_gpus * weights_gb
+    params_gb = needs.model.params * TRAIN_BYTES * (1 + needs.critic) / needs.train_nodes / 1e9
+    return Bounds(
+        rollout_s=rollout.fixed_s + _decode_s(needs, rollout) + _prefill_s(needs, rollout),
+        train_s=train.fixed_s + _train_s(needs, train),
+        sync_s=LinkModel().two_stage_s(weights_gb, needs.train_nodes * needs.train_gpus, needs.rollout_nodes),
+        rollout_memory_gb=max(ROLLOUT_COPIES * on_node, on_node + rollout.process_gb * needs.rollout_gpus),
+        train_memory_gb=params_gb + train.process_gb * needs.train_gpus,
+    )
+
+
+def _decode_s(needs: JobNeeds, kind: GpuKind) -> float:
+    """A token of each running request costs one read of the weights and of all their keys and values."""
+    requests = math.ceil(needs.responses / needs.replicas)
+    weights = needs.model.params * needs.weight_bytes
+    per_token = needs.model.kv_values_per_token * needs.weight_bytes
+    longest = needs.prompt_tokens + needs.response_tokens
+    # Requests beyond what the device holds run in a second wave, and so on.
+    room = max(1, int((0.8 * kind.memory_gb * 1e9 * needs.replica_gpus - weights) // (per_token * longest)))
+    rate = kind.tb_per_s * 1e12 * kind.decode * needs.replica_gpus
+
+    def wave_s(running: int) -> float:
+        read = weights + running * per_token * (needs.prompt_tokens + needs.response_tokens / 2)
+        compute = 2 * needs.model.params * running / (kind.tflops * 1e12 * kind.decode * needs.replica_gpus)
+        return needs.response_tokens * max(read / rate, compute)
+
+    waves, rest = divmod(requests, room)
+    return waves * wave_s(room) + (wave_s(rest) if rest else 0.0)
+
+
+def _prefill_s(needs: JobNeeds, kind: GpuKind) -> float:
+    gpus = needs.replicas * needs.replica_gpus
+    return _forward_flops(needs, needs.prompt_tokens) / (gpus * kind.tflops * 1e12 * kind.decode)
+
+
+def _train_s(needs: JobNeeds, kind: GpuKind) -> float:
+    """A backward pass costs two forward passes, and recomputed activations one more."""
+    passes = needs.passes + needs.updates * (4 if needs.recompute else 3)
+    gpus = needs.train_nodes * needs.train_gpus
+    forward = _forward_flops(needs, needs.prompt_tokens + needs.response_tokens)
+    return passes * forward / (gpus * kind.tflops * 1e12 * kind.train)
+
+
+def _forward_flops(needs: JobNeeds, tokens: int) -> float:
+    """Two per parameter and token, and causal attention: two matrix products over half of the square."""
+    model = needs.model
+    attention = 2 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * tokens**2
+    return needs.responses * (2 * model.params * tokens + attention)
+
+
+def job_spec(name: str, needs: JobNeeds, found: Bounds, slo: float = 2.0, owner: str = "") -> JobSpec:
+    """The job as placement sees it before its first step."""
+    return JobSpec(
+        name=name,
+        rollout=Estimate(seconds=found.rollout_s, bound_s=found.rollout_s, source="bound"),
+        train=Estimate(seconds=found.train_s, bound_s=found.train_s, source="bound"),
+        sync_s=found.sync_s,
+        rollout_nodes=needs.rollout_nodes,
+        train_nodes=needs.train_nodes,
+        rollout_memory_gb=found.rollout_memory_gb,
+        train_memory_gb=found.train_memory_gb,
+        slo=slo,
+        owner=owner,
+    )
+
+
+class Observed(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds that a job held its nodes, step by step: rollout (sync, wake and sleep included) and train; and `between`,
+    the time in a step in which it neither held nor asked for nodes."""
+
+    rollout: tuple[float, ...] = ()
+    train: tuple[float, ...] = ()
+    between: tuple[float, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        return min(len(self.rollout), len(self.train))
+
+    def seen(self, what: str, seconds: float) -> Observed:
+        """With one more observation; only the last WINDOW are kept."""
+        return msgspec.structs.replace(self, **{what: (*getattr(self, what), seconds)[-WINDOW:]})
+
+
+def quantile(seconds: Sequence[float], level: float = LEVEL) -> float | None:
+    """A phase time that the next one exceeds with a probability of at most 1 - `level`, or None: too few were seen.
+
+    The k-th smallest of n, k = ceil(level (n + 1)): holds for any distribution as long as past phases and the next one
+    are exchangeable (split conformal prediction: Vovk, Gammerman, Shafer, Algorithmic Learning in a Random World).
+    """
+    rank = math.ceil(level * (len(seconds) + 1) - 1e-9)
+    return sorted(seconds)[rank - 1] if 1 <= rank <= len(seconds) else None
+
+
+def corrected(job: JobSpec, observed: Observed) -> JobSpec:
+    """The job with quantiles in place of bounds for what was seen often enough; else the job as it is.
+
+    Observed rollouts hold the sync. The time between phases holds no node: it counts as the end of the rollout. The SLO
+    then counts from the mean iteration observed, not from the quantiles: no slower phase raises what it allows.
+    """
+    rollout, train = quantile(observed.rollout), quantile(observed.train)
+    if rollout is None or train is None:
+        return job
+    between = _median(observed.between)
+    now = _observed_job(job, rollout, train, between, "quantile")
+    return msgspec.structs.replace(now, solo_s=fmean(observed.rollout) + fmean(observed.train) + between)
+
+
+def expected(job: JobSpec, observed: Observed) -> JobSpec:
+    """The job with median times, to predict a typical period rather than to be on the safe side; unchanged before its first
+    step. Medians, since one stalled step says nothing about the next."""
+    if observed.steps == 0:
+        return job
+    return _observed_job(job, median(observed.rollout), median(observed.train), _median(observed.between), "median")
+
+
+def _observed_job(job: JobSpec, rollout: float, train: float, between: float, source: str) -> JobSpec:
+    return msgspec.structs.replace(
+        job,
+        rollout=_estimate(rollout + between, job.rollout, source),
+        train=_estimate(train, job.train, source),
+        sync_s=0.0,
+        rollout_switch_s=0.0,
+        train_switch_s=0.0,
+        tail_s=between,
+    )
+
+
+def _estimate(seconds: float, before: Estimate, source: str) -> Estimate:
+    """The bound stays known as long as it holds; a phase beyond it shows that it was none."""
+    bound = before.bound_s if before.bound_s is not None and before.bound_s >= seconds else None
+    return Estimate(seconds=seconds, bound_s=bound, source=source)
+
+
+def _median(seconds: Sequence[float]) -> float:
+    return median(seconds) if seconds else 0.0
+
+
+class EstimateError(msgspec.Struct, frozen=True, kw_only=True):
+    """One phase beside the estimate that placement counted with. `source` as in Estimate."""
+
+    job: str
+    phase: str
+    source: str
+    estimated_s: float
+    observed_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Estimated over observed: above 1 is on the safe side."""
+        return self.estimated_s / self.observed_s if self.observed_s > 0 else math.inf
+
+
+def estimate_error(job: JobSpec, phase: str, observed_s: float) -> EstimateError:
+    """Of one observed phase, `rollout` (sync included) or `train`."""
+    estimate = job.rollout if phase == "rollout" else job.train
+    seconds = job.rollout_hold_s if phase == "rollout" else estimate.seconds
+    return EstimateError(job=job.name, phase=phase, source=estimate.source, estimated_s=seconds, observed_s=observed_s)

@@ -1,0 +1,133 @@
+"""What a verl config says about how much a step computes. Plain data in, plain data out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from verl_mux.errors import UserError
+
+# Checked where needs are decoded: others send them, and from sizes beyond these no time can be estimated.
+_Size = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+_Few = Annotated[int, msgspec.Meta(ge=1, le=2**12)]
+_Passes = Annotated[int, msgspec.Meta(ge=0, le=2**12)]
+
+
+class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of a dense decoder, from its Hugging Face config."""
+
+    hidden_size: _Size
+    num_hidden_layers: _Few
+    intermediate_size: _Size
+    vocab_size: _Size
+    num_attention_heads: _Few
+    num_key_value_heads: _Few
+    head_dim: _Few
+    tie_word_embeddings: bool = False
+
+    @property
+    def params(self) -> int:
+        """Parameters of the matrices; norms and biases are left out."""
+        h, kv = self.hidden_size, self.num_key_value_heads * self.head_dim
+        q = self.num_attention_heads * self.head_dim
+        layer = 2 * h * q + 2 * h * kv + 3 * h * self.intermediate_size
+        return self.num_hidden_layers * layer + (1 if self.tie_word_embeddings else 2) * self.vocab_size * h
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Keys and values of all layers."""
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
+
+
+def model_size(config: Mapping[str, Any]) -> ModelSize:
+    """From a model's `config.json`. Raises UserError that names what is missing."""
+    given = {**config, **(config.get("text_config") or {})}
+    needed = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "num_attention_heads")
+    for key in needed:
+        if not isinstance(given.get(key), int) or given[key] < 1:
+            raise UserError(f"model config: {key} is {given.get(key)!r}; a number of 1 or more is needed to estimate phase times")
+    heads = given["num_attention_heads"]
+    return ModelSize(
+        **{key: given[key] for key in needed},
+        num_key_value_heads=given.get("num_key_value_heads") or heads,
+        head_dim=given.get("head_dim") or given["hidden_size"] // heads,
+        tie_word_embeddings=bool(given.get("tie_word_embeddings", False)),
+    )
+
+
+class JobNeeds(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of a verl job. responses: samples of a step. *_tokens: limits for one sample, all turns together.
+
+    passes: forward-only passes of the training phase (old log-probs, reference, critic's values). updates: forward and
+    backward passes over the batch (ppo_epochs, the critic's too). recompute: activations are computed twice.
+    replica_gpus: GPUs of one rollout engine. weight_bytes: of a parameter in the rollout.
+    """
+
+    model: ModelSize
+    responses: _Size
+    prompt_tokens: _Size
+    response_tokens: _Size
+    rollout_nodes: _Few
+    rollout_gpus: _Few
+    train_nodes: _Few
+    train_gpus: _Few
+    replica_gpus: _Few = 1
+    passes: _Passes = 1
+    updates: _Passes = 1
+    recompute: bool = True
+    weight_bytes: _Few = 2
+    critic: bool = False
+
+    @property
+    def replicas(self) -> int:
+        return max(1, self.rollout_nodes * self.rollout_gpus // self.replica_gpus)
+
+
+def job_needs(config: Mapping[str, Any], model: Mapping[str, Any]) -> JobNeeds:
+    """From a verl config, resolved to plain mappings, and the model's `config.json`.
+
+    Raises:
+        UserError: a key that is missing or no number of 1 or more.
+    """
+    rollout, actor = ("actor_rollout_ref.rollout", "actor_rollout_ref.actor")
+    critic = _at(config, "algorithm.adv_estimator") == "gae"
+    reference = bool(_at(config, f"{actor}.use_kl_loss") or _at(config, "algorithm.use_kl_in_reward"))
+    parallel = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+    replica_gpus = 1
+    for key in parallel:
+        replica_gpus *= _count(config, f"{rollout}.{key}", default=1)
+    epochs = _count(config, f"{actor}.ppo_epochs", default=1)
+    return JobNeeds(
+        model=model_size(model),
+        responses=_count(config, "data.train_batch_size") * _count(config, f"{rollout}.n", default=1),
+        prompt_tokens=_count(config, "data.max_prompt_length"),
+        response_tokens=_count(config, "data.max_response_length"),
+        rollout_nodes=_count(config, f"{rollout}.nnodes"),
+        rollout_gpus=_count(config, f"{rollout}.n_gpus_per_node"),
+        train_nodes=_count(config, "trainer.nnodes"),
+        train_gpus=_count(config, "trainer.n_gpus_per_node"),
+        replica_gpus=replica_gpus,
+        passes=1 + reference + critic,
+        updates=epochs * (1 + critic),
+        recompute=bool(_at(config, "actor_rollout_ref.model.enable_gradient_checkpointing", True)),
+        weight_bytes=4 if _at(config, f"{rollout}.dtype") in ("float32", "float", "fp32") else 2,
+        critic=critic,
+    )
+
+
+def _at(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    value: Any = config
+    for key in path.split("."):
+        if not isinstance(value, Mapping) or value.get(key) is None:
+            return default
+        value = value[key]
+    return value
+
+
+def _count(config: Mapping[str, Any], path: str, default: int | None = None) -> int:
+    value = _at(config, path, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"{path} is {value!r}; a number of 1 or more is needed to estimate phase times")
+    return value

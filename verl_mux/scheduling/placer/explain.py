@@ -1,0 +1,95 @@
+"""Why a job does not go to the places it could have gone to. Read-only; asked before the job is admitted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from verl_mux.scheduling.model import Group, JobSpec, NodeKind, cycle_time, load_time
+from verl_mux.scheduling.placer.placer import Placer
+from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
+from verl_mux.scheduling.search.decision import Alternative
+from verl_mux.scheduling.search.extension import Extension, extensions, pairs_of_pins
+from verl_mux.scheduling.search.search import Place, group_at
+from verl_mux.scheduling.time.feasibility import TOLERANCE
+from verl_mux.scheduling.time.periods import group_periods
+
+
+def alternatives(placer: Placer, job: JobSpec) -> list[Alternative]:
+    """What every group would ask for the job, or why it cannot take it; last, what nodes of its own would cost."""
+    return [*(_at(placer, job, group) for group in placer.groups.values()), _alone(placer, job)]
+
+
+def lost_to(chosen_usd: float, found: Sequence[Alternative]) -> list[Alternative]:
+    """The same with a reason for those that could have been taken: more expensive, or no better than the chosen one."""
+    return [
+        place if place.why or place.usd_per_hour is None else _beaten(place, place.usd_per_hour - chosen_usd) for place in found
+    ]
+
+
+def _beaten(place: Alternative, more: float) -> Alternative:
+    why = f"costs {more:.2f} USD/h more" if more > 0.005 else "costs the same; the fullest group is taken, then the oldest"
+    return Alternative(group=place.group, strategy=place.strategy, usd_per_hour=place.usd_per_hour, why=why)
+
+
+def _alone(placer: Placer, job: JobSpec) -> Alternative:
+    free = placer.groups.free
+    fits = job.rollout_nodes <= free[0] and job.train_nodes <= free[1]
+    why = "" if fits else f"needs {job.rollout_nodes} + {job.train_nodes} nodes; free are {free[0]:g} + {free[1]:g}"
+    return Alternative(group=None, strategy="isolated", usd_per_hour=isolated_usd(job, placer.cluster), why=why)
+
+
+def _at(placer: Placer, job: JobSpec, group: Group) -> Alternative:
+    """The cheapest way into the group, or what stands against the one that comes closest."""
+    search, rules = placer.search, placer.rules
+    if len(group.pins) >= rules.cap:
+        return _refused(group, f"full: {len(group.pins)} jobs, the cap")
+    if search.saturated(group):
+        return _refused(group, f"saturated: load {load_time(group):.0f} s of a cycle of {cycle_time(group):.0f} s")
+    found = extensions(group, job, placer.cluster, rules)
+    if not found:
+        return _refused(group, _no_room(placer, job, group))
+    rollout, train = pairs_of_pins(group.pins)
+    for ask in found:
+        if placer.feasibility.order((*group.jobs, job), rollout | ask.rollout.pairs, train | ask.train.pairs):
+            return Alternative(group=group.name, strategy=ask.strategy, usd_per_hour=ask.usd, why=_short(placer, ask))
+    return _refused(group, _too_slow(job, group, found[0], rules.orders[0]), found[0])
+
+
+def _refused(group: Group, why: str, ask: Extension | None = None) -> Alternative:
+    strategy, usd = (ask.strategy, ask.usd) if ask else ("direct packing", None)
+    return Alternative(group=group.name, strategy=strategy, usd_per_hour=usd, why=why)
+
+
+def _short(placer: Placer, ask: Extension) -> str:
+    free = placer.groups.free
+    if ask.rollout.new <= free[0] and ask.train.new <= free[1]:
+        return ""
+    return f"needs {ask.rollout.new} + {ask.train.new} new nodes; free are {free[0]:g} + {free[1]:g}"
+
+
+def _no_room(placer: Placer, job: JobSpec, group: Group) -> str:
+    reasons = []
+    for side, pool in (("rollout", placer.cluster.rollout), ("train", placer.cluster.train)):
+        nodes = [getattr(group, f"on_{side}")(node) for node in getattr(group, f"{side}_nodes")]
+        reasons.append(_side_full(side, job, nodes, pool.kind))
+    return "; ".join(dict.fromkeys(reasons))
+
+
+def _side_full(side: str, job: JobSpec, nodes: Sequence[Sequence[JobSpec]], kind: NodeKind) -> str:
+    memory_gb, share = getattr(job, f"{side}_memory_gb"), getattr(job, f"{side}_share")
+    roomy = [on for on in nodes if sum(getattr(j, f"{side}_memory_gb") for j in on) + memory_gb <= kind.host_memory_gb]
+    if not roomy:
+        return f"no {side} node has {memory_gb:.0f} GB of host memory left"
+    least = min(sum(getattr(j, f"{side}_share") for j in on) for on in roomy)
+    if least + share > TOLERANCE:
+        return f"every {side} node is busy for at least {least:.0%} of the time and the job needs {share:.0%}"
+    return f"no allowed way to share its {side} nodes"
+
+
+def _too_slow(job: JobSpec, group: Group, ask: Extension, order: str) -> str:
+    """Who would break the SLO in the cheapest layout; or that a departure could make somebody."""
+    whole = group_at(job, Place(group, ask, order))
+    for member, period in zip(whole.jobs, group_periods(whole), strict=True):
+        if period.mean_s > member.limit_s * TOLERANCE:
+            return f"{member.name} would take {period.mean_s:.0f} s an iteration, its SLO allows {member.limit_s:.0f} s"
+    return "within every SLO now, but not if one of its jobs left"

@@ -1,0 +1,231 @@
+"""Which jobs share which nodes: what is asked when a job arrives, departs, or turns out other than estimated.
+
+    job: admit() -> placed | queued -> placed by somebody's depart() -> depart()
+
+No I/O, no clock: the caller says how far the placed jobs are (`progress`, by job name), carries the answers out, and
+asks again. Invariants (asserted by the tests):
+- every node belongs to one group, and a job of it is pinned there; a group's cost is the sum of its nodes' prices;
+- the states pinned to a node fit in its host memory; every job has all the nodes it asks for, on both sides;
+- no job adds more than its nodes would cost alone, and all groups together never cost more than every job alone, on as many
+  nodes as it holds: those that it asks for (by the rule `whole_pool` all training nodes of its group, and it keeps them when
+  the job that brought them leaves, as nobody moves);
+- settled periods, from one start, are within every job's SLO, whoever departs (the guard runs the group on from where it stands);
+- in a finite cluster nobody waits for ever: at most `max_bypass` younger jobs start before a waiting one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from verl_mux.errors import UserError
+from verl_mux.scheduling.model import Cluster, Group, JobSpec
+from verl_mux.scheduling.repack.regroup import Regrouping
+from verl_mux.scheduling.repack.repack import Repack
+from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
+from verl_mux.scheduling.search.decision import Decision, Move, decision_for
+from verl_mux.scheduling.search.extension import groups_without, isolated, pairs_of_pins
+from verl_mux.scheduling.search.groups import Groups
+from verl_mux.scheduling.search.partition import Partitioner
+from verl_mux.scheduling.search.rules import OURS, Rules
+from verl_mux.scheduling.search.search import Search, group_at
+from verl_mux.scheduling.search.waiting import Waiting
+from verl_mux.scheduling.time.feasibility import Feasibility
+from verl_mux.scheduling.time.forecast import Progress, late_job
+
+NOTHING_KNOWN: Mapping[str, Progress] = {}
+
+
+class Placer:
+    """groups: as they are, by name. waiting: jobs that a finite cluster has no room for."""
+
+    def __init__(self, cluster: Cluster, rules: Rules = OURS) -> None:
+        self.cluster = cluster
+        self.rules = rules
+        self.groups = Groups(cluster)
+        self.waiting = Waiting(rules.max_bypass)
+        self.feasibility = Feasibility(rules.orders)
+        self.search = Search(cluster, rules, self.feasibility)
+        self.partitioner = Partitioner(cluster, self.feasibility, rules.cap)
+        self._repack = Repack(self.groups, self.partitioner, self.search, rules.reach, rules.effort)
+
+    def admit(self, job: JobSpec, progress: Mapping[str, Progress] = NOTHING_KNOWN) -> Decision:
+        """Places the job, or queues it. Raises UserError for a name in use and for a job the cluster cannot hold."""
+        self._check(job)
+        before = self.groups.usd_per_hour
+        overdue = self.waiting.overdue
+        if overdue is None and (group := self._place(job, progress)):
+            self.waiting.passed_by_newcomer()
+            return decision_for(group, self.groups.usd_per_hour - before)
+        self.waiting.add(job)
+        wait = f"job {overdue.name!r} waits longer and is next" if overdue else "no room within everybody's SLO"
+        return Decision(job=job.name, outcome="queued", wait=wait)
+
+    def depart(self, name: str, progress: Mapping[str, Progress] = NOTHING_KNOWN) -> list[Move]:
+        """Drops the job and the nodes nobody else is pinned to. Returns who starts or moves in consequence."""
+        if name in self.waiting:
+            self.waiting.remove(name)
+            return []
+        if name not in self.groups.home:
+            raise UserError(f"job {name!r} is not placed; placed are: {', '.join(sorted(self.groups.home)) or 'none'}")
+        self._forget(name)
+        group = self.groups.group_of(name)
+        left = self._changed(self.groups.replace([group], groups_without(group, [name])))
+        moves = self._relieve(left, progress) if self.rules.repack and self.rules.guard else []
+        progress = _unmoved(progress, moves)
+        return moves + self._start_waiting(progress) + self.repack(progress)
+
+    def revise(self, job: JobSpec, progress: Mapping[str, Progress] = NOTHING_KNOWN) -> list[Move]:
+        """Takes over a placed job's new estimates. If its group no longer keeps everybody's SLO, jobs move out of it,
+        the cheapest to keep alone first; if it has become easier to place, repacking may follow."""
+        self._forget(job.name)
+        self.groups.update(job)
+        moves: list[Move] = []
+        while not self._feasible(group := self.groups.group_of(job.name)):
+            evicted = self._evict_one(group, _unmoved(progress, moves))
+            if evicted is None:
+                break
+            moves.append(evicted)
+        self._changed([self.groups.group_of(job.name)])
+        return moves + self.repack(_unmoved(progress, moves))
+
+    def correct(self, job: JobSpec, progress: Mapping[str, Progress] = NOTHING_KNOWN) -> list[Move]:
+        """Takes over new estimates of a job that is placed, and moves nobody: for jobs that cannot be moved while they
+        run. Returns who starts in consequence."""
+        self._forget(job.name)
+        self._changed([self.groups.update(job)])
+        return self._start_waiting(progress)
+
+    def keeps_slo(self, name: str) -> bool:
+        """Whether the settled periods of a placed job's group are within everybody's SLO."""
+        return self._feasible(self.groups.group_of(name))
+
+    def repack(self, progress: Mapping[str, Progress] = NOTHING_KNOWN) -> list[Move]:
+        """Moves jobs where what that saves pays for their cold starts. To be asked again from time to time: what does
+        not pay for young jobs pays later."""
+        moves: list[Move] = []
+        self._repack.begin()
+        while self.rules.repack and (found := self._repack.next(_unmoved(progress, moves))):
+            moves += self._carry_out(found)
+        return moves + (self._start_waiting(_unmoved(progress, moves)) if moves else [])
+
+    @property
+    def pending(self) -> bool:
+        """Whether `repack` has something in view that may pay later, or did not come to an end."""
+        return self.rules.repack and bool(self._repack.dirty)
+
+    def _place(self, job: JobSpec, progress: Mapping[str, Progress], load_s: float = 0.0) -> Group | None:
+        """The group it was put in, at the least cost; None if a finite cluster has no room."""
+        free = self.groups.free
+        fits_alone = job.rollout_nodes <= free[0] and job.train_nodes <= free[1]
+        below = isolated_usd(job, self.cluster) if fits_alone else math.inf
+        place = self.search.find(job, self.groups.table, below, free, progress, load_s)
+        if place is None and not fits_alone:
+            return None
+        old = [place.group] if place else []
+        new = group_at(job, place) if place else isolated(job)
+        return self._changed(self.groups.replace(old, [new]))[0]
+
+    def _changed(self, groups: list[Group]) -> list[Group]:
+        self._repack.dirty.update((group.name, None) for group in groups)
+        return groups
+
+    def _forget(self, name: str) -> None:
+        self.feasibility.forget(name)
+        self.partitioner.forget(name)
+
+    def _start_waiting(self, progress: Mapping[str, Progress]) -> list[Move]:
+        moves: list[Move] = []
+        while len(self.waiting) and (started := self._start_one(progress)):
+            moves.append(started)
+        return moves
+
+    def _start_one(self, progress: Mapping[str, Progress]) -> Move | None:
+        for job in self.waiting.candidates(self._usd_by_owner()):
+            if group := self._place(job, progress):
+                self.waiting.started(job.name)
+                return self._move(job, "start", group)
+        return None
+
+    def _usd_by_owner(self) -> dict[str, float]:
+        usd: dict[str, float] = defaultdict(float)
+        for job in (job for group in self.groups.values() for job in group.jobs):
+            usd[job.owner] += isolated_usd(job, self.cluster)
+        return usd
+
+    def _carry_out(self, found: Regrouping) -> list[Move]:
+        self._changed(self.groups.replace(found.old, found.groups))
+        return [self._move(job, "move", self.groups.group_of(job.name)) for job in found.movers]
+
+    def _evict_one(self, group: Group, progress: Mapping[str, Progress]) -> Move | None:
+        """Moves the job out that leaves the others within their SLOs, the cheapest alone first; None if no nodes
+        are left to move anybody to."""
+        by_price = sorted(group.jobs, key=lambda job: isolated_usd(job, self.cluster))
+        fits = [job for job in by_price if all(self._feasible(rest) for rest in groups_without(group, [job.name]))]
+        for job in fits or by_price:
+            rest = self.groups.replace([group], groups_without(group, [job.name]))
+            if home := self._place(job, progress, job.cold_start_s):
+                self._changed([g for g in rest if g.name in self.groups])
+                return self._move(job, "move", home)
+            self.groups.replace(rest, [group])
+        return None
+
+    def _relieve(self, groups: list[Group], progress: Mapping[str, Progress]) -> list[Move]:
+        """Moves jobs out of groups in which, as they stand now, somebody would be late. The settled periods are within
+        the SLOs whoever departs; on the way from one settled course to the next a job may still lose too much."""
+        moves: list[Move] = []
+        todo = list(groups)
+        while todo:
+            group = todo.pop()
+            alright = len(group.pins) < 2 or _in_time([group], progress, {})
+            if not alright and (found := self._move_out(group, _unmoved(progress, moves))):
+                moves.append(found[0])
+                todo += found[1]
+        return moves
+
+    def _move_out(self, group: Group, progress: Mapping[str, Progress]) -> tuple[Move, list[Group]] | None:
+        """Moves one job to where all are in time, the cheapest alone first, and says what is left of the group; None
+        if nobody's leaving helps."""
+        for job in sorted(group.jobs, key=lambda job: isolated_usd(job, self.cluster)):
+            rest = list(groups_without(group, [job.name]))
+            if not _in_time([*rest, isolated(job)], progress, {job.name: job.cold_start_s}):
+                continue
+            rest = self.groups.replace([group], rest)
+            if home := self._place(job, progress, job.cold_start_s):
+                left = self._changed([g for g in rest if self.groups.get(g.name) is g])
+                return self._move(job, "move", home), left
+            self.groups.replace(rest, [group])
+        return None
+
+    def _feasible(self, group: Group) -> bool:
+        return self.feasibility.order(group.jobs, *pairs_of_pins(group.pins)) is not None
+
+    def _move(self, job: JobSpec, kind: str, group: Group) -> Move:
+        pin = self.groups.pin_of(job.name)
+        load_s = job.cold_start_s if kind == "move" else 0.0
+        return Move(job=job.name, kind=kind, group=group.name, rollout=pin.rollout, train=pin.train, load_s=load_s)
+
+    def _check(self, job: JobSpec) -> None:
+        if job.name in self.groups.home or job.name in self.waiting:
+            raise UserError(f"job {job.name!r} is placed or waiting already; job names are unique")
+        for side, pool in (("rollout", self.cluster.rollout), ("train", self.cluster.train)):
+            need, memory = getattr(job, f"{side}_nodes"), getattr(job, f"{side}_memory_gb")
+            if need > pool.size:
+                raise UserError(f"job {job.name!r} needs {need} {side} nodes; pool {pool.name!r} has {pool.size}")
+            if memory > pool.kind.host_memory_gb:
+                raise UserError(
+                    f"job {job.name!r} needs {memory:g} GB of host memory per {side} node;"
+                    f" a node of pool {pool.name!r} has {pool.kind.host_memory_gb:g}"
+                )
+
+
+def _in_time(groups: Iterable[Group], progress: Mapping[str, Progress], loads: Mapping[str, float]) -> bool:
+    """Whether nobody is expected to be late in these groups; unknown progress is no reason to move anybody."""
+    return all(late_job(group, progress, loads) is None for group in groups if all(job.name in progress for job in group.jobs))
+
+
+def _unmoved(progress: Mapping[str, Progress], moves: list[Move]) -> dict[str, Progress]:
+    """Nobody is moved twice in one answer."""
+    moved = {move.job for move in moves}
+    return {name: at for name, at in progress.items() if name not in moved}

@@ -1,0 +1,112 @@
+"""Dividing the jobs of a few groups anew: who would have to move, what it saves, and whether that pays.
+
+A job that has stayed for some time is expected to stay as long again (job lengths are heavy-tailed). So the saving is
+counted over the age of the youngest job concerned, against what the moved jobs' nodes cost while those load, and while
+they did that part of an iteration which a move throws away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from verl_mux.scheduling.model import Cluster, Group, JobSpec, Pin
+from verl_mux.scheduling.search.cheapest_nodes import SharedNodes, isolated_usd
+from verl_mux.scheduling.search.extension import groups_without, isolated, yet_to_take
+from verl_mux.scheduling.search.partition import EPSILON_USD, Part
+from verl_mux.scheduling.search.search import Search, group_at
+from verl_mux.scheduling.time.forecast import Progress, late_job
+
+
+class Regrouping(msgspec.Struct, frozen=True):
+    """groups: what `old` becomes; new nodes are yet to be taken. movers: jobs whose nodes change.
+    saving_usd: per hour."""
+
+    old: tuple[Group, ...]
+    groups: tuple[Group, ...]
+    movers: tuple[JobSpec, ...]
+    saving_usd: float
+
+    def pays_in_s(self, cluster: Cluster, progress: Mapping[str, Progress]) -> float:
+        """Seconds until the youngest job concerned is old enough for the saving to pay for the moves; 0: it is."""
+        changed = [group for group in self.groups if group not in self.old]
+        age_s = min(progress[job.name].age_s for group in changed for job in group.jobs)
+        loss = sum(isolated_usd(job, cluster) * _lost_s(job, progress[job.name]) for job in self.movers)
+        return max(loss / self.saving_usd - age_s, 0.0)
+
+    def in_time(self, progress: Mapping[str, Progress]) -> bool:
+        """Whether everybody keeps within the SLO over its whole life, cold starts of the movers included."""
+        loads = {job.name: job.cold_start_s for job in self.movers}
+        return all(late_job(group, progress, loads) is None for group in self.groups if group not in self.old)
+
+
+def _lost_s(job: JobSpec, at: Progress) -> float:
+    """The cold start, and what it has done of the iteration it is in."""
+    left = at.remaining_s
+    if at.phase == "loading":
+        return job.cold_start_s
+    if at.phase == "rollout":
+        return job.cold_start_s + (0.0 if left is None else max(job.rollout_hold_s - left, 0.0))
+    if at.phase == "tail" or left is None:
+        return job.cold_start_s + job.rollout_hold_s
+    return job.cold_start_s + job.rollout_hold_s + max(job.train.seconds - left, 0.0)
+
+
+def regroup(old: Sequence[Group], parts: Sequence[Part], search: Search) -> Regrouping | None:
+    """What turns the groups `old` into the given parts with few moves; None if it would save nothing."""
+    claimed: set[str] = set()
+    groups = [_settle(jobs, shared, old, search, claimed) for jobs, shared in sorted(parts, key=lambda p: -len(p[0]))]
+    homes = {pin.job.name: pin for group in old for pin in group.pins}
+    movers = tuple(pin.job for group in groups for pin in group.pins if pin != homes[pin.job.name])
+    cluster = search.cluster
+    saving = sum(g.usd_per_hour(cluster) for g in old) - sum(g.usd_per_hour(cluster) for g in groups)
+    return Regrouping(tuple(old), tuple(groups), movers, saving) if saving > EPSILON_USD else None
+
+
+def _settle(
+    jobs: tuple[JobSpec, ...], shared: SharedNodes | None, old: Sequence[Group], search: Search, claimed: set[str]
+) -> Group:
+    """A group of these jobs at the price of `shared`: on what some of them hold already, if that can be; else anew."""
+    usd = shared.usd_per_hour if shared else isolated_usd(jobs[0], search.cluster)
+    group = next((g for base in _bases(jobs, old, claimed) if (g := _grown(base, jobs, usd, search))), None)
+    group = group or _fresh(jobs, shared)
+    claimed |= {*group.rollout_nodes, *group.train_nodes}
+    return group
+
+
+def _bases(jobs: tuple[JobSpec, ...], old: Sequence[Group], claimed: set[str]) -> Iterator[Group]:
+    """Old groups without those who are not among `jobs`, most remaining cold starts first."""
+    names = {job.name for job in jobs}
+    rests = [rest for group in old for rest in groups_without(group, [j.name for j in group.jobs if j.name not in names])]
+    rests = [rest for rest in rests if claimed.isdisjoint((*rest.rollout_nodes, *rest.train_nodes))]
+    yield from sorted(rests, key=lambda rest: -sum(job.cold_start_s for job in rest.jobs))
+
+
+def _grown(base: Group, jobs: Sequence[JobSpec], usd: float, search: Search) -> Group | None:
+    """`base` with the rest of `jobs` joined one by one, if that costs no more than `usd`."""
+    missing = sorted((job for job in jobs if job not in base.jobs), key=lambda job: -job.rollout_nodes - job.train_nodes)
+    for job in missing:
+        left = usd - base.usd_per_hour(search.cluster) + 2 * EPSILON_USD
+        place = search.join(job, base, left, free=(1e9, 1e9), progress={})
+        if place is None:
+            return None
+        base = group_at(job, place)
+    return base if base.usd_per_hour(search.cluster) <= usd + EPSILON_USD else None
+
+
+def _fresh(jobs: tuple[JobSpec, ...], shared: SharedNodes | None) -> Group:
+    """These jobs on new nodes throughout."""
+    if shared is None:
+        return isolated(jobs[0])
+    rollout = yet_to_take(jobs[0], "rollout", shared.rollout_nodes)
+    train = yet_to_take(jobs[0], "train", shared.train_nodes)
+    pins = tuple(
+        Pin(job=job, rollout=_chosen(rollout, on), train=_chosen(train, on_train))
+        for job, on, on_train in zip(jobs, shared.rollout, shared.train, strict=True)
+    )
+    return Group(name=jobs[0].name, pins=pins, rollout_nodes=rollout, train_nodes=train, order=shared.order)
+
+
+def _chosen(nodes: tuple[str, ...], bits: int) -> tuple[str, ...]:
+    return tuple(node for i, node in enumerate(nodes) if bits >> i & 1)

@@ -1,0 +1,73 @@
+"""What a placer answers: where a job goes and why not elsewhere, and which jobs are to start or to move."""
+
+from __future__ import annotations
+
+import msgspec
+
+from verl_mux.scheduling.model import Group
+from verl_mux.scheduling.search.extension import STRATEGIES
+from verl_mux.scheduling.time.periods import Period, periods_by_job
+
+
+class Alternative(msgspec.Struct, frozen=True, kw_only=True):
+    """A place that was not taken. group None: nodes of its own. usd_per_hour: what it would have added."""
+
+    group: str | None
+    strategy: str
+    usd_per_hour: float | None
+    why: str
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """outcome: `placed`, or `queued` in a finite cluster that has no room now. usd_per_hour: added by the job.
+    periods: of every job of the group it joined, settled. wait: why it is queued."""
+
+    job: str
+    outcome: str
+    strategy: str | None = None
+    group: str | None = None
+    rollout: tuple[str, ...] = ()
+    train: tuple[str, ...] = ()
+    order: str = "fifo"
+    usd_per_hour: float = 0.0
+    periods: dict[str, Period] = {}
+    alternatives: tuple[Alternative, ...] = ()
+    wait: str = ""
+
+
+class Move(msgspec.Struct, frozen=True, kw_only=True):
+    """A job is to start on these nodes, out of the queue (kind `start`), or to go there from elsewhere (`move`), where
+    it starts cold, in `load_s` seconds, with the iteration it is in."""
+
+    job: str
+    kind: str
+    group: str
+    rollout: tuple[str, ...]
+    train: tuple[str, ...]
+    load_s: float = 0.0
+
+
+def decision_for(group: Group, usd_per_hour: float) -> Decision:
+    """The decision that put the last job of `group` there, at `usd_per_hour` more for all groups."""
+    pin = group.pins[-1]
+    return Decision(
+        job=pin.job.name,
+        outcome="placed",
+        strategy=strategy(group),
+        group=group.name,
+        rollout=pin.rollout,
+        train=pin.train,
+        order=group.order,
+        usd_per_hour=usd_per_hour,
+        periods=periods_by_job(group),
+    )
+
+
+def strategy(group: Group) -> str:
+    """How the last job of the group joined it."""
+    *others, pin = group.pins
+    if not others:
+        return "isolated"
+    new_rollout = not set(pin.rollout) <= {node for other in others for node in other.rollout}
+    new_train = not set(pin.train) <= {node for other in others for node in other.train}
+    return STRATEGIES[new_rollout, new_train]

@@ -1,0 +1,128 @@
+"""The cheapest way to divide jobs into co-execution groups: a dynamic programme over sets of jobs.
+
+Exact given what cheapest_nodes.py says a group costs, and tractable to about 16 jobs at a time: those costs are remembered,
+so that a job that arrives only adds the sets it is in.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from verl_mux.scheduling.model import Cluster, JobSpec
+from verl_mux.scheduling.search.cheapest_nodes import SharedNodes, cheapest_nodes, isolated_usd
+from verl_mux.scheduling.time.feasibility import Feasibility
+
+EPSILON_USD = 1e-6
+
+Part = tuple[tuple[JobSpec, ...], SharedNodes | None]
+
+
+class OutOfEffort(Exception):
+    """The search has used up what it may simulate; what it found so far is remembered."""
+
+
+class Partitioner:
+    """Remembers the cheapest nodes of every set of up to `cap` jobs it met, and the cheapest divisions; `forget` a
+    job when it leaves or when its estimates change.
+
+    until: the number of simulated groups (feasibility.simulated) from which on it gives up with OutOfEffort."""
+
+    def __init__(self, cluster: Cluster, feasibility: Feasibility, cap: int) -> None:
+        self.cluster = cluster
+        self.feasibility = feasibility
+        self.cap = cap
+        self.until = math.inf
+        # By the jobs' names, sorted.
+        self._shared: dict[tuple[str, ...], SharedNodes | None] = {}
+        self._solved: dict[tuple[str, ...], tuple[float, list[Part]]] = {}
+        self._keys: dict[str, list[tuple[str, ...]]] = {}
+
+    def forget(self, name: str) -> None:
+        for key in self._keys.pop(name, ()):
+            self._shared.pop(key, None)
+            self._solved.pop(key, None)
+
+    def solve(self, jobs: Iterable[JobSpec]) -> tuple[float, list[Part]]:
+        """(USD per hour, parts): each part with the nodes it shares, None for a job on nodes of its own."""
+        ordered = sorted(jobs, key=lambda job: job.name)
+        key = tuple(job.name for job in ordered)
+        if key not in self._solved:
+            self._solved[key] = _Division(self, ordered).solve()
+            self._note(key)
+        return self._solved[key]
+
+    def shared_nodes(self, jobs: Sequence[JobSpec], below: Callable[[], float]) -> SharedNodes | None:
+        """`below`: what the jobs cost in the best smaller groups; a group that is not cheaper is of no use. Jobs come
+        sorted by name."""
+        key = tuple([job.name for job in jobs])
+        if key not in self._shared:
+            if self.feasibility.simulated >= self.until:
+                raise OutOfEffort
+            self._note(key)
+            self._shared[key] = cheapest_nodes(jobs, self.cluster, self.feasibility, below() - EPSILON_USD)
+        return self._shared[key]
+
+    def _note(self, key: tuple[str, ...]) -> None:
+        for name in key:
+            self._keys.setdefault(name, []).append(key)
+
+
+class _Division:
+    """One run of the programme; sets of jobs are bits, and each group is listed under its lowest job."""
+
+    def __init__(self, owner: Partitioner, jobs: list[JobSpec]) -> None:
+        self.owner = owner
+        self.jobs = jobs
+        self.alone = [isolated_usd(job, owner.cluster) for job in jobs]
+        self.groups: list[list[tuple[int, SharedNodes]]] = [[] for _ in jobs]
+        self.best: dict[int, tuple[float, int]] = {0: (0.0, 0)}
+
+    def solve(self) -> tuple[float, list[Part]]:
+        for low in range(len(self.jobs) - 1, -1, -1):
+            self._list_groups(low)
+        everybody = (1 << len(self.jobs)) - 1
+        usd, _ = self._cheapest(everybody)
+        return usd, self._read_off(everybody)
+
+    def _list_groups(self, low: int) -> None:
+        """All groups of use whose lowest job is `low`, small ones first, as larger ones must beat them."""
+        owner, jobs = self.owner, self.jobs
+        for size in range(1, owner.cap):
+            for others in itertools.combinations(range(low + 1, len(jobs)), size):
+                members = (low, *others)
+                bits = sum([1 << i for i in members])
+                if shared := owner.shared_nodes([jobs[i] for i in members], functools.partial(self._least_usd, bits)):
+                    self.groups[low].append((bits, shared))
+
+    def _cheapest(self, bits: int) -> tuple[float, int]:
+        if bits not in self.best:
+            self.best[bits] = self._split(bits)
+        return self.best[bits]
+
+    def _least_usd(self, bits: int) -> float:
+        return self._split(bits)[0]
+
+    def _split(self, bits: int) -> tuple[float, int]:
+        """Lowest cost over the groups listed so far for the lowest job, and that group."""
+        low = (bits & -bits).bit_length() - 1
+        found = 1 << low
+        least = self.alone[low] + self._cheapest(bits ^ found)[0]
+        for group, shared in self.groups[low]:
+            if group & ~bits == 0:
+                usd = shared.usd_per_hour + self._cheapest(bits ^ group)[0]
+                if usd < least - EPSILON_USD:
+                    least, found = usd, group
+        return least, found
+
+    def _read_off(self, bits: int) -> list[Part]:
+        parts = []
+        while bits:
+            group = self.best[bits][1]
+            members = tuple(job for i, job in enumerate(self.jobs) if group >> i & 1)
+            low = (bits & -bits).bit_length() - 1
+            parts.append((members, dict(self.groups[low]).get(group)))
+            bits ^= group
+        return parts

@@ -1,0 +1,104 @@
+"""Where a job fits best among the groups there are: Algorithm 1 of the paper, with a wider choice of places.
+
+The price of a place is known before it is tried. So groups are tried in order of the least they could ask, and the
+search ends at the first price that cannot be beaten; a saturated group costs one comparison.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from verl_mux.scheduling.model import Cluster, Group, JobSpec, cycle_time, load_time
+from verl_mux.scheduling.search.extension import Extension, extensions, pairs_of_pins, with_newcomer, yet_to_take
+from verl_mux.scheduling.search.group_table import GroupTable
+from verl_mux.scheduling.search.rules import Rules
+from verl_mux.scheduling.time.feasibility import TOLERANCE, Feasibility
+from verl_mux.scheduling.time.forecast import Progress, late_job
+
+EPSILON_USD = 1e-6
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A group to join, how, in which order it then runs, and USD per hour more."""
+
+    group: Group
+    extension: Extension
+    order: str
+
+    @property
+    def usd(self) -> float:
+        return self.extension.usd
+
+
+class Search:
+    def __init__(self, cluster: Cluster, rules: Rules, feasibility: Feasibility) -> None:
+        self.cluster = cluster
+        self.rules = rules
+        self.feasibility = feasibility
+
+    def find(
+        self,
+        job: JobSpec,
+        table: GroupTable,
+        below: float,
+        free: tuple[float, float],
+        progress: Mapping[str, Progress],
+        load_s: float = 0.0,
+    ) -> Place | None:
+        """The cheapest place under `below` USD per hour that needs no more new nodes than `free` (rollout, training).
+        Jobs without progress are not looked at in their present state. `load_s`: its cold start, if it moves there."""
+        best, until = None, self.feasibility.simulated + self.rules.effort
+        for least, group in self._shortlist(job, table, below):
+            if least >= below - EPSILON_USD or self.feasibility.simulated >= until:
+                break
+            if place := self.join(job, group, below, free, progress, load_s):
+                best, below = place, place.usd
+        return best
+
+    def join(
+        self,
+        job: JobSpec,
+        group: Group,
+        below: float,
+        free: tuple[float, float],
+        progress: Mapping[str, Progress],
+        load_s: float = 0.0,
+    ) -> Place | None:
+        """The cheapest way into one group."""
+        rollout, train = pairs_of_pins(group.pins)
+        for found in extensions(group, job, self.cluster, self.rules):
+            if found.usd >= below - EPSILON_USD:
+                return None
+            if found.rollout.new > free[0] or found.train.new > free[1]:
+                continue
+            jobs = (*group.jobs, job)
+            order = self.feasibility.order(jobs, rollout | found.rollout.pairs, train | found.train.pairs)
+            if order and self._in_time(job, place := Place(group, found, order), progress, load_s):
+                return place
+        return None
+
+    def _in_time(self, job: JobSpec, place: Place, progress: Mapping[str, Progress], load_s: float) -> bool:
+        if not self.rules.guard or not all(member.name in progress for member in place.group.jobs):
+            return True
+        return late_job(group_at(job, place), progress, {job.name: load_s}) is None
+
+    def _shortlist(self, job: JobSpec, table: GroupTable, below: float) -> Iterator[tuple[float, Group]]:
+        """(least USD per hour it could ask, group), cheapest first, then fullest; no more than the rules allow."""
+        usd = self.cluster.rollout.kind.usd_per_hour, self.cluster.train.kind.usd_per_hour
+        room = TOLERANCE - job.rollout_share, TOLERANCE - job.train_share
+        openings = table.openings(job, self.rules.cap, room, usd, below - EPSILON_USD, self.rules.best_fit)
+        return itertools.islice((found for found in openings if not self.saturated(found[1])), self.rules.shortlist)
+
+    def saturated(self, group: Group) -> bool:
+        return self.rules.prune_saturated and load_time(group) >= cycle_time(group)
+
+
+def group_at(job: JobSpec, place: Place) -> Group:
+    """The group as it would be; its new nodes are yet to be taken."""
+    ask = place.extension
+    rollout = (*ask.rollout.shared, *yet_to_take(job, "rollout", ask.rollout.new))
+    train = (*ask.train.shared, *yet_to_take(job, "train", ask.train.new))
+    return with_newcomer(place.group, job, rollout, train, place.order)

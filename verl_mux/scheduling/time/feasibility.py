@@ -1,0 +1,88 @@
+"""Whether jobs that share nodes in a given way all keep within their SLOs, remembered so that no case is run twice.
+
+A way of sharing counts as feasible only if it stays so whoever leaves: the group without any one of its jobs must be
+feasible as well. With several nodes a departure can slow the others down (a scheduling anomaly); such groups are
+refused. It also means that most large groups are refused by a small one, without simulating them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from verl_mux.scheduling.model import JobSpec
+from verl_mux.scheduling.time.conflicts import Pairs, connected, nodes_of_pairs, pair, pairs_without, within
+from verl_mux.scheduling.time.periods import mean_seconds
+
+TOLERANCE = 1 + 1e-9
+
+
+class Feasibility:
+    """Remembers verdicts by job names: `forget` a job when it leaves or when its estimates change."""
+
+    def __init__(self, orders: Sequence[str] = ("fifo",)) -> None:
+        self.orders = tuple(orders)
+        self.simulated = 0
+        # By the jobs' names, sorted, then by the pairs that share rollout and training nodes.
+        self._known: dict[tuple[str, ...], dict[tuple[Pairs, Pairs], str | None]] = {}
+        self._sets: dict[str, list[tuple[str, ...]]] = {}
+
+    def order(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> str | None:
+        """The first order under which all jobs keep within their SLOs when these pairs share nodes, or None."""
+        if not rollout | train:
+            return self.orders[0]
+        # The order of arrival must not matter: from another start a group may settle otherwise (group_periods begins alike).
+        rank = tuple(sorted(range(len(jobs)), key=lambda i: jobs[i].name))
+        return self._order([jobs[i] for i in rank], within(rollout, rank), within(train, rank))
+
+    def hopeless_pairs(self, jobs: Sequence[JobSpec]) -> tuple[Pairs, Pairs, Pairs]:
+        """Pairs that cannot even on their own share rollout nodes, training nodes, or both. Jobs sorted by name."""
+        found = [0, 0, 0]
+        for high in range(1, len(jobs)):
+            for low in range(high):
+                both = [jobs[low], jobs[high]]
+                for i, (rollout, train) in enumerate(((1, 0), (0, 1), (1, 1))):
+                    if self._order(both, rollout, train) is None:
+                        found[i] |= pair(low, high)
+        return found[0], found[1], found[2]
+
+    def forget(self, name: str) -> None:
+        for names in self._sets.pop(name, ()):
+            self._known.pop(names, None)
+
+    def _order(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> str | None:
+        names = tuple([job.name for job in jobs])
+        known = self._known.get(names)
+        if known is None:
+            known = self._known[names] = {}
+            for name in names:
+                self._sets.setdefault(name, []).append(names)
+        if (rollout, train) not in known:
+            known[rollout, train] = self._judge(jobs, rollout, train, len(jobs))
+        return known[rollout, train]
+
+    def _judge(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs, count: int) -> str | None:
+        groups = connected(rollout | train, count)
+        if len(groups) > 1:
+            orders = [
+                self._order([jobs[i] for i in kept], within(rollout, kept), within(train, kept))
+                for kept in groups
+                if len(kept) > 1
+            ]
+            return None if None in orders else max(orders, key=self.orders.index, default=self.orders[0])
+        for gone in range(count) if count > 2 else ():
+            rest = [*jobs[:gone], *jobs[gone + 1 :]]
+            if self._order(rest, pairs_without(rollout, count, gone), pairs_without(train, count, gone)) is None:
+                return None
+        return self._simulate(jobs, rollout, train)
+
+    def _simulate(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> str | None:
+        self.simulated += 1
+        count = len(jobs)
+        shift = count * (count - 1) // 2
+        on_train = [bits << shift for bits in nodes_of_pairs(train, count)]
+        on_rollout = nodes_of_pairs(rollout, count)
+        for order in self.orders:
+            found = mean_seconds(jobs, on_rollout, on_train, order)
+            if all(seconds <= job.limit_s * TOLERANCE for job, seconds in zip(jobs, found, strict=True)):
+                return order
+        return None

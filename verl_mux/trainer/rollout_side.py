@@ -1,0 +1,221 @@
+"""What a trainer of ours does for its rollout where `mux.rollout` asks for it: order, control, treatment, checkpoint.
+
+`PPOTrainerMux` overrides verl's methods and calls these; each says where in a step it is called. With over-sampling, segments
+and migration off, only the order in which prompts are handed out differs from verl's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import transfer_queue as tq
+from omegaconf import DictConfig
+from tensordict import NonTensorData, TensorDict
+from transfer_queue import KVBatchMeta
+from verl.utils.fs import local_mkdir_safe
+
+from verl_mux.config.rollout_keys import RolloutConfig
+from verl_mux.rollout.control.launch_order import LaunchOrder, prompt_of
+from verl_mux.rollout.control.oversampling import Oversampler
+from verl_mux.rollout.control.rollout_control import RolloutControl
+from verl_mux.rollout.control.segment_batch import treat_batch
+from verl_mux.rollout.control.segment_steps import SegmentSteps
+from verl_mux.rollout.control.segments import SegmentLimits
+from verl_mux.rollout.control.tail_migration import TailMigration, Unit, units
+from verl_mux.rollout.lengths.predictor import make_predictor
+from verl_mux.rollout.messages import Launch, Segment
+from verl_mux.trainer.phases import Phases
+from verl_mux.worker_settings import WorkerSettings
+
+_FILE = "mux_rollout.json"
+
+
+class Trainer(Protocol):
+    """What the rollout side needs of its trainer: verl's attributes, and what our modes add (settings, phases, ...)."""
+
+    config: DictConfig
+    trainer_mode: str
+    global_steps: int
+    steps_per_epoch: int
+    replay_buffer: Any  # MuxReplayBuffer, or a sampler of the user's own where nothing is controlled
+    agent_loop_manager: Any  # MuxAgentLoopManager
+    rollout_server_manager: Any  # MuxLLMServerManager
+    settings: WorkerSettings
+    phases: Phases
+
+    def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
+        """So many new prompts, in launching order."""
+
+    def vacate(self, unit: Unit) -> None:
+        """Give nodes back whose engines are idle for the rest of the rollout."""
+
+
+class RolloutSide:
+    """One object a trainer. `control`: what launches, cuts off and lets go on; None where verl's own way does."""
+
+    def __init__(self, trainer: Trainer, config: RolloutConfig) -> None:
+        self._trainer, self._config = trainer, config
+        self._order = LaunchOrder(config.order(trainer.trainer_mode), make_predictor(config.dispatch.predictor))
+        self._saved: dict[str, Any] | None = None
+        self.control: RolloutControl | None = None
+
+    def start(self) -> None:
+        """Once the agent loop manager is there, before the first step."""
+        if not self._config.controlled:
+            return
+        trainer, limits = self._trainer, self._config.segment_limits(self._trainer.config.data.max_response_length)
+        self.control = RolloutControl(
+            self._machine(limits),
+            trainer.agent_loop_manager,
+            draw=trainer._next_train_batch,
+            submit=self._register_and_launch,
+            clear=lambda uids: trainer.replay_buffer.clear_groups(uids),
+            on_progress=trainer.phases.mux.progress,
+            log=trainer.phases.log,
+            restart=limits is None and self._config.oversample.tokens == "restart",
+            longest=None if limits is None else limits.longest,
+            migration=self._migration(),
+        )
+        trainer.replay_buffer.control = self.control
+
+    def _machine(self, limits: SegmentLimits | None) -> Oversampler | SegmentSteps:
+        n, it = self._trainer.config.actor_rollout_ref.rollout.n, self._config.oversample
+        saved = (self._saved or {}).get("machine")
+        if limits is None:
+            return Oversampler(it, n) if saved is None else Oversampler.from_dict(it, n, saved)
+        if saved is None:
+            return SegmentSteps(limits, n, it.rate, it.max_failures)
+        return SegmentSteps.from_dict(limits, n, saved, it.rate, it.max_failures)
+
+    def _migration(self) -> TailMigration | None:
+        if not self._config.migration.enable:
+            return None
+        trainer = self._trainer
+        manager, data = trainer.rollout_server_manager, trainer.config.data
+        at_once = trainer.config.actor_rollout_ref.rollout.max_num_seqs
+        return TailMigration(
+            self._config.migration,
+            units(trainer.settings.rollout_nodes, manager.server_addresses),
+            workers=lambda: trainer.agent_loop_manager.agent_loop_workers,
+            balancer=manager.global_load_balancer,
+            handles=dict(zip(manager.server_addresses, manager.server_handles, strict=True)),
+            contended=lambda: trainer.phases.mux.contended("rollout"),
+            vacate=trainer.vacate,
+            log=trainer.phases.log,
+            longest=data.max_response_length,
+            max_requests=at_once,
+            max_tokens=at_once * (data.max_prompt_length + data.max_response_length),
+        )
+
+    def engines_are_back(self) -> None:
+        """All engines are awake and hold the step's weights; before anything is launched."""
+        if self.control is not None and self.control.migration is not None:
+            self.control.migration.restore()
+
+    # ---------------------------------------------------------------- launching
+
+    def ordered(self, batch: TensorDict) -> TensorDict:
+        """Prompts just drawn, in launching order; gradients keep the order in which they were drawn."""
+        uids = list(batch["uid"])
+        self._remember_order(uids)
+        raw, index = (list(batch[key]) if key in batch else [None] * len(uids) for key in ("raw_prompt", "index"))
+        prompts = [prompt_of({"raw_prompt": r, "index": i}) for r, i in zip(raw, index, strict=True)]
+        place = self._order.place(uids, prompts)
+        return batch if (place == np.arange(len(place))).all() else batch[place.tolist()]
+
+    def _remember_order(self, uids: list[str]) -> None:
+        if hasattr(self._trainer.replay_buffer, "submitted"):  # a user's own sampler has no such thing
+            self._trainer.replay_buffer.submitted(uids)
+
+    def _register_and_launch(self, batch: TensorDict, launches: list[Launch]) -> None:
+        """verl's `_submit_batch_to_rollout`, which registers prompts and has all their samples generate, for chosen samples."""
+        fields = batch.select(*[key for key, value in batch.items() if not isinstance(value, NonTensorData)])
+        self._put_prompts(list(batch["uid"]), fields)
+        self._trainer.agent_loop_manager.launch(launches, batch)
+
+    def _put_prompts(self, uids: list[str], fields: TensorDict | None = None) -> None:
+        tags = [{"is_prompt": True, "status": "pending", "global_steps": self._trainer.global_steps} for _ in uids]
+        more = {} if fields is None else {"fields": fields}
+        tq.kv_batch_put(keys=uids, partition_id="train", tags=tags, **more)
+
+    # ---------------------------------------------------------------- training
+
+    def was_generated_by(self, tag: dict[str, Any], version: int) -> bool:
+        """Was a sample generated with weights that a step may train on whose weights are of `version`?"""
+        oldest, newest = tag.get("min_global_steps"), tag.get("max_global_steps")
+        if self._config.keeps_tokens:
+            return oldest is not None and newest is not None and newest <= version
+        return (oldest, newest) == (version, version)
+
+    def after_old_log_probs(self, batch: KVBatchMeta, metrics: dict) -> None:
+        """Lengths are learnt, figures told, and tokens that older weights wrote treated as `segments.treatment` says."""
+        self._observe_lengths(batch)
+        if self.control is not None:
+            metrics.update({f"mux/rollout/{key}": value for key, value in self.control.figures().items()})
+        if self._config.keeps_tokens:
+            self._treat_older_tokens(batch, metrics)
+
+    def _observe_lengths(self, batch: KVBatchMeta) -> None:
+        lengths: dict[str, list[int]] = defaultdict(list)
+        for key, tag in zip(batch.keys, batch.tags, strict=True):
+            if not tag.get("is_padding", False):
+                lengths[key.split("_")[0]].append(int(tag["response_len"]))
+        epoch = (self._trainer.global_steps - 1) // max(1, self._trainer.steps_per_epoch)
+        self._order.observe(lengths, epoch)
+
+    def _treat_older_tokens(self, batch: KVBatchMeta, metrics: dict) -> None:
+        names = ["extra_fields", "response_mask", "old_log_probs"]
+        names += ["rollout_log_probs"] if self._config.needs_rollout_log_probs else []
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
+        segments = [_segments(extra) for extra in list(data["extra_fields"])]
+        treated = treat_batch(
+            self._config.segments.treatment, segments, self._trainer.global_steps - 1, data["response_mask"],
+            data["old_log_probs"], data.get("rollout_log_probs", None),
+        )  # fmt: skip
+        metrics.update({f"mux/rollout/{key}": value for key, value in treated.metrics.items()})
+        if treated.fields:
+            write = data.select("old_log_probs")
+            for name, values in treated.fields.items():
+                write[name] = values
+            tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=write)
+
+    # ---------------------------------------------------------------- checkpoint and resume
+
+    def save(self) -> None:
+        """Before verl writes which checkpoint is the latest."""
+        if self.control is not None:
+            folder = self._folder()
+            local_mkdir_safe(str(folder))
+            (folder / _FILE).write_text(json.dumps(self.control.to_dict(self._trainer.replay_buffer.waiting_groups())))
+
+    def load(self) -> None:
+        """Once verl has loaded its checkpoint; before `start`."""
+        trainer = self._trainer.config.trainer
+        folder = Path(trainer.resume_from_path) if trainer.resume_mode == "resume_path" else self._folder()
+        if self._trainer.global_steps and (folder / _FILE).exists():
+            self._saved = json.loads((folder / _FILE).read_text())
+
+    def _folder(self) -> Path:
+        return Path(self._trainer.config.trainer.default_local_dir) / f"global_step_{self._trainer.global_steps}"
+
+    def restore_waiting(self, partition_id: str) -> int:
+        """Instead of verl's reissue: a checkpoint's prompt groups wait for the first lease and go first under it. How many."""
+        items = (tq.kv_list(partition_id) or {}).get(partition_id, {})
+        uids = [key for key, tag in items.items() if tag.get("is_prompt", False)]
+        if self.control is None or self._saved is None or not uids:
+            return 0
+        # Trajectories of samples that had ended stay where the checkpoint put them.
+        rows = tq.kv_batch_get(keys=uids, partition_id=partition_id)
+        self._put_prompts(uids)
+        self._remember_order(uids)
+        calls = {group: {int(s): c for s, c in its.items()} for group, its in self._saved["calls"].items()}
+        self.control.restore(rows, calls)
+        return len(uids)
+
+
+def _segments(extra: dict[str, Any]) -> list[Segment]:
+    return [Segment(*segment) for segment in (extra or {}).get("mux_segments", [])]
