@@ -37,6 +37,12 @@ def test_the_configuration_may_lie_under_coordinator(tmp_path):
         ({"pools": {"p": {"nodes": [{"name": "n"}, {"name": "n"}]}}}, "node 'n' is named twice"),
         ({"pools": {"p": {"nodes": [{"name": "q"}]}, "q": {"nodes": [{"name": "n"}]}}}, "'q' names both a pool and"),
         ({"pools": {"p": {"nodes": [{"name": "n", "gpus": -1}]}}}, "node 'n' has -1 GPUs"),
+        (
+            {"pools": {"p": {"nodes": [{"name": "n", "host": "h"}, {"name": "m", "host": "h", "gpu_ids": [1]}]}}},
+            "nodes 'n' and 'm' share GPUs of host 'h'",
+        ),
+        ({"pools": {"p": {"nodes": [{"name": "n", "host": "h", "gpu_ids": [0, 0], "gpus": 2}]}}}, r"gpu_ids \[0, 0\]; as many"),
+        ({"pools": {"p": {"nodes": [{"name": "n", "gpu_ids": [0]}]}}}, "and a host"),
         ({"pools": POOLS, "schedule": []}, "schedule is empty"),
         ({"pools": POOLS, "schedule": [{"mode": "random"}]}, "'random'.*allowed modes: sequential, uncoordinated, interleaved"),
         (

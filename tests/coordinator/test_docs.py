@@ -45,8 +45,11 @@ def rows(heading):
 
 
 def without_none(hint):
+    """Nor what limits a type further."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return next(part for part in typing.get_args(hint) if part is not type(None))
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+    if typing.get_origin(hint) is typing.Annotated:
+        return hint.__origin__
     return hint
 
 

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from verl_mux.coordinator.bus import limits
 from verl_mux.errors import UserError
 from verl_mux.scheduling.estimate.gpu_kinds import GpuKind, find_kind
 from verl_mux.scheduling.model import Cluster, NodeKind
@@ -25,9 +26,13 @@ _PLENTY_GB = 1e6
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`cpus`: cores that work on this node should stay on; bytes and price are None where unknown."""
+    """`host`: name or address of the machine that it is part of, None: unknown, and leases bind no place. `gpu_ids`: which of
+    that host's GPUs it is, None: all. `cpus`: cores that work on this node should stay on; bytes and price are None where
+    unknown."""
 
     name: str
+    host: limits.Name | None = None
+    gpu_ids: list[int] | None = None
     gpus: int = 1
     cpus: list[int] | None = None
     device_bytes: int | None = None
@@ -131,6 +136,29 @@ def _check_pools(config: Config) -> None:
     for node in (node for pool in config.pools.values() for node in pool.nodes):
         if node.gpus < 0:
             raise UserError(f"coordinator configuration: node {node.name!r} has {node.gpus} GPUs; at least 0 is needed")
+    _check_places(list(config.nodes.values()))
+
+
+def _check_places(nodes: list[Node]) -> None:
+    """No GPU is part of two nodes."""
+    taken: dict[str, list[Node]] = {}
+    for node in nodes:
+        if node.gpu_ids is not None and (
+            len(set(node.gpu_ids)) != node.gpus or min(node.gpu_ids, default=0) < 0 or not node.host
+        ):
+            raise UserError(
+                f"coordinator configuration: node {node.name!r} has gpu_ids {node.gpu_ids}; as many different ones as it has gpus"
+                f" ({node.gpus}), counted from 0 on its host, are needed, and a host"
+            )
+        if not node.host:
+            continue
+        for other in taken.setdefault(node.host, []):
+            if node.gpu_ids is None or other.gpu_ids is None or set(node.gpu_ids) & set(other.gpu_ids):
+                raise UserError(
+                    f"coordinator configuration: nodes {other.name!r} and {node.name!r} share GPUs of host {node.host!r};"
+                    " nodes on one host need gpu_ids of their own"
+                )
+        taken[node.host].append(node)
 
 
 def _check_schedule(config: Config) -> None:
