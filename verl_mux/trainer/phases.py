@@ -43,12 +43,14 @@ class Phases:
 
         def fenced() -> None:
             with self._device_taken():
-                if self.lease is None:
+                lease, began = self.lease, time.perf_counter()
+                if lease is None:
                     return
                 try:
-                    go_on = pause(self.lease)
+                    go_on = pause(lease)
                     self.mux.wait_until_usable()
                     go_on()
+                    self.log.log(events.LEASE_FENCED, time.perf_counter() - began, extra=_about(lease), step=lease.step)
                 except LeaseLost as lost:
                     log.error("the lease will not come back: %s", lost)
                 except Exception:
@@ -83,8 +85,7 @@ class Phases:
         started = time.perf_counter()
         lease = self.mux.acquire(phase, step=step)
         waited = time.perf_counter() - started
-        extra = {"phase": phase, "nodes": list(lease.nodes), "token": lease.token}
-        self.log.log(events.LEASE_WAIT, waited, extra=extra, step=step)
+        self.log.log(events.LEASE_WAIT, waited, extra=_about(lease), step=step)
         self.add_seconds(f"wait_{phase}", waited)
         self.lease, self._began = lease, time.perf_counter()
         return lease
@@ -96,9 +97,8 @@ class Phases:
         with self.using():  # not while what was put to sleep is taken up again
             lease, self.lease = self.lease, None
         held = time.perf_counter() - self._began
-        extra = {"phase": lease.phase, "nodes": list(lease.nodes), "token": lease.token}
         # Logged before the nodes go to somebody else, so that by the log too nobody shares them.
-        self.log.log(events.PHASE, held, extra=extra, step=lease.step)
+        self.log.log(events.PHASE, held, extra=_about(lease), step=lease.step)
         self.add_seconds(lease.phase, held)
         self.mux.release(lease)
 
@@ -106,8 +106,8 @@ class Phases:
         """Give some of the held nodes back, whose memory is free by now; the phase goes on upon the rest."""
         lease = self.lease
         assert lease is not None, f"{nodes} go back while no lease is held"
-        extra = {"phase": lease.phase, "nodes": list(nodes), "token": lease.token}
-        self.log.log(events.PHASE, time.perf_counter() - self._began, extra=extra, step=lease.step)
+        given_back = {**_about(lease), "nodes": list(nodes)}
+        self.log.log(events.PHASE, time.perf_counter() - self._began, extra=given_back, step=lease.step)
         self.lease = self.mux.shrink(lease, nodes)
 
     def fail(self, reason: str) -> None:
@@ -155,3 +155,7 @@ class Phases:
     def add_seconds(self, name: str, seconds: float) -> None:
         """So much of the step went to a phase or part, beside what went to it before."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+
+def _about(lease: Lease) -> dict[str, Any]:
+    return {"phase": lease.phase, "nodes": list(lease.nodes), "token": lease.token}

@@ -48,6 +48,7 @@ RESPONSE_LENGTHS = "step_response_length_stats"
 # The trainer's step (role "trainer", worker 0).
 PHASE = "phase"
 LEASE_WAIT = "lease_wait"
+LEASE_FENCED = "lease_fenced"
 SYNC = "sync"
 SLEEP = "sleep"
 WAKE = "wake"
@@ -197,6 +198,7 @@ TABLE: list[Event] = [
         "mux",
         Event(PHASE, "a phase under its lease", "phase (init/rollout/train), nodes, token"),
         Event(LEASE_WAIT, "waiting for the lease of a phase", "phase, nodes, token", "holder"),
+        Event(LEASE_FENCED, "the coordinator did not answer: memory slept, until it was taken up again", "phase, nodes, token"),
         Event(SYNC, "weights go from trainer to rollout", "bytes, version, ranks"),
         Event(SLEEP, "tagged memory is released (an engine's by its server)", "tag, bytes, mapped, node, side (rollout/train)"),
         Event(
