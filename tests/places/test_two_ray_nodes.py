@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import tempfile
 
 import pytest
 
@@ -12,9 +13,10 @@ BIG, SMALL = "127.0.0.3", "127.0.0.2"
 
 
 @pytest.fixture(scope="module")
-def found(python, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ray", numbered=True)
-    ended = python("-m", "tests.places.two_ray_nodes", VERL_PLATFORM="cpu", RAY_TMPDIR=str(folder), RAY_ADDRESS=None, timeout=240)
+def found(python):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # Ray's sockets lie deep in it, and have a limit to their names
+        environment = {"VERL_PLATFORM": "cpu", "RAY_TMPDIR": folder, "RAY_ADDRESS": None}
+        ended = python("-m", "tests.places.two_ray_nodes", timeout=300, **environment)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return json.loads(ended.stdout.splitlines()[-1])
 
