@@ -6,9 +6,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_mux import worker_settings
+from verl_mux.places.place import Place
 from verl_mux.worker_settings import KEY, WorkerSettings, open_worker_log, pin
 
-SETTINGS = WorkerSettings(job="math", uid="ab12", seed=3, events_dir="/logs", rollout_nodes=("r0", "r1"), train_cpus=(1,))
+PLACES = {"r0": Place(host="gpu-07", gpu_ids=[0, 1]), "r1": Place(), "t0": Place(cpus=[1])}
+SETTINGS = WorkerSettings(
+    job="math", uid="ab12", seed=3, events_dir="/logs", rollout_nodes=("r0", "r1"), train_nodes=("t0",), train_cpus=(1,),
+    places=PLACES,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["mapping", "config", "dataclass"])
@@ -30,6 +35,10 @@ def test_without_them_there_are_defaults(rollout):
 def test_they_survive_a_config_file():
     text = OmegaConf.to_yaml(OmegaConf.create({"custom": {KEY: SETTINGS.to_dict()}}))
     assert WorkerSettings.from_rollout_config(OmegaConf.create(text)) == SETTINGS
+
+
+def test_a_side_is_bound_where_its_nodes_have_hosts():
+    assert (SETTINGS.is_bound("rollout"), SETTINGS.is_bound("train"), WorkerSettings().is_bound("train")) == (True, False, False)
 
 
 def test_servers_of_other_runs_replicas_and_nodes_meet_elsewhere():

@@ -8,9 +8,13 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
+
+from verl_mux.places.place import Place
 
 KEY = "verl_mux"
 
@@ -19,7 +23,9 @@ KEY = "verl_mux"
 class WorkerSettings:
     """`uid`: unique to one run of a job. `cpus`: CPUs of a node by side ("rollout", "train"), where a node names them.
 
-    `events_every`: only steps that are multiples of it are logged. `nodes`: names by side.
+    `events_every`: only steps that are multiples of it are logged. `nodes`: names by side, in the order of ranks; `places`: where
+    each of them is.
+    `resume`: the folder of the checkpoint that the job goes on from, None: from none.
     `truncated_reward`: of a response that segment rollout cut at its longest; None: its own score.
     """
 
@@ -34,13 +40,21 @@ class WorkerSettings:
     rollout_cpus: tuple[int, ...] = ()
     train_cpus: tuple[int, ...] = ()
     truncated_reward: float | None = None
+    places: Mapping[str, Place] = field(default_factory=dict)
+    resume: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        plain = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
+        return {**plain, "places": {node: msgspec.structs.asdict(place) for node, place in self.places.items()}}
 
     def server_directory(self, replica: int, node: int) -> Path:
         """Where the processes of one server's node meet: its memory report and the gate of its launch."""
         return self.directory / f"server_{replica}_{node}"
+
+    def is_bound(self, side: str) -> bool:
+        """Have the nodes of this side, "rollout" or "train", hosts?"""
+        nodes = self.rollout_nodes if side == "rollout" else self.train_nodes
+        return any(node in self.places and self.places[node].host is not None for node in nodes)
 
     @property
     def directory(self) -> Path:
@@ -54,7 +68,13 @@ class WorkerSettings:
         given: dict[str, Any] = dict((custom or {}).get(KEY) or {})
         for key, value in given.items():
             given[key] = tuple(value) if isinstance(value, (list, tuple)) else value
-        return cls(**given)
+        places = given.get("places") or {}
+        return cls(**{**given, "places": {node: _place(dict(place)) for node, place in places.items()}})
+
+
+def _place(plain: dict[str, Any]) -> Place:
+    lists = {key: list(plain[key]) for key in ("gpu_ids", "cpus") if plain[key] is not None}
+    return Place(host=plain["host"], **lists)
 
 
 def node_of(nodes: Sequence[str], place: int, places: int) -> str:

@@ -1,5 +1,6 @@
 """Bad keys end a job before Ray starts: one line on stderr, exit code 2, and verl's own checks never run."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,21 @@ def refusal(check, config, capsys) -> str:
 
 def test_a_job_that_the_coordinator_would_take_goes_on_to_verls_own_checks(check, coordinator):
     assert check(job(coordinator.address))
+
+
+def test_a_ray_of_the_jobs_own_offers_the_nodes_of_this_machine_and_no_other(check, monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    pools = {"rollout": {"nodes": [{"name": "r0", "gpus": 8, "host": socket.gethostname()}]},
+             "train": {"nodes": [{"name": "t0", "gpus": 8, "host": "elsewhere"}]}}  # fmt: skip
+    with Coordinator(make_config({"pools": pools})) as bound:
+        config = job(bound.address)
+        config.ray_kwargs = {"ray_init": {"num_cpus": 4}}
+        assert check(config) and config.ray_kwargs.ray_init == {"num_cpus": 4, "resources": {"mux_r0": 1}}
+        # A cluster that is there already offers what it was started with.
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+        joining = job(bound.address)
+        assert check(joining) and "ray_kwargs" not in joining
 
 
 def test_asking_leaves_no_job_behind(check, coordinator):

@@ -144,6 +144,12 @@ class TestModes:
             ({"actor_rollout_ref__rollout__n_gpus_per_node": 0}, ["needs a rollout pool", "given 1 and 0"]),
             ({"actor_rollout_ref__rollout__n_gpus_per_node": 3}, ["3 rollout GPUs", "replicas of 2 GPUs", "multiple"]),
             ({"algorithm__filter_groups": {"enable": True}}, ["algorithm.filter_groups.enable=True"]),
+            (
+                {"reward": {"reward_model": {"enable": True}}},
+                ["reward.reward_model.enable=True", "do not cover it", "False"],
+            ),
+            ({"reward__reward_model": {"enable_resource_pool": True}}, ["reward.reward_model.enable_resource_pool=True"]),
+            ({"distillation": {"enabled": True}}, ["distillation.enabled=True", "leases do not cover it"]),
             ({"trainer__v1__mux_separate": {"parameter_sync_step": 4}}, ["mux_separate.parameter_sync_step is 4", "on-policy"]),
         ],
     )

@@ -12,6 +12,7 @@ def machine(monkeypatch, tmp_path):
     """A machine with or without an accelerator's device file, and without VERL_PLATFORM."""
     monkeypatch.delenv("VERL_PLATFORM", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
 
     def made(accelerator: bool) -> None:
         device = tmp_path / "nvidiactl"
@@ -54,6 +55,22 @@ def test_the_head_node_of_a_cluster_says_nothing_about_its_accelerators(machine,
     machine(False)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert not choose.cpu_platform_wanted(MODE)
+
+
+@pytest.mark.parametrize(
+    ("variable", "argument", "wanted"),
+    [(None, None, False), ("auto", None, False), ("local", None, True), (None, "local", True), ("local", "null", True)],
+)
+def test_a_cluster_that_was_started_here_is_joined_unless_the_job_has_one_of_its_own(
+    machine, monkeypatch, tmp_path, variable, argument, wanted
+):
+    machine(False)
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("10.0.0.1:6379")
+    if variable is not None:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    words = [] if argument is None else [f"+ray_kwargs.ray_init.address={argument}"]
+    assert choose.cpu_platform_wanted([*MODE, *words]) is wanted
 
 
 def test_one_device_file_is_an_accelerator(machine):

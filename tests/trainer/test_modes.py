@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,9 @@ from verl_mux.coordinator.bus.client import Lease
 from verl_mux.coordinator.bus.connect import connect
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
-from verl_mux.errors import Failure
+from verl_mux.errors import Failure, UserError
 from verl_mux.memory.moved import Moved
+from verl_mux.places.place import Location, Place
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.trainer.modes import PPOTrainerMuxSeparate
 from verl_mux.trainer.phases import Phases
@@ -130,19 +132,35 @@ def test_places_fill_the_nodes_in_order(nodes, places, expected):
 
 def test_the_init_lease_is_taken_before_any_group_touches_its_device_and_once(trainer):
     begun = []
-    trainer.phases = SimpleNamespace(lease=None)
+    trainer.phases = SimpleNamespace(lease=None, mux=SimpleNamespace(members=lambda members: begun.append(members)))
 
-    def begin(phase, step):
-        begun.append((phase, hasattr(trainer, "critic_wg")))
+    def begin(phase, step, nodes):
+        begun.append((phase, nodes, hasattr(trainer, "critic_wg")))
         trainer.phases.lease = phase
 
     trainer.phases.begin = begin
-    trainer.critic_wg = critic = group()
+    trainer.critic_wg = critic = started("hosta", "hostb")
     trainer.actor_rollout_wg = actor = group()
-    assert begun == [("init", False)] and trainer._train_groups() == [actor, critic]
+    # On its own side's nodes alone, and the coordinator knows by then whose processes will hold their memory.
+    assert begun == [["process 0", "process 1"], ("init", ("t0", "t1"), False)]
+    assert trainer._train_groups() == [actor, critic]
+
+
+def started(*hosts):
+    """A worker group whose ranks run on these hosts and have touched no device."""
+    return SimpleNamespace(mux_where=lambda: [(Location(host), f"process {rank}") for rank, host in enumerate(hosts)])
+
+
+def test_ranks_on_other_hosts_than_their_nodes_get_no_lease(trainer):
+    places = {"t0": Place(host="hosta"), "t1": Place(host="hostb")}
+    trainer.settings = dataclasses.replace(trainer.settings, places=places)
+    trainer.phases = SimpleNamespace(lease=None)
+    with pytest.raises(UserError, match=r"rank 1 works for node 't1' \(host hostb\), but runs on hosta"):
+        trainer.actor_rollout_wg = started("hosta", "hosta")
+    assert not hasattr(trainer, "actor_rollout_wg")
 
 
 def test_a_job_without_critic_has_no_group_for_it(trainer):
-    trainer.phases = SimpleNamespace(lease="init")
+    trainer.phases = SimpleNamespace(lease="init", mux=None)
     trainer.actor_rollout_wg = actor = group()
     assert trainer._train_groups() == [actor]

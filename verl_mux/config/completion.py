@@ -6,6 +6,7 @@ Runs in the trainer before verl reads the config. Each function changes the conf
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from uuid import uuid4
 
@@ -15,6 +16,7 @@ from verl_mux import plugin
 from verl_mux.config.rollout_keys import RolloutConfig
 from verl_mux.config.schema import MuxConfig
 from verl_mux.errors import UserError
+from verl_mux.places.place import Place
 from verl_mux.platform.cpu_features import has_bf16_products
 from verl_mux.rollout.engine.record import Arguments, EngineRecord, engines
 from verl_mux.worker_settings import KEY, WorkerSettings
@@ -61,8 +63,21 @@ def complete_trigger(config: DictConfig) -> None:
         sampler.custom_sampler = plugin.TRIGGERED_BUFFER
 
 
-def hand_to_workers(config: DictConfig, mux: MuxConfig, rollout_cpus: list[int], train_cpus: list[int]) -> WorkerSettings:
-    """Put what workers need into verl's extension point; returns it."""
+def hand_to_workers(
+    config: DictConfig,
+    mux: MuxConfig,
+    places: Mapping[str, Place] | None = None,
+    cpu: bool = False,
+    resume: str | None = None,
+) -> WorkerSettings:
+    """Put what workers need into verl's extension point; returns it.
+
+    `places`: of the job's nodes; `cpu`: work stays on the cores that these name; `resume`: the checkpoint to go on from.
+    """
+    places = places or {}
+    rollout_cpus, train_cpus = (
+        (places[names[0]].cpus or []) if cpu and names[0] in places else [] for names in (mux.nodes.rollout, mux.nodes.train)
+    )
     settings = WorkerSettings(
         job=str(mux.job),
         uid=uuid4().hex[:12],
@@ -75,6 +90,8 @@ def hand_to_workers(config: DictConfig, mux: MuxConfig, rollout_cpus: list[int],
         rollout_cpus=tuple(rollout_cpus),
         train_cpus=tuple(train_cpus),
         truncated_reward=mux.rollout.segments.truncated_reward,
+        places=places,
+        resume=resume,
     )
     with open_dict(config):
         custom = dict(config.actor_rollout_ref.rollout.get("custom") or {})

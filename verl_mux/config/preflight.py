@@ -19,7 +19,9 @@ from verl_mux.coordinator.bus.connect import connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.bus.messages import AUTO
 from verl_mux.errors import UserError
-from verl_mux.platform.choose import cpu_platform_wanted
+from verl_mux.places.here import this_host
+from verl_mux.places.place import is_host, resource_of
+from verl_mux.platform.choose import cpu_platform_wanted, joined_cluster
 from verl_mux.rollout.engine.record import engines
 
 # In `trainer.default_local_dir`: the name of the job whose checkpoints these are.
@@ -66,10 +68,24 @@ def claim_folder(folder: Path, job: str) -> None:
 def ask_coordinator(config: DictConfig, mux: MuxConfig) -> None:
     """Would the coordinator take this job? Registers and leaves again.
 
+    A Ray of the job's own on this machine will offer what the job's nodes here need (see places/ray_nodes.py).
+
     Raises:
         UserError: it does not answer, or refuses: unknown node, too many GPUs, a second job of this name.
     """
-    connect_job(config, mux, wait=False).close()
+    client = connect_job(config, mux, wait=False)
+    client.close()
+    named = OmegaConf.select(config, "ray_kwargs.ray_init.address") not in (None, "local")
+    if mux.coordinator and not named and joined_cluster(sys.argv) is None:
+        places = {node: client.place(node) for names in client.nodes.values() for node in names}
+        _offer(config, [node for node, place in places.items() if place.host is not None and is_host(place.host, this_host())])
+
+
+def _offer(config: DictConfig, nodes: list[str]) -> None:
+    given = OmegaConf.select(config, "ray_kwargs.ray_init.resources") or {}
+    if nodes:
+        offered = {**dict.fromkeys(map(resource_of, nodes), 1), **given}
+        OmegaConf.update(config, "ray_kwargs.ray_init.resources", offered, force_add=True)
 
 
 def complete_stock_mode(config: DictConfig) -> None:
@@ -86,7 +102,7 @@ def complete_stock_mode(config: DictConfig) -> None:
         mux = load(config)
         check_rollout_keys(config, mux)
         if mux.profile.enable or mux.rollout.trigger.enable:
-            completion.hand_to_workers(config, mux, [], [])
+            completion.hand_to_workers(config, mux)
             with open_dict(config):
                 config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = plugin.AGENT_LOOP_MANAGER
         if mux.rollout.trigger.enable:

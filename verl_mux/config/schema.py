@@ -142,6 +142,7 @@ def check(config: DictConfig) -> MuxConfig | None:
             f"trainer.v1.trainer_mode={mode} syncs whole weights: actor_rollout_ref.model.lora_rank={model['lora_rank']} needs "
             "actor_rollout_ref.model.lora.merge=true"
         )
+    _check_roles(config, mode)
     _check_replicas(config, mode)
     _check_turns(config, mode, mux)
     check_rollout_keys(config, mux)
@@ -158,6 +159,15 @@ def check(config: DictConfig) -> MuxConfig | None:
     if config.algorithm.get("filter_groups", None) and config.algorithm.filter_groups.enable:
         raise UserError(f"algorithm.filter_groups.enable=True is not supported by trainer.v1.trainer_mode={mode}; use sync")
     return mux
+
+
+def _check_roles(config: DictConfig, mode: str) -> None:
+    """Roles that hold GPUs outside a job's leases: verl keeps them awake, and no phase of ours covers them."""
+    for key in ("reward.reward_model.enable", "reward.reward_model.enable_resource_pool", "distillation.enabled"):
+        if OmegaConf.select(config, key):
+            raise UserError(
+                f"{key}=True is not supported by trainer.v1.trainer_mode={mode}, whose leases do not cover it; allowed: False"
+            )
 
 
 def check_rollout_keys(config: DictConfig, mux: MuxConfig) -> None:

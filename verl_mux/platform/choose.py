@@ -1,8 +1,8 @@
 """When is the CPU platform active? On a machine with an accelerator only if VERL_PLATFORM=cpu asks for it.
 
-Without that variable it is taken where there is no accelerator, the command line asks for one of our trainer modes, and no Ray
-cluster is named: the driver of a GPU cluster often runs on a head node that has none. verl's and the engine's child processes
-inherit the variable, so they agree with their parent.
+Without that variable it is taken where there is no accelerator, the command line asks for one of our trainer modes, and the job
+will not join a Ray cluster: the driver of a GPU cluster often runs on a head node that has none. verl's and the engine's child
+processes inherit the variable, so they agree with their parent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/davinci_manager", "/dev/dxg")
 _OUR_MODES = ("trainer_mode=mux_", "mux_ppo_trainer")
-_A_CLUSTER = "ray_init.address="
+_ADDRESS = "ray_init.address="
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +30,27 @@ def cpu_platform_wanted(argv: list[str] | None = None) -> bool:
     if asked:
         return asked == "cpu"
     words = sys.argv if argv is None else argv
-    ours = any(mark in word for word in words for mark in _OUR_MODES)
-    cluster = os.environ.get("RAY_ADDRESS") or any(_A_CLUSTER in word for word in words)
-    return ours and not cluster and not accelerator_present()
+    if accelerator_present() or not any(mark in word for word in words for mark in _OUR_MODES):
+        return False
+    if (cluster := joined_cluster(words)) is not None:
+        logger.info("no accelerator here, but the Ray cluster at %s is taken to have some (VERL_PLATFORM=cpu if not)", cluster)
+    return cluster is None
+
+
+def joined_cluster(words: list[str]) -> str | None:
+    """The address of the Ray cluster that a driver with this command line joins; None: it starts one of its own.
+
+    Named, or else the one that `ray start` on this machine began, which `ray.init()` takes by itself.
+    """
+    given = [word.partition(_ADDRESS)[2] for word in words if _ADDRESS in word]
+    for named in (given[-1] if given else "", os.environ.get("RAY_ADDRESS", "")):
+        if named not in ("", "null", "auto"):
+            return None if named == "local" else named
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    try:
+        return (Path(folder) / "ray" / "ray_current_cluster").read_text().strip() or None
+    except OSError:
+        return None
 
 
 def take_cpu_platform() -> bool:

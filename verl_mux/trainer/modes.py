@@ -23,6 +23,7 @@ import ray
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
+from verl.single_controller.ray.base import ResourcePoolManager
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.utils.config import omega_conf_to_dataclass
@@ -44,6 +45,13 @@ from verl_mux.trainer import stock_profile  # noqa: F401  (registers at import)
 from verl_mux.trainer.phases import Phases
 from verl_mux.trainer.replay_buffer import MuxReplayBuffer
 from verl_mux.trainer.rollout_side import RolloutSide
+from verl_mux.trainer.worker_groups import (
+    AfterInitLease,
+    check_ranks,
+    checkpoint_to_resume,
+    placed_pools,
+    settle_nodes,
+)
 from verl_mux.trainer.workers import MuxActorWorker, MuxTrainingWorker
 from verl_mux.worker_settings import node_of, open_worker_log
 
@@ -52,31 +60,12 @@ class OffPolicyError(RuntimeError):
     """A sample was generated with other weights than the trainer's of this step."""
 
 
-class _AfterInitLease:
-    """A worker group of a trainer that has to take its init lease first.
-
-    verl's `_setup` starts all worker processes, then sets each group right before the group first touches its device (`reset` of
-    the critic, `init_model` of the actor). It calls nothing of ours in between, so setting the group is the door.
-    """
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __set__(self, trainer: PPOTrainerMux, group: Any) -> None:
-        trainer.take_init_lease()
-        trainer.__dict__[self._name] = group
-
-    def __get__(self, trainer: PPOTrainerMux, owner: type) -> Any:
-        if self._name not in vars(trainer):
-            raise AttributeError(self._name)
-        return vars(trainer)[self._name]
-
-
 class PPOTrainerMux(PPOTrainer):
     """What both modes share. See the module's docstring for a step's life."""
 
     _enable_hybrid_replicas = False
     _colocated = False
+    resource_pool_manager: ResourcePoolManager
 
     def __init__(self, config: DictConfig) -> None:
         mux = check(config)
@@ -90,11 +79,13 @@ class PPOTrainerMux(PPOTrainer):
 
     def _connect(self, config: DictConfig, mux) -> None:
         client = connect_job(config, mux)
-        # The coordinator's answer: pools spelt out, and where it placed a job that left its nodes to it.
-        mux.nodes.rollout, mux.nodes.train = list(client.nodes["rollout"]), list(client.nodes["train"])
-        nodes = {"rollout": mux.nodes.rollout, "train": mux.nodes.train}
-        cpus = {side: client.cpus(names[0]) or [] if self._cpu else [] for side, names in nodes.items()}
-        self.settings = completion.hand_to_workers(config, mux, cpus["rollout"], cpus["train"])
+        try:
+            nodes = settle_nodes(client, config, self._colocated)
+        except BaseException:
+            client.close()
+            raise
+        mux.nodes.rollout, mux.nodes.train = nodes.rollout, nodes.train
+        self.settings = completion.hand_to_workers(config, mux, nodes.places, self._cpu, checkpoint_to_resume(config))
         self.phases = Phases(client, open_worker_log(self.settings, "trainer", 0))
         self._rollout_began = 0.0
         self._weights = 0  # version of those in the engines
@@ -109,6 +100,7 @@ class PPOTrainerMux(PPOTrainer):
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
+        self.resource_pool_manager = placed_pools(self.resource_pool_manager, self.settings)
         for role in (Role.Actor, Role.RefPolicy):
             if role in self.role_worker_mapping:
                 self.role_worker_mapping[role] = ray.remote(MuxActorWorker)
@@ -132,13 +124,17 @@ class PPOTrainerMux(PPOTrainer):
         buffer.on_progress = self._report_progress
         return buffer
 
-    critic_wg = _AfterInitLease()
-    actor_rollout_wg = _AfterInitLease()
+    critic_wg = AfterInitLease()
+    actor_rollout_wg = AfterInitLease()
 
-    def take_init_lease(self) -> None:
-        """Worker processes have started and imported by now: the lease is held for the seconds that map memory and no longer."""
+    def before_device(self, group: Any) -> None:
+        """Worker processes have started, imported and read their weights from disk by now: the lease is held for the seconds that
+        map memory and no longer."""
         if self.phases.lease is None:
-            self.phases.begin("init", step=0)
+            ranks = group.mux_where()
+            check_ranks([at for at, _ in ranks], self.settings)
+            self.phases.mux.members([process for _, process in ranks])
+            self.phases.begin("init", step=0, nodes=self.settings.train_nodes)
 
     def _setup(self) -> None:
         # Imports the engine: only where one of our modes runs.
@@ -152,7 +148,7 @@ class PPOTrainerMux(PPOTrainer):
         pool = self.resource_pool_manager.get_resource_pool(Role.Actor) if self._colocated else None
         self.rollout_server_manager = MuxLLMServerManager.create(
             config=self.config,
-            acquire=lambda: self.phases.begin("init", step=0),
+            acquire=lambda: self.phases.begin("init", step=0, nodes=self.settings.rollout_nodes),
             release=lambda _lease: self.phases.end(),
             balancer=self.llm_server_manager.global_load_balancer,
             colocate_with=pool,
@@ -363,8 +359,8 @@ class PPOTrainerMux(PPOTrainer):
 
     def _processes(self) -> list[Member]:
         """All processes of this job that hold device memory."""
-        ranks = [rank for group in self._train_groups() for rank in group.mux_processes()]
-        return [*(process for rank in ranks for process in rank), *self.rollout_server_manager.processes()]
+        ranks = [process for group in self._train_groups() for _, process in group.mux_where()]
+        return list(dict.fromkeys([*ranks, *self.rollout_server_manager.processes()]))  # a process has a rank of each group
 
     @contextlib.contextmanager
     def _leaving_on_failure(self) -> Iterator[None]:

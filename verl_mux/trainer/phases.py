@@ -79,11 +79,11 @@ class Phases:
             finally:
                 self._user = before
 
-    def begin(self, phase: str, step: int) -> Lease:
-        """Wait for the lease of `phase`. The one held before, if any, must have been ended."""
+    def begin(self, phase: str, step: int, nodes: Sequence[str] | None = None) -> Lease:
+        """Wait for the lease of `phase`, on these nodes (None: all of its side). The one held before, if any, must have ended."""
         assert self.lease is None, f"{phase} begins while {self.lease} is held"
         started = time.perf_counter()
-        lease = self.mux.acquire(phase, step=step)
+        lease = self.mux.acquire(phase, step=step, nodes=None if nodes is None else list(dict.fromkeys(nodes)))
         waited = time.perf_counter() - started
         self.log.log(events.LEASE_WAIT, waited, extra=_about(lease), step=step)
         self.add_seconds(f"wait_{phase}", waited)

@@ -99,7 +99,7 @@ class RolloutSide:
         at_once = trainer.config.actor_rollout_ref.rollout.max_num_seqs
         return TailMigration(
             self._config.migration,
-            units(trainer.settings.rollout_nodes, manager.server_addresses),
+            units([replica.nodes for replica in manager.get_replicas()], manager.server_addresses),
             workers=lambda: trainer.agent_loop_manager.agent_loop_workers,
             balancer=manager.global_load_balancer,
             handles=dict(zip(manager.server_addresses, manager.server_handles, strict=True)),

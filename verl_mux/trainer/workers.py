@@ -6,13 +6,16 @@ trains (states on the device) --sleep--> host copy only --wake--> trains
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_name, get_torch_device
+from verl.utils.fs import copy_to_local
 from verl.utils.model import convert_weight_keys
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -22,6 +25,9 @@ from verl_mux.coordinator.bus.members import this_process
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.memory.cpu_saver import cpu_memory_saver
 from verl_mux.memory.moved import Moved, Moves, total
+from verl_mux.memory.read_ahead import read_ahead, weights_of
+from verl_mux.places.here import here
+from verl_mux.places.place import Location
 from verl_mux.sync.export import Range, are_row_shards, row_shards, stripes
 from verl_mux.worker_settings import WorkerSettings, pin
 
@@ -81,6 +87,17 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def _read_ahead(model: str, resume: str | None) -> None:
+    """In a worker that has just started and has no lease yet: what it will load comes into its host's memory.
+
+    `resume`: the folder of the checkpoint that the job goes on from.
+    """
+    rank = os.environ["RANK"]
+    shards = sorted(Path(resume).glob(f"*/*_rank_{rank}.pt")) if resume else []
+    first_here = int(rank) % int(os.environ.get("RAY_LOCAL_WORLD_SIZE", 1)) == 0
+    read_ahead([*(weights_of(model) if first_here else []), *shards])
+
+
 class MuxActorWorker(ActorRolloutRefWorker):
     """verl's actor (or reference) worker of a multiplexed job."""
 
@@ -91,6 +108,7 @@ class MuxActorWorker(ActorRolloutRefWorker):
             torch.set_num_threads(len(settings.train_cpus))
         super().__init__(config, role, **kwargs)
         self._fence = Fence()
+        _read_ahead(copy_to_local(config.model.path, use_shm=config.model.get("use_shm", False)), settings.resume)
         # Of an engine without plain row shards: this rank's stripes of the weights, made when it went to sleep.
         self._exported: list[Range] | None = None
 
@@ -115,9 +133,9 @@ class MuxActorWorker(ActorRolloutRefWorker):
         self._fence.reopen(token)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def mux_processes(self) -> list[Member]:
-        """This worker's process."""
-        return [this_process()]
+    def mux_where(self) -> tuple[Location, Member]:
+        """Where this worker runs, and as which process."""
+        return here(), this_process()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, float]:
@@ -151,6 +169,7 @@ class MuxTrainingWorker(TrainingWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._fence = Fence()
+        _read_ahead(self.model_config.local_path, None)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_sleep(self) -> Moves:
@@ -167,5 +186,5 @@ class MuxTrainingWorker(TrainingWorker):
         return DeviceStates("critic", self.engine).wake()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def mux_processes(self) -> list[Member]:
-        return [this_process()]
+    def mux_where(self) -> tuple[Location, Member]:
+        return here(), this_process()

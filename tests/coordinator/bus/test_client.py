@@ -19,6 +19,7 @@ from verl_mux.coordinator.bus.client import Lease, LeaseLost, LocalMux
 from verl_mux.coordinator.bus.connect import connect
 from verl_mux.coordinator.command import fetch_status
 from verl_mux.errors import UserError
+from verl_mux.places.place import Place
 
 NODES = {"rollout": ["r0"], "train": ["t0"]}
 
@@ -173,9 +174,11 @@ def test_the_event_log_tells_waits_holds_and_jobs(serve, join, event_log):
     assert event_log.of("job_exited")[0][2] == {"job": "a", "reason": "finished"}
 
 
-def test_cpus_come_from_the_configuration(serve, join):
-    a = join(serve(), "a", {"rollout": ["rollout"]})
-    assert (a.cpus("r0"), a.cpus("r1"), a.cpus("elsewhere")) == ([0], None, None)
+def test_places_come_from_the_configuration(serve, join):
+    bound = {"name": "r0", "host": "gpu-07", "gpu_ids": [2, 3], "gpus": 2, "cpus": [0]}
+    a = join(serve(pools={"rollout": {"nodes": [bound, {"name": "r1"}]}}), "a", {"rollout": ["rollout"]})
+    places = [a.place(node) for node in ("r0", "r1", "elsewhere")]
+    assert places == [Place(host="gpu-07", gpu_ids=[2, 3], cpus=[0]), Place(), Place()]
 
 
 def test_refusals_arrive_as_user_errors(serve, join):
@@ -319,7 +322,7 @@ def test_without_a_coordinator_every_lease_is_granted_at_once():
     mux.release(init)
     for call in (mux.progress(1, 2), mux.report_step(1, {}), mux.memory("r0", {}), mux.note(""), mux.members([])):
         assert call is None
-    assert (mux.has_waiters("rollout"), mux.cpus("r0"), mux.address) == (False, None, None)
+    assert (mux.has_waiters("rollout"), mux.place("r0"), mux.address) == (False, Place(), None)
     with pytest.raises(UserError, match="phase 'generate' is not known; allowed: init, rollout, train"):
         mux.acquire("generate")
 

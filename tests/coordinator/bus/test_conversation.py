@@ -7,7 +7,7 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.conversation import Conversation
 
 WHO = {"job": "a", "uid": "a:1", "client": "a-client"}
-WELCOME = m.Registered(nodes={"rollout": ["r0"]}, cpus={}, lease_timeout=10.0, epoch="e1", first=True)
+WELCOME = m.Registered(nodes={"rollout": ["r0"]}, places={}, lease_timeout=10.0, epoch="e1", first=True)
 
 
 class Talk(Conversation):

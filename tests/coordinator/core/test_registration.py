@@ -5,6 +5,7 @@ import pytest
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, Input
 from verl_mux.coordinator.core.state import Machine
+from verl_mux.places.place import Place
 
 SIDES = {"rollout": ["r0"], "train": ["t0"]}
 HERE = {"host": "here", "pid": 7, "started": 1}
@@ -48,7 +49,7 @@ def test_a_registration_is_refused_with_what_was_given_and_what_there_is(machine
 def test_a_pool_stands_for_all_its_nodes_and_both_sides_may_share_nodes(machine):
     answer = register(machine, nodes={"rollout": ["rollout"], "train": ["r0", "r0"]}, gpus={"rollout": 8})
     assert answer.nodes == {"rollout": ["r0", "r1"], "train": ["r0"]}
-    assert answer.cpus == {"r0": [0], "r1": None}
+    assert answer.places == {"r0": Place(cpus=[0]), "r1": Place()}
 
 
 def test_a_second_live_job_of_one_name_is_refused(machine):

@@ -11,26 +11,27 @@ from verl_mux.rollout.messages import RunningSample
 
 
 @pytest.mark.parametrize(
-    ("nodes", "servers", "expected"),
+    ("runs_on", "expected"),
     [
-        (["r0", "r1"], ["a", "b"], [Unit(("r0",), (0,), ("a",)), Unit(("r1",), (1,), ("b",))]),
-        (["r0", "r1"], list("abcd"), [Unit(("r0",), (0, 1), ("a", "b")), Unit(("r1",), (2, 3), ("c", "d"))]),
-        (["r0", "r1", "r2", "r3"], ["a", "b"], [Unit(("r0", "r1"), (0,), ("a",)), Unit(("r2", "r3"), (1,), ("b",))]),
+        (["r0", "r1"], [Unit(("r0",), (0,), ("a",)), Unit(("r1",), (1,), ("b",))]),
+        (["r0", "r1", "r1", "r0"], [Unit(("r0",), (0, 3), ("a", "d")), Unit(("r1",), (1, 2), ("b", "c"))]),
+        (["r0 r1", "r2 r3"], [Unit(("r0", "r1"), (0,), ("a",)), Unit(("r2", "r3"), (1,), ("b",))]),
     ],
 )
-def test_replicas_fill_nodes_in_order(nodes, servers, expected):
-    assert units(nodes, servers) == expected
+def test_what_is_given_back_are_nodes_and_the_replicas_that_run_there(runs_on, expected):
+    assert units([nodes.split() for nodes in runs_on], "abcd"[: len(runs_on)]) == expected
 
 
-def test_replicas_across_nodes_are_refused():
+@pytest.mark.parametrize("runs_on", [["r0", "r0", "r1"], ["r0", "r0 r1", "r1"], ["r0 r1", "r0 r1", "r0 r1"]])
+def test_replicas_that_cannot_leave_a_node_together_are_refused(runs_on):
     with pytest.raises(UserError, match="3 replicas on 2 rollout nodes; allowed: whole replicas on each node"):
-        units(["r0", "r1"], ["a", "b", "c"])
+        units([nodes.split() for nodes in runs_on], ["a", "b", "c"])
 
 
 def migration(contended: list[str]) -> TailMigration:
     return TailMigration(
-        MigrationPolicy(), units(["r0", "r1"], ["a", "b"]), workers=list, balancer=None, handles={}, contended=lambda: contended,
-        vacate=lambda unit: None, log=None, longest=100, max_requests=4, max_tokens=1000,
+        MigrationPolicy(), units([["r0"], ["r1"]], ["a", "b"]), workers=list, balancer=None, handles={},
+        contended=lambda: contended, vacate=lambda unit: None, log=None, longest=100, max_requests=4, max_tokens=1000,
     )  # fmt: skip
 
 

@@ -8,8 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("verl")
+from verl_mux.errors import UserError
 from verl_mux.memory.moved import Moved
-from verl_mux.rollout.engine.replica import InitGate, MuxLLMServerManager, MuxReplica
+from verl_mux.places.place import Location, Place
+from verl_mux.rollout.engine.replica import InitGate, MuxLLMServerManager, MuxReplica, nodes_of_replicas
+from verl_mux.worker_settings import WorkerSettings
 
 
 class Server:
@@ -44,6 +47,52 @@ def test_replicas_move_all_or_by_rank_and_each_server_tells_its_figures(ranks, n
     manager.rollout_replicas = [replica("r0", "r1")[0], replica("r2")[0]]
     moved = manager.move("sleep", ["kv_cache"], ranks)
     assert moved == [(node, {"kv_cache": Moved(1, 0, 0.0)}) for node in nodes]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "replicas", "servers", "expected"),
+    [
+        (["r0", "r1"], 2, 1, [("r0",), ("r1",)]),
+        (["r0", "r1"], 4, 1, [("r0",), ("r0",), ("r1",), ("r1",)]),
+        (["r0", "r1", "r2", "r3"], 2, 2, [("r0", "r1"), ("r2", "r3")]),
+        (["r0"], 2, 1, [("r0",), ("r0",)]),
+    ],
+)
+def test_replicas_fill_nodes_in_order(nodes, replicas, servers, expected):
+    assert nodes_of_replicas(nodes, replicas, servers) == expected
+
+
+def launching(nodes: tuple[str, ...], hosts: list[str]) -> MuxReplica:
+    """A replica of one worker a node, whose nodes lie on the hosts of their names, and whose workers run on these."""
+    made = object.__new__(MuxReplica)
+    made.replica_rank, made.gpus_per_replica_node, made.nodes = 3, 1, nodes
+    made._settings = WorkerSettings(places={node: Place(host=f"host-{node}") for node in nodes})
+
+    def worker(host: str, number: int):
+        async def where():
+            return Location(host), f"worker {number}"
+
+        async def processes():
+            return [f"server {number}"]
+
+        return SimpleNamespace(mux_where=SimpleNamespace(remote=where), processes=SimpleNamespace(remote=processes))
+
+    made.workers = made.servers = [worker(host, number) for number, host in enumerate(hosts)]
+    return made
+
+
+def test_rollout_workers_run_on_their_replicas_nodes():
+    asyncio.run(launching(("r0", "r1"), ["host-r0", "host-r1"])._check_workers())
+
+
+def test_no_server_is_launched_where_a_worker_runs_elsewhere():
+    with pytest.raises(UserError, match=r"worker 1 of replica 3 works for node 'r1' \(host host-r1\), but runs on host-r0"):
+        asyncio.run(launching(("r0", "r1"), ["host-r0", "host-r0"]).launch_servers())
+
+
+def test_a_replicas_processes_are_its_servers_and_its_workers():
+    found = asyncio.run(launching(("r0", "r1"), ["host-r0", "host-r1"]).processes())
+    assert found == ["server 0", "server 1", "worker 0", "worker 1"]
 
 
 class TestInitGate:

@@ -25,6 +25,7 @@ from verl_mux.coordinator.bus.keys import ClientKeys
 from verl_mux.coordinator.bus.link import Link
 from verl_mux.coordinator.bus.members import this_process
 from verl_mux.errors import Failure, UserError
+from verl_mux.places.place import Place
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class LocalMux:
 
     def __init__(self, job: str, nodes: dict[str, list[str]]):
         self.job, self.nodes = job, nodes
+        self._places: dict[str, Place] = {}
         self._tokens = itertools.count(1)
         self._steps: dict[str, int] = {}
 
@@ -140,9 +142,9 @@ class LocalMux:
         """Whether another job waits for one of this job's nodes of that phase."""
         return bool(self.contended(phase))
 
-    def cpus(self, node: str) -> list[int] | None:
-        """The CPUs that the coordinator's configuration names for the node."""
-        return None
+    def place(self, node: str) -> Place:
+        """Where the node is, by the coordinator's configuration; bound to no host where that does not say."""
+        return self._places.get(node, Place())
 
     def fail(self, reason: str) -> None:
         """Ends the job while its memory may still be on its nodes: they come free when its processes are gone."""
@@ -186,7 +188,8 @@ class Mux(LocalMux):
                 talk.end("never registered")
             self._link.close()
             raise
-        self.nodes = self._talk.registered.nodes if self._talk.registered is not None else {}
+        registered = self._talk.registered
+        self.nodes, self._places = (registered.nodes, registered.places) if registered is not None else ({}, {})
 
     def acquire(self, phase: str, step: int = 0, nodes: list[str] | None = None) -> Lease:
         step, nodes = int(step), self._nodes_for(phase, step, nodes)
@@ -283,10 +286,6 @@ class Mux(LocalMux):
     def contended(self, phase: str) -> list[str]:
         contended = self._talk.contended
         return [node for node in contended if node in self.nodes.get(phase, contended)]
-
-    def cpus(self, node: str) -> list[int] | None:
-        registered = self._talk.registered
-        return registered.cpus.get(node) if registered is not None else None
 
     def fail(self, reason: str) -> None:
         self._leave(lambda talk: talk.fail(reason), "it failed")

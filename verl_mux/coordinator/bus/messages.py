@@ -16,9 +16,10 @@ from typing import Annotated, Any
 import msgspec
 
 from verl_mux.coordinator.bus import limits
+from verl_mux.places.place import Place
 from verl_mux.scheduling.estimate.job_needs import JobNeeds
 
-VERSION = 2
+VERSION = 3
 
 SIDES = ("rollout", "train")
 PHASES = ("init", *SIDES)
@@ -220,11 +221,11 @@ class Free(Message, kw_only=True, frozen=True, tag="FREE"):
 
 
 class Registered(Message, kw_only=True, frozen=True, tag="REGISTERED"):
-    """`nodes` with pools spelt out; `cpus` of each node (None: not named); `first`: this client speaks for the job.
+    """`nodes` with pools spelt out; `places`: where each of them is; `first`: this client speaks for the job.
     `answers`: the registration with that number; 0: none, it was queued and has been placed."""
 
     nodes: dict[str, list[str]]
-    cpus: dict[str, list[int] | None]
+    places: dict[str, Place]
     lease_timeout: float
     epoch: str
     first: bool

@@ -60,7 +60,7 @@ def welcome(state: State, config: Config, job: Job, client: str, epoch: str, ans
         return m.Queued(reason=reason, epoch=epoch, answers=answers)
     return m.Registered(
         nodes=job.nodes,
-        cpus={name: config.nodes[name].cpus for name in job.all_nodes},
+        places={name: config.nodes[name].place for name in job.all_nodes},
         lease_timeout=config.lease_timeout,
         epoch=epoch,
         first=job.clients[0] == client,

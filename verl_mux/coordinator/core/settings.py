@@ -12,6 +12,7 @@ import msgspec
 
 from verl_mux.coordinator.bus import limits
 from verl_mux.errors import UserError
+from verl_mux.places.place import Place
 from verl_mux.scheduling.estimate.gpu_kinds import GpuKind, find_kind
 from verl_mux.scheduling.model import Cluster, NodeKind
 from verl_mux.scheduling.model import Pool as SchedulingPool
@@ -38,6 +39,10 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     device_bytes: int | None = None
     host_bytes: int | None = None
     usd_per_hour: float | None = None
+
+    @property
+    def place(self) -> Place:
+        return Place(host=self.host, gpu_ids=self.gpu_ids, cpus=self.cpus)
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -32,25 +32,23 @@ class Unit(NamedTuple):
     servers: tuple[str, ...]
 
 
-def units(nodes: Sequence[str], servers: Sequence[str]) -> list[Unit]:
-    """Replicas by rank fill nodes in order.
+def units(runs_on: Sequence[Sequence[str]], servers: Sequence[str]) -> list[Unit]:
+    """`runs_on`: the nodes of each replica, by rank, as they were found to run. Together are those that share a node.
 
     Raises:
-        UserError: neither whole replicas on each node nor whole nodes under each replica.
+        UserError: neither as many whole replicas on each node nor whole nodes under each replica.
     """
-    groups: list[tuple[tuple[str, ...], range]]
-    if len(servers) % len(nodes) == 0:
-        each = len(servers) // len(nodes)
-        groups = [((node,), range(at * each, (at + 1) * each)) for at, node in enumerate(nodes)]
-    elif len(nodes) % len(servers) == 0:
-        each = len(nodes) // len(servers)
-        groups = [(tuple(nodes[at * each : (at + 1) * each]), range(at, at + 1)) for at in range(len(servers))]
-    else:
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for rank, nodes in enumerate(runs_on):
+        groups.setdefault(tuple(dict.fromkeys(nodes)), []).append(rank)
+    every = [node for nodes in groups for node in nodes]
+    shared = len(set(every)) < len(every) or any(len(nodes) > 1 and len(ranks) > 1 for nodes, ranks in groups.items())
+    if shared or len({len(ranks) for ranks in groups.values()}) > 1:
         raise UserError(
-            f"mux.rollout.migration.enable=True is not possible with {len(servers)} replicas on {len(nodes)} rollout nodes; "
+            f"mux.rollout.migration.enable=True is not possible with {len(servers)} replicas on {len(set(every))} rollout nodes; "
             "allowed: whole replicas on each node, or whole nodes under each replica"
         )
-    return [Unit(on, tuple(ranks), tuple(servers[rank] for rank in ranks)) for on, ranks in groups]
+    return [Unit(nodes, tuple(ranks), tuple(servers[rank] for rank in ranks)) for nodes, ranks in groups.items()]
 
 
 class TailMigration:

@@ -19,11 +19,18 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, get_rollout_replica_class
 
 from verl_mux.coordinator.bus.fence import Fence
+from verl_mux.coordinator.bus.members import this_process
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.memory.moved import Moves
+from verl_mux.places.here import here
+from verl_mux.places.place import Location, check
+from verl_mux.places.ray_nodes import PlacedPool
 from verl_mux.rollout.engine import launch_gate
 from verl_mux.rollout.engine.record import EngineRecord, engines
-from verl_mux.worker_settings import WorkerSettings, pin
+from verl_mux.worker_settings import WorkerSettings, node_of, pin
+
+# verl's, in a pool of a replica's own: the rollout worker, and room for another.
+_PROCESSES_A_GPU = 2
 
 
 class MuxCheckpointEngineWorker(CheckpointEngineWorker):
@@ -40,6 +47,10 @@ class MuxCheckpointEngineWorker(CheckpointEngineWorker):
         if token is not None:
             self._fence.enter(token)
         await super().update_weights(global_steps=global_steps)
+
+    async def mux_where(self) -> tuple[Location, Member]:
+        """Where this worker runs, and as which process."""
+        return here(), this_process()
 
     async def wait_until_engine_is_at_gate(self, directory: str) -> None:
         await asyncio.to_thread(launch_gate.wait_until_engine_is_at_gate, Path(directory))
@@ -80,9 +91,13 @@ class MuxReplica(RolloutReplica):
 
     engine: EngineRecord
 
-    def __init__(self, *args, gate: InitGate, pools: list[RayResourcePool] | None = None, **kwargs) -> None:
+    def __init__(
+        self, *args, gate: InitGate, runs_on: Sequence[tuple[str, ...]], pools: Sequence[RayResourcePool] | None = None, **kwargs
+    ) -> None:
+        """`runs_on`: of each replica, by rank, the node of each of its servers; `pools`: their pools (None: verl makes them)."""
         super().__init__(*args, **kwargs)
         self._gate = gate
+        self.nodes = runs_on[self.replica_rank]
         self._pool = pools[self.replica_rank] if pools else None
         self._settings = WorkerSettings.from_rollout_config(self.config)
         self.server_class = ray.remote(pkgutil.resolve_name(self.engine.server))
@@ -96,9 +111,10 @@ class MuxReplica(RolloutReplica):
         )
 
     async def init_standalone(self) -> None:
-        """On GPUs of its own or, where a pool is given, on the training pool's GPUs (mux_colocate).
+        """On GPUs of its own, wherever Ray finds some, or on those of the pool that is given: on the job's nodes, where these
+        have hosts, or the training pool's (mux_colocate).
 
-        Both run in verl's STANDALONE mode: weights then have no host backup that every wake would copy to the device only for
+        All run in verl's STANDALONE mode: weights then have no host backup that every wake would copy to the device only for
         the sync to overwrite it.
         """
         if self._pool is None:
@@ -108,6 +124,7 @@ class MuxReplica(RolloutReplica):
 
     async def launch_servers(self) -> None:
         self.rollout_mode = RolloutMode.STANDALONE
+        await self._check_workers()
         launch = asyncio.create_task(super().launch_servers())
         gate = asyncio.create_task(self._arrive_at_gate())
         await asyncio.wait({launch, gate}, return_when=asyncio.FIRST_COMPLETED)
@@ -119,6 +136,13 @@ class MuxReplica(RolloutReplica):
             )
         await gate
         await self._gate.pass_through(lambda: self._map_memory_and_sleep(launch))
+
+    async def _check_workers(self) -> None:
+        """Raises UserError where they run elsewhere than on their nodes; the server looks for itself."""
+        found = await asyncio.gather(*[worker.mux_where.remote() for worker in self.workers])
+        who = [f"rollout worker {at} of replica {self.replica_rank}" for at in range(len(found))]
+        nodes = [self.nodes[at // self.gpus_per_replica_node] for at in range(len(found))]
+        check(zip(who, nodes, [at for at, _ in found], strict=True), self._settings.places)
 
     async def _arrive_at_gate(self) -> None:
         await asyncio.gather(*[w.wait_until_engine_is_at_gate.remote(d) for w, d in self._gates()])
@@ -155,9 +179,16 @@ class MuxReplica(RolloutReplica):
         return [first, *await asyncio.gather(*[move.remote(*what) for move in moves[1:]])]
 
     async def processes(self) -> list[Member]:
-        """All processes of this replica's servers."""
+        """All processes of this replica: of its servers, and its workers, which hold a bucket of weights on the device."""
         found = await asyncio.gather(*[server.processes.remote() for server in self.servers])
-        return [process for server in found for process in server]
+        workers = await asyncio.gather(*[worker.mux_where.remote() for worker in self.workers])
+        return [*(process for server in found for process in server), *(process for _, process in workers)]
+
+
+def nodes_of_replicas(nodes: Sequence[str], replicas: int, servers: int) -> list[tuple[str, ...]]:
+    """Of each replica the node of each of its `servers`: by rank they fill the nodes in order."""
+    places = replicas * servers
+    return [tuple(node_of(nodes, rank * servers + at, places) for at in range(servers)) for rank in range(replicas)]
 
 
 def replica_class(engine: EngineRecord) -> type:
@@ -180,9 +211,16 @@ class MuxLLMServerManager(LLMServerManager):
         rollout = config.actor_rollout_ref.rollout
         size = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
         gpus = colocate_with.world_size if colocate_with else rollout.n_gpus_per_node * rollout.nnodes
-        pools = split_resource_pool(colocate_with, split_size=size) if colocate_with else None
+        settings = WorkerSettings.from_rollout_config(rollout)
+        each = min(rollout.n_gpus_per_node, size)  # of a replica on one of its nodes
+        runs_on = nodes_of_replicas(settings.rollout_nodes, gpus // size, size // each)
+        pools: list[RayResourcePool] | None = None
+        if colocate_with:
+            pools = split_resource_pool(colocate_with, split_size=size)
+        elif settings.is_bound("rollout"):
+            pools = [PlacedPool(nodes, each, _PROCESSES_A_GPU, f"rollout_pool_{rank}") for rank, nodes in enumerate(runs_on)]
         gate = InitGate(gpus // size, acquire, release)
-        self.rollout_replica_class = partial(replica_class(engines()[rollout.name]), gate=gate, pools=pools)
+        self.rollout_replica_class = partial(replica_class(engines()[rollout.name]), gate=gate, runs_on=runs_on, pools=pools)
         super().__init__(config, **kwargs)
 
     async def _init_global_load_balancer(self) -> None:
@@ -213,6 +251,6 @@ class MuxLLMServerManager(LLMServerManager):
 
     @auto_await
     async def processes(self) -> list[Member]:
-        """All server processes."""
+        """All processes of all replicas."""
         found = await asyncio.gather(*[replica.processes() for replica in self.rollout_replicas])
         return [process for replica in found for process in replica]

@@ -19,6 +19,8 @@ from verl_mux.coordinator.bus.messages import Member
 from verl_mux.memory.moved import Moved, Moves
 from verl_mux.memory.sleep_states import KV_CACHE, TAGS, SleepState, SleepStates
 from verl_mux.memory.tag_report import DIRECTORY_VARIABLE, mapped_bytes
+from verl_mux.places.here import here
+from verl_mux.places.place import check
 from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.engine.passage import Passage
 from verl_mux.rollout.engine.record import ABORTED, STOPPED
@@ -86,6 +88,9 @@ class MuxSGLangHttpServer(SGLangHttpServer):
         return this_process_and_children()
 
     async def launch_server(self, *args, **kwargs) -> None:
+        """verl's. Raises UserError where it runs elsewhere than on its node, before the engine starts."""
+        who = f"server {self.node_rank} of replica {self.replica_rank}"
+        check([(who, self._node(), here())], self._settings.places)
         await super().launch_server(*args, **kwargs)
         self._mapped = mapped_bytes(self._directory)
         if self.node_rank == 0:

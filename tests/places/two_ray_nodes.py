@@ -1,0 +1,83 @@
+"""`python -m tests.places.two_ray_nodes`: one Ray cluster whose two nodes with GPUs are different hosts, as far as Ray knows.
+
+Prints where pools and the ranks of a worker group land, as one JSON object.
+
+Run with VERL_PLATFORM=cpu and RAY_TMPDIR.
+"""
+
+from __future__ import annotations
+
+import json
+
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table, remove_placement_group
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+from verl.single_controller.ray.base import RayResourcePool
+
+from verl_mux.errors import UserError
+from verl_mux.places.here import here
+from verl_mux.places.place import Location, Place
+from verl_mux.places.ray_nodes import PlacedPool, check_cluster, in_rank_order, ray_nodes
+from verl_mux.trainer.worker_groups import check_ranks
+from verl_mux.worker_settings import WorkerSettings
+
+HOSTS = {"big": "127.0.0.3", "small": "127.0.0.2"}
+HEAD = {"num_cpus": 4, "num_gpus": 0, "include_dashboard": False, "object_store_memory": 80_000_000}
+# One has much more room than the other.
+ROOM = {"big": {"num_cpus": 64, "num_gpus": 8}, "small": {"num_cpus": 8, "num_gpus": 2}}
+
+
+class Seat(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def where(self):
+        return here()
+
+
+def landed(pool: RayResourcePool) -> list[str]:
+    """The addresses of the Ray nodes on which Ray puts the bundles of this pool; they are given back."""
+    groups = pool.get_placement_groups(device_name="cpu")
+    address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    found = [address[node] for group in groups for node in placement_group_table(group)["bundles_to_node_id"].values()]
+    for group in groups:
+        remove_placement_group(group)
+    return found
+
+
+def told(ranks: list[Location], nodes: list[str], places: dict[str, Place]) -> str:
+    """What a job on these training nodes is told about where its ranks are."""
+    try:
+        check_ranks(ranks, WorkerSettings(train_nodes=tuple(nodes), places=places))
+    except UserError as error:
+        return str(error)
+    return "right"
+
+
+def main() -> None:
+    cluster = Cluster(initialize_head=True, head_node_args=HEAD)
+    for name, address in HOSTS.items():
+        cluster.add_node(node_ip_address=address, resources={f"mux_{name}": 1}, object_store_memory=80_000_000, **ROOM[name])
+    ray.init(address=cluster.address, log_to_driver=False)
+    places = {name: Place(host=address) for name, address in HOSTS.items()}
+    check_cluster(places, {"big": 8, "small": 2}, ray_nodes())
+    nodes = in_rank_order(["big", "small"], places, ray_nodes())
+    pool = PlacedPool(nodes, 1, 3, "global_pool")
+    ranks = RayWorkerGroup(pool, RayClassWithInitArgs(cls=ray.remote(Seat)), device_name="cpu").where()
+    found = {
+        "unbound": landed(RayResourcePool([1], max_colocate_count=3)),
+        "small": landed(PlacedPool(["small"], 1, 3, "small")),
+        "big": landed(PlacedPool(["big"], 2, 3, "big")),
+        "order": nodes,
+        "right": told(ranks, nodes, places),
+        # As if each label were on the other host.
+        "swapped": told(ranks, nodes, {"big": places["small"], "small": places["big"]}),
+    }
+    print(json.dumps(found))
+    ray.shutdown()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

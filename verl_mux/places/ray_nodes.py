@@ -1,0 +1,125 @@
+"""A job's pools on the Ray nodes of its mux nodes.
+
+The Ray node of mux node N is started with the custom resource `mux_N`, 1 of it; every bundle of a placement group for N asks for
+a crumb of that beside its GPU. So Ray can put it nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from verl.plugin.platform import get_platform
+from verl.single_controller.ray.base import RayResourcePool
+
+from verl_mux.errors import UserError
+from verl_mux.places.place import Place, resource_of
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """One that is alive. `resources`: all that it offers, used or not; `gpus`: of those, what the platform counts as GPUs."""
+
+    address: str
+    gpus: int
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+
+def ray_nodes() -> list[RayNode]:
+    """Of the cluster that this process is connected to."""
+    name = get_platform().ray_resource_name()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return [RayNode(it["NodeManagerAddress"], int(it["Resources"].get(name, 0)), it["Resources"]) for it in alive]
+
+
+def check_cluster(places: Mapping[str, Place], gpus: Mapping[str, int], cluster: Sequence[RayNode]) -> None:
+    """Can Ray put what is asked for where the job's nodes are? `gpus`: asked for on each node.
+
+    Raises:
+        UserError: a Ray node lacks, is there twice or is too small; or nodes have no host where Ray could choose among several.
+    """
+    unbound = [node for node in gpus if places[node].host is None]
+    with_gpus = [it for it in cluster if it.gpus]
+    if unbound and len(with_gpus) > 1:
+        raise UserError(
+            f"Ray has {len(with_gpus)} nodes with GPUs ({', '.join(it.address for it in with_gpus)}), but the coordinator's file "
+            f"gives no host for {', '.join(unbound)}: Ray would choose where the job runs, whatever nodes it holds. Give each "
+            f"node a `host`, and start Ray there with {_option(unbound[0])}"
+        )
+    for node, asked in gpus.items():
+        if places[node].host is not None:
+            _check_node(node, places[node], asked, cluster)
+
+
+def _check_node(node: str, place: Place, asked: int, cluster: Sequence[RayNode]) -> None:
+    offering = [it for it in cluster if it.resources.get(resource_of(node))]
+    if not offering:
+        raise UserError(
+            f"node {node!r} ({place}): no Ray node offers the resource {resource_of(node)!r}; start Ray on that host with "
+            f"`ray start ... {_option(node)}`"
+        )
+    if len(offering) > 1:
+        raise UserError(
+            f"node {node!r} ({place}): {len(offering)} Ray nodes offer the resource {resource_of(node)!r} "
+            f"({', '.join(it.address for it in offering)}); only the one on that host may"
+        )
+    if offering[0].gpus < asked:
+        raise UserError(
+            f"node {node!r} ({place}): the job asks for {asked} GPUs there, but its Ray node {offering[0].address} offers "
+            f"{offering[0].gpus}"
+        )
+
+
+def _option(node: str) -> str:
+    return f"""--resources='{{"{resource_of(node)}": 1}}'"""
+
+
+def in_rank_order(nodes: Sequence[str], places: Mapping[str, Place], cluster: Sequence[RayNode]) -> list[str]:
+    """verl numbers ranks by their hosts' addresses, as texts, whatever order their pool has.
+
+    Raises:
+        UserError: some of the nodes have a host and others none, so that nobody knows which ranks get which.
+    """
+    bound = [node for node in nodes if places[node].host is not None]
+    if bound and len(bound) < len(nodes):
+        lacking = next(node for node in nodes if node not in bound)
+        raise UserError(
+            f"node {bound[0]!r} has a host and node {lacking!r} has none; the nodes of one side of a job all need one, or none"
+        )
+    if not bound:
+        return list(nodes)
+    address = {node: it.address for node in nodes for it in cluster if it.resources.get(resource_of(node))}
+    return sorted(nodes, key=lambda node: address[node])
+
+
+class PlacedPool(RayResourcePool):
+    """verl's pool, each of its placement groups on the Ray node of its mux node.
+
+    Args:
+        nodes: in the order of ranks (see `in_rank_order`).
+        gpus: bundles on each.
+        max_colocate_count: processes that share a bundle.
+    """
+
+    def __init__(self, nodes: Sequence[str], gpus: int, max_colocate_count: int, name_prefix: str) -> None:
+        super().__init__([gpus] * len(nodes), name_prefix=name_prefix, max_colocate_count=max_colocate_count)
+        self._nodes = list(nodes)
+        self.pgs: list[PlacementGroup] | None = None
+
+    def get_placement_groups(
+        self, strategy: str = "STRICT_PACK", name: str | None = None, device_name: str = "cuda"
+    ) -> list[PlacementGroup]:
+        if self.pgs is None:
+            asked = [(node, self._on(node, gpus)) for node, gpus in zip(self._nodes, self.store, strict=True)]
+            self.pgs = [
+                group
+                for node, pool in asked
+                for group in pool.get_placement_groups(strategy, f"{name or self.name_prefix}_{node}:", device_name)
+            ]
+        return self.pgs
+
+    def _on(self, node: str, gpus: int) -> RayResourcePool:
+        # What verl offers for a kind of accelerator is a custom resource like any other.
+        return RayResourcePool([gpus], max_colocate_count=self.max_colocate_count, accelerator_type=resource_of(node))
