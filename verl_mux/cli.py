@@ -17,6 +17,7 @@ COMMANDS = {
     "status": ("verl_mux.coordinator.command", "status", "Ask a coordinator who runs which phase, and who waits."),
     "evict": ("verl_mux.coordinator.by_hand_command", "evict", "End a job as if it had failed."),
     "release": ("verl_mux.coordinator.by_hand_command", "release", "Free what an ending job holds where nobody can look."),
+    "hold": ("verl_mux.filler.command", "hold", "Run a command on nodes that no job uses, and leave when one wants them."),
     "keys": ("verl_mux.coordinator.command", "keys", "Make the keys of a coordinator and of those who talk to it."),
     "plan": ("verl_mux.simulation.plan", "plan", "Say where jobs would go, at what price, and why not elsewhere."),
     "simulate": ("verl_mux.simulation.command", "simulate", "Compare placement policies on a trace of jobs."),
