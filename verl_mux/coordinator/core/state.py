@@ -93,7 +93,7 @@ class Machine:
         self.calls = Calls()
         self._waiting = Waiting(self.state, config)
         self._running = patience.RunningTime()
-        self._resumed = -1.0  # in running time
+        self._unheard: set[str] = set()  # jobs of which this start of the coordinator has heard nothing yet
 
     def handle(self, given: Input) -> list[Instruction]:
         """Raises IllegalMove or UnknownJob and then has changed nothing."""
@@ -112,6 +112,7 @@ class Machine:
         after = self._next_state(job, what)
         if isinstance(what, m.FromJob):
             self.heard[what.job] = self._running.at(now)
+            self._unheard.discard(what.job)
         if isinstance(what, m.Heartbeat) and job is not None and job.state is after:
             return self._heartbeat(now, job, what)  # by far the most frequent; nothing follows from it
         out = self._enter(job, after, now) if job else []
@@ -120,8 +121,8 @@ class Machine:
 
     def resume(self, now: float) -> None:
         """After a restart: no job has been silent yet."""
-        self._resumed = self._running.look(now)
-        self.heard = dict.fromkeys(self.state.jobs, self._resumed)
+        self.heard = dict.fromkeys(self.state.jobs, self._running.look(now))
+        self._unheard = set(self.state.jobs)
 
     def due(self, now: float) -> list[Input]:
         """What the passing of time has brought about; to be handled like any other input, in this order."""
@@ -402,7 +403,7 @@ class Machine:
 
     def _call(self, now: float, job: Job) -> None:
         """It is told what jobs wait for. After a restart it may not be there yet to hear that, and is told when it speaks."""
-        if job.filler and self.heard.get(job.name, self._resumed) > self._resumed:
+        if job.filler and job.name not in self._unheard:
             self.calls.tell(job, self._waiting.leases_of(job.name), self._running.at(now))
 
     def _give(self, request: Request, nodes: list[str], now: float) -> list[Instruction]:
