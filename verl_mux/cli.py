@@ -30,6 +30,7 @@ BENCHES = {
     "hostile": ("verl_mux.bench.hostile", "bench_hostile", "Malformed frames and hostile messages at a coordinator."),
     "load": ("verl_mux.bench.load", "bench_load", "Thousands of jobs at one coordinator."),
     "leases": ("verl_mux.bench.leases", "bench_leases", "Hand-over of a node between two jobs: release to grant."),
+    "filler": ("verl_mux.bench.filler", "bench_filler", "Fillers beside two jobs: what they cost, and what they use."),
     "chaos": ("verl_mux.bench.chaos.command", "bench_chaos", "Leases while processes, connections and disks fail."),
     "scheduler": ("verl_mux.bench.scheduler", "bench_scheduler", "Placement decisions among many running jobs."),
     "log": ("verl_mux.bench.log_cost", "bench_log", "The event log: microseconds an event, percent of a real step."),

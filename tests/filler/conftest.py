@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 
 import psutil
 import pytest
@@ -15,7 +16,13 @@ from verl_mux.coordinator.bus.connect import connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.command import fetch_status
 
-CONFIG = {"pools": {"rollout": {"nodes": [{"name": "r0"}]}, "train": {"nodes": [{"name": "t0"}]}}, "lease_timeout": 20}
+# Far above what a filler needs, so that one which leaves by itself and one that is ended by force are told apart on any machine.
+FILLER_GRACE_S = 5.0
+CONFIG = {
+    "pools": {"rollout": {"nodes": [{"name": "r0"}]}, "train": {"nodes": [{"name": "t0"}]}},
+    "lease_timeout": 20,
+    "filler_grace": FILLER_GRACE_S,
+}
 NODES = {"rollout": ["r0"], "train": ["t0"]}
 
 
@@ -63,16 +70,19 @@ def holders(status):
 
 @pytest.fixture
 def hold(coordinator, tmp_path):
-    """Starts `verl-mux hold` with a script of Python as its command; whatever is left of all at the end is killed."""
+    """Starts `verl-mux hold` with a script of Python as its command; whatever is left of all at the end is killed. `marked`: it
+    need not start once more to carry its mark."""
     started = []
 
-    def start(script, *options, pool="train", name="filler"):
+    def start(script, *options, pool="train", name="filler", marked=True):
         path = tmp_path / f"{name}.py"
         path.write_text(script)
         command = [sys.executable, "-m", "verl_mux", "hold", "--coordinator", coordinator.address, "--pool", pool, "--name", name]
+        environment = {**os.environ, **({UID_VARIABLE: f"{name}:{uuid.uuid4().hex}"} if marked else {})}
         process = subprocess.Popen(
-            [*command, *options, "--", sys.executable, str(path)], cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+            [*command, *options, "--", sys.executable, str(path)], cwd=tmp_path, env=environment,
+            stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         started.append(process)
         return process
 

@@ -7,6 +7,7 @@ import time
 import psutil
 import pytest
 
+from tests.filler.conftest import FILLER_GRACE_S
 from verl_mux.filler.command import ASKED_TO_LEAVE
 
 # Says in a file that it runs, and resumes as a training script would: each start adds a line, the third one is through.
@@ -49,7 +50,7 @@ def test_it_leaves_for_a_job_comes_back_and_ends_with_its_command(hold, job, tmp
     for step in (1, 2):
         eventually(lambda step=step: (tmp_path / "starts").exists() and len((tmp_path / "starts").read_text().split()) == step)
         lease = job.acquire("train", step=step)
-        assert lease.waited_s < 1.0 and holders() == ["job"]
+        assert lease.waited_s < FILLER_GRACE_S and holders() == ["job"]
         job.release(lease)
     assert process.wait(60) == 0
     assert (tmp_path / "starts").read_text().split() == ["t0", "t0", "t0"]
@@ -59,14 +60,14 @@ def test_it_leaves_for_a_job_comes_back_and_ends_with_its_command(hold, job, tmp
 def test_a_command_that_ignores_the_signal_is_killed_within_its_grace(hold, job, pids):
     hold(DEAF)
     (pid,) = pids("pids")
-    assert take(job) < 1.0
+    assert take(job) < FILLER_GRACE_S
     assert not alive(pid)
 
 
 def test_its_grandchildren_are_gone_before_the_job_has_the_node(hold, job, pids):
     hold(FAMILY + WAITS)
     family = pids("pids", 3)
-    assert take(job) < 1.0
+    assert take(job) < FILLER_GRACE_S
     assert not any(alive(pid) for pid in family)
 
 
@@ -77,9 +78,7 @@ def test_what_a_command_leaves_behind_when_it_ends_is_ended_too(hold, pids):
     assert not any(alive(pid) for pid in family)
 
 
-@pytest.mark.parametrize(
-    ("script", "code"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137), ("", 0)]
-)
+@pytest.mark.parametrize(("script", "code"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137), ("", 0)])
 def test_the_exit_code_of_a_command_that_ends_by_itself_is_passed_on(hold, script, code):
     assert hold(script).wait(60) == code
 
@@ -116,10 +115,10 @@ def test_one_that_was_killed_has_its_command_ended_by_the_coordinator(hold, job,
 
 
 def test_one_that_hangs_is_ended_with_its_command(hold, job, pids):
-    process = hold(DEAF)
+    process = hold(DEAF, marked=False)
     (pid,) = pids("pids")
     os.kill(process.pid, signal.SIGSTOP)
-    assert take(job) < 5.0
+    assert take(job) < 60
     assert not alive(pid)
     assert process.wait(60) == -signal.SIGKILL
 
@@ -128,7 +127,7 @@ def test_a_job_that_comes_while_the_command_starts_waits_no_longer(hold, job, ho
     """The command is a Python that has just been started, or not yet."""
     hold(DEAF)
     eventually(lambda: holders() == ["filler"])
-    assert take(job) < 1.0
+    assert take(job) < FILLER_GRACE_S
 
 
 def test_a_coordinator_that_was_killed_meanwhile_finds_the_filler_where_it_was(hold, job, coordinator, pids, holders, eventually):
@@ -155,7 +154,7 @@ def test_without_a_coordinator_it_stops_before_its_lease_is_over(hold, coordinat
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--grace", "10"], "at most 0.8 is allowed"),
+        (["--grace", "10"], "at most 4.8 is allowed"),
         (["--nodes", "2"], "'train' has 1 nodes"),
         (["--signal", "NO"], "--signal is 'NO'"),
     ],

@@ -144,7 +144,11 @@ class Indexed(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.state.requests))
         self.give(m.LeaseCancel(**self.who(request.job), key=request.key))
 
-    @rule(job=st.sampled_from("abcdef"), client=st.sampled_from([1, 2]), kind=st.sampled_from([m.Heartbeat, m.StepReport, m.Detach, m.Deregister]))
+    @rule(
+        job=st.sampled_from("abcdef"),
+        client=st.sampled_from([1, 2]),
+        kind=st.sampled_from([m.Heartbeat, m.StepReport, m.Detach, m.Deregister]),
+    )
     def talk(self, job, client, kind):
         extra = {m.Heartbeat: {"beat": 1}, m.StepReport: {"step": 1, "metrics": {}}}.get(kind, {})
         self.give(kind(**self.who(job, client), **extra))

@@ -236,7 +236,12 @@ TABLE: list[Event] = [
         "coordinator",
         "mux",
         Event(LEASE_WAIT, "a job waited for a lease", "job, phase, nodes, token", "holder"),
-        Event(LEASE_HELD, "a job held a lease; duration from grant to return", "job, phase, nodes, token", "pool"),
+        Event(
+            LEASE_HELD,
+            "a job held a lease; duration from grant to return; `leaving_s` of a filler: since it was told to leave",
+            "job, phase, nodes, token, filler, leaving_s",
+            "pool",
+        ),
         Event(LEASE_RECLAIMED, "a lease ended without its job's word", "job, phase, nodes, token", "reason"),
         Event(MEMORY, "bytes held on a node: this job's by tag, and all jobs' together", "job, node, tags, node_bytes"),
         Event(SEGMENT, "a part of the run begins in which jobs take turns in one manner", "index, mode"),
