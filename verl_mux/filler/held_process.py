@@ -72,12 +72,13 @@ class HeldProcess:
         """Anything of its group, or of what was found of it before. What is ending has no environment any more, but its group."""
         assert self._process is not None
         self._process.poll()
-        self._known.update(_group(self._process.pid))
         self._known = {member for member in self._known if members.is_alive(member)}
+        if not self._known:  # to look at all processes is dear, too
+            self._known = {member for member in _group(self._process.pid) if members.is_alive(member)}
         return bool(self._known)
 
     def _escaped(self) -> bool:
-        """Anything that carries the mark; to read all environments is dear."""
+        """Anything that carries the mark; to read all environments is dearest."""
         self._known.update(members.carriers(self._uid))
         return bool(self._known)
 

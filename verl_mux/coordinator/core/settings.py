@@ -87,7 +87,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kill: bool = True
     kill_grace: float = 2.0
     remote_grace: float | None = None
-    filler_grace: float = 1.0
+    filler_grace: float = 2.0
     hung_factor: float = 10.0
     hung_least: float = 600.0
     evict_hung: bool = False
