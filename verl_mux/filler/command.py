@@ -42,7 +42,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hold(
-    command: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="What to run; it must be able to resume.")],
+    command: Annotated[list[str], typer.Argument(metavar="CMD", help="What to run; it must be able to resume.")],
     pool: Annotated[str, typer.Option(help="A pool or a node of the coordinator.")],
     nodes: Annotated[int, typer.Option(help="How many nodes of it.")] = 1,
     name: Annotated[str | None, typer.Option(help="What it is called in the status. [default: hold-HOST-PID]")] = None,
@@ -52,7 +52,7 @@ def hold(
     signal_name: Annotated[str, typer.Option("--signal", help="What asks CMD to leave.")] = "TERM",
     least: Annotated[float, typer.Option(help="Start only where no job is expected for so many seconds.")] = 0.0,
     again: Annotated[bool, typer.Option("--again/--once", help="Start CMD anew after it had to leave, or end then.")] = True,
-    anywhere: Annotated[bool, typer.Option(help="Also nodes of other hosts, to which CMD goes by itself.")] = False,
+    anywhere: Annotated[bool, typer.Option("--anywhere", help="Also nodes of other hosts, to which CMD goes by itself.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the coordinator.")] = 30.0,
 ) -> None:
     """Run a command on nodes of a pool while no job uses or wants them. Its exit code is passed on."""

@@ -46,8 +46,8 @@ def register(state: State, config: Config, epoch: str, now: float, what: m.Regis
     if job is None or job.uid != what.uid or not job.clients:
         job = _new_job(state, config, now, what)
         out += placing.arrive(state, config, job, what, now) if what.wants_placement else []
-        about = {"job": job.name, "nodes": job.nodes, "seed": job.seed, "steps": job.steps, "pid": job.pid}
-        about |= {"filler": True} if job.filler else {}
+        fills = {"filler": True} if job.filler else {}
+        about = {"job": job.name, "nodes": job.nodes, "seed": job.seed, "steps": job.steps, "pid": job.pid, **fills}
         out.append(Log(events.JOB_REGISTERED, about))
     if what.client not in job.clients:
         job.clients.append(what.client)

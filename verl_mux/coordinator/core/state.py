@@ -425,9 +425,8 @@ class Machine:
         closing.given_back(self.state.jobs[lease.job], lease.token)
         closing.spent(self.state.jobs[lease.job], lease.key)
         usage.count(self.state, lease, lease.nodes, now)
-        about = _about(lease)
-        if self.state.jobs[lease.job].filler:
-            about |= {"filler": True, "leaving_s": self.calls.left(lease.token, self._running.at(now))}
+        leaving_s = self.calls.left(lease.token, self._running.at(now))
+        about = {**_about(lease), **({"filler": True, "leaving_s": leaving_s} if self.state.jobs[lease.job].filler else {})}
         return Log(events.LEASE_HELD, about, duration=now - lease.granted_at, step=lease.step)
 
     def _lease_of(self, job: Job, token: int) -> Lease | None:

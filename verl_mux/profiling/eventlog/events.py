@@ -247,7 +247,7 @@ TABLE: list[Event] = [
         Event(SEGMENT, "a part of the run begins in which jobs take turns in one manner", "index, mode"),
         Event(STEP_REPORT, "a job told the figures of a step", "job, reward, response_length, tokens, loss, grad_norm"),
         Event(PHASE_OVERDUE, "a phase takes far longer than such phases of its job did", "job, phase, nodes, token", "reason"),
-        Event(JOB_REGISTERED, "a job came", "job, nodes, seed, steps, pid"),
+        Event(JOB_REGISTERED, "a job came", "job, nodes, seed, steps, pid, filler"),
         Event(JOB_EXITED, "a job left", "job, reason"),
         Event(JOB_SILENT, "a job's heartbeats stopped", "job, pid, host"),
         Event(JOB_RESUMED, "its heartbeats came back", "job"),
