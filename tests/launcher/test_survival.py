@@ -197,3 +197,20 @@ def test_a_killed_job_resumes_from_its_checkpoint_and_nothing_is_deleted(runs):
     (resumed,) = set((runs.out / "earlier").iterdir()) - {kept}
     assert (resumed / "dies" / "checkpoints" / "step").read_text() == "5"
     assert not (runs.out / "dies").exists() and runs.summary()["jobs"].keys() == {"other"}
+
+
+def test_fillers_run_beside_the_jobs_and_end_with_the_run(runs, tmp_path):
+    spare = {"pools": {**POOLS, "spare": {"nodes": [{"name": "s0"}, {"name": "s1"}]}}}
+    goes_on = f"import pathlib, time; pathlib.Path({str(tmp_path / 'filled')!r}).touch(); time.sleep(600)"
+    fillers = {"sums": ["python", "-c", goes_on], "fails": ["python", "-c", "raise SystemExit(5)"]}
+    fillers = {name: {"pool": "spare", "command": command} for name, command in fillers.items()}
+    runs.write({"a": {"overrides": [f"+until={runs.go}"]}}, coordinator=spare, fillers=fillers)
+    launcher = runs.start()
+    runs.until(lambda: (tmp_path / "filled").exists() and (runs.out / "fails" / "exit_code").exists())
+    runs.until_step("a", 2)
+    runs.go.touch()
+    told = runs.ends(launcher)
+    assert launcher.returncode == 0, told
+    assert "filler fails ended with exit code 5" in told and "filler sums" not in told
+    assert not carriers(runs.note("sums").uid)
+    assert 0 < max(runs.summary()["bubble_filled"][node] for node in ("s0", "s1")) <= 1

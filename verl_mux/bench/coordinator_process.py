@@ -18,17 +18,19 @@ from verl_mux.errors import Failure
 class CoordinatorProcess:
     """`start` -> `stop` -> `start`, at the same address with the same journal. Also a context manager."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], log_directory: Path | None = None) -> None:
         self._directory = tempfile.TemporaryDirectory()
         self._config = Path(self._directory.name, "coordinator.yaml")
         self._config.write_text(json.dumps(config))  # which is YAML
         self._said = Path(self._directory.name, "stderr")
+        self._logging = [] if log_directory is None else ["--log-dir", str(log_directory)]
         self.address = "tcp://127.0.0.1:0"
         self._process: subprocess.Popen | None = None
 
     def start(self) -> None:
         journal = str(Path(self._directory.name, "journal"))
         command = [sys.executable, "-m", "verl_mux", "coordinator", "--config", str(self._config), "--journal", journal]
+        command += self._logging
         with self._said.open("w") as said:
             self._process = subprocess.Popen([*command, "--bind", self.address], stderr=said, stdout=said)
         while (found := re.search(r"coordinator at (\S+)", self._said.read_text())) is None:

@@ -15,7 +15,11 @@ METRICS = {
     "mux_lease_token": ("counter", "The last fencing token given out: leases granted so far."),
     "mux_refused": ("counter", "Connections, frames and messages refused; label reason says why."),
     "mux_node_busy": ("gauge", "1 while a job holds a lease that names the node."),
-    "mux_node_queue_length": ("gauge", "Requests for leases that wait for the node."),
+    "mux_node_filled": ("gauge", "1 while a filler holds a lease that names the node."),
+    "mux_node_seconds": ("counter", "Seconds since the first lease on the node."),
+    "mux_node_job_seconds": ("counter", "Seconds for which jobs held the node."),
+    "mux_node_filler_seconds": ("counter", "Seconds for which fillers held the node."),
+    "mux_node_queue_length": ("gauge", "Requests of jobs for leases that wait for the node."),
     "mux_node_bytes": ("gauge", "Tagged bytes of all jobs on the node."),
     "mux_node_peak_bytes": ("gauge", "The most tagged bytes of all jobs together on the node."),
     "mux_node_usd_per_hour": ("gauge", "Price of the node."),
@@ -50,7 +54,12 @@ def _nodes(pools: Mapping[str, Any]) -> Iterator[tuple[str, dict, Any]]:
     for pool, about in pools.items():
         for node, seen in about.get("nodes", {}).items():
             where = {"pool": pool, "node": node}
-            yield "mux_node_busy", where, int(bool(seen.get("holders")))
+            fillers = [bool(holder.get("filler")) for holder in seen.get("holders", ())]
+            yield "mux_node_busy", where, int(not all(fillers))
+            yield "mux_node_filled", where, int(any(fillers))
+            usage = seen.get("usage", {})
+            for name, of in (("", "seconds"), ("job_", "jobs_s"), ("filler_", "fillers_s")):
+                yield f"mux_node_{name}seconds", where, usage.get(of)
             yield "mux_node_queue_length", where, len(seen.get("queue", ()))
             yield "mux_node_bytes", where, seen.get("bytes")
             yield "mux_node_peak_bytes", where, seen.get("peak_bytes")

@@ -13,7 +13,7 @@ from rich.text import Text
 def plain(snapshot: dict[str, Any]) -> str:
     lines = [headline(snapshot), *_troubles(snapshot)]
     for pool, node, seen in _nodes(snapshot):
-        lines.append(f"node {pool}/{node}: {_runs(seen)}; {_waits(seen)}; {_bytes(seen)}")
+        lines.append(f"node {pool}/{node}: {_runs(seen)}; {_waits(seen)}; {_bytes(seen)}{_filled(seen, '; ')}")
     for name, job in snapshot["jobs"].items():
         lines.append(f"job {name}: {_state(job)}; {_step(job)}; {_metrics(job)}")
     lines += [f"group {name}: {'; '.join(cells)}" for name, *cells in _groups(snapshot)]
@@ -21,9 +21,9 @@ def plain(snapshot: dict[str, Any]) -> str:
 
 
 def tables(snapshot: dict[str, Any]) -> Group:
-    nodes = Table("pool", "node", "runs", "waits", "device memory")
+    nodes = Table("pool", "node", "runs", "waits", "device memory", "fillers")
     for pool, node, seen in _nodes(snapshot):
-        nodes.add_row(pool, node, _runs(seen), _waits(seen), _bytes(seen))
+        nodes.add_row(pool, node, _runs(seen), _waits(seen), _bytes(seen), _filled(seen) or "-")
     jobs = Table("job", "state", "step", "metrics")
     for name, job in snapshot["jobs"].items():
         jobs.add_row(name, _state(job), _step(job), _metrics(job))
@@ -85,7 +85,8 @@ def _runs(node: dict[str, Any]) -> str:
 def _holder(holder: dict[str, Any]) -> str:
     note = f" [{holder['note']}]" if holder["note"] else ""
     state = " (being reclaimed)" if holder["state"] == "reclaiming" else " (overdue)" if holder["overdue"] else ""
-    return f"{holder['job']} {holder['phase']} {holder['step']}{note} for {holder['held_s']:.1f} s{state}"
+    what = "(filler)" if holder["filler"] else f"{holder['phase']} {holder['step']}"
+    return f"{holder['job']} {what}{note} for {holder['held_s']:.1f} s{state}"
 
 
 def _waits(node: dict[str, Any]) -> str:
@@ -95,6 +96,12 @@ def _waits(node: dict[str, Any]) -> str:
 def _request(request: dict[str, Any]) -> str:
     why = f" ({request['held_back']})" if request["held_back"] else ""
     return f"{request['job']} {request['phase']} {request['step']} since {request['waited_s']:.1f} s{why}"
+
+
+def _filled(node: dict[str, Any], before: str = "") -> str:
+    """What share of the time that jobs left on the node fillers used; nothing where there was none."""
+    usage = node["usage"]
+    return f"{before}fillers used {usage['bubble_filled']:.0%} of what jobs left" if usage["fillers_s"] else ""
 
 
 def _bytes(node: dict[str, Any]) -> str:
@@ -118,6 +125,8 @@ def _state(job: dict[str, Any]) -> str:
 
 
 def _step(job: dict[str, Any]) -> str:
+    if job["filler"]:
+        return "filler, waits for room" if job["waiting"] else "filler"
     total = f" of {job['steps']}" if job["steps"] is not None else ""
     progress = f", {job['progress'][0]}/{job['progress'][1]} samples" if job["progress"] else ""
     return f"step {job['step']}{total}{progress}"

@@ -18,6 +18,7 @@ from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import Failure, UserError
 from verl_mux.launcher import folders, lanes, predicted_periods, run_file, summary, timeline
 from verl_mux.launcher.coordinator_process import CoordinatorProcess
+from verl_mux.launcher.filler_process import FillerProcess
 from verl_mux.launcher.job_process import JobProcess, require_verl
 from verl_mux.launcher.marked_process import end_leftovers
 from verl_mux.launcher.prepare import prepare
@@ -61,8 +62,9 @@ def run_jobs(run: RunFile) -> dict:
         under_way = _take_up(run) or _start_anew(run)
         coordinator = CoordinatorProcess(run)
         jobs = [JobProcess(name, spec, run, coordinator.address) for name, spec in run.jobs.items()]
+        fillers = [FillerProcess(name, spec, run, coordinator.address) for name, spec in run.fillers.items()]
         watch = Watch(coordinator, jobs, run.resume, under_way.started_at)
-        interrupted = _see_through(run, watch, coordinator, jobs)
+        interrupted = _see_through(run, watch, coordinator, jobs, fillers)
         result = _finish(run, watch, under_way.started_at)
     _raise_for_failed(watch)
     if interrupted:
@@ -94,7 +96,9 @@ def _start_anew(run: RunFile) -> UnderWay:
     return under_way
 
 
-def _see_through(run: RunFile, watch: Watch, coordinator: CoordinatorProcess, jobs: list[JobProcess]) -> bool:
+def _see_through(
+    run: RunFile, watch: Watch, coordinator: CoordinatorProcess, jobs: list[JobProcess], fillers: list[FillerProcess]
+) -> bool:
     """Until all jobs have ended, or until Ctrl-C or SIGTERM: that ends them, and gives True. Whatever else ends the watching, a
     lost terminal for one, leaves them alone."""
     # Not KeyboardInterrupt: raised within a destructor it is lost. And a second Ctrl-C must not leave processes behind.
@@ -103,7 +107,12 @@ def _see_through(run: RunFile, watch: Watch, coordinator: CoordinatorProcess, jo
         watch.take_up()
         coordinator.begin()
         print(f"coordinator at {coordinator.address} (log: {coordinator.log_path})", file=sys.stderr, flush=True)
+        for filler in fillers:
+            filler.begin()
         watch.until_all_ended()
+        for filler in fillers:
+            if trouble := filler.finish():
+                print(trouble, file=sys.stderr, flush=True)
         for job in jobs:
             job.stop()
         _keep_peaks(coordinator.snapshot() or watch.snapshot, run.directory)
@@ -128,11 +137,19 @@ def _finish(run: RunFile, watch: Watch, started_at: float) -> dict:
     result = summary.summarise(spans, config, names, watch.peak_rss, summary.startup(spans, started_at))
     if config.placement is not None:
         result["groups"] = predicted_periods.groups(predicted_periods.read(directory), spans)
+    if run.fillers:
+        result["bubble_filled"] = _bubble_filled(watch.snapshot)
     (directory / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
     _draw(spans, config, names, directory)
     folders.under_way(directory).unlink(missing_ok=True)
     print(f"summary: {directory / 'summary.json'}   picture: {directory / 'lanes.png'}", file=sys.stderr)
     return result
+
+
+def _bubble_filled(snapshot: dict[str, Any]) -> dict[str, float | None]:
+    """By node, what share of the time in which no job held it fillers did, from the first lease on it to the end."""
+    pools = snapshot.get("pools", {}).values()
+    return {node: state["usage"]["bubble_filled"] for pool in pools for node, state in pool["nodes"].items()}
 
 
 def _draw(spans: timeline.Timeline, config: Config, names: list[str], directory: Path) -> None:

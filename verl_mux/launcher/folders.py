@@ -49,7 +49,7 @@ def make_room(run: RunFile) -> None:
         UserError: a folder of that name is there, and no run made it.
     """
     directory = run.directory
-    folders = [directory / name for name in (COORDINATOR, *run.jobs)]
+    folders = [directory / name for name in (COORDINATOR, *run.jobs, *run.fillers)]
     _refuse_others(folders)
     if run.resume:
         moving = [path for path in (directory / COORDINATOR).glob("*") if path.name not in (_MARK, _COORDINATOR_LOG)]

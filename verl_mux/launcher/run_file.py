@@ -10,6 +10,8 @@
     jobs:
       NAME: {nodes: {rollout: [r0], train: [t0]}, gpus: {rollout: 1, train: 1}, seed: 1, overrides: [...]}
       OTHER: {slo: 1.5, after: [NAME]} # no nodes: a coordinator with `placement: scheduler` chooses them
+    fillers:                             # run where no job does, until the jobs have ended; see docs/fillers.md
+      NAME: {pool: train, command: [python, train.py]}
 
 {dir}, {job}, {seed} and {here}, the folder of the run file, are replaced in commands and overrides.
 """
@@ -49,12 +51,24 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     after: list[str] = []
 
 
+class FillerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A command that uses what the jobs leave: the options of `verl-mux hold`. Times in seconds."""
+
+    pool: str
+    command: list[str]
+    nodes: int = 1
+    grace: float = 0.5
+    least: float = 0.0
+    environment: dict[str, str] = {}
+
+
 class RunFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """See the module's docstring. Times in seconds."""
 
     dir: str
     coordinator: dict[str, Any]
     jobs: dict[str, JobSpec]
+    fillers: dict[str, FillerSpec] = {}
     config_name: str = "mux_ppo_trainer"
     prepare: list[list[str]] = []
     environment: dict[str, str] = {}
@@ -99,11 +113,13 @@ def read(path: Path, directory: Path | None = None, resume: bool = False) -> Run
 def _explain(given: Any, error: msgspec.ValidationError) -> str:
     """The error with the job's name, which msgspec leaves out, and with the keys that are allowed."""
     jobs = given.get("jobs") if isinstance(given, dict) else None
-    for name, spec in jobs.items() if isinstance(jobs, dict) else ():
-        try:
-            msgspec.convert(spec, JobSpec)
-        except msgspec.ValidationError as inner:
-            return f"job {name!r}: {inner}; a job has {', '.join(JobSpec.__struct_fields__)}"
+    fillers = given.get("fillers") if isinstance(given, dict) else None
+    for what, specs, kind in (("job", jobs, JobSpec), ("filler", fillers, FillerSpec)):
+        for name, spec in specs.items() if isinstance(specs, dict) else ():
+            try:
+                msgspec.convert(spec, kind)
+            except msgspec.ValidationError as inner:
+                return f"{what} {name!r}: {inner}; a {what} has {', '.join(kind.__struct_fields__)}"
     return f"{error}; a run file has {', '.join(f for f in RunFile.__struct_fields__ if f != 'here')}"
 
 
@@ -111,6 +127,8 @@ def _check(path: Path, run: RunFile) -> None:
     if not run.jobs:
         raise UserError(f"{path}: `jobs` is empty; at least one is needed")
     config = run.coordinator_config()
+    for name, filler in run.fillers.items():
+        _check_filler(path, name, filler, run, config)
     for name, job in run.jobs.items():
         _check_name(path, name)
         _check_after(path, name, run)
@@ -124,6 +142,16 @@ def _check(path: Path, run: RunFile) -> None:
         for side, nodes in job.nodes.items():
             for node in nodes:
                 _check_node(f"{path}: job {name!r}", node, job.gpus.get(side, 1), config)
+
+
+def _check_filler(path: Path, name: str, filler: FillerSpec, run: RunFile, config: Config) -> None:
+    _check_name(path, name, "filler")
+    if name in run.jobs:
+        raise UserError(f"{path}: {name!r} names both a job and a filler; each needs a name of its own")
+    if not filler.command:
+        raise UserError(f"{path}: filler {name!r}: command is empty; it needs at least one word")
+    if filler.pool not in config.pools and config.node(filler.pool) is None:
+        raise UserError(f"{path}: filler {name!r}: there is no pool or node {filler.pool!r}; there are {config.describe_pools()}")
 
 
 def _check_auto(path: Path, name: str, config: Config) -> None:
@@ -148,12 +176,14 @@ def _check_after(path: Path, name: str, run: RunFile) -> None:
             ahead += run.jobs[other].after
 
 
-def _check_name(path: Path, name: str) -> None:
+def _check_name(path: Path, name: str, whose: str = "job") -> None:
     """A job's name is a folder of its run and a word of its command line."""
     if not _NAME.fullmatch(name):
-        raise UserError(f"{path}: job {name!r}: a name is letters, digits, '.', '-' and '_', and begins with a letter or digit")
+        raise UserError(
+            f"{path}: {whose} {name!r}: a name is letters, digits, '.', '-' and '_', and begins with a letter or digit"
+        )
     if name in KEPT:
-        raise UserError(f"{path}: job {name!r}: the run keeps {KEPT[name]} under that name; choose another")
+        raise UserError(f"{path}: {whose} {name!r}: the run keeps {KEPT[name]} under that name; choose another")
 
 
 def _check_node(job: str, name: str, gpus: int, config: Config) -> None:

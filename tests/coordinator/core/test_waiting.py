@@ -1,5 +1,6 @@
 """The index finds what its definition, over all records, finds; and it costs what changes, not what there is."""
 
+import functools
 import itertools
 
 import msgspec
@@ -12,6 +13,7 @@ from tests.coordinator.driver import Driver, config
 from tests.exploring import examples
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import queueing, telemetry
+from verl_mux.coordinator.core.fillers import granting
 from verl_mux.coordinator.core.inputs_and_instructions import (
     DriverDied,
     Input,
@@ -34,6 +36,7 @@ SCHEDULES = [
     [{"mode": "sequential", "steps": 2}, {"mode": "uncoordinated", "steps": 2}, {"mode": "interleaved"}],
 ]
 JOBS = st.sampled_from("abcd")
+FILLERS = "ef"
 
 
 class Defined(Machine):
@@ -46,11 +49,16 @@ class Defined(Machine):
             for node in self.state.peaks:
                 telemetry.count_peak(self.state, node)
         for request in queueing.grantable(self.state, self.config):
-            out += self._give(request, now)
+            out += self._give(request, request.nodes, now)
+        is_open = functools.partial(granting.is_open, state=self.state)
+        fillers = [request for request in self.state.requests if request.is_fillers]
+        for request, nodes in granting.grantable(fillers, self.state, is_open, now):
+            out += self._give(request, nodes, now)
         for job in self.state.jobs.values():
             nodes = queueing.contended(job, self.state, self.config)
             if job.state is JobState.LIVE and nodes != job.contended:
                 job.contended = nodes
+                self._call(now, job)
                 out += [Send(client, m.Contended(nodes=nodes)) for client in job.clients]
         return out
 
@@ -88,7 +96,9 @@ class Indexed(RuleBasedStateMachine):
     def compare_look_ups(self):
         waiting = self.machines[0]._waiting
         waiting.follow(self.state)
-        for job in "abcd":
+        for node in NODES:
+            assert waiting.is_open(node) == granting.is_open(node, self.state)
+        for job in "abcdef":
             assert waiting.leases_of(job) == self.state.leases_of(job)
             assert waiting.requests_of(job) == [request for request in self.state.requests if request.job == job]
             for client in (f"{job}-1", f"{job}-2"):
@@ -109,6 +119,17 @@ class Indexed(RuleBasedStateMachine):
         step = 0 if phase == "init" else max(1, known.asked + ahead) if known else 1
         self.give(m.LeaseRequest(**self.who(job, client), key=str(next(self.keys)), phase=phase, step=step, nodes=nodes))
 
+    @rule(job=st.sampled_from(FILLERS), sides=st.sampled_from(SIDES), uid=st.sampled_from("112"))
+    def register_filler(self, job, sides, uid):
+        where = {"host": "here", "pid": 7, "started": 1, "nodes": sides, "filler": True}
+        self.give(m.Register(job=job, uid=f"{job}:{uid}", client=f"{job}-1", **where))
+
+    @rule(job=st.sampled_from(FILLERS), nodes=st.lists(st.sampled_from(NODES), min_size=1, max_size=3, unique=True),
+          data=st.data(), least=st.sampled_from([0.0, 0.0, 3.0]))  # fmt: skip
+    def ask_as_filler(self, job, nodes, data, least):
+        asked = {"num_nodes": data.draw(st.integers(1, len(nodes))), "least": least, "phase": "train", "step": 0, "nodes": nodes}
+        self.give(m.LeaseRequest(**self.who(job), key=str(next(self.keys)), **asked))
+
     @precondition(lambda self: self.state.leases)
     @rule(data=st.data(), some=st.lists(st.sampled_from(NODES), max_size=2))
     def give_back(self, data, some):
@@ -123,12 +144,17 @@ class Indexed(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.state.requests))
         self.give(m.LeaseCancel(**self.who(request.job), key=request.key))
 
-    @rule(job=JOBS, client=st.sampled_from([1, 2]), kind=st.sampled_from([m.Heartbeat, m.StepReport, m.Detach, m.Deregister]))
+    @rule(
+        job=st.sampled_from("abcdef"),
+        client=st.sampled_from([1, 2]),
+        kind=st.sampled_from([m.Heartbeat, m.StepReport, m.Detach, m.Deregister]),
+    )
     def talk(self, job, client, kind):
         extra = {m.Heartbeat: {"beat": 1}, m.StepReport: {"step": 1, "metrics": {}}}.get(kind, {})
         self.give(kind(**self.who(job, client), **extra))
 
-    @rule(job=JOBS, kind=st.sampled_from([JobSilent, JobSilent, DriverDied, JobExited, ProcessesGone, m.Failing]))
+    @rule(job=st.sampled_from("abcdef"),
+          kind=st.sampled_from([JobSilent, JobSilent, DriverDied, JobExited, ProcessesGone, m.Failing]))  # fmt: skip
     def see(self, job, kind):
         known = self.state.jobs.get(job)
         seen = {"job": job, "uid": known.uid if known else None}

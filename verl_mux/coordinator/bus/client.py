@@ -45,7 +45,8 @@ class Lease:
     """Permission for one phase on `nodes`.
 
     `token` rises with every lease ever granted; `waited_s`: seconds between asking and holding; `granted_at`: epoch
-    seconds, by the clock of whoever granted.
+    seconds, by the clock of whoever granted. `wanted` is set as soon as another job waits for one of the nodes, or they may not
+    be used any more; who fills what jobs leave gives the lease back then.
     """
 
     token: int
@@ -54,6 +55,7 @@ class Lease:
     step: int
     waited_s: float
     granted_at: float
+    wanted: threading.Event = dataclasses.field(default_factory=threading.Event, compare=False, repr=False)
 
 
 class LocalMux:
@@ -61,18 +63,21 @@ class LocalMux:
 
     address: str | None = None
 
-    def __init__(self, job: str, nodes: dict[str, list[str]]):
-        self.job, self.nodes = job, nodes
+    def __init__(self, job: str, nodes: dict[str, list[str]], filler: bool = False):
+        self.job, self.nodes, self.filler = job, nodes, filler
         self._places: dict[str, Place] = {}
         self._tokens = itertools.count(1)
         self._steps: dict[str, int] = {}
 
     @contextlib.contextmanager
-    def phase(self, name: str, step: int | None = None, nodes: list[str] | None = None) -> Iterator[Lease]:
-        """Holds a lease for the block and gives it back on every way out. `step` None counts on from the last one."""
+    def phase(
+        self, name: str, step: int | None = None, nodes: list[str] | None = None, num_nodes: int = 1, least: float = 0.0
+    ) -> Iterator[Lease]:
+        """Holds a lease for the block and gives it back on every way out. `step` None counts on from the last one; fillers have
+        none."""
         if step is None:
-            step = 0 if name == "init" else self._steps.get(name, 0) + 1
-        lease = self.acquire(name, step=step, nodes=nodes)
+            step = 0 if name == "init" or self.filler else self._steps.get(name, 0) + 1
+        lease = self.acquire(name, step=step, nodes=nodes, num_nodes=num_nodes, least=least)
         try:
             yield lease
         except BaseException:
@@ -81,12 +86,15 @@ class LocalMux:
             raise
         self.release(lease)
 
-    def acquire(self, phase: str, step: int = 0, nodes: list[str] | None = None) -> Lease:
-        """Blocks until all nodes (default: the job's for this phase; init: all) are granted.
+    def acquire(self, phase: str, step: int = 0, nodes: list[str] | None = None, num_nodes: int = 1, least: float = 0.0) -> Lease:
+        """Blocks until all nodes (default: the job's for this phase; init: all) are granted; to a filler, any `num_nodes` of them
+        that no job uses or waits for, nor is expected to for `least` seconds.
 
         Raises UserError for what can never be granted, LeaseLost when the coordinator holds the job for dead.
         """
-        return Lease(next(self._tokens), self._nodes_for(phase, step, nodes), phase, step, 0.0, time.time())
+        granted = self._nodes_for(phase, step, nodes)
+        granted = granted[:num_nodes] if self.filler else granted
+        return Lease(next(self._tokens), granted, phase, step, 0.0, time.time())
 
     def _nodes_for(self, phase: str, step: int, nodes: list[str] | None) -> list[str]:
         if phase not in m.PHASES:
@@ -146,6 +154,11 @@ class LocalMux:
         """Where the node is, by the coordinator's configuration; bound to no host where that does not say."""
         return self._places.get(node, Place())
 
+    @property
+    def filler_grace(self) -> float | None:
+        """Seconds that a filler has to leave; None where there is nobody to leave for."""
+        return None
+
     def fail(self, reason: str) -> None:
         """Ends the job while its memory may still be on its nodes: they come free when its processes are gone."""
 
@@ -163,19 +176,20 @@ class Mux(LocalMux):
 
     def __init__(
         self, address: str, job: str, nodes: dict[str, list[str]], *, uid: str, timeout: float, wait: bool,
-        keys: ClientKeys | None, **about: Any,
+        keys: ClientKeys | None, filler: bool = False, **about: Any,
     ):  # fmt: skip
         """`about`: the other fields of Register.
 
         Raises UserError: refused, or nobody answers within `timeout` seconds. A job that is queued to be placed waits however
         long that takes; with `wait` False it does not, and `nodes` is empty.
         """
-        super().__init__(job, nodes)
+        super().__init__(job, nodes, filler)
         self.address, self.uid = address, uid
         who: Who = {"job": job, "uid": uid, "client": f"{job}-{uuid.uuid4().hex}"}
-        self._talk = Conversation(who, {**msgspec.structs.asdict(this_process()), "nodes": nodes, **about})
+        self._talk = Conversation(who, {**msgspec.structs.asdict(this_process()), "nodes": nodes, "filler": filler, **about})
         self._timeout = timeout
         self._changed = threading.Condition()
+        self._wanted: dict[int, threading.Event] = {}  # by token, of what is held
         self._heard_at = time.monotonic()
         self._progress_sent = 0.0
         self._link = Link(address, who["client"], self._receive, self._tick, _TICK_S, keys)
@@ -191,13 +205,14 @@ class Mux(LocalMux):
         registered = self._talk.registered
         self.nodes, self._places = (registered.nodes, registered.places) if registered is not None else ({}, {})
 
-    def acquire(self, phase: str, step: int = 0, nodes: list[str] | None = None) -> Lease:
+    def acquire(self, phase: str, step: int = 0, nodes: list[str] | None = None, num_nodes: int = 1, least: float = 0.0) -> Lease:
         step, nodes = int(step), self._nodes_for(phase, step, nodes)
+        of_a_filler = {"num_nodes": num_nodes, "least": float(least)} if self.filler else {}
         key, asked = uuid.uuid4().hex, time.perf_counter()
         try:
             with self._talking() as talk:
                 self._raise_if_ended()
-                talk.request(key, phase, step, nodes)
+                talk.request(key, phase, step, nodes, **of_a_filler)
             answer = self._answer_to(key, f"{phase} (step {step}) on {', '.join(nodes)}")
         except BaseException:
             with self._talking() as talk:
@@ -208,7 +223,10 @@ class Mux(LocalMux):
         assert isinstance(answer, m.LeaseGrant)
         self.wait_until_usable()  # a grant may have been long on its way
         waited = time.perf_counter() - asked
-        return Lease(answer.token, answer.nodes, answer.phase, answer.step, waited, answer.granted_at)
+        with self._changed:
+            wanted = self._wanted.setdefault(answer.token, threading.Event())
+            self._tell_wanted()
+        return Lease(answer.token, answer.nodes, answer.phase, answer.step, waited, answer.granted_at, wanted)
 
     def release(self, lease: Lease) -> None:
         with self._talking() as talk:
@@ -216,6 +234,7 @@ class Mux(LocalMux):
             if lease.token not in talk.held:
                 return
             self._raise_if_ended()
+            self._wanted.pop(lease.token, None)
             key = talk.release(lease.token)
         answer = self._answer_to(key, "an answer to a release", self._timeout)
         if isinstance(answer, m.LeaseLost):
@@ -286,6 +305,11 @@ class Mux(LocalMux):
     def contended(self, phase: str) -> list[str]:
         contended = self._talk.contended
         return [node for node in contended if node in self.nodes.get(phase, contended)]
+
+    @property
+    def filler_grace(self) -> float | None:
+        registered = self._talk.registered
+        return registered.filler_grace if registered is not None else None
 
     def fail(self, reason: str) -> None:
         self._leave(lambda talk: talk.fail(reason), "it failed")
@@ -383,12 +407,20 @@ class Mux(LocalMux):
                 raise LeaseLost(next(iter(self._talk.lost.values())))
             return next((claim.token for claim in self._talk.held.values() if claim.phase == "rollout"), None)
 
+    def _tell_wanted(self) -> None:
+        """Those who hold what another job waits for, or what may not be used any more. `_changed` is held."""
+        fenced = self._is_fenced()
+        for token, wanted in self._wanted.items():
+            if fenced or token in self._talk.wanted or token not in self._talk.held:
+                wanted.set()
+
     # --- called in the link's thread ---
 
     def _tick(self) -> None:
         with self._talking() as talk:
             talk.tick(time.monotonic())
             if self._is_fenced():
+                self._tell_wanted()
                 self._changed.notify_all()
 
     def _receive(self, message: m.AnyMessage) -> None:
@@ -398,4 +430,5 @@ class Mux(LocalMux):
             talk.receive(message, self._heard_at)
             for reason in list(talk.lost.values())[lost:]:
                 log.error("lease lost: %s", reason)
+            self._tell_wanted()
             self._changed.notify_all()

@@ -48,6 +48,7 @@ def connect(
     keys: str | None = None,
     needs: JobNeeds | None = None,
     slo: float | None = None,
+    filler: bool = False,
     wait: bool = True,
 ) -> LocalMux:
     """Registers the job, or attaches one more client to it when the uid is the same.
@@ -62,16 +63,20 @@ def connect(
         needs: what a step computes, for a job that leaves its nodes to the coordinator ({"rollout": ["auto"], "train":
             ["auto"]}); the client's `nodes` then say where it was placed.
         slo: how many times its iteration alone an iteration of such a job may last; default: the coordinator's.
+        filler: work of a priority below the jobs, see docs/fillers.md. It may name one side only, asks for any so many of its
+            nodes, and gives a lease back as soon as its `wanted` is set.
         wait: block until such a job is placed; if False and it has to wait, the client's `nodes` are empty.
 
     Raises:
         UserError: the registration is refused, or nobody answers within `timeout` seconds.
     """
     if address is None:
-        return LocalMux(job, nodes)
+        return LocalMux(job, nodes, filler)
     with_keys = for_address(address, keys, JOB)
-    registration = {"gpus": gpus or {}, "seed": seed, "steps": steps, "needs": needs, "slo": slo}
-    return Mux(address, job, nodes, uid=uid or _uid_for(job), timeout=timeout, wait=wait, keys=with_keys, **registration)
+    registration: dict[str, Any] = {"gpus": gpus or {}, "seed": seed, "steps": steps, "needs": needs, "slo": slo}
+    return Mux(
+        address, job, nodes, uid=uid or _uid_for(job), timeout=timeout, wait=wait, keys=with_keys, filler=filler, **registration
+    )
 
 
 def default_mux() -> LocalMux:

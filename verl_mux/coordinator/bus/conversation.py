@@ -58,6 +58,7 @@ class Conversation:
         self.contended: list[str] = []
         self.held: dict[int, m.Claim] = {}
         self._seen = 0  # the highest token of all
+        self.wanted: set[int] = set()  # tokens held for whose nodes another job waits, or waited
         self.lost: dict[int, str] = {}  # token -> why
         self.ended: str | None = None
         self._open: dict[str, m.FromJob] = {}  # key -> the question
@@ -91,8 +92,9 @@ class Conversation:
         self._registering_since = now
         self.ask(REGISTER, self._registration_message())
 
-    def request(self, key: str, phase: str, step: int, nodes: list[str]) -> None:
-        self.ask(key, m.LeaseRequest(**self.who, key=key, phase=phase, step=step, nodes=nodes))
+    def request(self, key: str, phase: str, step: int, nodes: list[str], **of_a_filler: Any) -> None:
+        """`of_a_filler`: the other fields of LeaseRequest."""
+        self.ask(key, m.LeaseRequest(**self.who, key=key, phase=phase, step=step, nodes=nodes, **of_a_filler))
 
     def cancel(self, key: str) -> None:
         """Nobody waits for this lease any more, even if it was granted in this moment."""
@@ -262,6 +264,8 @@ class Conversation:
 
     def _on_contended(self, message: m.Contended, now: float) -> None:
         self.contended = message.nodes
+        held = {token for token, claim in self.held.items() if not set(claim.nodes).isdisjoint(message.nodes)}
+        self.wanted = {token for token in self.wanted if token in self.held} | held
 
     def _on_unknown(self, message: m.Unknown, now: float) -> None:
         goodbye = self._open.get(GOODBYE)

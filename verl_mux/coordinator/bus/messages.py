@@ -83,7 +83,8 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     """`nodes` names nodes or whole pools per side; `gpus` is needed on each node of a side (or on one named node).
 
     With `auto` on both sides the coordinator places the job: by its `needs`, within `slo`, on behalf of `owner`; `placed`
-    is where it was placed, if it registers again. `seen`: the highest token that the client was ever given; `number`: of
+    is where it was placed, if it registers again. `filler`: its requests come behind those of all jobs, and what it holds is
+    called back when a job wants it. `seen`: the highest token that the client was ever given; `number`: of
     this registration of the client, so that an answer to one from before a restart is not taken for one to this.
     """
 
@@ -104,6 +105,7 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     slo: limits.Factor | None = None
     owner: limits.Name = ""
     placed: limits.Sides = {}
+    filler: bool = False
 
     @property
     def wants_placement(self) -> bool:
@@ -111,12 +113,18 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
 
 
 class LeaseRequest(FromJob, kw_only=True, frozen=True, tag="LEASE_REQUEST"):
-    """Asks for one phase on all of `nodes` or none. The same `key` sent twice is one request."""
+    """Asks for one phase on all of `nodes` or none. The same `key` sent twice is one request.
+
+    A filler asks for any `num_nodes` of them, as soon as no job wants them; with `least`, not before they can be expected to
+    stay so for that many seconds.
+    """
 
     key: limits.Name
     phase: limits.Name
     step: limits.Step
     nodes: limits.Nodes
+    num_nodes: limits.Count = 0
+    least: limits.Seconds = 0.0
 
 
 class LeaseCancel(FromJob, kw_only=True, frozen=True, tag="LEASE_CANCEL"):
@@ -221,8 +229,9 @@ class Free(Message, kw_only=True, frozen=True, tag="FREE"):
 
 
 class Registered(Message, kw_only=True, frozen=True, tag="REGISTERED"):
-    """`nodes` with pools spelt out; `places`: where each of them is; `first`: this client speaks for the job.
-    `answers`: the registration with that number; 0: none, it was queued and has been placed."""
+    """`nodes` with pools spelt out; `places`: where each of them is; `first`: this client speaks for the job. `answers`: the
+    registration with that number; 0: none, it was queued and has been placed. `filler_grace`: so many seconds a filler has to
+    leave; None: the coordinator does not know fillers."""
 
     nodes: dict[str, list[str]]
     places: dict[str, Place]
@@ -230,6 +239,7 @@ class Registered(Message, kw_only=True, frozen=True, tag="REGISTERED"):
     epoch: str
     first: bool
     answers: int = 0
+    filler_grace: float | None = None
 
 
 class Queued(Message, kw_only=True, frozen=True, tag="QUEUED"):
@@ -287,7 +297,8 @@ class HeartbeatAck(Message, kw_only=True, frozen=True, tag="HEARTBEAT_ACK"):
 
 
 class Contended(Message, kw_only=True, frozen=True, tag="CONTENDED"):
-    """The job's nodes that another job waits for, pushed at each change."""
+    """The job's nodes that another job waits for, pushed at each change; told to a filler again with each heartbeat's answer,
+    for it must leave those that it holds."""
 
     nodes: list[str]
 

@@ -46,7 +46,8 @@ def may_not_use_since(now: float, config: Config) -> float:
 
 def in_the_way(silent: Mapping[str, Job], state: State, config: Config) -> list[Job]:
     """The silent jobs on whose nodes a job that is not silent waits, or for whose turn, or at a barrier that they are before."""
-    why = [(request, queueing.held_back(request, state, config)) for request in state.requests if request.job not in silent]
+    waiting = [request for request in state.requests if request.job not in silent and not request.is_fillers]
+    why = [(request, queueing.held_back(request, state, config)) for request in waiting]
     wanted = {node for request, reason in why if reason is None for node in request.nodes}
     holders = {lease.job for lease in state.leases.values() if not wanted.isdisjoint(lease.nodes)}
     stuck = any(reason in ("turn", "barrier") for _, reason in why)
@@ -67,10 +68,11 @@ def limit(job: Job, phase: str, config: Config) -> float | None:
 
 def is_overdue(job: Job, lease: Lease, config: Config, now: float) -> bool:
     after = limit(job, lease.phase, config)
-    return job.state is JobState.LIVE and after is not None and now - lease.granted_at > after
+    return job.state is JobState.LIVE and not job.filler and after is not None and now - lease.granted_at > after
 
 
 def phase_ended(job: Job, lease: Lease, now: float) -> None:
     """Its length is what later ones are measured against."""
+    job.last[lease.phase] = now - lease.granted_at
     job.longest[lease.phase] = max(job.longest.get(lease.phase, 0.0), now - lease.granted_at)
     job.overdue = [token for token in job.overdue if token != lease.token]

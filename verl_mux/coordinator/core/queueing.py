@@ -11,7 +11,8 @@ A request that is *held back* keeps its place but does not stand in anybody's wa
 - `barrier`   its step lies in a later segment of the schedule than the current one;
 - `turn`      in a sequential segment, another job has the turn.
 
-A request that could never be granted does not even get a place: see `refusal`.
+A request that could never be granted does not even get a place: see `refusal`. Requests of fillers stand in no queue: see
+fillers/granting.py.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def _past_the_end(job: Job, state: State, config: Config) -> bool:
 def advance(state: State, config: Config) -> bool:
     """Opens the start gate and the next segment once every job that counts has arrived. True if a segment began."""
     if not state.started:
-        arrived = sum(job.initialised or job.state in (JobState.DYING, JobState.ENDED) for job in state.jobs.values())
+        jobs = [job for job in state.jobs.values() if not job.filler]
+        arrived = sum(job.initialised or job.state in (JobState.DYING, JobState.ENDED) for job in jobs)
         state.started = arrived >= config.expect_jobs
     if state.segment == len(config.schedule) - 1:
         return False
@@ -115,15 +117,17 @@ def refusal(asked: m.LeaseRequest, job: Job, leases: list[Lease], waiting: int) 
 
 
 def grantable(state: State, config: Config) -> list[Request]:
-    """The requests to grant now, in order. Init is always exclusive; an uncoordinated segment excludes nobody."""
+    """The requests of jobs to grant now, in order. Init is always exclusive; an uncoordinated segment excludes nobody but
+    fillers."""
     shared = mode(state, config) == "uncoordinated"
     owner = turn(state, config) if mode(state, config) == "sequential" else None
     taken = {node for lease in state.leases.values() for node in lease.nodes}
+    filled = {node for lease in state.leases.values() if state.jobs[lease.job].filler for node in lease.nodes}
     granted = []
     for request in state.requests:
-        if held_back(request, state, config, owner):
+        if request.is_fillers or held_back(request, state, config, owner):
             continue
-        if taken.isdisjoint(request.nodes) or (shared and request.step > 0):
+        if taken.isdisjoint(request.nodes) or (shared and request.step > 0 and filled.isdisjoint(request.nodes)):
             granted.append(request)
         taken.update(request.nodes)
     return granted
@@ -134,7 +138,7 @@ def contended(job: Job, state: State, config: Config) -> list[str]:
     wanted = {
         node
         for request in state.requests
-        if request.job != job.name and not held_back(request, state, config)
+        if request.job != job.name and not request.is_fillers and not held_back(request, state, config)
         for node in request.nodes
     }
     return [node for node in job.all_nodes if node in wanted]

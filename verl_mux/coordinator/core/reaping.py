@@ -30,7 +30,9 @@ def judge(job: Job, alive: list[Member], host: str, config: Config, now: float) 
         away = []
     words = [f"pid {member.pid}" for member in alive]
     words += [f"pid {member.pid} on {member.host} (not visible from {host})" for member in away]
-    overdue = died_at is not None and now - died_at > config.kill_grace
+    # A filler was told to leave, or its driver is dead: it has had its time, and a job may wait.
+    grace = 0.0 if job.filler else config.kill_grace
+    overdue = died_at is not None and now - died_at > grace
     # Who registered may itself be a worker (a Ray actor, say) of what the starter saw end; the starter's word counts.
     over = job.told or job.condemned or job.driver not in alive
     kill = alive if config.kill and overdue and over else []

@@ -42,7 +42,8 @@ class Job(msgspec.Struct, kw_only=True):
     `since`: when it came into its state. `memory`: node -> tag -> bytes. `contended`: as last pushed to its clients.
     `has_asked` for any lease; `initialised`: through with init, so it counts as an expected job that has arrived.
     `closed`, `spent`: see closing.py. `longest`: seconds by phase; `overdue`: tokens whose phases take far longer.
-    `condemned`: by whom its nodes were taken away, which ends its driver too."""
+    `last`: seconds of the last one, by phase. `condemned`: by whom its nodes were taken away, which ends its driver too.
+    `filler`: work of a priority below the jobs, see fillers/; it has no steps and nobody waits for it."""
 
     name: str
     uid: str
@@ -73,8 +74,10 @@ class Job(msgspec.Struct, kw_only=True):
     closed: dict[int, bool] = {}
     spent: list[str] = []
     longest: dict[str, float] = {}
+    last: dict[str, float] = {}
     overdue: list[int] = []
     condemned: str = ""
+    filler: bool = False
     watched: Watched | None = None  # only of a job that leaves its nodes to the coordinator
 
     @property
@@ -92,12 +95,15 @@ class Job(msgspec.Struct, kw_only=True):
 
     @property
     def running(self) -> bool:
-        """Counts for turns and barriers: neither gone nor through with all its steps."""
+        """Counts for turns and barriers: no filler, neither gone nor through with all its steps."""
         alive = self.state in (JobState.LIVE, JobState.SILENT)
-        return alive and (self.steps is None or self.reported < self.steps)
+        return alive and not self.filler and (self.steps is None or self.reported < self.steps)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """`num_nodes`: of a filler, any so many of `nodes`; 0: of a job, all of them. `least`: seconds for which a filler wants
+    to be left alone, as far as one can tell."""
+
     key: str
     job: str
     client: str
@@ -105,6 +111,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     nodes: list[str]
     asked_at: float
+    num_nodes: int = 0
+    least: float = 0.0
+
+    @property
+    def is_fillers(self) -> bool:
+        return self.num_nodes > 0
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,12 +130,20 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     granted_at: float
 
 
+class Usage(msgspec.Struct, kw_only=True):
+    """Of a node: the first lease on it began at `since`; seconds of the leases of jobs and of fillers that are over."""
+
+    since: float
+    jobs: float = 0.0
+    fillers: float = 0.0
+
+
 class State(msgspec.Struct, kw_only=True):
     """`requests` in order of arrival. `token`: the last one given out. `segment`: index into the schedule, never falls.
     `started`: all expected jobs were there. `settle_until`: no grants before it, because memory was lost; `unknown_up_to`: the
     last token of which it may not know.
     `peaks`: node -> `init` or segment index -> highest sum of tagged bytes of all jobs. `placed`: what the scheduler
-    remembers of the jobs it placed."""
+    remembers of the jobs it placed. `usage`: by node."""
 
     jobs: dict[str, Job] = {}
     requests: list[Request] = []
@@ -137,6 +157,7 @@ class State(msgspec.Struct, kw_only=True):
     unknown_up_to: int = 0
     peaks: dict[str, dict[str, int]] = {}
     placed: Record = Record()
+    usage: dict[str, Usage] = {}
 
     def leases_of(self, job: str) -> list[Lease]:
         return [lease for lease in self.leases.values() if lease.job == job]

@@ -26,7 +26,11 @@ def refuse(asked: m.Register, known: Job | None, other: Job | None, state: State
     if reason := _beyond_limits(asked, known, state):
         return _no(reason)
     try:
-        if asked.wants_placement:
+        if asked.filler and asked.wants_placement:
+            raise UserError(f"filler {asked.job!r} leaves its nodes to the coordinator; it must name pools or nodes")
+        if asked.filler:
+            _resolve(asked, config)
+        elif asked.wants_placement:
             placing.check(asked, state, config)
         else:
             placing.named_by_hand(asked, _resolve(asked, config), state)
@@ -42,7 +46,8 @@ def register(state: State, config: Config, epoch: str, now: float, what: m.Regis
     if job is None or job.uid != what.uid or not job.clients:
         job = _new_job(state, config, now, what)
         out += placing.arrive(state, config, job, what, now) if what.wants_placement else []
-        about = {"job": job.name, "nodes": job.nodes, "seed": job.seed, "steps": job.steps, "pid": job.pid}
+        fills = {"filler": True} if job.filler else {}
+        about = {"job": job.name, "nodes": job.nodes, "seed": job.seed, "steps": job.steps, "pid": job.pid, **fills}
         out.append(Log(events.JOB_REGISTERED, about))
     if what.client not in job.clients:
         job.clients.append(what.client)
@@ -62,6 +67,7 @@ def welcome(state: State, config: Config, job: Job, client: str, epoch: str, ans
         nodes=job.nodes,
         places={name: config.nodes[name].place for name in job.all_nodes},
         lease_timeout=config.lease_timeout,
+        filler_grace=config.filler_grace,
         epoch=epoch,
         first=job.clients[0] == client,
         answers=answers,
@@ -73,7 +79,7 @@ def _new_job(state: State, config: Config, now: float, what: m.Register) -> Job:
     job = Job(name=what.job, uid=what.uid, order=state.num_registered, since=now)
     job.host, job.pid, job.started, job.boot = what.host, what.pid, what.started, what.boot
     job.nodes = {} if what.wants_placement else _resolve(what, config)
-    job.seed, job.steps = what.seed, what.steps
+    job.seed, job.steps, job.filler = what.seed, what.steps, what.filler
     state.jobs[what.job] = job
     return job
 

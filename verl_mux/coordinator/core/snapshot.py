@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from verl_mux.coordinator.core import queueing
+from verl_mux.coordinator.core.fillers import usage
 from verl_mux.coordinator.core.placement import prediction
 from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State
 from verl_mux.coordinator.core.settings import Config, Node
@@ -44,6 +45,8 @@ class _SortedOut:
         owner = queueing.turn(state, config) if queueing.mode(state, config) == "sequential" else None
         for request in state.requests:
             self.phases[request.job].append(request.phase)
+            if request.is_fillers:  # it stands in nobody's queue
+                continue
             held_back = queueing.held_back(request, state, config, owner)
             for node in dict.fromkeys(request.nodes):
                 self.requests_on[node].append((request, held_back))
@@ -69,6 +72,8 @@ def _node(node: Node, state: State, sorted_out: _SortedOut, now: float) -> dict[
         "gpus": node.gpus,
         "cpus": node.cpus,
         "usd_per_hour": node.usd_per_hour,
+        "host": node.host,
+        "gpu_ids": node.gpu_ids,
         "device_bytes": node.device_bytes,
         "holders": [_holder(lease, state, now) for lease in sorted_out.leases_on[node.name]],
         "queue": [
@@ -78,6 +83,7 @@ def _node(node: Node, state: State, sorted_out: _SortedOut, now: float) -> dict[
             }
             for request, held_back in sorted_out.requests_on[node.name]
         ],
+        "usage": usage.describe(state, node.name, sorted_out.leases_on[node.name], now),
         "memory": memory,
         "bytes": sum(sum(tags.values()) for tags in memory.values()),
         "peak_bytes": max(peaks.values(), default=0),
@@ -92,11 +98,12 @@ def _holder(lease: Lease, state: State, now: float) -> dict[str, Any]:
         **{"held_s": now - lease.granted_at, "note": job.note},
         "state": "held" if job.state is JobState.LIVE else "reclaiming",
         "overdue": lease.token in job.overdue,
+        "filler": job.filler,
     }
 
 
 def _job(job: Job, sorted_out: _SortedOut, now: float, waits_for: list[str]) -> dict[str, Any]:
-    plain = ("host", "pid", "nodes", "seed", "steps", "reason", "note", "metrics", "initialised")
+    plain = ("host", "pid", "nodes", "seed", "steps", "reason", "note", "metrics", "initialised", "filler")
     return {
         **{field: getattr(job, field) for field in plain},
         "state": job.state.value,

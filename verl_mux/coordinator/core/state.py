@@ -9,11 +9,13 @@ Theory of operation
 - Silence alone takes no node away: a driver that was stopped or starved for a while finds its leases as they were. Silence
   beyond the lease does when another job waits: the job is then over, and dies like any other (see `patience`).
 - The nodes of a dying job come free once its processes are gone, and not before.
-- After each input all requests that can be granted are granted; see `queueing` for who may go.
+- After each input all requests that can be granted are granted; see `queueing` for who may go, and `fillers` for what takes
+  the nodes that jobs leave.
 
 Invariants (asserted by tests/coordinator/test_histories.py)
 1. Outside uncoordinated segments no node is named by two leases.
 2. A lease is granted for exactly the nodes of its request: a gang gets all or waits. Some may go back before the rest.
+   A filler gets as many of them as it asked for, and none that a job waits for.
 3. Tokens strictly increase, across restarts too.
 4. Per node, requests that may run are granted in order of arrival.
 5. A dead job's nodes come free once, at ProcessesGone, and not before.
@@ -29,6 +31,8 @@ import msgspec
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import closing, patience, queueing, registration, telemetry
+from verl_mux.coordinator.core.fillers import granting, usage
+from verl_mux.coordinator.core.fillers.calls import Calls
 from verl_mux.coordinator.core.inputs_and_instructions import (
     AboutJob,
     DriverDied,
@@ -86,8 +90,10 @@ class Machine:
         self.epoch = epoch
         self.state = state if state is not None else State()
         self.heard: dict[str, float] = {}
+        self.calls = Calls()
         self._waiting = Waiting(self.state, config)
         self._running = patience.RunningTime()
+        self._unheard: set[str] = set()  # jobs of which this start of the coordinator has heard nothing yet
 
     def handle(self, given: Input) -> list[Instruction]:
         """Raises IllegalMove or UnknownJob and then has changed nothing."""
@@ -106,6 +112,7 @@ class Machine:
         after = self._next_state(job, what)
         if isinstance(what, m.FromJob):
             self.heard[what.job] = self._running.at(now)
+            self._unheard.discard(what.job)
         if isinstance(what, m.Heartbeat) and job is not None and job.state is after:
             return self._heartbeat(now, job, what)  # by far the most frequent; nothing follows from it
         out = self._enter(job, after, now) if job else []
@@ -115,6 +122,7 @@ class Machine:
     def resume(self, now: float) -> None:
         """After a restart: no job has been silent yet."""
         self.heard = dict.fromkeys(self.state.jobs, self._running.look(now))
+        self._unheard = set(self.state.jobs)
 
     def due(self, now: float) -> list[Input]:
         """What the passing of time has brought about; to be handled like any other input, in this order."""
@@ -125,10 +133,17 @@ class Machine:
         since = patience.may_not_use_since(now, self.config)
         for job in patience.in_the_way(silent, self.state, self.config) if silent else []:
             out.append(JobRevoked(job=job.name, uid=job.uid, since=since))
+        out += self._slow_to_leave(running)
         out += self._overdue(now, silent)
         if self.state.settle_until is not None and now >= self.state.settle_until:
             out.append(Settled())
         return [Input(now, what) for what in out]
+
+    def _slow_to_leave(self, running: float) -> list[What]:
+        late = self.calls.late(self.state.leases, running, self.config)
+        jobs = [job for job in self.state.jobs.values() if job.name in late and job.state in (LIVE, SILENT)]
+        reason = f"a job waited for what it held, and it had not left after {self.config.filler_grace:g} s"
+        return [JobEvicted(job=job.name, uid=job.uid, reason=reason) for job in jobs]
 
     def _overdue(self, now: float, silent: Collection[str]) -> list[What]:
         out: list[What] = []
@@ -211,9 +226,12 @@ class Machine:
             return [Send(what.client, _grant(lease))]
         if self._waiting.request(job.name, what.key) or what.key in job.spent:
             return []
+        if reason := granting.refusal(what, job):
+            return [Send(what.client, m.Refused(about=what.key, reason=reason))]
         if reason := queueing.refusal(what, job, self._waiting.leases_of(job.name), len(self._waiting.requests_of(job.name))):
             return [Send(what.client, m.Refused(about=what.key, reason=reason))]
-        self.state.requests.append(request := Request(asked_at=now, **_asked(what)))
+        request = Request(asked_at=now, num_nodes=what.num_nodes, least=what.least, **_asked(what))
+        self.state.requests.append(request)
         self._waiting.asked(request)
         observing.asked(job, request)
         job.has_asked = True
@@ -247,6 +265,7 @@ class Machine:
             return [done]
         gone = [node for node in lease.nodes if node in what.nodes]
         self._hold(msgspec.structs.replace(lease, nodes=left))
+        usage.count(self.state, lease, gone, now)
         about = {**_about(lease), "nodes": gone}
         return [done, Log(events.LEASE_HELD, about, duration=now - lease.granted_at, step=lease.step)]
 
@@ -271,7 +290,14 @@ class Machine:
         # A grant that went astray, or one that its client no longer wants and releases.
         unheard = [_grant(lease) for lease in mine if lease.client == what.client and lease.token not in what.tokens]
         ack = m.HeartbeatAck(beat=what.beat, epoch=self.epoch, queued=queued, tokens=tokens)
-        return [Send(what.client, message) for message in (*unheard, ack)]
+        return [Send(what.client, message) for message in (*unheard, *self._call_again(now, job, mine), ack)]
+
+    def _call_again(self, now: float, job: Job, leases: list[Lease]) -> list[m.Contended]:
+        """What was pushed to a filler may have gone astray."""
+        if not (job.filler and job.contended):
+            return []
+        self.calls.tell(job, leases, self._running.at(now))
+        return [m.Contended(nodes=job.contended)]
 
     def _report(self, now: float, job: Job, what: m.FromJob) -> list[Instruction]:
         token = getattr(what, "token", None)
@@ -325,6 +351,7 @@ class Machine:
                 out.append(Log(events.LEASE_RECLAIMED, {**_about(lease), "nodes": [node]}, duration=None, step=lease.step))
                 left = [other for other in lease.nodes if other != node]
                 if left:
+                    usage.count(self.state, lease, [node], now)
                     self._hold(msgspec.structs.replace(lease, nodes=left))
                 else:
                     out.append(self._free(lease, now))
@@ -364,17 +391,25 @@ class Machine:
             for node in self.state.peaks:
                 telemetry.count_peak(self.state, node)
         for request in self._waiting.grantable():
-            out += self._give(request, now)
+            out += self._give(request, request.nodes, now)
+        for request, nodes in granting.grantable(self._waiting.fillers(), self.state, self._waiting.is_open, now):
+            out += self._give(request, nodes, now)
         for job, nodes in self._waiting.contended():
             if job.state is LIVE and nodes != job.contended:
                 job.contended = nodes
+                self._call(now, job)
                 out += [Send(client, m.Contended(nodes=nodes)) for client in job.clients]
         return out
 
-    def _give(self, request: Request, now: float) -> list[Instruction]:
+    def _call(self, now: float, job: Job) -> None:
+        """It is told what jobs wait for. After a restart it may not be there yet to hear that, and is told when it speaks."""
+        if job.filler and job.name not in self._unheard:
+            self.calls.tell(job, self._waiting.leases_of(job.name), self._running.at(now))
+
+    def _give(self, request: Request, nodes: list[str], now: float) -> list[Instruction]:
         self.state.token += 1
         self.state.stepping = self.state.stepping or request.step > 0
-        lease = Lease(token=self.state.token, granted_at=now, **_asked(request))
+        lease = Lease(token=self.state.token, granted_at=now, **{**_asked(request), "nodes": nodes})
         self._hold(lease)
         self._drop_requests([request])
         waited = Log(events.LEASE_WAIT, _about(lease), duration=now - request.asked_at, step=lease.step)
@@ -389,7 +424,10 @@ class Machine:
         self._waiting.freed(lease.token)
         closing.given_back(self.state.jobs[lease.job], lease.token)
         closing.spent(self.state.jobs[lease.job], lease.key)
-        return Log(events.LEASE_HELD, _about(lease), duration=now - lease.granted_at, step=lease.step)
+        usage.count(self.state, lease, lease.nodes, now)
+        leaving_s = self.calls.left(lease.token, self._running.at(now))
+        about = {**_about(lease), **({"filler": True, "leaving_s": leaving_s} if self.state.jobs[lease.job].filler else {})}
+        return Log(events.LEASE_HELD, about, duration=now - lease.granted_at, step=lease.step)
 
     def _lease_of(self, job: Job, token: int) -> Lease | None:
         lease = self.state.leases.get(token)

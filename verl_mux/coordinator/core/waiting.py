@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from verl_mux.coordinator.core import queueing
+from verl_mux.coordinator.core.fillers import granting
 from verl_mux.coordinator.core.records import Job, Lease, Request, State
 from verl_mux.coordinator.core.settings import Config
 
@@ -31,7 +32,8 @@ class Waiting:
         self._arrival: dict[tuple[str, str], int] = {}
         self._by_job: defaultdict[str, dict[str, Request]] = defaultdict(dict)
         self._by_client: defaultdict[str, dict[tuple[str, str], None]] = defaultdict(dict)
-        self._queue: defaultdict[str, dict[tuple[str, str], Request]] = defaultdict(dict)
+        self._queue: defaultdict[str, dict[tuple[str, str], Request]] = defaultdict(dict)  # of jobs only
+        self._fillers: dict[tuple[str, str], Request] = {}
         self._job_by_token: dict[int, str] = {}
         self._held: dict[int, list[str]] = {}
         self._tokens_of: defaultdict[str, dict[int, None]] = defaultdict(dict)
@@ -84,6 +86,9 @@ class Waiting:
         self._arrival[name] = self._arrived
         self._by_job[request.job][request.key] = request
         self._by_client[request.client][name] = None
+        if request.is_fillers:
+            self._fillers[name] = request
+            return
         for node in request.nodes:
             self._queue[node][name] = request
         self._nodes.update(request.nodes)
@@ -93,6 +98,9 @@ class Waiting:
         del self._arrival[name]
         _discard(self._by_job, request.job, request.key)
         _discard(self._by_client, request.client, name)
+        if request.is_fillers:
+            del self._fillers[name]
+            return
         for node in set(request.nodes):
             _discard(self._queue, node, name)
         self._nodes.update(request.nodes)
@@ -149,6 +157,15 @@ class Waiting:
                 heads[head.job, head.key] = head
         firsts = sorted(heads.values(), key=lambda request: self._arrival[request.job, request.key])
         return [request for request in firsts if all(self._head(node) is request for node in request.nodes)]
+
+    def fillers(self) -> list[Request]:
+        """Their requests, in order of arrival."""
+        return list(self._fillers.values())
+
+    def is_open(self, node: str) -> bool:
+        """As granting.is_open."""
+        waiting = self._queue.get(node, {}).values()
+        return node not in self._holders and not any(granting.keeps_out(request, self.state) for request in waiting)
 
     def contended(self) -> list[tuple[Job, list[str]]]:
         """Jobs for which it may have changed, in order of registration, with their nodes that another job stands in the

@@ -1,0 +1,256 @@
+"""When fillers get nodes, when they are called back, and that no job ever waits behind one."""
+
+import pytest
+
+from tests.coordinator.driver import Driver, config
+from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.core import queueing
+from verl_mux.coordinator.core.inputs_and_instructions import JobEvicted, JobRevoked, JobSilent, ProcessesGone
+from verl_mux.coordinator.core.records import JobState
+from verl_mux.coordinator.core.state import Machine
+from verl_mux.profiling.eventlog import events
+
+ROLLOUT = {"rollout": ["rollout"]}
+
+
+class World(Driver):
+    def __init__(self, **keys):
+        super().__init__(Machine(config(**keys)))
+        self.machine.resume(0.0)
+
+    def do(self, what, after=1.0):
+        self.machine.due(self.now + after)  # it looks at its clock often
+        return super().do(what, after)
+
+    def fill(self, name="f", nodes=ROLLOUT, num_nodes=1, least=0.0, key=None):
+        """A filler comes, if it is not there, and asks."""
+        if name not in self.machine.state.jobs:
+            self.register(name, nodes, filler=True)
+        wanted = self.machine.state.jobs[name].all_nodes
+        return self.ask_as_filler(name, nodes=wanted, num_nodes=num_nodes, least=least, key=key or f"{name} at {self.now}")
+
+    def ask_as_filler(self, name, **asked):
+        return self.do(m.LeaseRequest(**self.who(name), **{"phase": "rollout", "step": 0, **asked}))
+
+    def step(self, job, rollout_s, train_s, step):
+        """One whole step of a job that runs alone."""
+        for phase, node, seconds in (("rollout", "r0", rollout_s), ("train", "t0", train_s)):
+            self.ask(job, phase, step, [node])
+            self.now += seconds - 1.0
+            self.release(job)
+
+
+def test_a_filler_gets_as_many_free_nodes_as_it_asked_for_and_is_told_which():
+    world = World()
+    world.register("a")
+    world.ask("a", "rollout", 1, ["r0"])
+    world.fill()
+    assert (world.holders("r0"), world.holders("r1")) == (["a"], ["f"])
+    assert world.sent[-1].message.nodes == ["r1"]
+
+
+def test_it_gets_all_that_it_asked_for_or_waits():
+    world = World()
+    world.register("a")
+    world.ask("a", "rollout", 1, ["r0"])
+    world.fill(num_nodes=2)
+    assert world.holders("r1") == []
+    world.release("a")
+    assert (world.holders("r0"), world.holders("r1")) == (["f"], ["f"])
+
+
+def test_it_is_not_granted_what_a_job_waits_for():
+    """`b` waits for both nodes, of which one is free."""
+    world = World()
+    for job in "ab":
+        world.register(job)
+    world.ask("a", "rollout", 1, ["r0"])
+    world.ask("b", "rollout", 1, ["r0", "r1"])
+    world.fill()
+    assert world.holders("r1") == []
+    world.release("a")
+    assert world.holders("r0") == world.holders("r1") == ["b"]
+
+
+def test_a_request_that_is_held_back_keeps_fillers_off_too():
+    world = World(expect_jobs=2)
+    world.register("a")
+    world.ask("a", "rollout", 1, ["r0", "r1"])
+    world.fill()
+    assert world.holders("r0") == []
+
+
+def test_jobs_do_not_queue_behind_the_requests_of_fillers():
+    world = World()
+    world.register("a")
+    world.register("b")
+    world.ask("a", "rollout", 1, ["r0", "r1"])
+    world.fill()
+    world.ask("b", "rollout", 1, ["r0"])
+    world.release("a")
+    assert (world.holders("r0"), world.holders("r1")) == (["b"], ["f"])
+
+
+def test_what_it_holds_is_called_back_when_a_job_asks_and_goes_to_the_job():
+    world = World()
+    world.register("a")
+    world.fill(num_nodes=2)
+    told = world.ask("a", "rollout", 1, ["r0"])
+    assert told == [m.Contended(nodes=["r0"])]
+    world.fill("g", num_nodes=1)
+    world.release("f")
+    assert (world.holders("r0"), world.holders("r1")) == (["a"], ["g"])
+    (held,) = [line for line in world.logged if line.event == events.LEASE_HELD]
+    assert held.extra["filler"] and held.extra["leaving_s"] is not None
+
+
+def test_a_filler_that_waits_calls_nobody_back_and_no_job_is_told_of_it():
+    world = World()
+    world.register("a")
+    world.ask("a", "rollout", 1, ["r0", "r1"])
+    assert world.fill() == []
+    assert world.machine.state.jobs["a"].contended == []
+
+
+def test_it_is_told_again_at_each_heartbeat_for_a_push_may_go_astray():
+    world = World()
+    world.register("a")
+    world.fill(num_nodes=2)
+    world.ask("a", "rollout", 1, ["r0"])
+    told = world.do(m.Heartbeat(**world.who("f"), beat=1, tokens=[1]))
+    assert m.Contended(nodes=["r0"]) in told
+
+
+def test_one_that_does_not_leave_is_ended_after_its_grace_and_the_job_gets_the_node():
+    world = World(filler_grace=2)
+    world.register("a")
+    world.fill(num_nodes=2)
+    world.ask("a", "rollout", 1, ["r0"])
+    assert world.wait(1.5) == []
+    (ended,) = world.wait(1.5)
+    assert isinstance(ended, JobEvicted) and "2 s" in ended.reason
+    assert world.holders("r0") == ["f"]
+    world.do(ProcessesGone(job="f", uid="f:1"))
+    assert world.holders("r0") == ["a"]
+
+
+def test_one_that_is_silent_is_ended_at_once():
+    world = World(filler_grace=2)
+    world.register("a")
+    world.fill(num_nodes=2)
+    world.ask("a", "rollout", 1, ["r0"])
+    world.do(JobSilent(job="f", uid="f:1"))
+    assert [type(what) for what in world.wait(1)] == [JobRevoked]
+    assert world.holders("r0") == ["f"]
+    world.do(ProcessesGone(job="f", uid="f:1"))
+    assert world.holders("r0") == ["a"]
+
+
+def test_nobody_is_late_for_what_a_coordinator_said_that_is_no_more():
+    """After a restart the time to leave begins when the filler speaks, and is told."""
+    world = World(filler_grace=1, lease_timeout=60)
+    world.register("a")
+    world.fill(num_nodes=2)
+    world.ask("a", "rollout", 1, ["r0"])
+    world.machine = Machine(world.machine.config, "again", world.machine.state)
+    world.machine.resume(world.now)
+    assert world.wait(3) == []
+    world.do(m.Heartbeat(**world.who("f"), beat=1, tokens=[1]))
+    assert [type(what) for what in world.wait(2)] == [JobEvicted]
+
+
+def test_a_job_that_gives_up_lets_the_filler_stay():
+    world = World(filler_grace=1)
+    world.register("a")
+    world.fill(num_nodes=2)
+    world.ask("a", "rollout", 1, ["r0"], key="k")
+    world.do(m.LeaseCancel(**world.who("a"), key="k"))
+    assert world.wait(3) == []
+    assert world.machine.state.jobs["f"].state is JobState.LIVE
+
+
+@pytest.mark.parametrize("mode", ["sequential", "uncoordinated", "interleaved"])
+def test_in_no_mode_a_job_shares_a_node_with_a_filler(mode):
+    world = World(schedule=[{"mode": mode}])
+    world.register("a")
+    world.fill(num_nodes=2)
+    world.ask("a", "rollout", 1, ["r0"])
+    assert world.holders("r0") == ["f"]
+    world.release("f")
+    assert world.holders("r0") == ["a"]
+
+
+def test_fillers_take_no_part_in_gates_barriers_and_turns():
+    world = World(expect_jobs=1, schedule=[{"mode": "sequential", "steps": 1}, {"mode": "interleaved"}])
+    world.fill(nodes={"train": ["train"]})
+    assert not world.machine.state.started
+    world.register("a")
+    world.ask("a", "init", 0, ["r0"])
+    world.release("a")
+    assert world.machine.state.started
+    world.step("a", 2, 2, 1) if not world.holders("t0") else world.release("f")
+    world.ask("a", "rollout", 1, ["r0"])
+    world.release("a")
+    world.ask("a", "rollout", 2, ["r0"])
+    assert (world.machine.state.segment, world.holders("r0")) == (1, ["a"])
+    assert queueing.turn(world.machine.state, world.machine.config).name == "a"
+
+
+def test_a_waiting_filler_is_no_reason_to_end_a_silent_job():
+    world = World()
+    world.register("a")
+    world.ask("a", "rollout", 1, ["r0", "r1"])
+    world.fill()
+    for _ in range(4):
+        world.do(m.Heartbeat(**world.who("f"), beat=1))
+        assert all(type(what) is JobSilent for what in world.wait(3))
+
+
+@pytest.mark.parametrize(
+    ("least", "granted"), [(0, True), (5, True), (30, False)], ids=["anything will do", "long enough", "too short"]
+)
+def test_a_filler_may_wait_for_a_bubble_that_is_expected_to_last(least, granted):
+    """`a` rolls out for 10 s and trains for 20: when its training is asked for, the rollout node is free for some 20 s."""
+    world = World()
+    world.register("a", {"rollout": ["r0"], "train": ["t0"]})
+    world.step("a", 10, 20, 1)
+    world.ask("a", "rollout", 2, ["r0"])
+    world.fill(nodes={"rollout": ["r0"]}, least=least)
+    world.release("a")
+    world.ask("a", "train", 2, ["t0"])
+    assert (world.holders("r0") == ["f"]) is granted
+
+
+def test_where_no_job_is_known_any_bubble_is_expected_to_last():
+    world = World()
+    world.fill(least=1e6)
+    assert world.holders("r0") == ["f"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        ({"num_nodes": 3}, "any 3 of 2 nodes"),
+        ({"num_nodes": 0}, "any 0 of 2 nodes"),
+        ({"num_nodes": 1, "step": 2}, "neither init nor steps"),
+        ({"num_nodes": 1, "phase": "init"}, "neither init nor steps"),
+    ],
+)
+def test_a_request_that_fits_no_filler_is_refused(asked, complaint):
+    world = World()
+    world.register("f", ROLLOUT, filler=True)
+    (refused,) = world.ask_as_filler("f", key="k", nodes=["r0", "r1"], **asked)
+    assert complaint in refused.reason
+
+
+def test_a_job_gets_all_its_nodes_and_not_any_so_many():
+    world = World()
+    world.register("a")
+    (refused,) = world.ask_as_filler("a", key="k", nodes=["r0", "r1"], num_nodes=1)
+    assert "only a filler" in refused.reason
+
+
+def test_a_filler_names_its_nodes():
+    world = World()
+    (refused,) = world.register("f", {"rollout": ["auto"], "train": ["auto"]}, filler=True)
+    assert "must name pools or nodes" in refused.reason

@@ -1,0 +1,114 @@
+"""A coordinator as users start it, jobs beside it, and `verl-mux hold` in processes of its own."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+import psutil
+import pytest
+
+from verl_mux.bench.coordinator_process import CoordinatorProcess
+from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.members import UID_VARIABLE
+from verl_mux.coordinator.command import fetch_status
+
+# Far above what a filler needs, so that one which leaves by itself and one that is ended by force are told apart on any machine.
+FILLER_GRACE_S = 5.0
+CONFIG = {
+    "pools": {"rollout": {"nodes": [{"name": "r0"}]}, "train": {"nodes": [{"name": "t0"}]}},
+    "lease_timeout": 20,
+    "filler_grace": FILLER_GRACE_S,
+}
+NODES = {"rollout": ["r0"], "train": ["t0"]}
+
+
+@pytest.fixture(autouse=True)
+def no_mark(monkeypatch):
+    """These tests may themselves run as part of a job."""
+    monkeypatch.delenv(UID_VARIABLE, raising=False)
+
+
+@pytest.fixture
+def coordinator():
+    with CoordinatorProcess(CONFIG) as running:
+        yield running
+
+
+@pytest.fixture
+def job(coordinator):
+    """A job that has not asked for anything yet."""
+    mux = connect(coordinator.address, "job", NODES, uid="job:test", timeout=60.0)
+    yield mux
+    mux.close()
+
+
+@pytest.fixture
+def eventually():
+    def wait(condition, seconds=60.0):
+        deadline = time.monotonic() + seconds
+        while not (seen := condition()):
+            assert time.monotonic() < deadline, f"still {seen!r} after {seconds} s"
+            time.sleep(0.01)
+        return seen
+
+    return wait
+
+
+@pytest.fixture
+def status(coordinator):
+    return lambda: fetch_status(coordinator.address, 30.0)
+
+
+@pytest.fixture
+def holders(status):
+    return lambda node="t0", pool="train": [h["job"] for h in status()["pools"][pool]["nodes"][node]["holders"]]
+
+
+@pytest.fixture
+def hold(coordinator, tmp_path):
+    """Starts `verl-mux hold` with a script of Python as its command; whatever is left of all at the end is killed. `marked`: it
+    need not start once more to carry its mark."""
+    started = []
+
+    def start(script, *options, pool="train", name="filler", marked=True):
+        path = tmp_path / f"{name}.py"
+        path.write_text(script)
+        command = [sys.executable, "-m", "verl_mux", "hold", "--coordinator", coordinator.address, "--pool", pool, "--name", name]
+        environment = {**os.environ, **({UID_VARIABLE: f"{name}:{uuid.uuid4().hex}"} if marked else {})}
+        process = subprocess.Popen(
+            [*command, *options, "--", sys.executable, str(path)], cwd=tmp_path, env=environment,
+            stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(psutil.Error):
+            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            for member in family:
+                with contextlib.suppress(psutil.Error):
+                    member.kill()
+        process.wait()
+
+
+@pytest.fixture
+def pids(tmp_path, eventually):
+    """The pids that a script wrote into a file, when they are all there."""
+    left = []
+
+    def read(name, number=1):
+        path = tmp_path / name
+        eventually(lambda: path.exists() and len(path.read_text().split()) >= number)
+        found = [int(word) for word in path.read_text().split()]
+        left.extend(found)
+        return found
+
+    yield read
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

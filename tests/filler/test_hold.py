@@ -1,0 +1,177 @@
+"""A real `verl-mux hold` beside a real job: it fills what the job leaves, and is gone when the job wants it."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from tests.filler.conftest import FILLER_GRACE_S
+from verl_mux.filler.command import ASKED_TO_LEAVE
+
+# Says in a file that it runs, and resumes as a training script would: each start adds a line, the third one is through.
+RESUMES = """
+import os, pathlib, time
+starts = pathlib.Path("starts")
+number = len(starts.read_text().split()) if starts.exists() else 0
+with starts.open("a") as lines:
+    lines.write(f"{os.environ['VERL_MUX_LEASE_NODES']}\\n")
+time.sleep(0 if number == 2 else 600)
+"""
+WAITS = "import os, time\nopen('pids', 'a').write(f'{os.getpid()}\\n')\ntime.sleep(600)\n"
+DEAF = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS
+# A child in the group, and one that has left it for a session of its own; neither hears SIGTERM.
+FAMILY = """
+import os, subprocess, sys
+deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+for away in (False, True):
+    child = subprocess.Popen([sys.executable, "-c", deaf], start_new_session=away)
+    open("pids", "a").write(f"{child.pid}\\n")
+"""
+
+
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def take(job, phase="train", step=1):
+    """Asks as a job, and gives back at once. Returns the seconds that it waited."""
+    lease = job.acquire(phase, step=step)
+    job.release(lease)
+    return lease.waited_s
+
+
+def test_it_leaves_for_a_job_comes_back_and_ends_with_its_command(hold, job, tmp_path, eventually, holders):
+    process = hold(RESUMES)
+    for step in (1, 2):
+        eventually(lambda step=step: (tmp_path / "starts").exists() and len((tmp_path / "starts").read_text().split()) == step)
+        lease = job.acquire("train", step=step)
+        assert lease.waited_s < FILLER_GRACE_S and holders() == ["job"]
+        job.release(lease)
+    assert process.wait(60) == 0
+    assert (tmp_path / "starts").read_text().split() == ["t0", "t0", "t0"]
+    assert holders() == []
+
+
+def test_a_command_that_ignores_the_signal_is_killed_within_its_grace(hold, job, pids):
+    hold(DEAF)
+    (pid,) = pids("pids")
+    assert take(job) < FILLER_GRACE_S
+    assert not alive(pid)
+
+
+def test_its_grandchildren_are_gone_before_the_job_has_the_node(hold, job, pids):
+    hold(FAMILY + WAITS)
+    family = pids("pids", 3)
+    assert take(job) < FILLER_GRACE_S
+    assert not any(alive(pid) for pid in family)
+
+
+def test_what_a_command_leaves_behind_when_it_ends_is_ended_too(hold, pids):
+    process = hold(FAMILY)
+    family = pids("pids", 2)
+    assert process.wait(60) == 0
+    assert not any(alive(pid) for pid in family)
+
+
+@pytest.mark.parametrize(("script", "code"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137), ("", 0)])
+def test_the_exit_code_of_a_command_that_ends_by_itself_is_passed_on(hold, script, code):
+    assert hold(script).wait(60) == code
+
+
+def test_a_command_that_is_to_run_once_says_that_it_had_to_leave(hold, job, pids):
+    process = hold(WAITS, "--once")
+    pids("pids")
+    take(job)
+    assert process.wait(60) == ASKED_TO_LEAVE
+
+
+def test_an_interrupted_one_takes_its_command_along_and_gives_the_node_back(hold, pids, holders):
+    process = hold(WAITS)
+    (pid,) = pids("pids")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert not alive(pid) and holders() == []
+
+
+def test_one_that_waits_can_be_interrupted(hold, job, status, eventually):
+    job.acquire("train", step=1)
+    process = hold(WAITS)
+    eventually(lambda: status()["jobs"].get("filler", {}).get("waiting"))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 128 + signal.SIGINT
+
+
+def test_one_that_was_killed_has_its_command_ended_by_the_coordinator(hold, job, pids):
+    process = hold(WAITS)
+    (pid,) = pids("pids")
+    process.kill()
+    job.release(job.acquire("train", step=1))
+    assert not alive(pid)
+
+
+def test_one_that_hangs_is_ended_with_its_command(hold, job, pids):
+    process = hold(DEAF, marked=False)
+    (pid,) = pids("pids")
+    os.kill(process.pid, signal.SIGSTOP)
+    assert take(job) < 60
+    assert not alive(pid)
+    assert process.wait(60) == -signal.SIGKILL
+
+
+def test_a_job_that_comes_while_the_command_starts_waits_no_longer(hold, job, holders, eventually):
+    """The command is a Python that has just been started, or not yet."""
+    hold(DEAF)
+    eventually(lambda: holders() == ["filler"])
+    assert take(job) < FILLER_GRACE_S
+
+
+def test_a_coordinator_that_was_killed_meanwhile_finds_the_filler_where_it_was(hold, job, coordinator, pids, holders, eventually):
+    hold(WAITS)
+    (pid,) = pids("pids")
+    coordinator._process.kill()
+    coordinator.stop()
+    coordinator.start()
+    assert holders() == ["filler"] and alive(pid)
+    job.release(job.acquire("train", step=1))
+    assert not alive(pid)
+    eventually(lambda: holders() == ["filler"])
+
+
+def test_without_a_coordinator_it_stops_before_its_lease_is_over(hold, coordinator, pids, eventually):
+    hold(WAITS)
+    (pid,) = pids("pids")
+    coordinator.stop()
+    stopped = time.monotonic()
+    eventually(lambda: not alive(pid))
+    assert time.monotonic() - stopped < 20  # the lease
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--grace", "10"], "at most 4.8 is allowed"),
+        (["--nodes", "2"], "'train' has 1 nodes"),
+        (["--signal", "NO"], "--signal is 'NO'"),
+    ],
+)
+def test_a_wrong_option_ends_in_one_line(hold, options, complaint):
+    process = hold(WAITS, *options)
+    said = process.communicate(timeout=60)[1].strip().splitlines()
+    assert process.returncode == 2 and len(said) == 1 and complaint in said[0]
+
+
+def test_a_pool_that_is_not_there_ends_in_one_line(hold):
+    process = hold(WAITS, pool="trian")
+    said = process.communicate(timeout=60)[1].strip()
+    assert process.returncode == 2 and "no pool or node" in said
+
+
+def test_a_command_that_cannot_be_run_ends_in_one_line(coordinator, hold, tmp_path):
+    process = hold(WAITS, "--", "/no/such/command")
+    said = process.communicate(timeout=60)[1].strip().splitlines()
+    assert process.returncode == 2 and "cannot be run" in said[-1]

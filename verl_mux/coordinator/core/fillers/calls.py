@@ -1,0 +1,39 @@
+"""Which fillers have been told to leave, and since when. Pure, and not remembered across a restart: nobody is late for what a
+coordinator that is no more may have told him.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from verl_mux.coordinator.core.records import Job, Lease
+from verl_mux.coordinator.core.settings import Config
+
+
+class Calls:
+    """Leases that were called back, by token. Times in the running time of the coordinator."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+
+    def __bool__(self) -> bool:
+        """Whether anybody is still to leave."""
+        return bool(self._since)
+
+    def tell(self, job: Job, leases: Iterable[Lease], running: float) -> None:
+        """The filler is told now which of its nodes jobs wait for: `job.contended`. `leases`: its own."""
+        for lease in leases:
+            if set(lease.nodes).isdisjoint(job.contended):
+                self._since.pop(lease.token, None)
+            else:
+                self._since.setdefault(lease.token, running)
+
+    def left(self, token: int, running: float) -> float | None:
+        """Seconds that it took to leave; None: nobody had told it to."""
+        since = self._since.pop(token, None)
+        return None if since is None else running - since
+
+    def late(self, leases: Mapping[int, Lease], running: float, config: Config) -> set[str]:
+        """Jobs that should have left by now. `leases`: all that there are."""
+        self._since = {token: since for token, since in self._since.items() if token in leases}
+        return {leases[token].job for token, since in self._since.items() if running - since > config.filler_grace}

@@ -1,0 +1,34 @@
+"""A filler of a run: `verl-mux hold` with the command that the run file names, as long as there are jobs."""
+
+from __future__ import annotations
+
+import sys
+
+from verl_mux.launcher.marked_process import MarkedProcess
+from verl_mux.launcher.run_file import FillerSpec, RunFile, fill
+
+
+class FillerProcess(MarkedProcess):
+    """Its end is no job's end: one that fails is told of, and the run goes on."""
+
+    def __init__(self, name: str, spec: FillerSpec, run: RunFile, address: str) -> None:
+        where = ["--coordinator", address, "--name", name, "--pool", spec.pool, "--nodes", str(spec.nodes)]
+        how = ["--grace", str(spec.grace), "--least", str(spec.least)]
+        door = [sys.executable, "-m", "verl_mux.launcher.keep_exit_code", str(run.directory / name / "exit_code")]
+        command = [*door, "verl_mux", "hold", *where, *how, "--", *fill(spec.command, run, name)]
+        super().__init__(name, run.directory / name, "filler.log", command, {**run.environment, **spec.environment})
+
+    def begin(self) -> None:
+        """Start it, or take up the one that an earlier launcher started. Raises OSError."""
+        if not (self.take_up() and self.returncode is None):
+            self.start()
+
+    def finish(self) -> str | None:
+        """Ends it, if it has not ended by itself. Returns in words what went wrong with it."""
+        went_wrong = None
+        if self.returncode is None:
+            self.stop()
+        elif self.returncode != 0:
+            went_wrong = f"filler {self.name} {self.how_it_ended()} (log: {self.log_path})"
+            self.sweep()
+        return went_wrong
