@@ -39,6 +39,7 @@ class Router:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, limits.FRAME_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, limits.QUEUE_PER_CLIENT)
+        self._socket.setsockopt(zmq.RCVHWM, limits.UNREAD_PER_CLIENT)
         self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         self._gate = Gate(self._context, self._socket, keys, refused)
         try:
