@@ -46,6 +46,11 @@ class CoordinatorProcess:
         return self._process is not None and self._process.poll() is None
 
     @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def cpu_s(self) -> float:
         times = self._look().cpu_times()
         return times.user + times.system
@@ -62,8 +67,7 @@ class CoordinatorProcess:
         return self._look().memory_info().rss / 2**20
 
     def _look(self) -> psutil.Process:
-        assert self._process is not None
-        return psutil.Process(self._process.pid)
+        return psutil.Process(self.pid)
 
     def __enter__(self) -> CoordinatorProcess:
         self.start()
