@@ -57,3 +57,22 @@ def test_many_may_come_at_once(coordinator):
     with contextlib.ExitStack() as stack, stopped(coordinator):
         for _ in range(AT_ONCE):
             stack.enter_context(socket.create_connection((host, int(port)), timeout=0.9))
+
+
+def test_the_kernel_gives_up_a_connection_that_died_without_a_word():
+    with zmq.Context() as context:
+        server = context.socket(zmq.ROUTER)
+        address = f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}"
+        client = dealer(context, None, None)
+        connect_to(address, client)
+        client.send(b"beat")
+        server.recv_multipart()
+        assert 5000 in [connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for connection in tcp_connections()]
+        context.destroy(linger=0)
+
+
+def tcp_connections():
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as found:
+            if found.family == socket.AF_INET:
+                yield found
