@@ -40,5 +40,4 @@ def _name(message: m.AnyMessage) -> str:
 
 def _runs(message: m.Register) -> bool:
     """As far as this host can see: a job whose driver is dead already would be cleared away, with all processes that it names."""
-    driver = m.Member(message.host, message.pid, message.started, message.boot)
-    return not members.is_here(driver) or members.is_alive(driver)
+    return not members.is_here(message.driver) or members.is_alive(message.driver)

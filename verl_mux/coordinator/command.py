@@ -11,11 +11,9 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.live import Live
 
 from verl_mux.coordinator import status_view
 from verl_mux.coordinator.bus import keys as bus_keys
@@ -27,6 +25,9 @@ from verl_mux.coordinator.descriptors import clients_allowed
 from verl_mux.coordinator.journal.place import default_path
 from verl_mux.coordinator.server import Coordinator
 from verl_mux.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 DEFAULT_ADDRESS = "tcp://127.0.0.1:5570"
 _REFRESH_S = 1.0
@@ -115,6 +116,8 @@ def status(
     """Ask a coordinator who runs which phase, and who waits."""
     if not timeout > 0:
         raise UserError(f"--timeout is {timeout:g}; a time above 0 s is needed")
+    from rich.console import Console  # the coordinator itself does without
+
     console = Console()
     seen = fetch_status(address, timeout, keys)
     if not watch:
@@ -159,6 +162,8 @@ def _print(console: Console, seen: dict[str, Any], as_json: bool) -> None:
 
 
 def _watch_live(console: Console, address: str, timeout: float, keys: Path | None) -> None:
+    from rich.live import Live
+
     with Live(console=console, screen=False, auto_refresh=False) as live:
         while True:
             live.update(status_view.tables(fetch_status(address, timeout, keys)), refresh=True)

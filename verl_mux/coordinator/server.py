@@ -178,7 +178,9 @@ class Coordinator:
         if not isinstance(message, m.FromJob):
             return self._refusals.count("messages that are none for a coordinator", type(message).__name__)
         if isinstance(message, m.Register):
-            self._look_at_driver(self._machine.state.jobs.get(message.job))  # a name is free as soon as its process is gone
+            known = self._machine.state.jobs.get(message.job)
+            if known is not None and known.driver != message.driver:  # a name is free as soon as its process is gone
+                self._look_at_driver(known)
         try:
             self._take(message)
         except UnknownJob:
@@ -271,9 +273,9 @@ class Coordinator:
             for job in jobs[driver]:
                 self._take(DriverDied(job=job.name, uid=job.uid))
 
-    def _look_at_driver(self, job: Job | None) -> None:
-        alive = job is not None and job.state in (JobState.LIVE, JobState.SILENT)
-        if job is not None and alive and members.is_here(job.driver) and not members.is_alive(job.driver):
+    def _look_at_driver(self, job: Job) -> None:
+        alive = job.state in (JobState.LIVE, JobState.SILENT)
+        if alive and members.is_here(job.driver) and not members.is_alive(job.driver):
             self._take(DriverDied(job=job.name, uid=job.uid))
 
     async def _reap(self, job: Job) -> list[str]:

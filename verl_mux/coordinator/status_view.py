@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
 
 
 def plain(snapshot: dict[str, Any]) -> str:
@@ -21,6 +20,10 @@ def plain(snapshot: dict[str, Any]) -> str:
 
 
 def tables(snapshot: dict[str, Any]) -> Group:
+    from rich.console import Group  # the coordinator, which has its words from here too, does without
+    from rich.table import Table
+    from rich.text import Text
+
     nodes = Table("pool", "node", "runs", "waits", "device memory", "fillers")
     for pool, node, seen in _nodes(snapshot):
         nodes.add_row(pool, node, _runs(seen), _waits(seen), _bytes(seen), _filled(seen) or "-")

@@ -13,6 +13,8 @@ from msgspec import Meta
 FRAME_BYTES = 2**20
 # Answers that wait for a client that does not read; further ones are dropped, and it asks again.
 QUEUE_PER_CLIENT = 100
+# Messages of a client taken off the network before they are read; further ones wait at the client.
+UNREAD_PER_CLIENT = 16
 
 JOBS = 5_000
 ENDED_JOBS_REMEMBERED = 1_000

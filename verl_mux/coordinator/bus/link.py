@@ -27,6 +27,8 @@ _TRY_AGAIN_S = 2.0
 _RESTARTED_WITHIN_S = 10.0
 # Tries to connect: the first after this, then ever later, each with as much again at random.
 _RECONNECT_MS, _RECONNECT_AT_LEAST_EVERY_MS = 100, 1000
+# What was sent and not even received by the other host's kernel for so long never will be.
+_DEAD_AFTER_MS = 5000
 
 
 class Link:
@@ -186,7 +188,10 @@ def dealer(context: zmq.Context, identity: str | None, keys: ClientKeys | None, 
         socket.setsockopt(zmq.IDENTITY, identity.encode())
     if keys is not None:
         keys.apply(socket)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)  # notices a connection that died without a word
+    # A connection that died without a word is noticed by the kernel, since we speak every second. ZeroMQ's own heartbeats take a
+    # process that is starved for a dead one, and thousands that connect again starve the next.
+    socket.setsockopt(zmq.TCP_MAXRT, _DEAD_AFTER_MS)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, _DEAD_AFTER_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_AT_LEAST_EVERY_MS)
     socket.setsockopt(zmq.IMMEDIATE, immediate)

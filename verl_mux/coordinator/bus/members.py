@@ -52,12 +52,10 @@ def is_here(member: Member) -> bool:
 def is_alive(member: Member) -> bool:
     """Whether the process on this host still holds anything: a zombie does not, unless threads of it still run."""
     try:
-        if not _is_same(member):
-            return False
-        process = psutil.Process(member.pid)
-        return process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
+        state, threads, started = _stat(member.pid)
     except psutil.NoSuchProcess:
         return False
+    return member.boot == BOOT and member.started == started and (state != b"Z" or threads > 1)
 
 
 def carriers(uid: str) -> list[Member]:
@@ -88,18 +86,19 @@ def end(process: psutil.Process) -> None:
             os.sched_setaffinity(thread, range(os.cpu_count() or 1))
 
 
-def _is_same(member: Member) -> bool:
-    """Whether the process that now has the pid is that one. Raises psutil.NoSuchProcess."""
-    return member.boot == BOOT and member.started == _started(member.pid)
-
-
 def _started(pid: int) -> int:
     """Clock ticks from the boot to the start of the process (psutil gives wall clock time, by today's idea of the boot's)."""
+    return _stat(pid)[2]
+
+
+def _stat(pid: int) -> tuple[bytes, int, int]:
+    """State, threads, and start in ticks, all of one moment. Raises psutil.NoSuchProcess."""
     try:
         line = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):  # other errors, as of too many open files, say nothing about it
         raise psutil.NoSuchProcess(pid) from None
-    return int(line.rpartition(b")")[2].split()[19])  # field 22; the second, in brackets, may hold anything
+    fields = line.rpartition(b")")[2].split()  # from field 3 on; the second, in brackets, may hold anything
+    return fields[0], int(fields[17]), int(fields[19])
 
 
 def _threads(pid: int) -> list[int]:

@@ -108,6 +108,10 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     filler: bool = False
 
     @property
+    def driver(self) -> Member:
+        return Member(self.host, self.pid, self.started, self.boot)
+
+    @property
     def wants_placement(self) -> bool:
         return bool(self.nodes) and all(names == [AUTO] for names in self.nodes.values())
 

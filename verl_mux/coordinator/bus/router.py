@@ -19,6 +19,9 @@ from verl_mux.errors import UserError
 
 # Frames taken before others in the loop have their turn.
 _BATCH = 64
+# Connections that wait to be taken. ZeroMQ's 100 are too few when thousands come back at once: the kernel drops the others,
+# who try again after 1, 3, 7, 15... seconds. It takes no more than its own limit (net.core.somaxconn).
+_BACKLOG = 2**16 - 1
 
 
 class Router:
@@ -36,6 +39,8 @@ class Router:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, limits.FRAME_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, limits.QUEUE_PER_CLIENT)
+        self._socket.setsockopt(zmq.RCVHWM, limits.UNREAD_PER_CLIENT)
+        self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         self._gate = Gate(self._context, self._socket, keys, refused)
         try:
             self._socket.bind(bind)

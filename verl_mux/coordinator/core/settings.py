@@ -5,6 +5,7 @@ Pure: nothing here reads a file (`coordinator/config.py` does).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Literal, get_args
 
@@ -76,7 +77,7 @@ class PlacementConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return msgspec.structs.replace(OURS, cap=self.cap, repack=False)
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):  # dict: for what is cached
     """Times in seconds. `remote_grace`: after that long a dead job's processes on other hosts, which cannot be seen
     from here, are taken for gone; None: never, their nodes stay taken until the coordinator is told otherwise.
     `filler_grace`: a filler that has not left so long after a job asked for its nodes is ended.
@@ -100,7 +101,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     metrics_host: str = "127.0.0.1"
     placement: PlacementConfig | None = None
 
-    @property
+    @functools.cached_property
     def nodes(self) -> dict[str, Node]:
         return {node.name: node for pool in self.pools.values() for node in pool.nodes}
 

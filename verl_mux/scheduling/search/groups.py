@@ -8,7 +8,6 @@ import msgspec
 
 from verl_mux.scheduling.model import Cluster, Group, JobSpec, Pin
 from verl_mux.scheduling.search.extension import NEW
-from verl_mux.scheduling.search.group_table import GroupTable
 from verl_mux.scheduling.search.nodes import Nodes
 
 SIDES = (lambda group: group.rollout_nodes, lambda group: group.train_nodes)
@@ -21,6 +20,8 @@ class Groups(Mapping[str, Group]):
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self._by_name: dict[str, Group] = {}
+        from verl_mux.scheduling.search.group_table import GroupTable  # numpy: a coordinator that places nobody does without it
+
         self.table = GroupTable()
         self.home: dict[str, str] = {}
         self._rollout = Nodes(cluster.rollout)

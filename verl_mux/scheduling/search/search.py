@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from verl_mux.scheduling.model import Cluster, Group, JobSpec, cycle_time, load_time
 from verl_mux.scheduling.search.extension import Extension, extensions, pairs_of_pins, with_newcomer, yet_to_take
-from verl_mux.scheduling.search.group_table import GroupTable
 from verl_mux.scheduling.search.rules import Rules
 from verl_mux.scheduling.time.feasibility import TOLERANCE, Feasibility
 from verl_mux.scheduling.time.forecast import Progress, late_job
+
+if TYPE_CHECKING:
+    from verl_mux.scheduling.search.group_table import GroupTable
 
 EPSILON_USD = 1e-6
 
