@@ -232,9 +232,10 @@ class Coordinator:
             self._event_log.log(line.event, duration_sec=line.duration, extra=line.extra, step=line.step)
 
     def _describe(self) -> dict[str, Any]:
-        found = describe(self._machine.state, self.config, self._clock.now(), self._waits_for)
-        refused = dict(self._refusals.counts)
-        return {"address": self.address, "refused": refused, "journal": self._journal.about(), **found}
+        now = self._clock.now()
+        found = describe(self._machine.state, self.config, now, self._waits_for)
+        about = {"journal": self._journal.about(), "settling_s": self._machine.settles_for(now)}
+        return {"address": self.address, "refused": dict(self._refusals.counts), **about, **found}
 
     # --- the watch over processes ---
 

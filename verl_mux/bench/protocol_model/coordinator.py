@@ -99,9 +99,9 @@ class CoordinatorProcess:
         now = self._world.now
         self.machine = Machine(self._config, f"e{self._starts}")
         if self.remembers:
-            self._restore(now)
+            self._restore()
         elif self._starts > 1 and self._planted != "journal skipped":
-            claims.settle(self.machine.state, self._config, now, tokens.LAST)
+            claims.settle(self.machine.state, self._config, tokens.LAST)
             self.machine.state.token = tokens.at(self._world.wall())
         self._disk.pending = []
         self._delivery = Delivery(self._disk, self.machine, self._carry_out, self._soon)  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ class CoordinatorProcess:
         number = self._starts
         self._world.later(_LOOK_EVERY_S, lambda: self._look(number))
 
-    def _restore(self, now: float) -> None:
+    def _restore(self) -> None:
         """As journal.py does."""
         self.machine = Machine(self._config, self.machine.epoch, _state.decode(self._disk.snapshot))
         for body in self._disk.inputs:
@@ -118,7 +118,7 @@ class CoordinatorProcess:
         state = self.machine.state
         state.token = max(state.token, tokens.before(self._starts))
         if state.settle_until is not None:
-            claims.settle(state, self._config, now, state.unknown_up_to)
+            claims.settle(state, self._config, state.unknown_up_to)
         self._disk.snapshot, self._disk.inputs = msgspec.msgpack.encode(state), []
 
     def crash(self) -> None:

@@ -3,7 +3,8 @@
 A coordinator that does not know, or not for sure, what its predecessor granted settles: for one lease time it grants
 nothing, and clients, who register again with a coordinator that they do not know, assert their leases. They are
 believed about tokens of that time (`unknown_up_to`), as the predecessor kept leases apart. Where two leases meet on a
-node, the later one is right: the other one must have ended before it was granted.
+node, the later one is right: the other one must have ended before it was granted. A pause of the coordinator does not
+count, as it hears nobody then.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from verl_mux.coordinator.core.records import Job, Lease, State
 from verl_mux.coordinator.core.settings import Config
 
 
-def settle(state: State, config: Config, now: float, unknown_up_to: int) -> None:
-    state.settle_until = now + config.lease_timeout
+def settle(state: State, config: Config, unknown_up_to: int) -> None:
+    """At each start anew: its running time begins at 0."""
+    state.settle_until = config.lease_timeout
     state.unknown_up_to = max(state.unknown_up_to, unknown_up_to)
 
 

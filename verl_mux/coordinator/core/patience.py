@@ -19,7 +19,7 @@ PAUSE_S = 1.0
 
 
 class RunningTime:
-    """Seconds for which the coordinator has run, told from the times at which it looked at its clock."""
+    """Seconds for which the coordinator has run since its start, told from the times at which it looked at its clock."""
 
     def __init__(self) -> None:
         self._seconds = 0.0

@@ -120,8 +120,8 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 class State(msgspec.Struct, kw_only=True):
     """`requests` in order of arrival. `token`: the last one given out. `segment`: index into the schedule, never falls.
-    `started`: all expected jobs were there. `settle_until`: no grants before it, because memory was lost; `unknown_up_to`: the
-    last token of which it may not know.
+    `started`: all expected jobs were there. `settle_until`: no grants before it, because memory was lost, in seconds for which
+    this start of the coordinator has run; `unknown_up_to`: the last token of which it may not know.
     `peaks`: node -> `init` or segment index -> highest sum of tagged bytes of all jobs. `placed`: what the scheduler
     remembers of the jobs it placed."""
 

@@ -126,7 +126,7 @@ class Machine:
         for job in patience.in_the_way(silent, self.state, self.config) if silent else []:
             out.append(JobRevoked(job=job.name, uid=job.uid, since=since))
         out += self._overdue(now, silent)
-        if self.state.settle_until is not None and now >= self.state.settle_until:
+        if self.state.settle_until is not None and running >= self.state.settle_until:
             out.append(Settled())
         return [Input(now, what) for what in out]
 
@@ -141,6 +141,11 @@ class Machine:
                 reason = f"its {lease.phase} (step {lease.step}) has taken {now - lease.granted_at:.0f} s and counts as hung"
                 out.append(JobEvicted(job=job.name, uid=job.uid, reason=reason))
         return out
+
+    def settles_for(self, now: float) -> float | None:
+        """Seconds for which nothing will be granted, if the coordinator makes no pause; None: it does not settle."""
+        until = self.state.settle_until
+        return None if until is None else max(until - self._running.at(now), 0.0)
 
     def changes(self, given: Input) -> bool:
         """False for a mere sign of life, which needs no place in the journal."""

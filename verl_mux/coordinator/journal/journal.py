@@ -199,7 +199,7 @@ class Journal:
     def _settle(self, machine: Machine, unknown_up_to: int | None) -> None:
         """None: nothing was lost. Its predecessor may have ended in the midst of settling; then all begins anew."""
         if unknown_up_to is not None or machine.state.settle_until is not None:
-            claims.settle(machine.state, machine.config, self.clock.now(), unknown_up_to or 0)
+            claims.settle(machine.state, machine.config, unknown_up_to or 0)
 
     def _find(self, path: Path, is_fresh: bool) -> _Found:
         epoch, unreadable = self._find_epoch()

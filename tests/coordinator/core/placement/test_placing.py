@@ -255,8 +255,8 @@ def test_a_coordinator_that_lost_its_memory_finds_jobs_where_they_say_they_are()
 def test_the_status_shows_groups_periods_and_who_waits(driver):
     arrive(driver, "a", slo=1.0)
     arrive(driver, "b", slo=1.0)
-    journal = {"path": None, "lost": None, "blocked": None}
-    seen = {"address": "tcp://here", "journal": journal, **describe(driver.machine.state, driver.machine.config, driver.now, {})}
+    about = {"address": "tcp://here", "journal": {"path": None, "lost": None, "blocked": None}, "settling_s": None}
+    seen = {**about, **describe(driver.machine.state, driver.machine.config, driver.now, {})}
     assert seen["placement"]["waiting"] == ["b"]
     (group,) = seen["placement"]["groups"].values()
     assert group["nodes"] == {"rollout": ["r0"], "train": ["t0"]} and set(group["periods"]) == {"a"}
