@@ -9,7 +9,7 @@ WHO = {"job": "a", "uid": "a:1", "client": "c"}
 EXAMPLES = [
     m.Register(**WHO, host="h", pid=1, started=2, nodes={"rollout": ["r0"]}, members=[m.Member("h", 3, 4, "boot")]),
     m.LeaseRequest(**WHO, key="k", phase="rollout", step=1, nodes=["r0"]),
-    m.LeaseGrant(key="k", token=1, phase="rollout", step=1, nodes=["r0"], granted_at=1.5),
+    m.LeaseGrant(epoch="e", key="k", token=1, phase="rollout", step=1, nodes=["r0"], granted_at=1.5),
     m.Status(snapshot={"jobs": {}}),
     m.TaskRequest(worker_id="Actor_2"),
     m.NewTask(worker_id="Actor_2", prompt=[1, 2, 3]),

@@ -27,12 +27,12 @@ def two():
 
 def test_a_free_node_is_granted_at_once_and_a_taken_one_when_it_is_released(two):
     assert two.ask("a", "rollout", 1, ["r0"]) == [
-        m.LeaseGrant(key="a.rollout.1", token=1, phase="rollout", step=1, nodes=["r0"], granted_at=3.0)
+        m.LeaseGrant(epoch="", key="a.rollout.1", token=1, phase="rollout", step=1, nodes=["r0"], granted_at=3.0)
     ]
     assert two.ask("b", "rollout", 1, ["r0"]) == [m.Contended(nodes=["r0"])]
     assert two.release("a", 1) == [
         m.LeaseReleased(token=1),
-        m.LeaseGrant(key="b.rollout.1", token=2, phase="rollout", step=1, nodes=["r0"], granted_at=5.0),
+        m.LeaseGrant(epoch="", key="b.rollout.1", token=2, phase="rollout", step=1, nodes=["r0"], granted_at=5.0),
         m.Contended(nodes=[]),
     ]
     wait = next(line for line in two.logged if line.event == "lease_wait" and line.extra["job"] == "b")

@@ -18,7 +18,7 @@ import msgspec
 from verl_mux.coordinator.bus import limits
 from verl_mux.scheduling.estimate.job_needs import JobNeeds
 
-VERSION = 2
+VERSION = 3
 
 SIDES = ("rollout", "train")
 PHASES = ("init", *SIDES)
@@ -248,6 +248,9 @@ class Refused(Message, kw_only=True, frozen=True, tag="REFUSED"):
 
 
 class LeaseGrant(Message, kw_only=True, frozen=True, tag="LEASE_GRANT"):
+    """`epoch`: of the coordinator that granted; a later one without memory knows nothing of it."""
+
+    epoch: str
     key: str
     token: int
     phase: str

@@ -213,7 +213,7 @@ class Machine:
 
     def _request(self, now: float, job: Job, what: m.LeaseRequest) -> list[Instruction]:
         if lease := self._lease_by_key(job, what.key):
-            return [Send(what.client, _grant(lease))]
+            return [Send(what.client, self._grant(lease))]
         if self._waiting.request(job.name, what.key) or what.key in job.spent:
             return []
         if reason := queueing.refusal(what, job, self._waiting.leases_of(job.name), len(self._waiting.requests_of(job.name))):
@@ -274,7 +274,7 @@ class Machine:
         held = {lease.token for lease in mine}
         tokens = [token for token in what.tokens if token in held]
         # A grant that went astray, or one that its client no longer wants and releases.
-        unheard = [_grant(lease) for lease in mine if lease.client == what.client and lease.token not in what.tokens]
+        unheard = [self._grant(lease) for lease in mine if lease.client == what.client and lease.token not in what.tokens]
         ack = m.HeartbeatAck(beat=what.beat, epoch=self.epoch, queued=queued, tokens=tokens)
         return [Send(what.client, message) for message in (*unheard, ack)]
 
@@ -383,7 +383,11 @@ class Machine:
         self._hold(lease)
         self._drop_requests([request])
         waited = Log(events.LEASE_WAIT, _about(lease), duration=now - request.asked_at, step=lease.step)
-        return [Send(lease.client, _grant(lease)), waited]
+        return [Send(lease.client, self._grant(lease)), waited]
+
+    def _grant(self, lease: Lease) -> m.LeaseGrant:
+        told = ("key", "token", "phase", "step", "nodes", "granted_at")
+        return m.LeaseGrant(epoch=self.epoch, **{name: getattr(lease, name) for name in told})
 
     def _hold(self, lease: Lease) -> None:
         self.state.leases[lease.token] = lease
@@ -423,11 +427,6 @@ def _speaks_for(job: Job, what: AboutJob) -> bool:
 
 def _asked(source: m.LeaseRequest | Request) -> dict:
     return {name: getattr(source, name) for name in ("key", "job", "client", "phase", "step", "nodes")}
-
-
-def _grant(lease: Lease) -> m.LeaseGrant:
-    told = ("key", "token", "phase", "step", "nodes", "granted_at")
-    return m.LeaseGrant(**{name: getattr(lease, name) for name in told})
 
 
 def _about(lease: Lease) -> dict:
