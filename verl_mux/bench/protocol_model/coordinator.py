@@ -173,9 +173,13 @@ class CoordinatorProcess:
     # --- messages ---
 
     def receive(self, message: m.FromJob, reply: Callable[[m.Message], None], heard: Callable[[], None]) -> None:
+        """`heard`: called unless nobody knows who speaks. A job that was forgotten is heard when it registers: what it said
+        before the connection broke may come late, while its answer, UNKNOWN, is lost."""
+
         def take() -> None:
-            heard()
             self._clients[message.client] = reply
+            if self._knows(message):
+                heard()
             try:
                 self._take(message)  # type: ignore[arg-type]
             except UnknownJob:
@@ -184,6 +188,9 @@ class CoordinatorProcess:
                 reply(m.JobEnded(reason=self.machine.state.jobs[message.job].reason))
 
         self._do(take)
+
+    def _knows(self, message: m.FromJob) -> bool:
+        return isinstance(message, m.Register) or message.job in self.machine.state.jobs
 
     def _take(self, what: What | Input) -> None:
         given = what if isinstance(what, Input) else Input(self._world.now, what)
