@@ -28,6 +28,7 @@ import msgspec
 from verl_mux.coordinator.bus import messages as m
 
 BEAT_EVERY_S = 1.0
+RECONNECTS_WITHIN_S = 1.0  # between two tries, and as much again at random
 # The rest of the lease is for ending what runs, before the coordinator may give the nodes on.
 FENCED_AFTER = 0.7
 REGISTER, GOODBYE = "register", "goodbye"

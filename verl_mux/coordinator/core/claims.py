@@ -10,15 +10,21 @@ count, as it hears nobody then.
 from __future__ import annotations
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import closing, queueing, tokens
+from verl_mux.coordinator.core import closing, patience, queueing, tokens
 from verl_mux.coordinator.core.records import Job, Lease, State
 from verl_mux.coordinator.core.settings import Config
 
 
-def settle(state: State, config: Config, unknown_up_to: int) -> None:
-    """At each start anew: its running time begins at 0."""
-    state.settle_until = config.lease_timeout
+def settle(state: State, config: Config, unknown_up_to: int, is_first: bool = False) -> None:
+    """At each start anew: its running time begins at 0. `is_first`: nothing is known of an earlier coordinator here."""
+    state.settle_until = patience.first_look(config) if is_first else config.lease_timeout
     state.unknown_up_to = max(state.unknown_up_to, unknown_up_to)
+
+
+def somebody_was_before(state: State, config: Config) -> None:
+    """There was an earlier coordinator here after all: a job of it spoke."""
+    if state.settle_until is not None:
+        state.settle_until = config.lease_timeout
 
 
 def take(state: State, config: Config, job: Job, what: m.Register, now: float) -> None:
@@ -26,6 +32,8 @@ def take(state: State, config: Config, job: Job, what: m.Register, now: float) -
 
     The answer to each client's next heartbeat tells which of its leases were taken over.
     """
+    if what.again or what.held or what.seen:
+        somebody_was_before(state, config)
     if what.again and state.settle_until is not None:
         held = {claim.token for claim in what.held}
         gone = [lease for lease in state.leases_of(job.name) if lease.client == what.client and lease.token not in held]

@@ -64,8 +64,12 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     """The time for asserting leases after a loss of memory is over."""
 
 
+class SomebodyWasBefore(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="SOMEBODY_WAS_BEFORE"):
+    """Somebody spoke who has met an earlier coordinator at this address, of which nothing was known."""
+
+
 AboutJob = m.AnyFromJob | JobSilent | JobRevoked | PhaseOverdue | JobEvicted | DriverDied | JobExited | ProcessesGone
-What = AboutJob | NodeReleased | Settled
+What = AboutJob | NodeReleased | Settled | SomebodyWasBefore
 
 
 class Input(msgspec.Struct, frozen=True):

@@ -28,7 +28,7 @@ import msgspec
 
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import closing, patience, queueing, registration, telemetry
+from verl_mux.coordinator.core import claims, closing, patience, queueing, registration, telemetry
 from verl_mux.coordinator.core.inputs_and_instructions import (
     AboutJob,
     DriverDied,
@@ -44,6 +44,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     ProcessesGone,
     Send,
     Settled,
+    SomebodyWasBefore,
     What,
 )
 from verl_mux.coordinator.core.placement import observing, placing, prediction
@@ -96,6 +97,9 @@ class Machine:
         if isinstance(what, Settled):
             self.state.settle_until = None
             return self._settle(now)
+        if isinstance(what, SomebodyWasBefore):
+            claims.somebody_was_before(self.state, self.config)
+            return []
         if isinstance(what, NodeReleased):
             return self._released_by_hand(now, what.node) + self._settle(now)
         job = self._job_of(what)
@@ -146,6 +150,10 @@ class Machine:
         """Seconds for which nothing will be granted, if the coordinator makes no pause; None: it does not settle."""
         until = self.state.settle_until
         return None if until is None else max(until - self._running.at(now), 0.0)
+
+    def takes_nobody_to_be_before(self) -> bool:
+        """It settles for a shorter time than it would if it knew of an earlier coordinator."""
+        return self.state.settle_until is not None and self.state.settle_until < self.config.lease_timeout
 
     def changes(self, given: Input) -> bool:
         """False for a mere sign of life, which needs no place in the journal."""
