@@ -36,7 +36,7 @@ from verl_mux.coordinator.core.records import Job, JobState
 from verl_mux.coordinator.core.rewind import Rewind
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.snapshot import describe
-from verl_mux.coordinator.core.state import IllegalMove, UnknownJob
+from verl_mux.coordinator.core.state import NEVER_REGISTERED, IllegalMove, UnknownJob
 from verl_mux.coordinator.drivers import Drivers
 from verl_mux.coordinator.journal import before
 from verl_mux.coordinator.journal.delivery import Delivery
@@ -221,7 +221,8 @@ class Coordinator:
             return m.Unknown()  # an earlier start's end, which does not concern this one
         self._take(JobExited(job=message.job))
         self._told.set()
-        return m.JobEnded(reason=self._machine.state.jobs[message.job].reason)
+        known = self._machine.state.jobs.get(message.job)
+        return m.JobEnded(reason=known.reason if known is not None else NEVER_REGISTERED)
 
     def _take(self, what: What | Input) -> None:
         """The heart: decide, remember, carry out."""

@@ -117,11 +117,11 @@ class Conversation:
         key = f"shrink {token} by {','.join(nodes)}"
         self.ask(key, m.LeaseShrink(**self.who, key=key, token=token, nodes=nodes), wanted=False)
 
-    def leave(self) -> None:
-        """The whole job goes with its first client; with another, only that one."""
+    def leave(self, reason: str = "") -> None:
+        """The whole job goes with its first client; with another, only that one. `reason`: see Deregister."""
         self.held.clear()
         first = self.registered is not None and self.registered.first
-        self._say_goodbye(m.Deregister(**self.who) if first else m.Detach(**self.who))
+        self._say_goodbye(m.Deregister(**self.who, reason=reason) if first else m.Detach(**self.who))
 
     def fail(self, reason: str) -> None:
         """What is held stays asserted until the coordinator knows that the job has failed."""

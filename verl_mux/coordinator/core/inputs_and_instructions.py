@@ -47,7 +47,7 @@ class DriverDied(Seen, frozen=True, kw_only=True, tag="DRIVER_DIED"):
 
 
 class JobExited(Seen, frozen=True, kw_only=True, tag="JOB_EXITED"):
-    """Whoever started the job says that it is over. A job that never registered counts as ended from here on."""
+    """Whoever started the job says that it is over. One that never registered counts as arrived, where jobs are expected."""
 
 
 class ProcessesGone(Seen, frozen=True, kw_only=True, tag="PROCESSES_GONE"):

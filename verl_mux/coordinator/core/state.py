@@ -54,6 +54,7 @@ from verl_mux.coordinator.core.waiting import Waiting
 from verl_mux.profiling.eventlog import events
 
 ABSENT = None
+NEVER_REGISTERED = "exited before it registered"
 LIVE, SILENT, DYING, ENDED = JobState.LIVE, JobState.SILENT, JobState.DYING, JobState.ENDED
 
 _TALK: tuple[type[m.FromJob], ...] = (
@@ -156,9 +157,18 @@ class Machine:
         return self.state.settle_until is not None and self.state.settle_until < self.config.lease_timeout
 
     def changes(self, given: Input) -> bool:
-        """False for a mere sign of life, which needs no place in the journal."""
-        job = self.state.jobs.get(given.what.job) if isinstance(given.what, m.Heartbeat) else None
+        """False for a mere sign of life, and an end that is known or is nobody's: those need no place in the journal."""
+        what = given.what
+        if isinstance(what, JobExited):
+            return not self._is_no_news(self.state.jobs.get(what.job))
+        job = self.state.jobs.get(what.job) if isinstance(what, m.Heartbeat) else None
         return job is None or job.state is not LIVE
+
+    def _is_no_news(self, exited: Job | None) -> bool:
+        """Of a job that never registered it matters only while jobs are expected, as it is not to be waited for any more."""
+        if exited is None:
+            return self.state.started or self.config.expect_jobs == 0
+        return exited.told or exited.state is ENDED
 
     # --- moves ---
 
@@ -299,9 +309,9 @@ class Machine:
         return [*freed, Send(what.client, m.JobEnded(reason="closed"))]
 
     def _deregister(self, now: float, job: Job, what: m.Deregister) -> list[Instruction]:
-        job.reason = "finished"
+        job.reason = what.reason or "finished"
         freed = [self._free(lease, now) for lease in self._waiting.leases_of(job.name)]
-        if not job.has_asked:  # it only looked whether it would be taken; an expected job is still to come
+        if not job.has_asked and not what.reason:  # it only looked whether it would be taken; an expected job is still to come
             self._forget(job)
         return [*freed, _exited(job), *_dismiss(job)]
 
@@ -348,13 +358,12 @@ class Machine:
         return [_exited(job)]
 
     def _told_exited(self, now: float, job: Job | None, what: JobExited) -> list[Instruction]:
+        if self._is_no_news(job):
+            return []
         if job is None:
-            job = Job(name=what.job, uid="", order=0, since=now, state=ENDED, reason="exited before it registered")
+            job = Job(name=what.job, uid="", order=0, since=now, state=ENDED, reason=NEVER_REGISTERED)
             self.state.jobs[what.job] = job
             self._waiting.moved(job)
-            self._forget_oldest_ended(but=job)
-        elif job.told or job.state is ENDED:
-            return []
         job.told = True
         job.reason = job.reason or "said to have exited by what started it"
         return [_exited(job)]
