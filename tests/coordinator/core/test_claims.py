@@ -86,3 +86,9 @@ def test_a_pause_while_it_settles_takes_no_time_from_those_who_have_yet_to_speak
     driver.register("a", again=True, held=[claim(5)])
     assert driver.holders("r0") == ["a"] and taken_away(driver, "a") == []
     assert driver.wait(5) == [Settled()]
+
+
+def test_a_registration_that_comes_after_a_newer_one_asserts_nothing(driver):
+    driver.register("a", again=True, held=[claim(5)], number=3)
+    driver.register("a", again=True, held=[claim(6, ["r1"])], number=2)
+    assert (driver.holders("r0"), driver.holders("r1")) == (["a"], [])

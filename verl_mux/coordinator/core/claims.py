@@ -30,8 +30,12 @@ def somebody_was_before(state: State, config: Config) -> None:
 def take(state: State, config: Config, job: Job, what: m.Register, now: float) -> None:
     """Brings the record of the client's leases in line with what it holds, as far as the record may be wrong.
 
-    The answer to each client's next heartbeat tells which of its leases were taken over.
+    The answer to each client's next heartbeat tells which of its leases were taken over. A registration that comes later than
+    one that was sent after it asserts nothing.
     """
+    if what.number < job.registrations.get(what.client, 0):
+        return
+    job.registrations[what.client] = what.number
     if what.again or what.held or what.seen:
         somebody_was_before(state, config)
     if what.again and state.settle_until is not None:

@@ -305,6 +305,7 @@ class Machine:
     def _detach(self, now: float, job: Job, what: m.Detach) -> list[Instruction]:
         self._drop_requests([request for request in self._waiting.requests_of(job.name) if request.client == what.client])
         job.clients = [client for client in job.clients if client != what.client]
+        job.registrations.pop(what.client, None)
         freed = [self._free(lease, now) for lease in self._waiting.leases_of(job.name) if lease.client == what.client]
         return [*freed, Send(what.client, m.JobEnded(reason="closed"))]
 
