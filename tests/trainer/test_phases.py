@@ -72,7 +72,8 @@ def test_a_job_that_fails_with_nothing_held_leaves_as_any_other(phases, coordina
     phases.begin("train", step=1)
     phases.end()
     phases.fail("its driver ended with ValueError")
-    assert (holders(coordinator), coordinator.snapshot()["jobs"]["a"]["state"]) == ([], "ended")
+    job = coordinator.snapshot()["jobs"]["a"]
+    assert (holders(coordinator), job["state"], job["reason"]) == ([], "ended", "its driver ended with ValueError")
 
 
 class Fencing(LocalMux):

@@ -21,17 +21,26 @@ from verl_mux.coordinator import access, by_hand, signalling
 from verl_mux.coordinator.bus import keys, members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.router import Router
-from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, Input, Instruction, JobExited, Log, ProcessesGone, What
+from verl_mux.coordinator.core.inputs_and_instructions import (
+    DriverDied,
+    Input,
+    Instruction,
+    JobExited,
+    Log,
+    ProcessesGone,
+    SomebodyWasBefore,
+    What,
+)
 from verl_mux.coordinator.core.reaping import judge
 from verl_mux.coordinator.core.records import Job, JobState
 from verl_mux.coordinator.core.rewind import Rewind
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.snapshot import describe
-from verl_mux.coordinator.core.state import IllegalMove, UnknownJob
+from verl_mux.coordinator.core.state import NEVER_REGISTERED, IllegalMove, UnknownJob
 from verl_mux.coordinator.drivers import Drivers
+from verl_mux.coordinator.journal import before
 from verl_mux.coordinator.journal.delivery import Delivery
 from verl_mux.coordinator.journal.journal import Journal
-from verl_mux.coordinator.journal.place import is_fresh
 from verl_mux.coordinator.refusals import Refusals
 from verl_mux.coordinator.status_frame import Cached
 from verl_mux.errors import Failure
@@ -64,7 +73,7 @@ class Coordinator:
         self.address: str | None = None
         self._bind, self._event_log = bind, event_log
         self._journal = Journal(journal_path)
-        self._machine = self._journal.restore(config, uuid.uuid4().hex, is_fresh(bind))
+        self._machine = self._journal.restore(config, uuid.uuid4().hex, before.arrive(bind))
         self._clock = self._journal.clock
         self._machine.resume(self._clock.now())
         self._deciding = Rewind(self._machine)
@@ -100,6 +109,8 @@ class Coordinator:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join()
+            if not self._machine.state.leases and self._machine.state.settle_until is None and self.address is not None:
+                before.forget(self.address)
         self._journal.close()
 
     def __enter__(self) -> Coordinator:
@@ -140,6 +151,7 @@ class Coordinator:
         self._delivery = Delivery(self._journal, self._machine, self._carry_out, self._loop.call_soon)
         self._router = Router(self._bind, self._keys, self._receive, self._turned_away)
         self.address = self._router.address
+        before.note(self.address)
         watching = asyncio.create_task(self._watch())
         self._ready.set()
         await self._stopping.wait()
@@ -150,6 +162,7 @@ class Coordinator:
 
     def _turned_away(self, reason: str) -> None:
         self._refusals.count(reason, "a connection")
+        self._somebody_was_before()
 
     def _receive(self, identity: bytes, role: str, frame: bytes) -> None:
         """Nothing that comes in ends the service: what cannot be read or handled is answered, counted, and forgotten."""
@@ -159,6 +172,7 @@ class Coordinator:
             self._answer(identity, role, message)
         except m.Unreadable as error:
             self._refusals.count("frames refused", error)
+            self._somebody_was_before()
             self._send(identity, m.Refused(about=error.about, reason=str(error)))
         except Exception as error:
             about = m.asks_about(message)
@@ -185,8 +199,14 @@ class Coordinator:
             self._take(message)
         except UnknownJob:
             self._send(identity, m.Unknown())
+            self._somebody_was_before()
         except IllegalMove:
             self._send(identity, m.JobEnded(reason=self._machine.state.jobs[message.job].reason))
+
+    def _somebody_was_before(self) -> None:
+        """This is nobody's first word to the first coordinator here, nor with its keys: another may have been here before."""
+        if self._machine.takes_nobody_to_be_before():
+            self._take(SomebodyWasBefore())
 
     def _by_hand(self, message: m.Evict | m.Free) -> m.Message:
         what, answer = by_hand.decide(message, self._machine.state, _seen_here)
@@ -203,7 +223,8 @@ class Coordinator:
             return m.Unknown()  # an earlier start's end, which does not concern this one
         self._take(JobExited(job=message.job))
         self._told.set()
-        return m.JobEnded(reason=self._machine.state.jobs[message.job].reason)
+        known = self._machine.state.jobs.get(message.job)
+        return m.JobEnded(reason=known.reason if known is not None else NEVER_REGISTERED)
 
     def _take(self, what: What | Input) -> None:
         """The heart: decide, remember, carry out."""
@@ -234,9 +255,10 @@ class Coordinator:
             self._event_log.log(line.event, duration_sec=line.duration, extra=line.extra, step=line.step)
 
     def _describe(self) -> dict[str, Any]:
-        found = describe(self._machine.state, self.config, self._clock.now(), self._waits_for)
-        refused = dict(self._refusals.counts)
-        return {"address": self.address, "refused": refused, "journal": self._journal.about(), **found}
+        now = self._clock.now()
+        found = describe(self._machine.state, self.config, now, self._waits_for)
+        about = {"journal": self._journal.about(), "settling_s": self._machine.settles_for(now)}
+        return {"address": self.address, "refused": dict(self._refusals.counts), **about, **found}
 
     # --- the watch over processes ---
 

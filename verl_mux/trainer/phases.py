@@ -113,7 +113,7 @@ class Phases:
     def fail(self, reason: str) -> None:
         """Something went wrong. A lease still held is kept until the job's processes, and their memory with them, are gone."""
         if self.lease is None:
-            return self.mux.close()
+            return self.mux.close(reason)
         self.lease = None
         self.mux.fail(reason)
 

@@ -29,8 +29,9 @@ class Talk(Conversation):
     def said(self):
         return self.outgoing()
 
-    def grant(self, token=1, key="k"):
-        return self.hear(m.LeaseGrant(key=key, token=token, phase="rollout", step=1, nodes=["r0"], granted_at=0.0))
+    def grant(self, token=1, key="k", epoch="e1"):
+        about = {"phase": "rollout", "step": 1, "nodes": ["r0"], "granted_at": 0.0}
+        return self.hear(m.LeaseGrant(epoch=epoch, key=key, token=token, **about))
 
     def ack(self, beat, tokens=(), queued=(), epoch="e1"):
         return self.hear(m.HeartbeatAck(beat=beat, epoch=epoch, queued=list(queued), tokens=list(tokens)))
@@ -232,6 +233,19 @@ def test_a_job_that_is_over_may_use_nothing(holder):
 def test_an_answer_to_a_registration_from_before_a_restart_asserts_nothing(holder):
     (again,) = holder.hear(msgspec.structs.replace(WELCOME, epoch="e2", answers=1))
     assert (again.number, [claim.token for claim in again.held]) == (2, [1])
+
+
+@pytest.mark.parametrize("is_registered", [True, False], ids=["after", "while it registers again"])
+def test_a_late_grant_from_before_a_restart_is_none(talk, is_registered):
+    talk.request("k", "rollout", 1, ["r0"])
+    talk.hear(m.Unknown())
+    if is_registered:
+        talk.hear(msgspec.structs.replace(WELCOME, epoch="e2", answers=2))
+    assert talk.grant() == []
+    assert not talk.held and not talk.is_over("k")
+    talk.hear(msgspec.structs.replace(WELCOME, epoch="e2", answers=2))
+    talk.grant(token=2, epoch="e2")
+    assert list(talk.held) == [2] and talk.is_over("k")
 
 
 def test_a_request_waits_until_what_was_given_back_before_it_has_arrived(holder):

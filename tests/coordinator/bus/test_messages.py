@@ -9,7 +9,7 @@ WHO = {"job": "a", "uid": "a:1", "client": "c"}
 EXAMPLES = [
     m.Register(**WHO, host="h", pid=1, started=2, nodes={"rollout": ["r0"]}, members=[m.Member("h", 3, 4, "boot")]),
     m.LeaseRequest(**WHO, key="k", phase="rollout", step=1, nodes=["r0"]),
-    m.LeaseGrant(key="k", token=1, phase="rollout", step=1, nodes=["r0"], granted_at=1.5),
+    m.LeaseGrant(epoch="e", key="k", token=1, phase="rollout", step=1, nodes=["r0"], granted_at=1.5),
     m.Status(snapshot={"jobs": {}}),
     m.TaskRequest(worker_id="Actor_2"),
     m.NewTask(worker_id="Actor_2", prompt=[1, 2, 3]),
@@ -57,3 +57,28 @@ def test_every_message_carries_the_version():
 def test_what_cannot_be_read_is_refused_by_name(frame, words):
     with pytest.raises(m.Unreadable, match=words):
         m.decode(frame)
+
+
+REGISTERING = {**WHO, "host": "h", "pid": 1, "started": 1, "nodes": {"rollout": ["r0"]}}
+SHOWN = [
+    *(m.Register(**{**REGISTERING, field: "a\x1b[31m"}) for field in ("job", "uid", "client", "host", "owner")),
+    *(m.Register(**{**REGISTERING, "job": f"a{letter}"}) for letter in "\n\x00\x7f\x9b\u202e"),
+    m.Register(**REGISTERING, members=[m.Member("\x1b", 1, 1, "b")]),
+    m.JobOver(job="\x1b", uid="u"),
+    m.PhaseNote(**WHO, note="\x1b[2J"),
+    m.Failing(**WHO, reason="\x9b"),
+    m.Deregister(**WHO, reason="\r"),
+    m.StepReport(**WHO, step=1, metrics={"\x07": 1.0}),
+    m.MemoryReport(**WHO, node="r0", tags={"\x1b": 1}),
+]
+
+
+@pytest.mark.parametrize("message", SHOWN, ids=range(len(SHOWN)))
+def test_what_is_shown_to_people_holds_nothing_that_a_terminal_acts_upon(message):
+    with pytest.raises(m.Unreadable, match="Expected `str` without control characters - at"):
+        m.decode(m.encode(message))
+
+
+def test_names_in_any_script_and_texts_of_several_lines_are_fine():
+    for message in (m.Register(**{**REGISTERING, "job": "日本 été-7"}), m.Failing(**WHO, reason="out of memory:\n\ton GPU 3")):
+        assert m.decode(m.encode(message)) == message

@@ -20,7 +20,7 @@ def driver():
     """Settling, at the start of epoch 3."""
     driver = Driver(Machine(config()))
     driver.machine.state.token = BEFORE
-    claims.settle(driver.machine.state, driver.machine.config, 0.0, unknown_up_to=BEFORE)
+    claims.settle(driver.machine.state, driver.machine.config, unknown_up_to=BEFORE)
     return driver
 
 
@@ -71,8 +71,24 @@ def test_registering_again_keeps_nobody_from_being_granted(driver):
 
 def test_where_the_epoch_was_lost_too_it_is_taken_from_those_who_hold():
     driver = Driver(Machine(config()))
-    claims.settle(driver.machine.state, driver.machine.config, 0.0, unknown_up_to=tokens.LAST)
+    claims.settle(driver.machine.state, driver.machine.config, unknown_up_to=tokens.LAST)
     driver.register("a", again=True, held=[claim(BEFORE + 4)])
     driver.ask("a", "train", 3, ["t0"])
     driver.do(Settled())
     assert [tokens.epoch_of(lease.token) for lease in driver.machine.state.leases_of("a")] == [3, 4]
+
+
+def test_a_pause_while_it_settles_takes_no_time_from_those_who_have_yet_to_speak(driver):
+    driver.register("b", again=True)
+    driver.ask("b", "rollout", 1, ["r0"])
+    driver.now += 60  # the coordinator was stopped
+    assert driver.wait(1) == []
+    driver.register("a", again=True, held=[claim(5)])
+    assert driver.holders("r0") == ["a"] and taken_away(driver, "a") == []
+    assert driver.wait(5) == [Settled()]
+
+
+def test_a_registration_that_comes_after_a_newer_one_asserts_nothing(driver):
+    driver.register("a", again=True, held=[claim(5)], number=3)
+    driver.register("a", again=True, held=[claim(6, ["r1"])], number=2)
+    assert (driver.holders("r0"), driver.holders("r1")) == (["a"], [])

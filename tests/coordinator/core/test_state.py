@@ -6,7 +6,7 @@ import pytest
 from tests.coordinator.driver import SIDES, Driver, config
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import claims, tokens
-from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, JobExited, JobSilent, ProcessesGone
+from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, Input, JobExited, JobSilent, ProcessesGone
 from verl_mux.coordinator.core.records import JobState, State
 from verl_mux.coordinator.core.state import MOVES, IllegalMove, Machine, UnknownJob
 
@@ -27,12 +27,12 @@ def two():
 
 def test_a_free_node_is_granted_at_once_and_a_taken_one_when_it_is_released(two):
     assert two.ask("a", "rollout", 1, ["r0"]) == [
-        m.LeaseGrant(key="a.rollout.1", token=1, phase="rollout", step=1, nodes=["r0"], granted_at=3.0)
+        m.LeaseGrant(epoch="", key="a.rollout.1", token=1, phase="rollout", step=1, nodes=["r0"], granted_at=3.0)
     ]
     assert two.ask("b", "rollout", 1, ["r0"]) == [m.Contended(nodes=["r0"])]
     assert two.release("a", 1) == [
         m.LeaseReleased(token=1),
-        m.LeaseGrant(key="b.rollout.1", token=2, phase="rollout", step=1, nodes=["r0"], granted_at=5.0),
+        m.LeaseGrant(epoch="", key="b.rollout.1", token=2, phase="rollout", step=1, nodes=["r0"], granted_at=5.0),
         m.Contended(nodes=[]),
     ]
     wait = next(line for line in two.logged if line.event == "lease_wait" and line.extra["job"] == "b")
@@ -236,11 +236,12 @@ def test_a_second_client_that_detaches_takes_only_its_own_leases_along(two):
     assert two.machine.state.jobs["a"].state is JobState.ENDED
 
 
-def test_a_job_that_never_registered_can_be_said_to_have_exited(two):
-    two.do(JobExited(job="c"))
-    assert two.machine.state.jobs["c"].state is JobState.ENDED
-    two.register("c")
-    assert two.machine.state.jobs["c"].state is JobState.LIVE
+def test_an_expected_job_that_never_registered_can_be_said_to_have_exited():
+    driver = Driver(Machine(config(expect_jobs=2)))
+    driver.do(JobExited(job="c"))
+    assert driver.machine.state.jobs["c"].state is JobState.ENDED
+    driver.register("c")
+    assert driver.machine.state.jobs["c"].state is JobState.LIVE
 
 
 def test_a_job_that_only_looked_whether_it_would_be_taken_leaves_no_trace():
@@ -262,7 +263,7 @@ def test_the_name_of_an_ended_job_is_free_and_its_old_messages_are_unknown(two):
 
 def test_leases_are_believed_after_a_loss_of_memory_and_nothing_is_granted_until_all_could_speak():
     driver = Driver(Machine(config()))
-    claims.settle(driver.machine.state, driver.machine.config, 0.0, unknown_up_to=99)
+    claims.settle(driver.machine.state, driver.machine.config, unknown_up_to=99)
     claim = m.Claim(token=41, key="k", phase="rollout", step=3, nodes=["r0"], granted_at=0.0)
     driver.register("b", again=True)
     driver.ask("b", "rollout", 3, ["r0"])
@@ -271,7 +272,7 @@ def test_leases_are_believed_after_a_loss_of_memory_and_nothing_is_granted_until
     driver.do(m.Heartbeat(**driver.who("b"), beat=1))
     driver.wait(2)
     driver.do(m.Heartbeat(**driver.who("b"), beat=2))
-    driver.wait(2)
+    driver.wait(4)
     assert driver.holders("r0") == ["a"]
     driver.release("a", 41)
     assert driver.machine.state.leases_of("b")[0].token == tokens.before(1) + 1  # there may have been a 42
@@ -350,7 +351,7 @@ PATHS = {
 @pytest.mark.parametrize("event", EVERY_EVENT)
 @pytest.mark.parametrize("state", PATHS)
 def test_every_event_in_every_state_follows_the_table_or_raises_and_changes_nothing(state, event):
-    driver = Driver(Machine(config()))
+    driver = Driver(Machine(config(expect_jobs=2)))
     another = msgspec.structs.replace(EVERY_EVENT[m.Register](driver), client="a-other")
     for earlier in PATHS[state]:
         driver.do(another if earlier == "another client" else EVERY_EVENT[earlier](driver))
@@ -367,3 +368,32 @@ def test_every_event_in_every_state_follows_the_table_or_raises_and_changes_noth
     else:
         driver.do(EVERY_EVENT[event](driver))
         assert driver.machine.state.jobs["a"].state is after
+
+
+def test_a_job_that_leaves_before_its_end_says_why_and_is_remembered(two):
+    two.do(m.Deregister(**two.who("a"), reason="interrupted"))
+    assert (two.machine.state.jobs["a"].state, two.machine.state.jobs["a"].reason) == (JobState.ENDED, "interrupted")
+    two.do(m.Deregister(**two.who("b")))
+    assert "b" not in two.machine.state.jobs, "it only looked whether it would be taken"
+
+
+def test_ends_of_jobs_that_nobody_knows_leave_nothing_behind(two):
+    before = copied(two.machine.state)
+    for number in range(10):
+        unknown = JobExited(job=f"unknown{number}")
+        assert not two.machine.changes(Input(two.now, unknown))
+        two.do(unknown)
+    assert two.machine.state == before
+
+
+def test_while_jobs_are_expected_so_many_ends_are_counted_and_no_more():
+    driver = Driver(Machine(config(expect_jobs=2)))
+    driver.register("a")
+    for number in range(10):
+        driver.do(JobExited(job=f"unknown{number}"))
+    assert driver.machine.state.started and len(driver.machine.state.jobs) == 3
+
+
+def test_an_end_that_is_known_is_no_news(two):
+    two.do(JobExited(job="a"))
+    assert not two.machine.changes(Input(two.now, JobExited(job="a")))

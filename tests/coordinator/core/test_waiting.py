@@ -54,7 +54,7 @@ class Defined(Machine):
         fillers = [request for request in self.state.requests if request.is_fillers]
         for request, nodes in granting.grantable(fillers, self.state, is_open, now):
             out += self._give(request, nodes, now)
-        for job in self.state.jobs.values():
+        for job in sorted(self.state.jobs.values(), key=lambda job: job.order):
             nodes = queueing.contended(job, self.state, self.config)
             if job.state is JobState.LIVE and nodes != job.contended:
                 job.contended = nodes
@@ -175,6 +175,20 @@ Indexed.TestCase.settings = settings(
     max_examples=examples(150), stateful_step_count=50, suppress_health_check=list(HealthCheck), deadline=None
 )
 TestIndexed = Indexed.TestCase
+
+
+def test_jobs_are_told_of_contention_in_order_of_registration_not_of_first_mention():
+    told = []
+    for machine in (Machine(config()), Defined(config())):
+        driver = Driver(machine)
+        driver.do(JobExited(job="b"))
+        for job in "abc":
+            driver.register(job)
+        driver.ask("a", "rollout", 1, ["r0"])
+        driver.sent.clear()
+        driver.ask("c", "rollout", 1, ["r0"])
+        told.append([sent.client for sent in driver.sent])
+    assert told == [["a-client", "b-client"]] * 2
 
 
 @pytest.mark.parametrize("jobs", [10, 200])

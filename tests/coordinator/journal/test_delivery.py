@@ -5,6 +5,7 @@ import pytest
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.inputs_and_instructions import Input, Send
 from verl_mux.coordinator.journal import delivery as delivery_module
+from verl_mux.coordinator.journal.before import Before
 from verl_mux.coordinator.journal.delivery import Delivery
 from verl_mux.coordinator.journal.journal import Journal
 
@@ -22,7 +23,7 @@ class World:
 
     def __init__(self, path, config, monkeypatch):
         self.journal = Journal(path)
-        self.machine = self.journal.restore(config, "name", is_fresh=True)
+        self.machine = self.journal.restore(config, "name", Before.NOBODY)
         self.told, self.later, self.fail = [], [], None
         self.delivery = Delivery(self.journal, self.machine, self.carry_out, self.later.append)
         self.writes = 0
@@ -77,7 +78,7 @@ def test_what_is_for_people_waits_for_the_next_write_in_its_place(world, make, t
     assert world.writes == 2
     world.journal.close()
     again = Journal(tmp_path / "journal")
-    assert again.restore(make(), "name", is_fresh=True).state.jobs["a"].note == "sync"
+    assert again.restore(make(), "name", Before.NOBODY).state.jobs["a"].note == "sync"
     again.close()
 
 
@@ -107,5 +108,5 @@ def test_while_nothing_can_be_written_grants_wait_and_signs_of_life_are_answered
     assert world.journal.about()["blocked"] is None
     world.journal.close()
     again = Journal(tmp_path / "journal")
-    assert [lease.key for lease in again.restore(make(), "name", is_fresh=True).state.leases.values()] == ["k"]
+    assert [lease.key for lease in again.restore(make(), "name", Before.NOBODY).state.leases.values()] == ["k"]
     again.close()

@@ -17,6 +17,7 @@ from verl_mux.coordinator.core import tokens
 from verl_mux.coordinator.core.inputs_and_instructions import Input
 from verl_mux.coordinator.journal import frames
 from verl_mux.coordinator.journal import journal as journal_module
+from verl_mux.coordinator.journal.before import Before
 from verl_mux.coordinator.journal.journal import Journal
 from verl_mux.errors import UserError
 
@@ -45,10 +46,10 @@ def start(make):
     """Starts a coordinator's memory and ends what was started before it, as a kill would."""
     running = []
 
-    def begin(path, config=None, is_fresh=True):
+    def begin(path, config=None, before=Before.NOBODY):
         end()
         running.append(Journal(path))
-        return running[-1], running[-1].restore(config or make(), "name", is_fresh)
+        return running[-1], running[-1].restore(config or make(), "name", before)
 
     def end():
         while running:
@@ -88,7 +89,7 @@ def is_settling(machine):
 def test_replay_gives_the_live_state_back(start, tmp_path, compaction):
     journal, machine = start(tmp_path / "journal")
     a_history(journal, machine)
-    _, again = start(tmp_path / "journal", is_fresh=False)
+    _, again = start(tmp_path / "journal", before=Before.PERHAPS)
     assert again.state == msgspec.structs.replace(machine.state, token=tokens.before(1))
     assert [lease.token for lease in again.state.leases.values()] == [1]
     assert [request.job for request in again.state.requests] == ["b"]
@@ -113,9 +114,9 @@ def test_inputs_that_came_together_are_written_together(start, tmp_path):
 
 
 def test_where_none_was_and_jobs_may_come_back_it_settles_and_says_so(start, tmp_path):
-    journal, machine = start(tmp_path / "journal", is_fresh=False)
+    journal, machine = start(tmp_path / "journal", before=Before.PERHAPS)
     assert is_settling(machine) and journal.lost == f"no journal was found at {tmp_path / 'journal'}"
-    journal, machine = start(None, is_fresh=False)
+    journal, machine = start(None, before=Before.PERHAPS)
     assert is_settling(machine) and journal.lost == "no journal is kept"
 
 
@@ -126,7 +127,7 @@ def test_where_nobody_can_come_back_it_begins_at_once(start, tmp_path):
 
 
 def test_a_coordinator_that_ended_while_it_settled_settles_anew(start, tmp_path):
-    start(tmp_path / "journal", is_fresh=False)
+    start(tmp_path / "journal", before=Before.PERHAPS)
     _, machine = start(tmp_path / "journal")
     assert is_settling(machine)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_mux.coordinator.journal.place import default_path, is_fresh
+from verl_mux.coordinator.journal.place import default_path
 from verl_mux.errors import UserError
 
 
@@ -33,10 +33,3 @@ def test_where_there_is_no_home_one_has_to_say(monkeypatch):
     monkeypatch.setattr(Path, "home", homeless)
     with pytest.raises(UserError, match="name one with --journal, or say --no-journal"):
         default_path(Path("a.yaml"), "tcp://h:1")
-
-
-@pytest.mark.parametrize(
-    ("bind", "fresh"), [("tcp://127.0.0.1:0", True), ("tcp://*:*", True), ("tcp://h:50", False), ("ipc:///run/mux", False)]
-)
-def test_an_address_that_the_system_chooses_is_known_to_nobody(bind, fresh):
-    assert is_fresh(bind) is fresh

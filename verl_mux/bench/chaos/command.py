@@ -15,7 +15,8 @@ import typer
 
 from verl_mux.bench.chaos.judge import Verdict, judge
 from verl_mux.bench.chaos.schedule import run_schedule
-from verl_mux.bench.protocol_model.explore import PLANTED, Found, explore
+from verl_mux.bench.chaos.simulated import simulate
+from verl_mux.bench.protocol_model.explore import PLANTED
 from verl_mux.errors import UserError
 
 
@@ -26,7 +27,7 @@ def bench_chaos(
     side_by_side: Annotated[int | None, typer.Option(help="Schedules at once; default: one a core.")] = None,
     plant: Annotated[str, typer.Option(help=f"A fault that must be noticed: {', '.join(PLANTED)}.")] = "",
     simulated: Annotated[
-        int, typer.Option(help="So many schedules of the protocol in a made world instead; one takes some 20 ms.")
+        int, typer.Option(help="So many schedules of the protocol in a made world instead (one takes 20 ms), and others (20 s).")
     ] = 0,
     keep: Annotated[Path | None, typer.Option(help="Keep what the processes wrote, in this new folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -39,7 +40,7 @@ def bench_chaos(
     if keep is not None and keep.exists():
         raise UserError(f"--keep {keep} exists; name a new folder")
     if simulated:
-        result = explored(explore(simulated, seed, plant))
+        result = simulate(simulated, seed, plant)
         print(json.dumps(result) if as_json else _in_words(result))
         return
     with tempfile.TemporaryDirectory() as scratch:
@@ -79,17 +80,6 @@ def figures(verdicts: list[Verdict]) -> dict[str, Any]:
         "back_s": round(max((seconds for verdict in verdicts for seconds in verdict.back_s), default=0.0), 2),
         "by_violation": dict(Counter(what for verdict in verdicts for what, _ in verdict.violations)),
         "by_fault": {kind: {"injected": injected[kind], "violations": after[kind]} for kind in sorted({*injected, *after})},
-    }
-
-
-def explored(found: Found) -> dict[str, Any]:
-    """As `figures`; `seeds`: of the first schedules that violated anything."""
-    return {
-        "schedules": found.schedules,
-        "violations": found.violations.total(),
-        "by_violation": dict(found.violations),
-        "seeds": found.seeds[:10],
-        "by_fault": {kind: {"injected": count} for kind, count in sorted(found.faults.items())},
     }
 
 

@@ -6,7 +6,7 @@ Points at which it may end: before an input is decided, before and after it is o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -50,12 +50,20 @@ class Processes(Protocol):
     def end_process(self, pid: int) -> None: ...
 
 
+class DieAt(NamedTuple):
+    """At the `nth` message of this type: when it is `received`, when it is `written`, or when its first answer is `sent`."""
+
+    kind: type[m.FromJob]
+    point: str
+    nth: int
+
+
 class Disk:
     """What a journal does for the delivery; `snapshot` and `inputs` outlive the process. `skipped`: a planted fault."""
 
     blocked: str | None = None
 
-    def __init__(self, point: Callable[[], None], skipped: bool) -> None:
+    def __init__(self, point: Callable[[str], None], skipped: bool) -> None:
         self.snapshot = msgspec.msgpack.encode(State())
         self.inputs: list[bytes] = []
         self.pending: list[Input] = []
@@ -65,18 +73,19 @@ class Disk:
         self.pending.append(given)
 
     def commit(self, machine: Machine) -> bool:
-        self._point()
+        self._point("")
         if not self._skipped:
             self.inputs += [msgspec.msgpack.encode(given) for given in self.pending]
         self.pending = []
-        self._point()
+        self._point("written")
         return True
 
 
 class CoordinatorProcess:
     """`remembers`: it keeps a journal; without, each start knows nothing and settles."""
 
-    def __init__(self, world: World, config: Config, remembers: bool, planted: str = "") -> None:
+    def __init__(self, world: World, config: Config, remembers: bool, planted: str = "", die_at: DieAt | None = None) -> None:
+        self._die_at, self._left = die_at, die_at.nth if die_at else 0
         self._world, self._config, self.remembers, self._planted = world, config, remembers, planted
         self._disk = Disk(self._point, skipped=planted == "journal skipped")
         self._starts = 0
@@ -99,9 +108,9 @@ class CoordinatorProcess:
         now = self._world.now
         self.machine = Machine(self._config, f"e{self._starts}")
         if self.remembers:
-            self._restore(now)
+            self._restore()
         elif self._starts > 1 and self._planted != "journal skipped":
-            claims.settle(self.machine.state, self._config, now, tokens.LAST)
+            claims.settle(self.machine.state, self._config, tokens.LAST)
             self.machine.state.token = tokens.at(self._world.wall())
         self._disk.pending = []
         self._delivery = Delivery(self._disk, self.machine, self._carry_out, self._soon)  # type: ignore[arg-type]
@@ -110,7 +119,7 @@ class CoordinatorProcess:
         number = self._starts
         self._world.later(_LOOK_EVERY_S, lambda: self._look(number))
 
-    def _restore(self, now: float) -> None:
+    def _restore(self) -> None:
         """As journal.py does."""
         self.machine = Machine(self._config, self.machine.epoch, _state.decode(self._disk.snapshot))
         for body in self._disk.inputs:
@@ -118,7 +127,7 @@ class CoordinatorProcess:
         state = self.machine.state
         state.token = max(state.token, tokens.before(self._starts))
         if state.settle_until is not None:
-            claims.settle(state, self._config, now, state.unknown_up_to)
+            claims.settle(state, self._config, state.unknown_up_to)
         self._disk.snapshot, self._disk.inputs = msgspec.msgpack.encode(state), []
 
     def crash(self) -> None:
@@ -149,8 +158,11 @@ class CoordinatorProcess:
     def running_time(self) -> float:
         return self.ran + max(0.0, self._world.now - self._ran_from) * self.is_up
 
-    def _point(self) -> None:
-        if self._fuse is not None:
+    def _point(self, name: str) -> None:
+        if self._die_at is not None and self._left <= 0 and self._die_at.point == name:
+            self._die_at = None
+            raise Crashed
+        if self._fuse is not None and name != "sent":  # what comes after it is a point of its own
             self._fuse -= 1
             if self._fuse < 0:
                 raise Crashed
@@ -173,9 +185,13 @@ class CoordinatorProcess:
     # --- messages ---
 
     def receive(self, message: m.FromJob, reply: Callable[[m.Message], None], heard: Callable[[], None]) -> None:
+        """`heard`: called unless nobody knows who speaks. A job that was forgotten is heard when it registers: what it said
+        before the connection broke may come late, while its answer, UNKNOWN, is lost."""
+
         def take() -> None:
-            heard()
             self._clients[message.client] = reply
+            if self._knows(message):
+                heard()
             try:
                 self._take(message)  # type: ignore[arg-type]
             except UnknownJob:
@@ -185,21 +201,27 @@ class CoordinatorProcess:
 
         self._do(take)
 
+    def _knows(self, message: m.FromJob) -> bool:
+        return isinstance(message, m.Register) or message.job in self.machine.state.jobs
+
     def _take(self, what: What | Input) -> None:
         given = what if isinstance(what, Input) else Input(self._world.now, what)
-        self._point()
+        if self._die_at is not None and isinstance(given.what, self._die_at.kind):
+            self._left -= 1
+        self._point("received")
         keep = self.machine.changes(given)
         self._delivery.take(given, self.machine.handle(given), keep)
 
     def _carry_out(self, instruction: Instruction) -> None:
         if isinstance(instruction, Log):
             return
-        self._point()
+        self._point("")
         message = instruction.message
         if isinstance(message, m.LeaseGrant):
             self._world.granted(message.token, message.key)
         if reply := self._clients.get(instruction.client):
             reply(message)
+        self._point("sent")
 
     # --- processes ---
 

@@ -16,18 +16,10 @@ from typing import NamedTuple
 
 from verl_mux.bench.protocol_model.coordinator import CoordinatorProcess
 from verl_mux.bench.protocol_model.job import JobProcess
+from verl_mux.bench.protocol_model.scene import FAULTS_S, LEASE_S, Scene
 from verl_mux.bench.protocol_model.world import World
-from verl_mux.coordinator.core.settings import Config, Node, Pool, Segment
 
 PLANTED = ("journal skipped", "token unchecked", "early grant")
-LEASE_S = 5.0
-_FAULTS_S, _CALM_S = 60.0, 900.0
-_SCHEDULES = (
-    [Segment(mode="interleaved")],
-    [Segment(mode="interleaved")],
-    [Segment(mode="sequential", steps=1), Segment(mode="interleaved")],
-)
-_SETS = ({"rollout": ["r0"], "train": ["t0"]}, {"rollout": ["r0", "r1"], "train": ["t0"]}, {"rollout": ["r1"], "train": ["t0"]})
 
 
 class Found(NamedTuple):
@@ -55,31 +47,16 @@ def explore(schedules: int, seed: int, planted: str = "", progress: Callable[[It
 
 def run(seed: int, planted: str = "") -> World:
     """One schedule, from first fault to last job."""
-    world = World(seed)
+    scene = Scene(World(seed), planted)
+    world = scene.world
     rng = world.rng
-    pools = {
-        "rollout": Pool(nodes=[Node(name="r0"), Node(name="r1")]),
-        "train": Pool(nodes=[Node(name="t0")]),
-    }
-    config = Config(pools=pools, schedule=rng.choice(_SCHEDULES), lease_timeout=LEASE_S, kill_grace=rng.choice([0.1, 2.0]))
-    coordinator = CoordinatorProcess(world, config, remembers=rng.random() < 0.7, planted=planted)
-    jobs: list[JobProcess] = []
-
-    def join() -> None:
-        jobs.append(JobProcess(world, coordinator, len(jobs) + 1, rng.choice(_SETS), rng.randint(1, 4), LEASE_S, planted))
-
     for _ in range(rng.randint(2, 3)):
-        join()
+        scene.join()
     for _ in range(rng.randint(0, 3)):
-        world.later(rng.uniform(0.0, _FAULTS_S), join)
+        world.later(rng.uniform(0.0, FAULTS_S), scene.join)
     for _ in range(rng.randint(1, 12)):
-        world.later(rng.uniform(0.0, _FAULTS_S), lambda: _fault(world, coordinator, jobs))
-    world.run(_FAULTS_S)
-    world.calm = True
-    world.run(_FAULTS_S + _CALM_S, over=lambda: all(job.has_ended for job in jobs))
-    for job in jobs:
-        if not job.has_ended:
-            world.violated("waits for ever", job.name)
+        world.later(rng.uniform(0.0, FAULTS_S), lambda: _fault(world, scene.coordinator, scene.jobs))
+    scene.play()
     return world
 
 

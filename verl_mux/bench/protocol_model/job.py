@@ -66,17 +66,17 @@ class Engine:
 
 
 class JobProcess:
-    """Starts when made. `has_ended`: well or not, nothing of its driver is left."""
+    """Starts when made. `has_ended`: well or not, nothing of its driver is left. `says_all`: it sends every message there is."""
 
     def __init__(self, world: World, coordinator: CoordinatorProcess, number: int, nodes: dict[str, list[str]], steps: int,
-                 lease_timeout: float, planted: str = "") -> None:  # fmt: skip
+                 lease_timeout: float, planted: str = "", says_all: bool = False) -> None:  # fmt: skip
         self._world, self._coordinator, self._nodes, self._steps = world, coordinator, nodes, steps
-        self._lease_timeout = lease_timeout
+        self._lease_timeout, self._says_all = lease_timeout, says_all
         self.name, self.number = f"j{number}", number
         self.host = HOST if world.rng.random() < 0.7 else "elsewhere"
         self._driver_pid, self._engine_pid = 10 * number, 10 * number + 1
-        where = {"host": self.host, "pid": self._driver_pid, "started": 1, "boot": "b", "nodes": nodes}
-        self.talk = Conversation({"job": self.name, "uid": f"{self.name}:1", "client": f"{self.name}-c"}, where)
+        self._where = {"host": self.host, "pid": self._driver_pid, "started": 1, "boot": "b", "nodes": nodes}
+        self.talk = Conversation({"job": self.name, "uid": f"{self.name}:1", "client": f"{self.name}-c"}, self._where)
         self.engine = Engine(world, self.name, unchecked=planted == "token unchecked")
         self.driver_lives, self.evicted, self.has_finished = True, False, False
         self._stopped_until = 0.0
@@ -227,7 +227,14 @@ class JobProcess:
         for step in range(1, self._steps + 1):
             for phase in ("rollout", "train"):
                 yield from self._run_phase(phase, step)
-        self.talk.leave()
+            if self._says_all:
+                self.talk.tell(m.StepReport, step=step, metrics={})
+        if self._says_all:
+            yield from self._visit()
+        if self._says_all and self.number % 2:
+            self.talk.fail("a planned end")
+        else:
+            self.talk.leave()
         at = self._world.now + _GOODBYE_S
         yield lambda: self.talk.ended is not None or self._world.now >= at
 
@@ -245,7 +252,7 @@ class JobProcess:
     def _run_phase(self, phase: str, step: int) -> Iterator[_Condition]:
         rng = self._world.rng
         key = f"{self.name}.{phase}.{step}"
-        if self._world.chance(0.05):
+        if self._world.chance(0.05) or (self._says_all and phase == "rollout"):
             yield from self._change_ones_mind(f"{key}.first", phase, step)
         self.talk.request(key, phase, step, self._nodes[phase])
         yield lambda: self.talk.is_over(key)
@@ -258,8 +265,10 @@ class JobProcess:
         self._token = token
         self.engine.wake(token, grant.nodes)
         self._call_again_later(token)
+        if self._says_all:
+            self._tell_all(token, grant.nodes[0])
         yield from self._work(token, rng.uniform(0.1, 4.0))
-        if len(grant.nodes) > 1 and rng.random() < 0.5:
+        if len(grant.nodes) > 1 and (self._says_all or rng.random() < 0.5):
             self.engine.leave(grant.nodes[1:])
             self.talk.shrink(token, grant.nodes[1:])
             yield from self._work(token, rng.uniform(0.1, 2.0))
@@ -275,6 +284,32 @@ class JobProcess:
         self.talk.request(key, phase, step, self._nodes[phase])
         yield from self._pass(self._world.rng.uniform(0.0, 1.0))
         self.talk.cancel(key)
+
+    def _tell_all(self, token: int, node: str) -> None:
+        self.talk.members = self.members()
+        self.talk.tell(m.MemberReport, members=self.talk.members)
+        self.talk.tell(m.MemoryReport, node=node, tags={"weights": 1})
+        self.talk.tell(m.PhaseNote, note="wake")
+        self.talk.tell(m.Progress, done=1, total=2, token=token)
+
+    def _visit(self) -> Iterator[_Condition]:
+        """One more client of the job comes and goes, over a connection of its own, while this one waits."""
+        visitor = Conversation({**self.talk.who, "client": f"{self.name}-d"}, self._where)
+        up, down = Wire(self._world), Wire(self._world)
+
+        def reply(message: m.Message) -> None:
+            down.send(lambda: visitor.receive(message, self._world.now))
+
+        def tick() -> bool:
+            visitor.tick(self._world.now)
+            for message in visitor.outgoing():
+                up.send(lambda sent=message: self._coordinator.receive(sent, reply, lambda: None))  # type: ignore[misc]
+            return visitor.ended is not None
+
+        visitor.register(self._world.now)
+        yield lambda: tick() or visitor.is_over(REGISTER)
+        visitor.leave()
+        yield tick
 
     def _work(self, token: int, seconds: float) -> Iterator[_Condition]:
         yield from self._pass(seconds)

@@ -162,8 +162,11 @@ class LocalMux:
     def fail(self, reason: str) -> None:
         """Ends the job while its memory may still be on its nodes: they come free when its processes are gone."""
 
-    def close(self) -> None:
-        """Ends the job, or only this client if it is not the job's first, and gives back what it holds."""
+    def close(self, reason: str = "") -> None:
+        """Ends the job, or only this client if it is not the job's first, and gives back what it holds.
+
+        `reason`: why, if it is not that the job has finished.
+        """
 
 
 class Mux(LocalMux):
@@ -314,8 +317,8 @@ class Mux(LocalMux):
     def fail(self, reason: str) -> None:
         self._leave(lambda talk: talk.fail(reason), "it failed")
 
-    def close(self) -> None:
-        self._leave(Conversation.leave, "closed")
+    def close(self, reason: str = "") -> None:
+        self._leave(lambda talk: talk.leave(reason), "closed")
 
     def _leave(self, say: Callable[[Conversation], None], reason: str) -> None:
         """Says goodbye, and waits a moment to hear that it was understood."""

@@ -8,7 +8,8 @@ Theory of operation
   question as it answered the first, so neither a lost question nor a lost answer matters.
 - While nobody knows us, each beat is our registration. After that each beat tells which leases we hold, and its answer says
   which of them the coordinator holds for ours too: those that it does not name are lost.
-- A coordinator of another epoch was restarted: we register again and assert what we hold.
+- A coordinator of another epoch was restarted: we register again and assert what we hold. A grant that comes late from the
+  one before is none: its successor did not hear us assert it.
 - A grant that nobody asked for, or no longer wants, is released at once.
 - What we give back goes first: a request is sent when no release, shrink or cancel of ours is open, so that it never meets what
   we held before it.
@@ -27,6 +28,7 @@ import msgspec
 from verl_mux.coordinator.bus import messages as m
 
 BEAT_EVERY_S = 1.0
+RECONNECTS_WITHIN_S = 1.0  # between two tries, and as much again at random
 # The rest of the lease is for ending what runs, before the coordinator may give the nodes on.
 FENCED_AFTER = 0.7
 REGISTER, GOODBYE = "register", "goodbye"
@@ -117,11 +119,11 @@ class Conversation:
         key = f"shrink {token} by {','.join(nodes)}"
         self.ask(key, m.LeaseShrink(**self.who, key=key, token=token, nodes=nodes), wanted=False)
 
-    def leave(self) -> None:
-        """The whole job goes with its first client; with another, only that one."""
+    def leave(self, reason: str = "") -> None:
+        """The whole job goes with its first client; with another, only that one. `reason`: see Deregister."""
         self.held.clear()
         first = self.registered is not None and self.registered.first
-        self._say_goodbye(m.Deregister(**self.who) if first else m.Detach(**self.who))
+        self._say_goodbye(m.Deregister(**self.who, reason=reason) if first else m.Detach(**self.who))
 
     def fail(self, reason: str) -> None:
         """What is held stays asserted until the coordinator knows that the job has failed."""
@@ -225,12 +227,18 @@ class Conversation:
 
     def _on_grant(self, message: m.LeaseGrant, now: float) -> None:
         self._seen = max(self._seen, message.token)
+        if not self._is_of_our_coordinator(message):
+            return  # if it holds, it comes again when we are registered
         if message.token in self.held or _release_key(message.token) in self._open:
             return
         if self._answer(message.key, message):
             self.held[message.token] = m.Claim(**{name: getattr(message, name) for name in m.Claim.__struct_fields__})
         else:
             self.release(message.token, wanted=False)
+
+    def _is_of_our_coordinator(self, message: m.LeaseGrant) -> bool:
+        welcome = self.registered or self.queued
+        return welcome is not None and message.epoch == welcome.epoch and not self._unknown
 
     def _on_released(self, message: m.LeaseReleased | m.LeaseLost, now: float) -> None:
         self._answer(_release_key(message.token), message)

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import zmq.auth
 
+from verl_mux.coordinator.bus.state_folder import state_folder
 from verl_mux.errors import UserError
 
 KEYS_VARIABLE = "VERL_MUX_KEYS"
@@ -94,14 +95,9 @@ def _own() -> Path:
 
 def own_directory() -> Path:
     """Where a user's coordinators on this machine and their clients find each other's keys."""
-    base = os.environ.get("XDG_STATE_HOME", "")
-    try:
-        state = Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "state"
-    except RuntimeError:
-        raise UserError(
-            "this user has no home folder to keep keys in: run `verl-mux keys DIR` and name it by --keys DIR"
-        ) from None
-    return state / "verl_mux" / "keys"
+    if (state := state_folder()) is None:
+        raise UserError("this user has no home folder to keep keys in: run `verl-mux keys DIR` and name it by --keys DIR")
+    return state / "keys"
 
 
 def is_local(address: str) -> bool:

@@ -23,7 +23,13 @@ REQUESTS_OF_A_JOB = 64
 TAGS_ON_A_NODE = 64
 
 Name = Annotated[str, Meta(max_length=256)]
-Text = Annotated[str, Meta(max_length=4096)]
+# What is shown, by `status` as it is, holds nothing that terminals act upon (C0, but for tab and newline in texts, DEL, C1) or
+# that turns the direction of writing. Checked where it comes in: names in a job's other messages must be those it registered.
+_ALWAYS_REFUSED = r"\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
+PLAIN_NAME = rf"\A[^\x00-\x0a{_ALWAYS_REFUSED}]*\Z"
+PLAIN_TEXT = rf"\A[^\x00-\x08{_ALWAYS_REFUSED}]*\Z"
+ShownName = Annotated[str, Meta(max_length=256, pattern=PLAIN_NAME)]
+Text = Annotated[str, Meta(max_length=4096, pattern=PLAIN_TEXT)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 # A negative step is told to its sender by the state machine, in better words.
 Step = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -42,5 +48,5 @@ Nodes = Annotated[list[Name], Meta(max_length=4096)]
 Sides = Annotated[dict[Name, Nodes], Meta(max_length=8)]
 Gpus = Annotated[dict[Name, Count], Meta(max_length=4096)]
 Tokens = Annotated[list[Token], Meta(max_length=256)]
-Metrics = Annotated[dict[Name, float], Meta(max_length=1024)]
-Tags = Annotated[dict[Name, Bytes], Meta(max_length=TAGS_ON_A_NODE)]
+Metrics = Annotated[dict[ShownName, float], Meta(max_length=1024)]
+Tags = Annotated[dict[ShownName, Bytes], Meta(max_length=TAGS_ON_A_NODE)]

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import zmq
 
 from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.bus.conversation import RECONNECTS_WITHIN_S
 from verl_mux.coordinator.bus.handshake import Handshake
 from verl_mux.coordinator.bus.keys import ClientKeys
 from verl_mux.coordinator.bus.outbox import Outbox
@@ -26,7 +27,7 @@ _LINGER_MS = 200
 _TRY_AGAIN_S = 2.0
 _RESTARTED_WITHIN_S = 10.0
 # Tries to connect: the first after this, then ever later, each with as much again at random.
-_RECONNECT_MS, _RECONNECT_AT_LEAST_EVERY_MS = 100, 1000
+_RECONNECT_MS = 100
 # What was sent and not even received by the other host's kernel for so long never will be.
 _DEAD_AFTER_MS = 5000
 
@@ -193,7 +194,7 @@ def dealer(context: zmq.Context, identity: str | None, keys: ClientKeys | None, 
     socket.setsockopt(zmq.TCP_MAXRT, _DEAD_AFTER_MS)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, _DEAD_AFTER_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_AT_LEAST_EVERY_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, round(RECONNECTS_WITHIN_S * 1000))
     socket.setsockopt(zmq.IMMEDIATE, immediate)
     return socket
 

@@ -55,7 +55,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     Neither moves when the wall clock is set.
     """
 
-    host: limits.Name
+    host: limits.ShownName
     pid: limits.Count
     started: limits.Ticks
     boot: limits.Name
@@ -88,7 +88,10 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     this registration of the client, so that an answer to one from before a restart is not taken for one to this.
     """
 
-    host: limits.Name
+    job: limits.ShownName
+    uid: limits.ShownName
+    client: limits.ShownName
+    host: limits.ShownName
     pid: limits.Count
     started: limits.Ticks
     boot: limits.Name = ""
@@ -103,7 +106,7 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     again: bool = False
     needs: JobNeeds | None = None
     slo: limits.Factor | None = None
-    owner: limits.Name = ""
+    owner: limits.ShownName = ""
     placed: limits.Sides = {}
     filler: bool = False
 
@@ -193,7 +196,9 @@ class Detach(FromJob, kw_only=True, frozen=True, tag="DETACH"):
 
 
 class Deregister(FromJob, kw_only=True, frozen=True, tag="DEREGISTER"):
-    """The job is over and gives everything back."""
+    """The job is over and gives everything back. `reason`: why, if it is not that it has finished."""
+
+    reason: limits.Text = ""
 
 
 class Failing(FromJob, kw_only=True, frozen=True, tag="FAILING"):
@@ -211,9 +216,9 @@ class StatusRequest(Message, kw_only=True, frozen=True, tag="STATUS_REQUEST"):
 
 class JobOver(Message, kw_only=True, frozen=True, tag="JOB_OVER"):
     """The driver of this start of the job (its `uid`) ended. Answered with JobEnded, or Unknown while another start runs; may be
-    repeated. A job that never registered counts as ended from here on."""
+    repeated. One that never registered is not waited for any more, where jobs are expected (`expect_jobs`)."""
 
-    job: limits.Name
+    job: limits.ShownName
     uid: limits.Name
 
 
@@ -263,6 +268,9 @@ class Refused(Message, kw_only=True, frozen=True, tag="REFUSED"):
 
 
 class LeaseGrant(Message, kw_only=True, frozen=True, tag="LEASE_GRANT"):
+    """`epoch`: of the coordinator that granted; a later one without memory knows nothing of it."""
+
+    epoch: str
     key: str
     token: int
     phase: str
@@ -437,9 +445,21 @@ def decode(frame: bytes) -> AnyMessage:
     try:
         return _decoder.decode(frame)
     except Exception as error:  # a decoder fed by strangers: what it raises is not only what it documents
-        refused = Unreadable(f"{head.type[:40]}: {error}")
+        refused = Unreadable(f"{_printable(head.type[:40])}: {_in_words(error)}")
         refused.about = "register" if head.type == "REGISTER" else head.key or head.type
         raise refused from error
+
+
+def _in_words(error: Exception) -> str:
+    words = str(error)
+    for pattern in (limits.PLAIN_NAME, limits.PLAIN_TEXT):
+        words = words.replace(f"matching regex {pattern!r}", "without control characters")
+    return words
+
+
+def _printable(text: str) -> str:
+    """Strangers' words, for a log."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _head(frame: bytes) -> _Head:

@@ -3,27 +3,41 @@
 A coordinator that does not know, or not for sure, what its predecessor granted settles: for one lease time it grants
 nothing, and clients, who register again with a coordinator that they do not know, assert their leases. They are
 believed about tokens of that time (`unknown_up_to`), as the predecessor kept leases apart. Where two leases meet on a
-node, the later one is right: the other one must have ended before it was granted.
+node, the later one is right: the other one must have ended before it was granted. A pause of the coordinator does not
+count, as it hears nobody then.
 """
 
 from __future__ import annotations
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import closing, queueing, tokens
+from verl_mux.coordinator.core import closing, patience, queueing, tokens
 from verl_mux.coordinator.core.records import Job, Lease, State
 from verl_mux.coordinator.core.settings import Config
 
 
-def settle(state: State, config: Config, now: float, unknown_up_to: int) -> None:
-    state.settle_until = now + config.lease_timeout
+def settle(state: State, config: Config, unknown_up_to: int, is_first: bool = False) -> None:
+    """At each start anew: its running time begins at 0. `is_first`: nothing is known of an earlier coordinator here."""
+    state.settle_until = patience.first_look(config) if is_first else config.lease_timeout
     state.unknown_up_to = max(state.unknown_up_to, unknown_up_to)
+
+
+def somebody_was_before(state: State, config: Config) -> None:
+    """There was an earlier coordinator here after all: a job of it spoke."""
+    if state.settle_until is not None:
+        state.settle_until = config.lease_timeout
 
 
 def take(state: State, config: Config, job: Job, what: m.Register, now: float) -> None:
     """Brings the record of the client's leases in line with what it holds, as far as the record may be wrong.
 
-    The answer to each client's next heartbeat tells which of its leases were taken over.
+    The answer to each client's next heartbeat tells which of its leases were taken over. A registration that comes later than
+    one that was sent after it asserts nothing.
     """
+    if what.number < job.registrations.get(what.client, 0):
+        return
+    job.registrations[what.client] = what.number
+    if what.again or what.held or what.seen:
+        somebody_was_before(state, config)
     if what.again and state.settle_until is not None:
         held = {claim.token for claim in what.held}
         gone = [lease for lease in state.leases_of(job.name) if lease.client == what.client and lease.token not in held]

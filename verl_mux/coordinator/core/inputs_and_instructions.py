@@ -47,7 +47,7 @@ class DriverDied(Seen, frozen=True, kw_only=True, tag="DRIVER_DIED"):
 
 
 class JobExited(Seen, frozen=True, kw_only=True, tag="JOB_EXITED"):
-    """Whoever started the job says that it is over. A job that never registered counts as ended from here on."""
+    """Whoever started the job says that it is over. One that never registered counts as arrived, where jobs are expected."""
 
 
 class ProcessesGone(Seen, frozen=True, kw_only=True, tag="PROCESSES_GONE"):
@@ -64,8 +64,12 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     """The time for asserting leases after a loss of memory is over."""
 
 
+class SomebodyWasBefore(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="SOMEBODY_WAS_BEFORE"):
+    """Somebody spoke who has met an earlier coordinator at this address, of which nothing was known."""
+
+
 AboutJob = m.AnyFromJob | JobSilent | JobRevoked | PhaseOverdue | JobEvicted | DriverDied | JobExited | ProcessesGone
-What = AboutJob | NodeReleased | Settled
+What = AboutJob | NodeReleased | Settled | SomebodyWasBefore
 
 
 class Input(msgspec.Struct, frozen=True):

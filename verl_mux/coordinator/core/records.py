@@ -41,9 +41,10 @@ class Job(msgspec.Struct, kw_only=True):
     """`order`: registration order. `asked`, `reported`: highest step asked for, highest step reported as finished.
     `since`: when it came into its state. `memory`: node -> tag -> bytes. `contended`: as last pushed to its clients.
     `has_asked` for any lease; `initialised`: through with init, so it counts as an expected job that has arrived.
-    `closed`, `spent`: see closing.py. `longest`: seconds by phase; `overdue`: tokens whose phases take far longer.
-    `last`: seconds of the last one, by phase. `condemned`: by whom its nodes were taken away, which ends its driver too.
-    `filler`: work of a priority below the jobs, see fillers/; it has no steps and nobody waits for it."""
+    `registrations`: the number of each client's newest one. `closed`, `spent`: see closing.py. `longest`: seconds by phase;
+    `overdue`: tokens whose phases take far longer. `last`: seconds of the last one, by phase. `condemned`: by whom its nodes
+    were taken away, which ends its driver too. `filler`: work of a priority below the jobs, see fillers/; it has no steps and
+    nobody waits for it."""
 
     name: str
     uid: str
@@ -58,6 +59,7 @@ class Job(msgspec.Struct, kw_only=True):
     seed: int = 0
     steps: int | None = None
     clients: list[str] = []
+    registrations: dict[str, int] = {}
     members: list[Member] = []
     has_asked: bool = False
     initialised: bool = False
@@ -140,8 +142,8 @@ class Usage(msgspec.Struct, kw_only=True):
 
 class State(msgspec.Struct, kw_only=True):
     """`requests` in order of arrival. `token`: the last one given out. `segment`: index into the schedule, never falls.
-    `started`: all expected jobs were there. `settle_until`: no grants before it, because memory was lost; `unknown_up_to`: the
-    last token of which it may not know.
+    `started`: all expected jobs were there. `settle_until`: no grants before it, because memory was lost, in seconds for which
+    this start of the coordinator has run; `unknown_up_to`: the last token of which it may not know.
     `peaks`: node -> `init` or segment index -> highest sum of tagged bytes of all jobs. `placed`: what the scheduler
     remembers of the jobs it placed. `usage`: by node."""
 

@@ -25,7 +25,6 @@ def describe(state: State, config: Config, now: float, waits_for: dict[str, list
         },
         "jobs": {job.name: _job(job, sorted_out, now, waits_for.get(job.name, [])) for job in state.jobs.values()},
         "placement": _placement(state, config),
-        "settling_s": max(state.settle_until - now, 0.0) if state.settle_until is not None else None,
     }
 
 

@@ -30,7 +30,7 @@ import msgspec
 
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import closing, patience, queueing, registration, telemetry
+from verl_mux.coordinator.core import claims, closing, patience, queueing, registration, telemetry
 from verl_mux.coordinator.core.fillers import granting, usage
 from verl_mux.coordinator.core.fillers.calls import Calls
 from verl_mux.coordinator.core.inputs_and_instructions import (
@@ -48,6 +48,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     ProcessesGone,
     Send,
     Settled,
+    SomebodyWasBefore,
     What,
 )
 from verl_mux.coordinator.core.placement import observing, placing, prediction
@@ -57,6 +58,7 @@ from verl_mux.coordinator.core.waiting import Waiting
 from verl_mux.profiling.eventlog import events
 
 ABSENT = None
+NEVER_REGISTERED = "exited before it registered"
 LIVE, SILENT, DYING, ENDED = JobState.LIVE, JobState.SILENT, JobState.DYING, JobState.ENDED
 
 _TALK: tuple[type[m.FromJob], ...] = (
@@ -102,6 +104,9 @@ class Machine:
         if isinstance(what, Settled):
             self.state.settle_until = None
             return self._settle(now)
+        if isinstance(what, SomebodyWasBefore):
+            claims.somebody_was_before(self.state, self.config)
+            return []
         if isinstance(what, NodeReleased):
             return self._released_by_hand(now, what.node) + self._settle(now)
         job = self._job_of(what)
@@ -135,7 +140,7 @@ class Machine:
             out.append(JobRevoked(job=job.name, uid=job.uid, since=since))
         out += self._slow_to_leave(running)
         out += self._overdue(now, silent)
-        if self.state.settle_until is not None and now >= self.state.settle_until:
+        if self.state.settle_until is not None and running >= self.state.settle_until:
             out.append(Settled())
         return [Input(now, what) for what in out]
 
@@ -157,10 +162,28 @@ class Machine:
                 out.append(JobEvicted(job=job.name, uid=job.uid, reason=reason))
         return out
 
+    def settles_for(self, now: float) -> float | None:
+        """Seconds for which nothing will be granted, if the coordinator makes no pause; None: it does not settle."""
+        until = self.state.settle_until
+        return None if until is None else max(until - self._running.at(now), 0.0)
+
+    def takes_nobody_to_be_before(self) -> bool:
+        """It settles for a shorter time than it would if it knew of an earlier coordinator."""
+        return self.state.settle_until is not None and self.state.settle_until < self.config.lease_timeout
+
     def changes(self, given: Input) -> bool:
-        """False for a mere sign of life, which needs no place in the journal."""
-        job = self.state.jobs.get(given.what.job) if isinstance(given.what, m.Heartbeat) else None
+        """False for a mere sign of life, and an end that is known or is nobody's: those need no place in the journal."""
+        what = given.what
+        if isinstance(what, JobExited):
+            return not self._is_no_news(self.state.jobs.get(what.job))
+        job = self.state.jobs.get(what.job) if isinstance(what, m.Heartbeat) else None
         return job is None or job.state is not LIVE
+
+    def _is_no_news(self, exited: Job | None) -> bool:
+        """Of a job that never registered it matters only while jobs are expected, as it is not to be waited for any more."""
+        if exited is None:
+            return self.state.started or self.config.expect_jobs == 0
+        return exited.told or exited.state is ENDED
 
     # --- moves ---
 
@@ -223,7 +246,7 @@ class Machine:
 
     def _request(self, now: float, job: Job, what: m.LeaseRequest) -> list[Instruction]:
         if lease := self._lease_by_key(job, what.key):
-            return [Send(what.client, _grant(lease))]
+            return [Send(what.client, self._grant(lease))]
         if self._waiting.request(job.name, what.key) or what.key in job.spent:
             return []
         if reason := granting.refusal(what, job):
@@ -288,7 +311,7 @@ class Machine:
         held = {lease.token for lease in mine}
         tokens = [token for token in what.tokens if token in held]
         # A grant that went astray, or one that its client no longer wants and releases.
-        unheard = [_grant(lease) for lease in mine if lease.client == what.client and lease.token not in what.tokens]
+        unheard = [self._grant(lease) for lease in mine if lease.client == what.client and lease.token not in what.tokens]
         ack = m.HeartbeatAck(beat=what.beat, epoch=self.epoch, queued=queued, tokens=tokens)
         return [Send(what.client, message) for message in (*unheard, *self._call_again(now, job, mine), ack)]
 
@@ -308,13 +331,14 @@ class Machine:
     def _detach(self, now: float, job: Job, what: m.Detach) -> list[Instruction]:
         self._drop_requests([request for request in self._waiting.requests_of(job.name) if request.client == what.client])
         job.clients = [client for client in job.clients if client != what.client]
+        job.registrations.pop(what.client, None)
         freed = [self._free(lease, now) for lease in self._waiting.leases_of(job.name) if lease.client == what.client]
         return [*freed, Send(what.client, m.JobEnded(reason="closed"))]
 
     def _deregister(self, now: float, job: Job, what: m.Deregister) -> list[Instruction]:
-        job.reason = "finished"
+        job.reason = what.reason or "finished"
         freed = [self._free(lease, now) for lease in self._waiting.leases_of(job.name)]
-        if not job.has_asked:  # it only looked whether it would be taken; an expected job is still to come
+        if not job.has_asked and not what.reason:  # it only looked whether it would be taken; an expected job is still to come
             self._forget(job)
         return [*freed, _exited(job), *_dismiss(job)]
 
@@ -362,13 +386,12 @@ class Machine:
         return [_exited(job)]
 
     def _told_exited(self, now: float, job: Job | None, what: JobExited) -> list[Instruction]:
+        if self._is_no_news(job):
+            return []
         if job is None:
-            job = Job(name=what.job, uid="", order=0, since=now, state=ENDED, reason="exited before it registered")
+            job = Job(name=what.job, uid="", order=0, since=now, state=ENDED, reason=NEVER_REGISTERED)
             self.state.jobs[what.job] = job
             self._waiting.moved(job)
-            self._forget_oldest_ended(but=job)
-        elif job.told or job.state is ENDED:
-            return []
         job.told = True
         job.reason = job.reason or "said to have exited by what started it"
         return [_exited(job)]
@@ -413,7 +436,11 @@ class Machine:
         self._hold(lease)
         self._drop_requests([request])
         waited = Log(events.LEASE_WAIT, _about(lease), duration=now - request.asked_at, step=lease.step)
-        return [Send(lease.client, _grant(lease)), waited]
+        return [Send(lease.client, self._grant(lease)), waited]
+
+    def _grant(self, lease: Lease) -> m.LeaseGrant:
+        told = ("key", "token", "phase", "step", "nodes", "granted_at")
+        return m.LeaseGrant(epoch=self.epoch, **{name: getattr(lease, name) for name in told})
 
     def _hold(self, lease: Lease) -> None:
         self.state.leases[lease.token] = lease
@@ -456,11 +483,6 @@ def _speaks_for(job: Job, what: AboutJob) -> bool:
 
 def _asked(source: m.LeaseRequest | Request) -> dict:
     return {name: getattr(source, name) for name in ("key", "job", "client", "phase", "step", "nodes")}
-
-
-def _grant(lease: Lease) -> m.LeaseGrant:
-    told = ("key", "token", "phase", "step", "nodes", "granted_at")
-    return m.LeaseGrant(**{name: getattr(lease, name) for name in told})
 
 
 def _about(lease: Lease) -> dict:

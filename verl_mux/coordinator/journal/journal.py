@@ -26,6 +26,7 @@ from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.coordinator.journal import epoch as epoch_file
 from verl_mux.coordinator.journal import frames
+from verl_mux.coordinator.journal.before import Before
 from verl_mux.coordinator.journal.changed_config import carried_over
 from verl_mux.coordinator.journal.clock import Clock, new_clock
 from verl_mux.coordinator.journal.epoch import Epoch
@@ -59,12 +60,13 @@ _snapshot = msgspec.msgpack.Decoder(_Snapshot)
 
 
 class _Found(NamedTuple):
-    """What lies there. `lost`: in words, what may be missing of it."""
+    """What lies there. `lost`: in words, what may be missing of it. `is_first`: nothing at all, nor anything known elsewhere."""
 
     snapshot: _Snapshot | None
     inputs: list[Input]
     epoch: Epoch | None
     lost: str | None
+    is_first: bool = False
 
 
 class Journal:
@@ -89,24 +91,28 @@ class Journal:
                 self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self._lock = Lock(self._beside("lock"), self.path)
 
-    def restore(self, config: Config, name: str, is_fresh: bool) -> Machine:
-        """The machine as it was, settling if anything may be missing. `name`: of this start; `is_fresh`: no client of an
-        earlier coordinator can come.
+    def restore(self, config: Config, name: str, before: Before) -> Machine:
+        """The machine as it was, settling if anything may be missing. `name`: of this start; `before`: what else is known of
+        earlier coordinators at its address.
 
         Raises UserError when the journal is damaged, or holds unfinished jobs of a configuration that does not fit.
         """
         if self.path is None:
-            machine = Machine(config, name)
-            self.lost = None if is_fresh else "no journal is kept"
-            self._settle(machine, None if is_fresh else tokens.LAST)
-            machine.state.token = 0 if is_fresh else tokens.at(time.time())
-            return machine
+            return self._without(config, name, before)
         try:
             with self._in_words(self.path):
-                return self._restore(self.path, config, name, is_fresh)
+                return self._restore(self.path, config, name, before)
         except BaseException:
             self.close()
             raise
+
+    def _without(self, config: Config, name: str, before: Before) -> Machine:
+        machine = Machine(config, name)
+        if before is not Before.NOBODY:
+            self.lost = f"no journal is kept{_and_nobody(before)}"
+            self._settle(machine, tokens.LAST, is_first=before is Before.NOBODY_KNOWN)
+            machine.state.token = tokens.at(time.time())
+        return machine
 
     def append(self, given: Input) -> None:
         """To be written at the next `commit`. A machine has handled it already."""
@@ -179,8 +185,8 @@ class Journal:
 
     # --- reading ---
 
-    def _restore(self, path: Path, config: Config, name: str, is_fresh: bool) -> Machine:
-        found = self._find(path, is_fresh)
+    def _restore(self, path: Path, config: Config, name: str, before: Before) -> Machine:
+        found = self._find(path, before)
         machine = self._replayed(found, config, name)
         known = [found.epoch.number] if found.epoch else []
         known += [found.snapshot.epoch, tokens.epoch_of(machine.state.token)] if found.snapshot else []
@@ -190,22 +196,25 @@ class Journal:
         self.lost = found.lost
         machine.state.token = max(machine.state.token, tokens.before(number))
         unknown = tokens.LAST if found.epoch is None else tokens.before(number)
-        self._settle(machine, unknown if found.lost else None)
+        self._settle(machine, unknown if found.lost else None, is_first=found.is_first)
         self._epoch = Epoch(_name_of(found), number)
         self._raise_epoch(number)
         self._compact(machine)
         return machine
 
-    def _settle(self, machine: Machine, unknown_up_to: int | None) -> None:
+    def _settle(self, machine: Machine, unknown_up_to: int | None, is_first: bool = False) -> None:
         """None: nothing was lost. Its predecessor may have ended in the midst of settling; then all begins anew."""
         if unknown_up_to is not None or machine.state.settle_until is not None:
-            claims.settle(machine.state, machine.config, self.clock.now(), unknown_up_to or 0)
+            claims.settle(machine.state, machine.config, unknown_up_to or 0, is_first)
 
-    def _find(self, path: Path, is_fresh: bool) -> _Found:
+    def _find(self, path: Path, before: Before) -> _Found:
         epoch, unreadable = self._find_epoch()
         data = path.read_bytes() if path.exists() else b""
+        if not data and epoch is None and unreadable is None and not path.exists():
+            lost = None if before is Before.NOBODY else f"no journal was found at {path}{_and_nobody(before)}"
+            return _Found(None, [], epoch, lost, is_first=before is Before.NOBODY_KNOWN)
         if not data:
-            lost = None if is_fresh and not unreadable else f"no journal was found at {path}"
+            lost = unreadable or f"journal {path} is empty"
             if epoch is not None:
                 lost = f"journal {path} is {'empty' if path.exists() else 'gone'} (there was one in epoch {epoch.number})"
             return _Found(None, [], epoch, lost)
@@ -260,8 +269,12 @@ class Journal:
 def make_empty(path: Path, config: Config) -> None:
     """For whoever knows that no coordinator can have been there before: the first one then grants at once."""
     journal = Journal(path)
-    journal.restore(config, "", is_fresh=True)
+    journal.restore(config, "", Before.NOBODY)
     journal.close()
+
+
+def _and_nobody(before: Before) -> str:
+    return ", and no earlier coordinator at this address is known" if before is Before.NOBODY_KNOWN else ""
 
 
 def _name_of(found: _Found) -> str:

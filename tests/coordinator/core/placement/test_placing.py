@@ -12,6 +12,7 @@ from verl_mux.coordinator.core.records import State
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine
+from verl_mux.coordinator.journal.before import Before
 from verl_mux.coordinator.journal.journal import Journal
 from verl_mux.coordinator.status_view import plain
 from verl_mux.errors import UserError
@@ -226,14 +227,14 @@ def test_the_records_with_placements_survive_the_journals_encoding(driver):
 def test_a_restart_keeps_the_placement_and_decides_as_before(tmp_path):
     config = placing_config(count=2)
     journal = Journal(tmp_path / "journal")
-    machine = journal.restore(config, "first", is_fresh=True)
+    machine = journal.restore(config, "first", Before.NOBODY)
     driver = Driver(machine)
     for job in ("a", "b"):
         arrive(driver, job, slo=1.2)
     for event in driver.events:
         journal.append(event)
     journal.close()
-    restored = Journal(tmp_path / "journal").restore(config, "second", is_fresh=True)
+    restored = Journal(tmp_path / "journal").restore(config, "second", Before.NOBODY)
     assert restored.state == msgspec.structs.replace(machine.state, token=restored.state.token)
     again = Driver(restored)
     again.now = driver.now
@@ -255,8 +256,8 @@ def test_a_coordinator_that_lost_its_memory_finds_jobs_where_they_say_they_are()
 def test_the_status_shows_groups_periods_and_who_waits(driver):
     arrive(driver, "a", slo=1.0)
     arrive(driver, "b", slo=1.0)
-    journal = {"path": None, "lost": None, "blocked": None}
-    seen = {"address": "tcp://here", "journal": journal, **describe(driver.machine.state, driver.machine.config, driver.now, {})}
+    about = {"address": "tcp://here", "journal": {"path": None, "lost": None, "blocked": None}, "settling_s": None}
+    seen = {**about, **describe(driver.machine.state, driver.machine.config, driver.now, {})}
     assert seen["placement"]["waiting"] == ["b"]
     (group,) = seen["placement"]["groups"].values()
     assert group["nodes"] == {"rollout": ["r0"], "train": ["t0"]} and set(group["periods"]) == {"a"}
