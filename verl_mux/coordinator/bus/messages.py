@@ -113,12 +113,14 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
 
 
 class LeaseRequest(FromJob, kw_only=True, frozen=True, tag="LEASE_REQUEST"):
-    """Asks for one phase on all of `nodes` or none. The same `key` sent twice is one request."""
+    """Asks for one phase on all of `nodes` or none. The same `key` sent twice is one request. `number`: of the client's last
+    registration; one from before a newer registration is late, and is asked again if it is still open."""
 
     key: limits.Name
     phase: limits.Name
     step: limits.Step
     nodes: limits.Nodes
+    number: limits.Count = 0
 
 
 class LeaseCancel(FromJob, kw_only=True, frozen=True, tag="LEASE_CANCEL"):

@@ -41,7 +41,8 @@ class Job(msgspec.Struct, kw_only=True):
     """`order`: registration order. `asked`, `reported`: highest step asked for, highest step reported as finished.
     `since`: when it came into its state. `memory`: node -> tag -> bytes. `contended`: as last pushed to its clients.
     `has_asked` for any lease; `initialised`: through with init, so it counts as an expected job that has arrived.
-    `registrations`: the number of each client's newest one. `closed`, `spent`: see closing.py. `longest`: seconds by phase; `overdue`: tokens whose phases take far longer.
+    `registrations`: the number of each client's newest one. `closed`, `spent`: see closing.py. `longest`: seconds by phase;
+    `overdue`: tokens whose phases take far longer.
     `condemned`: by whom its nodes were taken away, which ends its driver too."""
 
     name: str
