@@ -92,3 +92,13 @@ def test_a_registration_that_comes_after_a_newer_one_asserts_nothing(driver):
     driver.register("a", again=True, held=[claim(5)], number=3)
     driver.register("a", again=True, held=[claim(6, ["r1"])], number=2)
     assert (driver.holders("r0"), driver.holders("r1")) == (["a"], [])
+
+
+def test_a_request_from_before_the_newest_registration_is_late_and_gets_nothing(driver):
+    driver.register("a", again=True, number=3)
+    driver.do(Settled())
+    about = {"phase": "rollout", "step": 1, "nodes": ["r0"]}
+    assert driver.do(m.LeaseRequest(**driver.who("a"), key="old", number=2, **about)) == []
+    assert driver.holders("r0") == []
+    driver.do(m.LeaseRequest(**driver.who("a"), key="new", number=3, **about))
+    assert driver.holders("r0") == ["a"]

@@ -141,7 +141,10 @@ class Conversation:
     def outgoing(self) -> list[m.FromJob]:
         """Takes the messages to send, in this order."""
         out, self._out = self._out, []
-        return out
+        return [
+            msgspec.structs.replace(message, number=self._number) if isinstance(message, m.LeaseRequest) else message
+            for message in out
+        ]
 
     def is_over(self, key: str) -> bool:
         """Nothing more will come for this question."""

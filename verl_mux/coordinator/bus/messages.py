@@ -120,7 +120,8 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
 
 
 class LeaseRequest(FromJob, kw_only=True, frozen=True, tag="LEASE_REQUEST"):
-    """Asks for one phase on all of `nodes` or none. The same `key` sent twice is one request.
+    """Asks for one phase on all of `nodes` or none. The same `key` sent twice is one request. `number`: of the client's last
+    registration; one from before a newer registration is late, and is asked again if it is still open.
 
     A filler asks for any `num_nodes` of them, as soon as no job wants them; with `least`, not before they can be expected to
     stay so for that many seconds.
@@ -130,6 +131,7 @@ class LeaseRequest(FromJob, kw_only=True, frozen=True, tag="LEASE_REQUEST"):
     phase: limits.Name
     step: limits.Step
     nodes: limits.Nodes
+    number: limits.Count = 0
     num_nodes: limits.Count = 0
     least: limits.Seconds = 0.0
 

@@ -245,6 +245,8 @@ class Machine:
         return out
 
     def _request(self, now: float, job: Job, what: m.LeaseRequest) -> list[Instruction]:
+        if what.number < job.registrations.get(what.client, 0):
+            return []  # late: a coordinator without memory would not know that its lease was given back long ago
         if lease := self._lease_by_key(job, what.key):
             return [Send(what.client, self._grant(lease))]
         if self._waiting.request(job.name, what.key) or what.key in job.spent:
