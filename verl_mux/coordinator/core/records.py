@@ -53,6 +53,7 @@ class Job(msgspec.Struct, kw_only=True):
     pid: int = 0
     started: int = 0
     boot: str = ""
+    space: str = ""
     nodes: dict[str, list[str]] = {}
     seed: int = 0
     steps: int | None = None
@@ -79,7 +80,7 @@ class Job(msgspec.Struct, kw_only=True):
 
     @property
     def driver(self) -> Member:
-        return Member(self.host, self.pid, self.started, self.boot)
+        return Member(self.host, self.pid, self.started, self.boot, self.space)
 
     @property
     def all_nodes(self) -> list[str]:
@@ -118,12 +119,40 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     granted_at: float
 
 
+class Owed(msgspec.Struct, frozen=True, kw_only=True):
+    """What may be left of a job where nobody could look. `nodes`: what it held there; they are fenced until somebody has looked."""
+
+    job: str
+    uid: str
+    since: float
+    nodes: list[str] = []
+
+
+class Host(msgspec.Struct, kw_only=True):
+    """A machine, or a part of it with process ids of its own. `names`: by which nodes may call it. `agent`: one has spoken from
+    there; `gone`: it is not heard any more. `excused`: nodes that were given on by hand since then."""
+
+    names: list[str]
+    since: float
+    boot: str = ""
+    space: str = ""
+    agent: bool = False
+    gone: bool = False
+    excused: list[str] = []
+    owed: list[Owed] = []
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
 class State(msgspec.Struct, kw_only=True):
     """`requests` in order of arrival. `token`: the last one given out. `segment`: index into the schedule, never falls.
     `started`: all expected jobs were there. `settle_until`: no grants before it, because memory was lost; `unknown_up_to`: the
     last token of which it may not know.
     `peaks`: node -> `init` or segment index -> highest sum of tagged bytes of all jobs. `placed`: what the scheduler
-    remembers of the jobs it placed."""
+    remembers of the jobs it placed. `hosts`: by name and PID namespace. `fenced`: nodes that nobody gets now, and why; derived
+    from `hosts`. `draining`: nodes that nobody gets any more, by hand."""
 
     jobs: dict[str, Job] = {}
     requests: list[Request] = []
@@ -137,6 +166,9 @@ class State(msgspec.Struct, kw_only=True):
     unknown_up_to: int = 0
     peaks: dict[str, dict[str, int]] = {}
     placed: Record = Record()
+    hosts: dict[str, Host] = {}
+    fenced: dict[str, str] = {}
+    draining: list[str] = []
 
     def leases_of(self, job: str) -> list[Lease]:
         return [lease for lease in self.leases.values() if lease.job == job]

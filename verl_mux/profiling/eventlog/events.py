@@ -77,6 +77,12 @@ LEASE_RECLAIMED = "lease_reclaimed"
 SEGMENT = "segment"
 STEP_REPORT = "step_report"
 PHASE_OVERDUE = "phase_overdue"
+HOST_SEEN = "host_seen"
+HOST_GONE = "host_gone"
+NODE_FENCED = "node_fenced"
+NODE_UNFENCED = "node_unfenced"
+NODE_DRAINING = "node_draining"
+POOLS_CHANGED = "pools_changed"
 JOB_REGISTERED = "job_registered"
 JOB_EXITED = "job_exited"
 JOB_SILENT = "job_silent"
@@ -242,6 +248,12 @@ TABLE: list[Event] = [
         Event(SEGMENT, "a part of the run begins in which jobs take turns in one manner", "index, mode"),
         Event(STEP_REPORT, "a job told the figures of a step", "job, reward, response_length, tokens, loss, grad_norm"),
         Event(PHASE_OVERDUE, "a phase takes far longer than such phases of its job did", "job, phase, nodes, token", "reason"),
+        Event(HOST_SEEN, "an agent began to speak, or spoke again", "host, addresses, boot"),
+        Event(HOST_GONE, "an agent was not heard for as long as a lease is good", "host"),
+        Event(NODE_FENCED, "nobody gets the node from here on", "node, reason"),
+        Event(NODE_UNFENCED, "it may be given on again", "node"),
+        Event(NODE_DRAINING, "somebody took the node out by hand, or took that back", "node, undo"),
+        Event(POOLS_CHANGED, "the configuration was read again", "added, removed"),
         Event(JOB_REGISTERED, "a job came", "job, nodes, seed, steps, pid"),
         Event(JOB_EXITED, "a job left", "job, reason"),
         Event(JOB_SILENT, "a job's heartbeats stopped", "job, pid, host"),
