@@ -22,9 +22,9 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     ProcessesGone,
     What,
 )
-from verl_mux.coordinator.core.patience import PAUSE_S
 from verl_mux.coordinator.core.hosts.reaping import Sight, judge
 from verl_mux.coordinator.core.records import Job, JobState, State
+from verl_mux.coordinator.core.running_time import PAUSE_S
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
 from verl_mux.coordinator.journal.delivery import Delivery

@@ -69,13 +69,23 @@ def is_alive(member: Member) -> bool:
 
 def carriers(uid: str) -> list[Member]:
     """Living processes started with this uid in their environment, this one and its ancestors left out."""
-    family = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    family = own_family()
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.pid not in family and process.environ().get(UID_VARIABLE) == uid:
+            if process.pid not in family and mark_of(process.pid) == uid:
                 found.append(member_of(process.pid))
     return found
+
+
+def own_family() -> set[int]:
+    """Pids of this process and its ancestors, which are no survivors of anything."""
+    return {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+
+
+def mark_of(pid: int) -> str:
+    """The uid that the process was started with, empty: none. Raises psutil.Error and OSError, also where this user may not look."""
+    return str(psutil.Process(pid).environ().get(UID_VARIABLE, ""))
 
 
 def survivors(uid: str | None, known: list[Member]) -> list[Member]:

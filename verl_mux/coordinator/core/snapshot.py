@@ -70,6 +70,9 @@ def _node(node: Node, state: State, sorted_out: _SortedOut, now: float) -> dict[
         "cpus": node.cpus,
         "usd_per_hour": node.usd_per_hour,
         "device_bytes": node.device_bytes,
+        "host": node.host,
+        "fenced": state.fenced.get(node.name),
+        "draining": node.name in state.draining,
         "holders": [_holder(lease, state, now) for lease in sorted_out.leases_on[node.name]],
         "queue": [
             {

@@ -55,6 +55,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
 )
 from verl_mux.coordinator.core.placement import observing, placing, prediction
 from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State
+from verl_mux.coordinator.core.running_time import RunningTime
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.waiting import Waiting
 from verl_mux.profiling.eventlog import events
@@ -94,7 +95,7 @@ class Machine:
         self.state = state if state is not None else State()
         self.heard: dict[str, float] = {}
         self._waiting = Waiting(self.state, config)
-        self._running = patience.RunningTime()
+        self._running = RunningTime()
 
     def handle(self, given: Input) -> list[Instruction]:
         """Raises IllegalMove or UnknownJob and then has changed nothing."""

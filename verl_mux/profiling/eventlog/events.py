@@ -93,6 +93,10 @@ ESTIMATE_ERROR = "estimate_error"
 SLO_AT_RISK = "slo_at_risk"
 RUN = "run"
 
+# An agent (job "agent", role "agent"; `extra.host` says whose).
+DEVICE_MEMORY = "device_memory"
+AGENT_KILLED = "agent_killed"
+
 # The log about itself.
 LOG_OPEN = "log_open"
 LOG_DROPPED = "log_dropped"
@@ -267,6 +271,16 @@ TABLE: list[Event] = [
         Event(ESTIMATE_ERROR, "a phase beside its estimate", "job, phase, source, estimated_s, observed_s, ratio"),
         Event(SLO_AT_RISK, "by corrected estimates a group no longer keeps everybody's SLO", "job, group"),
         _foreign(RUN, "a run of one or more jobs; duration of all of it", "jobs, pools"),
+    ),
+    *_rows(
+        "agent",
+        "mux",
+        Event(
+            DEVICE_MEMORY,
+            "a process of a job holds more or less device memory on a node than at the look before",
+            "host, node, job, pid, bytes, before, leased_to, token, source (nvml/ledger)",
+        ),
+        Event(AGENT_KILLED, "a process that outlived its job was killed", "host, job, pid"),
     ),
     *_rows(
         "the log itself",

@@ -12,8 +12,8 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.families.agents import HostName, NodeHere
 from verl_mux.coordinator.core.hosts.reaping import Sight
 from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, HostGone, HostSeen, OwedPaid, What
-from verl_mux.coordinator.core.patience import RunningTime
 from verl_mux.coordinator.core.records import Host, Job, JobState, Lease, State
+from verl_mux.coordinator.core.running_time import RunningTime
 from verl_mux.coordinator.core.settings import Config
 
 # Seconds between two reports: of a host where nothing ends, and of one where something should.
