@@ -42,6 +42,6 @@ def agent(
 
 
 def _take_off_the_mark() -> None:
-    """Started by a job, it would count as a process of that job; what it was started with cannot be changed but by starting anew."""
+    """Started by a job, it would count as a process of that job: what a process was started with, only a new start changes."""
     if os.environ.pop(UID_VARIABLE, None) is not None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], dict(os.environ))

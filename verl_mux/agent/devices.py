@@ -1,5 +1,5 @@
-"""What device memory the processes of this host hold, by process and node: from NVIDIA's driver, or from the ledger where there is
-no device. Where neither can say, that is said: "unknown"."""
+"""What device memory the processes of this host hold, by process and node: from NVIDIA's driver, or from the ledger where there
+is no device. Where neither can say, that is said: "unknown"."""
 
 from __future__ import annotations
 

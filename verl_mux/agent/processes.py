@@ -22,7 +22,7 @@ _READ_AGAIN_S = 10.0
 
 
 class Marked:
-    """`find` -> uid -> processes. It remembers those found: one that is ending has no environment any more, but may hold memory."""
+    """`find` -> uid -> processes. It remembers those found: one that is ending has no environment any more, but holds memory."""
 
     def __init__(self) -> None:
         self._known: dict[Member, str] = {}  # with its uid; empty: none

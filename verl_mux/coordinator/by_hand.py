@@ -1,4 +1,4 @@
-"""What somebody who may says by hand: a job is to end, what it held elsewhere is free, a node is given to nobody any more. Pure."""
+"""What somebody who may says by hand: a job is to end, what it held elsewhere is free, a node is given to nobody. Pure."""
 
 from __future__ import annotations
 
@@ -94,7 +94,9 @@ def _free_hosts(name: str, keys: list[str], state: State, seen: Seen) -> Decisio
         for owed in host.owed:
             if where := seen(owed.job, owed.uid):
                 return [], _still_there(owed.job, where)
-    return [HostReleased(host=key) for key in keys], m.Done(text=f"nodes of host {name!r} are free of what jobs may have left there")
+    return [HostReleased(host=key) for key in keys], m.Done(
+        text=f"nodes of host {name!r} are free of what jobs may have left there"
+    )
 
 
 def _not_free(job: Job, seen: Seen) -> m.Refused | None:

@@ -40,7 +40,12 @@ METRICS = {
 def prometheus_text(snapshot: Mapping[str, Any]) -> str:
     """The text of a scrape. `snapshot` is what the coordinator's status gives; what it lacks is left out."""
     samples: dict[str, list[Sample]] = {name: [] for name in METRICS}
-    parts = (_run(snapshot), _nodes(snapshot.get("pools", {})), _hosts(snapshot.get("hosts", {})), _jobs(snapshot.get("jobs", {})))
+    parts = (
+        _run(snapshot),
+        _nodes(snapshot.get("pools", {})),
+        _hosts(snapshot.get("hosts", {})),
+        _jobs(snapshot.get("jobs", {})),
+    )
     for name, labels, value in itertools.chain(*parts):
         if isinstance(value, (int, float)):
             samples[name].append((labels, float(value)))

@@ -351,7 +351,9 @@ class Coordinator:
         if is_dying:
             self._looks[job.uid] = alive
             return self._conclude(job)
-        return judge(job, self._all_sights({job.uid: alive}), self._machine.state, self.config, 0.0).waits_for if _runs(job) else []
+        return (
+            judge(job, self._all_sights({job.uid: alive}), self._machine.state, self.config, 0.0).waits_for if _runs(job) else []
+        )
 
     def _all_sights(self, looks: dict[str, list[m.Member]]) -> list[Sight]:
         return [Sight("", self._names, members.SPACE, looks), *self._sights.on(self._machine.state)]

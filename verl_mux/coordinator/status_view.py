@@ -14,7 +14,7 @@ def plain(snapshot: dict[str, Any]) -> str:
     lines = [headline(snapshot), *_troubles(snapshot)]
     for pool, node, seen in _nodes(snapshot):
         lines.append(f"node {pool}/{node}: {_runs(seen)}; {_waits(seen)}; {_bytes(seen)}")
-    lines += [f"host {name}: {_host(host)}" for name, host in snapshot["hosts"].items()]
+    lines += [f"host {name}: {_host(host)}" for name, host in snapshot.get("hosts", {}).items()]
     for name, job in snapshot["jobs"].items():
         lines.append(f"job {name}: {_state(job)}; {_step(job)}; {_metrics(job)}")
     lines += [f"group {name}: {'; '.join(cells)}" for name, *cells in _groups(snapshot)]
@@ -29,9 +29,9 @@ def tables(snapshot: dict[str, Any]) -> Group:
     for name, job in snapshot["jobs"].items():
         jobs.add_row(name, _state(job), _step(job), _metrics(job))
     parts: list[RenderableType] = [Text("\n".join([headline(snapshot), *_troubles(snapshot)])), nodes, jobs]
-    if snapshot["hosts"]:
+    if snapshot.get("hosts", {}):
         hosts = Table("host", "agent, memory, processes of jobs")
-        for name, host in snapshot["hosts"].items():
+        for name, host in snapshot.get("hosts", {}).items():
             hosts.add_row(name, _host(host))
         parts.insert(2, hosts)
     if snapshot.get("placement"):
@@ -86,12 +86,12 @@ def _groups(snapshot: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
 
 def _runs(node: dict[str, Any]) -> str:
     runs = ", ".join(_holder(holder) for holder in node["holders"]) or "idle"
-    draining = " (draining)" if node["draining"] else ""
+    draining = " (draining)" if node.get("draining") else ""
     return f"{runs}{draining}{_fenced(node)}"
 
 
 def _fenced(node: dict[str, Any]) -> str:
-    return f" (fenced: {node['fenced']}; `verl-mux release` if you have looked)" if node["fenced"] else ""
+    return f" (fenced: {node['fenced']}; `verl-mux release` if you have looked)" if node.get("fenced") else ""
 
 
 def _host(host: dict[str, Any]) -> str:

@@ -97,7 +97,7 @@ class CpuMemorySaver:
 
         Those made of Python or numpy values (`torch.tensor`, `torch.as_tensor`) stay outside: numpy may own the memory.
         """
-        entry = self._tags.setdefault(tag, _Tag())
+        self._tags.setdefault(tag, _Tag())
         self._regions.append(_Recorder(self, tag, enable_cpu_backup))
         try:
             with self._regions[-1]:

@@ -1,7 +1,7 @@
 """What device memory processes hold on a machine whose device is host memory: no driver knows it, so each says it itself.
 
-One small file for each process, in a folder of its user that lies in memory; an agent reads them, and whether the process lives it
-sees for itself. So the account of a process that was killed ends with it.
+One small file for each process, in a folder of its user that lies in memory; an agent reads them, and sees for itself whether
+the process lives. So the account of a process that was killed ends with it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def hold(tags: Mapping[Hashable, int]) -> None:
         space = os.readlink("/proc/self/ns/pid").removeprefix("pid:").strip("[]")
         node = os.environ.get(NODE_VARIABLE, "")
         made = folder / f".{space}.{os.getpid()}"
-        made.write_bytes(msgspec.json.encode(Account(os.getpid(), _started(), space, node, {_word(tag): held for tag, held in tags.items()})))
+        by_tag = {_word(tag): held for tag, held in tags.items()}
+        made.write_bytes(msgspec.json.encode(Account(os.getpid(), _started(), space, node, by_tag)))
         made.replace(folder / f"{space}.{os.getpid()}")
 
 

@@ -13,6 +13,7 @@ import msgspec
 from verl_mux.bench.protocol_model.world import World
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import claims, tokens
+from verl_mux.coordinator.core.hosts.reaping import Sight, judge
 from verl_mux.coordinator.core.inputs_and_instructions import (
     DriverDied,
     Input,
@@ -22,7 +23,6 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     ProcessesGone,
     What,
 )
-from verl_mux.coordinator.core.hosts.reaping import Sight, judge
 from verl_mux.coordinator.core.records import Job, JobState, State
 from verl_mux.coordinator.core.running_time import PAUSE_S
 from verl_mux.coordinator.core.settings import Config

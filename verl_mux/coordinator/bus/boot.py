@@ -1,4 +1,4 @@
-"""Where and when a process runs, as setting the wall clock does not change it: the boot, seconds since then, the PID namespace."""
+"""Where and when a process runs, as setting the wall clock does not change it: boot, seconds since then, PID namespace."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Keys of the control bus: CURVE key pairs in ZeroMQ's certificate files, one for the coordinator and one for each role.
 
-A folder of keys holds `server.key`, `job.key`, `viewer.key`, `operator.key` and `agent.key`, and beside each its `.key_secret`. The
-coordinator reads `server.key_secret` and the public keys of the roles; a client needs `server.key` and one `ROLE.key_secret`.
-On one machine nobody need name a folder: a coordinator on loopback makes one for its user, and clients of the same user
-look there.
+A folder of keys holds `server.key`, `job.key`, `viewer.key`, `operator.key` and `agent.key`, and beside each its
+`.key_secret`. The coordinator reads `server.key_secret` and the public keys of the roles; a client needs `server.key` and one
+`ROLE.key_secret`. On one machine nobody need name a folder: a coordinator on loopback makes one for its user, and clients of
+the same user look there.
 """
 
 from __future__ import annotations

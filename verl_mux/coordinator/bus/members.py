@@ -52,7 +52,7 @@ def member_of(pid: int) -> Member:
 
 
 def is_here(member: Member) -> bool:
-    """Whether it can be looked at from here: where it does not say in which PID namespace it has its pid, it is taken for ours."""
+    """Whether it can be looked at from here; one that does not name its PID namespace is taken to be of ours."""
     return member.host == HOST and member.space in ("", SPACE)
 
 
@@ -84,7 +84,7 @@ def own_family() -> set[int]:
 
 
 def mark_of(pid: int) -> str:
-    """The uid that the process was started with, empty: none. Raises psutil.Error and OSError, also where this user may not look."""
+    """The uid that the process was started with, empty: none. Raises psutil.Error, OSError; also where this user may not look."""
     return str(psutil.Process(pid).environ().get(UID_VARIABLE, ""))
 
 

@@ -18,8 +18,10 @@ from typing import Annotated, Any
 import msgspec
 
 from verl_mux.coordinator.bus import limits
-from verl_mux.coordinator.bus.families.agents import AgentAnswer, AgentReport, HostName, Members
-from verl_mux.coordinator.bus.families.base import VERSION, FromJob, Member, Message, Unreadable, WrongVersion
+from verl_mux.coordinator.bus.families.agents import AgentAnswer, AgentReport, Members
+from verl_mux.coordinator.bus.families.agents import HostName as HostName
+from verl_mux.coordinator.bus.families.base import VERSION, FromJob, Message, Unreadable, WrongVersion
+from verl_mux.coordinator.bus.families.base import Member as Member
 from verl_mux.coordinator.bus.families.by_hand import Drain, Evict, Free, JobOver, Reload
 from verl_mux.coordinator.bus.families.dispatch import (
     DataGenerated,
@@ -58,8 +60,9 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     """`nodes` names nodes or whole pools per side; `gpus` is needed on each node of a side (or on one named node).
 
     With `auto` on both sides the coordinator places the job: by its `needs`, within `slo`, on behalf of `owner`; `placed`
-    is where it was placed, if it registers again. `space`: the driver's PID namespace. `seen`: the highest token that the client was ever given; `number`: of
-    this registration of the client, so that an answer to one from before a restart is not taken for one to this.
+    is where it was placed, if it registers again. `seen`: the highest token that the client was ever given; `number`: of
+    this registration of the client, so that an answer to one from before a restart is not taken for one to this. `space`: the
+    driver's PID namespace.
     """
 
     host: limits.Name

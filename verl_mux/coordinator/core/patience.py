@@ -15,6 +15,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import JobSilent, What
 from verl_mux.coordinator.core.records import Job, JobState, Lease, State
 from verl_mux.coordinator.core.settings import Config
 
+
 def is_late(heard: float, now: float, config: Config) -> bool:
     """Both in running time."""
     return now - heard > config.lease_timeout

@@ -120,7 +120,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Owed(msgspec.Struct, frozen=True, kw_only=True):
-    """What may be left of a job where nobody could look. `nodes`: what it held there; they are fenced until somebody has looked."""
+    """What may be left of a job where nobody could look. `nodes`: what it held there, fenced until somebody has looked."""
 
     job: str
     uid: str

@@ -137,7 +137,9 @@ class _Case:
 def _words(job: Job, sights: Sequence[Sight], away: Sequence[Member], own: Sight) -> list[str]:
     words = [_seen(member, sight, own) for sight in sights for member in sight.looks.get(job.uid, ())]
     if job.state is JobState.DYING:
-        words += [f"host {sight.names[0]} (not looked at yet)" for sight in sights if not sight.gone and job.uid not in sight.looks]
+        words += [
+            f"host {sight.names[0]} (not looked at yet)" for sight in sights if not sight.gone and job.uid not in sight.looks
+        ]
     else:
         away = [member for member in dict.fromkeys([job.driver, *away]) if not own.covers(member)]
     return words + [f"pid {member.pid} on {member.host} (not visible from {own.names[0]})" for member in away]

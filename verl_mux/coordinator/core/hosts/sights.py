@@ -40,7 +40,8 @@ class Sights:
         name = report.host
         for key, other in state.hosts.items():
             if other.agent and not other.gone and other.name == name.name and other.boot != name.boot and key in self._seen:
-                return f"a host {name.name!r} of another boot is heard (name and addresses {', '.join(other.names)}): names must differ"
+                called = ", ".join(other.names)
+                return f"a host {name.name!r} of another boot is heard ({called}): names of hosts must differ"
         return None
 
     def take(self, report: m.AgentReport, state: State, now: float) -> list[What]:
