@@ -150,7 +150,7 @@ class AnyHistory(RuleBasedStateMachine):
         if was_dying:
             assert not any(node in lease.nodes for lease in self.state.leases_of(job))
             self.frozen[job] = [
-                lease if node not in lease.nodes else msgspec.structs.replace(lease, nodes=[n for n in lease.nodes if n != node])
+                msgspec.structs.replace(lease, nodes=[other for other in lease.nodes if other != node])
                 for lease in self.frozen[job]
                 if lease.nodes != [node]
             ]
