@@ -159,8 +159,11 @@ class AnyHistory(RuleBasedStateMachine):
     def agent_speaks(self, host, boot):
         self.step(HostSeen(host=msgspec.structs.replace(HOSTS[host], boot=boot)))
 
-    @rule(host=st.sampled_from(["hosta/1", "hostb/1", "hostb/", "far/"]), kind=st.sampled_from([HostGone, HostReleased, OwedPaid]),
-          uid=st.sampled_from(["a:1", "b:1"]))  # fmt: skip
+    @rule(
+        host=st.sampled_from(["hosta/1", "hostb/1", "hostb/", "far/"]),
+        kind=st.sampled_from([HostGone, HostReleased, OwedPaid]),
+        uid=st.sampled_from(["a:1", "b:1"]),
+    )
     def host_changes(self, host, kind, uid):
         if kind is HostGone and not (host in self.state.hosts and self.state.hosts[host].agent):
             return
