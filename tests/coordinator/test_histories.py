@@ -11,7 +11,19 @@ from tests.coordinator.driver import SIDES, Driver, config
 from tests.exploring import examples
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import queueing
-from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, JobExited, JobSilent, ProcessesGone
+from verl_mux.coordinator.core.inputs_and_instructions import (
+    DriverDied,
+    HostGone,
+    HostReleased,
+    HostSeen,
+    JobExited,
+    JobSilent,
+    NodeDrained,
+    NodeEmpty,
+    NodesOwed,
+    OwedPaid,
+    ProcessesGone,
+)
 from verl_mux.coordinator.core.records import JobState, State
 from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
 
@@ -21,6 +33,12 @@ SCHEDULES = [
     [{"mode": "sequential"}],
 ]
 JOBS = st.sampled_from("abc")
+NODES = st.sampled_from(["r0", "r1", "t0"])
+HOSTS = {name: m.HostName(name, [], "boot", "1") for name in ("hosta", "hostb")}
+PLACES = {
+    "rollout": {"nodes": [{"name": "r0", "host": "hosta"}, {"name": "r1", "host": "hostb"}]},
+    "train": {"nodes": [{"name": "t0"}]},
+}
 NODE_SETS = st.sampled_from([["r0"], ["r0"], ["r1"], ["r0", "r1"], ["r1", "t0"], ["r0", "r1", "t0"]])
 
 
@@ -29,7 +47,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     @initialize(schedule=st.sampled_from(SCHEDULES), expect_jobs=st.integers(0, 2))
     def begin(self, schedule, expect_jobs):
-        self.config = config(schedule=schedule, expect_jobs=expect_jobs)
+        self.config = config(schedule=schedule, expect_jobs=expect_jobs, pools=PLACES)
         self.driver = Driver(Machine(self.config))
         self.keys = itertools.count()
         self.shared = set()  # tokens granted where nobody is excluded
@@ -62,6 +80,7 @@ class AnyHistory(RuleBasedStateMachine):
         for token in sorted(set(self.state.leases) - set(held)):
             lease = self.state.leases[token]
             assert token > self.last_token  # 3
+            assert not set(lease.nodes) & {*self.state.fenced, *self.state.draining}  # 7
             self.last_token = token
             asked = waiting.get(lease.key, what)
             assert lease.nodes == asked.nodes  # 2
@@ -120,6 +139,40 @@ class AnyHistory(RuleBasedStateMachine):
         if known and before is not known.state is JobState.DYING:
             self.frozen[job] = leases
 
+    @rule(job=JOBS, node=NODES, owed=st.booleans())
+    def look(self, job, node, owed):
+        """Somebody found a node empty of a dying job, or cannot look."""
+        known = self.state.jobs.get(job)
+        seen = {"job": job, "uid": known.uid if known else None}
+        host = {"r0": "hosta/1", "r1": "hostb/"}.get(node, "far/")
+        was_dying = known is not None and known.state is JobState.DYING
+        self.step(NodesOwed(**seen, host=host, nodes=[node]) if owed else NodeEmpty(**seen, node=node))
+        if was_dying:
+            assert not any(node in lease.nodes for lease in self.state.leases_of(job))
+            self.frozen[job] = [
+                msgspec.structs.replace(lease, nodes=[other for other in lease.nodes if other != node])
+                for lease in self.frozen[job]
+                if lease.nodes != [node]
+            ]
+
+    @rule(host=st.sampled_from(sorted(HOSTS)), boot=st.sampled_from(["boot", "boot", "next"]))
+    def agent_speaks(self, host, boot):
+        self.step(HostSeen(host=msgspec.structs.replace(HOSTS[host], boot=boot)))
+
+    @rule(
+        host=st.sampled_from(["hosta/1", "hostb/1", "hostb/", "far/"]),
+        kind=st.sampled_from([HostGone, HostReleased, OwedPaid]),
+        uid=st.sampled_from(["a:1", "b:1"]),
+    )
+    def host_changes(self, host, kind, uid):
+        if kind is HostGone and not (host in self.state.hosts and self.state.hosts[host].agent):
+            return
+        self.step(OwedPaid(host=host, uid=uid) if kind is OwedPaid else kind(host=host))
+
+    @rule(node=NODES, undo=st.booleans())
+    def drain_node(self, node, undo):
+        self.step(NodeDrained(node=node, undo=undo))
+
     @rule()
     def restart(self):
         """The state read back from its encoding, and the one replayed from all events, equal the live one."""
@@ -142,6 +195,11 @@ class AnyHistory(RuleBasedStateMachine):
             assert self.state.leases_of(job) == leases  # 5
 
     @invariant()
+    def what_is_owed_is_fenced(self):
+        for host in self.state.hosts.values():
+            assert {node for owed in host.owed for node in owed.nodes} <= set(self.state.fenced)
+
+    @invariant()
     def nobody_waits_who_could_run(self):
         assert queueing.grantable(self.state, self.config) == []
 
@@ -149,6 +207,11 @@ class AnyHistory(RuleBasedStateMachine):
         """6: when holders release, only those held back remain; when all but one job leave, that one gets its turn."""
         if not hasattr(self, "driver"):
             return
+        for host in list(self.state.hosts):
+            self.step(HostReleased(host=host))
+        for node in list(self.state.draining):
+            self.step(NodeDrained(node=node, undo=True))
+        assert not self.state.fenced
         self.drain()
         assert all(queueing.held_back(request, self.state, self.config) for request in self.state.requests)
         while self.state.requests and self.state.started:

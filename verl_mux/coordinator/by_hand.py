@@ -1,59 +1,113 @@
-"""What somebody who may says by hand: a job is to end, or what it held elsewhere is free. The server carries it out."""
+"""What somebody who may says by hand: a job is to end, what it held elsewhere is free, a node is given to nobody. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.inputs_and_instructions import JobEvicted, NodeReleased, ProcessesGone, What
+from verl_mux.coordinator.core.inputs_and_instructions import (
+    HostReleased,
+    JobEvicted,
+    NodeDrained,
+    NodeReleased,
+    OwedPaid,
+    ProcessesGone,
+    What,
+)
 from verl_mux.coordinator.core.records import Job, JobState, State
+from verl_mux.coordinator.core.settings import Config
 
 _RUNNING = (JobState.LIVE, JobState.SILENT)
+Decision = tuple[list[What], m.Message]
+# Where processes of a job are seen to live, in words, by its name and uid; empty: nowhere.
+Seen = Callable[[str, str], str]
 
 
-def decide(asked: m.Evict | m.Free, state: State, seen: Callable[[Job], list[m.Member]]) -> tuple[What | None, m.Message]:
-    """What follows, and the answer. `seen`: the living processes of a job on this host. Asked twice, it is done once."""
+def decide(asked: m.Evict | m.Free | m.Drain, state: State, config: Config, seen: Seen) -> Decision:
+    """What follows, and the answer. Asked twice, it is done once."""
     if isinstance(asked, m.Evict):
         return _evict(asked, state)
-    job = state.jobs.get(asked.name)
-    return _free_job(job, seen) if job is not None else _free_node(asked.name, state, seen)
+    if isinstance(asked, m.Drain):
+        return _drain(asked, state, config)
+    if asked.name in state.jobs:
+        return _free_job(state.jobs[asked.name], state, seen)
+    hosts = [key for key, host in state.hosts.items() if asked.name in (key, *host.names)]
+    if hosts and asked.name not in config.nodes:
+        return _free_hosts(asked.name, hosts, state, seen)
+    return _free_node(asked.name, state, seen)
 
 
-def _evict(asked: m.Evict, state: State) -> tuple[What | None, m.Message]:
+def _drain(asked: m.Drain, state: State, config: Config) -> Decision:
+    if asked.node not in config.nodes:
+        return [], _no(f"no node {asked.node!r} is known here; pools and their nodes: {config.describe_pools()}")
+    if (asked.node in state.draining) is not asked.undo:
+        return [], m.Done(text=f"node {asked.node!r} {'is given to who asks' if asked.undo else 'is draining already'}")
+    what = NodeDrained(node=asked.node, undo=asked.undo)
+    if asked.undo:
+        return [what], m.Done(text=f"node {asked.node!r} is given to who asks again")
+    holders = sorted({lease.job for lease in state.leases.values() if asked.node in lease.nodes})
+    left = f"; {', '.join(holders)} holds it until the end of a phase" if holders else ""
+    return [what], m.Done(text=f"nobody gets node {asked.node!r} any more{left}")
+
+
+def _evict(asked: m.Evict, state: State) -> Decision:
     job = state.jobs.get(asked.job)
     if job is None:
-        return None, _no(f"no job {asked.job!r} is known here; jobs: {_names(state)}")
+        return [], _no(f"no job {asked.job!r} is known here; jobs: {_names(state)}")
     if job.state not in _RUNNING:
-        return None, m.Done(text=f"job {job.name!r} is {job.state.value} already: {job.reason}")
+        return [], m.Done(text=f"job {job.name!r} is {job.state.value} already: {job.reason}")
     what = JobEvicted(job=job.name, uid=job.uid, reason="evicted by hand")
-    return what, m.Done(text=f"job {job.name!r} ends; its nodes come free when its processes are gone")
+    return [what], m.Done(text=f"job {job.name!r} ends; its nodes come free when its processes are gone")
 
 
-def _free_job(job: Job, seen: Callable[[Job], list[m.Member]]) -> tuple[What | None, m.Message]:
-    if job.state is JobState.ENDED:
-        return None, m.Done(text=f"job {job.name!r} holds nothing")
+def _free_job(job: Job, state: State, seen: Seen) -> Decision:
+    owed = [(key, owed) for key, host in state.hosts.items() for owed in host.owed if owed.job == job.name]
+    out: list[What] = [OwedPaid(host=key, uid=owed.uid) for key, owed in owed]
+    if job.state is JobState.ENDED and not out:
+        return [], m.Done(text=f"job {job.name!r} holds nothing")
     if refusal := _not_free(job, seen):
-        return None, refusal
-    return ProcessesGone(job=job.name, uid=job.uid), m.Done(text=f"what job {job.name!r} held is free")
+        return [], refusal
+    if job.state is JobState.DYING:
+        out.append(ProcessesGone(job=job.name, uid=job.uid))
+    return out, m.Done(text=f"what job {job.name!r} held is free")
 
 
-def _free_node(name: str, state: State, seen: Callable[[Job], list[m.Member]]) -> tuple[What | None, m.Message]:
+def _free_node(name: str, state: State, seen: Seen) -> Decision:
     holders = {lease.job for lease in state.leases.values() if name in lease.nodes}
-    if not holders:
-        return None, m.Done(text=f"no job holds a node {name!r}; jobs: {_names(state)}")
+    owed = [owed for host in state.hosts.values() for owed in host.owed if name in owed.nodes]
+    if not holders and name not in state.fenced:
+        return [], m.Done(text=f"no job holds a node {name!r}; jobs: {_names(state)}")
     for job in sorted(holders):
         if refusal := _not_free(state.jobs[job], seen):
-            return None, refusal
-    return NodeReleased(node=name), m.Done(text=f"node {name!r} is free")
+            return [], refusal
+    for each in owed:
+        if where := seen(each.job, each.uid):
+            return [], _still_there(each.job, where)
+    return [NodeReleased(node=name)], m.Done(text=f"node {name!r} is free")
 
 
-def _not_free(job: Job, seen: Callable[[Job], list[m.Member]]) -> m.Refused | None:
+def _free_hosts(name: str, keys: list[str], state: State, seen: Seen) -> Decision:
+    for key in keys:
+        host = state.hosts[key]
+        if host.agent and not host.gone:
+            return [], _no(f"host {name!r} is looked at by its agent: what is left there comes free when that has seen it gone")
+        for owed in host.owed:
+            if where := seen(owed.job, owed.uid):
+                return [], _still_there(owed.job, where)
+    return [HostReleased(host=key) for key in keys], m.Done(
+        text=f"nodes of host {name!r} are free of what jobs may have left there"
+    )
+
+
+def _not_free(job: Job, seen: Seen) -> m.Refused | None:
     if job.state in _RUNNING:
         return _no(f"job {job.name!r} is {job.state.value}: end it first, with `verl-mux evict {job.name}`")
-    if alive := seen(job):
-        pids = ", ".join(str(member.pid) for member in alive)
-        return _no(f"processes of job {job.name!r} run on this host (pid {pids}): what it holds comes free when they are gone")
-    return None
+    where = seen(job.name, job.uid)
+    return _still_there(job.name, where) if where else None
+
+
+def _still_there(job: str, where: str) -> m.Refused:
+    return _no(f"processes of job {job!r} run {where}: what it holds comes free when they are gone")
 
 
 def _names(state: State) -> str:

@@ -1,4 +1,4 @@
-"""`verl-mux evict` and `verl-mux release`: what takes nodes away from a job, so it is asked twice."""
+"""`verl-mux evict`, `release` and `drain`, which take nodes away from jobs, so they are asked twice; and `reload`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def evict(
 
 
 def release(
-    name: Annotated[str, typer.Argument(help="A job that is ending, or a node that one holds.")],
+    name: Annotated[str, typer.Argument(help="A job that is ending, or a node or host of one.")],
     coordinator: Address = DEFAULT_ADDRESS,
     keys: Keys = None,
     yes: _Yes = False,
@@ -40,6 +40,25 @@ def release(
     """Free what an ending job holds on hosts that the coordinator cannot see. Look there first: is none of its processes left?"""
     _confirm(f"Is nothing of it left on the hosts of {name!r}? Others get its nodes at once.", name, yes)
     _say(m.Free(name=name), coordinator, timeout, keys)
+
+
+def drain(
+    node: Annotated[str, typer.Argument(help="The node's name.")],
+    undo: Annotated[bool, typer.Option("--undo", help="Give it to who asks again.")] = False,
+    coordinator: Address = DEFAULT_ADDRESS,
+    keys: Keys = None,
+    yes: _Yes = False,
+    timeout: _Timeout = 3.0,
+) -> None:
+    """Give a node to nobody any more; who holds it keeps it to the end of the phase."""
+    if not undo:
+        _confirm(f"Give node {node!r} to nobody any more? Jobs that need it wait until this is undone.", node, yes)
+    _say(m.Drain(node=node, undo=undo), coordinator, timeout, keys)
+
+
+def reload(coordinator: Address = DEFAULT_ADDRESS, keys: Keys = None, timeout: _Timeout = 3.0) -> None:
+    """Have the coordinator read the pools in its file again."""
+    _say(m.Reload(), coordinator, timeout, keys)
 
 
 def _confirm(question: str, name: str, yes: bool) -> None:
@@ -52,7 +71,7 @@ def _confirm(question: str, name: str, yes: bool) -> None:
         raise UserError("nothing was done")
 
 
-def _say(message: m.Evict | m.Free, address: str, timeout: float, keys: Path | None) -> None:
+def _say(message: m.ByHand, address: str, timeout: float, keys: Path | None) -> None:
     answer = ask(address, message, timeout, for_address(address, keys, OPERATOR))
     if answer is None:
         raise UserError(f"no coordinator answers at {address} (waited {timeout:g} s)")

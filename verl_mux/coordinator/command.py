@@ -24,7 +24,7 @@ from verl_mux.coordinator.config import read_config
 from verl_mux.coordinator.descriptors import clients_allowed
 from verl_mux.coordinator.journal.place import default_path
 from verl_mux.coordinator.server import Coordinator
-from verl_mux.errors import UserError
+from verl_mux.errors import Failure, UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,7 +63,7 @@ def coordinator(
     settings = read_config(config)
     event_log = _event_log(log_dir)
     where = None if no_journal else journal or default_path(config, bind)
-    service = Coordinator(settings, where, bind, event_log, keys)
+    service = Coordinator(settings, where, bind, event_log, keys, lambda: read_config(config))
     enough = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: enough.set())
@@ -72,8 +72,18 @@ def coordinator(
         _serve(service, enough, event_log)
 
 
+def _reload(service: Coordinator) -> None:
+    try:
+        told = f"read again; {service.reload()}"
+    except (UserError, Failure) as error:
+        told = f"verl-mux: {error}"
+    with contextlib.suppress(OSError):  # the signal also says that the terminal is gone
+        print(told, file=sys.stderr, flush=True)
+
+
 def _serve(service: Coordinator, enough: threading.Event, event_log: Any) -> None:
     print(f"verl-mux coordinator at {service.start()} (Ctrl-C ends it)", file=sys.stderr, flush=True)
+    signal.signal(signal.SIGHUP, lambda *_: _reload(service))
     print(f"room for {clients_allowed()} clients (by the limit of open files)", file=sys.stderr, flush=True)
     print("\n".join(status_view.memory(service.snapshot())), file=sys.stderr, flush=True)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -22,6 +23,13 @@ METRICS = {
     "mux_node_queue_length": ("gauge", "Requests of jobs for leases that wait for the node."),
     "mux_node_bytes": ("gauge", "Tagged bytes of all jobs on the node."),
     "mux_node_peak_bytes": ("gauge", "The most tagged bytes of all jobs together on the node."),
+    "mux_node_fenced": ("gauge", "1 while nobody gets the node because nobody can say that it is empty."),
+    "mux_node_draining": ("gauge", "1 while nobody gets the node because somebody took it out."),
+    "mux_host_agent_up": ("gauge", "1 while the host's agent is heard, 0 while it is not."),
+    "mux_host_agent_age_seconds": ("gauge", "Since the host's agent was heard last."),
+    "mux_host_memory_free_bytes": ("gauge", "Host memory that is available, as the agent says."),
+    "mux_host_memory_bytes": ("gauge", "Host memory, as the agent says."),
+    "mux_host_device_bytes": ("gauge", "Device memory on the host; label of says whose: jobs or others."),
     "mux_node_usd_per_hour": ("gauge", "Price of the node."),
     "mux_lease_held_seconds": ("gauge", "How long a job has held its lease on the node."),
     "mux_lease_waited_seconds": ("gauge", "How long a job has waited for a lease on the node."),
@@ -36,7 +44,13 @@ METRICS = {
 def prometheus_text(snapshot: Mapping[str, Any]) -> str:
     """The text of a scrape. `snapshot` is what the coordinator's status gives; what it lacks is left out."""
     samples: dict[str, list[Sample]] = {name: [] for name in METRICS}
-    for name, labels, value in (*_run(snapshot), *_nodes(snapshot.get("pools", {})), *_jobs(snapshot.get("jobs", {}))):
+    parts = (
+        _run(snapshot),
+        _nodes(snapshot.get("pools", {})),
+        _hosts(snapshot.get("hosts", {})),
+        _jobs(snapshot.get("jobs", {})),
+    )
+    for name, labels, value in itertools.chain(*parts):
         if isinstance(value, (int, float)):
             samples[name].append((labels, float(value)))
     return "".join(_family(name, found) for name, found in samples.items() if found)
@@ -64,10 +78,23 @@ def _nodes(pools: Mapping[str, Any]) -> Iterator[tuple[str, dict, Any]]:
             yield "mux_node_bytes", where, seen.get("bytes")
             yield "mux_node_peak_bytes", where, seen.get("peak_bytes")
             yield "mux_node_usd_per_hour", where, seen.get("usd_per_hour")
+            yield "mux_node_fenced", where, int(bool(seen.get("fenced")))
+            yield "mux_node_draining", where, int(bool(seen.get("draining")))
             for holder in seen.get("holders", ()):
                 yield "mux_lease_held_seconds", where | _lease(holder), holder.get("held_s")
             for waiting in seen.get("queue", ()):
                 yield "mux_lease_waited_seconds", where | _lease(waiting), waiting.get("waited_s")
+
+
+def _hosts(hosts: Mapping[str, Any]) -> Iterator[tuple[str, dict, Any]]:
+    for host, about in hosts.items():
+        where = {"host": host}
+        yield "mux_host_agent_up", where, {"heard": 1, "gone": 0}.get(about.get("agent"))
+        yield "mux_host_agent_age_seconds", where, about.get("age_s")
+        yield "mux_host_memory_free_bytes", where, about.get("memory_free")
+        yield "mux_host_memory_bytes", where, about.get("memory_total")
+        yield "mux_host_device_bytes", where | {"of": "jobs"}, about.get("device_bytes")
+        yield "mux_host_device_bytes", where | {"of": "others"}, about.get("device_bytes_of_others")
 
 
 def _lease(about: Mapping[str, Any]) -> dict[str, str]:

@@ -21,17 +21,22 @@ from verl_mux.coordinator import access, by_hand, signalling
 from verl_mux.coordinator.bus import keys, members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.router import Router
+from verl_mux.coordinator.core.hosts import pools
+from verl_mux.coordinator.core.hosts.reaping import Sight, judge
+from verl_mux.coordinator.core.hosts.sights import Sights
 from verl_mux.coordinator.core.inputs_and_instructions import (
     DriverDied,
     Input,
     Instruction,
     JobExited,
     Log,
+    NodeEmpty,
+    NodesOwed,
+    PoolsChanged,
     ProcessesGone,
     SomebodyWasBefore,
     What,
 )
-from verl_mux.coordinator.core.reaping import judge
 from verl_mux.coordinator.core.records import Job, JobState
 from verl_mux.coordinator.core.rewind import Rewind
 from verl_mux.coordinator.core.settings import Config
@@ -43,7 +48,7 @@ from verl_mux.coordinator.journal.delivery import Delivery
 from verl_mux.coordinator.journal.journal import Journal
 from verl_mux.coordinator.refusals import Refusals
 from verl_mux.coordinator.status_frame import Cached
-from verl_mux.errors import Failure
+from verl_mux.errors import Failure, UserError
 
 log = logging.getLogger(__name__)
 
@@ -54,21 +59,18 @@ _SILENT_LOOKED_AT = 100
 _Found = TypeVar("_Found")
 
 
-def _seen_here(job: Job) -> list[m.Member]:
-    return members.survivors(job.uid, [job.driver, *job.members])
-
-
 class Coordinator:
     """made -> `start()` -> serves in a thread of its own -> `stop()`. Also a context manager.
 
     `event_log`: anything with `log(event, duration_sec=None, extra=None, step=None)`.
-    `journal_path` None: a restart knows of leases only what jobs assert.
+    `journal_path` None: a restart knows of leases only what jobs assert. `reread` reads the configuration again.
     """
 
     def __init__(self, config: Config, journal_path: str | Path | None = None, bind: str = "tcp://127.0.0.1:0",
-                 event_log: Any = None, key_directory: Path | None = None):  # fmt: skip
+                 event_log: Any = None, key_directory: Path | None = None,
+                 reread: Callable[[], Config] | None = None):  # fmt: skip
         """Raises UserError for `key_directory` None, unless only this machine reaches `bind`: then its user's own are taken."""
-        self.config = config
+        self._reread = reread
         self._keys = keys.for_bind(bind, key_directory)
         self.address: str | None = None
         self._bind, self._event_log = bind, event_log
@@ -80,6 +82,10 @@ class Coordinator:
         self._refusals = Refusals()
         self._drivers = Drivers()
         self._status = Cached(self._describe)
+        self._sights = Sights()
+        self._names = [*members.names_of_this_host(), "localhost", "127.0.0.1", "::1"]
+        self._looks: dict[str, list[m.Member]] = {}  # of dying jobs here, by uid
+        self._ending: set[str] = set()  # uids of dying jobs whose processes may be ended
         self._waits_for: dict[str, list[str]] = {}
         self._killed: set[m.Member] = set()  # said once, done until it is gone
         self._thread = threading.Thread(target=self._main, name="verl-mux-coordinator", daemon=True)
@@ -119,6 +125,14 @@ class Coordinator:
 
     def __exit__(self, *error) -> None:
         self.stop()
+
+    @property
+    def config(self) -> Config:
+        return self._machine.config
+
+    def reload(self) -> str:
+        """Takes the pools of the configuration file as it is now. Returns in words what changed. Raises UserError."""
+        return self._call(self._reload)
 
     def snapshot(self) -> dict[str, Any]:
         """Everything that `verl-mux status` shows, as plain data."""
@@ -187,8 +201,10 @@ class Coordinator:
             return self._router.send(identity, self._status.frame())
         if isinstance(message, m.JobOver):
             return self._send(identity, self._told_over(message))
-        if isinstance(message, (m.Evict, m.Free)):
+        if isinstance(message, m.ByHand):
             return self._send(identity, self._by_hand(message))
+        if isinstance(message, m.AgentReport):
+            return self._send(identity, self._agent(message))
         if not isinstance(message, m.FromJob):
             return self._refusals.count("messages that are none for a coordinator", type(message).__name__)
         if isinstance(message, m.Register):
@@ -208,13 +224,49 @@ class Coordinator:
         if self._machine.takes_nobody_to_be_before():
             self._take(SomebodyWasBefore())
 
-    def _by_hand(self, message: m.Evict | m.Free) -> m.Message:
-        what, answer = by_hand.decide(message, self._machine.state, _seen_here)
-        if what is not None:
+    def _by_hand(self, message: m.ByHand) -> m.Message:
+        if isinstance(message, m.Reload):
+            try:
+                return m.Done(text=self._reload())
+            except UserError as error:
+                return m.Refused(about="by hand", reason=str(error))
+        decided, answer = by_hand.decide(message, self._machine.state, self.config, self._seen_anywhere)
+        for what in decided:
             log.warning("by hand: %s", what)
             self._take(what)
             self._told.set()
         return answer
+
+    def _seen_anywhere(self, name: str, uid: str) -> str:
+        job = self._machine.state.jobs.get(name)
+        known = [job.driver, *job.members] if job is not None and job.uid == uid else []
+        if here := members.survivors(uid, known):
+            return f"on this host (pid {', '.join(str(member.pid) for member in here)})"
+        hosts = self._sights.carrying(uid)
+        return f"on {', '.join(hosts)}" if hosts else ""
+
+    def _reload(self) -> str:
+        if self._reread is None:
+            raise UserError("this coordinator was not started from a file")
+        after = self._reread()
+        before, state = self.config, self._machine.state
+        refusal = pools.restart_needed(before, after) or pools.refusal(state, before, after)
+        if refusal is not None:
+            raise UserError(refusal)
+        self._take(PoolsChanged(pools=after.pools))
+        return f"pools and their nodes: {after.describe_pools()}"
+
+    def _agent(self, report: m.AgentReport) -> m.Message:
+        state, now = self._machine.state, self._clock.now()
+        if reason := self._sights.refusal(report, state):
+            return m.Refused(about="agent", reason=reason)
+        for what in self._sights.take(report, state, now):
+            with contextlib.suppress(IllegalMove, UnknownJob):
+                self._take(what)
+        for job in self._jobs() if report.looks else []:
+            if job.state is JobState.DYING and job.uid in self._looks:
+                self._conclude(job)
+        return self._sights.answer(report, state, self.config, self._machine.epoch, sorted(self._ending))
 
     def _told_over(self, message: m.JobOver) -> m.JobEnded | m.Unknown:
         """Whoever started the job says that it is over. Its nodes are given on when no process of it is left."""
@@ -257,7 +309,8 @@ class Coordinator:
     def _describe(self) -> dict[str, Any]:
         now = self._clock.now()
         found = describe(self._machine.state, self.config, now, self._waits_for)
-        about = {"journal": self._journal.about(), "settling_s": self._machine.settles_for(now)}
+        about: dict[str, Any] = {"journal": self._journal.about(), "settling_s": self._machine.settles_for(now)}
+        about["hosts"] = self._sights.about(self._machine.state, now)
         return {"address": self.address, "refused": dict(self._refusals.counts), **about, **found}
 
     # --- the watch over processes ---
@@ -275,10 +328,14 @@ class Coordinator:
 
     async def _look_around(self) -> None:
         self._look_for_dead_drivers()
-        for given in self._machine.due(self._clock.now()):
+        now = self._clock.now()
+        for given in (*self._sights.due(self._machine.state, self.config, now), *self._machine.due(now)):
             self._take(given)
         self._delivery.flush()
         dying = [job for job in self._jobs() if job.state is JobState.DYING]
+        uids = {job.uid for job in dying}
+        self._looks = {uid: alive for uid, alive in self._looks.items() if uid in uids}
+        self._ending &= uids
         silent = [job for job in self._jobs() if job.state is JobState.SILENT]
         # Of a silent job it is only told what still runs: for that not thousands are looked at.
         self._waits_for = {job.name: await self._reap(job) for job in (*dying, *silent[:_SILENT_LOOKED_AT])}
@@ -301,16 +358,41 @@ class Coordinator:
             self._take(DriverDied(job=job.name, uid=job.uid))
 
     async def _reap(self, job: Job) -> list[str]:
-        """Frees the nodes of a dead job once nothing of it is left; until then says in words what is."""
-        uid = job.uid if job.state is JobState.DYING else None  # reading every environment is dear
+        """Frees the nodes of a dead job where nothing of it is left; says in words what is left elsewhere."""
+        is_dying = job.state is JobState.DYING
+        uid = job.uid if is_dying else None  # reading every environment is dear
         known = [job.driver, *job.members]
         # Looked for twice: what a dying process starts while the first look goes on may be missed by it.
         alive = await asyncio.to_thread(lambda: members.survivors(uid, known) or members.survivors(uid, known))
-        verdict = judge(job, alive, members.HOST, self.config, self._clock.now())
-        if verdict.gone and job.state is JobState.DYING:
-            self._take(ProcessesGone(job=job.name, uid=job.uid))
-        for member in verdict.kill:
+        if is_dying:
+            self._looks[job.uid] = alive
+            return self._conclude(job)
+        return (
+            judge(job, self._all_sights({job.uid: alive}), self._machine.state, self.config, 0.0).waits_for if _runs(job) else []
+        )
+
+    def _all_sights(self, looks: dict[str, list[m.Member]]) -> list[Sight]:
+        return [Sight("", self._names, members.SPACE, looks), *self._sights.on(self._machine.state)]
+
+    def _conclude(self, job: Job) -> list[str]:
+        """What follows from all looks for a job that was dying before they began."""
+        verdict = judge(job, self._all_sights(self._looks), self._machine.state, self.config, self._clock.now())
+        about = {"job": job.name, "uid": job.uid}
+        with contextlib.suppress(IllegalMove, UnknownJob):  # it ended meanwhile
+            for node in verdict.free:
+                self._take(NodeEmpty(**about, node=node))
+            for host, nodes in verdict.owed.items():
+                self._take(NodesOwed(**about, host=host, nodes=nodes))
+            if verdict.gone:
+                self._take(ProcessesGone(**about))
+        if verdict.end:
+            self._ending.add(job.uid)
+        for member in self._looks[job.uid] if verdict.end else []:
             if signalling.kill(member, job.uid) and member not in self._killed:
                 log.warning("killed pid %d, which outlived job %r", member.pid, job.name)
                 self._killed.add(member)
         return verdict.waits_for
+
+
+def _runs(job: Job) -> bool:
+    return job.state in (JobState.LIVE, JobState.SILENT)

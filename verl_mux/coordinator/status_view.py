@@ -13,6 +13,7 @@ def plain(snapshot: dict[str, Any]) -> str:
     lines = [headline(snapshot), *_troubles(snapshot)]
     for pool, node, seen in _nodes(snapshot):
         lines.append(f"node {pool}/{node}: {_runs(seen)}; {_waits(seen)}; {_bytes(seen)}{_filled(seen, '; ')}")
+    lines += [f"host {name}: {_host(host)}" for name, host in snapshot.get("hosts", {}).items()]
     for name, job in snapshot["jobs"].items():
         lines.append(f"job {name}: {_state(job)}; {_step(job)}; {_metrics(job)}")
     lines += [f"group {name}: {'; '.join(cells)}" for name, *cells in _groups(snapshot)]
@@ -31,6 +32,11 @@ def tables(snapshot: dict[str, Any]) -> Group:
     for name, job in snapshot["jobs"].items():
         jobs.add_row(name, _state(job), _step(job), _metrics(job))
     parts: list[RenderableType] = [Text("\n".join([headline(snapshot), *_troubles(snapshot)])), nodes, jobs]
+    if snapshot.get("hosts", {}):
+        hosts = Table("host", "agent, memory, processes of jobs")
+        for name, host in snapshot.get("hosts", {}).items():
+            hosts.add_row(name, _host(host))
+        parts.insert(2, hosts)
     if snapshot.get("placement"):
         groups = Table("group", "nodes", "seconds per step, predicted", "price")
         for row in _groups(snapshot):
@@ -82,7 +88,26 @@ def _groups(snapshot: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _runs(node: dict[str, Any]) -> str:
-    return ", ".join(_holder(holder) for holder in node["holders"]) or "idle"
+    runs = ", ".join(_holder(holder) for holder in node["holders"]) or "idle"
+    draining = " (draining)" if node.get("draining") else ""
+    return f"{runs}{draining}{_fenced(node)}"
+
+
+def _fenced(node: dict[str, Any]) -> str:
+    return f" (fenced: {node['fenced']}; `verl-mux release` if you have looked)" if node.get("fenced") else ""
+
+
+def _host(host: dict[str, Any]) -> str:
+    age = f" {host['age_s']:.1f} s ago" if host["age_s"] is not None else ""
+    said = {"heard": f"agent heard{age}", "gone": f"agent gone, last heard{age}", "none": "no agent"}[host["agent"]]
+    parts = [said]
+    if host["memory_total"]:
+        parts.append(f"{_size(host['memory_free'])} of {_size(host['memory_total'])} host memory free")
+    if host["processes"] is not None:
+        held = "unknown" if host["device_bytes"] is None else _size(host["device_bytes"])
+        parts.append(f"{host['processes']} processes of jobs, their device memory: {held}")
+    parts += [f"something of job {job} may be left there" for job in host["owed"]]
+    return "; ".join(parts)
 
 
 def _holder(holder: dict[str, Any]) -> str:

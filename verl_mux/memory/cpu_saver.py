@@ -23,7 +23,7 @@ import ctypes
 import mmap
 import time
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from verl_mux.memory.moved import Moved
+from verl_mux.platform import device_ledger
 
 _MADV_DONTNEED = 4
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -80,9 +81,13 @@ class _Recorder(TorchDispatchMode):
 
 
 class CpuMemorySaver:
-    """Tags of one process: any hashable keys. Not thread-safe: pause and resume while nothing computes on the tensors."""
+    """Tags of one process: any hashable keys. Not thread-safe: pause and resume while nothing computes on the tensors.
 
-    def __init__(self) -> None:
+    `account` is told the bytes on the device by tag, whenever they may have changed.
+    """
+
+    def __init__(self, account: Callable[[dict[Hashable, int]], None] = lambda _: None) -> None:
+        self._account = account
         self._tags: dict[Hashable, _Tag] = {}
         self._regions: list[_Recorder] = []
 
@@ -92,14 +97,14 @@ class CpuMemorySaver:
 
         Those made of Python or numpy values (`torch.tensor`, `torch.as_tensor`) stay outside: numpy may own the memory.
         """
-        entry = self._tags.setdefault(tag, _Tag())
+        self._tags.setdefault(tag, _Tag())
         self._regions.append(_Recorder(self, tag, enable_cpu_backup))
         try:
             with self._regions[-1]:
                 yield
         finally:
             self._regions.pop()
-            self._live(entry)
+            self._account(self.mapped_bytes())
 
     def track(self, tag: Hashable, tensors: Iterable[torch.Tensor], enable_cpu_backup: bool = True) -> None:
         """Let tensors that exist join `tag`. Those that belong to a tag already are left alone.
@@ -109,6 +114,7 @@ class CpuMemorySaver:
         """
         self._tags.setdefault(tag, _Tag())
         self._adopt(tag, [_plain(tensor).untyped_storage() for tensor in tensors], enable_cpu_backup)
+        self._account(self.mapped_bytes())
 
     def pause(self, tag: Hashable) -> Moved:
         """Give the tag's pages back.
@@ -132,6 +138,7 @@ class CpuMemorySaver:
             raise
         entry.paused = True
         given_back = sum(allocation.given_back for allocation, _ in leaving)
+        self._account(self.mapped_bytes())
         return Moved(given_back, self._mapped(entry), time.perf_counter() - started)
 
     def resume(self, tag: Hashable) -> Moved:
@@ -146,6 +153,7 @@ class CpuMemorySaver:
         entry = self._entry(tag, paused=True)
         entry.paused = False
         taken = self._restore(entry)
+        self._account(self.mapped_bytes())
         return Moved(taken, self._mapped(entry), time.perf_counter() - started)
 
     def host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -261,4 +269,4 @@ def _release_pages(address: int, nbytes: int) -> None:
 
 
 # One per process, as torch_memory_saver's singleton.
-cpu_memory_saver = CpuMemorySaver()
+cpu_memory_saver = CpuMemorySaver(device_ledger.hold)

@@ -16,10 +16,16 @@ from verl_mux.coordinator.core import queueing, telemetry
 from verl_mux.coordinator.core.fillers import granting
 from verl_mux.coordinator.core.inputs_and_instructions import (
     DriverDied,
+    HostGone,
+    HostSeen,
     Input,
     JobExited,
     JobSilent,
     Log,
+    NodeDrained,
+    NodeEmpty,
+    NodesOwed,
+    OwedPaid,
     ProcessesGone,
     Send,
     Settled,
@@ -37,6 +43,7 @@ SCHEDULES = [
 ]
 JOBS = st.sampled_from("abcd")
 FILLERS = "ef"
+PLACES = {"rollout": {"nodes": [{"name": "r0", "host": "hosta"}, {"name": "r1"}]}, "train": {"nodes": [{"name": "t0"}]}}
 
 
 class Defined(Machine):
@@ -68,7 +75,7 @@ class Indexed(RuleBasedStateMachine):
 
     @initialize(schedule=st.sampled_from(SCHEDULES), expect_jobs=st.integers(0, 2))
     def begin(self, schedule, expect_jobs):
-        settings = config(schedule=schedule, expect_jobs=expect_jobs)
+        settings = config(schedule=schedule, expect_jobs=expect_jobs, pools=PLACES)
         self.machines = Machine(settings), Defined(settings)
         self.now, self.keys = 0.0, itertools.count()
 
@@ -159,6 +166,18 @@ class Indexed(RuleBasedStateMachine):
         known = self.state.jobs.get(job)
         seen = {"job": job, "uid": known.uid if known else None}
         self.give(m.Failing(**self.who(job), reason="failed") if kind is m.Failing else kind(**seen))
+
+    @rule(job=JOBS, node=st.sampled_from(NODES), owed=st.booleans())
+    def look(self, job, node, owed):
+        known = self.state.jobs.get(job)
+        seen = {"job": job, "uid": known.uid if known else None}
+        self.give(NodesOwed(**seen, host="far/", nodes=[node]) if owed else NodeEmpty(**seen, node=node))
+
+    @rule(what=st.sampled_from([*(NodeDrained(node=node, undo=undo) for node in NODES for undo in (False, True)),
+                                HostSeen(host=m.HostName("hosta", [], "boot", "1")), HostGone(host="hosta/1"),
+                                *(OwedPaid(host="far/", uid=f"{job}:1") for job in "abcd")]))  # fmt: skip
+    def fence(self, what):
+        self.give(what)
 
     @rule()
     def settled(self):

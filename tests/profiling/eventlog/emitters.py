@@ -15,7 +15,7 @@ from verl_mux.profiling.eventlog import events
 
 ROOT = Path(__file__).parents[3] / "verl_mux"
 # Who logs. Elsewhere (the report, the launcher, the benches) events are read, or logged to be measured.
-WRITERS = ("coordinator", "trainer", "rollout", "sync", "memory", "profiling/eventlog/log.py")
+WRITERS = ("coordinator", "agent", "trainer", "rollout", "sync", "memory", "profiling/eventlog/log.py")
 # Keys that come from elsewhere: event -> file and function that makes them.
 HANDED_IN = {
     events.REQUEST_START: ("rollout/worker/agent_loop.py", "_run_agent_loop"),
@@ -55,8 +55,8 @@ def bare_names(level: str) -> list[str]:
 
 
 def _files(level: str) -> list[Path]:
-    of_coordinator = level == "coordinator"
-    paths = [ROOT / name for name in WRITERS if (name == "coordinator") == of_coordinator]
+    alone = {"coordinator", "agent"}  # rooms whose level is theirs
+    paths = [ROOT / name for name in WRITERS if (name == level if level in alone else name not in alone)]
     return [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))]
 
 

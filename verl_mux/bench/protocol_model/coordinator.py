@@ -13,6 +13,7 @@ import msgspec
 from verl_mux.bench.protocol_model.world import World
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import claims, tokens
+from verl_mux.coordinator.core.hosts.reaping import Sight, judge
 from verl_mux.coordinator.core.inputs_and_instructions import (
     DriverDied,
     Input,
@@ -22,9 +23,8 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     ProcessesGone,
     What,
 )
-from verl_mux.coordinator.core.patience import PAUSE_S
-from verl_mux.coordinator.core.reaping import judge
 from verl_mux.coordinator.core.records import Job, JobState, State
+from verl_mux.coordinator.core.running_time import PAUSE_S
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
 from verl_mux.coordinator.journal.delivery import Delivery
@@ -245,12 +245,13 @@ class CoordinatorProcess:
     def _reap(self, job: Job) -> None:
         process = self.jobs[job.name]
         alive = process.members() if job.host == HOST else []
-        verdict = judge(job, alive, HOST, self._config, self._world.now)
+        own = Sight("", [HOST], "", {job.uid: alive})
+        verdict = judge(job, [own], self.machine.state, self._config, self._world.now)
         everything_ended = job.host != HOST and not process.members()
         released = everything_ended and self._world.rng.random() < 0.05  # by somebody who looked there
         if verdict.gone or released or self._planted == "early grant":
             self._take(ProcessesGone(job=job.name, uid=job.uid))
-        for member in verdict.kill:
+        for member in alive if verdict.end else []:
             self._world.later(0.02, lambda pid=member.pid: process.end_process(pid))  # type: ignore[misc]
 
     def evict(self, job: Processes) -> None:

@@ -1,7 +1,8 @@
-"""Time and names that setting the wall clock does not move: seconds since this machine booted, and which boot that was."""
+"""Where and when a process runs, as setting the wall clock does not change it: boot, seconds since then, PID namespace."""
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -10,6 +11,15 @@ def boot_id() -> str:
     """Empty where the kernel does not say."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def pid_space() -> str:
+    """Names the PID namespace of this process on this machine: containers with process ids of their own have others. Empty where
+    the kernel does not say."""
+    try:
+        return os.readlink("/proc/self/ns/pid").removeprefix("pid:").strip("[]")
     except OSError:
         return ""
 

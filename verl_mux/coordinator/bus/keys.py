@@ -1,9 +1,9 @@
 """Keys of the control bus: CURVE key pairs in ZeroMQ's certificate files, one for the coordinator and one for each role.
 
-A folder of keys holds `server.key`, `job.key`, `viewer.key` and `operator.key`, and beside each its `.key_secret`. The
-coordinator reads `server.key_secret` and the public keys of the roles; a client needs `server.key` and one `ROLE.key_secret`.
-On one machine nobody need name a folder: a coordinator on loopback makes one for its user, and clients of the same user
-look there.
+A folder of keys holds `server.key`, `job.key`, `viewer.key`, `operator.key` and `agent.key`, and beside each its
+`.key_secret`. The coordinator reads `server.key_secret` and the public keys of the roles; a client needs `server.key` and one
+`ROLE.key_secret`. On one machine nobody need name a folder: a coordinator on loopback makes one for its user, and clients of
+the same user look there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from verl_mux.coordinator.bus.state_folder import state_folder
 from verl_mux.errors import UserError
 
 KEYS_VARIABLE = "VERL_MUX_KEYS"
-JOB, VIEWER, OPERATOR = ROLES = ("job", "viewer", "operator")
+JOB, VIEWER, OPERATOR, AGENT = ROLES = ("job", "viewer", "operator", "agent")
 _SERVER = "server"
 
 
@@ -90,6 +90,10 @@ def _own() -> Path:
     if not own.exists():
         with contextlib.suppress(UserError):  # another process may make them in this moment
             make(own)
+    if own.exists() and not (own / f"{AGENT}.key").exists():  # made by an older version
+        with contextlib.suppress(OSError):
+            for file in zmq.auth.create_certificates(own, AGENT):
+                os.chmod(file, 0o600)
     return own
 
 
@@ -112,7 +116,8 @@ def is_local(address: str) -> bool:
 
 def _of_server(directory: Path) -> ServerKeys:
     public, secret = _read_secret(directory / f"{_SERVER}.key_secret")
-    return ServerKeys(public, secret, {_read_public(directory / f"{role}.key"): role for role in ROLES})
+    roles = [role for role in ROLES if role != AGENT or (directory / f"{role}.key").exists()]  # older folders have none
+    return ServerKeys(public, secret, {_read_public(directory / f"{role}.key"): role for role in roles})
 
 
 def _of_client(directory: Path, role: str) -> ClientKeys:

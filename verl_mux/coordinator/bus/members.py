@@ -5,9 +5,8 @@ taken for it and never killed, and a wall clock that is set changes nothing. A p
 that the job reported, or any process whose start environment carries the job's uid in VERL_MUX_JOB_UID, where this
 user may read it.
 
-Limit: only this host can be looked at. Members on other hosts count as alive for as long as the configuration's
-`remote_grace` says, and with its default for ever; Ray ends a dead job's workers by itself, but nothing here sees it.
-Containers with process ids of their own are other hosts in this sense, and need host names of their own.
+Limit: only what has process ids of this PID namespace can be looked at. A container with process ids of its own is another
+host in this sense, also where it has this host's name. What cannot be seen is never taken for dead: an agent there looks.
 """
 
 from __future__ import annotations
@@ -19,12 +18,19 @@ from pathlib import Path
 
 import psutil
 
-from verl_mux.coordinator.bus.boot import boot_id
+from verl_mux.coordinator.bus.boot import boot_id, pid_space
 from verl_mux.coordinator.bus.messages import Member
 
 UID_VARIABLE = "VERL_MUX_JOB_UID"
 HOST = socket.gethostname()
-BOOT = boot_id()
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
+BOOT, SPACE = boot_id(), pid_space()
+
+
+def names_of_this_host() -> list[str]:
+    """Its name and the addresses by which others reach it."""
+    found = {address.address for card in psutil.net_if_addrs().values() for address in card if address.family in _INTERNET}
+    return [HOST, *sorted(address for address in found if not address.startswith(("127.", "::1", "fe80:", "169.254.")))]
 
 
 def this_process() -> Member:
@@ -42,11 +48,12 @@ def this_process_and_children() -> list[Member]:
 
 def member_of(pid: int) -> Member:
     """Raises psutil.NoSuchProcess."""
-    return Member(HOST, pid, _started(pid), BOOT)
+    return Member(HOST, pid, _started(pid), BOOT, SPACE)
 
 
 def is_here(member: Member) -> bool:
-    return member.host == HOST
+    """Whether it can be looked at from here; one that does not name its PID namespace is taken to be of ours."""
+    return member.host == HOST and member.space in ("", SPACE)
 
 
 def is_alive(member: Member) -> bool:
@@ -60,13 +67,23 @@ def is_alive(member: Member) -> bool:
 
 def carriers(uid: str) -> list[Member]:
     """Living processes started with this uid in their environment, this one and its ancestors left out."""
-    family = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    family = own_family()
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.pid not in family and process.environ().get(UID_VARIABLE) == uid:
+            if process.pid not in family and mark_of(process.pid) == uid:
                 found.append(member_of(process.pid))
     return found
+
+
+def own_family() -> set[int]:
+    """Pids of this process and its ancestors, which are no survivors of anything."""
+    return {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+
+
+def mark_of(pid: int) -> str:
+    """The uid that the process was started with, empty: none. Raises psutil.Error, OSError; also where this user may not look."""
+    return str(psutil.Process(pid).environ().get(UID_VARIABLE, ""))
 
 
 def survivors(uid: str | None, known: list[Member]) -> list[Member]:

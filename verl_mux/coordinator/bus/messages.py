@@ -4,8 +4,10 @@ Every message carries the protocol `version`; another version is refused with a 
 travel here. Messages of a job carry its name, its `uid` (one per start of the job, so that a restarted job is not
 taken for its predecessor) and the `client` (one per connection; also its ZeroMQ identity).
 
-Two families:
-- leases: REGISTER .. JOB_ENDED, between a job's client and the coordinator; JOB_OVER, from whoever started the job;
+Families, those but the first in `families/`:
+- leases: REGISTER .. JOB_ENDED, between a job's client and the coordinator;
+- by hand: JOB_OVER, from whoever started the job; EVICT, FREE, DRAIN and RELOAD, from an operator;
+- agents: AGENT_REPORT and AGENT_ANSWER, between who looks at a host and the coordinator;
 - rollout dispatch: TASK_REQUEST, NEW_TASK, DATA_GENERATED, REWARD_COMPUTED, LEARNER_STATE_UPDATE and MIGRATE.
 """
 
@@ -16,49 +18,26 @@ from typing import Annotated, Any
 import msgspec
 
 from verl_mux.coordinator.bus import limits
+from verl_mux.coordinator.bus.families.agents import AgentAnswer, AgentReport, Members
+from verl_mux.coordinator.bus.families.agents import HostName as HostName
+from verl_mux.coordinator.bus.families.base import VERSION, FromJob, Message, Unreadable, WrongVersion
+from verl_mux.coordinator.bus.families.base import Member as Member
+from verl_mux.coordinator.bus.families.by_hand import Drain, Evict, Free, JobOver, Reload
+from verl_mux.coordinator.bus.families.dispatch import (
+    DataGenerated,
+    LearnerStateUpdate,
+    Migrate,
+    NewTask,
+    RewardComputed,
+    TaskRequest,
+)
 from verl_mux.places.place import Place
 from verl_mux.scheduling.estimate.job_needs import JobNeeds
-
-VERSION = 3
 
 SIDES = ("rollout", "train")
 PHASES = ("init", *SIDES)
 # In place of a side's nodes: the coordinator is to choose them.
 AUTO = "auto"
-
-
-class Unreadable(ValueError):
-    """No message of ours, or one beyond the limits. `about`: what a Refused should name, as far as that could be read."""
-
-    about = ""
-
-
-class WrongVersion(Unreadable):
-    """The other side speaks another protocol version, or no protocol of ours."""
-
-    about = "register"  # nothing else that it says will be understood either
-
-
-class Message(msgspec.Struct, kw_only=True, frozen=True, tag_field="type"):
-    version: int = VERSION
-
-
-class FromJob(Message, kw_only=True, frozen=True):
-    job: limits.Name
-    uid: limits.Name
-    client: limits.Name
-
-
-class Member(msgspec.Struct, frozen=True, array_like=True):
-    """A process of a job, told from another with a reused pid by when it started: in clock ticks after the boot `boot`.
-
-    Neither moves when the wall clock is set.
-    """
-
-    host: limits.ShownName
-    pid: limits.Count
-    started: limits.Ticks
-    boot: limits.Name
 
 
 class Claim(msgspec.Struct, kw_only=True, frozen=True):
@@ -72,7 +51,6 @@ class Claim(msgspec.Struct, kw_only=True, frozen=True):
     granted_at: limits.Seconds
 
 
-Members = Annotated[list[Member], msgspec.Meta(max_length=4096)]
 Claims = Annotated[list[Claim], msgspec.Meta(max_length=256)]
 
 
@@ -85,7 +63,8 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     With `auto` on both sides the coordinator places the job: by its `needs`, within `slo`, on behalf of `owner`; `placed`
     is where it was placed, if it registers again. `filler`: its requests come behind those of all jobs, and what it holds is
     called back when a job wants it. `seen`: the highest token that the client was ever given; `number`: of
-    this registration of the client, so that an answer to one from before a restart is not taken for one to this.
+    this registration of the client, so that an answer to one from before a restart is not taken for one to this. `space`: the
+    driver's PID namespace.
     """
 
     job: limits.ShownName
@@ -95,6 +74,7 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     pid: limits.Count
     started: limits.Ticks
     boot: limits.Name = ""
+    space: limits.Name = ""
     nodes: limits.Sides
     gpus: limits.Gpus = {}
     seed: limits.Seed = 0
@@ -112,7 +92,7 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
 
     @property
     def driver(self) -> Member:
-        return Member(self.host, self.pid, self.started, self.boot)
+        return Member(self.host, self.pid, self.started, self.boot, self.space)
 
     @property
     def wants_placement(self) -> bool:
@@ -211,29 +191,6 @@ class Failing(FromJob, kw_only=True, frozen=True, tag="FAILING"):
 
 class StatusRequest(Message, kw_only=True, frozen=True, tag="STATUS_REQUEST"):
     pass
-
-
-# --- whoever started a job, to the coordinator -----------------------------------------------------------------------
-
-
-class JobOver(Message, kw_only=True, frozen=True, tag="JOB_OVER"):
-    """The driver of this start of the job (its `uid`) ended. Answered with JobEnded, or Unknown while another start runs; may be
-    repeated. One that never registered is not waited for any more, where jobs are expected (`expect_jobs`)."""
-
-    job: limits.ShownName
-    uid: limits.Name
-
-
-class Evict(Message, kw_only=True, frozen=True, tag="EVICT"):
-    """End this job as if it had failed. Answered with Done or Refused; may be repeated."""
-
-    job: limits.Name
-
-
-class Free(Message, kw_only=True, frozen=True, tag="FREE"):
-    """Nothing is left of an ending job (`name`: its, or that of a node it holds) where the coordinator cannot look. As Evict."""
-
-    name: limits.Name
 
 
 # --- the coordinator to a client -------------------------------------------------------------------------------------
@@ -337,50 +294,6 @@ class Status(Message, kw_only=True, frozen=True, tag="STATUS"):
     snapshot: dict[str, Any]
 
 
-# --- rollout dispatch ------------------------------------------------------------------------------------------------
-
-
-class TaskRequest(Message, kw_only=True, frozen=True, tag="TASK_REQUEST"):
-    """An idle rollout worker asks its scheduler for work."""
-
-    worker_id: str
-
-
-class NewTask(Message, kw_only=True, frozen=True, tag="NEW_TASK"):
-    worker_id: str
-    prompt: str | list[int]
-    request_id: str = ""
-    sampling: dict[str, Any] = {}
-
-
-class DataGenerated(Message, kw_only=True, frozen=True, tag="DATA_GENERATED"):
-    """`num_tokens` response tokens of the sample in buffer slot `slot_id`, made with weights `policy_version`."""
-
-    slot_id: int
-    policy_version: int | None = None
-    num_tokens: int | None = None
-
-
-class RewardComputed(Message, kw_only=True, frozen=True, tag="REWARD_COMPUTED"):
-    slot_id: int
-    reward: float | None = None
-
-
-class LearnerStateUpdate(Message, kw_only=True, frozen=True, tag="LEARNER_STATE_UPDATE"):
-    """Mean policy entropy in nats of the weights `policy_version`."""
-
-    entropy: float
-    policy_version: int
-
-
-class Migrate(Message, kw_only=True, frozen=True, tag="MIGRATE"):
-    """Move the named requests, or all when empty, from one rollout worker to another."""
-
-    source: str
-    target: str
-    request_ids: list[str] = []
-
-
 AnyFromJob = (
     Register
     | LeaseRequest
@@ -414,7 +327,8 @@ _ToJob = (
     | Status
 )
 _Dispatch = TaskRequest | NewTask | DataGenerated | RewardComputed | LearnerStateUpdate | Migrate
-AnyMessage = AnyFromJob | StatusRequest | JobOver | Evict | Free | _ToJob | _Dispatch
+ByHand = Evict | Free | Drain | Reload
+AnyMessage = AnyFromJob | StatusRequest | JobOver | ByHand | AgentReport | AgentAnswer | _ToJob | _Dispatch
 
 
 class _Head(msgspec.Struct):

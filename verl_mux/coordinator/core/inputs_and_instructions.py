@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.core.settings import Pool
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -25,9 +26,11 @@ class JobSilent(Seen, frozen=True, kw_only=True, tag="JOB_SILENT"):
 
 
 class JobRevoked(Seen, frozen=True, kw_only=True, tag="JOB_REVOKED"):
-    """Silent beyond its lease, and another job waits for what it holds up. `since`: when it had to keep off its nodes."""
+    """Silent beyond its lease, and another job waits for what it holds up, or silent for far longer. `since`: when it had to keep
+    off its nodes. `waited`: whether another job waits."""
 
     since: float
+    waited: bool = True
 
 
 class PhaseOverdue(Seen, frozen=True, kw_only=True, tag="PHASE_OVERDUE"):
@@ -54,6 +57,56 @@ class ProcessesGone(Seen, frozen=True, kw_only=True, tag="PROCESSES_GONE"):
     """No process of a dying job is left."""
 
 
+class NodeEmpty(Seen, frozen=True, kw_only=True, tag="NODE_EMPTY"):
+    """Who looks at the node's host saw no process of the dying job there."""
+
+    node: str
+
+
+class NodesOwed(Seen, frozen=True, kw_only=True, tag="NODES_OWED"):
+    """Nobody can look at `host` (its name and PID namespace, or the name alone): these nodes of the dying job are fenced from now
+    on, and what may be left of it there keeps the job no longer."""
+
+    host: str
+    nodes: list[str]
+
+
+class HostSeen(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="HOST_SEEN"):
+    """An agent speaks from there: the first, or again, or after a boot."""
+
+    host: m.HostName
+
+
+class HostGone(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="HOST_GONE"):
+    """Its agent was not heard for as long as a lease is good."""
+
+    host: str
+
+
+class OwedPaid(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="OWED_PAID"):
+    """Nothing is left on the host of the job with this uid."""
+
+    host: str
+    uid: str
+
+
+class HostReleased(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="HOST_RELEASED"):
+    """Somebody who may says that nothing of dying jobs is left on this host."""
+
+    host: str
+
+
+class NodeDrained(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="NODE_DRAINED"):
+    node: str
+    undo: bool = False
+
+
+class PoolsChanged(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="POOLS_CHANGED"):
+    """The configuration file was read again; pools.py allows it."""
+
+    pools: dict[str, Pool]
+
+
 class NodeReleased(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="NODE_RELEASED"):
     """Somebody who may says that nothing of a dying job is left on this node, where nobody else can look."""
 
@@ -68,8 +121,10 @@ class SomebodyWasBefore(msgspec.Struct, frozen=True, kw_only=True, tag_field="ty
     """Somebody spoke who has met an earlier coordinator at this address, of which nothing was known."""
 
 
-AboutJob = m.AnyFromJob | JobSilent | JobRevoked | PhaseOverdue | JobEvicted | DriverDied | JobExited | ProcessesGone
-What = AboutJob | NodeReleased | Settled | SomebodyWasBefore
+_Seen = JobSilent | JobRevoked | PhaseOverdue | JobEvicted | DriverDied | JobExited | ProcessesGone | NodeEmpty | NodesOwed
+AboutJob = m.AnyFromJob | _Seen
+AboutHosts = HostSeen | HostGone | OwedPaid | HostReleased | NodeReleased | NodeDrained | PoolsChanged
+What = AboutJob | AboutHosts | Settled | SomebodyWasBefore
 
 
 class Input(msgspec.Struct, frozen=True):

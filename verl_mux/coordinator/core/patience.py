@@ -1,8 +1,8 @@
 """How long the coordinator bears with a job: one that is silent, and one whose phase takes far longer than its phases do. Pure.
 
-Silence takes nodes away only together with two other things: it lasted longer than the lease, by a clock that counts the
-time in which the coordinator itself ran, and another job waits. The silent job has by then fenced itself, see
-docs/protocol.md; if it cannot, because it is stopped, its processes are ended before anybody gets its nodes.
+Silence takes nodes away when it lasted longer than the lease, by a clock that counts the time in which the coordinator itself
+ran, and another job waits; or, if nobody does, when it lasted longer by `silent_timeout` still. The silent job has by then
+fenced itself, see docs/protocol.md; if it cannot, because it is stopped, its processes are ended before anybody gets its nodes.
 """
 
 from __future__ import annotations
@@ -11,27 +11,9 @@ from collections.abc import Mapping
 
 from verl_mux.coordinator.bus.conversation import BEAT_EVERY_S, FENCED_AFTER, RECONNECTS_WITHIN_S
 from verl_mux.coordinator.core import queueing
+from verl_mux.coordinator.core.inputs_and_instructions import JobSilent, What
 from verl_mux.coordinator.core.records import Job, JobState, Lease, State
 from verl_mux.coordinator.core.settings import Config
-
-# More between two looks at the clock is a pause of the coordinator itself, or a clock that was set: nobody was silent then.
-PAUSE_S = 1.0
-
-
-class RunningTime:
-    """Seconds for which the coordinator has run since its start, told from the times at which it looked at its clock."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._looked: float | None = None
-
-    def at(self, now: float) -> float:
-        looked = now if self._looked is None else self._looked
-        return self._seconds + (now - looked if 0 <= now - looked <= PAUSE_S else 0.0)
-
-    def look(self, now: float) -> float:
-        self._seconds, self._looked = self.at(now), now
-        return self._seconds
 
 
 def first_look(config: Config) -> float:
@@ -51,6 +33,19 @@ def first_look(config: Config) -> float:
 def is_late(heard: float, now: float, config: Config) -> bool:
     """Both in running time."""
     return now - heard > config.lease_timeout
+
+
+def is_lost(heard: float, now: float, config: Config) -> bool:
+    """Silent for so long that nobody need wait for its nodes. Both in running time."""
+    return config.silent_timeout is not None and now - heard > config.lease_timeout + config.silent_timeout
+
+
+def silent(state: State, config: Config, heard: Mapping[str, float], now: float) -> tuple[dict[str, Job], list[What]]:
+    """The silent jobs by name, and what tells of those that are so only now."""
+    running = [job for job in state.jobs.values() if job.state in (JobState.LIVE, JobState.SILENT)]
+    late = [job for job in running if job.state is JobState.LIVE and is_late(heard[job.name], now, config)]
+    found = {job.name: job for job in (*late, *(job for job in running if job.state is JobState.SILENT))}
+    return found, [JobSilent(job=job.name, uid=job.uid) for job in late]
 
 
 def may_not_use_since(now: float, config: Config) -> float:

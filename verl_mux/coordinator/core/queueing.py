@@ -7,6 +7,8 @@ gets all or waits, and, since all queue in one order, no two wait for each other
 A request that is *held back* keeps its place but does not stand in anybody's way:
 - `settling`  the coordinator lost its memory and first lets jobs assert the leases they hold;
 - `silent`    its job is not heard from;
+- `fenced`    one of its nodes is on a host where nobody can look, or something of a dead job may be left there;
+- `draining`  one of its nodes is given to nobody any more;
 - `start`     step 1 and later wait until `expect_jobs` jobs have registered and finished init;
 - `barrier`   its step lies in a later segment of the schedule than the current one;
 - `turn`      in a sequential segment, another job has the turn.
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.core.hosts import fences
 from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State
 from verl_mux.coordinator.core.settings import Config, Segment
 
@@ -83,6 +86,8 @@ def held_back(request: Request, state: State, config: Config, owner: Job | None 
         return "settling"
     if state.jobs[request.job].state is not JobState.LIVE:
         return "silent"
+    if refused := fences.refused(request.nodes, state):
+        return refused
     if request.step == 0:
         return None
     if not state.started:

@@ -55,6 +55,7 @@ class Job(msgspec.Struct, kw_only=True):
     pid: int = 0
     started: int = 0
     boot: str = ""
+    space: str = ""
     nodes: dict[str, list[str]] = {}
     seed: int = 0
     steps: int | None = None
@@ -84,7 +85,7 @@ class Job(msgspec.Struct, kw_only=True):
 
     @property
     def driver(self) -> Member:
-        return Member(self.host, self.pid, self.started, self.boot)
+        return Member(self.host, self.pid, self.started, self.boot, self.space)
 
     @property
     def all_nodes(self) -> list[str]:
@@ -140,12 +141,40 @@ class Usage(msgspec.Struct, kw_only=True):
     fillers: float = 0.0
 
 
+class Owed(msgspec.Struct, frozen=True, kw_only=True):
+    """What may be left of a job where nobody could look. `nodes`: what it held there, fenced until somebody has looked."""
+
+    job: str
+    uid: str
+    since: float
+    nodes: list[str] = []
+
+
+class Host(msgspec.Struct, kw_only=True):
+    """A machine, or a part of it with process ids of its own. `names`: by which nodes may call it. `agent`: one has spoken from
+    there; `gone`: it is not heard any more. `excused`: nodes that were given on by hand since then."""
+
+    names: list[str]
+    since: float
+    boot: str = ""
+    space: str = ""
+    agent: bool = False
+    gone: bool = False
+    excused: list[str] = []
+    owed: list[Owed] = []
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
 class State(msgspec.Struct, kw_only=True):
     """`requests` in order of arrival. `token`: the last one given out. `segment`: index into the schedule, never falls.
     `started`: all expected jobs were there. `settle_until`: no grants before it, because memory was lost, in seconds for which
     this start of the coordinator has run; `unknown_up_to`: the last token of which it may not know.
     `peaks`: node -> `init` or segment index -> highest sum of tagged bytes of all jobs. `placed`: what the scheduler
-    remembers of the jobs it placed. `usage`: by node."""
+    remembers of the jobs it placed. `usage`: by node. `hosts`: by name and PID namespace. `fenced`: nodes that nobody gets now,
+    and why; derived from `hosts`. `draining`: nodes that nobody gets any more, by hand."""
 
     jobs: dict[str, Job] = {}
     requests: list[Request] = []
@@ -160,6 +189,9 @@ class State(msgspec.Struct, kw_only=True):
     peaks: dict[str, dict[str, int]] = {}
     placed: Record = Record()
     usage: dict[str, Usage] = {}
+    hosts: dict[str, Host] = {}
+    fenced: dict[str, str] = {}
+    draining: list[str] = []
 
     def leases_of(self, job: str) -> list[Lease]:
         return [lease for lease in self.leases.values() if lease.job == job]

@@ -77,7 +77,7 @@ def welcome(state: State, config: Config, job: Job, client: str, epoch: str, ans
 def _new_job(state: State, config: Config, now: float, what: m.Register) -> Job:
     state.num_registered += 1
     job = Job(name=what.job, uid=what.uid, order=state.num_registered, since=now)
-    job.host, job.pid, job.started, job.boot = what.host, what.pid, what.started, what.boot
+    job.host, job.pid, job.started, job.boot, job.space = what.host, what.pid, what.started, what.boot, what.space
     job.nodes = {} if what.wants_placement else _resolve(what, config)
     job.seed, job.steps, job.filler = what.seed, what.steps, what.filler
     state.jobs[what.job] = job

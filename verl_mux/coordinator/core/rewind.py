@@ -55,12 +55,13 @@ class Rewind:
 
     def _copy_now(self) -> None:
         self._copy, self._since, self._bytes = _encode(self._machine.state), list[bytes](), 0
+        self._config = self._machine.config
 
     def _go_back(self, job: str, heard: float | None) -> None:
-        before = Machine(self._machine.config, self._machine.epoch, _state.decode(self._copy))
+        before = Machine(self._config, self._machine.epoch, _state.decode(self._copy))
         for encoded in self._since:
             before.handle(_input.decode(encoded))
-        self._machine.state = before.state
+        self._machine.state, self._machine.config = before.state, before.config
         self._machine.heard.pop(job, None)
         if heard is not None:
             self._machine.heard[job] = heard

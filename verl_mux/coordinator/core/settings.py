@@ -20,7 +20,8 @@ from verl_mux.scheduling.model import Pool as SchedulingPool
 from verl_mux.scheduling.search.rules import OURS, Rules
 
 # Clients give a sign of life every second, so a shorter lease timeout would find every job silent.
-_LEAST_SECONDS = {"lease_timeout": 1, "kill_grace": 0, "remote_grace": 0, "filler_grace": 0, "hung_factor": 1, "hung_least": 0}
+_LEAST_SECONDS = {"lease_timeout": 1, "kill_grace": 0, "remote_grace": 0, "filler_grace": 0, "silent_timeout": 0,
+                  "hung_factor": 1, "hung_least": 0}  # fmt: skip
 Mode = Literal["sequential", "uncoordinated", "interleaved"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 # Where the configuration names no host memory, it is no limit.
@@ -81,6 +82,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Times in seconds. `remote_grace`: after that long a dead job's processes on other hosts, which cannot be seen
     from here, are taken for gone; None: never, their nodes stay taken until the coordinator is told otherwise.
     `filler_grace`: a filler that has not left so long after a job asked for its nodes is ended.
+    `silent_timeout`: a job that is silent for that long beyond its lease is over; None: only when another waits.
     `hung_factor`, `hung_least`: a phase is overdue when it takes so many times the job's longest of its kind, and so many
     seconds; with `evict_hung` its job is ended then.
     `metrics_port`: where Prometheus finds /metrics, 0: a free port; None: nowhere. `metrics_host`: the address it listens at.
@@ -94,6 +96,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kill_grace: float = 2.0
     remote_grace: float | None = None
     filler_grace: float = 2.0
+    silent_timeout: float | None = 60.0
     hung_factor: float = 10.0
     hung_least: float = 600.0
     evict_hung: bool = False

@@ -74,6 +74,8 @@ def _node(node: Node, state: State, sorted_out: _SortedOut, now: float) -> dict[
         "host": node.host,
         "gpu_ids": node.gpu_ids,
         "device_bytes": node.device_bytes,
+        "fenced": state.fenced.get(node.name),
+        "draining": node.name in state.draining,
         "holders": [_holder(lease, state, now) for lease in sorted_out.leases_on[node.name]],
         "queue": [
             {

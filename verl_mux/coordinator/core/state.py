@@ -6,9 +6,10 @@ Theory of operation
 - A job moves by the table MOVES. A move that is not in it raises IllegalMove and changes nothing.
 - A lease is given out with a token that is higher than all before it. It ends when its client releases it, or when its
   job has ENDED; never while a process of the job may still be on the node.
-- Silence alone takes no node away: a driver that was stopped or starved for a while finds its leases as they were. Silence
-  beyond the lease does when another job waits: the job is then over, and dies like any other (see `patience`).
-- The nodes of a dying job come free once its processes are gone, and not before.
+- Silence for a while takes no node away: a driver that was stopped or starved finds its leases as they were. Silence beyond
+  the lease does when another job waits, or when it lasts: the job is then over, and dies like any other (see `patience`).
+- The nodes of a dying job come free once its processes are gone, and not before: each when nothing of the job is left on its
+  host, and what names no host when nothing is left at all. Where nobody can look a node is fenced, and the job lets go of it.
 - After each input all requests that can be granted are granted; see `queueing` for who may go, and `fillers` for what takes
   the nodes that jobs leave.
 
@@ -18,8 +19,9 @@ Invariants (asserted by tests/coordinator/test_histories.py)
    A filler gets as many of them as it asked for, and none that a job waits for.
 3. Tokens strictly increase, across restarts too.
 4. Per node, requests that may run are granted in order of arrival.
-5. A dead job's nodes come free once, at ProcessesGone, and not before.
+5. A dead job's nodes come free once, at NodeEmpty, NodesOwed (but then they are fenced) or ProcessesGone, and not before.
 6. When every holder releases, every request that may run is granted in the end.
+7. No node is granted while it is fenced or draining.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import claims, closing, patience, queueing, registration, telemetry
 from verl_mux.coordinator.core.fillers import granting, usage
 from verl_mux.coordinator.core.fillers.calls import Calls
+from verl_mux.coordinator.core.hosts import fences, moves
 from verl_mux.coordinator.core.inputs_and_instructions import (
+    AboutHosts,
     AboutJob,
     DriverDied,
     Input,
@@ -43,8 +47,11 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     JobRevoked,
     JobSilent,
     Log,
+    NodeEmpty,
     NodeReleased,
+    NodesOwed,
     PhaseOverdue,
+    PoolsChanged,
     ProcessesGone,
     Send,
     Settled,
@@ -53,6 +60,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
 )
 from verl_mux.coordinator.core.placement import observing, placing, prediction
 from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State
+from verl_mux.coordinator.core.running_time import RunningTime
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.waiting import Waiting
 from verl_mux.profiling.eventlog import events
@@ -71,7 +79,7 @@ MOVES: dict[JobState | None, dict[type, JobState]] = {
     ABSENT: {m.Register: LIVE, JobExited: ENDED},
     LIVE: {**_HEARD, m.Deregister: ENDED, PhaseOverdue: LIVE, JobSilent: SILENT, **_DEATHS},
     SILENT: {**_HEARD, m.Deregister: ENDED, JobRevoked: DYING, **_DEATHS},
-    DYING: {JobExited: DYING, ProcessesGone: ENDED},
+    DYING: {JobExited: DYING, NodeEmpty: DYING, NodesOwed: DYING, ProcessesGone: ENDED},
     ENDED: {m.Register: LIVE, JobExited: ENDED},
 }
 
@@ -94,7 +102,7 @@ class Machine:
         self.heard: dict[str, float] = {}
         self.calls = Calls()
         self._waiting = Waiting(self.state, config)
-        self._running = patience.RunningTime()
+        self._running = RunningTime()
         self._unheard: set[str] = set()  # jobs of which this start of the coordinator has heard nothing yet
 
     def handle(self, given: Input) -> list[Instruction]:
@@ -107,8 +115,8 @@ class Machine:
         if isinstance(what, SomebodyWasBefore):
             claims.somebody_was_before(self.state, self.config)
             return []
-        if isinstance(what, NodeReleased):
-            return self._released_by_hand(now, what.node) + self._settle(now)
+        if isinstance(what, AboutHosts):
+            return self._about_hosts(now, what) + self._settle(now)
         job = self._job_of(what)
         if isinstance(what, m.Register) and (refusal := self._refusal(what, job)):
             return [Send(what.client, refusal)]
@@ -131,13 +139,13 @@ class Machine:
 
     def due(self, now: float) -> list[Input]:
         """What the passing of time has brought about; to be handled like any other input, in this order."""
-        running, jobs = self._running.look(now), self.state.jobs.values()
-        late = [job for job in jobs if job.state is LIVE and patience.is_late(self.heard[job.name], running, self.config)]
-        silent = {job.name: job for job in (*late, *(job for job in jobs if job.state is SILENT))}
-        out: list[What] = [JobSilent(job=job.name, uid=job.uid) for job in late]
+        running = self._running.look(now)
+        silent, out = patience.silent(self.state, self.config, self.heard, running)
         since = patience.may_not_use_since(now, self.config)
-        for job in patience.in_the_way(silent, self.state, self.config) if silent else []:
-            out.append(JobRevoked(job=job.name, uid=job.uid, since=since))
+        in_the_way = {job.name for job in patience.in_the_way(silent, self.state, self.config)} if silent else set()
+        for job in silent.values():
+            if job.name in in_the_way or patience.is_lost(self.heard[job.name], running, self.config):
+                out.append(JobRevoked(job=job.name, uid=job.uid, since=since, waited=job.name in in_the_way))
         out += self._slow_to_leave(running)
         out += self._overdue(now, silent)
         if self.state.settle_until is not None and running >= self.state.settle_until:
@@ -355,7 +363,8 @@ class Machine:
 
     def _revoked(self, now: float, job: Job, what: JobRevoked) -> list[Instruction]:
         job.died_at = what.since
-        return self._condemn(job, f"it was silent beyond its lease of {self.config.lease_timeout:g} s, and another job waited")
+        waited = "another job waited" if what.waited else f"then for {self.config.silent_timeout or 0:g} s more"
+        return self._condemn(job, f"it was silent beyond its lease of {self.config.lease_timeout:g} s, and {waited}")
 
     def _evicted(self, now: float, job: Job, what: JobEvicted) -> list[Instruction]:
         return self._condemn(job, what.reason)
@@ -369,11 +378,44 @@ class Machine:
         job.overdue.append(what.token)
         return [Log(events.PHASE_OVERDUE, _about(lease), duration=now - lease.granted_at, step=lease.step)]
 
-    def _released_by_hand(self, now: float, node: str) -> list[Instruction]:
-        """Takes the node from the dying jobs that hold it, and with its last node the lease."""
+    # --- hosts ---
+
+    def _about_hosts(self, now: float, what: AboutHosts) -> list[Instruction]:
+        if isinstance(what, PoolsChanged):
+            return self._reconfigure(what)
+        dying = [job.name for job in self.state.jobs.values() if job.state is DYING]
+        out = self._take_from(now, dying, what.node) if isinstance(what, NodeReleased) else []
+        out += moves.change(self.state, what, now)
+        return out + self._fence_anew()
+
+    def _reconfigure(self, what: PoolsChanged) -> list[Instruction]:
+        before = set(self.config.nodes)
+        self.config = self._waiting.config = msgspec.structs.replace(self.config, pools=what.pools)
+        nodes = set(self.config.nodes)
+        self.state.draining = [node for node in self.state.draining if node in nodes]
+        told = {"added": sorted(nodes - before), "removed": sorted(before - nodes)}
+        return [Log(events.POOLS_CHANGED, told), *self._fence_anew()]
+
+    def _fence_anew(self) -> list[Instruction]:
+        before, self.state.fenced = self.state.fenced, fences.fenced(self.state, self.config)
+        self._waiting.look_again()
+        out: list[Instruction] = [Log(events.NODE_UNFENCED, {"node": node}) for node in before if node not in self.state.fenced]
+        fresh = {node: reason for node, reason in self.state.fenced.items() if before.get(node) != reason}
+        return out + [Log(events.NODE_FENCED, {"node": node, "reason": reason}) for node, reason in fresh.items()]
+
+    def _empty(self, now: float, job: Job, what: NodeEmpty) -> list[Instruction]:
+        return self._take_from(now, [job.name], what.node)
+
+    def _owed(self, now: float, job: Job, what: NodesOwed) -> list[Instruction]:
+        moves.owe(self.state, what, now)
+        fenced = self._fence_anew()  # before anybody can be given them
+        return [*fenced, *(line for node in what.nodes for line in self._take_from(now, [job.name], node))]
+
+    def _take_from(self, now: float, jobs: Collection[str], node: str) -> list[Instruction]:
+        """Takes the node from these jobs, which are dying, and with its last node the lease."""
         out: list[Instruction] = []
-        for lease in list(self.state.leases.values()):
-            if node in lease.nodes and self.state.jobs[lease.job].state is DYING:
+        for lease in [lease for job in jobs for lease in self._waiting.leases_of(job)]:
+            if node in lease.nodes:
                 out.append(Log(events.LEASE_RECLAIMED, {**_about(lease), "nodes": [node]}, duration=None, step=lease.step))
                 left = [other for other in lease.nodes if other != node]
                 if left:
@@ -518,4 +560,6 @@ _HANDLERS: dict[type, Callable[..., list[Instruction]]] = {
     DriverDied: Machine._died,
     JobExited: Machine._told_exited,
     ProcessesGone: Machine._gone,
+    NodeEmpty: Machine._empty,
+    NodesOwed: Machine._owed,
 }

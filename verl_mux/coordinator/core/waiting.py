@@ -144,6 +144,10 @@ class Waiting:
         self._jobs.discard(job.name)
         self._forget_uid(job.name)
 
+    def look_again(self) -> None:
+        """Nodes were fenced or are no more, which holds back requests for others too, or lets them go."""
+        self._nodes.update(self._queue, self._jobs_on)
+
     # --- what follows ---
 
     def grantable(self) -> list[Request]:
@@ -211,7 +215,7 @@ class Waiting:
         rules = (self.state.settle_until is None, self.state.started, self.state.segment)
         if rules != self._rules or self._mode() == "sequential":
             self._rules = rules
-            self._nodes.update(self._queue, self._jobs_on)
+            self.look_again()
 
     def _forget_uid(self, name: str) -> None:
         if self._job_by_uid.get(uid := self._uid_of.pop(name, "")) == name:

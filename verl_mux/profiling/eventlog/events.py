@@ -78,6 +78,12 @@ LEASE_RECLAIMED = "lease_reclaimed"
 SEGMENT = "segment"
 STEP_REPORT = "step_report"
 PHASE_OVERDUE = "phase_overdue"
+HOST_SEEN = "host_seen"
+HOST_GONE = "host_gone"
+NODE_FENCED = "node_fenced"
+NODE_UNFENCED = "node_unfenced"
+NODE_DRAINING = "node_draining"
+POOLS_CHANGED = "pools_changed"
 JOB_REGISTERED = "job_registered"
 JOB_EXITED = "job_exited"
 JOB_SILENT = "job_silent"
@@ -87,6 +93,10 @@ GROUP_PREDICTED = "group_predicted"
 ESTIMATE_ERROR = "estimate_error"
 SLO_AT_RISK = "slo_at_risk"
 RUN = "run"
+
+# An agent (job "agent", role "agent"; `extra.host` says whose).
+DEVICE_MEMORY = "device_memory"
+AGENT_KILLED = "agent_killed"
 
 # The log about itself.
 LOG_OPEN = "log_open"
@@ -249,6 +259,12 @@ TABLE: list[Event] = [
         Event(SEGMENT, "a part of the run begins in which jobs take turns in one manner", "index, mode"),
         Event(STEP_REPORT, "a job told the figures of a step", "job, reward, response_length, tokens, loss, grad_norm"),
         Event(PHASE_OVERDUE, "a phase takes far longer than such phases of its job did", "job, phase, nodes, token", "reason"),
+        Event(HOST_SEEN, "an agent began to speak, or spoke again", "host, addresses, boot"),
+        Event(HOST_GONE, "an agent was not heard for as long as a lease is good", "host"),
+        Event(NODE_FENCED, "nobody gets the node from here on", "node, reason"),
+        Event(NODE_UNFENCED, "it may be given on again", "node"),
+        Event(NODE_DRAINING, "somebody took the node out by hand, or took that back", "node, undo"),
+        Event(POOLS_CHANGED, "the configuration was read again", "added, removed"),
         Event(JOB_REGISTERED, "a job came", "job, nodes, seed, steps, pid, filler"),
         Event(JOB_EXITED, "a job left", "job, reason"),
         Event(JOB_SILENT, "a job's heartbeats stopped", "job, pid, host"),
@@ -262,6 +278,16 @@ TABLE: list[Event] = [
         Event(ESTIMATE_ERROR, "a phase beside its estimate", "job, phase, source, estimated_s, observed_s, ratio"),
         Event(SLO_AT_RISK, "by corrected estimates a group no longer keeps everybody's SLO", "job, group"),
         _foreign(RUN, "a run of one or more jobs; duration of all of it", "jobs, pools"),
+    ),
+    *_rows(
+        "agent",
+        "mux",
+        Event(
+            DEVICE_MEMORY,
+            "a process of a job holds more or less device memory on a node than at the look before",
+            "host, node, job, pid, bytes, before, leased_to, token, source (nvml/ledger)",
+        ),
+        Event(AGENT_KILLED, "a process that outlived its job was killed", "host, job, pid"),
     ),
     *_rows(
         "the log itself",

@@ -1,8 +1,9 @@
 """Which nodes a filler gets, and when. Pure.
 
-A filler asks for any so many of the nodes that it names. It gets them as soon as so many are *open*: nobody holds them, and
-no job that is heard from has asked for them, whatever holds that job's request back. So no filler is started where a job
-is about to begin, and since jobs never see the requests of fillers in their queues, none ever waits behind one.
+A filler asks for any so many of the nodes that it names. It gets them as soon as so many are *open*: nobody holds them, no job
+that is heard from has asked for them, whatever holds that job's request back, and they are neither fenced nor draining. So no
+filler is started where a job is about to begin, and since jobs never see the requests of fillers in their queues, none ever
+waits behind one.
 
 A filler may ask that the time in which a node is open be expected to last. What is expected follows from how long the last
 phases of the jobs on that node were: a job that uses other nodes comes back when its phase there is over. Where a job has not
@@ -16,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.core.hosts import fences
 from verl_mux.coordinator.core.records import Job, JobState, Request, State
 
 
@@ -51,7 +53,11 @@ def grantable(
     for request in requests if state.settle_until is None else ():
         if state.jobs[request.job].state is not JobState.LIVE:
             continue
-        free = [node for node in dict.fromkeys(request.nodes) if node not in taken and is_open(node)]
+        free = [
+            node
+            for node in dict.fromkeys(request.nodes)
+            if node not in taken and is_open(node) and not fences.refused([node], state)
+        ]
         if request.least:
             free = [node for node in free if open_for(node, state, now) >= request.least]
         if len(free) >= request.num_nodes:

@@ -1,0 +1,102 @@
+"""What an agent sees on its own host, without a coordinator."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from verl_mux.agent.devices import Ledger, open_devices
+from verl_mux.agent.mapped import MappedLog
+from verl_mux.agent.processes import Marked
+from verl_mux.coordinator.bus import members
+from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.bus.families.agents import Holder, NodeHere
+from verl_mux.errors import UserError
+from verl_mux.platform import device_ledger
+
+UID = "uid-of-looking"
+
+
+@pytest.fixture
+def carrier():
+    """A process of the job, started with its mark."""
+    process = subprocess.Popen(["sleep", "600"], env={**os.environ, members.UID_VARIABLE: UID})
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_marked_process_is_found_until_it_is_gone(carrier):
+    marked = Marked()
+    member = members.member_of(carrier.pid)
+    assert marked.find(fresh=False)[UID] == [member] == marked.find(fresh=False)[UID]
+    carrier.kill()
+    carrier.wait()
+    assert UID not in marked.find(fresh=False)
+
+
+def test_a_look_tells_of_the_marked_and_of_those_that_were_named(carrier):
+    unmarked = members.this_process()
+    found = {look.uid: look.alive for look in Marked().look({UID: [unmarked], "nobody's": []})}
+    assert set(found[UID]) == {unmarked, members.member_of(carrier.pid)} and found["nobody's"] == []
+
+
+def test_a_named_process_of_another_start_is_not_alive():
+    me = members.this_process()
+    reused = m.Member(me.host, me.pid, me.started - 1, me.boot, me.space)
+    (look,) = Marked().look({UID: [reused]})
+    assert look.alive == []
+
+
+@pytest.fixture
+def ledger(tmp_path, monkeypatch):
+    monkeypatch.setenv(device_ledger.DIRECTORY_VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+def test_the_ledger_counts_for_the_only_node_of_the_host_unless_a_node_is_named(ledger, monkeypatch):
+    device_ledger.hold({"weights": 5, "kv": 6})
+    assert Ledger().held({"r0": NodeHere()}).by_pid == {os.getpid(): {"r0": 11}}
+    assert Ledger().held({"r0": NodeHere(), "r1": NodeHere()}).by_pid == {os.getpid(): {"": 11}}
+    monkeypatch.setenv(device_ledger.NODE_VARIABLE, "r1")
+    device_ledger.hold({"weights": 5})
+    assert Ledger().held({"r0": NodeHere(), "r1": NodeHere()}).by_pid == {os.getpid(): {"r1": 5}}
+
+
+def test_the_account_of_a_dead_process_counts_no_more_and_is_removed(ledger):
+    script = "from verl_mux.platform import device_ledger; device_ledger.hold({'weights': 5})"
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert len(list(ledger.iterdir())) == 1
+    assert Ledger().held({}).by_pid == {}
+    assert list(ledger.iterdir()) == []
+
+
+def test_an_unknown_source_of_device_memory_is_refused_with_those_allowed():
+    with pytest.raises(UserError, match="--devices is 'x'; allowed: auto, nvml, ledger, none"):
+        open_devices("x")
+
+
+def test_every_change_of_what_a_process_holds_is_a_line():
+    lines = []
+
+    class Log:
+        def log(self, event, extra, timestamp):
+            lines.append((event, timestamp, extra["job"], extra["before"], extra["bytes"], extra["leased_to"]))
+
+    log = MappedLog(Log())
+    host = m.HostName("h", [], "b", "1")
+
+    def seen(at, **held):
+        holders = [Holder(UID, m.Member("h", 7, 1, "b"), held)] if held else []
+        report = m.AgentReport(agent="g", number=at, host=host, source="ledger", holders=holders)
+        answer = m.AgentAnswer(number=at, epoch="e", again_s=1, nodes={"r0": NodeHere(job="a", token=3)}, jobs={UID: "a"})
+        log.tell(report, answer, float(at))
+
+    for at, held in enumerate([{"r0": 0}, {"r0": 5}, {"r0": 5}, {"r0": 2}, {}]):
+        seen(at, **held)
+    assert lines == [
+        ("device_memory", 1.0, "a", 0, 5, "a"),
+        ("device_memory", 3.0, "a", 5, 2, "a"),
+        ("device_memory", 4.0, "a", 2, 0, "a"),
+    ]
