@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.coordinator.conftest import Lines, eventually, join, serve  # noqa: F401
+from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.config import make_config
 
@@ -74,6 +75,8 @@ def hosts(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     (tmp_path / "ledger").mkdir()
     monkeypatch.setenv("VERL_MUX_DEVICE_LEDGER", str(tmp_path / "ledger"))
+    # The coordinator runs in this process, from which all namespaces can be seen into: that of another machine cannot.
+    monkeypatch.setattr(members, "carriers", lambda uid: [])
     made = [NamespaceHost(name, dict(os.environ)) for name in ("hosta", "hostb")]
     yield made
     for host in made:
