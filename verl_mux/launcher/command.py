@@ -20,7 +20,7 @@ from verl_mux.launcher import folders, lanes, predicted_periods, run_file, summa
 from verl_mux.launcher.coordinator_process import CoordinatorProcess
 from verl_mux.launcher.job_process import JobProcess, require_verl
 from verl_mux.launcher.marked_process import end_leftovers
-from verl_mux.launcher.prepare import prepare
+from verl_mux.launcher.prepare import clean_up, prepare
 from verl_mux.launcher.run_file import RunFile
 from verl_mux.launcher.watch import Watch
 
@@ -64,6 +64,7 @@ def run_jobs(run: RunFile) -> dict:
         watch = Watch(coordinator, jobs, run.resume, under_way.started_at)
         interrupted = _see_through(run, watch, coordinator, jobs)
         result = _finish(run, watch, under_way.started_at)
+        clean_up(run)
     _raise_for_failed(watch)
     if interrupted:
         raise typer.Exit(130)

@@ -1,4 +1,4 @@
-"""The commands that a run file has done before its jobs start."""
+"""The commands that a run file has done before its jobs start, and when they have ended."""
 
 from __future__ import annotations
 
@@ -27,3 +27,15 @@ def prepare(run: RunFile) -> None:
         for process in (p for _, p in started if p.poll() is None):
             process.kill()
             process.wait()
+
+
+def clean_up(run: RunFile) -> None:
+    """Run them one after the other. One that fails is said, and keeps nobody from the next."""
+    for command in run.clean_up:
+        try:
+            code = subprocess.run(fill(command, run), stdout=sys.stderr, check=False).returncode
+        except OSError as error:
+            print(f"clean_up: cannot run {command[0]!r}: {error.strerror}", file=sys.stderr)
+            continue
+        if code:
+            print(f"clean_up: {' '.join(command)} ended with exit code {code}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The YAML file of `verl-mux run`: one coordinator and several verl jobs on this machine.
+"""The YAML file of `verl-mux run`: one coordinator and several verl jobs, on this machine or on hosts.
 
     dir: runs/demo                       # everything the run writes
     prepare: [[python, make_data.py]]    # commands run before, side by side
@@ -6,6 +6,11 @@
     coordinator: {pools: ..., schedule: ...}
     config_name: mux_ppo_trainer         # verl's primary config
     overrides: [key=value, ...]          # for all jobs
+    hosts: {gpu-07: {via: ssh}}          # the nodes' hosts and how a command is started there (cluster/reach.py); none: all here
+    bind: 10.0.0.1                       # with hosts: where they reach the coordinator
+    keys: /secure/mux_keys               # of the coordinator, on this machine; default: made for the run
+    ray: {num_cpus: 64}                  # with hosts: what Ray is told of each node
+    clean_up: [[sh, tidy.sh]]            # commands run when all is over, one after the other
     resume: true                         # jobs go on from their checkpoints in `dir` instead of starting anew
     jobs:
       NAME: {nodes: {rollout: [r0], train: [t0]}, gpus: {rollout: 1, train: 1}, seed: 1, overrides: [...]}
@@ -27,6 +32,9 @@ from verl_mux.coordinator.bus.messages import SIDES
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import UserError
+from verl_mux.launcher.cluster import layout
+from verl_mux.launcher.cluster.layout import RayOptions
+from verl_mux.launcher.cluster.reach import HostSpec
 from verl_mux.yaml_file import read_yaml
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -59,6 +67,11 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     prepare: list[list[str]] = []
     environment: dict[str, str] = {}
     overrides: list[str] = []
+    hosts: dict[str, HostSpec] = {}
+    bind: str | None = None
+    keys: str | None = None
+    ray: RayOptions = RayOptions()
+    clean_up: list[list[str]] = []
     resume: bool = False
     here: str = ""
 
@@ -73,6 +86,12 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def coordinator_keys(self) -> dict[str, Any]:
         """As they stand in a coordinator's file."""
         return {"expect_jobs": sum(not job.after for job in self.jobs.values()), **self.coordinator}
+
+    def keys_folder(self) -> Path | None:
+        """Of a coordinator that other machines reach."""
+        if self.keys is not None:
+            return Path(self.keys)
+        return self.directory / COORDINATOR / "keys" if self.bind is not None else None
 
 
 def read(path: Path, directory: Path | None = None, resume: bool = False) -> RunFile:
@@ -111,6 +130,7 @@ def _check(path: Path, run: RunFile) -> None:
     if not run.jobs:
         raise UserError(f"{path}: `jobs` is empty; at least one is needed")
     config = run.coordinator_config()
+    _check_hosts(path, run)
     for name, job in run.jobs.items():
         _check_name(path, name)
         _check_after(path, name, run)
@@ -124,6 +144,27 @@ def _check(path: Path, run: RunFile) -> None:
         for side, nodes in job.nodes.items():
             for node in nodes:
                 _check_node(f"{path}: job {name!r}", node, job.gpus.get(side, 1), config)
+        if run.hosts:
+            parts_of(job, run)
+
+
+def _check_hosts(path: Path, run: RunFile) -> None:
+    if not run.hosts:
+        return
+    if run.bind is None:
+        raise UserError(f"{path}: there are `hosts` and no `bind`: the address of this machine at which they reach the coordinator")
+    if auto := [name for name, job in run.jobs.items() if job.nodes == "auto"]:
+        raise UserError(f"{path}: job {auto[0]!r} names no nodes; with `hosts` each job does, as its Ray cluster is started there")
+
+
+def parts_of(job: JobSpec, run: RunFile) -> list[layout.Part]:
+    """The job's part on each of its hosts. The first of its training nodes is Ray's head. Raises UserError."""
+    assert job.nodes != "auto"
+    known = run.coordinator_config().nodes
+    names = dict.fromkeys([*job.nodes["train"], *job.nodes["rollout"]])
+    via = {name: spec.via if isinstance(spec.via, str) else fill(spec.via, run) for name, spec in run.hosts.items()}
+    hosts = {name: msgspec.structs.replace(spec, via=via[name]) for name, spec in run.hosts.items()}
+    return layout.parts([known[name] for name in names], hosts)
 
 
 def _check_auto(path: Path, name: str, config: Config) -> None:

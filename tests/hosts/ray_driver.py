@@ -1,0 +1,34 @@
+"""Stands for verl's driver: connects to the Ray that it is given, and writes who answers under which custom resource."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+import ray
+
+
+@ray.remote(num_cpus=0)
+def where() -> tuple[str, str, str]:
+    return socket.gethostname(), os.environ["VERL_MUX_JOB_UID"], os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+
+def main() -> None:
+    out, *given = sys.argv[1:]
+    address = next(word.partition("=")[2] for word in given if "ray_init.address" in word).strip("'")
+    assert address == os.environ["RAY_ADDRESS"]
+    ray.init(address=address, log_to_driver=False)
+    names = sorted(name for name in ray.cluster_resources() if name.startswith("mux_"))
+    found = {name: ray.get(where.options(resources={name: 1e-4}, num_gpus=1).remote()) for name in names}
+    Path(out).write_text(json.dumps({"host": socket.gethostname(), "nodes": found, "gpus": ray.cluster_resources()["GPU"]}))
+    if len(given) > 3 and given[0] == "wait":
+        import time
+
+        time.sleep(600)
+
+
+if __name__ == "__main__":
+    main()
