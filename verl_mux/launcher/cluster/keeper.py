@@ -28,6 +28,7 @@ from verl_mux.launcher.cluster import messages as m
 from verl_mux.launcher.cluster.ports import Block
 
 _SWEEP_S = 20.0
+_RAY_TRIES = 3
 
 
 class Keeper:
@@ -40,6 +41,8 @@ class Keeper:
         self._address = ""
         self._block = Block()
         self._driver: subprocess.Popen | None = None
+        self._starting: subprocess.Popen | None = None
+        self._closed = False
         self._private = tempfile.mkdtemp(prefix="verl_mux_keys_")  # for this user alone
         self._keep_logs = True
 
@@ -62,8 +65,16 @@ class Keeper:
             self._answer(m.Swept(left=left))
 
     def _read(self) -> None:
-        for line in sys.stdin.buffer:
-            self._inbox.put(line)
+        # By the descriptor: a thread that waits in sys.stdin would be in the way at the interpreter's end.
+        with open(os.dup(sys.stdin.fileno()), "rb", buffering=0) as stdin:
+            begun = b""
+            while piece := stdin.read(1 << 16):
+                *lines, begun = (begun + piece).split(b"\n")
+                for line in lines:
+                    self._inbox.put(line)
+        self._closed = True
+        if self._starting is not None and self._starting.poll() is None:
+            self._starting.kill()
         self._inbox.put(None)
 
     def _answer(self, message: m.FromKeeper) -> None:
@@ -97,17 +108,27 @@ class Keeper:
         return m.Ready(address=self._address)
 
     def _start_ray(self, message: m.StartRay) -> m.FromKeeper:
-        for command, more in message.commands:
-            try:
-                done = subprocess.run(
-                    command, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=sys.stderr, env={**self._environment(), **more},
-                    timeout=message.timeout_s, check=False,
-                )  # fmt: skip
-            except (OSError, subprocess.TimeoutExpired) as error:
-                return m.Failed(reason=f"ray start: {error}")
-            if done.returncode:
-                return m.Failed(reason=f"ray start ended with exit code {done.returncode}")
-        return m.Started()
+        """Ray gives its own helpers 15 s to come up, which they miss where many start at once; so it has several tries."""
+        failure = ""
+        for left in reversed(range(_RAY_TRIES)):
+            failure = next(filter(None, (self._start_one(*command, message.timeout_s) for command in message.commands)), "")
+            if not failure or self._closed:
+                return m.Started()
+            self._sweep()
+            if left:
+                print(f"ray on {socket.gethostname()}: {failure}; once more", file=sys.stderr, flush=True)
+        return m.Failed(reason=failure)
+
+    def _start_one(self, command: list[str], more: dict[str, str], timeout_s: float) -> str | None:
+        """None, or why not."""
+        try:
+            self._starting = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=sys.stderr, env={**self._environment(), **more}
+            )
+            code = 0 if self._closed else self._starting.wait(timeout_s)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"ray start: {error}"
+        return f"ray start ended with exit code {code}" if code else None
 
     def _drive(self, message: m.Drive) -> None:
         assert self._setup is not None
