@@ -1,8 +1,8 @@
 """Several hosts on one machine, by Linux namespaces: python bed.py make hosta hostb; python bed.py enter hosta COMMAND...
 
-Each host has a network of its own (one interface on a bridge, an address), a host name, process ids, /proc, /tmp and /dev/shm; the
-rest of the file system is shared, as a cluster's is. What runs on a host runs below its first process and ends with it. Nothing
-leaves the machine. Needs root and Linux.
+Each host has a network of its own (one interface on a bridge, an address), a host name, process ids, /proc, /tmp and /dev/shm;
+the rest of the file system is shared, as a cluster's is. What runs on a host runs below its first process and ends with it.
+Nothing leaves the machine. Needs root and Linux.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 import ray
@@ -23,10 +24,11 @@ def main() -> None:
     ray.init(address=address, log_to_driver=False)
     names = sorted(name for name in ray.cluster_resources() if name.startswith("mux_"))
     found = {name: ray.get(where.options(resources={name: 1e-4}, num_gpus=1).remote()) for name in names}
-    Path(out).write_text(json.dumps({"host": socket.gethostname(), "nodes": found, "gpus": ray.cluster_resources()["GPU"]}))
-    if len(given) > 3 and given[0] == "wait":
-        import time
-
+    told = {"host": socket.gethostname(), "nodes": found, "gpus": ray.cluster_resources()["GPU"]}
+    half = Path(f"{out}.half")
+    half.write_text(json.dumps(told))
+    half.rename(out)
+    if given[0] == "wait":
         time.sleep(600)
 
 

@@ -1,5 +1,5 @@
-"""Two jobs in one Ray cluster end each other: the second attaches to the first one's TransferQueue controller, and closes it when it
-fails. So a job looks before it joins a cluster that is there.
+"""Two jobs in one Ray cluster end each other: the second attaches to the first one's TransferQueue controller, and closes it
+when it fails. So a job looks before it joins a cluster that is there.
 """
 
 from __future__ import annotations

@@ -29,7 +29,45 @@ _PORTS_FROM = 30_000  # above those of jobs' Ray clusters
 _LOOPBACK = "127.0.0.1"
 
 
-class CoordinatorProcess(MarkedProcess):
+class Asked:
+    """A coordinator, as the launcher speaks to it."""
+
+    address: str
+    _keys: Path | None
+
+    def snapshot(self, timeout: float = _ANSWER_S) -> dict[str, Any] | None:
+        """What `verl-mux status` shows; None when it does not answer."""
+        answer = self._ask(m.StatusRequest(), timeout)
+        return answer.snapshot if isinstance(answer, m.Status) else None
+
+    def tell_over(self, job: JobProcess) -> bool:
+        """Say that the job's driver ended; its nodes are given on when no process of it is left. False when it is not heard."""
+        return self._ask(m.JobOver(job=job.name, uid=job.job_uid), _ANSWER_S) is not None
+
+    def _ask(self, message: m.Message, timeout: float) -> m.AnyMessage | None:
+        return ask(self.address, message, timeout, keys.for_address(self.address, self._keys, keys.OPERATOR))
+
+
+class CoordinatorElsewhere(Asked):
+    """One that runs already, and that nobody here starts or ends."""
+
+    def __init__(self, address: str, keys_folder: Path | None) -> None:
+        self.address, self._keys = address, keys_folder
+
+    def begin(self) -> None:
+        """It was asked already."""
+
+    def keep_up(self) -> None:
+        """Whoever started it does."""
+
+    def stop(self) -> None:
+        """It goes on."""
+
+    def processes(self) -> list:
+        return []
+
+
+class CoordinatorProcess(Asked, MarkedProcess):
     """made -> `begin` -> `keep_up` now and then -> `stop`. It listens at the same address and on the same journal each time."""
 
     def __init__(self, run: RunFile) -> None:
@@ -90,18 +128,6 @@ class CoordinatorProcess(MarkedProcess):
         self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
         self._start()
 
-    def snapshot(self, timeout: float = _ANSWER_S) -> dict[str, Any] | None:
-        """What `verl-mux status` shows; None when it does not answer."""
-        answer = self._ask(m.StatusRequest(), timeout)
-        return answer.snapshot if isinstance(answer, m.Status) else None
-
-    def tell_over(self, job: JobProcess) -> bool:
-        """Say that the job's driver ended; its nodes are given on when no process of it is left. False when it is not heard."""
-        return self._ask(m.JobOver(job=job.name, uid=job.job_uid), _ANSWER_S) is not None
-
-    def _ask(self, message: m.Message, timeout: float) -> m.AnyMessage | None:
-        return ask(self.address, message, timeout, keys.for_address(self.address, self._keys, keys.OPERATOR))
-
     def stop(self, patience: float = 10.0) -> None:
         """It has to close its journal and its event log, so it is asked to end and not interrupted twice."""
         self.ask_to_end(signal.SIGTERM, patience)
@@ -110,6 +136,9 @@ class CoordinatorProcess(MarkedProcess):
     def _start(self) -> None:
         self._started_at = time.monotonic()
         self.start()
+
+
+AnyCoordinator = CoordinatorProcess | CoordinatorElsewhere
 
 
 def _read(path: Path) -> str | None:

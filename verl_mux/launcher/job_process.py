@@ -8,7 +8,6 @@ import importlib.util
 import signal
 import sys
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -73,18 +72,20 @@ def _command(name: str, spec: JobSpec, run: RunFile, address: str | None, direct
     resuming = [_RESUMING] if run.resume else []  # Hydra takes the last of several
     door = [sys.executable, "-m", "verl_mux.launcher.keep_exit_code", str(directory / "exit_code")]
     job = ["verl.trainer.main_ppo", "--config-name", run.config_name, *ours, *overrides, *resuming]
+    if run.keys and not run.hosts:
+        job.append(f"mux.keys={_quoted(Path(run.keys).absolute())}")
     if not run.hosts:  # a Ray of its own; without this, any that somebody started on this machine
         return [*door, *job, *([] if any("ray_init.address=" in word for word in overrides) else [_OWN_RAY])]
-    spec_of_cluster = _cluster(spec, run, address, directory)
+    spec_of_cluster = _cluster(spec, run, directory)
     return [*door, "verl_mux.launcher.cluster", msgspec.json.encode(spec_of_cluster).decode(), *job]
 
 
-def _cluster(spec: JobSpec, run: RunFile, address: str | None, directory: Path) -> ClusterSpec:
+def _cluster(spec: JobSpec, run: RunFile, directory: Path) -> ClusterSpec:
     keys = run.keys_folder()
     return ClusterSpec(
         parts=parts_of(spec, run),
         folder=str(directory),
-        towards=urlsplit(address or "").hostname or "127.0.0.1",
+        towards=run.towards,
         keys=str(keys) if keys else None,
         forward=list({**run.environment, **spec.environment}),
         ray=run.ray,

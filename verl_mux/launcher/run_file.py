@@ -25,6 +25,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -58,10 +59,12 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class RunFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """See the module's docstring. Times in seconds."""
+    """See the module's docstring. Times in seconds. `at`: the address of a coordinator that runs already; `coordinator` then
+    holds the pools that it told."""
 
     dir: str
     coordinator: dict[str, Any]
+    at: str | None = None
     jobs: dict[str, JobSpec]
     config_name: str = "mux_ppo_trainer"
     prepare: list[list[str]] = []
@@ -93,9 +96,14 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return Path(self.keys)
         return self.directory / COORDINATOR / "keys" if self.bind is not None else None
 
+    @property
+    def towards(self) -> str:
+        """Where the hosts reach the coordinator, without the port."""
+        return self.bind or urlsplit(self.at or "").hostname or "127.0.0.1"
 
-def read(path: Path, directory: Path | None = None, resume: bool = False) -> RunFile:
-    """Read and check a run file. `directory` replaces its `dir`; `resume` sets that key.
+
+def read(path: Path, directory: Path | None = None, resume: bool = False, more: dict[str, Any] | None = None) -> RunFile:
+    """Read and check a run file. `directory` replaces its `dir`; `resume` sets that key, `more` any others.
 
     Raises:
         UserError: what was given, and what is allowed.
@@ -107,6 +115,7 @@ def read(path: Path, directory: Path | None = None, resume: bool = False) -> Run
         given["here"] = str(path.absolute().parent)
         if resume:
             given["resume"] = True
+        given.update(more or {})
     try:
         run = msgspec.convert(given, RunFile)
     except msgspec.ValidationError as error:
@@ -123,7 +132,7 @@ def _explain(given: Any, error: msgspec.ValidationError) -> str:
             msgspec.convert(spec, JobSpec)
         except msgspec.ValidationError as inner:
             return f"job {name!r}: {inner}; a job has {', '.join(JobSpec.__struct_fields__)}"
-    return f"{error}; a run file has {', '.join(f for f in RunFile.__struct_fields__ if f != 'here')}"
+    return f"{error}; a run file has {', '.join(f for f in RunFile.__struct_fields__ if f not in ('here', 'at'))}"
 
 
 def _check(path: Path, run: RunFile) -> None:
@@ -151,20 +160,28 @@ def _check(path: Path, run: RunFile) -> None:
 def _check_hosts(path: Path, run: RunFile) -> None:
     if not run.hosts:
         return
-    if run.bind is None:
-        raise UserError(f"{path}: there are `hosts` and no `bind`: the address of this machine at which they reach the coordinator")
+    if run.bind is None and run.at is None:
+        raise UserError(
+            f"{path}: there are `hosts` and no `bind`: the address of this machine at which they reach the coordinator"
+        )
     if auto := [name for name, job in run.jobs.items() if job.nodes == "auto"]:
-        raise UserError(f"{path}: job {auto[0]!r} names no nodes; with `hosts` each job does, as its Ray cluster is started there")
+        raise UserError(
+            f"{path}: job {auto[0]!r} names no nodes; with `hosts` each job does, as its Ray cluster is started there"
+        )
 
 
 def parts_of(job: JobSpec, run: RunFile) -> list[layout.Part]:
     """The job's part on each of its hosts. The first of its training nodes is Ray's head. Raises UserError."""
     assert job.nodes != "auto"
-    known = run.coordinator_config().nodes
+    config = run.coordinator_config()
     names = dict.fromkeys([*job.nodes["train"], *job.nodes["rollout"]])
+    return layout.parts([config.nodes[name] for name in names], reached(run))
+
+
+def reached(run: RunFile) -> dict[str, HostSpec]:
+    """The hosts, with the words that lead there filled in."""
     via = {name: spec.via if isinstance(spec.via, str) else fill(spec.via, run) for name, spec in run.hosts.items()}
-    hosts = {name: msgspec.structs.replace(spec, via=via[name]) for name, spec in run.hosts.items()}
-    return layout.parts([known[name] for name in names], hosts)
+    return {name: msgspec.structs.replace(spec, via=via[name]) for name, spec in run.hosts.items()}
 
 
 def _check_auto(path: Path, name: str, config: Config) -> None:

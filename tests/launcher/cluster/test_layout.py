@@ -11,7 +11,11 @@ from verl_mux.launcher.cluster.layout import RayOptions
 from verl_mux.launcher.cluster.reach import HostSpec
 
 HOSTS = {"a": HostSpec(via="local"), "b": HostSpec(via="ssh", address="10.0.0.2")}
-NODES = [Node(name="t0", host="b", gpus=2, gpu_ids=[2, 3]), Node(name="r0", host="a", gpus=8), Node(name="r1", host="b", gpu_ids=[0])]
+NODES = [
+    Node(name="t0", host="b", gpus=2, gpu_ids=[2, 3]),
+    Node(name="r0", host="a", gpus=8),
+    Node(name="r1", host="b", gpu_ids=[0]),
+]
 
 
 def _options(command: list[str]) -> dict[str, str]:

@@ -1,5 +1,5 @@
-"""How a command is started on a host. The recorders stand for ssh, srun and kubectl: they write down their words and run the rest here,
-as the real ones do on the host."""
+"""How a command is started on a host. The recorders stand for ssh, srun and kubectl: they write down their words and run the rest
+here, as the real ones do on the host."""
 
 from __future__ import annotations
 

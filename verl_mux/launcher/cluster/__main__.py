@@ -1,5 +1,5 @@
-"""`python -m verl_mux.launcher.cluster SPEC MODULE ARGUMENTS...`: a job's process on the launcher's machine where its nodes are on
-hosts. Starts its Ray cluster there and MODULE, verl's driver, on the head; its exit code is the driver's.
+"""`python -m verl_mux.launcher.cluster SPEC MODULE ARGUMENTS...`: a job's process on the launcher's machine where its nodes are
+on hosts. Starts its Ray cluster there and MODULE, verl's driver, on the head; its exit code is the driver's.
 """
 
 from __future__ import annotations

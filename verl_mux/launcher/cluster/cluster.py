@@ -88,7 +88,9 @@ class Cluster:
             stood = [f"{name}: port {held.taken}" for name, held in answers if isinstance(held, m.Held) and held.taken]
             if not stood:
                 return block
-        raise Failure(f"no block of {ports.SIZE} ports from {ports.FIRST} to {ports.LAST} is free on all hosts; {stood[0]} is taken")
+        raise Failure(
+            f"no block of {ports.SIZE} ports from {ports.FIRST} to {ports.LAST} is free on all hosts; {stood[0]} is taken"
+        )
 
     def _drive(self, head_address: str) -> None:
         # Whatever the run file says of a Ray instance of the job's own does not hold for a cluster that is there.

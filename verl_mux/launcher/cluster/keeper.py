@@ -25,6 +25,7 @@ import psutil
 from verl_mux.coordinator.bus.keys import KEYS_VARIABLE
 from verl_mux.coordinator.bus.members import UID_VARIABLE, carriers, end
 from verl_mux.launcher.cluster import messages as m
+from verl_mux.launcher.cluster.addresses import interface_of, own_address
 from verl_mux.launcher.cluster.ports import Block
 
 _SWEEP_S = 20.0
@@ -181,19 +182,6 @@ class Keeper:
             shutil.rmtree(folder, ignore_errors=True)
         elif os.path.isdir(folder):
             print(f"Ray's own logs of this job are on {socket.gethostname()} in {folder}", file=sys.stderr, flush=True)
-
-
-def own_address(towards: str) -> str:
-    """The address by which this host reaches another. Nothing is sent. Raises OSError: no way there."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((towards, 9))
-        return probe.getsockname()[0]
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface that has the address."""
-    found = psutil.net_if_addrs()
-    return next((name for name, entries in found.items() if any(entry.address == address for entry in entries)), None)
 
 
 def main() -> None:

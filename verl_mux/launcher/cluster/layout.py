@@ -17,8 +17,8 @@ _KEEPER = "verl_mux.launcher.cluster.keeper"
 
 
 class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What Ray is told of each node of a job; None: it looks itself. `num_cpus`: how many tasks and actors may run there, not cores;
-    `object_store_memory`: bytes."""
+    """What Ray is told of each node of a job; None: it looks itself. `num_cpus`: how many tasks and actors may run there, not
+    cores; `object_store_memory`: bytes."""
 
     num_cpus: int | None = None
     object_store_memory: int | None = None
@@ -37,8 +37,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A job's cluster; the first part is its head. Holds no secret: it stands in a command line.
 
-    `towards`: the coordinator's host; `keys`: the folder of its keys, on the launcher's machine; `forward`: variables of the job's
-    environment that all hosts get.
+    `towards`: the coordinator's host; `keys`: the folder of its keys, on the launcher's machine; `forward`: variables of the
+    job's environment that all hosts get.
     """
 
     parts: list[Part]

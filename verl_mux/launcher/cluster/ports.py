@@ -1,5 +1,5 @@
-"""Blocks of ports. A job has one block on all its hosts, for the services of its Ray cluster; what else listens takes ports that the
-kernel chooses.
+"""Blocks of ports. A job has one block on all its hosts, for the services of its Ray cluster; what else listens takes ports that
+the kernel chooses.
 
 A block is a job's on a host for as long as its keeper there listens on the block's first port: the kernel lets only one do that,
 whoever runs it, and takes it back when the keeper dies.

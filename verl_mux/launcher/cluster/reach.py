@@ -16,9 +16,9 @@ _SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAl
 class HostSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A host of a run file.
 
-    `via`: what starts a command there; a list of words is put before the command as it is. `target`: what ssh, srun or kubectl call
-    the host, default: its name. `address`: at which the other hosts reach it, default: that by which it reaches the coordinator.
-    `python`: the interpreter that has verl and verl_mux, default: the launcher's path.
+    `via`: what starts a command there; a list of words is put before the command as it is. `target`: what ssh, srun or kubectl
+    call the host, default: its name. `address`: at which the other hosts reach it, default: that by which it reaches the
+    coordinator. `python`: the interpreter that has verl and verl_mux, default: the launcher's path.
     """
 
     via: Way | list[str] = "ssh"
