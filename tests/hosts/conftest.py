@@ -1,4 +1,4 @@
-"""Hosts out of namespaces, as examples/hosts.yaml has them, but under names of their own: that run may be under way beside a test."""
+"""Hosts out of namespaces, as examples/hosts.yaml has them, but in a bed of their own, beside which that run may go on."""
 
 from __future__ import annotations
 

@@ -68,10 +68,14 @@ def test_what_runs_on_a_host_ends_with_it(bed):
     assert f"{name}-br" not in subprocess.run(["ip", "link"], capture_output=True, text=True, check=True).stdout
 
 
-def test_without_root_it_says_so():
-    command = f"import os; os.geteuid = lambda: 1000; import runpy, sys; sys.argv = ['bed.py', 'make', 'a']; sys.path.insert(0, {str(EXAMPLE)!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{command}; runpy.run_path({str(EXAMPLE / 'bed.py')!r}, run_name='__main__')"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+WITHOUT_ROOT = """
+import os, runpy, sys
+os.geteuid = lambda: 1000
+sys.argv = [sys.argv[1], "make", "a"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_without_root_it_says_so(python):
+    done = python("-c", WITHOUT_ROOT, str(EXAMPLE / "bed.py"))
     assert done.returncode == 2 and "needs Linux and root" in done.stderr

@@ -35,7 +35,7 @@ class Job:
     def __init__(self, folder: Path, nodes: list[Node], *driver: str) -> None:
         hosts = {host: HostSpec(via=via(host)) for host in HOSTS}
         ray = RayOptions(num_cpus=4, object_store_memory=80_000_000)
-        spec = ClusterSpec(parts=layout.parts(nodes, hosts), folder=str(folder), towards=f"{SUBNET}.254", forward=["GREETING"], ray=ray)
+        spec = ClusterSpec(parts=layout.parts(nodes, hosts), folder=str(folder), towards=f"{SUBNET}.254", ray=ray)
         self.mark, self.out, self.log = uuid4().hex, folder / "out.json", folder / "job.log"
         folder.mkdir()
         environment = {**os.environ, UID_VARIABLE: self.mark, "PYTHONPATH": str(ROOT), "RAY_enable_metrics_collection": "0"}

@@ -1,5 +1,5 @@
-"""The scripts of recipes/cluster in a dry run: recorders stand for Slurm, kubectl, ssh and verl-mux, and what comes out is read as a
-run file."""
+"""The scripts of recipes/cluster in a dry run: recorders stand for Slurm, kubectl, ssh and verl-mux, and what comes out is read
+as a run file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCRIPTS = sorted(RECIPE.glob("*.sh"))
 ANSWERS = {
     "scontrol": "printf 'n1\\nn2\\n'",
     "getent": "echo '127.0.1.1 x'; echo '10.0.0.9 STREAM x'",
-    "kubectl": 'case "$1" in get) printf \'n1\\nn2\\n\';; esac',
+    "kubectl": "case \"$1\" in get) printf 'n1\\nn2\\n';; esac",
     "sbatch": 'exec env SLURM_JOB_NODELIST=n[1-2] bash "$@"',  # as Slurm does on the first host
     "verl-mux": "true",
 }

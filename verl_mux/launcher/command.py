@@ -101,7 +101,12 @@ def run_jobs(run: RunFile) -> dict:
         coordinator = CoordinatorElsewhere(run.at, run.keys_folder()) if run.at else CoordinatorProcess(run)
         jobs = [JobProcess(name, spec, run, coordinator.address) for name, spec in run.jobs.items()]
         watch = Watch(coordinator, jobs, run.resume, under_way.started_at)
-        interrupted = _see_through(run, watch, coordinator, jobs)
+        try:
+            interrupted = _see_through(run, watch, coordinator, jobs)
+        except (UserError, Failure):
+            if not watch.begun:
+                clean_up(run)
+            raise
         result = _finish(run, watch, under_way.started_at)
         clean_up(run)
     _raise_for_failed(watch)
@@ -128,7 +133,11 @@ def _take_up(run: RunFile) -> UnderWay | None:
 def _start_anew(run: RunFile) -> UnderWay:
     end_leftovers(run.directory)
     folders.make_room(run)
-    prepare(run)
+    try:
+        prepare(run)
+    except (UserError, Failure):
+        clean_up(run)
+        raise
     under_way = UnderWay(started_at=time.time(), run=msgspec.structs.replace(run, resume=False))
     folders.under_way(run.directory).write_bytes(msgspec.json.encode(under_way))
     return under_way

@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from verl_mux.launcher.cluster.layout import ClusterSpec
 from verl_mux.launcher.cluster.mark import uid_on_hosts
-from verl_mux.launcher.marked_process import MarkedProcess, left_exit_code, read_note
+from verl_mux.launcher.marked_process import MarkedProcess, left_exit_code, processes_with, read_note
 from verl_mux.launcher.run_file import JobSpec, RunFile, fill, parts_of
 
 _PR_SET_PDEATHSIG = 1
@@ -43,6 +44,10 @@ class JobProcess(MarkedProcess):
     def job_uid(self) -> str:
         """The mark of the job's processes, by which the coordinator knows it."""
         return uid_on_hosts(self.uid) if self._on_hosts else self.uid
+
+    def seen_processes(self) -> list[psutil.Process]:
+        """All of the job that this machine sees: on its hosts too, where those are part of it."""
+        return [*self.processes(), *(processes_with(self.job_uid) if self._on_hosts else [])]
 
     def is_done(self) -> bool:
         """Whether an earlier start of exactly this command ended well."""

@@ -10,7 +10,7 @@ from verl_mux.launcher.run_file import RunFile, fill
 
 
 def prepare(run: RunFile) -> None:
-    """Run them side by side; all must succeed."""
+    """Run them side by side; all must succeed. Raises UserError where one ends with exit code 2, else Failure."""
     started: list[tuple[list[str], subprocess.Popen]] = []
     try:
         for command in run.prepare:
@@ -21,7 +21,9 @@ def prepare(run: RunFile) -> None:
             except OSError as error:
                 raise UserError(f"prepare: cannot run {filled[0]!r}: {error.strerror}") from None
         for command, process in started:
-            if process.wait() != 0:
+            if process.wait() == 2:  # as ours does, one that refuses what it was given, and has said so
+                raise UserError(f"prepare: {' '.join(command)} refused")
+            if process.returncode:
                 raise Failure(f"prepare: {' '.join(command)} ended with exit code {process.returncode}")
     finally:
         for process in (p for _, p in started if p.poll() is None):

@@ -82,6 +82,11 @@ class Watch:
         return self.interrupted
 
     @property
+    def begun(self) -> bool:
+        """Whether any job was started or taken up."""
+        return bool(self._begun)
+
+    @property
     def all_ended(self) -> bool:
         return len(self._ended) == len(self._jobs)
 
@@ -135,7 +140,8 @@ class Watch:
 def _resident(jobs: list[JobProcess], coordinator: AnyCoordinator) -> int:
     """Resident bytes of all jobs, the coordinator and this process; a page shared by n processes counts 1/n in each (Linux's
     Pss)."""
-    pids = [os.getpid(), *(process.pid for tree in (*jobs, coordinator) for process in tree.processes())]
+    processes = [*coordinator.processes(), *(process for job in jobs for process in job.seen_processes())]
+    pids = {os.getpid(), *(process.pid for process in processes)}
     return sum(_proportional_bytes(pid) for pid in pids)
 
 
