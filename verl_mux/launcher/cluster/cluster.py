@@ -70,7 +70,11 @@ class Cluster:
         for host in self._hosts:
             host.send(self._setup(host.part, keys))
         answers = [host.answer() for host in self._hosts]
-        return [answer.address for answer in answers if isinstance(answer, m.Ready)]
+        addresses = [answer.address for answer in answers if isinstance(answer, m.Ready)]
+        if twice := [address for address in addresses if addresses.count(address) > 1]:
+            names = [host.part.host for host, address in zip(self._hosts, addresses, strict=True) if address == twice[0]]
+            raise Failure(f"hosts {' and '.join(names)} are one machine ({twice[0]}): give all its nodes one host, and gpu_ids")
+        return addresses
 
     def _setup(self, part: Part, keys: dict[str, str]) -> m.Setup:
         return m.Setup(
