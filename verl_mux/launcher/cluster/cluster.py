@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import secrets
 import signal
@@ -50,7 +51,8 @@ class Cluster:
 
     def _start(self) -> str:
         """Ray on all hosts. Returns the address of its head."""
-        self._hosts = [Connection(part, self._news) for part in self._spec.parts]
+        for part in self._spec.parts:
+            self._hosts.append(Connection(part, self._news))
         addresses = self._set_up()
         block = self._agree_on_ports()
         head_address = f"{addresses[0]}:{ports.of_services(block, 0, head=True)['port']}"
@@ -104,27 +106,15 @@ class Cluster:
         self._hosts[0].send(m.Drive(command=command, environment={"RAY_ADDRESS": head_address}))
 
     def _wait(self) -> int:
-        while True:
-            news = self._news.get()
-            if isinstance(news, m.Driven):
-                return news.code
-            if isinstance(news, Lost):
-                raise Failure(f"host {news.host} was lost")
-            if news == signal.SIGTERM:
-                return 128 + signal.SIGTERM
+        """Until the driver has ended, by itself or because it was told to."""
+        news = self._news.get()
+        if isinstance(news, Lost):
+            raise Failure(f"host {news.host} was lost")
+        if news == signal.SIGINT:
             self._hosts[0].send(m.Interrupt())
-            return self._wait_interrupted()
-
-    def _wait_interrupted(self) -> int:
-        try:
-            while not isinstance(news := self._news.get(timeout=_INTERRUPTED_S), m.Driven):
-                if news == signal.SIGTERM:
-                    break
-            else:
-                return news.code
-        except queue.Empty:
-            pass
-        return 128 + signal.SIGINT
+            with contextlib.suppress(queue.Empty):
+                news = self._news.get(timeout=_INTERRUPTED_S)
+        return news.code if isinstance(news, m.Driven) else 128 + (news if isinstance(news, int) else signal.SIGINT)
 
     def _end(self, keep_logs: bool) -> None:
         """Everywhere at once; where the keeper is lost, by another that only does this."""
