@@ -110,11 +110,13 @@ class Cluster:
         news = self._news.get()
         if isinstance(news, Lost):
             raise Failure(f"host {news.host} was lost")
-        if news == signal.SIGINT:
+        if isinstance(news, m.Driven):
+            return news.code
+        if news == signal.SIGINT:  # whatever code the driver then ends with, this is why
             self._hosts[0].send(m.Interrupt())
             with contextlib.suppress(queue.Empty):
-                news = self._news.get(timeout=_INTERRUPTED_S)
-        return news.code if isinstance(news, m.Driven) else 128 + (news if isinstance(news, int) else signal.SIGINT)
+                self._news.get(timeout=_INTERRUPTED_S)
+        return 128 + news
 
     def _end(self, keep_logs: bool) -> None:
         """Everywhere at once; where the keeper is lost, by another that only does this."""
