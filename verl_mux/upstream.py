@@ -90,5 +90,9 @@ VERL = (
     Symbol("verl.workers.rollout.base._ROLLOUT_REGISTRY", "verl's own modes on the CPU: another way for the weights"),
     Symbol("verl.trainer.ppo.v1.replay_buffer._accumulate_eviction_metrics", "the trigger waits in several goes"),
     Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._add_batch_to_generate", "replaced: as many prompts as were taken"),
+    Symbol("transfer_queue.interface.TransferQueueController", "by its name two jobs in one Ray cluster are told apart"),
+    Symbol("ray._private.services.canonicalize_bootstrap_address", "which Ray cluster a driver would join"),
+    Symbol("ray.experimental.internal_kv._internal_kv_put", "whose Ray cluster it is"),
+    Symbol("ray.experimental.internal_kv._internal_kv_get", "whose Ray cluster it is"),
     Symbol("verl.utils.config.validate_config", "our keys are checked with verl's, before Ray starts"),
 )

@@ -5,84 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
-import psutil
-import pytest
-import yaml
-
+from tests.launcher.runs import POOLS
 from verl_mux.coordinator.bus.members import carriers
-from verl_mux.launcher.marked_process import read_note
-
-ROOT = Path(__file__).parents[2]
-FAKE = Path(__file__).with_name("fake_verl")
-POOLS = {"rollout": {"nodes": [{"name": "r0"}]}, "train": {"nodes": [{"name": "t0"}]}}
-NODES = {"rollout": ["r0"], "train": ["t0"]}
-_LIMIT_S = 120.0
-
-
-class Runs:
-    """The folder of one test: its run file, and the launchers started on it."""
-
-    def __init__(self, path: Path) -> None:
-        self.file, self.out, self.go = path / "run.yaml", path / "out", path / "go"
-        self.started: list[subprocess.Popen] = []
-
-    def write(self, jobs: dict[str, dict], **keys) -> None:
-        specs = {name: {"nodes": NODES, **{"overrides": [], **spec}} for name, spec in jobs.items()}
-        environment = {"PYTHONPATH": f"{FAKE}:{ROOT}"}
-        given = {"dir": str(self.out), "coordinator": {"pools": POOLS}, "environment": environment, "jobs": specs, **keys}
-        self.file.write_text(yaml.safe_dump(given))
-
-    def start(self, *options: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "verl_mux", "run", str(self.file), *options]
-        self.started.append(subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=ROOT))
-        return self.started[-1]
-
-    def ends(self, process: subprocess.Popen) -> str:
-        """Its stderr."""
-        return process.communicate(timeout=_LIMIT_S)[1]
-
-    def summary(self) -> dict:
-        return json.loads((self.out / "summary.json").read_text())
-
-    def note(self, name: str):
-        return read_note(self.out / name)
-
-    def steps(self, job: str) -> list[int]:
-        lines = [line for path in (self.out / job / "events").rglob("*.jsonl") for line in path.read_text().splitlines()]
-        return sorted(e["step"] for line in lines if (e := json.loads(line))["event"] == "step")
-
-    def until(self, condition) -> None:
-        deadline = time.monotonic() + _LIMIT_S
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-    def until_step(self, job: str, step: int) -> None:
-        self.until(lambda: self.step(job) >= step)
-
-    def step(self, job: str) -> int:
-        checkpoint = self.out / job / "checkpoints" / "step"
-        return int(checkpoint.read_text()) if checkpoint.exists() else 0
-
-    def end_all(self) -> None:
-        for process in self.started:
-            process.kill()
-            process.communicate()
-        for note in self.out.glob("*/process.json"):
-            for member in carriers(read_note(note.parent).uid):
-                psutil.Process(member.pid).kill()
-
-
-@pytest.fixture
-def runs(tmp_path):
-    here = Runs(tmp_path)
-    yield here
-    here.end_all()
 
 
 def test_a_job_that_fails_ends_only_itself_and_is_told_at_the_end(runs):

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from verl_mux.config import ray_cluster
 from verl_mux.config.needs import needs_of
 from verl_mux.config.schema import MuxConfig, check, check_rollout_keys, load
 from verl_mux.coordinator.bus.client import LocalMux
@@ -36,6 +37,7 @@ def check_job(config: DictConfig) -> None:
             # All processes of this run carry one mark, so that the coordinator can tell when the last is gone.
             os.environ.setdefault(UID_VARIABLE, uuid4().hex)
             ask_coordinator(config, mux)
+            ray_cluster.claim(config, str(mux.job))
             claim_folder(Path(config.trainer.default_local_dir), str(mux.job))
         else:
             complete_stock_mode(config)

@@ -14,16 +14,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from verl_mux.coordinator.bus.connect import ADDRESS_VARIABLE
+from verl_mux.coordinator.command import Keys, fetch_status
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import Failure, UserError
 from verl_mux.launcher import folders, lanes, predicted_periods, run_file, summary, timeline
-from verl_mux.launcher.coordinator_process import CoordinatorProcess
+from verl_mux.launcher.coordinator_process import AnyCoordinator, CoordinatorElsewhere, CoordinatorProcess
 from verl_mux.launcher.filler_process import FillerProcess
 from verl_mux.launcher.job_process import JobProcess, require_verl
 from verl_mux.launcher.marked_process import end_leftovers
-from verl_mux.launcher.prepare import prepare
+from verl_mux.launcher.prepare import clean_up, prepare
 from verl_mux.launcher.run_file import RunFile
 from verl_mux.launcher.watch import Watch
+from verl_mux.yaml_file import read_yaml
+
+_ANSWER_S = 10.0
 
 
 def run(
@@ -40,6 +45,40 @@ def run(
     """
     result = run_jobs(run_file.read(file, directory, resume))
     print(json.dumps(result, indent=2)) if as_json else print_summary(result, Console())
+
+
+def submit(
+    file: Annotated[Path, typer.Argument(help="A run file; its coordinator's address stands in it, `coordinator: tcp://...`.")],
+    address: Annotated[
+        str | None,
+        typer.Option("--coordinator", "--address", envvar=ADDRESS_VARIABLE, help="Its address, instead of the file's."),
+    ] = None,
+    keys: Keys = None,
+    directory: Annotated[Path | None, typer.Option("--dir", help="Write here instead of the file's `dir`.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the jobs' checkpoints, as `resume: true`.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Start the jobs of a run file for a coordinator that runs already, and watch them. Otherwise as `run`."""
+    result = run_jobs(run_file.read(file, directory, resume, _elsewhere(file, address, keys)))
+    print(json.dumps(result, indent=2)) if as_json else print_summary(result, Console())
+
+
+def _elsewhere(file: Path, address: str | None, keys: Path | None) -> dict[str, Any]:
+    """What the coordinator says of its nodes, in a run file's words. Raises UserError where none is named, or none answers."""
+    given = read_yaml(file)
+    given = given if isinstance(given, dict) else {}
+    named = given.get("coordinator")
+    at = address or (named if isinstance(named, str) else None)
+    if at is None:
+        raise UserError(f"{file} names no coordinator (`coordinator: tcp://HOST:PORT`), and --coordinator was not given")
+    folder = keys or (Path(given["keys"]) if isinstance(given.get("keys"), str) else None)
+    pools = fetch_status(at, _ANSWER_S, folder)["pools"]
+    known = ("host", "gpu_ids", "gpus", "cpus")
+    told = {
+        name: {"nodes": [{"name": node, **{key: seen[key] for key in known}} for node, seen in pool["nodes"].items()]}
+        for name, pool in pools.items()
+    }
+    return {"at": at, "coordinator": {"pools": told}, **({"keys": str(folder)} if folder else {})}
 
 
 class UnderWay(msgspec.Struct, frozen=True):
@@ -60,12 +99,18 @@ def run_jobs(run: RunFile) -> dict:
     require_verl()
     with folders.watched(run.directory):
         under_way = _take_up(run) or _start_anew(run)
-        coordinator = CoordinatorProcess(run)
+        coordinator = CoordinatorElsewhere(run.at, run.keys_folder()) if run.at else CoordinatorProcess(run)
         jobs = [JobProcess(name, spec, run, coordinator.address) for name, spec in run.jobs.items()]
         fillers = [FillerProcess(name, spec, run, coordinator.address) for name, spec in run.fillers.items()]
         watch = Watch(coordinator, jobs, run.resume, under_way.started_at)
-        interrupted = _see_through(run, watch, coordinator, jobs, fillers)
+        try:
+            interrupted = _see_through(run, watch, coordinator, jobs, fillers)
+        except (UserError, Failure):
+            if not watch.begun:
+                clean_up(run)
+            raise
         result = _finish(run, watch, under_way.started_at)
+        clean_up(run)
     _raise_for_failed(watch)
     if interrupted:
         raise typer.Exit(130)
@@ -90,14 +135,18 @@ def _take_up(run: RunFile) -> UnderWay | None:
 def _start_anew(run: RunFile) -> UnderWay:
     end_leftovers(run.directory)
     folders.make_room(run)
-    prepare(run)
+    try:
+        prepare(run)
+    except (UserError, Failure):
+        clean_up(run)
+        raise
     under_way = UnderWay(started_at=time.time(), run=msgspec.structs.replace(run, resume=False))
     folders.under_way(run.directory).write_bytes(msgspec.json.encode(under_way))
     return under_way
 
 
 def _see_through(
-    run: RunFile, watch: Watch, coordinator: CoordinatorProcess, jobs: list[JobProcess], fillers: list[FillerProcess]
+    run: RunFile, watch: Watch, coordinator: AnyCoordinator, jobs: list[JobProcess], fillers: list[FillerProcess]
 ) -> bool:
     """Until all jobs have ended, or until Ctrl-C or SIGTERM: that ends them, and gives True. Whatever else ends the watching, a
     lost terminal for one, leaves them alone."""
@@ -106,7 +155,8 @@ def _see_through(
     try:
         watch.take_up()
         coordinator.begin()
-        print(f"coordinator at {coordinator.address} (log: {coordinator.log_path})", file=sys.stderr, flush=True)
+        log = f" (log: {coordinator.log_path})" if isinstance(coordinator, CoordinatorProcess) else ""
+        print(f"coordinator at {coordinator.address}{log}", file=sys.stderr, flush=True)
         for filler in fillers:
             filler.begin()
         watch.until_all_ended()

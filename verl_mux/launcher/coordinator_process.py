@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import signal
 import socket
@@ -17,24 +18,66 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.link import ask
 from verl_mux.coordinator.journal.journal import make_empty
 from verl_mux.errors import Failure, UserError
+from verl_mux.launcher.job_process import JobProcess
 from verl_mux.launcher.marked_process import MarkedProcess
 from verl_mux.launcher.run_file import COORDINATOR, RunFile
 
 _START_S, _ANSWER_S = 60.0, 2.0
 # From one start to the next where starting does not help.
 _RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0
-_PORTS_FROM = 20_000
+_PORTS_FROM = 30_000  # above those of jobs' Ray clusters
+_LOOPBACK = "127.0.0.1"
 
 
-class CoordinatorProcess(MarkedProcess):
+class Asked:
+    """A coordinator, as the launcher speaks to it."""
+
+    address: str
+    _keys: Path | None
+
+    def snapshot(self, timeout: float = _ANSWER_S) -> dict[str, Any] | None:
+        """What `verl-mux status` shows; None when it does not answer."""
+        answer = self._ask(m.StatusRequest(), timeout)
+        return answer.snapshot if isinstance(answer, m.Status) else None
+
+    def tell_over(self, job: JobProcess) -> bool:
+        """Say that the job's driver ended; its nodes are given on when no process of it is left. False when it is not heard."""
+        return self._ask(m.JobOver(job=job.name, uid=job.job_uid), _ANSWER_S) is not None
+
+    def _ask(self, message: m.Message, timeout: float) -> m.AnyMessage | None:
+        return ask(self.address, message, timeout, keys.for_address(self.address, self._keys, keys.OPERATOR))
+
+
+class CoordinatorElsewhere(Asked):
+    """One that runs already, and that nobody here starts or ends."""
+
+    def __init__(self, address: str, keys_folder: Path | None) -> None:
+        self.address, self._keys = address, keys_folder
+
+    def begin(self) -> None:
+        """It was asked already."""
+
+    def keep_up(self) -> None:
+        """Whoever started it does."""
+
+    def stop(self) -> None:
+        """It goes on."""
+
+    def processes(self) -> list:
+        return []
+
+
+class CoordinatorProcess(Asked, MarkedProcess):
     """made -> `begin` -> `keep_up` now and then -> `stop`. It listens at the same address and on the same journal each time."""
 
     def __init__(self, run: RunFile) -> None:
         directory = run.directory / COORDINATOR
         self._address_path = directory / "address"
-        self.address = _read(self._address_path) or f"tcp://127.0.0.1:{_free_port()}"
+        self.address = _read(self._address_path) or f"tcp://{run.bind or _LOOPBACK}:{_free_port(run.bind or _LOOPBACK)}"
         files = {"config": "config.yaml", "journal": "journal", "log-dir": "events"}
         options = [word for option, name in files.items() for word in (f"--{option}", str(directory / name))]
+        self._keys = run.keys_folder()
+        options += ["--keys", str(self._keys)] if self._keys else []
         command = [sys.executable, "-m", "verl_mux", "coordinator", "--bind", self.address, *options]
         super().__init__("the coordinator", directory, "coordinator.log", command, {})
         self._config, self._settings = run.coordinator_keys(), run.coordinator_config()
@@ -49,6 +92,8 @@ class CoordinatorProcess(MarkedProcess):
         if not (self.take_up() and self.returncode is None):
             if not self._address_path.exists():  # the first of this run, in a folder that was empty
                 make_empty(self.directory / "journal", self._settings)
+            if self._keys and not self._keys.exists():
+                keys.make(self._keys)
             (self.directory / "config.yaml").write_text(yaml.safe_dump(self._config, sort_keys=False))
             self._address_path.write_text(self.address)
             self._start()
@@ -83,18 +128,6 @@ class CoordinatorProcess(MarkedProcess):
         self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
         self._start()
 
-    def snapshot(self, timeout: float = _ANSWER_S) -> dict[str, Any] | None:
-        """What `verl-mux status` shows; None when it does not answer."""
-        answer = self._ask(m.StatusRequest(), timeout)
-        return answer.snapshot if isinstance(answer, m.Status) else None
-
-    def tell_over(self, job: MarkedProcess) -> bool:
-        """Say that the job's driver ended; its nodes are given on when no process of it is left. False when it is not heard."""
-        return self._ask(m.JobOver(job=job.name, uid=job.uid), _ANSWER_S) is not None
-
-    def _ask(self, message: m.Message, timeout: float) -> m.AnyMessage | None:
-        return ask(self.address, message, timeout, keys.for_address(self.address, None, keys.OPERATOR))
-
     def stop(self, patience: float = 10.0) -> None:
         """It has to close its journal and its event log, so it is asked to end and not interrupted twice."""
         self.ask_to_end(signal.SIGTERM, patience)
@@ -105,11 +138,14 @@ class CoordinatorProcess(MarkedProcess):
         self.start()
 
 
+AnyCoordinator = CoordinatorProcess | CoordinatorElsewhere
+
+
 def _read(path: Path) -> str | None:
     return path.read_text().strip() if path.exists() else None
 
 
-def _free_port() -> int:
+def _free_port(host: str) -> int:
     """Below the range from which Linux takes ports for outgoing connections: one of those could have taken it when the
     coordinator comes back to it."""
     try:
@@ -121,8 +157,10 @@ def _free_port() -> int:
     for port in ports:
         with socket.socket() as probe:
             try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno == errno.EADDRNOTAVAIL:
+                    raise UserError(f"bind: {host} is no address of this machine") from None
                 continue
             return port
     raise Failure(f"no free port between {ports[0]} and {first} for the coordinator")

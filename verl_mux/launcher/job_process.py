@@ -9,11 +9,17 @@ import signal
 import sys
 from pathlib import Path
 
-from verl_mux.launcher.marked_process import MarkedProcess, left_exit_code, read_note
-from verl_mux.launcher.run_file import JobSpec, RunFile, fill
+import msgspec
+import psutil
+
+from verl_mux.launcher.cluster.layout import ClusterSpec
+from verl_mux.launcher.cluster.mark import uid_on_hosts
+from verl_mux.launcher.marked_process import MarkedProcess, left_exit_code, processes_with, read_note
+from verl_mux.launcher.run_file import JobSpec, RunFile, fill, parts_of
 
 _PR_SET_PDEATHSIG = 1
 # Words of a job's command that differ from one start to the next without changing the job.
+_OWN_RAY = "++ray_kwargs.ray_init.address=local"
 _COORDINATOR, _RESUMING = "mux.coordinator=", "trainer.resume_mode=auto"
 
 
@@ -30,8 +36,18 @@ class JobProcess(MarkedProcess):
         self.spec = spec
         directory = run.directory / name
         command = _command(name, spec, run, address, directory)
+        self._on_hosts = bool(run.hosts)
         super().__init__(name, directory, "job.log", command, {**run.environment, **spec.environment})
         self._before_exec = _die_with_parent if address is None else None
+
+    @property
+    def job_uid(self) -> str:
+        """The mark of the job's processes, by which the coordinator knows it."""
+        return uid_on_hosts(self.uid) if self._on_hosts else self.uid
+
+    def seen_processes(self) -> list[psutil.Process]:
+        """All of the job that this machine sees: on its hosts too, where those are part of it."""
+        return [*self.processes(), *(processes_with(self.job_uid) if self._on_hosts else [])]
 
     def is_done(self) -> bool:
         """Whether an earlier start of exactly this command ended well."""
@@ -60,7 +76,25 @@ def _command(name: str, spec: JobSpec, run: RunFile, address: str | None, direct
     overrides = fill([*run.overrides, *spec.overrides], run, name, spec.seed)
     resuming = [_RESUMING] if run.resume else []  # Hydra takes the last of several
     door = [sys.executable, "-m", "verl_mux.launcher.keep_exit_code", str(directory / "exit_code")]
-    return [*door, "verl.trainer.main_ppo", "--config-name", run.config_name, *ours, *overrides, *resuming]
+    job = ["verl.trainer.main_ppo", "--config-name", run.config_name, *ours, *overrides, *resuming]
+    if run.keys and not run.hosts:
+        job.append(f"mux.keys={_quoted(Path(run.keys).absolute())}")
+    if not run.hosts:  # a Ray of its own; without this, any that somebody started on this machine
+        return [*door, *job, *([] if any("ray_init.address=" in word for word in overrides) else [_OWN_RAY])]
+    spec_of_cluster = _cluster(spec, run, directory)
+    return [*door, "verl_mux.launcher.cluster", msgspec.json.encode(spec_of_cluster).decode(), *job]
+
+
+def _cluster(spec: JobSpec, run: RunFile, directory: Path) -> ClusterSpec:
+    keys = run.keys_folder()
+    return ClusterSpec(
+        parts=parts_of(spec, run),
+        folder=str(directory),
+        towards=run.towards,
+        keys=str(keys) if keys else None,
+        forward=list({**run.environment, **spec.environment}),
+        ray=run.ray,
+    )
 
 
 def _essence(command: list[str]) -> list[str]:

@@ -90,11 +90,7 @@ class MarkedProcess:
 
     def processes(self) -> list[psutil.Process]:
         """Every living process with the mark, the ones whose parent has died too."""
-        found = {}
-        for member in carriers(self.uid):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                found[member.pid] = psutil.Process(member.pid)
-        return list(found.values())
+        return processes_with(self.uid)
 
     def stop(self, patience: float = 10.0) -> None:
         """Ask it to end (SIGINT, then SIGTERM), then end what is left. Nothing happens to what was not started."""
@@ -160,6 +156,15 @@ class MarkedProcess:
         half = self.directory / f"{_NOTE}.half"
         half.write_bytes(msgspec.json.encode(note))
         half.replace(self.directory / _NOTE)
+
+
+def processes_with(uid: str) -> list[psutil.Process]:
+    """Every living process that carries the mark."""
+    found = {}
+    for member in carriers(uid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[member.pid] = psutil.Process(member.pid)
+    return list(found.values())
 
 
 def read_note(directory: Path) -> Note | None:

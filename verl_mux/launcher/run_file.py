@@ -1,4 +1,4 @@
-"""The YAML file of `verl-mux run`: one coordinator and several verl jobs on this machine.
+"""The YAML file of `verl-mux run`: one coordinator and several verl jobs, on this machine or on hosts.
 
     dir: runs/demo                       # everything the run writes
     prepare: [[python, make_data.py]]    # commands run before, side by side
@@ -6,6 +6,11 @@
     coordinator: {pools: ..., schedule: ...}
     config_name: mux_ppo_trainer         # verl's primary config
     overrides: [key=value, ...]          # for all jobs
+    hosts: {gpu-07: {via: ssh}}          # the nodes' hosts and how a command is started there (cluster/reach.py); none: all here
+    bind: 10.0.0.1                       # with hosts: where they reach the coordinator
+    keys: /secure/mux_keys               # of the coordinator, on this machine; default: made for the run
+    ray: {num_cpus: 64}                  # with hosts: what Ray is told of each node
+    clean_up: [[sh, tidy.sh]]            # commands run when all is over, one after the other
     resume: true                         # jobs go on from their checkpoints in `dir` instead of starting anew
     jobs:
       NAME: {nodes: {rollout: [r0], train: [t0]}, gpus: {rollout: 1, train: 1}, seed: 1, overrides: [...]}
@@ -22,6 +27,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -29,6 +35,9 @@ from verl_mux.coordinator.bus.messages import SIDES
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import UserError
+from verl_mux.launcher.cluster import layout
+from verl_mux.launcher.cluster.layout import RayOptions
+from verl_mux.launcher.cluster.reach import HostSpec
 from verl_mux.yaml_file import read_yaml
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -63,16 +72,23 @@ class FillerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class RunFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """See the module's docstring. Times in seconds."""
+    """See the module's docstring. Times in seconds. `at`: the address of a coordinator that runs already; `coordinator` then
+    holds the pools that it told."""
 
     dir: str
     coordinator: dict[str, Any]
+    at: str | None = None
     jobs: dict[str, JobSpec]
     fillers: dict[str, FillerSpec] = {}
     config_name: str = "mux_ppo_trainer"
     prepare: list[list[str]] = []
     environment: dict[str, str] = {}
     overrides: list[str] = []
+    hosts: dict[str, HostSpec] = {}
+    bind: str | None = None
+    keys: str | None = None
+    ray: RayOptions = RayOptions()
+    clean_up: list[list[str]] = []
     resume: bool = False
     here: str = ""
 
@@ -88,9 +104,20 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """As they stand in a coordinator's file."""
         return {"expect_jobs": sum(not job.after for job in self.jobs.values()), **self.coordinator}
 
+    def keys_folder(self) -> Path | None:
+        """Of a coordinator that other machines reach."""
+        if self.keys is not None:
+            return Path(self.keys)
+        return self.directory / COORDINATOR / "keys" if self.bind is not None else None
 
-def read(path: Path, directory: Path | None = None, resume: bool = False) -> RunFile:
-    """Read and check a run file. `directory` replaces its `dir`; `resume` sets that key.
+    @property
+    def towards(self) -> str:
+        """Where the hosts reach the coordinator, without the port."""
+        return self.bind or urlsplit(self.at or "").hostname or "127.0.0.1"
+
+
+def read(path: Path, directory: Path | None = None, resume: bool = False, more: dict[str, Any] | None = None) -> RunFile:
+    """Read and check a run file. `directory` replaces its `dir`; `resume` sets that key, `more` any others.
 
     Raises:
         UserError: what was given, and what is allowed.
@@ -102,6 +129,7 @@ def read(path: Path, directory: Path | None = None, resume: bool = False) -> Run
         given["here"] = str(path.absolute().parent)
         if resume:
             given["resume"] = True
+        given.update(more or {})
     try:
         run = msgspec.convert(given, RunFile)
     except msgspec.ValidationError as error:
@@ -120,13 +148,14 @@ def _explain(given: Any, error: msgspec.ValidationError) -> str:
                 msgspec.convert(spec, kind)
             except msgspec.ValidationError as inner:
                 return f"{what} {name!r}: {inner}; a {what} has {', '.join(kind.__struct_fields__)}"
-    return f"{error}; a run file has {', '.join(f for f in RunFile.__struct_fields__ if f != 'here')}"
+    return f"{error}; a run file has {', '.join(f for f in RunFile.__struct_fields__ if f not in ('here', 'at'))}"
 
 
 def _check(path: Path, run: RunFile) -> None:
     if not run.jobs:
         raise UserError(f"{path}: `jobs` is empty; at least one is needed")
     config = run.coordinator_config()
+    _check_hosts(path, run)
     for name, filler in run.fillers.items():
         _check_filler(path, name, filler, run, config)
     for name, job in run.jobs.items():
@@ -142,6 +171,35 @@ def _check(path: Path, run: RunFile) -> None:
         for side, nodes in job.nodes.items():
             for node in nodes:
                 _check_node(f"{path}: job {name!r}", node, job.gpus.get(side, 1), config)
+        if run.hosts:
+            parts_of(job, run)
+
+
+def _check_hosts(path: Path, run: RunFile) -> None:
+    if not run.hosts:
+        return
+    if run.bind is None and run.at is None:
+        raise UserError(
+            f"{path}: there are `hosts` and no `bind`: the address of this machine at which they reach the coordinator"
+        )
+    if auto := [name for name, job in run.jobs.items() if job.nodes == "auto"]:
+        raise UserError(
+            f"{path}: job {auto[0]!r} names no nodes; with `hosts` each job does, as its Ray cluster is started there"
+        )
+
+
+def parts_of(job: JobSpec, run: RunFile) -> list[layout.Part]:
+    """The job's part on each of its hosts. The first of its training nodes is Ray's head. Raises UserError."""
+    assert job.nodes != "auto"
+    config = run.coordinator_config()
+    names = dict.fromkeys([*job.nodes["train"], *job.nodes["rollout"]])
+    return layout.parts([config.nodes[name] for name in names], reached(run))
+
+
+def reached(run: RunFile) -> dict[str, HostSpec]:
+    """The hosts, with the words that lead there filled in."""
+    via = {name: spec.via if isinstance(spec.via, str) else fill(spec.via, run) for name, spec in run.hosts.items()}
+    return {name: msgspec.structs.replace(spec, via=via[name]) for name, spec in run.hosts.items()}
 
 
 def _check_filler(path: Path, name: str, filler: FillerSpec, run: RunFile, config: Config) -> None:

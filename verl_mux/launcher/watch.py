@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from verl_mux.launcher.coordinator_process import CoordinatorProcess
+from verl_mux.launcher.coordinator_process import AnyCoordinator
 from verl_mux.launcher.job_process import JobProcess
 from verl_mux.launcher.live_view import LiveView
 
@@ -24,7 +24,7 @@ _RSS_EVERY = 30
 class Watch:
     """`failed`: what became of each job that did not end well. `refused`: those of them that did not take their keys."""
 
-    def __init__(self, coordinator: CoordinatorProcess, jobs: list[JobProcess], resume: bool, started_at: float) -> None:
+    def __init__(self, coordinator: AnyCoordinator, jobs: list[JobProcess], resume: bool, started_at: float) -> None:
         self._coordinator, self._jobs, self._resume = coordinator, jobs, resume
         self._view = LiveView([job.name for job in jobs])
         self._started_at = started_at
@@ -82,6 +82,11 @@ class Watch:
         return self.interrupted
 
     @property
+    def begun(self) -> bool:
+        """Whether any job was started or taken up."""
+        return bool(self._begun)
+
+    @property
     def all_ended(self) -> bool:
         return len(self._ended) == len(self._jobs)
 
@@ -132,10 +137,11 @@ class Watch:
         print(f"job {job.name} {text}", file=sys.stderr, flush=True)
 
 
-def _resident(jobs: list[JobProcess], coordinator: CoordinatorProcess) -> int:
+def _resident(jobs: list[JobProcess], coordinator: AnyCoordinator) -> int:
     """Resident bytes of all jobs, the coordinator and this process; a page shared by n processes counts 1/n in each (Linux's
     Pss)."""
-    pids = [os.getpid(), *(process.pid for tree in (*jobs, coordinator) for process in tree.processes())]
+    processes = [*coordinator.processes(), *(process for job in jobs for process in job.seen_processes())]
+    pids = {os.getpid(), *(process.pid for process in processes)}
     return sum(_proportional_bytes(pid) for pid in pids)
 
 

@@ -84,6 +84,12 @@ def for_address(address: str, directory: Path | str | None, role: str) -> Client
     return _of_client(_own(), role) if is_local(address) else None
 
 
+def files_of_job(directory: Path) -> dict[str, str]:
+    """What a job needs of a folder of keys, by file name. Raises UserError."""
+    _of_client(directory, JOB)
+    return {name: (directory / name).read_text() for name in (f"{_SERVER}.key", f"{JOB}.key_secret")}
+
+
 def _own() -> Path:
     """The user's own keys, made by whoever comes first: a job may be there before its coordinator."""
     own = own_directory()

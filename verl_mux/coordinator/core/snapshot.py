@@ -68,11 +68,11 @@ def _placement(state: State, config: Config) -> dict[str, Any] | None:
 def _node(node: Node, state: State, sorted_out: _SortedOut, now: float) -> dict[str, Any]:
     peaks, memory = state.peaks.get(node.name, {}), sorted_out.memory_on[node.name]
     return {
+        "host": node.host,
+        "gpu_ids": node.gpu_ids,
         "gpus": node.gpus,
         "cpus": node.cpus,
         "usd_per_hour": node.usd_per_hour,
-        "host": node.host,
-        "gpu_ids": node.gpu_ids,
         "device_bytes": node.device_bytes,
         "fenced": state.fenced.get(node.name),
         "draining": node.name in state.draining,

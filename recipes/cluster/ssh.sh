@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Plain hosts that this machine reaches by ssh without a password:
+#   BIND=10.0.0.1 DIR=/shared/runs/cluster bash recipes/cluster/ssh.sh gpu-01 gpu-02
+set -euo pipefail
+
+# ---- yours to set ----
+BIND="${BIND:?address of this machine, as the hosts reach it}"
+DIR="${DIR:?folder that all hosts see}"
+# ----------------------
+
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+mkdir -p "${DIR}"
+bash "${here}/fill.sh" "${here}/jobs.yaml" ssh "${BIND}" "${DIR}" "$@" >"${DIR}/run.yaml"
+verl-mux doctor --cluster "${DIR}/run.yaml"
+exec verl-mux run "${DIR}/run.yaml"

@@ -1,0 +1,69 @@
+"""`verl-mux run examples/hosts.yaml`: two real jobs on three hosts, as a person runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import tiny
+from tests.hosts.conftest import EXAMPLE
+
+pytestmark = pytest.mark.hosts
+ROOT = Path(__file__).parents[2]
+STEPS, JOBS = 5, ("wide", "narrow")
+_LIMIT_S, _LIMIT_BYTES = 1200, 22 * 2**30
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """Its folder, when it has ended well and in time."""
+    sys.path.insert(0, str(EXAMPLE))
+    from bed import BedError, require_root
+
+    try:
+        require_root()
+    except BedError as error:
+        pytest.skip(str(error))
+    directory, began = tmp_path_factory.mktemp("hosts") / "run", time.monotonic()
+    command = [sys.executable, "-m", "verl_mux", "run", "examples/hosts.yaml", "--dir", str(directory)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=2 * _LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - began < _LIMIT_S
+    return directory
+
+
+def test_both_jobs_do_all_their_steps(run):
+    for job in JOBS:
+        assert [e["step"] for e in tiny.events(run, job) if e["event"] == "step"] == list(range(1, STEPS + 1))
+
+
+def test_every_rank_and_every_engine_of_the_wide_job_got_weights_at_each_step(run):
+    for job, engines in (("wide", 2), ("narrow", 1)):
+        syncs = [e["extra"] for e in tiny.events(run, job) if e["event"] == "sync"]
+        assert [sync["version"] for sync in syncs] == list(range(STEPS))
+        assert len(list((run / job / "events" / "server" / "step_1").glob("worker_*.jsonl"))) == engines
+
+
+def test_no_two_jobs_hold_a_node_at_once(run):
+    held: dict[str, list[tuple[float, float, str]]] = {}
+    for job in JOBS:
+        for event in (e for e in tiny.events(run, job) if e["event"] == "phase"):
+            for node in event["extra"]["nodes"]:
+                held.setdefault(node, []).append((tiny.ended(event) - event["duration_sec"], tiny.ended(event), job))
+    assert held.keys() == {"r0", "r1", "t0", "t1"}
+    for spans in held.values():
+        spans.sort()
+        assert all(a[1] <= b[0] + 0.001 or a[2] == b[2] for a, b in zip(spans, spans[1:], strict=False))
+
+
+def test_both_fit_into_the_machine(run):
+    assert 0 < json.loads((run / "summary.json").read_text())["mux"]["peak_rss_bytes"] <= _LIMIT_BYTES
+
+
+def test_the_hosts_are_gone(run):
+    assert not Path("/run/verl_mux_bed/mux.json").exists()
