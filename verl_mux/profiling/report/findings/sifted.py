@@ -7,7 +7,7 @@ from functools import cached_property
 
 import polars as pl
 
-from verl_mux.profiling.report.findings import slow_requests, stalls
+from verl_mux.profiling.report.findings import pools, slow_requests, stalls
 from verl_mux.profiling.report.findings.completion_gaps import Gap, Place
 from verl_mux.profiling.report.findings.finding import Finding
 from verl_mux.profiling.report.input.reduction import REQUEST_KEY
@@ -29,12 +29,16 @@ class Sifted:
         return slow_requests.find(self.analysis, self.stalls)
 
     @cached_property
+    def starved(self) -> set[Place]:
+        return set(pools.starved_places(self.analysis))
+
+    @cached_property
     def ordinary(self) -> pl.DataFrame:
         """Finished requests without the slow ones, and with the stalls cut out of time."""
         slow = slow_requests.requests_of(self.slow, self.analysis)
         rest = self.analysis.finished.join(slow, on=REQUEST_KEY, how="anti", maintain_order="left")
-        for (job, step, worker), gap in self.stalls.items():
-            here = (pl.col("job") == job) & (pl.col("step") == step) & (pl.col("worker") == worker)
+        for (job, step, unit), gap in self.stalls.items():
+            here = (pl.col("job") == job) & (pl.col("step") == step) & (pl.col("unit") == unit)
             after = here & (pl.col("end") >= gap.end)
             rest = rest.with_columns(pl.when(after).then(pl.col("end") - gap.seconds).otherwise("end").alias("end"))
         return rest

@@ -1,0 +1,118 @@
+"""Finding `straggler`, where the log knows engines: a replica, or all replicas of a node, that took longer for each token.
+
+A replica is compared with those on other nodes (with all others where there is one node), step by step. More requests at once
+make a token slower too, but not the replica: its tokens a second must be fewer as well. Stalls are cut out, and replicas short of
+KV cache are left to that finding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import polars as pl
+
+from verl_mux.profiling.plain.intervals import length
+from verl_mux.profiling.report.findings.completion_gaps import Gap, Place
+from verl_mux.profiling.report.findings.finding import Finding
+from verl_mux.profiling.report.findings.stragglers import COST, DEVIATIONS, FEW_SPREAD, MIN_SPREAD, SLOWER, together
+from verl_mux.profiling.report.measures.analysis import Analysis
+from verl_mux.profiling.report.measures.engines import Engines, middle
+
+MIN_STAYS = 4
+THROUGHPUT = 0.85  # of its peers' tokens a second
+ADVICE = (
+    "a token took {ratio:.1f} times as long on {who} as on {others}, with no more requests at once: compare clocks, power and "
+    "temperature, other users of the GPUs and of the host's cores and memory, and links; until then take it out of the pool"
+)
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """A replica in a step. pace: seconds a token. rate: tokens a second. end: of its last stay; as the log's clock."""
+
+    stays: int
+    pace: float
+    rate: float
+    end: float
+    usual: float
+
+
+def find(analysis: Analysis, gaps: dict[Place, Gap], starved: set[Place]) -> list[Finding]:
+    """One finding a job and replica, at its worst step; one for all replicas of a node that were slow together."""
+    engines = analysis.engines
+    by_step: dict[tuple[str, int], dict[int, _Engine]] = {}
+    for (job, step, replica), stays in engines.by_place().items():
+        judged = _engine(stays, gaps.get((job, step, replica)))
+        if judged is not None and (job, step, replica) not in starved:
+            by_step.setdefault((job, step), {})[replica] = judged
+    seen: dict[tuple[str, int], list[Finding]] = {}
+    for (job, step), replicas in by_step.items():
+        for replica in replicas:
+            finding = _slow(job, step, replica, replicas, engines)
+            if finding is not None:
+                seen.setdefault((job, replica), []).append(finding)
+    return _by_node([together(found) for found in seen.values()], engines)
+
+
+def _engine(stays: pl.DataFrame, gap: Gap | None) -> _Engine | None:
+    told = stays.filter(pl.col("pace").is_not_null() & ~pl.col("cut").fill_null(False))
+    if told.height < MIN_STAYS:
+        return None
+    work, tokens = told["work"].to_numpy(), told["tokens"].to_numpy()
+    busy, end = length(stays.select("start", "end").rows()), float(told["end"].max())
+    if gap is not None:
+        starts, ends = told["start"].to_numpy(), told["end"].to_numpy()
+        work = np.maximum(work - np.maximum(np.minimum(ends, gap.end) - np.maximum(starts, gap.start), 0.0), 0.0)
+        busy, end = busy - gap.seconds, end - gap.seconds
+    pace = float(np.median(work / tokens))
+    return _Engine(told.height, pace, float(stays["tokens"].sum()) / max(busy, 1e-9), end, float(np.median(work)))
+
+
+def _slow(job: str, step: int, replica: int, replicas: dict[int, _Engine], engines: Engines) -> Finding | None:
+    it, node = replicas[replica], engines.node_of.get((job, replica))
+    elsewhere = [r for r in replicas if engines.node_of.get((job, r)) != node]
+    others = [replicas[r] for r in elsewhere or replicas if r != replica]
+    if not others:
+        return None
+    usual = middle([other.pace for other in others])
+    if usual <= 0 or it.pace < SLOWER * usual or it.rate > THROUGHPUT * middle([other.rate for other in others]):
+        return None
+    spread = 1.4826 * middle([abs(np.log(max(other.pace, 1e-9) / usual)) for other in others])
+    unsure = FEW_SPREAD / np.sqrt(it.stays)
+    if np.log(it.pace / usual) < DEVIATIONS * max(spread, unsure, MIN_SPREAD):
+        return None
+    ratio = it.pace / usual
+    began, ended = engines.steps[job, step]
+    lost = max(it.end - middle([other.end for other in others]), (1 - 1 / ratio) * it.usual)
+    if lost < COST * (ended - began):
+        return None
+    text = f"replica {replica} on {node} took {ratio:.1f} times as long for a token as its peers; it cost the step {lost:.1f} s"
+    advice = ADVICE.format(ratio=ratio, who=f"replica {replica}", others="its peers")
+    evidence = {"times_slower": round(ratio, 3), "seconds_per_token": round(it.pace, 6), "of_peers": round(usual, 6)}
+    return Finding("straggler", job, step, None, lost, text, advice, evidence=evidence, **engines.where(job, replica))
+
+
+def _by_node(findings: list[Finding], engines: Engines) -> list[Finding]:
+    """Where all of a node's replicas, two or more, were slow, the node is."""
+    left, told = list(findings), []
+    for job, node in {(f.job, f.node) for f in findings if f.node is not None}:
+        here = [f for f in left if (f.job, f.node) == (job, node)]
+        of_node = {replica for (of, replica), on in engines.node_of.items() if (of, on) == (job, node)}
+        if len(of_node) < 2 or {f.replica for f in here} != of_node:
+            continue
+        left = [f for f in left if f not in here]
+        told.append(_node_finding(here))
+    return left + told
+
+
+def _node_finding(here: list[Finding]) -> Finding:
+    worst = max(here, key=lambda finding: finding.seconds)
+    replicas = sorted(f.replica for f in here if f.replica is not None)
+    ratio = worst.evidence["times_slower"]
+    text = f"node {worst.node}: all its replicas ({', '.join(map(str, replicas))}) took up to {ratio:.1f} times as long for a token"
+    steps = sorted({step for f in here for step in f.evidence["steps"]})
+    return replace(
+        worst, text=text, advice=ADVICE.format(ratio=ratio, who=f"node {worst.node}", others="other nodes"),
+        cost_s=max(f.cost_s for f in here), evidence=worst.evidence | {"replicas": replicas, "steps": steps},
+    )  # fmt: skip
