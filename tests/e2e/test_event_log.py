@@ -22,6 +22,7 @@ NOT_HERE = {
     events.VALUES: "no critic",
     events.UPDATE_CRITIC: "no critic",
     events.VALIDATE: "no validation",
+    events.ENGINE_RETRACT: "SGLang's scheduler ends with an exception when it prefills a thrown out request without a GPU",
     events.LOG_DROPPED: "its queue is never full",
     events.LOG_COST: "only where it is asked for",
 }
@@ -39,9 +40,7 @@ def job(assets, tmp_path_factory):
         "ray_kwargs.ray_init.num_gpus=3",
         "mux.nodes.rollout=[r0,r1]",
         f"trainer.save_freq={STEPS}",
-        # So little KV cache that running requests are thrown out of it.
-        "actor_rollout_ref.rollout.engine_kwargs.sglang.max_total_tokens=512",
-        "+actor_rollout_ref.rollout.engine_kwargs.sglang.schedule_conservativeness=0.1",
+        "mux.rollout.dispatch.order=sjf",
     ]
     process = tiny.start_job("job", tiny.overrides(assets, STEPS), directory, None, *keys)
     try:

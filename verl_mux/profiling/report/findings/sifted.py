@@ -22,7 +22,7 @@ class Sifted:
 
     @cached_property
     def stalls(self) -> dict[Place, Gap]:
-        return stalls.stalls(self.analysis)
+        return stalls.stalls(self.analysis, self.starved)
 
     @cached_property
     def slow(self) -> list[Finding]:

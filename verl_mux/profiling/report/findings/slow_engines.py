@@ -46,17 +46,38 @@ def find(analysis: Analysis, gaps: dict[Place, Gap], starved: set[Place]) -> lis
         judged = _engine(stays, gaps.get((job, step, replica)))
         if judged is not None and (job, step, replica) not in starved:
             by_step.setdefault((job, step), {})[replica] = judged
-    seen: dict[tuple[str, int], list[Finding]] = {}
+    seen: dict[tuple[str, int], list[_Judged]] = {}
     for (job, step), replicas in by_step.items():
         for replica in replicas:
-            finding = _slow(job, step, replica, replicas, engines)
-            if finding is not None:
-                seen.setdefault((job, replica), []).append(finding)
-    return _by_node([together(found) for found in seen.values()], engines)
+            judged = _judge(job, step, replica, replicas, engines)
+            if judged is not None:
+                seen.setdefault((job, replica), []).append(judged)
+    slow = {place: _slow(judged) for place, judged in seen.items()}
+    return _by_node([together(found) for found in slow.values() if found], engines)
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """A replica in a step beside its peers. log: of how many times slower it was. unsure: how far chance alone takes that.
+    finding: where it was slower by enough, and it cost enough."""
+
+    log: float
+    stays: int
+    unsure: float
+    finding: Finding | None
+
+
+def _slow(judged: list[_Judged]) -> list[Finding]:
+    """Its findings: of steps that tell by themselves, or of all where the steps together do."""
+    stays = sum(it.stays for it in judged)
+    mean = sum(it.log * it.stays for it in judged) / stays
+    if mean >= np.log(SLOWER) and mean >= DEVIATIONS * max(FEW_SPREAD / np.sqrt(stays), MIN_SPREAD):
+        return [it.finding for it in judged if it.finding is not None]
+    return [it.finding for it in judged if it.finding is not None and it.log >= DEVIATIONS * it.unsure]
 
 
 def _engine(stays: pl.DataFrame, gap: Gap | None) -> _Engine | None:
-    told = stays.filter(pl.col("pace").is_not_null() & ~pl.col("cut").fill_null(False))
+    told = stays.filter(pl.col("pace").is_not_null())
     if told.height < MIN_STAYS:
         return None
     work, tokens = told["work"].to_numpy(), told["tokens"].to_numpy()
@@ -69,27 +90,29 @@ def _engine(stays: pl.DataFrame, gap: Gap | None) -> _Engine | None:
     return _Engine(told.height, pace, float(stays["tokens"].sum()) / max(busy, 1e-9), end, float(np.median(work)))
 
 
-def _slow(job: str, step: int, replica: int, replicas: dict[int, _Engine], engines: Engines) -> Finding | None:
+def _judge(job: str, step: int, replica: int, replicas: dict[int, _Engine], engines: Engines) -> _Judged | None:
     it, node = replicas[replica], engines.node_of.get((job, replica))
     elsewhere = [r for r in replicas if engines.node_of.get((job, r)) != node]
     others = [replicas[r] for r in elsewhere or replicas if r != replica]
-    if not others:
-        return None
-    usual = middle([other.pace for other in others])
-    if usual <= 0 or it.pace < SLOWER * usual or it.rate > THROUGHPUT * middle([other.rate for other in others]):
+    usual = middle([other.pace for other in others]) if others else 0.0
+    if usual <= 0 or it.pace <= 0:
         return None
     spread = 1.4826 * middle([abs(np.log(max(other.pace, 1e-9) / usual)) for other in others])
-    unsure = FEW_SPREAD / np.sqrt(it.stays)
-    if np.log(it.pace / usual) < DEVIATIONS * max(spread, unsure, MIN_SPREAD):
-        return None
+    unsure = max(spread, FEW_SPREAD / np.sqrt(it.stays), MIN_SPREAD)
     ratio = it.pace / usual
-    began, ended = engines.steps[job, step]
-    lost = max(it.end - middle([other.end for other in others]), (1 - 1 / ratio) * it.usual)
-    if lost < COST * (ended - began):
-        return None
+    finding = None
+    if ratio >= SLOWER and it.rate <= THROUGHPUT * middle([other.rate for other in others]):
+        lost = max(it.end - middle([other.end for other in others]), (1 - 1 / ratio) * it.usual)
+        began, ended = engines.steps[job, step]
+        finding = _finding(job, step, replica, lost, ratio, usual, engines) if lost >= COST * (ended - began) else None
+    return _Judged(float(np.log(ratio)), it.stays, unsure, finding)
+
+
+def _finding(job: str, step: int, replica: int, lost: float, ratio: float, usual: float, engines: Engines) -> Finding:
+    node = engines.node_of.get((job, replica))
     text = f"replica {replica} on {node} took {ratio:.1f} times as long for a token as its peers; it cost the step {lost:.1f} s"
     advice = ADVICE.format(ratio=ratio, who=f"replica {replica}", others="its peers")
-    evidence = {"times_slower": round(ratio, 3), "seconds_per_token": round(it.pace, 6), "of_peers": round(usual, 6)}
+    evidence = {"times_slower": round(ratio, 3), "seconds_per_token": round(ratio * usual, 6), "of_peers": round(usual, 6)}
     return Finding("straggler", job, step, None, lost, text, advice, evidence=evidence, **engines.where(job, replica))
 
 

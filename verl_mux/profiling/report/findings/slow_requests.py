@@ -52,7 +52,7 @@ def find(analysis: Analysis, gaps: dict[Place, Gap]) -> list[Finding]:
     """At most MOST of each kind and job, the slowest. `gaps`: the stalls, whose time is taken off who sat through them."""
     typical = _usual_step(analysis)
     findings: list[Finding] = []
-    parts = [Part(part.kind, _without_gaps(part.rows, gaps)) for part in _parts(analysis)]
+    parts = [Part(part.kind, _without_gaps(part.rows, gaps)) for part in _parts(analysis, gaps)]
     for part in parts:
         for (job,), rows in part.rows.group_by("job", maintain_order=True):
             step = typical.get(job, 0.0)
@@ -112,7 +112,7 @@ def _with_others(finding: Finding, names: list[str | None]) -> Finding:
 def held_up(analysis: Analysis) -> pl.DataFrame:
     """REQUEST_KEY of the requests that a reward or tool call held up: their ends say nothing about the engine."""
     slow = []
-    for part in _parts(analysis):
+    for part in _parts(analysis, {}):
         if part.kind in ("reward_wait", "tool_wait"):
             for _, rows in part.rows.group_by("job", maintain_order=True):
                 slow += _slow(part.kind, rows.with_columns(pl.col("seconds").alias("logged")), 0.0)
@@ -125,9 +125,9 @@ def requests_of(findings: list[Finding], analysis: Analysis) -> pl.DataFrame:
     return pl.DataFrame(rows, {name: analysis.finished.schema[name] for name in REQUEST_KEY}, orient="row")
 
 
-def _parts(analysis: Analysis) -> list[Part]:
-    done = analysis.finished
-    turns = analysis.turns.join(done.select(REQUEST_KEY), on=REQUEST_KEY, how="semi").rename({"engine": "seconds"})
+def _parts(analysis: Analysis, gaps: dict[Place, Gap]) -> list[Part]:
+    done = _without_stalled_stays(analysis, gaps)
+    turns = _turns(analysis)
     none = [pl.lit(None, pl.Int64).alias("turn"), pl.lit(None, pl.Int64).alias("tokens")]
     reward = done.filter(pl.col("reward") > 0).select(
         *REQUEST_KEY, "unit", none[0], pl.col("reward").alias("seconds"), pl.col("reward_end").alias("end"), none[1]
@@ -136,6 +136,36 @@ def _parts(analysis: Analysis) -> list[Part]:
     whole = done.select(*REQUEST_KEY, "unit", none[0], "seconds", "end", "tokens")
     named = {"slow_turn": turns, "reward_wait": reward, "tool_wait": tool, "slow_request": whole}
     return [Part(kind, rows.select(*REQUEST_KEY, "unit", "turn", "seconds", "end", "tokens")) for kind, rows in named.items()]
+
+
+def _turns(analysis: Analysis) -> pl.DataFrame:
+    """Turns of finished requests; where the log knows engines, stays, each in its own step, without their time in a queue."""
+    of_engines = pl.col("job").is_in(list(analysis.engines.jobs))
+    turns = analysis.turns.join(analysis.finished.select(REQUEST_KEY), on=REQUEST_KEY, how="semi").rename({"engine": "seconds"})
+    columns = [*REQUEST_KEY, "unit", "turn", "seconds", "end", "tokens"]
+    turns = turns.filter(~of_engines).select(columns)
+    stays = analysis.engines.stays.filter(pl.col("worker").is_not_null() & (pl.col("tokens") > 0)).drop("seconds")
+    return pl.concat([turns, stays.rename({"work": "seconds"}).select(columns).cast(dict(turns.schema))])
+
+
+def _without_stalled_stays(analysis: Analysis, gaps: dict[Place, Gap]) -> pl.DataFrame:
+    """Finished requests; where the log knows engines, without the time that stays of theirs sat in a gap, in whichever step."""
+    stays = analysis.engines.stays
+    if stays.is_empty() or not gaps:
+        return analysis.finished
+    spans = _spans(gaps)
+    shared = pl.min_horizontal("end", "to") - pl.max_horizontal("start", "from")
+    lost = stays.join(spans, on=PLACE).group_by("job", "request_id").agg(shared.clip(0.0).sum().alias("stalled"))
+    done = analysis.finished.join(lost, on=["job", "request_id"], how="left", maintain_order="left")
+    return done.with_columns((pl.col("seconds") - pl.col("stalled").fill_null(0.0)).clip(0.0)).drop("stalled")
+
+
+def _spans(gaps: dict[Place, Gap]) -> pl.DataFrame:
+    return pl.DataFrame(
+        [(*place, gap.start, gap.end) for place, gap in gaps.items()],
+        schema={"job": pl.String, "step": pl.Int64, "unit": pl.Int64, "from": pl.Float64, "to": pl.Float64},
+        orient="row",
+    )
 
 
 def _usual_step(analysis: Analysis) -> dict[str, float]:
@@ -150,11 +180,7 @@ def _without_gaps(rows: pl.DataFrame, gaps: dict[Place, Gap]) -> pl.DataFrame:
     """
     if not gaps:
         return rows.with_columns(pl.col("seconds").alias("logged"))
-    spans = pl.DataFrame(
-        [(*place, gap.start, gap.end) for place, gap in gaps.items()],
-        schema={"job": pl.String, "step": pl.Int64, "unit": pl.Int64, "from": pl.Float64, "to": pl.Float64},
-        orient="row",
-    )
+    spans = _spans(gaps)
     shared = pl.min_horizontal("end", "to") - pl.max_horizontal(pl.col("end") - pl.col("seconds"), "from")
     sat = pl.col("shared") >= 0.5 * (pl.col("to") - pl.col("from"))
     later = pl.col("sat") & (pl.col("turn").fill_null(1) > 1)

@@ -5,6 +5,8 @@ A place is (job, step, unit): the unit is a replica where the log says on which 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import polars as pl
 
@@ -45,8 +47,8 @@ ADVICE = (
 )
 
 
-def stalls(analysis: Analysis) -> dict[Place, Gap]:
-    """The gaps in which the engine stood still."""
+def stalls(analysis: Analysis, starved: Collection[Place] = ()) -> dict[Place, Gap]:
+    """The gaps in which the engine stood still; not for want of KV cache, as in the places `starved`."""
     found: dict[Place, Gap | None] = {}
     large: dict[Place, Gap] = {}
     frames: dict[Place, pl.DataFrame] = {}
@@ -58,7 +60,7 @@ def stalls(analysis: Analysis) -> dict[Place, Gap]:
         if gap and gap.missing >= enough(MISSING, len(ends)) and gap.seconds >= MIN_PART * (ends[-1] - began):
             large[place] = gap
     stood = {place: gap for place, gap in large.items() if _is_stall(place, gap, found, frames[place], analysis)}
-    return silent_engines(analysis.engines) | stood
+    return {place: gap for place, gap in (silent_engines(analysis.engines) | stood).items() if place not in starved}
 
 
 def _completions(analysis: Analysis) -> pl.DataFrame:
@@ -80,7 +82,8 @@ def silent_engines(engines: Engines) -> dict[Place, Gap]:
     for (job, step, replica), stays in engines.by_place().items():
         began, ended = engines.steps[job, step]
         ends = times.get((job, replica), np.array([]))
-        ends = ends[(ends >= began) & (ends <= ended + SILENT_S)]
+        last = float(stays["end"].max())
+        ends = np.append(ends[(ends >= began) & (ends < last)], last)  # what is still in it at the step's end is cut off there
         if len(ends) < MIN_REPORTS:
             continue
         at = int(np.argmax(np.diff(ends)))

@@ -71,21 +71,28 @@ def find_part(analysis: Analysis, slow: list[Finding], part: str) -> list[Findin
         names = {request for of, _, request in told if of == job}
         rest = rows.filter(~pl.col("request_id").is_in(list(names)))
         if rest.height >= MIN_STAYS and (rest[part] > 0).any():
-            findings += _of_job(job, rest, kind, part)
+            findings += _of_job(job, rest, kind, part, _each(analysis, job, part, names))
     return findings
 
 
-def _of_job(job: str, rows: pl.DataFrame, kind: str, part: str) -> list[Finding]:
-    usual = float(rows.filter(pl.col(part) > 0)[part].median())
+def _each(analysis: Analysis, job: str, part: str, without: set[str | None]) -> pl.DataFrame:
+    """By step: `each`, the median seconds that requests spent on the part in that very step; not those that have a finding."""
+    rows = analysis.run.tables.requests.filter((pl.col("job") == job) & (pl.col(part) > 0) & ~pl.col("validate"))
+    return rows.filter(~pl.col("request_id").is_in(list(without))).group_by("step").agg(each=pl.col(part).median())
+
+
+def _of_job(job: str, rows: pl.DataFrame, kind: str, part: str, each: pl.DataFrame) -> list[Finding]:
+    usual = float(each["each"].quantile(0.25, "lower"))
     without = (pl.col("end") - (pl.col(part) - usual).clip(0.0)).max()
     steps = rows.group_by("step").agg(
         spent=pl.col(part).sum(), seconds=pl.col("seconds").sum(), total=pl.col("end").max() - pl.col("start").min(),
         cost=pl.col("end").max() - without, middle=pl.col(part).median(), worst=pl.col("request_id").sort_by(part).last(),
         worker=pl.col("worker").sort_by(part).last(),
-    ).sort("step")  # fmt: skip
+    ).join(each, on="step", how="left").sort("step")  # fmt: skip
+    more = (pl.col("each") - usual).fill_null(0.0)
     share = float(steps["spent"].sum()) / max(float(steps["seconds"].sum()), 1e-9)
     uneven = float(steps["cost"].sum()) / max(float(steps["total"].sum()), 1e-9)
-    unlike = (pl.col("middle") >= TIMES * usual) & (pl.col("cost") >= COST_OF_UNLIKE * pl.col("total"))
+    unlike = (pl.col("each").fill_null(0.0) >= TIMES * usual) & (more >= COST_OF_UNLIKE * pl.col("total"))
     bad = steps.filter(
         unlike
         | (pl.col("cost") >= COST_OF_STEP * pl.col("total"))
@@ -95,7 +102,7 @@ def _of_job(job: str, rows: pl.DataFrame, kind: str, part: str) -> list[Finding]
         bad = steps
     if bad.is_empty():
         return []
-    cost = pl.max_horizontal("cost", pl.when(pl.col("spent") >= SHARES[part] * pl.col("seconds")).then("middle").otherwise(0.0))
+    cost = pl.max_horizontal("cost", pl.when(unlike).then(more).otherwise(0.0), pl.when(pl.col("spent") >= SHARES[part] * pl.col("seconds")).then("middle").otherwise(0.0))
     bad = bad.with_columns(cost.alias("cost"))
     worst = bad.sort("cost", descending=True).row(0, named=True)
     text = (
