@@ -323,6 +323,9 @@ REQUEST_PARTS = {
     FINALIZATION: "finalize",
 }
 
+# What reaches back over time in which its request could not run, in logs that tell stays.
+REACHING_BACK = (REQUEST_START, REQUEST_COMPLETE, REQUEST_ABORTED, REQUEST_PARKED)
+
 # Which pool a phase's lease is paid for; `init` is no work.
 POOL_OF_PHASE = {"rollout": "rollout", "sync": "rollout", "validate": "rollout", "train": "train"}
 

@@ -26,7 +26,7 @@ class Sifted:
 
     @cached_property
     def slow(self) -> list[Finding]:
-        return slow_requests.find(self.analysis, self.stalls)
+        return slow_requests.find(self.analysis, self.stalls, self.starved)
 
     @cached_property
     def starved(self) -> set[Place]:

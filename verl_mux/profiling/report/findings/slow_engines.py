@@ -1,19 +1,20 @@
 """Finding `straggler`, where the log knows engines: a replica, or all replicas of a node, that took longer for each token.
 
 A replica is compared with those on other nodes (with all others where there is one node), step by step. More requests at once
-make a token slower too, but not the replica: its tokens a second must be fewer as well. Stalls are cut out, and replicas short of
-KV cache are left to that finding.
+make a token slower too, but not the replica: its tokens a second must be fewer as well. Replicas that stood still or were short of
+KV cache in a step are left to those findings.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
 
 from verl_mux.profiling.plain.intervals import length
-from verl_mux.profiling.report.findings.completion_gaps import Gap, Place
+from verl_mux.profiling.report.findings.completion_gaps import Place
 from verl_mux.profiling.report.findings.finding import Finding
 from verl_mux.profiling.report.findings.stragglers import COST, DEVIATIONS, FEW_SPREAD, MIN_SPREAD, SLOWER, together
 from verl_mux.profiling.report.measures.analysis import Analysis
@@ -38,13 +39,13 @@ class _Engine:
     usual: float
 
 
-def find(analysis: Analysis, gaps: dict[Place, Gap], starved: set[Place]) -> list[Finding]:
+def find(analysis: Analysis, gaps: Collection[Place], starved: Collection[Place]) -> list[Finding]:
     """One finding a job and replica, at its worst step; one for all replicas of a node that were slow together."""
     engines = analysis.engines
     by_step: dict[tuple[str, int], dict[int, _Engine]] = {}
     for (job, step, replica), stays in engines.by_place().items():
-        judged = _engine(stays, gaps.get((job, step, replica)))
-        if judged is not None and (job, step, replica) not in starved:
+        judged = None if (job, step, replica) in starved or (job, step, replica) in gaps else _engine(stays)
+        if judged is not None:
             by_step.setdefault((job, step), {})[replica] = judged
     seen: dict[tuple[str, int], list[_Judged]] = {}
     for (job, step), replicas in by_step.items():
@@ -76,16 +77,12 @@ def _slow(judged: list[_Judged]) -> list[Finding]:
     return [it.finding for it in judged if it.finding is not None and it.log >= DEVIATIONS * it.unsure]
 
 
-def _engine(stays: pl.DataFrame, gap: Gap | None) -> _Engine | None:
+def _engine(stays: pl.DataFrame) -> _Engine | None:
     told = stays.filter(pl.col("pace").is_not_null())
     if told.height < MIN_STAYS:
         return None
     work, tokens = told["work"].to_numpy(), told["tokens"].to_numpy()
     busy, end = length(stays.select("start", "end").rows()), float(told["end"].max())
-    if gap is not None:
-        starts, ends = told["start"].to_numpy(), told["end"].to_numpy()
-        work = np.maximum(work - np.maximum(np.minimum(ends, gap.end) - np.maximum(starts, gap.start), 0.0), 0.0)
-        busy, end = busy - gap.seconds, end - gap.seconds
     pace = float(np.median(work / tokens))
     return _Engine(told.height, pace, float(stays["tokens"].sum()) / max(busy, 1e-9), end, float(np.median(work)))
 

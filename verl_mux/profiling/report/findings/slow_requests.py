@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -48,8 +49,9 @@ class Part:
     rows: pl.DataFrame
 
 
-def find(analysis: Analysis, gaps: dict[Place, Gap]) -> list[Finding]:
-    """At most MOST of each kind and job, the slowest. `gaps`: the stalls, whose time is taken off who sat through them."""
+def find(analysis: Analysis, gaps: dict[Place, Gap], starved: Collection[Place] = ()) -> list[Finding]:
+    """At most MOST of each kind and job, the slowest. `gaps`: the stalls, whose time is taken off who sat through them. Slow turns
+    on engines short of KV cache (`starved`) are that finding's."""
     typical = _usual_step(analysis)
     findings: list[Finding] = []
     parts = [Part(part.kind, _without_gaps(part.rows, gaps)) for part in _parts(analysis, gaps)]
@@ -59,6 +61,7 @@ def find(analysis: Analysis, gaps: dict[Place, Gap]) -> list[Finding]:
             findings += _together(_slow(part.kind, rows, COST * step), COST_SHARED * step)[:MOST]
     told = {(f.job, f.step, f.worker, f.request_id) for f in findings if f.kind != "slow_request"}
     slow = [f for f in findings if f.kind != "slow_request" or (f.job, f.step, f.worker, f.request_id) not in told]
+    slow = [f for f in slow if f.kind != "slow_turn" or (f.job, f.step, f.replica) not in starved]
     blamed = [_blamed(f, parts) if f.kind == "slow_request" else f for f in slow]
     return [replace(f, **{"replica": None, **analysis.engines.where(f.job, f.replica)}) for f in blamed]
 

@@ -138,10 +138,6 @@ def _of(column: str, part: str) -> pl.Expr:
     return pl.col(column).filter(pl.col("part") == part)
 
 
-# What reaches back over time in which its request could not run.
-_REACHES_BACK = [events.REQUEST_START, events.REQUEST_COMPLETE, events.REQUEST_ABORTED, events.REQUEST_PARKED]
-
-
 def _requests(owned: pl.DataFrame, lines: list[Line]) -> pl.DataFrame:
     ends = owned.filter(pl.col("event") == events.REQUEST_COMPLETE)
     scores = pl.Series("score", [(lines[index].extra or NO_EXTRA).score for index in ends["line"]], pl.Float64)
@@ -155,7 +151,7 @@ def _reduced(owned: pl.DataFrame) -> pl.DataFrame:
     padded = pl.col("event") == events.REQUEST_PADDED
     return owned.group_by(REQUEST_KEY).agg(
         start=pl.col("start").min(),
-        at_work=pl.col("start").filter(~pl.col("event").is_in(_REACHES_BACK)).min(),
+        at_work=pl.col("start").filter(~pl.col("event").is_in(events.REACHING_BACK)).min(),
         parked=pl.col("seconds").filter(pl.col("event") == events.REQUEST_PARKED).sum(),
         stays=pl.col("stay").is_not_null().sum(),
         last=pl.col("end").max(),
