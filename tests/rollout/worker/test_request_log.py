@@ -118,9 +118,8 @@ def test_a_request_that_is_given_up_is_not_told_as_complete(log, error, reason):
 
 
 def test_the_score_is_told_with_the_reward_and_the_request(log):
-    with request_log.request(log, "u_0", 5):
-        with request_log.part("reward_calculation") as told:
-            told["score"] = request_log.scored(0.25)
+    with request_log.request(log, "u_0", 5), request_log.part("reward_calculation") as told:
+        told["score"] = request_log.scored(0.25)
     assert named(log, "reward_calculation")[0]["score"] == 0.25
     assert named(log, "async_rollout_request_complete")[0]["score"] == 0.25
     assert request_log.scored(None) is None

@@ -130,7 +130,9 @@ TABLE: list[Event] = [
         _foreign("interaction_start_pending_state", "the interaction is started, inside pending_state_handling", "request_id"),
         _foreign("main_loop", "all turns of a request", "request_id"),
         _foreign("turn_start", "a turn begins", "request_id, turn"),
-        Event(TURN_PREPROCESS, "from the request's start, or what came before in it, to the turn's engine call", "request_id, turn"),
+        Event(
+            TURN_PREPROCESS, "from the request's start, or what came before in it, to the turn's engine call", "request_id, turn"
+        ),
         _foreign("engine_generate_setup", "sampling parameters are made, inside the engine call", "request_id, turn"),
         Event(
             TURN_ENGINE_CALL,
@@ -333,16 +335,13 @@ POOL_OF_PHASE = {"rollout": "rollout", "sync": "rollout", "validate": "rollout",
 ENCLOSING = {TOTAL_STEP, STEP, PHASE, GENERATE_MONITORED, "engine_async_generate", "barrier", LEASE_HELD}
 
 
-def table() -> str:
-    """What verl_mux writes, as Markdown, for docs/event_log.md."""
-    head = ["| event | logged for | meaning | `extra` | name by |", "| --- | --- | --- | --- | --- |"]
-    rows = [f"| `{e.name}` | {e.level} | {e.meaning} | {e.extra} | {e.origin} |" for e in TABLE if e.written]
-    return "\n".join([*head, *rows])
-
-
-def foreign_table() -> str:
-    """What is read in others' logs besides, as Markdown, for docs/event_log.md."""
-    head = ["| event | logged for | meaning | `extra` |", "| --- | --- | --- | --- |"]
+def table(ours: bool = True) -> str:
+    """What verl_mux writes, or else what is read in others' logs besides; as Markdown, for docs/event_log.md."""
+    if ours:
+        head, rule = "| event | logged for | meaning | `extra` | name by |", "| --- | --- | --- | --- | --- |"
+        rows = [f"| `{e.name}` | {e.level} | {e.meaning} | {e.extra} | {e.origin} |" for e in TABLE if e.written]
+        return "\n".join([head, rule, *rows])
+    head, rule = "| event | logged for | meaning | `extra` |", "| --- | --- | --- | --- |"
     rows = [f"| `{e.name}` | {e.level} | {e.meaning} | {e.extra} |" for e in TABLE if not e.written]
-    more = [f"| `{e.name}` | {e.level} | as above | {e.unwritten} |" for e in TABLE if e.written and e.unwritten]
-    return "\n".join([*head, *rows, *more])
+    rows += [f"| `{e.name}` | {e.level} | as above | {e.unwritten} |" for e in TABLE if e.written and e.unwritten]
+    return "\n".join([head, rule, *rows])

@@ -69,9 +69,7 @@ def request(log: Any, request_id: str, step: int, **extra: Any) -> Iterator[Requ
         yield record
     except BaseException as error:
         reason = "cancelled" if isinstance(error, asyncio.CancelledError) else "failed"
-        record.event(
-            events.REQUEST_ABORTED, time.perf_counter() - started, reason=reason, response_length=record.response_tokens
-        )
+        record.event(events.REQUEST_ABORTED, time.perf_counter() - started, reason=reason, response_length=record.response_tokens)
         raise
     finally:
         current.reset(token)
@@ -133,7 +131,7 @@ class TimedClient:
 
 @contextlib.contextmanager
 def part(name: str, **extra: Any) -> Iterator[dict[str, Any]]:
-    """A part of the current request (tool, reward, ...), logged when it ends with what the block adds; outside of one, nothing."""
+    """A part of the current request (tool, reward, ...), logged at its end with what the block adds; outside of one, nothing."""
     started = time.perf_counter()
     try:
         yield extra

@@ -60,7 +60,8 @@ class Stage(Enum):
 class Response:
     """One sample's response. `report` is called once for each launch, when the round is over for it.
 
-    longest: most tokens of it. step: of the training, at its latest launch. held_by: why it may not generate. engine_request, server: the name of its present stay in an engine, and whose engine that is.
+    longest: most tokens of it. step: of the training, at its latest launch. held_by: why it may not generate.
+    engine_request, server: the name of its present stay in an engine, and whose engine that is.
     """
 
     def __init__(self, group: str, sample: int, report: Callable[[Report], None], calls: list[Call] | None = None) -> None:

@@ -30,7 +30,7 @@ class Sifted:
 
     @cached_property
     def starved(self) -> set[Place]:
-        return set(pools.starved_places(self.analysis))
+        return {(job, step, unit) for job, step, unit in pools.starved_places(self.analysis) if step is not None}
 
     @cached_property
     def ordinary(self) -> pl.DataFrame:

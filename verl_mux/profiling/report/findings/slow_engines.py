@@ -1,8 +1,8 @@
 """Finding `straggler`, where the log knows engines: a replica, or all replicas of a node, that took longer for each token.
 
-A replica is compared with those on other nodes (with all others where there is one node), step by step. More requests at once
-make a token slower too, but not the replica: its tokens a second must be fewer as well. Replicas that stood still or were short of
-KV cache in a step are left to those findings.
+A replica is compared with those on other nodes (with all others where there is one node), step by step. More requests at
+once make a token slower too, but not the replica: its tokens a second must be fewer as well. Replicas that stood still or were
+short of KV cache in a step are left to those findings.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def find(analysis: Analysis, gaps: Collection[Place], starved: Collection[Place]
     seen: dict[tuple[str, int], list[_Judged]] = {}
     for (job, step), replicas in by_step.items():
         for replica in replicas:
-            judged = _judge(job, step, replica, replicas, engines)
-            if judged is not None:
-                seen.setdefault((job, replica), []).append(judged)
-    slow = {place: _slow(judged) for place, judged in seen.items()}
+            beside = _judge(job, step, replica, replicas, engines)
+            if beside is not None:
+                seen.setdefault((job, replica), []).append(beside)
+    slow = {place: _slow(steps) for place, steps in seen.items()}
     return _by_node([together(found) for found in slow.values() if found], engines)
 
 
@@ -130,7 +130,9 @@ def _node_finding(here: list[Finding]) -> Finding:
     worst = max(here, key=lambda finding: finding.seconds)
     replicas = sorted(f.replica for f in here if f.replica is not None)
     ratio = worst.evidence["times_slower"]
-    text = f"node {worst.node}: all its replicas ({', '.join(map(str, replicas))}) took up to {ratio:.1f} times as long for a token"
+    text = (
+        f"node {worst.node}: all its replicas ({', '.join(map(str, replicas))}) took up to {ratio:.1f} times as long for a token"
+    )
     steps = sorted({step for f in here for step in f.evidence["steps"]})
     return replace(
         worst, text=text, advice=ADVICE.format(ratio=ratio, who=f"node {worst.node}", others="other nodes"),

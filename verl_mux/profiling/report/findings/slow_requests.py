@@ -50,8 +50,10 @@ class Part:
 
 
 def find(analysis: Analysis, gaps: dict[Place, Gap], starved: Collection[Place] = ()) -> list[Finding]:
-    """At most MOST of each kind and job, the slowest. `gaps`: the stalls, whose time is taken off who sat through them. Slow turns
-    on engines short of KV cache (`starved`) are that finding's."""
+    """At most MOST of each kind and job, the slowest. `gaps`: the stalls, whose time is taken off who sat through them.
+
+    Slow turns on engines short of KV cache (`starved`) are that finding's.
+    """
     typical = _usual_step(analysis)
     findings: list[Finding] = []
     parts = [Part(part.kind, _without_gaps(part.rows, gaps)) for part in _parts(analysis, gaps)]
@@ -61,9 +63,20 @@ def find(analysis: Analysis, gaps: dict[Place, Gap], starved: Collection[Place] 
             findings += _together(_slow(part.kind, rows, COST * step), COST_SHARED * step)[:MOST]
     told = {(f.job, f.step, f.worker, f.request_id) for f in findings if f.kind != "slow_request"}
     slow = [f for f in findings if f.kind != "slow_request" or (f.job, f.step, f.worker, f.request_id) not in told]
-    slow = [f for f in slow if f.kind != "slow_turn" or (f.job, f.step, f.replica) not in starved]
     blamed = [_blamed(f, parts) if f.kind == "slow_request" else f for f in slow]
+    blamed = [f for f in blamed if f.job not in analysis.engines.jobs or not _is_its_engines(f, gaps, starved)]
     return [replace(f, **{"replica": None, **analysis.engines.where(f.job, f.replica)}) for f in blamed]
+
+
+def _is_its_engines(turn: Finding, gaps: dict[Place, Gap], starved: Collection[Place]) -> bool:
+    """Whether a slow turn sat in an engine that was short of KV cache or stood still."""
+    if turn.kind != "slow_turn" or turn.replica is None or turn.step is None:
+        return False
+    place = (turn.job, turn.step, turn.replica)
+    gap = gaps.get(place)
+    if gap is None or turn.start is None or turn.end is None or place in starved:
+        return place in starved
+    return turn.request_id is not None and overlap((turn.start, turn.end), (gap.start, gap.end)) >= BLAME * gap.seconds
 
 
 def _blamed(whole: Finding, parts: list[Part]) -> Finding:
@@ -233,6 +246,7 @@ def _finding(kind: str, row: dict, expected: float) -> Finding:
     evidence = {"expected_sec": round(expected, 6), "times_expected": round(row["seconds"] / max(expected, 1e-9), 1)}
     return Finding(
         kind, row["job"], row["step"], row["worker"], row["logged"], TEXT[kind].format(**about), ADVICE[kind],
-        request_id=row["request_id"], turn=row["turn"], replica=row["unit"] if kind == "slow_turn" else None, cost_s=row["seconds"] - expected, evidence=evidence,
+        request_id=row["request_id"], turn=row["turn"], replica=row["unit"] if kind == "slow_turn" else None,
+        cost_s=row["seconds"] - expected, evidence=evidence,
         start=None if row["end"] is None else row["end"] - row["logged"], end=row["end"],
     )  # fmt: skip

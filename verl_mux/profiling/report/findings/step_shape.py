@@ -91,7 +91,7 @@ def find_heavy_preprocessing(analysis: Analysis) -> list[Finding]:
 
 
 def find_slow_preparation(analysis: Analysis) -> list[Finding]:
-    """The same for logs that time it by request (`turn_pre_process`): HEAVY or more of the time of requests in the median step."""
+    """The same for logs that time it by request (`turn_pre_process`): HEAVY or more of requests' time in the median step."""
     done = analysis.finished.filter(pl.col("stays") > 0)
     steps = done.group_by("job", "step", maintain_order=True).agg(
         pl.col("preprocess").sum().alias("spent"), pl.col("seconds").sum(), pl.col("preprocess").median().alias("each"),

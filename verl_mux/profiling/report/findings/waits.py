@@ -28,17 +28,17 @@ QUEUE_ADVICE = (
     "where one replica queues and others do not, let requests go to the least loaded one"
 )
 ADVICE = {
-    "tool": "give tool calls a timeout, run more of them at once, cache their results, or start them while the turn still generates",
-    "reward": "compute rewards in more processes (`reward.num_workers`), give them a timeout, or let them overlap the next samples",
+    "tool": "give tool calls a timeout, run more of them at once, cache their results, or start them during the turn",
+    "reward": "compute rewards in more processes (`reward.num_workers`), give them a timeout, let them overlap the next samples",
 }
 LEASE_ADVICE = (
-    "put fewer or better fitting jobs into the co-execution group (`verl-mux plan` says which fit), or give the one that all wait "
-    "for nodes of its own"
+    "put fewer or better fitting jobs into the co-execution group (`verl-mux plan` says which fit), or give the one that "
+    "all wait for nodes of its own"
 )
 
 
 def find_queueing(analysis: Analysis, starved: set[Place]) -> list[Finding]:
-    """One finding a job and replica: QUEUED or more of its stays' time went by before their prefill, though there was KV cache."""
+    """One finding a job and replica: QUEUED or more of its stays' time went by in its queue, though there was KV cache."""
     seen: dict[tuple[str, int], list[Finding]] = {}
     for (job, step, replica), stays in analysis.engines.by_place().items():
         let_in = stays.filter((pl.col("tokens") > 0) & pl.col("queue").is_not_null())
@@ -62,7 +62,7 @@ def _over_steps(found: list[Finding]) -> Finding:
 
 
 def find_part(analysis: Analysis, slow: list[Finding], part: str) -> list[Finding]:
-    """`tool_wait` or `reward_wait`: single requests (from `slow`), and jobs whose requests spend too much on it, or too unevenly."""
+    """`tool_wait` or `reward_wait`: single requests (from `slow`), jobs whose requests spend too much on it, or too unevenly."""
     kind = f"{part}_wait"
     single = [finding for finding in slow if finding.kind == kind]
     told = {(finding.job, finding.step, finding.request_id) for finding in single}
@@ -94,20 +94,22 @@ def _of_job(job: str, rows: pl.DataFrame, kind: str, part: str, each: pl.DataFra
     uneven = float(steps["cost"].sum()) / max(float(steps["total"].sum()), 1e-9)
     unlike = (pl.col("each").fill_null(0.0) >= TIMES * usual) & (more >= COST_OF_UNLIKE * pl.col("total"))
     bad = steps.filter(
-        unlike
-        | (pl.col("cost") >= COST_OF_STEP * pl.col("total"))
-        | (pl.col("spent") >= SHARES[part] * pl.col("seconds"))
+        unlike | (pl.col("cost") >= COST_OF_STEP * pl.col("total")) | (pl.col("spent") >= SHARES[part] * pl.col("seconds"))
     )
     if share >= SHARES[part] or uneven >= COST:
         bad = steps
     if bad.is_empty():
         return []
-    cost = pl.max_horizontal("cost", pl.when(unlike).then(more).otherwise(0.0), pl.when(pl.col("spent") >= SHARES[part] * pl.col("seconds")).then("middle").otherwise(0.0))
+    cost = pl.max_horizontal(
+        "cost",
+        pl.when(unlike).then(more).otherwise(0.0),
+        pl.when(pl.col("spent") >= SHARES[part] * pl.col("seconds")).then("middle").otherwise(0.0),
+    )
     bad = bad.with_columns(cost.alias("cost"))
     worst = bad.sort("cost", descending=True).row(0, named=True)
     text = (
-        f"{part} calls took {100 * share:.0f} % of the requests' time; in step {worst['step']} they cost {worst['cost']:.1f} s of "
-        f"{worst['total']:.1f} s"
+        f"{part} calls took {100 * share:.0f} % of the requests' time; in step {worst['step']} they cost {worst['cost']:.1f} s "
+        f"of {worst['total']:.1f} s"
     )
     evidence = {"share": round(share, 4), "steps": bad["step"].to_list()}
     return [
@@ -152,5 +154,5 @@ def _lease_finding(job: str, bad: list[int], spent: dict[int, float], waits: lis
     return Finding(
         "lease_wait", job, worst, None, spent[worst], text, LEASE_ADVICE, node=nodes[0] if len(nodes) == 1 else None,
         cost_s=sum(spent[step] for step in bad),
-        evidence={"behind": {other: round(seconds, 3) for other, seconds in behind.items()}, "steps": sorted(bad), "nodes": nodes},
+        evidence={"behind": {job: round(seconds, 3) for job, seconds in behind.items()}, "steps": sorted(bad), "nodes": nodes},
     )  # fmt: skip

@@ -23,7 +23,9 @@ _FIELDS = {
     "token_usage": re.compile(r"token usage:\s*([\d.]+)"),
     "tokens_per_sec": re.compile(r"gen throughput \(token/s\):\s*([\d.]+)"),
 }
-SCHEMA = {"job": pl.String, "worker": pl.Int64, "node": pl.String, "step": pl.Int64, "end": pl.Float64} | dict.fromkeys(_FIELDS, pl.Float64)
+SCHEMA = {"job": pl.String, "worker": pl.Int64, "node": pl.String, "step": pl.Int64, "end": pl.Float64} | dict.fromkeys(
+    _FIELDS, pl.Float64
+)
 
 
 def read_engine_log(path: str | Path, worker: int = 0) -> pl.DataFrame:

@@ -17,7 +17,8 @@ def make_requests(tables: Tables, turns: pl.DataFrame) -> pl.DataFrame:
     """A row a request, in order of its end: REQUEST_KEY, start, end, seconds, status, turns, stays, tokens, score, parts, ...
 
     Where stays are logged, `start` is when it began to run, in the step in which it ended, and `seconds` leaves out the time in
-    which it was parked. status: "complete", "aborted", or "open" (its end was never logged; `end` is then its last event). Where a job logs
+    which it was parked. status: "complete", "aborted", or "open" (its end was never logged; `end` is then its last event).
+    Where a job logs
     no ends at all, the last event counts as the end. `turns` is what `make_turns` made of the same tables.
     """
     raw = tables.requests.with_columns(pl.col("completed").is_not_null().any().over("job").alias("ends_logged"))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import fields, replace
-from typing import TypeVar
 
 import polars as pl
 
+from verl_mux.profiling.report.input.reduction import Tables
+
 _MARK = "\x1f"
-_Tables = TypeVar("_Tables")
 
 
 def marked(job: str, run: str) -> pl.Expr:
@@ -21,8 +21,8 @@ def marked(job: str, run: str) -> pl.Expr:
     return pl.when(pl.col(run).is_null()).then(pl.col(job)).otherwise(pl.concat_str(job, run, separator=_MARK)).alias(job)
 
 
-def told_apart(tables: _Tables) -> _Tables:
-    """The same tables (reduction.Tables), every job under the name that people read."""
+def told_apart(tables: Tables) -> Tables:
+    """The same tables, every job under the name that people read."""
     names, begins = _names(tables.totals)
     frames = {field.name: getattr(tables, field.name) for field in fields(tables)}
     renamed = {name: frame.with_columns(pl.col("job").replace(names)) for name, frame in frames.items()}

@@ -9,8 +9,8 @@ import polars as pl
 
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.report.input import engine_log
-from verl_mux.profiling.report.input.request_table import make_requests, make_turns
 from verl_mux.profiling.report.input.reduction import Tables
+from verl_mux.profiling.report.input.request_table import make_requests, make_turns
 from verl_mux.profiling.report.input.run_log import RunLog
 from verl_mux.profiling.report.input.stay_table import make_stays, over_steps
 from verl_mux.profiling.report.measures import completion, engines, pace, shares

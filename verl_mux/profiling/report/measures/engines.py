@@ -24,7 +24,9 @@ def with_unit(frame: pl.DataFrame, stays: pl.DataFrame, key: list[str]) -> pl.Da
         return frame.with_columns(pl.col("worker").alias("unit"))
     known = known.with_columns(pl.col("turn").cast(frame.schema["turn"])) if "turn" in key else known
     longest = known.sort("seconds").group_by(key).agg(pl.col("replica").last().alias("unit"))
-    return frame.join(longest, on=key, how="left", maintain_order="left").with_columns(pl.coalesce("unit", "worker").alias("unit"))
+    return frame.join(longest, on=key, how="left", maintain_order="left").with_columns(
+        pl.coalesce("unit", "worker").alias("unit")
+    )
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Engines:
 
     def by_place(self) -> dict[Place, pl.DataFrame]:
         """Stays by job, step and replica."""
-        return {place: rows for place, rows in self.stays.group_by("job", "step", "replica", maintain_order=True)}
+        return dict(self.stays.group_by("job", "step", "replica", maintain_order=True))
 
     def where(self, job: str, replica: int | None) -> dict[str, Any]:
         """`replica` and `node` for a finding; none where the job's log knows no engines."""

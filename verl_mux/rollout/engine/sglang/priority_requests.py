@@ -50,7 +50,7 @@ def install(tokenizer_manager: Any) -> None:
             answer, told = _answer.get(), output.get("meta_info") or {}
             if answer is not None:
                 answer.update({ours: told.get(theirs) for ours, theirs in OF_ANSWER.items()})
-                answer.update(times.pop(told.get("id"), {}))
+                answer.update(times.pop(str(told.get("id")), {}))
             yield output
 
     async def with_times(received):
