@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.profiling.made_engines import Job, Made, make
-from tests.profiling.made_logs import read_run
+from tests.profiling.made_logs import Lines, read_run
 from verl_mux.profiling.report.findings.all_findings import find_all
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.profiling.report.output.summary import summarise
@@ -118,3 +118,30 @@ def test_the_fault_of_a_random_run_is_named(tmp_path, seed):
     replica = rng.randrange(4)
     told = found(make(tmp_path, seed=seed, over=rng.choice([0.0, 0.5]), slower={replica: rng.uniform(2.0, 3.0)}))
     assert [(f.kind, f.replica) for f in told] == [("straggler", replica)]
+
+
+def waiting(directory, waits: dict[str, list[float]]):
+    """Jobs in turns whose steps take 100 s, so many of which they wait for the lease of their rollout."""
+    for job, seconds in waits.items():
+        for step, wait in enumerate(seconds, 1):
+            lines = Lines(0, step)
+            keys = {"role": "trainer", "job": job}
+            lines.add(100 * step + wait, "lease_wait", wait, {"phase": "rollout", "nodes": ["r0"], "token": step}, **keys)
+            lines.add(100 * step + 99, "phase", 99 - wait, {"phase": "rollout", "nodes": ["r0"], "token": step}, **keys)
+            lines.add(100 * step + 100, "step", 100.0, {}, **keys)
+            lines.write(directory / job / "events" / "trainer")
+    return found(directory)
+
+
+def test_a_job_that_waits_far_more_than_the_other_is_told(tmp_path):
+    (wait,) = waiting(tmp_path, {"a": [80.0] * 4, "b": [5.0] * 4})
+    assert (wait.kind, wait.job, wait.cost_s, wait.node) == ("lease_wait", "a", 320.0, "r0")
+
+
+def test_one_long_wait_is_told_with_its_step(tmp_path):
+    (wait,) = waiting(tmp_path, {"a": [5.0, 6.0, 90.0, 5.0]})
+    assert (wait.kind, wait.step, wait.seconds) == ("lease_wait", 3, 90.0)
+
+
+def test_equal_jobs_in_turns_wait_alike(tmp_path):
+    assert waiting(tmp_path, {"a": [55.0] * 4, "b": [55.0] * 4}) == []

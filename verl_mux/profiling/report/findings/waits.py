@@ -11,6 +11,7 @@ from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.report.findings.completion_gaps import Place
 from verl_mux.profiling.report.findings.finding import Finding
 from verl_mux.profiling.report.measures.analysis import Analysis
+from verl_mux.profiling.report.measures.leases import Leases, Wait
 
 QUEUED = 0.35  # of the time of stays
 MIN_STAYS = 8
@@ -20,6 +21,7 @@ COST, COST_OF_STEP = 0.15, 0.25
 # A step in which all calls took so many times as long as usual must cost less for a finding.
 TIMES, COST_OF_UNLIKE = 3.0, 0.10
 LEASES = 0.5  # of the steps' time
+UNEQUAL = 2.0
 LONG_WAIT = 4.0  # times the usual wait, and half a usual step
 MIN_STEPS = 2
 
@@ -121,27 +123,39 @@ def _of_job(job: str, rows: pl.DataFrame, kind: str, part: str, each: pl.DataFra
 
 
 def find_lease_wait(analysis: Analysis) -> list[Finding]:
-    """One finding a job that waited for leases LEASES of its steps' time or more, or once far longer than it does."""
+    """One finding a job that waited for leases LEASES of its steps' time or more, and UNEQUAL times as much as any other job did:
+    equal jobs in turns wait alike. Or that waited once far longer than it does."""
     steps = analysis.spans.filter((pl.col("event") == events.STEP) & (pl.col("role") == "trainer"))
+    waits_of = {job: _Waits(job, rows, analysis.leases) for (job,), rows in steps.group_by("job", maintain_order=True)}
     findings = []
-    for (job,), rows in steps.group_by("job", maintain_order=True):
-        whole = dict(rows.select("step", "seconds").iter_rows())
-        waits = [wait for wait in analysis.leases.waits if wait.job == job and wait.phase != "init" and wait.step in whole]
-        spent: dict[int, float] = dict.fromkeys(whole, 0.0)
-        for wait in waits:
-            spent[wait.step] += wait.end - wait.start
-        if len(whole) < MIN_STEPS or not waits:
+    for job, mine in waits_of.items():
+        if len(mine.steps) < MIN_STEPS or not mine.waits:
             continue
-        parts = {step: seconds / max(whole[step], 1e-9) for step, seconds in spent.items()}
-        usual_step, usual_wait = float(np.median(list(whole.values()))), float(np.median(list(spent.values())))
-        long = [s for s, t in spent.items() if t >= LONG_WAIT * usual_wait and t - usual_wait >= LEASES * usual_step]
-        bad = list(spent) if float(np.median(list(parts.values()))) >= LEASES else long
+        others = max((it.share for other, it in waits_of.items() if other != job), default=0.0)
+        bad = list(mine.spent) if mine.share >= max(LEASES, UNEQUAL * others) else mine.long()
         if bad:
-            findings.append(_lease_finding(job, bad, spent, waits))
+            findings.append(_lease_finding(job, bad, mine.spent, mine.waits))
     return findings
 
 
-def _lease_finding(job: str, bad: list[int], spent: dict[int, float], waits: list) -> Finding:
+class _Waits:
+    """A job's waits for leases in its steps. steps, spent: seconds of each step, and those of them that it waited."""
+
+    def __init__(self, job: str, rows: pl.DataFrame, leases: Leases) -> None:
+        self.steps = dict(rows.select("step", "seconds").iter_rows())
+        self.waits = [w for w in leases.waits if w.job == job and w.phase != "init" and w.step in self.steps]
+        self.spent: dict[int, float] = dict.fromkeys(self.steps, 0.0)
+        for wait in self.waits:
+            self.spent[wait.step] += wait.end - wait.start
+        self.share = float(np.median([self.spent[s] / max(seconds, 1e-9) for s, seconds in self.steps.items()]))
+
+    def long(self) -> list[int]:
+        """Steps in which it waited far longer than it does."""
+        step, wait = float(np.median(list(self.steps.values()))), float(np.median(list(self.spent.values())))
+        return [s for s, t in self.spent.items() if t >= LONG_WAIT * wait and t - wait >= LEASES * step]
+
+
+def _lease_finding(job: str, bad: list[int], spent: dict[int, float], waits: list[Wait]) -> Finding:
     worst = max(bad, key=spent.__getitem__)
     behind: dict[str, float] = {}
     for wait in (wait for wait in waits if wait.step in bad):
