@@ -30,6 +30,11 @@ def make_requests(tables: Tables, turns: pl.DataFrame) -> pl.DataFrame:
         pl.coalesce("final_tokens", pl.col("engine_tokens").replace(0, None)).alias("tokens"),
         pl.when(pl.col("engine_calls") > 0).then("engine").otherwise("engine_inner").alias("engine"),
         (pl.col("postprocess") - pl.col("tool_parse")).clip(0.0).alias("postprocess"),
+        # Our own finalization holds the reward; that of others follows it.
+        pl.when(pl.col("stays") > 0)
+        .then((pl.col("finalize") - pl.col("reward")).clip(0.0))
+        .otherwise("finalize")
+        .alias("finalize"),
         _turn_count(tables, turns).alias("turns"),
     )
     own = (pl.col("stays") > 0) & pl.col("at_work").is_not_null()

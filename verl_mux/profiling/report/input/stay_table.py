@@ -8,12 +8,12 @@ import polars as pl
 
 from verl_mux.profiling.report.input.reduction import REQUEST_KEY, Tables
 
-STAY_KEY = ["job", "request_id", "stay"]
+STAY_KEY = ["job", "step", "request_id", "stay"]  # a sample that begins again in a later step counts its stays anew
 _FIGURES = ["replica", "node", "queue", "held", "prefill", "decode", "retractions", "version"]
 
 
 def make_stays(tables: Tables) -> pl.DataFrame:
-    """A row a stay, in order of its end: STAY_KEY, step, worker (the agent loop's, null if only the server told of it), turn,
+    """A row a stay, in order of its end: STAY_KEY, worker (the agent loop's, null if only the server told of it), turn,
     start, end, seconds, tokens, cut (it was no end of its turn), _FIGURES; null where neither side says so.
 
     Times are the engine's where its server logged the stay, else its caller's.
@@ -24,7 +24,7 @@ def make_stays(tables: Tables) -> pl.DataFrame:
         pl.coalesce("replica", pl.when(pl.col("seen_by") == "server").then("worker")).alias("replica"),
     )
     first = [pl.col(name).drop_nulls().first() for name in ("worker", *_FIGURES)]
-    times = [pl.col(name).first() for name in ("step", "turn", "start", "end", "seconds", "tokens")]
+    times = [pl.col(name).first() for name in ("turn", "start", "end", "seconds", "tokens")]
     # "server" is sorted before "rollout" below, so that the engine's own times stand first.
     stays = both.sort("seen_by", descending=True).group_by(STAY_KEY, maintain_order=True).agg(*times, *first, pl.col("cut").any())
     return stays.sort("end", *STAY_KEY)
