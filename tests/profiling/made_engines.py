@@ -164,7 +164,9 @@ class Made:
         end = at + work
         if job.stalled and job.stalled[:2] == (step, replica):
             from_ = began + job.stalled[2]
-            end += job.stalled[3] if at < from_ < end else 0.0
+            until = from_ + job.stalled[3]
+            if at < until and end > from_:
+                end += until - max(at, from_)
         if free is not None:
             free[slot] = end
         figures = {"queue_sec": queue, "prefill_sec": prefill, "decode_sec": end - start - queue - prefill}

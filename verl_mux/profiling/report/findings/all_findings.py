@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from verl_mux.profiling.report.findings import pools, slow_engines, stalls, step_shape, stragglers, waits
+from verl_mux.profiling.report.findings import pools, stalls, step_shape, stragglers, waits
 from verl_mux.profiling.report.findings.finding import Finding
 from verl_mux.profiling.report.findings.sifted import Sifted
 from verl_mux.profiling.report.measures.analysis import Analysis
@@ -13,10 +13,8 @@ from verl_mux.profiling.report.measures.analysis import Analysis
 DETECTORS: dict[Callable[[Sifted], list[Finding]], tuple[str, ...]] = {
     lambda run: stalls.find(run.stalls, run.analysis.engines): ("silent_gap",),
     lambda run: [f for f in run.slow if f.kind in ("slow_turn", "slow_request")]: ("slow_turn", "slow_request"),
-    lambda run: [*stragglers.find(run.analysis, run.ordinary), *slow_engines.find(run.analysis, run.stalls, run.starved)]: (
-        "straggler",
-    ),
-    lambda run: step_shape.find_long_tail(run.ordinary): ("long_tail",),
+    lambda run: [*stragglers.find(run.analysis, run.ordinary), *run.slow_engines]: ("straggler",),
+    lambda run: step_shape.find_long_tail(run.of_even_engines): ("long_tail",),
     lambda run: [
         *step_shape.find_heavy_preprocessing(run.analysis),
         *step_shape.find_slow_preparation(run.analysis),

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import polars as pl
 
-from verl_mux.profiling.report.findings import pools, slow_requests, stalls
+from verl_mux.profiling.report.findings import pools, slow_engines, slow_requests, stalls
 from verl_mux.profiling.report.findings.completion_gaps import Gap, Place
 from verl_mux.profiling.report.findings.finding import Finding
 from verl_mux.profiling.report.input.reduction import REQUEST_KEY
@@ -27,6 +27,17 @@ class Sifted:
     @cached_property
     def slow(self) -> list[Finding]:
         return slow_requests.find(self.analysis, self.stalls, self.starved)
+
+    @cached_property
+    def slow_engines(self) -> list[Finding]:
+        return slow_engines.find(self.analysis, self.stalls, self.starved)
+
+    @cached_property
+    def of_even_engines(self) -> pl.DataFrame:
+        """`ordinary`, without what ran on engines that are findings themselves: the shape of the rest is the lengths'."""
+        odd = {(f.job, replica) for f in self.slow_engines for replica in f.evidence.get("replicas", [f.replica])}
+        rows = pl.DataFrame(list(odd), {"job": pl.String, "unit": pl.Int64}, orient="row")
+        return self.ordinary.join(rows, on=["job", "unit"], how="anti", maintain_order="left")
 
     @cached_property
     def starved(self) -> set[Place]:

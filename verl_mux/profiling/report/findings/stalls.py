@@ -60,6 +60,9 @@ def stalls(analysis: Analysis, starved: Collection[Place] = ()) -> dict[Place, G
         if gap and gap.missing >= enough(MISSING, len(ends)) and gap.seconds >= MIN_PART * (ends[-1] - began):
             large[place] = gap
     stood = {place: gap for place, gap in large.items() if _is_stall(place, gap, found, frames[place], analysis)}
+    # Counters say more than completions, which come in bursts where requests of one length run together.
+    known = counter_times(analysis.engines)
+    stood = {place: gap for place, gap in stood.items() if (place[0], place[2]) not in known}
     return {place: gap for place, gap in (silent_engines(analysis.engines) | stood).items() if place not in starved}
 
 
@@ -77,21 +80,31 @@ def _completions(analysis: Analysis) -> pl.DataFrame:
 def silent_engines(engines: Engines) -> dict[Place, Gap]:
     """The longest stretch of each place in which its engine's counters stopped while stays went on through it."""
     found = {}
-    told = engines.counters.group_by("job", "replica").agg(pl.col("end")).rows()
-    times = {(job, replica): np.array(ends) for job, replica, ends in told}
+    times = counter_times(engines)
     for (job, step, replica), stays in engines.by_place().items():
-        began, ended = engines.steps[job, step]
-        ends = times.get((job, replica), np.array([]))
-        last = float(stays["end"].max())
-        ends = np.append(ends[(ends >= began) & (ends < last)], last)  # what is still in it at the step's end is cut off there
-        if len(ends) < MIN_REPORTS:
+        if (job, replica) not in times:
             continue
+        began, ended = engines.steps[job, step]
+        # What is still in it at the step's end is cut off there.
+        first, last = float(stays["start"].min()), float(stays["end"].max())
+        ends = times[job, replica]
+        ends = np.concatenate(([first], ends[(ends > first) & (ends < last)], [last]))
         at = int(np.argmax(np.diff(ends)))
         start, end = float(ends[at]), float(ends[at + 1])
         if end - start >= max(SILENT_S, SILENT_PART * (ended - began)) and _sat_through(stays, start, end):
             before, after = int((stays["end"] <= start).sum()), int((stays["end"] >= end).sum())
             found[job, step, replica] = Gap(start, end, before, after, 0.0, before / max(start - began, 1e-6), 0.0)
     return found
+
+
+def counter_times(engines: Engines) -> dict[tuple[str, int], np.ndarray]:
+    """(job, replica) -> when its counters were written, of engines that write them regularly."""
+    told = engines.counters.group_by("job", "replica").agg(pl.col("end"), pl.col("seconds").median().alias("usual"))
+    return {
+        (job, replica): np.array(ends)
+        for job, replica, ends, usual in told.rows()
+        if len(ends) >= MIN_REPORTS and (usual or 0.0) <= SILENT_S / 2
+    }
 
 
 def _sat_through(stays: pl.DataFrame, start: float, end: float) -> bool:
