@@ -97,4 +97,6 @@ def open_worker_log(settings: WorkerSettings, role: str, worker: int):
 
     if not settings.events_dir:
         return NULL_LOG
-    return EventLog(settings.events_dir, worker=worker, role=role, job=settings.job, every=settings.events_every)
+    return EventLog(
+        settings.events_dir, worker=worker, role=role, job=settings.job, every=settings.events_every, run=settings.uid[:8]
+    )

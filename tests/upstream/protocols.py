@@ -138,6 +138,59 @@ def a_request_carries_a_priority_and_its_answer_the_cached_tokens():
     steps_of(TokenizerManager._handle_batch_output, "meta_info", '"cached_tokens": recv_obj.cached_tokens')
 
 
+def a_scheduler_tells_of_its_queue_and_its_counters():
+    # What rollout/engine/sglang/scheduler_log.py reads in its hooks.
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_runtime_checker_mixin import PoolStats
+    from sglang.srt.mem_cache.base_prefix_cache import EvictResult
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+    from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
+
+    assert list(inspect.signature(Scheduler.get_new_batch_prefill).parameters) == ["self"]
+    prefill, decode = (
+        list(inspect.signature(inspect.unwrap(method)).parameters)
+        for method in (Scheduler.report_prefill_stats, Scheduler.report_decode_stats)
+    )
+    assert prefill[:3] == ["self", "batch", "prefill_stats"]
+    assert decode == ["self", "can_run_cuda_graph", "running_batch", "num_correct_drafts"]
+    steps_of(Scheduler.process_batch_result_decode, "self.report_decode_stats(", "running_batch=batch", "num_correct_drafts=")
+    steps_of(Scheduler.process_batch_result_prefill, "self.report_prefill_stats(", "batch=batch", "prefill_stats=")
+    steps_of(Scheduler.update_running_batch, "retracted_reqs, new_token_ratio, reqs_to_abort = batch.retract_decode(")
+    steps_of(Scheduler.update_running_batch, "_add_request_to_queue(req, is_retracted=True)")
+    steps_of(Scheduler._add_request_to_queue, "set_wait_queue_entry_time()")
+    assert list(inspect.signature(ScheduleBatch.retract_decode).parameters)[0] == "self"
+    assert inspect.signature(RadixCache.evict).return_annotation in (EvictResult, "EvictResult")
+    assert defaults(EvictResult)["num_tokens_evicted"] == 0
+    assert hasattr(PoolStats, "get_kv_token_stats")
+    found = defaults(SchedulerReqTimeStats)
+    for name in ("wait_queue_entry_time", "forward_entry_time", "prefill_finished_time", "completion_time"):
+        assert found[name] == 0.0
+
+
+def a_requests_times_come_with_its_last_tokens():
+    # Without SGLang's metrics they are sent empty: ours go along, under a key that it does not take for a time.
+    import pickle
+
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
+
+    from verl_mux.rollout.engine.sglang.priority_requests import TIMES
+
+    assert SchedulerReqTimeStats().__getstate__() == {}
+    assert not TIMES.endswith("time")
+    stats = SchedulerReqTimeStats()
+    stats.__setstate__({TIMES: {"queue_sec": 0.5}})
+    assert getattr(stats, TIMES) == {"queue_sec": 0.5} and pickle.loads(pickle.dumps(SchedulerReqTimeStats())) is not None
+    assert list(inspect.signature(TokenizerManager._handle_batch_output).parameters) == ["self", "recv_obj"]
+    steps_of(TokenizerManager.handle_loop, "self._handle_batch_output(recv_obj)")
+    steps_of(
+        TokenizerManager._handle_batch_output,
+        "recv_obj.rids", '"id": rid', "recv_obj.finished_reasons[i]", '"num_retractions": recv_obj.retraction_counts[i]',
+    )  # fmt: skip
+    steps_of(TokenizerManager._calculate_spec_decoding_metrics, "spec_num_correct_drafts", "spec_num_proposed_drafts")
+
+
 def a_hook_gets_its_arguments_in_the_order_of_its_type():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

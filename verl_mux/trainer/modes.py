@@ -279,9 +279,9 @@ class PPOTrainerMux(PPOTrainer):
         assert self.phases.lease is not None
         self._move_rollout("wake", ["weights"])
         with self.phases.part(events.SYNC, self.global_steps, version=self._weights) as extra:
-            extra.update(self.rollout_sync.update_weights(self._weights, token=self.phases.lease.token))
-            extra["bytes"] = extra.get("mux/sync/bytes")
-        self._pending_sync_metrics = {k: v for k, v in extra.items() if k.startswith("mux/")}
+            told = self.rollout_sync.update_weights(self._weights, token=self.phases.lease.token)
+            self._pending_sync_metrics = {key: value for key, value in told.items() if key.startswith("mux/")}
+            extra.update(bytes=told.get("mux/sync/bytes"), ranks=told.get("ranks"))
         self._move_rollout("wake", ["kv_cache"])
 
     def _pause(self, lease: Lease) -> Callable[[], None]:

@@ -16,12 +16,21 @@ from verl_mux.profiling.eventlog import events
 ROOT = Path(__file__).parents[3] / "verl_mux"
 # Who logs. Elsewhere (the report, the launcher, the benches) events are read, or logged to be measured.
 WRITERS = ("coordinator", "agent", "trainer", "rollout", "sync", "memory", "profiling/eventlog/log.py")
-# Keys that come from elsewhere: event -> file and function that makes them.
+# Keys that come from elsewhere: event -> files, and the functions or tables there that make them.
+_WHO, _WHERE = ("rollout/engine/stay.py", "keys"), ("rollout/engine/sglang/scheduler_log.py", "__init__")
 HANDED_IN = {
-    events.REQUEST_START: ("rollout/worker/agent_loop.py", "_run_agent_loop"),
-    events.REQUEST_COMPLETE: ("rollout/worker/agent_loop.py", "_run_agent_loop"),
-    events.SYNC: ("sync/manager.py", "update_weights"),
-    events.STEP_REPORT: ("trainer/modes.py", "_compute_metrics"),
+    events.REQUEST_START: [("rollout/worker/agent_loop.py", "_run_agent_loop")],
+    events.REQUEST_COMPLETE: [("rollout/worker/agent_loop.py", "_run_agent_loop")],
+    events.SYNC: [("sync/manager.py", "update_weights")],
+    events.STEP_REPORT: [("trainer/modes.py", "_compute_metrics")],
+    events.ENGINE_QUEUE: [_WHO, _WHERE],
+    events.ENGINE_DECODE: [_WHERE],
+    events.ENGINE_RETRACT: [_WHERE],
+    events.ENGINE_GENERATE: [
+        _WHO,
+        ("rollout/engine/sglang/priority_requests.py", "FIGURES"),
+        ("rollout/engine/sglang/priority_requests.py", "OF_ANSWER"),
+    ],
 }
 LOGGING_CALLS = {"log", "span", "part", "note", "event", "Log", "_log", "_line"}
 
@@ -36,10 +45,17 @@ def written(level: str) -> dict[str, set[str]]:
                 words = found.setdefault(name, set())
                 for part in (call, _target(function, call)) if call is not None else ():
                     words |= _words(part, function, file, frozenset())
-    for name, (path, function) in HANDED_IN.items():
+    for name, path, made_by in ((name, *place) for name, places in HANDED_IN.items() for place in places):
         if name in found:
-            found[name] |= _all_words(_function(ROOT / path, function), ROOT / path, frozenset())
+            found[name] |= _handed_in(ROOT / path, made_by)
     return found
+
+
+def _handed_in(file: Path, name: str) -> set[str]:
+    function = _function(file, name)
+    if function is not None:
+        return _all_words(function, file, frozenset())
+    return {word for value in _assigned(_tree(file), name) for word in _words(value, _tree(file), file, frozenset())}
 
 
 def bare_names(level: str) -> list[str]:

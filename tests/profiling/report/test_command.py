@@ -40,7 +40,7 @@ def test_json_findings_have_the_promised_keys(tmp_path):
     summary = as_json(make_run(tmp_path, Made(slow_rewards={(2, 1, 5): 160.0})))
     (finding,) = summary["findings"]
     assert set(finding) >= {"kind", "step", "worker", "request_id", "seconds", "advice"}
-    assert (finding["kind"], finding["step"], finding["worker"], finding["request_id"]) == ("slow_reward", 2, 1, "2-1-5")
+    assert (finding["kind"], finding["step"], finding["worker"], finding["request_id"]) == ("reward_wait", 2, 1, "2-1-5")
     assert summary["requests"] == 3 * 4 * 64
     assert summary["turns"]["counts"].keys() == {"1", "2"}
     assert 0.5 < summary["completion"]["t80_over_total"] < 1
@@ -55,7 +55,7 @@ def test_tables_tell_findings_shares_jobs_and_bubbles(tmp_path):
 
 def test_a_finding_is_shown_with_its_advice(tmp_path):
     text = call(make_run(tmp_path, Made(slow_rewards={(2, 1, 5): 160.0}))).stdout
-    assert "slow reward" in text
+    assert "reward wait" in text
     assert "2-1-5" in text
 
 

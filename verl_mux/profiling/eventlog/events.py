@@ -27,6 +27,7 @@ REQUEST_ABORTED = "aborted_request_with_cancelled_error"
 REQUEST_PADDED = "aborted_request_with_cancelled_error_padding"
 REQUEST_MIGRATED = "request_migrated"
 REQUEST_REQUEUED = "request_requeued"
+REQUEST_PARKED = "request_parked"
 MIGRATION = "tail_migration"
 
 # One rollout worker's step.
@@ -92,7 +93,6 @@ PLACED = "placed"
 GROUP_PREDICTED = "group_predicted"
 ESTIMATE_ERROR = "estimate_error"
 SLO_AT_RISK = "slo_at_risk"
-RUN = "run"
 
 # An agent (job "agent", role "agent"; `extra.host` says whose).
 DEVICE_MEMORY = "device_memory"
@@ -109,8 +109,8 @@ ABOUT_THE_LOG = (LOG_OPEN, LOG_DROPPED, LOG_COST)
 class Event:
     """One row of the table: what it means, the keys of its `extra`, who logs it, and whose name it is.
 
-    written: False where verl_mux logs none: it is read in others' logs, or has no emitter yet. unwritten: keys of `extra`
-    of which the same is true, of an event that it does log.
+    written: False where verl_mux logs none: it is read in others' logs. unwritten: keys of `extra` of which the same is true,
+    of an event that it does log.
     """
 
     name: str
@@ -135,19 +135,21 @@ TABLE: list[Event] = [
     *_rows(
         "request",
         "sglang",
-        Event(REQUEST_START, "a request begins", "request_id, batch_data_id, session, validate", "prompt_tokens"),
+        Event(REQUEST_START, "a request begins", "request_id, batch_data_id, session, validate"),
         _foreign(PENDING, "set up before the first turn", "request_id"),
         _foreign("tool_creation_pending_state", "tools are made, inside pending_state_handling", "request_id"),
         _foreign("interaction_start_pending_state", "the interaction is started, inside pending_state_handling", "request_id"),
         _foreign("main_loop", "all turns of a request", "request_id"),
         _foreign("turn_start", "a turn begins", "request_id, turn"),
-        _foreign(TURN_PREPROCESS, "from the turn's start to the engine call", "request_id, turn"),
+        Event(
+            TURN_PREPROCESS, "from the request's start, or what came before in it, to the turn's engine call", "request_id, turn"
+        ),
         _foreign("engine_generate_setup", "sampling parameters are made, inside the engine call", "request_id, turn"),
         Event(
             TURN_ENGINE_CALL,
-            "one turn's generation, as the caller waits for it; with rollout control, one stay in an engine",
-            "request_id, turn, prompt_tokens, response_tokens, finish_reason",
-            "replica, queue_sec",
+            "one stay in an engine, as its caller waits for it: a turn's generation, or a part of it where it was cut off",
+            "request_id, turn, stay, prompt_tokens, response_tokens, finish_reason, replica, node, queue_sec, held_sec, version",
+            "generated_tokens",
         ),
         _foreign("engine_async_generate_actual", "the engine's part of turn_engine_call", "request_id, turn"),
         _foreign(TURN_TOOL_PARSING, "tool calls are read from the response", "request_id, turn"),
@@ -158,17 +160,18 @@ TABLE: list[Event] = [
         _foreign("interacting_state", "interaction_response and what goes with it", "request_id, turn"),
         _foreign(TURN_POSTPROCESS, "from the engine's answer to the turn's end", "request_id, turn"),
         _foreign(TURN_END, "a turn is over; duration of all of it", "request_id, turn"),
-        Event(REWARD, "the request's reward is computed", "request_id, turn", "score"),
+        Event(REWARD, "the request's reward is computed", "request_id, turn, score"),
         Event(FINALIZATION, "tokens, masks and padding of the finished request", "request_id, turn"),
         Event(
             REQUEST_COMPLETE,
-            "a request is over; duration from its start",
-            "request_id, batch_data_id, session, validate, finish_reason, turns, response_length",
-            "turn_timings",
+            "a request is over; duration from its start, with all the time in which it was parked",
+            "request_id, batch_data_id, session, validate, finish_reason, turns, stays, response_length, parked_sec, score",
+            "turn_timings, actual_response_tokens",
         ),
         Event(
             REQUEST_ABORTED,
-            "a request was cancelled; duration from its start, not in ours",
+            "a request was cut off (reason `cut off`, an instant: it may go on), or given up (`cancelled`, `failed`); duration, "
+            "where it has one, from its start",
             "request_id, reason, response_length",
         ),
         Event(REQUEST_PADDED, "a cancelled request is replaced by padding", "request_id"),
@@ -177,7 +180,13 @@ TABLE: list[Event] = [
         "request",
         "mux",
         Event(REQUEST_MIGRATED, "a request moved to another replica", "request_id, source, target, tokens"),
-        Event(REQUEST_REQUEUED, "a cut request was put back, to go on in a later step", "request_id, tokens"),
+        Event(REQUEST_REQUEUED, "a request that was cut off goes on, with the tokens it has", "request_id, tokens"),
+        Event(
+            REQUEST_PARKED,
+            "a request could not generate: `not launched` yet, `cut off`, its round's `budget` used up, or begun again after it "
+            "had `failed`; logged in the step in which it goes on",
+            "request_id, turn, reason",
+        ),
     ),
     *_rows(
         "step of a rollout worker",
@@ -207,7 +216,7 @@ TABLE: list[Event] = [
         "step of the trainer",
         "mux",
         Event(PHASE, "a phase under its lease", "phase (init/rollout/train), nodes, token"),
-        Event(LEASE_WAIT, "waiting for the lease of a phase", "phase, nodes, token", "holder"),
+        Event(LEASE_WAIT, "waiting for the lease of a phase", "phase, nodes, token"),
         Event(LEASE_FENCED, "the coordinator did not answer: memory slept, until it was taken up again", "phase, nodes, token"),
         Event(SYNC, "weights go from trainer to rollout", "bytes, version, ranks"),
         Event(SLEEP, "tagged memory is released (an engine's by its server)", "tag, bytes, mapped, node, side (rollout/train)"),
@@ -235,30 +244,43 @@ TABLE: list[Event] = [
     *_rows(
         "server replica",
         "mux",
-        _foreign(ENGINE_QUEUE, "a request waits in the engine before its prefill", "request_id"),
+        Event(
+            ENGINE_QUEUE,
+            "a request waited in the engine's queue, until its prefill; once more for each time it was thrown out",
+            "request_id, turn, stay, replica, node, priority",
+        ),
         Event(
             ENGINE_GENERATE,
-            "a request in the engine, under a name that only the engine knows",
-            "request_id, prompt_tokens, response_tokens, finish, cached_tokens",
+            "one stay in the engine, as its server sees it",
+            "request_id, turn, stay, replica, node, prompt_tokens, response_tokens, finish, version, priority, queue_sec, "
+            "prefill_sec, decode_sec, held_sec, cached_tokens, retractions, drafted_tokens, accepted_tokens",
         ),
-        _foreign(ENGINE_DECODE, "the engine's own counters", "running, queued, token_usage, tokens_per_sec"),
-        _foreign(ENGINE_RETRACT, "the engine threw running requests out for want of KV cache", "requests, token_usage"),
+        Event(
+            ENGINE_DECODE,
+            "the engine's own counters, about once a second while it works; duration: since the ones before, 5 s at most",
+            "replica, node, running, queued, token_usage, tokens_per_sec, prefill_tokens_per_sec, retracted, evicted_tokens",
+        ),
+        Event(
+            ENGINE_RETRACT,
+            "the engine threw running requests out for want of KV cache",
+            "replica, node, requests, token_usage, request_ids",
+        ),
     ),
     *_rows(
         "coordinator",
         "mux",
-        Event(LEASE_WAIT, "a job waited for a lease", "job, phase, nodes, token", "holder"),
+        Event(LEASE_WAIT, "a job waited for a lease", "job, phase, nodes, token"),
         Event(
             LEASE_HELD,
             "a job held a lease; duration from grant to return; `leaving_s` of a filler: since it was told to leave",
             "job, phase, nodes, token, filler, leaving_s",
             "pool",
         ),
-        Event(LEASE_RECLAIMED, "a lease ended without its job's word", "job, phase, nodes, token", "reason"),
+        Event(LEASE_RECLAIMED, "a lease ended without its job's word", "job, phase, nodes, token"),
         Event(MEMORY, "bytes held on a node: this job's by tag, and all jobs' together", "job, node, tags, node_bytes"),
         Event(SEGMENT, "a part of the run begins in which jobs take turns in one manner", "index, mode"),
         Event(STEP_REPORT, "a job told the figures of a step", "job, reward, response_length, tokens, loss, grad_norm"),
-        Event(PHASE_OVERDUE, "a phase takes far longer than such phases of its job did", "job, phase, nodes, token", "reason"),
+        Event(PHASE_OVERDUE, "a phase takes far longer than such phases of its job did", "job, phase, nodes, token"),
         Event(HOST_SEEN, "an agent began to speak, or spoke again", "host, addresses, boot"),
         Event(HOST_GONE, "an agent was not heard for as long as a lease is good", "host"),
         Event(NODE_FENCED, "nobody gets the node from here on", "node, reason"),
@@ -277,7 +299,6 @@ TABLE: list[Event] = [
         Event(GROUP_PREDICTED, "a co-execution group's periods", "group, nodes, order, source, periods, limits, usd_per_hour"),
         Event(ESTIMATE_ERROR, "a phase beside its estimate", "job, phase, source, estimated_s, observed_s, ratio"),
         Event(SLO_AT_RISK, "by corrected estimates a group no longer keeps everybody's SLO", "job, group"),
-        _foreign(RUN, "a run of one or more jobs; duration of all of it", "jobs, pools"),
     ),
     *_rows(
         "agent",
@@ -337,20 +358,23 @@ REQUEST_PARTS = {
     FINALIZATION: "finalize",
 }
 
+# What reaches back over time in which its request could not run, in logs that tell stays.
+REACHING_BACK = (REQUEST_START, REQUEST_COMPLETE, REQUEST_ABORTED, REQUEST_PARKED)
+
 # Which pool a phase's lease is paid for; `init` is no work.
 POOL_OF_PHASE = {"rollout": "rollout", "sync": "rollout", "validate": "rollout", "train": "train"}
 
 # Events that contain others of their own level; shares of a step leave them out.
-ENCLOSING = {TOTAL_STEP, STEP, PHASE, GENERATE_MONITORED, "engine_async_generate", "barrier", RUN, LEASE_HELD}
+ENCLOSING = {TOTAL_STEP, STEP, PHASE, GENERATE_MONITORED, "engine_async_generate", "barrier", LEASE_HELD}
 
 
-def table() -> str:
-    """The table as Markdown, for docs/event_log.md."""
-    head = ["| event | logged for | meaning | `extra` | name by | written by verl_mux |", "| --- | --- | --- | --- | --- | --- |"]
-    return "\n".join([*head, *(_row(event) for event in TABLE)])
-
-
-def _row(event: Event) -> str:
-    extra = f"{event.extra}; not by verl_mux: {event.unwritten}" if event.unwritten else event.extra
-    written = "yes" if event.written else "no"
-    return f"| `{event.name}` | {event.level} | {event.meaning} | {extra} | {event.origin} | {written} |"
+def table(ours: bool = True) -> str:
+    """What verl_mux writes, or else what is read in others' logs besides; as Markdown, for docs/event_log.md."""
+    if ours:
+        head, rule = "| event | logged for | meaning | `extra` | name by |", "| --- | --- | --- | --- | --- |"
+        rows = [f"| `{e.name}` | {e.level} | {e.meaning} | {e.extra} | {e.origin} |" for e in TABLE if e.written]
+        return "\n".join([head, rule, *rows])
+    head, rule = "| event | logged for | meaning | `extra` |", "| --- | --- | --- | --- |"
+    rows = [f"| `{e.name}` | {e.level} | {e.meaning} | {e.extra} |" for e in TABLE if not e.written]
+    rows += [f"| `{e.name}` | {e.level} | as above | {e.unwritten} |" for e in TABLE if e.written and e.unwritten]
+    return "\n".join([head, rule, *rows])

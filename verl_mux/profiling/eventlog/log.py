@@ -76,7 +76,7 @@ class EventLog:
     """One worker's event log. Safe from threads and asyncio; pickles to a log on the same files; survives fork.
 
     max_bytes: a file rotates there. max_total_bytes: what this worker keeps on disk, oldest files go first. every: only steps
-    that are multiples of it are logged; 1 logs all.
+    that are multiples of it are logged; 1 logs all. run: tells this run of the job from others into the same directory.
     """
 
     enabled = True
@@ -91,13 +91,15 @@ class EventLog:
         max_bytes: int = MAX_BYTES,
         max_total_bytes: int = MAX_TOTAL_BYTES,
         every: int = 1,
+        run: str | None = None,
     ) -> None:
         self.step = step
         self.every = every
+        self.run = run
         self.files = LineFiles(Path(directory) / role, worker, max_bytes, max_total_bytes)
-        self._arguments = (os.fspath(directory), worker, role, job, max_bytes, max_total_bytes, every)
+        self._arguments = (os.fspath(directory), worker, role, job, max_bytes, max_total_bytes, every, run)
         self._worker = worker
-        self._bound = {"role": role} | ({} if job is None else {"job": job})
+        self._bound = {"role": role} | {key: value for key, value in (("job", job), ("run", run)) if value is not None}
         self._opened_in = 0
 
     def __reduce__(self):
@@ -189,6 +191,7 @@ class NullLog:
 
     enabled = False
     step = 0
+    run = None
 
     def log(self, *_: Any, **__: Any) -> None:
         pass

@@ -27,6 +27,7 @@ class _Logged(msgspec.Struct):
     step: int | None = None
     role: str | None = None
     job: str | None = None
+    run: str | None = None
 
 
 class Line(msgspec.Struct):
@@ -40,6 +41,7 @@ class Line(msgspec.Struct):
     step: int
     role: str
     job: str
+    run: str | None = None
 
     @property
     def end(self) -> float:
@@ -82,4 +84,5 @@ def _complete(logged: _Logged, file: LogFile) -> Line:
         step=file.step if logged.step is None else logged.step,
         role=file.role if logged.role is None else logged.role,
         job=file.job if logged.job is None else logged.job,
+        run=logged.run,
     )

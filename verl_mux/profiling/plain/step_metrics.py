@@ -32,7 +32,8 @@ def metrics_of_step(log: Any, step: int) -> dict[str, float]:
     began = time.perf_counter()
     log.flush(1.0)
     try:
-        return step_metrics(step_lines(log.files.directory.parent, step))
+        lines = step_lines(log.files.directory.parent, step)
+        return step_metrics(line for line in lines if line.run in (None, log.run))  # an earlier run may have left its own there
     except (OSError, ValueError, OverflowError):  # a time stamp may be of no time
         return {}
     finally:
@@ -64,16 +65,18 @@ def step_lines(directory: str | Path, step: int, max_bytes: int = 64 * 2**20) ->
 
 def _completion(lines: list[Line]) -> dict[str, float]:
     starts, ends, turns, aborted = [], [], [], 0
+    logs_stays = any("stay" in line.extra for line in lines)
     for line in lines:
         if "request_id" not in line.extra or line.extra.get("validate") or line.role == "server":
             continue
         end = line.end
-        starts.append(end - line.seconds)
+        if not (logs_stays and line.event in events.REACHING_BACK):
+            starts.append(end - line.seconds)
         aborted += line.event == events.REQUEST_ABORTED
         if line.event == events.REQUEST_COMPLETE:
             ends.append(end)
             turns += [count for count in [line.extra.get("turns")] if isinstance(count, int)]
-    if not ends:
+    if not ends or not starts:
         return {}
     ends = sorted(end - min(starts) for end in ends)
     found = {f"completion/{name}": ends[max(math.ceil(q * len(ends)) - 1, 0)] for name, q in QUANTILES.items()}

@@ -22,7 +22,7 @@ from verl.utils.rollout_trace import rollout_trace_attr
 from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.messages import Launch, Report, RunningSample
 from verl_mux.rollout.worker.prompt_groups import PromptGroups
-from verl_mux.rollout.worker.request_log import TimedClient, part, request
+from verl_mux.rollout.worker.request_log import TimedClient, part, request, scored
 from verl_mux.rollout.worker.server_client import ResponseClient
 from verl_mux.worker_settings import WorkerSettings, open_worker_log
 
@@ -196,9 +196,10 @@ class MuxAgentLoopWorker(_VerlWorker):
             return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
 
     async def _compute_score(self, outputs, *args, **kwargs) -> None:
-        with part(events.REWARD):
+        with part(events.REWARD) as told:
             await super()._compute_score(outputs, *args, **kwargs)
-        self._groups.score(outputs[-1])
+            self._groups.score(outputs[-1])
+            told["score"] = scored(outputs[-1].reward_score)
 
     async def _agent_loop_postprocess(self, output, *args, **kwargs):
         self._groups.ending(output)

@@ -11,6 +11,7 @@ from typing import Any
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.rollout.messages import Launch, Report, RunningSample
+from verl_mux.rollout.worker import request_log
 from verl_mux.rollout.worker.response import Response, Stage, current, restored, saved
 from verl_mux.rollout.worker.server_client import abort, evacuate
 
@@ -58,7 +59,7 @@ class PromptGroups:
             response = self._responses[launch.group][launch.sample]
             if launch.kept and not launch.restart:
                 self._log(events.REQUEST_REQUEUED, response, tokens=launch.kept)
-            response.launch(launch.kept, launch.budget, launch.longest, launch.priority)
+            response.launch(launch.kept, launch.budget, launch.longest, launch.priority, launch.step)
 
     def cut(self, samples: Iterable[tuple[str, int]]) -> None:
         """Cut samples off, wherever they are."""
@@ -124,7 +125,8 @@ class PromptGroups:
         try:
             while True:
                 try:
-                    await response.wait_launched()
+                    async with request_log.parked(response):
+                        await response.wait_launched()
                     response.begin()
                     result = await run()
                     break

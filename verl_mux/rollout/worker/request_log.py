@@ -1,34 +1,59 @@
 """What happens to one request, turn by turn, in the event log: engine calls, tools, reward, its end.
 
 The agent loops are verl's own. A request is known by a context variable that its asyncio task carries, so the client
-and the tools it calls can say whose time they spent.
+and the tools it calls can say whose time they spent. A turn is the agent loop's; it may take several stays in engines.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl_mux.profiling.eventlog import events
+from verl_mux.rollout.engine.stay import ANSWER, Stay
+from verl_mux.rollout.worker.response import Response
+
+# A wait shorter than this is how tasks take turns.
+PARKED_S = 1e-3
 
 
 @dataclass
 class Request:
-    """One sample on its way. `turns`: engine calls so far."""
+    """One sample on its way.
+
+    step: under which its events are logged: that of its latest launch. turns, stays: so far. score: None before it has one.
+    parked: seconds in which it could not generate, for it was cut off or had not been launched. idle_since: when the last thing
+    that is logged of it ended (time.perf_counter).
+    """
 
     request_id: str
     step: int
     log: Any
     turns: int = 0
+    stays: int = 0
     response_tokens: int = 0
+    parked: float = 0.0
+    score: float | None = None
+    idle_since: float = field(default_factory=time.perf_counter)
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def event(self, name: str, seconds: float, **extra: Any) -> None:
+    def event(self, name: str, seconds: float | None, **extra: Any) -> None:
         self.log.log(name, seconds, extra={"request_id": self.request_id, **extra}, step=self.step)
+
+    def begin_turn(self, turn: int) -> None:
+        """The agent loop asks the engine for its `turn`-th answer."""
+        self.turns = turn
+        self.event(events.TURN_PREPROCESS, time.perf_counter() - self.idle_since, turn=turn)
+
+    def new_stay(self) -> str:
+        """The name of its next stay in an engine."""
+        self.stays += 1
+        return Stay(self.request_id, self.step, self.turns, self.stays).new_name()
 
 
 current: ContextVar[Request | None] = ContextVar("verl_mux_request", default=None)
@@ -39,17 +64,20 @@ def request(log: Any, request_id: str, step: int, **extra: Any) -> Iterator[Requ
     """Everything in the block belongs to this request; its start and its end are logged."""
     record = Request(request_id, step, log, extra=extra)
     token, started = current.set(record), time.perf_counter()
-    log.log(events.REQUEST_START, extra={"request_id": request_id, **extra}, step=step)
-    reason = "failed"
+    record.event(events.REQUEST_START, None, **extra)
     try:
         yield record
-        reason = record.extra.get("finish_reason", "stop")
+    except BaseException as error:
+        reason = "cancelled" if isinstance(error, asyncio.CancelledError) else "failed"
+        record.event(events.REQUEST_ABORTED, time.perf_counter() - started, reason=reason, response_length=record.response_tokens)
+        raise
     finally:
         current.reset(token)
-        record.event(
-            events.REQUEST_COMPLETE, time.perf_counter() - started, **{**record.extra, "finish_reason": reason},
-            turns=record.turns, response_length=record.response_tokens,
-        )  # fmt: skip
+    record.event(
+        events.REQUEST_COMPLETE, time.perf_counter() - started, **{"finish_reason": "stop", **record.extra},
+        turns=record.turns, stays=record.stays, response_length=record.response_tokens, parked_sec=round(record.parked, 6),
+        score=record.score,
+    )  # fmt: skip
 
 
 def note(name: str, seconds: float = 0.0, **extra: Any) -> None:
@@ -59,8 +87,23 @@ def note(name: str, seconds: float = 0.0, **extra: Any) -> None:
         record.event(name, seconds, **extra)
 
 
+@contextlib.asynccontextmanager
+async def parked(response: Response) -> AsyncIterator[None]:
+    """The current request, whose response this is, may not generate in this block. It goes on in the step of its launch."""
+    started = time.perf_counter()
+    yield
+    seconds, record = time.perf_counter() - started, current.get()
+    if record is None:
+        return
+    record.step = response.step or record.step
+    record.idle_since += seconds
+    if seconds >= PARKED_S:
+        record.parked += seconds
+        record.event(events.REQUEST_PARKED, seconds, turn=record.turns, reason=response.held_by)
+
+
 class TimedClient:
-    """verl's server client, one event an engine call. Everything else goes straight through."""
+    """verl's server client, one event a stay in an engine. Everything else goes straight through."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -71,26 +114,38 @@ class TimedClient:
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
         output = await self._client.generate(*args, **kwargs)
+        told = (output.extra_fields or {}).pop(ANSWER, {})
         record = current.get()
         if record is not None:
-            record.turns += 1
             record.response_tokens += len(output.token_ids)
             record.extra["finish_reason"] = output.stop_reason
             record.event(
-                events.TURN_ENGINE_CALL, time.perf_counter() - started, turn=record.turns,
+                events.TURN_ENGINE_CALL, time.perf_counter() - started, turn=record.turns, stay=record.stays,
                 prompt_tokens=len(kwargs.get("prompt_ids", ())), response_tokens=len(output.token_ids),
-                finish_reason=output.stop_reason,
+                finish_reason=output.stop_reason, replica=told.get("replica"), node=told.get("node"),
+                queue_sec=told.get("queue_sec"), held_sec=told.get("held_sec"), version=told.get("version"),
             )  # fmt: skip
+            record.idle_since = time.perf_counter()
         return output
 
 
 @contextlib.contextmanager
-def part(name: str, **extra: Any) -> Iterator[None]:
-    """A part of the current request (tool, reward, ...), logged when it ends; outside of a request, nothing."""
+def part(name: str, **extra: Any) -> Iterator[dict[str, Any]]:
+    """A part of the current request (tool, reward, ...), logged at its end with what the block adds; outside of one, nothing."""
     started = time.perf_counter()
     try:
-        yield
+        yield extra
     finally:
         record = current.get()
         if record is not None:
             record.event(name, time.perf_counter() - started, turn=record.turns, **extra)
+            record.idle_since = time.perf_counter()
+
+
+def scored(score: Any) -> float | None:
+    """The reward of the current request, for its log. None where verl computes it later, or it is no number."""
+    found = float(score) if isinstance(score, (int, float)) else None
+    record = current.get()
+    if record is not None:
+        record.score = found
+    return found

@@ -60,7 +60,8 @@ class Stage(Enum):
 class Response:
     """One sample's response. `report` is called once for each launch, when the round is over for it.
 
-    longest: most tokens of it. engine_request, server: the name of its present stay in an engine, and whose engine that is.
+    longest: most tokens of it. step: of the training, at its latest launch. held_by: why it may not generate.
+    engine_request, server: the name of its present stay in an engine, and whose engine that is.
     """
 
     def __init__(self, group: str, sample: int, report: Callable[[Report], None], calls: list[Call] | None = None) -> None:
@@ -70,6 +71,8 @@ class Response:
         self.budget: int | None = None
         self.longest: int | None = None
         self.priority = 0
+        self.step = 0
+        self.held_by = "not launched"
         self.engine_request: str | None = None
         self.server: Any = None
         self.server_id: str | None = None
@@ -99,8 +102,14 @@ class Response:
         """May it generate?"""
         return self._open.is_set()
 
-    def launch(self, kept: int, budget: int | None, longest: int | None, priority: int) -> None:
+    @property
+    def turn(self) -> int:
+        """Number of the engine call that its agent loop waits for, from 1."""
+        return self._next
+
+    def launch(self, kept: int, budget: int | None, longest: int | None, priority: int, step: int = 0) -> None:
         """Let it generate `budget` more tokens after the first `kept`. One that has ended meanwhile says so at once."""
+        self.step = step
         if not self.ended:
             self.cut_to(kept)
         self.budget, self.longest, self.priority, self.running = budget, longest, priority, True
@@ -121,6 +130,7 @@ class Response:
 
     def fail(self) -> None:
         """Its agent loop raised; another launch lets it try again."""
+        self.held_by = "failed"
         self._open.clear()
         self.stage = Stage.OUTSIDE
         self.say("failed", "failed")
@@ -186,6 +196,7 @@ class Response:
         self.say("done", "length" if self.truncated else "eos")
 
     def _pause(self, why: str) -> None:
+        self.held_by = "cut off" if why == "abort" else "budget"
         self._open.clear()
         self.say("paused", why)
 

@@ -64,11 +64,16 @@ class ResponseClient:
 
     async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any):
         """As verl's. Tokens, log-probs and weight versions are those of all rounds together."""
-        response = current.get()
+        response, record = current.get(), request_log.current.get()
         if response is None:
+            if record is not None:
+                record.begin_turn(record.turns + 1)
+                _engine_request.set(record.new_stay())
             return await self._client.generate(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs)
         prompt_ids = normalize_token_ids(prompt_ids)
         call = response.next_call(list(prompt_ids))
+        if record is not None:
+            record.begin_turn(response.turn)
         limit = self._limit(sampling_params, len(prompt_ids))
         params = {key: value for key, value in sampling_params.items() if key not in _LIMITS}
         while call.stop_reason is None:
@@ -76,7 +81,8 @@ class ResponseClient:
             if room <= 0:
                 call.stop_reason, response.truncated = LENGTH, response.at_longest
                 break
-            await response.may_generate()
+            async with request_log.parked(response):
+                await response.may_generate()
             await self._stay(response, call, request_id, params, room, kwargs)
         return _output(call)
 
@@ -84,9 +90,11 @@ class ResponseClient:
         """One stay in the engine."""
         asked = room if response.budget is None else min(room, response.budget)
         before, response.server_id = response.server_id, None
-        response.engine_request, response.stage, response.server = uuid4().hex, Stage.ENGINE, None
+        record = request_log.current.get()
+        name = uuid4().hex if record is None else record.new_stay()
+        response.engine_request, response.stage, response.server = name, Stage.ENGINE, None
         response.entered = time.perf_counter()
-        token = _engine_request.set(response.engine_request)
+        token = _engine_request.set(name)
         try:
             output = await self._client.generate(
                 request_id, prompt_ids=call.prompt_ids + call.token_ids, sampling_params={**params, "max_tokens": asked},

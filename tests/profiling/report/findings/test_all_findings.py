@@ -32,8 +32,8 @@ def test_the_silent_gap_of_the_seed_is_found_at_its_worker_with_its_length(tmp_p
 def test_a_gap_and_the_two_requests_of_the_seed_are_told_apart(tmp_path):
     made = Made(**LARGE, stalls=STALL, slow_rewards={(67, 0, 5): 150.0}, slow_turns={(67, 0, 9): 150.0})
     told = {finding.kind: finding for finding in found(make_run(tmp_path, made))}
-    assert set(told) == {"silent_gap", "slow_reward", "slow_turn"}
-    assert told["slow_reward"].request_id == "67-0-5"
+    assert set(told) == {"silent_gap", "reward_wait", "slow_turn"}
+    assert told["reward_wait"].request_id == "67-0-5"
     assert (told["slow_turn"].request_id, told["slow_turn"].turn) == ("67-0-9", 2)
     assert told["silent_gap"].seconds == pytest.approx(150.0, abs=0.2)
 
@@ -47,7 +47,7 @@ def test_workers_that_stand_still_together_share_one_finding(tmp_path):
 @pytest.mark.parametrize("tokens", [True, False])
 def test_a_slow_reward_is_found_and_named(tmp_path, tokens):
     (slow,) = found(make_run(tmp_path, Made(slow_rewards={(2, 1, 5): 160.0}, tokens=tokens)))
-    assert (slow.kind, slow.step, slow.worker, slow.request_id) == ("slow_reward", 2, 1, "2-1-5")
+    assert (slow.kind, slow.step, slow.worker, slow.request_id) == ("reward_wait", 2, 1, "2-1-5")
     assert slow.seconds == pytest.approx(160.0, abs=0.1)
 
 
@@ -93,7 +93,7 @@ def test_a_slow_turn_is_found_among_turns_that_waited_for_a_slot(tmp_path):
 def test_a_slow_worker_is_found_in_all_its_steps(tmp_path):
     made = Made(slower={(1, 2): 2.5, (3, 2): 2.5})
     (slow,) = found(make_run(tmp_path, made))
-    assert (slow.kind, slow.worker, slow.evidence["steps"]) == ("straggling_worker", 2, [1, 3])
+    assert (slow.kind, slow.worker, slow.evidence["steps"]) == ("straggler", 2, [1, 3])
     assert "engine was slower" in slow.advice
 
 
@@ -103,7 +103,7 @@ def test_a_worker_that_straggles_in_a_log_without_requests_is_found(tmp_path):
     lines = path.read_text().splitlines()
     slow = [line.replace('"duration_sec": 6', '"duration_sec": 26') if "async_generate" in line else line for line in lines]
     path.write_text("\n".join(slow) + "\n")
-    assert ("straggling_worker", 3) in {(finding.kind, finding.worker) for finding in found(tmp_path)}
+    assert ("straggler", 3) in {(finding.kind, finding.worker) for finding in found(tmp_path)}
 
 
 def test_a_long_tail_is_found_with_advice_on_the_length(tmp_path):
@@ -115,7 +115,7 @@ def test_a_long_tail_is_found_with_advice_on_the_length(tmp_path):
 
 def test_heavy_preprocessing_is_found_with_the_seeds_share(tmp_path):
     (heavy,) = found(make_shares(tmp_path))
-    assert heavy.kind == "heavy_preprocessing"
+    assert heavy.kind == "preprocessing"
     assert heavy.evidence["share"] == pytest.approx(0.1857, abs=1e-4)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 class Finding:
     """One thing that cost time.
 
-    kind: one of those that all_findings.DETECTORS names. step, worker: where (the worst place, if several). seconds: how long
-    the thing itself took, there. lost: seconds it cost all in all, by which findings are ranked. turn: 1 is the first.
+    kind: one of those that all_findings.DETECTORS names. step, replica, node, worker: where (the worst place, if several); None
+    where it is of no one, or the log does not say. seconds: how long the thing itself took, there. cost_s: seconds it cost all in
+    all, by which findings are ranked. turn: 1 is the first.
     """
 
     kind: str
@@ -23,12 +24,14 @@ class Finding:
     advice: str
     request_id: str | None = None
     turn: int | None = None
-    lost: float = 0.0
+    cost_s: float = 0.0
     start: float | None = None
     end: float | None = None
+    replica: int | None = None
+    node: str | None = None
     evidence: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         told = asdict(self)
-        told["seconds"], told["lost"] = round(self.seconds, 6), round(self.lost or self.seconds, 6)
+        told["seconds"], told["cost_s"] = round(self.seconds, 6), round(self.cost_s or self.seconds, 6)
         return told

@@ -14,7 +14,9 @@ UNEVEN = 0.35  # of the time: how much busier one pool is than the other
 THRASHING = 0.20  # of the phases' time
 FULL = 0.95  # of the KV cache
 STARVED = 0.20  # of the engine's reports
-MIN_REPORTS = 10
+MIN_REPORTS = 5  # of an engine in a step
+MIN_OUT = 3  # requests thrown out in a step
+THROWN_OUT = 0.05  # of its stays
 
 
 def find_uneven_pools(analysis: Analysis) -> list[Finding]:
@@ -62,35 +64,59 @@ def find_thrashing(analysis: Analysis) -> list[Finding]:
         findings.append(
             Finding(
                 "thrashing_switches", job, worst["step"], worst["worker"], worst["seconds"], text, advice,
-                lost=spent, evidence=evidence,
+                cost_s=spent, evidence=evidence,
             )
         )  # fmt: skip
     return findings
 
 
+def starved_places(analysis: Analysis) -> dict[tuple[str, int | None, int], dict[str, float]]:
+    """(job, step, replica or worker) -> `reports`, `starved` of them, `out` (requests thrown out), `seconds` of it."""
+    reports = analysis.engine_reports.with_columns(pl.lit(0).alias("out"))
+    thrown = analysis.spans.filter(pl.col("event") == events.ENGINE_RETRACT)
+    stays = {tuple(place): count for *place, count in analysis.engines.stays.group_by("job", "step", "replica").len().rows()}
+    full = ((pl.col("token_usage") >= FULL) & (pl.col("queued") > 0)).fill_null(False)
+    told = reports.group_by("job", "step", "worker").agg(
+        pl.len().alias("reports"), full.sum().alias("starved"),
+        ((pl.col("end").max() - pl.col("end").min()) * full.mean()).alias("seconds"),
+    )  # fmt: skip
+    places = {tuple(place): {"reports": n, "starved": s, "out": 0, "seconds": t or 0.0} for *place, n, s, t in told.rows()}
+    for job, step, worker, out, span in thrown.group_by("job", "step", "worker").agg(
+        pl.col("requests").fill_null(1).sum(), pl.col("end").max() - pl.col("end").min()
+    ).rows():  # fmt: skip
+        it = places.setdefault((job, step, worker), {"reports": 0, "starved": 0, "out": 0, "seconds": 0.0})
+        it["out"], it["seconds"] = out, max(it["seconds"], span)
+    return {place: it for place, it in places.items() if _is_starved(it, stays.get(place, 0))}
+
+
+def _is_starved(it: dict[str, float], stays: int) -> bool:
+    if it["reports"] >= MIN_REPORTS and it["starved"] >= STARVED * it["reports"]:
+        return True
+    return it["out"] >= max(MIN_OUT, THROWN_OUT * stays)
+
+
 def find_kv_starvation(analysis: Analysis) -> list[Finding]:
-    """One finding a job and worker whose engine was full while requests queued, or threw requests out."""
-    findings = []
-    for (job, worker), rows in analysis.engine_reports.group_by("job", "worker", maintain_order=True):
-        starved = rows.filter((pl.col("token_usage") >= FULL) & (pl.col("queued") > 0))
-        if rows.height < MIN_REPORTS or starved.height < STARVED * rows.height:
-            continue
-        text = f"the KV cache was full with requests queued in {starved.height} of {rows.height} reports"
-        findings.append(_starved(job, starved["step"][0], worker, rows, starved, text))
-    retracted = analysis.spans.filter(pl.col("event") == events.ENGINE_RETRACT)
-    told = {(finding.job, finding.worker) for finding in findings}
-    for (job, worker), rows in retracted.group_by("job", "worker", maintain_order=True):
-        if (job, worker) not in told:
-            text = f"the engine threw running requests out {rows.height} times for want of KV cache"
-            findings.append(_starved(job, rows["step"][0], worker, rows, rows, text))
-    return findings
+    """One finding a job and replica whose KV cache was full while requests queued, or whose scheduler threw requests out."""
+    by_engine: dict[tuple[str, int], list[tuple[int | None, dict[str, float]]]] = {}
+    for (job, step, worker), it in starved_places(analysis).items():
+        by_engine.setdefault((job, worker), []).append((step, it))
+    return [_starved(analysis, job, worker, found) for (job, worker), found in by_engine.items()]
 
 
-def _starved(job: str, step: int, worker: int, rows: pl.DataFrame, starved: pl.DataFrame, text: str) -> Finding:
-    span = rows["end"].max() - rows["end"].min()
-    seconds = span * starved.height / max(rows.height, 1)
+def _starved(analysis: Analysis, job: str, worker: int, found: list[tuple[int | None, dict[str, float]]]) -> Finding:
+    step, worst = max(found, key=lambda item: (item[1]["seconds"], item[1]["out"]))
+    where = analysis.engines.where(job, worker)
+    total = {key: sum(it[key] for _, it in found) for key in worst}
+    who = f"replica {worker} on {where['node']}" if where else "the engine"
+    text = f"{who}: the KV cache was full with requests queued in {total['starved']} of {total['reports']} reports"
+    if total["out"]:
+        text += f"; {total['out']} running requests were thrown out"
     advice = (
         "raise the engine's memory fraction, lower the number of running requests or the maximum response length, "
         "or spread the requests over more replicas; what is thrown out is prefilled again"
     )
-    return Finding("kv_starvation", job, step, worker, seconds, text, advice, evidence={"reports": starved.height})
+    evidence = {"reports": total["starved"], "thrown_out": total["out"], "steps": sorted(s for s, _ in found if s is not None)}
+    return Finding(
+        "kv_starvation", job, step, None if where else worker, worst["seconds"], text, advice,
+        cost_s=total["seconds"], evidence=evidence, **where,
+    )  # fmt: skip

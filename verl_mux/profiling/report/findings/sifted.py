@@ -7,7 +7,7 @@ from functools import cached_property
 
 import polars as pl
 
-from verl_mux.profiling.report.findings import slow_requests, stalls
+from verl_mux.profiling.report.findings import pools, slow_engines, slow_requests, stalls
 from verl_mux.profiling.report.findings.completion_gaps import Gap, Place
 from verl_mux.profiling.report.findings.finding import Finding
 from verl_mux.profiling.report.input.reduction import REQUEST_KEY
@@ -22,19 +22,34 @@ class Sifted:
 
     @cached_property
     def stalls(self) -> dict[Place, Gap]:
-        return stalls.stalls(self.analysis)
+        return stalls.stalls(self.analysis, self.starved)
 
     @cached_property
     def slow(self) -> list[Finding]:
-        return slow_requests.find(self.analysis, self.stalls)
+        return slow_requests.find(self.analysis, self.stalls, self.starved)
+
+    @cached_property
+    def slow_engines(self) -> list[Finding]:
+        return slow_engines.find(self.analysis, self.stalls, self.starved)
+
+    @cached_property
+    def of_even_engines(self) -> pl.DataFrame:
+        """`ordinary`, without what ran on engines that are findings themselves: the shape of the rest is the lengths'."""
+        odd = {(f.job, replica) for f in self.slow_engines for replica in f.evidence.get("replicas", [f.replica])}
+        rows = pl.DataFrame(list(odd), {"job": pl.String, "unit": pl.Int64}, orient="row")
+        return self.ordinary.join(rows, on=["job", "unit"], how="anti", maintain_order="left")
+
+    @cached_property
+    def starved(self) -> set[Place]:
+        return {(job, step, unit) for job, step, unit in pools.starved_places(self.analysis) if step is not None}
 
     @cached_property
     def ordinary(self) -> pl.DataFrame:
         """Finished requests without the slow ones, and with the stalls cut out of time."""
         slow = slow_requests.requests_of(self.slow, self.analysis)
         rest = self.analysis.finished.join(slow, on=REQUEST_KEY, how="anti", maintain_order="left")
-        for (job, step, worker), gap in self.stalls.items():
-            here = (pl.col("job") == job) & (pl.col("step") == step) & (pl.col("worker") == worker)
+        for (job, step, unit), gap in self.stalls.items():
+            here = (pl.col("job") == job) & (pl.col("step") == step) & (pl.col("unit") == unit)
             after = here & (pl.col("end") >= gap.end)
             rest = rest.with_columns(pl.when(after).then(pl.col("end") - gap.seconds).otherwise("end").alias("end"))
         return rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from verl_mux.profiling.report.findings.finding import Finding
 from verl_mux.profiling.report.findings.outliers import MIN_COUNT, expected_seconds, isolated
 from verl_mux.profiling.report.input.reduction import REQUEST_KEY
 from verl_mux.profiling.report.measures.analysis import Analysis
+from verl_mux.profiling.report.measures.engines import UNIT
 
 COST = 0.10  # of a step's usual length; a request that lost less is not worth a finding
 COST_SHARED = 0.25  # the same where SHARED or more were slow together: a hiccup of their process that all outlived is none
@@ -20,45 +22,61 @@ MOST = 5  # of each kind and job
 SHARED = 3  # so many requests slowed alike by one gap are that gap's, not abnormal
 MANY = 10
 BLAME = 0.5  # of what a request lost, in one part of it
-MIN_LOCAL = 8  # requests of one worker and step that tell its usual speed
-PLACE = ["job", "step", "worker"]
+MIN_LOCAL = 8  # requests of one place (a replica's or worker's step) that tell its usual speed
+PLACE = UNIT
 
 TEXT = {
     "slow_turn": "turn {turn} of {request_id} spent {seconds:.1f} s in the engine, {expected:.1f} s would be usual",
-    "slow_reward": "the reward of {request_id} took {seconds:.1f} s, {expected:.2g} s would be usual",
-    "slow_tool": "tool calls of {request_id} took {seconds:.1f} s, {expected:.2g} s would be usual",
+    "reward_wait": "the reward of {request_id} took {seconds:.1f} s, {expected:.2g} s would be usual",
+    "tool_wait": "tool calls of {request_id} took {seconds:.1f} s, {expected:.2g} s would be usual",
     "slow_request": "{request_id} took {seconds:.1f} s, {expected:.1f} s would be usual, and no event says on what",
 }
 ADVICE = {
     "slow_turn": "compare the engine's log at that time: queueing, retracted requests, a cold prefix cache, a stall; "
     "cap a turn's new tokens, and abort and requeue what is past a deadline",
-    "slow_reward": "give the reward function a timeout, run it in a process of its own (it may hold the interpreter), "
+    "reward_wait": "give the reward function a timeout, run it in a process of its own (it may hold the interpreter), "
     "and hand it only the part of the response that it reads",
-    "slow_tool": "give tool calls a timeout and bound how many run at once",
+    "tool_wait": "give tool calls a timeout and bound how many run at once",
     "slow_request": "log the parts of a request (turns, tools, reward) to see which one it is",
 }
 
 
 @dataclass(frozen=True)
 class Part:
-    """A kind of finding and the rows it looks for: PLACE, request_id, turn, seconds, end, tokens."""
+    """A kind of finding and the rows it looks for: REQUEST_KEY, unit, turn, seconds, end, tokens."""
 
     kind: str
     rows: pl.DataFrame
 
 
-def find(analysis: Analysis, gaps: dict[Place, Gap]) -> list[Finding]:
-    """At most MOST of each kind and job, the slowest. `gaps`: the stalls, whose time is taken off who sat through them."""
+def find(analysis: Analysis, gaps: dict[Place, Gap], starved: Collection[Place] = ()) -> list[Finding]:
+    """At most MOST of each kind and job, the slowest. `gaps`: the stalls, whose time is taken off who sat through them.
+
+    Slow turns on engines short of KV cache (`starved`) are that finding's.
+    """
     typical = _usual_step(analysis)
     findings: list[Finding] = []
-    parts = [Part(part.kind, _without_gaps(part.rows, gaps)) for part in _parts(analysis)]
+    parts = [Part(part.kind, _without_gaps(part.rows, gaps)) for part in _parts(analysis, gaps)]
     for part in parts:
         for (job,), rows in part.rows.group_by("job", maintain_order=True):
             step = typical.get(job, 0.0)
             findings += _together(_slow(part.kind, rows, COST * step), COST_SHARED * step)[:MOST]
     told = {(f.job, f.step, f.worker, f.request_id) for f in findings if f.kind != "slow_request"}
     slow = [f for f in findings if f.kind != "slow_request" or (f.job, f.step, f.worker, f.request_id) not in told]
-    return [_blamed(f, parts) if f.kind == "slow_request" else f for f in slow]
+    blamed = [_blamed(f, parts) if f.kind == "slow_request" else f for f in slow]
+    blamed = [f for f in blamed if f.job not in analysis.engines.jobs or not _is_its_engines(f, gaps, starved)]
+    return [replace(f, **{"replica": None, **analysis.engines.where(f.job, f.replica)}) for f in blamed]
+
+
+def _is_its_engines(turn: Finding, gaps: dict[Place, Gap], starved: Collection[Place]) -> bool:
+    """Whether a slow turn sat in an engine that was short of KV cache or stood still."""
+    if turn.kind != "slow_turn" or turn.replica is None or turn.step is None:
+        return False
+    place = (turn.job, turn.step, turn.replica)
+    gap = gaps.get(place)
+    if gap is None or turn.start is None or turn.end is None or place in starved:
+        return place in starved
+    return turn.request_id is not None and overlap((turn.start, turn.end), (gap.start, gap.end)) >= BLAME * gap.seconds
 
 
 def _blamed(whole: Finding, parts: list[Part]) -> Finding:
@@ -71,7 +89,7 @@ def _blamed(whole: Finding, parts: list[Part]) -> Finding:
             (pl.col("step") == whole.step) & (pl.col("worker") == whole.worker) & (pl.col("request_id") == whole.request_id)
         )
         for row in own.sort("seconds", descending=True).head(1).iter_rows(named=True):
-            if row["seconds"] - row["expected"] >= BLAME * whole.lost:
+            if row["seconds"] - row["expected"] >= BLAME * whole.cost_s:
                 return _finding(part.kind, row, row["expected"])
     return whole
 
@@ -88,7 +106,7 @@ def _together(found: list[Finding], cost: float) -> list[Finding]:
             shared.append((finding, [finding.request_id]))
         else:
             names.append(finding.request_id)
-    told = [(finding, names) for finding, names in shared if len(names) < SHARED or finding.lost >= cost]
+    told = [(finding, names) for finding, names in shared if len(names) < SHARED or finding.cost_s >= cost]
     return [_with_others(finding, names) for finding, names in told]
 
 
@@ -110,8 +128,8 @@ def _with_others(finding: Finding, names: list[str | None]) -> Finding:
 def held_up(analysis: Analysis) -> pl.DataFrame:
     """REQUEST_KEY of the requests that a reward or tool call held up: their ends say nothing about the engine."""
     slow = []
-    for part in _parts(analysis):
-        if part.kind in ("slow_reward", "slow_tool"):
+    for part in _parts(analysis, {}):
+        if part.kind in ("reward_wait", "tool_wait"):
             for _, rows in part.rows.group_by("job", maintain_order=True):
                 slow += _slow(part.kind, rows.with_columns(pl.col("seconds").alias("logged")), 0.0)
     return requests_of(slow, analysis)
@@ -123,17 +141,47 @@ def requests_of(findings: list[Finding], analysis: Analysis) -> pl.DataFrame:
     return pl.DataFrame(rows, {name: analysis.finished.schema[name] for name in REQUEST_KEY}, orient="row")
 
 
-def _parts(analysis: Analysis) -> list[Part]:
-    done = analysis.finished
-    turns = analysis.turns.join(done.select(REQUEST_KEY), on=REQUEST_KEY, how="semi").rename({"engine": "seconds"})
+def _parts(analysis: Analysis, gaps: dict[Place, Gap]) -> list[Part]:
+    done = _without_stalled_stays(analysis, gaps)
+    turns = _turns(analysis)
     none = [pl.lit(None, pl.Int64).alias("turn"), pl.lit(None, pl.Int64).alias("tokens")]
     reward = done.filter(pl.col("reward") > 0).select(
-        *REQUEST_KEY, none[0], pl.col("reward").alias("seconds"), pl.col("reward_end").alias("end"), none[1]
+        *REQUEST_KEY, "unit", none[0], pl.col("reward").alias("seconds"), pl.col("reward_end").alias("end"), none[1]
     )
-    tool = done.filter(pl.col("tool") > 0).select(*REQUEST_KEY, none[0], pl.col("tool").alias("seconds"), "end", none[1])
-    whole = done.select(*REQUEST_KEY, none[0], "seconds", "end", "tokens")
-    named = {"slow_turn": turns, "slow_reward": reward, "slow_tool": tool, "slow_request": whole}
-    return [Part(kind, rows.select(*REQUEST_KEY, "turn", "seconds", "end", "tokens")) for kind, rows in named.items()]
+    tool = done.filter(pl.col("tool") > 0).select(*REQUEST_KEY, "unit", none[0], pl.col("tool").alias("seconds"), "end", none[1])
+    whole = done.select(*REQUEST_KEY, "unit", none[0], "seconds", "end", "tokens")
+    named = {"slow_turn": turns, "reward_wait": reward, "tool_wait": tool, "slow_request": whole}
+    return [Part(kind, rows.select(*REQUEST_KEY, "unit", "turn", "seconds", "end", "tokens")) for kind, rows in named.items()]
+
+
+def _turns(analysis: Analysis) -> pl.DataFrame:
+    """Turns of finished requests; where the log knows engines, stays, each in its own step, without their time in a queue."""
+    of_engines = pl.col("job").is_in(list(analysis.engines.jobs))
+    turns = analysis.turns.join(analysis.finished.select(REQUEST_KEY), on=REQUEST_KEY, how="semi").rename({"engine": "seconds"})
+    columns = [*REQUEST_KEY, "unit", "turn", "seconds", "end", "tokens"]
+    turns = turns.filter(~of_engines).select(columns)
+    stays = analysis.engines.stays.filter(pl.col("worker").is_not_null() & (pl.col("tokens") > 0)).drop("seconds")
+    return pl.concat([turns, stays.rename({"work": "seconds"}).select(columns).cast(dict(turns.schema))])
+
+
+def _without_stalled_stays(analysis: Analysis, gaps: dict[Place, Gap]) -> pl.DataFrame:
+    """Finished requests; where the log knows engines, without the time that stays of theirs sat in a gap, in whichever step."""
+    stays = analysis.engines.stays
+    if stays.is_empty() or not gaps:
+        return analysis.finished
+    spans = _spans(gaps)
+    shared = pl.min_horizontal("end", "to") - pl.max_horizontal("start", "from")
+    lost = stays.join(spans, on=PLACE).group_by("job", "request_id").agg(shared.clip(0.0).sum().alias("stalled"))
+    done = analysis.finished.join(lost, on=["job", "request_id"], how="left", maintain_order="left")
+    return done.with_columns((pl.col("seconds") - pl.col("stalled").fill_null(0.0)).clip(0.0)).drop("stalled")
+
+
+def _spans(gaps: dict[Place, Gap]) -> pl.DataFrame:
+    return pl.DataFrame(
+        [(*place, gap.start, gap.end) for place, gap in gaps.items()],
+        schema={"job": pl.String, "step": pl.Int64, "unit": pl.Int64, "from": pl.Float64, "to": pl.Float64},
+        orient="row",
+    )
 
 
 def _usual_step(analysis: Analysis) -> dict[str, float]:
@@ -148,11 +196,7 @@ def _without_gaps(rows: pl.DataFrame, gaps: dict[Place, Gap]) -> pl.DataFrame:
     """
     if not gaps:
         return rows.with_columns(pl.col("seconds").alias("logged"))
-    spans = pl.DataFrame(
-        [(*place, gap.start, gap.end) for place, gap in gaps.items()],
-        schema={"job": pl.String, "step": pl.Int64, "worker": pl.Int64, "from": pl.Float64, "to": pl.Float64},
-        orient="row",
-    )
+    spans = _spans(gaps)
     shared = pl.min_horizontal("end", "to") - pl.max_horizontal(pl.col("end") - pl.col("seconds"), "from")
     sat = pl.col("shared") >= 0.5 * (pl.col("to") - pl.col("from"))
     later = pl.col("sat") & (pl.col("turn").fill_null(1) > 1)
@@ -202,6 +246,7 @@ def _finding(kind: str, row: dict, expected: float) -> Finding:
     evidence = {"expected_sec": round(expected, 6), "times_expected": round(row["seconds"] / max(expected, 1e-9), 1)}
     return Finding(
         kind, row["job"], row["step"], row["worker"], row["logged"], TEXT[kind].format(**about), ADVICE[kind],
-        request_id=row["request_id"], turn=row["turn"], lost=row["seconds"] - expected, evidence=evidence,
+        request_id=row["request_id"], turn=row["turn"], replica=row["unit"] if kind == "slow_turn" else None,
+        cost_s=row["seconds"] - expected, evidence=evidence,
         start=None if row["end"] is None else row["end"] - row["logged"], end=row["end"],
     )  # fmt: skip

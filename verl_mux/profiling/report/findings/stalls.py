@@ -1,6 +1,11 @@
-"""Finding `silent_gap`: a worker whose engine stood still in a step, told from gaps between its completions."""
+"""Finding `silent_gap`: an engine that stood still in a step, told from gaps between completions and from its own counters.
+
+A place is (job, step, unit): the unit is a replica where the log says on which one a stay was, and a worker elsewhere.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import numpy as np
 import polars as pl
@@ -19,9 +24,10 @@ from verl_mux.profiling.report.findings.completion_gaps import (
     stalled,
 )
 from verl_mux.profiling.report.findings.finding import Finding
-from verl_mux.profiling.report.findings.slow_requests import PLACE, held_up
+from verl_mux.profiling.report.findings.slow_requests import held_up
 from verl_mux.profiling.report.input.reduction import REQUEST_KEY
 from verl_mux.profiling.report.measures.analysis import Analysis
+from verl_mux.profiling.report.measures.engines import UNIT, Engines
 
 SAME = 0.8  # workers whose gaps share this part of the time stood still together
 # How far the paces of both sides may differ where the log has no tokens. The work after a stall is what was slowest
@@ -29,6 +35,11 @@ SAME = 0.8  # workers whose gaps share this part of the time stood still togethe
 ALIKE_PACE = 8.0
 ALIKE_PACE_WITH_PEERS = 25.0
 PEERS = 3
+HELD_S = 0.5  # a stay that waited longer for its job's lease was not in the engine all the time
+# An engine that works says so once a second; one that says nothing for so long, with requests in it, stands still.
+SILENT_S = 5.0
+MIN_REPORTS = 4
+SILENT_PART = 0.10  # of the step's rollout
 WAVES = 0.6  # of the worker's and its peers' other steps that have such a gap too
 ADVICE = (
     "the engine took no work off its hands here, then went on at the same pace: capture this worker with a GPU profiler "
@@ -36,20 +47,72 @@ ADVICE = (
 )
 
 
-def stalls(analysis: Analysis) -> dict[Place, Gap]:
-    """The gaps in which the engine stood still."""
+def stalls(analysis: Analysis, starved: Collection[Place] = ()) -> dict[Place, Gap]:
+    """The gaps in which the engine stood still; not for want of KV cache, as in the places `starved`."""
     found: dict[Place, Gap | None] = {}
     large: dict[Place, Gap] = {}
     frames: dict[Place, pl.DataFrame] = {}
-    usual = analysis.finished.join(held_up(analysis), on=REQUEST_KEY, how="anti", maintain_order="left")
-    for (job, step, worker), frame in usual.group_by(PLACE, maintain_order=True):
-        place, began, ends = (job, step, worker), frame["start"].min(), np.sort(frame["end"].to_numpy())
+    for (job, step, unit), frame in _completions(analysis).group_by(UNIT, maintain_order=True):
+        place, began, ends = (job, step, unit), frame["start"].min(), np.sort(frame["end"].to_numpy())
         frames[place] = frame
         # A peer's gap is compared by its length, however little of the peer's own time it is.
         gap = found[place] = find_gap(began, ends, ALIKE_MISSING, least_part=0.0)
         if gap and gap.missing >= enough(MISSING, len(ends)) and gap.seconds >= MIN_PART * (ends[-1] - began):
             large[place] = gap
-    return {place: gap for place, gap in large.items() if _is_stall(place, gap, found, frames[place], analysis)}
+    stood = {place: gap for place, gap in large.items() if _is_stall(place, gap, found, frames[place], analysis)}
+    # Counters say more than completions, which come in bursts where requests of one length run together.
+    known = counter_times(analysis.engines)
+    stood = {place: gap for place, gap in stood.items() if (place[0], place[2]) not in known}
+    return {place: gap for place, gap in (silent_engines(analysis.engines) | stood).items() if place not in starved}
+
+
+def _completions(analysis: Analysis) -> pl.DataFrame:
+    """What is completed, by UNIT: stays of engines that the log knows, else requests. start, end, tokens, tool (seconds)."""
+    columns = [*UNIT, "request_id", "start", "end", "tokens", "tool"]
+    engines = analysis.engines
+    stays = engines.stays.filter(~pl.col("cut").fill_null(False) & (pl.col("held").fill_null(0.0) < HELD_S))
+    requests = analysis.finished.filter(~pl.col("job").is_in(list(engines.jobs)))
+    requests = requests.join(held_up(analysis), on=REQUEST_KEY, how="anti", maintain_order="left").select(columns)
+    own = stays.with_columns(pl.lit(0.0).alias("tool")).select(columns).sort("end")
+    return pl.concat([requests, own.cast(dict(requests.schema))])
+
+
+def silent_engines(engines: Engines) -> dict[Place, Gap]:
+    """The longest stretch of each place in which its engine's counters stopped while stays went on through it."""
+    found = {}
+    times = counter_times(engines)
+    for (job, step, replica), stays in engines.by_place().items():
+        if (job, replica) not in times:
+            continue
+        began, ended = engines.steps[job, step]
+        # What is still in it at the step's end is cut off there.
+        first, last = float(stays["start"].min()), float(stays["end"].max())
+        ends = times[job, replica]
+        ends = np.concatenate(([first], ends[(ends > first) & (ends < last)], [last]))
+        at = int(np.argmax(np.diff(ends)))
+        start, end = float(ends[at]), float(ends[at + 1])
+        if end - start >= max(SILENT_S, SILENT_PART * (ended - began)) and _sat_through(stays, start, end):
+            before, after = int((stays["end"] <= start).sum()), int((stays["end"] >= end).sum())
+            found[job, step, replica] = Gap(start, end, before, after, 0.0, before / max(start - began, 1e-6), 0.0)
+    return found
+
+
+def counter_times(engines: Engines) -> dict[tuple[str, int], np.ndarray]:
+    """(job, replica) -> when its counters were written, of engines that write them regularly."""
+    told = engines.counters.group_by("job", "replica").agg(pl.col("end"), pl.col("seconds").median().alias("usual"))
+    return {
+        (job, replica): np.array(ends)
+        for job, replica, ends, usual in told.rows()
+        if len(ends) >= MIN_REPORTS and (usual or 0.0) <= SILENT_S / 2
+    }
+
+
+def _sat_through(stays: pl.DataFrame, start: float, end: float) -> bool:
+    """Was a stay in the engine all the time, and did none end in the middle of it?"""
+    edge = 0.1 * (end - start)
+    free = pl.col("held").fill_null(0.0) < HELD_S
+    through = stays.filter((pl.col("start") <= start + edge) & (pl.col("end") >= end - edge) & free).height
+    return bool(through) and not stays.filter(pl.col("end").is_between(start + edge, end - edge)).height
 
 
 def _is_stall(place: Place, gap: Gap, found: dict, frame: pl.DataFrame, analysis: Analysis) -> bool:
@@ -72,14 +135,14 @@ def _is_stall(place: Place, gap: Gap, found: dict, frame: pl.DataFrame, analysis
 
 def _is_silent(place: Place, gap: Gap, turns: pl.DataFrame) -> bool:
     """No turn ended deep inside the gap, or hardly any."""
-    job, step, worker = place
+    job, step, unit = place
     edge = 0.05 * gap.seconds
-    here = (pl.col("job") == job) & (pl.col("step") == step) & (pl.col("worker") == worker)
+    here = (pl.col("job") == job) & (pl.col("step") == step) & (pl.col("unit") == unit)
     inside = turns.filter(here & pl.col("end").is_between(gap.start + edge, gap.end - edge)).height
     return inside < 0.1 * gap.missing
 
 
-def find(gaps: dict[Place, Gap]) -> list[Finding]:
+def find(gaps: dict[Place, Gap], engines: Engines) -> list[Finding]:
     """One finding a stall; workers that stood still together share one."""
     left = sorted(gaps.items(), key=lambda item: -item[1].seconds)
     findings = []
@@ -87,7 +150,7 @@ def find(gaps: dict[Place, Gap]) -> list[Finding]:
         (place, gap), *left = left
         together = [item for item in left if _same_stall(place, gap, *item)]
         left = [item for item in left if item not in together]
-        findings.append(_finding(place, gap, sorted({place[2], *(other[2] for other, _ in together)})))
+        findings.append(_finding(place, gap, sorted({place[2], *(other[2] for other, _ in together)}), engines))
     return findings
 
 
@@ -96,18 +159,24 @@ def _same_stall(place: Place, gap: Gap, other_place: Place, other: Gap) -> bool:
     return place[:2] == other_place[:2] and shared >= SAME * gap.seconds
 
 
-def _finding(place: Place, gap: Gap, workers: list[int]) -> Finding:
-    job, step, worker = place
+def _finding(place: Place, gap: Gap, units: list[int], engines: Engines) -> Finding:
+    job, step, unit = place
+    where = engines.where(job, unit)
     evidence = {
         "completed_before": gap.before,
         "completed_after": gap.after,
         "per_second_before": round(gap.pace_before, 4),
         "per_second_after": round(gap.pace_after, 4),
         "expected_in_gap": round(gap.missing, 1),
-        "workers": workers,
+        "replicas" if where else "workers": units,
     }
     text = (
         f"{gap.before} requests were done, then none for {gap.seconds:.1f} s, then the other {gap.after} "
         f"({gap.pace_before:.3g} a second before, {gap.pace_after:.3g} after)"
     )
-    return Finding("silent_gap", job, step, worker, gap.seconds, text, ADVICE, start=gap.start, end=gap.end, evidence=evidence)
+    if where:
+        text = f"replica {unit} on {where['node']} stood still: {text}"
+    return Finding(
+        "silent_gap", job, step, None if where else unit, gap.seconds, text, ADVICE,
+        start=gap.start, end=gap.end, evidence=evidence, **where,
+    )  # fmt: skip

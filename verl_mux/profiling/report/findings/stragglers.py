@@ -1,4 +1,5 @@
-"""Finding: a worker whose requests all took longer than those of its peers, so that the others waited for it."""
+"""Finding `straggler`, where the log knows no engines: a worker whose requests all took longer than those of its peers, so that
+the others waited for it. Where it does, see slow_engines.py."""
 
 from __future__ import annotations
 
@@ -25,16 +26,18 @@ ADVICE = (
 def find(analysis: Analysis, ordinary: pl.DataFrame) -> list[Finding]:
     """One finding a job and worker, at its worst step, with all the steps it happened in."""
     seen: dict[tuple[str, int | None], list[Finding]] = {}
+    ordinary = ordinary.filter(~pl.col("job").is_in(list(analysis.engines.jobs)))
     for finding in [*_by_requests(ordinary), *_by_totals(analysis)]:
         seen.setdefault((finding.job, finding.worker), []).append(finding)
-    return [_together(found) for found in seen.values()]
+    return [together(found) for found in seen.values()]
 
 
-def _together(found: list[Finding]) -> Finding:
+def together(found: list[Finding]) -> Finding:
+    """The findings of one place in several steps, as one: its worst step, and what they cost together."""
     worst = max(found, key=lambda finding: finding.seconds)
     evidence = worst.evidence | {"steps": sorted({finding.step for finding in found if finding.step is not None})}
     lost = sum(finding.seconds for finding in found)
-    return Finding(**{**worst.__dict__, "lost": lost, "evidence": evidence})
+    return Finding(**{**worst.__dict__, "cost_s": lost, "evidence": evidence})
 
 
 def _by_requests(ordinary: pl.DataFrame) -> list[Finding]:
@@ -113,4 +116,4 @@ def _by_totals(analysis: Analysis) -> list[Finding]:
 def _finding(job: str, step: int, worker: int, ratio: float, lost: float, reason: str) -> Finding:
     text = f"worker {worker} was {ratio:.1f} times slower than its peers; they waited {lost:.1f} s for it"
     advice = ADVICE.format(ratio=ratio, reason=reason)
-    return Finding("straggling_worker", job, step, worker, lost, text, advice, evidence={"times_slower": round(ratio, 3)})
+    return Finding("straggler", job, step, worker, lost, text, advice, evidence={"times_slower": round(ratio, 3)})

@@ -23,7 +23,9 @@ _FIELDS = {
     "token_usage": re.compile(r"token usage:\s*([\d.]+)"),
     "tokens_per_sec": re.compile(r"gen throughput \(token/s\):\s*([\d.]+)"),
 }
-SCHEMA = {"job": pl.String, "worker": pl.Int64, "step": pl.Int64, "end": pl.Float64} | dict.fromkeys(_FIELDS, pl.Float64)
+SCHEMA = {"job": pl.String, "worker": pl.Int64, "node": pl.String, "step": pl.Int64, "end": pl.Float64} | dict.fromkeys(
+    _FIELDS, pl.Float64
+)
 
 
 def read_engine_log(path: str | Path, worker: int = 0) -> pl.DataFrame:
@@ -34,7 +36,7 @@ def read_engine_log(path: str | Path, worker: int = 0) -> pl.DataFrame:
     with open(path, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if len(line) < 4096 and _DECODE.search(line):
-                rows.append({"job": "", "worker": worker, "step": None, "end": _time(line)} | _fields(line))
+                rows.append({"job": "", "worker": worker, "node": None, "step": None, "end": _time(line)} | _fields(line))
     return pl.DataFrame(rows, schema=SCHEMA)
 
 

@@ -45,6 +45,19 @@ class Extra(msgspec.Struct, gc=False):
     mode: str | None = None
     node_bytes: Int | None = None
     reward: float | None = None
+    stay: Small | None = None
+    replica: Small | None = None
+    queue_sec: float | None = None
+    prefill_sec: float | None = None
+    decode_sec: float | None = None
+    held_sec: float | None = None
+    parked_sec: float | None = None
+    finish: str | None = None
+    finish_reason: str | None = None
+    retractions: Small | None = None
+    requests: Int | None = None
+    tool: str | None = None
+    score: float | None = None
 
 
 class Line(msgspec.Struct, gc=False):
@@ -56,6 +69,7 @@ class Line(msgspec.Struct, gc=False):
     step: Count | None = None
     role: str | None = None
     job: str | None = None
+    run: str | None = None
     request_id: str | Int | None = None  # the sglang logger lets callers put further keys at the top
     turn: Small | float | None = None
 

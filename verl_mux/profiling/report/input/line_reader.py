@@ -21,6 +21,7 @@ import numpy as np
 import polars as pl
 
 from verl_mux.profiling.plain.files import LogFile, printable
+from verl_mux.profiling.report.input import runs
 from verl_mux.profiling.report.input.clock import Where, mend
 from verl_mux.profiling.report.input.faults import Faults
 from verl_mux.profiling.report.input.line import EXTRA_KEYS, EXTRA_TYPES, NO_EXTRA, Extra, Line
@@ -41,11 +42,13 @@ LINE_COLUMNS: dict[str, tuple[Any, str]] = {
     "step": (pl.Int64, "step"),
     "role": (pl.String, "role"),
     "job": (pl.String, "job"),
+    "run": (pl.String, "run"),
 }
 EXTRA_COLUMNS: dict[str, tuple[Any, str]] = {
     "turn": (pl.Float64, "turn"),
     "turns": (pl.Int64, "turns"),
     "validate": (pl.Boolean, "validate"),
+    "stay": (pl.Int64, "stay"),
 }
 TOKENS = ("generated_tokens", "response_tokens", "actual_response_tokens", "response_length")  # the first that is there
 
@@ -182,7 +185,8 @@ def _salvage_extra(extra: dict, where: str, faults: Faults) -> Extra:
 def to_frame(blocks: list[Block], faults: Faults) -> pl.DataFrame:
     """A row an event, files in order: the columns above, with `end` (epoch seconds) for `timestamp`.
 
-    `line` is the row's index among all lines given. Local time is read as UTC, for the format does not say where it was
+    `line` is the row's index among all lines given; `job` is marked with its run (runs.py).
+    Local time is read as UTC, for the format does not say where it was
     local. Where a line is silent, its path speaks. Lines with impossible values are counted and left out.
     """
     files = list(dict.fromkeys(block.file for block in blocks))
@@ -203,6 +207,7 @@ def to_frame(blocks: list[Block], faults: Faults) -> pl.DataFrame:
         index,
         pl.int_range(pl.len()).alias("line"),
     )
+    frame = frame.with_columns(runs.marked("job", "run")).drop("run")
     where = _finder(blocks)
     frame = _drop_impossible(frame.drop("timestamp"), where, faults)
     return mend(frame, files, where, faults).drop("file")

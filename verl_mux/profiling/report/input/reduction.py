@@ -4,6 +4,7 @@
 
 requests  a row a request: when it began and ended, how, its turns and tokens, the seconds of each part
 turns     a row a turn of a request: seconds of its parts, when its engine call ended
+stays     a row a stay of a request in an engine, once as its caller and once as the engine's server saw it
 totals    a row per job, role, step, worker and event: count, seconds, the longest, tokens
 spans     a row per event that no request owns, with what `extra` says: phases, leases, sync, sleep, wake, memory, ...
 
@@ -43,10 +44,28 @@ SPAN_EXTRA = {
     "tokens_per_sec": (pl.Float64, "tokens_per_sec"),
     "mode": (pl.String, "mode"),
     "reward": (pl.Float64, "reward"),
+    "replica": (pl.Int64, "replica"),
+    "requests": (pl.Int64, "requests"),
+}
+# `stays` columns read from extra: column -> (type, field of Extra)
+STAY_EXTRA = {
+    "replica": (pl.Int64, "replica"),
+    "node": (pl.String, "node"),
+    "queue": (pl.Float64, "queue_sec"),
+    "held": (pl.Float64, "held_sec"),
+    "prefill": (pl.Float64, "prefill_sec"),
+    "decode": (pl.Float64, "decode_sec"),
+    "retractions": (pl.Int64, "retractions"),
+    "finish": (pl.String, "finish"),
+    "finish_reason": (pl.String, "finish_reason"),
+    "version": (pl.Int64, "version"),
 }
 _SUMS = {part: pl.col(part).sum() for part in PARTS}
 _REQUEST_MERGE = {
     "start": pl.col("start").min(),
+    "at_work": pl.col("at_work").min(),
+    "parked": pl.col("parked").sum(),
+    "stays": pl.col("stays").sum(),
     "last": pl.col("last").max(),
     "completed": pl.col("completed").max(),
     "aborted": pl.col("aborted").max(),
@@ -57,7 +76,9 @@ _REQUEST_MERGE = {
     "validate": pl.col("validate").any(),
     "reward_end": pl.col("reward_end").max(),
     "engine_calls": pl.col("engine_calls").sum(),
-} | _SUMS
+    **_SUMS,
+    "score": pl.col("score").max(),
+}
 _TURN_MERGE = {
     "engine_end": pl.col("engine_end").max(),
     "turn_tokens": pl.col("turn_tokens").sum(),
@@ -81,6 +102,7 @@ class Tables:
     timings: pl.DataFrame
     totals: pl.DataFrame
     spans: pl.DataFrame
+    stays: pl.DataFrame
 
     @classmethod
     def merge(cls, parts: list[Tables]) -> Tables:
@@ -91,6 +113,7 @@ class Tables:
             pl.concat([part.timings for part in parts]),
             _merge([part.totals for part in parts], TOTAL_KEY, _TOTAL_MERGE),
             pl.concat([part.spans for part in parts]),
+            pl.concat([part.stays for part in parts]),
         )
 
 
@@ -107,19 +130,30 @@ def reduce_events(frame: pl.DataFrame, lines: list[Line]) -> Tables:
     )
     owned = frame.filter(pl.col("request_id").is_not_null() & (pl.col("role") != "server"))
     owned = owned.with_columns(pl.col("event").replace_strict(events.REQUEST_PARTS, default=None).alias("part"))
-    return Tables(_requests(owned), _turns(owned), _timings(owned, lines), _totals(frame), _spans(frame, lines))
+    stays = _stays(frame, lines)
+    return Tables(_requests(owned, lines), _turns(owned), _timings(owned, lines), _totals(frame), _spans(frame, lines), stays)
 
 
 def _of(column: str, part: str) -> pl.Expr:
     return pl.col(column).filter(pl.col("part") == part)
 
 
-def _requests(owned: pl.DataFrame) -> pl.DataFrame:
+def _requests(owned: pl.DataFrame, lines: list[Line]) -> pl.DataFrame:
+    ends = owned.filter(pl.col("event") == events.REQUEST_COMPLETE)
+    scores = pl.Series("score", [(lines[index].extra or NO_EXTRA).score for index in ends["line"]], pl.Float64)
+    scored = ends.select(REQUEST_KEY).with_columns(scores).group_by(REQUEST_KEY).agg(pl.col("score").max())
+    return _reduced(owned).join(scored, on=REQUEST_KEY, how="left", nulls_equal=True)
+
+
+def _reduced(owned: pl.DataFrame) -> pl.DataFrame:
     complete = pl.col("event") == events.REQUEST_COMPLETE
     aborted = pl.col("event") == events.REQUEST_ABORTED
     padded = pl.col("event") == events.REQUEST_PADDED
     return owned.group_by(REQUEST_KEY).agg(
         start=pl.col("start").min(),
+        at_work=pl.col("start").filter(~pl.col("event").is_in(events.REACHING_BACK)).min(),
+        parked=pl.col("seconds").filter(pl.col("event") == events.REQUEST_PARKED).sum(),
+        stays=pl.col("stay").is_not_null().sum(),
         last=pl.col("end").max(),
         completed=pl.col("end").filter(complete).max(),
         aborted=pl.col("end").filter(aborted | padded).max(),
@@ -144,6 +178,18 @@ def _turns(owned: pl.DataFrame) -> pl.DataFrame:
             turn_tokens=_of("tokens", "engine").sum(),
             **{part: _of("seconds", part).sum() for part in TURN_PARTS},
         )
+    )
+
+
+def _stays(frame: pl.DataFrame, lines: list[Line]) -> pl.DataFrame:
+    """`seen_by`: "rollout" or "server". `tokens`: generated in the stay."""
+    called = (pl.col("role") == "rollout") & (pl.col("event") == events.TURN_ENGINE_CALL)
+    served = (pl.col("role") == "server") & (pl.col("event") == events.ENGINE_GENERATE)
+    found = frame.filter(pl.col("request_id").is_not_null() & pl.col("stay").is_not_null() & (called | served))
+    extras = [lines[index].extra or NO_EXTRA for index in found["line"]]
+    kept = found.select(*REQUEST_KEY, pl.col("role").alias("seen_by"), "turn", "stay", "start", "end", "seconds", "tokens")
+    return kept.with_columns(
+        pl.Series(name, [getattr(extra, key) for extra in extras], kind) for name, (kind, key) in STAY_EXTRA.items()
     )
 
 

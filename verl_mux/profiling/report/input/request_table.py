@@ -14,9 +14,11 @@ SHOWN_PARTS = [
 
 
 def make_requests(tables: Tables, turns: pl.DataFrame) -> pl.DataFrame:
-    """A row a request, in order of its end: REQUEST_KEY, start, end, seconds, status, turns, tokens, parts, ...
+    """A row a request, in order of its end: REQUEST_KEY, start, end, seconds, status, turns, stays, tokens, score, parts, ...
 
-    status: "complete", "aborted", or "open" (its end was never logged; `end` is then its last event). Where a job logs
+    Where stays are logged, `start` is when it began to run, in the step in which it ended, and `seconds` leaves out the time in
+    which it was parked. status: "complete", "aborted", or "open" (its end was never logged; `end` is then its last event).
+    Where a job logs
     no ends at all, the last event counts as the end. `turns` is what `make_turns` made of the same tables.
     """
     raw = tables.requests.with_columns(pl.col("completed").is_not_null().any().over("job").alias("ends_logged"))
@@ -28,14 +30,25 @@ def make_requests(tables: Tables, turns: pl.DataFrame) -> pl.DataFrame:
         pl.coalesce("final_tokens", pl.col("engine_tokens").replace(0, None)).alias("tokens"),
         pl.when(pl.col("engine_calls") > 0).then("engine").otherwise("engine_inner").alias("engine"),
         (pl.col("postprocess") - pl.col("tool_parse")).clip(0.0).alias("postprocess"),
+        # Our own finalization holds the reward; that of others follows it.
+        pl.when(pl.col("stays") > 0)
+        .then((pl.col("finalize") - pl.col("reward")).clip(0.0))
+        .otherwise("finalize")
+        .alias("finalize"),
         _turn_count(tables, turns).alias("turns"),
     )
-    frame = frame.with_columns(pl.coalesce("seconds", pl.col("end") - pl.col("start")))
+    own = (pl.col("stays") > 0) & pl.col("at_work").is_not_null()
+    frame = frame.with_columns(
+        pl.when(own).then((pl.coalesce("seconds", pl.col("end") - pl.col("start")) - pl.col("parked")).clip(0.0)).otherwise(
+            pl.coalesce("seconds", pl.col("end") - pl.col("start"))
+        ).alias("seconds"),
+        pl.when(own).then("at_work").otherwise("start").alias("start"),
+    )  # fmt: skip
     accounted = pl.sum_horizontal(part for part in SHOWN_PARTS if part != "other")
     times = ["start", "end", "seconds", "reward_end"]
     return (
         frame.with_columns((pl.col("seconds") - accounted).clip(0.0).alias("other"))
-        .select(*REQUEST_KEY, *times, "status", "turns", "tokens", "validate", *SHOWN_PARTS)
+        .select(*REQUEST_KEY, *times, "status", "turns", "stays", "tokens", "score", "parked", "validate", *SHOWN_PARTS)
         .sort("end", *REQUEST_KEY)
     )
 

@@ -10,6 +10,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from verl_mux.profiling.plain.files import LogFile
+from verl_mux.profiling.report.input import runs
 from verl_mux.profiling.report.input.clock import WHOLE_BYTES
 from verl_mux.profiling.report.input.faults import Faults
 from verl_mux.profiling.report.input.line_reader import Block, read_lines, to_frame
@@ -58,7 +59,7 @@ def read_files(
         run.faults.add(faults)
         advance(size)
     if parts:
-        run.tables = Tables.merge(parts)
+        run.tables = runs.told_apart(Tables.merge(parts))
     return run
 
 

@@ -9,9 +9,11 @@ import polars as pl
 
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.report.input import engine_log
+from verl_mux.profiling.report.input.reduction import Tables
 from verl_mux.profiling.report.input.request_table import make_requests, make_turns
 from verl_mux.profiling.report.input.run_log import RunLog
-from verl_mux.profiling.report.measures import completion, pace, shares
+from verl_mux.profiling.report.input.stay_table import make_stays, over_steps
+from verl_mux.profiling.report.measures import completion, engines, pace, shares
 from verl_mux.profiling.report.measures.leases import Leases, make_leases
 
 
@@ -23,16 +25,36 @@ class Analysis:
     engine_logs: tuple[pl.DataFrame, ...] = ()
 
     @cached_property
+    def tables(self) -> Tables:
+        """As read, each request in one step."""
+        return over_steps(self.run.tables)
+
+    @cached_property
+    def stays(self) -> pl.DataFrame:
+        return make_stays(self.tables)
+
+    @cached_property
     def requests(self) -> pl.DataFrame:
-        return make_requests(self.run.tables, self.turns)
+        """With `unit`: the replica where it was longest, in jobs whose log says that; else its worker."""
+        requests = make_requests(self.tables, self._turns)
+        return engines.with_unit(requests, self.stays, ["job", "request_id"])
 
     @cached_property
     def finished(self) -> pl.DataFrame:
         return completion.finished(self.requests)
 
     @cached_property
+    def _turns(self) -> pl.DataFrame:
+        return make_turns(self.tables)
+
+    @cached_property
     def turns(self) -> pl.DataFrame:
-        return make_turns(self.run.tables)
+        """With `unit`, as of requests."""
+        return engines.with_unit(self._turns, self.stays, ["job", "request_id", "turn"])
+
+    @cached_property
+    def engines(self) -> engines.Engines:
+        return engines.Engines(self.stays, self.spans)
 
     @cached_property
     def spans(self) -> pl.DataFrame:

@@ -32,7 +32,7 @@ def _blocks(summary: dict[str, Any], directory: str) -> Iterator[RenderableType]
         yield Text(f"noticed: {_reasons(read['noticed'])}", style="yellow")
     found = findings_table(summary["findings"]) if summary["input"]["events"] else Text("No events were read: nothing to judge.")
     yield Padding(found, (1, 0, 0, 0))
-    for table in (_jobs, _pools, _shares, _completion, _workers, _turns, _slowest, _engine):
+    for table in (_jobs, _pools, _shares, _completion, _replicas, _nodes, _workers, _turns, _slowest, _engine):
         if (made := table(summary)) is not None:
             yield Padding(made, (1, 0, 0, 0))
 
@@ -60,7 +60,7 @@ def _finding(finding: dict[str, Any]) -> Text:
 
 
 def _where(finding: dict[str, Any]) -> str:
-    named = [("job", finding["job"]), ("step", finding["step"]), ("worker", finding["worker"])]
+    named = [(key, finding[key]) for key in ("job", "step", "node", "replica", "worker")]
     return " ".join(f"{name} {value}" for name, value in named if value not in (None, ""))
 
 
@@ -105,6 +105,30 @@ def _workers(summary: dict[str, Any]) -> Table | None:
         means = [f"{sum(r[k] for r in rows) / len(rows):.2f}" if rows else "" for k in ("p80", "total")]
         rate = summary["engine"]["tokens_per_sec_by_worker"].get(job, {}).get(worker)
         table.add_row(escape(f"{job} {worker}".strip()), f"{wait:.2f}", *means, "" if rate is None else f"{rate:.0f}")
+    return table
+
+
+def _replicas(summary: dict[str, Any]) -> Table | None:
+    return _engines("Replicas", "replica", summary["replicas"])
+
+
+def _nodes(summary: dict[str, Any]) -> Table | None:
+    return _engines("Nodes", "node", summary["nodes"]) if len(summary["nodes"]) > 1 else None
+
+
+def _engines(title: str, by: str, rows: list[dict[str, Any]]) -> Table | None:
+    if not rows:
+        return None
+    other = "nodes" if by == "replica" else "replicas"
+    columns = ("stays", "tokens/s", "ms a token", "in the queue", "KV cache at most", "thrown out")
+    table = _table(title, by, other, *columns)
+    for row in rows[:MAX_ROWS]:
+        pace, usage = row["seconds_per_token"], row["token_usage"]
+        table.add_row(
+            escape(f"{row['job']} {row[by]}".strip()), escape(", ".join(map(str, row[other]))), str(row["stays"]),
+            f"{row['tokens_per_sec'] or 0:.0f}", "" if pace is None else f"{1000 * pace:.1f}", f"{100 * row['queue_part']:.1f} %",
+            "" if usage is None else f"{100 * usage:.0f} %", str(row["retractions"]),
+        )  # fmt: skip
     return table
 
 
@@ -175,7 +199,7 @@ def _waited(name: str, job: dict[str, Any]) -> Text:
 
 def _engine(summary: dict[str, Any]) -> Table | None:
     reports = summary["engine"]["reports"]
-    if not reports:
+    if not reports or summary["replicas"]:
         return None
     table = _table("Engines", "replica", "tokens/s", "best", "KV cache at most", "queued at most")
     for row in reports[:MAX_ROWS]:

@@ -32,6 +32,8 @@ def summarise(analysis: Analysis) -> dict[str, Any]:
         "turns": turn_figures(analysis),
         "slowest_requests": slowest_requests(analysis),
         "engine": engine_figures(analysis),
+        "replicas": analysis.engines.figures("replica"),
+        "nodes": analysis.engines.figures("node"),
         "bubble": bubble_figures(analysis),
         "segments": segment_figures(analysis),
         "throughput": throughput(analysis.leases, analysis.step_ends),

@@ -23,7 +23,8 @@ def activate() -> None:
 
 
 def register() -> None:
-    """`sglang.srt.plugins`: hook the memory saver (bytes per tag, a saver for the CPU), the launch and, on request, the sampler.
+    """`sglang.srt.plugins`: hook the memory saver (bytes per tag, a saver for the CPU), the launch and, on request, the sampler
+    and what the scheduler counts.
 
     Only in the processes of an engine that one of our servers has launched (VERL_MUX_ENGINE is set for it).
     """
@@ -41,6 +42,9 @@ def register() -> None:
     from verl_mux.rollout.engine.launch_gate import wait_at_gate
 
     HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.load_model", wait_at_gate, HookType.BEFORE)
+    from verl_mux.rollout.engine.sglang import scheduler_log
+
+    scheduler_log.register(HookRegistry, HookType)
     if os.environ.get(SEEDED_VARIABLE) == "1":
         from verl_mux.rollout.engine.sglang import seeded_sampling
 

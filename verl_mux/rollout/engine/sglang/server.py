@@ -24,8 +24,10 @@ from verl_mux.places.place import check
 from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.engine.passage import Passage
 from verl_mux.rollout.engine.record import ABORTED, STOPPED
-from verl_mux.rollout.engine.sglang import priority_requests, stop_tokens
+from verl_mux.rollout.engine.sglang import priority_requests, scheduler_log, stop_tokens
 from verl_mux.rollout.engine.sglang.plugin import ENGINE_MARK, SEEDED_VARIABLE
+from verl_mux.rollout.engine.sglang.priority_requests import FIGURES
+from verl_mux.rollout.engine.stay import ANSWER, keys_of, stay_of
 from verl_mux.worker_settings import WorkerSettings, node_of, open_worker_log, pin
 
 _ABORT_AGAIN_S = 0.05
@@ -50,6 +52,7 @@ class MuxSGLangHttpServer(SGLangHttpServer):
         os.environ[ENGINE_MARK] = "1"
         os.environ[DIRECTORY_VARIABLE] = str(self._directory)
         os.environ[SEEDED_VARIABLE] = "1" if self._settings.seeded_sampling else "0"
+        scheduler_log.ask_for(self._settings, self.replica_rank, self._node())
 
     async def sleep(self, tags: list[str] | None = None) -> tuple[str, Moves]:
         """Give device memory back. Idempotent. Returns this server's node, and what moved there."""
@@ -111,20 +114,23 @@ class MuxSGLangHttpServer(SGLangHttpServer):
         self, prompt_ids, sampling_params: dict[str, Any], request_id: str, engine_priority: int = 0, **kwargs
     ) -> TokenOutput:
         """verl's generate, refused without a lease, timed in the event log. engine_priority: higher goes first."""
-        started = time.perf_counter()
+        started, inside = time.perf_counter(), 0.0
         answer: dict[str, Any] = {}
 
         async def stay() -> TokenOutput:
+            nonlocal inside
             if self._states.state is not SleepState.AWAKE:
                 raise RuntimeError(
                     f"request {request_id}: the engine is {self._states.state.value}, the job has no rollout lease"
                 )
             self._running.add(request_id)
+            entered = time.perf_counter()
             try:
                 with priority_requests.priority(engine_priority) as told:
                     output = await generate(prompt_ids, dict(sampling_params), request_id, **kwargs)  # verl empties them
             finally:
                 self._running.discard(request_id)
+                inside += time.perf_counter() - entered
             answer.update(told)
             return output
 
@@ -132,19 +138,25 @@ class MuxSGLangHttpServer(SGLangHttpServer):
         output = await self._passage.through(stay, lambda output: output.stop_reason == ABORTED)
         if output.stop_reason == ABORTED and stop_tokens.has_ended(output.token_ids, sampling_params, self._eos_token_ids):
             output.stop_reason = STOPPED
-        self._events.log(
-            events.ENGINE_GENERATE,
-            time.perf_counter() - started,
-            extra={
-                "request_id": request_id,
-                "prompt_tokens": len(prompt_ids),
-                "response_tokens": len(output.token_ids),
-                "finish": output.stop_reason,
-                "cached_tokens": answer.get("cached_tokens"),
-            },
-            step=(self.global_steps or 0) + 1,
-        )
+        seconds = time.perf_counter() - started
+        answer |= {"finish": output.stop_reason, "held_sec": round(seconds - inside, 6), "priority": engine_priority}
+        self._log_stay(request_id, seconds, len(prompt_ids), output, answer)
         return output
+
+    def _log_stay(self, name: str, seconds: float, prompt_tokens: int, output: TokenOutput, told: dict[str, Any]) -> None:
+        """A request has left: into the event log, and with the answer to whoever gave it its name."""
+        stay = stay_of(name)
+        where = {"replica": self.replica_rank, "node": self._node(), "version": output.extra_fields.get("global_steps")}
+        if told["finish"] == ABORTED and not output.token_ids:
+            told.setdefault("queue_sec", round(seconds - told["held_sec"], 6))  # it never left the queue
+        extra = {
+            **keys_of(name), **where, "prompt_tokens": prompt_tokens, "response_tokens": len(output.token_ids),
+            **{key: told[key] for key in ("finish", "held_sec", "priority", *FIGURES) if told.get(key) is not None},
+        }  # fmt: skip
+        step = (self.global_steps or 0) + 1 if stay is None else stay.step
+        self._events.log(events.ENGINE_GENERATE, seconds, extra=extra, step=step)
+        if stay is not None:
+            output.extra_fields[ANSWER] = {**where, **{key: told.get(key) for key in ("queue_sec", "held_sec")}}
 
     def _node(self) -> str:
         """Servers by rank fill the job's rollout nodes in order."""

@@ -1,0 +1,147 @@
+"""Findings on logs of our own layout: replicas and nodes are named, and modes of rollout are read as what they are."""
+
+import random
+
+import pytest
+
+from tests.profiling.made_engines import Job, Made, make
+from tests.profiling.made_logs import Lines, read_run
+from verl_mux.profiling.report.findings.all_findings import find_all
+from verl_mux.profiling.report.measures.analysis import Analysis
+from verl_mux.profiling.report.output.summary import summarise
+
+
+def analysis(directory) -> Analysis:
+    return Analysis(read_run(directory))
+
+
+def found(directory):
+    return find_all(analysis(directory))
+
+
+def test_a_slow_replica_is_a_straggler_and_no_long_tail(tmp_path):
+    (slow,) = found(make(tmp_path, slower={2: 2.5}))
+    assert (slow.kind, slow.replica, slow.node, slow.worker) == ("straggler", 2, "r1", None)
+    assert slow.evidence["steps"] == [1, 2, 3, 4] and slow.cost_s > slow.seconds > 5
+
+
+def test_one_of_two_replicas_is_found_too(tmp_path):
+    (slow,) = found(make(tmp_path, slower={1: 2.5}, replicas=2, nodes=1, requests=48))
+    assert (slow.kind, slow.replica, slow.node) == ("straggler", 1, "r0")
+
+
+def test_a_slow_node_is_one_finding_of_the_node(tmp_path):
+    (slow,) = found(make(tmp_path, slower={2: 2.0, 3: 2.1}))
+    assert (slow.kind, slow.node, slow.evidence["replicas"]) == ("straggler", "r1", [2, 3])
+
+
+def test_a_stalled_replica_is_blamed_and_not_a_worker(tmp_path):
+    (gap,) = found(make(tmp_path, stalled=(3, 0, 6.0, 150.0)))
+    assert (gap.kind, gap.step, gap.replica, gap.node, gap.worker) == ("silent_gap", 3, 0, "r0", None)
+    assert gap.seconds == pytest.approx(150, abs=3)
+
+
+def test_few_requests_are_enough_where_the_engines_counters_stop(tmp_path):
+    (gap,) = found(make(tmp_path, stalled=(2, 1, 6.0, 20.0), requests=16, replicas=2))
+    assert (gap.kind, gap.step, gap.replica) == ("silent_gap", 2, 1)
+
+
+def test_kv_starvation_comes_from_the_engines_own_counters(tmp_path):
+    (starved,) = found(make(tmp_path, starved={(2, 3)}))
+    assert (starved.kind, starved.step, starved.replica, starved.node) == ("kv_starvation", 2, 3, "r1")
+    assert starved.seconds > 5
+
+
+@pytest.mark.parametrize(("part", "keys"), [("tool", {"slow_tools": {2}, "turns": 2}), ("reward", {"slow_rewards": {2}})])
+def test_slow_tools_and_rewards_are_found_in_their_step(tmp_path, part, keys):
+    (slow,) = found(make(tmp_path, **keys))
+    assert (slow.kind, slow.step) == (f"{part}_wait", 2)
+    assert slow.seconds > 1
+
+
+def test_requests_that_wait_in_the_engines_queues(tmp_path):
+    told = found(make(tmp_path, slots=6))
+    assert {(finding.kind, finding.replica) for finding in told} == {("queueing", replica) for replica in range(4)}
+
+
+def test_turns_that_take_long_to_prepare(tmp_path):
+    (slow,) = found(make(tmp_path, prepare=6.0))
+    assert slow.kind == "preprocessing" and slow.seconds > 4
+
+
+HEALTHY = {
+    "plain": {},
+    "multi-turn": {"turns": 3},
+    "over-sampled": {"over": 0.5},
+    "over-sampled, multi-turn": {"over": 0.25, "turns": 2},
+    "segmented": {"segment": 128},
+    "over-sampled in segments": {"segment": 128, "over": 0.5},
+    "multiplexed": {"away": 60.0, "over": 0.5},
+}
+
+
+@pytest.mark.parametrize("mode", HEALTHY)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_healthy_run_of_every_mode_has_no_findings(tmp_path, mode, seed):
+    assert [(f.kind, f.text) for f in found(make(tmp_path, seed=seed, **HEALTHY[mode]))] == []
+
+
+def test_turns_are_turns_and_parked_time_is_no_request_time(tmp_path):
+    report = summarise(analysis(make(tmp_path, over=0.5, away=100.0)))
+    assert report["turns"]["counts"].keys() == {"1"}
+    assert report["completion"]["total"] < 30 and report["completion"]["p99"] < 30
+    assert max(request["seconds"] for request in report["slowest_requests"]) < 50
+
+
+def test_replicas_and_nodes_are_views(tmp_path):
+    report = summarise(analysis(make(tmp_path, slower={2: 2.5})))
+    assert [(row["replica"], row["nodes"]) for row in report["replicas"]] == [(0, ["r0"]), (1, ["r0"]), (2, ["r1"]), (3, ["r1"])]
+    pace = [row["seconds_per_token"] for row in report["replicas"]]
+    assert pace[2] > 2 * max(pace[:2])
+    assert [row["node"] for row in report["nodes"]] == ["r0", "r1"]
+    (finding,) = report["findings"]
+    assert {"kind", "step", "replica", "node", "worker", "request_id", "seconds", "cost_s", "text"} <= finding.keys()
+
+
+def test_two_runs_in_one_folder_are_told_apart(tmp_path):
+    Made(tmp_path, Job(steps=3), run="11111111")
+    Made(tmp_path, Job(steps=3, seed=1, slower={2: 2.5}), run="22222222", began=3600.0)
+    report = summarise(analysis(tmp_path))
+    assert report["steps"] == 6 and report["requests"] == 6 * 96
+    assert [(f["kind"], f["job"]) for f in report["findings"]] == [("straggler", "a (run 2)")]
+    assert {row["job"] for row in report["completion"]["per_step"]} == {"a (run 1)", "a (run 2)"}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_fault_of_a_random_run_is_named(tmp_path, seed):
+    rng = random.Random(seed)
+    replica = rng.randrange(4)
+    told = found(make(tmp_path, seed=seed, over=rng.choice([0.0, 0.5]), slower={replica: rng.uniform(2.0, 3.0)}))
+    assert [(f.kind, f.replica) for f in told] == [("straggler", replica)]
+
+
+def waiting(directory, waits: dict[str, list[float]]):
+    """Jobs in turns whose steps take 100 s, so many of which they wait for the lease of their rollout."""
+    for job, seconds in waits.items():
+        for step, wait in enumerate(seconds, 1):
+            lines = Lines(0, step)
+            keys = {"role": "trainer", "job": job}
+            lines.add(100 * step + wait, "lease_wait", wait, {"phase": "rollout", "nodes": ["r0"], "token": step}, **keys)
+            lines.add(100 * step + 99, "phase", 99 - wait, {"phase": "rollout", "nodes": ["r0"], "token": step}, **keys)
+            lines.add(100 * step + 100, "step", 100.0, {}, **keys)
+            lines.write(directory / job / "events" / "trainer")
+    return found(directory)
+
+
+def test_a_job_that_waits_far_more_than_the_other_is_told(tmp_path):
+    (wait,) = waiting(tmp_path, {"a": [80.0] * 4, "b": [5.0] * 4})
+    assert (wait.kind, wait.job, wait.cost_s, wait.node) == ("lease_wait", "a", 320.0, "r0")
+
+
+def test_one_long_wait_is_told_with_its_step(tmp_path):
+    (wait,) = waiting(tmp_path, {"a": [5.0, 6.0, 90.0, 5.0]})
+    assert (wait.kind, wait.step, wait.seconds) == ("lease_wait", 3, 90.0)
+
+
+def test_equal_jobs_in_turns_wait_alike(tmp_path):
+    assert waiting(tmp_path, {"a": [55.0] * 4, "b": [55.0] * 4}) == []

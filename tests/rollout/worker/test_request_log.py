@@ -1,0 +1,125 @@
+"""What a request's events say: turns are the agent loop's, stays are numbered through, parked time is told apart."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from verl_mux.profiling.eventlog.log import EventLog
+from verl_mux.rollout.engine.stay import ANSWER, stay_of
+from verl_mux.rollout.worker import request_log, server_client
+from verl_mux.rollout.worker.response import Response, current
+from verl_mux.rollout.worker.server_client import ResponseClient
+
+CONFIG = SimpleNamespace(response_length=64, prompt_length=64)
+
+
+class Engine:
+    """Answers with `tokens` of what is asked for, at most; keeps the names it was asked under."""
+
+    def __init__(self, *answers: tuple[int, str]) -> None:
+        self.answers, self.names = list(answers), []
+
+    async def generate(self, request_id, *, prompt_ids, sampling_params, **kwargs):
+        self.names.append(server_client._engine_request.get())
+        count, reason = self.answers.pop(0)
+        extra = {"global_steps": 3, ANSWER: {"replica": 1, "node": "r1", "queue_sec": 0.5, "held_sec": 0.0, "version": 3}}
+        return SimpleNamespace(token_ids=[1] * count, log_probs=None, stop_reason=reason, extra_fields=extra)
+
+
+@pytest.fixture
+def log(tmp_path):
+    return EventLog(tmp_path, worker=0, role="rollout", job="a")
+
+
+def events(log) -> list[dict]:
+    log.flush()
+    found = [json.loads(line) for path in log.files.directory.rglob("*.jsonl") for line in path.read_text().splitlines()]
+    return [line for line in found if not line["event"].startswith("log_")]
+
+
+def named(log, name: str) -> list[dict]:
+    return [{**line["extra"], "at": line["step"]} for line in events(log) if line["event"] == name]
+
+
+def client(engine) -> ResponseClient:
+    return ResponseClient(request_log.TimedClient(engine), CONFIG)
+
+
+async def ask(of: ResponseClient, prompt=(1, 2)):
+    return await of.generate("sticky", prompt_ids=list(prompt), sampling_params={})
+
+
+def test_a_plain_request_has_a_stay_a_turn(log):
+    engine = Engine((4, "stop"), (6, "stop"))
+
+    async def run():
+        with request_log.request(log, "u_0", 5, validate=False):
+            for _turn in range(2):
+                output = await ask(client(engine))
+                assert ANSWER not in output.extra_fields
+
+    asyncio.run(run())
+    calls = named(log, "turn_engine_call")
+    assert [(c["turn"], c["stay"], c["replica"], c["node"], c["queue_sec"], c["version"]) for c in calls] == [
+        (1, 1, 1, "r1", 0.5, 3),
+        (2, 2, 1, "r1", 0.5, 3),
+    ]
+    assert [stay_of(name) for name in engine.names] == [("u_0", 5, 1, 1), ("u_0", 5, 2, 2)]
+    (done,) = named(log, "async_rollout_request_complete")
+    assert (done["turns"], done["stays"], done["response_length"], done["parked_sec"]) == (2, 2, 10, 0.0)
+    assert [it["turn"] for it in named(log, "turn_pre_process")] == [1, 2]
+
+
+def test_a_turn_that_is_cut_off_goes_on_as_the_same_turn_in_the_step_of_its_launch(log):
+    engine = Engine((4, "abort"), (6, "stop"))
+    reports = []
+
+    async def run():
+        response = Response("u", 0, reports.append)
+        response.launch(0, None, None, 0, step=5)
+        current.set(response)
+        with request_log.request(log, "u_0", 5):
+            generate = engine.generate
+
+            async def cut_off(*args, **kwargs):
+                output = await generate(*args, **kwargs)
+                if output.stop_reason == "abort":
+                    response.close()
+                return output
+
+            engine.generate = cut_off
+            task = asyncio.ensure_future(ask(client(engine)))
+            while not reports:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.02)
+            response.launch(4, None, None, 0, step=6)
+            output = await task
+            assert len(output.token_ids) == 10
+
+    asyncio.run(run())
+    calls = named(log, "turn_engine_call")
+    assert [(c["turn"], c["stay"], c["finish_reason"], c["at"]) for c in calls] == [(1, 1, "abort", 5), (1, 2, "stop", 6)]
+    (parked,) = named(log, "request_parked")
+    assert (parked["turn"], parked["reason"], parked["at"]) == (1, "cut off", 6)
+    (done,) = named(log, "async_rollout_request_complete")
+    assert (done["turns"], done["stays"], done["at"]) == (1, 2, 6) and done["parked_sec"] >= 0.01
+
+
+@pytest.mark.parametrize(("error", "reason"), [(asyncio.CancelledError, "cancelled"), (ValueError, "failed")])
+def test_a_request_that_is_given_up_is_not_told_as_complete(log, error, reason):
+    with pytest.raises(error), request_log.request(log, "u_0", 5):
+        raise error
+    assert [line["event"] for line in events(log)] == ["request_start", "aborted_request_with_cancelled_error"]
+    assert named(log, "aborted_request_with_cancelled_error")[0]["reason"] == reason
+
+
+def test_the_score_is_told_with_the_reward_and_the_request(log):
+    with request_log.request(log, "u_0", 5), request_log.part("reward_calculation") as told:
+        told["score"] = request_log.scored(0.25)
+    assert named(log, "reward_calculation")[0]["score"] == 0.25
+    assert named(log, "async_rollout_request_complete")[0]["score"] == 0.25
+    assert request_log.scored(None) is None

@@ -1,0 +1,116 @@
+"""Replicas and nodes: what their requests got, and what their schedulers counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from verl_mux.profiling.eventlog import events
+from verl_mux.profiling.plain.intervals import length
+
+UNIT = ["job", "step", "unit"]
+Place = tuple[str, int, int]  # job, step, replica
+MIN_TOKENS = 4  # of a stay that tells its engine's pace
+
+
+def with_unit(frame: pl.DataFrame, stays: pl.DataFrame, key: list[str]) -> pl.DataFrame:
+    """`frame` with the column `unit`: the replica of the longest stay of each `key`; `worker` where no stay says it."""
+    known = stays.filter(pl.col("replica").is_not_null())
+    if known.is_empty():
+        return frame.with_columns(pl.col("worker").alias("unit"))
+    known = known.with_columns(pl.col("turn").cast(frame.schema["turn"])) if "turn" in key else known
+    longest = known.sort("seconds").group_by(key).agg(pl.col("replica").last().alias("unit"))
+    return frame.join(longest, on=key, how="left", maintain_order="left").with_columns(
+        pl.coalesce("unit", "worker").alias("unit")
+    )
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The engines of a run, from their stays (stay_table.make_stays) and their counters. Empty where the log tells of none."""
+
+    all_stays: pl.DataFrame
+    spans: pl.DataFrame
+
+    @cached_property
+    def stays(self) -> pl.DataFrame:
+        """Those on a known replica, with `work` (seconds that the engine worked at it) and `pace` (seconds a token)."""
+        known = self.all_stays.filter(pl.col("replica").is_not_null())
+        work = (pl.col("seconds") - pl.col("held").fill_null(0.0) - pl.col("queue").fill_null(0.0)).clip(0.0)
+        known = known.with_columns(work.alias("work"))
+        enough = pl.when(pl.col("tokens") >= MIN_TOKENS)
+        return known.with_columns(enough.then(pl.col("work") / pl.col("tokens")).alias("pace"), pl.col("replica").alias("unit"))
+
+    @cached_property
+    def jobs(self) -> set[str]:
+        """Those whose log knows engines."""
+        return set(self.stays["job"])
+
+    @cached_property
+    def node_of(self) -> dict[tuple[str, int], str]:
+        """(job, replica) -> node."""
+        told = [self.stays.select("job", "replica", "node"), self.counters.select("job", "replica", "node")]
+        rows = pl.concat(told).drop_nulls().unique(["job", "replica"], keep="last").rows()
+        return {(job, replica): node for job, replica, node in rows}
+
+    @cached_property
+    def counters(self) -> pl.DataFrame:
+        """Their schedulers' counters, a row a line, in order of time."""
+        told = self.spans.filter((pl.col("event") == events.ENGINE_DECODE) & (pl.col("role") == "server"))
+        return told.with_columns(pl.coalesce("replica", "worker").alias("replica")).sort("end")
+
+    @cached_property
+    def steps(self) -> dict[tuple[str, int], tuple[float, float]]:
+        """(job, step) -> when its stays began and ended."""
+        found = self.stays.group_by("job", "step").agg(pl.col("start").min(), pl.col("end").max())
+        return {(job, step): (start, end) for job, step, start, end in found.rows()}
+
+    def by_place(self) -> dict[Place, pl.DataFrame]:
+        """Stays by job, step and replica."""
+        return dict(self.stays.group_by("job", "step", "replica", maintain_order=True))
+
+    def where(self, job: str, replica: int | None) -> dict[str, Any]:
+        """`replica` and `node` for a finding; none where the job's log knows no engines."""
+        if job not in self.jobs or replica is None:
+            return {}
+        return {"replica": replica, "node": self.node_of.get((job, replica))}
+
+    def figures(self, by: str) -> list[dict[str, Any]]:
+        """A row a job and `by` ("replica" or "node"), in order."""
+        counters = self.counters.group_by("job", by).agg(
+            pl.len().alias("reports"), pl.col("token_usage").max(), pl.col("queued").max(), pl.col("running").max(),
+            pl.col("tokens_per_sec").median().alias("reported_tokens_per_sec"),
+        )  # fmt: skip
+        told = {(job, unit): row for job, unit, *row in counters.rows()}
+        keys = [name for name in counters.columns if name not in ("job", by)]
+        rows = []
+        for (job, unit), stays in sorted(self.stays.group_by("job", by), key=lambda item: (item[0][0], str(item[0][1]).zfill(9))):
+            extra = dict(zip(keys, told.get((job, unit), [None] * len(keys)), strict=True))
+            rows.append({"job": job, by: unit, **_figures(stays, by), **extra})
+        return rows
+
+
+def _figures(stays: pl.DataFrame, by: str) -> dict[str, Any]:
+    busy = length(stays.select("start", "end").rows())
+    seconds, queue = float(stays["seconds"].sum()), float(stays["queue"].fill_null(0.0).sum())
+    tokens = int(stays["tokens"].fill_null(0).sum())
+    other = "node" if by == "replica" else "replica"
+    return {
+        f"{other}s": sorted(stays[other].drop_nulls().unique().to_list()),
+        "stays": stays.height,
+        "cut": int(stays["cut"].fill_null(False).sum()),
+        "requests": stays["request_id"].n_unique(),
+        "tokens": tokens,
+        "tokens_per_sec": round(tokens / busy, 3) if busy > 0 else None,
+        "seconds_per_token": None if (pace := stays["pace"].median()) is None else round(float(pace), 6),
+        "queue_part": round(queue / seconds, 4) if seconds > 0 else 0.0,
+        "retractions": int(stays["retractions"].fill_null(0).sum()),
+    }
+
+
+def middle(values: list[float]) -> float:
+    return float(np.median(values))
