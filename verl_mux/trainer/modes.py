@@ -281,7 +281,7 @@ class PPOTrainerMux(PPOTrainer):
         with self.phases.part(events.SYNC, self.global_steps, version=self._weights) as extra:
             told = self.rollout_sync.update_weights(self._weights, token=self.phases.lease.token)
             self._pending_sync_metrics = {key: value for key, value in told.items() if key.startswith("mux/")}
-            extra.update(bytes=told.get("mux/sync/bytes"), ranks=told.get("ranks"))
+            extra["bytes"], extra["ranks"] = told.get("mux/sync/bytes"), told.get("ranks")
         self._move_rollout("wake", ["kv_cache"])
 
     def _pause(self, lease: Lease) -> Callable[[], None]:

@@ -145,7 +145,7 @@ def _assigned(function: ast.AST, name: str) -> Iterator[ast.AST]:
     """What makes up the local `name`: values assigned, keys set, and the `with` whose target it is."""
     for node in _own(function):
         if isinstance(node, ast.Assign):
-            for target in node.targets:
+            for target in (one for it in node.targets for one in (it.elts if isinstance(it, ast.Tuple) else [it])):
                 if isinstance(target, ast.Name) and target.id == name:
                     yield node.value
                 elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name) and target.value.id == name:
