@@ -31,6 +31,9 @@ TRIED = [
     (f"status --address {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
     (f"evict math --yes --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
     (f"release rollout0 --yes --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
+    (f"drain rollout0 --yes --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
+    (f"reload --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
+    ("agent --devices abacus", 2, "allowed: auto"),
     (f"hold --pool train --coordinator {NOBODY} --timeout 0.2 -- true", 2, "no coordinator answers"),
     ("keys made/keys", 0, "keys in made/keys"),
     ("plan {root}/examples/placement/jobs.yaml --json", 0, '"group"'),
@@ -39,6 +42,7 @@ TRIED = [
     ("report .", 2, "verl-mux report needs polars: pip install 'verl-mux[report]'"),
     ("doctor", 1, "bad  verl: not installed"),
     ("run {root}/examples/demo.yaml --dir run", 2, "verl-mux run needs verl: uv pip install"),
+    ("submit {root}/examples/hosts.yaml --dir run", 2, "names no coordinator"),
     ("bench mux --file {root}/examples/demo.yaml --dir run", 2, "verl-mux bench mux needs verl: uv pip install"),
     ("bench leases --rounds 3 --json", 0, "median"),  # a coordinator in a process of its own, and two jobs' clients
     ("bench load --jobs 2 --seconds 1 --idle 0 --outage 1 --json", 0, "{"),

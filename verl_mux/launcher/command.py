@@ -165,7 +165,8 @@ def _see_through(
                 print(trouble, file=sys.stderr, flush=True)
         for job in jobs:
             job.stop()
-        _keep_peaks(coordinator.snapshot() or watch.snapshot, run.directory)
+        watch.snapshot = coordinator.snapshot() or watch.snapshot
+        _keep_peaks(watch.snapshot, run.directory)
         coordinator.stop()
     finally:
         for number, handler in before.items():

@@ -67,7 +67,8 @@ def _ask(command: list[str], towards: str, seen: Seen) -> None:
         errors: list[str] = []
         lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=_pump, args=(process.stdout, lines), daemon=True).start()
-        threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True).start()
+        complaints = threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True)
+        complaints.start()
         try:
             rounds = []
             for number in range(_ROUNDS):
@@ -75,8 +76,10 @@ def _ask(command: list[str], towards: str, seen: Seen) -> None:
                 with contextlib.suppress(OSError):
                     process.stdin.write(f"{towards}\n")
                     process.stdin.flush()
-                answer = _answer(lines, process, errors)
+                answer = _answer(lines)
                 ended = time.time()
+                if answer is None:
+                    raise Failure(_last_words(process, complaints, errors))
                 if number == 0:
                     seen.about = answer
                 else:
@@ -96,16 +99,20 @@ def _pump(stdout, lines: queue.SimpleQueue[str]) -> None:
     lines.put("")
 
 
-def _answer(lines: queue.SimpleQueue[str], process: subprocess.Popen, errors: list[str]) -> dict[str, Any]:
+def _answer(lines: queue.SimpleQueue[str]) -> dict[str, Any] | None:
+    """None: there will be none any more. Raises Failure for none in time."""
     try:
         line = lines.get(timeout=_ANSWER_S)
     except queue.Empty:
         raise Failure(f"no answer in {_ANSWER_S:g} s") from None
-    if not line:
-        process.wait()
-        said = next((text.strip() for text in reversed(errors) if text.strip()), "it said nothing")
-        raise Failure(f"exit code {process.returncode}: {said}")
-    return json.loads(line)
+    return json.loads(line) if line else None
+
+
+def _last_words(process: subprocess.Popen, complaints: threading.Thread, errors: list[str]) -> str:
+    process.wait()
+    complaints.join(_ANSWER_S)  # what it left running may hold its stderr open
+    said = next((text.strip() for text in reversed(errors) if text.strip()), "it said nothing")
+    return f"exit code {process.returncode}: {said}"
 
 
 def judge(seen: Seen, like: Seen, gpus: int) -> None:
