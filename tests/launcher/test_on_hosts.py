@@ -8,10 +8,12 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.launcher.runs import FAKE, ROOT, Runs
 from verl_mux.coordinator.bus.members import carriers
+from verl_mux.coordinator.command import fetch_status
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
 from verl_mux.launcher.cluster.mark import uid_on_hosts
@@ -50,6 +52,30 @@ def test_a_job_runs_in_a_ray_cluster_of_its_own_and_leaves_nothing(runs):
     log = (runs.out / "a" / "job.log").read_text()
     assert f'"ray_kwargs.ray_init.address": "{address}"' in log
     assert not _left(runs, "a") and runs.go.exists()
+
+
+def test_an_agent_is_kept_on_each_host_as_long_as_the_run_lasts(runs):
+    _write(runs, {"a": {"overrides": [f"+until={runs.go}"]}})
+    launcher = runs.start()
+    runs.until(lambda: _agents(runs) == ["heard"])
+    below = psutil.Process(runs.note("agent-a").pid).children(recursive=True)
+    (agent,) = (process for process in below if "agent" in process.cmdline())
+    agent.kill()
+    runs.until(lambda: any("agent" in process.cmdline() for process in below[0].children() if process != agent))
+    runs.until_step("a", 1)
+    runs.go.touch()
+    told = runs.ends(launcher)
+    assert launcher.returncode == 0, told
+    assert runs.summary()["hosts"] == {"a": {"rollout": [], "train": []}}, "no memory was held: verl is a stand-in"
+    assert not any(process.is_running() for process in below)
+
+
+def _agents(runs: Runs) -> list[str]:
+    address = runs.out / "coordinator" / "address"
+    if not address.exists():
+        return []
+    keys = runs.out / "coordinator" / "keys"
+    return [host["agent"] for host in fetch_status(address.read_text().strip(), 30.0, keys)["hosts"].values()]
 
 
 def test_no_secret_stands_in_a_command_line(runs):

@@ -18,7 +18,8 @@ from verl_mux.coordinator.bus.connect import ADDRESS_VARIABLE
 from verl_mux.coordinator.command import Keys, fetch_status
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import Failure, UserError
-from verl_mux.launcher import folders, lanes, predicted_periods, run_file, summary, timeline
+from verl_mux.launcher import folders, lanes, observed_hosts, predicted_periods, run_file, summary, timeline
+from verl_mux.launcher.agent_process import AgentProcess
 from verl_mux.launcher.coordinator_process import AnyCoordinator, CoordinatorElsewhere, CoordinatorProcess
 from verl_mux.launcher.filler_process import FillerProcess
 from verl_mux.launcher.job_process import JobProcess, require_verl
@@ -102,9 +103,10 @@ def run_jobs(run: RunFile) -> dict:
         coordinator = CoordinatorElsewhere(run.at, run.keys_folder()) if run.at else CoordinatorProcess(run)
         jobs = [JobProcess(name, spec, run, coordinator.address) for name, spec in run.jobs.items()]
         fillers = [FillerProcess(name, spec, run, coordinator.address) for name, spec in run.fillers.items()]
+        agents = [AgentProcess(host, run, coordinator.address) for host in run_file.agent_hosts(run)]
         watch = Watch(coordinator, jobs, run.resume, under_way.started_at)
         try:
-            interrupted = _see_through(run, watch, coordinator, jobs, fillers)
+            interrupted = _see_through(run, watch, coordinator, jobs, fillers, agents)
         except (UserError, Failure):
             if not watch.begun:
                 clean_up(run)
@@ -146,7 +148,12 @@ def _start_anew(run: RunFile) -> UnderWay:
 
 
 def _see_through(
-    run: RunFile, watch: Watch, coordinator: AnyCoordinator, jobs: list[JobProcess], fillers: list[FillerProcess]
+    run: RunFile,
+    watch: Watch,
+    coordinator: AnyCoordinator,
+    jobs: list[JobProcess],
+    fillers: list[FillerProcess],
+    agents: list[AgentProcess],
 ) -> bool:
     """Until all jobs have ended, or until Ctrl-C or SIGTERM: that ends them, and gives True. Whatever else ends the watching, a
     lost terminal for one, leaves them alone."""
@@ -157,14 +164,14 @@ def _see_through(
         coordinator.begin()
         log = f" (log: {coordinator.log_path})" if isinstance(coordinator, CoordinatorProcess) else ""
         print(f"coordinator at {coordinator.address}{log}", file=sys.stderr, flush=True)
-        for filler in fillers:
-            filler.begin()
+        for beside in (*agents, *fillers):
+            beside.begin()
         watch.until_all_ended()
         for filler in fillers:
             if trouble := filler.finish():
                 print(trouble, file=sys.stderr, flush=True)
-        for job in jobs:
-            job.stop()
+        for process in (*jobs, *agents):
+            process.stop()
         watch.snapshot = coordinator.snapshot() or watch.snapshot
         _keep_peaks(watch.snapshot, run.directory)
         coordinator.stop()
@@ -188,6 +195,8 @@ def _finish(run: RunFile, watch: Watch, started_at: float) -> dict:
     result = summary.summarise(spans, config, names, watch.peak_rss, summary.startup(spans, started_at))
     if config.placement is not None:
         result["groups"] = predicted_periods.groups(predicted_periods.read(directory), spans)
+    if run.hosts and run.agents:
+        result["hosts"] = observed_hosts.read(run)
     if run.fillers:
         result["bubble_filled"] = _bubble_filled(watch.snapshot)
     (directory / "summary.json").write_text(json.dumps(result, indent=2) + "\n")

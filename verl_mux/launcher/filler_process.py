@@ -18,11 +18,6 @@ class FillerProcess(MarkedProcess):
         command = [*door, "verl_mux", "hold", *where, *how, "--", *fill(spec.command, run, name)]
         super().__init__(name, run.directory / name, "filler.log", command, {**run.environment, **spec.environment})
 
-    def begin(self) -> None:
-        """Start it, or take up the one that an earlier launcher started. Raises OSError."""
-        if not (self.take_up() and self.returncode is None):
-            self.start()
-
     def finish(self) -> str | None:
         """Ends it, if it has not ended by itself. Returns in words what went wrong with it."""
         went_wrong = None

@@ -75,6 +75,11 @@ class MarkedProcess:
         self.uid, self._log_from, self._taken_up = note.uid, note.log_from, pid
         return True
 
+    def begin(self) -> None:
+        """Start it, or take up the one that an earlier launcher started. Raises OSError."""
+        if not (self.take_up() and self.returncode is None):
+            self.start()
+
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else self._taken_up

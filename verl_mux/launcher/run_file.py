@@ -10,6 +10,7 @@
     bind: 10.0.0.1                       # with hosts: where they reach the coordinator
     keys: /secure/mux_keys               # of the coordinator, on this machine; default: made for the run
     ray: {num_cpus: 64}                  # with hosts: what Ray is told of each node
+    agents: true                         # with hosts: an agent on each while the jobs run; false: somebody else starts them
     clean_up: [[sh, tidy.sh]]            # commands run when all is over, one after the other
     resume: true                         # jobs go on from their checkpoints in `dir` instead of starting anew
     jobs:
@@ -88,6 +89,7 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     bind: str | None = None
     keys: str | None = None
     ray: RayOptions = RayOptions()
+    agents: bool = True
     clean_up: list[list[str]] = []
     resume: bool = False
     here: str = ""
@@ -182,6 +184,11 @@ def _check_hosts(path: Path, run: RunFile) -> None:
         raise UserError(
             f"{path}: there are `hosts` and no `bind`: the address of this machine at which they reach the coordinator"
         )
+    folders = {agent_folder(host): host for host in run.hosts}
+    if taken := [name for name in (*run.jobs, *run.fillers) if name in folders]:
+        raise UserError(
+            f"{path}: job {taken[0]!r}: the run keeps the agent of {folders[taken[0]]!r} under that name; choose another"
+        )
     if auto := [name for name, job in run.jobs.items() if job.nodes == "auto"]:
         raise UserError(
             f"{path}: job {auto[0]!r} names no nodes; with `hosts` each job does, as its Ray cluster is started there"
@@ -194,6 +201,16 @@ def parts_of(job: JobSpec, run: RunFile) -> list[layout.Part]:
     config = run.coordinator_config()
     names = dict.fromkeys([*job.nodes["train"], *job.nodes["rollout"]])
     return layout.parts([config.nodes[name] for name in names], reached(run))
+
+
+def agent_folder(host: str) -> str:
+    """What the agent of a host leaves, in the run's folder."""
+    return f"agent-{host}"
+
+
+def agent_hosts(run: RunFile) -> list[str]:
+    """The hosts on which the run keeps an agent."""
+    return list(run.hosts) if run.agents else []
 
 
 def reached(run: RunFile) -> dict[str, HostSpec]:

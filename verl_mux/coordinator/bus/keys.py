@@ -84,10 +84,10 @@ def for_address(address: str, directory: Path | str | None, role: str) -> Client
     return _of_client(_own(), role) if is_local(address) else None
 
 
-def files_of_job(directory: Path) -> dict[str, str]:
-    """What a job needs of a folder of keys, by file name. Raises UserError."""
-    _of_client(directory, JOB)
-    return {name: (directory / name).read_text() for name in (f"{_SERVER}.key", f"{JOB}.key_secret")}
+def files_of(directory: Path, role: str) -> dict[str, str]:
+    """What a client of that role needs of a folder of keys, by file name. Raises UserError."""
+    secret = _of_client(directory, role).source
+    return {file.name: file.read_text() for file in (directory / f"{_SERVER}.key", secret)}
 
 
 def _own() -> Path:

@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from verl_mux.coordinator.bus.keys import files_of_job
+from verl_mux.coordinator.bus.keys import JOB, files_of
 from verl_mux.errors import Failure
 from verl_mux.launcher.cluster import layout, ports
 from verl_mux.launcher.cluster import messages as m
@@ -68,7 +68,7 @@ class Cluster:
         return head_address
 
     def _set_up(self) -> list[str]:
-        keys = files_of_job(Path(self._spec.keys)) if self._spec.keys else {}
+        keys = files_of(Path(self._spec.keys), JOB) if self._spec.keys else {}
         for host in self._hosts:
             host.send(self._setup(host.part, keys))
         answers = [host.answer() for host in self._hosts]

@@ -12,6 +12,7 @@ from verl_mux.errors import UserError
 from verl_mux.launcher.cluster import ports
 from verl_mux.launcher.cluster.messages import Raylet
 from verl_mux.launcher.cluster.reach import HostSpec, python_of, words
+from verl_mux.platform.device_ledger import NODE_VARIABLE
 
 _KEEPER = "verl_mux.launcher.cluster.keeper"
 
@@ -95,7 +96,9 @@ def ray_commands(
             **ports.of_services(block, place, head),
         }
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-        visible = {} if raylet.gpu_ids is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, raylet.gpu_ids))}
+        given_to_all = {NODE_VARIABLE: raylet.node}
+        if raylet.gpu_ids is not None:
+            given_to_all["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, raylet.gpu_ids))
         start = [part.python, "-m", "ray.scripts.scripts", "start", *where, *given, "--disable-usage-stats", "--log-color=false"]
-        commands.append((start, visible))
+        commands.append((start, given_to_all))
     return commands
