@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import subprocess
 import sys
 
@@ -11,7 +13,6 @@ from omegaconf import OmegaConf
 ray = pytest.importorskip("ray")
 
 from verl_mux.config import ray_cluster  # noqa: E402
-from verl_mux.errors import UserError  # noqa: E402
 
 # Another job: its cluster, its name there, and, when it is told to, where TransferQueue's controller would be.
 OTHER = """
@@ -30,27 +31,38 @@ for line in sys.stdin:
 """
 
 
-def _config(address: str | None):
-    return OmegaConf.create({"ray_kwargs": {"ray_init": {"address": address}}})
+# A job's preflight, as far as it concerns that.
+CLAIM = """
+import ray, sys
+from omegaconf import OmegaConf
+from verl_mux.config import ray_cluster
+from verl_mux.errors import UserError
+try:
+    ray_cluster.claim(OmegaConf.create({"ray_kwargs": {"ray_init": {"address": sys.argv[1]}}}), sys.argv[2])
+    print("taken")
+except UserError as error:
+    print(error)
+assert not ray.is_initialized()
+"""
 
 
 def test_a_ray_instance_of_its_own_is_nobody_elses():
-    ray_cluster.claim(_config("local"), "mine")
+    ray_cluster.claim(OmegaConf.create({"ray_kwargs": {"ray_init": {"address": "local"}}}), "mine")
     assert not ray.is_initialized()
 
 
 @pytest.mark.e2e
-def test_a_cluster_with_another_jobs_controller_is_refused_by_that_jobs_name():
-    with subprocess.Popen([sys.executable, "-c", OTHER], stdin=-1, stdout=-1, text=True) as other:
+def test_a_cluster_with_another_jobs_controller_is_refused_by_that_jobs_name(python):
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    command = [sys.executable, "-c", OTHER]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env={**os.environ, **token}) as other:
         try:
             address = other.stdout.readline().strip()
-            ray_cluster.claim(_config(address), "first")
-            assert not ray.is_initialized()
+            assert python("-c", CLAIM, address, "first", **token).stdout == "taken\n"
             other.stdin.write("\n")
             other.stdin.flush()
             assert other.stdout.readline() == "True\n"
-            with pytest.raises(UserError, match=f"the Ray cluster at {address} is first's, .* start one for job second"):
-                ray_cluster.claim(_config(address), "second")
-            assert not ray.is_initialized()
+            told = python("-c", CLAIM, address, "second", **token).stdout
+            assert told.startswith(f"the Ray cluster at {address} is first's, ") and "start one for job second" in told
         finally:
             other.kill()

@@ -32,10 +32,11 @@ def test_each_node_is_a_raylet_with_its_resource_and_its_gpus():
     (first, sees), (second, sees_too) = layout.ray_commands(lead, RayOptions(num_cpus=4), 7, "10.0.0.2", None, "/tmp/x")
     head = f"10.0.0.2:{ports.of_services(7, 0, head=True)['port']}"
     assert "--head" in first and _options(first)["resources"] == '{"mux_t0": 1}' and _options(first)["num-gpus"] == "2"
-    assert (sees, sees_too) == ({"CUDA_VISIBLE_DEVICES": "2,3"}, {"CUDA_VISIBLE_DEVICES": "0"})
+    assert sees == {"VERL_MUX_NODE": "t0", "CUDA_VISIBLE_DEVICES": "2,3"}
+    assert sees_too == {"VERL_MUX_NODE": "r1", "CUDA_VISIBLE_DEVICES": "0"}
     assert _options(second)["address"] == head and _options(second)["num-cpus"] == "4"
     ((third, all_of_them),) = layout.ray_commands(other, RayOptions(), 7, "10.0.0.1", head, "/tmp/x")
-    assert _options(third)["address"] == head and "num-cpus" not in _options(third) and all_of_them == {}
+    assert _options(third)["address"] == head and "num-cpus" not in _options(third) and all_of_them == {"VERL_MUX_NODE": "r0"}
 
 
 def test_no_two_raylets_of_a_host_share_a_port():
