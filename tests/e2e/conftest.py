@@ -28,6 +28,8 @@ STEPS, COMPARED = 400, 10
 OVERSAMPLED = ["mux.rollout.oversample.rate=0.5", "+actor_rollout_ref.rollout.engine_kwargs.sglang.max_running_requests=8"]
 # Steps of the job of verl's own streaming trainer, and how many prompt groups are enough for one of them.
 STREAMED, ENOUGH = 4, 2
+# Of the job with rollout control. A segment takes long enough that an abort finds somebody in the engine.
+CONTROLLED_STEPS, SEGMENT, LONGEST, VALIDATED = 4, 48, 96, 4
 _LIMIT_S = 600
 
 
@@ -113,6 +115,33 @@ def streaming(assets, tmp_path_factory) -> Iterator[tuple[Path, subprocess.Popen
     process = tiny.start_job("job", tiny.overrides(assets, STREAMED, mode="colocate_async"), directory, None, *keys)
     yield directory, process
     process.kill()
+
+
+@pytest.fixture(scope="session")
+def controlled(assets, tmp_path_factory):
+    """The folder of a finished job, colocated, over-sampled and in segments: a step takes 4 of at least 6 groups under way, in
+    rounds of one segment."""
+    directory = tmp_path_factory.mktemp("rollout")
+    keys = [
+        *OVERSAMPLED,
+        f"data.max_response_length={LONGEST}",
+        f"mux.rollout.segments.segment_length={SEGMENT}",
+        "mux.rollout.segments.treatment=sais",
+        "mux.rollout.dispatch.order=sjf",
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.model.lora.merge=true",
+        f"data.val_max_samples={VALIDATED}",
+        f"trainer.test_freq={CONTROLLED_STEPS}",
+        f"trainer.save_freq={CONTROLLED_STEPS}",
+        "mux.nodes.rollout=[n0]",
+        "mux.nodes.train=[n0]",
+    ]
+    process = tiny.start_job("job", tiny.overrides(assets, CONTROLLED_STEPS, mode="mux_colocate"), directory, None, *keys)
+    try:
+        assert process.wait(_LIMIT_S) == 0, (directory / "job" / "job.log").read_text()[-3000:]
+    finally:
+        process.kill()
+    return directory
 
 
 def _address(directory: Path) -> str:

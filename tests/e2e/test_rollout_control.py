@@ -11,42 +11,17 @@ import re
 import pytest
 
 from tests.e2e import tiny
-from tests.e2e.conftest import OVERSAMPLED
+from tests.e2e.conftest import CONTROLLED_STEPS as STEPS
+from tests.e2e.conftest import SEGMENT, VALIDATED
 from verl_mux.profiling.eventlog import events
 
 pytestmark = pytest.mark.e2e
-# A segment takes long enough that an abort finds somebody in the engine.
-STEPS, WANTED, SEGMENT, LONGEST, VALIDATED = 4, 4, 48, 96, 4
-_LIMIT_S = 600
+
+WANTED = 4
 
 
-@pytest.fixture(scope="module")
-def job(assets, tmp_path_factory):
-    """The folder of a finished job; a step takes 4 of at least 6 groups under way, in rounds of one segment."""
-    directory = tmp_path_factory.mktemp("rollout")
-    keys = [
-        *OVERSAMPLED,
-        f"data.max_response_length={LONGEST}",
-        f"mux.rollout.segments.segment_length={SEGMENT}",
-        "mux.rollout.segments.treatment=sais",
-        "actor_rollout_ref.model.lora_rank=4",
-        "actor_rollout_ref.model.lora.merge=true",
-        f"data.val_max_samples={VALIDATED}",
-        f"trainer.test_freq={STEPS}",
-        f"trainer.save_freq={STEPS}",
-        "mux.nodes.rollout=[n0]",
-        "mux.nodes.train=[n0]",
-    ]
-    process = tiny.start_job("job", tiny.overrides(assets, STEPS, mode="mux_colocate"), directory, None, *keys)
-    try:
-        assert process.wait(_LIMIT_S) == 0, (directory / "job" / "job.log").read_text()[-3000:]
-    finally:
-        process.kill()
-    return directory
-
-
-def test_a_colocated_job_takes_turns_with_itself_and_validates_at_the_end(job):
-    trainer = tiny.events(job, "job")
+def test_a_colocated_job_takes_turns_with_itself_and_validates_at_the_end(controlled):
+    trainer = tiny.events(controlled, "job")
     assert [e["step"] for e in trainer if e["event"] == "step"] == list(range(1, STEPS + 1))
     phases = [e["extra"]["phase"] for e in trainer if e["event"] == "phase"]
     assert phases[-5:] == ["rollout", "train", "rollout", "train", "rollout"]
@@ -61,32 +36,32 @@ def _named(directory, role: str, name: str) -> list[dict]:
     return [event for event in tiny.events(directory, "job", role) if event["event"] == name]
 
 
-def test_every_step_trains_whole_groups_and_some_were_cut_off(job):
-    figures = [_metrics(job, step) for step in range(1, STEPS + 1)]
+def test_every_step_trains_whole_groups_and_some_were_cut_off(controlled):
+    figures = [_metrics(controlled, step) for step in range(1, STEPS + 1)]
     assert all(it["trained_groups"] == WANTED for it in figures)
-    assert _named(job, "rollout", events.REQUEST_ABORTED)
+    assert _named(controlled, "rollout", events.REQUEST_ABORTED)
     assert any(it["requeued_groups"] > 0 for it in figures)
 
 
-def test_old_tokens_are_counted_and_steps_are_logged(job):
-    figures = [_metrics(job, step) for step in range(2, STEPS + 1)]
+def test_old_tokens_are_counted_and_steps_are_logged(controlled):
+    figures = [_metrics(controlled, step) for step in range(2, STEPS + 1)]
     assert any(it["off_policy_token_fraction"] > 0 and it["oldest_version_lag"] >= 1 for it in figures)
     assert any(it["reprefilled_tokens"] > 0 for it in figures)
-    assert _named(job, "rollout", events.REQUEST_REQUEUED)
-    steps = _named(job, "trainer", events.GENERATE_MONITORED)
+    assert _named(controlled, "rollout", events.REQUEST_REQUEUED)
+    steps = _named(controlled, "trainer", events.GENERATE_MONITORED)
     assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
     assert all(event["extra"]["target_completion"] == WANTED for event in steps)
 
 
-def test_a_resumed_prefix_in_the_same_step_comes_from_the_cache(job):
-    asked = _named(job, "server", "engine_generate")
+def test_a_resumed_prefix_in_the_same_step_comes_from_the_cache(controlled):
+    asked = _named(controlled, "server", "engine_generate")
     assert any((event["extra"].get("cached_tokens") or 0) > SEGMENT for event in asked)
     # Validation is neither over-sampled nor cut into segments.
     assert sum(event["extra"]["response_tokens"] > SEGMENT for event in asked) <= VALIDATED
 
 
-def test_the_checkpoint_holds_every_group_that_waits(job):
-    saved = json.loads((job / "job" / "checkpoints" / f"global_step_{STEPS}" / "mux_rollout.json").read_text())
+def test_the_checkpoint_holds_every_group_that_waits(controlled):
+    saved = json.loads((controlled / "job" / "checkpoints" / f"global_step_{STEPS}" / "mux_rollout.json").read_text())
     groups = saved["machine"]["groups"]
     assert set(saved["calls"]) == set(groups)
     for name, trajectories in groups.items():
