@@ -58,13 +58,15 @@ class Bed:
         self._bridge = f"{name[:11]}-br"
 
     def make(self, names: Sequence[str], shared: Sequence[str | Path] = ()) -> dict[str, Host]:
-        """`shared`: folders below /tmp that all hosts see. An earlier bed of this name is unmade before.
+        """`shared`: folders below /tmp that all hosts see, besides this program and its Python. An earlier bed of this name is
+        unmade before.
 
         Raises:
             BedError: not root, or the kernel does not let it.
         """
         require_root()
         self.unmake()
+        shared = _outermost([*shared, sys.prefix, Path(__file__).parents[2]])
         addresses = {name: f"{self.subnet}.{number}" for number, name in enumerate(names, start=1)}
         hosts: dict[str, Host] = {}
         try:
@@ -150,17 +152,23 @@ def require_root() -> None:
         raise BedError(f"making hosts out of namespaces needs the command {missing[0]!r} (iproute2, util-linux)")
 
 
-def _lay_out(folder: Path, names: dict[str, str], shared: Sequence[str | Path]) -> None:
+def _outermost(paths: Sequence[str | Path]) -> list[Path]:
+    """Those that lie in none of the others."""
+    found = dict.fromkeys(Path(path).resolve() for path in paths)
+    return [path for path in found if found.keys().isdisjoint(path.parents)]
+
+
+def _lay_out(folder: Path, names: dict[str, str], shared: Sequence[Path]) -> None:
     """What the host has to itself: `tmp`, with the places of shared folders in it, and `hosts`."""
     (folder / "tmp").mkdir(parents=True)
     (folder / "tmp").chmod(0o1777)
     (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{a} {n}\n" for n, a in names.items()))
-    for path in (Path(path).resolve() for path in shared):
+    for path in shared:
         if Path("/tmp") not in path.parents:
             continue  # seen by all as it is
         path.mkdir(parents=True, exist_ok=True)
         (folder / "tmp" / path.relative_to("/tmp")).mkdir(parents=True)
-    (folder / "shared").write_text("\n".join(str(Path(path).resolve()) for path in shared))
+    (folder / "shared").write_text("\n".join(map(str, shared)))
 
 
 def _start(name: str, address: str, link: str, folder: Path) -> Host:

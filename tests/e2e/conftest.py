@@ -127,7 +127,6 @@ def controlled(assets, tmp_path_factory):
         f"data.max_response_length={LONGEST}",
         f"mux.rollout.segments.segment_length={SEGMENT}",
         "mux.rollout.segments.treatment=sais",
-        "mux.rollout.dispatch.order=sjf",
         "actor_rollout_ref.model.lora_rank=4",
         "actor_rollout_ref.model.lora.merge=true",
         f"data.val_max_samples={VALIDATED}",
