@@ -77,7 +77,7 @@ def test_a_dead_jobs_node_is_given_on_only_when_its_processes_are_gone(run, job)
 def test_every_sync_filled_the_engine_with_the_trainers_weights_of_that_step(run):
     syncs = [e for e in tiny.events(run.directory, "stays") if e["event"] == "sync"]
     assert [e["extra"]["version"] for e in syncs] == list(range(len(syncs)))
-    assert len({e["extra"]["mux/sync/bytes"] for e in syncs}) == 1
+    assert len({e["extra"]["bytes"] for e in syncs}) == 1
 
 
 def test_a_job_without_lease_holds_nothing_on_its_nodes(run):
