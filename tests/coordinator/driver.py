@@ -3,6 +3,9 @@
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.core.inputs_and_instructions import Input, Log, Send
+from verl_mux.coordinator.core.placement import placing
+from verl_mux.coordinator.core.placement.observing import Standing
+from verl_mux.coordinator.core.placement.planner import Planner
 
 POOLS = {
     "rollout": {"nodes": [{"name": "r0"}, {"name": "r1"}]},
@@ -20,15 +23,22 @@ class Driver:
 
     def __init__(self, machine):
         self.machine, self.now = machine, 0.0
+        self.planner = Planner()
         self.events, self.sent, self.logged = [], [], []
 
     def do(self, what, after=1.0):
         self.now += after
-        out = self.machine.handle(event := Input(self.now, what))
-        self.events.append(event)
+        out = self._handle(Input(self.now, what))
+        while (asked := placing.asked(self.machine.state, self.machine.config, self.now)) is not None:
+            out += self._handle(Input(self.now, self.planner.answer(asked, Standing(self.machine.state, self.now))))
         self.sent += [step for step in out if isinstance(step, Send)]
         self.logged += [step for step in out if isinstance(step, Log)]
         return [step.message for step in out if isinstance(step, Send)]
+
+    def _handle(self, event):
+        out = self.machine.handle(event)
+        self.events.append(event)
+        return out
 
     def wait(self, seconds, every=0.5):
         """Time passes; what is due is handled. Returns what it was."""

@@ -8,9 +8,10 @@ import zmq
 from tests.coordinator.driver import Driver, config
 from tests.coordinator.raw import Stranger, raw_dealer
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import claims, patience, tokens
+from verl_mux.coordinator.core import patience
 from verl_mux.coordinator.core.inputs_and_instructions import Settled, SomebodyWasBefore
 from verl_mux.coordinator.core.state import Machine
+from verl_mux.coordinator.core.tokens import claims, numbering
 
 LEASE_S = 600
 
@@ -18,7 +19,7 @@ LEASE_S = 600
 @pytest.fixture
 def driver():
     driver = Driver(Machine(config(lease_timeout=30)))
-    claims.settle(driver.machine.state, driver.machine.config, tokens.LAST, is_first=True)
+    claims.settle(driver.machine.state, driver.machine.config, numbering.LAST, is_first=True)
     return driver
 
 
@@ -95,7 +96,7 @@ def test_a_message_of_a_job_that_nobody_knows_is_a_sign_of_another_before(serve,
 
 def test_so_is_a_key_that_does_not_fit(serve, address, context, tmp_path, eventually):
     """As after the whole folder was deleted, with the keys that jobs hold."""
-    from verl_mux.coordinator.bus import keys
+    from verl_mux.coordinator.bus.access import keys
 
     first = serve(bind=address, lease_timeout=LEASE_S)
     keys.make(tmp_path / "old")

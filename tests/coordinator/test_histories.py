@@ -24,8 +24,9 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     OwedPaid,
     ProcessesGone,
 )
+from verl_mux.coordinator.core.job_states import IllegalMove, UnknownJob
 from verl_mux.coordinator.core.records import JobState, State
-from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
+from verl_mux.coordinator.core.state import Machine
 
 SCHEDULES = [
     [{"mode": "interleaved"}],

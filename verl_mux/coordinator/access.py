@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.keys import AGENT, JOB, VIEWER
+from verl_mux.coordinator.bus.access.keys import AGENT, JOB, VIEWER
 
 
 class Refusal(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.keys import OPERATOR, for_address
+from verl_mux.coordinator.bus.access.keys import OPERATOR, for_address
 from verl_mux.coordinator.bus.link import ask
 from verl_mux.coordinator.command import DEFAULT_ADDRESS, Address, Keys
 from verl_mux.errors import UserError

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verl_mux.coordinator import status_view
-from verl_mux.coordinator.bus import keys as bus_keys
 from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.bus.access import keys as bus_keys
 from verl_mux.coordinator.bus.connect import ADDRESS_VARIABLE
 from verl_mux.coordinator.bus.link import ask
 from verl_mux.coordinator.config import read_config

@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from verl_mux.coordinator import access, by_hand, signalling
-from verl_mux.coordinator.bus import keys, members
+from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.bus.access import keys
 from verl_mux.coordinator.bus.router import Router
 from verl_mux.coordinator.core.hosts import pools
 from verl_mux.coordinator.core.hosts.reaping import Sight, judge
@@ -37,15 +38,17 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     SomebodyWasBefore,
     What,
 )
+from verl_mux.coordinator.core.job_states import IllegalMove, UnknownJob
 from verl_mux.coordinator.core.records import Job, JobState
 from verl_mux.coordinator.core.rewind import Rewind
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.snapshot import describe
-from verl_mux.coordinator.core.state import NEVER_REGISTERED, IllegalMove, UnknownJob
+from verl_mux.coordinator.core.state import NEVER_REGISTERED
 from verl_mux.coordinator.drivers import Drivers
 from verl_mux.coordinator.journal import before
 from verl_mux.coordinator.journal.delivery import Delivery
 from verl_mux.coordinator.journal.journal import Journal
+from verl_mux.coordinator.planning import Planning
 from verl_mux.coordinator.refusals import Refusals
 from verl_mux.coordinator.status_frame import Cached
 from verl_mux.errors import Failure, UserError
@@ -163,6 +166,8 @@ class Coordinator:
     async def _serve(self) -> None:
         self._loop, self._stopping, self._told = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
         self._delivery = Delivery(self._journal, self._machine, self._carry_out, self._loop.call_soon)
+        self._planning = Planning(self._machine, self._take, self._clock.now, self._refusals)
+        self._planning.look()
         self._router = Router(self._bind, self._keys, self._receive, self._turned_away)
         self.address = self._router.address
         before.note(self.address)
@@ -170,6 +175,7 @@ class Coordinator:
         self._ready.set()
         await self._stopping.wait()
         watching.cancel()
+        self._planning.close()
         self._drivers.close()
         self._delivery.flush()
         self._router.close()
@@ -283,6 +289,7 @@ class Coordinator:
         given = what if isinstance(what, Input) else Input(self._clock.now(), what)
         keep = self._machine.changes(given)
         self._delivery.take(given, self._deciding.handle(given), keep)
+        self._planning.look()
 
     def _carry_out(self, instruction: Instruction) -> None:
         try:

@@ -15,8 +15,8 @@ import verl_mux
 from tests.coordinator.raw import raw_dealer
 from verl_mux.coordinator.bus import connect as connect_module
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.client import Lease, LeaseLost, LocalMux
 from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.local import Lease, LeaseLost, LocalMux
 from verl_mux.coordinator.command import fetch_status
 from verl_mux.errors import UserError
 from verl_mux.places.place import Place
@@ -219,7 +219,7 @@ def test_a_client_of_another_protocol_version_is_told_both_versions(serve):
 def test_garbage_does_not_stop_the_service(serve, join):
     coordinator = serve()
     with zmq.Context() as context, raw_dealer(context, coordinator.address) as dealer:
-        for frames in ([b""], [b"\xff"], [b"a", b"b", b"c"], [m.encode(m.TaskRequest(worker_id="w"))]):
+        for frames in ([b""], [b"\xff"], [b"a", b"b", b"c"], [m.encode(m.LearnerStateUpdate(entropy=0.5, policy_version=1))]):
             dealer.send_multipart(frames)
         assert dealer.poll(60_000)
     assert join(coordinator, "a").acquire("rollout", step=1).token == 1

@@ -11,8 +11,8 @@ import zmq
 
 from verl_mux.bench.coordinator_process import CoordinatorProcess
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.handshake import pending
-from verl_mux.coordinator.bus.keys import JOB, for_address
+from verl_mux.coordinator.bus.access.handshake import pending
+from verl_mux.coordinator.bus.access.keys import JOB, for_address
 from verl_mux.coordinator.bus.link import connect_to, dealer
 
 CONFIG = {"pools": {"rollout": {"nodes": [{"name": "r0"}]}}}

@@ -4,7 +4,8 @@ import asyncio
 
 import zmq
 
-from verl_mux.coordinator.bus import keys, limits
+from verl_mux.coordinator.bus import limits
+from verl_mux.coordinator.bus.access import keys
 from verl_mux.coordinator.bus.link import connect_to, dealer
 from verl_mux.coordinator.bus.router import Router
 

@@ -12,8 +12,9 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     PhaseOverdue,
     ProcessesGone,
 )
+from verl_mux.coordinator.core.job_states import IllegalMove
 from verl_mux.coordinator.core.records import JobState
-from verl_mux.coordinator.core.state import IllegalMove, Machine
+from verl_mux.coordinator.core.state import Machine
 
 
 class Jobs(Driver):

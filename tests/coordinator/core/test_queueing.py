@@ -136,7 +136,7 @@ def test_a_job_through_with_its_steps_may_still_validate_out_of_turn(make):
     assert world.running("a") == [("rollout", 1)]
 
 
-def test_step_one_waits_until_the_expected_jobs_have_finished_init(make):
+def test_step_one_waits_until_the_expected_jobs_are_through_with_init(make):
     world = World(make(expect_jobs=2), "a")
     world.ask("a", "init", 0)
     world.release("a")
@@ -144,7 +144,9 @@ def test_step_one_waits_until_the_expected_jobs_have_finished_init(make):
     world.register("b")
     world.ask("b", "init", 0)
     assert (world.why_not("a"), world.running("b")) == (["start"], [("init", 0)])
-    world.release("b")
+    world.release("b")  # which may have been the training side alone: its engines are still to come
+    assert world.why_not("a") == ["start"]
+    world.ask("b", "rollout", 1)
     assert world.running("a") == [("rollout", 1)]
 
 

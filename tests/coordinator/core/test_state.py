@@ -5,10 +5,11 @@ import pytest
 
 from tests.coordinator.driver import SIDES, Driver, config
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import claims, tokens
 from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, Input, JobExited, JobSilent, ProcessesGone
+from verl_mux.coordinator.core.job_states import MOVES, IllegalMove, UnknownJob
 from verl_mux.coordinator.core.records import JobState, State
-from verl_mux.coordinator.core.state import MOVES, IllegalMove, Machine, UnknownJob
+from verl_mux.coordinator.core.state import Machine
+from verl_mux.coordinator.core.tokens import claims, numbering
 
 
 def copied(state):
@@ -275,7 +276,7 @@ def test_leases_are_believed_after_a_loss_of_memory_and_nothing_is_granted_until
     driver.wait(4)
     assert driver.holders("r0") == ["a"]
     driver.release("a", 41)
-    assert driver.machine.state.leases_of("b")[0].token == tokens.before(1) + 1  # there may have been a 42
+    assert driver.machine.state.leases_of("b")[0].token == numbering.before(1) + 1  # there may have been a 42
 
 
 def test_a_late_claim_does_not_bring_a_released_lease_back(two):

@@ -30,8 +30,9 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     Send,
     Settled,
 )
+from verl_mux.coordinator.core.job_states import IllegalMove, UnknownJob
 from verl_mux.coordinator.core.records import JobState
-from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
+from verl_mux.coordinator.core.state import Machine
 from verl_mux.profiling.eventlog import events
 
 NODES = ["r0", "r1", "t0"]
@@ -56,11 +57,11 @@ class Defined(Machine):
             for node in self.state.peaks:
                 telemetry.count_peak(self.state, node)
         for request in queueing.grantable(self.state, self.config):
-            out += self._give(request, request.nodes, now)
+            out += self._leases.give(request, request.nodes, now)
         is_open = functools.partial(granting.is_open, state=self.state)
         fillers = [request for request in self.state.requests if request.is_fillers]
         for request, nodes in granting.grantable(fillers, self.state, is_open, now):
-            out += self._give(request, nodes, now)
+            out += self._leases.give(request, nodes, now)
         for job in sorted(self.state.jobs.values(), key=lambda job: job.order):
             nodes = queueing.contended(job, self.state, self.config)
             if job.state is JobState.LIVE and nodes != job.contended:

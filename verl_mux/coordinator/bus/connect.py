@@ -21,10 +21,12 @@ import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from verl_mux.coordinator.bus.client import Lease, LocalMux, Mux
-from verl_mux.coordinator.bus.keys import JOB, for_address
+from verl_mux.coordinator.bus.access.keys import JOB, for_address
+from verl_mux.coordinator.bus.client import Mux
+from verl_mux.coordinator.bus.local import Lease, LocalMux
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.errors import UserError
+from verl_mux.scheduling.estimate.estimator import Observed
 from verl_mux.scheduling.estimate.job_needs import JobNeeds
 
 ADDRESS_VARIABLE, JOB_VARIABLE, NODES_VARIABLE = "VERL_MUX_COORDINATOR", "VERL_MUX_JOB", "VERL_MUX_NODES"
@@ -48,6 +50,8 @@ def connect(
     keys: str | None = None,
     needs: JobNeeds | None = None,
     slo: float | None = None,
+    owner: str = "",
+    profiled: Observed | None = None,
     filler: bool = False,
     wait: bool = True,
 ) -> LocalMux:
@@ -63,6 +67,8 @@ def connect(
         needs: what a step computes, for a job that leaves its nodes to the coordinator ({"rollout": ["auto"], "train":
             ["auto"]}); the client's `nodes` then say where it was placed.
         slo: how many times its iteration alone an iteration of such a job may last; default: the coordinator's.
+        owner: on whose behalf such a job runs.
+        profiled: seconds of a few steps of such a job, measured before; it is placed by them rather than by bounds.
         filler: work of a priority below the jobs, see docs/fillers.md. It may name one side only, asks for any so many of its
             nodes, and gives a lease back as soon as its `wanted` is set.
         wait: block until such a job is placed; if False and it has to wait, the client's `nodes` are empty.
@@ -74,6 +80,7 @@ def connect(
         return LocalMux(job, nodes, filler)
     with_keys = for_address(address, keys, JOB)
     registration: dict[str, Any] = {"gpus": gpus or {}, "seed": seed, "steps": steps, "needs": needs, "slo": slo}
+    registration |= {"owner": owner, "profiled": profiled or Observed()}
     return Mux(
         address, job, nodes, uid=uid or _uid_for(job), timeout=timeout, wait=wait, keys=with_keys, filler=filler, **registration
     )

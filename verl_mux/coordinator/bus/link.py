@@ -15,9 +15,9 @@ from collections.abc import Callable
 import zmq
 
 from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.bus.access.handshake import Handshake
+from verl_mux.coordinator.bus.access.keys import ClientKeys
 from verl_mux.coordinator.bus.conversation import RECONNECTS_WITHIN_S
-from verl_mux.coordinator.bus.handshake import Handshake
-from verl_mux.coordinator.bus.keys import ClientKeys
 from verl_mux.coordinator.bus.outbox import Outbox
 from verl_mux.errors import UserError
 

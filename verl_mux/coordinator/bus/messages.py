@@ -8,7 +8,7 @@ Families, those but the first in `families/`:
 - leases: REGISTER .. JOB_ENDED, between a job's client and the coordinator;
 - by hand: JOB_OVER, from whoever started the job; EVICT, FREE, DRAIN and RELOAD, from an operator;
 - agents: AGENT_REPORT and AGENT_ANSWER, between who looks at a host and the coordinator;
-- rollout dispatch: TASK_REQUEST, NEW_TASK, DATA_GENERATED, REWARD_COMPUTED, LEARNER_STATE_UPDATE and MIGRATE.
+- the learner: LEARNER_STATE_UPDATE.
 """
 
 from __future__ import annotations
@@ -23,15 +23,9 @@ from verl_mux.coordinator.bus.families.agents import HostName as HostName
 from verl_mux.coordinator.bus.families.base import VERSION, FromJob, Message, Unreadable, WrongVersion
 from verl_mux.coordinator.bus.families.base import Member as Member
 from verl_mux.coordinator.bus.families.by_hand import Drain, Evict, Free, JobOver, Reload
-from verl_mux.coordinator.bus.families.dispatch import (
-    DataGenerated,
-    LearnerStateUpdate,
-    Migrate,
-    NewTask,
-    RewardComputed,
-    TaskRequest,
-)
+from verl_mux.coordinator.bus.families.dispatch import LearnerStateUpdate
 from verl_mux.places.place import Place
+from verl_mux.scheduling.estimate.estimator import Observed
 from verl_mux.scheduling.estimate.job_needs import JobNeeds
 
 SIDES = ("rollout", "train")
@@ -60,7 +54,8 @@ Claims = Annotated[list[Claim], msgspec.Meta(max_length=256)]
 class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     """`nodes` names nodes or whole pools per side; `gpus` is needed on each node of a side (or on one named node).
 
-    With `auto` on both sides the coordinator places the job: by its `needs`, within `slo`, on behalf of `owner`; `placed`
+    With `auto` on both sides the coordinator places the job: by its `needs` or the steps `profiled`, within `slo`, on behalf of
+    `owner`; `placed`
     is where it was placed, if it registers again. `filler`: its requests come behind those of all jobs, and what it holds is
     called back when a job wants it. `seen`: the highest token that the client was ever given; `number`: of
     this registration of the client, so that an answer to one from before a restart is not taken for one to this. `space`: the
@@ -88,6 +83,7 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     slo: limits.Factor | None = None
     owner: limits.ShownName = ""
     placed: limits.Sides = {}
+    profiled: Observed = Observed()
     filler: bool = False
 
     @property
@@ -326,9 +322,8 @@ _ToJob = (
     | Done
     | Status
 )
-_Dispatch = TaskRequest | NewTask | DataGenerated | RewardComputed | LearnerStateUpdate | Migrate
 ByHand = Evict | Free | Drain | Reload
-AnyMessage = AnyFromJob | StatusRequest | JobOver | ByHand | AgentReport | AgentAnswer | _ToJob | _Dispatch
+AnyMessage = AnyFromJob | StatusRequest | JobOver | ByHand | AgentReport | AgentAnswer | _ToJob | LearnerStateUpdate
 
 
 class _Head(msgspec.Struct):

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import zmq
 
 from verl_mux.coordinator.bus import limits
-from verl_mux.coordinator.bus.gate import Gate, role_of
-from verl_mux.coordinator.bus.keys import ServerKeys
+from verl_mux.coordinator.bus.access.gate import Gate, role_of
+from verl_mux.coordinator.bus.access.keys import ServerKeys
 from verl_mux.errors import UserError
 
 # Frames taken before others in the loop have their turn.

@@ -12,6 +12,9 @@ import msgspec
 
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.settings import Pool
+from verl_mux.scheduling.model import Group
+from verl_mux.scheduling.placer.record import Queued
+from verl_mux.scheduling.search.decision import Move
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -121,10 +124,30 @@ class SomebodyWasBefore(msgspec.Struct, frozen=True, kw_only=True, tag_field="ty
     """Somebody spoke who has met an earlier coordinator at this address, of which nothing was known."""
 
 
+class Said(msgspec.Struct, frozen=True):
+    """A line for the event log."""
+
+    event: str
+    about: dict[str, Any]
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="PLANNED"):
+    """What the placer answers to the first of its questions: groups that changed or are no more, who waits, and who is to start
+    or to move. `version`: of the record it was asked about; an answer to another one is void."""
+
+    version: int
+    changed: list[Group]
+    gone: list[str]
+    waiting: list[Queued]
+    named: int
+    moves: list[Move] = []
+    said: list[Said] = []
+
+
 _Seen = JobSilent | JobRevoked | PhaseOverdue | JobEvicted | DriverDied | JobExited | ProcessesGone | NodeEmpty | NodesOwed
 AboutJob = m.AnyFromJob | _Seen
 AboutHosts = HostSeen | HostGone | OwedPaid | HostReleased | NodeReleased | NodeDrained | PoolsChanged
-What = AboutJob | AboutHosts | Settled | SomebodyWasBefore
+What = AboutJob | AboutHosts | Settled | SomebodyWasBefore | Planned
 
 
 class Input(msgspec.Struct, frozen=True):

@@ -7,11 +7,11 @@ fenced itself, see docs/protocol.md; if it cannot, because it is stopped, its pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from verl_mux.coordinator.bus.conversation import BEAT_EVERY_S, FENCED_AFTER, RECONNECTS_WITHIN_S
 from verl_mux.coordinator.core import queueing
-from verl_mux.coordinator.core.inputs_and_instructions import JobSilent, What
+from verl_mux.coordinator.core.inputs_and_instructions import JobEvicted, JobRevoked, JobSilent, PhaseOverdue, What
 from verl_mux.coordinator.core.records import Job, JobState, Lease, State
 from verl_mux.coordinator.core.settings import Config
 
@@ -48,6 +48,16 @@ def silent(state: State, config: Config, heard: Mapping[str, float], now: float)
     return found, [JobSilent(job=job.name, uid=job.uid) for job in late]
 
 
+def revoked(
+    silent: Mapping[str, Job], state: State, config: Config, heard: Mapping[str, float], now: float, running: float
+) -> list[What]:
+    """What takes their nodes from those silent jobs that others wait for, or that nobody need wait for any more."""
+    waited = {job.name for job in in_the_way(silent, state, config)} if silent else set()
+    over = [job for job in silent.values() if job.name in waited or is_lost(heard[job.name], running, config)]
+    since = may_not_use_since(now, config)
+    return [JobRevoked(job=job.name, uid=job.uid, since=since, waited=job.name in waited) for job in over]
+
+
 def may_not_use_since(now: float, config: Config) -> float:
     """From when a job that is found silent beyond its lease at `now` had to keep off its nodes."""
     return now - (1 - FENCED_AFTER) * config.lease_timeout
@@ -78,6 +88,20 @@ def limit(job: Job, phase: str, config: Config) -> float | None:
 def is_overdue(job: Job, lease: Lease, config: Config, now: float) -> bool:
     after = limit(job, lease.phase, config)
     return job.state is JobState.LIVE and not job.filler and after is not None and now - lease.granted_at > after
+
+
+def overdue(state: State, config: Config, now: float, but: Collection[str]) -> list[What]:
+    """What tells of phases that have come to count as hung, once each. `but`: jobs by name, of which that is not asked."""
+    out: list[What] = []
+    for lease in state.leases.values():
+        job = state.jobs[lease.job]
+        if job.name in but or lease.token in job.overdue or not is_overdue(job, lease, config, now):
+            continue
+        out.append(PhaseOverdue(job=job.name, uid=job.uid, token=lease.token))
+        if config.evict_hung:
+            reason = f"its {lease.phase} (step {lease.step}) has taken {now - lease.granted_at:.0f} s and counts as hung"
+            out.append(JobEvicted(job=job.name, uid=job.uid, reason=reason))
+    return out
 
 
 def phase_ended(job: Job, lease: Lease, now: float) -> None:

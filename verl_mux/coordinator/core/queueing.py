@@ -2,14 +2,15 @@
 
 Requests stand in one list in order of arrival, which is a queue per node: a request heads the queue of a node when no
 earlier request that may run names it. It is granted when it heads the queues of all its nodes and all are free, so it
-gets all or waits, and, since all queue in one order, no two wait for each other.
+gets all or waits, and, since all queue in one order, no two wait for each other. Jobs of a co-execution group that has an order
+of its own queue in that order.
 
 A request that is *held back* keeps its place but does not stand in anybody's way:
 - `settling`  the coordinator lost its memory and first lets jobs assert the leases they hold;
 - `silent`    its job is not heard from;
 - `fenced`    one of its nodes is on a host where nobody can look, or something of a dead job may be left there;
 - `draining`  one of its nodes is given to nobody any more;
-- `start`     step 1 and later wait until `expect_jobs` jobs have registered and finished init;
+- `start`     step 1 and later wait until `expect_jobs` jobs are through with init and ask for their first step;
 - `barrier`   its step lies in a later segment of the schedule than the current one;
 - `turn`      in a sequential segment, another job has the turn.
 
@@ -18,6 +19,8 @@ fillers/granting.py.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
@@ -121,6 +124,17 @@ def refusal(asked: m.LeaseRequest, job: Job, leases: list[Lease], waiting: int) 
     return None
 
 
+def in_order(requests: Iterable[Request], state: State) -> list[Request]:
+    """By the order of their co-execution groups, equals in order of arrival, in which they are given."""
+    return sorted(requests, key=lambda request: rank(request, state))
+
+
+def rank(request: Request, state: State) -> int:
+    """Of jobs that were placed, see scheduling/time/order.py; who names its nodes shares them with none of those."""
+    watched = state.jobs[request.job].watched
+    return 0 if watched is None or request.step == 0 else watched.rank
+
+
 def grantable(state: State, config: Config) -> list[Request]:
     """The requests of jobs to grant now, in order. Init is always exclusive; an uncoordinated segment excludes nobody but
     fillers."""
@@ -129,7 +143,7 @@ def grantable(state: State, config: Config) -> list[Request]:
     taken = {node for lease in state.leases.values() for node in lease.nodes}
     filled = {node for lease in state.leases.values() if state.jobs[lease.job].filler for node in lease.nodes}
     granted = []
-    for request in state.requests:
+    for request in in_order(state.requests, state):
         if request.is_fillers or held_back(request, state, config, owner):
             continue
         if taken.isdisjoint(request.nodes) or (shared and request.step > 0 and filled.isdisjoint(request.nodes)):

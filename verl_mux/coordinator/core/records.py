@@ -13,7 +13,7 @@ import msgspec
 
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.scheduling.estimate.estimator import Observed
-from verl_mux.scheduling.placer.record import Record
+from verl_mux.scheduling.placer.record import Question, Record
 
 
 class JobState(Enum):
@@ -26,7 +26,9 @@ class JobState(Enum):
 class Watched(msgspec.Struct, kw_only=True):
     """What placement learns of a job that it placed. `steps`: the last step seen, by phase. `began`: first rollout asked
     for. `free_since`: it neither holds nor asks for nodes since then; `between`: seconds of that in this step.
-    `fresh`: steps seen since its co-execution group changed."""
+    `fresh`: steps seen since its co-execution group changed. `doing`: the phase that it is in or waits for (asked for or, if it
+    runs, granted at this time). `rank`: among those of its group that wait, see
+    scheduling/time/order.py."""
 
     observed: Observed = Observed()
     steps: dict[str, int] = {}
@@ -35,16 +37,17 @@ class Watched(msgspec.Struct, kw_only=True):
     free_since: float | None = None
     between: float = 0.0
     fresh: int = 0
+    doing: tuple[str, float, bool] = ("rollout", 0.0, False)
+    rank: int = 0
 
 
 class Job(msgspec.Struct, kw_only=True):
     """`order`: registration order. `asked`, `reported`: highest step asked for, highest step reported as finished.
     `since`: when it came into its state. `memory`: node -> tag -> bytes. `contended`: as last pushed to its clients.
-    `has_asked` for any lease; `initialised`: through with init, so it counts as an expected job that has arrived.
-    `registrations`: the number of each client's newest one. `closed`, `spent`: see closing.py. `longest`: seconds by phase;
-    `overdue`: tokens whose phases take far longer. `last`: seconds of the last one, by phase. `condemned`: by whom its nodes
-    were taken away, which ends its driver too. `filler`: work of a priority below the jobs, see fillers/; it has no steps and
-    nobody waits for it."""
+    `has_asked` for any lease. `registrations`: the number of each client's newest one. `closed`, `spent`: see tokens/closing.py.
+    `longest`: seconds by phase; `overdue`: tokens whose phases take far longer. `last`: seconds of the last one, by phase.
+    `condemned`: by whom its nodes were taken away, which ends its driver too. `filler`: work of a priority below the jobs, see
+    fillers/; it has no steps and nobody waits for it."""
 
     name: str
     uid: str
@@ -63,7 +66,6 @@ class Job(msgspec.Struct, kw_only=True):
     registrations: dict[str, int] = {}
     members: list[Member] = []
     has_asked: bool = False
-    initialised: bool = False
     asked: int = 0
     reported: int = 0
     died_at: float | None = None
@@ -90,6 +92,11 @@ class Job(msgspec.Struct, kw_only=True):
     @property
     def all_nodes(self) -> list[str]:
         return list(dict.fromkeys(node for nodes in self.nodes.values() for node in nodes))
+
+    @property
+    def initialised(self) -> bool:
+        """It has asked for its first step, so all its engines are up, and it counts as an expected job that has arrived."""
+        return max(self.asked, self.reported) > 0
 
     @property
     def finished(self) -> int:
@@ -173,8 +180,9 @@ class State(msgspec.Struct, kw_only=True):
     `started`: all expected jobs were there. `settle_until`: no grants before it, because memory was lost, in seconds for which
     this start of the coordinator has run; `unknown_up_to`: the last token of which it may not know.
     `peaks`: node -> `init` or segment index -> highest sum of tagged bytes of all jobs. `placed`: what the scheduler
-    remembers of the jobs it placed. `usage`: by node. `hosts`: by name and PID namespace. `fenced`: nodes that nobody gets now,
-    and why; derived from `hosts`. `draining`: nodes that nobody gets any more, by hand."""
+    remembers of the jobs it placed; `questions`: what it was asked and has not answered. `usage`: by node. `hosts`: by name and
+    PID namespace. `fenced`: nodes that nobody gets now, and why; derived from `hosts`. `draining`: nodes that nobody gets any
+    more, by hand."""
 
     jobs: dict[str, Job] = {}
     requests: list[Request] = []
@@ -188,6 +196,7 @@ class State(msgspec.Struct, kw_only=True):
     unknown_up_to: int = 0
     peaks: dict[str, dict[str, int]] = {}
     placed: Record = Record()
+    questions: list[Question] = []
     usage: dict[str, Usage] = {}
     hosts: dict[str, Host] = {}
     fenced: dict[str, str] = {}

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import claims
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Send
 from verl_mux.coordinator.core.placement import placing
 from verl_mux.coordinator.core.records import Job, JobState, State
 from verl_mux.coordinator.core.settings import Config
+from verl_mux.coordinator.core.tokens import claims
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
 
@@ -45,14 +45,15 @@ def register(state: State, config: Config, epoch: str, now: float, what: m.Regis
     job = state.jobs.get(what.job)
     if job is None or job.uid != what.uid or not job.clients:
         job = _new_job(state, config, now, what)
-        out += placing.arrive(state, config, job, what, now) if what.wants_placement else []
+        out += placing.arrive(state, config, job, what) if what.wants_placement else []
         fills = {"filler": True} if job.filler else {}
         about = {"job": job.name, "nodes": job.nodes, "seed": job.seed, "steps": job.steps, "pid": job.pid, **fills}
         out.append(Log(events.JOB_REGISTERED, about))
     if what.client not in job.clients:
         job.clients.append(what.client)
     job.members = what.members or job.members
-    out.append(Send(what.client, welcome(state, config, job, what.client, epoch, what.number)))
+    if not placing.is_open(state, job.name) or what.client in job.registrations:
+        out.append(Send(what.client, welcome(state, config, job, what.client, epoch, what.number)))
     claims.take(state, config, job, what, now)
     return out
 
@@ -60,8 +61,10 @@ def register(state: State, config: Config, epoch: str, now: float, what: m.Regis
 def welcome(state: State, config: Config, job: Job, client: str, epoch: str, answers: int = 0) -> m.Registered | m.Queued:
     """The job's nodes; or, of a job that waits to be placed, that it does."""
     if not job.nodes:
-        before = [entry.job.name for entry in state.placed.waiting].index(job.name)
-        reason = f"job {job.name!r} waits for nodes: no room within everybody's SLO, {before} jobs before it"
+        queue = [entry.job.name for entry in state.placed.waiting]
+        reason = f"job {job.name!r} waits to be placed"
+        if job.name in queue:
+            reason = f"job {job.name!r} waits for nodes: no room within everybody's SLO, {queue.index(job.name)} jobs before it"
         return m.Queued(reason=reason, epoch=epoch, answers=answers)
     return m.Registered(
         nodes=job.nodes,

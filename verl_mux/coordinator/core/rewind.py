@@ -9,8 +9,9 @@ from __future__ import annotations
 import msgspec
 
 from verl_mux.coordinator.core.inputs_and_instructions import Input, Instruction
+from verl_mux.coordinator.core.job_states import IllegalMove, UnknownJob
 from verl_mux.coordinator.core.records import State
-from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
+from verl_mux.coordinator.core.state import Machine
 
 # Inputs, and their bytes, after which a new copy is made: what going back costs at most.
 _INPUTS, _BYTES = 500, 2**20

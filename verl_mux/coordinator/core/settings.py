@@ -17,7 +17,7 @@ from verl_mux.places.place import Place
 from verl_mux.scheduling.estimate.gpu_kinds import GpuKind, find_kind
 from verl_mux.scheduling.model import Cluster, NodeKind
 from verl_mux.scheduling.model import Pool as SchedulingPool
-from verl_mux.scheduling.search.rules import OURS, Rules
+from verl_mux.scheduling.search.rules import LIVE, Rules
 
 # Clients give a sign of life every second, so a shorter lease timeout would find every job silent.
 _LEAST_SECONDS = {"lease_timeout": 1, "kill_grace": 0, "remote_grace": 0, "filler_grace": 0, "silent_timeout": 0,
@@ -74,8 +74,8 @@ class PlacementConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     observe: int = 5
 
     def rules(self) -> Rules:
-        """Running jobs are not moved: a move is a restart of its processes elsewhere, which is their owner's to do."""
-        return msgspec.structs.replace(OURS, cap=self.cap, repack=False)
+        """The very rules that `simulate` runs as `live`."""
+        return msgspec.structs.replace(LIVE, cap=self.cap)
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):  # dict: for what is cached
@@ -107,6 +107,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @functools.cached_property
     def nodes(self) -> dict[str, Node]:
         return {node.name: node for pool in self.pools.values() for node in pool.nodes}
+
+    @functools.cached_property
+    def cluster(self) -> Cluster:
+        """The two pools as the scheduler sees them, where jobs are placed."""
+        return cluster(self.placing, self.pools)
 
     def node(self, name: str) -> Node | None:
         return self.nodes.get(name)

@@ -3,7 +3,7 @@
 Theory of operation
 - Everything that decides lives here and in the modules called from here (queueing, registration, placing,
   observing, telemetry). No I/O, no clock: an input says when it came.
-- A job moves by the table MOVES. A move that is not in it raises IllegalMove and changes nothing.
+- A job moves by the table in `job_states`. A move that is not in it raises IllegalMove and changes nothing.
 - A lease is given out with a token that is higher than all before it. It ends when its client releases it, or when its
   job has ENDED; never while a process of the job may still be on the node.
 - Silence for a while takes no node away: a driver that was stopped or starved finds its leases as they were. Silence beyond
@@ -26,14 +26,14 @@ Invariants (asserted by tests/coordinator/test_histories.py)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import msgspec
 
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import claims, closing, patience, queueing, registration, telemetry
-from verl_mux.coordinator.core.fillers import granting, usage
+from verl_mux.coordinator.core import patience, queueing, registration, telemetry
+from verl_mux.coordinator.core.fillers import granting
 from verl_mux.coordinator.core.fillers.calls import Calls
 from verl_mux.coordinator.core.hosts import fences, moves
 from verl_mux.coordinator.core.inputs_and_instructions import (
@@ -51,45 +51,25 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     NodeReleased,
     NodesOwed,
     PhaseOverdue,
+    Planned,
     PoolsChanged,
     ProcessesGone,
     Send,
     Settled,
     SomebodyWasBefore,
-    What,
 )
+from verl_mux.coordinator.core.job_states import UnknownJob, next_state
+from verl_mux.coordinator.core.leases import Leases, about, asked_for
 from verl_mux.coordinator.core.placement import observing, placing, prediction
 from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State
 from verl_mux.coordinator.core.running_time import RunningTime
 from verl_mux.coordinator.core.settings import Config
+from verl_mux.coordinator.core.tokens import claims, closing
 from verl_mux.coordinator.core.waiting import Waiting
 from verl_mux.profiling.eventlog import events
 
-ABSENT = None
 NEVER_REGISTERED = "exited before it registered"
 LIVE, SILENT, DYING, ENDED = JobState.LIVE, JobState.SILENT, JobState.DYING, JobState.ENDED
-
-_TALK: tuple[type[m.FromJob], ...] = (
-    *(m.Register, m.LeaseRequest, m.LeaseCancel, m.LeaseRelease, m.LeaseShrink, m.Heartbeat, m.Detach),
-    *(m.Progress, m.StepReport, m.MemoryReport, m.PhaseNote, m.MemberReport),
-)
-_DEATHS: dict[type, JobState] = dict.fromkeys((m.Failing, DriverDied, JobExited, JobEvicted), DYING)
-_HEARD: dict[type, JobState] = dict.fromkeys(_TALK, LIVE)
-MOVES: dict[JobState | None, dict[type, JobState]] = {
-    ABSENT: {m.Register: LIVE, JobExited: ENDED},
-    LIVE: {**_HEARD, m.Deregister: ENDED, PhaseOverdue: LIVE, JobSilent: SILENT, **_DEATHS},
-    SILENT: {**_HEARD, m.Deregister: ENDED, JobRevoked: DYING, **_DEATHS},
-    DYING: {JobExited: DYING, NodeEmpty: DYING, NodesOwed: DYING, ProcessesGone: ENDED},
-    ENDED: {m.Register: LIVE, JobExited: ENDED},
-}
-
-
-class IllegalMove(ValueError):
-    """The input is not allowed in the job's state."""
-
-
-class UnknownJob(LookupError):
-    """No record of this start of the job."""
 
 
 class Machine:
@@ -103,6 +83,7 @@ class Machine:
         self.calls = Calls()
         self._waiting = Waiting(self.state, config)
         self._running = RunningTime()
+        self._leases = Leases(self._waiting, self.calls, self._running, epoch)
         self._unheard: set[str] = set()  # jobs of which this start of the coordinator has heard nothing yet
 
     def handle(self, given: Input) -> list[Instruction]:
@@ -117,12 +98,14 @@ class Machine:
             return []
         if isinstance(what, AboutHosts):
             return self._about_hosts(now, what) + self._settle(now)
+        if isinstance(what, Planned):
+            return self._start(*placing.carry_out(self.state, self.config, what)) + self._settle(now)
         job = self._job_of(what)
         if isinstance(what, m.Register) and (refusal := self._refusal(what, job)):
             return [Send(what.client, refusal)]
         if isinstance(what, m.Detach) and job is not None and job.clients == [what.client]:
             what = m.Deregister(job=what.job, uid=what.uid, client=what.client)  # the last to leave ends the job
-        after = self._next_state(job, what)
+        after = next_state(job, what)
         if isinstance(what, m.FromJob):
             self.heard[what.job] = self._running.at(now)
             self._unheard.discard(what.job)
@@ -141,34 +124,12 @@ class Machine:
         """What the passing of time has brought about; to be handled like any other input, in this order."""
         running = self._running.look(now)
         silent, out = patience.silent(self.state, self.config, self.heard, running)
-        since = patience.may_not_use_since(now, self.config)
-        in_the_way = {job.name for job in patience.in_the_way(silent, self.state, self.config)} if silent else set()
-        for job in silent.values():
-            if job.name in in_the_way or patience.is_lost(self.heard[job.name], running, self.config):
-                out.append(JobRevoked(job=job.name, uid=job.uid, since=since, waited=job.name in in_the_way))
-        out += self._slow_to_leave(running)
-        out += self._overdue(now, silent)
+        out += patience.revoked(silent, self.state, self.config, self.heard, now, running)
+        out += self.calls.slow_to_leave(self.state, self.config, running)
+        out += patience.overdue(self.state, self.config, now, but=silent)
         if self.state.settle_until is not None and running >= self.state.settle_until:
             out.append(Settled())
         return [Input(now, what) for what in out]
-
-    def _slow_to_leave(self, running: float) -> list[What]:
-        late = self.calls.late(self.state.leases, running, self.config)
-        jobs = [job for job in self.state.jobs.values() if job.name in late and job.state in (LIVE, SILENT)]
-        reason = f"a job waited for what it held, and it had not left after {self.config.filler_grace:g} s"
-        return [JobEvicted(job=job.name, uid=job.uid, reason=reason) for job in jobs]
-
-    def _overdue(self, now: float, silent: Collection[str]) -> list[What]:
-        out: list[What] = []
-        for lease in self.state.leases.values():
-            job = self.state.jobs[lease.job]
-            if job.name in silent or lease.token in job.overdue or not patience.is_overdue(job, lease, self.config, now):
-                continue
-            out.append(PhaseOverdue(job=job.name, uid=job.uid, token=lease.token))
-            if self.config.evict_hung:
-                reason = f"its {lease.phase} (step {lease.step}) has taken {now - lease.granted_at:.0f} s and counts as hung"
-                out.append(JobEvicted(job=job.name, uid=job.uid, reason=reason))
-        return out
 
     def settles_for(self, now: float) -> float | None:
         """Seconds for which nothing will be granted, if the coordinator makes no pause; None: it does not settle."""
@@ -204,13 +165,6 @@ class Machine:
     def _refusal(self, asked: m.Register, known: Job | None) -> m.Refused | None:
         return registration.refuse(asked, known, self._waiting.started_as(asked.uid), self.state, self.config)
 
-    def _next_state(self, job: Job | None, what: AboutJob) -> JobState:
-        state = job.state if job else ABSENT
-        if (after := MOVES[state].get(type(what))) is None:
-            known_as = state.value if state else "absent"
-            raise IllegalMove(f"job {what.job!r} is {known_as}: {type(what).__name__} is not allowed")
-        return after
-
     def _enter(self, job: Job, after: JobState, now: float) -> list[Instruction]:
         """Puts the job into its next state, and takes away what it may not keep there."""
         before = job.state
@@ -221,11 +175,11 @@ class Machine:
         if after is DYING:
             job.died_at = now
         if after in (DYING, ENDED):
-            self._drop_requests(self._waiting.requests_of(job.name))
+            self._leases.drop(self._waiting.requests_of(job.name))
         if after is ENDED:
             self._forget_oldest_ended(but=job)
             job.memory, job.members, job.progress, job.note = {}, [], None, ""
-            return self._start(*placing.leave(self.state, self.config, job, now))
+            placing.leave(self.state, job)
         return [Log(events.JOB_RESUMED, {"job": job.name})] if (before, after) == (SILENT, LIVE) else []
 
     def _forget_oldest_ended(self, but: Job) -> None:
@@ -236,7 +190,7 @@ class Machine:
                 self._forget(self.state.jobs[name])
 
     def _start(self, started: list[Job], out: list[Instruction]) -> list[Instruction]:
-        """Tells jobs that waited for nodes which they got."""
+        """Tells jobs that asked for nodes which they got, or that they wait."""
         for job in started:
             self._waiting.moved(job)
             out += [Send(c, registration.welcome(self.state, self.config, job, c, self.epoch)) for c in job.clients]
@@ -255,52 +209,48 @@ class Machine:
     def _request(self, now: float, job: Job, what: m.LeaseRequest) -> list[Instruction]:
         if what.number < job.registrations.get(what.client, 0):
             return []  # late: a coordinator without memory would not know that its lease was given back long ago
-        if lease := self._lease_by_key(job, what.key):
-            return [Send(what.client, self._grant(lease))]
+        if lease := self._leases.by_key(job, what.key):
+            return [Send(what.client, self._leases.grant(lease))]
         if self._waiting.request(job.name, what.key) or what.key in job.spent:
             return []
         if reason := granting.refusal(what, job):
             return [Send(what.client, m.Refused(about=what.key, reason=reason))]
         if reason := queueing.refusal(what, job, self._waiting.leases_of(job.name), len(self._waiting.requests_of(job.name))):
             return [Send(what.client, m.Refused(about=what.key, reason=reason))]
-        request = Request(asked_at=now, num_nodes=what.num_nodes, least=what.least, **_asked(what))
+        request = Request(asked_at=now, num_nodes=what.num_nodes, least=what.least, **asked_for(what))
         self.state.requests.append(request)
         self._waiting.asked(request)
         observing.asked(job, request)
         job.has_asked = True
         job.asked = max(job.asked, what.step)
-        job.initialised = job.initialised or what.step > 0
         return []
 
     def _cancel(self, now: float, job: Job, what: m.LeaseCancel) -> list[Instruction]:
         request = self._waiting.request(job.name, what.key)
-        self._drop_requests([request] if request else [])
-        lease = self._lease_by_key(job, what.key)
-        freed = [self._free(lease, now)] if lease else []
+        self._leases.drop([request] if request else [])
+        lease = self._leases.by_key(job, what.key)
+        freed = [self._leases.free(lease, now)] if lease else []
         if not freed:
             closing.spent(job, what.key)
         return [*freed, Send(what.client, m.LeaseCancelled(key=what.key))]
 
     def _release(self, now: float, job: Job, what: m.LeaseRelease) -> list[Instruction]:
-        lease = self._lease_of(job, what.token)
+        lease = self._leases.of(job, what.token)
         if lease is None:
             return [Send(what.client, closing.answer(job, what.token, is_anothers=what.token in self.state.leases))]
-        job.initialised = job.initialised or lease.phase == "init"
         patience.phase_ended(job, lease, now)
-        freed = self._free(lease, now)
+        freed = self._leases.free(lease, now)
         return [freed, Send(what.client, m.LeaseReleased(token=what.token)), *self._observe(job, lease, now)]
 
     def _shrink(self, now: float, job: Job, what: m.LeaseShrink) -> list[Instruction]:
         done = Send(what.client, m.LeaseShrunk(key=what.key))
-        lease = self._lease_of(job, what.token)
+        lease = self._leases.of(job, what.token)
         left = [node for node in lease.nodes if node not in what.nodes] if lease else []
         if lease is None or not left or left == lease.nodes:  # the last node goes back with the lease
             return [done]
         gone = [node for node in lease.nodes if node in what.nodes]
-        self._hold(msgspec.structs.replace(lease, nodes=left))
-        usage.count(self.state, lease, gone, now)
-        about = {**_about(lease), "nodes": gone}
-        return [done, Log(events.LEASE_HELD, about, duration=now - lease.granted_at, step=lease.step)]
+        self._leases.shrink(lease, gone, now)
+        return [done, Log(events.LEASE_HELD, {**about(lease), "nodes": gone}, duration=now - lease.granted_at, step=lease.step)]
 
     def _observe(self, job: Job, lease: Lease, now: float) -> list[Instruction]:
         """What the phase of a job took, if it was placed, and what that changes."""
@@ -309,7 +259,7 @@ class Machine:
             return []
         out = observing.released(job.watched, lease, spec, now)
         if revised := observing.revised(job.watched, spec):
-            out += self._start(*placing.correct(self.state, self.config, revised, now))
+            placing.correct(self.state, revised)
         group = self.state.placed.group_of(job.name)
         if group is not None and lease.phase == "train" and prediction.is_due(group, job, self.state, self.config):
             out.append(prediction.predicted(group, self.state, self.config))
@@ -321,7 +271,7 @@ class Machine:
         held = {lease.token for lease in mine}
         tokens = [token for token in what.tokens if token in held]
         # A grant that went astray, or one that its client no longer wants and releases.
-        unheard = [self._grant(lease) for lease in mine if lease.client == what.client and lease.token not in what.tokens]
+        unheard = [self._leases.grant(lease) for lease in mine if lease.client == what.client and lease.token not in what.tokens]
         ack = m.HeartbeatAck(beat=what.beat, epoch=self.epoch, queued=queued, tokens=tokens)
         return [Send(what.client, message) for message in (*unheard, *self._call_again(now, job, mine), ack)]
 
@@ -334,20 +284,20 @@ class Machine:
 
     def _report(self, now: float, job: Job, what: m.FromJob) -> list[Instruction]:
         token = getattr(what, "token", None)
-        if token is not None and self._lease_of(job, token) is None:
+        if token is not None and self._leases.of(job, token) is None:
             return []  # late; who holds a stale token learns it at the next heartbeat
         return telemetry.REPORTS[type(what)](self.state, job, what)
 
     def _detach(self, now: float, job: Job, what: m.Detach) -> list[Instruction]:
-        self._drop_requests([request for request in self._waiting.requests_of(job.name) if request.client == what.client])
+        self._leases.drop([request for request in self._waiting.requests_of(job.name) if request.client == what.client])
         job.clients = [client for client in job.clients if client != what.client]
         job.registrations.pop(what.client, None)
-        freed = [self._free(lease, now) for lease in self._waiting.leases_of(job.name) if lease.client == what.client]
+        freed = [self._leases.free(lease, now) for lease in self._waiting.leases_of(job.name) if lease.client == what.client]
         return [*freed, Send(what.client, m.JobEnded(reason="closed"))]
 
     def _deregister(self, now: float, job: Job, what: m.Deregister) -> list[Instruction]:
         job.reason = what.reason or "finished"
-        freed = [self._free(lease, now) for lease in self._waiting.leases_of(job.name)]
+        freed = [self._leases.free(lease, now) for lease in self._waiting.leases_of(job.name)]
         if not job.has_asked and not what.reason:  # it only looked whether it would be taken; an expected job is still to come
             self._forget(job)
         return [*freed, _exited(job), *_dismiss(job)]
@@ -376,7 +326,7 @@ class Machine:
     def _late_phase(self, now: float, job: Job, what: PhaseOverdue) -> list[Instruction]:
         lease = self.state.leases[what.token]
         job.overdue.append(what.token)
-        return [Log(events.PHASE_OVERDUE, _about(lease), duration=now - lease.granted_at, step=lease.step)]
+        return [Log(events.PHASE_OVERDUE, about(lease), duration=now - lease.granted_at, step=lease.step)]
 
     # --- hosts ---
 
@@ -384,7 +334,7 @@ class Machine:
         if isinstance(what, PoolsChanged):
             return self._reconfigure(what)
         dying = [job.name for job in self.state.jobs.values() if job.state is DYING]
-        out = self._take_from(now, dying, what.node) if isinstance(what, NodeReleased) else []
+        out = self._leases.take_from(dying, what.node, now) if isinstance(what, NodeReleased) else []
         out += moves.change(self.state, what, now)
         return out + self._fence_anew()
 
@@ -404,26 +354,12 @@ class Machine:
         return out + [Log(events.NODE_FENCED, {"node": node, "reason": reason}) for node, reason in fresh.items()]
 
     def _empty(self, now: float, job: Job, what: NodeEmpty) -> list[Instruction]:
-        return self._take_from(now, [job.name], what.node)
+        return self._leases.take_from([job.name], what.node, now)
 
     def _owed(self, now: float, job: Job, what: NodesOwed) -> list[Instruction]:
         moves.owe(self.state, what, now)
         fenced = self._fence_anew()  # before anybody can be given them
-        return [*fenced, *(line for node in what.nodes for line in self._take_from(now, [job.name], node))]
-
-    def _take_from(self, now: float, jobs: Collection[str], node: str) -> list[Instruction]:
-        """Takes the node from these jobs, which are dying, and with its last node the lease."""
-        out: list[Instruction] = []
-        for lease in [lease for job in jobs for lease in self._waiting.leases_of(job)]:
-            if node in lease.nodes:
-                out.append(Log(events.LEASE_RECLAIMED, {**_about(lease), "nodes": [node]}, duration=None, step=lease.step))
-                left = [other for other in lease.nodes if other != node]
-                if left:
-                    usage.count(self.state, lease, [node], now)
-                    self._hold(msgspec.structs.replace(lease, nodes=left))
-                else:
-                    out.append(self._free(lease, now))
-        return out
+        return [*fenced, *(line for node in what.nodes for line in self._leases.take_from([job.name], node, now))]
 
     def _died(self, now: float, job: Job, what: DriverDied) -> list[Instruction]:
         job.reason = "its driver process died"
@@ -444,11 +380,11 @@ class Machine:
         out: list[Instruction] = []
         assert job.died_at is not None
         for lease in self._waiting.leases_of(job.name):
-            reclaimed = Log(events.LEASE_RECLAIMED, _about(lease), duration=now - job.died_at, step=lease.step)
-            out += [self._free(lease, now), reclaimed]
+            reclaimed = Log(events.LEASE_RECLAIMED, about(lease), duration=now - job.died_at, step=lease.step)
+            out += [self._leases.free(lease, now), reclaimed]
         return [*out, *_dismiss(job)]
 
-    # --- leases ---
+    # --- what follows ---
 
     def _settle(self, now: float) -> list[Instruction]:
         """Brings the schedule, the queues, and what clients know of contention up to date."""
@@ -458,9 +394,11 @@ class Machine:
             for node in self.state.peaks:
                 telemetry.count_peak(self.state, node)
         for request in self._waiting.grantable():
-            out += self._give(request, request.nodes, now)
+            out += self._leases.give(request, request.nodes, now)
+            if (watched := self.state.jobs[request.job].watched) is not None:
+                observing.granted(watched, request.phase, now)
         for request, nodes in granting.grantable(self._waiting.fillers(), self.state, self._waiting.is_open, now):
-            out += self._give(request, nodes, now)
+            out += self._leases.give(request, nodes, now)
         for job, nodes in self._waiting.contended():
             if job.state is LIVE and nodes != job.contended:
                 job.contended = nodes
@@ -473,47 +411,6 @@ class Machine:
         if job.filler and job.name not in self._unheard:
             self.calls.tell(job, self._waiting.leases_of(job.name), self._running.at(now))
 
-    def _give(self, request: Request, nodes: list[str], now: float) -> list[Instruction]:
-        self.state.token += 1
-        self.state.stepping = self.state.stepping or request.step > 0
-        lease = Lease(token=self.state.token, granted_at=now, **{**_asked(request), "nodes": nodes})
-        self._hold(lease)
-        self._drop_requests([request])
-        waited = Log(events.LEASE_WAIT, _about(lease), duration=now - request.asked_at, step=lease.step)
-        return [Send(lease.client, self._grant(lease)), waited]
-
-    def _grant(self, lease: Lease) -> m.LeaseGrant:
-        told = ("key", "token", "phase", "step", "nodes", "granted_at")
-        return m.LeaseGrant(epoch=self.epoch, **{name: getattr(lease, name) for name in told})
-
-    def _hold(self, lease: Lease) -> None:
-        self.state.leases[lease.token] = lease
-        self._waiting.granted(lease)
-
-    def _free(self, lease: Lease, now: float) -> Log:
-        del self.state.leases[lease.token]
-        self._waiting.freed(lease.token)
-        closing.given_back(self.state.jobs[lease.job], lease.token)
-        closing.spent(self.state.jobs[lease.job], lease.key)
-        usage.count(self.state, lease, lease.nodes, now)
-        leaving_s = self.calls.left(lease.token, self._running.at(now))
-        about = {**_about(lease), **({"filler": True, "leaving_s": leaving_s} if self.state.jobs[lease.job].filler else {})}
-        return Log(events.LEASE_HELD, about, duration=now - lease.granted_at, step=lease.step)
-
-    def _lease_of(self, job: Job, token: int) -> Lease | None:
-        lease = self.state.leases.get(token)
-        return lease if lease is not None and lease.job == job.name else None
-
-    def _lease_by_key(self, job: Job, key: str) -> Lease | None:
-        return next((lease for lease in self._waiting.leases_of(job.name) if lease.key == key), None)
-
-    def _drop_requests(self, unwanted: list[Request]) -> None:
-        for request in unwanted:
-            self._waiting.gone(request)
-        if unwanted:
-            ids = {id(request) for request in unwanted}
-            self.state.requests = [request for request in self.state.requests if id(request) not in ids]
-
     def _forget(self, job: Job) -> None:
         del self.state.jobs[job.name]
         self._waiting.forgotten(job)
@@ -523,14 +420,6 @@ class Machine:
 def _speaks_for(job: Job, what: AboutJob) -> bool:
     """Only a client that registered; one of a job that is dying or over is told so instead."""
     return not isinstance(what, m.FromJob) or job.state in (DYING, ENDED) or what.client in job.clients
-
-
-def _asked(source: m.LeaseRequest | Request) -> dict:
-    return {name: getattr(source, name) for name in ("key", "job", "client", "phase", "step", "nodes")}
-
-
-def _about(lease: Lease) -> dict:
-    return {"job": lease.job, "phase": lease.phase, "nodes": lease.nodes, "token": lease.token}
 
 
 def _exited(job: Job) -> Log:

@@ -17,7 +17,7 @@ def progress(state: State, job: Job, what: m.Progress) -> list[Instruction]:
 
 
 def step_report(state: State, job: Job, what: m.StepReport) -> list[Instruction]:
-    job.reported, job.metrics, job.initialised = max(job.reported, what.step), what.metrics, True
+    job.reported, job.metrics = max(job.reported, what.step), what.metrics
     return [Log(events.STEP_REPORT, {"job": job.name, **what.metrics}, step=what.step)]
 
 

@@ -159,7 +159,8 @@ class Waiting:
         for node in self._nodes:
             if (head := self._head(node)) is not None:
                 heads[head.job, head.key] = head
-        firsts = sorted(heads.values(), key=lambda request: self._arrival[request.job, request.key])
+        arrived = sorted(heads.values(), key=lambda request: self._arrival[request.job, request.key])
+        firsts = queueing.in_order(arrived, self.state)
         return [request for request in firsts if all(self._head(node) is request for node in request.nodes)]
 
     def fillers(self) -> list[Request]:
@@ -193,7 +194,8 @@ class Waiting:
         if node in self._holders:
             return None
         waiting = self._queue.get(node, {}).values()
-        return next((each for each in waiting if not queueing.held_back(each, self.state, self.config)), None)
+        ordered = queueing.in_order(waiting, self.state) if self.state.placed.groups else waiting
+        return next((each for each in ordered if not queueing.held_back(each, self.state, self.config)), None)
 
     def _wanting(self, node: str, owner: Job | None) -> tuple[str, ...]:
         found = ""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from verl_mux.coordinator.bus.keys import is_local
+from verl_mux.coordinator.bus.access.keys import is_local
 from verl_mux.coordinator.bus.state_folder import state_folder
 from verl_mux.coordinator.journal.frames import sync_folder
 

@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from verl_mux.coordinator.core import claims, tokens
 from verl_mux.coordinator.core.inputs_and_instructions import Input
 from verl_mux.coordinator.core.records import State
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.state import Machine
+from verl_mux.coordinator.core.tokens import claims, numbering
 from verl_mux.coordinator.journal import epoch as epoch_file
 from verl_mux.coordinator.journal import frames
 from verl_mux.coordinator.journal.before import Before
@@ -110,8 +110,8 @@ class Journal:
         machine = Machine(config, name)
         if before is not Before.NOBODY:
             self.lost = f"no journal is kept{_and_nobody(before)}"
-            self._settle(machine, tokens.LAST, is_first=before is Before.NOBODY_KNOWN)
-            machine.state.token = tokens.at(time.time())
+            self._settle(machine, numbering.LAST, is_first=before is Before.NOBODY_KNOWN)
+            machine.state.token = numbering.at(time.time())
         return machine
 
     def append(self, given: Input) -> None:
@@ -152,8 +152,8 @@ class Journal:
     # --- writing ---
 
     def _write(self, file: FrameFile, machine: Machine) -> None:
-        if tokens.epoch_of(machine.state.token) > self._epoch.number:  # learnt from a client
-            self._raise_epoch(tokens.epoch_of(machine.state.token))
+        if numbering.epoch_of(machine.state.token) > self._epoch.number:  # learnt from a client
+            self._raise_epoch(numbering.epoch_of(machine.state.token))
         if self.blocked is not None or self._count + len(self._pending) >= COMPACT_EVERY:
             self._compact(machine)
         else:
@@ -189,13 +189,13 @@ class Journal:
         found = self._find(path, before)
         machine = self._replayed(found, config, name)
         known = [found.epoch.number] if found.epoch else []
-        known += [found.snapshot.epoch, tokens.epoch_of(machine.state.token)] if found.snapshot else []
+        known += [found.snapshot.epoch, numbering.epoch_of(machine.state.token)] if found.snapshot else []
         number = max(known) + 1 if known else 0
-        if number > tokens.LAST_EPOCH:
+        if number > numbering.LAST_EPOCH:
             raise Damaged(f"its coordinator has been started {number} times, and tokens count no further")
         self.lost = found.lost
-        machine.state.token = max(machine.state.token, tokens.before(number))
-        unknown = tokens.LAST if found.epoch is None else tokens.before(number)
+        machine.state.token = max(machine.state.token, numbering.before(number))
+        unknown = numbering.LAST if found.epoch is None else numbering.before(number)
         self._settle(machine, unknown if found.lost else None, is_first=found.is_first)
         self._epoch = Epoch(_name_of(found), number)
         self._raise_epoch(number)

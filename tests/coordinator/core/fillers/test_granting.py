@@ -187,9 +187,10 @@ def test_fillers_take_no_part_in_gates_barriers_and_turns():
     world.register("a")
     world.ask("a", "init", 0, ["r0"])
     world.release("a")
-    assert world.machine.state.started
-    world.step("a", 2, 2, 1) if not world.holders("t0") else world.release("f")
+    assert not world.machine.state.started
     world.ask("a", "rollout", 1, ["r0"])
+    assert world.machine.state.started
+    world.release("f")
     world.release("a")
     world.ask("a", "rollout", 2, ["r0"])
     assert (world.machine.state.segment, world.holders("r0")) == (1, ["a"])

@@ -8,6 +8,8 @@ import pytest
 from tests.coordinator.driver import Driver
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.config import make_config
+from verl_mux.coordinator.core.inputs_and_instructions import Input, Send
+from verl_mux.coordinator.core.placement.planner import Asked, Planner
 from verl_mux.coordinator.core.records import State
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.snapshot import describe
@@ -16,7 +18,9 @@ from verl_mux.coordinator.journal.before import Before
 from verl_mux.coordinator.journal.journal import Journal
 from verl_mux.coordinator.status_view import plain
 from verl_mux.errors import UserError
+from verl_mux.scheduling.estimate.estimator import Observed
 from verl_mux.scheduling.estimate.job_needs import JobNeeds, model_size
+from verl_mux.scheduling.placer.record import Arrive, Record
 
 MODEL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 1000, "num_attention_heads": 4}
 AUTO = {"rollout": [m.AUTO], "train": [m.AUTO]}
@@ -133,15 +137,87 @@ def test_phases_are_observed_and_held_against_the_estimate(driver):
     assert errors[0]["ratio"] == pytest.approx(errors[0]["estimated_s"] / 3.0)
 
 
-def test_after_enough_steps_quantiles_replace_the_bounds(driver):
+def test_after_a_few_steps_what_was_seen_replaces_the_bounds(driver):
     arrive(driver, "a")
     bound = driver.machine.state.placed.job("a")
     for number in range(1, 12):
         step(driver, "a", number, rollout=3.0 + number % 3)
     spec = driver.machine.state.placed.job("a")
-    assert bound.rollout.source == "bound" and spec.rollout.source == "quantile"
-    assert spec.rollout_hold_s == pytest.approx(5.0) and spec.rollout.bound_s == bound.rollout.bound_s
-    assert lines(driver, "estimate_error")[-1]["source"] == "quantile"
+    assert bound.rollout.source == "bound" and spec.rollout.source == "mean"
+    assert spec.rollout_hold_s == pytest.approx(4.0, abs=0.5) and spec.rollout.bound_s == bound.rollout.bound_s
+    assert spec.rollout.cv > 0.1 and lines(driver, "estimate_error")[-1]["source"] == "mean"
+
+
+def test_a_job_that_brings_a_profile_is_placed_by_it():
+    driver = Driver(Machine(placing_config(count=2)))
+    arrive(driver, "a", profiled=Observed(rollout=(3.0, 3.2, 2.8), train=(2.0, 2.0, 2.0)), owner="ann")
+    spec = driver.machine.state.placed.job("a")
+    assert (spec.rollout.source, spec.iteration_s, spec.owner) == ("profile", pytest.approx(5.0), "ann")
+    assert not spec.movable and lines(driver, "placed")[0]["estimated"]["source"] == "profile"
+
+
+def test_where_a_promise_is_about_to_break_the_tightest_goes_first_on_the_nodes_too():
+    """Both fit by their bounds; then one turns out as long as they, the other a fraction."""
+    driver = Driver(Machine(placing_config(count=2)))
+    arrive(driver, "a")
+    arrive(driver, "b")
+    assert driver.machine.state.jobs["b"].nodes["rollout"] == ["r0"]
+    driver.ask("a", "rollout", 1, ["r0"])
+    driver.ask("b", "train", 0, ["t0"])
+    for number in range(1, 7):  # rollouts of 3 and 80 s, training of 2 and 60 s; nobody idles between its phases
+        driver.now += 2
+        driver.release("a")
+        driver.ask("a", "train", number, ["t0"])
+        driver.now += 56
+        driver.release("b")
+        driver.ask("b", "rollout", number, ["r0"])
+        driver.release("a")
+        driver.ask("a", "rollout", number + 1, ["r0"])
+        driver.now += 78
+        driver.release("b")
+        driver.ask("b", "train", number, ["t0"])
+    said = lines(driver, "slo_at_risk")
+    assert said and said[0]["kind"] in ("order", "priority") and said[0]["reason"]
+    state = driver.machine.state
+    assert state.jobs["a"].watched.rank < state.jobs["b"].watched.rank
+    driver.ask("b", "rollout", 7, ["r0"], key="before")
+    driver.release("a")
+    driver.ask("a", "rollout", 8, ["r0"], key="after")
+    driver.release("b", next(lease.token for lease in state.leases_of("b") if lease.phase == "rollout"))
+    assert driver.holders("r0") == ["a"]
+
+
+def test_responses_that_grow_are_followed(driver):
+    arrive(driver, "a")
+    for number in range(1, 60):
+        step(driver, "a", number, rollout=3.0 * (1 + number / 60), train=2.0 * (1 + number / 60))
+    spec = driver.machine.state.placed.job("a")
+    assert spec.rollout_hold_s == pytest.approx(6.0, rel=0.15) and spec.train.seconds == pytest.approx(4.0, rel=0.15)
+
+
+def test_an_answer_about_other_records_is_void_and_the_question_stays(driver):
+    arrive(driver, "a")
+    asked = Asked(Arrive(driver.machine.state.placed.job("a")), Record(), driver.machine.config, frozenset(), 0.0)
+    stale = Planner().answer(asked, {})
+    before = driver.machine.state.placed
+    driver.machine.state.questions.append(asked.question)
+    driver.machine.handle(Input(driver.now, stale))
+    assert driver.machine.state.placed is before and driver.machine.state.questions == [asked.question]
+
+
+def test_leases_are_granted_while_the_placer_thinks():
+    """A job registers, and has no answer yet; the others take their turns."""
+    driver = Driver(Machine(placing_config(count=2)))
+    arrive(driver, "a")
+    machine = driver.machine
+    where = {"host": "here", "pid": 7, "started": 1}
+    out = machine.handle(Input(9.0, m.Register(**driver.who("b"), nodes=AUTO, needs=needs(), **where)))
+    assert not [step for step in out if isinstance(step, Send)] and machine.state.questions
+    ask = m.LeaseRequest(**driver.who("a"), key="k", phase="rollout", step=1, nodes=["r0"])
+    (granted,) = [step.message for step in machine.handle(Input(9.5, ask)) if isinstance(step, Send)]
+    assert isinstance(granted, m.LeaseGrant)
+    again = machine.handle(Input(9.6, m.Register(**driver.who("b"), nodes=AUTO, needs=needs(), **where)))
+    assert [step.message.reason for step in again if isinstance(step, Send)] == ["job 'b' waits to be placed"]
 
 
 def test_a_validation_is_not_taken_for_the_steps_rollout(driver):
@@ -196,6 +272,7 @@ def test_nodes_that_jobs_name_themselves_are_out_of_the_schedulers_hands():
     [
         ({"needs": None}, "does not say what it needs"),
         ({"slo": 0.5}, "slo is 0.5"),
+        ({"profiled": Observed(rollout=(-1.0,), train=(1.0,))}, "profiled rollout phases [-1.0]"),
         ({"needs": needs(rollout_gpus=2)}, "2 GPUs on each rollout node; those of pool 'rollout' have 1"),
         ({"needs": needs(train_nodes=3)}, "needs 3 train nodes; pool 'train' has 1"),
     ],

@@ -4,9 +4,10 @@ coordinator that is no more may have told him.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
-from verl_mux.coordinator.core.records import Job, Lease
+from verl_mux.coordinator.core.inputs_and_instructions import JobEvicted, What
+from verl_mux.coordinator.core.records import Job, JobState, Lease, State
 from verl_mux.coordinator.core.settings import Config
 
 
@@ -33,7 +34,10 @@ class Calls:
         since = self._since.pop(token, None)
         return None if since is None else running - since
 
-    def late(self, leases: Mapping[int, Lease], running: float, config: Config) -> set[str]:
-        """Jobs that should have left by now. `leases`: all that there are."""
-        self._since = {token: since for token, since in self._since.items() if token in leases}
-        return {leases[token].job for token, since in self._since.items() if running - since > config.filler_grace}
+    def slow_to_leave(self, state: State, config: Config, running: float) -> list[What]:
+        """What ends the jobs that should have left by now."""
+        self._since = {token: since for token, since in self._since.items() if token in state.leases}
+        late = {state.leases[token].job for token, since in self._since.items() if running - since > config.filler_grace}
+        jobs = [job for job in state.jobs.values() if job.name in late and job.state in (JobState.LIVE, JobState.SILENT)]
+        reason = f"a job waited for what it held, and it had not left after {config.filler_grace:g} s"
+        return [JobEvicted(job=job.name, uid=job.uid, reason=reason) for job in jobs]

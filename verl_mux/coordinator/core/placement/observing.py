@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log
 from verl_mux.coordinator.core.records import Job, Lease, Request, State, Watched
 from verl_mux.profiling.eventlog import events
-from verl_mux.scheduling.estimate.estimator import corrected, estimate_error
+from verl_mux.scheduling.estimate.estimator import estimate_error
+from verl_mux.scheduling.estimate.learning import drifted, learnt
 from verl_mux.scheduling.model import JobSpec
 from verl_mux.scheduling.time.forecast import Progress
 
-# A change of estimates by less is not worth another look at everybody's placement.
-WORTH = 0.05
 # The first step compiles, allocates and loads what later ones find.
 FIRST = 2
 
@@ -22,6 +23,7 @@ def asked(job: Job, request: Request) -> None:
         return
     if watched.began is None and request.phase == "rollout":
         watched.began, watched.first_step = request.asked_at, request.step
+    watched.doing = request.phase, request.asked_at, False
     if watched.free_since is not None:
         watched.between += request.asked_at - watched.free_since
         watched.free_since = None
@@ -36,6 +38,7 @@ def released(watched: Watched, lease: Lease, spec: JobSpec, now: float) -> list[
     """A phase is over: it is remembered, and held against what was estimated. A validation, which comes after the
     step's own rollout, is not."""
     watched.free_since = now
+    watched.doing = ("train" if lease.phase == "rollout" else "rollout"), now, False
     if lease.step < FIRST or lease.step <= watched.steps.get(lease.phase, 0):
         return []
     held = now - lease.granted_at
@@ -49,32 +52,43 @@ def released(watched: Watched, lease: Lease, spec: JobSpec, now: float) -> list[
 
 
 def revised(watched: Watched, spec: JobSpec) -> JobSpec | None:
-    """The job with quantiles of what was seen, if that changes its estimates enough to matter."""
-    now = corrected(spec, watched.observed)
-    pairs = ((now.rollout_hold_s, spec.rollout_hold_s), (now.train.seconds, spec.train.seconds))
-    return now if any(abs(a - b) > WORTH * b for a, b in pairs) else None
+    """The job as it was seen lately, if that is other than what it is placed by."""
+    now = learnt(spec, watched.observed)
+    return now if now is not spec and drifted(spec, now) else None
 
 
-def progress(state: State, now: float) -> dict[str, Progress]:
-    """Where the placed jobs stand. A job before its first step is left out: nobody knows how long it still loads."""
-    found = {}
-    for group in state.placed.groups:
-        for spec in group.jobs:
-            job = state.jobs[spec.name]
-            if job.watched is not None and job.watched.began is not None:
-                found[spec.name] = _progress(job, job.watched, now - job.watched.began, spec, state, now)
-    return found
+class Standing(Mapping[str, Progress]):
+    """Where the placed jobs stand, found out job by job when it is asked for. A job before its first step is not in it: nobody
+    knows how long it still loads. It may be read while the records go on changing: what is forecast from it is as good as when
+    it was read."""
+
+    def __init__(self, state: State, now: float) -> None:
+        self._jobs = state.jobs
+        self._placed = state.placed
+        self._now = now
+
+    def __getitem__(self, name: str) -> Progress:
+        job, spec = self._jobs[name], self._placed.job(name)
+        if spec is None or job.watched is None or job.watched.began is None:
+            raise KeyError(name)
+        return _progress(job, job.watched, job.watched.began, spec, self._now)
+
+    def __iter__(self) -> Iterator[str]:
+        return (job.name for group in self._placed.groups for job in group.jobs if job.name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
-def _progress(job: Job, watched: Watched, age_s: float, spec: JobSpec, state: State, now: float) -> Progress:
-    done = max(job.finished - watched.first_step + 1, 0)
-    lease = next((lease for lease in state.leases_of(job.name) if lease.phase in ("rollout", "train")), None)
-    if lease is not None:
-        planned = spec.rollout_hold_s if lease.phase == "rollout" else spec.train.seconds
-        left = max(planned - (now - lease.granted_at), 0.0)
-        return Progress(age_s=age_s, done=done, phase=lease.phase, remaining_s=left)
-    request = next((request for request in state.requests if request.job == job.name and request.step > 0), None)
-    if request is not None:
-        return Progress(age_s=age_s, done=done, phase=request.phase, waited_s=now - request.asked_at)
-    trained = watched.steps.get("train", 0) >= watched.steps.get("rollout", 0)
-    return Progress(age_s=age_s, done=done, phase="rollout" if trained else "train")
+def granted(watched: Watched, phase: str, now: float) -> None:
+    if phase in ("rollout", "train"):
+        watched.doing = phase, now, True
+
+
+def _progress(job: Job, watched: Watched, began: float, spec: JobSpec, now: float) -> Progress:
+    phase, since, runs = watched.doing
+    age_s, done = now - began, max(job.finished - watched.first_step + 1, 0)
+    if not runs:
+        return Progress(age_s=age_s, done=done, phase=phase, waited_s=max(now - since, 0.0))
+    planned = spec.rollout_hold_s if phase == "rollout" else spec.train.seconds
+    return Progress(age_s=age_s, done=done, phase=phase, remaining_s=max(planned - (now - since), 0.0))

@@ -1,35 +1,39 @@
-"""Applies the placer's decisions (scheduling/placer, which makes them) to the coordinator's records. Pure.
+"""What placement is asked, and how its answers get into the coordinator's records. Pure.
 
 Jobs that leave their nodes to the coordinator are placed when they come, the rest planned anew when they go:
 
     asked for `auto` -> estimated from its needs -> placed | waits -> placed when somebody leaves -> gone
                                                         observed step by step: estimates corrected, errors recorded
 
-The decisions are the same that `verl-mux plan` and `verl-mux simulate` ask. A placer is
-made from the records for each decision and its memory written back, so a restart finds every placement as it was.
-Nodes that jobs name themselves are out of its hands as long as those jobs live.
+A question is put on record; `planner.py` answers it, beside the leases; the answer is an input like any other, so a restart finds
+every placement as it was, and the questions that were open. The decisions are the same that `verl-mux plan` and the policy `live`
+of `verl-mux simulate` ask. Nodes that jobs name themselves are out of the placer's hands as long as those jobs live.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+
+import msgspec
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log
-from verl_mux.coordinator.core.placement.observing import progress
+from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Planned
+from verl_mux.coordinator.core.placement.planner import Asked
 from verl_mux.coordinator.core.placement.prediction import predicted
 from verl_mux.coordinator.core.records import Job, JobState, State, Watched
-from verl_mux.coordinator.core.settings import Config, cluster, kind_name
+from verl_mux.coordinator.core.settings import Config, kind_name
 from verl_mux.errors import UserError
-from verl_mux.profiling.eventlog import events
-from verl_mux.scheduling.estimate.estimator import bounds, job_spec
+from verl_mux.scheduling.estimate.estimator import WINDOW, bounds, job_spec
 from verl_mux.scheduling.estimate.gpu_kinds import find_kind
 from verl_mux.scheduling.estimate.job_needs import JobNeeds
+from verl_mux.scheduling.estimate.learning import learnt
 from verl_mux.scheduling.model import Group, JobSpec, Pin
-from verl_mux.scheduling.placer.explain import alternatives, lost_to
-from verl_mux.scheduling.placer.placer import Placer
-from verl_mux.scheduling.placer.record import Record, record_of, restore
-from verl_mux.scheduling.search.decision import Alternative, Decision, Move
+from verl_mux.scheduling.placer.placer import check_fits
+from verl_mux.scheduling.placer.record import Arrive, Correct, Leave, Record
+from verl_mux.scheduling.time.order import ORDERS
+
+# Of one phase: longer ones no clock here was made for.
+MOST_S = 1e6
 
 
 def check(asked: m.Register, state: State, config: Config) -> None:
@@ -44,14 +48,19 @@ def check(asked: m.Register, state: State, config: Config) -> None:
     if asked.slo is not None and not asked.slo >= 1:
         raise UserError(f"job {asked.job!r}: slo is {asked.slo:g}; an SLO is a factor of at least 1")
     for side in m.SIDES:
+        seconds = getattr(asked.profiled, side)
+        if len(seconds) > WINDOW or not all(0 < each < MOST_S for each in seconds):
+            raise UserError(
+                f"job {asked.job!r}: profiled {side} phases {list(seconds)[:5]}; at most {WINDOW} of more than 0 and less than"
+                f" {MOST_S:g} s are allowed"
+            )
         pool = getattr(config.placement, side)
         gpus, least = getattr(asked.needs, f"{side}_gpus"), min(node.gpus for node in config.pools[pool].nodes)
         if gpus > least:
             raise UserError(f"job {asked.job!r} asks for {gpus} GPUs on each {side} node; those of pool {pool!r} have {least}")
     if asked.placed:
         _check_claimed(asked, asked.needs, config)
-    if state.placed.job(asked.job) is None:
-        Placer(cluster(config.placement, config.pools), config.placement.rules()).admit(_spec(asked, config))
+    check_fits(_spec(asked, config), config.cluster)
 
 
 def _check_claimed(asked: m.Register, needs: JobNeeds, config: Config) -> None:
@@ -77,57 +86,57 @@ def named_by_hand(asked: m.Register, nodes: dict[str, list[str]], state: State) 
                 )
 
 
-def arrive(state: State, config: Config, job: Job, asked: m.Register, now: float) -> list[Instruction]:
-    """Places a job that has just come, or queues it; `job.nodes` stays empty while it waits."""
+def arrive(state: State, config: Config, job: Job, asked: m.Register) -> list[Instruction]:
+    """A job that has just come: the placer is asked where it goes, and `job.nodes` stays empty until it says so."""
     job.watched = Watched()
     spec = _spec(asked, config)
     if asked.placed:
-        return _readopt(state, config, job, spec, asked.placed, now)
-    placer = _placer(state, config)
-    before = state.placed
-    could = alternatives(placer, spec)
-    decision = placer.admit(spec, progress(state, now))
-    others = [place for place in could if (place.group, place.strategy) != _taken(decision)]
-    state.placed = record_of(placer)
-    _pin(state, job)
-    return [_said(decision, spec, lost_to(decision.usd_per_hour, others)), *_regrouped(before, state, config)]
+        return _readopt(state, config, job, spec, asked.placed)
+    state.questions.append(Arrive(spec))
+    return []
 
 
-def _taken(decision: Decision) -> tuple[str | None, str | None]:
-    """As in an Alternative, where nodes of one's own have no group."""
-    return (None if decision.strategy == "isolated" else decision.group), decision.strategy
+def is_open(state: State, name: str) -> bool:
+    """Whether the placer has yet to say where the job goes."""
+    return any(isinstance(question, Arrive) and question.job.name == name for question in state.questions)
 
 
-def leave(state: State, config: Config, job: Job, now: float) -> tuple[list[Job], list[Instruction]]:
-    """Plans anew without a job that is over. Returns the jobs that now start, and what to log."""
-    if config.placement is None or state.placed.job(job.name) is None:
-        return [], []
-    placer, before = _placer(state, config), state.placed
-    moves = placer.depart(job.name, progress(state, now))
-    return _carry_out(state, config, placer, moves, before)
+def leave(state: State, job: Job) -> None:
+    """A job is over; its nodes are given on when the placer has said to whom."""
+    if job.watched is not None:
+        state.questions.append(Leave(job.name))
 
 
-def correct(state: State, config: Config, spec: JobSpec, now: float) -> tuple[list[Job], list[Instruction]]:
-    """Takes over a job's corrected estimates; nobody moves. Returns the jobs that now start, and what to log."""
-    placer, before = _placer(state, config), state.placed
-    moves = placer.correct(spec, progress(state, now))
-    started, out = _carry_out(state, config, placer, moves, before)
-    if not placer.keeps_slo(spec.name):
-        out.append(Log(events.SLO_AT_RISK, {"job": spec.name, "group": placer.groups.home[spec.name]}))
-    return started, out
+def correct(state: State, spec: JobSpec) -> None:
+    """A job turns out other than estimated. The last of several corrections that wait is enough."""
+    state.questions = [q for q in state.questions if not (isinstance(q, Correct) and q.job.name == spec.name)]
+    state.questions.append(Correct(spec))
 
 
-def _carry_out(
-    state: State, config: Config, placer: Placer, moves: list[Move], before: Record
-) -> tuple[list[Job], list[Instruction]]:
-    state.placed = record_of(placer)
-    started = [state.jobs[move.job] for move in moves]
-    for job in started:
+def asked(state: State, config: Config, now: float) -> Asked | None:
+    """The next question for the placer, if there is one."""
+    if not state.questions or config.placement is None:
+        return None
+    named = (job for job in state.jobs.values() if job.watched is None and job.state is not JobState.ENDED)
+    by_hand = frozenset(node for job in named for node in job.all_nodes)
+    return Asked(state.questions[0], state.placed, config, by_hand, now)
+
+
+def carry_out(state: State, config: Config, answer: Planned) -> tuple[list[Job], list[Instruction]]:
+    """Takes over what the placer answered. Returns the jobs that are to be told where they are, and what to log."""
+    if answer.version != state.placed.version or not state.questions:
+        return [], []  # it was asked about other records, and will be asked again
+    question, before = state.questions.pop(0), state.placed
+    state.placed = before.changed(answer.gone, answer.changed, tuple(answer.waiting), answer.named)
+    names = [move.job for move in answer.moves if move.kind == "start"]
+    names += [question.job.name] if isinstance(question, Arrive) else []
+    told = [state.jobs[name] for name in names if name in state.jobs]
+    for job in told:
         _pin(state, job)
-    said = [
-        Log(events.PLACED, {"job": move.job, "outcome": "placed", "group": move.group, "nodes": _sides(move)}) for move in moves
-    ]
-    return started, [*said, *_regrouped(before, state, config)]
+    for group in answer.changed:
+        for spec, rank in zip(group.jobs, ORDERS[group.order](group.jobs), strict=True):
+            state.watched_of(spec.name).rank = rank
+    return told, [*(Log(line.event, line.about) for line in answer.said), *_regrouped(before, answer.changed, state, config)]
 
 
 def _spec(asked: m.Register, config: Config) -> JobSpec:
@@ -137,17 +146,12 @@ def _spec(asked: m.Register, config: Config) -> JobSpec:
     pools = [getattr(placement, side) for side in m.SIDES]
     kinds = [find_kind(kind_name(pool, config.pools[pool]), placement.kinds) for pool in pools]
     slo = placement.slo if asked.slo is None else asked.slo
-    return job_spec(asked.job, needs, bounds(needs, *kinds), slo, asked.owner)
+    spec = learnt(job_spec(asked.job, needs, bounds(needs, *kinds), slo, asked.owner), asked.profiled, "profile")
+    # Nobody starts a running job again elsewhere, so where it is placed it stays.
+    return msgspec.structs.replace(spec, movable=False)
 
 
-def _placer(state: State, config: Config) -> Placer:
-    by_hand = [n for job in state.jobs.values() if job.watched is None and job.state is not JobState.ENDED for n in job.all_nodes]
-    return restore(state.placed, cluster(config.placing, config.pools), config.placing.rules(), by_hand)
-
-
-def _readopt(
-    state: State, config: Config, job: Job, spec: JobSpec, placed: dict[str, list[str]], now: float
-) -> list[Instruction]:
+def _readopt(state: State, config: Config, job: Job, spec: JobSpec, placed: dict[str, list[str]]) -> list[Instruction]:
     """After a loss of memory: the job is where it says, with all who share a node with it."""
     pin = Pin(job=spec, rollout=tuple(placed["rollout"]), train=tuple(placed["train"]))
     mine = {*pin.rollout, *pin.train}
@@ -160,10 +164,9 @@ def _readopt(
         rollout_nodes=tuple(dict.fromkeys(node for each in pins for node in each.rollout)),
         train_nodes=tuple(dict.fromkeys(node for each in pins for node in each.train)),
     )
-    rest = tuple(group for group in state.placed.groups if group not in near)
-    state.placed = Record(groups=(*rest, merged), waiting=state.placed.waiting, named=named)
+    state.placed = before.changed([group.name for group in near], [merged], before.waiting, named)
     _pin(state, job)
-    return _regrouped(before, state, config)
+    return _regrouped(before, [merged], state, config)
 
 
 def _pin(state: State, job: Job) -> None:
@@ -173,26 +176,14 @@ def _pin(state: State, job: Job) -> None:
         job.nodes = {"rollout": list(pin.rollout), "train": list(pin.train)}
 
 
-def _said(decision: Decision, spec: JobSpec, others: Sequence[Alternative]) -> Log:
-    """The decision, what was estimated, and why each alternative lost."""
-    about = {name: getattr(decision, name) for name in ("job", "outcome", "strategy", "group", "usd_per_hour", "wait")}
-    estimated = {"rollout_s": spec.rollout.seconds, "train_s": spec.train.seconds, "source": spec.rollout.source}
-    memory = {"rollout_memory_gb": spec.rollout_memory_gb, "train_memory_gb": spec.train_memory_gb}
-    lost = [{"group": place.group, "strategy": place.strategy, "why": place.why} for place in others]
-    return Log(events.PLACED, {**about, "nodes": _sides(decision), "estimated": {**estimated, **memory}, "alternatives": lost})
-
-
-def _sides(where: Decision | Move) -> dict[str, list[str]]:
-    return {"rollout": list(where.rollout), "train": list(where.train)}
-
-
-def _regrouped(before: Record, state: State, config: Config) -> list[Instruction]:
+def _regrouped(before: Record, groups: Iterable[Group], state: State, config: Config) -> list[Instruction]:
     """What is predicted for every group whose jobs have changed; their observations begin anew."""
-    known = {frozenset(job.name for job in group.jobs) for group in before.groups}
     out: list[Instruction] = []
-    for group in state.placed.groups:
-        if frozenset(job.name for job in group.jobs) not in known:
-            for job in group.jobs:
-                state.watched_of(job.name).fresh = 0
+    for group in groups:
+        old = before.by_name.get(group.name)
+        names = [job.name for job in group.jobs]
+        if old is None or {job.name for job in old.jobs} != set(names):
+            for name in names:
+                state.watched_of(name).fresh = 0
             out.append(predicted(group, state, config))
     return out

@@ -8,7 +8,7 @@ import msgspec
 
 from verl_mux.coordinator.core.inputs_and_instructions import Log
 from verl_mux.coordinator.core.records import Job, State, Watched
-from verl_mux.coordinator.core.settings import Config, cluster
+from verl_mux.coordinator.core.settings import Config
 from verl_mux.profiling.eventlog import events
 from verl_mux.scheduling.estimate.estimator import Observed, expected
 from verl_mux.scheduling.model import Group, JobSpec, Pin
@@ -59,7 +59,7 @@ def about(group: Group, state: State, config: Config) -> dict[str, Any]:
     return {
         "nodes": {"rollout": list(group.rollout_nodes), "train": list(group.train_nodes)},
         "order": group.order,
-        "usd_per_hour": group.usd_per_hour(cluster(config.placing, config.pools)),
+        "usd_per_hour": group.usd_per_hour(config.cluster),
         "source": source(group, state, config),
         "periods": predict(group, state),
         "limits": {job.name: job.limit_s for job in group.jobs},

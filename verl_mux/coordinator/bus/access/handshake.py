@@ -7,7 +7,7 @@ import time
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from verl_mux.coordinator.bus.keys import ClientKeys
+from verl_mux.coordinator.bus.access.keys import ClientKeys
 
 FAILURES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 

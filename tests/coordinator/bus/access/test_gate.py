@@ -8,8 +8,8 @@ import pytest
 import zmq
 
 from tests.coordinator.raw import Stranger, raw_dealer
-from verl_mux.coordinator.bus import keys
 from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.bus.access import keys
 from verl_mux.coordinator.bus.connect import connect
 from verl_mux.coordinator.bus.link import ask
 from verl_mux.coordinator.bus.members import this_process

@@ -10,9 +10,10 @@ count, as it hears nobody then.
 from __future__ import annotations
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import closing, patience, queueing, tokens
+from verl_mux.coordinator.core import patience, queueing
 from verl_mux.coordinator.core.records import Job, Lease, State
 from verl_mux.coordinator.core.settings import Config
+from verl_mux.coordinator.core.tokens import closing, numbering
 
 
 def settle(state: State, config: Config, unknown_up_to: int, is_first: bool = False) -> None:
@@ -69,7 +70,7 @@ def _assert(state: State, config: Config, job: Job, client: str, claim: m.Claim,
 def _begin_above(state: State, token: int) -> None:
     """Tokens rise for everybody who saw one, though the number of this start was lost as well."""
     if token > state.token:
-        state.token = tokens.before(tokens.epoch_of(token) + 1)
+        state.token = numbering.before(numbering.epoch_of(token) + 1)
 
 
 def _is_believed(state: State, job: Job, claim: m.Claim) -> bool:

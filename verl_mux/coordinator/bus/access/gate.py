@@ -9,8 +9,8 @@ import zmq
 import zmq.auth.asyncio
 from zmq.utils import z85
 
-from verl_mux.coordinator.bus.handshake import FAILURES, pending
-from verl_mux.coordinator.bus.keys import ServerKeys
+from verl_mux.coordinator.bus.access.handshake import FAILURES, pending
+from verl_mux.coordinator.bus.access.keys import ServerKeys
 
 
 def _reason(event: int, value: int) -> str:

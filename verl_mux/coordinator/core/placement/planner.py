@@ -1,0 +1,119 @@
+"""Answers what placement is asked, outside the path of leases: whatever this takes, phases are granted meanwhile. Pure.
+
+A placer is kept between answers, and made anew only where the record is not the one that its last answer made. So what it answers
+may depend on what it remembers; that is why an answer is an input of the state machine, and as such in the journal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from verl_mux.coordinator.core.inputs_and_instructions import Planned, Said
+from verl_mux.coordinator.core.settings import Config
+from verl_mux.profiling.eventlog import events
+from verl_mux.scheduling.model import JobSpec
+from verl_mux.scheduling.placer.explain import alternatives, lost_to
+from verl_mux.scheduling.placer.placer import Placer
+from verl_mux.scheduling.placer.record import Arrive, Correct, Leave, Question, Queued, Record, restore
+from verl_mux.scheduling.search.decision import Action, Alternative, Decision, Move
+from verl_mux.scheduling.time.forecast import Progress
+
+# Places of which the log says why they lost; all of them would take longer than the decision.
+TOLD = 8
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """One question, and all that the answer depends on. by_hand: nodes that jobs name themselves. now: in seconds."""
+
+    question: Question
+    record: Record
+    config: Config
+    by_hand: frozenset[str]
+    now: float
+
+
+class Planner:
+    """One question at a time, in the order in which they were asked."""
+
+    def __init__(self) -> None:
+        self._placer: Placer | None = None
+        self._made_for: tuple[Config, frozenset[str], int] | None = None
+
+    def answer(self, asked: Asked, progress: Mapping[str, Progress]) -> Planned:
+        placer = self._kept(asked)
+        self._made_for = None  # until the answer is whole
+        said, moves = _decide(placer, asked.question, progress, asked.now)
+        touched = [placer.groups.get(name) for name in sorted(placer.groups.touched)]
+        gone = sorted(name for name in placer.groups.touched if name not in placer.groups)
+        placer.groups.touched.clear()
+        self._made_for = (asked.config, asked.by_hand, asked.record.version + 1)
+        return Planned(
+            version=asked.record.version,
+            changed=[group for group in touched if group is not None],
+            gone=gone,
+            waiting=[Queued(job, passed) for job, passed in placer.waiting.entries],
+            named=placer.groups.named,
+            moves=moves,
+            said=said,
+        )
+
+    def _kept(self, asked: Asked) -> Placer:
+        before = self._made_for
+        config, by_hand, version = before if before is not None else (None, None, None)
+        if self._placer is None or config is not asked.config or (by_hand, version) != (asked.by_hand, asked.record.version):
+            placing = asked.config.placing
+            self._placer = restore(asked.record, asked.config.cluster, placing.rules(), asked.by_hand)
+        return self._placer
+
+
+def nothing_follows(asked: Asked) -> Planned:
+    """The answer to a question that could not be answered."""
+    record = asked.record
+    return Planned(version=record.version, changed=[], gone=[], waiting=list(record.waiting), named=record.named)
+
+
+def _decide(placer: Placer, question: Question, progress: Mapping[str, Progress], now: float) -> tuple[list[Said], list[Move]]:
+    if isinstance(question, Arrive):
+        return [_arrive(placer, question.job, progress)], []
+    moves: Sequence[Move] = ()
+    actions: Sequence[Action] = ()
+    if isinstance(question, Leave):
+        if question.name in placer.groups.home or question.name in placer.waiting:
+            moves = placer.depart(question.name, progress, now)
+    elif isinstance(question, Correct) and question.job.name in placer.groups.home:
+        revision = placer.revise(question.job, progress, now)
+        moves, actions = revision.moves, revision.actions
+    said = [Said(events.SLO_AT_RISK, _about(action)) for action in actions]
+    placed = [{"job": move.job, "outcome": "placed", "group": move.group, "nodes": _sides(move)} for move in moves]
+    return [*said, *(Said(events.PLACED, about) for about in placed)], list(moves)
+
+
+def _arrive(placer: Placer, spec: JobSpec, progress: Mapping[str, Progress]) -> Said:
+    could = alternatives(placer, spec, TOLD)
+    decision = placer.admit(spec, progress)
+    others = [place for place in could if (place.group, place.strategy) != _taken(decision)]
+    return _said(decision, spec, lost_to(decision.usd_per_hour, others))
+
+
+def _about(action: Action) -> dict[str, str]:
+    return {"kind": action.kind, "group": action.group, "job": action.job, "reason": action.reason}
+
+
+def _taken(decision: Decision) -> tuple[str | None, str | None]:
+    """As in an Alternative, where nodes of one's own have no group."""
+    return (None if decision.strategy == "isolated" else decision.group), decision.strategy
+
+
+def _said(decision: Decision, spec: JobSpec, others: Sequence[Alternative]) -> Said:
+    """The decision, what was estimated, and why each alternative lost."""
+    about = {name: getattr(decision, name) for name in ("job", "outcome", "strategy", "group", "usd_per_hour", "wait")}
+    estimated = {"rollout_s": spec.rollout.seconds, "train_s": spec.train.seconds, "source": spec.rollout.source}
+    memory = {"rollout_memory_gb": spec.rollout_memory_gb, "train_memory_gb": spec.train_memory_gb}
+    lost = [{"group": place.group, "strategy": place.strategy, "why": place.why} for place in others]
+    return Said(events.PLACED, {**about, "nodes": _sides(decision), "estimated": {**estimated, **memory}, "alternatives": lost})
+
+
+def _sides(where: Decision | Move) -> dict[str, list[str]]:
+    return {"rollout": list(where.rollout), "train": list(where.train)}
