@@ -13,7 +13,7 @@ import yaml
 
 from verl_mux.coordinator.bus.members import carriers
 from verl_mux.launcher.cluster.mark import uid_on_hosts
-from verl_mux.launcher.marked_process import read_note
+from verl_mux.launcher.processes.marked_process import read_note
 
 ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).with_name("fake_verl")

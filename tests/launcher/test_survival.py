@@ -36,6 +36,29 @@ def test_a_job_that_fails_ends_only_itself_and_is_told_at_the_end(runs):
     assert not carriers(runs.note("coordinator").uid)
 
 
+def test_a_job_with_restarts_goes_on_from_its_checkpoint_and_nobody_is_told_that_it_failed(runs):
+    jobs = {"beside": {"overrides": [f"+until={runs.go}"]}, "dies": {"overrides": ["+die_in=3", "+steps=6"], "restarts": 2}}
+    runs.write(jobs)
+    launcher = runs.start()
+    runs.until_step("dies", 6)
+    runs.go.touch()
+    told = runs.ends(launcher)
+    assert launcher.returncode == 0, told
+    assert "job dies ended with SIGKILL; it is started again from its newest checkpoint (1 of 2)" in told
+    assert "(2 of 2)" not in told
+    assert runs.steps("dies") == [1, 2, 3, 4, 5, 6]
+
+
+def test_restarts_have_an_end_and_wrong_keys_have_none(runs):
+    refuses = {"overrides": ["+refuse=true"], "restarts": 3}
+    runs.write({"refuses": refuses, "dies": {"overrides": ["+die_always=1"], "restarts": 1}})
+    told = runs.ends(launcher := runs.start())
+    assert launcher.returncode == 1
+    assert "(1 of 3)" not in told and "(1 of 1)" in told
+    last = told.strip().splitlines()[-1]
+    assert "job refuses ended with exit code 2" in last and "job dies ended with SIGKILL" in last
+
+
 def test_where_all_that_failed_were_refused_it_is_the_users_mistake(runs):
     runs.write({"refuses": {"overrides": ["+refuse=true"]}})
     told = runs.ends(launcher := runs.start())

@@ -13,7 +13,7 @@ import typer
 
 from verl_mux.agent.devices import open_devices
 from verl_mux.agent.loop import Agent
-from verl_mux.coordinator.bus.keys import AGENT, for_address
+from verl_mux.coordinator.bus.access.keys import AGENT, for_address
 from verl_mux.coordinator.bus.members import HOST, UID_VARIABLE
 from verl_mux.coordinator.command import DEFAULT_ADDRESS, Address, Keys
 from verl_mux.profiling.eventlog.log import NULL_LOG, EventLog

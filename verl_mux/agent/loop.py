@@ -21,9 +21,9 @@ from verl_mux.agent.processes import Marked
 from verl_mux.coordinator import signalling
 from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.bus.access.handshake import Handshake
+from verl_mux.coordinator.bus.access.keys import ClientKeys
 from verl_mux.coordinator.bus.families.agents import Holder
-from verl_mux.coordinator.bus.handshake import Handshake
-from verl_mux.coordinator.bus.keys import ClientKeys
 from verl_mux.coordinator.bus.link import connect_to, dealer
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events

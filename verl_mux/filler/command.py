@@ -12,8 +12,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from verl_mux.coordinator.bus.client import Lease, LocalMux
 from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.local import Lease, LocalMux
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.bus.messages import SIDES
 from verl_mux.coordinator.command import DEFAULT_ADDRESS, Address, Keys

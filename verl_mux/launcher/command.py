@@ -18,13 +18,13 @@ from verl_mux.coordinator.bus.connect import ADDRESS_VARIABLE
 from verl_mux.coordinator.command import Keys, fetch_status
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import Failure, UserError
-from verl_mux.launcher import folders, lanes, observed_hosts, predicted_periods, run_file, summary, timeline
-from verl_mux.launcher.agent_process import AgentProcess
-from verl_mux.launcher.coordinator_process import AnyCoordinator, CoordinatorElsewhere, CoordinatorProcess
-from verl_mux.launcher.filler_process import FillerProcess
-from verl_mux.launcher.job_process import JobProcess, require_verl
-from verl_mux.launcher.marked_process import end_leftovers
+from verl_mux.launcher import cores, folders, lanes, observed_hosts, predicted_periods, run_file, summary, timeline
 from verl_mux.launcher.prepare import clean_up, prepare
+from verl_mux.launcher.processes.agent_process import AgentProcess
+from verl_mux.launcher.processes.coordinator_process import AnyCoordinator, CoordinatorElsewhere, CoordinatorProcess
+from verl_mux.launcher.processes.filler_process import FillerProcess
+from verl_mux.launcher.processes.job_process import JobProcess, require_verl
+from verl_mux.launcher.processes.marked_process import end_leftovers
 from verl_mux.launcher.run_file import RunFile
 from verl_mux.launcher.watch import Watch
 from verl_mux.yaml_file import read_yaml
@@ -104,7 +104,7 @@ def run_jobs(run: RunFile) -> dict:
         jobs = [JobProcess(name, spec, run, coordinator.address) for name, spec in run.jobs.items()]
         fillers = [FillerProcess(name, spec, run, coordinator.address) for name, spec in run.fillers.items()]
         agents = [AgentProcess(host, run, coordinator.address) for host in run_file.agent_hosts(run)]
-        watch = Watch(coordinator, jobs, run.resume, under_way.started_at)
+        watch = Watch(coordinator, jobs, run.resume, under_way.started_at, cores.Account(run.directory))
         try:
             interrupted = _see_through(run, watch, coordinator, jobs, fillers, agents)
         except (UserError, Failure):
@@ -192,7 +192,7 @@ def _finish(run: RunFile, watch: Watch, started_at: float) -> dict:
     """The summary, on disk and returned."""
     names, directory, config = list(run.jobs), run.directory, run.coordinator_config()
     spans = timeline.read(directory, names)
-    result = summary.summarise(spans, config, names, watch.peak_rss, summary.startup(spans, started_at))
+    result = summary.summarise(spans, config, names, watch.peak_rss, summary.startup(spans, started_at), cores.read(directory))
     if config.placement is not None:
         result["groups"] = predicted_periods.groups(predicted_periods.read(directory), spans)
     if run.hosts and run.agents:
@@ -256,5 +256,14 @@ def _overall(mux: dict) -> list[str]:
     memory = f"{mux['peak_rss_bytes'] / 2**30:.1f} GiB"
     return [
         f"interleaved over one after the other: {gain}",
+        _cores(mux),
         f"idle: {bubbles or 'not measured'}; host memory: {memory}; start-up: {mux['startup_s']:.0f} s",
     ]
+
+
+def _cores(mux: dict) -> str:
+    alone, both, limit = (mux[key] for key in ("cores_alone", "cores_mux", "limit"))
+    if not alone or not both:
+        return "cores busy: not measured"
+    reached = f": {mux['throughput_ratio'] / limit:.0%} of that" if mux["throughput_ratio"] else ""
+    return f"cores busy: {alone:.2f} alone, {both:.2f} together, so these cores allow {limit:.2f}x{reached}"

@@ -1,6 +1,6 @@
 """A run's folders. Nothing that a run wrote is ever deleted: what the next does not go on with moves to `earlier`.
 
-<dir>/summary.json, lanes.png, peaks.json     the latest run's
+<dir>/summary.json, lanes.png, peaks.json, cores.jsonl     the latest run's
 <dir>/<job>/, <dir>/coordinator/              the latest run's
 <dir>/earlier/<when>/                         the same of an earlier run; <when>: when it last changed
 """
@@ -16,12 +16,12 @@ from datetime import datetime
 from pathlib import Path
 
 from verl_mux.errors import UserError
-from verl_mux.launcher.marked_process import left_exit_code, read_note, runs
+from verl_mux.launcher.processes.marked_process import left_exit_code, read_note, runs
 from verl_mux.launcher.run_file import COORDINATOR, EARLIER, RunFile, agent_folder, agent_hosts
 
 # In every folder that a run made, so that a later one may move it.
 _MARK = ".verl_mux_run"
-RESULTS = ("summary.json", "lanes.png", "peaks.json")
+RESULTS = ("summary.json", "lanes.png", "peaks.json", "cores.jsonl")
 # What a run that goes on keeps writing to; the rest of the coordinator's folder belongs to its start.
 _COORDINATOR_LOG = "events"
 

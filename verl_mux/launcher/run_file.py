@@ -16,6 +16,7 @@
     jobs:
       NAME: {nodes: {rollout: [r0], train: [t0]}, gpus: {rollout: 1, train: 1}, seed: 1, overrides: [...]}
       OTHER: {slo: 1.5, after: [NAME]} # no nodes: a coordinator with `placement: scheduler` chooses them
+      THIRD: {nodes: ..., restarts: 2} # when it fails or is killed it is started again, at most twice, from its last checkpoint
     fillers:                             # run where no job does, until the jobs have ended; see docs/fillers.md
       NAME: {pool: train, command: [python, train.py]}
 
@@ -50,7 +51,8 @@ KEPT = {COORDINATOR: "the coordinator's files", EARLIER: "earlier runs"}
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One verl job. `nodes`: the coordinator's nodes by side, or `auto`; `gpus`: logical or real GPUs it uses on each node
     of a side. `slo`: how many times its iteration alone one may last, for a job that the coordinator places. `after`: jobs
-    that must have ended before it is started."""
+    that must have ended before it is started. `restarts`: how often it is started again, from its newest checkpoint, when it
+    ended with an error other than in its keys."""
 
     nodes: dict[str, list[str]] | Literal["auto"] = "auto"
     gpus: dict[str, int] = msgspec.field(default_factory=lambda: {"rollout": 1, "train": 1})
@@ -59,6 +61,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     environment: dict[str, str] = {}
     slo: float | None = None
     after: list[str] = []
+    restarts: int = 0
 
 
 class FillerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -165,6 +168,8 @@ def _check(path: Path, run: RunFile) -> None:
         _check_after(path, name, run)
         if unknown := sorted(set(job.gpus) - set(SIDES)):
             raise UserError(f"{path}: job {name!r}: gpus has {unknown[0]!r}; allowed: rollout, train")
+        if job.restarts < 0:
+            raise UserError(f"{path}: job {name!r}: restarts is {job.restarts}; 0 or more is allowed")
         if job.nodes == "auto":
             _check_auto(path, name, config)
             continue

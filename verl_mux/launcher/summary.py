@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import mean, median
 
 from verl_mux.coordinator.core.settings import Config, Segment
+from verl_mux.launcher import cores
+from verl_mux.launcher.cores import Interval
 from verl_mux.launcher.timeline import Span, Timeline
 from verl_mux.profiling.plain.intervals import clip, length
 from verl_mux.profiling.plain.throughput import throughput_ratio
@@ -39,8 +41,10 @@ def _follow(timeline: Timeline, job: str, ends: dict[int, float]) -> list[int]:
     return [s for s in sorted(ends) if s - 1 in ends and timeline.unbroken(job, ends[s - 1], ends[s])]
 
 
-def summarise(timeline: Timeline, config: Config, jobs: list[str], peak_rss_bytes: int, startup_s: float) -> dict:
-    """The content of `summary.json`. Jobs that never finished a step are left out."""
+def summarise(
+    timeline: Timeline, config: Config, jobs: list[str], peak_rss_bytes: int, startup_s: float, intervals: Sequence[Interval] = ()
+) -> dict:
+    """The content of `summary.json`. Jobs that never finished a step are left out. intervals: the run's processor time."""
     segments = segment_steps(config.schedule)
     jobs = [job for job in jobs if timeline.of(job, "steps")]
     alone = median_periods(timeline, jobs, segments, "sequential")
@@ -50,6 +54,7 @@ def summarise(timeline: Timeline, config: Config, jobs: list[str], peak_rss_byte
         "jobs": {job: _job(timeline, job, alone[job], both[job], first) for job in jobs},
         "mux": {
             "throughput_ratio": throughput_ratio(alone, both),
+            **cores.figures(intervals, config, _alone_windows(timeline, jobs, segments), _window(timeline, jobs, segments)),
             "token_throughput_ratio": token_throughput_ratio(timeline, jobs, segments),
             "sample_to_lease_s": sample_to_lease(timeline, jobs),
             "bubble": {pool: bubble(timeline, config, pool, jobs, segments) for pool in config.pools},
@@ -57,6 +62,11 @@ def summarise(timeline: Timeline, config: Config, jobs: list[str], peak_rss_byte
             "startup_s": round(startup_s, 3),
         },
     }
+
+
+def _alone_windows(timeline: Timeline, jobs: list[str], segments) -> list[tuple[float, float]]:
+    parts = [(first, last) for mode, first, last in segments if mode == "sequential"]
+    return [window for first, last in parts for window in cores.windows_alone(timeline, jobs, first, last)]
 
 
 def startup(timeline: Timeline, since: float) -> float:

@@ -6,15 +6,18 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.live import Live
 
-from verl_mux.launcher.coordinator_process import AnyCoordinator
-from verl_mux.launcher.job_process import JobProcess
+from verl_mux.launcher.cores import Account
 from verl_mux.launcher.live_view import LiveView
+from verl_mux.launcher.processes.coordinator_process import AnyCoordinator
+from verl_mux.launcher.processes.job_process import JobProcess
 
 _TICK_S = 1.0
 # Reading it costs about 0.2 s of CPU.
@@ -24,13 +27,18 @@ _RSS_EVERY = 30
 class Watch:
     """`failed`: what became of each job that did not end well. `refused`: those of them that did not take their keys."""
 
-    def __init__(self, coordinator: AnyCoordinator, jobs: list[JobProcess], resume: bool, started_at: float) -> None:
+    def __init__(
+        self, coordinator: AnyCoordinator, jobs: list[JobProcess], resume: bool, started_at: float, account: Account
+    ) -> None:
         self._coordinator, self._jobs, self._resume = coordinator, jobs, resume
         self._view = LiveView([job.name for job in jobs])
         self._started_at = started_at
+        self._account = account
         self._begun: set[str] = set()
         self._ended: set[str] = set()
         self._untold: list[JobProcess] = []
+        self._again: list[JobProcess] = []  # ended, and to be started again as soon as the coordinator knows that
+        self._restarts = {job.name: job.spec.restarts for job in jobs}
         self.failed: dict[str, str] = {}
         self.refused: set[str] = set()
         self.snapshot: dict[str, Any] = {}
@@ -93,12 +101,15 @@ class Watch:
     def _observe(self, tick: int) -> None:
         self._coordinator.keep_up()
         for job in self._jobs:
-            if job.name in self._begun - self._ended and job.returncode is not None:
+            if job.name in self._begun - self._ended and job not in self._again and job.returncode is not None:
                 self._on_exit(job)
         self._untold = [job for job in self._untold if not self._coordinator.tell_over(job)]
+        self._start_again()
         self._start_ready()
         self.snapshot = self._coordinator.snapshot() or self.snapshot
         self._view.update(self.snapshot)
+        if self._account.due:
+            self._account.look(_processes(self._jobs, self._coordinator))
         if tick % _RSS_EVERY == 0:
             self._rss = _resident(self._jobs, self._coordinator)
             self.peak_rss = max(self.peak_rss, self._rss)
@@ -112,21 +123,34 @@ class Watch:
                 self._ended.add(job.name)
                 self._say_failed(job, f"was not started: it comes after {lost[0]}, which failed")
             elif self._ended.issuperset(job.spec.after):
-                self._start(job)
+                self._start(job, job.start)
 
-    def _start(self, job: JobProcess) -> None:
+    def _start_again(self) -> None:
+        """A start has a mark of its own, and what the coordinator is told of an end names the mark."""
+        for job in [job for job in self._again if job not in self._untold]:
+            self._again.remove(job)
+            self._start(job, job.start_again)
+
+    def _start(self, job: JobProcess, start: Callable[[], None]) -> None:
         self._begun.add(job.name)
         try:
-            job.start()
+            start()
         except OSError as error:
             self._ended.add(job.name)
             self._untold.append(job)
             self._say_failed(job, f"could not be started: {error}")
 
     def _on_exit(self, job: JobProcess) -> None:
-        self._ended.add(job.name)
         job.sweep()
         self._untold.append(job)
+        if job.returncode not in (0, 2) and self._restarts[job.name] > 0:
+            self._restarts[job.name] -= 1
+            self._again.append(job)
+            how_often = f"{job.spec.restarts - self._restarts[job.name]} of {job.spec.restarts}"
+            text = f"{job.how_it_ended()}; it is started again from its newest checkpoint ({how_often})"
+            print(f"job {job.name} {text}", file=sys.stderr, flush=True)
+            return
+        self._ended.add(job.name)
         if job.returncode == 2:
             self.refused.add(job.name)
         if job.returncode != 0:
@@ -140,9 +164,14 @@ class Watch:
 def _resident(jobs: list[JobProcess], coordinator: AnyCoordinator) -> int:
     """Resident bytes of all jobs, the coordinator and this process; a page shared by n processes counts 1/n in each (Linux's
     Pss)."""
-    processes = [*coordinator.processes(), *(process for job in jobs for process in job.seen_processes())]
-    pids = {os.getpid(), *(process.pid for process in processes)}
+    pids = {process.pid for process in _processes(jobs, coordinator)}
     return sum(_proportional_bytes(pid) for pid in pids)
+
+
+def _processes(jobs: list[JobProcess], coordinator: AnyCoordinator) -> list[psutil.Process]:
+    """Of the run: the jobs', the coordinator's, and this one."""
+    theirs = [*coordinator.processes(), *(process for job in jobs for process in job.seen_processes())]
+    return list({process.pid: process for process in (psutil.Process(), *theirs)}.values())
 
 
 def _proportional_bytes(pid: int) -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from verl_mux.coordinator.bus.keys import KEYS_VARIABLE
+from verl_mux.coordinator.bus.access.keys import KEYS_VARIABLE
 from verl_mux.coordinator.bus.members import UID_VARIABLE, carriers, end
 from verl_mux.launcher.cluster import messages as m
 from verl_mux.launcher.cluster.addresses import interface_of, own_address

@@ -1,7 +1,7 @@
 """Stands in for verl's trainer: takes its leases and writes its event log and its checkpoints, and trains nothing.
 
 `+steps=N`: how many. `+until=FILE`: it goes on until FILE is there, with no more than that. `+die_in=STEP`: kills itself while it
-holds that step's lease, unless it was resumed. `+refuse=true`: a key is wrong.
+holds that step's lease, unless it was resumed; `+die_always=STEP`: then too. `+refuse=true`: a key is wrong.
 """
 
 import json
@@ -31,7 +31,8 @@ def main() -> None:
     step = first - 1
     while step < int(given.get("steps", 10**9)) and not ("until" in given and os.path.exists(given["until"])):
         step += 1
-        one_step(mux, log, step, dies=given.get("die_in") == str(step) and first == 1)
+        dies = given.get("die_in") == str(step) and first == 1
+        one_step(mux, log, step, dies=dies or given.get("die_always") == str(step))
         checkpoint.parent.mkdir(exist_ok=True)
         checkpoint.with_suffix(".half").write_text(str(step))
         checkpoint.with_suffix(".half").replace(checkpoint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from verl_mux.launcher.marked_process import MarkedProcess
+from verl_mux.launcher.processes.marked_process import MarkedProcess
 from verl_mux.launcher.run_file import FillerSpec, RunFile, fill
 
 
@@ -14,7 +14,7 @@ class FillerProcess(MarkedProcess):
     def __init__(self, name: str, spec: FillerSpec, run: RunFile, address: str) -> None:
         where = ["--coordinator", address, "--name", name, "--pool", spec.pool, "--nodes", str(spec.nodes)]
         how = ["--grace", str(spec.grace), "--least", str(spec.least)]
-        door = [sys.executable, "-m", "verl_mux.launcher.keep_exit_code", str(run.directory / name / "exit_code")]
+        door = [sys.executable, "-m", "verl_mux.launcher.processes.keep_exit_code", str(run.directory / name / "exit_code")]
         command = [*door, "verl_mux", "hold", *where, *how, "--", *fill(spec.command, run, name)]
         super().__init__(name, run.directory / name, "filler.log", command, {**run.environment, **spec.environment})
 

@@ -14,7 +14,7 @@ import psutil
 
 from verl_mux.launcher.cluster.layout import ClusterSpec
 from verl_mux.launcher.cluster.mark import uid_on_hosts
-from verl_mux.launcher.marked_process import MarkedProcess, left_exit_code, processes_with, read_note
+from verl_mux.launcher.processes.marked_process import MarkedProcess, left_exit_code, processes_with, read_note
 from verl_mux.launcher.run_file import JobSpec, RunFile, fill, parts_of
 
 _PR_SET_PDEATHSIG = 1
@@ -49,6 +49,12 @@ class JobProcess(MarkedProcess):
         """All of the job that this machine sees: on its hosts too, where those are part of it."""
         return [*self.processes(), *(processes_with(self.job_uid) if self._on_hosts else [])]
 
+    def start_again(self) -> None:
+        """From its newest checkpoint, or its beginning where it has none. Raises OSError."""
+        if self._command[-1] != _RESUMING:
+            self._command = [*self._command, _RESUMING]
+        self.start()
+
     def is_done(self) -> bool:
         """Whether an earlier start of exactly this command ended well."""
         note = read_note(self.directory)
@@ -62,7 +68,13 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _command(name: str, spec: JobSpec, run: RunFile, address: str | None, directory: Path) -> list[str]:
+def composition(name: str, spec: JobSpec, run: RunFile) -> list[str]:
+    """The command that prints the job's composed config and starts nothing."""
+    words = _job(name, spec, run, None, run.directory / name)
+    return [sys.executable, "-m", *words, "--cfg", "job"]
+
+
+def _job(name: str, spec: JobSpec, run: RunFile, address: str | None, directory: Path) -> list[str]:
     ours = [
         f"mux.job={_quoted(name)}",
         f"{_COORDINATOR}{_quoted(address) if address else 'null'}",
@@ -75,8 +87,13 @@ def _command(name: str, spec: JobSpec, run: RunFile, address: str | None, direct
     ]
     overrides = fill([*run.overrides, *spec.overrides], run, name, spec.seed)
     resuming = [_RESUMING] if run.resume else []  # Hydra takes the last of several
-    door = [sys.executable, "-m", "verl_mux.launcher.keep_exit_code", str(directory / "exit_code")]
-    job = ["verl.trainer.main_ppo", "--config-name", run.config_name, *ours, *overrides, *resuming]
+    return ["verl.trainer.main_ppo", "--config-name", run.config_name, *ours, *overrides, *resuming]
+
+
+def _command(name: str, spec: JobSpec, run: RunFile, address: str | None, directory: Path) -> list[str]:
+    job = _job(name, spec, run, address, directory)
+    overrides = fill([*run.overrides, *spec.overrides], run, name, spec.seed)
+    door = [sys.executable, "-m", "verl_mux.launcher.processes.keep_exit_code", str(directory / "exit_code")]
     if run.keys and not run.hosts:
         job.append(f"mux.keys={_quoted(Path(run.keys).absolute())}")
     if not run.hosts:  # a Ray of its own; without this, any that somebody started on this machine

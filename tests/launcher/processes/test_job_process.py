@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from verl_mux.coordinator.bus.members import UID_VARIABLE
-from verl_mux.launcher.job_process import JobProcess
+from verl_mux.launcher.processes.job_process import JobProcess
 from verl_mux.launcher.run_file import JobSpec, RunFile
 
 # Says its pid through the pipe named on its command line, then waits for a signal.

@@ -8,7 +8,7 @@ import msgspec
 
 from verl_mux.launcher.cluster.reach import python_of, words
 from verl_mux.launcher.cluster.to_agent import AgentSpec
-from verl_mux.launcher.marked_process import MarkedProcess
+from verl_mux.launcher.processes.marked_process import MarkedProcess
 from verl_mux.launcher.run_file import RunFile, agent_folder, reached
 
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import yaml
 
-from verl_mux.coordinator.bus import keys
 from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.bus.access import keys
 from verl_mux.coordinator.bus.link import ask
 from verl_mux.coordinator.journal.journal import make_empty
 from verl_mux.errors import Failure, UserError
-from verl_mux.launcher.job_process import JobProcess
-from verl_mux.launcher.marked_process import MarkedProcess
+from verl_mux.launcher.processes.job_process import JobProcess
+from verl_mux.launcher.processes.marked_process import MarkedProcess
 from verl_mux.launcher.run_file import COORDINATOR, RunFile
 
 _START_S, _ANSWER_S = 60.0, 2.0
@@ -73,7 +73,7 @@ class CoordinatorProcess(Asked, MarkedProcess):
     def __init__(self, run: RunFile) -> None:
         directory = run.directory / COORDINATOR
         self._address_path = directory / "address"
-        self.address = _read(self._address_path) or f"tcp://{run.bind or _LOOPBACK}:{_free_port(run.bind or _LOOPBACK)}"
+        self.address = _read(self._address_path) or f"tcp://{run.bind or _LOOPBACK}:{free_port(run.bind or _LOOPBACK)}"
         files = {"config": "config.yaml", "journal": "journal", "log-dir": "events"}
         options = [word for option, name in files.items() for word in (f"--{option}", str(directory / name))]
         self._keys = run.keys_folder()
@@ -145,7 +145,7 @@ def _read(path: Path) -> str | None:
     return path.read_text().strip() if path.exists() else None
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
     """Below the range from which Linux takes ports for outgoing connections: one of those could have taken it when the
     coordinator comes back to it."""
     try:

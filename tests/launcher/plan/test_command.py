@@ -1,0 +1,116 @@
+"""`verl-mux plan --memory` as a user meets it."""
+
+import json
+
+import pytest
+import yaml
+
+from tests.memory.certificate.models import QWEN25_7B, verl
+from verl_mux import cli
+
+POOLS = """
+pools:
+  rollout: {kind: H20, nodes: [{name: r0, gpus: 8}]}
+  train: {kind: H800, nodes: [{name: t0, gpus: 8, device_bytes: 480000000000}]}
+"""
+RUN = """
+dir: {at}/run
+coordinator: {{pools: {{rollout: {{nodes: [{{name: r0}}]}}, train: {{nodes: [{{name: t0}}]}}}}}}
+overrides:
+  - trainer.v1.trainer_mode=mux_separate
+  - actor_rollout_ref.model.path={at}
+  - actor_rollout_ref.rollout.name=sglang
+  - actor_rollout_ref.rollout.nnodes=1
+  - actor_rollout_ref.rollout.n_gpus_per_node=8
+  - actor_rollout_ref.actor.strategy=fsdp2
+jobs:
+  math: {{nodes: {{rollout: [r0], train: [t0]}}, gpus: {{rollout: 1, train: 1}}}}
+"""
+
+
+@pytest.fixture
+def run_main(monkeypatch, capsys):
+    """`verl-mux ARGUMENTS...` in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["verl-mux", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def composed(tmp_path):
+    """A function that writes a composed config, with an interpolation in it, and gives its path."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN25_7B))
+
+    def write(name, **rollout):
+        config = verl(name, {"tensor_model_parallel_size": 2, **rollout}, model={"path": str(tmp_path)})
+        config["data"]["max_prompt_length"] = "${data.max_response_length}"
+        (tmp_path / f"{name}.yaml").write_text(yaml.dump(config))
+        return tmp_path / f"{name}.yaml"
+
+    return write
+
+
+def test_two_jobs_get_one_certificate(composed, run_main):
+    code, out, _ = run_main("plan", "--memory", composed("math"), composed("code"), "--json")
+    told = json.loads(out)
+    assert code == 0 and told["fits"] is True
+    assert set(told["parameters"]) == {"math", "code"} and told["per_token_kv_bytes"]["math"] == 57_344
+    assert told["gpus"]["r0"]["phases"]["rollout"]["bytes"]["others"] > 4e9
+    assert told["notes"] == [
+        "r0: no --pools, so H20 is assumed, 96 GB a GPU",
+        "t0: no --pools, so H800 is assumed, 80 GB a GPU",
+    ]
+
+
+def test_capacity_comes_from_the_coordinators_file(composed, run_main, tmp_path):
+    (tmp_path / "pools.yaml").write_text(POOLS)
+    told = json.loads(run_main("plan", "--memory", composed("math"), "--pools", tmp_path / "pools.yaml", "--json")[1])
+    assert (told["gpus"]["r0"]["capacity"], told["gpus"]["t0"]["capacity"]) == (96 * 10**9, 60 * 10**9)
+
+
+def test_what_does_not_fit_is_said_and_is_exit_code_1(composed, run_main):
+    code, out, _ = run_main("plan", composed("math", gpu_memory_utilization=0.98), "--memory")
+    assert code == 1 and "does not fit: r0: rollout of math needs" in out
+    assert "largest gpu_memory_utilization that fits is 0.96" in out
+
+
+def test_the_bytes_of_a_run_correct_it(composed, run_main, tmp_path):
+    log = tmp_path / "run" / "math" / "events" / "server" / "step_1"
+    log.mkdir(parents=True)
+    line = {"timestamp": "2026-01-01T00:00:00+00:00", "event": "wake", "duration_sec": 0.1, "job": "math", "step": 1}
+    extra = {"tag": "weights", "bytes": 16 * 10**9, "mapped": 16 * 10**9, "node": "r0", "side": "rollout"}
+    (log / "worker_0.jsonl").write_text(json.dumps({**line, "extra": extra}) + "\n")
+    told = json.loads(run_main("plan", "--memory", composed("math"), "--observed", tmp_path / "run", "--json")[1])
+    assert told["gpus"]["r0"]["phases"]["rollout"]["bytes"]["weights"] == 8 * 10**9  # a replica of two GPUs
+
+
+def test_a_run_files_jobs_are_composed_first(run_main, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN25_7B))
+    (tmp_path / "run.yaml").write_text(RUN.format(at=tmp_path))
+    code, out, err = run_main("plan", "--memory", tmp_path / "run.yaml", "--json")
+    assert code == 0, err
+    assert json.loads(out)["parameters"] == {"math": {"total": 7_615_616_512, "active": 7_615_616_512}}
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[1]", "is neither a composed verl config"),
+        ("{actor_rollout_ref: {model: {path: /nowhere}, actor: {}}, data: '${no.such}'}", "no.such"),
+    ],
+)
+def test_what_is_no_config_is_one_line(run_main, tmp_path, text, words):
+    (tmp_path / "a.yaml").write_text(text)
+    code, out, err = run_main("plan", "--memory", tmp_path / "a.yaml")
+    assert code == 2 and words in err and "Traceback" not in err and not out
+
+
+def test_options_of_the_certificate_need_it(run_main, tmp_path):
+    assert "belong to --memory" in run_main("plan", "examples/placement/jobs.yaml", "--pools", tmp_path)[2]

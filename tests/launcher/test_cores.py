@@ -1,0 +1,49 @@
+"""Processor time of a run's processes, on real processes and on paper."""
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tests.launcher.made_run import ORIGIN, MadeRun
+from verl_mux.coordinator.config import make_config
+from verl_mux.launcher import cores, timeline
+from verl_mux.launcher.cores import Account, Interval
+from verl_mux.launcher.summary import summarise
+
+BUSY = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nprint('done', flush=True); input()"
+
+
+def test_processor_time_of_living_processes_is_counted_once(tmp_path):
+    account = Account(tmp_path)
+    account.look([])
+    with subprocess.Popen([sys.executable, "-c", BUSY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "done\n"
+        it = psutil.Process(process.pid)
+        account.look([it])
+        account.look([it])
+        first, second = cores.read(tmp_path)
+        process.communicate("\n")
+    assert 0.3 <= sum(first.cpu.values()) < 1.0 and sum(second.cpu.values()) < 0.1
+    account.look([it])  # it has ended
+    assert cores.read(tmp_path)[2].cpu == {}
+
+
+def test_cores_of_a_window_and_of_each_kind_of_process():
+    intervals = [Interval(0, 10, {"a": 5.0, "b": 10.0}), Interval(10, 20, {"a": 10.0})]
+    assert cores.busy(intervals, [(5, 20)]) == (pytest.approx((2.5 + 5 + 10) / 15), {"a": pytest.approx(0.8333), "b": 0.3333})
+    assert cores.busy(intervals, [(30, 40)]) == (None, {})
+
+
+def test_a_run_tells_its_limit(tmp_path):
+    made = MadeRun(tmp_path)
+    made.steps("a", [10, 20, 30, 80, 92, 104])
+    made.steps("b", [40, 52, 64, 84, 98, 112])
+    start = ORIGIN.timestamp()
+    intervals = [Interval(start + at, start + at + 1, {"x": 1.25 if at < 66 else 1.9}) for at in range(120)]
+    pools = {"rollout": {"nodes": [{"name": "r0", "cpus": [0]}]}, "train": {"nodes": [{"name": "t0", "cpus": [1]}]}}
+    config = make_config({"pools": pools, "schedule": [{"mode": "sequential", "steps": 3}, {"mode": "interleaved"}]})
+    mux = summarise(timeline.read(tmp_path, ["a", "b"]), config, ["a", "b"], 0, 0.0, intervals)["mux"]
+    assert (mux["cores_alone"], mux["cores_mux"], mux["limit"]) == (1.25, 1.9, 1.6)
+    assert mux["cores_by_process"] == {"alone": {"x": 1.25}, "mux": {"x": 1.9}}

@@ -1,0 +1,140 @@
+"""How many cores a run keeps busy: the processor time of all its processes over the clock, part by part, from /proc.
+
+    Account.look() every few seconds -> <dir>/cores.jsonl, a line an interval -> busy(...) of a window of the run
+
+An interval's processor time is what the processes used that were there at its end; what one used after the last look before its
+end is lost. Threads count with their process. One that has ended and was waited for is nobody's: its own looks counted it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from verl_mux.coordinator.core.settings import Config
+from verl_mux.launcher.timeline import Timeline
+
+EVERY_S = 5.0
+FILE = "cores.jsonl"
+_NAMED = re.compile(r"ray::(?P<ray>\w+)|sglang::(?P<sglang>\w+)|-m (?P<module>[\w.]+)|(?P<program>raylet|gcs_server)")
+_MOST_KINDS = 12
+
+
+class Interval(NamedTuple):
+    """start, end: seconds since the epoch. cpu: seconds of processor time by kind of process."""
+
+    start: float
+    end: float
+    cpu: dict[str, float]
+
+
+class Account:
+    """look(processes) as often as one likes: every EVERY_S it writes what they used since the look before."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / FILE
+        self._at = 0.0
+        self._used: dict[tuple[int, float], float] = {}
+
+    @property
+    def due(self) -> bool:
+        return time.time() - self._at >= EVERY_S
+
+    def look(self, processes: Iterable[psutil.Process]) -> None:
+        """Writes an interval, but for the first look."""
+        now, used = time.time(), {}
+        cpu: dict[str, float] = defaultdict(float)
+        for process in processes:
+            with contextlib.suppress(psutil.Error, OSError):
+                key = process.pid, process.create_time()
+                times = process.cpu_times()
+                used[key] = times.user + times.system
+                # Of one that has come since the last look, all that it used was since then.
+                cpu[kind(process)] += used[key] - self._used.get(key, 0.0)
+        if self._at:
+            line = {"start": self._at, "end": now, "cpu": {name: round(seconds, 3) for name, seconds in cpu.items()}}
+            with self._path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        self._at, self._used = now, used
+
+
+def kind(process: psutil.Process) -> str:
+    """What its command line calls it: Ray's actor, SGLang's process, a module, or the program."""
+    words = " ".join(process.cmdline())
+    found = _NAMED.search(words)
+    return (
+        next((name for name in found.groups() if name), "") if found else os.path.basename(words.split(" ")[0]) or process.name()
+    )
+
+
+def read(directory: Path) -> list[Interval]:
+    """What `Account` wrote; torn lines are passed over."""
+    found = []
+    with contextlib.suppress(OSError):
+        for text in (directory / FILE).read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError, TypeError):
+                found.append(Interval(**json.loads(text)))
+    return found
+
+
+def busy(intervals: Iterable[Interval], windows: Sequence[tuple[float, float]]) -> tuple[float | None, dict[str, float]]:
+    """Cores busy in the windows, and of that by kind, the busiest first. None where no interval lies in them.
+
+    An interval counts by the part of it that lies in a window.
+    """
+    seconds = 0.0
+    cpu: dict[str, float] = defaultdict(float)
+    for interval in intervals:
+        inside = sum(max(0.0, min(interval.end, end) - max(interval.start, start)) for start, end in windows)
+        whole = interval.end - interval.start
+        if inside <= 0 or whole <= 0:
+            continue
+        seconds += inside
+        for name, used in interval.cpu.items():
+            cpu[name] += used * inside / whole
+    if not seconds:
+        return None, {}
+    busiest = sorted(cpu.items(), key=lambda it: -it[1])[:_MOST_KINDS]
+    return sum(cpu.values()) / seconds, {name: round(used / seconds, 4) for name, used in busiest}
+
+
+def cores_of(config: Config) -> int:
+    """Of all nodes: those they are bound to, each counted once; where one is bound to none, this machine's."""
+    nodes = [node for pool in config.pools.values() for node in pool.nodes]
+    if any(node.cpus is None for node in nodes):
+        return os.cpu_count() or 1
+    return len({(node.host, core) for node in nodes for core in node.cpus or ()})
+
+
+def figures(
+    intervals: Sequence[Interval], config: Config, alone: Sequence[tuple[float, float]], together: tuple[float, float] | None
+) -> dict[str, object]:
+    """cores_alone, cores_mux: busy while one job ran alone, and while all took turns. limit: of the throughput ratio, all cores
+    of the pools over cores_alone. None where the run has no such part, or no look fell into it."""
+    one, of_one = busy(intervals, alone)
+    all_, of_all = busy(intervals, [together] if together else [])
+    return {
+        "cores_alone": None if one is None else round(one, 4),
+        "cores_mux": None if all_ is None else round(all_, 4),
+        "limit": round(cores_of(config) / one, 4) if one else None,
+        "cores_by_process": {"alone": of_one, "mux": of_all},
+    }
+
+
+def windows_alone(timeline: Timeline, jobs: Iterable[str], first_step: int, last_step: int) -> list[tuple[float, float]]:
+    """From the end of each job's first step alone to that of its last one alone."""
+    found = []
+    for job in jobs:
+        ends = [span.end for span in timeline.of(job, "steps") if first_step <= span.step <= last_step]
+        if len(ends) > 1:
+            found.append((min(ends), max(ends)))
+    return found

@@ -1,0 +1,68 @@
+"""The jobs of a certificate: composed verl configs, as `--cfg job` prints them, or the jobs of a run file, composed here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_mux.errors import UserError
+from verl_mux.launcher import run_file
+from verl_mux.launcher.processes.job_process import composition, require_verl
+from verl_mux.memory.certificate.job import Job, read_job
+from verl_mux.memory.model_config import read_model_config
+from verl_mux.yaml_file import read_yaml
+
+# What of a config is resolved; the rest may name what is not there yet.
+_PARTS = ("mux", "data", "algorithm", "trainer", "actor_rollout_ref")
+_WITHIN_S = 300.0
+
+
+def read_jobs(files: list[Path]) -> list[tuple[Job, float | None]]:
+    """All jobs, each with the memory of its GPUs in GB where its config says it (mux.device.budget).
+
+    Raises:
+        UserError: a file that is neither, or a config that cannot be composed or lacks a key.
+    """
+    return [_job(config, where) for file in files for where, config in _configs(file)]
+
+
+def _configs(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    given = read_yaml(file)
+    if isinstance(given, dict) and "actor_rollout_ref" in given:
+        yield str(file), given
+    elif isinstance(given, dict) and "jobs" in given:
+        yield from _of_run_file(file)
+    else:
+        raise UserError(
+            f"{file} is neither a composed verl config (`python -m verl.trainer.main_ppo ... --cfg job > FILE`) nor a run file"
+        )
+
+
+def _of_run_file(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    require_verl()
+    run = run_file.read(file)
+    for name, spec in run.jobs.items():
+        command, environment = composition(name, spec, run), {**os.environ, **run.environment, **spec.environment}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_WITHIN_S, check=False)
+        if done.returncode:
+            reason = (done.stderr.strip() or "no word").splitlines()[-1]
+            raise UserError(f"{file}: the config of job {name!r} cannot be composed: {reason}")
+        yield f"{file}, job {name!r}", OmegaConf.to_container(OmegaConf.create(done.stdout))
+
+
+def _job(config: dict[str, Any], where: str) -> tuple[Job, float | None]:
+    whole = OmegaConf.create(config)
+    try:
+        parts = {name: OmegaConf.select(whole, name) for name in _PARTS}
+        plain = {name: OmegaConf.to_container(part, resolve=True) for name, part in parts.items() if part is not None}
+    except OmegaConfBaseException as error:
+        raise UserError(f"{where}: {str(error).splitlines()[0]}") from None
+    path = str((plain["actor_rollout_ref"].get("model") or {}).get("path"))
+    budget = ((plain.get("mux") or {}).get("device") or {}).get("budget")
+    return read_job(plain, read_model_config(path, "count parameters of")), None if budget is None else float(budget)
