@@ -1,17 +1,18 @@
-"""Real syncs over real ZeroMQ sockets, all ends in one event loop."""
+"""Real syncs over real sockets, all ends in one process."""
 
 import asyncio
-from collections import Counter
 
 import pytest
 import torch
 
 pytest.importorskip("verl")
-from verl_mux.sync import reception
+from verl_mux.errors import UserError
+from verl_mux.sync import engine as engine_module
 from verl_mux.sync.engine import MuxCheckpointEngine
-from verl_mux.sync.export import Range
-from verl_mux.sync.reception import SyncError
-from verl_mux.sync.wire import Bucket, End, Piece, as_bytes, digest, encode
+from verl_mux.sync.export import Range, as_bytes
+from verl_mux.sync.failure import Lost, SyncError
+from verl_mux.sync.manager import figures, raise_failure, settled
+from verl_mux.sync.streams import receiving
 
 torch.manual_seed(0)
 MODEL = {
@@ -26,31 +27,37 @@ NBYTES = sum(t.nbytes for t in MODEL.values())
 
 
 class Cluster:
-    """Senders and receivers with routes between them; counts what enters each cluster."""
+    """Trainer ranks on a machine of their own, and workers on these machines."""
 
-    def __init__(self, senders: int, clusters: list[str], bucket_size: int = 4096, **settings) -> None:
+    def __init__(self, monkeypatch, senders: int, machines: list[str], bucket_size: int = 4096, **settings) -> None:
         settings = {"timeout_s": 20.0, **settings}
-        self.senders = [MuxCheckpointEngine(bucket_size, **settings) for _ in range(senders)]
-        self.receivers = [MuxCheckpointEngine(bucket_size, cluster=name, **settings) for name in clusters]
-        ends = [*self.senders, *self.receivers]
-        self.metadata = [end.prepare() for end in ends]
-        tables = MuxCheckpointEngine.build_topology(senders, len(clusters), self.metadata)
+        self.senders = [MuxCheckpointEngine(bucket_size, is_master=not rank, **settings) for rank in range(senders)]
+        self.receivers = [MuxCheckpointEngine(bucket_size, **settings) for _ in machines]
+        self.metadata = []
+        for end, machine in zip([*self.senders, *self.receivers], ["trainers"] * senders + machines, strict=True):
+            monkeypatch.setattr(engine_module, "_this_machine", lambda machine=machine: machine)
+            monkeypatch.setattr("socket.gethostname", lambda machine=machine: machine)
+            self.metadata.append(end.prepare())
+        self.join()
+
+    def join(self) -> None:
+        tables = MuxCheckpointEngine.build_topology(len(self.senders), len(self.receivers), self.metadata)
         for group, table in zip((self.senders, self.receivers), tables, strict=True):
             assert all(len(column) == len(group) for column in table.values())
             for i, end in enumerate(group):
                 end.init_process_group(**{key: column[i] for key, column in table.items()})
 
-    async def sync(self, version: int, weights=None, consume=None, asked: int | None = None):
-        """[what each receiver got], [what each sender says]."""
+    async def sync(self, version: int, weights=None, consume=None, asked: int | None = None, outcomes: bool = False):
+        """[what each receiver got], [what each sender says]; with `outcomes` errors among them."""
         weights = weights or (lambda rank: iter(MODEL.items()))
         sending = [end.send_weights(weights(rank), version) for rank, end in enumerate(self.senders)]
         taking = [(consume or take)(end, version if asked is None else asked) for end in self.receivers]
-        results = await asyncio.gather(*sending, *taking)
+        results = await asyncio.gather(*sending, *taking, return_exceptions=outcomes)
         return results[len(sending) :], results[: len(sending)]
 
     def close(self) -> None:
         for end in (*self.senders, *self.receivers):
-            end._context.destroy(linger=0)
+            end._end.close()
 
 
 async def take(end: MuxCheckpointEngine, version: int) -> dict[str, torch.Tensor]:
@@ -70,7 +77,7 @@ def cluster(monkeypatch):
     made = []
 
     def make(*args, **settings) -> Cluster:
-        made.append(Cluster(*args, **settings))
+        made.append(Cluster(monkeypatch, *args, **settings))
         return made[-1]
 
     yield make
@@ -78,38 +85,18 @@ def cluster(monkeypatch):
         each.close()
 
 
-def test_four_receivers_in_two_clusters_get_every_bit_in_order(cluster):
+@pytest.mark.parametrize("method", ["auto", "relay", "chain"])
+@pytest.mark.parametrize(("senders", "machines"), [(1, ["a"]), (3, ["a", "b", "a", "c", "c"])])
+def test_every_worker_gets_every_bit_in_order_whatever_the_way(cluster, method, senders, machines):
     async def run():
-        got, said = await cluster(2, ["a", "a", "b", "b"]).sync(3)
+        got, _ = await cluster(senders, machines, method=method).sync(3)
         assert all(same(each) for each in got)
-        assert sum(s["mux/sync/sent_bytes"] for s in said) == NBYTES
 
     asyncio.run(run())
 
 
-def test_the_model_enters_each_cluster_once(cluster, monkeypatch):
-    entered = Counter()
-    real = MuxCheckpointEngine._send_all
-
-    async def counted(self, addresses, frames, copy):
-        for address in addresses:
-            entered[address] += sum(len(bytes(f)) for f in frames[1:])
-        await real(self, addresses, frames, copy)
-
-    async def run():
-        ends = cluster(3, ["a", "b", "a", "b", "b"])
-        monkeypatch.setattr(MuxCheckpointEngine, "_send_all", counted)
-        await ends.sync(1)
-        for name, size in (("a", 2), ("b", 3)):
-            members = [m for m in ends.metadata[3:] if m["cluster"] == name]
-            assert sum(entered[m["address"]] for m in members) == NBYTES
-            assert sum(entered[m["handoff"]] for m in members) == NBYTES * (size - 1)
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("bucket_size", [64, 100_000, 1 << 30])
-def test_bucket_size_changes_nothing_but_the_frames(cluster, bucket_size):
+@pytest.mark.parametrize("bucket_size", [256, 100_000, 1 << 30])
+def test_bucket_size_changes_nothing_but_the_pieces(cluster, bucket_size):
     async def run():
         got, _ = await cluster(2, ["a", "a"], bucket_size=bucket_size).sync(1)
         assert all(same(each) for each in got)
@@ -117,17 +104,17 @@ def test_bucket_size_changes_nothing_but_the_frames(cluster, bucket_size):
     asyncio.run(run())
 
 
-def test_later_syncs_use_the_same_sockets_and_bring_the_newer_weights(cluster):
+def test_later_syncs_use_the_same_memory_and_bring_the_newer_weights(cluster):
     async def run():
         ends = cluster(2, ["a", "a", "b"])
         first = [end.prepare() for end in ends.receivers]
+        regions = []
         for version in range(1, 4):
             model = {name: tensor + version for name, tensor in MODEL.items()}
-            sockets = [dict(end._outboxes) for end in (*ends.senders, *ends.receivers)]
             got, _ = await ends.sync(version, lambda rank, model=model: iter(model.items()))
             assert all(same(each, model) for each in got)
-            if version > 1:
-                assert [dict(end._outboxes) for end in (*ends.senders, *ends.receivers)] == sockets
+            regions.append([id(end._end._held._region) for end in ends.receivers])
+        assert regions[0] == regions[1] == regions[2]
         assert [end.prepare() for end in ends.receivers] == first
 
     asyncio.run(run())
@@ -149,19 +136,25 @@ def test_ranks_that_export_rows_need_not_hold_a_row_of_every_tensor(cluster):
     asyncio.run(run())
 
 
-def test_many_ranks_may_feed_few_workers_that_hand_on_to_each_other(cluster):
-    # More messages in flight between the two workers than their queues hold: neither may wait for the other to read first.
+def test_masters_are_cast_at_the_sender_and_tied_weights_go_once(cluster):
+    masters = {"embed": torch.randn(300, 7), "norm": torch.randn(5)}
+
+    def ranges(rank: int):
+        for name, tensor in masters.items():
+            mine = tensor.reshape(-1)[: tensor.numel() if not rank else 0]
+            yield Range(name, torch.bfloat16, tuple(tensor.shape), 0, mine)
+        yield Range("head", torch.bfloat16, (300, 7), 0, torch.empty(0), tied="embed")
+
     async def run():
-        big = {f"t{i}": torch.randint(0, 255, (4 << 20,), dtype=torch.uint8) for i in range(12)}
-        got, _ = await cluster(8, ["a", "a"], bucket_size=1 << 20, verify=False).sync(1, lambda rank: iter(big.items()))
-        assert all(same(each, big) for each in got)
+        got, said = await cluster(2, ["a", "b"], bucket_size=64, streams=3).sync(1, ranges)
+        wanted = {name: tensor.bfloat16() for name, tensor in masters.items()}
+        assert all(same(each, {**wanted, "head": wanted["embed"]}) for each in got)
 
     asyncio.run(run())
 
 
-def test_consumers_may_wait_for_each_other_at_every_tensor(cluster, monkeypatch):
-    # As the engines of one tensor-parallel group do. With room for next to nothing before the consumer.
-    monkeypatch.setattr(reception, "READY_BYTES", 1)
+def test_consumers_may_wait_for_each_other_at_every_tensor(cluster):
+    # As the engines of one tensor-parallel group do.
     waiting: dict[str, list[asyncio.Future]] = {}
 
     async def meet(name: str, parties: int) -> None:
@@ -181,93 +174,90 @@ def test_consumers_may_wait_for_each_other_at_every_tensor(cluster, monkeypatch)
 
     async def run():
         model = {f"t{i}": torch.randint(0, 255, (256 << 10,), dtype=torch.uint8) for i in range(40)}
-        ends = cluster(6, ["a", "a", "a"], bucket_size=16 << 10)
+        ends = cluster(6, ["a", "a", "b"], bucket_size=16 << 10)
         got, _ = await ends.sync(1, lambda rank: iter(model.items()), together)
         assert all(same(each, model) for each in got)
 
     asyncio.run(run())
 
 
-class TestErrors:
-    @pytest.mark.parametrize("asked", [2, 4])
-    def test_another_version_is_an_error_on_every_receiver(self, cluster, asked):
-        async def run():
-            ends = cluster(1, ["a", "a"], timeout_s=2.0)
-            sending = asyncio.ensure_future(ends.senders[0].send_weights(iter(MODEL.items()), 3))
-            results = await asyncio.gather(*[take(e, asked) for e in ends.receivers], return_exceptions=True)
-            sending.cancel()
-            errors = [r for r in results if isinstance(r, SyncError)]
-            assert f"waits for weights of version {asked}, the trainer sent 3" in str(errors[0])
-            assert len(errors) == 2
+def test_an_interface_is_chosen_by_name(cluster):
+    async def run():
+        ends = cluster(1, ["a"], interface="lo")
+        got, _ = await ends.sync(1)
+        assert same(got[0]) and ends.metadata[0]["meeting"]["address"][0] == "127.0.0.1"
 
-        asyncio.run(run())
+    asyncio.run(run())
+    with pytest.raises(UserError, match=r"mux.sync.interface is 'nic9'; .* has "):
+        MuxCheckpointEngine(4096, interface="nic9").prepare()
 
-    def test_a_trainer_that_stops_in_the_middle_is_an_error_within_the_timeout(self, cluster):
-        def half(rank):
-            yield "embed", MODEL["embed"]
-            raise RuntimeError("out of memory")
 
-        async def run():
-            ends = cluster(2, ["a", "a"], timeout_s=0.5)
-            sending = [end.send_weights(half(rank), 1) for rank, end in enumerate(ends.senders)]
-            results = await asyncio.gather(*sending, *[take(e, 1) for e in ends.receivers], return_exceptions=True)
-            assert [type(r) for r in results] == [RuntimeError, RuntimeError, SyncError, SyncError]
-            assert "no weights arrived for 0.5 s" in str(results[-1])
+def test_an_error_reaches_both_ends_and_the_next_sync_works(cluster, monkeypatch):
+    monkeypatch.setattr(receiving, "LAST_CALL_S", 0.2)
 
-        asyncio.run(run())
+    async def run():
+        ends = cluster(2, ["a", "a", "b"], timeout_s=5.0)
+        got, said = await ends.sync(3, asked=4, outcomes=True)
+        assert all(isinstance(each, SyncError) for each in [*got, *said])
+        got, _ = await ends.sync(5)
+        assert all(same(each) for each in got)
 
-    def test_a_receiver_that_does_not_take_is_an_error_for_the_sender(self, cluster):
-        async def run():
-            ends = cluster(1, ["a"], timeout_s=0.5, bucket_size=1 << 20)
-            big = {f"t{i}": torch.zeros(4 << 20, dtype=torch.uint8) for i in range(16)}
-            with pytest.raises(SyncError, match="took no weights for 0.5 s"):
-                await ends.senders[0].send_weights(iter(big.items()), 1)
+    asyncio.run(run())
 
-        asyncio.run(run())
 
-    def test_damaged_bytes_are_an_error(self, cluster, monkeypatch):
-        async def run():
-            ends = cluster(1, ["a"])
-            monkeypatch.setattr("verl_mux.sync.engine.digest", lambda payload: 1)
-            with pytest.raises(SyncError, match="arrived damaged"):
-                await ends.sync(1)
+def test_a_consumer_that_gives_up_leaves_nothing_behind(cluster):
+    async def first_only(end, version):
+        weights = end.receive_weights(version)
+        await anext(weights)
+        await weights.aclose()
 
-        asyncio.run(run())
+    async def run():
+        ends = cluster(1, ["a", "b"], method="relay")
+        await ends.sync(1, consume=first_only, outcomes=True)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        got, _ = await ends.sync(9)
+        assert all(same(each) for each in got)
 
-    def test_what_is_no_weight_sync_is_refused(self, cluster):
-        async def run():
-            ends = cluster(1, ["a"])
-            await ends.senders[0]._outbox(ends.metadata[1]["address"]).send_multipart([ends.senders[0]._seal.put(b"hello")])
-            with pytest.raises(SyncError, match="no weight sync"):
-                await take(ends.receivers[0], 1)
+    asyncio.run(run())
 
-        asyncio.run(run())
 
-    def test_weights_of_strangers_are_passed_over(self, cluster):
-        """Well-formed ones, from another job and from who has no key at all, on the sockets for trainers and for peers."""
+def test_the_figures_of_a_sync(cluster):
+    async def run():
+        ends = cluster(2, ["a", "b"], method="two_stage")
+        _, said = await ends.sync(1)
+        assert sum(it["mux/sync/sent_bytes"] for it in said) == 2 * NBYTES
+        assert {"mux/sync/gather_seconds", "mux/sync/send_seconds", "mux/sync/stream_gb_per_s"} <= set(said[0])
+        told = ends.receivers[0].figures
+        assert {"mux/sync/receive_seconds", "mux/sync/load_seconds", "mux/sync/wait_seconds"} <= set(told)
+        together = figures([*said, *(end.figures for end in ends.receivers)], 2)
+        assert together["mux/sync/bytes"] == sum(it["mux/sync/sent_bytes"] for it in said) and together["ranks"] == 2
 
-        async def run():
-            ends, others = cluster(1, ["a", "a"]), cluster(1, ["a"])
-            stranger, lie = others.senders[0], [End(1, 0, 0, 0)]
-            piece = Piece(0, "embed", "bfloat16", (501, 33), 0, 4, digest(b"evil"))
-            lie.append(Bucket(1, 0, [piece]))
-            for where in (ends.metadata[1]["address"], ends.metadata[2]["handoff"]):
-                for message in lie:
-                    for header in (stranger._seal.put(encode(message)), encode(message), b""):
-                        await stranger._outbox(where).send_multipart([header, b"evil"])
-            got, _ = await ends.sync(1)
-            assert all(same(each) for each in got)
+    asyncio.run(run())
 
-        asyncio.run(run())
 
-    def test_a_consumer_that_gives_up_leaves_no_task_behind(self, cluster):
-        async def run():
-            ends = cluster(1, ["a"])
-            sending = asyncio.ensure_future(ends.senders[0].send_weights(iter(MODEL.items()), 1))
-            weights = ends.receivers[0].receive_weights(1)
-            await anext(weights)
-            await weights.aclose()
-            await sending
-            assert asyncio.all_tasks() == {asyncio.current_task()}
+def test_a_failed_sync_is_one_error_that_says_what_all_saw():
+    with pytest.raises(SyncError, match="^the weight sync failed: r0 has no memory; t0 is gone$"):
+        raise_failure([{}, Lost("t0 is gone"), SyncError("r0 has no memory"), Lost("t0 is gone")])
+    with pytest.raises(KeyError):
+        raise_failure([{}, SyncError("t0 is gone"), KeyError("a fault")])
+    raise_failure([{}, None])
 
-        asyncio.run(run())
+
+def test_all_who_take_part_in_a_failed_sync_are_waited_for_and_nobody_after_another_error():
+    async def ends(outcome, waits: asyncio.Event | None = None):
+        if waits is not None:
+            await waits.wait()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    async def run():
+        later, never = asyncio.Event(), asyncio.Event()
+        asyncio.get_running_loop().call_later(0.05, later.set)
+        lost, gone = Lost("t0 is gone"), SyncError("told")
+        assert await settled([ends({}), ends(lost), ends(gone, later)]) == [{}, lost, gone]
+        fenced = KeyError("fenced")
+        assert await settled([ends({}, never), ends(fenced), ends({}, never)]) == [None, fenced, None]
+        never.set()
+
+    asyncio.run(run())

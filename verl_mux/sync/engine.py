@@ -1,8 +1,8 @@
-"""verl's checkpoint engine `mux`: two-stage weight sync over ZeroMQ, from the trainers' host copies.
+"""verl's checkpoint engine `mux`: the model goes from the trainers' host copies to each rollout host once.
 
-`actor_rollout_ref.rollout.checkpoint_engine.backend=mux`. Every trainer rank pushes its own byte ranges to one rollout worker of
-each cluster; that worker hands them on to its peers. Exactly one copy of the model crosses from trainers to each cluster.
-The engine object lives as long as its worker: sockets are made once and kept over syncs.
+`actor_rollout_ref.rollout.checkpoint_engine.backend=mux`. Every trainer rank sends its own byte ranges; which host gets them
+from whom, plan.py says. On a host they come together in one region, from which all its workers load (see receiving.py). The
+engine object lives as long as its worker: its sockets and its region are made once and kept over syncs.
 """
 
 from __future__ import annotations
@@ -10,26 +10,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import socket
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from typing import Any
 
+import msgspec
+import psutil
 import ray
 import torch
-import zmq
-import zmq.asyncio
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from verl_mux.sync.export import Range, stripes
-from verl_mux.sync.reception import Assembly, Frames, Reception, SyncError
-from verl_mux.sync.route import Endpoint, plan_routes
-from verl_mux.sync.seal import Seal, new_key
-from verl_mux.sync.wire import Bucket, End, Piece, as_bytes, digest, dtype_name, encode
+from verl_mux.errors import UserError
+from verl_mux.sync.ends import End, Reception
+from verl_mux.sync.export import Range, shard_of, stripes
+from verl_mux.sync.layout import Entry, Layout
+from verl_mux.sync.planning.routes import Meeting, Wish, part_of, parts, plan_for, topology_of
+from verl_mux.sync.planning.topology import Links
+from verl_mux.sync.streams.aside import aside
+from verl_mux.sync.streams.seal import new_key
+from verl_mux.sync.streams.sending import Settings
 
-# Frames queued per socket before the sender waits: bounds the memory in flight to this many buckets a stream.
-_HIGH_WATER = 4
-# The largest piece.
-_PIECE_BYTES = 64 << 20
+# The largest piece; a smaller bucket of verl's makes smaller ones.
+_PIECE_BYTES = 4 << 20
 
 
 @CheckpointEngineRegistry.register("mux")
@@ -37,92 +40,112 @@ class MuxCheckpointEngine(CheckpointEngine):
     """One end of the sync, on a trainer rank or on a rollout worker; which, says `build_topology`.
 
     Args:
-        bucket_size: bytes a frame carries at most (pieces of large tensors are cut to it).
+        bucket_size: verl's; no piece is larger.
+        is_master: only trainers are told.
         verify: digest every piece and check it on arrival.
-        timeout_s: a sync that stands still for longer raises SyncError.
-        cluster: name of the network within which this worker's links are fast; default: its own address's cluster "local".
+        timeout_s: who is silent for so long is lost.
+        streams: connections from each sender to each place that it sends to.
+        method: of plan.py, or "auto": the cheapest.
+        links: see topology.Links; what the cheapest is by.
+        cluster: name of the network within which this end's links are fast; default: trainers are in one, rollout in another.
+        interface: by whose address others reach this end; default: the one that Ray uses.
     """
 
     def __init__(
-        self, bucket_size: int, is_master: bool = False, verify: bool = True, timeout_s: float = 600.0, cluster: str = "local"
+        self,
+        bucket_size: int,
+        is_master: bool | None = None,
+        verify: bool = True,
+        timeout_s: float = 120.0,
+        streams: int = 2,
+        method: str = "auto",
+        links: Mapping[str, Any] | None = None,
+        cluster: str | None = None,
+        interface: str | None = None,
     ) -> None:
-        self._bucket_size = min(bucket_size, _PIECE_BYTES)
-        self._verify, self._timeout_s, self._cluster = verify, timeout_s, cluster
-        # Made by `prepare`, in the process that uses them.
-        self._context: zmq.asyncio.Context
-        self._inbox: zmq.asyncio.Socket
-        self._handoff: zmq.asyncio.Socket
-        self._meeting: dict[str, Any] = {}
-        self._outboxes: dict[str, zmq.asyncio.Socket] = {}
-        self._entry: list[str] = []
-        self._peers: list[str] = []
+        self._settings = Settings(min(bucket_size, _PIECE_BYTES), streams, timeout_s, verify)
+        self._wish = Wish(method, msgspec.convert(dict(links or {}), Links))
+        self._cluster = cluster or ("rollout" if is_master is None else "train")
+        self._interface = interface
+        self._end: End | None = None
         self._rank, self._ranks = 0, 1
-        self._seal: Seal  # there when routes are
+        # Of the last sync here.
+        self.figures: dict[str, float] = {}
 
     def prepare(self) -> dict[str, Any]:
-        """Bind once and say where: `address` for trainers, `handoff` for the peers of one's cluster."""
-        if not self._meeting:
-            self._context = zmq.asyncio.Context()
-            self._inbox, address = self._bind()
-            self._handoff, handoff = self._bind()
-            self._meeting = {"address": address, "handoff": handoff, "cluster": self._cluster}
-        return self._meeting
+        """Listen, once, and say where; also the wishes, which are everybody's."""
+        if self._end is None:
+            address = _address_of(self._interface) if self._interface else ray.util.get_node_ip_address().strip("[]")
+            self._end = End(_this_machine(), socket.gethostname(), address, self._cluster, self._settings)
+        return {"meeting": msgspec.to_builtins(self._end.meeting), "wish": msgspec.to_builtins(self._wish)}
 
     @classmethod
     def build_topology(cls, trainer_world_size: int, rollout_world_size: int, metadata: list[dict]) -> tuple[dict, dict]:
-        """`metadata`: of all trainer ranks, then of all rollout workers. See route.py."""
-        workers = [Endpoint(m["address"], m["handoff"], m["cluster"]) for m in metadata[trainer_world_size:]]
-        routes = plan_routes(trainer_world_size, workers)
-        ranks, count, key = trainer_world_size, rollout_world_size, new_key()
-        senders = {"rank": list(range(ranks)), "ranks": [ranks] * ranks, "entry": routes.entry, "peers": [[]] * ranks}
-        receivers = {"rank": list(range(count)), "ranks": [ranks] * count, "entry": [[]] * count, "peers": routes.peers}
-        senders["key"], receivers["key"] = [key] * ranks, [key] * count
-        return senders, receivers
+        """`metadata`: of all trainer ranks, then of all rollout workers. See plan.py."""
+        ends = [msgspec.convert(it["meeting"], Meeting) for it in metadata]
+        trainers, workers = ends[:trainer_world_size], ends[trainer_world_size:]
+        wish = msgspec.convert(metadata[-1]["wish"], Wish)
+        topology = topology_of(trainers, workers, wish.links)
+        senders, receivers = parts(plan_for(topology, wish), topology, trainers, workers)
+        key = new_key()
+        return _columns(senders, trainer_world_size, key), _columns(receivers, trainer_world_size, key)
 
-    def init_process_group(self, rank: int, ranks: int, entry: list[str], peers: list[str], key: bytes) -> None:
-        """`ranks`: trainer ranks; `entry`: where this rank sends; `peers`: whom this rollout worker hands pieces on to; `key`: of
-        this job's weights."""
-        self._seal = Seal(key)
-        self._rank, self._ranks, self._entry, self._peers = rank, ranks, entry, peers
+    def init_process_group(self, rank: int, ranks: int, part: dict, key: bytes) -> None:
+        """`ranks`: trainer ranks; `part`: this end's; `key`: of this job's weights."""
+        assert self._end is not None
+        self._end.join(part_of(part), key)
+        self._rank, self._ranks = rank, ranks
 
     def finalize(self) -> None:
-        """Nothing to undo: sockets are kept for the next sync."""
+        """Nothing to undo: sockets and region are kept for the next sync."""
 
     async def send_weights(self, weights: Iterable, global_steps: int | None = None) -> dict[str, float]:
         """Send this rank's part of `weights`: full (name, tensor) pairs, or Ranges where our worker exports shards.
 
         Returns:
-            `mux/sync/sent_bytes` of this rank (to one cluster) and `mux/sync/send_seconds`.
-        """
-        started, version, sent, tensors = time.perf_counter(), int(global_steps or 0), 0, 0
-        bucket: list[Piece] = []
-        payloads: list[memoryview] = []
-        filled = 0
-        for tensors, item in enumerate(self._ranges(weights), start=1):
-            for piece, payload in self._pieces(tensors - 1, item):
-                if bucket and filled + piece.nbytes > self._bucket_size:
-                    await self._push(Bucket(version, self._rank, bucket), payloads)
-                    bucket, payloads, filled = [], [], 0
-                bucket.append(piece)
-                payloads.append(payload)
-                filled += piece.nbytes
-                sent += piece.nbytes
-        if bucket:
-            await self._push(Bucket(version, self._rank, bucket), payloads)
-        await self._push(End(version, self._rank, tensors, sent), [])
-        return {"mux/sync/sent_bytes": float(sent), "mux/sync/send_seconds": time.perf_counter() - started}
-
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield (name, full tensor) in export order, while every piece from a trainer is handed on to the peers.
+            `mux/sync/...`: sent_bytes of weights, bytes by class of link with headers, gather_seconds until they lay on the host
+            in a known order, read_seconds of casting and digests and send_seconds of writing to sockets, summed over the streams.
 
         Raises:
-            SyncError: another version than asked for, damaged or missing bytes, or no progress within the timeout.
+            SyncError: not everybody has got it.
         """
-        assembly = Assembly(int(global_steps or 0), self._ranks, self._verify)
-        reception = Reception(assembly, self._hand_on, self._timeout_s, self._seal)
-        async with contextlib.aclosing(reception.tensors(self._inbox, self._handoff)) as tensors:
-            async for name, tensor in tensors:
-                yield name, tensor
+        assert self._end is not None
+        began = time.perf_counter()
+        # All of them first: making them may be a collective of the trainers, in which none may wait for a rollout host.
+        shard = shard_of(self._rank, self._ranges(weights), self._settings.piece_bytes)
+        gathered = time.perf_counter() - began
+        sending = self._end.sending(shard, int(global_steps or 0))
+        try:
+            found = await aside(sending.run)
+        finally:
+            sending.stop()
+        figures = {"gather_seconds": gathered, **found}
+        return {f"mux/sync/{name}": value for name, value in figures.items()}
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """Yield (name, full tensor) in export order. The tensors lie in the host's region: they are good until the next sync, and
+        nobody may write to them.
+
+        Raises:
+            SyncError: another version than asked for, damaged or missing bytes, or somebody lost; the last tensor comes only
+            after
+                all of the model has arrived and was checked.
+        """
+        assert self._end is not None
+        began, load = time.perf_counter(), 0.0
+        reception = self._end.receiving(int(global_steps or 0))
+        await aside(reception.start)
+        try:
+            async with contextlib.aclosing(_tensors(reception)) as tensors:
+                async for name, tensor in tensors:
+                    handed = time.perf_counter()
+                    yield name, tensor
+                    load += time.perf_counter() - handed
+            found = await aside(reception.finish)
+        finally:
+            await asyncio.shield(aside(reception.close))
+        figures = {**found, "load_seconds": load, "whole_seconds": time.perf_counter() - began}
+        self.figures = {f"mux/sync/{name}": value for name, value in figures.items()}
 
     def _ranges(self, weights: Iterable) -> Iterable[Range]:
         items = iter(weights)
@@ -132,39 +155,46 @@ class MuxCheckpointEngine(CheckpointEngine):
         rest = itertools.chain([first], items)
         return rest if isinstance(first, Range) else stripes(rest, self._rank, self._ranks)
 
-    def _pieces(self, index: int, item: Range) -> Iterable[tuple[Piece, memoryview]]:
-        data = as_bytes(item.data)
-        for start in range(0, max(len(data), 1), self._bucket_size):
-            payload = data[start : start + self._bucket_size]
-            check = digest(payload) if self._verify else 0
-            yield Piece(index, item.name, dtype_name(item.dtype), item.shape, item.offset + start, len(payload), check), payload
 
-    async def _push(self, message: Bucket | End, payloads: list) -> None:
-        # Payloads may be views on tensors that the caller reuses, so they are copied here once.
-        await self._send_all(self._entry, [self._seal.put(encode(message)), *payloads], copy=True)
+async def _tensors(reception: Reception) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+    taken, done = 0, False
+    while not done:
+        ready, done = await aside(reception.progress.beyond, taken)
+        layout = reception.progress.layout
+        assert layout is not None
+        for index in range(taken, ready):
+            yield layout.entries[index].name, tensor_at(layout, index, reception.progress.view)
+        taken = ready
 
-    async def _hand_on(self, frames: Frames) -> None:
-        await self._send_all(self._peers, frames, copy=False)
 
-    async def _send_all(self, addresses: list[str], frames: list, copy: bool) -> None:
-        for address in addresses:
-            try:
-                await asyncio.wait_for(self._outbox(address).send_multipart(frames, copy=copy), self._timeout_s)
-            except asyncio.TimeoutError:
-                raise SyncError(f"{address} took no weights for {self._timeout_s:g} s") from None
+def tensor_at(layout: Layout, index: int, view: memoryview) -> torch.Tensor:
+    """Tensor `index` where it lies in the region."""
+    entry: Entry = layout.entries[index]
+    dtype = getattr(torch, entry.dtype)
+    if not entry.nbytes:
+        return torch.empty(entry.shape, dtype=dtype)
+    count = entry.nbytes // dtype.itemsize
+    return torch.frombuffer(view, dtype=dtype, count=count, offset=layout.offsets[index]).reshape(entry.shape)
 
-    def _bind(self) -> tuple[zmq.asyncio.Socket, str]:
-        socket = self._context.socket(zmq.PULL)
-        socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
-        socket.setsockopt(zmq.MAXMSGSIZE, 2 * _PIECE_BYTES)  # from whoever reaches it
-        host = ray.util.get_node_ip_address().strip("[]")
-        return socket, f"tcp://{host}:{socket.bind_to_random_port(f'tcp://{host}')}"
 
-    def _outbox(self, address: str) -> zmq.asyncio.Socket:
-        if address not in self._outboxes:
-            socket = self._context.socket(zmq.PUSH)
-            socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(address)
-            self._outboxes[address] = socket
-        return self._outboxes[address]
+def _columns(of: list, ranks: int, key: bytes) -> dict[str, list]:
+    """As verl hands them out: a list a keyword."""
+    count = len(of)
+    return {"rank": list(range(count)), "ranks": [ranks] * count, "part": msgspec.to_builtins(of), "key": [key] * count}
+
+
+def _this_machine() -> str:
+    """Ray's id of it."""
+    if not ray.is_initialized():
+        return socket.gethostname()
+    return ray.get_runtime_context().get_node_id()
+
+
+def _address_of(interface: str) -> str:
+    """Raises UserError: this machine has no such interface, or it has no address."""
+    cards = psutil.net_if_addrs()
+    found = [it.address for it in cards.get(interface, []) if it.family in (socket.AF_INET, socket.AF_INET6)]
+    if not found:
+        given = ", ".join(sorted(name for name in cards if name != "lo"))
+        raise UserError(f"mux.sync.interface is {interface!r}; {socket.gethostname()} has {given or 'none'}")
+    return found[0].partition("%")[0]

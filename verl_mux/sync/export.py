@@ -7,21 +7,59 @@ gathers on the device, so it is drained under the training lease, and each rank 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from typing import NamedTuple
 
 import torch
 
+from verl_mux.sync.layout import Entry
+from verl_mux.sync.shard import Part, Shard
+
 
 class Range(NamedTuple):
-    """`data`: contiguous host tensor holding bytes [offset, offset + data.nbytes) of the full tensor `name`."""
+    """Bytes [offset, offset + nbytes) of the full tensor `name` of `dtype`. `data`: contiguous host tensor of as many numbers,
+    of `dtype` or of another floating point type, which is cast piece by piece as it is sent. `tied`: name of an earlier tensor
+    that is the same one; then there is no data."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
     data: torch.Tensor
+    tied: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel() * self.dtype.itemsize
+
+    def read(self, start: int, end: int) -> memoryview:
+        """Of those bytes, counted from the range's first; a copy where they are cast."""
+        flat, size = self.data.reshape(-1), self.dtype.itemsize
+        if flat.dtype == self.dtype:
+            return as_bytes(flat)[start:end]
+        first = start // size
+        return as_bytes(flat[first : -(-end // size)].to(self.dtype))[start - first * size : end - first * size]
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's bytes without a copy; it must be contiguous and on the host."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def shard_of(rank: int, ranges: Iterable[Range], piece_bytes: int) -> Shard:
+    """What this rank sends, in the order in which engines get the tensors."""
+    listed = list(ranges)
+    index = {item.name: at for at, item in enumerate(listed)}
+    entries = [_entry(item, index) for item in listed]
+    parts = [Part(at, item.offset, item.nbytes, item.read) for at, item in enumerate(listed) if not item.tied]
+    return Shard(rank, entries, parts, piece_bytes, made=any(item.data.dtype != item.dtype for item in listed))
+
+
+def _entry(item: Range, index: dict[str, int]) -> Entry:
+    dtype = str(item.dtype).removeprefix("torch.")
+    tied = index[item.tied] if item.tied else -1
+    return Entry(item.name, dtype, item.shape, prod(item.shape) * item.dtype.itemsize, tied)
 
 
 def stripe(nbytes: int, rank: int, ranks: int, align: int = 16) -> tuple[int, int]:
@@ -32,11 +70,12 @@ def stripe(nbytes: int, rank: int, ranks: int, align: int = 16) -> tuple[int, in
 
 
 def stripes(weights: Iterable[tuple[str, torch.Tensor]], rank: int, ranks: int) -> Iterator[Range]:
-    """This rank's stripe of every full tensor; drains `weights` on every rank, since producing them may be a collective."""
+    """This rank's stripe of every full tensor, copied; drains `weights` on every rank, since producing them may be a collective.
+    Whoever makes them may use their memory again for the next, or give it up."""
     for name, tensor in weights:
         start, end = stripe(tensor.nbytes, rank, ranks)
-        flat = tensor.detach().reshape(-1).view(torch.uint8)[start:end].cpu()
-        yield Range(name, tensor.dtype, tuple(tensor.shape), start, flat)
+        flat = tensor.detach().reshape(-1).view(torch.uint8)[start:end].to("cpu", copy=True)
+        yield Range(name, tensor.dtype, tuple(tensor.shape), start, flat.view(tensor.dtype))
 
 
 def are_row_shards(module: object, quantized: bool = False) -> bool:
@@ -59,23 +98,36 @@ def _leaves_otherwise(name: str, param: torch.Tensor) -> bool:
     return packed or not by_rows
 
 
-def row_shards(params: Iterable[tuple[str, torch.Tensor, torch.Tensor]], dtype: torch.dtype, rank: int) -> Iterator[Range]:
-    """This rank's rows of every FSDP2 parameter, cast to the rollout's dtype.
+def row_shards(
+    params: Iterable[tuple[str, torch.Tensor, torch.Tensor]], dtype: torch.dtype, rank: int, tied: Mapping[str, str] | None = None
+) -> Iterator[Range]:
+    """This rank's rows of every FSDP2 parameter, for the rollout's dtype.
 
     Args:
         params: (name, parameter, its local shard on the host). Of ranks that hold the same rows (a parameter that is no
             DTensor, or is replicated over a dimension of the mesh) the first one sends them, the others nothing.
+        tied: name -> an earlier name of the same parameter.
 
     Raises:
         ValueError: a parameter sharded on another dimension than its rows, or on two (tensor parallel training).
     """
     for name, param, local in params:
         first_row = _first_row(name, param, rank)
-        if first_row is None:
+        other = (tied or {}).get(name)
+        if first_row is None or other:
             first_row, local = 0, local.reshape(-1)[:0]
-        data = local.detach().to(dtype) if local.is_floating_point() else local.detach()
-        row_bytes = data.element_size() * prod(param.shape[1:])
-        yield Range(name, data.dtype, tuple(param.shape), first_row * row_bytes, data.contiguous())
+        sent = dtype if local.is_floating_point() else local.dtype
+        row_bytes = sent.itemsize * prod(param.shape[1:])
+        yield Range(name, sent, tuple(param.shape), first_row * row_bytes, local.detach().contiguous(), other)
+
+
+def tied_names(module: torch.nn.Module, renamed: Callable[[dict], dict] = lambda names: names) -> dict[str, str]:
+    """Name -> the first name of the same parameter, of those that have several. `renamed`: from the module's names as keys to
+    those that the engine knows."""
+    first: dict[int, str] = {}
+    same = {name: first.setdefault(id(param), name) for name, param in module.named_parameters(remove_duplicate=False)}
+    known = {old: new for new, old in renamed({name: name for name in same}).items()}
+    return {known[name]: known[other] for name, other in same.items() if name != other}
 
 
 def _first_row(name: str, param: torch.Tensor, rank: int) -> int | None:

@@ -1,0 +1,115 @@
+"""Trainer ranks and workers in one process, without verl: the ends that the checkpoint engine is made of."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import random
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from verl_mux.sync.ends import End
+from verl_mux.sync.layout import Entry
+from verl_mux.sync.planning.routes import Wish, parts, plan_for, topology_of
+from verl_mux.sync.planning.topology import Links
+from verl_mux.sync.shard import Part, Shard
+from verl_mux.sync.streams.seal import new_key
+from verl_mux.sync.streams.sending import Settings
+
+Model = dict[str, bytes]
+
+
+def model_of(seed: int, tensors: int = 9, largest: int = 60_000) -> Model:
+    draw = random.Random(seed)
+    sizes = [0, 1, *(draw.randrange(1, largest) for _ in range(tensors - 2))]
+    draw.shuffle(sizes)
+    return {f"t{at}": draw.randbytes(size) for at, size in enumerate(sizes)}
+
+
+def stripe_of(model: Model, rank: int, ranks: int, piece_bytes: int) -> Shard:
+    """What rank `rank` has of the model, an even share of each tensor."""
+    entries = [Entry(name, "uint8", (len(data),), len(data)) for name, data in model.items()]
+    found = []
+    for at, data in enumerate(model.values()):
+        start, end = len(data) * rank // ranks, len(data) * (rank + 1) // ranks
+        mine = memoryview(data)[start:end]
+        found.append(Part(at, start, end - start, lambda a, b, mine=mine: mine[a:b]))
+    return Shard(rank, entries, found, piece_bytes)
+
+
+class Ends:
+    """`machines`: of each worker, by name."""
+
+    def __init__(self, senders: int, machines: Sequence[str], method: str = "auto", **settings) -> None:
+        self.settings = Settings(**{"piece_bytes": 4096, "timeout_s": 10.0, **settings})
+        self.senders = [self.end("trainers", "train") for _ in range(senders)]
+        self.workers = [self.end(machine, "rollout") for machine in machines]
+        self.method = method
+        self.addresses: dict[int, tuple[str, int]] = {}  # of workers, by which others reach them instead of directly
+        self.join()
+
+    def end(self, machine: str, cluster: str) -> End:
+        return End(machine, machine, "127.0.0.1", cluster, self.settings)
+
+    def set(self, **settings) -> None:
+        self.settings = msgspec.structs.replace(self.settings, **settings)
+        for end in (*self.senders, *self.workers):
+            end._settings = self.settings
+
+    def join(self) -> None:
+        trainers, workers = [end.meeting for end in self.senders], [end.meeting for end in self.workers]
+        for at, address in self.addresses.items():
+            workers[at] = msgspec.structs.replace(workers[at], address=address)
+        self.topology = topology_of(trainers, workers, Links())
+        key = new_key()
+        plan = plan_for(self.topology, Wish(self.method))
+        for group, its in zip((self.senders, self.workers), parts(plan, self.topology, trainers, workers), strict=True):
+            for end, part in zip(group, its, strict=True):
+                end.join(part, key)
+
+    def sync(
+        self,
+        version: int,
+        model: Model,
+        shard: Callable[[int], Shard] | None = None,
+        take: Callable[[End, int], Model] | None = None,
+        asked: int | None = None,
+    ) -> tuple[list, list]:
+        """(of each worker the model it took, of each sender its figures), or the error that it had."""
+        count = len(self.senders)
+        shard = shard or (lambda rank: stripe_of(model, rank, count, self.settings.piece_bytes))
+        version_asked = version if asked is None else asked
+        with concurrent.futures.ThreadPoolExecutor(count + len(self.workers)) as pool:
+            sending = [pool.submit(lambda end, rank: end.sending(shard(rank), version).run(), end, rank)
+                       for rank, end in enumerate(self.senders)]  # fmt: skip
+            taking = [pool.submit(take or take_all, end, version_asked) for end in self.workers]
+            return [outcome(it) for it in taking], [outcome(it) for it in sending]
+
+    def close(self) -> None:
+        for end in (*self.senders, *self.workers):
+            end.close()
+
+
+def outcome(future: concurrent.futures.Future):
+    return future.exception() or future.result()
+
+
+def take_all(end: End, version: int) -> Model:
+    """As an engine does: tensor by tensor, each as soon as it is there."""
+    reception = end.receiving(version)
+    reception.start()
+    found: Model = {}
+    try:
+        taken, done = 0, False
+        while not done:
+            ready, done = reception.progress.beyond(taken)
+            layout, view = reception.progress.layout, reception.progress.view
+            assert layout is not None
+            for at in range(taken, ready):
+                entry = layout.entries[at]
+                found[entry.name] = bytes(view[layout.offsets[at] : layout.offsets[at] + entry.nbytes])
+            taken = ready
+        end.figures = reception.finish()  # type: ignore[attr-defined]
+    finally:
+        reception.close()
+    return found

@@ -1,0 +1,101 @@
+"""`verl-mux bench sync`: each way of a weight sync over links of known speed, and what the plan chose among them.
+
+The ends are the product's own, each in a process of its own on a host out of a network namespace. Both classes of link are
+shaped by the kernel, the fast one 20 times as fast as the slow one.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from verl_mux.errors import Failure, UserError
+from verl_mux.sync.planning.plan import METHODS, choose, make_plan
+
+_MODEL_MIB = 32
+# Between what the ends have counted and what the kernel has: its own headers, openings, and what it sent again.
+_HEADERS = 1.1
+
+
+def bench_sync(
+    case: Annotated[list[str] | None, typer.Option(help="Only these cases.", show_default=False)] = None,
+    model_mib: Annotated[int, typer.Option(help="Size of the model.")] = _MODEL_MIB,
+    loopback: Annotated[
+        float | None, typer.Option(help="Instead: this many GiB over loopback, beside raw sockets.", show_default=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Time every way of a weight sync over shaped links (root), and say what the plan chose; or over loopback."""
+    if loopback is not None:
+        from verl_mux.bench.sync.loopback import over_loopback
+
+        found = over_loopback(round(loopback * 2**30))
+        print(json_module.dumps(found) if json else "\n".join(f"{name}: {value}" for name, value in found.items()))
+        return
+    if model_mib < 1:
+        raise UserError(f"--model-mib is {model_mib}; it must be at least 1")
+    found = over_links(case, model_mib << 20)
+    print(json_module.dumps(found) if json else "\n".join(_lines(found)))
+
+
+def over_links(names: list[str] | None, model_bytes: int) -> dict[str, Any]:
+    """Raises UserError: there is no such case, or links cannot be shaped here."""
+    from verl_mux.bench.sync.cases import CASES
+    from verl_mux.bench.sync.links import can_shape
+
+    known = {case.name: case for case in CASES}
+    if unknown := set(names or []) - set(known):
+        raise UserError(f"there is no case {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    if (lacking := can_shape()) is not None:
+        raise UserError(f"bench sync makes hosts with shaped links and lacks {lacking}")
+    cases = {}
+    for name in names or known:
+        cases[name] = _case(known[name], model_bytes)
+        print("\n".join(_lines({"cases": {name: cases[name]}})), file=sys.stderr, flush=True)
+    return {"links": "netns", "model_bytes": model_bytes, "cases": cases}
+
+
+def _case(case: Any, model_bytes: int) -> dict[str, Any]:
+    from verl_mux.bench.sync.cases import FAST_OVER_SLOW, limit_seconds, topology_of
+    from verl_mux.bench.sync.group import Group
+    from verl_mux.bench.sync.links import Bed, Shape
+
+    with Bed(case.senders, case.hosts, Shape(FAST_OVER_SLOW * case.slow, case.slow, case.slow_link)) as bed:
+        topology = topology_of(case, list(bed.trainers), list(bed.hosts))
+        with Group.on(bed, case.workers_per_host, model_bytes, case.shares) as group:
+            methods = {}
+            for version, method in enumerate(METHODS):
+                plan, before = make_plan(method, topology), bed.crossed()
+                methods[method] = group.sync(plan, topology, version)
+                _check(methods[method]["slow_bytes"], bed.crossed() - before, method)
+    chosen = choose(topology, model_bytes)[0].method
+    return {
+        "senders": case.senders,
+        "hosts": case.hosts,
+        "workers_per_host": case.workers_per_host,
+        "slow_link": case.slow_link,
+        "methods": methods,
+        "chosen": chosen,
+        "limit_seconds": limit_seconds(case, model_bytes),
+    }
+
+
+def _check(told: int, counted: int, method: str) -> None:
+    """What the ends say that they sent over the slow class is what the interface carried. Raises Failure."""
+    if not told <= counted <= told * _HEADERS + 2**17:
+        raise Failure(f"{method} says that it sent {told} bytes over the slow links, and their interface counted {counted}")
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, case in found["cases"].items():
+        lines.append(f"{name}: chosen {case['chosen']}, no faster than {case['limit_seconds']:.2f} s")
+        for method, it in case["methods"].items():
+            same = "" if it["bit_equal"] else ", WRONG WEIGHTS"
+            lines.append(
+                f"  {method:<10} {it['seconds']:8.2f} s, {it['slow_bytes_over_model']:.4f} of the model over slow links{same}"
+            )
+    return lines

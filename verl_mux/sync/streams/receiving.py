@@ -1,0 +1,341 @@
+"""One sync at the process of a host where the model comes together: from trainers and other hosts into the region, on to others.
+
+    accept --> one thread a stream: pieces into the region --> log of arrivals --> one thread a stream to each host after this one
+                                                          '--> progress --> one thread a local worker (local.py)
+
+A piece goes on as soon as it is there and checked, straight from the region. Since the region holds the whole model nobody waits
+for whoever loads from it. No stream is let in before all local workers have joined: none of them reads an older sync any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from uuid import uuid4
+
+import msgspec
+
+from verl_mux.sync.assembly import Assembly
+from verl_mux.sync.failure import Lost, SyncError
+from verl_mux.sync.layout import Manifest, Span
+from verl_mux.sync.progress import Progress
+from verl_mux.sync.region import Held, Region
+from verl_mux.sync.shard import digest
+from verl_mux.sync.streams.connection import Connection, Header, Hello, Kind
+from verl_mux.sync.streams.seal import Seal
+from verl_mux.sync.streams.sending import LAST_CALL_S, Settings, Streams, Target, said_before
+
+_BEATS = 4  # within the timeout
+
+
+class Role(msgspec.Struct, frozen=True):
+    """`me`: as others name it. `upstream`: who sends here -> the trainer ranks whose pieces come from there; `downstream`: who
+    gets all of it from here; `readers`: the other workers of this host."""
+
+    me: str
+    upstream: dict[str, list[int]]
+    downstream: list[Target] = []
+    readers: list[str] = []
+
+    @property
+    def sources(self) -> list[int]:
+        return sorted(rank for ranks in self.upstream.values() for rank in ranks)
+
+
+class Receiving:
+    """Made for one sync. `listeners`: for other hosts, and for this one's workers; they stay open. Life: start -> finish |
+    close."""
+
+    def __init__(
+        self, role: Role, version: int, listeners: Sequence[socket.socket], held: Held, seal: Seal, settings: Settings
+    ) -> None:
+        self._role, self._version, self._listeners = role, version, listeners
+        self._held, self._seal, self._settings = held, seal, settings
+        self.progress = Progress()
+        self._streams = Streams(role.me, self._failed)
+        self._wake, self._woken = socket.socketpair()
+        self._strangers: set[socket.socket] = set()  # that have not introduced themselves
+        self._assembly = Assembly(role.sources)
+        self._region: Region | None = None
+        self._log: list[Header] = []
+        self._news = threading.Condition()
+        self._expected = {(peer, stream) for peer in role.upstream for stream in range(settings.streams)}
+        self._readers: set[str] = set()
+        self._joined: set[tuple[str, int]] = set()
+        self._ended: set[tuple[str, int]] = set()
+        self._incoming: list[Connection] = []
+        self._outgoing: list[tuple[str, Connection]] = []
+        self._over = False
+        self._began = self._first = self._last = 0.0
+
+    def start(self) -> None:
+        self._began = time.perf_counter()
+        for listener in self._listeners:
+            self._streams.start(self._accept, listener)
+        self._streams.start(self._watch)
+        for target in self._role.downstream:
+            for stream in range(self._settings.streams):
+                self._streams.start(self._hand_on, target, stream, uuid4().hex)
+
+    def finish(self) -> dict[str, float]:
+        """Wait until everything is here and everybody after this has it too. bytes received, and sent by class of link; seconds
+        from the first byte to the last.
+
+        Raises:
+            SyncError: it failed, anywhere.
+        """
+        with self._news:
+            self._news.wait_for(lambda: self._over or self._streams.error)
+        self._streams.join()
+        found = {"received_bytes": float(sum(connection.received for connection in self._incoming))}
+        for link, connection in self._outgoing:
+            found[f"{link}_bytes"] = found.get(f"{link}_bytes", 0.0) + connection.sent
+        return {
+            **found,
+            "receive_seconds": max(self._last - self._first, 0.0),
+            "wait_seconds": max(self._first - self._began, 0.0),
+        }
+
+    def close(self) -> None:
+        """Nothing happens after `finish`; before it, everybody is told that this one stopped."""
+        if not self._over:
+            self._streams.fail(SyncError(f"{self._role.me} stopped taking weights"))
+        with contextlib.suppress(SyncError):
+            self._streams.join()
+        self._wake.close()
+        self._woken.close()
+
+    # ------------------------------------------------------------ coming in
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Until the sync is over; after a failure a little longer, for those who come to it then."""
+        until: float | None = None
+        with selectors.DefaultSelector() as either:
+            either.register(listener, selectors.EVENT_READ)
+            either.register(self._woken, selectors.EVENT_READ)
+            while until is None or time.perf_counter() < until:
+                ready = [key.fileobj for key, _ in either.select(until and max(until - time.perf_counter(), 0.0))]
+                if listener in ready:
+                    sock, _ = listener.accept()
+                    with self._news:
+                        self._strangers.add(sock)
+                    self._streams.start(self._welcome, sock)
+                elif self._woken in ready:
+                    either.unregister(self._woken)
+                    until = time.perf_counter() + (LAST_CALL_S if self._streams.error else 0.0)
+        with self._news:
+            for sock in self._strangers:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def _welcome(self, sock: socket.socket) -> None:
+        accepted = Connection.accepted(sock, self._seal, self._settings.timeout_s)
+        with self._news:
+            self._strangers.discard(sock)
+        if accepted is None:
+            return  # a stranger, or one that has given up meanwhile: no concern of this sync
+        connection, hello = accepted
+        if (refusal := self._refusal(hello)) is not None:
+            connection.try_to_say(Kind.FAILED, refusal)
+            connection.close()
+            if hello.version != self._version:
+                raise SyncError(refusal)
+            return
+        self._streams.add(connection)
+        self._streams.opened(connection)
+        try:
+            self._receive_from(connection, hello) if hello.peer in self._role.upstream else self._tell(connection, hello.peer)
+        except Lost as error:
+            raise said_before(connection, error) from None
+
+    def _refusal(self, hello: Hello) -> str | None:
+        """What is wrong about who connects; None: it is let in."""
+        if hello.version != self._version:
+            return f"rollout waits for weights of version {self._version}, {hello.peer} has {hello.version}"
+        with self._news:
+            key = (hello.peer, hello.stream)
+            wanted = key in self._expected if hello.peer in self._role.upstream else hello.peer in self._role.readers
+            if not wanted:
+                return f"nobody at {self._role.me} waits for stream {hello.stream} of {hello.peer}"
+            if key in self._joined:
+                return f"stream {hello.stream} of {hello.peer} has a connection to {self._role.me} already"
+            self._joined.add(key)
+            if hello.peer in self._role.readers:
+                self._readers.add(hello.peer)
+            self._news.notify_all()
+        return None
+
+    def _receive_from(self, connection: Connection, hello: Hello) -> None:
+        with self._news:
+            self._incoming.append(connection)
+            self._wait(lambda: len(self._readers) == len(self._role.readers))
+        connection.say(Kind.GO)
+        self._first = self._first or time.perf_counter()
+        allowed = set(self._role.upstream[hello.peer])
+        while (header := connection.read()).kind != Kind.END:
+            if header.kind == Kind.PIECE and header.source in allowed:
+                self._take(connection, header)
+            elif header.kind == Kind.MANIFEST:
+                self._manifest(msgspec.msgpack.decode(connection.body(header), type=Manifest), allowed)
+            else:
+                connection.expect_nothing_else(header)
+        with self._news:
+            self._ended.add((hello.peer, hello.stream))
+            self._wait(lambda: self._ended == self._expected)
+            if not self._assembly.complete:
+                raise SyncError("every trainer rank has sent all it has, but pieces did not arrive")
+        self._last = time.perf_counter()
+        connection.say(Kind.DONE)
+        self._settle()
+
+    def _manifest(self, manifest: Manifest, allowed: set[int]) -> None:
+        if manifest.source not in allowed:
+            raise SyncError(f"the manifest of trainer rank {manifest.source} came from somebody else")
+        with self._news:
+            self._assembly.manifest(manifest)
+            layout = self._assembly.layout
+            if layout is None:
+                return
+            self._region = self._held.of(layout.nbytes)
+            self.progress.attach(layout.entries, self._region.view)
+            self._moved()
+
+    def _take(self, connection: Connection, header: Header) -> None:
+        with self._news:
+            self._wait(lambda: self._region is not None)
+            assert self._region is not None
+            spans, view = self._assembly.spans(header.source, header.number), self._region.view
+        if header.nbytes != sum(nbytes for _, nbytes in spans):
+            raise SyncError(
+                f"piece {header.number} of trainer rank {header.source} has {header.nbytes} bytes, which is not its size"
+            )
+        views = [view[offset : offset + nbytes] for offset, nbytes in spans]
+        connection.into(views)
+        if self._settings.verify and digest(views) != header.digest:
+            raise SyncError(f"{self._names(spans)}: bytes that {connection.whom} sent arrived damaged")
+        with self._news:
+            self._assembly.place(header.source, header.number)
+            if self._role.downstream:
+                self._log.append(header)
+            self._moved()
+
+    def _names(self, spans: Sequence[Span]) -> str:
+        assert self._assembly.layout is not None
+        return self._assembly.layout.entries[self._assembly.layout.entry_at(spans[0][0])].name
+
+    def _moved(self) -> None:
+        self.progress.advance(self._assembly.ready, self._assembly.complete)
+        self._news.notify_all()
+
+    def _settle(self) -> None:
+        with self._news:
+            self._over = self._assembly.complete and self._ended == self._expected
+            self._news.notify_all()
+            if self._over:
+                self._stop_accepting()
+
+    # ------------------------------------------------------------ going on
+
+    def _hand_on(self, target: Target, stream: int, attempt: str) -> None:
+        hello = Hello(self._role.me, stream, self._version, attempt)
+        timeout_s, add = self._settings.timeout_s, self._streams.add
+        connection = Connection.to(target.address, target.whom, self._seal, hello, timeout_s, add)
+        self._outgoing.append((target.link, connection))
+        self._streams.opened(connection)
+        try:
+            connection.wait_for(Kind.GO)
+            self._idle(connection, lambda: self._region is not None)
+            if stream == 0:
+                for manifest in self._assembly.manifests.values():
+                    body = msgspec.msgpack.encode(manifest)
+                    connection.write(Header(Kind.MANIFEST, nbytes=len(body)), [body])
+            self._pass_on(connection, stream)
+            connection.write(Header(Kind.END))
+            connection.wait_for(Kind.DONE)
+        except Lost as error:
+            raise said_before(connection, error) from None
+
+    def _pass_on(self, connection: Connection, at: int) -> None:
+        assert self._region is not None
+        view = self._region.view
+        pieces: Mapping[int, list[list[Span]]] = self._assembly.pieces
+        while True:
+            self._idle(connection, partial(self._has_come, at))
+            if len(self._log) <= at:
+                return
+            header = self._log[at]
+            spans = pieces[header.source][header.number]
+            connection.write(header, [view[offset : offset + nbytes] for offset, nbytes in spans])
+            at += self._settings.streams
+
+    def _has_come(self, at: int) -> bool:
+        return len(self._log) > at or self._assembly.complete
+
+    def _is_ready_beyond(self, told: int) -> bool:
+        return self._assembly.ready > told or self._assembly.complete
+
+    def _idle(self, connection: Connection, until) -> None:
+        """Wait, and say from time to time that this one lives."""
+        while True:
+            with self._news:
+                if self._wait(until, self._settings.timeout_s / _BEATS):
+                    return
+            connection.say(Kind.BEAT)
+
+    # ------------------------------------------------------------ to the workers of this host
+
+    def _tell(self, connection: Connection, reader: str) -> None:
+        connection.say(Kind.GO)
+        self._idle(connection, lambda: self._region is not None)
+        assert self._region is not None and self._assembly.layout is not None
+        body = msgspec.msgpack.encode(self._assembly.layout.entries)
+        connection.hand(Header(Kind.ATTACH, nbytes=len(body), number=self._region.nbytes), self._region.fd, body)
+        told = 0
+        while not self._assembly.complete:
+            self._idle(connection, partial(self._is_ready_beyond, told))
+            told = self._assembly.ready
+            connection.write(Header(Kind.READY, number=told))
+        connection.say(Kind.DONE)
+
+    # ------------------------------------------------------------ watching
+
+    def _watch(self) -> None:
+        """Whoever waits for this one hears that it lives; whoever does not come is named."""
+        beat = self._settings.timeout_s / _BEATS
+        while True:
+            with self._news:
+                if self._news.wait_for(lambda: self._over or self._streams.error, beat):
+                    return
+                incoming = list(self._incoming)
+                late = time.perf_counter() - self._began > self._settings.timeout_s
+                missing = self._missing() if late else []
+            if missing:
+                raise Lost(f"{', '.join(missing)} did not come to {self._role.me} within {self._settings.timeout_s:g} s")
+            for connection in incoming:
+                connection.try_to_say(Kind.BEAT)
+
+    def _missing(self) -> list[str]:
+        peers = sorted({peer for peer, _ in self._expected - self._joined})
+        return [*peers, *sorted(set(self._role.readers) - self._readers)]
+
+    def _wait(self, until, timeout: float | None = None) -> bool:
+        """Holding `_news`. Raises SyncError where the sync is over with one."""
+        found = self._news.wait_for(lambda: self._streams.error or until(), timeout)
+        if self._streams.error:
+            raise self._streams.error
+        return bool(found)
+
+    def _failed(self, error: SyncError) -> None:
+        self.progress.fail(error)
+        with self._news:
+            self._news.notify_all()
+            self._stop_accepting()
+
+    def _stop_accepting(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake.send(b"x")
