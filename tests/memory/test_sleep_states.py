@@ -4,14 +4,17 @@ from itertools import product
 
 import pytest
 
-from verl_mux.memory.sleep_states import SleepState, SleepStates
+from verl_mux.memory.sleep_states import LEVELS, SleepState, SleepStates
 
+BOTH = {"weights", "kv_cache"}
 AWAKE_TAGS = {
-    SleepState.AWAKE: {"weights", "kv_cache"},
-    SleepState.WEIGHTS_AWAKE: {"weights"},
-    SleepState.ASLEEP: set(),
+    SleepState.ACTIVE: BOTH,
+    SleepState.KV_RELEASED: {"weights"},
+    SleepState.ASLEEP_1: set(),
+    SleepState.ASLEEP_2: set(),
 }
 REQUESTS = [["weights"], ["kv_cache"], ["weights", "kv_cache"], ["kv_cache", "weights"]]
+EVERY = list(product(AWAKE_TAGS, ("sleep", "wake"), REQUESTS, LEVELS))
 
 
 def wanted(state: SleepState, verb: str, tags: list[str]) -> set[str]:
@@ -19,69 +22,59 @@ def wanted(state: SleepState, verb: str, tags: list[str]) -> set[str]:
     return awake - set(tags) if verb == "sleep" else awake | set(tags)
 
 
-@pytest.mark.parametrize(("state", "verb", "tags"), list(product(AWAKE_TAGS, ("sleep", "wake"), REQUESTS)))
-def test_a_step_moves_just_the_tags_that_differ_or_is_refused(state, verb, tags):
+@pytest.mark.parametrize(("state", "verb", "tags", "level"), EVERY)
+def test_a_step_moves_just_the_tags_that_differ_or_is_refused(state, verb, tags, level):
     states = SleepStates(state)
     target = wanted(state, verb, tags)
     if target not in AWAKE_TAGS.values():  # the KV cache without the weights
         with pytest.raises(ValueError, match=f"cannot {verb} .* while the engine is {state.value}"):
-            states.plan(verb, tags)
+            states.plan(verb, tags, level)
     else:
-        steps, after = states.plan(verb, tags)
+        steps = states.plan(verb, tags, level)
+        after = steps[-1][1] if steps else state
         assert AWAKE_TAGS[after] == target
-        assert set(steps) == AWAKE_TAGS[state] ^ target
+        assert {tag for tag, _ in steps} == AWAKE_TAGS[state] ^ target
     assert states.state is state
 
 
-@pytest.mark.parametrize(("verb", "order"), [("sleep", ("kv_cache", "weights")), ("wake", ("weights", "kv_cache"))])
-def test_weights_wake_first_and_sleep_last(verb, order):
-    start = SleepState.AWAKE if verb == "sleep" else SleepState.ASLEEP
-    assert SleepStates(start).plan(verb, ["kv_cache", "weights"])[0] == order
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_wake_first_and_sleep_last_at_the_level_that_is_asked(level):
+    down = SleepStates(SleepState.ACTIVE).plan("sleep", ["weights", "kv_cache"], level)
+    assert down == [("kv_cache", SleepState.KV_RELEASED), ("weights", LEVELS[level])]
+    up = SleepStates(LEVELS[level]).plan("wake", ["kv_cache", "weights"])
+    assert up == [("weights", SleepState.KV_RELEASED), ("kv_cache", SleepState.ACTIVE)]
 
 
-@pytest.mark.parametrize(("state", "verb", "tags"), list(product(AWAKE_TAGS, ("sleep", "wake"), REQUESTS)))
-def test_what_was_done_is_not_done_twice(state, verb, tags):
+@pytest.mark.parametrize(("state", "verb", "tags", "level"), EVERY)
+def test_what_was_done_is_not_done_twice(state, verb, tags, level):
     states = SleepStates(state)
     try:
-        states.done(states.plan(verb, tags)[1])
+        steps = states.plan(verb, tags, level)
     except ValueError:
         return
-    assert states.plan(verb, tags) == ((), states.state)
-
-
-@pytest.mark.parametrize("state", list(SleepState))
-def test_a_failed_engine_does_nothing_any_more(state):
-    states = SleepStates(state)
-    states.failed()
-    for verb, tags in product(("sleep", "wake"), REQUESTS):
-        with pytest.raises(ValueError, match="failed"):
-            states.plan(verb, tags)
-    assert states.state is SleepState.FAILED
-
-
-@pytest.mark.parametrize("tags", [[], ["cuda_graph"], ["weights", "other"]])
-def test_tags_that_are_not_ours_are_refused(tags):
-    with pytest.raises(ValueError, match=r"tags are \['weights', 'kv_cache'\]"):
-        SleepStates().plan("sleep", tags)
-
-
-def test_an_unknown_verb_is_refused():
-    with pytest.raises(ValueError):
-        SleepStates().plan("doze", ["weights"])
-
-
-def test_a_job_s_whole_day_ends_where_it_began():
-    states = SleepStates()
-    moved = []
-    for verb, tags in [
-        ("sleep", ["weights", "kv_cache"]), ("wake", ["weights"]), ("wake", ["weights"]), ("wake", ["kv_cache"]),
-        ("sleep", ["kv_cache"]), ("wake", ["kv_cache"]), ("sleep", ["weights", "kv_cache"]), ("sleep", ["weights", "kv_cache"]),
-    ]:  # fmt: skip
-        steps, after = states.plan(verb, tags)
-        moved += [(verb, step) for step in steps]
+    for _, after in steps:
         states.done(after)
-    assert states.state is SleepState.ASLEEP
-    assert moved == [
-        ("sleep", "kv_cache"), ("sleep", "weights"), ("wake", "weights"), ("wake", "kv_cache"),
-        ("sleep", "kv_cache"), ("wake", "kv_cache"), ("sleep", "kv_cache"), ("sleep", "weights"),
-    ]  # fmt: skip
+    assert states.plan(verb, tags, level) == []
+
+
+@pytest.mark.parametrize("state", list(LEVELS.values()))
+def test_a_sleeping_engine_stays_at_its_level(state):
+    states = SleepStates(state)
+    assert [states.plan("sleep", sorted(BOTH), level) for level in LEVELS] == [[], []]
+    assert LEVELS[states.level] is state
+
+
+@pytest.mark.parametrize("verb", ["sleep", "wake"])
+@pytest.mark.parametrize("tags", [[], ["weights", "graphs"], ["everything"]])
+def test_unknown_tags_are_refused(verb, tags):
+    for state in AWAKE_TAGS:
+        with pytest.raises(ValueError, match="tags are"):
+            SleepStates(state).plan(verb, tags)
+
+
+@pytest.mark.parametrize(("verb", "tags"), list(product(("sleep", "wake"), REQUESTS)))
+def test_only_a_restart_leaves_failed(verb, tags):
+    states = SleepStates()
+    states.failed()
+    with pytest.raises(ValueError, match="failed"):
+        states.plan(verb, tags)

@@ -83,17 +83,23 @@ class _Recorder(TorchDispatchMode):
 class CpuMemorySaver:
     """Tags of one process: any hashable keys. Not thread-safe: pause and resume while nothing computes on the tensors.
 
-    `account` is told the bytes on the device by tag, whenever they may have changed.
+    `account` is told the bytes on the device by tag, whenever they may have changed; `reserve` what they would be, before. It
+    raises DeviceFull where there is no room, which is torch's OutOfMemoryError for whoever asked.
     """
 
-    def __init__(self, account: Callable[[dict[Hashable, int]], None] = lambda _: None) -> None:
-        self._account = account
+    def __init__(
+        self,
+        account: Callable[[dict[Hashable, int]], None] = lambda _: None,
+        reserve: Callable[[dict[Hashable, int]], None] = lambda _: None,
+    ) -> None:
+        self._account, self._reserve = account, reserve
         self._tags: dict[Hashable, _Tag] = {}
         self._regions: list[_Recorder] = []
 
     @contextlib.contextmanager
     def region(self, tag: Hashable, enable_cpu_backup: bool = False) -> Iterator[None]:
-        """Tensors made inside belong to `tag`; inside another region, to the inner one's.
+        """Tensors made inside belong to `tag`; inside another region, to the inner one's. Raises torch.OutOfMemoryError at its
+        end, where the device has no room for them.
 
         Those made of Python or numpy values (`torch.tensor`, `torch.as_tensor`) stay outside: numpy may own the memory.
         """
@@ -104,6 +110,7 @@ class CpuMemorySaver:
                 yield
         finally:
             self._regions.pop()
+            self._take(self.mapped_bytes())
             self._account(self.mapped_bytes())
 
     def track(self, tag: Hashable, tensors: Iterable[torch.Tensor], enable_cpu_backup: bool = True) -> None:
@@ -148,9 +155,11 @@ class CpuMemorySaver:
 
         Raises:
             ValueError: the tag is not paused.
+            torch.OutOfMemoryError: the device has no room for it; nothing has changed.
         """
         started = time.perf_counter()
         entry = self._entry(tag, paused=True)
+        self._take({**self.mapped_bytes(), tag: self._whole(entry)})
         entry.paused = False
         taken = self._restore(entry)
         self._account(self.mapped_bytes())
@@ -199,6 +208,15 @@ class CpuMemorySaver:
 
     def _mapped(self, entry: _Tag) -> int:
         return sum(s.nbytes() for a, s in self._live(entry) if not a.given_back)
+
+    def _whole(self, entry: _Tag) -> int:
+        return sum(storage.nbytes() for _, storage in self._live(entry))
+
+    def _take(self, mapped: dict[Hashable, int]) -> None:
+        try:
+            self._reserve(mapped)
+        except device_ledger.DeviceFull as full:
+            raise torch.OutOfMemoryError(str(full)) from None
 
     def _restore(self, entry: _Tag) -> int:
         taken = 0
@@ -269,4 +287,4 @@ def _release_pages(address: int, nbytes: int) -> None:
 
 
 # One per process, as torch_memory_saver's singleton.
-cpu_memory_saver = CpuMemorySaver(device_ledger.hold)
+cpu_memory_saver = CpuMemorySaver(device_ledger.hold, device_ledger.reserve)

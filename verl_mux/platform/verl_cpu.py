@@ -15,12 +15,18 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
+from verl_mux.platform import device_ledger
+
 
 def _resident_bytes(*_args) -> int:
     return psutil.Process().memory_info().rss
 
 
 def _free_and_total(*_args) -> tuple[int, int]:
+    """Of the device with a budget, or of the host."""
+    size, free = device_ledger.budget(), device_ledger.free()
+    if size is not None and free is not None:
+        return max(free, 0), size
     memory = psutil.virtual_memory()
     return memory.available, memory.total
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("verl")
+from verl_mux.coordinator.bus.fence import Fence
 from verl_mux.errors import UserError
 from verl_mux.memory.moved import Moved
 from verl_mux.places.place import Location, Place
+from verl_mux.rollout.engine import replica as replica_module
 from verl_mux.rollout.engine.replica import InitGate, MuxLLMServerManager, MuxReplica, nodes_of_replicas
 from verl_mux.worker_settings import WorkerSettings
 
@@ -22,7 +25,7 @@ class Server:
         self._node, self._order = node, order
         self.sleep = SimpleNamespace(remote=self._move)
 
-    async def _move(self, tags):
+    async def _move(self, tags, level):
         self._order.append(f"{self._node} begins")
         await asyncio.sleep(0)
         self._order.append(f"{self._node} ends")
@@ -118,3 +121,23 @@ class TestInitGate:
             return await asyncio.gather(*[gate.pass_through(asyncio.Event().wait) for _ in range(2)], return_exceptions=True)
 
         assert [str(error) for error in asyncio.run(launch())] == ["refused", "refused"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_sync_leaves_nothing_cached_beside_the_engine(monkeypatch, fails):
+    calls = []
+
+    async def update(self, global_steps=None):
+        calls.append("sync")
+        if fails:
+            raise ValueError
+
+    monkeypatch.setattr(replica_module.CheckpointEngineWorker, "update_weights", update)
+    device = SimpleNamespace(ipc_collect=lambda: calls.append("ipc_collect"), empty_cache=lambda: calls.append("empty_cache"))
+    monkeypatch.setattr(replica_module, "get_torch_device", lambda: device)
+    monkeypatch.setattr(replica_module.device_ledger, "charge", lambda kinds: calls.append(kinds["bucket"]))
+    worker = object.__new__(replica_module.MuxCheckpointEngineWorker)
+    worker._fence, worker._bucket, worker.checkpoint_engine = Fence(), 256, SimpleNamespace()
+    with pytest.raises(ValueError) if fails else contextlib.nullcontext():
+        asyncio.run(worker.update_weights(3, token=1))
+    assert calls == [256, "sync", "ipc_collect", "empty_cache", 0]

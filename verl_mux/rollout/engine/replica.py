@@ -14,6 +14,7 @@ from verl.checkpoint_engine.base import CheckpointEngineWorker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs
 from verl.single_controller.ray.base import RayResourcePool, split_resource_pool
+from verl.utils.device import get_torch_device
 from verl.utils.ray_utils import auto_await
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, get_rollout_replica_class
@@ -25,6 +26,7 @@ from verl_mux.memory.moved import Moves
 from verl_mux.places.here import here
 from verl_mux.places.place import Location, check
 from verl_mux.places.ray_nodes import PlacedPool
+from verl_mux.platform import device_ledger
 from verl_mux.rollout.engine import launch_gate
 from verl_mux.rollout.engine.record import EngineRecord, engines
 from verl_mux.worker_settings import WorkerSettings, node_of, pin
@@ -37,16 +39,33 @@ class MuxCheckpointEngineWorker(CheckpointEngineWorker):
     """verl's rollout worker, on the node's own CPUs; also the hand on the launch gate of its node."""
 
     def __init__(self, rollout_config, model_config, **kwargs) -> None:
-        pin(WorkerSettings.from_rollout_config(rollout_config).rollout_cpus)
+        settings = WorkerSettings.from_rollout_config(rollout_config)
+        pin(settings.rollout_cpus)
         super().__init__(rollout_config, model_config, **kwargs)
         self._fence = Fence()
+        self._bucket = int(rollout_config.checkpoint_engine.update_weights_bucket_megabytes) << 20
+        place, per_node = self.rank + kwargs.get("replica_rank", 0) * self.world_size, int(rollout_config.n_gpus_per_node)
+        places = per_node * max(int(rollout_config.nnodes), 1)
+        settings.device.announce(settings.job, node_of(settings.rollout_nodes, place % places, places), place % per_node)
+        device_ledger.charge(settings.device.charges.worker())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def update_weights(self, global_steps: int | None = None, token: int | None = None) -> None:
-        """verl's; into an engine's memory, so only under the newest lease (`token`). Raises Fenced."""
+    async def update_weights(self, global_steps: int | None = None, token: int | None = None) -> dict[str, float]:
+        """verl's; into an engine's memory, so only under the newest lease (`token`). Returns the checkpoint engine's figures.
+
+        Raises Fenced.
+        """
         if token is not None:
             self._fence.enter(token)
-        await super().update_weights(global_steps=global_steps)
+        device_ledger.charge({"bucket": self._bucket})
+        try:
+            await super().update_weights(global_steps=global_steps)
+        finally:
+            # What stays cached here would lie beside the KV cache, and beside whoever has the device next.
+            get_torch_device().ipc_collect()
+            get_torch_device().empty_cache()
+            device_ledger.charge({"bucket": 0})
+        return getattr(self.checkpoint_engine, "figures", {})
 
     async def mux_where(self) -> tuple[Location, Member]:
         """Where this worker runs, and as which process."""
@@ -157,9 +176,9 @@ class MuxReplica(RolloutReplica):
         directories = [str(self._settings.server_directory(self.replica_rank, node)) for node in range(self.nnodes)]
         return [(self.workers[node * per_node], directory) for node, directory in enumerate(directories)]
 
-    async def sleep(self, tags: list[str] | None = None) -> list[tuple[str, Moves]]:
+    async def sleep(self, tags: list[str] | None = None, level: int = 2) -> list[tuple[str, Moves]]:
         """Give the device memory of all tags back. Returns (node, what moved there) of each server."""
-        return await self._in_turn([server.sleep for server in self.servers], tags)
+        return await self._in_turn([server.sleep for server in self.servers], tags, level)
 
     async def wake_up(self, tags: list[str] | None = None, token: int | None = None) -> list[tuple[str, Moves]]:
         """Take the device memory of these tags under a lease (None: the one that is held). Returns as `sleep`."""
@@ -229,14 +248,19 @@ class MuxLLMServerManager(LLMServerManager):
 
     @auto_await
     async def move(
-        self, verb: str, tags: list[str] | None, ranks: Sequence[int] | None = None, token: int | None = None
+        self,
+        verb: str,
+        tags: list[str] | None,
+        ranks: Sequence[int] | None = None,
+        token: int | None = None,
+        level: int = 2,
     ) -> list[tuple[str, Moves]]:
         """`verb` "sleep" or "wake" on these replicas (None: all); (node, what moved there) of each of their servers.
 
-        `token`: of the lease under which they wake.
+        `token`: of the lease under which they wake; `level`: at which they sleep.
         """
         replicas = self.rollout_replicas if ranks is None else [self.rollout_replicas[rank] for rank in ranks]
-        moved = await asyncio.gather(*[r.sleep(tags) if verb == "sleep" else r.wake_up(tags, token) for r in replicas])
+        moved = await asyncio.gather(*[r.sleep(tags, level) if verb == "sleep" else r.wake_up(tags, token) for r in replicas])
         return [server for replica in moved for server in replica]
 
     @auto_await

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from verl_mux.memory.cpu_saver import CpuMemorySaver
+from verl_mux.memory.metered import Metered
 from verl_mux.memory.tag_report import DIRECTORY_VARIABLE, mapped_bytes
 from verl_mux.rollout.engine.sglang import memory_saver as sglang_adapter
 
@@ -60,6 +61,13 @@ def test_without_cuda_the_adapter_is_ours_and_sglangs_is_not_made():
 
     assert isinstance(sglang_adapter.create_adapter(original, enable=True), sglang_adapter.MeteredCpu)
     assert isinstance(sglang_adapter.create_adapter(original, True), sglang_adapter.MeteredCpu)
+
+
+def test_all_of_a_process_on_cuda_is_one_meter_around_sglangs_adapter(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sglang_adapter, "_cuda", None)
+    made = [sglang_adapter.create_adapter(lambda enable: object(), enable=True) for _ in range(2)]
+    assert isinstance(made[0], Metered) and made[0] is made[1]
 
 
 def test_it_has_every_method_of_sglangs_adapter():

@@ -10,7 +10,14 @@ from verl_mux.rollout.engine.sglang import kernel_placeholders
 from verl_mux.rollout.engine.sglang import plugin as sglang_plugin
 
 SAVER = "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create"
-GATE = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+_UPDATES = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
+# The gate of the launch and what free memory is there, and sleep and wake.
+MEMORY = [
+    (f"{_UPDATES}.release_memory_occupation", "around"),
+    (f"{_UPDATES}.resume_memory_occupation", "around"),
+    ("sglang.srt.model_executor.model_runner.ModelRunner.initialize", "around"),
+    ("sglang.srt.utils.common.get_available_gpu_memory", "around"),
+]
 
 
 @pytest.fixture
@@ -51,14 +58,14 @@ def test_the_process_of_our_server_hooks_the_memory_saver_alone(hooks, monkeypat
 def test_a_scheduler_process_waits_at_the_gate_too(hooks, in_a_child, monkeypatch):
     monkeypatch.setenv(sglang_plugin.ENGINE_MARK, "1")
     sglang_plugin.register()
-    assert hooks == [(SAVER, "around"), (GATE, "before")]
+    assert hooks == [(SAVER, "around"), *MEMORY]
 
 
 def test_the_sampler_is_replaced_on_request_only(hooks, in_a_child, monkeypatch):
     monkeypatch.setenv(sglang_plugin.ENGINE_MARK, "1")
     monkeypatch.setenv(sglang_plugin.SEEDED_VARIABLE, "1")
     sglang_plugin.register()
-    assert hooks[2:] == [
+    assert hooks[1 + len(MEMORY) :] == [
         ("sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", "after"),
         ("sglang.srt.layers.sampler.sampling_from_probs_torch", "replace"),
     ]

@@ -45,10 +45,15 @@ class CpuServerAdapter(ServerAdapter):
 
 
 async def _gather(weights: Iterable[Weight] | AsyncIterator[Weight]) -> dict[str, torch.Tensor]:
-    """A checkpoint engine gives tensors of their own as they arrive, a trainer's worker its own ones, of which some may be tied:
-    those share memory, which safetensors refuses."""
+    """A checkpoint engine gives tensors that stay as they are, a trainer's worker its own ones; of both some may be tied: those
+    share memory, which safetensors refuses."""
     if isinstance(weights, AsyncIterator):
-        return {name: tensor async for name, tensor in weights}
+        found: dict[str, torch.Tensor] = {}
+        held: set[int] = set()
+        async for name, tensor in weights:
+            found[name] = tensor.clone() if tensor.data_ptr() in held else tensor
+            held.add(tensor.data_ptr())
+        return found
     return {name: tensor.detach().contiguous().clone() for name, tensor in weights}
 
 

@@ -14,8 +14,13 @@ import torch
 
 from verl_mux.memory import tag_report
 from verl_mux.memory.cpu_saver import cpu_memory_saver
+from verl_mux.memory.metered import Metered
 
 _mapped: dict[str, int] = {}  # bytes that this process has on the device, by tag
+sizes: dict[str, int] = {}  # the same while all is awake: what a wake needs
+
+
+_cuda: Metered | None = None
 
 
 def create_adapter(original, *args: Any, **kwargs: Any):
@@ -23,11 +28,17 @@ def create_adapter(original, *args: Any, **kwargs: Any):
     enable = kwargs.get("enable", args[-1] if args else False)
     if not enable:
         return original(*args, **kwargs)
-    return MeteredCuda(original(*args, **kwargs)) if torch.cuda.is_available() else MeteredCpu()
+    if not torch.cuda.is_available():
+        return MeteredCpu()
+    global _cuda
+    # SGLang asks for one adapter a pool; pauses are of the process.
+    _cuda = _cuda or Metered(original(*args, **kwargs), CudaDevice(), _report)
+    return _cuda
 
 
 def _report(tag: str, mapped: int) -> None:
     _mapped[tag] = mapped
+    sizes[tag] = max(sizes.get(tag, 0), mapped)
     tag_report.write(_mapped, os.getpid())
 
 
@@ -64,28 +75,19 @@ class MeteredCpu:
     def resume(self, tag: str) -> None:
         _report(tag, cpu_memory_saver.resume(tag).mapped)
 
+    def is_paused(self, tag: str) -> bool:
+        return cpu_memory_saver.is_paused(tag)
 
-class MeteredCuda:
-    """torch_memory_saver's adapter; bytes are what the device's free memory changed by."""
 
-    def __init__(self, inner) -> None:
-        self._inner = inner
+class CudaDevice:
+    """The device of this process, as `Metered` asks for it."""
 
-    def __getattr__(self, name: str):
-        return getattr(self._inner, name)
+    def free(self) -> int:
+        return torch.cuda.mem_get_info()[0]
 
-    @contextlib.contextmanager
-    def region(self, tag: str, enable_cpu_backup: bool = False):
-        before = torch.cuda.mem_get_info()[0]
-        with self._inner.region(tag=tag, enable_cpu_backup=enable_cpu_backup):
-            yield
-        _report(tag, _mapped.get(tag, 0) + max(0, before - torch.cuda.mem_get_info()[0]))
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
 
-    def pause(self, tag: str) -> None:
-        self._inner.pause(tag)
-        _report(tag, 0)
-
-    def resume(self, tag: str) -> None:
-        before = torch.cuda.mem_get_info()[0]
-        self._inner.resume(tag)
-        _report(tag, max(0, before - torch.cuda.mem_get_info()[0]))
+    def collect(self) -> None:
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()

@@ -23,8 +23,8 @@ def activate() -> None:
 
 
 def register() -> None:
-    """`sglang.srt.plugins`: hook the memory saver (bytes per tag, a saver for the CPU), the launch and, on request, the sampler
-    and what the scheduler counts.
+    """`sglang.srt.plugins`: hook the memory saver (bytes per tag, a saver for the CPU), the launch, sleep and wake, what the
+    scheduler counts and, on request, the sampler.
 
     Only in the processes of an engine that one of our servers has launched (VERL_MUX_ENGINE is set for it).
     """
@@ -39,11 +39,9 @@ def register() -> None:
     )
     if multiprocessing.parent_process() is None:
         return
-    from verl_mux.rollout.engine.launch_gate import wait_at_gate
+    from verl_mux.rollout.engine.sglang import scheduler_log, scheduler_memory
 
-    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.load_model", wait_at_gate, HookType.BEFORE)
-    from verl_mux.rollout.engine.sglang import scheduler_log
-
+    scheduler_memory.register(HookRegistry, HookType)
     scheduler_log.register(HookRegistry, HookType)
     if os.environ.get(SEEDED_VARIABLE) == "1":
         from verl_mux.rollout.engine.sglang import seeded_sampling

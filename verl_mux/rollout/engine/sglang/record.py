@@ -5,6 +5,7 @@ from __future__ import annotations
 from verl_mux.rollout.engine.record import Arguments, EngineRecord
 from verl_mux.upstream import Symbol
 
+_UPDATES = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
 _SERVER = "verl.workers.rollout.sglang_rollout"
 
 SYMBOLS = (
@@ -17,8 +18,13 @@ SYMBOLS = (
     Symbol("sglang.srt.plugins.hook_registry.HookRegistry.register", "SGLang's own plugin door"),
     Symbol("sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create", "hooked: bytes per tag"),
     Symbol(
-        "sglang.srt.model_executor.model_runner.ModelRunner.load_model", "hooked: a joining job waits for its init lease here"
+        "sglang.srt.model_executor.model_runner.ModelRunner.initialize", "hooked: a joining job waits for its init lease here"
     ),
+    Symbol("sglang.srt.utils.common.get_available_gpu_memory", "hooked: the device with a budget; asked again behind the gate"),
+    Symbol(f"{_UPDATES}.release_memory_occupation", "hooked: idempotent, and an answer where it would end the process"),
+    Symbol(f"{_UPDATES}.resume_memory_occupation", "hooked: idempotent, and an answer where it would end the process"),
+    Symbol("sglang.srt.managers.scheduler.Scheduler.is_fully_idle", "whether memory may go"),
+    Symbol("sglang.srt.distributed.parallel_state.get_world_group", "free memory is the least of all ranks"),
     Symbol(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", "hooked on CPU: one seed per request"
     ),
@@ -60,6 +66,8 @@ RECORD = EngineRecord(
     # An idle scheduler that spins takes CPU time from the job that has the lease.
     arguments={"sleep_on_idle": True},
     priority_arguments=priority_arguments,
+    # Drafts come from a trie of what this engine has read and generated; an epoch's prompts come again in the next.
+    speculative_arguments={"ngram": {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8}},
     cpu_arguments={
         "device": "cpu",
         "attention_backend": "torch_native",

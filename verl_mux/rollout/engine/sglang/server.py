@@ -10,27 +10,32 @@ import os
 import time
 from typing import Any
 
-from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+import msgspec
+from verl.utils.device import get_device_name
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
 from verl_mux.coordinator.bus.members import this_process_and_children
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.memory.moved import Moved, Moves
-from verl_mux.memory.sleep_states import KV_CACHE, TAGS, SleepState, SleepStates
+from verl_mux.memory.sleep_states import CUDA_GRAPH, KV_CACHE, LEVELS, TAGS, WEIGHTS, SleepState, SleepStates
 from verl_mux.memory.tag_report import DIRECTORY_VARIABLE, mapped_bytes
 from verl_mux.places.here import here
 from verl_mux.places.place import check
 from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.engine.passage import Passage
 from verl_mux.rollout.engine.record import ABORTED, STOPPED
-from verl_mux.rollout.engine.sglang import priority_requests, scheduler_log, stop_tokens
+from verl_mux.rollout.engine.sglang import memory_requests, priority_requests, scheduler_log, stop_tokens
+from verl_mux.rollout.engine.sglang.memory_requests import EngineFailed, Refused
 from verl_mux.rollout.engine.sglang.plugin import ENGINE_MARK, SEEDED_VARIABLE
 from verl_mux.rollout.engine.sglang.priority_requests import FIGURES
+from verl_mux.rollout.engine.sglang.scheduler_memory import CHARGES_VARIABLE
 from verl_mux.rollout.engine.stay import ANSWER, keys_of, stay_of
 from verl_mux.worker_settings import WorkerSettings, node_of, open_worker_log, pin
 
 _ABORT_AGAIN_S = 0.05
+# Of a tag's bytes, so many may stay on the device when it sleeps: the edges of pages.
+_LEFT = 0.05
 
 
 class MuxSGLangHttpServer(SGLangHttpServer):
@@ -41,7 +46,7 @@ class MuxSGLangHttpServer(SGLangHttpServer):
         pin(self._settings.rollout_cpus)
         super().__init__(config, *args, **kwargs)
         self._events = open_worker_log(self._settings, "server", self.replica_rank)
-        self._states = SleepStates(SleepState.AWAKE)
+        self._states = SleepStates()
         self._passage = Passage()
         self._moving = asyncio.Lock()
         self._running: set[str] = set()
@@ -49,19 +54,36 @@ class MuxSGLangHttpServer(SGLangHttpServer):
         self._directory = self._settings.server_directory(self.replica_rank, self.node_rank)
         self._directory.mkdir(parents=True, exist_ok=True)
         self._mapped: dict[str, int] = {}
+        device, gpus = self._settings.device, self.replica_world_size
+        device.announce(self._settings.job, self._node(), self.base_gpu_id or 0)
+        # On the platform whose device is host memory no graph is captured; what it would take is charged all the same.
+        graphs = get_device_name() == "cpu" or not self.config.enforce_eager
+        os.environ[CHARGES_VARIABLE] = msgspec.json.encode(device.charges.engine(gpus, graphs)).decode()
+        # Free memory differs between GPUs as long as other jobs share them, and it is measured again behind the gate.
+        os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+        self._sleeping_graphs = device.sleep_graphs and get_device_name() == "cuda" and not self.config.enforce_eager
+        if self._sleeping_graphs:
+            os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
+            # A graph over memory that came back must not use NCCL's registration of what was there before.
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         os.environ[ENGINE_MARK] = "1"
         os.environ[DIRECTORY_VARIABLE] = str(self._directory)
         os.environ[SEEDED_VARIABLE] = "1" if self._settings.seeded_sampling else "0"
         scheduler_log.ask_for(self._settings, self.replica_rank, self._node())
 
-    async def sleep(self, tags: list[str] | None = None) -> tuple[str, Moves]:
-        """Give device memory back. Idempotent. Returns this server's node, and what moved there."""
+    async def sleep(self, tags: list[str] | None = None, level: int = 2) -> tuple[str, Moves]:
+        """Give device memory back. Idempotent. Returns this server's node, and what moved there.
+
+        level: 1 keeps the weights on the host, 2 drops them. Raises RuntimeError where the memory does not become free.
+        """
         if tags is None:
             self._passage.fence.shut()
-        return self._node(), await self._move("sleep", list(tags or TAGS))
+        return self._node(), await self._move("sleep", list(tags or TAGS), level)
 
     async def wake_up(self, tags: list[str] | None = None, token: int | None = None) -> tuple[str, Moves]:
-        """Take device memory again, weights before KV cache; contents of the weights are the next sync's business. Idempotent.
+        """Take device memory again, weights before KV cache; their contents come from the host after a sleep at level 1, after
+        level 2 from the next sync, before the KV cache. Idempotent; where there is no room nothing is mapped, and it may be tried
+        again (RuntimeError that says who holds what).
 
         Raises Fenced under any but the newest lease; `token` None: under the one that is held.
         """
@@ -96,6 +118,8 @@ class MuxSGLangHttpServer(SGLangHttpServer):
         check([(who, self._node(), here())], self._settings.places)
         await super().launch_server(*args, **kwargs)
         self._mapped = mapped_bytes(self._directory)
+        if missing := [tag for tag in TAGS if not self._mapped.get(tag)]:
+            raise RuntimeError(f"nothing of this engine's {missing[0]} can leave the device: it would keep it while it sleeps")
         if self.node_rank == 0:
             priority_requests.install(self.tokenizer_manager)
             self._eos_token_ids = stop_tokens.eos_token_ids(self.tokenizer_manager)
@@ -119,7 +143,7 @@ class MuxSGLangHttpServer(SGLangHttpServer):
 
         async def stay() -> TokenOutput:
             nonlocal inside
-            if self._states.state is not SleepState.AWAKE:
+            if self._states.state is not SleepState.ACTIVE:
                 raise RuntimeError(
                     f"request {request_id}: the engine is {self._states.state.value}, the job has no rollout lease"
                 )
@@ -163,30 +187,39 @@ class MuxSGLangHttpServer(SGLangHttpServer):
         places = self.config.nnodes * self.config.n_gpus_per_node * self.nnodes // self.replica_world_size
         return node_of(self._settings.rollout_nodes, self.replica_rank * self.nnodes + self.node_rank, places)
 
-    async def _move(self, verb: str, tags: list[str]) -> Moves:
+    async def _move(self, verb: str, tags: list[str], level: int = 2) -> Moves:
         if not self.config.free_cache_engine:
             return {}
         async with self._moving:
-            steps, after = self._states.plan(verb, tags)
+            before, moved = self._states.level, dict[str, Moved]()
             try:
-                moved = {tag: await self._move_tag(verb, tag) for tag in steps}
-            except BaseException:
+                for tag, after in self._states.plan(verb, tags, level):
+                    moved[tag] = await self._move_tag(verb, tag, level)
+                    self._states.done(after)
+            except EngineFailed:
                 self._states.failed()
                 raise
-            self._states.done(after)
-            if self._states.state is SleepState.AWAKE:
+            except Refused:
+                if verb == "wake" and moved:  # all that was asked for, or none of it
+                    await self._move_tag("sleep", WEIGHTS, before or 2)
+                    self._states.done(LEVELS[before or 2])
+                raise
+            if self._states.state is SleepState.ACTIVE:
                 self._passage.passed()
         return moved
 
-    async def _move_tag(self, verb: str, tag: str) -> Moved:
+    async def _move_tag(self, verb: str, tag: str, level: int) -> Moved:
         started, before = time.perf_counter(), self._mapped.get(tag, 0)
         # A replica's first server speaks to its whole engine; each sees what the processes on its own node did.
-        if self.node_rank == 0 and verb == "sleep":
-            await self.tokenizer_manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=[tag]), None)
-        elif self.node_rank == 0:
-            await self.tokenizer_manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[tag]), None)
+        if self.node_rank == 0:
+            if verb == "sleep" and self._running:
+                await self.abort_requests(list(self._running))
+            tags = [tag, CUDA_GRAPH] if tag == WEIGHTS and self._sleeping_graphs else [tag]
+            await memory_requests.ask(self.tokenizer_manager, verb, tags, level, self._settings.device.wake_wait_s)
         self._mapped = mapped_bytes(self._directory)
         after = self._mapped.get(tag, 0)
+        if verb == "sleep" and after > _LEFT * max(before, after):
+            raise RuntimeError(f"{tag} sleeps, but {after / 1e9:.2f} of its {before / 1e9:.2f} GB did not leave the device")
         moved = Moved(abs(after - before), after, time.perf_counter() - started)
         extra = {"tag": tag, "bytes": moved.nbytes, "mapped": after, "node": self._node(), "side": "rollout"}
         self._events.log(

@@ -1,0 +1,150 @@
+"""Certificates beside hand arithmetic, from composed configs of known models."""
+
+import msgspec
+import pytest
+
+from tests.memory.certificate.models import QWEN3_30B_A3B, QWEN3_32B, QWEN25_7B, verl
+from verl_mux.errors import UserError
+from verl_mux.memory.certificate.certify import Capacity, certify
+from verl_mux.memory.certificate.job import read_job
+
+H20, H800, H200 = 96 * 10**9, 80 * 10**9, 141 * 10**9
+# Of a sleeping engine (two GPUs or more) and its rollout worker: context, communicators, graphs, workspace; context.
+ENGINE_KEEPS = 1_600_000_000 + 1_000_000_000 + 600_000_000 + 540_000_000 + 500_000_000
+TRAINER_KEEPS = 1_600_000_000 + 1_000_000_000
+
+
+def certificate(*jobs, rollout=H20, train=H800, host=None, **more):
+    capacities = {("r0", "rollout"): Capacity(gpu=rollout, host=host), ("t0", "train"): Capacity(gpu=train, host=host)}
+    return certify(jobs, capacities, **more)
+
+
+def seven_billion(name="a", **rollout):
+    return read_job(verl(name, {"tensor_model_parallel_size": 2, **rollout}), QWEN25_7B)
+
+
+def test_qwen25_7b_on_two_gpus_each():
+    found = certificate(seven_billion())
+    rollout, train, sync = (found.gpus[n].phases[p] for n, p in (("r0", "rollout"), ("t0", "train"), ("r0", "sync")))
+    layer = 2 * 3584 * 1792 + 2 * 3584 * 256 + 1792 + 512 + 3 * 3584 * 9472 + 2 * 3584
+    weights = 2 * (28 * layer + 152064 * 3584 + 3584) + 32768 * 128 * 4  # bf16, and the rotary table
+    table = 1025 * (32768 + 4) * 4
+    free = H20 - ENGINE_KEEPS + 600_000_000 + 540_000_000  # before graphs and workspace are there
+    assert rollout.bytes["weights"] == weights
+    assert rollout.bytes["kv_cache"] == int(0.8 * free) - weights + table
+    assert rollout.bytes["others"] == 0
+    assert sync.bytes["buckets"] == 256 << 20 and "kv_cache" not in sync.bytes
+    total, shard = 7_615_616_512, 7_615_616_512 // 8
+    assert (train.bytes["weights"], train.bytes["gradients"], train.bytes["optimizer"]) == (4 * shard, 4 * shard, 8 * shard)
+    assert train.bytes["gathered"] == (2 * 233_057_792 + 2 * 152064 * 3584) * 2
+    assert found.per_token_kv_bytes == {"a": 2 * 28 * 4 * 128 * 2}
+    assert found.parameters["a"].total == found.parameters["a"].active == total
+    assert found.fits
+
+
+def test_qwen3_32b_on_eight_gpus():
+    job = read_job(verl("b", {"tensor_model_parallel_size": 8, "gpu_memory_utilization": 0.9}), QWEN3_32B)
+    found = certificate(job, rollout=H200, train=H200)
+    layer = 2 * 5120 * 1024 + 2 * 5120 * 128 + 2 * 128 + 3 * 5120 * 3200 + 2 * 5120
+    weights = 2 * (64 * layer + 2 * 151936 // 8 * 5120 + 5120) + 40960 * 128 * 4
+    assert found.gpus["r0"].phases["rollout"].bytes["weights"] == weights
+    assert found.per_token_kv_bytes == {"b": 262_144}  # 2 x 64 layers x 8 heads x 128 x 2 bytes, all ranks together
+    optimizer = 8 * 32_762_123_264 // 8
+    assert found.gpus["t0"].phases["train"].bytes["optimizer"] == optimizer
+    assert found.fits and found.largest_gpu_memory_utilization["b"] >= 0.9
+
+
+def test_qwen3_30b_a3b_with_experts_of_their_own_on_each_gpu():
+    job = read_job(verl("c", {"tensor_model_parallel_size": 8, "expert_parallel_size": 8}), QWEN3_30B_A3B)
+    found = certificate(job)
+    layer = (2 * 2048 * 512 + 2 * 2048 * 128 + 2 * 128) + 2 * 2048 + 2048 * 128 + 16 * 3 * 2048 * 768  # 16 of 128 experts
+    weights = 2 * (48 * layer + 2 * 151936 // 8 * 2048 + 2048) + 40960 * 128 * 4
+    assert found.gpus["r0"].phases["rollout"].bytes["weights"] == weights
+    assert found.per_token_kv_bytes == {"c": 98_304}
+    assert found.parameters["c"].active == 30_532_122_624 - 48 * 120 * 4_718_592
+
+
+def test_what_the_sleeping_others_keep_stands_beside_every_phase():
+    found = certificate(*(seven_billion(name) for name in "abc"))
+    assert {phase: told.bytes["others"] for phase, told in found.gpus["r0"].phases.items()} == {
+        "sync": 2 * ENGINE_KEEPS,
+        "rollout": 2 * ENGINE_KEEPS,
+    }
+    assert found.gpus["t0"].phases["train"].bytes["others"] == 2 * TRAINER_KEEPS
+    assert found.fits
+
+
+def test_a_colocated_job_keeps_both_halves_and_each_phase_sees_the_other_one():
+    def job(name):
+        config = verl(name, {"tensor_model_parallel_size": 2, "gpu_memory_utilization": 0.5}, v1={"trainer_mode": "mux_colocate"})
+        config["mux"]["nodes"] = {"rollout": ["t0"], "train": ["t0"]}
+        return read_job(config, QWEN25_7B)
+
+    capacities = {("t0", "rollout"): Capacity(gpu=H200), ("t0", "train"): Capacity(gpu=H200)}
+    phases = certify([job("a"), job("b")], capacities).gpus["t0"].phases
+    assert set(phases) == {"sync", "rollout", "train"}
+    assert phases["train"].bytes["context"] == 1_600_000_000 + 500_000_000 + 1_600_000_000
+    assert phases["rollout"].bytes["others"] == ENGINE_KEEPS + TRAINER_KEEPS
+
+
+def test_too_large_a_utilization_does_not_fit_and_the_largest_one_does():
+    jobs = [seven_billion(name, gpu_memory_utilization=0.97) for name in "abc"]
+    found = certificate(*jobs)
+    assert not found.fits and "r0: rollout of a needs" in found.why_not[0]
+    best = found.largest_gpu_memory_utilization["a"]
+    assert certificate(*(seven_billion(name, gpu_memory_utilization=best) for name in "abc")).fits
+    assert not certificate(*(seven_billion(name, gpu_memory_utilization=round(best + 0.01, 2)) for name in "abc")).fits
+
+
+def test_a_cache_without_room_for_one_response_does_not_fit():
+    found = certificate(seven_billion(gpu_memory_utilization=0.083))
+    assert not found.fits and "one longest response needs" in found.why_not[0]
+
+
+def test_hosts_that_are_too_small_are_named():
+    found = certificate(seven_billion("a"), seven_billion("b"), host=300 * 10**9)
+    states = 2 * (4 + 8) * 7_615_616_512
+    assert found.hosts["t0"].bytes["parameters"] + found.hosts["t0"].bytes["optimizer"] == states
+    assert not found.fits and found.why_not == ["t0: the jobs need 407 GB of host memory, of 300 GB"]
+
+
+def test_the_shape_that_is_promised():
+    told = msgspec.json.decode(msgspec.json.encode(certificate(seven_billion()).to_dict()))
+    assert {"fits", "gpus", "hosts", "per_token_kv_bytes", "parameters"} <= set(told)
+    phase = told["gpus"]["r0"]["phases"]["rollout"]
+    assert phase["total"] == sum(phase["bytes"].values()) and told["gpus"]["r0"]["capacity"] == H20
+    assert told["parameters"]["a"] == {"total": 7_615_616_512, "active": 7_615_616_512}
+
+
+def test_what_a_run_measured_takes_the_place_of_the_formula():
+    found = certificate(seven_billion(), measured={"a": {"rollout": {"weights": 7}}})
+    assert found.gpus["r0"].phases["rollout"].bytes["weights"] == 7
+    assert found.gpus["r0"].phases["sync"].bytes["weights"] > 7
+
+
+def test_adapters_are_what_is_trained():
+    job = read_job(verl(model={"lora_rank": 16, "lora": {"merge": True}}), QWEN25_7B)
+    phase = certificate(job).gpus["t0"].phases["train"]
+    assert phase.bytes["optimizer"] == -(-8 * job.model.lora(16) // 8)
+    assert phase.bytes["weights"] > 4 * 7_615_616_512 // 8
+
+
+@pytest.mark.parametrize(
+    ("actor", "rollout", "words"),
+    [
+        ({"strategy": "megatron"}, {}, "strategy=megatron: the certificate knows fsdp and fsdp2"),
+        ({}, {"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5; a number between 0 and 1"),
+        ({}, {"tensor_model_parallel_size": 3}, "8 rollout GPUs hold no replicas of 3"),
+        ({}, {"dtype": "int7"}, "rollout.dtype is 'int7'; the certificate knows"),
+    ],
+)
+def test_what_it_cannot_certify_is_refused_by_name(actor, rollout, words):
+    with pytest.raises(UserError) as refused:
+        read_job(verl(actor=actor, rollout=rollout), QWEN25_7B)
+    assert words in str(refused.value)
+
+
+def test_two_jobs_of_one_name_are_refused():
+    with pytest.raises(UserError) as refused:
+        certificate(seven_billion(), seven_billion())
+    assert "'a'" in str(refused.value)

@@ -1,0 +1,120 @@
+"""`python -m tests.memory.stand_in.child SCENE LIBRARY`: a scene with the torch_memory_saver binary over the stand-in driver.
+
+Our saver adapter for CUDA stands over the binary as it does over SGLang's adapter; torch is not imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import sys
+from collections.abc import Iterator
+
+from verl_mux.memory.metered import Metered, NoRoom
+from verl_mux.memory.sleep_states import SleepStates
+
+MIB = 1 << 20
+
+
+class Library:
+    """torch_memory_saver's words over its binary, as SGLang's adapter gives them."""
+
+    def __init__(self, path: str) -> None:
+        self.c = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+        self.c.tms_set_current_tag.argtypes = [ctypes.c_char_p]
+        self.c.tms_set_interesting_region.argtypes = self.c.tms_set_enable_cpu_backup.argtypes = [ctypes.c_bool]
+        self.c.tms_pause.argtypes = self.c.tms_resume.argtypes = [ctypes.c_char_p]
+        self.c.cudaMalloc.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t]
+
+    @contextlib.contextmanager
+    def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
+        self.c.tms_set_current_tag(tag.encode())
+        self.c.tms_set_enable_cpu_backup(enable_cpu_backup)
+        self.c.tms_set_interesting_region(True)
+        yield
+        self.c.tms_set_interesting_region(False)
+
+    def pause(self, tag: str) -> None:
+        self.c.tms_pause(tag.encode())
+
+    def resume(self, tag: str) -> None:
+        self.c.tms_resume(tag.encode())
+
+    def malloc(self, size: int) -> int:
+        at = ctypes.c_void_p()
+        assert self.c.cudaMalloc(ctypes.byref(at), size) == 0
+        return at.value or 0
+
+
+class Device:
+    """The driver's own count."""
+
+    def __init__(self, runtime: ctypes.CDLL) -> None:
+        self._runtime = runtime
+
+    def free(self) -> int:
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._runtime.cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total))
+        return free.value
+
+    def synchronize(self) -> None:
+        self._runtime.cudaDeviceSynchronize()
+
+    def collect(self) -> None:
+        return None
+
+
+def scene(name: str, path: str) -> dict:
+    library, told = Library(path), {}
+    device, reported = Device(ctypes.CDLL("libcudart.so.13")), {}
+    saver = Metered(library, device, lambda tag, mapped: reported.__setitem__(tag, mapped))
+    with saver.region("weights", enable_cpu_backup=name == "backup"):
+        weights = library.malloc(64 * MIB)
+    with saver.region("kv_cache"):
+        cache = library.malloc(128 * MIB)
+    ctypes.memset(weights, 7, 64 * MIB)
+    ctypes.memset(cache, 8, 128 * MIB)
+    told["awake"], told["free_awake"] = dict(reported), device.free() // MIB
+    if name == "stock_twice":
+        library.pause("weights")
+        library.pause("weights")  # ends the process
+    saver.pause("kv_cache")
+    saver.pause("weights")
+    told["asleep"], told["free_asleep"] = dict(reported), device.free() // MIB
+    if name == "twice":
+        saver.pause("weights")
+        saver.pause("kv_cache")
+    if name in ("no_room", "stock_no_room"):
+        with library.region("another"):
+            other = library.malloc(100 * MIB)
+        if name == "stock_no_room":
+            library.resume("kv_cache")  # ends the process
+        saver.resume("weights")
+        try:
+            saver.resume("kv_cache")
+        except NoRoom as error:
+            told["error"] = str(error)
+        told["free_refused"] = device.free() // MIB
+        library.c.cudaFree.argtypes = [ctypes.c_void_p]
+        library.c.cudaFree(other)
+    if name == "machine":
+        states = SleepStates()
+        for _ in range(50):
+            for verb, moves in (("sleep", ["weights", "kv_cache"]), ("wake", ["weights"]), ("wake", ["weights", "kv_cache"])):
+                for tag, after in states.plan(verb, moves):
+                    saver.pause(tag) if verb == "sleep" else saver.resume(tag)
+                    states.done(after)
+                told[f"{verb} {len(moves)}"] = dict(reported)
+    saver.resume("weights")
+    saver.resume("kv_cache")
+    if name == "twice":
+        saver.resume("weights")
+    told["again"], told["free_again"] = dict(reported), device.free() // MIB
+    told["value"] = ctypes.c_ubyte.from_address(weights + 5).value
+    ctypes.memset(cache, 9, 128 * MIB)  # at the address it had
+    return told
+
+
+if __name__ == "__main__":
+    print(json.dumps(scene(sys.argv[1], sys.argv[2])), flush=True)

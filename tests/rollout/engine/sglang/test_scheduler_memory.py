@@ -1,0 +1,204 @@
+"""SGLang's own release and resume under our hooks: the calls that end a stock scheduler are an answer, or nothing."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+from sglang.srt.managers.scheduler_update_weights_mixin import SchedulerUpdateWeightsMixin
+
+from verl_mux.memory.cpu_saver import CpuMemorySaver
+from verl_mux.platform import device_ledger
+from verl_mux.rollout.engine.sglang import memory_saver, scheduler_memory
+from verl_mux.rollout.engine.sglang.scheduler_memory import REPORT, Ask, release, resume
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU adapter is for machines without CUDA")
+TAGS = ("weights", "kv_cache", "cuda_graph")
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    """SGLang's release waits for its ranks; here there is one."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+class Engine:
+    """A scheduler with a model and a KV cache of our CPU saver's. `busy`: a request runs."""
+
+    def __init__(self, group, saver):
+        self.adapter = memory_saver.MeteredCpu()
+        with self.adapter.region("weights"):
+            self.model = torch.nn.Linear(64, 64)
+            self.model.register_buffer("table", torch.ones(32))
+        with self.adapter.region("kv_cache"):
+            self.cache = torch.zeros(4096)
+        self.saver, self.busy, self.flushed = saver, False, 0
+        self.scheduler = SimpleNamespace(
+            offload_tags=set(), memory_saver_adapter=self.adapter, tp_cpu_group=group, flush_cache=self._flush,
+            server_args=SimpleNamespace(enable_weights_cpu_backup=False), is_fully_idle=lambda: not self.busy,
+            tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self.model)),
+        )  # fmt: skip
+
+    def _flush(self):
+        self.flushed += 1
+        return True
+
+    def sleep(self, *tags, level=2):
+        return self._ask(
+            release, SchedulerUpdateWeightsMixin.release_memory_occupation, ReleaseMemoryOccupationReqInput, tags, level
+        )
+
+    def wake(self, *tags):
+        return self._ask(resume, SchedulerUpdateWeightsMixin.resume_memory_occupation, ResumeMemoryOccupationReqInput, tags, 2)
+
+    def _ask(self, hook, original, kind, tags, level):
+        request = kind(tags=list(tags) or None)
+        setattr(request, REPORT, Ask(level))
+        return getattr(hook(original, self.scheduler, request), REPORT)
+
+    def mapped(self):
+        return {tag for tag, held in self.saver.mapped_bytes().items() if held}
+
+    def sync(self):
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.data.copy_(torch.full_like(parameter, 0.5))
+
+
+@pytest.fixture
+def engine(one_rank, monkeypatch, tmp_path):
+    monkeypatch.setenv(device_ledger.DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.delenv(device_ledger.BUDGET_VARIABLE, raising=False)
+    for name in ("_tags", "_charges"):
+        monkeypatch.setattr(device_ledger, name, {})
+    saver = CpuMemorySaver(device_ledger.hold, device_ledger.reserve)
+    monkeypatch.setattr(memory_saver, "cpu_memory_saver", saver)
+    for name in ("_mapped", "sizes"):
+        monkeypatch.setattr(memory_saver, name, {})
+    monkeypatch.setattr(scheduler_memory, "sizes", memory_saver.sizes)
+    return Engine(one_rank, saver)
+
+
+def test_level_1_comes_back_as_it_was(engine):
+    before = engine.model.weight.clone()
+    assert engine.sleep(level=1).error is None and engine.mapped() == set()
+    assert engine.wake().error is None and torch.equal(engine.model.weight, before)
+    assert torch.equal(engine.model.table, torch.ones(32))
+
+
+def test_level_2_wakes_its_cache_only_after_a_sync(engine):
+    engine.sleep(level=2)
+    assert engine.wake("weights").error is None
+    refused = engine.wake("kv_cache")
+    assert "no sync has brought back weight, bias" in refused.error and not refused.failed
+    assert engine.mapped() == {"weights"}
+    engine.sync()
+    assert engine.wake("kv_cache").error is None and engine.mapped() == {"weights", "kv_cache"}
+
+
+def test_a_busy_engine_says_so_and_keeps_its_memory(engine):
+    engine.busy = True
+    answer = engine.sleep()
+    assert answer.busy and "requests run" in answer.error and engine.mapped() == {"weights", "kv_cache"}
+
+
+def test_what_ends_a_stock_scheduler_is_nothing(engine):
+    assert engine.wake("kv_cache").error is None  # a tag that was never released
+    engine.sleep(level=1)
+    assert engine.sleep().error is None  # released twice, or a POST that came again
+    assert "after the weights" in engine.wake("kv_cache").error
+    engine.wake()
+    assert engine.wake().error is None  # resumed twice
+    assert "there is no tag 'all'" in engine.wake("all").error and "there is no tag 'all'" in engine.sleep("all").error
+
+
+def test_a_wake_without_room_maps_nothing_and_names_who_holds_what(engine, monkeypatch):
+    engine.sleep(level=1)
+    before = engine.saver.mapped_bytes()
+    monkeypatch.setenv(device_ledger.BUDGET_VARIABLE, "100")
+    answer = engine.wake()
+    assert "no room to wake: cuda_graph and weights and kv_cache take" in answer.error and "held by nobody" in answer.error
+    assert engine.saver.mapped_bytes() == before
+    monkeypatch.setenv(device_ledger.BUDGET_VARIABLE, "1000000")
+    assert engine.wake().error is None
+
+
+def test_room_that_goes_while_it_wakes_takes_back_what_was_mapped(engine, monkeypatch):
+    weights = engine.model.weight.clone()
+    engine.sleep(level=1)
+    size = memory_saver.sizes["weights"] + memory_saver.sizes["kv_cache"] // 2
+    monkeypatch.setattr(scheduler_memory, "_no_room", lambda *_: None)  # it was there a moment ago
+    monkeypatch.setenv(device_ledger.BUDGET_VARIABLE, str(size))
+    answer = engine.wake()
+    assert "out of memory" in answer.error and not answer.failed and engine.mapped() == set()
+    monkeypatch.delenv(device_ledger.BUDGET_VARIABLE)
+    assert engine.wake().error is None and torch.equal(engine.model.weight, weights)
+    assert torch.equal(engine.model.table, torch.ones(32))
+
+
+def test_two_thousand_random_sequences_leave_the_engine_alive(engine, monkeypatch):
+    rng, seen = random.Random(0), set()
+    monkeypatch.setattr(scheduler_memory.log, "exception", lambda *_: pytest.fail("something was raised inside"))
+    for _ in range(2000):
+        for _ in range(rng.randrange(1, 8)):
+            tags = rng.sample(TAGS, rng.randrange(0, 4))
+            action = rng.choice(("sleep", "sleep", "wake", "wake", "sync", "busy", "room", "again"))
+            if action == "busy":
+                engine.busy = rng.random() < 0.3
+            elif action == "room":
+                size = rng.choice((None, 0, 20_000, 10**9))
+                monkeypatch.setenv(device_ledger.BUDGET_VARIABLE, str(size)) if size is not None else monkeypatch.delenv(
+                    device_ledger.BUDGET_VARIABLE, raising=False
+                )
+            elif action == "sync" and "weights" not in engine.scheduler.offload_tags:
+                engine.sync()
+            elif action in ("sleep", "again"):
+                for _ in range(1 + (action == "again")):
+                    answer = engine.sleep(*tags, level=rng.choice((1, 2)))
+                assert not answer.failed
+                seen.add(("sleep", answer.error is None))
+            elif action == "wake":
+                before = engine.mapped()
+                answer = engine.wake(*tags)
+                assert not answer.failed and (answer.error is None or engine.mapped() == before)
+                seen.add(("wake", answer.error is None))
+            paused = {tag for tag in TAGS if engine.saver.is_paused(tag)}
+            assert paused == engine.scheduler.offload_tags
+    assert seen == {("sleep", True), ("sleep", False), ("wake", True), ("wake", False)}
+    monkeypatch.delenv(device_ledger.BUDGET_VARIABLE, raising=False)
+    engine.busy = False
+    assert engine.wake("weights").error is None
+    engine.sync()
+    assert engine.wake().error is None and engine.mapped() == {"weights", "kv_cache"}
+
+
+def test_free_memory_is_measured_behind_the_gate_where_the_others_sleep(engine, monkeypatch):
+    order, runner = [], SimpleNamespace(gpu_id=1, device="cpu")
+    monkeypatch.setenv(device_ledger.DEVICE_VARIABLE, "0")
+    monkeypatch.setenv(scheduler_memory.CHARGES_VARIABLE, '{"context": 7, "graphs": 5}')
+    monkeypatch.setattr(device_ledger, "charge", lambda kinds: order.append(sorted(kinds)))
+    monkeypatch.setattr(scheduler_memory, "wait_at_gate", lambda: order.append("gate"))
+    monkeypatch.setattr(scheduler_memory, "measure", lambda it: order.append("measured") or 12.5)
+    scheduler_memory.initialize(lambda it, free: order.append((it, free)), runner, 3.0)
+    assert order == [["context"], "gate", "measured", (runner, 12.5), ["context", "graphs"]]
+    assert device_ledger._device() == 1
+
+
+def test_sglangs_question_for_free_memory_is_answered_by_the_budget(engine, monkeypatch):
+    asked = []
+
+    def own(device, gpu_id, **keys):
+        asked.append(device)
+        return 99.0
+
+    assert scheduler_memory.available_memory(own, "cpu", 0) == 99.0
+    monkeypatch.setenv(device_ledger.BUDGET_VARIABLE, str(3 * 2**30))
+    assert scheduler_memory.available_memory(own, "cuda", 0) == 99.0
+    held = engine.saver.mapped_bytes()
+    free = scheduler_memory.available_memory(own, "cpu", 0, distributed=True, cpu_group=engine.scheduler.tp_cpu_group)
+    assert free == pytest.approx(3 - sum(held.values()) / 2**30) and asked == ["cpu", "cuda"]

@@ -1,0 +1,187 @@
+"""What a composed verl config says about memory: plain data in, one `Job` out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from verl_mux.composed_config import at, count
+from verl_mux.errors import UserError
+from verl_mux.memory.certificate.model import Decoder, decoder
+from verl_mux.platform.charges import Charges, bucket_megabytes
+
+_ROLLOUT, _ACTOR, _REF = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+# verl names what torch names, and short; `auto` is the model's own type, which is bf16 for all that are trained so.
+_BYTES = {"auto": 2, "float32": 4, "fp32": 4, "float": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2, "half": 2, "fp8": 1,
+          "fp8_e4m3": 1, "fp8_e5m2": 1}  # fmt: skip
+# Tokens of one prefill where the config names none: SGLang's on GPUs of 60 to 160 GB.
+_PREFILL = 8192
+
+
+class Engine(msgspec.Struct, frozen=True, kw_only=True):
+    """The rollout engine. gpus: of one replica. bytes, kv_bytes: of a parameter, and of a key or value. utilization: verl's
+    gpu_memory_utilization. tokens: fixed KV cache (max_total_tokens), None: what the utilization leaves. requests: at once.
+    longest: tokens of prompt and response. bucket: bytes of the buckets in which weights arrive."""
+
+    tensor: int
+    data: int
+    experts: int
+    pipeline: int
+    bytes: int
+    kv_bytes: int
+    utilization: float
+    tokens: int | None
+    requests: int
+    prefill: int
+    longest: int
+    graphs: bool
+    bucket: int
+    nodes: int
+    gpus_per_node: int
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor * self.data * self.pipeline
+
+
+class Training(msgspec.Struct, frozen=True, kw_only=True):
+    """The trainer. shards: ranks that states are split over (FSDP; fsdp_size). gathered_bytes: of a parameter while a layer
+    computes. tokens: of a micro-batch on one GPU. lora: rank of adapters, 0: all parameters are trained."""
+
+    nodes: int
+    gpus_per_node: int
+    shards: int
+    state_bytes: int
+    gathered_bytes: int
+    tokens: int
+    recompute: bool
+    fused_logits: bool
+    reference: bool
+    critic: bool
+    lora: int
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """`rollout_nodes` and `train_nodes`: by name; the same ones where the phases share GPUs (`colocated`)."""
+
+    name: str
+    model: Decoder
+    engine: Engine
+    training: Training
+    rollout_nodes: tuple[str, ...]
+    train_nodes: tuple[str, ...]
+    colocated: bool
+    charges: Charges
+
+
+def read_job(config: Mapping[str, Any], model: Mapping[str, Any]) -> Job:
+    """`config`: a whole composed verl config, resolved; `model`: the config.json of its model.
+
+    Raises:
+        UserError: a missing key, or what the formulas are not for, by name.
+    """
+    mode = str(at(config, "trainer.v1.trainer_mode"))
+    colocated = mode != "mux_separate" and not mode.startswith("separate")
+    name = str(at(config, "mux.job") or at(config, "trainer.experiment_name", "job"))
+    model = {**model, **(at(config, "actor_rollout_ref.model.override_config") or {})}
+    engine, training = _engine(config, colocated, name), _training(config, name)
+    both = _names(config, "train", training.nodes, name)
+    return Job(
+        name=name,
+        model=decoder(model, f"job {name!r}: config.json of {at(config, 'actor_rollout_ref.model.path')}"),
+        engine=engine,
+        training=training,
+        rollout_nodes=both if colocated else _names(config, "rollout", engine.nodes, name),
+        train_nodes=both,
+        colocated=colocated,
+        charges=msgspec.convert(at(config, "mux.device.charges") or {}, Charges, strict=False),
+    )
+
+
+def _names(config: Mapping[str, Any], side: str, count: int, job: str) -> tuple[str, ...]:
+    """The nodes that the job names; nodes that a coordinator is to choose are taken for ones of its own."""
+    given = at(config, f"mux.nodes.{side}")
+    if given == "auto" or given == ["auto"] or not given:
+        return tuple(f"{side}{number}" for number in range(count))
+    if len(given) != count:
+        raise UserError(f"job {job!r}: mux.nodes.{side} names {len(given)} nodes, but the config uses {count}")
+    return tuple(map(str, given))
+
+
+def _engine(config: Mapping[str, Any], colocated: bool, job: str) -> Engine:
+    arguments = at(config, f"{_ROLLOUT}.engine_kwargs.sglang") or {}
+    side = "trainer" if colocated else _ROLLOUT
+    dtype = _bytes_of(config, f"{_ROLLOUT}.dtype", "bfloat16")
+    kv_dtype = arguments.get("kv_cache_dtype", "auto")
+    engine = Engine(
+        tensor=_count(config, f"{_ROLLOUT}.tensor_model_parallel_size", 1),
+        data=_count(config, f"{_ROLLOUT}.data_parallel_size", 1),
+        experts=_count(config, f"{_ROLLOUT}.expert_parallel_size", 1),
+        pipeline=_count(config, f"{_ROLLOUT}.pipeline_model_parallel_size", 1),
+        bytes=dtype,
+        kv_bytes=dtype if kv_dtype == "auto" else _BYTES.get(str(kv_dtype), dtype),
+        utilization=_share(config, f"{_ROLLOUT}.gpu_memory_utilization", 0.5),
+        tokens=arguments.get("max_total_tokens"),
+        requests=_count(config, f"{_ROLLOUT}.max_num_seqs", 1024),
+        prefill=arguments.get("chunked_prefill_size") or _PREFILL,
+        longest=_count(config, "data.max_prompt_length") + _count(config, "data.max_response_length"),
+        graphs=not at(config, f"{_ROLLOUT}.enforce_eager"),
+        bucket=bucket_megabytes(_count(config, f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", 2048)) << 20,
+        nodes=_count(config, f"{side}.nnodes"),
+        gpus_per_node=_count(config, f"{side}.n_gpus_per_node"),
+    )
+    if engine.nodes * engine.gpus_per_node % engine.gpus:
+        raise UserError(f"job {job!r}: {engine.nodes * engine.gpus_per_node} rollout GPUs hold no replicas of {engine.gpus}")
+    if (engine.tensor * engine.data) % engine.experts:
+        raise UserError(f"job {job!r}: expert_parallel_size={engine.experts} does not divide {engine.tensor * engine.data} ranks")
+    return engine
+
+
+def _training(config: Mapping[str, Any], job: str) -> Training:
+    strategy = at(config, f"{_ACTOR}.strategy", "fsdp")
+    if strategy not in ("fsdp", "fsdp2"):
+        raise UserError(f"job {job!r}: {_ACTOR}.strategy={strategy}: the certificate knows fsdp and fsdp2")
+    nodes, gpus = _count(config, "trainer.nnodes"), _count(config, "trainer.n_gpus_per_node")
+    size = at(config, f"{_ACTOR}.fsdp_config.fsdp_size", -1)
+    model = "actor_rollout_ref.model"
+    longest = _count(config, "data.max_prompt_length") + _count(config, "data.max_response_length")
+    dynamic = bool(at(config, f"{_ACTOR}.use_dynamic_bsz"))
+    micro = _count(config, f"{_ACTOR}.ppo_micro_batch_size_per_gpu", 1)
+    tokens = _count(config, f"{_ACTOR}.ppo_max_token_len_per_gpu", 16384) if dynamic else micro * longest
+    return Training(
+        nodes=nodes,
+        gpus_per_node=gpus,
+        shards=nodes * gpus if size in (-1, None) else size,
+        state_bytes=_bytes_of(config, f"{_ACTOR}.fsdp_config.model_dtype", "fp32"),
+        gathered_bytes=_bytes_of(config, f"{_ACTOR}.fsdp_config.mixed_precision.param_dtype", "bf16"),
+        tokens=-(-tokens // _count(config, f"{_ACTOR}.ulysses_sequence_parallel_size", 1)),
+        recompute=bool(at(config, f"{model}.enable_gradient_checkpointing", True)),
+        fused_logits=bool(at(config, f"{model}.use_fused_kernels")),
+        reference=bool(at(config, f"{_ACTOR}.use_kl_loss") or at(config, "algorithm.use_kl_in_reward")),
+        critic=at(config, "algorithm.adv_estimator") == "gae",
+        lora=int(at(config, f"{model}.lora.rank") or at(config, f"{model}.lora_rank") or 0),
+    )
+
+
+def _share(config: Mapping[str, Any], path: str, default: float) -> float:
+    value = at(config, path, default)
+    if not isinstance(value, (int, float)) or not 0 < value < 1:
+        raise UserError(f"{path} is {value!r}; a number between 0 and 1 is needed for a certificate")
+    return float(value)
+
+
+def _bytes_of(config: Mapping[str, Any], path: str, default: str) -> int:
+    name = str(at(config, path, default)).removeprefix("torch.")
+    if name not in _BYTES:
+        raise UserError(f"{path} is {name!r}; the certificate knows {', '.join(_BYTES)}")
+    return _BYTES[name]
+
+
+def _count(config: Mapping[str, Any], path: str, default: int | None = None) -> int:
+    return count(config, path, "for a certificate", default)

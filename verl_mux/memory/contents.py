@@ -1,0 +1,87 @@
+"""What the tensors of a sleeping model held, and whether a sync has brought all of it back.
+
+asleep at level 1: every parameter is on the host, and comes back on waking.
+asleep at level 2: parameters are dropped; on waking they are marked, and what a sync has not overwritten still carries its mark.
+At both: tensors that no sync sends are on the host: plain attributes of modules (scales, tables), and parameters that cannot
+carry a mark. Buffers are SGLang's to stash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+_CAN_BE_MARKED = (torch.float32, torch.bfloat16, torch.float16)
+# A mark is a NaN in every so many numbers of a large parameter, in each number of a small one; a prime, so that marks fall on
+# different places of each row.
+_EVERY, _SMALL = 4093, 1 << 16
+
+
+class Contents:
+    """Of one model in one process. `left` before its memory goes, `came_back` when it is there again, then `unsynced`."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._marked: list[tuple[str, torch.Tensor]] = []
+
+    @torch.no_grad()
+    def left(self, level: int) -> int:
+        """Copies what must be kept to the host. Returns bytes."""
+        if self._marked:  # still without their values: nothing to keep of them
+            level = 2
+        keep = [p.data for _, p in self._parameters() if level == 1 or p.dtype not in _CAN_BE_MARKED]
+        self._kept = [(tensor, _to_host(tensor)) for tensor in [*keep, *self._plain()]]
+        self._marked = [] if level == 1 else [(name, p.data) for name, p in self._parameters() if p.dtype in _CAN_BE_MARKED]
+        return sum(copy.nbytes for _, copy in self._kept)
+
+    @torch.no_grad()
+    def came_back(self) -> None:
+        """Brings the kept ones back and marks the others. May be called again after the memory went once more."""
+        for tensor, copy in self._kept:
+            tensor.copy_(copy, non_blocking=True)
+        for _, tensor in self._marked:
+            mark(tensor)
+
+    def settled(self) -> None:
+        """The model is whole: host copies go."""
+        self._kept, self._marked = [], []
+
+    @torch.no_grad()
+    def unsynced(self) -> list[str]:
+        """Names of parameters that nobody has written since they came back, wholly or in part."""
+        return [name for name, tensor in self._marked if bool(_marks(tensor).isnan().any())]
+
+    def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        yield from self._model.named_parameters()
+
+    def _plain(self) -> Iterator[torch.Tensor]:
+        """Attributes of modules with memory of their own."""
+        known = {t.untyped_storage().data_ptr() for t in (*self._model.parameters(), *self._model.buffers())}
+        for module in self._model.modules():
+            for value in vars(module).values():
+                if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.numel():
+                    start = value.untyped_storage().data_ptr()
+                    if start not in known:
+                        known.add(start)
+                        yield value
+
+
+def mark(tensor: torch.Tensor) -> None:
+    """So that `unsynced` can tell whether somebody overwrote it."""
+    _marks(tensor).fill_(float("nan"))
+
+
+def _marks(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_contiguous() or tensor.numel() <= _SMALL:
+        return tensor
+    return tensor.view(-1)[::_EVERY]
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Pinned where there is a device, so that it comes back fast."""
+    if tensor.device.type == "cpu":
+        return tensor.detach().clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor.detach())

@@ -1,0 +1,32 @@
+"""A model's `config.json`, from a folder or by its name on a hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from verl_mux.errors import UserError
+
+
+def local_model_config(path: str) -> dict[str, Any] | None:
+    """Of a model in a folder; None: there is none."""
+    try:
+        return json.loads((Path(path).expanduser() / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def read_model_config(path: str, what_for: str = "estimate phase times from") -> dict[str, Any]:
+    """Raises UserError: there is none in that folder, or none that can be fetched by that name."""
+    file = Path(path).expanduser() / "config.json"
+    if not file.is_file():
+        # Slow to import, and needed only for a model that is not here as a folder.
+        from huggingface_hub import hf_hub_download
+
+        try:
+            file = Path(hf_hub_download(path, "config.json"))
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"actor_rollout_ref.model.path={path}: no model config to {what_for}: {reason}") from None
+    return json.loads(file.read_text())

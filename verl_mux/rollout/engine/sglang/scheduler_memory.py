@@ -1,0 +1,231 @@
+"""Sleep and wake inside SGLang's scheduler processes: what would end one there is an answer instead.
+
+Hooked around the scheduler's release and resume (see plugin.py). Both then take any tag at any time: what is done already is not
+done again, a busy engine says so, a wake waits for room and maps nothing where there is none, and what an unfinished wake mapped
+goes back. SGLang's answers carry no word, so ours rides on them as an attribute (`REPORT`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+
+from verl_mux.memory.contents import Contents
+from verl_mux.memory.metered import NoRoom
+from verl_mux.memory.sleep_states import CUDA_GRAPH, KV_CACHE, WEIGHTS
+from verl_mux.platform import device_ledger
+from verl_mux.rollout.engine.launch_gate import wait_at_gate
+from verl_mux.rollout.engine.sglang.memory_saver import sizes
+
+REPORT = "verl_mux"
+CHARGES_VARIABLE = "VERL_MUX_ENGINE_CHARGES"
+_ALL = (CUDA_GRAPH, WEIGHTS, KV_CACHE)
+# Charged once the engine runs; the others before it loads.
+_LATE = ("graphs", "workspace")
+_POLL_S = 0.05
+# Left free beside what a wake maps: the driver rounds up.
+_MARGIN = 64 << 20
+
+log = logging.getLogger(__name__)
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """Rides on a request. level: of the sleep. wait_s: how long a wake waits for room."""
+
+    level: int = 2
+    wait_s: float = 0.0
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Rides on an answer. error: nothing has changed, and why; None: done. failed: the engine cannot be used any more. copied:
+    bytes of parameters that went to the host."""
+
+    error: str | None = None
+    copied: int = 0
+    busy: bool = False
+    failed: bool = False
+
+
+def register(registry: Any, kinds: Any) -> None:
+    scheduler = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
+    registry.register(f"{scheduler}.release_memory_occupation", release, kinds.AROUND)
+    registry.register(f"{scheduler}.resume_memory_occupation", resume, kinds.AROUND)
+    registry.register("sglang.srt.model_executor.model_runner.ModelRunner.initialize", initialize, kinds.AROUND)
+    registry.register("sglang.srt.utils.common.get_available_gpu_memory", available_memory, kinds.AROUND)
+
+
+# ---------------------------------------------------------------- launch
+
+
+def initialize(original: Callable, runner: Any, _measured_before: float) -> Any:
+    """Waits at the gate, where nobody else's memory is awake any more, and measures what is free there: SGLang did it while
+    others may have run, and sizes its KV cache by it."""
+    os.environ[device_ledger.DEVICE_VARIABLE] = str(runner.gpu_id)
+    charges = msgspec.json.decode(os.environ.get(CHARGES_VARIABLE) or "{}", type=dict[str, int])
+    device_ledger.charge({kind: num_bytes for kind, num_bytes in charges.items() if kind not in _LATE})
+    wait_at_gate()
+    initialized = original(runner, measure(runner))
+    device_ledger.charge(charges)
+    return initialized
+
+
+def measure(runner: Any) -> float:
+    """GiB that are free on the fullest GPU of this engine."""
+    from sglang.srt.distributed.parallel_state import get_world_group
+    from sglang.srt.utils import common
+
+    world = get_world_group()
+    return common.get_available_gpu_memory(
+        runner.device, runner.gpu_id, distributed=world.world_size > 1, cpu_group=world.cpu_group
+    )
+
+
+def available_memory(
+    original: Callable, device: str, gpu_id: int, distributed: bool = False, empty_cache: bool = True, cpu_group: Any = None
+) -> float:
+    """SGLang's own question for free memory, GiB: answered by the ledger of a device with a budget."""
+    if device != "cpu" or device_ledger.budget() is None:
+        return original(device, gpu_id, distributed=distributed, empty_cache=empty_cache, cpu_group=cpu_group)
+    free = torch.tensor(max(device_ledger.free() or 0, 0) / 2**30, dtype=torch.float64)
+    if distributed:
+        torch.distributed.all_reduce(free, op=torch.distributed.ReduceOp.MIN, group=cpu_group)
+    return free.item()
+
+
+# ---------------------------------------------------------------- sleep
+
+
+def release(original: Callable, scheduler: Any, request: Any) -> Any:
+    """SGLang's release_memory_occupation, of the tags that are mapped."""
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
+
+    ask = getattr(request, REPORT, Ask())
+    tags = [tag for tag in _asked(request) if tag not in scheduler.offload_tags]
+    if unknown := set(_asked(request)) - set(_ALL):
+        return _told(ReleaseMemoryOccupationReqOutput(), f"there is no tag {sorted(unknown)[0]!r}; allowed: {', '.join(_ALL)}")
+    if not tags:
+        return _told(ReleaseMemoryOccupationReqOutput())
+    if not scheduler.is_fully_idle():
+        return _told(ReleaseMemoryOccupationReqOutput(), "requests run in the engine; abort them first", busy=True)
+    kept_by_saver = scheduler.server_args.enable_weights_cpu_backup
+    copied = _contents(scheduler).left(ask.level) if WEIGHTS in tags and not kept_by_saver else 0
+    request.tags = tags
+    try:
+        return _told(original(scheduler, request), copied=copied)
+    except Exception as error:
+        log.exception("the engine could not give %s back", ", ".join(tags))
+        return _told(ReleaseMemoryOccupationReqOutput(), f"giving {', '.join(tags)} back failed: {error}", failed=True)
+
+
+# ---------------------------------------------------------------- wake
+
+
+def resume(original: Callable, scheduler: Any, request: Any) -> Any:
+    """SGLang's resume_memory_occupation, of the tags that are not mapped, one after the other; all of them or none."""
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput, ResumeMemoryOccupationReqOutput
+
+    ask = getattr(request, REPORT, Ask())
+    asked = _asked(request)
+    tags = [tag for tag in _ALL if tag in asked and tag in scheduler.offload_tags]
+    if unknown := set(asked) - set(_ALL):
+        return _told(ResumeMemoryOccupationReqOutput(), f"there is no tag {sorted(unknown)[0]!r}; allowed: {', '.join(_ALL)}")
+    if KV_CACHE in tags and WEIGHTS in scheduler.offload_tags and WEIGHTS not in tags:
+        return _told(ResumeMemoryOccupationReqOutput(), "the KV cache wakes after the weights")
+    if error := _no_room(scheduler, tags, ask.wait_s):
+        return _told(ResumeMemoryOccupationReqOutput(), error)
+    stashed = getattr(scheduler, "stashed_model_static_state", None)
+    try:
+        for tag in tags:
+            original(scheduler, ResumeMemoryOccupationReqInput(tags=[tag]))
+            if tag == WEIGHTS:
+                _contents(scheduler).came_back()
+    except (torch.OutOfMemoryError, NoRoom) as error:
+        _take_back(scheduler, tags, stashed)
+        return _told(ResumeMemoryOccupationReqOutput(), str(error))
+    except Exception as error:
+        log.exception("the engine could not take %s again", ", ".join(tags))
+        return _told(ResumeMemoryOccupationReqOutput(), f"taking {', '.join(tags)} again failed: {error}", failed=True)
+    if KV_CACHE in tags and (missing := _unsynced(scheduler)):
+        _take_back(scheduler, tags, stashed)
+        return _told(ResumeMemoryOccupationReqOutput(), missing)
+    return _told(ResumeMemoryOccupationReqOutput())
+
+
+def _unsynced(scheduler: Any) -> str | None:
+    """Names of weights that are still without their values; a model that is whole drops its host copies."""
+    contents = _contents(scheduler)
+    names = contents.unsynced()
+    if _everywhere(scheduler, not names):
+        contents.settled()
+        return None
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"after a sleep without a copy no sync has brought back {', '.join(names[:5]) or 'what another rank names'}{more}"
+
+
+def _take_back(scheduler: Any, tags: list[str], stashed: Any) -> None:
+    """What an unfinished wake mapped is released again, and what it forgot is remembered."""
+    for tag in tags:
+        if tag not in scheduler.offload_tags and not scheduler.memory_saver_adapter.is_paused(tag):
+            scheduler.memory_saver_adapter.pause(tag)
+        scheduler.offload_tags.add(tag)
+    if WEIGHTS in tags and stashed is not None:
+        scheduler.stashed_model_static_state = stashed
+
+
+def _no_room(scheduler: Any, tags: list[str], wait_s: float) -> str | None:
+    """Why these tags cannot be mapped on all ranks; waits so long for it."""
+    needed = sum(sizes.get(tag, 0) for tag in tags)
+    deadline = time.monotonic() + wait_s
+    while True:
+        free = _free()
+        fits = free is None or not needed or needed + (_MARGIN if torch.cuda.is_available() else 0) <= free
+        if _everywhere(scheduler, fits):
+            return None
+        if not _everywhere(scheduler, time.monotonic() < deadline):
+            told = f"{' and '.join(tags)} take {needed / 1e9:.2f} GB, {(free or 0) / 1e9:.2f} are free after {wait_s:g} s"
+            return f"no room to wake: {told}; held by {_holders()}"
+        time.sleep(_POLL_S)
+
+
+def _free() -> int | None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+    return device_ledger.free()
+
+
+def _holders() -> str:
+    if torch.cuda.is_available():
+        return " ".join(torch.cuda.list_gpu_processes().split())
+    return device_ledger.holders()
+
+
+def _everywhere(scheduler: Any, true_here: bool) -> bool:
+    """Whether it is true on all ranks, which must do the same."""
+    group = scheduler.tp_cpu_group
+    if group is None or torch.distributed.get_world_size(group) == 1:
+        return true_here
+    all_true = torch.tensor(int(true_here))
+    torch.distributed.all_reduce(all_true, op=torch.distributed.ReduceOp.MIN, group=group)
+    return bool(all_true.item())
+
+
+def _contents(scheduler: Any) -> Contents:
+    if not hasattr(scheduler, "mux_contents"):
+        scheduler.mux_contents = Contents(scheduler.tp_worker.model_runner.model)
+    return scheduler.mux_contents
+
+
+def _asked(request: Any) -> list[str]:
+    return list(request.tags or _ALL)
+
+
+def _told(output: Any, error: str | None = None, **more: Any) -> Any:
+    setattr(output, REPORT, Answer(error, **more))
+    return output
