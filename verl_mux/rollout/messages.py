@@ -48,7 +48,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The group is given up: its samples are padding, masked from the loss and logged as aborted. reason: cut | failed."""
+    """The group is given up: its samples are padding, masked from the loss, logged as aborted. reason: cut | stale | failed."""
 
     group: str
     reason: str

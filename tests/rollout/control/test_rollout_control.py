@@ -118,11 +118,13 @@ class Manager:
 class Job:
     """Steps of a job with `machine`."""
 
-    def __init__(self, machine, length, restart=False, longest=None, manager=None) -> None:
+    def __init__(self, machine, length, restart=False, longest=None, manager=None, log=NULL_LOG) -> None:
+        self.done: list[tuple[str, int]] = []
         self.manager, self.drawn, self.cleared, self.step_number = manager or Manager(length), 0, set(), 0
         self.control = RolloutControl(
             machine, self.manager, draw=self._draw, submit=self._submit, clear=self.cleared.update,
-            on_progress=lambda done, total: None, log=NULL_LOG, restart=restart, longest=longest,
+            on_progress=lambda done, total: None, log=log, restart=restart, longest=longest, samples=SAMPLES,
+            on_done=lambda group, tokens: self.done.append((group, tokens)),
         )  # fmt: skip
 
     def _draw(self, count):
@@ -160,6 +162,19 @@ def test_over_sampling_trains_the_first_to_end_and_requeues_the_rest():
     assert all(plan.kept > 0 for plan in job.manager.launched[:4])
     assert job.manager.launched[0].priority > job.manager.launched[-1].priority
     assert job.manager.forgotten[:4] == groups
+
+
+def test_the_steps_log_line_counts_samples_in_all_its_numbers():
+    lines = []
+    log = SimpleNamespace(log=lambda event, seconds, extra, step: lines.append(extra))
+    Job(Oversampler(OversamplingPolicy(), SAMPLES), length, log=log).step(4)
+    assert lines == [{"total_requests": 8, "target_completion": 8, "completed_count": 8}]
+
+
+def test_lengths_are_told_while_the_step_runs():
+    job = Job(Oversampler(OversamplingPolicy(rate=0.5), SAMPLES), length)
+    job.step(4)
+    assert sorted(job.done) == sorted((group, 8) for group in ("g1", "g2", "g3", "g5") for _ in range(SAMPLES))
 
 
 def test_restart_says_so_to_the_workers():

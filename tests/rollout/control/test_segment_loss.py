@@ -1,4 +1,4 @@
-"""Masks, old log-probs and advantages of the three treatments against a reference written token by token."""
+"""Masks, old log-probs and advantages of the treatments against a reference written token by token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def reference(treatment, segments, width, mask, current, behaviour, advantage):
         inside = at < len(versions)
         bears_loss = mask[at] == 1 and (treatment != "mask" or (inside and at >= last_start))
         stale = inside and versions[at] != CURRENT
-        old = behaviour[at] if stale and treatment != "pois" else current[at]
+        old = behaviour[at] if stale and treatment in ("mask", "sais") else current[at]
         out.append((float(bears_loss), old, advantage if bears_loss else 0.0))
     return out
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from verl_mux.errors import UserError
-from verl_mux.rollout.control.migration_plan import MigrationPolicy, Stay
+from verl_mux.profiling.eventlog.log import NULL_LOG
+from verl_mux.rollout.control import tail_migration as module
+from verl_mux.rollout.control.migration_plan import Migration, MigrationPolicy, Stay
 from verl_mux.rollout.control.tail_migration import TailMigration, Unit, units
 from verl_mux.rollout.messages import RunningSample
 
@@ -49,3 +53,32 @@ def test_what_runs_is_expected_to_last_as_long_again_within_the_limit():
     first, second = migration([])._replicas(samples, token_s=0.01)
     assert [(r.id, r.context, r.remaining) for r in first.requests] == [("g_0", 60, 40.0)]
     assert [(r.id, r.context, r.remaining) for r in second.requests] == [("g_1", 110, 10.0)]
+
+
+def test_the_plans_targets_are_carried_out(monkeypatch):
+    """Three units; `a` is emptied, and each of its requests goes where the plan put it."""
+    told, freed = [], []
+
+    def remote(answer):
+        return SimpleNamespace(remote=lambda *given: (told.append(given), answer)[1])
+
+    samples = [RunningSample("g", n, "a", 40, 30, 0.0) for n in range(2)] + [
+        RunningSample("h", n, "b", 40, 20, 0.0) for n in range(3)
+    ]
+    worker = SimpleNamespace(running_samples=remote((samples, 0.01)), evacuate=remote(0))
+    balancer = SimpleNamespace(remove_servers=remote(None))
+    monkeypatch.setattr(module.ray, "get", lambda answers: answers)
+    it = TailMigration(
+        MigrationPolicy(threshold=0.5, min_gain_s=0.0, max_slowdown=9.0), units([["r0"], ["r1"], ["r2"]], ["a", "b", "c"]),
+        workers=lambda: [worker], balancer=balancer, handles={name: name.upper() for name in "abc"}, contended=lambda: ["r0"],
+        vacate=freed.append, log=NULL_LOG, longest=1000, max_requests=8, max_tokens=10**6,
+    )  # fmt: skip
+    it.begin(1)
+    found = it.consider(90, 100)
+    assert isinstance(found, Migration)
+    planned = {("g", int(move.request[-1])): move.target for move in found.moves}
+    assert set(planned.values()) <= {"r1", "r2"}
+    names, targets = next(given for given in told if len(given) == 2)
+    assert names == ["a"]
+    assert targets == {sample: {"r1": ("b", "B"), "r2": ("c", "C")}[unit] for sample, unit in planned.items()}
+    assert [unit.nodes for unit in freed] == [("r0",)]

@@ -14,7 +14,9 @@ FEEDBACK = EntropyFeedback(enable=True, high=2.0, low=0.5, margin=0.2, n_min_bou
 
 
 def trigger(n_min: int = 8, t_max_s: float = 10.0, feedback: EntropyFeedback = NO_FEEDBACK) -> TrainingTrigger:
-    return TrainingTrigger(TriggerPolicy(enable=True, n_min=n_min, t_max_s=t_max_s, entropy=feedback), now=0.0)
+    made = TrainingTrigger(TriggerPolicy(enable=True, n_min=n_min, t_max_s=t_max_s, entropy=feedback))
+    made.waits(0.0)
+    return made
 
 
 def test_trains_when_enough_groups_are_ready():
@@ -23,7 +25,6 @@ def test_trains_when_enough_groups_are_ready():
     assert it.decide(1.0) == Wait(10.0)
     it.ready(9)
     assert it.decide(2.0) == Train(9, "enough")
-    assert it.decide(2.0) == Wait(None)
 
 
 def test_trains_on_one_group_when_it_waited_long_enough():
@@ -40,12 +41,21 @@ def test_never_trains_on_nothing_and_takes_the_first_group_after_a_long_wait_at_
     assert it.decide(100.0) == Train(1, "waited")
 
 
-def test_the_wait_starts_anew_with_each_training():
-    it = trigger()
+def test_training_is_no_wait():
+    it = trigger(t_max_s=60.0)
     it.ready(8)
-    it.decide(5.0)
+    assert it.decide(0.0) == Train(8, "enough")
+    it.waits(104.0)  # the step took so long, and five groups became ready meanwhile
+    it.ready(5)
+    assert it.decide(104.0) == Wait(164.0)
+    assert it.decide(164.0) == Train(5, "waited")
+
+
+def test_a_wait_goes_on_however_often_it_is_told():
+    it = trigger()
     it.ready(1)
-    assert it.decide(14.0) == Wait(15.0)
+    it.waits(5.0)
+    assert it.decide(10.0) == Train(1, "waited")
 
 
 def test_without_feedback_entropy_changes_nothing():

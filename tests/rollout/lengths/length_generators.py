@@ -1,6 +1,6 @@
 """Synthetic prompts and lengths of different nature, for tests and for measuring predictors.
 
-    python tests/rollout/length_generators.py keyword 0 > lengths.jsonl
+    python -m tests.rollout.lengths.length_generators keyword 0 [PROMPTS] > lengths.jsonl
 
 Each kind is a list of epochs of LengthRow. What decides a length: the prompt's words, its numbers, its length, its id and
 nothing else, chance alone; with or without drift, missing prompts, samples, runaway responses.
@@ -28,7 +28,7 @@ Epochs = list[list[LengthRow]]
 
 def generate(kind: str, seed: int, prompts: int = 400, epochs: int = 4) -> Epochs:
     """Epochs of one kind, the same for the same seed."""
-    return KINDS[kind](np.random.default_rng(seed), prompts, epochs)
+    return (KINDS | TAILS)[kind](np.random.default_rng(seed), prompts, epochs)
 
 
 def _words(rng, count: int) -> list[str]:
@@ -143,6 +143,21 @@ def _runaway(rng, prompts, epochs):
     return out
 
 
+def _long_tail(rng, prompts, epochs):
+    """One prompt in eight is ten times as long as the others and stays so; its four samples differ by a twentieth."""
+    own = np.where(np.arange(prompts) % 8 == 3, rng.uniform(250, 350, prompts), 14 + 7 * rng.geometric(0.25, prompts))
+    which = np.arange(prompts).repeat(4)
+    texts = _plain_text(rng, prompts)
+    return [_epoch(texts, e, np.log(own[which]) + 0.05 * rng.standard_normal(len(which)), which) for e in range(epochs)]
+
+
+def _heavy(rng, prompts, epochs):
+    """Heavy-tailed over prompts (a factor e), noisy over their four samples (a factor e^0.5)."""
+    own, which = 0.5 + rng.standard_normal(prompts), np.arange(prompts).repeat(4)
+    texts = _plain_text(rng, prompts)
+    return [_epoch(texts, e, 5.5 + own[which] + 0.5 * rng.standard_normal(len(which)), which) for e in range(epochs)]
+
+
 KINDS: dict[str, Callable[..., Epochs]] = {
     "story": _story,
     "keyword": _keyword,
@@ -161,10 +176,12 @@ KINDS: dict[str, Callable[..., Epochs]] = {
     "chance": lambda rng, n, e: _steady(_plain_text(rng, n), np.zeros(n), 0.7, rng, e),
     "runaway": _runaway,
 }
+# For whole rollouts, not for what orders prompts: samples of a group, and a tail that sets a step's time.
+TAILS: dict[str, Callable[..., Epochs]] = {"long_tail": _long_tail, "heavy": _heavy}
 
 
 if __name__ == "__main__":
-    for epoch in generate(sys.argv[1], int(sys.argv[2]), 1000):
+    for epoch in generate(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 1000):
         for row in epoch:
             given = {"id": row.prompt.id, "prompt": row.prompt.text, "epoch": row.epoch, "length": row.length}
             print(json.dumps(given))

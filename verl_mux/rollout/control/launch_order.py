@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from verl_mux.rollout.lengths.group_early import GroupEarly
 from verl_mux.rollout.lengths.predictor import LengthPredictor
 from verl_mux.rollout.lengths.rows import LengthRow, Prompt
 
@@ -61,6 +62,7 @@ class LaunchOrder:
         self._prompts: dict[str, Prompt] = {}
         self._fit: threading.Thread | None = None
         self._unread: list[LengthRow] = []
+        self._early: set[str] = set()  # prompt groups whose lengths were read while they ran
 
     def place(self, uids: Sequence[str], prompts: Sequence[Prompt]) -> np.ndarray:
         """Indices of the prompts, the first to launch first: (prompts,) int64."""
@@ -78,15 +80,25 @@ class LaunchOrder:
         self._unread += [
             LengthRow(self._prompts[uid], epoch, int(length))
             for uid, its in lengths.items()
-            if uid in self._prompts
+            if uid in self._prompts and uid not in self._early
             for length in its
         ]
+        self._early -= set(lengths)
         for uid in lengths:
             self._prompts.pop(uid, None)
         if self.order != "fifo" and self._unread and (self._fit is None or not self._fit.is_alive()):
             rows, self._unread = self._unread, []
             self._fit = threading.Thread(target=self._learn, args=(rows,), daemon=True)
             self._fit.start()
+
+    def observe_early(self, uid: str, length: int, epoch: int) -> None:
+        """A response of a prompt group that is still under way has ended: for predictors that read the group's own lengths."""
+        if uid in self._prompts and isinstance(self._predictor, GroupEarly) and self._lock.acquire(blocking=False):
+            try:
+                self._predictor.observe([LengthRow(self._prompts[uid], epoch, length)])
+            finally:
+                self._lock.release()
+            self._early.add(uid)
 
     def _learn(self, rows: list[LengthRow]) -> None:
         with self._lock:

@@ -128,12 +128,12 @@ def _gathered(freed: Sequence[Replica], kept: Sequence[Replica], speed: EngineSp
         fitting = [r for r in kept if _fits(r, [*load[r.id], request])]
         if not fitting:
             return None
-        target = min(fitting, key=lambda r: stall[r.id] + _seconds([*load[r.id], request], speed))
+        target = min(fitting, key=lambda r: stall[r.id] + seconds_until_idle([*load[r.id], request], speed))
         load[target.id].append(request)
         stall[target.id] += request.context / speed.prefill
         moves.append(Move(request.id, source.id, target.id))
-    before = {r.id: _seconds(r.requests, speed) for r in (*freed, *kept)}
-    after = {r.id: stall[r.id] + _seconds(load[r.id], speed) for r in kept}
+    before = {r.id: seconds_until_idle(r.requests, speed) for r in (*freed, *kept)}
+    after = {r.id: stall[r.id] + seconds_until_idle(load[r.id], speed) for r in kept}
     # Unmoved, all nodes are held until the last response of all; moved, the freed ones are not.
     nodes = sum(len(r.nodes) for r in kept)
     tail, tail_before = max(after.values()), max(before.values())
@@ -155,11 +155,16 @@ def _fits(replica: Replica, requests: Sequence[Request]) -> bool:
     return len(requests) <= replica.max_requests and tokens <= replica.max_tokens
 
 
+def expected_remaining(so_far: float, longest: float) -> float:
+    """Tokens that a response of so many is expected to get: as many again, up to the limit; lengths are heavy-tailed."""
+    return min(max(longest - so_far, 1.0), max(so_far, 1.0))
+
+
 def _work(requests: Sequence[Request]) -> float:
     return sum(request.remaining for request in requests)
 
 
-def _seconds(requests: Sequence[Request], speed: EngineSpeed) -> float:
+def seconds_until_idle(requests: Sequence[Request], speed: EngineSpeed) -> float:
     """Seconds until the last request ends: steps get cheaper as requests end."""
     seconds = at = 0.0
     ends = sorted(request.remaining for request in requests)

@@ -1,15 +1,16 @@
 """Which prompt groups to launch, when to stop, and what becomes of those cut off. Events in, instructions out.
 
 A step wants n prompt groups. ceil((1 + rate) * n) are launched, those left over from earlier steps first; when n are
-complete the rest is cut off. A group cut off `max_cuts` times is protected: one of the n seats is its own and it runs to
-its end, so the step waits for it.
+complete the rest is cut off. A group cut off `max_cuts` times, or whose tokens would become older than the limit of lag allows
+(lag_limit.py), is protected: one of the n seats is its own and it runs to its end, so the step waits for it.
 
     group: WAITING -> RUNNING -> COMPLETE -> TRAINED
-                      RUNNING -> CUT -> WAITING (requeue) | DROPPED (drop, or failed too often)
+                      RUNNING -> CUT -> WAITING (requeue) | DROPPED (drop, too old, or failed too often)
                                  CUT -> COMPLETE (it ended before the abort reached it, and a seat was free)
 
 Invariants (asserted by the tests): a prompt drawn is in exactly one state; a step trains at most n groups, and fewer only
-when the data ended; left-over groups start before new ones; a protected group is cut only when it fails too often.
+when the data ended; left-over groups start before new ones; a protected group is cut only when it fails too often; no token is
+trained later than the limit of lag says.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from verl_mux.rollout.control.lag_limit import LagLimit, must_train
 from verl_mux.rollout.control.step_metrics import StepMetrics
 from verl_mux.rollout.messages import Abort, Draw, Drop, Finish, Instruction, Launch, Report
 
@@ -34,6 +36,7 @@ class OversamplingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     leftover: what becomes of the groups cut off. tokens: whether a requeued group goes on from its tokens or from its prompt.
     max_cuts: after so many cuts a group is protected. max_failures: a group that lost more samples than this is dropped.
+    accept_length_bias: that `drop` and `restart`, which train short responses more often than long ones, are wanted all the same.
     """
 
     rate: float = 0.0
@@ -41,6 +44,7 @@ class OversamplingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     tokens: str = "resume"
     max_cuts: int = 2
     max_failures: int = 3
+    accept_length_bias: bool = False
 
 
 class State(str, Enum):
@@ -55,7 +59,7 @@ class State(str, Enum):
 
 
 _MOVES = {
-    State.WAITING: (State.RUNNING,),
+    State.WAITING: (State.RUNNING, State.DROPPED),
     State.RUNNING: (State.COMPLETE, State.CUT),
     State.CUT: (State.WAITING, State.DROPPED, State.COMPLETE),
     State.COMPLETE: (State.TRAINED,),
@@ -77,6 +81,7 @@ class _Group:
     state: State = State.WAITING
     cuts: int = 0
     failures: int = 0
+    first: int | None = None  # step in which its oldest token was written
 
     def move(self, state: State) -> None:
         if state not in _MOVES.get(self.state, ()):
@@ -103,12 +108,13 @@ class Oversampler:
     that is not running (an abort and an end that crossed, a group already settled) changes nothing.
     """
 
-    def __init__(self, policy: OversamplingPolicy, samples_per_group: int) -> None:
-        self.policy = policy
+    def __init__(self, policy: OversamplingPolicy, samples_per_group: int, lag: LagLimit | None = None) -> None:
+        self.policy, self._lag = policy, lag
         self.metrics = StepMetrics()
         self._samples_per_group = samples_per_group
         self._groups: dict[str, _Group] = {}  # in the order they were drawn; neither trained nor dropped ones
-        self._wanted = 0
+        self._wanted = self._step = 0
+        self._due: set[str] = set()  # groups that the limit of lag wants trained in this step
         self._asked_for = 0  # prompts asked for with Draw and not yet reported
         self._data_ended = False
         self._in_step = False
@@ -122,10 +128,15 @@ class Oversampler:
         if self._in_step:
             raise RuntimeError("over-sampling: a step is running; the next begins after its Finish")
         self._in_step, self._wanted, self._data_ended, self.metrics = True, wanted, False, StepMetrics()
+        self._step += 1
         size = math.ceil(round((1 + self.policy.rate) * wanted, 9))  # 1.1 * 10 is 11 and not 12
+        size = size if self._lag is None else min(size, self._lag.under_way(wanted))
+        out = self._drop_stale(self._step)
+        self._find_due()
         chosen = self._left_over(size)
-        out = [instruction for group in chosen for instruction in self._launch(group)]
-        self._asked_for = size - len(chosen)
+        out += [instruction for group in chosen for instruction in self._launch(group)]
+        # Protected groups without a seat are under way too: did new ones take their places, there would be ever more of them.
+        self._asked_for = max(0, size - len(self._groups))
         return [*out, Draw(self._asked_for)] if self._asked_for else [*out, *self._settle()]
 
     def drawn(self, groups: Sequence[str]) -> list[Instruction]:
@@ -158,6 +169,7 @@ class Oversampler:
         self.metrics.failed_samples += 1
         it.samples[sample] = _Sample()
         it.failures += 1
+        it.first = it.first if it.tokens else None
         if it.state is State.CUT:
             return self._settle()
         if it.failures <= self.policy.max_failures:
@@ -175,33 +187,63 @@ class Oversampler:
     def to_dict(self) -> dict[str, Any]:
         """For a checkpoint. A group that has not been trained by then will be left over: its engine will be gone."""
         groups = [
-            {"name": g.name, "cuts": g.cuts, "failures": g.failures, "tokens": [sample.tokens for sample in g.samples]}
+            {
+                "name": g.name, "cuts": g.cuts, "failures": g.failures, "tokens": [sample.tokens for sample in g.samples],
+                "age": None if g.first is None else self._step - g.first,
+            }
             for g in self._groups.values()
-        ]
+        ]  # fmt: skip
         return {"groups": groups}
 
     @classmethod
-    def from_dict(cls, policy: OversamplingPolicy, samples_per_group: int, saved: dict[str, Any]) -> Oversampler:
+    def from_dict(
+        cls, policy: OversamplingPolicy, samples_per_group: int, saved: dict[str, Any], lag: LagLimit | None = None
+    ) -> Oversampler:
         """Resume. Left-over groups go on from their tokens or start again, in their order and with their cuts."""
-        out = cls(policy, samples_per_group)
+        out = cls(policy, samples_per_group, lag)
         for group in saved["groups"]:
             tokens = group["tokens"] if policy.tokens == "resume" else [0] * samples_per_group
             samples = [_Sample(tokens=kept) for kept in tokens]
-            out._groups[group["name"]] = _Group(group["name"], samples, cuts=group["cuts"], failures=group["failures"])
+            age = group.get("age") if any(tokens) else None
+            out._groups[group["name"]] = _Group(
+                group["name"], samples, cuts=group["cuts"], failures=group["failures"], first=None if age is None else -age
+            )
         return out
 
     def _left_over(self, size: int) -> list[_Group]:
         """Up to `size` waiting groups, the oldest first, and of protected ones no more than there are seats."""
         chosen: list[_Group] = []
         seats = self._wanted
-        for group in self._groups.values():
+        for group in sorted(self._groups.values(), key=lambda group: group.name not in self._due):
             if len(chosen) < size and (seats > 0 or not self._protected(group)):
                 chosen.append(group)
                 seats -= self._protected(group)
         return chosen
 
     def _protected(self, group: _Group) -> bool:
-        return group.cuts >= self.policy.max_cuts
+        return group.cuts >= self.policy.max_cuts or group.name in self._due
+
+    def _find_due(self) -> None:
+        """The oldest groups, as many as have to be trained now."""
+        self._due = set()
+        if self._lag is not None and self._lag.strategy != "drop":
+            aged = sorted(
+                (group.first, at, name) for at, (name, group) in enumerate(self._groups.items()) if group.first is not None
+            )
+            count = must_train([self._step - first for first, _, _ in aged], self._wanted, self._lag.most)
+            self._due = {name for _, _, name in aged[:count]}
+
+    def _drop_stale(self, step: int) -> list[Instruction]:
+        """Waiting groups that would be too old in this step, where the limit's strategy is to drop them."""
+        out: list[Instruction] = []
+        for group in self._in_state(State.WAITING):
+            out += self._drop(group, "stale") if self._too_old(group, step) else []
+        return out
+
+    def _too_old(self, group: _Group, step: int) -> bool:
+        if self._lag is None or self._lag.strategy != "drop" or group.first is None:
+            return False
+        return step - group.first > self._lag.most
 
     def _launch(self, group: _Group) -> list[Instruction]:
         group.move(State.RUNNING)
@@ -218,6 +260,7 @@ class Oversampler:
             return []
         it = group.samples[sample]
         it.running, it.ended, it.tokens = False, ended, tokens
+        group.first = self._step if group.first is None and tokens else group.first
         self.metrics.generated_tokens += max(0, tokens - it.kept)
         if not ended and group.state is State.RUNNING:  # aborted by someone else, who does not settle its group's fate
             return [self._start(group, sample)]
@@ -229,6 +272,7 @@ class Oversampler:
         if self.policy.tokens == "restart":
             self.metrics.wasted_tokens += sample.tokens
             sample.tokens = 0
+            group.first = group.first if group.tokens else None
         sample.running, sample.kept = True, sample.tokens
         return Launch(group.name, index, sample.kept)
 
@@ -240,7 +284,8 @@ class Oversampler:
                 out += self._place(group)
         running = self._in_state(State.RUNNING)
         taken = len(self._in_state(State.COMPLETE)) + sum(map(self._protected, running))
-        if taken >= self._wanted:
+        waits = self._lag is not None and self._lag.strategy == "wait" and any(group.name in self._due for group in running)
+        if taken >= self._wanted and not waits:
             for group in running:
                 out += [] if self._protected(group) else self._cut(group)
         return [*out, *self._refill(), *self._finish()]
@@ -264,7 +309,7 @@ class Oversampler:
         self.metrics.requeued_groups += 1
         if self.policy.tokens == "restart":
             self.metrics.wasted_tokens += group.tokens
-            group.samples = [_Sample() for _ in group.samples]
+            group.samples, group.first = [_Sample() for _ in group.samples], None
         return []
 
     def _drop(self, group: _Group, reason: str) -> list[Instruction]:

@@ -37,17 +37,19 @@ class RolloutControl:
 
     migration: what gives nodes back before the last response; None where that is off.
     restart: groups left over begin again from their prompts. longest: most tokens of a response, None as verl limits it.
-    on_progress(done, total): samples of this step. clear(uids): forget dropped groups.
+    on_progress(done, total): samples of this step. clear(uids): forget dropped groups. samples: of a prompt group.
+    on_done(group, tokens): a sample has ended by itself.
     """
 
     def __init__(
         self, machine: Machine, manager: Any, *, draw: Callable[[int], Any], submit: Callable[[Any, list[Launch]], Any],
         clear: Callable[[set[str]], None], on_progress: Callable[[int, int], None], log: Any, restart: bool, longest: int | None,
-        migration: TailMigration | None = None,
+        samples: int, on_done: Callable[[str, int], None], migration: TailMigration | None = None,
     ) -> None:  # fmt: skip
         self.machine, self._manager, self._log = machine, manager, log
         self._draw, self._submit, self._clear, self._on_progress = draw, submit, clear, on_progress
         self._restart, self._longest, self.migration = restart, longest, migration
+        self._samples, self._on_done = samples, on_done
         self._step = self._launched = self._done = self._wanted = 0
         self._began = 0.0
         self._finished: tuple[str, ...] | None = None
@@ -68,13 +70,16 @@ class RolloutControl:
         """Until the step's groups are complete: their uids. What is cut off has left its engine by then."""
         while self._finished is None:
             for report in self._reports():
-                self._done += report.kind == "done"
+                if report.kind == "done":
+                    self._done += 1
+                    self._on_done(report.group, report.total)
                 self._carry_out(self.machine.report(report))
             self._on_progress(self._done, max(self._launched, 1))
             if self.migration is not None and self._finished is None:
                 self.migration.consider(self._done, self._launched)
         groups = list(self._finished)
-        extra = {"total_requests": self._launched, "target_completion": self._wanted, "completed_count": self._done}
+        extra = {"total_requests": self._launched, "target_completion": self._wanted * self._samples,
+                 "completed_count": self._done}  # fmt: skip
         self._log.log(events.GENERATE_MONITORED, time.perf_counter() - self._began, extra=extra, step=self._step)
         self._manager.forget(groups)
         return groups

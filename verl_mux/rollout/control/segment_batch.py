@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from verl_mux.rollout.control.segment_loss import SegmentMap, off_policy_share, segment_map, treat
+from verl_mux.rollout.control.segment_loss import WEIGHTED, SegmentMap, off_policy_share, segment_map, treat
 from verl_mux.rollout.messages import Segment
 
 
@@ -35,7 +35,7 @@ def treat_batch(
         "segments_per_response": float((where.last + 1).double().mean()),
         "oldest_version_lag": float(version - min((s.version for t in segments for s in t), default=version)),
     }
-    if treatment == "pois" or metrics["off_policy_token_fraction"] == 0:
+    if treatment == "pois" or treatment in WEIGHTED or metrics["off_policy_token_fraction"] == 0:
         return Treated({}, metrics)
     assert rollout_log_probs is not None, f"treatment {treatment} needs the log-probs of generation"
     current = old_log_probs.to_padded_tensor(padding=0.0)

@@ -1,13 +1,17 @@
-"""How trajectories that span several versions of the weights enter the loss: `mask | pois | sais`.
+"""How trajectories that span several versions of the weights enter the loss: `tis | decoupled | mask | pois | sais`.
 
 With theta the weights about to be updated, and pi_v those that generated a token:
 
 | treatment | loss on          | old log-prob of a token                                        |
+| tis       | every segment    | that of theta; the loss of a token is weighted by pi_theta / pi_v, at most 2 |
+| decoupled | every segment    | that of theta; the same weight, at most 5 |
 | mask      | the last segment | as sais; earlier segments are context                          |
 | pois      | every segment    | that of theta: ratio 1 at the first update                     |
 | sais      | every segment    | that of pi_v; of theta where v is theta's version already      |
 
-`mask` is what slime calls masking off-policy tokens in a partial rollout; `pois` and `sais` are UloRL's (arXiv 2507.19766).
+`tis` and `decoupled` are verl's own rollout correction with weights token by token (truncated importance sampling; the decoupled
+objective of AReaL, arXiv 2505.24298): verl computes and applies the weights, nothing is changed here. `mask` is what
+slime calls masking off-policy tokens in a partial rollout; `pois` and `sais` are UloRL's (arXiv 2507.19766).
 So pois and sais agree exactly on tokens whose weights have not changed since. A segment is a run of tokens of one version:
 a boundary where the weights stayed the same is none. Arrays may be numpy or torch, (trajectories, tokens), right-padded.
 """
@@ -21,7 +25,9 @@ import numpy as np
 
 from verl_mux.rollout.messages import Segment, merged
 
-TREATMENTS = ("mask", "pois", "sais")
+# Treatments that are verl's: algorithm.rollout_correction.rollout_is=token with this threshold.
+WEIGHTED = {"tis": 2.0, "decoupled": 5.0}
+TREATMENTS = (*WEIGHTED, "mask", "pois", "sais")
 PADDING = -1
 
 
@@ -73,7 +79,7 @@ def treat(
     """
     if treatment not in TREATMENTS:
         raise ValueError(f"unknown segment treatment {treatment!r}; allowed: {', '.join(TREATMENTS)}")
-    if treatment == "pois":
+    if treatment == "pois" or treatment in WEIGHTED:
         return SegmentLoss(response_mask, current)
     unchanged = (segments.version == current_version) | (segments.version == PADDING)
     old_log_probs = _where(unchanged, current, behaviour)

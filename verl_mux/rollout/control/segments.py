@@ -14,6 +14,7 @@ of a sample's segments add up to its tokens and their versions never fall; unfin
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -87,6 +88,7 @@ class Sample:
     segments: list[Segment] = field(default_factory=list)
     truncated: bool = False
     lost_tokens: int = 0
+    budget: int = 0  # of its present segment
 
     @property
     def length(self) -> int:
@@ -117,12 +119,17 @@ class SegmentPools:
             raise RuntimeError(f"segments: prompt group {group} was added twice")
         self._groups[group] = [Sample(SampleKey(group, sample)) for sample in range(samples)]
 
-    def start(self) -> list[Start]:
-        """One segment for everything that waits: unfinished ones first, the oldest first, then the new."""
+    def start(self, to_the_end: Collection[str] = ()) -> list[Start]:
+        """One segment for everything that waits: unfinished ones first, the oldest first, then the new.
+
+        to_the_end: groups whose segment is as long as their responses may still become.
+        """
         waiting = self._in_state(State.UNFINISHED) + self._in_state(State.NEW)
         for sample in waiting:
             sample.move(State.RUNNING)
-        return [Start(t.key, t.length, self._budget(t)) for t in waiting]
+            left = self.limits.longest - sample.length
+            sample.budget = left if sample.key.group in to_the_end else min(self.limits.segment_length, left)
+        return [Start(t.key, t.length, t.budget) for t in waiting]
 
     def ended(self, key: SampleKey, length: int, version: int, why: End) -> State:
         """A segment ended with `length` new tokens, by the weights of `version`. Where its sample is now.
@@ -131,8 +138,8 @@ class SegmentPools:
             RuntimeError: it does not run, or generated more than its budget.
         """
         it = self._find(key)
-        if it.state is not State.RUNNING or length > self._budget(it):
-            raise RuntimeError(f"segments: {length} tokens for {key}, {it.state.value}, budget {self._budget(it)}")
+        if it.state is not State.RUNNING or length > it.budget:
+            raise RuntimeError(f"segments: {length} tokens for {key}, {it.state.value}, budget {it.budget}")
         if why is End.FAILED:
             it.lost_tokens += length
             length = 0
@@ -146,9 +153,10 @@ class SegmentPools:
         """Prompt groups all of whose samples are experience, the oldest first."""
         return [name for name, group in self._groups.items() if all(t.state is State.EXPERIENCE for t in group)]
 
-    def take(self, count: int) -> list[list[Sample]]:
-        """Up to `count` ready groups for training; they leave the pools."""
-        return [self._leave(name, State.TRAINED) for name in self.ready()[:count]]
+    def take(self, count: int, first: Collection[str] = ()) -> list[list[Sample]]:
+        """Up to `count` ready groups for training, those of `first` first; they leave the pools."""
+        ready = sorted(self.ready(), key=lambda name: name not in first)
+        return [self._leave(name, State.TRAINED) for name in ready[:count]]
 
     def drop(self, group: str) -> list[Sample]:
         """Give a whole group up, whatever its samples do."""
@@ -175,8 +183,9 @@ class SegmentPools:
             out._groups[name] = [_restored(SampleKey(name, sample), t) for sample, t in enumerate(group)]
         return out
 
-    def _budget(self, sample: Sample) -> int:
-        return min(self.limits.segment_length, self.limits.longest - sample.length)
+    def names(self) -> list[str]:
+        """All groups here, in the order in which they were added."""
+        return list(self._groups)
 
     def _find(self, key: SampleKey) -> Sample:
         try:

@@ -8,6 +8,7 @@ the price. At the next step's begin all engines are back.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,16 @@ import ray
 
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
-from verl_mux.rollout.control.migration_plan import EngineSpeed, Migration, MigrationPolicy, Replica, Request, Stay, plan
+from verl_mux.rollout.control.migration_plan import (
+    EngineSpeed,
+    Migration,
+    MigrationPolicy,
+    Replica,
+    Request,
+    Stay,
+    expected_remaining,
+    plan,
+)
 from verl_mux.rollout.messages import RunningSample
 
 _AGAIN_S = 0.05
@@ -97,7 +107,7 @@ class TailMigration:
         replicas = self._replicas(samples, token_s)
         found = plan(replicas, done, total, wanted, _speed(token_s, replicas), self._policy)
         if isinstance(found, Migration):
-            self._carry_out(found)
+            self._carry_out(found, samples)
         return found
 
     def _replicas(self, samples: Sequence[RunningSample], token_s: float) -> list[Replica]:
@@ -112,17 +122,24 @@ class TailMigration:
         return out
 
     def _request(self, it: RunningSample, token_s: float) -> Request:
-        """A response that has lasted so long is expected to last as long again, up to the limit: lengths are heavy-tailed."""
         so_far = it.tokens + it.seconds / token_s
-        remaining = min(max(self._longest - so_far, 1.0), max(so_far, 1.0))
-        return Request(f"{it.group}_{it.sample}", round(it.context + it.seconds / token_s), remaining)
+        remaining = expected_remaining(so_far, self._longest)
+        return Request(_id(it), round(it.context + it.seconds / token_s), remaining)
 
-    def _carry_out(self, found: Migration) -> None:
+    def _targets(self, found: Migration, samples: Sequence[RunningSample]) -> dict[tuple[str, int], tuple[str, Any]]:
+        """Name and handle of the server that each moved sample goes on with; a unit's servers take turns."""
+        servers = {unit.nodes[0]: itertools.cycle(unit.servers) for unit in self._units}
+        by_id = {_id(it): (it.group, it.sample) for it in samples}
+        names = {by_id[move.request]: next(servers[move.target]) for move in found.moves}
+        return {sample: (name, self._handles[name]) for sample, name in names.items()}
+
+    def _carry_out(self, found: Migration, samples: Sequence[RunningSample]) -> None:
         began = time.perf_counter()
         leaving = [unit for unit in self._units if unit.nodes[0] in found.freed]
         names = [name for unit in leaving for name in unit.servers]
         ray.get(self._balancer.remove_servers.remote(names))
-        while sum(ray.get([worker.evacuate.remote(names) for worker in self._workers()])):
+        targets = self._targets(found, samples)
+        while sum(ray.get([worker.evacuate.remote(names, targets) for worker in self._workers()])):
             time.sleep(_AGAIN_S)
         self._freed += leaving
         for unit in leaving:
@@ -137,6 +154,10 @@ class TailMigration:
         self._log.log(events.MIGRATION, time.perf_counter() - began, extra=extra, step=self._step)
         self.metrics["migrated_requests"] += len(found.moves)
         self.metrics["freed_nodes"] += len(nodes)
+
+
+def _id(it: RunningSample) -> str:
+    return f"{it.group}_{it.sample}"
 
 
 def _speed(token_s: float, replicas: Sequence[Replica]) -> EngineSpeed:

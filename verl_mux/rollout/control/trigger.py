@@ -1,6 +1,8 @@
 """When a streaming trainer trains: enough prompt groups are ready, or it has waited long enough for at least one.
 
-    train when ready >= n_min, or when t_max_s has passed since the last training and ready >= 1
+    train when ready >= n_min, or when the trainer has waited for t_max_s and ready >= 1
+
+The wait begins when the trainer asks for samples: what it spends on training is no wait.
 
 With entropy feedback (off by default: nobody has shown that it helps) the trainer's mean entropy moves both thresholds:
 
@@ -68,14 +70,19 @@ class Wait:
 
 
 class TrainingTrigger:
-    """ready and learner_state whenever they change; decide after each, and at Wait.until."""
+    """waits when the trainer asks for samples; then ready and learner_state whenever they change, and decide after each and at
+    Wait.until, until it says Train."""
 
-    def __init__(self, policy: TriggerPolicy, now: float) -> None:
+    def __init__(self, policy: TriggerPolicy) -> None:
         self.policy = policy
         self.mood = Mood.STEADY
         self._ready = 0
-        self._since = now
+        self._since: float | None = None  # None: the trainer trains
         self._version = -1
+
+    def waits(self, now: float) -> None:
+        """The trainer has nothing to do but wait for samples, from now on."""
+        self._since = now if self._since is None else self._since
 
     def ready(self, groups: int) -> None:
         """So many prompt groups are ready now."""
@@ -89,12 +96,14 @@ class TrainingTrigger:
         self.mood = _mood(self.mood, news.entropy, self.policy.entropy)
 
     def decide(self, now: float) -> Train | Wait:
-        """Train, which starts the wait anew, or wait."""
-        enough, deadline = self.n_min, self._since + self.t_max_s
-        if self._ready >= enough:
-            return self._train(now, "enough")
+        """Train, which ends the trainer's wait, or wait."""
+        self.waits(now)
+        assert self._since is not None
+        deadline = self._since + self.t_max_s
+        if self._ready >= self.n_min:
+            return self._train("enough")
         if self._ready and now >= deadline:
-            return self._train(now, "waited")
+            return self._train("waited")
         return Wait(deadline if self._ready else None)
 
     @property
@@ -115,8 +124,8 @@ class TrainingTrigger:
         low, high = feedback.t_max_s_bounds
         return max(low, min(high, self.policy.t_max_s * self.mood.value))
 
-    def _train(self, now: float, reason: str) -> Train:
-        groups, self._ready, self._since = self._ready, 0, now
+    def _train(self, reason: str) -> Train:
+        groups, self._ready, self._since = self._ready, 0, None
         return Train(groups, reason)
 
 

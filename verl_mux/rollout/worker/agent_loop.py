@@ -110,9 +110,9 @@ class MuxAgentLoopWorker(_VerlWorker):
         """Samples that may generate, and the seconds a token took lately."""
         return self._groups.running_samples(), self.llm_client.token_s
 
-    async def evacuate(self, servers: list[str]) -> int:
-        """Let what runs on these servers go on elsewhere. How many are still there."""
-        return self._groups.evacuate(servers)
+    async def evacuate(self, servers: list[str], targets: dict[tuple[str, int], tuple[str, Any]]) -> int:
+        """Let what runs on these servers go on elsewhere, by (group, sample) on the server planned. How many are still there."""
+        return self._groups.evacuate(servers, targets)
 
     async def drop(self, groups: list[str]) -> None:
         """Give whole groups up."""

@@ -70,8 +70,12 @@ class PromptGroups:
         now = time.perf_counter()
         return [_running(response, now) for response in self._all() if response.running and not response.ended]
 
-    def evacuate(self, servers: list[str]) -> int:
-        """Let what runs on these servers go on elsewhere. How many are still there."""
+    def evacuate(self, servers: list[str], targets: dict[tuple[str, int], tuple[str, Any]]) -> int:
+        """Let what runs on these servers go on elsewhere: where it is planned, else where there is least to do. How many are
+        still there."""
+        for response in self._all():
+            if response.stage is Stage.ENGINE and response.server_id in servers:
+                response.target = targets.get((response.group, response.sample))
         return evacuate(self._all(), servers)
 
     async def drop(self, groups: Iterable[str]) -> None:

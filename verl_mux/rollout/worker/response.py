@@ -76,6 +76,7 @@ class Response:
         self.engine_request: str | None = None
         self.server: Any = None
         self.server_id: str | None = None
+        self.target: tuple[str, Any] | None = None  # name and handle of the server that its next stay is planned on
         self.entered = 0.0  # the engine, by time.perf_counter
         self._report = report
         self._open = asyncio.Event()
@@ -101,6 +102,11 @@ class Response:
     def is_open(self) -> bool:
         """May it generate?"""
         return self._open.is_set()
+
+    def take_target(self) -> tuple[str, Any] | None:
+        """Where its next stay is planned, once."""
+        target, self.target = self.target, None
+        return target
 
     @property
     def turn(self) -> int:

@@ -31,20 +31,35 @@ class CutBeforeEngine(Exception):
 
 
 class MuxServerClient(LLMServerClient):
-    """verl's client, with our name for a request in the engine and a note of which server has it."""
+    """verl's client, with our name for a request in the engine, a note of which server has it, and the way to a planned one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._directed: set[str] = set()  # requests that the load balancer did not place
 
     def _vllm_request_id(self, request_id: str) -> str:
         return _engine_request.get() or super()._vllm_request_id(request_id)
 
     async def _acquire_server(self, request_id: str, **extra):
-        server_id, server = await super()._acquire_server(request_id, **extra)
         response = current.get()
+        target = None if response is None else response.take_target()
+        if target is None:
+            server_id, server = await super()._acquire_server(request_id, **extra)
+        else:
+            server_id, server = target
+            self._directed.add(request_id)
         if response is not None:
             if not response.is_open:
                 self._release_server(server_id, request_id=request_id)
                 raise CutBeforeEngine
             response.server, response.server_id = server, server_id
         return server_id, server
+
+    def _release_server(self, server_id: str, request_id: str | None = None) -> None:
+        if request_id in self._directed:  # the balancer counts what it placed itself
+            self._directed.discard(request_id)
+        else:
+            super()._release_server(server_id, request_id=request_id)
 
 
 class ResponseClient:

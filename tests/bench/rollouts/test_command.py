@@ -1,0 +1,127 @@
+"""`verl-mux bench predictor` on real files, as a command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.rollout.lengths.length_generators import generate
+from verl_mux import cli
+
+REQUIRED = {"kendall_tau", "kendall_tau_by_epoch", "us_per_prompt", "sjf_mean_completion_ratio", "ljf_makespan_ratio"}
+FAST = ["--predictor", "fifo", "--predictor", "oracle", "--predictor", "history_mean", "--predictor", "default"]
+
+
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def bench(monkeypatch, capsys) -> Callable[..., Done]:
+    """The command, in this process."""
+
+    def run(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["verl-mux", "bench", "predictor", *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        return Done(exit_.value.code or 0, *capsys.readouterr())
+
+    return run
+
+
+def lines(tmp_path: Path, *rows: object) -> str:
+    file = tmp_path / f"lengths{len(list(tmp_path.iterdir()))}.jsonl"
+    file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+    return str(file)
+
+
+def as_rows(epochs) -> list[dict]:
+    return [{"id": r.prompt.id, "prompt": r.prompt.text, "epoch": r.epoch, "length": r.length} for e in epochs for r in e]
+
+
+def test_prints_one_json_object_with_every_figure(bench, tmp_path):
+    done = bench(lines(tmp_path, *as_rows(generate("keyword", 1, prompts=120, epochs=3))), "--json")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    assert {"fifo", "oracle", "prompt_length", "history_mean", "default"} <= set(results)
+    for name, figures in results.items():
+        assert set(figures) >= REQUIRED, name
+        assert len(figures["kendall_tau_by_epoch"]) == 3
+        assert figures["kendall_tau"] == figures["kendall_tau_by_epoch"][-1]
+    assert results["fifo"]["sjf_mean_completion_ratio"] == results["fifo"]["ljf_makespan_ratio"] == 1
+    assert results["oracle"]["kendall_tau"] == 1
+    assert results["oracle"]["sjf_mean_completion_ratio"] < results["default"]["sjf_mean_completion_ratio"] < 1
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"id": 1, "prompt": "a", "epoch": 0, "length": 5}],
+        [{"id": i, "prompt": "", "epoch": 0, "length": 0} for i in range(3)],
+        [{"id": 1, "prompt": "a", "epoch": e, "length": n} for e in (3, 9) for n in (5, 6, 7)],
+        [{"id": "x", "prompt": [{"role": "user", "content": "\u4f60\u597d"}], "epoch": 1, "length": 5.0}, ""],
+        [{"id": e, "prompt": "a" * 9, "epoch": e, "length": 5} for e in (2, 1, 0)],
+    ],
+    ids=["one row", "no tokens", "samples and missing epochs", "messages and a blank line", "epochs out of order"],
+)
+def test_odd_but_valid_files_are_measured(bench, tmp_path, rows):
+    done = bench(lines(tmp_path, *rows), "--json", *FAST)
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout)) == {"fifo", "oracle", "history_mean", "default"}
+
+
+GOOD = {"id": 1, "prompt": "a", "epoch": 0, "length": 5}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "expected an object"),
+        ({"id": 1, "prompt": "a", "epoch": 0}, "length is missing"),
+        (GOOD | {"length": -1}, "length must be an integer of 0 or more and below 2147483648, given -1"),
+        (GOOD | {"length": True}, "length must be an integer"),
+        (GOOD | {"length": 1.5}, "given 1.5"),
+        ('{"id": 1, "prompt": "a", "epoch": 0, "length": 1e400}', "line 2"),
+        (GOOD | {"epoch": "first"}, "epoch must be an integer"),
+        (GOOD | {"prompt": None}, "prompt must be text"),
+        (GOOD | {"id": None}, "id must be text or a whole number"),
+    ],
+)
+def test_a_bad_line_is_refused_by_its_number_or_left_out_and_counted(tmp_path, row, said):
+    from verl_mux.errors import UserError
+    from verl_mux.rollout.lengths.file import read_rows
+
+    file = Path(lines(tmp_path, GOOD, row))
+    with pytest.raises(UserError, match="line 2: ") as error:
+        read_rows(file, skip_bad=False)
+    assert said in str(error.value)
+    rows, bad = read_rows(file, skip_bad=True)
+    assert len(rows) == len(bad) == 1
+
+
+def test_bad_input_is_one_line_on_stderr_and_exit_code_2(bench, tmp_path):
+    for arguments, said in (
+        ([lines(tmp_path, "{")], "line 1: not JSON"),
+        ([lines(tmp_path, "")], "holds no usable row"),
+        ([str(tmp_path / "none.jsonl")], "cannot read"),
+        ([str(tmp_path)], "cannot read"),
+        ([lines(tmp_path, GOOD), "--predictor", "bert"], "allowed: fifo, oracle"),
+    ):
+        done = bench(*arguments)
+        assert done.returncode == 2, done
+        assert said in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_bad_lines_left_out_are_said(bench, tmp_path):
+    done = bench(lines(tmp_path, GOOD, "{", "[]"), "--skip-bad", "--json", *FAST)
+    assert done.returncode == 0
+    assert "2 bad lines left out, the first: line 2: not JSON" in done.stderr

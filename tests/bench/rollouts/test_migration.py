@@ -1,0 +1,46 @@
+"""The figures of `verl-mux bench migration`, from what two runs wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from verl_mux.bench.rollouts.migration import compare, measure
+from verl_mux.errors import UserError
+
+
+def _run(directory: Path, ends: dict[str, list[float]], responses: list[tuple[str, str]], migrated: int) -> Path:
+    log = directory / "coordinator" / "events" / "step_1"
+    log.mkdir(parents=True)
+    lines = [
+        {"event": "step_report", "timestamp": f"2026-01-01T00:00:{second:06.3f}", "extra": {"job": job}}
+        for job, seconds in ends.items()
+        for second in seconds
+    ]
+    (log / "worker_0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (directory / "wide" / "responses").mkdir(parents=True)
+    rows = [{"input": prompt, "output": text} for prompt, text in responses]
+    (directory / "wide" / "responses" / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    events = directory / "wide" / "events"
+    events.mkdir()
+    moved = {"event": "request_migrated", "timestamp": "2026-01-01T00:00:12", "extra": {}}
+    (events / "worker_0.jsonl").write_text(json.dumps(moved) + "\n" if migrated else "")
+    return directory
+
+
+def test_responses_are_paired_by_prompt_whatever_their_order(tmp_path):
+    ends = {"wide": [10.0, 20.0], "narrow": [5.0, 30.0]}
+    first = _run(tmp_path / "with", ends, [("p", "a"), ("q", "b"), ("q", "c")], migrated=1)
+    slower = {"wide": [10.0, 20.0], "narrow": [5.0, 35.0]}
+    second = _run(tmp_path / "without", slower, [("q", "c"), ("p", "a"), ("q", "x")], migrated=0)
+    found = compare(first, second, ["wide", "narrow"])
+    assert found["makespan_s"] == {"with": 20.0, "without": 25.0}
+    assert (found["ratio"], found["migrated_requests"]) == (0.8, 1)
+    assert (found["responses"], found["equal_responses"]) == (3, 1)
+
+
+def test_a_run_file_without_migration_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no job has mux.rollout.migration.enable=true"):
+        measure(Path("examples/demo.yaml"), tmp_path)

@@ -1,0 +1,59 @@
+"""The figures of `verl-mux bench rollout` from what jobs wrote."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl_mux.bench.rollouts.modes import MODES, Run, figures, overrides, read_run
+
+
+def made_run(mode, seed, step_s, reward, **rollout) -> Run:
+    metrics = {
+        step: {
+            "timing_s/gen": step_s / 2,
+            "timing_s/step": step_s if step > 1 else 9.0,
+            "critic/score/mean": 0.1 * step,
+            **{f"mux/rollout/{k}": v for k, v in rollout.items()},
+        }
+        for step in range(1, 5)
+    }
+    metrics[4]["val-core/sums/reward/mean@4"] = reward
+    return Run(mode, seed, metrics)
+
+
+def test_ratios_are_taken_seed_by_seed_and_the_warm_up_is_left_out():
+    runs = [made_run("sync", 1, 2.0, 0.50), made_run("sync", 2, 4.0, 0.54)]
+    runs += [made_run("oversample", 1, 1.0, 0.49, generated_tokens=100, wasted_tokens=10),
+             made_run("oversample", 2, 3.0, 0.51, generated_tokens=100, wasted_tokens=10)]  # fmt: skip
+    modes = figures(runs, warmup=1)["modes"]
+    assert modes["sync"]["time_ratio_to_sync"] == 1.0
+    assert modes["oversample"]["time_ratio_to_sync_by_seed"] == [0.5, 0.75]
+    assert modes["oversample"]["wasted_token_fraction"] == pytest.approx(0.1)
+    assert modes["sync"]["reward_spread"] == pytest.approx(0.04)
+    assert modes["oversample"]["reward_minus_sync"] == pytest.approx(-0.02)
+    assert modes["oversample"]["reward_within_spread"]
+
+
+def test_a_step_that_trains_fewer_groups_counts_for_fewer():
+    whole, half = made_run("sync", 1, 2.0, 0.5), made_run("trigger", 1, 2.0, 0.5, **{"trigger/groups": 4})
+    modes = figures([whole, half], warmup=1)["modes"]
+    assert modes["trigger"]["time_ratio_to_sync"] == 2.0
+    assert (modes["sync"]["groups_trained"], modes["trigger"]["groups_trained"]) == (32, 16)
+
+
+def test_a_run_is_read_from_its_console(tmp_path):
+    (tmp_path / "job.log").write_text(
+        "(TaskRunner pid=1) step:2 - critic/score/mean:0.25 - mux/rollout/wasted_tokens:12 - "
+        "val-core/a/b/reward/mean@4:np.float64(0.5) - timing_s/gen:1e-1\n"
+    )
+    run = read_run("sync", 1, tmp_path)
+    assert run.metrics[2] == {
+        "critic/score/mean": 0.25, "mux/rollout/wasted_tokens": 12.0, "val-core/a/b/reward/mean@4": 0.5, "timing_s/gen": 0.1,
+    }  # fmt: skip
+
+
+def test_four_segments_span_the_longest_response():
+    assert "mux.rollout.segments.segment_length=64" in overrides("segments", 1.0, 256)
+    assert "mux.rollout.segments.segment_length=50" in overrides("segments", 1.0, 197)
+    assert overrides("oversample", 0.5, 256)[0] == "mux.rollout.oversample.rate=0.5"
+    assert all(overrides(mode, 0.5, 256) is not None for mode in MODES)

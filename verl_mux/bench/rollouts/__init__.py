@@ -1,0 +1,1 @@
+"""Behind `verl-mux bench rollout`, `tail`, `migration` and `predictor`: what shortens a rollout."""

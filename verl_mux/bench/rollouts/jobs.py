@@ -1,0 +1,81 @@
+"""Runs the real jobs of `verl-mux bench rollout`, one after the other."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from verl_mux.bench.rollouts.modes import GROUPS, Run, overrides, read_run
+from verl_mux.errors import Failure, UserError
+from verl_mux.launcher.folders import make_folder
+from verl_mux.launcher.prepare import prepare
+from verl_mux.launcher.processes.job_process import JobProcess, require_verl
+from verl_mux.launcher.run_file import RunFile
+
+_TICK_S = 0.5
+# Few responses at once: a CPU engine's step costs as much as it has requests, a GPU's does not, and it is the GPU's tail that
+# is being stood in for. Validation at the end, four answers to each of problems that no mode has chosen by length.
+_JOB = [
+    "data.train_batch_size={groups}",
+    "actor_rollout_ref.actor.ppo_mini_batch_size={groups}",
+    "actor_rollout_ref.rollout.n=4",
+    "trainer.total_training_steps={steps}",
+    "trainer.test_freq={steps}",
+    "actor_rollout_ref.rollout.val_kwargs.n=4",
+    "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
+    "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+    "actor_rollout_ref.rollout.enable_prefix_caching=True",
+    "mux.seeded_sampling=true",
+]
+_MAX_RESPONSE = "data.max_response_length="
+
+
+def run_all(run: RunFile, modes: list[str], steps: int, seeds: int, rate: float, more: list[str]) -> list[Run]:
+    """Every mode with every seed, seed by seed, so that a slow hour of the machine is shared by all modes.
+
+    Raises:
+        Failure: a job ended with an error. UserError: it refused its keys.
+    """
+    require_verl()
+    Path(run.dir).mkdir(parents=True, exist_ok=True)
+    (name, spec), *others = run.jobs.items()
+    unneeded = {other for other, _ in others}
+    prepare(msgspec.structs.replace(run, prepare=[command for command in run.prepare if not unneeded.intersection(command)]))
+    out = []
+    for seed in range(1, seeds + 1):
+        for mode in modes:
+            keys = [key.format(steps=steps, groups=GROUPS) for key in _JOB] + more
+            keys += overrides(mode, rate, _longest([*run.overrides, *spec.overrides, *more]))
+            job = msgspec.structs.replace(spec, seed=seed, overrides=[*spec.overrides, *keys])
+            out.append(_run_one(msgspec.structs.replace(run, jobs={name: job}), name, f"{mode}_{seed}", mode, seed))
+    return out
+
+
+def _longest(keys: list[str]) -> int:
+    return int(next(key.removeprefix(_MAX_RESPONSE) for key in reversed(keys) if key.startswith(_MAX_RESPONSE)))
+
+
+def _run_one(run: RunFile, asset: str, folder: str, mode: str, seed: int) -> Run:
+    """One job, without a coordinator. `asset`: the job whose model and data it uses."""
+    spec = run.jobs[asset]
+    given = [text.replace("{job}", asset) for text in (*run.overrides, *spec.overrides)]
+    alone = msgspec.structs.replace(run, overrides=given, jobs={folder: msgspec.structs.replace(spec, overrides=[])})
+    make_folder(alone.directory, folder)
+    process = JobProcess(folder, alone.jobs[folder], alone, address=None)
+    started = time.monotonic()
+    try:
+        process.start()
+        while process.returncode is None:
+            time.sleep(_TICK_S)
+    finally:
+        process.stop()
+    if process.returncode == 2:
+        raise UserError(f"{mode}: {process.last_error().removeprefix('verl-mux: ')}")
+    if process.returncode != 0:
+        raise Failure(f"{mode}, seed {seed}, exit code {process.returncode}: {process.last_error()} (log: {process.log_path})")
+    result = read_run(mode, seed, process.directory)
+    print(f"{mode}, seed {seed}: {len(result.metrics)} steps in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    return result

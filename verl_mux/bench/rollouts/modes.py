@@ -1,0 +1,177 @@
+"""What `verl-mux bench rollout` runs, and its figures from what the jobs wrote. Nothing here starts anything."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+BASE = "sync"
+PLAIN = "plain"
+
+# verl's own trainers run on the training GPUs alone, in which rollout and training take turns.
+_STOCK = ["actor_rollout_ref.rollout.nnodes=0"]
+_TRIGGER = [
+    *_STOCK,
+    "trainer.v1.trainer_mode=colocate_async",
+    "mux.rollout.trigger.enable=true",
+    "mux.rollout.trigger.n_min=4",
+    "mux.rollout.trigger.t_max_s=30",
+]
+# The barrier modes train the same number of samples in every step, on weights that are at most a few steps old.
+MODES: dict[str, list[str]] = {
+    BASE: [*_STOCK, "trainer.v1.trainer_mode=sync"],
+    "colocate_async": [*_STOCK, "trainer.v1.trainer_mode=colocate_async"],
+    "trigger": _TRIGGER,
+    "trigger_entropy": [
+        *_TRIGGER,
+        "mux.rollout.trigger.entropy.enable=true",
+        "mux.rollout.trigger.entropy.high=0.18",
+        "mux.rollout.trigger.entropy.low=0.13",
+        "mux.rollout.trigger.entropy.margin=0.01",
+    ],
+    PLAIN: [],
+    "oversample": ["mux.rollout.oversample.rate={rate}", "mux.rollout.oversample.max_cuts=8"],
+    "oversample_restart": [
+        "mux.rollout.oversample.rate={rate}",
+        "mux.rollout.oversample.tokens=restart",
+        "mux.rollout.oversample.accept_length_bias=true",
+    ],
+    "oversample_drop": [
+        "mux.rollout.oversample.rate={rate}",
+        "mux.rollout.oversample.leftover=drop",
+        "mux.rollout.oversample.accept_length_bias=true",
+    ],
+    "segments": ["mux.rollout.segments.segment_length={segment}", "mux.rollout.segments.max_segments=4"],
+    "segments_sais": [
+        "mux.rollout.segments.segment_length={segment}",
+        "mux.rollout.segments.max_segments=4",
+        "mux.rollout.segments.treatment=sais",
+    ],
+    "segments_mask": [
+        "mux.rollout.segments.segment_length={segment}",
+        "mux.rollout.segments.max_segments=4",
+        "mux.rollout.segments.treatment=mask",
+    ],
+}
+for _lag in (0, 1, 2, 4, 8):
+    _limit = f"mux.rollout.max_lag={_lag}"
+    MODES[f"oversample_lag{_lag}"] = ["mux.rollout.oversample.rate={rate}", "mux.rollout.oversample.max_cuts=99", _limit]
+    MODES[f"segments_lag{_lag}"] = [*MODES["segments"], _limit]
+# The prompts of few steps over and over, so that those who learn from earlier epochs have some: with its own base beside it.
+_EPOCHS = ["data.train_max_samples={epoch}"]
+MODES["plain_epochs"] = _EPOCHS
+MODES["defer"] = [*_EPOCHS, "mux.rollout.tail=defer"]
+DEFAULT_MODES = (BASE, "colocate_async", PLAIN, "oversample", "segments")
+EPOCH_STEPS = 6
+GROUPS = 8  # prompt groups of a step; only the trigger may take fewer
+
+_METRIC = re.compile(r" - ([A-Za-z_][^ :]*):(?:np\.\w+\()?(-?[0-9.]+(?:e[-+]?\d+)?|nan)")
+_STEP = re.compile(r"\bstep:(\d+) - ")
+
+
+class Run(NamedTuple):
+    """One finished job. metrics: verl's console metrics by step."""
+
+    mode: str
+    seed: int
+    metrics: dict[int, dict[str, float]]
+
+
+def overrides(mode: str, rate: float, max_response_length: int) -> list[str]:
+    """The keys that make a mode."""
+    values = {"rate": f"{rate:g}", "segment": str(-(-max_response_length // 4)), "epoch": str(EPOCH_STEPS * GROUPS)}
+    return [key.format(**values) for key in MODES[mode]]
+
+
+def read_run(mode: str, seed: int, directory: Path) -> Run:
+    """From the console log in a job's folder."""
+    metrics: dict[int, dict[str, float]] = {}
+    for line in (directory / "job.log").read_text(errors="replace").splitlines():
+        if found := _STEP.search(line):
+            metrics[int(found[1])] = {name: float(value) for name, value in _METRIC.findall(line)}
+    return Run(mode, seed, metrics)
+
+
+def figures(runs: Sequence[Run], warmup: int) -> dict[str, Any]:
+    """{"modes": {mode: figures}}: medians over seeds of each seed's mean after `warmup` steps; ratios seed by seed.
+
+    sync: verl's own trainer; plain: ours with nothing switched on. step_s: seconds of `GROUPS` prompt groups trained.
+    reward_last: on the validation problems after the last step, which no mode selects by length; the mean of its last
+    training steps where there was no validation.
+    """
+    bases = {name: {run.seed: run for run in runs if run.mode == name} for name in (BASE, PLAIN)}
+    out: dict[str, Any] = {}
+    for mode in dict.fromkeys(run.mode for run in runs):
+        mine = [run for run in runs if run.mode == mode]
+        rewards = [_reward(run) for run in mine]
+        ratios = {
+            name: [_step_s(run, warmup) / _step_s(base[run.seed], warmup) for run in mine if run.seed in base]
+            for name, base in bases.items()
+        }
+        out[mode] = {
+            "seeds": [run.seed for run in mine],
+            "step_s": median(_step_s(run, warmup) for run in mine),
+            "rollout_s": median(_mean(run, "timing_s/gen", warmup) for run in mine),
+            **{f"time_ratio_to_{name}": median(found) if found else None for name, found in ratios.items()},
+            **{f"time_ratio_to_{name}_by_seed": found for name, found in ratios.items()},
+            "groups_trained": mean(sum(_groups(run, step) for step in run.metrics) for run in mine),
+            "reward_last": mean(rewards),
+            "reward_last_by_seed": rewards,
+            "train_reward_last": mean(_last(run, "critic/score/mean") for run in mine),
+            **_control(mine, warmup),
+        }
+    _compare_rewards(out)
+    return {"modes": out}
+
+
+def _compare_rewards(modes: dict[str, Any]) -> None:
+    if BASE not in modes:
+        return
+    base = modes[BASE]["reward_last_by_seed"]
+    spread = max(base) - min(base)
+    modes[BASE]["reward_spread"] = spread
+    for figures in modes.values():
+        figures["reward_minus_sync"] = figures["reward_last"] - mean(base)
+        figures["reward_within_spread"] = figures["reward_minus_sync"] >= -spread
+
+
+def _control(runs: Sequence[Run], warmup: int) -> dict[str, float]:
+    """Figures of mux/rollout/*, where the mode has them. Wasted tokens are counted over the whole run."""
+    if not any("mux/rollout/generated_tokens" in metrics for run in runs for metrics in run.metrics.values()):
+        return {"wasted_token_fraction": 0.0}
+    wasted, generated = (
+        sum(m.get(f"mux/rollout/{name}", 0.0) for run in runs for m in run.metrics.values())
+        for name in ("wasted_tokens", "generated_tokens")
+    )
+    names = ("aborted_ratio", "length_bias", "reprefilled_tokens", "rounds", "off_policy_token_fraction", "oldest_version_lag")
+    means = {name: mean(_mean(run, f"mux/rollout/{name}", warmup) for run in runs) for name in names}
+    return {"wasted_token_fraction": wasted / max(1.0, generated), **means}
+
+
+def _step_s(run: Run, warmup: int) -> float:
+    steps = [step for step, metrics in run.metrics.items() if step > warmup and "timing_s/step" in metrics]
+    seconds = sum(run.metrics[step]["timing_s/step"] for step in steps)
+    return seconds * GROUPS / sum(_groups(run, step) for step in steps)
+
+
+def _groups(run: Run, step: int) -> float:
+    return run.metrics[step].get("mux/rollout/trigger/groups", GROUPS)
+
+
+def _mean(run: Run, name: str, warmup: int) -> float:
+    values = [m[name] for step, m in run.metrics.items() if step > warmup and name in m]
+    return mean(values) if values else 0.0
+
+
+def _last(run: Run, name: str, count: int = 5) -> float:
+    values = [run.metrics[step][name] for step in sorted(run.metrics) if name in run.metrics[step]]
+    return mean(values[-count:]) if values else 0.0
+
+
+def _reward(run: Run) -> float:
+    last = run.metrics[max(run.metrics)] if run.metrics else {}
+    validation = [value for name, value in last.items() if name.startswith("val-core/") and "/mean@" in name]
+    return validation[0] if validation else _last(run, "critic/score/mean")

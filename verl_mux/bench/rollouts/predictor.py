@@ -1,0 +1,160 @@
+"""Measures length predictors: each epoch is ordered by what the earlier epochs teach.
+
+Time ratios come from the list-scheduling simulation below on the last epoch, against FIFO. FIFO is the mean
+over random arrival orders, because one order's makespan is luck; scores that tie are served as they arrived.
+"""
+
+from __future__ import annotations
+
+import heapq
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from verl_mux.errors import UserError
+from verl_mux.rollout.control.launch_order import turns
+from verl_mux.rollout.lengths.baselines import Oracle
+from verl_mux.rollout.lengths.predictor import LengthPredictor, make_predictor
+from verl_mux.rollout.lengths.rank_agreement import kendall_tau
+from verl_mux.rollout.lengths.rows import LengthRow, Prompt
+
+# group_early is not here: it learns within an epoch, and here an epoch is ordered before any of it is known.
+MEASURED = ("fifo", "oracle", "prompt_length", "history_mean", "default", "heuristic", "history", "ranker")
+BATCH = 1024
+_ARRIVALS = 20
+_SIMULATED_REQUESTS = 200_000
+_TIMED_CALLS = 5
+
+
+@dataclass(slots=True)
+class _Record:
+    predictor: LengthPredictor
+    taus: list[float] = field(default_factory=list)
+    sjf: list[float] = field(default_factory=list)
+    ljf: list[float] = field(default_factory=list)
+
+
+def measure(rows: Sequence[LengthRow], *, names: Sequence[str], slots: int, required: bool) -> dict[str, dict[str, Any]]:
+    """{predictor: figures}. rows: epochs ascending. required: a predictor whose extra is missing is an error.
+
+    `us_per_prompt` is the cost of `predict` for a batch of 1024 after all but the last epoch, without the fit; the fit of
+    the last epoch's predict is `fit_seconds`. A batch of prompts never seen before is timed too, and the dearer counts.
+    """
+    records = _records(names, required)
+    epochs = [list(group) for _, group in groupby(rows, key=lambda row: row.epoch)]
+    costs: dict[str, dict[str, float]] = {}
+    for number, epoch in enumerate(track(epochs, "epochs", console=Console(stderr=True), disable=not sys.stderr.isatty())):
+        arrivals = _Arrivals([row.length for row in epoch], slots)
+        for name, record in records.items():
+            _order(record, epoch, arrivals)
+            if number == len(epochs) - 1:
+                costs[name] = _cost(name, record.predictor, epochs[:-1], epoch)
+        for record in records.values():
+            record.predictor.observe(epoch)
+    return {name: _figures(record) | costs[name] for name, record in records.items()}
+
+
+def _records(names: Sequence[str], required: bool) -> dict[str, _Record]:
+    out: dict[str, _Record] = {}
+    for name in names:
+        try:
+            out[name] = _Record(Oracle() if name == "oracle" else make_predictor(name))
+        except UserError as error:
+            if required:
+                raise
+            print(f"verl-mux: left out: {error}", file=sys.stderr)
+    return out
+
+
+class _Arrivals:
+    """One epoch's requests in random orders of arrival, and FIFO's mean completion and makespan over them."""
+
+    def __init__(self, lengths: Sequence[int], slots: int) -> None:
+        self._lengths, self._slots = np.array(lengths, dtype=np.float64), slots
+        random = np.random.default_rng(0)
+        times = max(3, min(_ARRIVALS, _SIMULATED_REQUESTS // len(lengths)))
+        self._orders = [random.permutation(len(lengths)) for _ in range(times)]
+        self._fifo = self._mean("fifo", np.zeros(len(lengths)))
+
+    def ratio(self, order: str, scores: np.ndarray) -> tuple[float, float]:
+        """(mean completion, makespan) as a share of FIFO's; 1 where FIFO takes no time at all."""
+        mean, makespan = self._mean(order, scores)
+        return mean / (self._fifo[0] or 1.0), makespan / (self._fifo[1] or 1.0)
+
+    def _mean(self, order: str, scores: np.ndarray) -> tuple[float, float]:
+        # Without ties the arrival order changes nothing, and one run is all.
+        orders = self._orders if len(np.unique(scores)) < len(scores) else self._orders[:1]
+        runs = [simulate(self._lengths[o].tolist(), turns(order, scores[o]), self._slots) for o in orders]
+        mean, makespan = np.mean(runs, axis=0)
+        return float(mean), float(makespan)
+
+
+def _order(record: _Record, epoch: Sequence[LengthRow], arrivals: _Arrivals) -> None:
+    if isinstance(record.predictor, Oracle):
+        record.predictor.reveal([row.length for row in epoch])
+    scores = record.predictor.predict([row.prompt for row in epoch])
+    record.taus.append(kendall_tau(scores, np.array([row.length for row in epoch])))
+    record.sjf.append(arrivals.ratio("sjf", scores)[0])
+    record.ljf.append(arrivals.ratio("ljf", scores)[1])
+
+
+def _cost(name: str, predictor: LengthPredictor, before: Sequence[Sequence[LengthRow]], last: Sequence[LengthRow]) -> dict:
+    batch = [last[at % len(last)].prompt for at in range(BATCH)]
+    unseen = [Prompt(f"unseen {at}", f"{at} {prompt.text}") for at, prompt in enumerate(batch)]
+    if isinstance(predictor, Oracle):
+        predictor.reveal([last[at % len(last)].length for at in range(BATCH)])
+    return {
+        "us_per_prompt": max(_seconds(predictor, batch), _seconds(predictor, unseen)) / BATCH * 1e6,
+        "fit_seconds": 0.0 if name == "oracle" else _fit_seconds(name, before, batch),
+    }
+
+
+def _seconds(predictor: LengthPredictor, batch: Sequence[Prompt]) -> float:
+    times = []
+    for _ in range(_TIMED_CALLS):
+        start = time.perf_counter()
+        predictor.predict(batch)
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))
+
+
+def _fit_seconds(name: str, before: Sequence[Sequence[LengthRow]], batch: Sequence[Prompt]) -> float:
+    """Seconds a fresh predictor takes to learn all the epochs before the last."""
+    predictor = make_predictor(name)
+    start = time.perf_counter()
+    for epoch in before:
+        predictor.observe(epoch)
+    predictor.predict(batch)
+    return time.perf_counter() - start
+
+
+def _figures(record: _Record) -> dict[str, Any]:
+    return {
+        "kendall_tau": record.taus[-1],
+        "kendall_tau_by_epoch": record.taus,
+        "sjf_mean_completion_ratio": record.sjf[-1],
+        "sjf_mean_completion_ratio_by_epoch": record.sjf,
+        "ljf_makespan_ratio": record.ljf[-1],
+        "ljf_makespan_ratio_by_epoch": record.ljf,
+    }
+
+
+def simulate(lengths: Sequence[float], turns: np.ndarray, slots: int) -> tuple[float, float]:
+    """(mean completion, makespan) when whoever is next takes the first free of `slots`, in units of `lengths`.
+
+    A token takes the same time everywhere and whatever else runs: a bound on what ordering gains, not a forecast.
+    """
+    free = [0.0] * slots
+    total = last = 0.0
+    for index in np.argsort(turns, kind="stable").tolist():
+        done = free[0] + float(lengths[index])
+        heapq.heapreplace(free, done)
+        total, last = total + done, max(last, done)
+    return total / max(1, len(lengths)), last
