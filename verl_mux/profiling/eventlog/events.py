@@ -65,6 +65,7 @@ UPDATE_CRITIC = "update_critic"
 UPDATE_ACTOR = "update_actor"
 SAVE_CHECKPOINT = "save_checkpoint"
 VALIDATE = "validate"
+JOB_KEYS = "job_keys"
 STEP = "step"
 
 # One server replica (role "server", worker = replica).
@@ -218,7 +219,14 @@ TABLE: list[Event] = [
         Event(PHASE, "a phase under its lease", "phase (init/rollout/train), nodes, token"),
         Event(LEASE_WAIT, "waiting for the lease of a phase", "phase, nodes, token"),
         Event(LEASE_FENCED, "the coordinator did not answer: memory slept, until it was taken up again", "phase, nodes, token"),
-        Event(SYNC, "weights go from trainer to rollout", "bytes, version, ranks"),
+        Event(
+            SYNC,
+            "weights go from trainer to rollout; bytes by class of link (slow: between pools); seconds of the slowest end: until"
+            " a rank's weights lay ready (gather), of all its streams in sending, until the first byte (wait), from it to the"
+            " last (receive), in the engine (load)",
+            "bytes, version, ranks, slow_bytes, fast_bytes, local_bytes, gather_seconds, send_seconds, wait_seconds,"
+            " receive_seconds, load_seconds, stream_gb_per_s",
+        ),
         Event(SLEEP, "tagged memory is released (an engine's by its server)", "tag, bytes, mapped, node, side (rollout/train)"),
         Event(
             WAKE, "tagged memory is mapped again (an engine's by its server)", "tag, bytes, mapped, node, side (rollout/train)"
@@ -235,6 +243,7 @@ TABLE: list[Event] = [
         Event(UPDATE_ACTOR, "the policy's update"),
         Event(SAVE_CHECKPOINT, "a checkpoint is written"),
         Event(VALIDATE, "validation"),
+        Event(JOB_KEYS, "the job begins: those of its keys that say how it rolls out, each `key=value`", "keys"),
         Event(
             STEP,
             "a training step is over; duration of all of it",
@@ -298,7 +307,7 @@ TABLE: list[Event] = [
         ),
         Event(GROUP_PREDICTED, "a co-execution group's periods", "group, nodes, order, source, periods, limits, usd_per_hour"),
         Event(ESTIMATE_ERROR, "a phase beside its estimate", "job, phase, source, estimated_s, observed_s, ratio"),
-        Event(SLO_AT_RISK, "by corrected estimates a group no longer keeps everybody's SLO", "job, group"),
+        Event(SLO_AT_RISK, "a promise was about to break, and what was done for it", "kind, group, job, reason"),
     ),
     *_rows(
         "agent",

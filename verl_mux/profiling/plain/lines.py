@@ -62,11 +62,16 @@ def read_lines(files: Iterable[LogFile]) -> Iterator[Line]:
     for file in files:
         with open(file.path, "rb") as raws:
             for raw in raws:
-                try:
-                    logged = _decode(raw)
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                    continue  # a process that was killed may leave one torn line
-                yield _complete(logged, file)
+                if (line := parse(raw, file)) is not None:
+                    yield line
+
+
+def parse(raw: bytes, file: LogFile) -> Line | None:
+    """One line of a file; None where it is none: a process that was killed may leave one torn line."""
+    try:
+        return _complete(_decode(raw), file)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def read_directory(directory: str | Path) -> Iterator[Line]:

@@ -57,3 +57,8 @@ def test_a_log_without_ends_takes_each_requests_last_event(tmp_path):
     row = analysis.requests.row(0, named=True)
     assert (row["status"], row["turns"], row["engine"]) == ("complete", 2, 7.0)
     assert row["seconds"] == pytest.approx(7.0)
+
+
+def test_what_a_cut_at_half_more_than_t80_would_take_and_save(tmp_path):
+    row = analysed(tmp_path, [10.0] * 80 + [14.0] * 15 + [16.0, 17.0, 18.0, 19.0, 30.0]).by_step.row(0, named=True)
+    assert (row["beyond_cut"], row["cut_saves"]) == (5, pytest.approx(0.5))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.profiling.browser import CHROMIUM, Browser
+from tests.profiling.made_engines import make as make_engines
 from tests.profiling.made_logs import Lines, Made, make_run, read_run
 from tests.profiling.made_mux import make_mux_run
 from verl_mux.profiling.report.measures.analysis import Analysis
@@ -37,7 +38,8 @@ def pages(tmp_path_factory):
     lines.add(1.0, "async_rollout_request_complete", 1.0, {"request_id": "</script><img src=x onerror=boom()>"})
     lines.write(home / "hostile")
     (home / "empty").mkdir()
-    return {name: page_of(home / name, home / f"{name}.html") for name in ("mux", "plain", "hostile", "empty")}
+    make_engines(home / "engines", seed=1, steps=2, requests=24, turns=2, slower={1: 3.0})
+    return {name: page_of(home / name, home / f"{name}.html") for name in ("mux", "plain", "hostile", "empty", "engines")}
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +183,37 @@ def test_a_click_on_a_worker_shows_its_requests(shown):
     assert browser.evaluate("openLane") == 1
     assert browser.evaluate("LANES[1].shown.length") > 100
     assert "engine" in browser.evaluate("requestText(LANES[1].shown[0])")
+
+
+@needs_chromium
+def test_a_click_on_a_request_shows_its_whole_life(shown):
+    browser = shown("engines")
+    browser.evaluate("openLane = 0, redraw(), $('lanes').scrollIntoView()")
+    browser.frame()
+    box = "$('lanes').getBoundingClientRect()"
+    x, y = browser.evaluate(f"[{box}.left + 400, {box}.top + laneTops[0] + LANES[0].each / 2]")
+    for kind in ("mousePressed", "mouseReleased"):
+        browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+    browser.frame()
+    told = browser.evaluate("$('life').innerText")
+    assert "turn 1, stay 1: replica" in told and "tools of turn 1" in told and "reward, score 0.5" in told
+    assert browser.evaluate("openLane") == 0
+
+
+@needs_chromium
+def test_a_link_leads_to_its_finding(browser, pages):
+    browser.logged.clear()
+    browser.open(pages["engines"].as_uri() + "#finding-1", READY)
+    browser.wait("highlight !== null && highlight.job === S.findings[0].job")
+    assert browser.logged == []
+
+
+def test_lives_hold_stays_tools_and_reward_in_order(pages):
+    requests = data_of(pages["engines"])["requests"]
+    life = requests["lives"]["0"]
+    assert [what for what, *_ in life] == ["queue", "engine", "tool", "queue", "engine", "reward"]
+    assert all(start <= end for _, start, end, _ in life) and life == sorted(life, key=lambda it: it[1])
+    assert "turn 2, stay 2: replica" in life[4][3]
 
 
 @needs_chromium

@@ -150,9 +150,9 @@ class _Waits:
         self.share = float(np.median([self.spent[s] / max(seconds, 1e-9) for s, seconds in self.steps.items()]))
 
     def long(self) -> list[int]:
-        """Steps in which it waited far longer than it does."""
+        """Steps in which it waited far longer than it does. Not the first: jobs that begin together have to find their turns."""
         step, wait = float(np.median(list(self.steps.values()))), float(np.median(list(self.spent.values())))
-        return [s for s, t in self.spent.items() if t >= LONG_WAIT * wait and t - wait >= LEASES * step]
+        return [s for s, t in self.spent.items() if s > min(self.steps) and t >= LONG_WAIT * wait and t - wait >= LEASES * step]
 
 
 def _lease_finding(job: str, bad: list[int], spent: dict[int, float], waits: list[Wait]) -> Finding:

@@ -58,6 +58,11 @@ class Extra(msgspec.Struct, gc=False):
     requests: Int | None = None
     tool: str | None = None
     score: float | None = None
+    prompt_tokens: Count | None = None
+    cached_tokens: Count | None = None
+    keys: list[str] | None = None
+    total_requests: Count | None = None
+    target_completion: Count | None = None
 
 
 class Line(msgspec.Struct, gc=False):

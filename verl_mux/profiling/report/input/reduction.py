@@ -46,6 +46,9 @@ SPAN_EXTRA = {
     "reward": (pl.Float64, "reward"),
     "replica": (pl.Int64, "replica"),
     "requests": (pl.Int64, "requests"),
+    "keys": (pl.List(pl.String), "keys"),
+    "launched": (pl.Int64, "total_requests"),
+    "wanted": (pl.Int64, "target_completion"),
 }
 # `stays` columns read from extra: column -> (type, field of Extra)
 STAY_EXTRA = {
@@ -59,6 +62,8 @@ STAY_EXTRA = {
     "finish": (pl.String, "finish"),
     "finish_reason": (pl.String, "finish_reason"),
     "version": (pl.Int64, "version"),
+    "prompt": (pl.Int64, "prompt_tokens"),
+    "cached": (pl.Int64, "cached_tokens"),
 }
 _SUMS = {part: pl.col(part).sum() for part in PARTS}
 _REQUEST_MERGE = {

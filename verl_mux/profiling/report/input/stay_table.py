@@ -9,7 +9,7 @@ import polars as pl
 from verl_mux.profiling.report.input.reduction import REQUEST_KEY, Tables
 
 STAY_KEY = ["job", "step", "request_id", "stay"]  # a sample that begins again in a later step counts its stays anew
-_FIGURES = ["replica", "node", "queue", "held", "prefill", "decode", "retractions", "version"]
+_FIGURES = ["replica", "node", "queue", "held", "prefill", "decode", "retractions", "version", "prompt", "cached"]
 
 
 def make_stays(tables: Tables) -> pl.DataFrame:

@@ -71,7 +71,7 @@ function findings() {
     el("b", {}, f.kind.replaceAll("_", " ")), ` \u00b7 ${whereText(f)}: ${f.text}.`, el("br"), el("span", { class: "advice" }, "Try: " + f.advice))));
 }
 
-const whereText = (f) => [f.job, f.step !== null ? "step " + f.step : null, f.worker !== null && f.kind !== "uneven_pools" ? "worker " + f.worker : null].filter(Boolean).join(", ");
+const whereText = (f) => [f.job, f.step !== null ? "step " + f.step : null, f.replica !== null ? `replica ${f.replica}${f.node ? " on " + f.node : ""}` : null, f.worker !== null && f.kind !== "uneven_pools" ? "worker " + f.worker : null].filter(Boolean).join(", ");
 
 function showFinding(f) {
   const step = DATA.steps.findIndex(([job, number]) => job === f.job && number === f.step);
@@ -82,11 +82,19 @@ function showFinding(f) {
     drawCdf();
   }
   if (start === null) return;
+  const named = requestNamed(f);
+  if (named !== undefined) showLife(named);
+  history.replaceState(null, "", "#finding-" + (S.findings.indexOf(f) + 1));
   highlight = { job: f.job, worker: f.worker, start, end };
   const room = Math.max(end - start, 1e-3);
   setCursor(start, false);
   setView(start - 0.5 * room, end + 0.5 * room);
   ($("lanes-section").hidden ? $("replay-section") : $("lanes-section")).scrollIntoView({ behavior: "smooth", block: "nearest" });
+}
+
+function followLink() {
+  const linked = S.findings[Number((location.hash.match(/^#finding-(\d+)$/) ?? [])[1]) - 1];
+  if (linked) showFinding(linked);
 }
 
 function turns() {
@@ -107,7 +115,9 @@ function slowest() {
     for (const [part, s] of Object.entries(r.parts))
       groups[part === "engine" || part === "reward" ? part : ["tool", "tool_response", "interaction"].includes(part) ? "tool" : "other"] += s;
     const bar = PART_NAMES.filter((p) => groups[p] > 0).map((p) => el("i", { style: `width:${(100 * groups[p]) / most}%;background:${partColour(p)}`, title: `${p} ${seconds(groups[p])}` }));
-    return el("tr", {}, el("td", { title: r.request_id }, r.request_id), el("td", {}, `${r.job ? r.job + " " : ""}${r.step}`), el("td", {}, seconds(r.seconds)),
+    const index = requestNamed(r);
+    const name = index === undefined ? r.request_id : el("button", { class: "link", onclick: () => { showLife(index); $("life").scrollIntoView({ block: "nearest" }); } }, r.request_id);
+    return el("tr", {}, el("td", { title: r.request_id }, name), el("td", {}, `${r.job ? r.job + " " : ""}${r.step}`), el("td", {}, seconds(r.seconds)),
       el("td", {}, el("div", { class: "bar" }, ...bar)));
   });
   $("slowest").replaceChildren(el("table", {}, el("tr", {}, ...["request", "step", "took", ""].map((h) => el("th", {}, h))), ...rows),
@@ -195,6 +205,7 @@ function wire() {
   $("help").replaceChildren(el("table", {}, ...Object.entries(KEYS).map(([key, [text]]) => el("tr", {}, el("td", {}, el("kbd", {}, key === " " ? "space" : key)), el("td", {}, text)))),
     el("form", { method: "dialog" }, el("button", {}, "close")));
   window.addEventListener("resize", drawAll);
+  window.addEventListener("hashchange", followLink);
 }
 
 function start() {
@@ -230,6 +241,10 @@ function start() {
     drawers.push(drawLanes);
     makeMovable($("lanes"), (x, y) => {
       const lane = laneAt(y);
+      if (x >= LEFT && lane && lane.index === openLane && lane.shown) {
+        const chosen = lane.shown[Math.floor((y - laneTops[lane.index]) / lane.each)];
+        if (chosen !== undefined) showLife(chosen);
+      }
       if (x < LEFT || openLane === null || (lane && lane.index !== openLane)) openLane = lane && lane.index !== openLane ? lane.index : null;
       setCursor(tOf(Math.max(x, LEFT), $("lanes").clientWidth), false);
     }, laneHover);
@@ -241,6 +256,7 @@ function start() {
   if (DATA.shares.length) $("shares-section").hidden = false;
   wire();
   drawAll();
+  followLink();
   document.documentElement.dataset.ready = "yes"; // for whoever drives the page from outside
 }
 start();

@@ -156,6 +156,33 @@ function requestText(i) {
   return `${name}${ended}\nstep ${REQUESTS.step[i]}, ${seconds(REQUESTS.end[i] - REQUESTS.start[i])}${turns}${tokens}${parts}`;
 }
 
+// ---- a request's whole life
+
+const LIFE_COLOURS = { engine: () => partColour("engine"), tool: () => partColour("tool"), reward: () => partColour("reward"), queue: () => colours.warn };
+function requestNamed(f) {
+  if (!f.request_id) return undefined;
+  return Object.keys(DATA.requests.names).map(Number).find((i) => DATA.requests.names[i] === f.request_id &&
+    LANES[REQUESTS.lane[i]].job === f.job && (f.step === null || REQUESTS.step[i] === f.step));
+}
+
+function showLife(i) {
+  const stretches = DATA.requests.lives[i] ?? [];
+  const from = Math.min(REQUESTS.start[i], ...stretches.map((s) => s[1])), to = Math.max(REQUESTS.end[i], ...stretches.map((s) => s[2]));
+  const whole = Math.max(to - from, 1e-9), rows = [];
+  let last = from;
+  const row = (what, start, end, text) => el("tr", {}, el("td", {}, what), el("td", {}, seconds(start - from)), el("td", {}, seconds(end - start)),
+    el("td", { class: "track" }, el("i", { style: `margin-left:${(100 * (start - from)) / whole}%;width:${Math.max((100 * (end - start)) / whole, 0.3)}%;background:${(LIFE_COLOURS[what] ?? (() => colours.other))()}` })), el("td", {}, text));
+  for (const [what, start, end, text] of stretches) {
+    if (start - last > 0.005 * whole) rows.push(row("between", last, start, "parked, prepared, or nothing logged"));
+    rows.push(row(what, start, end, text));
+    last = Math.max(last, end);
+  }
+  const note = stretches.length ? [] : [el("p", { class: "quiet" }, "The page keeps the lives of the slowest requests and of those that findings name.")];
+  $("life").replaceChildren(el("h3", {}, requestText(i).split("\n")[0]), el("p", { class: "quiet" }, requestText(i).split("\n")[1]),
+    el("table", {}, el("tr", {}, ...["", "at", "took", "", ""].map((h) => el("th", {}, h))), ...rows), ...note);
+  $("life").hidden = false;
+}
+
 // ---- completion
 
 function cdfGroups(job, step) {

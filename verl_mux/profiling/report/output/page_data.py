@@ -15,6 +15,7 @@ from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.report.input.request_table import SHOWN_PARTS
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.profiling.report.measures.leases import WORK, Hold, Leases
+from verl_mux.profiling.report.output.lives import Key, lives
 
 MAX_REQUESTS = 200_000
 MAX_NAMED = 2_000  # requests whose names the page knows
@@ -153,25 +154,27 @@ def _requests(analysis: Analysis, summary: dict[str, Any], origin: float) -> dic
     groups = GROUPS | {"other": [part for part in SHOWN_PARTS if part not in grouped]}
     for name, parts in groups.items():
         columns[name] = _pack(frame.select(pl.sum_horizontal(parts)).to_series(), "<f4")
+    named = _named(frame, summary)
     return {
         "count": frame.height,
         "of": every.height,
         "lanes": [list(row) for row in lanes.rows()],
         "columns": columns,
-        "names": _names(frame, summary),
+        "names": {index: key[2] for index, key in named.items()},
+        "lives": lives(analysis, named, origin),
     }
 
 
-def _names(frame: pl.DataFrame, summary: dict[str, Any]) -> dict[str, str]:
-    """Index -> request_id: all of them in a small run; in a large one the slowest and those that findings name."""
+def _named(frame: pl.DataFrame, summary: dict[str, Any]) -> dict[str, Key]:
+    """Index -> job, step, request: all of them in a small run; in a large one the slowest and those that findings name."""
     if frame.height > MAX_NAMED:
         found = {finding["request_id"] for finding in summary["findings"]}
         least = frame["seconds"].top_k(MAX_NAMED).min()
         chosen = (pl.col("seconds") >= least) | pl.col("request_id").is_in(list(found - {None}))
-        rows = frame.with_row_index("i").filter(chosen).select("i", "request_id")
+        rows = frame.with_row_index("i").filter(chosen).select("i", "job", "step", "request_id")
     else:
-        rows = frame.with_row_index("i").select("i", "request_id")
-    return {str(index): name for index, name in rows.rows()}
+        rows = frame.with_row_index("i").select("i", "job", "step", "request_id")
+    return {str(index): (job, step, name) for index, job, step, name in rows.rows()}
 
 
 def _pack(values: pl.Series, kind: str) -> str:

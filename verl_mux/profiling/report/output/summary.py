@@ -83,7 +83,7 @@ def _steps(totals: pl.DataFrame) -> int:
 def completion_figures(analysis: Analysis) -> dict[str, Any]:
     """Means over steps; a row a step; a row a step and worker."""
     steps, workers = analysis.by_step, analysis.by_worker
-    names = ["t80_over_total", "total", *QUANTILES]
+    names = ["t80_over_total", "total", *QUANTILES, "beyond_cut", "cut_saves"]
     means = {name: _round(steps[name].mean()) for name in names} if steps.height else {}
     means["t80_over_total_by_worker"] = _round(workers["t80_over_total"].mean()) if workers.height else None
     return {
@@ -111,12 +111,16 @@ def turn_figures(analysis: Analysis) -> dict[str, Any]:
     counted = analysis.finished.filter(pl.col("turns").is_not_null())
     by_count = counted.group_by("turns").agg(pl.len().alias("requests"), pl.col("seconds").mean()).sort("turns")
     by_turn = analysis.turns.group_by("turn").agg(pl.col("engine").mean()).sort("turn")
+    of_steps = counted.group_by("job", "step", "turns").agg(pl.len().alias("requests"), pl.col("seconds").mean())
+    in_steps = analysis.turns.group_by("job", "step", "turn").agg(pl.len().alias("calls"), pl.col("engine").mean())
     return {
         "mean": _round(counted["turns"].mean()) if counted.height else None,
         "counts": {str(turns): n for turns, n, _ in by_count.rows()},
         "share": {str(turns): _round(n / counted.height) for turns, n, _ in by_count.rows()},
         "request_seconds": {str(turns): _round(seconds) for turns, _, seconds in by_count.rows()},
         "engine_seconds": {str(turn): _round(seconds) for turn, seconds in by_turn.rows()},
+        "requests_by_step": _rows(of_steps.sort("job", "step", "turns")),
+        "engine_by_step": _rows(in_steps.sort("job", "step", "turn")),
     }
 
 

@@ -1,0 +1,114 @@
+"""What a run does now, told line by line."""
+
+import pytest
+
+from verl_mux.profiling.eventlog.log import EventLog
+from verl_mux.profiling.live.command import Keys
+from verl_mux.profiling.live.follow import Follower
+from verl_mux.profiling.live.state import State
+from verl_mux.profiling.live.view import Choice, as_json
+
+EPOCH = 4_000_000_000.0  # after whatever the logs say of themselves
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of two jobs: a writer for each role of each, and a look at what all of it adds up to."""
+    logs = {}
+
+    def log(job, role, at, event, seconds=None, step=1, worker=0, **extra):
+        key = job, role, worker
+        logs.setdefault(key, EventLog(tmp_path / job / "events", worker, role, job))
+        logs[key].log(event, seconds, extra, step, EPOCH + at)
+
+    follower, state = Follower(tmp_path), State()
+
+    def look(choice=None):
+        for it in logs.values():
+            it.flush()
+        for line in follower.new():
+            state.feed(line)
+        return as_json(state, choice or Choice())
+
+    log.look, log.folder = look, tmp_path
+    return log
+
+
+def test_who_holds_which_nodes_and_who_waits_behind_whom(run):
+    run("a", "trainer", 1, "lease_wait", 0.5, phase="rollout", nodes=["r0"])
+    run("b", "trainer", 2, "lease_wait", 0.5, phase="train", nodes=["t0"])
+    a, b = run.look()["jobs"]
+    assert (a["runs"], a["on"], a["for_s"]) == ("rollout", ["r0"], 1.0)
+    run("a", "trainer", 3, "phase", 2.0, phase="rollout", nodes=["r0"])
+    run("a", "trainer", 3, "sample_ready", 0.1)
+    run("b", "trainer", 5, "update_actor", 1.0)
+    run("b", "trainer", 0.5, "lease_wait", 0.1, phase="rollout", nodes=["r0"])
+    a, b = run.look()["jobs"]
+    assert (a["runs"], a["waits_for"], a["waited_s"]) == (None, "train", 2.0)
+    assert b["doing"] == "update_actor"
+
+
+def test_a_job_that_asks_again_waits_behind_the_one_on_its_nodes(run):
+    run("a", "trainer", 1, "lease_wait", 0, phase="train", nodes=["t0"])
+    run("a", "trainer", 2, "phase", 1, phase="train", nodes=["t0"])
+    run("b", "trainer", 3, "lease_wait", 0, phase="train", nodes=["t0"])
+    run("a", "trainer", 4, "sample_ready", 0.1, step=2)
+    a, _ = run.look()["jobs"]
+    assert (a["waits_for"], a["behind"]) == ("train", ["b"])
+
+
+def test_requests_by_state_of_the_newest_step(run):
+    for name in ("p_0", "p_1", "p_2"):
+        run("a", "rollout", 1, "request_start", request_id=name)
+    run("a", "rollout", 2, "turn_engine_call", 1, request_id="p_0", turn=1)
+    run("a", "rollout", 2.5, "async_rollout_request_complete", 1.5, request_id="p_0")
+    run("a", "rollout", 3, "aborted_request_with_cancelled_error", request_id="p_1", reason="cut off")
+    (job,) = run.look()["jobs"]
+    assert job["requests"] == {"running": 1, "parked": 1, "done": 1}
+    run("a", "rollout", 9, "request_requeued", step=2, request_id="p_1")
+    (job,) = run.look()["jobs"]
+    assert (job["step"], job["requests"]) == (2, {"running": 1})
+
+
+def test_validation_is_nobodys_step(run):
+    run("a", "rollout", 1, "request_start", request_id="v_0", validate=True)
+    run("a", "rollout", 2, "reward_calculation", 0.1, request_id="v_0")
+    assert run.look()["jobs"][0]["requests"] == {}
+
+
+def test_replicas_by_their_newest_counters_sorted_and_filtered(run):
+    for replica, rate in ((0, 900.0), (1, 300.0)):
+        where = {"replica": replica, "node": f"r{replica}"}
+        counted = {"running": 4, "queued": 1, "token_usage": 0.5, "tokens_per_sec": rate, "retracted": 1}
+        run("a", "server", 1, "engine_decode", 1.0, worker=replica, **where, **counted)
+        run("a", "server", 2, "engine_generate", 1.0, worker=replica, **where, response_tokens=40, finish="stop")
+    rows = run.look(Choice(sort=7))["replicas"]
+    assert [(row["replica"], row["tokens_per_sec"], row["tokens"], row["done"]) for row in rows] == [
+        (1, 300.0, 40, 1),
+        (0, 900.0, 40, 1),
+    ]
+    assert [row["replica"] for row in run.look(Choice(sort=7, falling=True))["replicas"]] == [0, 1]
+    assert [row["node"] for row in run.look(Choice(only="r1"))["replicas"]] == ["r1"]
+
+
+def test_a_torn_line_waits_until_it_is_whole(run):
+    run("a", "trainer", 1, "step", 1.0, reward=0.5)
+    assert run.look()["jobs"][0]["reward"] == 0.5
+    path = run.folder / "a/events/trainer/step_1/worker_0.jsonl"
+    whole = path.read_text().splitlines()[-1].replace('"reward":0.5', '"reward":0.75')
+    with path.open("a") as file:
+        file.write(whole[:40])
+    assert run.look()["jobs"][0]["reward"] == 0.5
+    with path.open("a") as file:
+        file.write(whole[40:] + "\n")
+    assert run.look()["jobs"][0]["reward"] == 0.75
+
+
+def test_keys_sort_filter_and_end():
+    choice = Choice()
+    keys = Keys(choice)
+    for key in "sr/r1\r":
+        keys.press(key)
+    assert (choice.sort, choice.falling, choice.only, keys.ended) == (1, True, "r1", False)
+    keys.press("q")
+    assert keys.ended

@@ -1,0 +1,86 @@
+"""What-if beside runs that were made under the very keys that are asked about, by a generator that knows nothing of it."""
+
+import pytest
+
+from tests.profiling.made_engines import make
+from verl_mux.errors import UserError
+from verl_mux.profiling.plain.files import find_log_files
+from verl_mux.profiling.report.input.run_log import read_files
+from verl_mux.profiling.report.measures.analysis import Analysis
+from verl_mux.simulation.recorded.advice import advise, line
+from verl_mux.simulation.recorded.recording import recordings, stays_of
+from verl_mux.simulation.recorded.what_if import WhatIf
+
+
+def analysis(directory) -> Analysis:
+    return Analysis(read_files(directory, find_log_files(directory)))
+
+
+def models(directory) -> dict[str, WhatIf]:
+    read = analysis(directory)
+    return {it.job: WhatIf(it, stays_of(read, it.job)) for it in recordings(read)}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("plain")
+    make(directory, seed=1, steps=8, requests=32, prepare=0.001)
+    return models(directory)["a"]
+
+
+def test_the_recorded_keys_give_what_was_recorded(plain):
+    measured = [step.rollout_s + step.rest_s for step in plain.recording.steps]
+    assert plain.base.step_s == pytest.approx(sum(measured) / len(measured), rel=0.05)
+    assert plain.predict({"mux.rollout.dispatch.order": "fifo"}).change == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_lower_limit_ends_the_rollout_that_much_sooner(plain):
+    longest = plain.recording.longest
+    it = plain.predict({"data.max_response_length": str(longest // 2)})
+    assert it.outcome.rollout_s / it.base.rollout_s == pytest.approx(0.5, rel=0.1)
+    assert it.interval[0] <= it.change <= it.interval[1] < 0
+    assert it.reward_at_stake is None  # all responses got the same score: none is worth more than another
+
+
+def test_over_sampling_is_foretold_from_a_run_without(plain, tmp_path):
+    make(tmp_path, seed=2, steps=12, requests=32, over=0.5, prepare=0.001)
+    made = models(tmp_path)["a"]
+    measured = sum(step.rollout_s for step in made.recording.steps[4:]) / 8  # of those with left-overs
+    it = plain.predict({"mux.rollout.oversample.rate": "0.5", "mux.rollout.oversample.max_cuts": "100"})
+    assert it.outcome.rollout_s == pytest.approx(measured, rel=0.1)
+    assert it.outcome.lag > 0
+
+
+@pytest.mark.parametrize(
+    "text", ["mux.rollout.oversample.rate=-1", "data.max_response_length=0", "data.max_response_length=9999"]
+)
+def test_what_is_not_possible_is_refused_with_what_is(plain, text):
+    key, value = text.split("=")
+    with pytest.raises(UserError, match="allowed"):
+        plain.predict({key: value})
+
+
+def test_a_key_that_no_recording_can_tell_of_is_refused(plain):
+    with pytest.raises(UserError, match=r"actor.optim.lr: cannot be tried on a recorded run; allowed: data\."):
+        plain.predict({"actor.optim.lr": "1"})
+
+
+def test_a_log_without_times_of_steps_says_so(tmp_path):
+    (tmp_path / "step_1").mkdir()
+    (tmp_path / "step_1" / "worker_0.jsonl").write_text('{"timestamp":"2025-08-11T23:19:45","event":"step","duration_sec":1}\n')
+    with pytest.raises(UserError, match="cannot be run again"):
+        advise(analysis(tmp_path))
+
+
+def test_advice_is_told_best_first_as_keys_and_values(tmp_path):
+    make(tmp_path, seed=3, steps=5, requests=24, replicas=2, prepare=0.001)
+    told = advise(analysis(tmp_path))
+    (job,) = told["jobs"].values()
+    changes = [it["step_change"] for it in job["predictions"]]
+    assert changes == sorted(changes) and all(change <= -0.03 for change in changes)
+    assert told["lines"][0].startswith("a: mux.rollout.") and " % step (" in told["lines"][0]
+
+
+def test_a_line_says_time_reward_and_staleness(plain):
+    it = plain.predict({"mux.rollout.oversample.rate": "0.5"})
+    assert line(it).startswith("mux.rollout.oversample.rate 0.5: -") and line(it).endswith("versions behind")

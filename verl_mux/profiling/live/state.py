@@ -1,0 +1,156 @@
+"""What the lines of a run's logs add up to now. Lines in, rows out; pure.
+
+A phase is logged when it ends, and a wait when it is over: a job holds its lease from the end of the wait to the end of the
+phase, and waits from what it logs when it asks. Requests are counted for their job's newest step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_mux.profiling.eventlog import events
+from verl_mux.profiling.plain.lines import Line
+
+# What a job asks for next, by the last thing it logged.
+_ASKS_AFTER = {events.SAMPLE_READY: "train", events.STEP: "rollout"}
+
+
+@dataclass
+class Job:
+    """step: the newest. phase, nodes, since: what it holds a lease for. asks, asked: what it waits for. doing: the last part."""
+
+    name: str
+    step: int = 0
+    phase: str | None = None
+    nodes: tuple[str, ...] = ()
+    since: float = 0.0
+    asks: str | None = None
+    asked: float = 0.0
+    last: float = 0.0
+    doing: str = ""
+    nodes_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    requests: dict[str, str] = field(default_factory=dict)  # of the newest step: running, parked, scoring, done, given up
+    validating: set[str] = field(default_factory=set)
+    figures: dict[str, float] = field(default_factory=dict)
+    ended: bool = False
+
+    @property
+    def states(self) -> Counter[str]:
+        return Counter(self.requests.values())
+
+
+@dataclass
+class Replica:
+    """An engine, by its newest counters; tokens, done: of stays that ended in its newest step."""
+
+    job: str
+    number: int
+    node: str = ""
+    step: int = 0
+    at: float = 0.0
+    counters: dict[str, float | None] = field(default_factory=dict)
+    tokens: int = 0
+    done: int = 0
+    retracted: int = 0
+
+
+class State:
+    """feed(line) -> jobs, replicas. now: the end of the newest line, seconds since the epoch."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, Job] = {}
+        self.replicas: dict[tuple[str, int], Replica] = {}
+        self.now = 0.0
+
+    def feed(self, line: Line) -> None:
+        self.now = max(self.now, line.end)
+        if line.role == "trainer":
+            self._trainer(self._job(line), line)
+        elif line.role == "rollout":
+            self._request(self._job(line), line)
+        elif line.role == "server":
+            self._server(line)
+
+    def waits_behind(self, job: Job) -> list[str]:
+        """Jobs that hold a node of those that it asks for."""
+        wanted = set(job.nodes_of.get(job.asks or "", ()))
+        return sorted(other.name for other in self.jobs.values() if other.phase and wanted & set(other.nodes))
+
+    def end(self, jobs: set[str]) -> None:
+        """These run no more."""
+        for job in (job for name, job in self.jobs.items() if name in jobs):
+            job.ended, job.phase, job.asks, job.nodes = True, None, None, ()
+
+    def _job(self, line: Line) -> Job:
+        job = self.jobs.setdefault(line.job, Job(line.job))
+        job.last = max(job.last, line.end)
+        if line.step > job.step:
+            job.step = line.step
+            # What was cut off goes on; all the rest of the step before is over.
+            job.requests = {name: state for name, state in job.requests.items() if state == "parked"}
+            job.validating = set()
+        return job
+
+    def _trainer(self, job: Job, line: Line) -> None:
+        phase = str(line.extra.get("phase"))
+        nodes = tuple(line.extra.get("nodes") or ())
+        if line.event == events.LEASE_WAIT:
+            job.phase, job.nodes, job.since, job.asks = phase, nodes, line.end, None
+            job.nodes_of[phase] = nodes
+        elif line.event == events.PHASE:
+            left = tuple(node for node in job.nodes if node not in nodes)
+            job.phase, job.nodes = (job.phase, left) if left else (None, ())
+        elif line.event in _ASKS_AFTER:
+            job.asks, job.asked = (_ASKS_AFTER[line.event], line.end) if job.nodes_of else (None, 0.0)
+        if line.event == events.STEP:
+            told = {key: line.extra.get(key) for key in ("reward", "response_length", "tokens")}
+            job.figures = {key: float(value) for key, value in told.items() if isinstance(value, (int, float))}
+            job.figures["step_sec"] = line.seconds
+        if line.event not in (events.LOG_OPEN, events.LOG_COST):
+            job.doing = line.event
+
+    def _request(self, job: Job, line: Line) -> None:
+        name = line.extra.get("request_id")
+        if line.event == events.REQUEST_START and line.extra.get("validate"):
+            job.validating.add(str(name))
+        if not isinstance(name, str) or name in job.validating or line.step < job.step:
+            return
+        state = _STATE_AFTER.get(line.event)
+        if line.event == events.REQUEST_ABORTED:
+            state = "parked" if line.extra.get("reason") == "cut off" else "given up"
+        if state:
+            job.requests[name] = state
+
+    def _server(self, line: Line) -> None:
+        number = line.extra.get("replica")
+        key = line.job, number if isinstance(number, int) else line.workid
+        replica = self.replicas.setdefault(key, Replica(*key))
+        if line.step > replica.step:
+            replica.step, replica.tokens, replica.done, replica.retracted = line.step, 0, 0, 0
+        replica.node = str(line.extra.get("node") or replica.node)
+        if line.event == events.ENGINE_DECODE:
+            replica.at, replica.counters = line.end, {key: _number(line.extra.get(key)) for key in COUNTERS}
+            replica.retracted += int(_number(line.extra.get("retracted")) or 0)
+        elif line.event == events.ENGINE_GENERATE:
+            replica.tokens += int(_number(line.extra.get("response_tokens")) or 0)
+            replica.done += line.extra.get("finish") != "abort"
+
+
+COUNTERS = ("running", "queued", "token_usage", "tokens_per_sec")
+_STATE_AFTER = {
+    events.REQUEST_START: "running",
+    events.REQUEST_REQUEUED: "running",
+    events.REQUEST_PARKED: "running",
+    events.TURN_ENGINE_CALL: "between turns",
+    events.TURN_PREPROCESS: "running",
+    events.TOOL_EXECUTION: "running",
+    events.REWARD: "scored",
+    events.REQUEST_COMPLETE: "done",
+    events.REQUEST_PADDED: "given up",
+}
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None

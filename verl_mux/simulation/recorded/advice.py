@@ -1,0 +1,124 @@
+"""Which keys are worth trying on a recorded run, and what each would bring. Text and JSON; the sums are what_if.py's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from verl_mux.profiling.report.measures.analysis import Analysis
+from verl_mux.rollout.lengths import advice as length_advice
+from verl_mux.simulation.recorded.recording import Recording, recordings, stays_of
+from verl_mux.simulation.recorded.what_if import Outcome, Prediction, WhatIf
+
+RATES = (0.25, 0.5, 1.0)
+WORTH = 0.03  # of the step; less is not told
+MAX_AT_STAKE = 0.02  # of the reward
+FEW = 5
+MAX_LIMITS = 3
+
+
+def advise(analysis: Analysis, what_if: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """{"jobs": {job: {"recorded", "predictions", ...}}, "lines"}: under `what_if`, or under whatever is worth trying.
+
+    Raises:
+        UserError: the log cannot be run again, or a key of `what_if` cannot be tried.
+    """
+    jobs, lines = {}, []
+    for recording in recordings(analysis):
+        model = WhatIf(recording, stays_of(analysis, recording.job))
+        found = [model.predict(what_if)] if what_if else _best(model)
+        jobs[recording.job] = _told(recording, model, found)
+        name = f"{recording.job}: " if recording.job else ""
+        lines += [name + line(it) for it in found] or [f"{name}nothing that was tried saves {WORTH:.0%} of the step"]
+    return {"jobs": jobs, "lines": lines}
+
+
+def line(it: Prediction) -> str:
+    """As in "data.max_response_length 600: -23 % step (-26 to -20), 0.4 % of reward at stake"."""
+    keys = ", ".join(f"{key} {value}" for key, value in it.keys.items())
+    low, high = it.interval
+    text = f"{keys}: {_signed(it.change)} % step ({_signed(low)} to {_signed(high)})"
+    if it.reward_at_stake is not None:
+        text += f", {100 * max(it.reward_at_stake, 0.0):.1f} % of reward at stake"
+    if it.outcome.lag > it.base.lag + 0.005:
+        text += f", tokens {it.outcome.lag:.2f} versions behind"
+    return text
+
+
+def _signed(part: float) -> str:
+    return f"{round(100 * part):+d}"
+
+
+def _best(model: WhatIf) -> list[Prediction]:
+    """One of each kind, best first: those that save WORTH of the step even by the interval's cautious end."""
+    best: dict[str, Prediction] = {}
+    for keys in _candidates(model):
+        it = model.predict(keys)
+        kind = next(iter(keys)).rpartition(".")[0]
+        worth = it.change <= -WORTH and it.interval[1] <= 0 and (it.reward_at_stake or 0.0) <= MAX_AT_STAKE
+        if worth and (kind not in best or it.change < best[kind].change):
+            best[kind] = it
+    return sorted(best.values(), key=lambda it: it.change)[:FEW]
+
+
+def _candidates(model: WhatIf) -> Iterator[dict[str, str]]:
+    settings = model.settings
+    for limit in _limits(model.recording):
+        yield {"data.max_response_length": str(limit)}
+    if settings.segment is None:
+        for rate in RATES:
+            if rate != settings.oversample.rate:
+                yield {"mux.rollout.oversample.rate": f"{rate:g}"}
+    if settings.oversample.rate == 0:
+        for parts in (4, 2):
+            yield {
+                "mux.rollout.segments.segment_length": str(math.ceil(settings.longest / parts)),
+                "mux.rollout.segments.max_segments": str(parts),
+            }
+    for order in ("sjf", "ljf"):
+        if order != settings.launch_order:
+            yield {"mux.rollout.dispatch.order": order}
+
+
+def _limits(recording: Recording) -> list[int]:
+    """Limits of the length that put little reward at stake, by the same rule as the length advice; without scores, none."""
+    samples = [
+        length_advice.LengthSample(s.tokens, s.score, float(s.tokens), group.step)
+        for group in recording.groups
+        for s in group.samples
+        if s.score is not None
+    ]
+    if not samples:
+        return []
+    table = length_advice.advise(samples).candidates
+    fit = [row.max_response_length for row in table if row.reward <= MAX_AT_STAKE and row.max_response_length < recording.longest]
+    return fit[:MAX_LIMITS]
+
+
+def _told(recording: Recording, model: WhatIf, found: list[Prediction]) -> dict[str, Any]:
+    return {
+        "recorded": {
+            "steps": len(recording.steps),
+            "samples": sum(len(group.samples) for group in recording.groups),
+            "samples_left_out": recording.unknown,
+            "keys": recording.keys,
+            **_rounded(model.base),
+        },
+        "predictions": [
+            {
+                "keys": it.keys,
+                "line": line(it),
+                "step_change": round(it.change, 4),
+                "interval": [round(x, 4) for x in it.interval],
+            }
+            | {"gpu_change": round(it.gpu_change, 4), "reward_at_stake": it.reward_at_stake}
+            | _rounded(it.outcome)
+            for it in found
+        ],
+    }
+
+
+def _rounded(outcome: Outcome) -> dict[str, Any]:
+    return {key: None if value is None else round(value, 4) for key, value in asdict(outcome).items()}

@@ -1,0 +1,205 @@
+"""What a recorded job would have taken under other keys: the recording run again with and without them, side by side.
+
+A change is told as the ratio of the two runs, times what was measured: what the model of the engine leaves out is then in both.
+The interval (5 to 95 %) is over resampled steps: of their prompts, of the stays that the engine's speed is fitted to, and of the
+times of training.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from verl_mux.errors import UserError
+from verl_mux.simulation.recorded import engines
+from verl_mux.simulation.recorded.engines import Speed
+from verl_mux.simulation.recorded.recording import Group, Recording, StepTimes
+from verl_mux.simulation.recorded.rerun import Rerun, Step
+from verl_mux.simulation.recorded.settings import Settings, changed, recorded
+
+LEAST_STEPS = 16
+MAX_SAMPLES = 30_000  # of one run; a long recording's steps are as many as this allows
+RESAMPLED = 12
+WARM_PART = 0.25  # steps at the beginning, while what is left over builds up
+LOW, HIGH = 0.05, 0.95
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Means over steps. step_s, rollout_s: seconds. gpu_s: GPU-seconds of a step (see `_gpus`). lag: versions that a trained
+    token's weights were behind. oldest: the same of each step's oldest token. reward: mean score of what was trained; None
+    without scores. generated: tokens for each token trained."""
+
+    step_s: float
+    rollout_s: float
+    gpu_s: float
+    lag: float
+    oldest: float
+    reward: float | None
+    generated: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The recording under `keys`. change: of the step's seconds, as a part (-0.2: a fifth less); interval of it.
+    reward_at_stake: part of the reward above the worst one given that the trained responses earn less."""
+
+    keys: dict[str, str]
+    outcome: Outcome
+    base: Outcome
+    change: float
+    interval: tuple[float, float]
+    gpu_change: float
+    reward_at_stake: float | None
+
+
+@dataclass(frozen=True)
+class _Training:
+    """Seconds of a step beside its rollout: `fixed + token * tokens`, and the waits for leases."""
+
+    fixed: float
+    token: float
+    leases: float
+
+    def seconds(self, tokens: int) -> float:
+        return self.fixed + self.token * tokens
+
+
+class WhatIf:
+    """predict(keys) on one recording. stays: the job's, of `measures.engines.Engines.stays`.
+
+    Raises:
+        UserError: the log does not tell how fast its engines were.
+    """
+
+    def __init__(self, recording: Recording, stays: pl.DataFrame) -> None:
+        self.recording, self._stays = recording, stays
+        self.settings = recorded(recording)
+        scores = [s.score for group in recording.groups for s in group.samples if s.score is not None]
+        self._worst = min(scores, default=0.0)
+        self._gpus = _gpus(recording)
+        speed = self._fitted(stays)
+        if speed is None:
+            raise UserError(f"{recording.job or 'this log'} cannot be run again: too few stays in engines say how long they took")
+        self._steps = self._count()
+        self._speed = engines.even(speed, self._factor(speed))
+        self._training = _training(recording.steps)
+        self._worlds = [self._world(seed) for seed in range(RESAMPLED)]
+        self._bases: dict[int | None, Outcome] = {}
+
+    def _fitted(self, stays: pl.DataFrame) -> Speed | None:
+        return engines.fit(stays)
+
+    def _count(self) -> int:
+        each = self.settings.wanted * self.settings.samples
+        return max(4, min(max(LEAST_STEPS, len(self.recording.steps)), MAX_SAMPLES // max(each, 1)))
+
+    def _factor(self, speed: Speed) -> float:
+        """How much longer rollouts were than the model says: the recorded steps again, with their own prompts."""
+        groups = [
+            group for group in self.recording.groups if len(group.samples) == self.settings.samples
+        ] or self.recording.groups
+        rerun = Rerun(self.settings, _in_order(groups, 0), speed, self.recording.replicas, self._worst)
+        known = self.recording.steps[: self._steps]
+        said = [rerun.step().rollout_s for _ in known]
+        return float(np.median([step.rollout_s for step in known]) / max(float(np.median(said)), 1e-9))
+
+    def _world(self, seed: int) -> tuple[Speed, _Training, int]:
+        """One that the recording does not exclude."""
+        chance = random.Random(seed)
+        stays = self._stays.sample(fraction=1.0, with_replacement=True, seed=seed)
+        speed = self._fitted(stays) or self._speed
+        speed = engines.even(speed, self._factor(speed)) if speed is not self._speed else speed
+        return speed, _training(chance.choices(self.recording.steps, k=len(self.recording.steps))), seed + 1
+
+    @property
+    def base(self) -> Outcome:
+        """Under the recorded keys."""
+        return self._base(None)
+
+    def predict(self, keys: Mapping[str, str]) -> Prediction:
+        """Under `keys` besides the recorded ones.
+
+        Raises:
+            UserError: a key or value that cannot be tried.
+        """
+        settings = changed(self.settings, keys)
+        outcome, base = self._run(settings, None), self._base(None)
+        ratios = sorted(self._run(settings, world).step_s / self._base(world).step_s for world in range(RESAMPLED))
+        low, high = (float(np.quantile(ratios, q)) - 1 for q in (LOW, HIGH))
+        change = outcome.step_s / base.step_s - 1
+        return Prediction(
+            dict(keys), outcome, base, change, (min(low, change), max(high, change)), outcome.gpu_s / base.gpu_s - 1,
+            self._at_stake(outcome, base),
+        )  # fmt: skip
+
+    def _base(self, world: int | None) -> Outcome:
+        if world not in self._bases:
+            self._bases[world] = self._run(self.settings, world)
+        return self._bases[world]
+
+    def _at_stake(self, outcome: Outcome, base: Outcome) -> float | None:
+        if outcome.reward is None or base.reward is None or base.reward <= self._worst:
+            return None
+        return (base.reward - outcome.reward) / (base.reward - self._worst)
+
+    def _run(self, settings: Settings, world: int | None) -> Outcome:
+        speed, training, seed = (self._speed, self._training, 0) if world is None else self._worlds[world]
+        groups = [group for group in self.recording.groups if group.samples]
+        stream = _in_order(groups, seed) if world is None else _resampled(groups, seed)
+        rerun = Rerun(settings, stream, speed, self.recording.replicas, self._worst, seed)
+        warm = max(1, round(WARM_PART * self._steps))
+        steps = [rerun.step() for _ in range(self._steps + warm)][warm:]
+        return self._outcome(steps, training)
+
+    def _outcome(self, steps: Sequence[Step], training: _Training) -> Outcome:
+        rollout = float(np.mean([step.rollout_s for step in steps]))
+        train = float(np.mean([training.seconds(step.tokens) for step in steps]))
+        tokens = max(sum(step.tokens for step in steps), 1)
+        scores = [score for step in steps for score in step.scores]
+        return Outcome(
+            step_s=rollout + train + training.leases, rollout_s=rollout, gpu_s=self._gpus[0] * rollout + self._gpus[1] * train,
+            lag=sum(step.behind for step in steps) / tokens, oldest=float(np.mean([step.oldest for step in steps])),
+            reward=float(np.mean(scores)) if scores else None, generated=sum(step.generated for step in steps) / tokens,
+        )  # fmt: skip
+
+
+def _in_order(groups: Sequence[Group], seed: int) -> Iterator[Group]:
+    """As recorded, and when these are used up, steps of them drawn by chance."""
+    return itertools.chain(groups, _resampled(groups, seed))
+
+
+def _resampled(groups: Sequence[Group], seed: int) -> Iterator[Group]:
+    """Whole steps drawn by chance: what belongs together in a step stays together."""
+    chance = random.Random(seed)
+    by_step: dict[int, list[Group]] = {}
+    for group in groups:
+        by_step.setdefault(group.step, []).append(group)
+    steps = list(by_step.values())
+    while True:
+        yield from chance.choice(steps)
+
+
+def _gpus(recording: Recording) -> tuple[int, int]:
+    """GPUs of the rollout and of training; one a replica and one where the log does not say."""
+    keys = recording.keys
+    rollout = int(keys.get("actor_rollout_ref.rollout.nnodes", 0)) * int(keys.get("actor_rollout_ref.rollout.n_gpus_per_node", 1))
+    train = int(keys.get("trainer.nnodes", 1)) * int(keys.get("trainer.n_gpus_per_node", 1))
+    return rollout or (train if keys else recording.replicas), train
+
+
+def _training(steps: Sequence[StepTimes]) -> _Training:
+    """The median of slopes between steps (Theil 1950, Sen 1968), which no odd step moves; never falling in tokens, and from
+    tokens that differ by a tenth or more."""
+    rest, tokens = np.array([s.rest_s for s in steps]), np.array([s.tokens for s in steps], dtype=float)
+    leases = float(np.median([step.leases_s for step in steps]))
+    apart = tokens[:, None] - tokens[None, :]
+    far = apart > 0.1 * max(float(np.median(tokens)), 1.0)
+    slope = float(np.median((rest[:, None] - rest[None, :])[far] / apart[far])) if far.any() else 0.0
+    slope = min(max(slope, 0.0), float(np.median(rest)) / max(float(np.median(tokens)), 1.0))
+    return _Training(max(float(np.median(rest - slope * tokens)), 0.0), slope, leases)
