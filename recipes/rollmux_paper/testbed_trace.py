@@ -15,7 +15,7 @@ from recipes.rollmux_paper.figure import Figure
 from recipes.rollmux_paper.testbed import STARTS, WORKLOADS, make_job
 from verl_mux.scheduling.model import TESTBED
 from verl_mux.scheduling.search.rules import OURS
-from verl_mux.simulation.optimum import Optimum
+from verl_mux.simulation.optimum.optimum import Optimum
 from verl_mux.simulation.outcome import Outcome, assess
 from verl_mux.simulation.policies import POLICIES, Case
 from verl_mux.simulation.workload.workload import Arrival

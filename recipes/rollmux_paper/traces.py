@@ -1,5 +1,5 @@
 """R7, R8, R10, R12: policies on 300 jobs of the Philly trace with the paper's job shapes, and how long a decision takes. `ours`
-moves running jobs here, which no live code can do yet; the optimum is the simulator's own, which is no true one.
+moves running jobs here, which no live code can do yet; beyond five jobs the optimum leaves out what a departure would spoil.
 
 The paper's segment of the trace is not known and its job sizes are not given: see verl_mux/simulation/workload/shapes.py.
 """

@@ -38,7 +38,7 @@ def test_all_policies_side_by_side_and_the_same_bytes_twice(run_main, trace, tmp
     assert code == 0 and run_main(*arguments)[1] == out
     report = json.loads(out)
     assert (report["seeds"], report["jobs"]) == (2, 12)
-    names = ["solo", "colocated", "random", "most-idle", "rollmux", "ours", "optimum"]
+    names = ["live", "solo", "colocated", "random", "most-idle", "rollmux", "ours", "optimum"]
     assert list(report["policies"]) == names
     for found in report["policies"].values():
         keys = {
@@ -54,6 +54,17 @@ def test_all_policies_side_by_side_and_the_same_bytes_twice(run_main, trace, tmp
     assert optimum["usd_per_hour_mean"] <= ours["usd_per_hour_mean"] <= solo["usd_per_hour_mean"]
     assert ours["slo_attainment"] == ours["slo_attainment_real"] == 1.0
     assert optimum["cost_over_optimum_mean"] == pytest.approx(1.0, abs=1e-3)
+    live = report["policies"]["live"]
+    assert live["moves_mean"] == live["lost_work_h"] == 0 < live["profile_s_mean"]  # nobody can be moved, and looking costs
+    assert live["usd_per_hour_mean"] > optimum["usd_per_hour_mean"]
+
+
+def test_with_noise_and_drift_live_pays_for_its_moves(run_main, trace):
+    varying = ("--noise", 0.1, "--drift", 2.0, "--move-cost", 300, "--movable")
+    code, out, _ = run_main("simulate", trace, "--policies", "live,solo", "--max-jobs", 0, *varying, "--json")
+    live, solo = json.loads(out)["policies"].values()
+    assert code == 0 and solo["slo_attainment_real"] == 1.0 and live["slo_attainment_real"] >= 0.9
+    assert live["lost_work_h"] >= live["moves_mean"] * 300 / 3600
 
 
 def test_pictures_and_a_table(run_main, trace, tmp_path):
@@ -114,7 +125,7 @@ def test_a_picture_that_has_no_place_is_refused_before_the_simulation(run_main, 
     [
         (
             ("--policies", "solo,best"),
-            "policy 'best' is not known; allowed: solo, colocated, random, most-idle, rollmux, ours, opt",
+            "policy 'best' is not known; allowed: solo, colocated, random, most-idle, rollmux, live, o",
         ),
         (("--policies", ","), "no policy given"),
         (("--shapes", "round"), "shapes 'round' are not known; allowed: balanced, rollout-heavy, train-heavy, mixed"),
@@ -125,6 +136,8 @@ def test_a_picture_that_has_no_place_is_refused_before_the_simulation(run_main, 
         (("--rule", "speed=on"), "rule 'speed=on' is not known"),
         (("--estimates", "guess"), "estimates 'guess' are not known"),
         (("--policies", "optimum", "--max-jobs", "0"), "needs the optimum"),
+        (("--move-cost", "soon"), "--move-cost is 'soon'; seconds of at least 0 are needed, or the word measured"),
+        (("--policies", "live", "--train-nodes", "9"), "policy 'live' does not queue"),
         (("--policies", "random", "--rollout-nodes", "9"), "policy 'random' does not queue"),
         (("--policies", "ours", "--rollout-nodes", "1"), "needs 2 rollout nodes; pool 'rollout' has 1"),
     ],

@@ -76,15 +76,20 @@ TESTBED = Cluster(rollout=Pool(name="rollout", kind=H20), train=Pool(name="train
 class Estimate(_Value, frozen=True):
     """Seconds of one phase as decisions count with, and the bound it cannot pass (None: none known).
 
-    `source`: `given`, `bound` (every response at its maximum length), `quantile`, `median` or `mean` of observed phases.
+    `source`: `given`, `bound` (every response at its maximum length), `profile` (a few steps alone), `mean`, `quantile` or
+    `median` of observed phases. cv: standard deviation over mean from one step to the next. unsure: the same of `seconds` itself.
     """
 
     seconds: float
     bound_s: float | None = None
     source: str = "given"
+    cv: float = 0.0
+    unsure: float = 0.0
 
     def __post_init__(self) -> None:
         _check("phase time", self.seconds)
+        _check("cv of a phase", self.cv)
+        _check("unsure of a phase", self.unsure)
         if self.bound_s is not None and self.bound_s < self.seconds:
             raise UserError(f"phase time {self.seconds:g} s is above its own bound {self.bound_s:g} s")
 
@@ -94,7 +99,8 @@ class JobSpec(_Value, frozen=True):
 
     rollout, train: phase times alone on nodes, without sync and switch. tail_s: the last part of the rollout, which
     runs on few nodes' worth of GPUs and lets the next job onto the rest (0: none is migrated).
-    rollout_switch_s, train_switch_s: warm load when the node ran another job before. cold_start_s: on a move.
+    rollout_switch_s, train_switch_s: warm load when the node ran another job before. cold_start_s: on its start. move_s: from the
+    last safe step here to the first phase elsewhere, None: as cold_start_s. movable: somebody can start it again elsewhere.
     rollout_nodes, train_nodes: nodes it needs at once on each side; *_memory_gb: host memory on each of them.
     slo: an iteration may last `slo` times the iteration alone. solo_s: that iteration as the SLO counts it, if it is
     to be another (say a measured one) than the sum of the estimates.
@@ -108,6 +114,8 @@ class JobSpec(_Value, frozen=True):
     rollout_switch_s: float = 0.0
     train_switch_s: float = 0.0
     cold_start_s: float = 0.0
+    move_s: float | None = None
+    movable: bool = True
     rollout_nodes: int = 1
     train_nodes: int = 1
     rollout_memory_gb: float = 0.0
@@ -134,6 +142,11 @@ class JobSpec(_Value, frozen=True):
     def iteration_s(self) -> float:
         """T_solo: one iteration alone, where no node ever switches."""
         return self.sync_s + self.rollout.seconds + self.train.seconds
+
+    @property
+    def load_s(self) -> float:
+        """What a move costs in time, without the part of an iteration that it throws away."""
+        return self.cold_start_s if self.move_s is None else self.move_s
 
     @functools.cached_property
     def limit_s(self) -> float:

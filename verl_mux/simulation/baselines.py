@@ -38,12 +38,12 @@ class MemoryOnly:
             (group,) = self.groups.replace([], [isolated(job)])
         return decision_for(group, self.groups.usd_per_hour - before)
 
-    def depart(self, name: str, progress: Mapping[str, Progress]) -> list[Move]:
+    def depart(self, name: str, progress: Mapping[str, Progress], now: float) -> list[Move]:
         group = self.groups.group_of(name)
         self.groups.replace([group], groups_without(group, [name]))
         return []
 
-    def repack(self, progress: Mapping[str, Progress]) -> list[Move]:
+    def repack(self, progress: Mapping[str, Progress], now: float) -> list[Move]:
         return []
 
     def _joined(self, group: Group, job: JobSpec) -> Group | None:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from verl_mux.scheduling.model import Cluster
     from verl_mux.simulation.simulate import Comparison, Study
 
-DEFAULT_POLICIES = "solo,colocated,random,most-idle,rollmux,ours,optimum"
+DEFAULT_POLICIES = "live,solo,colocated,random,most-idle,rollmux,ours,optimum"
 # They have no queue: what a full cluster would do to them is not defined.
-UNBOUNDED = ("colocated", "random", "most-idle", "optimum")
+UNBOUNDED = ("colocated", "random", "most-idle", "optimum", "live")
 
 
 def simulate(
@@ -38,6 +38,14 @@ def simulate(
     estimates: Annotated[
         str, typer.Option(help="exact, or what jobs are admitted on while real lengths vary: bound, mean, quantile:0.95.")
     ] = "exact",
+    noise: Annotated[float, typer.Option(help="Standard deviation over mean of each phase.", min=0.0, max=1.0)] = 0.0,
+    drift: Annotated[float, typer.Option(help="Factor by which phases grow over 300 steps.", min=0.1, max=10.0)] = 1.0,
+    move_cost: Annotated[
+        str, typer.Option(help="Seconds that a move takes a job, or measured: its cold start in the paper.")
+    ] = "900",
+    movable: Annotated[
+        bool, typer.Option("--movable", help="Under live somebody can start running jobs again elsewhere; nobody can today.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write pictures into this directory.")] = None,
 ) -> None:
@@ -45,6 +53,7 @@ def simulate(
     from verl_mux.scheduling.search.rules import parse_rules
     from verl_mux.simulation.policies import find_policies
     from verl_mux.simulation.simulate import Study
+    from verl_mux.simulation.workload.noise import Varying
     from verl_mux.simulation.workload.shapes import find_shapes
     from verl_mux.simulation.workload.uncertainty import parse_estimates
     from verl_mux.simulation.workload.workload import parse_slo
@@ -56,6 +65,9 @@ def simulate(
         cluster=_cluster(rollout_nodes, train_nodes),
         rules=parse_rules(cap, rule or []),
         estimates=parse_estimates(estimates),
+        varying=Varying(noise, drift),
+        move_s=_move_s(move_cost),
+        movable=movable,
         rows=_rows(trace),
         seeds=seeds,
         max_optimum_jobs=max_jobs,
@@ -67,6 +79,18 @@ def simulate(
     if plot is not None:
         _plot(comparison, plot)
     print(jsonlib.dumps(comparison.report) if json else _table(comparison.report))
+
+
+def _move_s(given: str) -> float | None:
+    if given == "measured":
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e6:
+        raise UserError(f"--move-cost is {given!r}; seconds of at least 0 are needed, or the word measured")
+    return seconds
 
 
 def _rows(trace: Path | None):

@@ -10,7 +10,7 @@ import msgspec
 from verl_mux.scheduling.model import Cluster
 from verl_mux.scheduling.time.periods import periods
 from verl_mux.simulation.ledger import Finished, Ledger, Run
-from verl_mux.simulation.optimum import Optimum
+from verl_mux.simulation.optimum.optimum import Optimum
 from verl_mux.simulation.workload.workload import Arrival
 
 
@@ -83,9 +83,9 @@ def optimal(optimum: Optimum) -> Hold:
     """The cheapest division of whoever is there; moving costs nothing."""
 
     def hold(live: Mapping[str, Arrival]) -> Holding:
-        usd, parts = optimum.solve(frozenset(live))
+        found = optimum.solve(frozenset(live))
         nodes, seconds, busy = [0, 0], {}, [0.0, 0.0]
-        for jobs, shared in parts:
+        for jobs, shared in found.parts:
             if shared is None:
                 nodes[0] += jobs[0].rollout_nodes
                 nodes[1] += jobs[0].train_nodes
@@ -99,6 +99,6 @@ def optimal(optimum: Optimum) -> Hold:
                 seconds[job.name] = period
                 busy[0] += job.rollout_nodes * job.rollout_hold_s / period
                 busy[1] += job.train_nodes * job.train.seconds / period
-        return Holding((nodes[0], nodes[1]), usd, seconds, (busy[0], busy[1]))
+        return Holding((nodes[0], nodes[1]), found.usd, seconds, (busy[0], busy[1]))
 
     return hold

@@ -10,7 +10,8 @@ TOLERANCE = 1 + 1e-9
 
 class Finished(msgspec.Struct, frozen=True):
     """One job's life. arrived_s, placed_s, ended_s: on the clock of the run. solo_s: its iterations alone, as they
-    really were; planned_solo_s: as estimated. moves: cold starts on the way."""
+    really were; planned_solo_s: as estimated. moves: to other nodes on the way, which lost lost_s of its time. profile_s:
+    before it was placed, in nodes of its own."""
 
     job: str
     slo: float
@@ -21,6 +22,8 @@ class Finished(msgspec.Struct, frozen=True):
     solo_s: float
     planned_solo_s: float
     moves: int = 0
+    lost_s: float = 0.0
+    profile_s: float = 0.0
 
     @property
     def stay_s(self) -> float:
@@ -37,6 +40,12 @@ class Ledger:
         self.peak_nodes = [0, 0]
         self.peak_usd_per_hour = 0.0
         self.samples: list[tuple[float, float]] = []
+
+    def add(self, seconds: float, nodes: tuple[int, int], usd_per_hour: float) -> None:
+        """What was held beside all that `hold` was told of; it is in no peak."""
+        self.usd += usd_per_hour * seconds / 3600
+        for side in (0, 1):
+            self.held_s[side] += nodes[side] * seconds
 
     def hold(self, since: float, until: float, nodes: tuple[int, int], usd_per_hour: float) -> None:
         hours = (until - since) / 3600

@@ -9,13 +9,14 @@ import msgspec
 
 from verl_mux.scheduling.model import Cluster
 from verl_mux.simulation.ledger import TOLERANCE, Finished, Run
-from verl_mux.simulation.optimum import Optimum
+from verl_mux.simulation.optimum.optimum import Compared, Optimum
 
 
 class Outcome(msgspec.Struct, frozen=True):
     """One run. usd_per_hour_mean: all USD over the hours the trace spans if every job runs alone, so that slower jobs
     do not thin the cost out. slo_attainment: jobs that stayed no longer, from placed to ended, than SLO times their
-    planned time alone; _real: than SLO times what the very same iterations would have taken alone. optimum_covers:
+    planned time alone; _real: than SLO times what the very same iterations would have taken alone, waiting and profiling apart.
+    lost_work_h: of the jobs' time that moves took, with the parts of iterations they threw away. optimum_covers:
     part of the time in which the optimum is known. idle: part of the node-seconds held in which no phase ran."""
 
     usd_per_hour_mean: float
@@ -30,29 +31,33 @@ class Outcome(msgspec.Struct, frozen=True):
     peak_gpus_train: int
     slowdown_mean: float
     moves: int
+    lost_work_h: float
+    profile_s_mean: float
     wait_s_mean: float
     wait_s_max: float
 
 
 def assess(run: Run, cluster: Cluster, optimum: Optimum | None) -> Outcome:
     ledger, jobs = run.ledger, run.finished
-    over, covers = optimum.compare(run.spans) if optimum else (None, 0.0)
+    compared = optimum.compare(run.spans) if optimum else Compared(None, 0.0)
     idle = [1 - busy / held if held else None for busy, held in zip(ledger.busy_s, ledger.held_s, strict=True)]
     return Outcome(
         usd_per_hour_mean=ledger.usd / span_h(jobs),
         usd_per_hour_peak=ledger.peak_usd_per_hour,
         slo_attainment=fmean(job.stay_s <= job.slo * job.planned_solo_s * TOLERANCE for job in jobs),
         slo_attainment_real=fmean(job.stay_s <= job.slo * job.solo_s * TOLERANCE for job in jobs),
-        cost_over_optimum_mean=over,
-        optimum_covers=covers,
+        cost_over_optimum_mean=compared.over,
+        optimum_covers=compared.covers,
         idle_rollout=idle[0],
         idle_train=idle[1],
         peak_gpus_rollout=ledger.peak_nodes[0] * cluster.rollout.kind.gpus,
         peak_gpus_train=ledger.peak_nodes[1] * cluster.train.kind.gpus,
         slowdown_mean=fmean(job.stay_s / job.solo_s for job in jobs),
         moves=sum(job.moves for job in jobs),
-        wait_s_mean=fmean(job.placed_s - job.arrived_s for job in jobs),
-        wait_s_max=max(job.placed_s - job.arrived_s for job in jobs),
+        lost_work_h=sum(job.lost_s for job in jobs) / 3600,
+        profile_s_mean=fmean(job.profile_s for job in jobs),
+        wait_s_mean=fmean(job.placed_s - job.arrived_s - job.profile_s for job in jobs),
+        wait_s_max=max(job.placed_s - job.arrived_s - job.profile_s for job in jobs),
     )
 
 
@@ -81,6 +86,8 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, object]:
         "peak_gpus": {"rollout": most("peak_gpus_rollout"), "train": most("peak_gpus_train")},
         "slowdown_mean": mean("slowdown_mean"),
         "moves_mean": mean("moves"),
+        "lost_work_h": mean("lost_work_h"),
+        "profile_s_mean": mean("profile_s_mean"),
         "wait_s_mean": mean("wait_s_mean"),
         "wait_s_max": most("wait_s_max"),
     }

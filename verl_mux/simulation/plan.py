@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import json as jsonlib
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verl_mux.scheduling.search.decision import Alternative, Decision
     from verl_mux.simulation.jobs_file import JobsFile
 
 
-def plan(
-    jobs: Annotated[Path, typer.Argument(help="YAML: jobs, and optionally pools and rules.", show_default=False)],
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Place the jobs of a file in its order, and say where each goes, at what price, and why not elsewhere."""
-    from verl_mux.simulation.jobs_file import read_jobs
-
-    found = make_plan(read_jobs(jobs))
-    print(jsonlib.dumps(found) if json else "\n".join(_lines(found)))
-
-
 def make_plan(given: JobsFile) -> dict[str, Any]:
-    """usd_per_hour of all groups; beside it, of every job alone, and of the cheapest division that optimum.py finds
-    (None: too many jobs)."""
+    """usd_per_hour of all groups; beside it, of every job alone, and of the cheapest division of them
+    (None: the cluster is finite)."""
     from verl_mux.scheduling.placer.explain import alternatives, lost_to
     from verl_mux.scheduling.placer.placer import Placer
     from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
-    from verl_mux.simulation.optimum import Optimum
+    from verl_mux.simulation.optimum.optimum import Optimum
 
     placer = Placer(given.cluster, given.rules)
     decisions = []
@@ -39,13 +24,14 @@ def make_plan(given: JobsFile) -> dict[str, Any]:
         decision = placer.admit(job)
         decisions.append(_as_dict(decision, lost_to(decision.usd_per_hour, _without_chosen(others, decision))))
     finite = given.cluster.rollout.nodes is not None or given.cluster.train.nodes is not None
-    optimum = None if finite else Optimum(given.jobs, given.cluster, given.rules).usd(frozenset(j.name for j in given.jobs))
+    usd = placer.groups.usd_per_hour
+    best = None if finite else Optimum(given.jobs, given.cluster, given.rules).solve(frozenset(j.name for j in given.jobs))
     return {
         "jobs": decisions,
         "groups": [_group(group, given) for group in placer.groups.values()],
-        "usd_per_hour": placer.groups.usd_per_hour,
+        "usd_per_hour": usd,
         "usd_per_hour_isolated": sum(isolated_usd(job, given.cluster) for job in given.jobs),
-        "usd_per_hour_optimum": optimum,
+        "usd_per_hour_optimum": None if best is None else min(best.usd, usd),
     }
 
 
@@ -77,7 +63,7 @@ def _group(group: Any, given: JobsFile) -> dict[str, Any]:
     }
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
+def lines(found: dict[str, Any]) -> list[str]:
     lines = []
     for job in found["jobs"]:
         if job["outcome"] == "queued":
@@ -95,5 +81,5 @@ def _lines(found: dict[str, Any]) -> list[str]:
         )
         lines.append(f"group {group['name']}: {group['usd_per_hour']:.2f} USD/h; an iteration of {members}")
     optimum = found["usd_per_hour_optimum"]
-    beside = "" if optimum is None else f"; the cheapest division that the simulator finds {optimum:.2f}"
+    beside = "" if optimum is None else f"; at the cheapest {optimum:.2f}"
     return [*lines, f"{found['usd_per_hour']:.2f} USD/h; every job alone {found['usd_per_hour_isolated']:.2f}{beside}"]

@@ -9,28 +9,38 @@ import msgspec
 from verl_mux.errors import UserError
 from verl_mux.scheduling.model import Cluster
 from verl_mux.scheduling.placer.placer import Placer
-from verl_mux.scheduling.search.rules import PAPER, Rules
+from verl_mux.scheduling.search.rules import LIVE, PAPER, Rules
 from verl_mux.simulation.baselines import MemoryOnly, most_idle, random_choice
 from verl_mux.simulation.fluid import colocated, optimal, run_fluid
 from verl_mux.simulation.ledger import Run
-from verl_mux.simulation.optimum import Optimum
+from verl_mux.simulation.optimum.optimum import Optimum
 from verl_mux.simulation.replay import Policy, Replay
+from verl_mux.simulation.workload.noise import profiled
 from verl_mux.simulation.workload.workload import Arrival
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One workload on one cluster. rules: of `ours`; their cap holds for every policy."""
+    """One workload on one cluster. rules: of `ours`; their cap holds for every policy. movable: under `live` somebody can start
+    running jobs again elsewhere."""
 
     arrivals: Sequence[Arrival]
     cluster: Cluster
     rules: Rules
     seed: int
     optimum: Optimum
+    movable: bool = False
     on_finish: Callable[[], None] = lambda: None
 
 
 def _replayed(make: Callable[[Case], Policy]) -> Callable[[Case], Run]:
     return lambda case: Replay(case.arrivals, make(case), case.cluster).run(case.on_finish)
+
+
+def _live(case: Case) -> Run:
+    """Jobs are profiled first, on nodes of their own; the placer is told how long phases really take."""
+    placer = Placer(case.cluster, _capped(LIVE, case))
+    arrivals = [profiled(arrival, case.movable) for arrival in case.arrivals]
+    return Replay(arrivals, placer, case.cluster, placer).run(case.on_finish)
 
 
 def _capped(rules: Rules, case: Case) -> Rules:
@@ -48,7 +58,9 @@ POLICIES: dict[str, Callable[[Case], Run]] = {
     "most-idle": _replayed(lambda case: MemoryOnly(case.cluster, case.rules.cap, most_idle)),
     # Algorithm 1 of the paper, nothing moved.
     "rollmux": _replayed(lambda case: Placer(case.cluster, _capped(PAPER, case))),
-    # This project's placer.
+    # What the coordinator does: its placer with its rules, and all that it pays for.
+    "live": _live,
+    # This project's placer, to which phases are known beforehand and last as long as it thinks.
     "ours": _replayed(lambda case: Placer(case.cluster, case.rules)),
     # The cheapest division that the search finds at any time, moving for nothing.
     "optimum": lambda case: run_fluid(case.arrivals, optimal(case.optimum)),

@@ -9,13 +9,17 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from verl_mux.scheduling.estimate.estimator import Observed
+from verl_mux.scheduling.estimate.learning import drifted, learnt
 from verl_mux.scheduling.model import Cluster, Group, JobSpec, Pin
-from verl_mux.scheduling.search.decision import Decision, Move
+from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
+from verl_mux.scheduling.search.decision import Decision, Move, Revision
 from verl_mux.scheduling.time.forecast import PHASES, Progress
-from verl_mux.scheduling.time.group_run import ROLLOUT, TRAIN, GroupRun, Member
+from verl_mux.scheduling.time.group_run import LOADING, ROLLOUT, TRAIN, GroupRun, Member
 from verl_mux.scheduling.time.order import IN_ROUNDS, ORDERS
 from verl_mux.simulation.ledger import Finished, Ledger, Run
 from verl_mux.simulation.workload.workload import Arrival, Phases
@@ -36,15 +40,21 @@ class Policy(Protocol):
 
     def admit(self, job: JobSpec, progress: dict[str, Progress]) -> Decision: ...
 
-    def depart(self, name: str, progress: dict[str, Progress]) -> list[Move]: ...
+    def depart(self, name: str, progress: dict[str, Progress], now: float) -> list[Move]: ...
 
-    def repack(self, progress: dict[str, Progress]) -> list[Move]: ...
+    def repack(self, progress: dict[str, Progress], now: float) -> list[Move]: ...
+
+
+class Learner(Protocol):
+    """A policy that is told when a job turns out other than estimated."""
+
+    def revise(self, job: JobSpec, progress: dict[str, Progress], now: float) -> Revision: ...
 
 
 class _Live:
     """A job that was placed: its part in a run, and the nodes it is pinned to there. Neither before it is set up."""
 
-    __slots__ = ("arrival", "phases", "times", "member", "nodes", "placed_s", "moves")
+    __slots__ = ("arrival", "phases", "times", "member", "nodes", "placed_s", "moves", "lost_s", "spec", "observed")
 
     def __init__(self, arrival: Arrival, placed_s: float) -> None:
         self.arrival = arrival
@@ -54,6 +64,9 @@ class _Live:
         self.nodes: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self.placed_s = placed_s
         self.moves = 0
+        self.lost_s = 0.0
+        self.spec = arrival.job
+        self.observed = Observed()
 
 
 class _Running:
@@ -68,9 +81,12 @@ class _Running:
 
 
 class Replay:
-    """One run; `run` is called once."""
+    """One run; `run` is called once. learner: the policy, if it is to be told how long phases really take; jobs then also pay for
+    their own cold start."""
 
-    def __init__(self, arrivals: Sequence[Arrival], policy: Policy, cluster: Cluster) -> None:
+    def __init__(self, arrivals: Sequence[Arrival], policy: Policy, cluster: Cluster, learner: Learner | None = None) -> None:
+        self.learner = learner
+        self.actions: Counter[str] = Counter()
         self.arrivals = sorted(arrivals, key=lambda arrival: arrival.at_s)
         self.policy = policy
         self.cluster = cluster
@@ -96,7 +112,7 @@ class Replay:
                 self._arrive(arrival)
                 arrival = next(coming, None)
             elif self._tick <= event:
-                self._follow(self._tick, self.policy.repack(self._progress(self._tick)))
+                self._follow(self._tick, self.policy.repack(self._progress(self._tick), self._tick))
             elif self._step():
                 on_finish()
         return Run(self.finished, self.ledger, self.spans)
@@ -108,7 +124,10 @@ class Replay:
             self._queued[arrival.job.name] = arrival
         else:
             self._live[arrival.job.name] = _Live(arrival, now)
-        self._follow(now, [])
+        self._follow(now, [], arrival.job)
+        if arrival.profile_s:
+            nodes = arrival.job.rollout_nodes, arrival.job.train_nodes
+            self.ledger.add(arrival.profile_s, nodes, isolated_usd(arrival.job, self.cluster))
 
     def _step(self) -> bool:
         """The next end of a phase anywhere; True if it was the last of a job."""
@@ -119,8 +138,23 @@ class Replay:
         if member and member.done >= self._live[member.name].arrival.iterations:
             self._depart(member.name, running.run.now)
             return True
-        self._schedule(running)
+        if member is None or self.learner is None or not self._learn(self.learner, member.name, running.run.now):
+            self._schedule(running)
         return False
+
+    def _learn(self, learner: Learner, name: str, now: float) -> bool:
+        """One more iteration of the job was seen. Whether that changed anything."""
+        live = self._live[name]
+        rollout, train = live.phases.history[live.member.done - 1 if live.member else 0]
+        live.observed = live.observed.seen("rollout", rollout + live.spec.sync_s).seen("train", train)
+        seen = learnt(live.spec, live.observed)
+        if seen is live.spec or not drifted(live.spec, seen):
+            return False
+        live.spec = seen
+        revision = learner.revise(seen, self._progress(now), now)
+        self.actions.update(action.kind for action in revision.actions)
+        self._follow(now, revision.moves)
+        return True
 
     def _depart(self, name: str, now: float) -> None:
         live = self._live.pop(name)
@@ -129,24 +163,30 @@ class Replay:
             Finished(
                 job=name,
                 slo=arrival.job.slo,
-                arrived_s=arrival.at_s,
+                arrived_s=arrival.at_s - arrival.profile_s,
                 placed_s=live.placed_s,
                 ended_s=now,
                 iterations=arrival.iterations,
-                solo_s=live.phases.solo_s(arrival.iterations),
-                planned_solo_s=arrival.iterations * arrival.job.iteration_s,
+                solo_s=self._start_s(arrival.job) + live.phases.solo_s(arrival.iterations),
+                planned_solo_s=self._start_s(arrival.job) + arrival.iterations * arrival.job.iteration_s,
                 moves=live.moves,
+                lost_s=live.lost_s,
+                profile_s=arrival.profile_s,
             )
         )
-        self._follow(now, self.policy.depart(name, self._progress(now)))
+        self._follow(now, self.policy.depart(name, self._progress(now), now))
 
     def _progress(self, now: float) -> dict[str, Progress]:
         found = {}
         for running in self._running.values():
             for member, ends in zip(running.run.members, running.run.ends, strict=True):
                 if live := self._live.get(member.name):
-                    found[member.name] = _progress_of(member, ends, now, now - live.placed_s, self._warm(member, live))
+                    solo_s = self._start_s(live.arrival.job) + live.phases.solo_s(member.done) if self.learner else None
+                    found[member.name] = _progress_of(member, ends, now, now - live.placed_s, self._warm(member, live), solo_s)
         return found
+
+    def _start_s(self, job: JobSpec) -> float:
+        return job.cold_start_s if self.learner else 0.0
 
     def _warm(self, member: Member, live: _Live) -> tuple[tuple[str, ...], tuple[str, ...]]:
         rollout, train = live.nodes
@@ -155,13 +195,16 @@ class Replay:
     def _resident(self, member: Member, side: str, nodes: Sequence[str]) -> tuple[str, ...]:
         return tuple(node for node in nodes if member.resident >> self._bits[f"{side} {node}"] & 1)
 
-    def _follow(self, now: float, moves: Sequence[Move]) -> None:
+    def _follow(self, now: float, moves: Sequence[Move], newcomer: JobSpec | None = None) -> None:
         """Brings the runs in line with the policy's groups."""
         self._book(now)
         loads = {move.job: move.load_s for move in moves}
+        if newcomer is not None:
+            loads[newcomer.name] = self._start_s(newcomer)
         for move in moves:
             if move.kind == "start":
-                self._live[move.job] = _Live(self._queued.pop(move.job), now)
+                live = self._live[move.job] = _Live(self._queued.pop(move.job), now)
+                loads[move.job] = self._start_s(live.arrival.job)
         groups = self.policy.groups
         ends: dict[str, float] = {}
         for name in [name for name, running in self._running.items() if groups.get(name) is not running.group]:
@@ -187,6 +230,7 @@ class Replay:
             member = self._member(pin, live, rank)
             if before:
                 member.done = before.done
+                live.lost_s += loads.get(pin.job.name, 0.0)
                 self._abort(live, before, ends[pin.job.name], now)
             live.member, live.nodes = member, (pin.rollout, pin.train)
             running.run.join(member, loads.get(pin.job.name, 0.0))
@@ -204,7 +248,8 @@ class Replay:
     def _abort(self, live: _Live, before: Member, ends: float, now: float) -> None:
         """A move throws away the iteration the job is in: it is done again, with other draws."""
         live.moves += 1
-        del live.phases.history[before.done :]
+        live.lost_s += now - before.finished if before.phase != LOADING else 0.0
+        live.phases.forget(before.done)
         if before.phase in (ROLLOUT, TRAIN) and ends < math.inf:
             self.ledger.busy_s[before.phase // 2] -= (ends - now) * before.needs[before.phase].bit_count()
 
@@ -227,7 +272,12 @@ class Replay:
 
 
 def _progress_of(
-    member: Member, ends: float, now: float, age_s: float, warm: tuple[tuple[str, ...], tuple[str, ...]]
+    member: Member,
+    ends: float,
+    now: float,
+    age_s: float,
+    warm: tuple[tuple[str, ...], tuple[str, ...]],
+    solo_s: float | None,
 ) -> Progress:
     running = ends < math.inf
     return Progress(
@@ -237,4 +287,5 @@ def _progress_of(
         remaining_s=max(ends - now, 0.0) if running else None,
         waited_s=0.0 if running else now - member.since,
         warm=warm,
+        solo_s=solo_s,
     )

@@ -10,9 +10,10 @@ from verl_mux.errors import UserError
 from verl_mux.scheduling.model import Cluster
 from verl_mux.scheduling.search.rules import Rules
 from verl_mux.simulation.ledger import Run
-from verl_mux.simulation.optimum import MAX_JOBS, Optimum
+from verl_mux.simulation.optimum.optimum import MAX_JOBS, Optimum
 from verl_mux.simulation.outcome import Outcome, assess, summarise
 from verl_mux.simulation.policies import POLICIES, Case
+from verl_mux.simulation.workload.noise import STEADY, Varying, with_varying_phases
 from verl_mux.simulation.workload.shapes import Shape
 from verl_mux.simulation.workload.trace import TraceRow
 from verl_mux.simulation.workload.uncertainty import EXACT, Estimates, with_real_lengths
@@ -20,7 +21,8 @@ from verl_mux.simulation.workload.workload import Arrival, draw_workload
 
 
 class Study(msgspec.Struct, frozen=True, kw_only=True):
-    """What to simulate. max_optimum_jobs: 0 to do without the optimum."""
+    """What to simulate. max_optimum_jobs: 0 to do without the optimum. move_s: of every job; None: as its cold start. movable:
+    see Case."""
 
     rows: Sequence[TraceRow]
     shapes: Sequence[Shape]
@@ -29,6 +31,9 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     cluster: Cluster
     rules: Rules
     estimates: Estimates = EXACT
+    varying: Varying = STEADY
+    move_s: float | None = None
+    movable: bool = False
     seeds: int = 1
     max_optimum_jobs: int = MAX_JOBS
 
@@ -51,7 +56,7 @@ def simulate(study: Study, on_finish: Callable[[], None] = lambda: None) -> Comp
         arrivals = arrivals_of(study, seed)
         optimum = Optimum([a.job for a in arrivals], study.cluster, study.rules, study.max_optimum_jobs)
         for name in study.policies:
-            run = POLICIES[name](Case(arrivals, study.cluster, study.rules, seed, optimum, on_finish))
+            run = POLICIES[name](Case(arrivals, study.cluster, study.rules, seed, optimum, study.movable, on_finish))
             outcomes[name].append(assess(run, study.cluster, optimum if study.max_optimum_jobs else None))
             first.setdefault(name, run)
     report = {
@@ -65,4 +70,8 @@ def simulate(study: Study, on_finish: Callable[[], None] = lambda: None) -> Comp
 def arrivals_of(study: Study, seed: int) -> list[Arrival]:
     """The workload of one seed, with real phase times that vary if the study asks for that."""
     arrivals = draw_workload(study.rows, study.shapes, study.slo, seed)
-    return arrivals if study.estimates == EXACT else with_real_lengths(arrivals, study.estimates, seed)
+    if study.estimates != EXACT:
+        arrivals = with_real_lengths(arrivals, study.estimates, seed)
+    if study.varying != STEADY:
+        arrivals = with_varying_phases(arrivals, study.varying, seed)
+    return [msgspec.structs.replace(a, job=msgspec.structs.replace(a.job, move_s=study.move_s)) for a in arrivals]

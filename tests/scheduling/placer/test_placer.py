@@ -124,9 +124,47 @@ def test_a_job_that_turns_out_longer_moves_out_of_the_group_it_would_spoil():
     placer.admit(make_job("a", 100, 100, slo=1.2))
     placer.admit(make_job("b", 100, 100, slo=1.2))
     assert len(placer.groups) == 1
-    moves = placer.revise(make_job("b", 300, 200, slo=1.2), old(placer))
-    assert [move.kind for move in moves] == ["move"] and len(placer.groups) == 2
+    revision = placer.revise(make_job("b", 300, 200, slo=1.2), old(placer))
+    assert [move.kind for move in revision.moves] == ["move"] and len(placer.groups) == 2
+    (action,) = revision.actions
+    assert action.kind == "move" and "its SLO allows 240 s" in action.reason
     assert_invariants(placer)
+
+
+def test_where_nobody_can_be_moved_the_tightest_goes_first_and_it_is_said_why():
+    placer = Placer(make_cluster())
+    for name in ("a", "b"):
+        placer.admit(make_job(name, 100, 100, slo=1.2, movable=False))
+    revision = placer.revise(make_job("b", 300, 200, slo=1.2, movable=False), old(placer))
+    assert revision.moves == () and len(placer.groups) == 1
+    (action,) = revision.actions
+    assert (action.kind, action.job) == ("priority", "a") and "nobody can move" in action.reason
+    assert placer.groups.group_of("a").order == "tightest-first"
+
+
+def test_a_job_that_nobody_can_start_again_is_not_moved():
+    placer = Placer(make_cluster())
+    for name in ("a", "x", "b", "y"):
+        placer.admit(make_job(name, 100, 100, slo=1.3, movable=False))
+    homes = placer.groups.home
+    for gone in ("a", "b"):
+        placer.depart(gone)
+    aged = {name: Progress(age_s=200 * 500, done=500) for name in homes}
+    assert placer.repack(aged) == []
+
+
+def test_a_saving_must_pay_so_many_times():
+    def moved_at(hysteresis: float) -> bool:
+        placer = Placer(make_cluster(), Rules(hysteresis=hysteresis))
+        for name in ("a", "x", "b", "y"):
+            placer.admit(make_job(name, 100, 100, slo=1.3, cold_start_s=60))
+        young = {name: Progress(age_s=30) for name in placer.groups.home}
+        for gone in ("a", "b"):
+            young.pop(gone)
+            placer.depart(gone, young)
+        return bool(placer.repack({name: Progress(age_s=20_000, done=100) for name in young}))
+
+    assert moved_at(1.0) and not moved_at(1000.0)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,14 @@
 """How long a job's phases take and how much host memory they need: before its first step, and after some.
 
-Before: bounds, every response at its token limit, at speeds that every job of the paper reached (see GpuKind). After
-at least one step: a quantile of the phases observed, never above what was bounded; its guarantee is `quantile`'s. What
-an estimate was off by is an `EstimateError`, to be written down by whoever asked for it.
+Before: bounds, every response at its token limit, at speeds that every job of the paper reached (see GpuKind). After some:
+learning.py. What an estimate was off by is an `EstimateError`, to be written down by whoever asked for it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean, median
+from statistics import median
 
 import msgspec
 
@@ -18,13 +17,13 @@ from verl_mux.scheduling.estimate.job_needs import JobNeeds
 from verl_mux.scheduling.estimate.sync_time import LinkModel
 from verl_mux.scheduling.model import Estimate, JobSpec
 
-# Nine phases are enough for a quantile to replace the bound: the longest of them bounds the next with this probability.
-LEVEL = 0.9
 # Older observations say little: responses grow and shrink while a job learns.
 WINDOW = 40
 # Host memory over bytes of weights on a rollout node, and bytes per parameter on the training nodes together (fp32
 # weights 4, Adam 8, gradients 4, copies in bf16 and for staging 8): bounds of all eight figures of the paper's table 2.
 ROLLOUT_COPIES, TRAIN_BYTES = 2.3, 24
+# Of what adapters are put on: fp32 weights 4, copies in bf16 and for staging 8.
+FROZEN_BYTES = 12
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +41,7 @@ def bounds(needs: JobNeeds, rollout: GpuKind, train: GpuKind) -> Bounds:
     """Of one step on nodes of these kinds."""
     weights_gb = needs.model.params * needs.weight_bytes / 1e9
     on_node = needs.rollout_gpus / needs.replica_gpus * weights_gb
-    params_gb = needs.model.params * TRAIN_BYTES * (1 + needs.critic) / needs.train_nodes / 1e9
+    params_gb = (_trained_bytes(needs) + needs.critic * needs.model.params * TRAIN_BYTES) / needs.train_nodes / 1e9
     return Bounds(
         rollout_s=rollout.fixed_s + _decode_s(needs, rollout) + _prefill_s(needs, rollout),
         train_s=train.fixed_s + _train_s(needs, train),
@@ -50,6 +49,13 @@ def bounds(needs: JobNeeds, rollout: GpuKind, train: GpuKind) -> Bounds:
         rollout_memory_gb=max(ROLLOUT_COPIES * on_node, on_node + rollout.process_gb * needs.rollout_gpus),
         train_memory_gb=params_gb + train.process_gb * needs.train_gpus,
     )
+
+
+def _trained_bytes(needs: JobNeeds) -> float:
+    """Adapters have gradients and Adam's states; what they are put on has its weights and the copies of them."""
+    if not needs.lora_rank:
+        return needs.model.params * TRAIN_BYTES
+    return needs.model.params * FROZEN_BYTES + needs.model.adapter_params(needs.lora_rank) * TRAIN_BYTES
 
 
 def _decode_s(needs: JobNeeds, kind: GpuKind) -> float:
@@ -63,8 +69,9 @@ def _decode_s(needs: JobNeeds, kind: GpuKind) -> float:
     rate = kind.tb_per_s * 1e12 * kind.decode * needs.replica_gpus
 
     def wave_s(running: int) -> float:
-        read = weights + running * per_token * (needs.prompt_tokens + needs.response_tokens / 2)
-        compute = 2 * needs.model.params * running / (kind.tflops * 1e12 * kind.decode * needs.replica_gpus)
+        read = needs.model.params_read(running) * needs.weight_bytes
+        read += running * per_token * (needs.prompt_tokens + needs.response_tokens / 2)
+        compute = 2 * needs.model.active_params * running / (kind.tflops * 1e12 * kind.decode * needs.replica_gpus)
         return needs.response_tokens * max(read / rate, compute)
 
     waves, rest = divmod(requests, room)
@@ -77,18 +84,20 @@ def _prefill_s(needs: JobNeeds, kind: GpuKind) -> float:
 
 
 def _train_s(needs: JobNeeds, kind: GpuKind) -> float:
-    """A backward pass costs two forward passes, and recomputed activations one more."""
-    passes = needs.passes + needs.updates * (4 if needs.recompute else 3)
+    """A backward pass costs two forward passes, of which one is saved where only adapters are trained; recomputed activations one
+    more."""
+    update = (2 if needs.lora_rank else 3) + needs.recompute
+    passes = needs.passes + needs.updates * update
     gpus = needs.train_nodes * needs.train_gpus
     forward = _forward_flops(needs, needs.prompt_tokens + needs.response_tokens)
     return passes * forward / (gpus * kind.tflops * 1e12 * kind.train)
 
 
 def _forward_flops(needs: JobNeeds, tokens: int) -> float:
-    """Two per parameter and token, and causal attention: two matrix products over half of the square."""
+    """Two per parameter that works on a token, and causal attention: two matrix products over half of the square."""
     model = needs.model
     attention = 2 * model.num_hidden_layers * model.num_attention_heads * model.head_dim * tokens**2
-    return needs.responses * (2 * model.params * tokens + attention)
+    return needs.responses * (2 * model.active_params * tokens + attention)
 
 
 def job_spec(name: str, needs: JobNeeds, found: Bounds, slo: float = 2.0, owner: str = "") -> JobSpec:
@@ -122,30 +131,6 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     def seen(self, what: str, seconds: float) -> Observed:
         """With one more observation; only the last WINDOW are kept."""
         return msgspec.structs.replace(self, **{what: (*getattr(self, what), seconds)[-WINDOW:]})
-
-
-def quantile(seconds: Sequence[float], level: float = LEVEL) -> float | None:
-    """A phase time that the next one exceeds with a probability of at most 1 - `level`, or None: too few were seen.
-
-    The k-th smallest of n, k = ceil(level (n + 1)): holds for any distribution as long as past phases and the next one
-    are exchangeable (split conformal prediction: Vovk, Gammerman, Shafer, Algorithmic Learning in a Random World).
-    """
-    rank = math.ceil(level * (len(seconds) + 1) - 1e-9)
-    return sorted(seconds)[rank - 1] if 1 <= rank <= len(seconds) else None
-
-
-def corrected(job: JobSpec, observed: Observed) -> JobSpec:
-    """The job with quantiles in place of bounds for what was seen often enough; else the job as it is.
-
-    Observed rollouts hold the sync. The time between phases holds no node: it counts as the end of the rollout. The SLO
-    then counts from the mean iteration observed, not from the quantiles: no slower phase raises what it allows.
-    """
-    rollout, train = quantile(observed.rollout), quantile(observed.train)
-    if rollout is None or train is None:
-        return job
-    between = _median(observed.between)
-    now = _observed_job(job, rollout, train, between, "quantile")
-    return msgspec.structs.replace(now, solo_s=fmean(observed.rollout) + fmean(observed.train) + between)
 
 
 def expected(job: JobSpec, observed: Observed) -> JobSpec:

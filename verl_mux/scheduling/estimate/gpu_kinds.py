@@ -11,9 +11,10 @@ class GpuKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """tflops: dense bf16 peak. tb_per_s: memory bandwidth. memory_gb: on the device. usd_per_gpu_hour: rent.
 
     decode, train: share of bandwidth and peak that generation, and of the peak that training, reaches at least. For GPUs the
-    lowest seen in the paper's jobs (table 3: 7B, 14B, 32B on H20 and H800, all responses at their maximum), so that
-    estimates from them are bounds. process_gb: host memory of one process per GPU, besides the model's states.
-    fixed_s: what a phase takes however little it computes.
+    lowest seen in the paper's jobs (table 3: 7B, 14B, 32B on H20 and H800), so that estimates from them are bounds: of decoding
+    as if all responses had their maximum, which the longest of a batch has; of training by the tokens that there really were,
+    with mean responses as in its figure 11 (7B with at most 8K tokens: 1,206). process_gb: host memory of one process per GPU,
+    besides the model's states. fixed_s: what a phase takes however little it computes.
     """
 
     tflops: float
@@ -21,7 +22,7 @@ class GpuKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     memory_gb: float = 80.0
     usd_per_gpu_hour: float = 0.0
     decode: float = 0.30
-    train: float = 0.14
+    train: float = 0.041
     process_gb: float = 14.0
     fixed_s: float = 2.0
 
@@ -31,11 +32,12 @@ class GpuKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise UserError(f"GPU kind: {name} is {getattr(self, name):g}; it must be above 0")
 
 
-# H20, H800: RollMux (arXiv 2512.11306v2), table 1. H100: NVIDIA's data sheet of the SXM5 80 GB; it names no rent.
+# H20, H800: RollMux (arXiv 2512.11306v2), table 1. H100, H200: NVIDIA's data sheets of the SXM ones; they name no rent.
 GPU_KINDS: dict[str, GpuKind] = {
     "H20": GpuKind(tflops=148.0, tb_per_s=4.0, memory_gb=96.0, usd_per_gpu_hour=1.85),
     "H800": GpuKind(tflops=989.5, tb_per_s=3.35, memory_gb=80.0, usd_per_gpu_hour=5.28),
     "H100": GpuKind(tflops=989.4, tb_per_s=3.35, memory_gb=80.0),
+    "H200": GpuKind(tflops=989.4, tb_per_s=4.8, memory_gb=141.0),
 }
 
 

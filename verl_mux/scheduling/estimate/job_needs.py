@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from verl_mux.composed_config import at, count
 from verl_mux.errors import UserError
 
 # Checked where needs are decoded: others send them, and from sizes beyond these no time can be estimated.
@@ -16,7 +17,8 @@ _Passes = Annotated[int, msgspec.Meta(ge=0, le=2**12)]
 
 
 class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of a dense decoder, from its Hugging Face config."""
+    """Sizes of a decoder, from its Hugging Face config. Of a mixture of experts: experts of a layer, how many of them work on
+    one token, their width, that of the expert that works on all of them (0: none), and how many layers are dense."""
 
     hidden_size: _Size
     num_hidden_layers: _Few
@@ -26,14 +28,54 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
     num_key_value_heads: _Few
     head_dim: _Few
     tie_word_embeddings: bool = False
+    experts: Annotated[int, msgspec.Meta(ge=0, le=2**12)] = 0
+    experts_per_token: Annotated[int, msgspec.Meta(ge=0, le=2**12)] = 0
+    expert_size: Annotated[int, msgspec.Meta(ge=0, le=2**24)] = 0
+    shared_expert_size: Annotated[int, msgspec.Meta(ge=0, le=2**24)] = 0
+    dense_layers: Annotated[int, msgspec.Meta(ge=0, le=2**12)] = 0
 
     @property
     def params(self) -> int:
         """Parameters of the matrices; norms and biases are left out."""
+        return self._besides_experts + self.expert_params
+
+    @property
+    def active_params(self) -> int:
+        """Those that work on one token."""
+        return self._besides_experts + (self.expert_params * self.experts_per_token // self.experts if self.experts else 0)
+
+    @property
+    def expert_params(self) -> int:
+        """Of all experts among which tokens are divided."""
+        return self._sparse_layers * self.experts * 3 * self.hidden_size * self.expert_size
+
+    def params_read(self, tokens: int) -> float:
+        """Parameters of which so many tokens, each of another request, need at least one: experts chosen evenly."""
+        if not self.experts:
+            return float(self.params)
+        touched = 1 - (1 - self.experts_per_token / self.experts) ** tokens
+        return self._besides_experts + touched * self.expert_params
+
+    def adapter_params(self, rank: int) -> int:
+        """Of adapters of this rank on all matrices of all layers."""
+        h, q, kv = self.hidden_size, self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        attention = 2 * (h + q) + 2 * (h + kv)
+        dense, sparse = 3 * (h + self.intermediate_size), 3 * self.experts * (h + self.expert_size)
+        layers = self.num_hidden_layers
+        return rank * (layers * attention + (layers - self._sparse_layers) * dense + self._sparse_layers * sparse)
+
+    @property
+    def _sparse_layers(self) -> int:
+        return self.num_hidden_layers - self.dense_layers if self.experts else 0
+
+    @property
+    def _besides_experts(self) -> int:
         h, kv = self.hidden_size, self.num_key_value_heads * self.head_dim
         q = self.num_attention_heads * self.head_dim
-        layer = 2 * h * q + 2 * h * kv + 3 * h * self.intermediate_size
-        return self.num_hidden_layers * layer + (1 if self.tie_word_embeddings else 2) * self.vocab_size * h
+        layers, sparse = self.num_hidden_layers, self._sparse_layers
+        mixed = self.experts * h + 3 * h * self.shared_expert_size
+        embedded = (1 if self.tie_word_embeddings else 2) * self.vocab_size * h
+        return layers * (2 * h * q + 2 * h * kv) + (layers - sparse) * 3 * h * self.intermediate_size + sparse * mixed + embedded
 
     @property
     def kv_values_per_token(self) -> int:
@@ -54,7 +96,30 @@ def model_size(config: Mapping[str, Any]) -> ModelSize:
         num_key_value_heads=given.get("num_key_value_heads") or heads,
         head_dim=given.get("head_dim") or given["hidden_size"] // heads,
         tie_word_embeddings=bool(given.get("tie_word_embeddings", False)),
+        **_experts(given),
     )
+
+
+def _experts(given: Mapping[str, Any]) -> dict[str, int]:
+    """The names of Qwen's, of DeepSeek's and of Mixtral's configs."""
+
+    def first(*keys: str) -> int:
+        return next((int(given[key]) for key in keys if given.get(key)), 0)
+
+    if not (experts := first("num_experts", "n_routed_experts", "num_local_experts")):
+        return {}
+    size = first("moe_intermediate_size", "intermediate_size")
+    every = first("decoder_sparse_step", "moe_layer_freq") or 1
+    layers = given["num_hidden_layers"]
+    dense = set(given.get("mlp_only_layers") or ()) | set(range(first("first_k_dense_replace")))
+    dense |= {layer for layer in range(layers) if (layer + 1) % every}
+    return {
+        "experts": experts,
+        "experts_per_token": first("num_experts_per_tok") or 1,
+        "expert_size": size,
+        "shared_expert_size": first("shared_expert_intermediate_size") or first("n_shared_experts") * size,
+        "dense_layers": len(dense),
+    }
 
 
 class JobNeeds(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +127,8 @@ class JobNeeds(msgspec.Struct, frozen=True, kw_only=True):
 
     passes: forward-only passes of the training phase (old log-probs, reference, critic's values). updates: forward and
     backward passes over the batch (ppo_epochs, the critic's too). recompute: activations are computed twice.
-    replica_gpus: GPUs of one rollout engine. weight_bytes: of a parameter in the rollout.
+    replica_gpus: GPUs of one rollout engine. weight_bytes: of a parameter in the rollout. lora_rank: 0: all parameters are
+    trained.
     """
 
     model: ModelSize
@@ -79,6 +145,7 @@ class JobNeeds(msgspec.Struct, frozen=True, kw_only=True):
     recompute: bool = True
     weight_bytes: _Few = 2
     critic: bool = False
+    lora_rank: Annotated[int, msgspec.Meta(ge=0, le=2**16)] = 0
 
     @property
     def replicas(self) -> int:
@@ -92,8 +159,8 @@ def job_needs(config: Mapping[str, Any], model: Mapping[str, Any]) -> JobNeeds:
         UserError: a key that is missing or no number of 1 or more.
     """
     rollout, actor = ("actor_rollout_ref.rollout", "actor_rollout_ref.actor")
-    critic = _at(config, "algorithm.adv_estimator") == "gae"
-    reference = bool(_at(config, f"{actor}.use_kl_loss") or _at(config, "algorithm.use_kl_in_reward"))
+    critic = at(config, "algorithm.adv_estimator") == "gae"
+    reference = bool(at(config, f"{actor}.use_kl_loss") or at(config, "algorithm.use_kl_in_reward"))
     parallel = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
     replica_gpus = 1
     for key in parallel:
@@ -111,23 +178,12 @@ def job_needs(config: Mapping[str, Any], model: Mapping[str, Any]) -> JobNeeds:
         replica_gpus=replica_gpus,
         passes=1 + reference + critic,
         updates=epochs * (1 + critic),
-        recompute=bool(_at(config, "actor_rollout_ref.model.enable_gradient_checkpointing", True)),
-        weight_bytes=4 if _at(config, f"{rollout}.dtype") in ("float32", "float", "fp32") else 2,
+        recompute=bool(at(config, "actor_rollout_ref.model.enable_gradient_checkpointing", True)),
+        weight_bytes=4 if at(config, f"{rollout}.dtype") in ("float32", "float", "fp32") else 2,
         critic=critic,
+        lora_rank=at(config, "actor_rollout_ref.model.lora_rank") or 0,
     )
 
 
-def _at(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    value: Any = config
-    for key in path.split("."):
-        if not isinstance(value, Mapping) or value.get(key) is None:
-            return default
-        value = value[key]
-    return value
-
-
 def _count(config: Mapping[str, Any], path: str, default: int | None = None) -> int:
-    value = _at(config, path, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{path} is {value!r}; a number of 1 or more is needed to estimate phase times")
-    return value
+    return count(config, path, "to estimate phase times", default)

@@ -13,10 +13,16 @@ from verl_mux.scheduling.search.search import Place, group_at
 from verl_mux.scheduling.time.feasibility import TOLERANCE
 from verl_mux.scheduling.time.periods import group_periods
 
+NEAREST = 2
 
-def alternatives(placer: Placer, job: JobSpec) -> list[Alternative]:
-    """What every group would ask for the job, or why it cannot take it; last, what nodes of its own would cost."""
-    return [*(_at(placer, job, group) for group in placer.groups.values()), _alone(placer, job)]
+
+def alternatives(placer: Placer, job: JobSpec, most: int | None = None) -> list[Alternative]:
+    """What every group would ask for the job, or why it cannot take it; last, what nodes of its own would cost. `most`: if
+    there are more groups, only the NEAREST, which could ask the least."""
+    groups = list(placer.groups.values())
+    if most is not None and len(groups) > most:
+        groups = placer.search.nearest(job, placer.groups.table, NEAREST)
+    return [*(_at(placer, job, group) for group in groups), _alone(placer, job)]
 
 
 def lost_to(chosen_usd: float, found: Sequence[Alternative]) -> list[Alternative]:

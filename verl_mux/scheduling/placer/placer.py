@@ -19,12 +19,14 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+import msgspec
+
 from verl_mux.errors import UserError
 from verl_mux.scheduling.model import Cluster, Group, JobSpec
 from verl_mux.scheduling.repack.regroup import Regrouping
 from verl_mux.scheduling.repack.repack import Repack
 from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
-from verl_mux.scheduling.search.decision import Decision, Move, decision_for
+from verl_mux.scheduling.search.decision import Action, Decision, Move, Revision, decision_for
 from verl_mux.scheduling.search.extension import groups_without, isolated, pairs_of_pins
 from verl_mux.scheduling.search.groups import Groups
 from verl_mux.scheduling.search.partition import Partitioner
@@ -32,7 +34,9 @@ from verl_mux.scheduling.search.rules import OURS, Rules
 from verl_mux.scheduling.search.search import Search, group_at
 from verl_mux.scheduling.search.waiting import Waiting
 from verl_mux.scheduling.time.feasibility import Feasibility
-from verl_mux.scheduling.time.forecast import Progress, late_job
+from verl_mux.scheduling.time.forecast import Progress, Without, late_job
+from verl_mux.scheduling.time.order import IN_ROUNDS, ORDERS
+from verl_mux.scheduling.time.periods import group_periods
 
 NOTHING_KNOWN: Mapping[str, Progress] = {}
 
@@ -45,14 +49,17 @@ class Placer:
         self.rules = rules
         self.groups = Groups(cluster)
         self.waiting = Waiting(rules.max_bypass)
-        self.feasibility = Feasibility(rules.orders)
+        self.feasibility = Feasibility(rules.orders, rules.keep)
         self.search = Search(cluster, rules, self.feasibility)
         self.partitioner = Partitioner(cluster, self.feasibility, rules.cap)
-        self._repack = Repack(self.groups, self.partitioner, self.search, rules.reach, rules.effort)
+        self._moved_at: list[float] = []
+        self._repack = Repack(self.groups, self.partitioner, self.search, rules)
 
     def admit(self, job: JobSpec, progress: Mapping[str, Progress] = NOTHING_KNOWN) -> Decision:
         """Places the job, or queues it. Raises UserError for a name in use and for a job the cluster cannot hold."""
-        self._check(job)
+        check_fits(job, self.cluster)
+        if job.name in self.groups.home or job.name in self.waiting:
+            raise UserError(f"job {job.name!r} is placed or waiting already; job names are unique")
         before = self.groups.usd_per_hour
         overdue = self.waiting.overdue
         if overdue is None and (group := self._place(job, progress)):
@@ -62,7 +69,7 @@ class Placer:
         wait = f"job {overdue.name!r} waits longer and is next" if overdue else "no room within everybody's SLO"
         return Decision(job=job.name, outcome="queued", wait=wait)
 
-    def depart(self, name: str, progress: Mapping[str, Progress] = NOTHING_KNOWN) -> list[Move]:
+    def depart(self, name: str, progress: Mapping[str, Progress] = NOTHING_KNOWN, now: float = 0.0) -> list[Move]:
         """Drops the job and the nodes nobody else is pinned to. Returns who starts or moves in consequence."""
         if name in self.waiting:
             self.waiting.remove(name)
@@ -74,41 +81,71 @@ class Placer:
         left = self._changed(self.groups.replace([group], groups_without(group, [name])))
         moves = self._relieve(left, progress) if self.rules.repack and self.rules.guard else []
         progress = _unmoved(progress, moves)
-        return moves + self._start_waiting(progress) + self.repack(progress)
+        return moves + self._start_waiting(progress) + self.repack(progress, now)
 
-    def revise(self, job: JobSpec, progress: Mapping[str, Progress] = NOTHING_KNOWN) -> list[Move]:
-        """Takes over a placed job's new estimates. If its group no longer keeps everybody's SLO, jobs move out of it,
-        the cheapest to keep alone first; if it has become easier to place, repacking may follow."""
+    def revise(self, job: JobSpec, progress: Mapping[str, Progress] = NOTHING_KNOWN, now: float = 0.0) -> Revision:
+        """Takes over a placed job's new estimates. If its group no longer keeps everybody's SLO: another order, if all keep
+        theirs under it; else jobs move out, the cheapest to keep alone first; else whoever has the least room goes first. If it
+        has become easier to place, repacking may follow."""
         self._forget(job.name)
         self.groups.update(job)
+        taken: list[Action] = []
         moves: list[Move] = []
-        while not self._feasible(group := self.groups.group_of(job.name)):
-            evicted = self._evict_one(group, _unmoved(progress, moves))
-            if evicted is None:
+        while (why := self._at_risk(group := self.groups.group_of(job.name), _unmoved(progress, moves))) is not None:
+            if (ordered := self._reorder(group, progress, why)) is not None:
+                taken.append(ordered)
+                break
+            if (evicted := self._evict_one(group, _unmoved(progress, moves))) is None:
+                taken.append(self._prefer(group, why))
                 break
             moves.append(evicted)
+            taken.append(Action(kind="move", group=group.name, job=evicted.job, reason=why))
         self._changed([self.groups.group_of(job.name)])
-        return moves + self.repack(_unmoved(progress, moves))
+        started = self._start_waiting(_unmoved(progress, moves))
+        return Revision(tuple(moves + started + self.repack(_unmoved(progress, moves), now)), tuple(taken))
 
-    def correct(self, job: JobSpec, progress: Mapping[str, Progress] = NOTHING_KNOWN) -> list[Move]:
-        """Takes over new estimates of a job that is placed, and moves nobody: for jobs that cannot be moved while they
-        run. Returns who starts in consequence."""
-        self._forget(job.name)
-        self._changed([self.groups.update(job)])
-        return self._start_waiting(progress)
-
-    def keeps_slo(self, name: str) -> bool:
-        """Whether the settled periods of a placed job's group are within everybody's SLO."""
-        return self._feasible(self.groups.group_of(name))
-
-    def repack(self, progress: Mapping[str, Progress] = NOTHING_KNOWN) -> list[Move]:
-        """Moves jobs where what that saves pays for their cold starts. To be asked again from time to time: what does
-        not pay for young jobs pays later."""
+    def repack(self, progress: Mapping[str, Progress] = NOTHING_KNOWN, now: float = 0.0) -> list[Move]:
+        """Moves jobs where what that saves pays for the moves. To be asked again from time to time: what does
+        not pay for young jobs pays later. `now`: seconds of any clock, for the limit of moves an hour."""
         moves: list[Move] = []
         self._repack.begin()
-        while self.rules.repack and (found := self._repack.next(_unmoved(progress, moves))):
-            moves += self._carry_out(found)
+        while self.rules.repack and self._may_move(now) and (found := self._repack.next(_unmoved(progress, moves))):
+            carried = self._carry_out(found)
+            self._moved_at += [now] * len(carried)
+            moves += carried
         return moves + (self._start_waiting(_unmoved(progress, moves)) if moves else [])
+
+    def _may_move(self, now: float) -> bool:
+        self._moved_at = [at for at in self._moved_at if at > now - 3600]
+        return not self.rules.moves_per_hour or len(self._moved_at) < self.rules.moves_per_hour
+
+    def _at_risk(self, group: Group, progress: Mapping[str, Progress]) -> str | None:
+        """What endangers a promise, or None."""
+        if len(group.pins) < 2:
+            return None
+        if self.feasibility.keeps(group.jobs, *pairs_of_pins(group.pins), group.order):
+            known = all(job.name in progress for job in group.jobs)
+            late = late_job(group, progress, {}) if self.rules.guard and known else None
+            return None if late is None else f"as the group stands now, {late} would be late"
+        for job, period in zip(group.jobs, group_periods(group), strict=True):
+            if period.mean_s > job.limit_s:
+                return f"{job.name} takes {period.mean_s:.0f} s an iteration, its SLO allows {job.limit_s:.0f} s"
+        return f"not every SLO is kept with a probability of {self.rules.keep:g}, or not whoever leaves"
+
+    def _reorder(self, group: Group, progress: Mapping[str, Progress], why: str) -> Action | None:
+        for order in [name for name in ORDERS if name not in IN_ROUNDS]:  # the queues of leases know ranks, no rounds
+            other = msgspec.structs.replace(group, order=order)
+            if order != group.order and self._at_risk(other, progress) is None:
+                self.groups.reorder(group.name, order)
+                return Action(kind="order", group=group.name, job="", reason=f"{why}; under the order {order} all keep theirs")
+        return None
+
+    def _prefer(self, group: Group, why: str) -> Action:
+        self.groups.reorder(group.name, "tightest-first")
+        first = min(group.jobs, key=lambda job: job.limit_s - job.iteration_s)
+        return Action(
+            kind="priority", group=group.name, job=first.name, reason=f"{why}; nobody can move, so the tightest goes first"
+        )
 
     @property
     def pending(self) -> bool:
@@ -163,9 +200,9 @@ class Placer:
         are left to move anybody to."""
         by_price = sorted(group.jobs, key=lambda job: isolated_usd(job, self.cluster))
         fits = [job for job in by_price if all(self._feasible(rest) for rest in groups_without(group, [job.name]))]
-        for job in fits or by_price:
+        for job in [job for job in fits or by_price if job.movable]:
             rest = self.groups.replace([group], groups_without(group, [job.name]))
-            if home := self._place(job, progress, job.cold_start_s):
+            if home := self._place(job, progress, job.load_s):
                 self._changed([g for g in rest if g.name in self.groups])
                 return self._move(job, "move", home)
             self.groups.replace(rest, [group])
@@ -187,12 +224,12 @@ class Placer:
     def _move_out(self, group: Group, progress: Mapping[str, Progress]) -> tuple[Move, list[Group]] | None:
         """Moves one job to where all are in time, the cheapest alone first, and says what is left of the group; None
         if nobody's leaving helps."""
-        for job in sorted(group.jobs, key=lambda job: isolated_usd(job, self.cluster)):
+        for job in sorted((job for job in group.jobs if job.movable), key=lambda job: isolated_usd(job, self.cluster)):
             rest = list(groups_without(group, [job.name]))
-            if not _in_time([*rest, isolated(job)], progress, {job.name: job.cold_start_s}):
+            if not _in_time([*rest, isolated(job)], progress, {job.name: job.load_s}):
                 continue
             rest = self.groups.replace([group], rest)
-            if home := self._place(job, progress, job.cold_start_s):
+            if home := self._place(job, progress, job.load_s):
                 left = self._changed([g for g in rest if self.groups.get(g.name) is g])
                 return self._move(job, "move", home), left
             self.groups.replace(rest, [group])
@@ -203,21 +240,21 @@ class Placer:
 
     def _move(self, job: JobSpec, kind: str, group: Group) -> Move:
         pin = self.groups.pin_of(job.name)
-        load_s = job.cold_start_s if kind == "move" else 0.0
+        load_s = job.load_s if kind == "move" else 0.0
         return Move(job=job.name, kind=kind, group=group.name, rollout=pin.rollout, train=pin.train, load_s=load_s)
 
-    def _check(self, job: JobSpec) -> None:
-        if job.name in self.groups.home or job.name in self.waiting:
-            raise UserError(f"job {job.name!r} is placed or waiting already; job names are unique")
-        for side, pool in (("rollout", self.cluster.rollout), ("train", self.cluster.train)):
-            need, memory = getattr(job, f"{side}_nodes"), getattr(job, f"{side}_memory_gb")
-            if need > pool.size:
-                raise UserError(f"job {job.name!r} needs {need} {side} nodes; pool {pool.name!r} has {pool.size}")
-            if memory > pool.kind.host_memory_gb:
-                raise UserError(
-                    f"job {job.name!r} needs {memory:g} GB of host memory per {side} node;"
-                    f" a node of pool {pool.name!r} has {pool.kind.host_memory_gb:g}"
-                )
+
+def check_fits(job: JobSpec, cluster: Cluster) -> None:
+    """Raises UserError for a job that the cluster could not even hold alone."""
+    for side, pool in (("rollout", cluster.rollout), ("train", cluster.train)):
+        need, memory = getattr(job, f"{side}_nodes"), getattr(job, f"{side}_memory_gb")
+        if need > pool.size:
+            raise UserError(f"job {job.name!r} needs {need} {side} nodes; pool {pool.name!r} has {pool.size}")
+        if memory > pool.kind.host_memory_gb:
+            raise UserError(
+                f"job {job.name!r} needs {memory:g} GB of host memory per {side} node;"
+                f" a node of pool {pool.name!r} has {pool.kind.host_memory_gb:g}"
+            )
 
 
 def _in_time(groups: Iterable[Group], progress: Mapping[str, Progress], loads: Mapping[str, float]) -> bool:
@@ -225,7 +262,6 @@ def _in_time(groups: Iterable[Group], progress: Mapping[str, Progress], loads: M
     return all(late_job(group, progress, loads) is None for group in groups if all(job.name in progress for job in group.jobs))
 
 
-def _unmoved(progress: Mapping[str, Progress], moves: list[Move]) -> dict[str, Progress]:
+def _unmoved(progress: Mapping[str, Progress], moves: list[Move]) -> Mapping[str, Progress]:
     """Nobody is moved twice in one answer."""
-    moved = {move.job for move in moves}
-    return {name: at for name, at in progress.items() if name not in moved}
+    return Without(progress, {move.job for move in moves}) if moves else progress

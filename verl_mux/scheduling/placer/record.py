@@ -1,7 +1,8 @@
-"""A placer's whole memory as plain data, so that it can be journaled and a placer be made from it again."""
+"""A placer's whole memory as plain data, so that it can be journaled and a placer be made from it again; and what it is asked."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import msgspec
@@ -11,6 +12,27 @@ from verl_mux.scheduling.placer.placer import Placer
 from verl_mux.scheduling.search.rules import Rules
 
 
+class Arrive(msgspec.Struct, frozen=True, tag=True):
+    """Where is this job to go?"""
+
+    job: JobSpec
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """What follows when this job is gone?"""
+
+    name: str
+
+
+class Correct(msgspec.Struct, frozen=True, tag=True):
+    """What follows when the job, where it is, turns out to be like this?"""
+
+    job: JobSpec
+
+
+Question = Arrive | Leave | Correct
+
+
 class Queued(msgspec.Struct, frozen=True):
     """A job that waits for room. passed: younger jobs that started before it."""
 
@@ -18,34 +40,48 @@ class Queued(msgspec.Struct, frozen=True):
     passed: int = 0
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """groups: as they are. waiting: in order of arrival. named: groups that ever were, for the next one's name."""
+class Record(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for the index
+    """groups: as they are. waiting: in order of arrival. named: groups that ever were, for the next one's name. version: of
+    changes, so that a placer that was kept knows whether it is up to date."""
 
     groups: tuple[Group, ...] = ()
     waiting: tuple[Queued, ...] = ()
     named: int = 0
+    version: int = 0
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Group]:
+        return {group.name: group for group in self.groups}
+
+    @functools.cached_property
+    def _home(self) -> dict[str, Group]:
+        return {job.name: group for group in self.groups for job in group.jobs}
+
+    @functools.cached_property
+    def _queued(self) -> dict[str, JobSpec]:
+        return {entry.job.name: entry.job for entry in self.waiting}
 
     def job(self, name: str) -> JobSpec | None:
         """What was last estimated of a job that is placed or waits."""
-        placed = (job for group in self.groups for job in group.jobs)
-        return next((job for job in (*placed, *(entry.job for entry in self.waiting)) if job.name == name), None)
+        group = self._home.get(name)
+        return self._queued.get(name) if group is None else next(job for job in group.jobs if job.name == name)
 
     def group_of(self, name: str) -> Group | None:
-        return next((group for group in self.groups if any(job.name == name for job in group.jobs)), None)
+        return self._home.get(name)
+
+    def changed(self, gone: Iterable[str], groups: Iterable[Group], waiting: tuple[Queued, ...], named: int) -> Record:
+        """Without the groups `gone`, and with these."""
+        left = dict(self.by_name)
+        for name in gone:
+            left.pop(name, None)
+        left.update((group.name, group) for group in groups)
+        return Record(groups=tuple(left.values()), waiting=waiting, named=named, version=self.version + 1)
 
 
 def restore(record: Record, cluster: Cluster, rules: Rules, taken: Iterable[str] = ()) -> Placer:
-    """A placer that goes on where the one of `record_of` was. taken: nodes that others use."""
+    """A placer that goes on where the one of the record was. taken: nodes that others use."""
     placer = Placer(cluster, rules)
     placer.groups.adopt(record.groups, record.named, taken)
     for entry in record.waiting:
         placer.waiting.add(entry.job, entry.passed)
     return placer
-
-
-def record_of(placer: Placer) -> Record:
-    return Record(
-        groups=tuple(placer.groups.values()),
-        waiting=tuple(Queued(job, passed) for job, passed in placer.waiting.entries),
-        named=placer.groups.named,
-    )

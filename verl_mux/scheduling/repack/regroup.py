@@ -28,16 +28,16 @@ class Regrouping(msgspec.Struct, frozen=True):
     movers: tuple[JobSpec, ...]
     saving_usd: float
 
-    def pays_in_s(self, cluster: Cluster, progress: Mapping[str, Progress]) -> float:
-        """Seconds until the youngest job concerned is old enough for the saving to pay for the moves; 0: it is."""
+    def pays_in_s(self, cluster: Cluster, progress: Mapping[str, Progress], hysteresis: float) -> float:
+        """Seconds until the youngest job concerned is old enough for the saving to pay for the moves so many times; 0: it is."""
         changed = [group for group in self.groups if group not in self.old]
         age_s = min(progress[job.name].age_s for group in changed for job in group.jobs)
         loss = sum(isolated_usd(job, cluster) * _lost_s(job, progress[job.name]) for job in self.movers)
-        return max(loss / self.saving_usd - age_s, 0.0)
+        return max(hysteresis * loss / self.saving_usd - age_s, 0.0)
 
     def in_time(self, progress: Mapping[str, Progress]) -> bool:
         """Whether everybody keeps within the SLO over its whole life, cold starts of the movers included."""
-        loads = {job.name: job.cold_start_s for job in self.movers}
+        loads = {job.name: job.load_s for job in self.movers}
         return all(late_job(group, progress, loads) is None for group in self.groups if group not in self.old)
 
 
@@ -45,23 +45,24 @@ def _lost_s(job: JobSpec, at: Progress) -> float:
     """The cold start, and what it has done of the iteration it is in."""
     left = at.remaining_s
     if at.phase == "loading":
-        return job.cold_start_s
+        return job.load_s
     if at.phase == "rollout":
-        return job.cold_start_s + (0.0 if left is None else max(job.rollout_hold_s - left, 0.0))
+        return job.load_s + (0.0 if left is None else max(job.rollout_hold_s - left, 0.0))
     if at.phase == "tail" or left is None:
-        return job.cold_start_s + job.rollout_hold_s
-    return job.cold_start_s + job.rollout_hold_s + max(job.train.seconds - left, 0.0)
+        return job.load_s + job.rollout_hold_s
+    return job.load_s + job.rollout_hold_s + max(job.train.seconds - left, 0.0)
 
 
 def regroup(old: Sequence[Group], parts: Sequence[Part], search: Search) -> Regrouping | None:
-    """What turns the groups `old` into the given parts with few moves; None if it would save nothing."""
+    """What turns the groups `old` into the given parts with few moves; None if it would save nothing, or move who cannot be."""
     claimed: set[str] = set()
     groups = [_settle(jobs, shared, old, search, claimed) for jobs, shared in sorted(parts, key=lambda p: -len(p[0]))]
     homes = {pin.job.name: pin for group in old for pin in group.pins}
     movers = tuple(pin.job for group in groups for pin in group.pins if pin != homes[pin.job.name])
     cluster = search.cluster
     saving = sum(g.usd_per_hour(cluster) for g in old) - sum(g.usd_per_hour(cluster) for g in groups)
-    return Regrouping(tuple(old), tuple(groups), movers, saving) if saving > EPSILON_USD else None
+    can = saving > EPSILON_USD and all(job.movable for job in movers)
+    return Regrouping(tuple(old), tuple(groups), movers, saving) if can else None
 
 
 def _settle(
@@ -76,11 +77,11 @@ def _settle(
 
 
 def _bases(jobs: tuple[JobSpec, ...], old: Sequence[Group], claimed: set[str]) -> Iterator[Group]:
-    """Old groups without those who are not among `jobs`, most remaining cold starts first."""
+    """Old groups without those who are not among `jobs`, who would take longest to move first."""
     names = {job.name for job in jobs}
     rests = [rest for group in old for rest in groups_without(group, [j.name for j in group.jobs if j.name not in names])]
     rests = [rest for rest in rests if claimed.isdisjoint((*rest.rollout_nodes, *rest.train_nodes))]
-    yield from sorted(rests, key=lambda rest: -sum(job.cold_start_s for job in rest.jobs))
+    yield from sorted(rests, key=lambda rest: -sum(job.load_s for job in rest.jobs))
 
 
 def _grown(base: Group, jobs: Sequence[JobSpec], usd: float, search: Search) -> Group | None:

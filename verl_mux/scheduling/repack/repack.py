@@ -9,6 +9,7 @@ from verl_mux.scheduling.model import Group
 from verl_mux.scheduling.repack.regroup import Regrouping, regroup
 from verl_mux.scheduling.search.groups import SIDES, Groups
 from verl_mux.scheduling.search.partition import EPSILON_USD, OutOfEffort, Partitioner
+from verl_mux.scheduling.search.rules import Rules
 from verl_mux.scheduling.search.search import Search
 from verl_mux.scheduling.time.forecast import Progress
 
@@ -22,12 +23,13 @@ class Repack:
     """dirty: groups that changed since they were last looked at with nothing to gain, each with the (job, age in
     seconds) from which on another look makes sense. `effort`: groups simulated per search, see rules.py."""
 
-    def __init__(self, groups: Groups, partitioner: Partitioner, search: Search, reach: int, effort: int) -> None:
+    def __init__(self, groups: Groups, partitioner: Partitioner, search: Search, rules: Rules) -> None:
         self.groups = groups
         self.partitioner = partitioner
         self.search = search
-        self.reach = reach
-        self.effort = effort
+        self.reach = rules.reach
+        self.effort = rules.effort
+        self.hysteresis = rules.hysteresis
         self.dirty: dict[str, tuple[str, float] | None] = {}
 
     def begin(self) -> None:
@@ -76,6 +78,8 @@ class Repack:
 
     def _windows(self, group: Group) -> Iterator[list[Group]]:
         # No window holds more groups than `reach`, and the one itself is not to be among the others.
+        if not any(job.movable for job in group.jobs):
+            return
         others = [g for g in self.groups.table.emptiest(WINDOWS * self.reach + 1) if g is not group]
         window, size = [group], len(group.pins)
         for _ in range(WINDOWS):
@@ -107,7 +111,7 @@ class Repack:
         names = [job.name for group in found.groups for job in group.jobs]
         if not all(name in progress for name in names):
             return LATER_S
-        if wait_s := found.pays_in_s(self.groups.cluster, progress):
+        if wait_s := found.pays_in_s(self.groups.cluster, progress, self.hysteresis):
             return wait_s
         if found.in_time(progress):
             return 0.0

@@ -1,8 +1,8 @@
 """The cheapest nodes that a given set of jobs can share within everyone's SLO and the nodes' host memory.
 
-Layouts of the jobs over both sides are tried cheapest first. Left out are those in which two jobs share one side that they
-could not share with nothing else shared, although they sometimes could share *both*; and, as everywhere, those that some
-departure would spoil. So what is found is the cheapest of what is tried, and not always of all that would do.
+Layouts of the jobs over both sides are tried cheapest first. Left out, as everywhere, are those that some departure would spoil:
+first those in which two jobs share what they could not share on their own. (One side may be hopeless and *both* feasible: the
+jobs then keep in step.)
 """
 
 from __future__ import annotations
@@ -64,21 +64,23 @@ def _by_price(
     on_rollout, on_train, on_both = feasibility.hopeless_pairs(jobs)
     rollout = [(j.rollout_share, j.rollout_memory_gb) for j in jobs]
     train = [(j.train_share, j.train_memory_gb) for j in jobs]
-    rollouts = _fitting(tuple(j.rollout_nodes for j in jobs), rollout, cluster.rollout.kind, on_rollout)
-    trains = _fitting(tuple(j.train_nodes for j in jobs), train, cluster.train.kind, on_train)
+    never = on_rollout & on_train & on_both
+    rollouts = _fitting(tuple(j.rollout_nodes for j in jobs), rollout, cluster.rollout.kind, never | on_rollout & on_both)
+    trains = _fitting(tuple(j.train_nodes for j in jobs), train, cluster.train.kind, never | on_train & on_both)
     both = [
         (price, r, t)
         for r in rollouts
         for t in trains
-        if not r.pairs & t.pairs & on_both
-        and (price := r.nodes * usd[0] + t.nodes * usd[1]) < below
+        if (price := r.nodes * usd[0] + t.nodes * usd[1]) < below
+        and not (r.pairs & t.pairs & on_both or r.pairs & ~t.pairs & on_rollout or t.pairs & ~r.pairs & on_train)
         and len(connected(r.pairs | t.pairs, len(jobs))) == 1
     ]
     return sorted(both, key=lambda found: found[0])
 
 
 def _fitting(needs: tuple[int, ...], sizes: Sequence[tuple[float, float]], kind: NodeKind, hopeless: Pairs) -> list[Layout]:
-    """Layouts where on every node the jobs' shares of its time and their states in its host memory both fit."""
+    """Layouts where on every node the jobs' shares of its time and their states in its host memory both fit, and no `hopeless`
+    pair shares one."""
     sums = [(0.0, 0.0)]
     for time, gb in sizes:
         sums += [(t + time, g + gb) for t, g in sums]

@@ -47,6 +47,23 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     load_s: float = 0.0
 
 
+class Action(msgspec.Struct, frozen=True, kw_only=True):
+    """What was done for promises that were about to break. kind: `order` (of the group's phases), `move` (of `job`, to
+    elsewhere), or `priority` (of `job`, since nothing keeps all of them)."""
+
+    kind: str
+    group: str
+    job: str
+    reason: str
+
+
+class Revision(msgspec.Struct, frozen=True):
+    """What follows from new estimates: who is to move or to start, and what was done for whose sake."""
+
+    moves: tuple[Move, ...] = ()
+    actions: tuple[Action, ...] = ()
+
+
 def decision_for(group: Group, usd_per_hour: float) -> Decision:
     """The decision that put the last job of `group` there, at `usd_per_hour` more for all groups."""
     pin = group.pins[-1]

@@ -15,7 +15,7 @@ SIDES = (lambda group: group.rollout_nodes, lambda group: group.train_nodes)
 
 class Groups(Mapping[str, Group]):
     """The co-execution groups by name. table: the same as numbers. home: job name -> group name. named: groups that were ever
-    given a name."""
+    given a name. touched: names of those that changed, came or went, for whoever empties it."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -28,6 +28,7 @@ class Groups(Mapping[str, Group]):
         self._train = Nodes(cluster.train)
         self._held = [0, 0]
         self.named = 0
+        self.touched: set[str] = set()
 
     def __getitem__(self, name: str) -> Group:
         return self._by_name[name]
@@ -104,6 +105,7 @@ class Groups(Mapping[str, Group]):
 
     def _enter(self, group: Group) -> None:
         self._by_name[group.name] = group
+        self.touched.add(group.name)
         self.table.add(group)
         self.home.update((job.name, group.name) for job in group.jobs)
         for side, nodes in enumerate(SIDES):
@@ -111,6 +113,7 @@ class Groups(Mapping[str, Group]):
 
     def _drop(self, name: str) -> None:
         group = self._by_name.pop(name)
+        self.touched.add(name)
         self.table.remove(name)
         for job in group.jobs:
             del self.home[job.name]
@@ -124,19 +127,25 @@ class Groups(Mapping[str, Group]):
     def adopt(self, groups: Iterable[Group], named: int, taken: Iterable[str] = ()) -> None:
         """Takes over groups as they are, under their names; `taken`: nodes that somebody else uses."""
         self.named = named
+        groups, taken = list(groups), list(taken)
         for group in groups:
             self._enter(group)
-            self._rollout.claim(group.rollout_nodes)
-            self._train.claim(group.train_nodes)
-        taken = list(taken)
-        self._rollout.claim(taken)
-        self._train.claim(taken)
+        for nodes, pool in zip(SIDES, (self._rollout, self._train), strict=True):
+            pool.claim([*taken, *(node for group in groups for node in nodes(group))])
+        self.touched.clear()
+
+    def reorder(self, name: str, order: str) -> None:
+        """The group's waiting phases start in another order."""
+        self._by_name[name] = group = msgspec.structs.replace(self._by_name[name], order=order)
+        self.touched.add(name)
+        self.table.replace(group)
 
     def update(self, job: JobSpec) -> Group:
         """The same job with other estimates, where it is."""
         group = self.group_of(job.name)
         pins = tuple(Pin(job=job, rollout=p.rollout, train=p.train) if p.job.name == job.name else p for p in group.pins)
         self._by_name[group.name] = group = msgspec.structs.replace(group, pins=pins)
+        self.touched.add(group.name)
         self.table.replace(group)
         return group
 

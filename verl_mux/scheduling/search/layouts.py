@@ -34,7 +34,7 @@ def layouts(needs: tuple[int, ...]) -> tuple[Layout, ...]:
     """Every layout of jobs that need that many nodes each, fewest nodes first, none twice up to renaming nodes."""
     order = sorted(range(len(needs)), key=lambda job: -needs[job])
     found = set(_lay((), needs, order))
-    return tuple(_layout(classes, len(needs)) for classes in sorted(found, key=lambda c: (_count(c), c)))
+    return tuple(layout_of(classes, len(needs)) for classes in sorted(found, key=lambda c: (_count(c), c)))
 
 
 def _count(classes: Classes) -> int:
@@ -71,7 +71,7 @@ def _share_part(classes: Classes, bit: int, need: int, open_to: list[int]) -> It
             yield (*classes[:i], *parts, *classes[i + 1 :]), 0
 
 
-def _layout(classes: Classes, jobs: int) -> Layout:
+def layout_of(classes: Classes, jobs: int) -> Layout:
     bits = [0] * jobs
     node = 0
     for occupants, count in classes:

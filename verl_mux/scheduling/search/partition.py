@@ -18,6 +18,8 @@ from verl_mux.scheduling.time.feasibility import Feasibility
 EPSILON_USD = 1e-6
 
 Part = tuple[tuple[JobSpec, ...], SharedNodes | None]
+# (jobs sorted by name, USD per hour that it must stay below) -> the cheapest nodes that they can share.
+Find = Callable[[Sequence[JobSpec], float], SharedNodes | None]
 
 
 class OutOfEffort(Exception):
@@ -28,12 +30,14 @@ class Partitioner:
     """Remembers the cheapest nodes of every set of up to `cap` jobs it met, and the cheapest divisions; `forget` a
     job when it leaves or when its estimates change.
 
-    until: the number of simulated groups (feasibility.simulated) from which on it gives up with OutOfEffort."""
+    until: the number of simulated groups (feasibility.simulated) from which on it gives up with OutOfEffort.
+    find: what a set of jobs costs; None: as cheapest_nodes.py has it."""
 
-    def __init__(self, cluster: Cluster, feasibility: Feasibility, cap: int) -> None:
+    def __init__(self, cluster: Cluster, feasibility: Feasibility, cap: int, find: Find | None = None) -> None:
         self.cluster = cluster
         self.feasibility = feasibility
         self.cap = cap
+        self._find = find or (lambda jobs, below: cheapest_nodes(jobs, cluster, feasibility, below))
         self.until = math.inf
         # By the jobs' names, sorted.
         self._shared: dict[tuple[str, ...], SharedNodes | None] = {}
@@ -62,7 +66,7 @@ class Partitioner:
             if self.feasibility.simulated >= self.until:
                 raise OutOfEffort
             self._note(key)
-            self._shared[key] = cheapest_nodes(jobs, self.cluster, self.feasibility, below() - EPSILON_USD)
+            self._shared[key] = self._find(jobs, below() - EPSILON_USD)
         return self._shared[key]
 
     def _note(self, key: tuple[str, ...]) -> None:

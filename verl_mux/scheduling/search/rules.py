@@ -18,7 +18,9 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     turn. guard: check a join on the group as it stands now, over the whole life of its jobs, not on its settled periods
     alone. repack: move jobs where the saving pays for the cold start. reach: most jobs that one repack looks at together.
     effort: groups simulated per decision; a repack goes on where it stopped when it is asked again. shortlist: groups
-    looked at per decision. max_bypass: younger jobs that may start before a waiting one.
+    looked at per decision. max_bypass: younger jobs that may start before a waiting one. hysteresis: a saving must pay for its
+    moves so many times. moves_per_hour: in all, those that rescue an SLO apart; 0: no limit. keep: probability with which
+    everybody keeps the SLO while phases vary together; 0: phases are taken to last as estimated.
     """
 
     cap: int = 5
@@ -34,16 +36,26 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     effort: int = 16
     shortlist: int = 64
     max_bypass: int = 8
+    hysteresis: float = 1.0
+    moves_per_hour: int = 0
+    keep: float = 0.0
 
     def __post_init__(self) -> None:
         if self.cap < 1:
             raise UserError(f"cap is {self.cap}; a group holds at least 1 job")
+        if not self.hysteresis >= 1:
+            raise UserError(f"hysteresis is {self.hysteresis:g}; a saving must pay for its moves at least 1 time")
+        if not 0 <= self.keep < 1:
+            raise UserError(f"keep is {self.keep:g}; a probability of at least 0 and below 1 is needed")
         for order in self.orders:
             if order not in ORDERS:
                 raise UserError(f"order {order!r} is not known; allowed: {', '.join(ORDERS)}")
 
 
 OURS = Rules()
+# What the coordinator runs, and `simulate` as `live`: moves cost what they take, phases vary, and nobody knows them beforehand.
+# New training nodes beside shared rollout nodes, and the fullest group of equals, pay only where jobs are moved afterwards.
+LIVE = Rules(training_scaling=False, best_fit=False, effort=64, hysteresis=1.5, moves_per_hour=60, keep=0.95)
 PAPER = Rules(training_scaling=False, whole_pool=True, prune_saturated=True, best_fit=False, guard=False, repack=False)
 
 
@@ -66,6 +78,11 @@ def _parsed(change: str, value: str, default: object) -> object:
         return value == "on"
     if isinstance(default, tuple):
         return tuple(value.split("+"))
+    if isinstance(default, float):
+        try:
+            return float(value)
+        except ValueError:
+            raise UserError(f"rule {change!r} is not understood; give a number") from None
     if not value.isdigit():
         raise UserError(f"rule {change!r} is not understood; give a whole number")
     return int(value)

@@ -7,6 +7,7 @@ search ends at the first price that cannot be beaten; a saturated group costs on
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -94,6 +95,10 @@ class Search:
         room = TOLERANCE - job.rollout_share, TOLERANCE - job.train_share
         openings = table.openings(job, self.rules.cap, room, usd, below - EPSILON_USD, self.rules.best_fit)
         return itertools.islice((found for found in openings if not self.saturated(found[1])), self.rules.shortlist)
+
+    def nearest(self, job: JobSpec, table: GroupTable, count: int) -> list[Group]:
+        """So many of the groups that could ask the least."""
+        return [group for _, group in itertools.islice(self._shortlist(job, table, math.inf), count)]
 
     def saturated(self, group: Group) -> bool:
         return self.rules.prune_saturated and load_time(group) >= cycle_time(group)

@@ -10,17 +10,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl_mux.scheduling.model import JobSpec
+from verl_mux.scheduling.time.chance import likely
 from verl_mux.scheduling.time.conflicts import Pairs, connected, nodes_of_pairs, pair, pairs_without, within
 from verl_mux.scheduling.time.periods import mean_seconds
 
 TOLERANCE = 1 + 1e-9
+# Where planned periods take no more of what is allowed, phases may vary as they do.
+SURE = 0.75
 
 
 class Feasibility:
-    """Remembers verdicts by job names: `forget` a job when it leaves or when its estimates change."""
+    """Remembers verdicts by job names: `forget` a job when it leaves or when its estimates change.
 
-    def __init__(self, orders: Sequence[str] = ("fifo",)) -> None:
+    keep: probability with which all must keep within their SLOs while phases vary (see chance.py); 0: phases last as estimated.
+    """
+
+    def __init__(self, orders: Sequence[str] = ("fifo",), keep: float = 0.0) -> None:
         self.orders = tuple(orders)
+        self.keep = keep
         self.simulated = 0
         # By the jobs' names, sorted, then by the pairs that share rollout and training nodes.
         self._known: dict[tuple[str, ...], dict[tuple[Pairs, Pairs], str | None]] = {}
@@ -33,6 +40,15 @@ class Feasibility:
         # The order of arrival must not matter: from another start a group may settle otherwise (group_periods begins alike).
         rank = tuple(sorted(range(len(jobs)), key=lambda i: jobs[i].name))
         return self._order([jobs[i] for i in rank], within(rollout, rank), within(train, rank))
+
+    def keeps(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs, order: str) -> bool:
+        """Whether all keep within their SLOs under this very order, whoever of them leaves under the first one that will do."""
+        found = self.order(jobs, rollout, train)
+        if order in (found, *self.orders):
+            return found is not None
+        rank = tuple(sorted(range(len(jobs)), key=lambda i: jobs[i].name))
+        ordered = [jobs[i] for i in rank]
+        return self._keeps_under(ordered, *_masks(within(rollout, rank), within(train, rank), len(jobs)), order)
 
     def hopeless_pairs(self, jobs: Sequence[JobSpec]) -> tuple[Pairs, Pairs, Pairs]:
         """Pairs that cannot even on their own share rollout nodes, training nodes, or both. Jobs sorted by name."""
@@ -77,12 +93,15 @@ class Feasibility:
 
     def _simulate(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> str | None:
         self.simulated += 1
-        count = len(jobs)
-        shift = count * (count - 1) // 2
-        on_train = [bits << shift for bits in nodes_of_pairs(train, count)]
-        on_rollout = nodes_of_pairs(rollout, count)
-        for order in self.orders:
-            found = mean_seconds(jobs, on_rollout, on_train, order)
-            if all(seconds <= job.limit_s * TOLERANCE for job, seconds in zip(jobs, found, strict=True)):
-                return order
-        return None
+        on_rollout, on_train = _masks(rollout, train, len(jobs))
+        return next((order for order in self.orders if self._keeps_under(jobs, on_rollout, on_train, order)), None)
+
+    def _keeps_under(self, jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int], order: str) -> bool:
+        found = mean_seconds(jobs, rollout, train, order)
+        room = max(seconds / job.limit_s for job, seconds in zip(jobs, found, strict=True))
+        return room <= TOLERANCE and (not self.keep or room < SURE or likely(jobs, rollout, train, order, self.keep))
+
+
+def _masks(rollout: Pairs, train: Pairs, count: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Nodes as bits of one numbering that bring about just these conflicts."""
+    return nodes_of_pairs(rollout, count), [bits << (count * (count - 1) // 2) for bits in nodes_of_pairs(train, count)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -24,7 +24,8 @@ PHASES = {"rollout": ROLLOUT, "tail": TAIL, "train": TRAIN, "loading": LOADING}
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a placed job stands. age_s: since it was placed. done: iterations finished. phase: `loading`, `rollout`,
     `tail` or `train`, which it runs for remaining_s more, or waits for since waited_s ago (remaining_s None).
-    warm: rollout and training nodes that it was the last to hold; None if unknown."""
+    warm: rollout and training nodes that it was the last to hold; None if unknown. solo_s: what the finished iterations would
+    have taken alone, as they really were; None: as estimated now."""
 
     age_s: float = 0.0
     done: int = 0
@@ -32,6 +33,35 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     remaining_s: float | None = None
     waited_s: float = 0.0
     warm: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    solo_s: float | None = None
+
+    def allowed_s(self, job: JobSpec, more: int) -> float:
+        """At most this may have passed since it was placed when it has done so many more iterations."""
+        if self.solo_s is None:
+            return job.limit_s * (self.done + more)
+        return job.slo * self.solo_s + job.limit_s * more
+
+
+class Without(Mapping[str, Progress]):
+    """The progress of all but these jobs. What is under it may be found only when it is asked for, so nothing is copied."""
+
+    def __init__(self, under: Mapping[str, Progress], gone: Collection[str]) -> None:
+        self._under = under
+        self._gone = gone
+
+    def __getitem__(self, name: str) -> Progress:
+        if name in self._gone:
+            raise KeyError(name)
+        return self._under[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name not in self._gone and name in self._under
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._under if name not in self._gone)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def late_job(group: Group, progress: Mapping[str, Progress], loads: Mapping[str, float]) -> str | None:
@@ -52,8 +82,7 @@ def late_job(group: Group, progress: Mapping[str, Progress], loads: Mapping[str,
             continue
         ends[member.name].append(run.now)
         before = first[member.name]
-        allowed = jobs[member.name].limit_s * (before.done + member.done)
-        if before.age_s + run.now > allowed * TOLERANCE:
+        if before.age_s + run.now > before.allowed_s(jobs[member.name], member.done) * TOLERANCE:
             return member.name
         if member is lead:
             done = [m.done for m in run.members]

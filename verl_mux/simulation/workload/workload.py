@@ -28,6 +28,7 @@ class Phases:
         self.job = job
         self.draws = draws or itertools.repeat((job.rollout.seconds, job.train.seconds))
         self.history: list[tuple[float, float]] = []
+        self._alone_s = [0.0]
 
     def times(self) -> tuple[Iterator[float], Iterator[float], Iterator[float]]:
         """Endless seconds of ROLLOUT (sync included), TAIL and TRAIN."""
@@ -36,6 +37,7 @@ class Phases:
     def _rollouts(self) -> Iterator[float]:
         for rollout, train in self.draws:
             self.history.append((rollout, train))
+            self._alone_s.append(self._alone_s[-1] + rollout + train)
             yield self.job.sync_s + rollout - self.job.tail_s
 
     def _trains(self) -> Iterator[float]:
@@ -44,16 +46,22 @@ class Phases:
 
     def solo_s(self, iterations: int) -> float:
         """What the first `iterations` would have taken alone."""
-        return sum(r + t for r, t in self.history[:iterations]) + iterations * self.job.sync_s
+        return self._alone_s[iterations] + iterations * self.job.sync_s
+
+    def forget(self, iterations: int) -> None:
+        """What was drawn beyond the first `iterations` is thrown away."""
+        del self.history[iterations:], self._alone_s[iterations + 1 :]
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """job: as it is announced. iterations: how many it runs. draws: its real phase times, None for the estimates."""
+    """job: as it is announced. iterations: how many it runs. draws: its real phase times, None for the estimates. profile_s:
+    how long it has run on nodes of its own before, to be looked at; what it did there is thrown away."""
 
     job: JobSpec
     at_s: float
     iterations: int
     draws: Callable[[], Iterator[tuple[float, float]]] | None = None
+    profile_s: float = 0.0
 
 
 def parse_slo(spec: str) -> tuple[float, float]:

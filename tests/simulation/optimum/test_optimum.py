@@ -1,0 +1,72 @@
+"""The optimum beside a count of all divisions that shares no code with it, and beside what policies find."""
+
+import random
+
+import pytest
+
+from tests.exploring import examples
+from tests.scheduling.made_jobs import make_cluster, make_job
+from tests.simulation.optimum.counted_out import cheapest_usd
+from verl_mux.scheduling.placer.placer import Placer
+from verl_mux.scheduling.search.rules import OURS
+from verl_mux.simulation.optimum.division import Division
+from verl_mux.simulation.optimum.optimum import Optimum
+from verl_mux.simulation.optimum.sharing import Sharing
+
+USD = (14.8, 42.24)
+# Two jobs that cannot share either side alone, as they fall out of step there, and can share both.
+BOTH_OR_NONE = [make_job("a", 163, 42, slo=1.98), make_job("b", 82, 279, slo=1.22)]
+
+
+def drawn(seed: int):
+    """Three to five jobs; of three some need two nodes a side."""
+    rng = random.Random(seed)
+    count = rng.randint(3, 5)
+    two = 0.25 if count == 3 else 0.0
+    return [
+        make_job(
+            f"j{i}", float(rng.randint(20, 300)), float(rng.randint(20, 300)), slo=rng.uniform(1, 2),
+            rollout_nodes=1 + (rng.random() < two), train_nodes=1 + (rng.random() < two),
+            rollout_memory_gb=rng.choice((100.0, 300.0)), train_memory_gb=rng.choice((100.0, 300.0)),
+            rollout_switch_s=rng.choice((0.0, 2.0)), train_switch_s=rng.choice((0.0, 4.0)), sync_s=rng.choice((0.0, 1.0)),
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def solved(jobs):
+    return Optimum(jobs, make_cluster(), OURS).solve(frozenset(job.name for job in jobs))
+
+
+def test_two_jobs_may_share_both_sides_though_neither_alone():
+    found = solved(BOTH_OR_NONE)
+    assert found.usd == found.proven == pytest.approx(57.04) == pytest.approx(cheapest_usd(BOTH_OR_NONE, USD, 1000, 5))
+
+
+@pytest.mark.parametrize("seed", range(examples(12)))
+def test_nothing_is_cheaper_by_a_count_of_all_divisions(seed):
+    jobs = drawn(seed)
+    assert solved(jobs).usd == pytest.approx(cheapest_usd(jobs, USD, 1000, 5))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_policy_finds_less(seed):
+    jobs = drawn(seed)
+    placer = Placer(make_cluster())
+    for job in jobs:
+        placer.admit(job)
+    assert solved(jobs).usd <= placer.groups.usd_per_hour + 1e-6
+
+
+def test_highs_divides_as_the_dynamic_programme_does():
+    cluster = make_cluster()
+    jobs = drawn(3)
+    divided = Division(cluster, Sharing(cluster).cheapest, 5).solve(jobs)
+    assert divided.usd == pytest.approx(solved(jobs).usd) and divided.proven == pytest.approx(divided.usd)
+    assert sorted(job.name for members, _ in divided.parts for job in members) == [job.name for job in jobs]
+
+
+def test_more_jobs_than_are_counted_out_are_divided_with_the_gap_told():
+    jobs = [make_job(f"j{i}", 100, 100, slo=1.3) for i in range(8)]
+    found = solved(jobs)
+    assert found.usd == pytest.approx(4 * 57.04) and found.proven == pytest.approx(found.usd)

@@ -1,0 +1,82 @@
+"""Dividing many jobs into groups at the least cost: every set that is worth a group is priced, and a set-partition programme over
+them is solved by HiGHS (through scipy)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import msgspec
+
+from verl_mux.errors import UserError
+from verl_mux.scheduling.model import Cluster, JobSpec
+from verl_mux.scheduling.search.cheapest_nodes import SharedNodes, isolated_usd
+from verl_mux.scheduling.search.partition import EPSILON_USD, Find, Part
+
+
+class Divided(msgspec.Struct, frozen=True):
+    """usd: per hour. proven: no division into such groups costs less than that."""
+
+    usd: float
+    parts: list[Part]
+    proven: float
+
+
+class _Priced(msgspec.Struct, frozen=True):
+    """usd: of these jobs, as a group or in the best way found to split one off. shared: None if splitting is no dearer."""
+
+    usd: float
+    shared: SharedNodes | None
+
+
+class Division:
+    """`solve` is asked about many sets of jobs; what sets cost by `find` is remembered."""
+
+    def __init__(self, cluster: Cluster, find: Find, cap: int) -> None:
+        self.cluster = cluster
+        self.find = find
+        self.cap = cap
+        self._known: dict[tuple[str, ...], _Priced] = {}
+
+    def solve(self, jobs: Sequence[JobSpec]) -> Divided:
+        """Jobs sorted by name."""
+        columns: list[tuple[float, Part]] = [(isolated_usd(job, self.cluster), ((job,), None)) for job in jobs]
+        for size in range(2, self.cap + 1):
+            for members in itertools.combinations(jobs, size):
+                if (priced := self._price(members)).shared is not None:
+                    columns.append((priced.usd, (members, priced.shared)))
+        return _cheapest_cover(columns, jobs)
+
+    def _price(self, jobs: tuple[JobSpec, ...]) -> _Priced:
+        """Smaller sets have been priced before."""
+        key = tuple([job.name for job in jobs])
+        if key not in self._known:
+            apart = min([self._usd(jobs[:i] + jobs[i + 1 :]) + isolated_usd(job, self.cluster) for i, job in enumerate(jobs)])
+            shared = self.find(jobs, apart - EPSILON_USD)
+            self._known[key] = _Priced(shared.usd_per_hour if shared else apart, shared)
+        return self._known[key]
+
+    def _usd(self, jobs: tuple[JobSpec, ...]) -> float:
+        return isolated_usd(jobs[0], self.cluster) if len(jobs) == 1 else self._price(jobs).usd
+
+
+def _cheapest_cover(columns: Sequence[tuple[float, Part]], jobs: Sequence[JobSpec]) -> Divided:
+    """Every job in just one group, at the least sum of prices."""
+    try:
+        import numpy as np
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csc_array
+    except ImportError as error:
+        raise UserError("the optimum of more than 5 jobs needs scipy; install it, or leave the optimum out") from error
+    number = {job.name: i for i, job in enumerate(jobs)}
+    rows = [number[job.name] for _, (members, _) in columns for job in members]
+    ends = np.cumsum([0, *(len(members) for _, (members, _) in columns)])
+    cover = csc_array((np.ones(len(rows)), rows, ends), shape=(len(jobs), len(columns)))
+    found = milp(
+        [usd for usd, _ in columns],
+        integrality=np.ones(len(columns)),
+        bounds=Bounds(0, 1),
+        constraints=LinearConstraint(cover, 1, 1),
+    )
+    chosen = [column for column, taken in zip(columns, found.x, strict=True) if taken > 0.5]
+    return Divided(sum(usd for usd, _ in chosen), [part for _, part in chosen], found.mip_dual_bound)
