@@ -23,9 +23,10 @@ COMMANDS = {
     "reload": ("verl_mux.coordinator.by_hand_command", "reload", "Have the coordinator read the pools in its file again."),
     "agent": ("verl_mux.agent.command", "agent", "Look at this host for a coordinator: processes and memory of jobs."),
     "keys": ("verl_mux.coordinator.command", "keys", "Make the keys of a coordinator and of those who talk to it."),
-    "plan": ("verl_mux.simulation.plan", "plan", "Say where jobs would go, at what price, and why not elsewhere."),
+    "plan": ("verl_mux.launcher.plan.command", "plan", "Say where jobs would go, what memory they need, or how weights go."),
     "simulate": ("verl_mux.simulation.command", "simulate", "Compare placement policies on a trace of jobs."),
-    "report": ("verl_mux.profiling.report.command", "report", "Say where the time of a run went, from its event log."),
+    "top": ("verl_mux.profiling.live.command", "top", "Show what a run does now: jobs, replicas, requests, who waits."),
+    "report": ("verl_mux.report_command", "report", "Say where the time of a run went, from its event log."),
     "doctor": ("verl_mux.launcher.doctor", "doctor", "Check this machine: plugin, versions, platform, memory, ports."),
 }
 BENCHES = {
@@ -38,10 +39,21 @@ BENCHES = {
     "chaos": ("verl_mux.bench.chaos.command", "bench_chaos", "Leases while processes, connections and disks fail."),
     "scheduler": ("verl_mux.bench.scheduler", "bench_scheduler", "Placement decisions among many running jobs."),
     "log": ("verl_mux.bench.log_cost", "bench_log", "The event log: microseconds an event, percent of a real step."),
+    "memory": ("verl_mux.bench.memory", "bench_memory", "Sleep and wake of a real engine: tokens, bytes, and time."),
     "report": ("verl_mux.bench.report", "bench_report", "The report on a made log: seconds and memory."),
-    "rollout": ("verl_mux.bench.rollout", "bench_rollout", "Over-sampling and segments beside plain steps, on real jobs."),
-    "migration": ("verl_mux.bench.rollout", "bench_migration", "Long-tail migration beside none, on two real jobs."),
-    "predictor": ("verl_mux.bench.rollout", "bench_predictor", "Length predictors on a file of prompts and lengths."),
+    "rollout": (
+        "verl_mux.bench.rollouts.command",
+        "bench_rollout",
+        "Over-sampling and segments beside plain steps, on real jobs.",
+    ),
+    "tail": (
+        "verl_mux.bench.rollouts.tail",
+        "bench_tail",
+        "Recorded lengths through every way to cut a rollout's tail; no engine.",
+    ),
+    "migration": ("verl_mux.bench.rollouts.command", "bench_migration", "Long-tail migration beside none, on two real jobs."),
+    "predictor": ("verl_mux.bench.rollouts.command", "bench_predictor", "Length predictors on a file of prompts and lengths."),
+    "sync": ("verl_mux.bench.sync.command", "bench_sync", "Weight syncs over shaped links, by every way and by the chosen one."),
 }
 # package -> how to get it. Whatever else is missing is a fault, and shows its traceback.
 _ENGINE = "uv pip install 'verl-mux[engine]' --override <(echo transformers==5.9.0); pip cannot solve verl with SGLang"

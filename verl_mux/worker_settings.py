@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from verl_mux.places.place import Place
+from verl_mux.platform.charges import DeviceSettings
 
 KEY = "verl_mux"
 
@@ -26,6 +27,7 @@ class WorkerSettings:
     `events_every`: only steps that are multiples of it are logged. `nodes`: names by side, in the order of ranks; `places`: where
     each of them is.
     `resume`: the folder of the checkpoint that the job goes on from, None: from none.
+    `device`: the keys under mux.device.
     `truncated_reward`: of a response that segment rollout cut at its longest; None: its own score.
     """
 
@@ -42,10 +44,12 @@ class WorkerSettings:
     truncated_reward: float | None = None
     places: Mapping[str, Place] = field(default_factory=dict)
     resume: str | None = None
+    device: DeviceSettings = DeviceSettings()
 
     def to_dict(self) -> dict[str, Any]:
         plain = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
-        return {**plain, "places": {node: msgspec.structs.asdict(place) for node, place in self.places.items()}}
+        places = {node: msgspec.structs.asdict(place) for node, place in self.places.items()}
+        return {**plain, "places": places, "device": msgspec.to_builtins(self.device)}
 
     def server_directory(self, replica: int, node: int) -> Path:
         """Where the processes of one server's node meet: its memory report and the gate of its launch."""
@@ -69,7 +73,15 @@ class WorkerSettings:
         for key, value in given.items():
             given[key] = tuple(value) if isinstance(value, (list, tuple)) else value
         places = given.get("places") or {}
-        return cls(**{**given, "places": {node: _place(dict(place)) for node, place in places.items()}})
+        device = msgspec.convert(_plain(given.get("device") or {}), DeviceSettings, strict=False)
+        return cls(**{**given, "places": {node: _place(dict(place)) for node, place in places.items()}, "device": device})
+
+
+def _plain(given: Mapping | Any) -> dict[str, Any]:
+    """Without the mappings of OmegaConf."""
+    return {
+        key: _plain(value) if isinstance(value, Mapping) or hasattr(value, "items") else value for key, value in given.items()
+    }
 
 
 def _place(plain: dict[str, Any]) -> Place:

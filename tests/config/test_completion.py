@@ -6,7 +6,8 @@ import pytest
 import verl
 from hydra import compose, initialize_config_dir
 
-from verl_mux.config.completion import complete_stock_cpu
+from verl_mux.config.completion import complete, complete_stock_cpu
+from verl_mux.config.schema import MuxConfig
 
 CONFIGS = Path(verl.__file__).parent / "trainer" / "config"
 
@@ -30,3 +31,14 @@ def test_the_engine_runs_without_a_gpu_and_keeps_its_memory():
 def test_a_trainer_apart_from_its_engine_hands_weights_over_without_gpus(given, used):
     config = completed("trainer.v1.trainer_mode=separate_async", f"actor_rollout_ref.rollout.checkpoint_engine.backend={given}")
     assert config.actor_rollout_ref.rollout.checkpoint_engine.backend == used
+
+
+@pytest.mark.parametrize(("given", "used"), [(2048, 256), (512, 512)])
+def test_a_job_that_shares_its_device_takes_small_buckets_where_nobody_chose(given, used):
+    with initialize_config_dir(str(CONFIGS), version_base=None):
+        bucket = f"actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes={given}"
+        config = compose("ppo_trainer", ["actor_rollout_ref.rollout.name=sglang", bucket])
+    config.trainer.v1.trainer_mode = "mux_separate"
+    complete(config, MuxConfig(), cpu=False)
+    assert config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes == used
+    assert config.actor_rollout_ref.rollout.free_cache_engine is True

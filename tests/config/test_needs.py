@@ -40,6 +40,8 @@ def test_auto_stands_for_nodes_that_the_coordinator_chooses():
         ({"nodes": {"rollout": ["auto"], "train": ["t0"]}, "coordinator": ADDRESS}, "chooses both (mux.nodes=auto) or none"),
         ({"nodes": "auto", "coordinator": ADDRESS, "slo": 0.5}, "mux.slo is 0.5; it must be at least 1"),
         ({"nodes": "any"}, "mux.nodes is 'any'"),
+        ({"profiled": {"rollout": [1.0], "train": [1.0]}}, "mux.profiled has 1 rollouts and 1 training phases"),
+        ({"profiled": {"rollout": [1.0, 1.0, 1.0], "train": []}}, "mux.profiled has 3 rollouts and 0 training phases"),
     ],
 )
 def test_what_contradicts_it_is_refused(mux, words):

@@ -11,6 +11,7 @@ from verl_mux.config.keys import convert
 from verl_mux.config.rollout_checks import Surroundings, check_rollout
 from verl_mux.config.rollout_keys import RolloutConfig
 from verl_mux.errors import UserError
+from verl_mux.rollout.control.lag_limit import LagLimit
 from verl_mux.rollout.control.segments import SegmentLimits
 
 AROUND = Surroundings("mux_separate", train_batch_size=8, samples_per_group=4, max_response_length=1000, engine_requests=64)
@@ -36,7 +37,8 @@ def test_nothing_given_is_the_default_and_every_part_is_off():
 
 
 def test_given_keys_are_taken():
-    config = load({"oversample": {"rate": 1, "leftover": "drop"}, "dispatch": {"order": "ljf"}}, AROUND)
+    drop = {"rate": 1, "leftover": "drop", "accept_length_bias": True}
+    config = load({"oversample": drop, "dispatch": {"order": "ljf"}}, AROUND)
     assert config.oversample.rate == 1.0
     assert config.oversample.leftover == "drop"
     assert config.order("mux_separate") == "ljf"
@@ -65,12 +67,32 @@ def test_segment_limits_fall_back_on_the_response_length():
         ({"oversample": {"rate": float("nan")}}, "must be a number, given nan"),
         ({"oversample": {"max_cuts": 1.5}}, "must be a whole number, given 1.5"),
         ({"oversample": {"ratio": 1}}, "unknown key mux.rollout.oversample.ratio; allowed here: rate, leftover"),
-        ({"overSample": {}}, "unknown key mux.rollout.overSample; allowed here: oversample, segments"),
+        ({"overSample": {}}, "unknown key mux.rollout.overSample; allowed here: oversample, max_lag"),
         ({"oversample": 3}, "mux.rollout.oversample is 3; it holds the keys rate, leftover"),
         ({"segments": {"segment_length": 2000}}, "segments.segment_length=2000 is not possible; allowed: 1 to 1000"),
         ({"segments": {"segment_length": 600, "max_length": 500}}, "allowed: 1 to 500, the maximum"),
         ({"segments": {"max_length": 2000}}, "1 to data.max_response_length=1000"),
-        ({"segments": {"treatment": "tois"}}, "segments.treatment=tois is not possible; allowed: mask, pois, sais"),
+        (
+            {"segments": {"treatment": "tois"}},
+            "segments.treatment=tois is not possible; allowed: tis, decoupled, mask, pois, sais",
+        ),
+        (
+            {"oversample": {"rate": 1, "tokens": "restart"}},
+            "oversample.tokens=restart is not possible; allowed: resume; restart trains",
+        ),
+        ({"oversample": {"rate": 1, "leftover": "drop"}}, "oversample.accept_length_bias=true where that is wanted all the same"),
+        ({"max_lag": 1}, "max_lag=1 is not possible; allowed: null where no response goes on under newer weights"),
+        ({"max_lag": -1, "segments": {"segment_length": 9}}, "max_lag=-1 is not possible; allowed: 0 versions or more"),
+        ({"max_lag_strategy": "stop"}, "max_lag_strategy=stop is not possible; allowed: protect, wait, drop"),
+        (
+            {"segments": {"segment_length": 9}, "oversample": {"max_cuts": 1}},
+            "oversample.max_cuts=1 is not possible; allowed: its default with mux.rollout.segments.segment_length",
+        ),
+        ({"speculative": "eagle"}, "speculative=eagle is not possible; allowed: none, ngram"),
+        ({"tail": "cut"}, "mux.rollout.tail=cut is not possible; allowed: none, defer"),
+        ({"tail": "defer", "oversample": {"rate": 1}}, "tail=defer is not possible with mux.rollout.oversample.rate=1.0"),
+        ({"defer": {"window": 1}}, "defer.window=1 is not possible; allowed: 2 steps or more, or null"),
+        ({"defer": {"max_mean": 1}}, "defer.max_mean=1.0 is not possible; allowed: above 1"),
         ({"segments": {"truncated_reward": "none"}}, "must be a number or null, given 'none'"),
         ({"dispatch": {"order": "lifo"}}, "dispatch.order=lifo is not possible; allowed: auto, fifo, sjf, ljf"),
         ({"dispatch": {"predictor": "bert"}}, "dispatch.predictor=bert is not possible; allowed: default, fifo"),
@@ -86,11 +108,11 @@ def test_segment_limits_fall_back_on_the_response_length():
         ({"trigger": {"entropy": {"n_min_bounds": [9, 2]}}}, "n_min_bounds=[9, 2] is not possible"),
         ({"trigger": {"enable": True}}, "mux.rollout.trigger.enable=True does not go with trainer.v1.trainer_mode=mux_separate"),
         (
-            {"oversample": {"rate": 0.5, "leftover": "drop"}, "segments": {"segment_length": 100}},
+            {"oversample": {"rate": 0.5, "leftover": "drop", "accept_length_bias": True}, "segments": {"segment_length": 100}},
             "oversample.leftover=drop contradicts mux.rollout.segments.segment_length",
         ),
         (
-            {"oversample": {"rate": 0.5, "tokens": "restart"}, "segments": {"segment_length": 100}},
+            {"oversample": {"rate": 0.5, "tokens": "restart", "accept_length_bias": True}, "segments": {"segment_length": 100}},
             "oversample.tokens=restart contradicts mux.rollout.segments.segment_length",
         ),
     ],
@@ -109,6 +131,8 @@ def test_bad_values_are_refused_in_one_line(given, said):
         ("separate_async", {"segments": {"segment_length": 9}}, "it has no barrier whose tail could be cut off"),
         ("sync", {"oversample": {"rate": 1}}, "allowed trainer modes: mux_separate, mux_colocate"),
         ("mux_colocate", {"migration": {"enable": True}}, "allowed trainer modes: mux_separate"),
+        ("sync", {"speculative": "ngram"}, "allowed trainer modes: mux_separate, mux_colocate"),
+        ("sync", {"tail": "defer"}, "allowed trainer modes: mux_separate, mux_colocate"),
         ("sync", {"dispatch": {"order": "sjf"}}, "allowed trainer modes: mux_separate, mux_colocate"),
     ],
 )
@@ -131,3 +155,25 @@ def test_migration_needs_a_second_rollout_node():
     assert load({"migration": {"enable": True}}, dataclasses.replace(AROUND, rollout_nodes=["auto"])).controlled
     with pytest.raises(UserError, match="names one node; two or more are needed"):
         load({"migration": {"enable": True}}, dataclasses.replace(AROUND, rollout_nodes=["r0"]))
+
+
+def test_the_limit_of_lag_is_the_keys_or_what_verls_threshold_leaves():
+    cuts = {"oversample": {"rate": 0.5}}
+    assert load(cuts, AROUND).lag_limit(8) == LagLimit(7, "protect")
+    assert load(cuts, AROUND).lag_limit(None) is None
+    assert load({**cuts, "max_lag": 1, "max_lag_strategy": "wait"}, AROUND).lag_limit(8) == LagLimit(1, "wait")
+    assert load({}, AROUND).lag_limit(8) is None
+
+
+def test_speculation_is_refused_by_name_without_a_gpu_and_with_seeds_of_our_own():
+    ngram = {"speculative": "ngram"}
+    assert load(ngram, AROUND).speculative == "ngram"
+    with pytest.raises(UserError, match="mux.rollout.speculative=ngram is not possible; allowed: none without a GPU"):
+        load(ngram, around(on_gpu=False))
+    with pytest.raises(UserError, match="none with mux.seeded_sampling=true"):
+        load(ngram, around(seeded_sampling=True))
+
+
+def test_an_order_is_kept_by_launching_samples_one_by_one():
+    assert not load({}, AROUND).controlled
+    assert load({"dispatch": {"order": "ljf"}}, AROUND).controlled

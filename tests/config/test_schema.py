@@ -8,8 +8,9 @@ from omegaconf import OmegaConf
 
 from verl_mux.config import schema
 from verl_mux.config.rollout_keys import RolloutConfig
-from verl_mux.config.schema import MuxConfig, check, load
+from verl_mux.config.schema import MuxConfig, SyncConfig, check, load
 from verl_mux.errors import UserError
+from verl_mux.platform.charges import DeviceSettings
 
 DEFAULTS = Path(schema.__file__).parent / "mux" / "default.yaml"
 
@@ -55,8 +56,11 @@ class TestValid:
             "seeded_sampling": True,
             "nodes": {"rollout": ["r0", "r1"], "train": ["t0"]}, "sync": {"verify": False, "timeout_s": 9.5},
             "profile": {"enable": False, "dir": "/logs", "every": 2}, "slo": 1.5,
+            "owner": "ann", "profiled": {"rollout": [9.0, 9.5, 9.0], "train": [5.0, 5.0, 5.5]},
         }  # fmt: skip
-        assert msgspec.to_builtins(load(verl_config(given))) == {**given, "rollout": msgspec.to_builtins(RolloutConfig())}
+        given["sync"] = {**msgspec.to_builtins(SyncConfig()), **given["sync"]}
+        whole = {**given, "rollout": msgspec.to_builtins(RolloutConfig()), "device": msgspec.to_builtins(DeviceSettings())}
+        assert msgspec.to_builtins(load(verl_config(given))) == whole
 
     def test_a_value_may_point_anywhere_in_the_config(self):
         mux = load(verl_config({"job": "${trainer.experiment_name}-2", "profile": {"dir": "runs/${mux.seed}"}, "seed": 4}))

@@ -6,6 +6,7 @@ Never more than two jobs at once: each is a dozen processes and several GiB.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ import pytest
 
 from tests.e2e import tiny
 from verl_mux.coordinator.bus.members import UID_VARIABLE
-from verl_mux.launcher.marked_process import read_note
+from verl_mux.launcher.processes.marked_process import read_note
 
 # `stays` is interrupted when all is seen; the tests compare its first COMPARED steps.
 STEPS, COMPARED = 400, 10
@@ -65,8 +66,9 @@ def run(assets, tmp_path_factory) -> Run:
     slowly = [f"reward.custom_reward_function.path={assets}/slow_reward.py"]
     # The phase in which a job is killed lasts longer than Ray takes to end its workers, a second or two.
     drops = [*tiny.overrides(assets, STEPS), *OVERSAMPLED, "mux.rollout.oversample.leftover=drop", "data.max_response_length=512"]
+    drops += ["mux.rollout.oversample.accept_length_bias=true"]
     restarts = [*tiny.overrides(assets, STEPS), *OVERSAMPLED, "mux.rollout.oversample.tokens=restart"]
-    restarts += ["actor_rollout_ref.actor.ppo_epochs=20"]
+    restarts += ["mux.rollout.oversample.accept_length_bias=true", "actor_rollout_ref.actor.ppo_epochs=20"]
     jobs = {"stays": [*tiny.overrides(assets, STEPS), *checkpoints, *slowly], "rolls": drops}
     file = tiny.run_file(directory / "run.yaml", out, jobs)
     result = Run(out)
@@ -164,7 +166,10 @@ def _wait_for_line(path: Path, text: str) -> None:
 
 
 def _kill_in(process: subprocess.Popen, directory: Path, job: str, phase: str) -> tuple[float, float]:
-    """kill -9 of the job's driver while it holds a lease of `phase`, after the first steps of it and of `stays`."""
+    """kill -9 of the job's driver while it holds a lease of `phase`, after the first steps of it and of `stays`.
+
+    It is stopped for a second look, as the phase may have ended since the first.
+    """
     from verl_mux.coordinator.command import fetch_status
 
     deadline = time.monotonic() + _LIMIT_S
@@ -172,25 +177,37 @@ def _kill_in(process: subprocess.Popen, directory: Path, job: str, phase: str) -
         address = directory / "coordinator" / "address"
         if address.exists():
             state = fetch_status(_address(directory), timeout=30.0)
-            holds = {
-                h["phase"] for p in state["pools"].values() for n in p["nodes"].values() for h in n["holders"] if h["job"] == job
-            }
+            holds = _phases(state, job)
             # A job that is still starting up could not go on at once.
             under_way = all(state["jobs"].get(name, {}).get("steps_done", 0) >= 1 for name in ("stays", job))
             if phase in holds and under_way:
-                return _kill(state["jobs"][job])
+                driver = psutil.Process(state["jobs"][job]["pid"])
+                driver.suspend()
+                try:
+                    if phase in _phases(fetch_status(_address(directory), timeout=30.0), job):
+                        return _kill(driver)
+                finally:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        driver.resume()
         time.sleep(0.05)
     raise AssertionError(f"{job} never held a {phase} lease after its first step")
 
 
-def _kill(job: dict) -> tuple[float, float]:
+def _phases(state: dict, job: str) -> set[str]:
+    """Of which the job holds leases."""
+    nodes = [node for pool in state["pools"].values() for node in pool["nodes"].values()]
+    return {holder["phase"] for node in nodes for holder in node["holders"] if holder["job"] == job}
+
+
+def _kill(driver: psutil.Process) -> tuple[float, float]:
     """SIGKILL to the process that the user started; returns when, and when some process of the job was still alive."""
-    driver = psutil.Process(job["pid"])
     ancestors = [p for p in (driver, *driver.parents()) if "verl.trainer.main_ppo" in " ".join(p.cmdline())]
     target = ancestors[-1] if ancestors else driver
     uid = driver.environ()[UID_VARIABLE]
     when = last_seen = time.time()
     target.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        driver.resume()  # it is to notice that it lost its parent
     while True:
         looked = time.time()
         if not _alive(uid):

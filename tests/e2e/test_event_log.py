@@ -18,7 +18,6 @@ NOT_HERE = {
     events.REQUEST_PADDED: "what is cut off goes on, no group is given up",
     events.ADV: "in verl's own modes",
     events.SAMPLE_WAIT: "in verl's own modes",
-    events.VALIDATE: "in verl's own modes",
     events.REF: "no reference policy",
     events.VALUES: "no critic",
     events.UPDATE_CRITIC: "no critic",

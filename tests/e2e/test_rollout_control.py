@@ -50,7 +50,7 @@ def test_old_tokens_are_counted_and_steps_are_logged(controlled):
     assert _named(controlled, "rollout", events.REQUEST_REQUEUED)
     steps = _named(controlled, "trainer", events.GENERATE_MONITORED)
     assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
-    assert all(event["extra"]["target_completion"] == WANTED for event in steps)
+    assert all(event["extra"]["target_completion"] == WANTED * 4 for event in steps), "samples, four a prompt"
 
 
 def test_a_resumed_prefix_in_the_same_step_comes_from_the_cache(controlled):

@@ -13,6 +13,8 @@ from uuid import uuid4
 
 import yaml
 
+from verl_mux.platform import device_ledger
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic"
 
 REWARD = """
@@ -94,6 +96,8 @@ def overrides(assets: Path, steps: int, mode: str = "mux_separate") -> list[str]
         "+ray_kwargs.ray_init.num_gpus=2",
         "ray_kwargs.ray_init.num_cpus=64",
         "+ray_kwargs.ray_init.include_dashboard=False",
+        # Two engines and a third that joins fit, with what each would keep on a GPU.
+        *(["mux.device.budget=16"] if mode.startswith("mux_") else []),
     ]
 
 
@@ -103,7 +107,7 @@ def run_file(path: Path, directory: Path, jobs: dict[str, list[str]], **coordina
     spec = {
         "dir": str(directory),
         "coordinator": {"pools": pools, **coordinator},
-        "environment": ENVIRONMENT,
+        "environment": {**ENVIRONMENT, **_own_devices(directory)},
         "jobs": {name: {"nodes": {"rollout": ["r0"], "train": ["t0"]}, "seed": 7, "overrides": o} for name, o in jobs.items()},
     }
     path.write_text(yaml.safe_dump(spec, sort_keys=False))
@@ -111,6 +115,11 @@ def run_file(path: Path, directory: Path, jobs: dict[str, list[str]], **coordina
 
 
 ENVIRONMENT = {"VERL_PLATFORM": "cpu", "VERL_LOGGING_LEVEL": "WARN", "RAY_worker_niceness": "0"}
+
+
+def _own_devices(directory: Path) -> dict[str, str]:
+    """The devices of one run's nodes are not those of another run's nodes of the same names."""
+    return {device_ledger.DIRECTORY_VARIABLE: str(directory / "devices")}
 
 
 def start_job(name: str, overrides: list[str], directory: Path, address: str | None, *more: str) -> subprocess.Popen:
@@ -123,7 +132,7 @@ def start_job(name: str, overrides: list[str], directory: Path, address: str | N
         f"mux.profile.dir={home / 'events'}", f"trainer.default_local_dir={home / 'checkpoints'}",
         f"hydra.run.dir={home / 'hydra'}", *more,
     ]  # fmt: skip
-    environment = {**os.environ, **ENVIRONMENT, "VERL_MUX_JOB_UID": uuid4().hex}
+    environment = {**os.environ, **ENVIRONMENT, **_own_devices(directory), "VERL_MUX_JOB_UID": uuid4().hex}
     with (home / "job.log").open("w") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=home)
 

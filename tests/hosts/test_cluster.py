@@ -62,6 +62,7 @@ def test_ctrl_c_ends_it_everywhere(bed, tmp_path):
     assert job.carriers() == []
 
 
+@pytest.mark.hosts  # forty seconds; in `make test-hosts`
 def test_two_that_start_at_the_same_moment_have_a_cluster_each(bed, tmp_path):
     jobs = [RayJob(tmp_path / name, NODES[:2]) for name in ("one", "two")]
     for job in jobs:

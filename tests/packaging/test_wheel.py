@@ -27,6 +27,7 @@ LENGTHS = "".join(
 
 # A line for each command: what is given, how it ends, and a part of what it says. {root} is the repository.
 TRIED = [
+    ("top nowhere", 2, "nowhere does not exist: give the directory of a run"),
     ("coordinator --config none.yaml", 2, "cannot read none.yaml"),
     (f"status --address {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
     (f"evict math --yes --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
@@ -37,6 +38,7 @@ TRIED = [
     (f"hold --pool train --coordinator {NOBODY} --timeout 0.2 -- true", 2, "no coordinator answers"),
     ("keys made/keys", 0, "keys in made/keys"),
     ("plan {root}/examples/placement/jobs.yaml --json", 0, '"group"'),
+    ("plan --sync none.yaml", 2, "cannot read none.yaml"),
     ("simulate trace.csv --policies solo,ours --json", 0, '"usd_per_hour_mean"'),
     ("simulate trace.csv --plot pictures", 2, "verl-mux simulate needs matplotlib: pip install 'verl-mux[plots]'"),
     ("report .", 2, "verl-mux report needs polars: pip install 'verl-mux[report]'"),
@@ -55,6 +57,9 @@ TRIED = [
     ("bench report --events 1", 2, "verl-mux bench report needs polars: pip install 'verl-mux[report]'"),
     ("bench rollout --file {root}/examples/long_tail.yaml --dir run", 2, "verl-mux bench rollout needs verl: uv pip install"),
     ("bench migration --file {root}/examples/migration.yaml --dir run", 2, "verl-mux bench migration needs verl: uv pip install"),
+    ("bench memory --cycles 5 --parameters 1", 2, "verl-mux bench memory needs verl: uv pip install"),
+    ("bench sync --case 9_to_9", 2, "there is no case 9_to_9"),
+    ("bench tail nowhere.jsonl --json", 2, "nowhere.jsonl"),
     ("bench predictor lengths.jsonl", 2, "verl-mux bench predictor needs scipy: pip install 'verl-mux[predictor]'"),
 ]
 

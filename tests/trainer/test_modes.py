@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("verl")
-from verl_mux.coordinator.bus.client import Lease
 from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.local import Lease
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
 from verl_mux.errors import Failure, UserError
@@ -66,7 +66,9 @@ def test_each_training_node_shows_what_its_own_ranks_hold(trainer, memory):
 def test_each_rollout_node_shows_what_its_own_engines_hold(trainer, memory):
     awake = [("r0", {"weights": Moved(5, 5, 0.1)}), ("r1", {"weights": Moved(7, 7, 0.3)})]
     asleep = [("r1", {"weights": Moved(7, 0, 0.1)})]
-    trainer.rollout_server_manager = SimpleNamespace(move=lambda verb, tags, ranks, token: asleep if ranks == [1] else awake)
+    trainer.rollout_server_manager = SimpleNamespace(
+        move=lambda verb, tags, ranks, token, level: asleep if ranks == [1] else awake
+    )
     trainer._move_rollout("wake", ["weights"])
     assert memory() == {"r0": {"weights": 5}, "r1": {"weights": 7}, "t0": {}, "t1": {}}
     trainer._move_rollout("sleep", None, [1])
@@ -98,7 +100,7 @@ def test_a_rollout_that_may_not_go_on_sleeps_and_comes_back_with_the_same_weight
     assert engines == [("pause",)]
     go_on()
     token = lease.token
-    wake = [("move", "wake", [tag], None, token) for tag in ("weights", "kv_cache")]
+    wake = [("move", "wake", [tag], None, token, 2) for tag in ("weights", "kv_cache")]
     assert engines[1:] == [("reopen", token), wake[0], ("sync", 4, token), wake[1]]
 
 

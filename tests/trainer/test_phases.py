@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from verl_mux.coordinator.bus.client import LeaseLost, LocalMux
 from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.local import LeaseLost, LocalMux
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
 from verl_mux.profiling.eventlog.log import NULL_LOG, EventLog

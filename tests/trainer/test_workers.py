@@ -56,3 +56,43 @@ def test_roles_of_one_process_sleep_and_wake_each_by_itself(made):
     actor.wake()
     assert reference.sleep() == {} and set(reference.wake()) == {"params", "optimizer"}
     assert model.weight.isfinite().all()
+
+
+class Recorder:
+    """A device module or an engine of verl's that writes down what was called, in order."""
+
+    def __init__(self, calls, prefix=""):
+        self._calls, self._prefix = calls, prefix
+
+    def memory_allocated(self):
+        return 100 - 10 * len(self._calls)
+
+    def __getattr__(self, name):
+        def call(*arguments, **keys):
+            self._calls.append((f"{self._prefix}{name}", *arguments, *sorted(keys.items())))
+
+        return call
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """What is called of the device and of the engine of a role, on a platform that says it is CUDA."""
+    calls = []
+    monkeypatch.setattr(workers, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(workers, "get_torch_device", lambda: Recorder(calls))
+    return calls, DeviceStates("actor", Recorder(calls, "engine."))
+
+
+def test_on_cuda_the_copies_are_complete_before_the_device_is_said_to_be_free(on_cuda):
+    calls, states = on_cuda
+    moved = states.sleep()["params"]
+    offload = ("engine.to", "cpu", ("grad", True), ("model", True), ("optimizer", True))
+    assert calls == [offload, ("synchronize",), ("empty_cache",)]
+    assert moved.nbytes == 30
+    assert states.wake() == {} and len(calls) == 3
+
+
+def test_what_is_exported_on_the_device_is_in_the_type_of_the_engines():
+    weights = [("w", torch.ones(2, dtype=torch.float32)), ("n", torch.ones(2, dtype=torch.int64))]
+    cast = dict(workers._cast(weights, torch.bfloat16))
+    assert cast["w"].dtype == torch.bfloat16 and cast["n"].dtype == torch.int64

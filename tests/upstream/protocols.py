@@ -120,12 +120,17 @@ def sleep_and_wake_take_tags_and_an_idle_engine():
         assert defaults(asked)["tags"] is None
     for method in (TokenizerManager.release_memory_occupation, TokenizerManager.resume_memory_occupation):
         assert list(inspect.signature(method).parameters) == ["self", "obj", "request"]
+        # The answers that it does not look at.
+        steps_of(method, "auto_create_handle_loop()", f"{method.__name__}_communicator(obj)")
     steps_of(
         Scheduler.release_memory_occupation,
         "is_fully_idle()", "pause(GPU_MEMORY_TYPE_KV_CACHE)", "flush_cache", "_export_static_state",
         "pause(GPU_MEMORY_TYPE_WEIGHTS)",
     )  # fmt: skip
-    steps_of(Scheduler.resume_memory_occupation, "resume(GPU_MEMORY_TYPE_WEIGHTS)", "_import_static_state")
+    steps_of(
+        Scheduler.resume_memory_occupation, "offload_tags.remove", "resume(GPU_MEMORY_TYPE_WEIGHTS)", "_import_static_state",
+        "del self.stashed_model_static_state",
+    )  # fmt: skip
 
 
 def a_request_carries_a_priority_and_its_answer_the_cached_tokens():

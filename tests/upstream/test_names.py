@@ -11,10 +11,16 @@ LOOP = "verl.trainer.ppo.v1.agent_loop_tq"
 ENGINE = "verl.checkpoint_engine.base"
 SGLANG_SERVER = "verl.workers.rollout.sglang_rollout.async_sglang_server"
 
+UPDATES = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
+
 SYMBOLS = [*upstream.VERL, *(symbol for engine in engines().values() for symbol in engine.symbols)]
 
 # Parameters that our overrides take, our calls name, or our hooks rely on.
 SIGNATURES = {
+    f"{UPDATES}.release_memory_occupation": ["self", "recv_req"],
+    f"{UPDATES}.resume_memory_occupation": ["self", "recv_req"],
+    "sglang.srt.model_executor.model_runner.ModelRunner.initialize": ["self", "pre_model_load_memory"],
+    "sglang.srt.utils.common.get_available_gpu_memory": ["device", "gpu_id", "distributed", "empty_cache", "cpu_group"],
     f"{TRAINER}.__init__": ["self", "config"],
     f"{TRAINER}.init": ["self"],
     f"{TRAINER}.fit": ["self", "agent_loop_manager"],

@@ -24,7 +24,7 @@ from verl_mux.bench.coordinator_process import CoordinatorProcess
 from verl_mux.bench.crowd import Crowd
 from verl_mux.bench.load import grants
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.keys import JOB, for_address
+from verl_mux.coordinator.bus.access.keys import JOB, for_address
 from verl_mux.coordinator.bus.link import connect_to, dealer
 from verl_mux.coordinator.bus.members import UID_VARIABLE, member_of, this_process
 from verl_mux.coordinator.command import fetch_status
@@ -34,7 +34,7 @@ _DECOYS = ["x0", "x1"]
 _ME = this_process()
 # Sent without waiting for answers; more would be dropped where a queue is full, and prove nothing.
 _WINDOW = 50
-_KINDS: list[type[m.Message]] = [*m.AnyFromJob.__args__, m.JobOver, m.Unknown, m.TaskRequest]
+_KINDS: list[type[m.Message]] = [*m.AnyFromJob.__args__, m.JobOver, m.Unknown, m.LearnerStateUpdate]
 
 # In words: what a value looks like is read off its type's name.
 _FIELDS = {kind: {field.encode_name: str(field.type) for field in msgspec.structs.fields(kind)} for kind in _KINDS}

@@ -15,7 +15,7 @@ import zmq
 from verl_mux.bench.coordinator_process import CoordinatorProcess
 from verl_mux.bench.crowd import Crowd
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.keys import JOB, for_address
+from verl_mux.coordinator.bus.access.keys import JOB, for_address
 from verl_mux.coordinator.bus.link import connect_to, dealer
 from verl_mux.coordinator.command import fetch_status
 from verl_mux.errors import UserError

@@ -24,7 +24,7 @@ from verl_mux.errors import Failure, UserError
 WORKERS = 8
 REQUESTS = 512  # of a worker and step
 EPOCH = datetime(2025, 8, 11)
-RUN_REPORT = "import typer; from verl_mux.profiling.report.command import report; typer.run(report)"
+RUN_REPORT = "import typer; from verl_mux.report_command import report; typer.run(report)"
 
 
 def bench_report(

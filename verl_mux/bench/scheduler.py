@@ -26,9 +26,16 @@ def bench_scheduler(
     decisions: Annotated[int, typer.Option(help="Departures, each followed by an arrival, to time.", min=2)] = 200,
     seed: Annotated[int, typer.Option(help="Draws the jobs.")] = 0,
     series: Annotated[bool, typer.Option("--all", help=f"Measure at {', '.join(map(str, SERIES))} jobs instead.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Through a running coordinator and its bus.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Time decisions (a job arrives, a job departs) among jobs of the mixed shapes, SLO uniform:1,2, cap 5."""
+    if live:
+        from verl_mux.bench.scheduler_live import live_latency
+
+        through = live_latency(jobs, decisions, seed)
+        print(jsonlib.dumps(through) if json else "; ".join(f"{what} {figure:g}" for what, figure in through.items()))
+        return
     if not series:
         found = decision_latency(jobs, decisions, seed)
         print(jsonlib.dumps(found) if json else _line(found))

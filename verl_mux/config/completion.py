@@ -17,7 +17,9 @@ from verl_mux.config.rollout_keys import RolloutConfig
 from verl_mux.config.schema import MuxConfig
 from verl_mux.errors import UserError
 from verl_mux.places.place import Place
+from verl_mux.platform.charges import bucket_megabytes
 from verl_mux.platform.cpu_features import has_bf16_products
+from verl_mux.rollout.control.segment_loss import WEIGHTED
 from verl_mux.rollout.engine.record import Arguments, EngineRecord, engines
 from verl_mux.worker_settings import KEY, WorkerSettings
 
@@ -25,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def complete(config: DictConfig, mux: MuxConfig, cpu: bool) -> None:
-    """Everything below, in order."""
+    """Everything below, in order. Raises UserError: what is given contradicts the mode."""
     with open_dict(config):
         _imply_mode(config)
         _imply_memory(config)
@@ -92,6 +94,7 @@ def hand_to_workers(
         truncated_reward=mux.rollout.segments.truncated_reward,
         places=places,
         resume=resume,
+        device=mux.device,
     )
     with open_dict(config):
         custom = dict(config.actor_rollout_ref.rollout.get("custom") or {})
@@ -112,6 +115,12 @@ def _imply_mode(config: DictConfig) -> None:
         role.strategy = "fsdp2" if role.strategy == "fsdp" else role.strategy
     if config.trainer.v1.trainer_mode == "mux_colocate":
         rollout.nnodes, rollout.n_gpus_per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    if (given := rollout.checkpoint_engine.backend) not in ("naive", "mux"):  # naive: verl's own default
+        raise UserError(
+            f"actor_rollout_ref.rollout.checkpoint_engine.backend is {given!r}: trainer.v1.trainer_mode="
+            f"{config.trainer.v1.trainer_mode} syncs while no trainer holds a GPU, and {given} gathers the weights on them; "
+            "leave it out, or set mux"
+        )
     rollout.checkpoint_engine.backend = "mux"
     rollout.agent.agent_loop_manager_class = plugin.AGENT_LOOP_MANAGER
 
@@ -119,6 +128,9 @@ def _imply_mode(config: DictConfig) -> None:
 def _imply_memory(config: DictConfig) -> None:
     """A job without a lease holds nothing on the device, so nothing may be kept there between phases."""
     config.actor_rollout_ref.rollout.free_cache_engine = True
+    buckets = config.actor_rollout_ref.rollout.checkpoint_engine
+    if "update_weights_bucket_megabytes" in buckets:
+        buckets.update_weights_bucket_megabytes = bucket_megabytes(buckets.update_weights_bucket_megabytes)
     for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
         engine = role.get("fsdp_config") or role.get("fsdp") or (role.get("model") or {}).get("fsdp_config")
         for key in ("param_offload", "optimizer_offload"):
@@ -130,15 +142,37 @@ def _imply_engine(config: DictConfig, mux: MuxConfig) -> None:
     _imply_arguments(config, _engine(config).arguments)
     engine = config.actor_rollout_ref.rollout.checkpoint_engine
     kwargs = OmegaConf.to_container(engine.get("engine_kwargs") or OmegaConf.create({}))
-    kwargs["mux"] = {"verify": mux.sync.verify, "timeout_s": mux.sync.timeout_s, **kwargs.get("mux", {})}
+    it = mux.sync
+    links = {"fast_gbps": it.fast_gbps, "slow_gbps": it.slow_gbps, "slow_link": it.slow_link}
+    ours = {"verify": it.verify, "timeout_s": it.timeout_s, "streams": it.streams, "method": it.method, "links": links}
+    kwargs["mux"] = {**ours, "interface": it.interface, **kwargs.get("mux", {})}
     engine.engine_kwargs = kwargs
 
 
 def _imply_rollout(config: DictConfig, it: RolloutConfig) -> None:
     if it.needs_rollout_log_probs:
         config.actor_rollout_ref.rollout.calculate_log_probs = True
+    if it.keeps_tokens and it.segments.treatment in WEIGHTED:
+        _imply_weights(config, WEIGHTED[it.segments.treatment])
+    if it.speculative != "none":
+        _imply_speculation(config, it.speculative)
     if it.order(config.trainer.v1.trainer_mode) != "fifo":
         _imply_arguments(config, _engine(config).priority_arguments(_engine_kwargs(config)))
+
+
+def _imply_speculation(config: DictConfig, asked: str) -> None:
+    engine = _engine(config)
+    if asked not in engine.speculative_arguments:
+        allowed = ", ".join(["none", *engine.speculative_arguments])
+        raise UserError(f"mux.rollout.speculative={asked} is not possible with {engine.name}; allowed: {allowed}")
+    _imply_arguments(config, engine.speculative_arguments[asked])
+
+
+def _imply_weights(config: DictConfig, threshold: float) -> None:
+    """verl's own rollout correction, unless the user has asked it for something already."""
+    correction = config.algorithm.rollout_correction
+    if correction.get("rollout_is") is None:
+        correction.rollout_is, correction.rollout_is_threshold = "token", threshold
 
 
 def _imply_cpu(config: DictConfig) -> None:

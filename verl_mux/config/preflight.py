@@ -13,10 +13,11 @@ from uuid import uuid4
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_mux.config import ray_cluster
+from verl_mux.config.memory_checks import check_surroundings
 from verl_mux.config.needs import needs_of
 from verl_mux.config.schema import MuxConfig, check, check_rollout_keys, load
-from verl_mux.coordinator.bus.client import LocalMux
 from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.local import LocalMux
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.bus.messages import AUTO
 from verl_mux.errors import UserError
@@ -24,6 +25,7 @@ from verl_mux.places.here import this_host
 from verl_mux.places.place import is_host, resource_of
 from verl_mux.platform.choose import cpu_platform_wanted, joined_cluster
 from verl_mux.rollout.engine.record import engines
+from verl_mux.scheduling.estimate.estimator import Observed
 
 # In `trainer.default_local_dir`: the name of the job whose checkpoints these are.
 _MARK = ".mux_job"
@@ -36,6 +38,7 @@ def check_job(config: DictConfig) -> None:
         if mux is not None:
             # All processes of this run carry one mark, so that the coordinator can tell when the last is gone.
             os.environ.setdefault(UID_VARIABLE, uuid4().hex)
+            check_surroundings(config)
             ask_coordinator(config, mux)
             ray_cluster.claim(config, str(mux.job))
             claim_folder(Path(config.trainer.default_local_dir), str(mux.job))
@@ -127,6 +130,7 @@ def connect_job(config: DictConfig, mux: MuxConfig, wait: bool = True) -> LocalM
     client = connect(
         mux.coordinator, str(mux.job), nodes, gpus=gpus, seed=mux.seed, steps=config.trainer.total_training_steps,
         timeout=mux.coordinator_timeout_s, needs=needs_of(config) if mux.nodes.rollout == [AUTO] else None, slo=mux.slo,
+        owner=mux.owner, profiled=Observed(rollout=tuple(mux.profiled.rollout), train=tuple(mux.profiled.train)),
         wait=wait, keys=mux.keys,
     )  # fmt: skip
     if mux.coordinator and client.nodes:

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_mux.config.rollout_keys import DispatchConfig, RolloutConfig, SegmentsConfig
+from verl_mux.config.rollout_keys import SPECULATIVE, DispatchConfig, RolloutConfig, SegmentsConfig
 from verl_mux.errors import UserError
+from verl_mux.rollout.control.lag_limit import STRATEGIES
 from verl_mux.rollout.control.launch_order import ORDERS
 from verl_mux.rollout.control.migration_plan import MigrationPolicy
 from verl_mux.rollout.control.oversampling import LEFTOVERS, TOKENS, OversamplingPolicy
 from verl_mux.rollout.control.segment_loss import TREATMENTS
+from verl_mux.rollout.control.tail_rounds import TAILS
 from verl_mux.rollout.control.trigger import TriggerPolicy
 from verl_mux.rollout.lengths.predictor import PREDICTORS, make_predictor
 
@@ -33,6 +35,8 @@ class Surroundings:
     engine_requests: int | None = None
     rollout_nodes: Sequence[str] = ()
     bypasses_old_log_probs: bool = False
+    on_gpu: bool = True
+    seeded_sampling: bool = False
 
 
 def check_rollout(config: RolloutConfig, around: Surroundings) -> None:
@@ -45,8 +49,11 @@ def check_rollout(config: RolloutConfig, around: Surroundings) -> None:
     _check_cuts_go_with(config, around.trainer_mode)
     _check_oversample(config.oversample, around)
     _check_segments(config.segments, around)
+    _check_lag(config)
     _check_dispatch(config.dispatch)
     _check_migration(config.migration)
+    _check_tail(config)
+    _check_speculative(config, around)
     _check_trigger(config.trigger)
     _check_combination(config, around)
 
@@ -62,7 +69,10 @@ def _check_oversample(it: OversamplingPolicy, around: Surroundings) -> None:
     _require(it.tokens in TOKENS, "oversample.tokens", it.tokens, ", ".join(TOKENS))
     _require(it.max_cuts >= 0, "oversample.max_cuts", it.max_cuts, "0 or more")
     _require(it.max_failures >= 0, "oversample.max_failures", it.max_failures, "0 or more")
-    if it.rate == 0 or around.engine_requests is None:
+    if it.rate == 0:
+        return
+    _check_bias(it)
+    if around.engine_requests is None:
         return
     launched = math.ceil(round((1 + it.rate) * around.train_batch_size, 9)) * around.samples_per_group
     highest = around.engine_requests // around.samples_per_group / around.train_batch_size - 1
@@ -72,6 +82,35 @@ def _check_oversample(it: OversamplingPolicy, around: Surroundings) -> None:
         it.rate,
         f"it would launch {launched} responses and the engines hold {around.engine_requests} at once, so "
         + (f"at most {math.floor(highest * 1000) / 1000:g}" if highest >= 0 else "only 0, or larger or more engines"),
+    )
+
+
+def _check_bias(it: OversamplingPolicy) -> None:
+    """Both look on-policy, and train what was drawn until it was short."""
+    for key, given, biased, instead in (("leftover", it.leftover, "drop", "requeue"), ("tokens", it.tokens, "restart", "resume")):
+        _require(
+            given != biased or it.accept_length_bias,
+            f"oversample.{key}",
+            given,
+            f"{instead}; {biased} trains short responses more often than long ones, which is not on-policy: "
+            f"{ROOT}.oversample.accept_length_bias=true where that is wanted all the same",
+        )
+
+
+def _check_lag(config: RolloutConfig) -> None:
+    _require(config.max_lag is None or config.max_lag >= 0, "max_lag", config.max_lag, "0 versions or more, or null")
+    _require(config.max_lag_strategy in STRATEGIES, "max_lag_strategy", config.max_lag_strategy, ", ".join(STRATEGIES))
+    _require(
+        config.max_lag is None or config.keeps_tokens,
+        "max_lag",
+        config.max_lag,
+        "null where no response goes on under newer weights (oversample.rate with tokens=resume, segments.segment_length)",
+    )
+    _require(
+        config.segments.segment_length is None or config.oversample.max_cuts == OversamplingPolicy().max_cuts,
+        "oversample.max_cuts",
+        config.oversample.max_cuts,
+        f"its default with {ROOT}.segments.segment_length, where {ROOT}.max_lag says how old a response may become",
     )
 
 
@@ -99,6 +138,33 @@ def _check_migration(it: MigrationPolicy) -> None:
     _require(0 < it.threshold <= 1, "migration.threshold", it.threshold, "above 0, at most 1")
     _require(it.min_gain_s >= 0, "migration.min_gain_s", it.min_gain_s, "0 node-seconds or more")
     _require(it.max_slowdown >= 0, "migration.max_slowdown", it.max_slowdown, "0 or more")
+
+
+def _check_tail(config: RolloutConfig) -> None:
+    _require(config.tail in TAILS, "tail", config.tail, ", ".join(TAILS))
+    _require(
+        config.defer.window is None or config.defer.window >= 2, "defer.window", config.defer.window, "2 steps or more, or null"
+    )
+    _require(config.defer.max_mean > 1, "defer.max_mean", config.defer.max_mean, "above 1")
+
+
+def _check_speculative(config: RolloutConfig, around: Surroundings) -> None:
+    _require(config.speculative in SPECULATIVE, "speculative", config.speculative, ", ".join(SPECULATIVE))
+    if config.speculative != "none" and around.trainer_mode not in _MUX_MODES:
+        why = "its engines take actor_rollout_ref.rollout.engine_kwargs alone"
+        raise UserError(_not_with("speculative", config.speculative, around.trainer_mode, _MUX_MODES, why))
+    _require(
+        config.speculative == "none" or around.on_gpu,
+        "speculative",
+        config.speculative,
+        "none without a GPU: SGLang 0.5.12 verifies drafts by CUDA kernels only",
+    )
+    _require(
+        config.speculative == "none" or not around.seeded_sampling,
+        "speculative",
+        config.speculative,
+        "none with mux.seeded_sampling=true, which draws each token from its request's seed",
+    )
 
 
 def _check_trigger(it: TriggerPolicy) -> None:
@@ -143,6 +209,8 @@ def _check_combination(config: RolloutConfig, around: Surroundings) -> None:
         _check_migration_goes_with(config, around)
     if config.dispatch.order not in ("auto", "fifo") and mode not in _MUX_MODES:
         raise UserError(_not_with("dispatch.order", config.dispatch.order, mode, _MUX_MODES, "its trainer hands prompts out"))
+    if config.defers:
+        _check_defer_goes_with(config, around)
     if all(given is not None for given in _cuts(config).values()):
         _check_both_cuts(config.oversample)
     if around.bypasses_old_log_probs and config.keeps_tokens and config.segments.treatment != "sais":
@@ -160,6 +228,17 @@ def _check_migration_goes_with(config: RolloutConfig, around: Surroundings) -> N
         raise UserError(_not_together("over-sampling and segments cut the tail off that migration would gather"))
     if list(around.rollout_nodes) != ["auto"] and len(around.rollout_nodes) == 1:
         raise UserError(_not_together(f"mux.nodes.rollout={list(around.rollout_nodes)} names one node; two or more are needed"))
+
+
+def _check_defer_goes_with(config: RolloutConfig, around: Surroundings) -> None:
+    if around.trainer_mode not in _MUX_MODES:
+        raise UserError(_not_with("tail", config.tail, around.trainer_mode, _MUX_MODES, "its trainer hands prompts out"))
+    for key, given in _cuts(config).items():
+        if given is not None:
+            raise UserError(
+                f"{ROOT}.tail=defer is not possible with {ROOT}.{key}={given}: rounds of whole responses leave no tail to cut "
+                f"off; allowed: one of the two"
+            )
 
 
 def _check_trigger_goes_with(it: TriggerPolicy, around: Surroundings) -> None:

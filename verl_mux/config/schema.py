@@ -6,18 +6,22 @@ The YAML beside this file (`mux/default.yaml`) is what Hydra composes; these dat
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_mux.config.keys import convert
+from verl_mux.config.memory_checks import check_memory
 from verl_mux.config.rollout_checks import Surroundings, check_rollout
 from verl_mux.config.rollout_keys import RolloutConfig
 from verl_mux.coordinator.bus.messages import AUTO
 from verl_mux.errors import UserError
+from verl_mux.platform.charges import DeviceSettings
+from verl_mux.platform.choose import cpu_platform_wanted
 from verl_mux.rollout.engine.record import engines
+from verl_mux.scheduling.estimate.learning import LEAST
 
 MODES = ("mux_separate", "mux_colocate")
 
@@ -29,6 +33,13 @@ class NodesConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     train: list[str] = msgspec.field(default_factory=lambda: ["train0"])
 
 
+class ProfiledConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of the phases of a few steps of this job, measured before, for the coordinator that places it."""
+
+    rollout: list[float] = msgspec.field(default_factory=list)
+    train: list[float] = msgspec.field(default_factory=list)
+
+
 class ProfileConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The event log. `every`: only steps that are multiples of it."""
 
@@ -38,10 +49,16 @@ class ProfileConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SyncConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The weight sync between trainer and rollout workers."""
+    """The weight sync from trainer to rollout workers. `fast_gbps`, `slow_gbps`, `slow_link`: see sync/planning/topology.py."""
 
     verify: bool = True
-    timeout_s: float = 600.0
+    timeout_s: float = 120.0
+    streams: int = 2
+    method: Literal["auto", "two_stage", "relay", "root", "chain", "pull"] = "auto"
+    interface: str | None = None
+    fast_gbps: float = 100.0
+    slow_gbps: float | None = None
+    slow_link: Literal["per_pair", "shared"] = "per_pair"
 
 
 class MuxConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -53,10 +70,13 @@ class MuxConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     keys: str | None = None
     nodes: NodesConfig = msgspec.field(default_factory=NodesConfig)
     slo: float | None = None
+    owner: str = ""
+    profiled: ProfiledConfig = msgspec.field(default_factory=ProfiledConfig)
     seed: int = 0
     seeded_sampling: bool = False
     profile: ProfileConfig = msgspec.field(default_factory=ProfileConfig)
     sync: SyncConfig = msgspec.field(default_factory=SyncConfig)
+    device: DeviceSettings = DeviceSettings()
     rollout: RolloutConfig = msgspec.field(default_factory=RolloutConfig)
 
 
@@ -85,6 +105,8 @@ def _plain(config: DictConfig) -> Any:
         given["nodes"] = {"rollout": [AUTO], "train": [AUTO]}
     if isinstance(given.get("job"), int):
         given["job"] = str(given["job"])
+    if isinstance(given.get("device"), dict) and isinstance(given["device"].get("sleep_level"), int):
+        given["device"]["sleep_level"] = str(given["device"]["sleep_level"])
     return given
 
 
@@ -92,6 +114,12 @@ def _check_values(mux: MuxConfig) -> None:
     for key, seconds in (("coordinator_timeout_s", mux.coordinator_timeout_s), ("sync.timeout_s", mux.sync.timeout_s)):
         if not seconds > 0:
             raise UserError(f"mux.{key} is {seconds}; it must be above 0 seconds")
+    for key in ("fast_gbps", "slow_gbps"):
+        gbps = getattr(mux.sync, key)
+        if gbps is not None and not gbps > 0:
+            raise UserError(f"mux.sync.{key} is {gbps}; it must be above 0 Gbit/s")
+    if not 1 <= mux.sync.streams <= 32:
+        raise UserError(f"mux.sync.streams is {mux.sync.streams}; it must be between 1 and 32")
     if mux.profile.every < 1:
         raise UserError(f"mux.profile.every is {mux.profile.every}; it must be 1 (all steps) or more")
     for side in ("rollout", "train"):
@@ -104,6 +132,11 @@ def _check_auto(mux: MuxConfig) -> None:
     """Both sides are left to the coordinator, or none."""
     if mux.slo is not None and not mux.slo >= 1:
         raise UserError(f"mux.slo is {mux.slo}; it must be at least 1 (times the iteration alone)")
+    counts = len(mux.profiled.rollout), len(mux.profiled.train)
+    if counts[0] != counts[1] or 0 < counts[0] < LEAST:
+        raise UserError(
+            f"mux.profiled has {counts[0]} rollouts and {counts[1]} training phases; as many of both are needed, at least {LEAST}"
+        )
     if AUTO not in (*mux.nodes.rollout, *mux.nodes.train):
         return
     if mux.nodes.rollout != [AUTO] or mux.nodes.train != [AUTO]:
@@ -136,12 +169,7 @@ def check(config: DictConfig) -> MuxConfig | None:
             "trainer.v1.trainer_mode=mux_separate needs a rollout pool: set actor_rollout_ref.rollout.nnodes and "
             f".n_gpus_per_node to 1 or more, given {rollout.nnodes} and {rollout.n_gpus_per_node}"
         )
-    model = OmegaConf.select(config, "actor_rollout_ref.model") or {}
-    if model.get("lora_rank", 0) and not (model.get("lora") or {}).get("merge", False):
-        raise UserError(
-            f"trainer.v1.trainer_mode={mode} syncs whole weights: actor_rollout_ref.model.lora_rank={model['lora_rank']} needs "
-            "actor_rollout_ref.model.lora.merge=true"
-        )
+    check_memory(config, mode)
     _check_roles(config, mode)
     _check_replicas(config, mode)
     _check_turns(config, mode, mux)
@@ -188,6 +216,8 @@ def check_rollout_keys(config: DictConfig, mux: MuxConfig) -> None:
         engine_requests=at_once * max(1, gpus // size) if at_once else None,
         rollout_nodes=list(mux.nodes.rollout or []),
         bypasses_old_log_probs=bool(OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")),
+        on_gpu=not cpu_platform_wanted(),
+        seeded_sampling=mux.seeded_sampling,
     )
     check_rollout(mux.rollout, around)
 

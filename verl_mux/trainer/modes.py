@@ -33,7 +33,8 @@ from verl.utils.device import get_device_name
 from verl_mux.config import completion
 from verl_mux.config.preflight import connect_job
 from verl_mux.config.schema import check
-from verl_mux.coordinator.bus.client import Lease
+from verl_mux.config.told import told
+from verl_mux.coordinator.bus.local import Lease
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.errors import Failure
 from verl_mux.memory.moved import Moves, total
@@ -65,6 +66,8 @@ class PPOTrainerMux(PPOTrainer):
 
     _enable_hybrid_replicas = False
     _colocated = False
+    _vacated = False  # some engines went to sleep before the others
+    _on_host: int | None = None  # version of the weights that all sleeping engines keep there
     resource_pool_manager: ResourcePoolManager
 
     def __init__(self, config: DictConfig) -> None:
@@ -87,6 +90,7 @@ class PPOTrainerMux(PPOTrainer):
         mux.nodes.rollout, mux.nodes.train = nodes.rollout, nodes.train
         self.settings = completion.hand_to_workers(config, mux, nodes.places, self._cpu, checkpoint_to_resume(config))
         self.phases = Phases(client, open_worker_log(self.settings, "trainer", 0))
+        self.phases.log.log(events.JOB_KEYS, extra={"keys": told(config)}, step=0)
         self._rollout_began = 0.0
         self._weights = 0  # version of those in the engines
         self.phases.guard(self._pause)
@@ -195,7 +199,11 @@ class PPOTrainerMux(PPOTrainer):
         return {}
 
     def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
-        return self.rollout.ordered(super()._next_train_batch(num_prompts))
+        return self.rollout.next_batch(num_prompts)
+
+    def draw_from_data(self, count: int) -> TensorDict:
+        """So many new prompts, as the data loader hands them out."""
+        return super()._next_train_batch(count)
 
     def on_sample_end(self) -> None:
         ready = time.perf_counter()
@@ -257,7 +265,12 @@ class PPOTrainerMux(PPOTrainer):
         self._begin_rollout(version=self.global_steps)
 
     def on_validate_end(self) -> None:
-        self._end_rollout()
+        # The next rollout comes before the next update.
+        self._end_rollout(same_weights_next=True)
+
+    def _validate(self) -> dict[str, float]:
+        with self.phases.log.span(events.VALIDATE, step=self.global_steps):
+            return super()._validate()
 
     # ---------------------------------------------------------------- phases
 
@@ -267,7 +280,7 @@ class PPOTrainerMux(PPOTrainer):
         Version k is the trainer's weights after step k.
         """
         self.phases.begin("rollout", max(self.global_steps, 1))
-        self._weights = version
+        self._weights, self._vacated = version, False
         with self.phases.using():
             self._fill_engines()
         self.rollout.engines_are_back()
@@ -275,14 +288,25 @@ class PPOTrainerMux(PPOTrainer):
         self._rollout_began = time.perf_counter()
 
     def _fill_engines(self) -> None:
-        """Memory mapped and filled, in the order in which it is needed."""
+        """Memory mapped and filled, in the order in which it is needed; weights that come back from the host need no sync."""
         assert self.phases.lease is not None
         self._move_rollout("wake", ["weights"])
+        there, self._on_host = self._on_host == self._weights, None
+        if not there:
+            self._sync()
+        self._move_rollout("wake", ["kv_cache"])
+
+    def _sync(self) -> None:
+        assert self.phases.lease is not None
         with self.phases.part(events.SYNC, self.global_steps, version=self._weights) as extra:
             told = self.rollout_sync.update_weights(self._weights, token=self.phases.lease.token)
             self._pending_sync_metrics = {key: value for key, value in told.items() if key.startswith("mux/")}
-            extra["bytes"], extra["ranks"] = told.get("mux/sync/bytes"), told.get("ranks")
-        self._move_rollout("wake", ["kv_cache"])
+            of = {name.removeprefix("mux/sync/"): value for name, value in told.items()}.get
+            extra["bytes"], extra["ranks"] = of("bytes"), of("ranks")
+            extra["slow_bytes"], extra["fast_bytes"], extra["local_bytes"] = of("slow_bytes"), of("fast_bytes"), of("local_bytes")
+            extra["gather_seconds"], extra["send_seconds"] = of("gather_seconds"), of("send_seconds")
+            extra["wait_seconds"], extra["receive_seconds"] = of("wait_seconds"), of("receive_seconds")
+            extra["load_seconds"], extra["stream_gb_per_s"] = of("load_seconds"), of("stream_gb_per_s")
 
     def _pause(self, lease: Lease) -> Callable[[], None]:
         """The lease may not be used: its memory sleeps. Returns what takes it up again."""
@@ -305,21 +329,25 @@ class PPOTrainerMux(PPOTrainer):
             group.mux_reopen(lease.token)
         self._wake_trainer()
 
-    def _end_rollout(self) -> None:
+    def _end_rollout(self, same_weights_next: bool = False) -> None:
         generated = time.perf_counter() - self._rollout_began
         self.phases.log.log(events.GENERATE_PHASE, generated, step=self.global_steps)
         self.phases.add_seconds("generate", generated)
+        wanted = self.settings.device.sleep_level
+        level = (1 if same_weights_next else 2) if wanted == "auto" else int(wanted)
         with self.phases.using():
-            self._move_rollout("sleep", None)
+            self._move_rollout("sleep", None, level=level)
+        self._on_host = self._weights if level == 1 and not self._vacated else None
         self.phases.end()
 
-    def _move_rollout(self, verb: str, tags: list[str] | None, replicas: Sequence[int] | None = None) -> None:
+    def _move_rollout(self, verb: str, tags: list[str] | None, replicas: Sequence[int] | None = None, level: int = 2) -> None:
         token = self.phases.lease.token if verb == "wake" and self.phases.lease is not None else None
-        moved = self.rollout_server_manager.move(verb, tags, replicas, token)
+        moved = self.rollout_server_manager.move(verb, tags, replicas, token, level)
         self.phases.moved(verb, "rollout", self.global_steps, moved, log=False)
 
     def vacate(self, unit: Unit) -> None:
         """These nodes' engines are idle for the rest of the rollout: others may have the nodes."""
+        self._vacated = True
         with self.phases.using():
             self._move_rollout("sleep", None, unit.replicas)
             self.phases.shrink(list(unit.nodes))

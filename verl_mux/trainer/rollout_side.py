@@ -19,6 +19,7 @@ from transfer_queue import KVBatchMeta
 from verl.utils.fs import local_mkdir_safe
 
 from verl_mux.config.rollout_keys import RolloutConfig
+from verl_mux.rollout.control.lag_limit import LagLimit
 from verl_mux.rollout.control.launch_order import LaunchOrder, prompt_of
 from verl_mux.rollout.control.oversampling import Oversampler
 from verl_mux.rollout.control.rollout_control import RolloutControl
@@ -29,6 +30,7 @@ from verl_mux.rollout.control.tail_migration import TailMigration, Unit, units
 from verl_mux.rollout.lengths.predictor import make_predictor
 from verl_mux.rollout.messages import Launch, Segment
 from verl_mux.trainer.phases import Phases
+from verl_mux.trainer.tail_door import TailDoor, stamped
 from verl_mux.worker_settings import WorkerSettings
 
 _FILE = "mux_rollout.json"
@@ -41,6 +43,8 @@ class Trainer(Protocol):
     trainer_mode: str
     global_steps: int
     steps_per_epoch: int
+    total_training_steps: int
+    train_dataloader: Any
     replay_buffer: Any  # MuxReplayBuffer, or a sampler of the user's own where nothing is controlled
     agent_loop_manager: Any  # MuxAgentLoopManager
     rollout_server_manager: Any  # MuxLLMServerManager
@@ -49,6 +53,9 @@ class Trainer(Protocol):
 
     def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
         """So many new prompts, in launching order."""
+
+    def draw_from_data(self, count: int) -> TensorDict:
+        """So many new prompts, as the data loader hands them out."""
 
     def vacate(self, unit: Unit) -> None:
         """Give nodes back whose engines are idle for the rest of the rollout."""
@@ -62,6 +69,24 @@ class RolloutSide:
         self._order = LaunchOrder(config.order(trainer.trainer_mode), make_predictor(config.dispatch.predictor))
         self._saved: dict[str, Any] | None = None
         self.control: RolloutControl | None = None
+        self._tail = self._make_tail() if config.defers else None
+
+    def _make_tail(self) -> TailDoor:
+        trainer = self._trainer
+        return TailDoor(
+            self._config.defer,
+            trainer.config.data.train_batch_size,
+            trainer.config.actor_rollout_ref.rollout.n,
+            make_predictor(self._config.dispatch.predictor),
+            draw=trainer.draw_from_data,
+            loader=lambda: trainer.train_dataloader,
+            steps_ahead=self._steps_ahead,
+        )
+
+    def _steps_ahead(self) -> int:
+        """Steps left in this epoch and in the training, this one included."""
+        step, an_epoch = max(self._trainer.global_steps, 1), max(1, self._trainer.steps_per_epoch)
+        return max(1, min(an_epoch - (step - 1) % an_epoch, self._trainer.total_training_steps - step + 1))
 
     def start(self) -> None:
         """Once the agent loop manager is there, before the first step."""
@@ -78,6 +103,8 @@ class RolloutSide:
             log=trainer.phases.log,
             restart=limits is None and self._config.oversample.tokens == "restart",
             longest=None if limits is None else limits.longest,
+            samples=trainer.config.actor_rollout_ref.rollout.n,
+            on_done=self._observe_early,
             migration=self._migration(),
         )
         trainer.replay_buffer.control = self.control
@@ -85,11 +112,15 @@ class RolloutSide:
     def _machine(self, limits: SegmentLimits | None) -> Oversampler | SegmentSteps:
         n, it = self._trainer.config.actor_rollout_ref.rollout.n, self._config.oversample
         saved = (self._saved or {}).get("machine")
+        lag = self._lag_limit()
         if limits is None:
-            return Oversampler(it, n) if saved is None else Oversampler.from_dict(it, n, saved)
+            return Oversampler(it, n, lag) if saved is None else Oversampler.from_dict(it, n, saved, lag)
         if saved is None:
-            return SegmentSteps(limits, n, it.rate, it.max_failures)
-        return SegmentSteps.from_dict(limits, n, saved, it.rate, it.max_failures)
+            return SegmentSteps(limits, n, it.rate, it.max_failures, lag)
+        return SegmentSteps.from_dict(limits, n, saved, it.rate, it.max_failures, lag)
+
+    def _lag_limit(self) -> LagLimit | None:
+        return self._config.lag_limit(self._trainer.config.trainer.v1.sampler.max_off_policy_threshold)
 
     def _migration(self) -> TailMigration | None:
         if not self._config.migration.enable:
@@ -118,7 +149,14 @@ class RolloutSide:
 
     # ---------------------------------------------------------------- launching
 
-    def ordered(self, batch: TensorDict) -> TensorDict:
+    def next_batch(self, count: int | None) -> TensorDict:
+        """Prompts for this step, in launching order; `count` None: as many as it trains."""
+        count = self._trainer.config.data.train_batch_size if count is None else count
+        if self._tail is None:
+            return self._ordered(self._trainer.draw_from_data(count))
+        return stamped(self._ordered(self._tail.next_batch(count)), self._trainer.global_steps)
+
+    def _ordered(self, batch: TensorDict) -> TensorDict:
         """Prompts just drawn, in launching order; gradients keep the order in which they were drawn."""
         uids = list(batch["uid"])
         self._remember_order(uids)
@@ -148,24 +186,36 @@ class RolloutSide:
         """Was a sample generated with weights that a step may train on whose weights are of `version`?"""
         oldest, newest = tag.get("min_global_steps"), tag.get("max_global_steps")
         if self._config.keeps_tokens:
-            return oldest is not None and newest is not None and newest <= version
+            lag = self._lag_limit()
+            return (
+                oldest is not None and newest is not None and newest <= version and (lag is None or version - oldest <= lag.most)
+            )
         return (oldest, newest) == (version, version)
 
     def after_old_log_probs(self, batch: KVBatchMeta, metrics: dict) -> None:
         """Lengths are learnt, figures told, and tokens that older weights wrote treated as `segments.treatment` says."""
         self._observe_lengths(batch)
-        if self.control is not None:
-            metrics.update({f"mux/rollout/{key}": value for key, value in self.control.figures().items()})
+        for part in (self.control, self._tail):
+            if part is not None:
+                metrics.update({f"mux/rollout/{key}": value for key, value in part.figures().items()})
         if self._config.keeps_tokens:
             self._treat_older_tokens(batch, metrics)
+
+    def _observe_early(self, group: str, tokens: int) -> None:
+        """A sample of a step under way has ended."""
+        self._order.observe_early(group, tokens, self._epoch())
+
+    def _epoch(self) -> int:
+        return (self._trainer.global_steps - 1) // max(1, self._trainer.steps_per_epoch)
 
     def _observe_lengths(self, batch: KVBatchMeta) -> None:
         lengths: dict[str, list[int]] = defaultdict(list)
         for key, tag in zip(batch.keys, batch.tags, strict=True):
             if not tag.get("is_padding", False):
                 lengths[key.split("_")[0]].append(int(tag["response_len"]))
-        epoch = (self._trainer.global_steps - 1) // max(1, self._trainer.steps_per_epoch)
-        self._order.observe(lengths, epoch)
+        self._order.observe(lengths, self._epoch())
+        if self._tail is not None:
+            self._tail.trained(lengths, self._epoch())
 
     def _treat_older_tokens(self, batch: KVBatchMeta, metrics: dict) -> None:
         names = ["extra_fields", "response_mask", "old_log_probs"]
@@ -187,15 +237,20 @@ class RolloutSide:
 
     def save(self) -> None:
         """Before verl writes which checkpoint is the latest."""
-        if self.control is not None:
-            folder = self._folder()
+        folder = self._folder()
+        if self.control is not None or self._tail is not None:
             local_mkdir_safe(str(folder))
+        if self._tail is not None:
+            self._tail.save(folder)
+        if self.control is not None:
             (folder / _FILE).write_text(json.dumps(self.control.to_dict(self._trainer.replay_buffer.waiting_groups())))
 
     def load(self) -> None:
         """Once verl has loaded its checkpoint; before `start`."""
         trainer = self._trainer.config.trainer
         folder = Path(trainer.resume_from_path) if trainer.resume_mode == "resume_path" else self._folder()
+        if self._trainer.global_steps and self._tail is not None:
+            self._tail.load(folder)
         if self._trainer.global_steps and (folder / _FILE).exists():
             self._saved = json.loads((folder / _FILE).read_text())
 

@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
+from verl_mux.config.told import told
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.step_metrics import metrics_of_step
 from verl_mux.trainer import stock_trigger
@@ -40,6 +41,7 @@ def instrument(trainer: PPOTrainer) -> Any | None:
     if mode.startswith("mux_") or not OmegaConf.select(trainer.config, "mux") or not settings.events_dir:
         return None
     log = open_worker_log(settings, "trainer", 0)
+    log.log(events.JOB_KEYS, extra={"keys": told(trainer.config)}, step=0)
     for name, event in _PARTS.items():
         setattr(trainer, name, _timed(getattr(trainer, name), trainer, log, event))
     trainer.replay_buffer.sample = _waiting(trainer.replay_buffer.sample, trainer, log)

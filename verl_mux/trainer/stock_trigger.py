@@ -36,7 +36,7 @@ class TriggeredReplayBuffer(MuxReplayBuffer):
         self._figures: dict[str, float] = {}
 
     def start(self, policy: TriggerPolicy) -> None:
-        self.trigger = TrainingTrigger(policy, time.monotonic())
+        self.trigger = TrainingTrigger(policy)
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
         """verl's, of as many prompt groups as the trigger says; 1 to `batch_size`."""
@@ -52,6 +52,7 @@ class TriggeredReplayBuffer(MuxReplayBuffer):
 
     def _wait(self, trigger: TrainingTrigger, global_steps: int, partition_id: str) -> tuple[Train, dict]:
         metrics: dict[str, Any] = {}
+        trigger.waits(time.monotonic())
         while True:
             ready, found = self.wait_for_sampleable(global_steps, partition_id, 1)
             stale = next((count for name, count in found.items() if name.endswith("/off_policy/evicted_samples")), 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ from verl_mux.memory.moved import Moved, Moves, total
 from verl_mux.memory.read_ahead import read_ahead, weights_of
 from verl_mux.places.here import here
 from verl_mux.places.place import Location
-from verl_mux.sync.export import Range, are_row_shards, row_shards, stripes
-from verl_mux.worker_settings import WorkerSettings, pin
+from verl_mux.platform import device_ledger
+from verl_mux.sync.export import Range, are_row_shards, row_shards, stripes, tied_names
+from verl_mux.worker_settings import WorkerSettings, node_of, pin
 
 # Tags of a trainer's states; gradients live within a train phase only.
 TRAIN_TAGS = ("params", "optimizer")
@@ -64,6 +65,8 @@ class DeviceStates:
     def _offload(self) -> Moved:
         started, before = time.perf_counter(), get_torch_device().memory_allocated()
         self._engine.to("cpu", model=True, optimizer=True, grad=True)
+        # The copies run on: until they are done the host holds no whole state, and the device no free bytes.
+        get_torch_device().synchronize()
         get_torch_device().empty_cache()
         return Moved(max(before - get_torch_device().memory_allocated(), 0), 0, time.perf_counter() - started)
 
@@ -81,6 +84,11 @@ class DeviceStates:
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a local tensor, from the host copy while its states sleep."""
     return cpu_memory_saver.host_copy(tensor) if tensor.device.type == "cpu" else tensor.cpu()
+
+
+def _cast(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """In the type that engines hold, as the shards of a plain module are sent."""
+    return ((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in weights)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -108,6 +116,10 @@ class MuxActorWorker(ActorRolloutRefWorker):
             torch.set_num_threads(len(settings.train_cpus))
         super().__init__(config, role, **kwargs)
         self._fence = Fence()
+        per_node = self.world_size // max(len(settings.train_nodes), 1)
+        node = node_of(settings.train_nodes, self.rank, self.world_size) if settings.train_nodes else ""
+        settings.device.announce(settings.job, node, self.rank % max(per_node, 1))
+        device_ledger.charge(settings.device.charges.trainer(self.world_size))
         _read_ahead(copy_to_local(config.model.path, use_shm=config.model.get("use_shm", False)), settings.resume)
         # Of an engine without plain row shards: this rank's stripes of the weights, made when it went to sleep.
         self._exported: list[Range] | None = None
@@ -143,7 +155,9 @@ class MuxActorWorker(ActorRolloutRefWorker):
         if mode != "mux":
             return await super().update_weights(global_steps=global_steps, mode=mode) or {}
         dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
-        part = row_shards(self._host_params(), dtype, self.rank) if self._exported is None else self._exported
+        part = self._exported
+        if part is None:
+            part = list(row_shards(self._host_params(), dtype, self.rank, self._tied()))
         return await self.checkpoint_engine.send_weights(part, global_steps)
 
     def _export(self) -> None:
@@ -151,12 +165,17 @@ class MuxActorWorker(ActorRolloutRefWorker):
         engine = self.actor.engine
         if not are_row_shards(engine.module, quantized=getattr(engine, "_qat_enabled", False)):
             weights, _ = engine.get_per_tensor_param()
-            self._exported = list(stripes(weights, self.rank, self.world_size))
+            dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
+            self._exported = list(stripes(_cast(weights, dtype), self.rank, self.world_size))
 
     def _host_params(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         module = self.actor.engine.module
         for name, param in convert_weight_keys(module.state_dict(), module).items():
             yield name, param, host_copy(_local(param))
+
+    def _tied(self) -> dict[str, str]:
+        module = self.actor.engine.module
+        return tied_names(module, lambda names: convert_weight_keys(names, module))
 
     def _states(self) -> list[DeviceStates]:
         held = {role: getattr(self, role, None) for role in ("actor", "ref")}

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from verl_mux.bench.chaos.device import Device
 from verl_mux.bench.chaos.ledger import Ledger
-from verl_mux.coordinator.bus.client import Lease, LeaseLost, LocalMux
 from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.local import Lease, LeaseLost, LocalMux
 from verl_mux.coordinator.bus.members import this_process
 
 NODES = {"rollout": ["r0", "r1"], "train": ["t0"]}

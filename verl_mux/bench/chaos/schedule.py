@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,9 @@ from verl_mux.bench.chaos.faults import LOST_FILES, Fault, draw
 from verl_mux.bench.chaos.ledger import Ledger, Line
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.errors import Failure
+from verl_mux.launcher.processes.coordinator_process import free_port
 
+_HERE = "127.0.0.1"
 _TICK_S = 0.02
 # How long after the last fault everybody may take to finish a step.
 _QUIET_S = 30.0
@@ -40,7 +41,7 @@ class Schedule:
         folder.mkdir(parents=True)
         self._folder, self._seed, self._planted = folder, seed, planted
         self._ledger = Ledger(folder / "ledger" / "runner.jsonl", "runner")
-        self._port = _free_ports(1)[0]
+        self._port = free_port(_HERE)
         self._coordinator: subprocess.Popen | None = None
         self._start_at, self._die_at, self._is_up = 0.0, "", False
         self._jobs: dict[str, subprocess.Popen] = {}
@@ -153,10 +154,10 @@ class Schedule:
 
     def _start_job(self, job: str) -> None:
         if job not in self._proxies:
-            (port,) = _free_ports(1)
+            port = free_port(_HERE)
             command = [sys.executable, "-m", "verl_mux.bench.chaos.proxy", str(port), str(self._port)]
             self._proxies[job] = (subprocess.Popen(command), port)
-        address = f"tcp://127.0.0.1:{self._proxies[job][1]}"
+        address = f"tcp://{_HERE}:{self._proxies[job][1]}"
         self._jobs[job] = self._start("driver", job, address, str(self._seed), self._planted)
 
     def _start(self, module: str, *arguments: str) -> subprocess.Popen:
@@ -170,11 +171,3 @@ class Schedule:
         for process in (process for process in processes if process is not None):
             process.kill()
             process.wait()
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in sockets]
-    for listener in sockets:
-        listener.close()
-    return ports

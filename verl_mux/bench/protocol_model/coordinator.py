@@ -12,7 +12,6 @@ import msgspec
 
 from verl_mux.bench.protocol_model.world import World
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import claims, tokens
 from verl_mux.coordinator.core.hosts.reaping import Sight, judge
 from verl_mux.coordinator.core.inputs_and_instructions import (
     DriverDied,
@@ -23,10 +22,12 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     ProcessesGone,
     What,
 )
+from verl_mux.coordinator.core.job_states import IllegalMove, UnknownJob
 from verl_mux.coordinator.core.records import Job, JobState, State
 from verl_mux.coordinator.core.running_time import PAUSE_S
 from verl_mux.coordinator.core.settings import Config
-from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
+from verl_mux.coordinator.core.state import Machine
+from verl_mux.coordinator.core.tokens import claims, numbering
 from verl_mux.coordinator.journal.delivery import Delivery
 
 HOST = "here"
@@ -110,8 +111,8 @@ class CoordinatorProcess:
         if self.remembers:
             self._restore()
         elif self._starts > 1 and self._planted != "journal skipped":
-            claims.settle(self.machine.state, self._config, tokens.LAST)
-            self.machine.state.token = tokens.at(self._world.wall())
+            claims.settle(self.machine.state, self._config, numbering.LAST)
+            self.machine.state.token = numbering.at(self._world.wall())
         self._disk.pending = []
         self._delivery = Delivery(self._disk, self.machine, self._carry_out, self._soon)  # type: ignore[arg-type]
         self.machine.resume(now)
@@ -125,7 +126,7 @@ class CoordinatorProcess:
         for body in self._disk.inputs:
             self.machine.handle(_input.decode(body))
         state = self.machine.state
-        state.token = max(state.token, tokens.before(self._starts))
+        state.token = max(state.token, numbering.before(self._starts))
         if state.settle_until is not None:
             claims.settle(state, self._config, state.unknown_up_to)
         self._disk.snapshot, self._disk.inputs = msgspec.msgpack.encode(state), []
