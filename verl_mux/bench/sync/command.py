@@ -60,7 +60,7 @@ def over_links(names: list[str] | None, model_bytes: int) -> dict[str, Any]:
 
 def _case(case: Any, model_bytes: int) -> dict[str, Any]:
     from verl_mux.bench.sync.cases import FAST_OVER_SLOW, limit_seconds, topology_of
-    from verl_mux.bench.sync.group import Group
+    from verl_mux.bench.sync.group import HOP_BYTES, Group
     from verl_mux.bench.sync.links import Bed, Shape
 
     with Bed(case.senders, case.hosts, Shape(FAST_OVER_SLOW * case.slow, case.slow, case.slow_link)) as bed:
@@ -71,7 +71,7 @@ def _case(case: Any, model_bytes: int) -> dict[str, Any]:
                 plan, before = make_plan(method, topology), bed.crossed()
                 methods[method] = group.sync(plan, topology, version)
                 _check(methods[method]["slow_bytes"], bed.crossed() - before, method)
-    chosen = choose(topology, model_bytes)[0].method
+    chosen = choose(topology, model_bytes, HOP_BYTES)[0].method
     return {
         "senders": case.senders,
         "hosts": case.hosts,

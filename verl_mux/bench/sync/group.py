@@ -21,8 +21,10 @@ from verl_mux.sync.planning.routes import Meeting, parts
 from verl_mux.sync.planning.topology import Topology
 from verl_mux.sync.streams.seal import new_key
 
-# Streams of a pair: over a link that is shaped for the pair more of them gain nothing.
-_SETTINGS = {"piece_bytes": 256 << 10, "streams": 2, "timeout_s": 300.0}
+# Of a pair: over a link that is shaped for the pair more streams gain nothing.
+_PIECE_BYTES, _STREAMS = 256 << 10, 2
+_SETTINGS = {"piece_bytes": _PIECE_BYTES, "streams": _STREAMS, "timeout_s": 300.0}
+HOP_BYTES = _PIECE_BYTES * _STREAMS
 
 
 class _Process:

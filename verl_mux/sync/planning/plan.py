@@ -18,11 +18,12 @@ from typing import NamedTuple
 from verl_mux.errors import UserError
 from verl_mux.sync.planning.topology import LINKS, RolloutHost, Topology, bytes_per_second, link_between
 
-# What is under way on each hop while the next one waits.
-PIECE_BYTES = 4 << 20
-# Where two ways cost about the same, the first of these.
+# What is under way on each hop while the next one waits: the largest pieces, on as many streams as a pair has by default.
+HOP_BYTES = 2 * (4 << 20)
+# Where two ways cost about the same, the one that loads slow links least; of those the first of these.
 METHODS = ("two_stage", "relay", "root", "chain", "pull")
-_ABOUT = 1.03
+# Seconds that differ by less say nothing: a link is not known that well, and many streams never share it evenly.
+_ABOUT = 1.05
 
 
 class Sink(NamedTuple):
@@ -70,12 +71,18 @@ def possible(topology: Topology) -> list[str]:
     return [method for method in METHODS if method != "pull" or wholes]
 
 
-def choose(topology: Topology, model_bytes: int) -> tuple[Plan, dict[str, Cost]]:
-    """The cheapest plan, and what each costs."""
+def choose(topology: Topology, model_bytes: int, hop_bytes: int = HOP_BYTES) -> tuple[Plan, dict[str, Cost]]:
+    """The cheapest plan, and what each costs; see `cost`.
+
+    Of about equal ones the one with the fewest bytes over the slow class, if that is slower: a pair that shares its link with
+    others, or is late, then holds up one copy and not one for each host.
+    """
     plans = {method: make_plan(method, topology) for method in possible(topology)}
-    costs = {method: cost(plan, topology, model_bytes) for method, plan in plans.items()}
+    costs = {method: cost(plan, topology, model_bytes, hop_bytes) for method, plan in plans.items()}
     least = min(it.seconds for it in costs.values())
-    chosen = next(method for method in METHODS if method in costs and costs[method].seconds <= _ABOUT * least)
+    near = [method for method in METHODS if method in costs and costs[method].seconds <= _ABOUT * least]
+    slower = bytes_per_second(topology.links, "slow") < bytes_per_second(topology.links, "fast")
+    chosen = min(near, key=lambda method: round(costs[method].nbytes["slow"])) if slower else near[0]
     return plans[chosen], costs
 
 
@@ -135,8 +142,22 @@ def _each_host(topology: Topology) -> list[Sink]:
 # ---------------------------------------------------------------- what they cost
 
 
-def cost(plan: Plan, topology: Topology, model_bytes: int) -> Cost:
-    """Everything flows at once, piece by piece: the busiest link sets the pace, and each hop adds the time of one piece."""
+def cost(plan: Plan, topology: Topology, model_bytes: int, hop_bytes: int = HOP_BYTES) -> Cost:
+    """Everything flows at once, piece by piece: the busiest link sets the pace, and each hop after the first adds the time of
+    what is under way on it (`hop_bytes`).
+
+    By hand, without those hops: B bytes of model; N trainer hosts, of which the one with most sends a share s; M rollout hosts of
+    W workers in one cluster; S bytes a second over a slow link, F through an interface in each direction. The largest of
+
+                 a slow link for each pair     one for all     interfaces
+        two_stage            sB/S                  MB/S        B/F in, MsB/F out of a trainer
+        relay, chain         sB/S                   B/S        B/F
+        root                 sB/S                   B/S        B/F, (M - 1)WB/F out of the first host
+        pull                 kB/S                 MWB/S        WB/F in, ceil(MW/N)B/F out of a trainer
+
+    where k of a host's workers pull from the same trainer rank. So with a link for each pair two_stage and relay cost the same as
+    long as a trainer's interface carries M copies of its share, and with one for all they differ M times.
+    """
     load: dict[tuple, float] = defaultdict(float)
     nbytes = dict.fromkeys(LINKS, 0.0)
     for flow in plan.flows:
@@ -145,7 +166,7 @@ def cost(plan: Plan, topology: Topology, model_bytes: int) -> Cost:
         nbytes[link] += share * model_bytes
         for resource, gbps in passes:
             load[resource] += share * model_bytes / gbps
-    return Cost(max(load.values()) + _fill(plan, topology, model_bytes), nbytes)
+    return Cost(max(load.values()) + _fill(plan, topology, min(hop_bytes, model_bytes)), nbytes)
 
 
 def link_of(flow: Flow, plan: Plan, topology: Topology) -> str:
@@ -171,14 +192,14 @@ def _passes(flow: Flow, plan: Plan, topology: Topology) -> tuple[str, list[tuple
     return link, passes
 
 
-def _fill(plan: Plan, topology: Topology, model_bytes: int) -> float:
+def _fill(plan: Plan, topology: Topology, hop_bytes: int) -> float:
     """Seconds until the first piece is at the last sink, beyond the first hop."""
     came_by = {flow.to: flow for flow in plan.flows if flow.sink is not None}
     longest = 0.0
     for at in range(len(plan.sinks)):
         seconds = 0.0
         for flow in _way_to(at, came_by):
-            seconds += min(PIECE_BYTES, model_bytes) / bytes_per_second(topology.links, link_of(flow, plan, topology))
+            seconds += hop_bytes / bytes_per_second(topology.links, link_of(flow, plan, topology))
         longest = max(longest, seconds)
     return longest
 
