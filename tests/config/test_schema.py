@@ -120,6 +120,7 @@ class TestRefused:
             ({"coordinator_timeout_s": 0}, ["mux.coordinator_timeout_s is 0.0", "above 0 seconds"]),
             ({"coordinator_timeout_s": float("nan")}, ["mux.coordinator_timeout_s must be a number, given nan"]),
             ({"sync": {"timeout_s": -3}}, ["mux.sync.timeout_s is -3.0", "above 0 seconds"]),
+            ({"sync": {"delta": True, "verify": False}}, ["mux.sync.delta=True", "mux.sync.verify is False and must be True"]),
             ({"nodes": {"rollout": []}}, ["mux.nodes.rollout is empty"]),
             ({"job": "${no.such.key}"}, ["mux: ", "no.such.key"]),
         ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import weakref
 
 import pytest
 
@@ -93,6 +94,18 @@ def test_a_model_of_another_size_takes_new_memory(ends):
         model = model_of(version, 5 + version)
         got, _ = its.sync(version, model)
         assert all(it == model for it in got)
+
+
+def test_a_sync_that_is_over_keeps_nothing_of_the_senders_weights(ends):
+    its, shards = ends(2, ["a"], delta=True), []
+
+    def shard(rank):
+        made = stripe_of(MODEL, rank, 2, 4096)
+        shards.append(weakref.ref(made))
+        return made
+
+    its.sync(1, MODEL, shard)
+    assert [it() for it in shards] == [None, None]
 
 
 @pytest.mark.parametrize("settings", [{"piece_bytes": 7}, {"piece_bytes": 1 << 30}, {"streams": 5}, {"verify": False}])
@@ -204,10 +217,10 @@ class TestErrors:
         refused = []
         real = sending.Sending._piece
 
-        def piece(self, connection, number):
+        def piece(self, connection, number, held):
             if not number:
                 refused.append(_introduce(self._targets[0].address, self._seal))
-            real(self, connection, number)
+            real(self, connection, number, held)
 
         monkeypatch.setattr(sending.Sending, "_piece", piece)
         its = ends(1, ["a"])

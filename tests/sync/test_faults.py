@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tests.sync.cluster import Ends, model_of
+from tests.sync.cluster import Ends, Model, model_of
 from tests.sync.faulty_link import Fault, FaultyLink
 from verl_mux.sync.failure import SyncError
 from verl_mux.sync.streams import receiving, sending
@@ -37,14 +37,16 @@ def schedule(seed: int) -> str:
     draw = random.Random(seed)
     machines = [f"host{draw.randrange(3)}" for _ in range(draw.randrange(1, 5))]
     method = draw.choice(("two_stage", "relay", "root", "chain"))
-    ends = Ends(draw.randrange(1, 4), machines, method, streams=draw.randrange(1, 3))
-    first, second = model_of(seed, 12, 30_000), model_of(seed + 1, 12, 30_000)
-    size = sum(map(len, first.values()))
+    ends = Ends(draw.randrange(1, 4), machines, method, streams=draw.randrange(1, 3), delta=draw.random() < 0.5)
+    before = model_of(seed, 12, 30_000)
+    first, second = changed(before, draw), changed(before, draw)
+    size = sum(map(len, first.values())) // (3 if ends.settings.delta else 1)
     fault = Fault(draw.choice(KINDS), draw.randrange(2), draw.randrange(size // len(ends.senders) + 1))
     victim = draw.randrange(len(machines))
     link = FaultyLink(ends.workers[victim].meeting.address, fault)
     told = f"seed {seed}: {fault} on the way to worker {victim} of {machines} from {len(ends.senders)} by {method}"
     try:
+        ends.sync(0, before)
         ends.set(timeout_s=STALL_S if fault.kind == "stall" else TIMEOUT_S)
         ends.addresses[victim] = link.address
         ends.join()
@@ -67,6 +69,17 @@ def schedule(seed: int) -> str:
         link.close()
         ends.close()
     return f"{fault.kind}{'' if failed else ', without effect'}"
+
+
+def changed(model: Model, draw: random.Random) -> Model:
+    """A third of the tensors wholly, a third by a byte."""
+    found = {}
+    for at, (name, data) in enumerate(model.items()):
+        new = bytearray(draw.randbytes(len(data)) if at % 3 == 0 else data)
+        if at % 3 == 1 and new:
+            new[draw.randrange(len(new))] ^= 1
+        found[name] = bytes(new)
+    return found
 
 
 @pytest.mark.parametrize("seed", range(16))

@@ -144,8 +144,8 @@ def _imply_engine(config: DictConfig, mux: MuxConfig) -> None:
     kwargs = OmegaConf.to_container(engine.get("engine_kwargs") or OmegaConf.create({}))
     it = mux.sync
     links = {"fast_gbps": it.fast_gbps, "slow_gbps": it.slow_gbps, "slow_link": it.slow_link}
-    ours = {"verify": it.verify, "timeout_s": it.timeout_s, "streams": it.streams, "method": it.method, "links": links}
-    kwargs["mux"] = {**ours, "interface": it.interface, **kwargs.get("mux", {})}
+    ours = {"verify": it.verify, "delta": it.delta, "timeout_s": it.timeout_s, "streams": it.streams, "method": it.method}
+    kwargs["mux"] = {**ours, "links": links, "interface": it.interface, **kwargs.get("mux", {})}
     engine.engine_kwargs = kwargs
 
 

@@ -59,6 +59,7 @@ class SyncConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     fast_gbps: float = 100.0
     slow_gbps: float | None = None
     slow_link: Literal["per_pair", "shared"] = "per_pair"
+    delta: bool = False
 
 
 class MuxConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -118,6 +119,8 @@ def _check_values(mux: MuxConfig) -> None:
         gbps = getattr(mux.sync, key)
         if gbps is not None and not gbps > 0:
             raise UserError(f"mux.sync.{key} is {gbps}; it must be above 0 Gbit/s")
+    if mux.sync.delta and not mux.sync.verify:
+        raise UserError("mux.sync.delta=True relies on digests: mux.sync.verify is False and must be True")
     if not 1 <= mux.sync.streams <= 32:
         raise UserError(f"mux.sync.streams is {mux.sync.streams}; it must be between 1 and 32")
     if mux.profile.every < 1:

@@ -61,8 +61,10 @@ class End:
 
     def sending(self, shard: Shard, version: int) -> Sending:
         self._end_last()
-        assert isinstance(self._part, SenderPart) and self._seal is not None
-        self._now = Sending(shard, self._part.targets, self._part.me, version, self._seal, self._settings)
+        part, seal, last = self._part, self._seal, self._now
+        assert isinstance(part, SenderPart) and seal is not None
+        kept = last.kept if isinstance(last, Sending) else None
+        self._now = Sending(shard, part.targets, part.me, version, seal, self._settings, kept)
         return self._now
 
     def receiving(self, version: int) -> Reception:

@@ -43,6 +43,7 @@ class MuxCheckpointEngine(CheckpointEngine):
         bucket_size: verl's; no piece is larger.
         is_master: only trainers are told.
         verify: digest every piece and check it on arrival.
+        delta: do not send what did not change since the last sync; see last_sent.py for what that costs.
         timeout_s: who is silent for so long is lost.
         streams: connections from each sender to each place that it sends to.
         method: of plan.py, or "auto": the cheapest.
@@ -62,8 +63,9 @@ class MuxCheckpointEngine(CheckpointEngine):
         links: Mapping[str, Any] | None = None,
         cluster: str | None = None,
         interface: str | None = None,
+        delta: bool = False,
     ) -> None:
-        self._settings = Settings(min(bucket_size, _PIECE_BYTES), streams, timeout_s, verify)
+        self._settings = Settings(min(bucket_size, _PIECE_BYTES), streams, timeout_s, verify, delta)
         self._wish = Wish(method, msgspec.convert(dict(links or {}), Links))
         self._cluster = cluster or ("rollout" if is_master is None else "train")
         self._interface = interface
@@ -103,8 +105,9 @@ class MuxCheckpointEngine(CheckpointEngine):
         """Send this rank's part of `weights`: full (name, tensor) pairs, or Ranges where our worker exports shards.
 
         Returns:
-            `mux/sync/...`: sent_bytes of weights, bytes by class of link with headers, gather_seconds until they lay on the host
-            in a known order, read_seconds of casting and digests and send_seconds of writing to sockets, summed over the streams.
+            `mux/sync/...`: sent_bytes of weights, spared_bytes that delta left out, bytes by class of link with
+            headers, gather_seconds until they lay on the host in a known order, read_seconds of casting, comparing and digests
+            and send_seconds of writing to sockets, summed over the streams.
 
         Raises:
             SyncError: not everybody has got it.

@@ -83,7 +83,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def figures(outcomes: list[Any], ranks: int) -> dict[str, Any]:
-    """Bytes are added up over all ends, seconds are those of the slowest; `mux/sync/bytes`: what crossed from trainers."""
+    """Bytes are added up over all ends, seconds are those of the slowest; `mux/sync/bytes`: weights that trainers sent."""
     told = [it if isinstance(it, dict) else {} for it in outcomes]
     found: dict[str, Any] = {f"mux/sync/{link}_bytes": 0.0 for link in LINKS}
     for each in told:

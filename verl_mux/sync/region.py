@@ -54,17 +54,28 @@ class Region:
 
 
 class Held:
-    """The region that a process keeps over syncs. Not thread-safe."""
+    """The region that a process keeps over syncs, and what it has in it. Not thread-safe.
+
+    `stamps`: of the part of each trainer rank, see delta.py; only of a sync that was whole and checked, of a region that this
+    process made, and only until somebody takes them to write to it.
+    """
 
     def __init__(self) -> None:
         self._region: Region | None = None
+        self._is_ours = False
+        self.stamps: dict[int, bytes] = {}
 
     def of(self, nbytes: int) -> Region:
-        """One of this size: the same as the last time where it fits."""
-        if self._region is None or self._region.nbytes != nbytes:
+        """One of this size that this process made: the same as the last time where it fits."""
+        if self._region is None or not self._is_ours or self._region.nbytes != nbytes:
             self.close()
-            self._region = Region.made(nbytes)
+            self._region, self._is_ours = Region.made(nbytes), True
         return self._region
+
+    def take_stamps(self) -> dict[int, bytes]:
+        """What is in the region, which from now on is nothing that anybody may rely on."""
+        taken, self.stamps = self.stamps, {}
+        return taken
 
     def mapped(self, fd: int, nbytes: int) -> Region:
         """Of a descriptor that was received; the same as the last time where it is the same memory."""
@@ -72,10 +83,11 @@ class Held:
             os.close(fd)
             return self._region
         self.close()
-        self._region = Region(fd, nbytes)
+        self._region, self._is_ours = Region(fd, nbytes), False
         return self._region
 
     def close(self) -> None:
+        self.stamps = {}
         if self._region is not None:
             self._region.close()
             self._region = None

@@ -63,15 +63,16 @@ class Shard:
     def payload(self, number: int) -> list[memoryview]:
         """A piece's bytes, span by span."""
         if not self._made:
-            return self._read(number)
+            return self.read(number)
         with self._lock:
             if number not in self._kept:
-                self._kept[number] = self._read(number)
+                self._kept[number] = self.read(number)
                 while len(self._kept) > _KEPT:
                     self._kept.popitem(last=False)
             return self._kept[number]
 
-    def _read(self, number: int) -> list[memoryview]:
+    def read(self, number: int) -> list[memoryview]:
+        """As `payload`, made anew where reading makes a copy."""
         spans = zip(self._where[number], self.pieces[number], strict=True)
         return [self._parts[part].read(start, start + nbytes) for (part, start), (_, nbytes) in spans]
 

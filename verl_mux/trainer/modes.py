@@ -302,7 +302,7 @@ class PPOTrainerMux(PPOTrainer):
             told = self.rollout_sync.update_weights(self._weights, token=self.phases.lease.token)
             self._pending_sync_metrics = {key: value for key, value in told.items() if key.startswith("mux/")}
             of = {name.removeprefix("mux/sync/"): value for name, value in told.items()}.get
-            extra["bytes"], extra["ranks"] = of("bytes"), of("ranks")
+            extra["bytes"], extra["spared_bytes"], extra["ranks"] = of("bytes"), of("spared_bytes"), of("ranks")
             extra["slow_bytes"], extra["fast_bytes"], extra["local_bytes"] = of("slow_bytes"), of("fast_bytes"), of("local_bytes")
             extra["gather_seconds"], extra["send_seconds"] = of("gather_seconds"), of("send_seconds")
             extra["wait_seconds"], extra["receive_seconds"] = of("wait_seconds"), of("receive_seconds")

@@ -108,6 +108,15 @@ def test_hosts_that_are_too_small_are_named():
     assert not found.fits and found.why_not == ["t0: the jobs need 407 GB of host memory, of 300 GB"]
 
 
+def test_a_host_holds_what_was_synced_and_with_delta_what_was_sent():
+    model = 2 * 7_615_616_512
+    assert certificate(seven_billion()).hosts["r0"].bytes["synced"] == model
+    assert "last sent" not in certificate(seven_billion()).hosts["t0"].bytes
+    config = verl()
+    config["mux"]["sync"] = {"delta": True}
+    assert certificate(read_job(config, QWEN25_7B)).hosts["t0"].bytes["last sent"] == model
+
+
 def test_the_shape_that_is_promised():
     told = msgspec.json.decode(msgspec.json.encode(certificate(seven_billion()).to_dict()))
     assert {"fits", "gpus", "hosts", "per_token_kv_bytes", "parameters"} <= set(told)

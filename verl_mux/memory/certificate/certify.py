@@ -162,6 +162,7 @@ def host_bytes(job: Job, node: str, capacities: Mapping[tuple[str, str], Capacit
     if node in job.rollout_nodes:
         kinds["processes"] += capacities[node, "rollout"].process * engine.gpus_per_node
         kinds["staging"] += min(engine.bucket, device.weights(job)) * engine.gpus_per_node
+        kinds["synced"] += job.model.total * engine.bytes  # the region from which its workers load
     if node in job.train_nodes:
         kinds["processes"] += capacities[node, "train"].process * training.gpus_per_node
         states = device.train(job, 0)
@@ -170,6 +171,8 @@ def host_bytes(job: Job, node: str, capacities: Mapping[tuple[str, str], Capacit
         kinds["optimizer"] += states["optimizer"] * training.gpus_per_node
         if training.lora or job.model.experts:  # what is not sent from the shards is exported before they sleep
             kinds["exported"] += job.model.total * engine.bytes // training.nodes
+        if training.delta:
+            kinds["last sent"] += job.model.total * engine.bytes // training.nodes
     return dict(kinds)
 
 

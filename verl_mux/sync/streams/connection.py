@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -25,7 +25,7 @@ import msgspec
 from verl_mux.sync.failure import Lost, SyncError
 from verl_mux.sync.streams.seal import CODE_BYTES, Seal
 
-_MAGIC = b"VMX2"
+_MAGIC = b"VMX3"
 _NONCE_BYTES = 16
 _LENGTH = struct.Struct("!I")
 _HEADER = struct.Struct("!BBHIIQQ")
@@ -50,7 +50,7 @@ class Kind(enum.IntEnum):
 
 class Header(NamedTuple):
     """`source` and `number`: whose piece, and which; `nbytes` of payload follow; `digest`: of the bytes that the piece has in the
-    region, 0 where none is made. `encoding`: see delta.py."""
+    region, 0 where none is made. `encoding`: of the payload, see delta.py."""
 
     kind: int
     encoding: int = 0
@@ -148,10 +148,20 @@ class Connection:
         if accepted:
             self._ours, self._theirs = self._theirs, self._ours
 
-    def wait_for(self, kind: Kind) -> None:
-        """Beats are passed over. Raises SyncError with what the other end says, or Lost."""
+    def wait_for(self, kind: Kind) -> bytes:
+        """Its body. Beats are passed over. Raises SyncError with what the other end says, or Lost."""
         while (header := self.read()).kind != kind:
             self.expect_nothing_else(header)
+        return self.body(header)
+
+    def go(self, held: Mapping[int, bytes]) -> None:
+        """Let the other end send. `held`: the stamps of what is here from those trainer ranks, see delta.py."""
+        body = msgspec.msgpack.encode(held)
+        self.write(Header(Kind.GO, nbytes=len(body)), [body])
+
+    def wait_for_go(self) -> dict[int, bytes]:
+        """What the other end has told with it. Raises as `wait_for`."""
+        return msgspec.msgpack.decode(self.wait_for(Kind.GO), type=dict[int, bytes])
 
     def expect_nothing_else(self, header: Header) -> None:
         """Than a beat. Raises SyncError."""

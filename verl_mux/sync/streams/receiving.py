@@ -5,6 +5,10 @@
 
 A piece goes on as soon as it is there and checked, straight from the region. Since the region holds the whole model nobody waits
 for whoever loads from it. No stream is let in before all local workers have joined: none of them reads an older sync any more.
+
+With delta who sends hears what lies in the region, by stamps (delta.py), and may send a piece as changes of that. The stamps are
+taken away before the first byte is written and come back when the last piece has been checked, so a region with parts of two
+syncs has none and gets everything whole. A piece is whole and checked before anybody reads it, however it came.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from uuid import uuid4
 import msgspec
 
 from verl_mux.sync.assembly import Assembly
+from verl_mux.sync.delta import CHANGES, WHOLE, apply, stamp
 from verl_mux.sync.failure import Lost, SyncError
 from verl_mux.sync.layout import Manifest, Span
 from verl_mux.sync.progress import Progress
@@ -62,7 +67,9 @@ class Receiving:
         self._strangers: set[socket.socket] = set()  # that have not introduced themselves
         self._assembly = Assembly(role.sources)
         self._region: Region | None = None
-        self._log: list[Header] = []
+        self._stamps = held.take_stamps()  # of what was in the region before
+        self._digests: dict[int, list[int]] = {}
+        self._log: list[tuple[Header, bytes]] = []  # as it came: of changes their payload, the others lie in the region
         self._news = threading.Condition()
         self._expected = {(peer, stream) for peer in role.upstream for stream in range(settings.streams)}
         self._readers: set[str] = set()
@@ -92,6 +99,7 @@ class Receiving:
         with self._news:
             self._news.wait_for(lambda: self._over or self._streams.error)
         self._streams.join()
+        self._log.clear()  # this object is there until the next sync
         found = {"received_bytes": float(sum(connection.received for connection in self._incoming))}
         for link, connection in self._outgoing:
             found[f"{link}_bytes"] = found.get(f"{link}_bytes", 0.0) + connection.sent
@@ -174,9 +182,9 @@ class Receiving:
         with self._news:
             self._incoming.append(connection)
             self._wait(lambda: len(self._readers) == len(self._role.readers))
-        connection.say(Kind.GO)
-        self._first = self._first or time.perf_counter()
         allowed = set(self._role.upstream[hello.peer])
+        connection.go({source: it for source, it in self._stamps.items() if source in allowed})
+        self._first = self._first or time.perf_counter()
         while (header := connection.read()).kind != Kind.END:
             if header.kind == Kind.PIECE and header.source in allowed:
                 self._take(connection, header)
@@ -202,6 +210,7 @@ class Receiving:
             if layout is None:
                 return
             self._region = self._held.of(layout.nbytes)
+            self._digests = {source: [0] * len(pieces) for source, pieces in self._assembly.pieces.items()}
             self.progress.attach(layout.entries, self._region.view)
             self._moved()
 
@@ -210,23 +219,40 @@ class Receiving:
             self._wait(lambda: self._region is not None)
             assert self._region is not None
             spans, view = self._assembly.spans(header.source, header.number), self._region.view
-        if header.nbytes != sum(nbytes for _, nbytes in spans):
+        views, size = [view[offset : offset + nbytes] for offset, nbytes in spans], sum(nbytes for _, nbytes in spans)
+        if header.nbytes > size or (header.nbytes < size and header.encoding != CHANGES):
             raise SyncError(
                 f"piece {header.number} of trainer rank {header.source} has {header.nbytes} bytes, which is not its size"
             )
-        views = [view[offset : offset + nbytes] for offset, nbytes in spans]
-        connection.into(views)
-        if self._settings.verify and digest(views) != header.digest:
-            raise SyncError(f"{self._names(spans)}: bytes that {connection.whom} sent arrived damaged")
+        body = b""
+        if header.encoding == CHANGES:
+            body = self._change(connection, header, spans, view)
+        else:
+            connection.into(views)
+        if (self._settings.verify or header.encoding == CHANGES) and digest(views) != header.digest:
+            raise self._damaged(connection, spans)
         with self._news:
             self._assembly.place(header.source, header.number)
+            self._digests[header.source][header.number] = header.digest
             if self._role.downstream:
-                self._log.append(header)
+                self._log.append((header, body))
             self._moved()
 
-    def _names(self, spans: Sequence[Span]) -> str:
-        assert self._assembly.layout is not None
-        return self._assembly.layout.entries[self._assembly.layout.entry_at(spans[0][0])].name
+    def _change(self, connection: Connection, header: Header, spans: Sequence[Span], view: memoryview) -> bytes:
+        if header.source not in self._stamps:
+            raise SyncError(f"{connection.whom} sent changes of weights that {self._role.me} does not have")
+        body = connection.body(header)
+        try:
+            apply(body, spans, view)
+        except ValueError:
+            raise self._damaged(connection, spans) from None
+        return body
+
+    def _damaged(self, connection: Connection, spans: Sequence[Span]) -> SyncError:
+        layout = self._assembly.layout
+        assert layout is not None
+        name = layout.entries[layout.entry_at(spans[0][0])].name
+        return SyncError(f"{name}: bytes that {connection.whom} sent arrived damaged")
 
     def _moved(self) -> None:
         self.progress.advance(self._assembly.ready, self._assembly.complete)
@@ -234,10 +260,14 @@ class Receiving:
 
     def _settle(self) -> None:
         with self._news:
-            self._over = self._assembly.complete and self._ended == self._expected
+            if self._over or not self._assembly.complete or self._ended != self._expected:
+                return
+            if self._settings.delta:
+                manifests = self._assembly.manifests.items()
+                self._held.stamps = {source: stamp(manifest, self._digests[source]) for source, manifest in manifests}
+            self._over = True
             self._news.notify_all()
-            if self._over:
-                self._stop_accepting()
+            self._stop_accepting()
 
     # ------------------------------------------------------------ going on
 
@@ -248,19 +278,21 @@ class Receiving:
         self._outgoing.append((target.link, connection))
         self._streams.opened(connection)
         try:
-            connection.wait_for(Kind.GO)
+            held = connection.wait_for_go()
+            same = {source for source, it in held.items() if it == self._stamps.get(source)}
             self._idle(connection, lambda: self._region is not None)
             if stream == 0:
                 for manifest in self._assembly.manifests.values():
                     body = msgspec.msgpack.encode(manifest)
                     connection.write(Header(Kind.MANIFEST, nbytes=len(body)), [body])
-            self._pass_on(connection, stream)
+            self._pass_on(connection, stream, same)
             connection.write(Header(Kind.END))
             connection.wait_for(Kind.DONE)
         except Lost as error:
             raise said_before(connection, error) from None
 
-    def _pass_on(self, connection: Connection, at: int) -> None:
+    def _pass_on(self, connection: Connection, at: int, same: set[int]) -> None:
+        """`same`: trainer ranks of whose part the other end has what was here before: changes go on as they came."""
         assert self._region is not None
         view = self._region.view
         pieces: Mapping[int, list[list[Span]]] = self._assembly.pieces
@@ -268,9 +300,12 @@ class Receiving:
             self._idle(connection, partial(self._has_come, at))
             if len(self._log) <= at:
                 return
-            header = self._log[at]
-            spans = pieces[header.source][header.number]
-            connection.write(header, [view[offset : offset + nbytes] for offset, nbytes in spans])
+            header, body = self._log[at]
+            if header.encoding == CHANGES and header.source in same:
+                connection.write(header, [body])
+            else:
+                payload = [view[offset : offset + nbytes] for offset, nbytes in pieces[header.source][header.number]]
+                connection.write(header._replace(encoding=WHOLE, nbytes=sum(map(len, payload))), payload)
             at += self._settings.streams
 
     def _has_come(self, at: int) -> bool:

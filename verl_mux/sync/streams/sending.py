@@ -9,7 +9,9 @@ from uuid import uuid4
 
 import msgspec
 
+from verl_mux.sync.delta import WHOLE
 from verl_mux.sync.failure import Lost, SyncError
+from verl_mux.sync.last_sent import Changes, Encoded, LastSent
 from verl_mux.sync.shard import Shard
 from verl_mux.sync.streams.connection import Address, Connection, Header, Hello, Kind
 from verl_mux.sync.streams.seal import Seal
@@ -24,12 +26,14 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """`streams`: connections a pair; `timeout_s`: who is silent for so long is lost; `verify`: a digest for each piece."""
+    """`streams`: connections a pair; `timeout_s`: who is silent for so long is lost; `verify`: a digest for each piece; `delta`:
+    what did not change since the last sync is not sent."""
 
     piece_bytes: int = 4 << 20
     streams: int = 2
     timeout_s: float = 120.0
     verify: bool = True
+    delta: bool = False
 
 
 # In which those who are just being connected to hear that it failed, and why.
@@ -106,37 +110,55 @@ class Streams:
 
 
 class Sending:
-    """Made for one sync. `me`: this rank, as others name it."""
+    """Made for one sync. `me`: this rank, as others name it; `last`: what the one before kept. `kept`: after `run`, for the next;
+    None before it, where that failed and without delta."""
 
-    def __init__(self, shard: Shard, targets: Sequence[Target], me: str, version: int, seal: Seal, settings: Settings) -> None:
+    def __init__(
+        self, shard: Shard, targets: Sequence[Target], me: str, version: int, seal: Seal, settings: Settings,
+        last: LastSent | None = None,
+    ) -> None:  # fmt: skip
         self._shard, self._targets, self._me, self._version = shard, targets, me, version
         self._seal, self._settings = seal, settings
         self._attempt = uuid4().hex
         self._streams = Streams(me)
         self._by_link: list[tuple[str, Connection]] = []
         self._reading_s = [0.0]
+        self._sent_bytes = [0]
+        self._changes = Changes(shard, last) if settings.delta else None
+        self.kept: LastSent | None = None
 
     def run(self) -> dict[str, float]:
-        """Returns when everybody has everything. bytes of weights, and by class of link with headers; seconds: of all, in
-        reading the weights (casting, digests), and in calls that send, each summed over the streams; GB/s of a stream.
+        """Returns when everybody has everything. bytes of weights that were sent and (with delta) that need not be, and by class
+        of link with headers; seconds: of all, in reading the weights (casting, comparing, digests), and in calls that send, each
+        summed over the streams; GB/s of a stream.
 
         Raises:
             SyncError: somebody did not get it, with the reason.
         """
+        try:
+            return self._run()
+        finally:
+            # This object is there until the next sync, the weights' memory is their owner's.
+            del self._shard, self._changes
+
+    def _run(self) -> dict[str, float]:
         began = time.perf_counter()
         for target in self._targets:
             for stream in range(self._settings.streams):
                 self._streams.start(self._send, target, stream)
         self._streams.join()
-        seconds = time.perf_counter() - began
+        seconds, sent = time.perf_counter() - began, sum(self._sent_bytes)
         found = {f"{link}_bytes": 0.0 for link, _ in self._by_link}
         for link, connection in self._by_link:
             found[f"{link}_bytes"] += connection.sent
         waited = sum(connection.waited_s for _, connection in self._by_link)
         rate = sum(connection.sent for _, connection in self._by_link) / max(len(self._by_link), 1) / seconds / 1e9
+        if self._changes is not None:
+            self.kept = self._changes.sent()
         return {
             **found,
-            "sent_bytes": float(self._shard.nbytes * len(self._targets)),
+            "sent_bytes": float(sent),
+            "spared_bytes": float(self._shard.nbytes * len(self._targets) - sent),
             "seconds": seconds,
             "read_seconds": sum(self._reading_s),
             "send_seconds": waited,
@@ -154,24 +176,28 @@ class Sending:
         self._by_link.append((target.link, connection))
         self._streams.opened(connection)
         try:
-            connection.wait_for(Kind.GO)
+            held = connection.wait_for_go().get(self._shard.manifest.source)
             if stream == 0:
                 body = msgspec.msgpack.encode(self._shard.manifest)
                 connection.write(Header(Kind.MANIFEST, nbytes=len(body)), [body])
             for number in range(stream, len(self._shard.pieces), self._settings.streams):
-                self._piece(connection, number)
+                self._piece(connection, number, held)
             connection.write(Header(Kind.END))
             connection.wait_for(Kind.DONE)
         except Lost as error:
             raise said_before(connection, error) from None
 
-    def _piece(self, connection: Connection, number: int) -> None:
+    def _piece(self, connection: Connection, number: int, held: bytes | None) -> None:
         began = time.perf_counter()
-        payload = self._shard.payload(number)
-        code = self._shard.digest(number, payload) if self._settings.verify else 0
+        encoding, payload, code = self._changes.piece(number, held) if self._changes else self._whole(number)
         self._reading_s.append(time.perf_counter() - began)
         nbytes = sum(map(len, payload))
-        connection.write(Header(Kind.PIECE, 0, self._shard.manifest.source, number, nbytes, code), payload)
+        connection.write(Header(Kind.PIECE, encoding, self._shard.manifest.source, number, nbytes, code), payload)
+        self._sent_bytes.append(nbytes)
+
+    def _whole(self, number: int) -> Encoded:
+        payload = self._shard.payload(number)
+        return WHOLE, [*payload], self._shard.digest(number, payload) if self._settings.verify else 0
 
 
 def said_before(connection: Connection, error: SyncError) -> SyncError:
