@@ -51,6 +51,20 @@ def test_level_2_keeps_what_no_sync_sends_and_nothing_else(model):
     assert contents.unsynced() == ["large", "small"]
 
 
+@pytest.mark.parametrize("missing", range(0, 128, 9))
+def test_a_part_that_a_loader_fills_by_itself_is_missed_however_small(missing):
+    """One expert's half of a merged bias."""
+    model = torch.nn.Module()
+    model.bias = torch.nn.Parameter(torch.randn(128, 2 * 768))
+    contents = Contents(model)
+    contents.left(2)
+    contents.came_back()
+    kept = model.bias.data[missing, 768:].clone()
+    model.bias.data.zero_()
+    model.bias.data[missing, 768:] = kept
+    assert contents.unsynced() == ["bias"]
+
+
 def test_what_was_synced_in_part_is_named(model):
     contents = Contents(model)
     contents.left(2)

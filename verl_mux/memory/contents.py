@@ -13,9 +13,11 @@ from collections.abc import Iterator
 import torch
 
 _CAN_BE_MARKED = (torch.float32, torch.bfloat16, torch.float16)
-# A mark is a NaN in every so many numbers of a large parameter, in each number of a small one; a prime, so that marks fall on
-# different places of each row.
-_EVERY, _SMALL = 4093, 1 << 16
+# A mark is a NaN in each number of a parameter of at most so many numbers, in every 127th or 4093rd of a larger one: primes, so that
+# marks fall on different places of each row, and fewer than any part has that a loader fills by itself (an expert's half of a bias,
+# the keys of merged projections).
+_EVERY = ((1 << 16, 1), (1 << 22, 127))
+_EVERY_OF_THE_LARGEST = 4093
 
 
 class Contents:
@@ -74,9 +76,8 @@ def mark(tensor: torch.Tensor) -> None:
 
 
 def _marks(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_contiguous() or tensor.numel() <= _SMALL:
-        return tensor
-    return tensor.view(-1)[::_EVERY]
+    every = next((step for numbers, step in _EVERY if tensor.numel() <= numbers), _EVERY_OF_THE_LARGEST)
+    return tensor.view(-1)[::every] if tensor.is_contiguous() else tensor
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,8 +41,13 @@ def test_growth_is_of_whole_rounds_after_the_first():
 
 
 def test_the_calls_that_end_stock_sglang_leave_this_one_alive(told):
-    assert told["hostile"] == {"sequences": 30, "tokens_equal": True, "refused": told["hostile"]["refused"]}
+    assert (told["hostile"]["sequences"], told["hostile"]["tokens_equal"]) == (30, True)
     assert told["hostile"]["refused"] > 0
+
+
+def test_what_a_sync_did_not_bring_is_named_as_the_engine_names_it_and_nothing_is_generated_with_it(told):
+    layers = "model.layers.3.self_attn.qkv_proj.weight, model.layers.5.mlp.gate_up_proj.weight"
+    assert told["hostile"]["lacking"] == f"after a sleep without a copy no sync has brought back {layers}, model.norm.weight"
 
 
 def test_the_certificate_is_within_5_percent_of_what_the_saver_measured(told):

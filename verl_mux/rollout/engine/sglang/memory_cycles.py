@@ -7,6 +7,7 @@ that the server's do (memory_requests.py).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -14,6 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Collection, Iterator
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
@@ -39,6 +41,8 @@ KINDS: dict[str, tuple[int, list[tuple[str, list[str]]]]] = {
     "in parts": (1, [("sleep", [KV_CACHE]), ("sleep", [WEIGHTS]), ("wake", [WEIGHTS]), ("wake", [KV_CACHE])]),
     "again": (2, [("sleep", BOTH), ("sleep", BOTH), ("wake", [WEIGHTS]), ("wake", [WEIGHTS]), ("sync", []), ("wake", BOTH)]),
 }
+# One tensor that the engine has under another name together with others, one of a pair, one by itself.
+_LACKING = ("model.layers.3.self_attn.k_proj.weight", "model.layers.5.mlp.up_proj.weight", "model.norm.weight")
 # What verl does by itself: a copy of the weights is kept, comes back, and is then overwritten.
 STOCK = {"stock": KINDS["level 2"]}
 
@@ -87,7 +91,7 @@ class Cycles:
         for verb, tags in steps:
             started = time.perf_counter()
             if verb == "sync":
-                self._sync()
+                self._sync(self._model)
             else:
                 copied = self._ask(verb, tags, level)
                 self.stale_bytes += copied if level == 2 else 0
@@ -102,7 +106,8 @@ class Cycles:
 
     def hostile(self, sequences: int) -> dict[str, Any]:
         """Random sequences of what ends a stock scheduler: released or resumed twice, in the wrong order, resumed though
-        never released. The engine then generates as before."""
+        never released; then a sync that does not bring everything, which is refused (`lacking`: with these words). The engine
+        then generates as before."""
         from verl_mux.rollout.engine.sglang.memory_requests import Refused
 
         rng, refused = random.Random(0), 0
@@ -114,7 +119,30 @@ class Cycles:
                 except Refused:
                     refused += 1
         self._ask("wake", [*BOTH, "cuda_graph"], 1)
-        return {"sequences": sequences, "tokens_equal": self.generate() == self.expected, "refused": refused}
+        lacking = self._lacking()
+        return {
+            "sequences": sequences,
+            "refused": refused,
+            "lacking": lacking,
+            "tokens_equal": self.generate() == self.expected,
+        }
+
+    def _lacking(self) -> str:
+        """What the engine answers when a sync lacked these; "" if it goes on as if nothing were."""
+        from verl_mux.rollout.engine.sglang.memory_requests import Refused
+
+        self._ask("sleep", BOTH, 2)
+        self._ask("wake", [WEIGHTS], 2)
+        with _without(self._model, _LACKING) as model:
+            self._sync(model)
+        try:
+            self._ask("wake", [KV_CACHE], 2)
+            told = ""
+        except Refused as error:
+            told = str(error)
+        self._sync(self._model)
+        self._ask("wake", [KV_CACHE], 2)
+        return told
 
     def close(self) -> None:
         self._engine.shutdown()
@@ -124,14 +152,28 @@ class Cycles:
 
         return self._engine.loop.run_until_complete(ask(self._engine.tokenizer_manager, verb, tags, level, 0.0))
 
-    def _sync(self) -> None:
+    def _sync(self, model: Path) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
-        request = UpdateWeightFromDiskReqInput(model_path=str(self._model), load_format="auto", flush_cache=True)
+        request = UpdateWeightFromDiskReqInput(model_path=str(model), load_format="auto", flush_cache=True)
         done, message, *_ = self._engine.loop.run_until_complete(
             self._engine.tokenizer_manager.update_weights_from_disk(request, None)
         )
         assert done, message
+
+
+@contextlib.contextmanager
+def _without(model: Path, names: Collection[str]) -> Iterator[Path]:
+    """A copy of the model that lacks these tensors."""
+    from safetensors.torch import load_file, save_file
+
+    copy = model.with_name("lacking")
+    copy.mkdir()
+    tensors = load_file(model / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if name not in names}, copy / "model.safetensors")
+    shutil.copy(model / "config.json", copy)
+    yield copy
+    shutil.rmtree(copy)
 
 
 def _make_model(folder: Path, parameters: int) -> None:
