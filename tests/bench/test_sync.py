@@ -42,11 +42,14 @@ def test_a_case_that_is_none_is_named():
         bench_sync(None, 0, None, False)
 
 
-def test_a_small_run_of_it():
-    if (lacking := can_shape()) is not None:
+@pytest.mark.parametrize("links", ["netns", "buckets"])
+def test_a_small_run_of_it(links, monkeypatch):
+    if links == "buckets":
+        monkeypatch.setattr("verl_mux.bench.sync.links.can_shape", lambda: "root")
+    elif (lacking := can_shape()) is not None:
         pytest.skip(f"lacks {lacking}")
     found = over_links(["1_to_2x2_per_pair"], 1 << 20)
-    assert (found["links"], found["model_bytes"]) == ("netns", 1 << 20)
+    assert (found["links"], found["model_bytes"]) == (links, 1 << 20)
     (case,) = found["cases"].values()
     assert set(case) == {
         "senders", "hosts", "workers_per_host", "slow_link", "methods", "chosen", "limit_seconds"

@@ -153,6 +153,28 @@ def test_masters_are_cast_at_the_sender_and_tied_weights_go_once(cluster):
     asyncio.run(run())
 
 
+def test_with_delta_only_what_changed_after_the_cast_is_sent(cluster):
+    masters = {"embed": torch.randn(300, 70), "norm": torch.randn(500)}
+
+    def ranges(rank: int):
+        for name, tensor in masters.items():
+            yield Range(name, torch.bfloat16, tuple(tensor.shape), 0, tensor.reshape(-1)[: tensor.numel() if not rank else 0])
+        yield Range("head", torch.bfloat16, (300, 70), 0, torch.empty(0), tied="embed")
+
+    async def run():
+        ends = cluster(2, ["a", "a", "b"], delta=True)
+        for version in range(5):
+            got, said = await ends.sync(version, ranges)
+            wanted = {name: tensor.bfloat16() for name, tensor in masters.items()}
+            assert all(same(each, {**wanted, "head": wanted["embed"]}) for each in got)
+            told = figures([*said, *(end.figures for end in ends.receivers)], 2)
+            assert (told["mux/sync/bytes"] < 0.1 * told["mux/sync/spared_bytes"]) == bool(version)
+            for tensor in masters.values():  # most of it too little for bf16
+                tensor += 1e-5 * torch.randn_like(tensor)
+
+    asyncio.run(run())
+
+
 def test_consumers_may_wait_for_each_other_at_every_tensor(cluster):
     # As the engines of one tensor-parallel group do.
     waiting: dict[str, list[asyncio.Future]] = {}

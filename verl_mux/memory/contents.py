@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import torch
 
 _CAN_BE_MARKED = (torch.float32, torch.bfloat16, torch.float16)
-# A mark is a NaN in each number of a parameter of at most so many numbers, in every 127th or 4093rd of a larger one: primes, so that
-# marks fall on different places of each row, and fewer than any part has that a loader fills by itself (an expert's half of a bias,
-# the keys of merged projections).
+# A mark is a NaN in each number of a parameter of at most so many numbers, in every 127th or 4093rd of a larger one: primes, so
+# that marks fall on different places of each row, and fewer than any part has that a loader fills by itself (an expert's half of
+# a bias, the keys of merged projections).
 _EVERY = ((1 << 16, 1), (1 << 22, 127))
 _EVERY_OF_THE_LARGEST = 4093
 

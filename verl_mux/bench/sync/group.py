@@ -8,18 +8,21 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
+from verl_mux.bench.sync.buckets import Buckets
 from verl_mux.bench.sync.links import Bed
 from verl_mux.bench.sync.participant import digest_of, entries_of
 from verl_mux.errors import Failure
 from verl_mux.sync.planning.plan import Plan
-from verl_mux.sync.planning.routes import Meeting, parts
+from verl_mux.sync.planning.routes import Meeting, SenderPart, WorkerPart, parts
 from verl_mux.sync.planning.topology import Topology
+from verl_mux.sync.streams.connection import Address
 from verl_mux.sync.streams.seal import new_key
+from verl_mux.sync.streams.sending import Target
 
 # Of a pair: over a link that is shaped for the pair more streams gain nothing.
 _PIECE_BYTES, _STREAMS = 256 << 10, 2
@@ -51,10 +54,13 @@ class _Process:
 
 
 class Group:
-    """`processes`, `meetings`: of the trainer ranks, then of the workers; `shares`: of the model, that each rank sends."""
+    """`processes`, `meetings`: of the trainer ranks, then of the workers; `shares`: of the model, that each rank sends;
+    `through`: where a host reaches what listens at an address."""
 
-    def __init__(self, processes: list[_Process], model_bytes: int, shares: Sequence[float]) -> None:
-        self.processes, self._shares = processes, shares
+    def __init__(
+        self, processes: list[_Process], model_bytes: int, shares: Sequence[float], through: Callable[[str, Address], Address]
+    ) -> None:
+        self.processes, self._shares, self._through = processes, shares, through
         self._entries, self._model_bytes = entries_of(model_bytes), model_bytes
         self.answers()
         for process in processes:
@@ -63,24 +69,25 @@ class Group:
 
     @classmethod
     @contextlib.contextmanager
-    def on(cls, bed: Bed, workers_per_host: int, model_bytes: int, shares: Sequence[float]) -> Iterator[Group]:
+    def on(cls, bed: Bed | Buckets, workers_per_host: int, model_bytes: int, shares: Sequence[float]) -> Iterator[Group]:
         trainers = [(bed.inside(name), name, address) for name, address in bed.trainers.items()]
         hosts = [(bed.inside(name), name, address) for name, address in bed.hosts.items() for _ in range(workers_per_host)]
-        with cls.of(trainers, hosts, model_bytes, shares, _SETTINGS) as group:
+        with cls.of(trainers, hosts, model_bytes, shares, _SETTINGS, bed.through) as group:
             yield group
 
     @classmethod
     @contextlib.contextmanager
     def of(
-        cls, trainers: Sequence[tuple], workers: Sequence[tuple], model_bytes: int, shares: Sequence[float], settings: dict
-    ) -> Iterator[Group]:
+        cls, trainers: Sequence[tuple], workers: Sequence[tuple], model_bytes: int, shares: Sequence[float], settings: dict,
+        through: Callable[[str, Address], Address] = lambda _, address: address,
+    ) -> Iterator[Group]:  # fmt: skip
         """`trainers`, `workers`: of each the words that lead to its host, the host's name and address."""
         processes: list[_Process] = []
         try:
             for cluster, places in (("train", trainers), ("rollout", workers)):
                 for words, host, address in places:
                     processes.append(_Process(words, host, address, cluster, model_bytes, settings))
-            yield cls(processes, model_bytes, shares)
+            yield cls(processes, model_bytes, shares, through)
         finally:
             for it in processes:
                 it.process.kill()
@@ -109,10 +116,11 @@ class Group:
         """Everybody is told to take part. Returns when."""
         split = len(self._shares)
         trainers, workers = self.processes[:split], self.processes[split:]
-        roles = parts(plan, topology, self.meetings[:split], self.meetings[split:])
+        senders, receivers = parts(plan, topology, self.meetings[:split], self.meetings[split:])
+        roles: list[SenderPart | WorkerPart] = [*senders, *receivers]
         key = new_key().hex()
-        for process, part in zip(self.processes, (*roles[0], *roles[1]), strict=True):
-            process.order("join", part=msgspec.to_builtins(part), key=key)
+        for process, meeting, part in zip(self.processes, self.meetings, roles, strict=True):
+            process.order("join", part=msgspec.to_builtins(self._routed(part, meeting.host)), key=key)
         at = 0.0
         for rank, (process, share) in enumerate(zip(trainers, self._shares, strict=True)):
             whole = plan.method == "pull"
@@ -126,6 +134,18 @@ class Group:
         for process in trainers:
             process.order("send", version=version)
         return began
+
+    def _routed(self, part: SenderPart | WorkerPart, host: str) -> SenderPart | WorkerPart:
+        """With the addresses at which this host reaches the others."""
+
+        def routed(targets: list[Target]) -> list[Target]:
+            return [msgspec.structs.replace(it, address=self._through(host, it.address)) for it in targets]
+
+        if isinstance(part, SenderPart):
+            return msgspec.structs.replace(part, targets=routed(part.targets))
+        if part.role is None:
+            return part
+        return msgspec.structs.replace(part, role=msgspec.structs.replace(part.role, downstream=routed(part.role.downstream)))
 
     def answers(self, without: Sequence[int] = ()) -> list[Any]:
         """Of all processes but these. Raises Failure, with what each says."""

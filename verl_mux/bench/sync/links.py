@@ -14,10 +14,12 @@ import subprocess
 from typing import NamedTuple
 
 from verl_mux.errors import UserError
+from verl_mux.sync.streams.connection import Address
 
 # Large packets, as networks for this have: their headers are below a thousandth.
 _MTU = 65535
-_BURST = "192k"
+BURST_BYTES = 192 << 10
+_BURST = f"burst {BURST_BYTES}"
 
 
 class Shape(NamedTuple):
@@ -30,6 +32,8 @@ class Shape(NamedTuple):
 
 class Bed:
     """`trainers`, `hosts`: addresses, by name of the namespace."""
+
+    kind = "netns"
 
     def __init__(self, trainers: int, hosts: int, shape: Shape) -> None:
         self._mark = f"vmx{secrets.token_hex(2)}"
@@ -60,6 +64,10 @@ class Bed:
         """The words before a command that is to run there."""
         return ["ip", "netns", "exec", name]
 
+    def through(self, source: str, address: Address) -> Address:
+        """Where `source` reaches what listens at `address`."""
+        return address
+
     def crossed(self) -> int:
         """Bytes that the joint has carried from trainers to rollout hosts, with all headers, by its own counter."""
         with open(f"/sys/class/net/{self._mark}j/statistics/tx_bytes", encoding="ascii") as file:
@@ -74,7 +82,7 @@ class Bed:
         for joint, bridge in (("j", "a"), ("k", "b")):
             _ip(f"link set {mark}{joint} mtu {_MTU} master {mark}{bridge} up")
         if self._shape.slow_link == "shared":
-            _tc(f"qdisc add dev {mark}j root tbf rate {_rate(self._shape.slow)} burst {_BURST} limit 4mb")
+            _tc(f"qdisc add dev {mark}j root tbf rate {_rate(self._shape.slow)} {_BURST} limit 4mb")
 
     def _host(self, name: str, address: str, bridge: str, port: str) -> None:
         _ip(f"netns add {name}")
@@ -83,15 +91,15 @@ class Bed:
         for words in (f"addr add {address}/16 dev eth0", f"link set eth0 mtu {_MTU} up", "link set lo up"):
             _ip(words, name)
         fast = _rate(self._shape.fast)
-        _tc(f"qdisc add dev {port} root tbf rate {fast} burst {_BURST} limit 8mb")
+        _tc(f"qdisc add dev {port} root tbf rate {fast} {_BURST} limit 8mb")
         _tc("qdisc add dev eth0 root handle 1: htb default 1", name)
-        _tc(f"class add dev eth0 parent 1: classid 1:1 htb rate {fast} burst {_BURST} cburst {_BURST} quantum 65535", name)
+        _tc(f"class add dev eth0 parent 1: classid 1:1 htb rate {fast} {_BURST} c{_BURST} quantum 65535", name)
 
     def _slow_pairs(self, name: str) -> None:
         if self._shape.slow_link != "per_pair":
             return
         for at, address in enumerate(self.hosts.values(), start=16):
-            rate = f"htb rate {_rate(self._shape.slow)} burst {_BURST} cburst {_BURST} quantum 65535"
+            rate = f"htb rate {_rate(self._shape.slow)} {_BURST} c{_BURST} quantum 65535"
             _tc(f"class add dev eth0 parent 1: classid 1:{at:x} {rate}", name)
             _tc(f"filter add dev eth0 parent 1: protocol ip prio 1 u32 match ip dst {address}/32 flowid 1:{at:x}", name)
 
