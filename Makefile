@@ -25,7 +25,7 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not gpu and not e2e and not hosts" -n 2 --dist loadfile
-	$(BIN)/python -m pytest -m "e2e and not gpu and not hosts"
+	$(BIN)/python -m pytest -m "e2e and not gpu and not hosts" $$(grep -rl "mark.e2e" tests --include="test_*.py")
 
 test-hosts: $(INSTALLED)
 	$(BIN)/python -m pytest tests/hosts
