@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("verl")
+from tests.trainer.fencing import Fencing
 from verl_mux.coordinator.bus.connect import connect
 from verl_mux.coordinator.bus.local import Lease
 from verl_mux.coordinator.config import make_config
@@ -117,6 +119,32 @@ def test_training_that_may_not_go_on_sleeps_and_wakes_under_the_same_token(train
     lease = trainer.phases.begin("train", 5)
     trainer._pause(lease)()
     assert engines == [("sleep",), ("reopen", lease.token), ("wake", lease.token)]
+
+
+@pytest.mark.parametrize("phase", ["rollout", "train"])
+def test_a_lease_fenced_while_its_memory_goes_to_sleep_goes_back_asleep(trainer, engines, phase):
+    mux = Fencing()
+    trainer.phases, trainer.timing_raw, trainer._rollout_began = Phases(mux, NULL_LOG), {}, 0.0
+    lease = trainer.phases.begin(phase, 1)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        fences = []
+
+        def pause(_lease):
+            mux.usable.set()  # the coordinator answers again
+            return lambda: engines.append("awake again")
+
+        def sleep(*_):
+            mux.usable.clear()
+            fences.append(pool.submit(mux.fence))
+            return []
+
+        trainer.phases.guard(pause)
+        trainer.rollout_server_manager.move = sleep
+        trainer._train_groups = lambda: [SimpleNamespace(mux_sleep=sleep)]
+        mux.release = lambda given_back: engines.append(given_back)
+        trainer._end_rollout() if phase == "rollout" else trainer.on_step_end()
+        fences[0].result(60)
+    assert engines == [lease]
 
 
 @pytest.mark.parametrize(

@@ -244,9 +244,10 @@ class PPOTrainerMux(PPOTrainer):
         return self.rollout.restore_waiting(partition_id)
 
     def on_step_end(self) -> None:
-        with marked_timer("mux_sleep", self.timing_raw), self.phases.using():
-            self._sleep_trainer()
-        self.phases.end()
+        with self.phases.using():
+            with marked_timer("mux_sleep", self.timing_raw):
+                self._sleep_trainer()
+            self.phases.end()  # before a fence could take the memory up again
 
     def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
@@ -337,8 +338,8 @@ class PPOTrainerMux(PPOTrainer):
         level = (1 if same_weights_next else 2) if wanted == "auto" else int(wanted)
         with self.phases.using():
             self._move_rollout("sleep", None, level=level)
-        self._on_host = self._weights if level == 1 and not self._vacated else None
-        self.phases.end()
+            self._on_host = self._weights if level == 1 and not self._vacated else None
+            self.phases.end()  # before a fence could take the memory up again
 
     def _move_rollout(self, verb: str, tags: list[str] | None, replicas: Sequence[int] | None = None, level: int = 2) -> None:
         token = self.phases.lease.token if verb == "wake" and self.phases.lease is not None else None
