@@ -9,14 +9,17 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("verl")
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
 from tests.trainer.fencing import Fencing
 from verl_mux.coordinator.bus.connect import connect
-from verl_mux.coordinator.bus.local import Lease
+from verl_mux.coordinator.bus.local import Lease, LeaseLost
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
 from verl_mux.errors import Failure, UserError
 from verl_mux.memory.moved import Moved
 from verl_mux.places.place import Location, Place
+from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.trainer.modes import PPOTrainerMuxSeparate
 from verl_mux.trainer.phases import Phases
@@ -145,6 +148,27 @@ def test_a_lease_fenced_while_its_memory_goes_to_sleep_goes_back_asleep(trainer,
         trainer._end_rollout() if phase == "rollout" else trainer.on_step_end()
         fences[0].result(60)
     assert engines == [lease]
+
+
+PASSES = {
+    "_compute_ref_log_prob": events.REF,
+    "_compute_values": events.VALUES,
+    "_update_critic": events.UPDATE_CRITIC,
+    "_update_actor": events.UPDATE_ACTOR,
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_pass_over_a_batch_is_logged_and_needs_a_lease_that_may_be_used(trainer, monkeypatch, name):
+    logged, passed = [], []
+    trainer.phases = Phases(Fencing(), SimpleNamespace(log=lambda event, *_, **__: logged.append(event)))
+    monkeypatch.setattr(PPOTrainer, name, lambda self, batch, metrics: passed.append(batch) or batch)
+    assert getattr(trainer, name)("batch", {}) == "batch"
+    assert (logged, passed) == ([PASSES[name]], ["batch"])
+    trainer.phases.mux.failed = "evicted"
+    with pytest.raises(LeaseLost):
+        getattr(trainer, name)("batch", {})
+    assert passed == ["batch"]
 
 
 @pytest.mark.parametrize(

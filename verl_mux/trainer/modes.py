@@ -225,6 +225,18 @@ class PPOTrainerMux(PPOTrainer):
             self.rollout.after_old_log_probs(batch, metrics)
         return batch
 
+    def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        with self.phases.part(events.REF, self.global_steps):
+            return super()._compute_ref_log_prob(batch, metrics)
+
+    def _compute_values(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        with self.phases.part(events.VALUES, self.global_steps):
+            return super()._compute_values(batch, metrics)
+
+    def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        with self.phases.part(events.UPDATE_CRITIC, self.global_steps):
+            return super()._update_critic(batch, metrics)
+
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         with self.phases.part(events.UPDATE_ACTOR, self.global_steps):
             return super()._update_actor(batch, metrics)
