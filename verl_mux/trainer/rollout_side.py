@@ -264,7 +264,7 @@ class RolloutSide:
         if self.control is None or self._saved is None or not uids:
             return 0
         # Trajectories of samples that had ended stay where the checkpoint put them.
-        rows = tq.kv_batch_get(keys=uids, partition_id=partition_id)
+        rows = stamped(tq.kv_batch_get(keys=uids, partition_id=partition_id), self._trainer.global_steps)
         self._put_prompts(uids)
         self._remember_order(uids)
         calls = {group: {int(s): c for s, c in its.items()} for group, its in self._saved["calls"].items()}
