@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.rollout.control import rollout_control as module
+from verl_mux.rollout.control.lag_limit import LagLimit
 from verl_mux.rollout.control.oversampling import Oversampler, OversamplingPolicy
 from verl_mux.rollout.control.rollout_control import RolloutControl
 from verl_mux.rollout.control.segment_steps import SegmentSteps
@@ -17,6 +19,7 @@ from verl_mux.rollout.control.segments import SegmentLimits
 from verl_mux.rollout.messages import Report
 
 SAMPLES = 2
+LIMITS = SegmentLimits(10, 4, 40)
 
 
 class Rows:
@@ -106,10 +109,15 @@ class Manager:
             self.worker_of[sample[0]].cut(sample)
 
     def forget(self, groups):
-        self.forgotten += groups
+        self.forgotten += self._taken_off(groups)
 
     def drop(self, groups):
-        self.dropped += groups
+        self.dropped += self._taken_off(groups)
+
+    def _taken_off(self, groups):
+        for group in groups:
+            del self.worker_of[group]
+        return groups
 
     def saved_calls(self, groups):
         return {}
@@ -223,3 +231,41 @@ def test_a_checkpoint_brings_the_left_over_groups_back_first(kind):
     order = list(dict.fromkeys(plan.group for plan in later.manager.launched))
     back = [group for group in order if group in waiting]
     assert back and order[: len(back)] == back
+
+
+def resumed(machine, waiting):
+    """A job that goes on with `machine` from a checkpoint; its calls are a token each."""
+    job = Job(machine, length, longest=LIMITS.longest)
+    job.control.restore(Rows(waiting), {group: {sample: [{"token_ids": [1]}] for sample in range(SAMPLES)} for group in waiting})
+    return job
+
+
+def test_a_checkpoints_group_that_is_ready_is_trained_without_a_launch():
+    # Seven are ready in the step that trains four: three wait for the next, which no worker has after a resume.
+    before = Job(SegmentSteps(LIMITS, SAMPLES), lambda uid: 8, longest=LIMITS.longest)
+    before.control.machine.begin(4)
+    before.control.machine.drawn([f"g{at}" for at in range(7)])
+    for at, sample in itertools.product(range(7), range(SAMPLES)):
+        before.control.machine.report(Report("done", f"g{at}", sample, 8, 8, 1, "eos"))
+    ready = ["g4", "g5", "g6"]
+    later = resumed(SegmentSteps.from_dict(LIMITS, SAMPLES, before.control.to_dict(ready)["machine"]), ready)
+    later.drawn = 7
+    assert later.step(4) == [*ready, "g7"]
+    assert {plan.group for plan in later.manager.launched} == {"g7"}
+    assert later.control.to_dict(ready)["calls"] == {}
+
+
+@pytest.mark.parametrize("kind", ["oversample", "segments"])
+def test_a_checkpoints_group_that_is_too_old_is_dropped_before_any_worker_has_it(kind):
+    lag, policy = LagLimit(1, "drop"), OversamplingPolicy()
+    if kind == "oversample":
+        group = {"name": "g0", "cuts": 0, "failures": 0, "tokens": [3] * SAMPLES, "age": 1}
+        machine = Oversampler.from_dict(policy, SAMPLES, {"groups": [group]}, lag)
+    else:
+        samples = [{"state": "unfinished", "segments": [[10, 1]], "truncated": False, "lost_tokens": 0}] * SAMPLES
+        saved = {"groups": {"g0": samples}, "failures": {}, "extra": 0, "ages": {"g0": 1}}
+        machine = SegmentSteps.from_dict(LIMITS, SAMPLES, saved, lag=lag)
+    job = resumed(machine, ["g0"])
+    job.drawn = 1
+    assert job.step(2) == ["g1", "g2"]
+    assert (job.manager.dropped, job.cleared, job.control.to_dict(["g0"])["calls"]) == ([], {"g0"}, {})

@@ -81,7 +81,7 @@ class RolloutControl:
         extra = {"total_requests": self._launched, "target_completion": self._wanted * self._samples,
                  "completed_count": self._done}  # fmt: skip
         self._log.log(events.GENERATE_MONITORED, time.perf_counter() - self._began, extra=extra, step=self._step)
-        self._manager.forget(groups)
+        self._take_off(groups, self._manager.forget)
         return groups
 
     def figures(self) -> dict[str, float]:
@@ -106,12 +106,18 @@ class RolloutControl:
             self._manager.cut([(it.group, it.sample) for it in aborts])
         for it in instructions:
             if isinstance(it, Drop):
-                self._manager.drop([it.group])
+                self._take_off([it.group], self._manager.drop)
                 self._clear({it.group})
             elif isinstance(it, Finish):
                 self._finished = it.groups
             elif isinstance(it, Draw):
                 self._launch_new(it.count)
+
+    def _take_off(self, groups: Iterable[str], tell: Callable[[list[str]], None]) -> None:
+        """Trained or given up; what came ready from a checkpoint, or too old, was never on a worker."""
+        tell([group for group in groups if self._manager.knows(group)])
+        for group in groups:
+            self._calls.pop(group, None)
 
     def _launch(self, launches: list[Launch], at_begin: bool) -> None:
         """Samples that are on a worker already go on there; groups from a checkpoint go out with their rows."""
