@@ -41,7 +41,7 @@ class Worker:
     """Runs every sample a token at a time, `length(uid)` tokens each, until it has something to report."""
 
     def __init__(self, length) -> None:
-        self.length, self.version = length, 0
+        self.length, self.version, self.failing = length, 0, set()
         self.running, self.start, self.tokens, self.queue = {}, {}, {}, []
         self.reports = SimpleNamespace(remote=lambda timeout: Reference(self))
 
@@ -54,7 +54,10 @@ class Worker:
 
     def _token(self, key, plan):
         self.tokens[key] += 1
-        if self.tokens[key] >= self.length(key[0]):
+        if key in self.failing:
+            self.failing.discard(key)
+            self._say("failed", key, "failed")
+        elif self.tokens[key] >= self.length(key[0]):
             self._say("done", key, "eos")
         elif self.tokens[key] == plan.longest:
             self._say("done", key, "length")
@@ -126,12 +129,14 @@ class Manager:
 class Job:
     """Steps of a job with `machine`."""
 
-    def __init__(self, machine, length, restart=False, longest=None, manager=None, log=NULL_LOG) -> None:
+    def __init__(
+        self, machine, length, restart=False, longest=None, manager=None, log=NULL_LOG, on_progress=lambda done, total: None
+    ) -> None:  # fmt: skip
         self.done: list[tuple[str, int]] = []
         self.manager, self.drawn, self.cleared, self.step_number = manager or Manager(length), 0, set(), 0
         self.control = RolloutControl(
             machine, self.manager, draw=self._draw, submit=self._submit, clear=self.cleared.update,
-            on_progress=lambda done, total: None, log=log, restart=restart, longest=longest, samples=SAMPLES,
+            on_progress=on_progress, log=log, restart=restart, longest=longest, samples=SAMPLES,
             on_done=lambda group, tokens: self.done.append((group, tokens)),
         )  # fmt: skip
 
@@ -177,6 +182,16 @@ def test_the_steps_log_line_counts_samples_in_all_its_numbers():
     log = SimpleNamespace(log=lambda event, seconds, extra, step: lines.append(extra))
     Job(Oversampler(OversamplingPolicy(), SAMPLES), length, log=log).step(4)
     assert lines == [{"total_requests": 8, "target_completion": 8, "completed_count": 8}]
+
+
+def test_a_sample_that_fails_and_starts_again_is_counted_once():
+    lines, told = [], []
+    log = SimpleNamespace(log=lambda event, seconds, extra, step: lines.append(extra))
+    job = Job(Oversampler(OversamplingPolicy(), SAMPLES), length, log=log, on_progress=lambda *it: told.append(it))
+    job.manager.agent_loop_workers[0].failing = {("g0", 0), ("g2", 1)}
+    job.step(4)
+    assert lines == [{"total_requests": 8, "target_completion": 8, "completed_count": 8}]
+    assert {total for _, total in told} == {8} and told[-1] == (8, 8)
 
 
 def test_lengths_are_told_while_the_step_runs():
