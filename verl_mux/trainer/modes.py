@@ -125,7 +125,9 @@ class PPOTrainerMux(PPOTrainer):
             refill_fn=self._add_prompts_to_generate,
         )
         buffer.workers = lambda: self.agent_loop_manager.agent_loop_workers
-        buffer.on_progress = self._report_progress
+        rollout = self.config.actor_rollout_ref.rollout
+        buffer.samples_of_prompt = {"train": rollout.n, "val": rollout.val_kwargs.n}
+        buffer.on_progress = self.phases.mux.progress
         return buffer
 
     critic_wg = AfterInitLease()
@@ -393,10 +395,6 @@ class PPOTrainerMux(PPOTrainer):
                 raise OffPolicyError(
                     f"step {self.global_steps} trains on weights of version {expected}; sample {key} has {versions}"
                 )
-
-    def _report_progress(self, samples: int, _settled: int) -> None:
-        total = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
-        self.phases.mux.progress(samples % total or total, total)
 
     def _processes(self) -> list[Member]:
         """All processes of this job that hold device memory."""
