@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_mux.rollout.control.launch_order import prompt_of
+from verl_mux.rollout.control.launch_order import prompts_of
 from verl_mux.rollout.control.length_estimates import LengthEstimates
 from verl_mux.rollout.control.tail_rounds import DeferPolicy, TailRounds
 from verl_mux.rollout.lengths.predictor import LengthPredictor
@@ -108,8 +108,7 @@ class TailDoor:
         rows = self._draw(count)
         rows.pop(_STEP, None)
         names = [str(self._next + at) for at in range(count)]
-        raw, index = (list(rows[key]) if key in rows else [None] * count for key in ("raw_prompt", "index"))
-        prompts = [prompt_of({"raw_prompt": r, "index": i}) for r, i in zip(raw, index, strict=True)]
+        prompts = prompts_of(rows)
         if keep:
             assert self._rows is not None
             rows = tu.concat_tensordict([self._rows[[self._row_of[name] for name in keep]], rows])
