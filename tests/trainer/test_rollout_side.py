@@ -74,7 +74,8 @@ class Trainer:
                    "agent": {"default_agent_loop": "single_turn_agent"}}  # fmt: skip
         self.config = OmegaConf.create({
             "data": {"train_batch_size": BATCH, "max_response_length": 40}, "actor_rollout_ref": {"rollout": rollout},
-            "trainer": {"default_local_dir": str(folder), "resume_mode": "auto", "v1": {"sampler": {"max_off_policy_threshold": 8}}},
+            "trainer": {"default_local_dir": str(folder), "resume_mode": "auto",
+                        "v1": {"sampler": {"max_off_policy_threshold": 8}}},
         })  # fmt: skip
         self.trainer_mode, self.global_steps, self.steps_per_epoch = "mux_separate", 1, 10
         self.agent_loop_manager = Manager()

@@ -2,7 +2,8 @@
 
 turns: a rollout has all replicas from its first request to its last response; the others train beside it.
 shared: a rollout starts on whatever is free; it gathers its tail on fewer replicas when another job waits for them, and grows
-onto replicas that nobody wants, which it gives back on demand. What moves, and whether, `migration_plan.py` says and, for growing, `growth_plan.py`.
+onto replicas that nobody wants, which it gives back on demand. What moves, and whether, the
+product's `migration_plan.py` says, and `growth_plan.py` beside this.
 """
 
 from __future__ import annotations
