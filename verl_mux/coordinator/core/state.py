@@ -131,6 +131,10 @@ class Machine:
             out.append(Settled())
         return [Input(now, what) for what in out]
 
+    def somebody_is_nearly_late(self, now: float) -> bool:
+        running = self._running.at(now)
+        return any(patience.is_nearly_late(heard, running, self.config) for heard in self.heard.values())
+
     def settles_for(self, now: float) -> float | None:
         """Seconds for which nothing will be granted, if the coordinator makes no pause; None: it does not settle."""
         until = self.state.settle_until
