@@ -267,6 +267,11 @@ def test_nodes_that_jobs_name_themselves_are_out_of_the_schedulers_hands():
     assert "names node 'r1', on which the coordinator has placed a" in refused.reason
 
 
+def test_a_filler_takes_no_node_from_who_is_to_be_placed(driver):
+    driver.register("sums", nodes={"train": ["train"], "rollout": ["rollout"]}, filler=True)
+    assert arrive(driver, "a")[0].nodes == {"rollout": ["r0"], "train": ["t0"]}
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [

@@ -117,7 +117,7 @@ def asked(state: State, config: Config, now: float) -> Asked | None:
     """The next question for the placer, if there is one."""
     if not state.questions or config.placement is None:
         return None
-    named = (job for job in state.jobs.values() if job.watched is None and job.state is not JobState.ENDED)
+    named = (job for job in state.jobs.values() if job.watched is None and not job.filler and job.state is not JobState.ENDED)
     by_hand = frozenset(node for job in named for node in job.all_nodes)
     return Asked(state.questions[0], state.placed, config, by_hand, now)
 
