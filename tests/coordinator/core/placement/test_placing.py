@@ -220,6 +220,33 @@ def test_leases_are_granted_while_the_placer_thinks():
     assert [step.message.reason for step in again if isinstance(step, Send)] == ["job 'b' waits to be placed"]
 
 
+def register(driver, job):
+    """The machine alone: the placer thinks."""
+    where = {"host": "here", "pid": 7, "started": 1}
+    driver.machine.handle(Input(9.0, m.Register(**driver.who(job), nodes=AUTO, needs=needs(), **where)))
+
+
+def where_told(sent):
+    return [message.nodes for message in sent if isinstance(message, m.Registered)]
+
+
+def test_a_job_that_only_asked_whether_it_would_be_taken_holds_nobody_up(driver):
+    """It is forgotten at once, and still in its group while the placer answers those who asked before it left."""
+    arrive(driver, "preflight")
+    register(driver, "a")
+    sent = driver.do(m.Deregister(**driver.who("preflight")))
+    assert where_told(sent) == [{"rollout": ["r0"], "train": ["t0"]}]
+    (group,) = driver.machine.state.placed.groups
+    assert [job.name for job in group.jobs] == ["a"]
+
+
+def test_a_job_that_left_and_came_again_is_not_told_the_answer_to_its_first_start(driver):
+    register(driver, "a")
+    driver.machine.handle(Input(9.1, m.Deregister(**driver.who("a"))))
+    register(driver, "a")
+    assert where_told(driver.do(m.Heartbeat(**driver.who("a"), beat=1))) == [{"rollout": ["r0"], "train": ["t0"]}]
+
+
 def test_a_validation_is_not_taken_for_the_steps_rollout(driver):
     arrive(driver, "a")
     step(driver, "a", 1)

@@ -130,7 +130,8 @@ def carry_out(state: State, config: Config, answer: Planned) -> tuple[list[Job],
     state.placed = before.changed(answer.gone, answer.changed, tuple(answer.waiting), answer.named)
     names = [move.job for move in answer.moves if move.kind == "start"]
     names += [question.job.name] if isinstance(question, Arrive) else []
-    told = [state.jobs[name] for name in names if name in state.jobs]
+    # One that left and came again waits for its own answer.
+    told = [state.jobs[name] for name in names if name in state.jobs and not is_open(state, name)]
     for job in told:
         _pin(state, job)
     for group in answer.changed:
