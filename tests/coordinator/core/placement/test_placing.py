@@ -9,6 +9,7 @@ from tests.coordinator.driver import Driver
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.core.inputs_and_instructions import Input, Send
+from verl_mux.coordinator.core.placement import placing
 from verl_mux.coordinator.core.placement.planner import Asked, Planner
 from verl_mux.coordinator.core.records import State
 from verl_mux.coordinator.core.settings import Config
@@ -297,6 +298,21 @@ def test_nodes_that_jobs_name_themselves_are_out_of_the_schedulers_hands():
 def test_a_filler_takes_no_node_from_who_is_to_be_placed(driver):
     driver.register("sums", nodes={"train": ["train"], "rollout": ["rollout"]}, filler=True)
     assert arrive(driver, "a")[0].nodes == {"rollout": ["r0"], "train": ["t0"]}
+
+
+def test_who_waits_goes_where_a_job_was_that_named_its_nodes(driver):
+    driver.register("named", nodes={"rollout": ["r0"], "train": ["t0"]})
+    assert isinstance(arrive(driver, "a")[0], m.Queued)
+    assert where_told(driver.do(m.Deregister(**driver.who("named")))) == [{"rollout": ["r0"], "train": ["t0"]}]
+
+
+def test_a_job_that_named_its_nodes_leaves_while_the_placer_thinks_about_another(driver):
+    driver.register("named", nodes={"rollout": ["r0"], "train": ["t0"]})
+    register(driver, "a")
+    machine = driver.machine
+    no_room = Planner().answer(placing.asked(machine.state, machine.config, 9.0), {})
+    machine.handle(Input(9.1, m.Deregister(**driver.who("named"))))
+    assert where_told(driver.do(no_room)) == [{"rollout": ["r0"], "train": ["t0"]}]
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,10 @@ def is_open(state: State, name: str) -> bool:
 
 
 def leave(state: State, job: Job) -> None:
-    """A job is over; its nodes are given on when the placer has said to whom."""
-    if job.watched is not None:
+    """A job is over; its nodes are given on when the placer has said to whom. Who waits, or is about to, may go where a job was
+    that named its nodes itself, of which the placer knows only that they were taken."""
+    waited_for = not job.filler and bool(state.placed.waiting or state.questions)
+    if job.watched is not None or waited_for:
         state.questions.append(Leave(job.name))
 
 
