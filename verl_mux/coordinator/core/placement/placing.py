@@ -102,8 +102,10 @@ def is_open(state: State, name: str) -> bool:
 
 
 def leave(state: State, job: Job) -> None:
-    """A job is over; its nodes are given on when the placer has said to whom."""
-    if job.watched is not None:
+    """A job is over; its nodes are given on when the placer has said to whom. Who waits, or is about to, may go where a job was
+    that named its nodes itself, of which the placer knows only that they were taken."""
+    waited_for = not job.filler and bool(state.placed.waiting or state.questions)
+    if job.watched is not None or waited_for:
         state.questions.append(Leave(job.name))
 
 
@@ -117,7 +119,7 @@ def asked(state: State, config: Config, now: float) -> Asked | None:
     """The next question for the placer, if there is one."""
     if not state.questions or config.placement is None:
         return None
-    named = (job for job in state.jobs.values() if job.watched is None and job.state is not JobState.ENDED)
+    named = (job for job in state.jobs.values() if job.watched is None and not job.filler and job.state is not JobState.ENDED)
     by_hand = frozenset(node for job in named for node in job.all_nodes)
     return Asked(state.questions[0], state.placed, config, by_hand, now)
 
@@ -130,7 +132,8 @@ def carry_out(state: State, config: Config, answer: Planned) -> tuple[list[Job],
     state.placed = before.changed(answer.gone, answer.changed, tuple(answer.waiting), answer.named)
     names = [move.job for move in answer.moves if move.kind == "start"]
     names += [question.job.name] if isinstance(question, Arrive) else []
-    told = [state.jobs[name] for name in names if name in state.jobs]
+    # One that left and came again waits for its own answer.
+    told = [state.jobs[name] for name in names if name in state.jobs and not is_open(state, name)]
     for job in told:
         _pin(state, job)
     for group in answer.changed:

@@ -82,6 +82,8 @@ def _decide(placer: Placer, question: Question, progress: Mapping[str, Progress]
     if isinstance(question, Leave):
         if question.name in placer.groups.home or question.name in placer.waiting:
             moves = placer.depart(question.name, progress, now)
+        else:  # it had named its nodes itself
+            moves = placer.start_waiting(progress)
     elif isinstance(question, Correct) and question.job.name in placer.groups.home:
         revision = placer.revise(question.job, progress, now)
         moves, actions = revision.moves, revision.actions
