@@ -337,10 +337,13 @@ class Machine:
     def _about_hosts(self, now: float, what: AboutHosts) -> list[Instruction]:
         if isinstance(what, PoolsChanged):
             return self._reconfigure(what)
-        dying = [job.name for job in self.state.jobs.values() if job.state is DYING]
+        dying, shut = [job.name for job in self.state.jobs.values() if job.state is DYING], fences.shut(self.state)
         out = self._leases.take_from(dying, what.node, now) if isinstance(what, NodeReleased) else []
         out += moves.change(self.state, what, now)
-        return out + self._fence_anew()
+        out += self._fence_anew()
+        if shut - fences.shut(self.state):
+            placing.open_again(self.state)
+        return out
 
     def _reconfigure(self, what: PoolsChanged) -> list[Instruction]:
         before = set(self.config.nodes)
