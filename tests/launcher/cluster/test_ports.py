@@ -8,7 +8,6 @@ import socket
 from verl_mux.launcher.cluster import ports
 from verl_mux.launcher.cluster.ports import Block
 
-
 # Blocks from here on are those of the keeper's tests, which may run beside these.
 FOR_KEEPERS = 100
 
