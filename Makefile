@@ -16,7 +16,7 @@ PIP_INDEX := $(shell $(PYTHON) -m pip config get global.index-url 2>/dev/null)
 help:
 	@echo "make demo   two real verl jobs take turns on this machine (about ten minutes, no GPU needed)"
 	@echo "make test   all tests but those marked gpu"
-	@echo "make test-hosts   two real jobs on three hosts, which are namespaces of this machine; needs root (twenty minutes)"
+	@echo "make test-hosts   two real jobs on three hosts, which are namespaces of this machine; needs root (half an hour)"
 	@echo "make lint   style, types, arrows between rooms, dead code"
 	@echo "make explore   for EXPLORE_SECONDS (600) the tests that draw random examples, with new ones"
 
