@@ -1,7 +1,6 @@
 """What-if beside runs that were made under the very keys that are asked about, by a generator that knows nothing of it."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -61,20 +60,6 @@ def test_over_sampling_is_foretold_from_a_run_without(plain, tmp_path):
     it = plain.predict({"mux.rollout.oversample.rate": "0.5", "mux.rollout.oversample.max_cuts": "100"})
     assert it.outcome.rollout_s == pytest.approx(measured, rel=0.1)
     assert it.outcome.lag > 0
-
-
-def test_a_limit_of_lag_holds_when_it_is_run_again_too(plain):
-    keys = {"mux.rollout.oversample.rate": "1", "mux.rollout.oversample.max_cuts": "100"}
-    assert plain.predict(keys).outcome.oldest > 1
-    limited = plain.predict({**keys, "mux.rollout.max_lag": "1"}).outcome
-    assert 0 < limited.oldest <= 1
-    by_verl = replace(plain.recording, keys={**plain.recording.keys, "trainer.v1.sampler.max_off_policy_threshold": "2"})
-    assert WhatIf(by_verl, plain._stays).predict(keys).outcome == limited
-    segments = {
-        "mux.rollout.segments.segment_length": str(plain.recording.longest // 6),
-        "mux.rollout.segments.max_segments": "6",
-    }
-    assert WhatIf(by_verl, plain._stays).predict(segments).outcome.oldest <= 1 < plain.predict(segments).outcome.oldest
 
 
 @pytest.mark.parametrize(
