@@ -86,7 +86,11 @@ def run(assets, tmp_path_factory) -> Run:
                 _wait_for_step(out, job, after=0.0, seconds=_LIMIT_S)
             result.coordinator_killed = time.time()
             os.kill(read_note(out / "coordinator").pid, signal.SIGKILL)
+            # What the new coordinator says of it is true when it has heard it.
+            _until(lambda: _since(result.coordinator_killed, out, "rolls", "lease_wait", "trainer"), runner)
             result.killed["rolls"] = _kill_in(runner, out, "rolls", "rollout")
+            checkpoint = out / "stays" / "checkpoints" / f"global_step_{SAVED}"
+            _until(checkpoint.exists, runner)
             for phase in FENCED:
                 _fence_in(runner, out, "stays", phase)
             joining = tiny.start_job("trains", restarts, out, _address(out))
@@ -219,9 +223,9 @@ def _fence_in(runner: subprocess.Popen, directory: Path, job: str, phase: str) -
 
 
 def fenced(directory: Path, job: str) -> dict[str, int]:
-    """By phase: the first step in which the job fenced itself in it."""
+    """By phase: the first step after its first checkpoint in which the job fenced itself in it."""
     found = [(e["step"], e["extra"]["phase"]) for e in tiny.events(directory, job) if e["event"] == "lease_fenced"]
-    return {phase: step for step, phase in sorted(found, reverse=True)}
+    return {phase: step for step, phase in sorted(found, reverse=True) if step > SAVED}
 
 
 def _since(moment: float, directory: Path, job: str, event: str, role: str) -> bool:
