@@ -121,8 +121,9 @@ def test_after_a_sync_that_was_lost_the_next_one_is_whole(ends, monkeypatch):
 @pytest.mark.parametrize("method", ["two_stage", "relay"])
 def test_a_host_that_missed_a_sync_gets_the_next_one_whole(ends, method):
     """From the trainers, whose sync failed with it, or from the host before it, which may have had all of it."""
-    its, model = ends(2, ["a", "b"], method, timeout_s=0.5), model_of(5)
+    its, model = ends(2, ["a", "b"], method), model_of(5)
     synced(its, 0, model)
+    its.set(timeout_s=0.5)
     missing = its.workers[1]
     got, _ = its.sync(1, trained(model, 1), take=lambda end, version: {} if end is missing else take_all(end, version))
     assert got[1] == {}
