@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 import uuid
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -26,6 +27,7 @@ from verl_mux.coordinator.bus.access.keys import ClientKeys
 from verl_mux.coordinator.bus.families.agents import Holder
 from verl_mux.coordinator.bus.link import connect_to, dealer
 from verl_mux.errors import UserError
+from verl_mux.platform.host_memory import process_bytes
 from verl_mux.profiling.eventlog import events
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ _WITHOUT_ANSWER_S = 0.5
 # Longer than libzmq's own tries to connect: where it has given up, as after a refused key, a new socket tries.
 _NEW_CONNECTION_AFTER_S = 5.0
 _HIGHEST_BYTES = 2**43  # of one message's field
+# The kernel goes through all pages of a process to tell what it holds of the host's memory.
+_HOST_MEMORY_EVERY_S = 10.0
 
 
 class Agent:
@@ -47,6 +51,8 @@ class Agent:
         self._marked, self._mapped = Marked(), MappedLog(event_log)
         self._answer: m.AgentAnswer | None = None
         self._number = 0
+        self._host_memory: dict[m.Member, dict[str, int]] = {}
+        self._host_memory_at = float("-inf")
         self._has_been_answered = False
         self._killed: set[m.Member] = set()  # said once, done until it is gone
 
@@ -80,7 +86,7 @@ class Agent:
         marked = self._marked.find(fresh=False)
         held = self._devices.held(answer.nodes if answer else {})
         carrying = {member.pid for found in marked.values() for member in found}
-        others = dict(held.others)
+        host, others = self._look_at_host_memory(marked), dict(held.others)
         for pid, by_node in held.by_pid.items():
             for node, num_bytes in by_node.items() if pid not in carrying else ():
                 others[node] = others.get(node, 0) + num_bytes
@@ -92,11 +98,23 @@ class Agent:
             source=self._devices.source,
             looks=looks,
             dead=[driver for driver in (answer.drivers if answer else []) if not members.is_alive(driver)],
-            holders=[Holder(uid, member, held.by_pid.get(member.pid, {})) for uid, found in marked.items() for member in found],
+            holders=[
+                Holder(uid, member, held.by_pid.get(member.pid, {}), host.get(member, {}))
+                for uid, found in marked.items()
+                for member in found
+            ],
             others=others,
             memory_free=min(memory.available, _HIGHEST_BYTES),
             memory_total=min(memory.total, _HIGHEST_BYTES),
         )
+
+    def _look_at_host_memory(self, marked: Mapping[str, Sequence[m.Member]]) -> dict[m.Member, dict[str, int]]:
+        """Of each process; those that came since the last look are not in it, for a sum that lacks some is no news."""
+        now = time.monotonic()
+        if now - self._host_memory_at > _HOST_MEMORY_EVERY_S:
+            self._host_memory_at = now
+            self._host_memory = {member: process_bytes(member.pid) for found in marked.values() for member in found}
+        return self._host_memory
 
     # --- doing ---
 

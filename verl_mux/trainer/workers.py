@@ -29,6 +29,7 @@ from verl_mux.memory.read_ahead import read_ahead, weights_of
 from verl_mux.places.here import here
 from verl_mux.places.place import Location
 from verl_mux.platform import device_ledger
+from verl_mux.platform.host_memory import process_bytes
 from verl_mux.sync.export import Range, are_row_shards, row_shards, stripes, tied_names
 from verl_mux.worker_settings import WorkerSettings, node_of, pin
 
@@ -149,6 +150,11 @@ class MuxActorWorker(ActorRolloutRefWorker):
         """Where this worker runs, and as which process."""
         return here(), this_process()
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def mux_host_memory(self) -> tuple[Member, dict[str, int]]:
+        """This process, and what it holds of its host's memory."""
+        return this_process(), process_bytes()
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, float]:
         """Send this rank's part of the weights from the host; verl's own way with any other checkpoint engine."""
@@ -207,3 +213,7 @@ class MuxTrainingWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_where(self) -> tuple[Location, Member]:
         return here(), this_process()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def mux_host_memory(self) -> tuple[Member, dict[str, int]]:
+        return this_process(), process_bytes()

@@ -35,11 +35,12 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import patience, queueing, registration, telemetry
 from verl_mux.coordinator.core.fillers import granting
 from verl_mux.coordinator.core.fillers.calls import Calls
-from verl_mux.coordinator.core.hosts import fences, moves
+from verl_mux.coordinator.core.hosts import fences, memory, moves
 from verl_mux.coordinator.core.inputs_and_instructions import (
     AboutHosts,
     AboutJob,
     DriverDied,
+    HostMeasured,
     Input,
     Instruction,
     JobEvicted,
@@ -178,7 +179,7 @@ class Machine:
             self._leases.drop(self._waiting.requests_of(job.name))
         if after is ENDED:
             self._forget_oldest_ended(but=job)
-            job.memory, job.members, job.progress, job.note = {}, [], None, ""
+            job.memory, job.host_memory, job.members, job.progress, job.note = {}, {}, [], None, ""
             placing.leave(self.state, job)
         return [Log(events.JOB_RESUMED, {"job": job.name})] if (before, after) == (SILENT, LIVE) else []
 
@@ -287,6 +288,9 @@ class Machine:
         if token is not None and self._leases.of(job, token) is None:
             return []  # late; who holds a stale token learns it at the next heartbeat
         return telemetry.REPORTS[type(what)](self.state, job, what)
+
+    def _host_memory(self, now: float, job: Job, what: HostMeasured | m.HostReport) -> list[Instruction]:
+        return memory.measured(self.state, self.config, job, what)
 
     def _detach(self, now: float, job: Job, what: m.Detach) -> list[Instruction]:
         self._leases.drop([request for request in self._waiting.requests_of(job.name) if request.client == what.client])
@@ -439,6 +443,7 @@ _HANDLERS: dict[type, Callable[..., list[Instruction]]] = {
     m.LeaseShrink: Machine._shrink,
     m.Heartbeat: Machine._heartbeat,
     **dict.fromkeys(telemetry.REPORTS, Machine._report),
+    **dict.fromkeys((m.HostReport, HostMeasured), Machine._host_memory),
     m.Detach: Machine._detach,
     m.Deregister: Machine._deregister,
     m.Failing: Machine._failing,
