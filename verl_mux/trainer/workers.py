@@ -40,8 +40,9 @@ TRAIN_TAGS = ("params", "optimizer")
 class DeviceStates:
     """Model and optimizer states of one engine: on the device, or as a host copy only.
 
-    On CUDA the move is verl's own offload. On a CPU the device is host memory too, so the states are paused with a host copy:
-    the same two places, and the same bytes given back to the one that other jobs want.
+    On CUDA the moves are verl's own, once each a phase: while the states are awake verl's calls, which load and offload around
+    each forward pass and each update by themselves, leave them where they are. On a CPU the device is host memory too, so the
+    states are paused with a host copy: the same two places, and the same bytes given back to the one that other jobs want.
 
     Args:
         role: "actor", "ref" or "critic"; a process may hold one engine of each.
@@ -57,14 +58,30 @@ class DeviceStates:
         return {tag: self._pause(tag) for tag in TRAIN_TAGS if not cpu_memory_saver.is_paused((self._role, tag))}
 
     def wake(self) -> Moves:
-        """Come back from the host copy. On CUDA verl loads each state where it is used, so there is nothing to do here."""
+        """Come back from the host copy; what has come back already stays where it is."""
         if get_device_name() != "cpu":
-            return {}
+            return {"params": self._load()}
         keys = {tag: (self._role, tag) for tag in TRAIN_TAGS}
         return {tag: cpu_memory_saver.resume(key) for tag, key in keys.items() if cpu_memory_saver.is_paused(key)}
 
+    def _load(self) -> Moved:
+        started, before = time.perf_counter(), get_torch_device().memory_allocated()
+        self._engine.to(get_device_name(), model=True, optimizer=True, grad=True)
+        get_torch_device().synchronize()
+        self._moved_by_calls(False)
+        there = get_torch_device().memory_allocated()
+        return Moved(max(there - before, 0), there, time.perf_counter() - started)
+
+    def _moved_by_calls(self, moved: bool) -> None:
+        """Whether verl's calls load and offload the states, which completion.py asks for. Frozen models, and states under FSDP's
+        own offload policy, are moved by FSDP layer by layer."""
+        config = self._engine.engine_config
+        if not (config.forward_only or config.offload_policy):
+            self._engine._is_offload_param = self._engine._is_offload_optimizer = moved
+
     def _offload(self) -> Moved:
         started, before = time.perf_counter(), get_torch_device().memory_allocated()
+        self._moved_by_calls(True)
         self._engine.to("cpu", model=True, optimizer=True, grad=True)
         # The copies run on: until they are done the host holds no whole state, and the device no free bytes.
         get_torch_device().synchronize()
