@@ -16,8 +16,8 @@ PIP_INDEX := $(shell $(PYTHON) -m pip config get global.index-url 2>/dev/null)
 help:
 	@echo "make demo   two real verl jobs take turns on this machine (about ten minutes, no GPU needed)"
 	@echo "make test   all tests but those marked gpu"
-	@echo "make test-gpu   the tests marked gpu: engines and jobs on one CUDA device, tensor parallel on two"
-	@echo "make test-hosts   two real jobs on three hosts, which are namespaces of this machine; needs root (twenty minutes)"
+	@echo "make test-gpu   the tests marked gpu: engines and jobs on one CUDA device, tensor parallelism on two"
+	@echo "make test-hosts   two real jobs on three hosts, which are namespaces of this machine; needs root (half an hour)"
 	@echo "make lint   style, types, arrows between rooms, dead code"
 	@echo "make explore   for EXPLORE_SECONDS (600) the tests that draw random examples, with new ones"
 
@@ -26,7 +26,7 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not gpu and not e2e and not hosts" -n 2 --dist loadfile
-	$(BIN)/python -m pytest -m "e2e and not gpu and not hosts"
+	$(BIN)/python -m pytest -m "e2e and not gpu and not hosts" $$(grep -rl "mark.e2e" tests --include="test_*.py")
 
 # One after the other: each has the whole device. NVML says who holds what there.
 test-gpu: $(INSTALLED)

@@ -1,5 +1,5 @@
 """One multiplexed run of real jobs for all tests here: one is killed in its rollout, another joins and is killed in training;
-in between the coordinator is killed, and at last the launcher.
+in between the coordinator is killed, then falls silent for longer than a lease lasts, and at last the launcher is killed.
 
 Never more than two jobs at once: each is a dozen processes and several GiB.
 """
@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,8 +23,12 @@ from tests.e2e import tiny
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.launcher.processes.marked_process import read_note
 
-# `stays` is interrupted when all is seen; the tests compare its first COMPARED steps.
-STEPS, COMPARED = 400, 10
+# `stays` is interrupted when all is seen. It writes a checkpoint every so many steps.
+STEPS, SAVED = 400, 4
+# A job fences itself after 0.7 of this without an answer; its memory then sleeps: whose, by phase.
+LEASE_S, FENCED = 3.0, {"rollout": "server", "train": "trainer"}
+# A rollout that lasts longer than a job goes on without its coordinator's answer.
+LONG_ROLLOUT = ["data.max_response_length=192", "+actor_rollout_ref.rollout.engine_kwargs.sglang.max_running_requests=4"]
 # Fewer requests run at once than are launched, so that some still wait or run when enough prompt groups are complete.
 OVERSAMPLED = ["mux.rollout.oversample.rate=0.5", "+actor_rollout_ref.rollout.engine_kwargs.sglang.max_running_requests=8"]
 # Steps of the job of verl's own streaming trainer, and how many prompt groups are enough for one of them.
@@ -55,32 +59,36 @@ def assets(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def run(assets, tmp_path_factory) -> Run:
-    """`stays` and `rolls` start together; the coordinator is killed, then `rolls` in a rollout; `trains` joins and is killed in a
-    training phase, then the launcher. A second one takes `stays` up.
+    """`stays` and `rolls` start together; the coordinator is killed, then `rolls` in a rollout; `stays` hears nothing in a phase
+    of each kind; `trains` joins and is killed in a training phase, then the launcher. A second one takes `stays` up.
 
     Both that are killed over-sample: `rolls` drops what is cut off, `trains` begins it again in its next step.
     """
     directory = tmp_path_factory.mktemp("run")
     out = directory / "out"
-    checkpoints = ["trainer.save_freq=4", "trainer.max_actor_ckpt_to_keep=100"]
-    slowly = [f"reward.custom_reward_function.path={assets}/slow_reward.py"]
+    checkpoints = [f"trainer.save_freq={SAVED}", "trainer.max_actor_ckpt_to_keep=100"]
+    slowly = [f"reward.custom_reward_function.path={assets}/slow_reward.py", *LONG_ROLLOUT]
+    slowly += ["actor_rollout_ref.model.external_lib=slow_loss", "actor_rollout_ref.actor.policy_loss.loss_mode=slow"]
     # The phase in which a job is killed lasts longer than Ray takes to end its workers, a second or two.
     drops = [*tiny.overrides(assets, STEPS), *OVERSAMPLED, "mux.rollout.oversample.leftover=drop", "data.max_response_length=512"]
     drops += ["mux.rollout.oversample.accept_length_bias=true"]
     restarts = [*tiny.overrides(assets, STEPS), *OVERSAMPLED, "mux.rollout.oversample.tokens=restart"]
     restarts += ["mux.rollout.oversample.accept_length_bias=true", "actor_rollout_ref.actor.ppo_epochs=20"]
     jobs = {"stays": [*tiny.overrides(assets, STEPS), *checkpoints, *slowly], "rolls": drops}
-    file = tiny.run_file(directory / "run.yaml", out, jobs)
+    file = tiny.run_file(directory / "run.yaml", out, jobs, {"PYTHONPATH": str(assets)}, lease_timeout=LEASE_S)
     result = Run(out)
     joining = None
     with (directory / "log").open("w") as log:
         command = [sys.executable, "-m", "verl_mux", "run", str(file)]
         runner = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            _wait_for_step(out, "stays", after=0.0, seconds=_LIMIT_S)
+            for job in jobs:
+                _wait_for_step(out, job, after=0.0, seconds=_LIMIT_S)
             result.coordinator_killed = time.time()
             os.kill(read_note(out / "coordinator").pid, signal.SIGKILL)
             result.killed["rolls"] = _kill_in(runner, out, "rolls", "rollout")
+            for phase in FENCED:
+                _fence_in(runner, out, "stays", phase)
             joining = tiny.start_job("trains", restarts, out, _address(out))
             result.killed["trains"] = _kill_in(runner, out, "trains", "train")
             _wait_for_step(out, "stays", after=result.killed["trains"][1])
@@ -191,6 +199,40 @@ def _kill_in(process: subprocess.Popen, directory: Path, job: str, phase: str) -
                         driver.resume()
         time.sleep(0.05)
     raise AssertionError(f"{job} never held a {phase} lease after its first step")
+
+
+def _fence_in(runner: subprocess.Popen, directory: Path, job: str, phase: str) -> None:
+    """The coordinator answers nobody, from somewhere in such a phase of the job until its memory sleeps; again and again until
+    the job decided so by itself, since the phase may be just over."""
+    from verl_mux.coordinator.command import fetch_status
+
+    coordinator = read_note(directory / "coordinator").pid
+    while phase not in fenced(directory, job):
+        _until(lambda: phase in _phases(fetch_status(_address(directory), timeout=30.0), job), runner)
+        stopped = time.time()
+        os.kill(coordinator, signal.SIGSTOP)
+        try:
+            _until(lambda since=stopped: _since(since, directory, job, "sleep", FENCED[phase]), runner)
+        finally:
+            os.kill(coordinator, signal.SIGCONT)
+        _until(lambda since=stopped: _since(since, directory, job, "lease_wait", "trainer"), runner)
+
+
+def fenced(directory: Path, job: str) -> dict[str, int]:
+    """By phase: the first step in which the job fenced itself in it."""
+    found = [(e["step"], e["extra"]["phase"]) for e in tiny.events(directory, job) if e["event"] == "lease_fenced"]
+    return {phase: step for step, phase in sorted(found, reverse=True)}
+
+
+def _since(moment: float, directory: Path, job: str, event: str, role: str) -> bool:
+    return any(e["event"] == event and tiny.ended(e) > moment for e in tiny.events(directory, job, role))
+
+
+def _until(condition: Callable[[], bool], runner: subprocess.Popen) -> None:
+    deadline = time.monotonic() + _LIMIT_S
+    while not condition():
+        assert runner.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def _phases(state: dict, job: str) -> set[str]:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.e2e import tiny
-from tests.e2e.conftest import COMPARED, Run
+from tests.e2e.conftest import FENCED, SAVED, Run, fenced
 from verl_mux.profiling.eventlog import events
 
 pytestmark = pytest.mark.e2e
@@ -19,7 +19,7 @@ def _steps(run: Run, job: str) -> dict[int, dict]:
 
 def test_the_other_job_goes_on_and_what_became_of_each_is_reported(run):
     steps = _steps(run, "stays")
-    assert sorted(steps) == list(range(1, len(steps) + 1)) and len(steps) > COMPARED, run.log
+    assert sorted(steps) == list(range(1, len(steps) + 1)) and len(steps) > SAVED, run.log
     assert "job rolls ended with" in run.log
     summary = json.loads((run.directory / "summary.json").read_text())
     assert summary["jobs"]["stays"]["steps"] == len(steps)
@@ -28,6 +28,10 @@ def test_the_other_job_goes_on_and_what_became_of_each_is_reported(run):
 def test_neither_a_killed_coordinator_nor_a_killed_launcher_ends_a_job(run):
     assert "the coordinator ended with SIGKILL" in run.log and "taking up the run" in run.log
     assert "job stays ended" not in run.log
+
+
+def test_a_job_that_hears_nothing_for_most_of_a_lease_fences_itself_in_either_phase(run):
+    assert fenced(run.directory, "stays").keys() >= FENCED.keys()
 
 
 def test_interrupting_the_run_stops_everything_and_says_so_in_its_exit_code(run):

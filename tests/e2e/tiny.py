@@ -1,4 +1,4 @@
-"""A job small enough for a test: a 0.1 M parameter Qwen2 and a hundred sums, made in a second."""
+"""A job small enough for a test: a 0.1 M parameter Qwen2 and some hundred sums, made in a second."""
 
 from __future__ import annotations
 
@@ -26,9 +26,20 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 # The same, as slow as a judge on another machine: its job leaves the cores to whoever starts up beside it.
 SLOW_REWARD = f"import time\n{REWARD}".replace("    return", "    time.sleep(0.5)\n    return")
 
+# The usual loss, in a training phase that lasts longer than a job goes on without its coordinator's answer; the cores are free.
+SLOW_LOSS = """
+import time
+from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, register_policy_loss
+
+@register_policy_loss("slow")
+def compute_policy_loss(*arguments, **keywords):
+    time.sleep(3.0)
+    return compute_policy_loss_vanilla(*arguments, **keywords)
+"""
+
 
 def make_assets(directory: Path) -> None:
-    """`directory`/model, /train.parquet, /reward.py, /slow_reward.py."""
+    """`directory`/model, /train.parquet, /reward.py, /slow_reward.py, /slow_loss.py."""
     import pandas
     import torch
     from transformers import AutoTokenizer
@@ -43,10 +54,11 @@ def make_assets(directory: Path) -> None:
     make_model(Shape(hidden=64, layers=2, heads=4, intermediate=128), tokenizer).save_pretrained(model)
     tokenizer.save_pretrained(model)
     rng = random.Random(0)
-    rows = [_row(i, rng.randrange(90), rng.randrange(90)) for i in range(96)]
+    rows = [_row(i, rng.randrange(90), rng.randrange(90)) for i in range(400)]
     pandas.DataFrame(rows).to_parquet(directory / "train.parquet")
     (directory / "reward.py").write_text(REWARD)
     (directory / "slow_reward.py").write_text(SLOW_REWARD)
+    (directory / "slow_loss.py").write_text(SLOW_LOSS)
 
 
 def _row(index: int, a: int, b: int) -> dict:
@@ -101,13 +113,13 @@ def overrides(assets: Path, steps: int, mode: str = "mux_separate") -> list[str]
     ]
 
 
-def run_file(path: Path, directory: Path, jobs: dict[str, list[str]], **coordinator) -> Path:
+def run_file(path: Path, directory: Path, jobs: dict[str, list[str]], environment: dict[str, str], **coordinator) -> Path:
     """A run file for `jobs` ({name: overrides}) on one rollout node and one training node."""
     pools = {"rollout": {"nodes": [{"name": "r0", "cpus": [0]}]}, "train": {"nodes": [{"name": "t0", "cpus": [1]}]}}
     spec = {
         "dir": str(directory),
         "coordinator": {"pools": pools, **coordinator},
-        "environment": {**ENVIRONMENT, **_own_devices(directory)},
+        "environment": {**ENVIRONMENT, **_own_devices(directory), **environment},
         "jobs": {name: {"nodes": {"rollout": ["r0"], "train": ["t0"]}, "seed": 7, "overrides": o} for name, o in jobs.items()},
     }
     path.write_text(yaml.safe_dump(spec, sort_keys=False))

@@ -16,7 +16,7 @@ OVERRIDES = [
     "mux.device.budget=null", "actor_rollout_ref.rollout.dtype=bfloat16", "actor_rollout_ref.rollout.calculate_log_probs=true",
     "actor_rollout_ref.rollout.gpu_memory_utilization=0.3", "actor_rollout_ref.actor.optim.lr=1e-2",
     "trainer.logger=[console,file]",
-    "mux.nodes.rollout=[g0]", "mux.nodes.train=[g0]", "ray_kwargs.ray_init.num_gpus=1",
+    "ray_kwargs.ray_init.num_gpus=1",
 ]  # fmt: skip
 LORA = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=true"]
 REFUSED = {
@@ -62,7 +62,8 @@ def start(assets, coordinator, tmp_path, monkeypatch):
     def begin(name, *more, steps=STEPS):
         overrides = [*tiny.overrides(assets, steps, "mux_colocate"), *OVERRIDES, "trainer.project_name=p",
                      f"trainer.experiment_name={name}", *more]  # fmt: skip
-        started[name] = tiny.start_job(name, overrides, tmp_path, coordinator.address, *_last(name))
+        nodes = ["mux.nodes.rollout=[g0]", "mux.nodes.train=[g0]"]  # after those that `start_job` gives every job
+        started[name] = tiny.start_job(name, overrides, tmp_path, coordinator.address, *nodes)
         return name
 
     def end(name):
@@ -74,11 +75,6 @@ def start(assets, coordinator, tmp_path, monkeypatch):
     for process in started.values():
         process.kill()
         process.wait()
-
-
-def _last(name):
-    """After those that `start_job` gives every job."""
-    return ["mux.nodes.rollout=[g0]", "mux.nodes.train=[g0]"]
 
 
 def _metrics(folder, name):

@@ -64,11 +64,10 @@ class World:
                 *([slow] if name == "wide" else []),
             ]
         run = {
-            **{key: example[key] for key in ("ray", "environment", "bind")},
+            **{key: example[key] for key in ("ray", "environment")},
             **{"dir": str(self.out), "coordinator": self.address, "keys": str(self.folder / "keys"), "jobs": jobs},
-            **{"hosts": {host: {"via": [*via, host]} for host in HOSTS}, "bind": self.bed.address},
+            **{"hosts": {host: {"via": [*via, host]} for host in HOSTS}},
         }
-        del run["bind"]
         (self.folder / "run.yaml").write_text(yaml.safe_dump(run))
         command = [sys.executable, "-m", "verl_mux", "submit", str(self.folder / "run.yaml")]
         log = (self.folder / "launcher.log").open("a")

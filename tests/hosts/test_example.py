@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.e2e import tiny
 from tests.hosts.conftest import EXAMPLE
+from tests.hosts.faults import mapped_without_lease, two_holders
 
 pytestmark = pytest.mark.hosts
 ROOT = Path(__file__).parents[2]
@@ -29,12 +32,28 @@ def run(tmp_path_factory) -> Path:
         require_root()
     except BedError as error:
         pytest.skip(str(error))
-    directory, began = tmp_path_factory.mktemp("hosts") / "run", time.monotonic()
-    command = [sys.executable, "-m", "verl_mux", "run", "examples/hosts.yaml", "--dir", str(directory)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=2 * _LIMIT_S)
-    assert done.returncode == 0, done.stderr
+    began = time.monotonic()
+    directory = _run(ROOT / "examples" / "hosts.yaml", tmp_path_factory.mktemp("hosts") / "run")
     assert time.monotonic() - began < _LIMIT_S
     return directory
+
+
+def _run(file: Path, directory: Path) -> Path:
+    command = [sys.executable, "-m", "verl_mux", "run", str(file), "--dir", str(directory)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=2 * _LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+@pytest.fixture(scope="module", params=JOBS)
+def alone(request, run, tmp_path_factory) -> tuple[str, Path]:
+    """A job and the folder of its run by itself, on the same hosts."""
+    folder = tmp_path_factory.mktemp("alone")
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    file = folder / "examples" / "hosts.yaml"
+    spec = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump({**spec, "jobs": {request.param: spec["jobs"][request.param]}}))
+    return request.param, _run(file, folder / "run")
 
 
 def test_both_jobs_do_all_their_steps(run):
@@ -59,6 +78,24 @@ def test_no_two_jobs_hold_a_node_at_once(run):
     for spans in held.values():
         spans.sort()
         assert all(a[1] <= b[0] + 0.001 or a[2] == b[2] for a, b in zip(spans, spans[1:], strict=False))
+
+
+def test_the_agents_saw_each_job_where_its_leases_are_and_nowhere_else(run):
+    spec = yaml.safe_load((ROOT / "examples" / "hosts.yaml").read_text())
+    host_of = {node["name"]: node["host"] for pool in spec["coordinator"]["pools"].values() for node in pool["nodes"]}
+    leased = {
+        job: {side: sorted(host_of[node] for node in nodes) for side, nodes in keys["nodes"].items()}
+        for job, keys in spec["jobs"].items()
+    }
+    assert json.loads((run / "summary.json").read_text())["hosts"] == leased
+    assert two_holders(run) == [] and mapped_without_lease(run) == []
+
+
+@pytest.mark.parametrize("key", ["reward", "loss"])
+def test_each_step_is_as_if_the_job_were_alone(run, alone, key):
+    job, by_itself = alone
+    mine, expected = ([e["extra"][key] for e in tiny.events(d, job) if e["event"] == "step"] for d in (run, by_itself))
+    assert len(expected) == STEPS and mine == expected
 
 
 def test_both_fit_into_the_machine(run):

@@ -57,7 +57,7 @@ TRIED = [
     ("bench report --events 1", 2, "verl-mux bench report needs polars: pip install 'verl-mux[report]'"),
     ("bench rollout --file {root}/examples/long_tail.yaml --dir run", 2, "verl-mux bench rollout needs verl: uv pip install"),
     ("bench migration --file {root}/examples/migration.yaml --dir run", 2, "verl-mux bench migration needs verl: uv pip install"),
-    ("bench memory --cycles 5 --parameters 1", 2, "verl-mux bench memory needs verl: uv pip install"),
+    ("bench memory --cycles 15 --parameters 1", 2, "verl-mux bench memory needs verl: uv pip install"),
     ("bench sync --case 9_to_9", 2, "there is no case 9_to_9"),
     ("bench tail nowhere.jsonl --json", 2, "nowhere.jsonl"),
     ("bench predictor lengths.jsonl", 2, "verl-mux bench predictor needs scipy: pip install 'verl-mux[predictor]'"),
