@@ -17,6 +17,8 @@ OVERRIDES = [
     "actor_rollout_ref.rollout.gpu_memory_utilization=0.3", "actor_rollout_ref.actor.optim.lr=1e-2",
     "trainer.logger=[console,file]",
     "ray_kwargs.ray_init.num_gpus=1",
+    # Without a flash attention package of the trainer's.
+    "actor_rollout_ref.model.use_remove_padding=false", "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
 ]  # fmt: skip
 LORA = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=true"]
 REFUSED = {
@@ -31,7 +33,19 @@ def assets(gpus, tmp_path_factory):
     pytest.importorskip("verl")
     folder = tmp_path_factory.mktemp("assets")
     tiny.make_assets(folder)
+    _make_model(folder / "model")
     return folder
+
+
+def _make_model(folder):
+    """Instead of the tiny one: with heads of a size that kernels know."""
+    import torch
+    from model import Shape, make_model  # examples/arithmetic, which `make_assets` has put on the path
+    from transformers import AutoTokenizer
+
+    torch.manual_seed(0)
+    shape, tokenizer = Shape(hidden=256, layers=2, heads=4, intermediate=512), AutoTokenizer.from_pretrained(folder)
+    make_model(shape, tokenizer).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")

@@ -100,6 +100,8 @@ def on_cuda(monkeypatch):
     for where in (workers, base):
         monkeypatch.setattr(where, "get_device_name", lambda: "cuda")
     monkeypatch.setattr(workers, "get_torch_device", lambda: module)
+    assert callable(torch._C._host_emptyCache)
+    monkeypatch.setattr(workers, "_empty_host_cache", lambda: calls.append("empty_host_cache"))
 
     def made(**config):
         engine = Engine(**config)
@@ -117,7 +119,7 @@ def call(engine, mode):
 def test_on_cuda_the_copies_are_complete_before_the_device_is_said_to_be_free(on_cuda):
     calls, _, states = on_cuda()
     assert figures(states.sleep()) == {"params": (100, 0)}
-    assert calls == [("cpu", True, True), "synchronize", "empty_cache"]
+    assert calls == [("cpu", True, True), "synchronize", "empty_cache", "empty_host_cache"]
 
 
 def test_on_cuda_a_phase_loads_and_offloads_its_states_once_however_many_calls_it_has(on_cuda):
@@ -129,7 +131,7 @@ def test_on_cuda_a_phase_loads_and_offloads_its_states_once_however_many_calls_i
         call(engine, mode)
     assert calls == [("cuda", True, True), "synchronize"]
     states.sleep()
-    assert calls[2:] == [("cpu", True, True), "synchronize", "empty_cache"]
+    assert calls[2:] == [("cpu", True, True), "synchronize", "empty_cache", "empty_host_cache"]
 
 
 def test_on_cuda_a_call_outside_of_a_phase_moves_its_states_itself(on_cuda):

@@ -69,8 +69,8 @@ class DeviceStates:
         self._engine.to(get_device_name(), model=True, optimizer=True, grad=True)
         get_torch_device().synchronize()
         self._moved_by_calls(False)
-        there = get_torch_device().memory_allocated()
-        return Moved(max(there - before, 0), there, time.perf_counter() - started)
+        taken = max(get_torch_device().memory_allocated() - before, 0)  # of this engine alone: a process may hold two
+        return Moved(taken, taken, time.perf_counter() - started)
 
     def _moved_by_calls(self, moved: bool) -> None:
         """Whether verl's calls load and offload the states, which completion.py asks for. Frozen models, and states under FSDP's
@@ -86,6 +86,7 @@ class DeviceStates:
         # The copies run on: until they are done the host holds no whole state, and the device no free bytes.
         get_torch_device().synchronize()
         get_torch_device().empty_cache()
+        _empty_host_cache()
         return Moved(max(before - get_torch_device().memory_allocated(), 0), 0, time.perf_counter() - started)
 
     def _pause(self, tag: str) -> Moved:
@@ -97,6 +98,11 @@ class DeviceStates:
             return [*self._engine.module.parameters(), *self._engine.module.buffers()]
         optimizer = getattr(self._engine, "optimizer", None)
         return [value for state in optimizer.state.values() for value in state.values()] if optimizer is not None else []
+
+
+def _empty_host_cache() -> None:
+    """Pinned memory in which nothing lies goes back to the host, where other jobs' states want it: torch keeps it for ever."""
+    torch._C._host_emptyCache()
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:

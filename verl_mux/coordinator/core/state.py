@@ -259,12 +259,19 @@ class Machine:
         if job.watched is None or spec is None:
             return []
         out = observing.released(job.watched, lease, spec, now)
-        if revised := observing.revised(job.watched, spec):
-            placing.correct(self.state, revised)
+        self._correct(job)
         group = self.state.placed.group_of(job.name)
         if group is not None and lease.phase == "train" and prediction.is_due(group, job, self.state, self.config):
             out.append(prediction.predicted(group, self.state, self.config))
         return out
+
+    def _correct(self, job: Job) -> None:
+        """The placer is told of a job that turns out other than it was placed by."""
+        spec = self.state.placed.job(job.name)
+        if job.watched is not None and spec is not None:
+            revised = memory.revised(job, observing.revised(job.watched, spec) or spec)
+            if revised is not spec:
+                placing.correct(self.state, revised)
 
     def _heartbeat(self, now: float, job: Job, what: m.Heartbeat) -> list[Instruction]:
         queued = self._waiting.queued_by(what.client)
@@ -290,7 +297,9 @@ class Machine:
         return telemetry.REPORTS[type(what)](self.state, job, what)
 
     def _host_memory(self, now: float, job: Job, what: HostMeasured | m.HostReport) -> list[Instruction]:
-        return memory.measured(self.state, self.config, job, what)
+        out = memory.measured(self.state, self.config, job, what)
+        self._correct(job)
+        return out
 
     def _detach(self, now: float, job: Job, what: m.Detach) -> list[Instruction]:
         self._leases.drop([request for request in self._waiting.requests_of(job.name) if request.client == what.client])

@@ -6,7 +6,8 @@ heard, by the job itself elsewhere. What counts for it on a node is
 - from then on the most that was measured since, be it more or less than it told.
 
 A job that does not fit is refused, with who holds what and where it would fit. One that is there is never ended for what it
-holds. A node without `host_bytes` has no limit. Placed jobs count here as they were estimated, and the placer sees that they fit.
+holds. A node without `host_bytes` has no limit. Placed jobs count as they were estimated until they are measured; the placer, which
+is told what was, sees that they fit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from verl_mux.coordinator.core.records import HostMemory, Job, JobState, State
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.profiling.eventlog import events
 from verl_mux.scheduling.estimate.gpu_kinds import GPU_KINDS, GpuKind
-from verl_mux.scheduling.model import Pin
+from verl_mux.scheduling.model import JobSpec, Pin
 
 GB = 10**9
 SETTLED = 2
@@ -187,6 +188,16 @@ def measured(state: State, config: Config, job: Job, what: HostMeasured | m.Host
     about = {"job": job.name, "node": what.node, "bytes": bytes_now, "source": job.host_memory[what.node].source}
     counts = {"counted": held.get(job.name, 0), "node_bytes": sum(held.values()), "capacity": node.host_bytes if node else None}
     return [Log(events.HOST_MEMORY, {**about, **counts})]
+
+
+def revised(job: Job, spec: JobSpec) -> JobSpec:
+    """The placed job with the host memory that it was seen to take, where that is other than what it is placed by."""
+    for side in ("rollout", "train"):
+        most = max((job.host_memory[node].most for node in job.nodes.get(side, ()) if node in job.host_memory), default=0)
+        placed_by = round(getattr(spec, f"{side}_memory_gb") * GB)
+        if most and abs(most - placed_by) > max(_NEWS_BYTES, _NEWS_SHARE * placed_by):
+            spec = msgspec.structs.replace(spec, **{f"{side}_memory_gb": most / GB})
+    return spec
 
 
 def _is_looked_at(node: str, state: State, config: Config) -> bool:
