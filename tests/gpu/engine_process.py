@@ -44,6 +44,7 @@ class Sglang:
             model_path=str(self._model), dtype="bfloat16", device="cuda", tp_size=options["ranks"], skip_tokenizer_init=True,
             mem_fraction_static=options["share"], max_running_requests=2, context_length=256, enable_memory_saver=True,
             enable_weights_cpu_backup=False, log_level="error", skip_server_warmup=True, random_seed=0,
+            disable_radix_cache=True,  # a prompt that is known goes another way, and rounds otherwise
         )  # fmt: skip
 
     def tokens(self, count: int) -> list[int]:

@@ -6,8 +6,8 @@ heard, by the job itself elsewhere. What counts for it on a node is
 - from then on the most that was measured since, be it more or less than it told.
 
 A job that does not fit is refused, with who holds what and where it would fit. One that is there is never ended for what it
-holds. A node without `host_bytes` has no limit. Placed jobs count as they were estimated until they are measured; the placer, which
-is told what was, sees that they fit.
+holds. A node without `host_bytes` has no limit. Placed jobs count as they were estimated until they are measured; the placer,
+which is told what was, sees that they fit.
 """
 
 from __future__ import annotations
