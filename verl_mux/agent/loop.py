@@ -10,13 +10,13 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
 import zmq
 
 from verl_mux.agent.devices import Devices
+from verl_mux.agent.host_memory import HostMemory
 from verl_mux.agent.mapped import MappedLog
 from verl_mux.agent.processes import Marked
 from verl_mux.coordinator import signalling
@@ -27,7 +27,6 @@ from verl_mux.coordinator.bus.access.keys import ClientKeys
 from verl_mux.coordinator.bus.families.agents import Holder
 from verl_mux.coordinator.bus.link import connect_to, dealer
 from verl_mux.errors import UserError
-from verl_mux.platform.host_memory import process_bytes
 from verl_mux.profiling.eventlog import events
 
 log = logging.getLogger(__name__)
@@ -37,8 +36,6 @@ _WITHOUT_ANSWER_S = 0.5
 # Longer than libzmq's own tries to connect: where it has given up, as after a refused key, a new socket tries.
 _NEW_CONNECTION_AFTER_S = 5.0
 _HIGHEST_BYTES = 2**43  # of one message's field
-# The kernel goes through all pages of a process to tell what it holds of the host's memory.
-_HOST_MEMORY_EVERY_S = 10.0
 
 
 class Agent:
@@ -51,8 +48,7 @@ class Agent:
         self._marked, self._mapped = Marked(), MappedLog(event_log)
         self._answer: m.AgentAnswer | None = None
         self._number = 0
-        self._host_memory: dict[m.Member, dict[str, int]] = {}
-        self._host_memory_at = float("-inf")
+        self._host_memory = HostMemory()
         self._has_been_answered = False
         self._killed: set[m.Member] = set()  # said once, done until it is gone
 
@@ -86,7 +82,7 @@ class Agent:
         marked = self._marked.find(fresh=False)
         held = self._devices.held(answer.nodes if answer else {})
         carrying = {member.pid for found in marked.values() for member in found}
-        host, others = self._look_at_host_memory(marked), dict(held.others)
+        host, others = self._host_memory.of([member for found in marked.values() for member in found]), dict(held.others)
         for pid, by_node in held.by_pid.items():
             for node, num_bytes in by_node.items() if pid not in carrying else ():
                 others[node] = others.get(node, 0) + num_bytes
@@ -107,14 +103,6 @@ class Agent:
             memory_free=min(memory.available, _HIGHEST_BYTES),
             memory_total=min(memory.total, _HIGHEST_BYTES),
         )
-
-    def _look_at_host_memory(self, marked: Mapping[str, Sequence[m.Member]]) -> dict[m.Member, dict[str, int]]:
-        """Of each process; those that came since the last look are not in it, for a sum that lacks some is no news."""
-        now = time.monotonic()
-        if now - self._host_memory_at > _HOST_MEMORY_EVERY_S:
-            self._host_memory_at = now
-            self._host_memory = {member: process_bytes(member.pid) for found in marked.values() for member in found}
-        return self._host_memory
 
     # --- doing ---
 
