@@ -1,9 +1,11 @@
 """The measure of what an event costs; its figures are for `verl-mux bench log`, not for a test."""
 
+import queue
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from verl_mux.bench.log_cost import measure
@@ -47,22 +49,56 @@ def test_what_the_logs_took_is_added_up_over_processes_and_told_by_step(tmp_path
         own_cost(tmp_path, {1: 10.0})
 
 
-def test_processor_time_counts_descendants_that_have_ended():
-    burn = "import time\nwhile time.process_time() < 0.6: pass"
-    began = time.time()
-    with ProcessorTime(every_s=0.02) as processor:
-        subprocess.run([sys.executable, "-c", burn], check=True)
-    ended = time.time()
-    used = between(processor.at({1: began, 2: ended}))
-    assert 0.4 < used[2] < 60.0
+# Uses so many seconds of processor time, says so, and waits for a word.
+BURN = "import time\nwhile time.process_time() < {}: pass\nprint(flush=True)\ninput()"
 
 
-def test_a_process_is_counted_to_its_end_whatever_it_is_called_later():
-    burn = "import time\nwhile time.process_time() < {}: pass"
-    renamed = f"{burn.format(0.3)}\nimport os, sys\nos.execv({sys.executable!r}, ['later', '-c', {burn.format(0.8)!r}])"
+@pytest.fixture
+def looked_at(monkeypatch):
+    """Waits until a process of this name has been looked at anew."""
+    looks, read = queue.SimpleQueue(), psutil.Process.cmdline
+
+    def cmdline(process):
+        words = read(process)
+        looks.put(words[:1])
+        return words
+
+    def wait(name):
+        while not looks.empty():
+            looks.get()
+        for _ in range(2):  # the first look may have begun before
+            while looks.get(timeout=60) != [name]:
+                pass
+
+    monkeypatch.setattr(psutil.Process, "cmdline", cmdline)
+    return wait
+
+
+def start(code, name):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([name, "-c", code], executable=sys.executable, **pipes)
+
+
+def test_processor_time_counts_descendants_that_have_ended(looked_at):
     began = time.time()
-    with ProcessorTime(every_s=0.02) as processor:
-        subprocess.run(["first", "-c", renamed], executable=sys.executable, check=True)
+    with ProcessorTime(every_s=0.02) as processor, start(BURN.format(0.6), "burns") as child:
+        child.stdout.readline()
+        looked_at("burns")
+        child.communicate("\n")
+    assert 0.5 < between(processor.at({1: began, 2: time.time()}))[2] < 60.0
+
+
+def test_a_process_is_counted_to_its_end_whatever_it_is_called_later(looked_at):
+    later = f"\nimport os, sys\nos.execv({sys.executable!r}, ['later', '-c', {BURN.format(0.8)!r}])"
+    began = time.time()
+    with ProcessorTime(every_s=0.02) as processor, start(BURN.format(0.3) + later, "first") as child:
+        child.stdout.readline()
+        looked_at("first")
+        child.stdin.write("\n")
+        child.stdin.flush()
+        child.stdout.readline()
+        looked_at("later")
+        child.communicate("\n")
     ended = time.time()
-    assert between(processor.at({1: began, 2: ended}, ("first",)))[2] > 0.6
+    assert between(processor.at({1: began, 2: ended}, ("first",)))[2] > 0.7
     assert between(processor.at({1: began, 2: ended}, ("nobody",)))[2] == 0

@@ -87,6 +87,8 @@ def run(assets, tmp_path_factory) -> Run:
             result.coordinator_killed = time.time()
             os.kill(read_note(out / "coordinator").pid, signal.SIGKILL)
             result.killed["rolls"] = _kill_in(runner, out, "rolls", "rollout")
+            checkpoint = out / "stays" / "checkpoints" / f"global_step_{SAVED}"
+            _until(checkpoint.exists, runner)
             for phase in FENCED:
                 _fence_in(runner, out, "stays", phase)
             joining = tiny.start_job("trains", restarts, out, _address(out))
@@ -219,9 +221,9 @@ def _fence_in(runner: subprocess.Popen, directory: Path, job: str, phase: str) -
 
 
 def fenced(directory: Path, job: str) -> dict[str, int]:
-    """By phase: the first step in which the job fenced itself in it."""
+    """By phase: the first step after its first checkpoint in which the job fenced itself in it."""
     found = [(e["step"], e["extra"]["phase"]) for e in tiny.events(directory, job) if e["event"] == "lease_fenced"]
-    return {phase: step for step, phase in sorted(found, reverse=True)}
+    return {phase: step for step, phase in sorted(found, reverse=True) if step > SAVED}
 
 
 def _since(moment: float, directory: Path, job: str, event: str, role: str) -> bool:

@@ -31,9 +31,8 @@ def resumed(run, compared, streaming, assets, tmp_path_factory):
     """
     directory, newest = tmp_path_factory.mktemp("alone"), compared[0] - 1
     checkpoints = directory / "job" / "checkpoints"
-    if newest:
-        shutil.copytree(run.directory / "stays" / "checkpoints" / f"global_step_{newest}", checkpoints / f"global_step_{newest}")
-        (checkpoints / "latest_checkpointed_iteration.txt").write_text(str(newest))
+    shutil.copytree(run.directory / "stays" / "checkpoints" / f"global_step_{newest}", checkpoints / f"global_step_{newest}")
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text(str(newest))
     process = tiny.start_job("job", [*tiny.overrides(assets, compared[-1]), *LONG_ROLLOUT], directory, None)
     assert process.wait(600) == 0, (directory / "job" / "job.log").read_text()[-3000:]
     return directory

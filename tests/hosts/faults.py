@@ -217,6 +217,8 @@ def rank(world: World) -> dict:
 def agent(world: World) -> dict:
     at, host = time.time(), random.choice(HOSTS)
     pids = [process.pid for process in psutil.process_iter() if _is_agent(process) and _on_host(world, process, host)]
+    if not pids:
+        raise LookupError(f"no agent runs on {host}")
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     return {"host": host, "killed": len(pids), **_unharmed(world, at, 10.0)}

@@ -30,6 +30,16 @@ def test_processor_time_of_living_processes_is_counted_once(tmp_path):
     assert cores.read(tmp_path)[2].cpu == {}
 
 
+def test_a_process_that_one_look_missed_is_not_counted_from_its_start_again(tmp_path):
+    account, it = Account(tmp_path), psutil.Process()
+    account.look([it])
+    account.look([])
+    account.look([it])
+    used = it.cpu_times()
+    missed, again = cores.read(tmp_path)
+    assert missed.cpu == {} and sum(again.cpu.values()) < (used.user + used.system) / 2
+
+
 def test_cores_of_a_window_and_of_each_kind_of_process():
     intervals = [Interval(0, 10, {"a": 5.0, "b": 10.0}), Interval(10, 20, {"a": 10.0})]
     assert cores.busy(intervals, [(5, 20)]) == (pytest.approx((2.5 + 5 + 10) / 15), {"a": pytest.approx(0.8333), "b": 0.3333})

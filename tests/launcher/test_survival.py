@@ -49,6 +49,14 @@ def test_a_job_with_restarts_goes_on_from_its_checkpoint_and_nobody_is_told_that
     assert runs.steps("dies") == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_restarted_job_that_finds_no_coordinator_has_not_refused_its_keys(runs, tmp_path):
+    runs.write({"dies": {"overrides": ["+die_in=3", "+steps=4", f"+deaf={tmp_path / 'deaf'}"], "restarts": 2}})
+    told = runs.ends(launcher := runs.start())
+    assert launcher.returncode == 0, told
+    assert "no coordinator answers within 30 s; it is started again from its newest checkpoint (2 of 2)" in told
+    assert runs.steps("dies") == [1, 2, 3, 4]
+
+
 def test_restarts_have_an_end_and_wrong_keys_have_none(runs):
     refuses = {"overrides": ["+refuse=true"], "restarts": 3}
     runs.write({"refuses": refuses, "dies": {"overrides": ["+die_always=1"], "restarts": 1}})

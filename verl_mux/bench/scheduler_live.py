@@ -144,15 +144,22 @@ def _grants(address: str) -> Iterator[list[float]]:
     process.start()
     theirs.close()
     try:
-        ours.recv()  # it has begun
+        _next(ours)  # it has begun
         yield found
         ours.send("enough")
-        found += ours.recv()
-    except EOFError:
+        found += _next(ours)
+    except (EOFError, BrokenPipeError):
         raise Failure("the jobs that hand a node over ended") from None
     finally:
         ours.close()
+        process.kill()  # where the coordinator is gone, it waits for it
         process.join()
+
+
+def _next(connection: Connection) -> Any:
+    if not connection.poll(_ANSWER_MS / 1000):
+        raise Failure(f"the jobs that hand a node over have said nothing for {_ANSWER_MS} ms")
+    return connection.recv()
 
 
 def _hand_over(address: str, bench: Connection) -> None:

@@ -6,6 +6,7 @@ from omegaconf import DictConfig, OmegaConf
 
 KEYS = (
     "trainer.v1.trainer_mode",
+    "trainer.v1.sampler.max_off_policy_threshold",
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
     "data.train_batch_size",
@@ -16,10 +17,13 @@ KEYS = (
     "actor_rollout_ref.rollout.n_gpus_per_node",
     "actor_rollout_ref.rollout.tensor_model_parallel_size",
     "actor_rollout_ref.rollout.max_num_seqs",
-    *(f"mux.rollout.oversample.{key}" for key in ("rate", "leftover", "tokens", "max_cuts", "max_failures")),
+    *(
+        f"mux.rollout.oversample.{key}"
+        for key in ("rate", "leftover", "tokens", "max_cuts", "max_failures", "accept_length_bias")
+    ),
     *(f"mux.rollout.segments.{key}" for key in ("segment_length", "max_segments", "max_length", "treatment")),
     *(f"mux.rollout.dispatch.{key}" for key in ("order", "predictor")),
-    "mux.rollout.migration.enable",
+    *(f"mux.rollout.{key}" for key in ("max_lag", "max_lag_strategy", "tail", "migration.enable")),
 )
 
 

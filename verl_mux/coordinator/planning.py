@@ -40,10 +40,11 @@ class Planning:
         self._busy = False
         if answering.cancelled():
             return
-        if (error := answering.exception()) is None:
+        try:
             self._take(answering.result())
-        else:
+        except Exception as error:  # of the planner, or of the machine, which has taken it back: the next question is not to wait
             self._refusals.count("faults", f"placement: {type(asked.question).__name__}", error)
+            self._planner = Planner()  # the old one remembers what did not come to be
             self._take(nothing_follows(asked))
 
     def close(self) -> None:

@@ -329,8 +329,9 @@ class Coordinator:
             except Exception as error:  # out of descriptors, say: it passes, and the service goes on
                 self._refusals.count("faults", "the watch over processes", error)
             ending = self._machine.calls or any(job.state is JobState.DYING for job in self._jobs())
+            soon = ending or self._machine.somebody_is_nearly_late(self._clock.now())
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._told.wait(), REAP_EVERY_S if ending else WATCH_EVERY_S)
+                await asyncio.wait_for(self._told.wait(), REAP_EVERY_S if soon else WATCH_EVERY_S)
             self._told.clear()
 
     async def _look_around(self) -> None:

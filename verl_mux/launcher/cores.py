@@ -64,7 +64,8 @@ class Account:
             line = {"start": self._at, "end": now, "cpu": {name: round(seconds, 3) for name, seconds in cpu.items()}}
             with self._path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-        self._at, self._used = now, used
+        # One that could not be read now may be there again at the next look, and has not used all of it since then.
+        self._at, self._used = now, {**self._used, **used}
 
 
 def kind(process: psutil.Process) -> str:

@@ -143,7 +143,9 @@ class Watch:
     def _on_exit(self, job: JobProcess) -> None:
         job.sweep()
         self._untold.append(job)
-        if job.returncode not in (0, 2) and self._restarts[job.name] > 0:
+        # Keys that were taken once are not refused later: it then ended so for want of something else, as of the coordinator.
+        refused = job.returncode == 2 and self._restarts[job.name] == job.spec.restarts
+        if job.returncode != 0 and not refused and self._restarts[job.name] > 0:
             self._restarts[job.name] -= 1
             self._again.append(job)
             how_often = f"{job.spec.restarts - self._restarts[job.name]} of {job.spec.restarts}"
@@ -151,7 +153,7 @@ class Watch:
             print(f"job {job.name} {text}", file=sys.stderr, flush=True)
             return
         self._ended.add(job.name)
-        if job.returncode == 2:
+        if refused:
             self.refused.add(job.name)
         if job.returncode != 0:
             self._say_failed(job, f"{job.how_it_ended()} (log: {job.log_path})")

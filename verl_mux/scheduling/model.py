@@ -61,10 +61,11 @@ class Pool(_Value, frozen=True):
 
 
 class Cluster(_Value, frozen=True):
-    """A rollout pool and a training pool."""
+    """A rollout pool and a training pool. closed: nodes that nobody new is placed on."""
 
     rollout: Pool
     train: Pool
+    closed: frozenset[str] = frozenset()
 
 
 # The paper's testbed (RollMux, arXiv 2512.11306v2, table 1): nodes of eight; it says only "1-2 TB" of host memory.

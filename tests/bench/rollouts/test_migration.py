@@ -41,6 +41,24 @@ def test_responses_are_paired_by_prompt_whatever_their_order(tmp_path):
     assert (found["responses"], found["equal_responses"]) == (3, 1)
 
 
+RUN = """
+coordinator: {pools: {rollout: {nodes: [{name: r0}]}, train: {nodes: [{name: t0}]}}}
+overrides: [mux.rollout.migration.enable=true]
+jobs:
+  wide: {nodes: {rollout: [r0], train: [t0]}}
+"""
+
+
+def test_migration_that_all_jobs_share_is_switched_off_in_the_other_run(tmp_path, monkeypatch):
+    (tmp_path / "run.yaml").write_text(RUN)
+    runs = []
+    monkeypatch.setattr("verl_mux.launcher.command.run_jobs", runs.append)
+    monkeypatch.setattr("verl_mux.bench.rollouts.migration.compare", lambda *_: {})
+    measure(tmp_path / "run.yaml", tmp_path / "out")
+    last = [[*run.overrides, *run.jobs["wide"].overrides][-1] for run in runs]
+    assert last == ["mux.rollout.migration.enable=false", "mux.rollout.migration.enable=true"]
+
+
 def test_a_run_file_without_migration_is_refused(tmp_path):
     with pytest.raises(UserError, match="no job has mux.rollout.migration.enable=true"):
         measure(Path("examples/demo.yaml"), tmp_path)

@@ -49,6 +49,16 @@ def two():
     return jobs
 
 
+def test_from_when_a_job_fences_itself_until_its_lease_ends_its_end_is_near(two):
+    two.live(1, "a", "b")
+    heard, near = two.now - 0.5, []
+    for _ in range(60):
+        two.live(0.5, "b")
+        near += [two.now - heard] * two.machine.somebody_is_nearly_late(two.now)
+    timeout = two.machine.config.lease_timeout
+    assert near == [at * 0.5 for at in range(1, 61) if 0.7 * timeout < at * 0.5 <= timeout]
+
+
 def test_a_silent_job_that_nobody_waits_for_keeps_what_it_holds(two):
     assert two.live(60, "b") == [JobSilent(job="a", uid="a:1")]
     assert two.holders("r0") == ["a"]

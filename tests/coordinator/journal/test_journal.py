@@ -13,7 +13,7 @@ import pytest
 from tests.coordinator.conftest import POOLS
 from verl_mux.coordinator.bus import boot
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.inputs_and_instructions import Input
+from verl_mux.coordinator.core.inputs_and_instructions import Input, Settled
 from verl_mux.coordinator.core.tokens import numbering
 from verl_mux.coordinator.journal import frames
 from verl_mux.coordinator.journal import journal as journal_module
@@ -130,6 +130,36 @@ def test_a_coordinator_that_ended_while_it_settled_settles_anew(start, tmp_path)
     start(tmp_path / "journal", before=Before.PERHAPS)
     _, machine = start(tmp_path / "journal")
     assert is_settling(machine)
+
+
+def claiming(token):
+    claim = m.Claim(token=token, key="k", phase="rollout", step=1, nodes=["r0"], granted_at=1.0)
+    who = {"job": "a", "uid": "a:1", "client": "a", "host": "h", "pid": 1, "started": 1}
+    return m.Register(**who, nodes=SIDES, held=[claim], seen=token, again=True)
+
+
+def test_who_lost_its_memory_twice_still_believes_what_it_had_not_learnt_in_between(start, path):
+    seen = numbering.before(7) + 5
+    for file in path.parent.glob("journal*"):
+        file.unlink()
+    start(path, before=Before.PERHAPS)  # it ends before anybody spoke to it
+    start(path.with_name("another"))
+    path.unlink()
+    journal, machine = start(path)
+    take(journal, machine, 1.0, claiming(seen))
+    assert list(machine.state.leases) == [seen] and machine.state.token >= numbering.before(8)
+
+
+def test_who_settled_has_learnt_all_and_believes_nothing_later(start, path):
+    for file in path.parent.glob("journal*"):
+        file.unlink()
+    journal, machine = start(path, before=Before.PERHAPS)
+    take(journal, machine, 1.0, Settled())
+    start(path.with_name("another"))
+    path.unlink()
+    journal, machine = start(path)
+    take(journal, machine, 1.0, claiming(numbering.before(7) + 5))
+    assert not machine.state.leases
 
 
 @pytest.mark.parametrize(

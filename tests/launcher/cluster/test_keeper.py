@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import pytest
 
+from tests.launcher.cluster.test_ports import FOR_KEEPERS, held_block
 from verl_mux.coordinator.bus.members import UID_VARIABLE, carriers
 from verl_mux.errors import Failure
 from verl_mux.launcher.cluster import messages as m
@@ -111,13 +112,15 @@ def test_a_driver_is_interrupted_as_by_ctrl_c(keeper, tmp_path):
 
 
 def test_a_block_of_ports_is_given_back_with_the_connection(keeper):
-    keeper.send(m.Hold(block=199))
+    probe, block = held_block("keeper", range(FOR_KEEPERS, 200))
+    probe.release()
+    keeper.send(m.Hold(block=block))
     assert keeper.answer().taken is None
     other = Connection(PART, queue.SimpleQueue())
-    other.send(m.Hold(block=199))
+    other.send(m.Hold(block=block))
     assert other.answer().taken
     keeper.close()
-    other.send(m.Hold(block=199))
+    other.send(m.Hold(block=block))
     assert other.answer().taken is None
     other.close()
 

@@ -34,6 +34,14 @@ def test_lines_of_one_file_keep_their_order(tmp_path):
         assert [int(line) for line in text.split()] == list(range(step, 2000, 3))
 
 
+def test_two_logs_of_one_process_share_a_file(tmp_path):
+    writer, first, second = LineWriter(), Owner(tmp_path), Owner(tmp_path)
+    for number, owner in enumerate((first, second, first)):
+        writer.put(owner, 1, b"%d\n" % number)
+        assert writer.flush(5.0)
+    assert texts(tmp_path) == {"step_1/worker_0.jsonl": "0\n1\n2\n"}
+
+
 def test_a_full_queue_refuses_counts_and_tells(tmp_path, monkeypatch):
     writer, owner = LineWriter(max_lines=3), Owner(tmp_path)
     monkeypatch.setattr(writer, "_start", lambda: None)  # nobody drains yet

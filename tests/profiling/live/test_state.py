@@ -16,9 +16,9 @@ def run(tmp_path):
     """A run of two jobs: a writer for each role of each, and a look at what all of it adds up to."""
     logs = {}
 
-    def log(job, role, at, event, seconds=None, step=1, worker=0, **extra):
-        key = job, role, worker
-        logs.setdefault(key, EventLog(tmp_path / job / "events", worker, role, job))
+    def log(job, role, at, event, seconds=None, step=1, worker=0, start="first", **extra):
+        key = job, role, worker, start
+        logs.setdefault(key, EventLog(tmp_path / job / "events", worker, role, job, run=start))
         logs[key].log(event, seconds, extra, step, EPOCH + at)
 
     follower, state = Follower(tmp_path), State()
@@ -28,6 +28,7 @@ def run(tmp_path):
             it.flush()
         for line in follower.new():
             state.feed(line)
+        state.end(follower.ended())
         return as_json(state, choice or Choice())
 
     log.look, log.folder = look, tmp_path
@@ -89,6 +90,25 @@ def test_replicas_by_their_newest_counters_sorted_and_filtered(run):
     ]
     assert [row["replica"] for row in run.look(Choice(sort=7, falling=True))["replicas"]] == [0, 1]
     assert [row["node"] for row in run.look(Choice(only="r1"))["replicas"]] == ["r1"]
+
+
+def test_a_job_that_is_started_again_is_shown_at_the_step_that_it_does_again(run):
+    for step in range(1, 6):
+        run("a", "trainer", step, "lease_wait", 0.5, step=step, phase="rollout", nodes=["r0"])
+        run("a", "rollout", step, "request_start", step=step, request_id=f"{step}_0")
+    run("a", "server", 5, "engine_generate", 1.0, step=5, replica=0, response_tokens=40, finish="stop")
+    run.look()
+    (run.folder / "a" / "exit_code").write_text("1")
+    (job,) = run.look()["jobs"]
+    assert (job["step"], job["ended"]) == (5, True)
+    (run.folder / "a" / "exit_code").unlink()
+    run("a", "trainer", 20, "lease_wait", 0.5, step=2, start="second", phase="rollout", nodes=["r0"])
+    run("a", "rollout", 21, "request_start", step=2, start="second", request_id="2_0")
+    run("a", "trainer", 4.5, "update_actor", 1.0, step=5)  # the first start's, and late
+    told = run.look()
+    (job,) = told["jobs"]
+    assert (job["step"], job["ended"], job["runs"], job["doing"]) == (2, False, "rollout", "lease_wait")
+    assert job["requests"] == {"running": 1} and told["replicas"] == []
 
 
 def test_a_torn_line_waits_until_it_is_whole(run):

@@ -1,8 +1,10 @@
 """What-if beside runs that were made under the very keys that are asked about, by a generator that knows nothing of it."""
 
+import json
+
 import pytest
 
-from tests.profiling.made_engines import make
+from tests.profiling.made_engines import EPOCH, Job, Made, make
 from verl_mux.errors import UserError
 from verl_mux.profiling.plain.files import find_log_files
 from verl_mux.profiling.report.input.run_log import read_files
@@ -19,6 +21,15 @@ def analysis(directory) -> Analysis:
 def models(directory) -> dict[str, WhatIf]:
     read = analysis(directory)
     return {it.job: WhatIf(it, stays_of(read, it.job)) for it in recordings(read)}
+
+
+def tell(directory, keys):
+    """The job's keys, as it says them when it begins."""
+    line = {"timestamp": EPOCH.isoformat(), "event": "job_keys", "workid": 0, "step": 0, "role": "trainer", "job": "a"}
+    line |= {"run": "0a1b2c3d", "extra": {"keys": [f"{key}={value}" for key, value in keys.items()]}}
+    folder = directory / "a" / "events" / "trainer" / "step_0"
+    folder.mkdir(parents=True)
+    (folder / "worker_0.jsonl").write_text(json.dumps(line) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +90,31 @@ def test_advice_is_told_best_first_as_keys_and_values(tmp_path):
     changes = [it["step_change"] for it in job["predictions"]]
     assert changes == sorted(changes) and all(change <= -0.03 for change in changes)
     assert told["lines"][0].startswith("a: mux.rollout.") and " % step (" in told["lines"][0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        ({"trainer.v1.trainer_mode": "sync"}, ("oversample", "segments", "order")),
+        ({"trainer.v1.trainer_mode": "mux_separate", "mux.rollout.tail": "defer"}, ("oversample", "segments")),
+        ({"trainer.v1.trainer_mode": "mux_separate", "actor_rollout_ref.rollout.max_num_seqs": 6}, ("oversample",)),
+    ],
+)
+def test_what_the_job_would_refuse_is_not_advised(tmp_path, keys, refused):
+    make(tmp_path, seed=3, steps=3, requests=12, replicas=2, prepare=0.001)
+    tell(tmp_path, keys)
+    (job,) = advise(analysis(tmp_path))["jobs"].values()
+    advised = [key for it in job["predictions"] for key in it["keys"]]
+    assert job["recorded"]["keys"].keys() == keys.keys()
+    assert not [key for key in advised if set(key.split(".")) & set(refused)]
+
+
+def test_a_job_that_cannot_be_run_again_costs_the_others_nothing(tmp_path):
+    make(tmp_path, seed=3, steps=3, requests=12, replicas=2, prepare=0.001)
+    Made(tmp_path, Job(seed=4, steps=3, requests=4), run="4e5f6a7b", name="b")
+    told = advise(analysis(tmp_path))
+    assert list(told["jobs"]) == ["a"] and told["lines"][0].startswith("a: ")
+    assert told["lines"][-1] == "b cannot be run again: too few stays in engines say how long they took"
 
 
 def test_a_line_says_time_reward_and_staleness(plain):

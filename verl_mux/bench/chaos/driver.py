@@ -88,6 +88,10 @@ class _Driver:
                 return mux.acquire(phase, step=step)
             except _Impatient:
                 pass
+            except RuntimeError as error:
+                # A handler that raises while a condition gives its lock up makes Python say so, and not what was raised.
+                if not isinstance(error.__context__, _Impatient):
+                    raise
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
         return mux.acquire(phase, step=step)

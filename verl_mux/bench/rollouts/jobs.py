@@ -37,25 +37,31 @@ def run_all(run: RunFile, modes: list[str], steps: int, seeds: int, rate: float,
     """Every mode with every seed, seed by seed, so that a slow hour of the machine is shared by all modes.
 
     Raises:
-        Failure: a job ended with an error. UserError: it refused its keys.
+        Failure: a job ended with an error. UserError: it refused its keys, or they do not say how long a response may be.
     """
     require_verl()
     Path(run.dir).mkdir(parents=True, exist_ok=True)
     (name, spec), *others = run.jobs.items()
+    longest = _longest([*run.overrides, *spec.overrides, *more])
     unneeded = {other for other, _ in others}
     prepare(msgspec.structs.replace(run, prepare=[command for command in run.prepare if not unneeded.intersection(command)]))
     out = []
     for seed in range(1, seeds + 1):
         for mode in modes:
             keys = [key.format(steps=steps, groups=GROUPS) for key in _JOB] + more
-            keys += overrides(mode, rate, _longest([*run.overrides, *spec.overrides, *more]))
+            keys += overrides(mode, rate, longest)
             job = msgspec.structs.replace(spec, seed=seed, overrides=[*spec.overrides, *keys])
             out.append(_run_one(msgspec.structs.replace(run, jobs={name: job}), name, f"{mode}_{seed}", mode, seed))
     return out
 
 
 def _longest(keys: list[str]) -> int:
-    return int(next(key.removeprefix(_MAX_RESPONSE) for key in reversed(keys) if key.startswith(_MAX_RESPONSE)))
+    given = [key.removeprefix(_MAX_RESPONSE) for key in keys if key.startswith(_MAX_RESPONSE)]
+    if not given or not given[-1].isdecimal():
+        raise UserError(
+            f"the run file's overrides say {given[-1:] or 'nothing'} of {_MAX_RESPONSE}; a number of tokens is needed"
+        )
+    return int(given[-1])
 
 
 def _run_one(run: RunFile, asset: str, folder: str, mode: str, seed: int) -> Run:

@@ -29,14 +29,15 @@ def measure(file: Path, directory: Path) -> dict[str, Any]:
     if not any("migration.enable=true" in key for job in run.jobs.values() for key in (*run.overrides, *job.overrides)):
         raise UserError(f"{file}: no job has mux.rollout.migration.enable=true, so there is nothing to compare")
     without = run_file.read(file, directory / "without")
-    jobs = {name: msgspec.structs.replace(job, overrides=[*job.overrides, *_off(job)]) for name, job in without.jobs.items()}
+    off = {name: _off([*run.overrides, *job.overrides]) for name, job in without.jobs.items()}
+    jobs = {name: msgspec.structs.replace(job, overrides=[*job.overrides, *off[name]]) for name, job in without.jobs.items()}
     run_jobs(msgspec.structs.replace(without, jobs=jobs))
     run_jobs(run)
     return compare(directory / "with", directory / "without", list(run.jobs))
 
 
-def _off(job: Any) -> list[str]:
-    return [_OFF] if any("migration.enable=true" in key for key in job.overrides) else []
+def _off(overrides: list[str]) -> list[str]:
+    return [_OFF] if any("migration.enable=true" in key for key in overrides) else []
 
 
 def compare(with_: Path, without: Path, jobs: list[str]) -> dict[str, Any]:

@@ -35,6 +35,11 @@ def is_late(heard: float, now: float, config: Config) -> bool:
     return now - heard > config.lease_timeout
 
 
+def is_nearly_late(heard: float, now: float, config: Config) -> bool:
+    """Whether its lease may end before the next look: the job has fenced itself by now. Both in running time."""
+    return FENCED_AFTER * config.lease_timeout < now - heard <= config.lease_timeout
+
+
 def is_lost(heard: float, now: float, config: Config) -> bool:
     """Silent for so long that nobody need wait for its nodes. Both in running time."""
     return config.silent_timeout is not None and now - heard > config.lease_timeout + config.silent_timeout

@@ -218,10 +218,10 @@ class State(msgspec.Struct, kw_only=True):
         return [lease for lease in self.leases.values() if lease.job == job]
 
     def watched_of(self, job: str) -> Watched:
-        """Of a job that was placed."""
-        watched = self.jobs[job].watched
-        assert watched is not None
-        return watched
+        """Of a job that was placed. Of one that has left and is no longer on record, which the placer has yet to take out of
+        its group, nothing is known."""
+        known = self.jobs.get(job)
+        return Watched() if known is None or known.watched is None else known.watched
 
     def bytes_on(self, node: str) -> int:
         return sum(sum(job.memory[node].values()) for job in self.jobs.values() if node in job.memory)

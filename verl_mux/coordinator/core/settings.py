@@ -48,7 +48,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`kind` of its GPUs (H20, H800, H100 or one of `placement.kinds`): needed where jobs are placed on it."""
+    """`kind` of its GPUs (H20, H800, H100, H200 or one of `placement.kinds`): needed where jobs are placed on it."""
 
     nodes: list[Node]
     kind: str | None = None

@@ -132,6 +132,10 @@ class Machine:
             out.append(Settled())
         return [Input(now, what) for what in out]
 
+    def somebody_is_nearly_late(self, now: float) -> bool:
+        running = self._running.at(now)
+        return any(patience.is_nearly_late(heard, running, self.config) for heard in self.heard.values())
+
     def settles_for(self, now: float) -> float | None:
         """Seconds for which nothing will be granted, if the coordinator makes no pause; None: it does not settle."""
         until = self.state.settle_until
@@ -346,10 +350,13 @@ class Machine:
     def _about_hosts(self, now: float, what: AboutHosts) -> list[Instruction]:
         if isinstance(what, PoolsChanged):
             return self._reconfigure(what)
-        dying = [job.name for job in self.state.jobs.values() if job.state is DYING]
+        dying, shut = [job.name for job in self.state.jobs.values() if job.state is DYING], fences.shut(self.state)
         out = self._leases.take_from(dying, what.node, now) if isinstance(what, NodeReleased) else []
         out += moves.change(self.state, what, now)
-        return out + self._fence_anew()
+        out += self._fence_anew()
+        if shut - fences.shut(self.state):
+            placing.open_again(self.state)
+        return out
 
     def _reconfigure(self, what: PoolsChanged) -> list[Instruction]:
         before = set(self.config.nodes)

@@ -15,12 +15,14 @@ import xxhash
 from verl_mux.coordinator.journal.frames import Damaged, sync_folder
 
 
-class Epoch(msgspec.Struct, frozen=True):
-    """`number`: of this start of a coordinator; `journal` names the one that belongs to it."""
+class Epoch(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """`number`: of this start of a coordinator; `journal` names the one that belongs to it. `unknown`: up to which token it has
+    yet to learn from clients what its predecessors granted; 0: it knows."""
 
     journal: str
     number: int
     checksum: str = ""
+    unknown: int = 0
 
 
 def read(path: Path) -> Epoch | None:
@@ -48,4 +50,5 @@ def write(path: Path, epoch: Epoch) -> None:
 
 
 def _checked(epoch: Epoch) -> Epoch:
-    return msgspec.structs.replace(epoch, checksum=xxhash.xxh3_64_hexdigest(f"{epoch.journal} {epoch.number}".encode()))
+    told = f"{epoch.journal} {epoch.number}" + (f" {epoch.unknown}" if epoch.unknown else "")
+    return msgspec.structs.replace(epoch, checksum=xxhash.xxh3_64_hexdigest(told.encode()))

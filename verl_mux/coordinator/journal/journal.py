@@ -152,8 +152,9 @@ class Journal:
     # --- writing ---
 
     def _write(self, file: FrameFile, machine: Machine) -> None:
-        if numbering.epoch_of(machine.state.token) > self._epoch.number:  # learnt from a client
-            self._raise_epoch(numbering.epoch_of(machine.state.token))
+        learnt, settled = numbering.epoch_of(machine.state.token), machine.state.settle_until is None
+        if learnt > self._epoch.number or (settled and self._epoch.unknown):
+            self._raise_epoch(max(learnt, self._epoch.number), 0 if settled else self._epoch.unknown)
         if self.blocked is not None or self._count + len(self._pending) >= COMPACT_EVERY:
             self._compact(machine)
         else:
@@ -178,8 +179,8 @@ class Journal:
             self._file.close()
         self._file, self._count = made, 0
 
-    def _raise_epoch(self, number: int) -> None:
-        raised = Epoch(self._epoch.journal, number)
+    def _raise_epoch(self, number: int, unknown: int) -> None:
+        raised = Epoch(self._epoch.journal, number, unknown=unknown)
         epoch_file.write(self._beside("epoch"), raised)
         self._epoch = raised
 
@@ -195,10 +196,11 @@ class Journal:
             raise Damaged(f"its coordinator has been started {number} times, and tokens count no further")
         self.lost = found.lost
         machine.state.token = max(machine.state.token, numbering.before(number))
-        unknown = numbering.LAST if found.epoch is None else numbering.before(number)
+        # What a predecessor that lost its memory had not learnt yet when it lost it again, nobody knows.
+        unknown = numbering.LAST if found.epoch is None else max(numbering.before(number), found.epoch.unknown)
         self._settle(machine, unknown if found.lost else None, is_first=found.is_first)
         self._epoch = Epoch(_name_of(found), number)
-        self._raise_epoch(number)
+        self._raise_epoch(number, 0 if machine.state.settle_until is None else machine.state.unknown_up_to)
         self._compact(machine)
         return machine
 

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_mux.errors import UserError
+from verl_mux.errors import Failure, UserError
 from verl_mux.launcher import run_file
 from verl_mux.launcher.processes.job_process import composition, require_verl
 from verl_mux.memory.certificate.job import Job, read_job
@@ -27,7 +27,8 @@ def read_jobs(files: list[Path]) -> list[tuple[Job, float | None]]:
     """All jobs, each with the memory of its GPUs in GB where its config says it (mux.device.budget).
 
     Raises:
-        UserError: a file that is neither, or a config that cannot be composed or lacks a key.
+        UserError: a file that is neither, or a config that cannot be composed or lacks a key. Failure: composing it takes too
+            long.
     """
     return [_job(config, where) for file in files for where, config in _configs(file)]
 
@@ -49,7 +50,10 @@ def _of_run_file(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     run = run_file.read(file)
     for name, spec in run.jobs.items():
         command, environment = composition(name, spec, run), {**os.environ, **run.environment, **spec.environment}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_WITHIN_S, check=False)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_WITHIN_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise Failure(f"{file}: the config of job {name!r} was not composed within {_WITHIN_S:g} s") from None
         if done.returncode:
             reason = (done.stderr.strip() or "no word").splitlines()[-1]
             raise UserError(f"{file}: the config of job {name!r} cannot be composed: {reason}")

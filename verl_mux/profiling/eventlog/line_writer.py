@@ -218,6 +218,8 @@ class LineWriter:
     def _handle(self, files: LineFiles, path: Path) -> int:
         if path in self._handles:
             self._handles.move_to_end(path)
+            if path not in files.sizes:  # another log of this process opened it
+                files.sizes[path] = os.fstat(self._handles[path]).st_size
             return self._handles[path]
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

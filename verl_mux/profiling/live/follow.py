@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from verl_mux.profiling.plain.files import ROLES, LogFile, find_step_files
 from verl_mux.profiling.plain.lines import Line, parse
 
 STEPS = 2  # the newest ones of each job: what began in a step may be logged in the next
+FIRST_WORKER = "worker_0.jsonl"
 MOST_BYTES = 64 * 2**20  # at once, so that a first look at a large log comes soon
 _STEP = re.compile(r"step_(\d{1,9})")
 
@@ -38,13 +40,15 @@ class Follower:
 
     def _newest(self) -> Iterator[LogFile]:
         for events in self._event_folders():
-            steps = sorted(_steps_in(events))
-            for step in steps[-STEPS:]:
+            written = _steps_in(events)
+            # A job that was started again goes on from an earlier step, in the folders that it filled before.
+            lately = sorted(written, key=lambda step: (written[step], step))[-STEPS:]
+            for step in sorted({*sorted(written)[-STEPS:], *lately}):
                 yield from (replace(file, job=_job_of(events, file)) for file in find_step_files(events, step))
 
     def _event_folders(self) -> list[Path]:
         """A job's `events`, in a run directory those of all jobs and of the coordinator."""
-        if any(_steps_in(self._directory)):
+        if _steps_in(self._directory):
             return [self._directory]
         return sorted(folder for folder in self._directory.glob("*/events") if folder.is_dir())
 
@@ -65,20 +69,24 @@ class Follower:
                 yield line
 
 
-def _steps_in(events: Path) -> set[int]:
-    """Of any role, or of the plain layout, which has no roles."""
-    found: set[int] = set()
-    try:
-        with os.scandir(events) as entries:
-            folders = [entry for entry in entries if entry.is_dir()]
-    except OSError:
-        return found
-    for folder in folders:
-        if step := _STEP.fullmatch(folder.name):
-            found.add(int(step[1]))
-        elif folder.name in ROLES:
-            found |= {int(step[1]) for name in os.listdir(folder.path) if (step := _STEP.fullmatch(name))}
+def _steps_in(events: Path) -> dict[int, float]:
+    """Of any role, or of the plain layout, which has no roles: when the first worker of any role last wrote there, in seconds
+    since the epoch. One file a step is looked at: a long run has thousands of steps."""
+    found: dict[int, float] = {}
+    for folder in (events, *(events / role for role in ROLES)):
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder):
+                if step := _STEP.fullmatch(name):
+                    at = _written(folder / name / FIRST_WORKER)
+                    found[int(step[1])] = max(at, found.get(int(step[1]), 0.0))
     return found
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _job_of(events: Path, file: LogFile) -> str:

@@ -6,6 +6,7 @@ phase, and waits from what it logs when it asks. Requests are counted for their 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,15 +58,21 @@ class Replica:
 
 
 class State:
-    """feed(line) -> jobs, replicas. now: the end of the newest line, seconds since the epoch."""
+    """feed(line) -> jobs, replicas. now: the end of the newest line, seconds since the epoch.
+
+    A job that is started again begins anew, at whatever step it goes on from.
+    """
 
     def __init__(self) -> None:
         self.jobs: dict[str, Job] = {}
         self.replicas: dict[tuple[str, int], Replica] = {}
         self.now = 0.0
+        self._starts: dict[str, tuple[str | None, float]] = {}  # the `run` of each job, and the end of its newest line
 
     def feed(self, line: Line) -> None:
         self.now = max(self.now, line.end)
+        if not self._is_of_newest_start(line):
+            return
         if line.role == "trainer":
             self._trainer(self._job(line), line)
         elif line.role == "rollout":
@@ -79,9 +86,22 @@ class State:
         return sorted(other.name for other in self.jobs.values() if other.phase and wanted & set(other.nodes))
 
     def end(self, jobs: set[str]) -> None:
-        """These run no more."""
-        for job in (job for name, job in self.jobs.items() if name in jobs):
-            job.ended, job.phase, job.asks, job.nodes = True, None, None, ()
+        """These run no more, and all others do."""
+        for job in self.jobs.values():
+            job.ended = job.name in jobs
+            if job.ended:
+                job.phase, job.asks, job.nodes = None, None, ()
+
+    def _is_of_newest_start(self, line: Line) -> bool:
+        run, newest = self._starts.get(line.job, (None, -math.inf))
+        if line.run is not None and line.run != run:
+            if line.end < newest:
+                return False
+            self.jobs.pop(line.job, None)
+            self.replicas = {key: replica for key, replica in self.replicas.items() if replica.job != line.job}
+            run = line.run
+        self._starts[line.job] = run, max(newest, line.end)
+        return True
 
     def _job(self, line: Line) -> Job:
         job = self.jobs.setdefault(line.job, Job(line.job))

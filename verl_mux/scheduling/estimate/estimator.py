@@ -138,14 +138,11 @@ def expected(job: JobSpec, observed: Observed) -> JobSpec:
     step. Medians, since one stalled step says nothing about the next."""
     if observed.steps == 0:
         return job
-    return _observed_job(job, median(observed.rollout), median(observed.train), _median(observed.between), "median")
-
-
-def _observed_job(job: JobSpec, rollout: float, train: float, between: float, source: str) -> JobSpec:
+    between = _median(observed.between)
     return msgspec.structs.replace(
         job,
-        rollout=_estimate(rollout + between, job.rollout, source),
-        train=_estimate(train, job.train, source),
+        rollout=seen(job.rollout, median(observed.rollout) + between, "median"),
+        train=seen(job.train, median(observed.train), "median"),
         sync_s=0.0,
         rollout_switch_s=0.0,
         train_switch_s=0.0,
@@ -153,8 +150,8 @@ def _observed_job(job: JobSpec, rollout: float, train: float, between: float, so
     )
 
 
-def _estimate(seconds: float, before: Estimate, source: str) -> Estimate:
-    """The bound stays known as long as it holds; a phase beyond it shows that it was none."""
+def seen(before: Estimate, seconds: float, source: str) -> Estimate:
+    """A phase as it was observed. The bound stays known as long as it holds; a phase beyond it shows that it was none."""
     bound = before.bound_s if before.bound_s is not None and before.bound_s >= seconds else None
     return Estimate(seconds=seconds, bound_s=bound, source=source)
 

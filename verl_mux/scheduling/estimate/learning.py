@@ -12,7 +12,7 @@ from statistics import fmean, median
 
 import msgspec
 
-from verl_mux.scheduling.estimate.estimator import Observed
+from verl_mux.scheduling.estimate.estimator import Observed, seen
 from verl_mux.scheduling.model import Estimate, JobSpec
 
 RECENT = 12
@@ -48,12 +48,10 @@ def _differ(before: Estimate, now: Estimate) -> bool:
 
 
 def _estimate(seconds: Sequence[float], before: Estimate, more: float, source: str) -> Estimate:
-    """The bound stays known as long as it holds; a phase beyond it shows that it was none."""
     recent = seconds[-RECENT:]
     mean = fmean(recent)
     cv = _cv(recent, mean)
-    bound = before.bound_s if before.bound_s is not None and before.bound_s >= mean + more else None
-    return Estimate(seconds=mean + more, bound_s=bound, source=source, cv=cv, unsure=cv / math.sqrt(len(recent)))
+    return msgspec.structs.replace(seen(before, mean + more, source), cv=cv, unsure=cv / math.sqrt(len(recent)))
 
 
 def _cv(seconds: Sequence[float], mean: float) -> float:

@@ -81,7 +81,7 @@ class Placer:
         left = self._changed(self.groups.replace([group], groups_without(group, [name])))
         moves = self._relieve(left, progress) if self.rules.repack and self.rules.guard else []
         progress = _unmoved(progress, moves)
-        return moves + self._start_waiting(progress) + self.repack(progress, now)
+        return moves + self.start_waiting(progress) + self.repack(progress, now)
 
     def revise(self, job: JobSpec, progress: Mapping[str, Progress] = NOTHING_KNOWN, now: float = 0.0) -> Revision:
         """Takes over a placed job's new estimates. If its group no longer keeps everybody's SLO: another order, if all keep
@@ -101,7 +101,7 @@ class Placer:
             moves.append(evicted)
             taken.append(Action(kind="move", group=group.name, job=evicted.job, reason=why))
         self._changed([self.groups.group_of(job.name)])
-        started = self._start_waiting(_unmoved(progress, moves))
+        started = self.start_waiting(_unmoved(progress, moves))
         return Revision(tuple(moves + started + self.repack(_unmoved(progress, moves), now)), tuple(taken))
 
     def repack(self, progress: Mapping[str, Progress] = NOTHING_KNOWN, now: float = 0.0) -> list[Move]:
@@ -113,7 +113,14 @@ class Placer:
             carried = self._carry_out(found)
             self._moved_at += [now] * len(carried)
             moves += carried
-        return moves + (self._start_waiting(_unmoved(progress, moves)) if moves else [])
+        return moves + (self.start_waiting(_unmoved(progress, moves)) if moves else [])
+
+    def start_waiting(self, progress: Mapping[str, Progress]) -> list[Move]:
+        """Starts who waits and now has room, as after nodes came free that others had. Returns who starts."""
+        moves: list[Move] = []
+        while len(self.waiting) and (started := self._start_one(progress)):
+            moves.append(started)
+        return moves
 
     def _may_move(self, now: float) -> bool:
         self._moved_at = [at for at in self._moved_at if at > now - 3600]
@@ -171,12 +178,6 @@ class Placer:
     def _forget(self, name: str) -> None:
         self.feasibility.forget(name)
         self.partitioner.forget(name)
-
-    def _start_waiting(self, progress: Mapping[str, Progress]) -> list[Move]:
-        moves: list[Move] = []
-        while len(self.waiting) and (started := self._start_one(progress)):
-            moves.append(started)
-        return moves
 
     def _start_one(self, progress: Mapping[str, Progress]) -> Move | None:
         for job in self.waiting.candidates(self._usd_by_owner()):

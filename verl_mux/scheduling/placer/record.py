@@ -24,13 +24,17 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
+class Open(msgspec.Struct, frozen=True, tag=True):
+    """What follows when nodes can be had again?"""
+
+
 class Correct(msgspec.Struct, frozen=True, tag=True):
     """What follows when the job, where it is, turns out to be like this?"""
 
     job: JobSpec
 
 
-Question = Arrive | Leave | Correct
+Question = Arrive | Leave | Correct | Open
 
 
 class Queued(msgspec.Struct, frozen=True):
@@ -78,10 +82,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
         return Record(groups=tuple(left.values()), waiting=waiting, named=named, version=self.version + 1)
 
 
-def restore(record: Record, cluster: Cluster, rules: Rules, taken: Iterable[str] = ()) -> Placer:
-    """A placer that goes on where the one of the record was. taken: nodes that others use."""
+def restore(record: Record, cluster: Cluster, rules: Rules) -> Placer:
+    """A placer that goes on where the one of the record was."""
     placer = Placer(cluster, rules)
-    placer.groups.adopt(record.groups, record.named, taken)
+    placer.groups.adopt(record.groups, record.named)
     for entry in record.waiting:
         placer.waiting.add(entry.job, entry.passed)
     return placer

@@ -57,8 +57,8 @@ def extensions(group: Group, job: JobSpec, cluster: Cluster, rules: Rules) -> li
     usd = cluster.rollout.kind.usd_per_hour, cluster.train.kind.usd_per_hour
     both = (
         Extension(r.new * usd[0] + t.new * usd[1], r, t)
-        for r in _rollout_sides(group, job, cluster.rollout.kind)
-        for t in _train_sides(group, job, cluster.train.kind, rules.whole_pool)
+        for r in _rollout_sides(group, job, cluster)
+        for t in _train_sides(group, job, cluster, rules.whole_pool)
         if r.pairs | t.pairs
     )
     return sorted(
@@ -67,15 +67,17 @@ def extensions(group: Group, job: JobSpec, cluster: Cluster, rules: Rules) -> li
     )
 
 
-def _rollout_sides(group: Group, job: JobSpec, kind: NodeKind) -> list[Side]:
+def _rollout_sides(group: Group, job: JobSpec, cluster: Cluster) -> list[Side]:
     members = [(pin.job.rollout_share, pin.job.rollout_memory_gb, pin.rollout) for pin in group.pins]
-    room = _room(group.rollout_nodes, members, job.rollout_share, job.rollout_memory_gb, kind)
+    nodes = [node for node in group.rollout_nodes if node not in cluster.closed]
+    room = _room(nodes, members, job.rollout_share, job.rollout_memory_gb, cluster.rollout.kind)
     return _sides(room, len(members), job.rollout_nodes)
 
 
-def _train_sides(group: Group, job: JobSpec, kind: NodeKind, whole_pool: bool) -> list[Side]:
+def _train_sides(group: Group, job: JobSpec, cluster: Cluster, whole_pool: bool) -> list[Side]:
     members = [(pin.job.train_share, pin.job.train_memory_gb, pin.train) for pin in group.pins]
-    room = _room(group.train_nodes, members, job.train_share, job.train_memory_gb, kind)
+    nodes = [node for node in group.train_nodes if node not in cluster.closed]
+    room = _room(nodes, members, job.train_share, job.train_memory_gb, cluster.train.kind)
     if not whole_pool:
         return _sides(room, len(members), job.train_nodes)
     if sum(map(len, room.values())) < len(group.train_nodes) or job.train_nodes > len(group.train_nodes):

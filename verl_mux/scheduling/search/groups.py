@@ -24,8 +24,8 @@ class Groups(Mapping[str, Group]):
 
         self.table = GroupTable()
         self.home: dict[str, str] = {}
-        self._rollout = Nodes(cluster.rollout)
-        self._train = Nodes(cluster.train)
+        self._rollout = Nodes(cluster.rollout, cluster.closed)
+        self._train = Nodes(cluster.train, cluster.closed)
         self._held = [0, 0]
         self.named = 0
         self.touched: set[str] = set()
@@ -124,14 +124,14 @@ class Groups(Mapping[str, Group]):
         self.named += 1
         return f"g{self.named}"
 
-    def adopt(self, groups: Iterable[Group], named: int, taken: Iterable[str] = ()) -> None:
-        """Takes over groups as they are, under their names; `taken`: nodes that somebody else uses."""
+    def adopt(self, groups: Iterable[Group], named: int) -> None:
+        """Takes over groups as they are, under their names."""
         self.named = named
-        groups, taken = list(groups), list(taken)
+        groups = list(groups)
         for group in groups:
             self._enter(group)
         for nodes, pool in zip(SIDES, (self._rollout, self._train), strict=True):
-            pool.claim([*taken, *(node for group in groups for node in nodes(group))])
+            pool.claim(node for group in groups for node in nodes(group))
         self.touched.clear()
 
     def reorder(self, name: str, order: str) -> None:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from verl_mux.scheduling.model import Pool
 
 
 class Nodes:
-    """FREE -> taken by take() -> FREE by release(). A pool without node names grows as needed."""
+    """FREE -> taken by take() -> FREE by release(). A pool without node names grows as needed. closed: nodes of the pool, or
+    others, that are never free."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, closed: Collection[str] = ()) -> None:
         self.pool = pool
         self.taken: set[str] = set()
         self._number = {name: i for i, name in enumerate(pool.nodes or ())}
         self._names = list(pool.nodes or ())
-        self._free = list(range(len(self._names)))
+        self._closed = {name for name in closed if name in self._number}
+        self._free = [number for name, number in self._number.items() if name not in self._closed]
 
     @property
     def free(self) -> float:
-        return math.inf if self.pool.nodes is None else len(self._names) - len(self.taken)
+        return math.inf if self.pool.nodes is None else len(self._names) - len(self.taken | self._closed)
 
     def take(self, count: int) -> tuple[str, ...]:
         assert count <= self.free
@@ -47,4 +49,5 @@ class Nodes:
     def release(self, names: Iterable[str]) -> None:
         for name in names:
             self.taken.remove(name)
-            heapq.heappush(self._free, self._number[name])
+            if name not in self._closed:
+                heapq.heappush(self._free, self._number[name])

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from verl_mux.errors import UserError
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.rollout.lengths import advice as length_advice
 from verl_mux.simulation.recorded.recording import Recording, recordings, stays_of
+from verl_mux.simulation.recorded.settings import changed
 from verl_mux.simulation.recorded.what_if import Outcome, Prediction, WhatIf
 
 RATES = (0.25, 0.5, 1.0)
@@ -23,16 +25,22 @@ def advise(analysis: Analysis, what_if: Mapping[str, str] | None = None) -> dict
     """{"jobs": {job: {"recorded", "predictions", ...}}, "lines"}: under `what_if`, or under whatever is worth trying.
 
     Raises:
-        UserError: the log cannot be run again, or a key of `what_if` cannot be tried.
+        UserError: no job of the log can be run again, or a key of `what_if` cannot be tried.
     """
-    jobs, lines = {}, []
+    jobs, lines, failed = {}, list[str](), list[str]()
     for recording in recordings(analysis):
-        model = WhatIf(recording, stays_of(analysis, recording.job))
+        try:
+            model = WhatIf(recording, stays_of(analysis, recording.job))
+        except UserError as error:  # the others' advice is worth no less
+            failed.append(str(error))
+            continue
         found = [model.predict(what_if)] if what_if else _best(model)
         jobs[recording.job] = _told(recording, model, found)
         name = f"{recording.job}: " if recording.job else ""
         lines += [name + line(it) for it in found] or [f"{name}nothing that was tried saves {WORTH:.0%} of the step"]
-    return {"jobs": jobs, "lines": lines}
+    if not jobs:
+        raise UserError("; ".join(failed))
+    return {"jobs": jobs, "lines": lines + failed}
 
 
 def line(it: Prediction) -> str:
@@ -55,6 +63,8 @@ def _best(model: WhatIf) -> list[Prediction]:
     """One of each kind, best first: those that save WORTH of the step even by the interval's cautious end."""
     best: dict[str, Prediction] = {}
     for keys in _candidates(model):
+        if not changed(model.settings, keys).is_possible:
+            continue
         it = model.predict(keys)
         kind = next(iter(keys)).rpartition(".")[0]
         worth = it.change <= -WORTH and it.interval[1] <= 0 and (it.reward_at_stake or 0.0) <= MAX_AT_STAKE

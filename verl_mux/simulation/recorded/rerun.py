@@ -73,9 +73,9 @@ class Rerun:
         self._random = random.Random(seed)
         limits = settings.limits
         self._machine: Oversampler | SegmentSteps = (
-            Oversampler(settings.oversample, settings.samples)
+            Oversampler(settings.oversample, settings.samples, settings.lag)
             if limits is None
-            else SegmentSteps(limits, settings.samples, settings.oversample.rate, settings.oversample.max_failures)
+            else SegmentSteps(limits, settings.samples, settings.oversample.rate, settings.oversample.max_failures, settings.lag)
         )
         self._longest = settings.longest if limits is None else limits.longest
         self._live: dict[Key, _Live] = {}

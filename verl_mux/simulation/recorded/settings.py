@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from verl_mux.config.rollout_checks import Surroundings, check_rollout
+from verl_mux.config.rollout_keys import DispatchConfig, RolloutConfig, SegmentsConfig
 from verl_mux.errors import UserError
-from verl_mux.rollout.control.launch_order import ORDERS, default_order
+from verl_mux.rollout.control.lag_limit import STRATEGIES, LagLimit
+from verl_mux.rollout.control.launch_order import ORDERS
+from verl_mux.rollout.control.migration_plan import MigrationPolicy
 from verl_mux.rollout.control.oversampling import LEFTOVERS, TOKENS, OversamplingPolicy
 from verl_mux.rollout.control.segments import SegmentLimits
 from verl_mux.simulation.recorded.recording import Recording
@@ -18,7 +22,8 @@ _OFF = ("none", "null", "off")
 @dataclass(frozen=True)
 class Settings:
     """wanted: prompt groups that a step trains. samples: of a group. longest: most tokens of a response. slots: requests that one
-    replica runs at once. segment: tokens of a round; None: off. order: fifo, sjf, ljf or auto."""
+    replica runs at once. segment: tokens of a round; None: off. order: fifo, sjf, ljf or auto. threshold: verl's
+    max_off_policy_threshold; None where the log does not say. at_once: requests that all engines may run; None likewise."""
 
     wanted: int
     samples: int
@@ -28,16 +33,48 @@ class Settings:
     segment: int | None = None
     max_segments: int = 4
     order: str = "fifo"
+    max_lag: int | None = None
+    max_lag_strategy: str = "protect"
     mode: str = ""
+    tail: str = "none"
+    migrates: bool = False
+    threshold: int | None = None
+    at_once: int | None = None
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """The same as a job's keys."""
+        return RolloutConfig(
+            oversample=self.oversample,
+            max_lag=self.max_lag,
+            max_lag_strategy=self.max_lag_strategy,
+            segments=SegmentsConfig(segment_length=self.segment, max_segments=self.max_segments),
+            dispatch=DispatchConfig(order=self.order),
+            migration=MigrationPolicy(enable=self.migrates),
+            tail=self.tail,
+        )
 
     @property
     def limits(self) -> SegmentLimits | None:
-        return None if self.segment is None else SegmentLimits(self.segment, self.max_segments, self.longest)
+        return self.rollout.segment_limits(self.longest)
+
+    @property
+    def lag(self) -> LagLimit | None:
+        return self.rollout.lag_limit(self.threshold)
 
     @property
     def launch_order(self) -> str:
-        cuts = self.oversample.rate > 0 or self.segment is not None
-        return default_order(self.mode, aborts_tail=cuts) if self.order == "auto" else self.order
+        return self.rollout.order(self.mode)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the job would start under these; one whose log names no trainer mode is taken to have one of ours."""
+        around = Surroundings(self.mode or "mux_separate", self.wanted, self.samples, self.longest, self.at_once)
+        try:
+            check_rollout(self.rollout, around)
+        except UserError:
+            return False
+        return True
 
 
 # key -> (type, what is allowed)
@@ -51,6 +88,8 @@ KEYS = {
     "mux.rollout.oversample.max_cuts": (int, "0 or more"),
     "mux.rollout.segments.segment_length": (int, "tokens, 1 or more, or null"),
     "mux.rollout.segments.max_segments": (int, "1 or more"),
+    "mux.rollout.max_lag": (int, "versions, 0 or more, or null"),
+    "mux.rollout.max_lag_strategy": (str, ", ".join(STRATEGIES)),
     "mux.rollout.dispatch.order": (str, ", ".join((*ORDERS, "auto"))),
 }
 
@@ -60,9 +99,13 @@ def recorded(recording: Recording) -> Settings:
     keys = recording.keys
     samples = int(keys.get("actor_rollout_ref.rollout.n", max(len(group.samples) for group in recording.groups)))
     slots = int(keys.get("actor_rollout_ref.rollout.max_num_seqs", 1 << 30))
+    threshold = keys.get("trainer.v1.sampler.max_off_policy_threshold")
     settings = Settings(
-        recording.wanted, samples, recording.longest, min(slots, recording.slots or slots), OversamplingPolicy(),
-        mode=keys.get("trainer.v1.trainer_mode", ""),
+        recording.wanted, samples, recording.longest, min(slots, recording.slots or slots),
+        OversamplingPolicy(accept_length_bias=keys.get("mux.rollout.oversample.accept_length_bias") == "True"),
+        mode=keys.get("trainer.v1.trainer_mode", ""), tail=keys.get("mux.rollout.tail", "none"),
+        migrates=keys.get("mux.rollout.migration.enable") == "True", threshold=int(threshold) if threshold else None,
+        at_once=slots * recording.replicas if "actor_rollout_ref.rollout.max_num_seqs" in keys else None,
     )  # fmt: skip
     told = {key: value for key, value in keys.items() if key in KEYS}
     # What the log says of its own limit may lie above any response, which changes nothing.
@@ -85,7 +128,7 @@ def _with(settings: Settings, key: str, text: str) -> Settings:
     if key not in KEYS:
         raise UserError(f"--what-if {key}: cannot be tried on a recorded run; allowed: {', '.join(KEYS)}")
     kind, allowed = KEYS[key]
-    off = key.endswith("segment_length") and text.lower() in _OFF
+    off = key.endswith(("segment_length", "max_lag")) and text.lower() in _OFF
     try:
         value = None if off else kind(text)
     except ValueError:
@@ -104,8 +147,10 @@ def _with(settings: Settings, key: str, text: str) -> Settings:
 def _possible(key: str, value: object, settings: Settings) -> bool:
     if key == "data.max_response_length":
         return isinstance(value, int) and 1 <= value <= settings.longest
-    words = {"leftover": LEFTOVERS, "tokens": TOKENS, "order": (*ORDERS, "auto")}.get(key.rpartition(".")[2])
+    words = {"leftover": LEFTOVERS, "tokens": TOKENS, "order": (*ORDERS, "auto"), "max_lag_strategy": STRATEGIES}.get(
+        key.rpartition(".")[2]
+    )
     if words is not None:
         return value in words
-    least = 0 if key.endswith(("rate", "max_cuts")) else 1
+    least = 0 if key.endswith(("rate", "max_cuts", "max_lag")) else 1
     return isinstance(value, (int, float)) and value >= least

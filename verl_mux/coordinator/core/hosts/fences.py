@@ -15,6 +15,11 @@ def fenced(state: State, config: Config) -> dict[str, str]:
     return {node: reason for node, reason in found.items() if reason}
 
 
+def shut(state: State) -> frozenset[str]:
+    """Nodes that nobody is to be sent to."""
+    return frozenset(state.draining) | state.fenced.keys()
+
+
 def refused(nodes: list[str], state: State) -> str | None:
     """Why a request that names these nodes is held back, in one word; None: it is not."""
     if state.fenced and not state.fenced.keys().isdisjoint(nodes):

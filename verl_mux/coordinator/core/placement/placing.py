@@ -7,7 +7,8 @@ Jobs that leave their nodes to the coordinator are placed when they come, the re
 
 A question is put on record; `planner.py` answers it, beside the leases; the answer is an input like any other, so a restart finds
 every placement as it was, and the questions that were open. The decisions are the same that `verl-mux plan` and the policy `live`
-of `verl-mux simulate` ask. Nodes that jobs name themselves are out of the placer's hands as long as those jobs live.
+of `verl-mux simulate` ask. Closed to the placer are nodes that jobs name themselves, as long as those jobs live, and those that
+are draining or fenced.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterable
 import msgspec
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.hosts import memory
+from verl_mux.coordinator.core.hosts import fences, memory
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Planned
 from verl_mux.coordinator.core.placement.planner import Asked
 from verl_mux.coordinator.core.placement.prediction import predicted
@@ -30,7 +31,7 @@ from verl_mux.scheduling.estimate.job_needs import JobNeeds
 from verl_mux.scheduling.estimate.learning import learnt
 from verl_mux.scheduling.model import Group, JobSpec, Pin
 from verl_mux.scheduling.placer.placer import check_fits
-from verl_mux.scheduling.placer.record import Arrive, Correct, Leave, Record
+from verl_mux.scheduling.placer.record import Arrive, Correct, Leave, Open, Record
 from verl_mux.scheduling.time.order import ORDERS
 
 # Of one phase: longer ones no clock here was made for.
@@ -106,6 +107,14 @@ def leave(state: State, job: Job) -> None:
     """A job is over; its nodes are given on when the placer has said to whom."""
     if job.watched is not None:
         state.questions.append(Leave(job.name))
+    elif not job.filler:
+        open_again(state)
+
+
+def open_again(state: State) -> None:
+    """Nodes can be had that were closed to the placer: who waits, or is about to, may go there."""
+    if (state.placed.waiting or state.questions) and Open() not in state.questions[1:]:
+        state.questions.append(Open())
 
 
 def correct(state: State, spec: JobSpec) -> None:
@@ -118,9 +127,9 @@ def asked(state: State, config: Config, now: float) -> Asked | None:
     """The next question for the placer, if there is one."""
     if not state.questions or config.placement is None:
         return None
-    named = (job for job in state.jobs.values() if job.watched is None and job.state is not JobState.ENDED)
-    by_hand = frozenset(node for job in named for node in job.all_nodes)
-    return Asked(state.questions[0], state.placed, config, by_hand, now)
+    named = (job for job in state.jobs.values() if job.watched is None and not job.filler and job.state is not JobState.ENDED)
+    by_hand = (node for job in named for node in job.all_nodes)
+    return Asked(state.questions[0], state.placed, config, frozenset(by_hand) | fences.shut(state), now)
 
 
 def carry_out(state: State, config: Config, answer: Planned) -> tuple[list[Job], list[Instruction]]:
@@ -131,7 +140,8 @@ def carry_out(state: State, config: Config, answer: Planned) -> tuple[list[Job],
     state.placed = before.changed(answer.gone, answer.changed, tuple(answer.waiting), answer.named)
     names = [move.job for move in answer.moves if move.kind == "start"]
     names += [question.job.name] if isinstance(question, Arrive) else []
-    told = [state.jobs[name] for name in names if name in state.jobs]
+    # One that left and came again waits for its own answer.
+    told = [state.jobs[name] for name in names if name in state.jobs and not is_open(state, name)]
     for job in told:
         _pin(state, job)
     for group in answer.changed:

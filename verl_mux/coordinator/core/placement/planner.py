@@ -16,7 +16,7 @@ from verl_mux.profiling.eventlog import events
 from verl_mux.scheduling.model import JobSpec
 from verl_mux.scheduling.placer.explain import alternatives, lost_to
 from verl_mux.scheduling.placer.placer import Placer
-from verl_mux.scheduling.placer.record import Arrive, Correct, Leave, Question, Queued, Record, restore
+from verl_mux.scheduling.placer.record import Arrive, Correct, Leave, Open, Question, Queued, Record, restore
 from verl_mux.scheduling.search.decision import Action, Alternative, Decision, Move
 from verl_mux.scheduling.time.forecast import Progress
 
@@ -25,12 +25,12 @@ TOLD = 8
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """One question, and all that the answer depends on. by_hand: nodes that jobs name themselves. now: in seconds."""
+    """One question, and all that the answer depends on. closed: nodes that the placer may not give. now: in seconds."""
 
     question: Question
     record: Record
     config: Config
-    by_hand: frozenset[str]
+    closed: frozenset[str]
     now: float
 
 
@@ -48,7 +48,7 @@ class Planner:
         touched = [placer.groups.get(name) for name in sorted(placer.groups.touched)]
         gone = sorted(name for name in placer.groups.touched if name not in placer.groups)
         placer.groups.touched.clear()
-        self._made_for = (asked.config, asked.by_hand, asked.record.version + 1)
+        self._made_for = (asked.config, asked.closed, asked.record.version + 1)
         return Planned(
             version=asked.record.version,
             changed=[group for group in touched if group is not None],
@@ -61,10 +61,10 @@ class Planner:
 
     def _kept(self, asked: Asked) -> Placer:
         before = self._made_for
-        config, by_hand, version = before if before is not None else (None, None, None)
-        if self._placer is None or config is not asked.config or (by_hand, version) != (asked.by_hand, asked.record.version):
-            placing = asked.config.placing
-            self._placer = restore(asked.record, asked.config.cluster, placing.rules(), asked.by_hand)
+        config, closed, version = before if before is not None else (None, None, None)
+        if self._placer is None or config is not asked.config or (closed, version) != (asked.closed, asked.record.version):
+            cluster = msgspec.structs.replace(asked.config.cluster, closed=asked.closed)
+            self._placer = restore(asked.record, cluster, asked.config.placing.rules())
         return self._placer
 
 
@@ -79,9 +79,10 @@ def _decide(placer: Placer, question: Question, progress: Mapping[str, Progress]
         return [_arrive(placer, question.job, progress)], []
     moves: Sequence[Move] = ()
     actions: Sequence[Action] = ()
-    if isinstance(question, Leave):
-        if question.name in placer.groups.home or question.name in placer.waiting:
-            moves = placer.depart(question.name, progress, now)
+    if isinstance(question, Open):
+        moves = placer.start_waiting(progress)
+    elif isinstance(question, Leave) and (question.name in placer.groups.home or question.name in placer.waiting):
+        moves = placer.depart(question.name, progress, now)
     elif isinstance(question, Correct) and question.job.name in placer.groups.home:
         revision = placer.revise(question.job, progress, now)
         moves, actions = revision.moves, revision.actions

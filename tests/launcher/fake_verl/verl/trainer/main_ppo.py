@@ -2,6 +2,7 @@
 
 `+steps=N`: how many. `+until=FILE`: it goes on until FILE is there, with no more than that. `+die_in=STEP`: kills itself while it
 holds that step's lease, unless it was resumed; `+die_always=STEP`: then too. `+refuse=true`: a key is wrong.
+`+deaf=FILE`: the first start that finds a checkpoint finds no coordinator; FILE says that it was.
 """
 
 import json
@@ -23,6 +24,10 @@ def main() -> None:
         print("verl-mux: unknown key mux.colour", file=sys.stderr)
         sys.exit(2)
     checkpoint = Path(given["trainer.default_local_dir"], "step")
+    if "deaf" in given and checkpoint.exists() and not os.path.exists(given["deaf"]):
+        Path(given["deaf"]).touch()
+        print("verl-mux: no coordinator answers within 30 s", file=sys.stderr)
+        sys.exit(2)
     first = int(checkpoint.read_text()) + 1 if checkpoint.exists() and given.get("trainer.resume_mode") == "auto" else 1
     log = EventLog(given["mux.profile.dir"], role="trainer", job=given["mux.job"])
     mux = connect(given["mux.coordinator"], given["mux.job"], {"rollout": ["r0"], "train": ["t0"]}, timeout=60.0)
