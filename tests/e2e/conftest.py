@@ -86,6 +86,8 @@ def run(assets, tmp_path_factory) -> Run:
                 _wait_for_step(out, job, after=0.0, seconds=_LIMIT_S)
             result.coordinator_killed = time.time()
             os.kill(read_note(out / "coordinator").pid, signal.SIGKILL)
+            # What the new coordinator says of it is true when it has heard it.
+            _until(lambda: _since(result.coordinator_killed, out, "rolls", "lease_wait", "trainer"), runner)
             result.killed["rolls"] = _kill_in(runner, out, "rolls", "rollout")
             checkpoint = out / "stays" / "checkpoints" / f"global_step_{SAVED}"
             _until(checkpoint.exists, runner)

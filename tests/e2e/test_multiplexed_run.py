@@ -80,7 +80,8 @@ def test_a_dead_jobs_node_is_given_on_only_when_its_processes_are_gone(run, job)
 
 def test_every_sync_filled_the_engine_with_the_trainers_weights_of_that_step(run):
     syncs = [e for e in tiny.events(run.directory, "stays") if e["event"] == "sync"]
-    assert [e["extra"]["version"] for e in syncs] == list(range(len(syncs)))
+    versions = [e["extra"]["version"] for e in syncs]  # one comes again where the job had fenced itself in its rollout
+    assert versions == sorted(versions) and set(versions) == set(range(versions[-1] + 1))
     assert len({e["extra"]["bytes"] for e in syncs}) == 1
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("verl")
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+from tests.trainer.fencing import Fencing
 from verl_mux.coordinator.bus.connect import connect
-from verl_mux.coordinator.bus.local import Lease
+from verl_mux.coordinator.bus.local import Lease, LeaseLost
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
 from verl_mux.errors import Failure, UserError
 from verl_mux.memory.moved import Moved
 from verl_mux.places.place import Location, Place
+from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.trainer.modes import PPOTrainerMuxSeparate
 from verl_mux.trainer.phases import Phases
@@ -131,6 +136,53 @@ def test_training_that_may_not_go_on_sleeps_and_wakes_under_the_same_token(train
     lease = trainer.phases.begin("train", 5)
     trainer._pause(lease)()
     assert engines == [("sleep",), ("reopen", lease.token), ("wake", lease.token)]
+
+
+@pytest.mark.parametrize("phase", ["rollout", "train"])
+def test_a_lease_fenced_while_its_memory_goes_to_sleep_goes_back_asleep(trainer, engines, phase):
+    mux = Fencing()
+    trainer.phases, trainer.timing_raw, trainer._rollout_began = Phases(mux, NULL_LOG), {}, 0.0
+    lease = trainer.phases.begin(phase, 1)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        fences = []
+
+        def pause(_lease):
+            mux.usable.set()  # the coordinator answers again
+            return lambda: engines.append("awake again")
+
+        def sleep(*_):
+            mux.usable.clear()
+            fences.append(pool.submit(mux.fence))
+            return []
+
+        trainer.phases.guard(pause)
+        trainer.rollout_server_manager.move = sleep
+        trainer._train_groups = lambda: [SimpleNamespace(mux_sleep=sleep)]
+        mux.release = lambda given_back: engines.append(given_back)
+        trainer._end_rollout() if phase == "rollout" else trainer.on_step_end()
+        fences[0].result(60)
+    assert engines == [lease]
+
+
+PASSES = {
+    "_compute_ref_log_prob": events.REF,
+    "_compute_values": events.VALUES,
+    "_update_critic": events.UPDATE_CRITIC,
+    "_update_actor": events.UPDATE_ACTOR,
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_pass_over_a_batch_is_logged_and_needs_a_lease_that_may_be_used(trainer, monkeypatch, name):
+    logged, passed = [], []
+    trainer.phases = Phases(Fencing(), SimpleNamespace(log=lambda event, *_, **__: logged.append(event)))
+    monkeypatch.setattr(PPOTrainer, name, lambda self, batch, metrics: passed.append(batch) or batch)
+    assert getattr(trainer, name)("batch", {}) == "batch"
+    assert (logged, passed) == ([PASSES[name]], ["batch"])
+    trainer.phases.mux.failed = "evicted"
+    with pytest.raises(LeaseLost):
+        getattr(trainer, name)("batch", {})
+    assert passed == ["batch"]
 
 
 @pytest.mark.parametrize(

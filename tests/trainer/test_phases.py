@@ -9,14 +9,13 @@ import time
 
 import pytest
 
+from tests.trainer.fencing import NODES, Fencing
 from verl_mux.coordinator.bus.connect import connect
-from verl_mux.coordinator.bus.local import LeaseLost, LocalMux
+from verl_mux.coordinator.bus.local import LeaseLost
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
 from verl_mux.profiling.eventlog.log import NULL_LOG, EventLog
 from verl_mux.trainer.phases import Phases
-
-NODES = {"rollout": ["r0"], "train": ["t0"]}
 
 
 @pytest.fixture
@@ -74,26 +73,6 @@ def test_a_job_that_fails_with_nothing_held_leaves_as_any_other(phases, coordina
     phases.fail("its driver ended with ValueError")
     job = coordinator.snapshot()["jobs"]["a"]
     assert (holders(coordinator), job["state"], job["reason"]) == ([], "ended", "its driver ended with ValueError")
-
-
-class Fencing(LocalMux):
-    """A local mux whose lease a test fences."""
-
-    def __init__(self):
-        super().__init__("a", NODES)
-        self.usable, self.failed = threading.Event(), None
-        self.usable.set()
-
-    def guard(self, fenced):
-        self.fence = fenced
-
-    def wait_until_usable(self):
-        assert self.usable.wait(60)
-        if self.failed:
-            raise LeaseLost(self.failed)
-
-    def fail(self, reason):
-        self.failed = reason
 
 
 @pytest.fixture

@@ -91,6 +91,15 @@ def test_a_lost_group_is_replaced_by_one_of_the_next_round():
     assert len(more) == 1 and not set(more) & set(first)
 
 
+def test_what_is_known_of_a_group_that_was_given_up_goes_with_its_step():
+    job = Job()
+    lost, *kept = job.door.next_batch(BATCH)["uid"]
+    (instead,) = job.door.next_batch(1)["uid"]
+    job.door.trained({uid: [20, 24] for uid in (*kept, instead)}, epoch=0)
+    # Nobody can see it; it would grow for as long as the job trains.
+    assert job.door._name_of == {} and len(job.door._rounds._prompts) == PROMPTS // BATCH * BATCH - BATCH - 1
+
+
 @pytest.mark.parametrize("stop", [1, 2, STEPS_AN_EPOCH, STEPS_AN_EPOCH + 3])
 def test_a_resumed_job_hands_out_what_was_left_and_nothing_twice(tmp_path, stop):
     whole = Job()

@@ -107,6 +107,15 @@ def an_abort_in_the_scheduler_takes_every_request_whose_id_begins_so():
     )
 
 
+def a_request_aborted_in_the_queue_keeps_its_name():
+    # One that runs loses it with its last tokens.
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    steps_of(TokenizerManager._handle_abort_req, "self.rid_to_state[recv_obj.rid]", "state.finished = True", "state.event.set()")
+    assert "del self.rid_to_state" not in inspect.getsource(TokenizerManager._handle_abort_req)
+    steps_of(TokenizerManager._handle_batch_output, "del self.rid_to_state[rid]")
+
+
 def sleep_and_wake_take_tags_and_an_idle_engine():
     from sglang.srt import constants
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput

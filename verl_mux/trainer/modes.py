@@ -128,7 +128,9 @@ class PPOTrainerMux(PPOTrainer):
             refill_fn=self._add_prompts_to_generate,
         )
         buffer.workers = lambda: self.agent_loop_manager.agent_loop_workers
-        buffer.on_progress = self._report_progress
+        rollout = self.config.actor_rollout_ref.rollout
+        buffer.samples_of_prompt = {"train": rollout.n, "val": rollout.val_kwargs.n}
+        buffer.on_progress = self.phases.mux.progress
         return buffer
 
     critic_wg = AfterInitLease()
@@ -228,6 +230,18 @@ class PPOTrainerMux(PPOTrainer):
             self.rollout.after_old_log_probs(batch, metrics)
         return batch
 
+    def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        with self.phases.part(events.REF, self.global_steps):
+            return super()._compute_ref_log_prob(batch, metrics)
+
+    def _compute_values(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        with self.phases.part(events.VALUES, self.global_steps):
+            return super()._compute_values(batch, metrics)
+
+    def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        with self.phases.part(events.UPDATE_CRITIC, self.global_steps):
+            return super()._update_critic(batch, metrics)
+
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         with self.phases.part(events.UPDATE_ACTOR, self.global_steps):
             return super()._update_actor(batch, metrics)
@@ -247,9 +261,10 @@ class PPOTrainerMux(PPOTrainer):
         return self.rollout.restore_waiting(partition_id)
 
     def on_step_end(self) -> None:
-        with marked_timer("mux_sleep", self.timing_raw), self.phases.using():
-            self._sleep_trainer()
-        self.phases.end()
+        with self.phases.using():
+            with marked_timer("mux_sleep", self.timing_raw):
+                self._sleep_trainer()
+            self.phases.end()  # before a fence could take the memory up again
         if self.phases.mux.address is not None and (self.global_steps <= 3 or self.global_steps % _HOST_MEMORY_EVERY == 0):
             self._tell_host_memory()
 
@@ -342,8 +357,8 @@ class PPOTrainerMux(PPOTrainer):
         level = (1 if same_weights_next else 2) if wanted == "auto" else int(wanted)
         with self.phases.using():
             self._move_rollout("sleep", None, level=level)
-        self._on_host = self._weights if level == 1 and not self._vacated else None
-        self.phases.end()
+            self._on_host = self._weights if level == 1 and not self._vacated else None
+            self.phases.end()  # before a fence could take the memory up again
 
     def _move_rollout(self, verb: str, tags: list[str] | None, replicas: Sequence[int] | None = None, level: int = 2) -> None:
         token = self.phases.lease.token if verb == "wake" and self.phases.lease is not None else None
@@ -393,10 +408,6 @@ class PPOTrainerMux(PPOTrainer):
                 raise OffPolicyError(
                     f"step {self.global_steps} trains on weights of version {expected}; sample {key} has {versions}"
                 )
-
-    def _report_progress(self, samples: int, _settled: int) -> None:
-        total = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
-        self.phases.mux.progress(samples % total or total, total)
 
     def _processes(self) -> list[Member]:
         """All processes of this job that hold device memory."""

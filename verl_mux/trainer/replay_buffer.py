@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import ray
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
 from verl_mux.rollout.control.rollout_control import RolloutControl
-
-if TYPE_CHECKING:
-    from verl_mux.rollout.worker.agent_loop import Progress
 
 
 class MuxReplayBuffer(ReplayBufferAsync):
@@ -23,12 +19,13 @@ class MuxReplayBuffer(ReplayBufferAsync):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.workers: Callable[[], list] = list
-        self.on_progress: Callable[[int, int], None] = lambda samples, settled: None
+        self.on_progress: Callable[[int, int], None] = lambda done, total: None
+        self.samples_of_prompt: dict[str, int] = {}  # by partition; for progress
         self.control: RolloutControl | None = None
         self._order: dict[str, int] = {}
         self._next = 0
         self._settled: dict[int, int] = {}
-        self._reports: dict[int, Progress] = {}
+        self._wanted = 0  # samples of the batch that is waited for
 
     def submitted(self, uids: list[str]) -> None:
         """Remember the order in which prompts were handed out."""
@@ -39,7 +36,10 @@ class MuxReplayBuffer(ReplayBufferAsync):
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
         """verl's, or the groups that the rollout control calls complete; validation is always verl's."""
         if partition_id == "val" or self.control is None:
-            return super().sample(global_steps, partition_id, batch_size)
+            self._wanted = batch_size * self.samples_of_prompt.get(partition_id, 1)
+            sampled = super().sample(global_steps, partition_id, batch_size)
+            self.on_progress(self._wanted, self._wanted)
+            return sampled
         groups = self.control.run()
         self._sync_metadata_from_transfer_queue()
         batch = self._materialize_batch(partition_id, groups, dict(self.partitions[partition_id]))
@@ -59,16 +59,16 @@ class MuxReplayBuffer(ReplayBufferAsync):
         return list(self.prompt_global_steps[partition_id])
 
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
+        # What was trained or validated has left the partition; a sample may have several trajectories there.
+        done = {key.rsplit("_", 1)[0] for key in self.partitions[partition_id]}
+        self.on_progress(min(len(done), self._wanted), self._wanted)
         workers = self.workers()
         refs = [w.wait_progress.remote(self._settled.get(i, 0), self.report_s) for i, w in enumerate(workers)]
         # The first answer is enough: a worker that has settled everything answers only when its time is up.
         answered, _ = ray.wait(refs, num_returns=1)
         for i, report in ((refs.index(ref), ray.get(ref)) for ref in answered):
-            self._reports[i] = report
             if report.settled == report.prompts:
                 self._settled[i] = report.settled
-        known = self._reports.values()
-        self.on_progress(sum(r.samples for r in known), sum(r.settled for r in known))
         return last_debug_time
 
     def _select_prompt_uids(self, partition_id, sampleable_keys, batch_size):

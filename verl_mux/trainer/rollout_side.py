@@ -20,7 +20,7 @@ from verl.utils.fs import local_mkdir_safe
 
 from verl_mux.config.rollout_keys import RolloutConfig
 from verl_mux.rollout.control.lag_limit import LagLimit
-from verl_mux.rollout.control.launch_order import LaunchOrder, prompt_of
+from verl_mux.rollout.control.launch_order import LaunchOrder, prompts_of
 from verl_mux.rollout.control.oversampling import Oversampler
 from verl_mux.rollout.control.rollout_control import RolloutControl
 from verl_mux.rollout.control.segment_batch import treat_batch
@@ -160,9 +160,7 @@ class RolloutSide:
         """Prompts just drawn, in launching order; gradients keep the order in which they were drawn."""
         uids = list(batch["uid"])
         self._remember_order(uids)
-        raw, index = (list(batch[key]) if key in batch else [None] * len(uids) for key in ("raw_prompt", "index"))
-        prompts = [prompt_of({"raw_prompt": r, "index": i}) for r, i in zip(raw, index, strict=True)]
-        place = self._order.place(uids, prompts)
+        place = self._order.place(uids, prompts_of(batch))
         return batch if (place == np.arange(len(place))).all() else batch[place.tolist()]
 
     def _remember_order(self, uids: list[str]) -> None:
@@ -264,7 +262,7 @@ class RolloutSide:
         if self.control is None or self._saved is None or not uids:
             return 0
         # Trajectories of samples that had ended stay where the checkpoint put them.
-        rows = tq.kv_batch_get(keys=uids, partition_id=partition_id)
+        rows = stamped(tq.kv_batch_get(keys=uids, partition_id=partition_id), self._trainer.global_steps)
         self._put_prompts(uids)
         self._remember_order(uids)
         calls = {group: {int(s): c for s, c in its.items()} for group, its in self._saved["calls"].items()}

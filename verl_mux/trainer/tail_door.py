@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_mux.rollout.control.launch_order import prompt_of
+from verl_mux.rollout.control.launch_order import prompts_of
 from verl_mux.rollout.control.length_estimates import LengthEstimates
 from verl_mux.rollout.control.tail_rounds import DeferPolicy, TailRounds
 from verl_mux.rollout.lengths.predictor import LengthPredictor
@@ -42,7 +42,7 @@ class TailDoor:
         self._draw, self._loader, self._steps_ahead = draw, loader, steps_ahead
         self._rows: TensorDict | None = None
         self._row_of: dict[str, int] = {}  # of those not handed out
-        self._name_of: dict[str, str] = {}  # by uid, of those handed out and not trained
+        self._name_of: dict[str, str] = {}  # by uid, of those handed out for this step
         self._first, self._next, self._began = 0, 0, None  # numbers of the window's first draw and of the next; the loader then
         self._step_lengths: list[float] = []
         self._window_lengths: list[float] = []
@@ -59,10 +59,10 @@ class TailDoor:
         return batch
 
     def trained(self, lengths: dict[str, list[int]], epoch: int) -> None:
-        """Response lengths of a step's prompt groups, by uid."""
-        for uid, its in lengths.items():
-            if uid in self._name_of:
-                self._rounds.trained(self._name_of.pop(uid), epoch, its)
+        """Response lengths of a step's prompt groups, by uid. What else was handed out for it was given up."""
+        for uid, name in self._name_of.items():
+            self._rounds.trained(name, epoch, lengths.get(uid, []))
+        self._name_of = {}
         self._step_lengths = [length for its in lengths.values() for length in its]
         self._window_lengths += self._step_lengths
 
@@ -108,8 +108,7 @@ class TailDoor:
         rows = self._draw(count)
         rows.pop(_STEP, None)
         names = [str(self._next + at) for at in range(count)]
-        raw, index = (list(rows[key]) if key in rows else [None] * count for key in ("raw_prompt", "index"))
-        prompts = [prompt_of({"raw_prompt": r, "index": i}) for r, i in zip(raw, index, strict=True)]
+        prompts = prompts_of(rows)
         if keep:
             assert self._rows is not None
             rows = tu.concat_tensordict([self._rows[[self._row_of[name] for name in keep]], rows])

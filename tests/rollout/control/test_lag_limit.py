@@ -140,6 +140,42 @@ def test_a_limit_of_none_trains_every_token_in_the_step_that_wrote_it():
     assert {launch.budget for launch in it.running.values()} == {16}
 
 
+def by_segments(strategy) -> Steps:
+    """A second step that trains two of four; p0's first tokens are of the first step and have to be trained now."""
+    it = Steps(SegmentSteps(SegmentLimits(4, 4, 16), 1, rate=1.0, lag=LagLimit(1, strategy)), 1)
+    it.begin()
+    for name in ("p1", "p2"):
+        it.say((name, 0), "done", 2, "eos")
+    it.say(("p0", 0), "paused", 4, "abort")
+    it.say(("p3", 0), "paused", 0, "abort")
+    assert it.trained == ["p1", "p2"]
+    it.begin()
+    assert sorted(name for name, _ in it.running) == ["p0", "p3", "p4", "p5"]
+    return it
+
+
+@pytest.mark.parametrize("strategy", ["protect", "wait"])
+def test_a_segment_that_fails_is_written_again_where_its_group_has_to_be_trained_now(strategy):
+    it = by_segments(strategy)
+    it.say(("p0", 0), "failed", 3, "failed")
+    it.say(("p3", 0), "done", 2, "eos")
+    it.say(("p4", 0), "done", 2, "eos")
+    it.say(("p5", 0), "paused", 2, "abort")
+    assert it.in_step, "enough are ready, but p0 would be too old in the next step"
+    it.say(("p0", 0), "done", 3, "eos")
+    it.say(("p5", 0), "paused", 0, "abort")
+    assert sorted(it.trained[2:]) == ["p0", "p3"]
+
+
+def test_wait_cuts_a_round_of_segments_off_once_the_group_at_the_limit_is_complete():
+    it = by_segments("wait")
+    it.say(("p3", 0), "done", 2, "eos")
+    it.say(("p4", 0), "done", 2, "eos")
+    assert not it.aborted
+    it.say(("p0", 0), "done", 3, "eos")
+    assert it.aborted == {("p5", 0)}
+
+
 def test_protected_groups_without_a_seat_are_not_joined_by_ever_more_new_ones():
     it = Steps(Oversampler(OversamplingPolicy(rate=1.5, max_cuts=1), 1), most=10**6)
     for _ in range(12):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl_mux.rollout.control.launch_order import LaunchOrder, prompt_of
+from verl_mux.rollout.control.launch_order import LaunchOrder, prompts_of
 from verl_mux.rollout.lengths.predictor import make_predictor
 from verl_mux.rollout.lengths.rows import Prompt
 
@@ -40,6 +40,7 @@ def test_lengths_of_prompts_it_never_placed_are_ignored():
 
 
 def test_a_prompt_is_known_by_its_index_and_by_its_text_where_there_is_none():
-    row = {"raw_prompt": [{"role": "user", "content": "2+2"}], "index": 7}
-    assert prompt_of(row) == Prompt("7", "2+2")
-    assert prompt_of({**row, "index": None}) == Prompt("2+2", "2+2")
+    batch = {"uid": ["u0"], "raw_prompt": [[{"role": "user", "content": "2+2"}]]}
+    assert prompts_of({**batch, "index": [7]}) == [Prompt("7", "2+2")]
+    assert prompts_of(batch) == prompts_of({**batch, "index": [None]}) == [Prompt("2+2", "2+2")]
+    assert prompts_of({"uid": ["u0"], "index": [7]}) == [Prompt("7", "")]

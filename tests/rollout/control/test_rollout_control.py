@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.rollout.control import rollout_control as module
+from verl_mux.rollout.control.lag_limit import LagLimit
 from verl_mux.rollout.control.oversampling import Oversampler, OversamplingPolicy
 from verl_mux.rollout.control.rollout_control import RolloutControl
 from verl_mux.rollout.control.segment_steps import SegmentSteps
@@ -17,6 +19,7 @@ from verl_mux.rollout.control.segments import SegmentLimits
 from verl_mux.rollout.messages import Report
 
 SAMPLES = 2
+LIMITS = SegmentLimits(10, 4, 40)
 
 
 class Rows:
@@ -38,7 +41,7 @@ class Worker:
     """Runs every sample a token at a time, `length(uid)` tokens each, until it has something to report."""
 
     def __init__(self, length) -> None:
-        self.length, self.version = length, 0
+        self.length, self.version, self.failing = length, 0, set()
         self.running, self.start, self.tokens, self.queue = {}, {}, {}, []
         self.reports = SimpleNamespace(remote=lambda timeout: Reference(self))
 
@@ -51,7 +54,10 @@ class Worker:
 
     def _token(self, key, plan):
         self.tokens[key] += 1
-        if self.tokens[key] >= self.length(key[0]):
+        if key in self.failing:
+            self.failing.discard(key)
+            self._say("failed", key, "failed")
+        elif self.tokens[key] >= self.length(key[0]):
             self._say("done", key, "eos")
         elif self.tokens[key] == plan.longest:
             self._say("done", key, "length")
@@ -106,10 +112,15 @@ class Manager:
             self.worker_of[sample[0]].cut(sample)
 
     def forget(self, groups):
-        self.forgotten += groups
+        self.forgotten += self._taken_off(groups)
 
     def drop(self, groups):
-        self.dropped += groups
+        self.dropped += self._taken_off(groups)
+
+    def _taken_off(self, groups):
+        for group in groups:
+            del self.worker_of[group]
+        return groups
 
     def saved_calls(self, groups):
         return {}
@@ -118,12 +129,14 @@ class Manager:
 class Job:
     """Steps of a job with `machine`."""
 
-    def __init__(self, machine, length, restart=False, longest=None, manager=None, log=NULL_LOG) -> None:
+    def __init__(
+        self, machine, length, restart=False, longest=None, manager=None, log=NULL_LOG, on_progress=lambda done, total: None
+    ) -> None:  # fmt: skip
         self.done: list[tuple[str, int]] = []
         self.manager, self.drawn, self.cleared, self.step_number = manager or Manager(length), 0, set(), 0
         self.control = RolloutControl(
             machine, self.manager, draw=self._draw, submit=self._submit, clear=self.cleared.update,
-            on_progress=lambda done, total: None, log=log, restart=restart, longest=longest, samples=SAMPLES,
+            on_progress=on_progress, log=log, restart=restart, longest=longest, samples=SAMPLES,
             on_done=lambda group, tokens: self.done.append((group, tokens)),
         )  # fmt: skip
 
@@ -169,6 +182,16 @@ def test_the_steps_log_line_counts_samples_in_all_its_numbers():
     log = SimpleNamespace(log=lambda event, seconds, extra, step: lines.append(extra))
     Job(Oversampler(OversamplingPolicy(), SAMPLES), length, log=log).step(4)
     assert lines == [{"total_requests": 8, "target_completion": 8, "completed_count": 8}]
+
+
+def test_a_sample_that_fails_and_starts_again_is_counted_once():
+    lines, told = [], []
+    log = SimpleNamespace(log=lambda event, seconds, extra, step: lines.append(extra))
+    job = Job(Oversampler(OversamplingPolicy(), SAMPLES), length, log=log, on_progress=lambda *it: told.append(it))
+    job.manager.agent_loop_workers[0].failing = {("g0", 0), ("g2", 1)}
+    job.step(4)
+    assert lines == [{"total_requests": 8, "target_completion": 8, "completed_count": 8}]
+    assert {total for _, total in told} == {8} and told[-1] == (8, 8)
 
 
 def test_lengths_are_told_while_the_step_runs():
@@ -223,3 +246,41 @@ def test_a_checkpoint_brings_the_left_over_groups_back_first(kind):
     order = list(dict.fromkeys(plan.group for plan in later.manager.launched))
     back = [group for group in order if group in waiting]
     assert back and order[: len(back)] == back
+
+
+def resumed(machine, waiting):
+    """A job that goes on with `machine` from a checkpoint; its calls are a token each."""
+    job = Job(machine, length, longest=LIMITS.longest)
+    job.control.restore(Rows(waiting), {group: {sample: [{"token_ids": [1]}] for sample in range(SAMPLES)} for group in waiting})
+    return job
+
+
+def test_a_checkpoints_group_that_is_ready_is_trained_without_a_launch():
+    # Seven are ready in the step that trains four: three wait for the next, which no worker has after a resume.
+    before = Job(SegmentSteps(LIMITS, SAMPLES), lambda uid: 8, longest=LIMITS.longest)
+    before.control.machine.begin(4)
+    before.control.machine.drawn([f"g{at}" for at in range(7)])
+    for at, sample in itertools.product(range(7), range(SAMPLES)):
+        before.control.machine.report(Report("done", f"g{at}", sample, 8, 8, 1, "eos"))
+    ready = ["g4", "g5", "g6"]
+    later = resumed(SegmentSteps.from_dict(LIMITS, SAMPLES, before.control.to_dict(ready)["machine"]), ready)
+    later.drawn = 7
+    assert later.step(4) == [*ready, "g7"]
+    assert {plan.group for plan in later.manager.launched} == {"g7"}
+    assert later.control.to_dict(ready)["calls"] == {}
+
+
+@pytest.mark.parametrize("kind", ["oversample", "segments"])
+def test_a_checkpoints_group_that_is_too_old_is_dropped_before_any_worker_has_it(kind):
+    lag, policy = LagLimit(1, "drop"), OversamplingPolicy()
+    if kind == "oversample":
+        group = {"name": "g0", "cuts": 0, "failures": 0, "tokens": [3] * SAMPLES, "age": 1}
+        machine = Oversampler.from_dict(policy, SAMPLES, {"groups": [group]}, lag)
+    else:
+        samples = [{"state": "unfinished", "segments": [[10, 1]], "truncated": False, "lost_tokens": 0}] * SAMPLES
+        saved = {"groups": {"g0": samples}, "failures": {}, "extra": 0, "ages": {"g0": 1}}
+        machine = SegmentSteps.from_dict(LIMITS, SAMPLES, saved, lag=lag)
+    job = resumed(machine, ["g0"])
+    job.drawn = 1
+    assert job.step(2) == ["g1", "g2"]
+    assert (job.manager.dropped, job.cleared, job.control.to_dict(["g0"])["calls"]) == ([], {"g0"}, {})

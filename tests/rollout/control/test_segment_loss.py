@@ -1,4 +1,4 @@
-"""Masks, old log-probs and advantages of the treatments against a reference written token by token."""
+"""Masks and old log-probs of the treatments against a reference written token by token."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.exploring import examples
-from verl_mux.rollout.control.segment_loss import TREATMENTS, off_policy_share, segment_map, spread, treat
+from verl_mux.rollout.control.segment_loss import TREATMENTS, off_policy_share, segment_map, treat
 from verl_mux.rollout.messages import Segment
 
 CURRENT = 3
 
 
-def reference(treatment, segments, width, mask, current, behaviour, advantage):
-    """(loss mask, old log-prob, advantage) of each token, one at a time."""
+def reference(treatment, segments, width, mask, current, behaviour):
+    """(loss mask, old log-prob) of each token, one at a time."""
     versions = [version for length, version in segments for _ in range(length)]
     last_start = len(versions)
     while last_start and versions[last_start - 1] == versions[-1]:
@@ -28,7 +28,7 @@ def reference(treatment, segments, width, mask, current, behaviour, advantage):
         bears_loss = mask[at] == 1 and (treatment != "mask" or (inside and at >= last_start))
         stale = inside and versions[at] != CURRENT
         old = behaviour[at] if stale and treatment in ("mask", "sais") else current[at]
-        out.append((float(bears_loss), old, advantage if bears_loss else 0.0))
+        out.append((float(bears_loss), old))
     return out
 
 
@@ -46,14 +46,12 @@ def test_agrees_with_the_token_by_token_reference(treatment, batch, padding, ran
     current, behaviour = current.reshape(shape), behaviour.reshape(shape)
     lengths = [sum(segment.length for segment in segments) for segments in batch]
     mask = np.array([[float(at < n and random.random() < 0.8) for at in range(width)] for n in lengths]).reshape(shape)
-    advantages = np.array([random.gauss(0, 1) for _ in batch])
 
     loss = treat(treatment, segment_map(batch, width), CURRENT, mask, current, behaviour)
-    spread_out = spread(advantages, loss.loss_mask)
 
     for row, segments in enumerate(batch):
-        want = reference(treatment, segments, width, mask[row], current[row], behaviour[row], advantages[row])
-        got = zip(loss.loss_mask[row], loss.old_log_probs[row], spread_out[row], strict=True)
+        want = reference(treatment, segments, width, mask[row], current[row], behaviour[row])
+        got = zip(loss.loss_mask[row], loss.old_log_probs[row], strict=True)
         assert [tuple(token) for token in got] == want
 
 

@@ -11,7 +11,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from verl_mux.rollout.messages import Launch, Segment
 from verl_mux.rollout.worker.prompt_groups import PromptGroups
-from verl_mux.rollout.worker.response import Call, Response, restored, saved
+from verl_mux.rollout.worker.response import Call, Response, Stage, restored, saved
 from verl_mux.rollout.worker.server_client import ResponseClient
 
 PROMPT = [100, 101]
@@ -228,6 +228,18 @@ def test_calls_of_a_checkpoint_answer_the_agent_loop_again():
         assert later.outputs[0].token_ids == list(range(1, 11))
 
     run(story())
+
+
+def test_a_server_that_leaves_is_nobodys_target_any_more():
+    worker = Worker(Engine())
+    worker.groups.announce(both(), {}, {"g"})
+    response, other = worker.groups._all()
+    for it in (response, other):
+        it.stage, it.server_id, it.server = Stage.ENGINE, "a", SimpleNamespace(abort_requests=SimpleNamespace(remote=print))
+    assert worker.groups.evacuate(["a"], {("g", 0): ("b", "B"), ("g", 1): ("c", "C")}) == 2
+    response.stage = other.stage = Stage.OUTSIDE  # both ended before their aborts came: tools run
+    assert worker.groups.evacuate(["b"], {}) == 0
+    assert (response.take_target(), other.take_target()) == (None, ("c", "C"))
 
 
 @pytest.mark.parametrize("kept", [0, 3, 5, 7, 12])

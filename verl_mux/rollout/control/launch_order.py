@@ -107,9 +107,13 @@ class LaunchOrder:
             self._predictor.predict([rows[0].prompt])
 
 
-def prompt_of(row: dict[str, Any]) -> Prompt:
-    """A prompt of verl's batch: its id is the data set's index where there is one."""
-    messages = row.get("raw_prompt") or []
+def prompts_of(batch: Any) -> list[Prompt]:
+    """The prompts of verl's batch: a prompt's id is the data set's index where there is one, else its text."""
+    count = len(batch["uid"])
+    raw, index = (list(batch[key]) if key in batch else [None] * count for key in ("raw_prompt", "index"))
+    return [_prompt(messages or [], at) for messages, at in zip(raw, index, strict=True)]
+
+
+def _prompt(messages: Sequence[Any], index: Any) -> Prompt:
     text = "\n".join(str(message.get("content", "")) for message in messages if isinstance(message, dict))
-    index = row.get("index")
     return Prompt(str(index) if index is not None else text, text)

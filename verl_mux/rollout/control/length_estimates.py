@@ -27,11 +27,14 @@ _EPOCHS = 2  # of a prompt's own responses
 
 
 class Expected(NamedTuple):
-    """Of each prompt group, (prompts,) in tokens: mean length of its responses, that mean's variance, its longest response."""
+    """Of each prompt group, (prompts,) in tokens: mean length of its responses, that mean's variance, and what it is ordered by.
+
+    order_by: the mean, where nobody can tell how far a group's longest response lies above it; an oracle knows the longest.
+    """
 
     mean: np.ndarray
     variance: np.ndarray
-    longest: np.ndarray
+    order_by: np.ndarray
 
 
 class LengthEstimates:
@@ -68,7 +71,6 @@ class LengthEstimates:
         mean[known], variance[known] = self._from_own([p.id for p, has in zip(prompts, known, strict=True) if has])
         strangers = [p for p, has in zip(prompts, known, strict=True) if not has]
         mean[~known], variance[~known] = self._from_order(strangers)
-        # The longest in the order of the means: how far a group's longest lies above its mean is not told apart by prompt.
         return Expected(mean, variance, mean)
 
     def knows(self, prompt: Prompt) -> bool:

@@ -50,7 +50,8 @@ class RolloutControl:
         self._draw, self._submit, self._clear, self._on_progress = draw, submit, clear, on_progress
         self._restart, self._longest, self.migration = restart, longest, migration
         self._samples, self._on_done = samples, on_done
-        self._step = self._launched = self._done = self._wanted = 0
+        self._step = self._done = self._wanted = 0
+        self._launched: set[tuple[str, int]] = set()  # samples of this step: one that failed and starts again is one
         self._began = 0.0
         self._finished: tuple[str, ...] | None = None
         self._waiting: dict[Any, Any] = {}  # Ray's reference -> worker
@@ -60,7 +61,7 @@ class RolloutControl:
     def begin(self, step: int, wanted: int) -> None:
         """Launch a step that trains `wanted` prompt groups."""
         self._step, self._wanted, self._finished = step, wanted, None
-        self._launched = self._done = 0
+        self._launched, self._done = set(), 0
         self._began = time.perf_counter()
         if self.migration is not None:
             self.migration.begin(step)
@@ -71,17 +72,17 @@ class RolloutControl:
         while self._finished is None:
             for report in self._reports():
                 if report.kind == "done":
-                    self._done += 1
+                    self._done += (report.group, report.sample) in self._launched
                     self._on_done(report.group, report.total)
                 self._carry_out(self.machine.report(report))
-            self._on_progress(self._done, max(self._launched, 1))
+            self._on_progress(self._done, max(len(self._launched), 1))
             if self.migration is not None and self._finished is None:
-                self.migration.consider(self._done, self._launched)
+                self.migration.consider(self._done, len(self._launched))
         groups = list(self._finished)
-        extra = {"total_requests": self._launched, "target_completion": self._wanted * self._samples,
+        extra = {"total_requests": len(self._launched), "target_completion": self._wanted * self._samples,
                  "completed_count": self._done}  # fmt: skip
         self._log.log(events.GENERATE_MONITORED, time.perf_counter() - self._began, extra=extra, step=self._step)
-        self._manager.forget(groups)
+        self._take_off(groups, self._manager.forget)
         return groups
 
     def figures(self) -> dict[str, float]:
@@ -106,16 +107,22 @@ class RolloutControl:
             self._manager.cut([(it.group, it.sample) for it in aborts])
         for it in instructions:
             if isinstance(it, Drop):
-                self._manager.drop([it.group])
+                self._take_off([it.group], self._manager.drop)
                 self._clear({it.group})
             elif isinstance(it, Finish):
                 self._finished = it.groups
             elif isinstance(it, Draw):
                 self._launch_new(it.count)
 
+    def _take_off(self, groups: Iterable[str], tell: Callable[[list[str]], None]) -> None:
+        """Trained or given up; what came ready from a checkpoint, or too old, was never on a worker."""
+        tell([group for group in groups if self._manager.knows(group)])
+        for group in groups:
+            self._calls.pop(group, None)
+
     def _launch(self, launches: list[Launch], at_begin: bool) -> None:
         """Samples that are on a worker already go on there; groups from a checkpoint go out with their rows."""
-        self._launched += len(launches)
+        self._launched |= {(it.group, it.sample) for it in launches}
         groups = list(dict.fromkeys(it.group for it in launches))
         # Left-over groups go before new ones, whatever order those have among themselves.
         launches = [self._completed(it, priority=2 * len(launches), restart=at_begin and self._restart) for it in launches]
@@ -135,7 +142,7 @@ class RolloutControl:
         instructions = self.machine.drawn(uids)
         place = {uid: len(uids) - at for at, uid in enumerate(uids)}
         mine = [it for it in instructions if isinstance(it, Launch) and it.group in place]
-        self._launched += len(mine)
+        self._launched |= {(it.group, it.sample) for it in mine}
         # Those that go on reach the engine before the new.
         self._carry_out([it for it in instructions if not (isinstance(it, Launch) and it.group in place)])
         self._submit(batch, [self._completed(it, priority=place[it.group]) for it in mine])

@@ -89,11 +89,6 @@ def treat(
     return SegmentLoss(_where(in_last, response_mask, response_mask * 0), old_log_probs)
 
 
-def spread(advantages: Any, loss_mask: Any) -> Any:
-    """One advantage for each trajectory, (trajectories,), on every token that bears loss: (trajectories, tokens)."""
-    return advantages[:, None] * loss_mask
-
-
 def off_policy_share(segments: SegmentMap, current_version: int, response_mask: Any) -> float:
     """Share of the response tokens that older weights wrote."""
     stale = (segments.version != current_version) & (segments.version != PADDING) & (response_mask > 0)

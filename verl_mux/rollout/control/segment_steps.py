@@ -83,8 +83,9 @@ class SegmentSteps:
             self._first.setdefault(key.group, self._step)
         out = self._failed(key, new) if why is End.FAILED else []
         if self._rate > 0 and not self._cutting and len(self.pools.ready()) >= self._wanted:
-            self._cutting = True
-            out += [Abort(*running) for running in self._running if self._may_cut(running)]
+            aborts = [Abort(*running) for running in self._running if self._may_cut(running)]
+            self._cutting = bool(aborts)
+            out += aborts
         return out if self._running else [*out, *self._next()]
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,6 +119,7 @@ class SegmentSteps:
         self.metrics.wasted_tokens += sum(t.length for t in self.pools.drop(group))
         self.metrics.dropped_groups += 1
         self._first.pop(group, None)
+        self._due.discard(group)
         return Drop(group, reason)
 
     def _drop_stale(self) -> list[Instruction]:
@@ -143,11 +145,12 @@ class SegmentSteps:
 
     def _next(self) -> list[Instruction]:
         """Finish, or another round."""
-        ready = len(self.pools.ready())
-        if ready >= self._wanted:
+        groups = self.pools.ready()
+        ready = len(groups)
+        if ready >= self._wanted and self._due.issubset(groups):  # who has to be trained now may have lost its segment
             return self._finish()
         if self.metrics.rounds == 1 and self._rate == 0:
-            self._extra += self._wanted - ready
+            self._extra += max(0, self._wanted - ready)
         missing = self._missing(ready)
         if missing and not self._data_ended:
             self._asked_for = missing

@@ -55,9 +55,9 @@ def plan(expected: Expected, batch: int, most: float) -> list[list[int]]:
     the prompts in their order.
     """
     total = len(expected.mean)
-    if total == 0 or np.ptp(expected.longest) == 0:
+    if total == 0 or np.ptp(expected.order_by) == 0:
         return [list(range(at, min(at + batch, total))) for at in range(0, total, batch)]
-    left = np.argsort(-expected.longest, kind="stable").tolist()
+    left = np.argsort(-expected.order_by, kind="stable").tolist()
     rest = left[total // batch * batch :]  # the shortest are the round that is not full
     left = left[: total - len(rest)]
     rounds = []
@@ -124,7 +124,7 @@ class TailRounds:
         return taken
 
     def trained(self, name: str, epoch: int, lengths: Sequence[int]) -> None:
-        """A prompt group was trained, or given up: then without lengths."""
+        """A prompt group was trained, or given up: then without lengths, and nothing is learnt."""
         prompt = self._prompts.pop(name, None)
         if prompt is not None and lengths:
             self._estimates.observe(prompt, epoch, lengths)

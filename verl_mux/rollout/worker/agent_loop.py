@@ -46,11 +46,10 @@ def make_agent_loop(entry: Any, **arguments: Any) -> Any:
 
 
 class Progress(NamedTuple):
-    """Since the worker started: prompts handed to it, prompts settled, samples finished."""
+    """Since the worker started: prompts handed to it, prompts settled."""
 
     prompts: int
     settled: int
-    samples: int
 
 
 def request_seed(*parts: Any) -> int:
@@ -71,7 +70,7 @@ class MuxAgentLoopWorker(_VerlWorker):
         self._groups = PromptGroups(self._settings.truncated_reward)
         if "tool_agent" in _agent_loop_registry:
             _agent_loop_registry["tool_agent"] = {"_target_": "verl_mux.rollout.worker.tool_loop.MuxToolAgentLoop"}
-        self._prompts = self._settled = self._samples = 0
+        self._prompts = self._settled = 0
         self._changed = asyncio.Event()
 
     def set_worker_rank(self, rank: int) -> None:
@@ -91,7 +90,7 @@ class MuxAgentLoopWorker(_VerlWorker):
                 await asyncio.wait_for(self._changed.wait(), left)
             except asyncio.TimeoutError:
                 break
-        return Progress(self._prompts, self._settled, self._samples)
+        return Progress(self._prompts, self._settled)
 
     # ---------------------------------------------------------------- groups the trainer controls
 
@@ -169,11 +168,9 @@ class MuxAgentLoopWorker(_VerlWorker):
             )
         who = {"batch_data_id": str(kwargs.get("index")), "session": session_id, "validate": bool(trajectory["validate"])}
         with request(self._events, f"{kwargs.get('uid')}_{session_id}", int(trajectory["step"]), **who):
-            result = await self._groups.run_sample(
+            return await self._groups.run_sample(
                 str(kwargs.get("uid")), session_id, lambda: self._run_loop(params, trajectory, session_id=session_id, **kwargs)
             )
-        self._samples += 1
-        return result
 
     async def _run_loop(self, sampling_params, trajectory, *, agent_name: str, trace: bool = True, **kwargs):
         """verl's `_run_agent_loop`, with an agent loop from `make_agent_loop`."""

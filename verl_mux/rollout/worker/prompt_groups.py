@@ -74,6 +74,8 @@ class PromptGroups:
         """Let what runs on these servers go on elsewhere: where it is planned, else where there is least to do. How many are
         still there."""
         for response in self._all():
+            if response.target is not None and response.target[0] in servers:
+                response.target = None  # of an earlier move: the stay ended by itself before its abort came
             if response.stage is Stage.ENGINE and response.server_id in servers:
                 response.target = targets.get((response.group, response.sample))
         return evacuate(self._all(), servers)

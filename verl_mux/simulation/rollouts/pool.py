@@ -2,7 +2,8 @@
 
 turns: a rollout has all replicas from its first request to its last response; the others train beside it.
 shared: a rollout starts on whatever is free; it gathers its tail on fewer replicas when another job waits for them, and grows
-onto replicas that nobody wants, which it gives back on demand. What moves, and whether, the product's planners say.
+onto replicas that nobody wants, which it gives back on demand. What moves, and whether, the
+product's `migration_plan.py` says, and `growth_plan.py` beside this.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl_mux.rollout.control import growth_plan, migration_plan
+from verl_mux.rollout.control import migration_plan
 from verl_mux.rollout.control.migration_plan import EngineSpeed, Migration, MigrationPolicy
+from verl_mux.simulation.rollouts import growth_plan
 from verl_mux.simulation.rollouts.bed import Bed
 from verl_mux.simulation.rollouts.engine import NEVER, Key, Replica, Request
 from verl_mux.simulation.rollouts.job import VirtualJob

@@ -141,6 +141,43 @@ def test_room_that_goes_while_it_wakes_takes_back_what_was_mapped(engine, monkey
     assert torch.equal(engine.model.table, torch.ones(32))
 
 
+class Ranks:
+    """This rank and another one: what is true on both. `other`: what that one says to the next questions, then yes."""
+
+    def __init__(self, *other):
+        self.other, self.said = list(other), []
+
+    def __call__(self, scheduler, true_here):
+        self.said.append(true_here)
+        there = self.other.pop(0) if self.other else True
+        return true_here and there
+
+
+@pytest.mark.parametrize(("awake", "tag"), [(set(), "weights"), ({"weights"}, "kv_cache")])
+def test_a_rank_whose_room_goes_while_it_wakes_says_so_to_the_others(engine, monkeypatch, awake, tag):
+    engine.sleep(level=1)
+    for other in awake:
+        engine.wake(other)
+    ranks = Ranks()
+    monkeypatch.setattr(scheduler_memory, "_everywhere", ranks)
+    monkeypatch.setattr(scheduler_memory, "_no_room", lambda *_: None)
+    monkeypatch.setenv(device_ledger.BUDGET_VARIABLE, "100")
+    answer = engine.wake(tag)
+    assert "out of memory" in answer.error and not answer.failed
+    assert (ranks.said, engine.mapped()) == ([False], awake)
+
+
+@pytest.mark.parametrize("tags", [("weights",), ("weights", "kv_cache")])
+def test_a_rank_waits_for_no_other_whose_room_went_while_it_woke(engine, monkeypatch, tags):
+    engine.sleep(level=1)
+    monkeypatch.setattr(scheduler_memory, "_no_room", lambda *_: None)
+    monkeypatch.setattr(scheduler_memory, "_everywhere", Ranks(*[True] * (len(tags) - 1), False))
+    if len(tags) == 1:
+        monkeypatch.setattr(dist, "barrier", lambda group: pytest.fail("the other rank does not come"))
+    answer = engine.wake(*tags)
+    assert (answer.error, answer.failed, engine.mapped()) == (f"another rank has no room for {tags[-1]}", False, set())
+
+
 def test_two_thousand_random_sequences_leave_the_engine_alive(engine, monkeypatch):
     rng, seen = random.Random(0), set()
     monkeypatch.setattr(scheduler_memory.log, "exception", lambda *_: pytest.fail("something was raised inside"))

@@ -73,7 +73,8 @@ class MeteredCpu:
         _report(tag, cpu_memory_saver.pause(tag).mapped)
 
     def resume(self, tag: str) -> None:
-        _report(tag, cpu_memory_saver.resume(tag).mapped)
+        if self.is_paused(tag):  # as on CUDA, it may be asked twice
+            _report(tag, cpu_memory_saver.resume(tag).mapped)
 
     def is_paused(self, tag: str) -> bool:
         return cpu_memory_saver.is_paused(tag)

@@ -51,6 +51,9 @@ def install(tokenizer_manager: Any) -> None:
             if answer is not None:
                 answer.update({ours: told.get(theirs) for ours, theirs in OF_ANSWER.items()})
                 answer.update(times.pop(str(told.get("id")), {}))
+            if (told.get("finish_reason") or {}).get("type") == "abort":
+                # SGLang keeps the name of a request that was aborted in its queue, and refuses it when it comes again.
+                tokenizer_manager.rid_to_state.pop(told.get("id"), None)
             yield output
 
     async def with_times(received):

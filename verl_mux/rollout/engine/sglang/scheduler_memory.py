@@ -142,12 +142,12 @@ def resume(original: Callable, scheduler: Any, request: Any) -> Any:
     stashed = getattr(scheduler, "stashed_model_static_state", None)
     try:
         for tag in tags:
+            if error := _map(scheduler, tag):
+                _take_back(scheduler, tags, stashed)
+                return _told(ResumeMemoryOccupationReqOutput(), error)
             original(scheduler, ResumeMemoryOccupationReqInput(tags=[tag]))
             if tag == WEIGHTS:
                 _contents(scheduler).came_back()
-    except (torch.OutOfMemoryError, NoRoom) as error:
-        _take_back(scheduler, tags, stashed)
-        return _told(ResumeMemoryOccupationReqOutput(), str(error))
     except Exception as error:
         log.exception("the engine could not take %s again", ", ".join(tags))
         return _told(ResumeMemoryOccupationReqOutput(), f"taking {', '.join(tags)} again failed: {error}", failed=True)
@@ -155,6 +155,17 @@ def resume(original: Callable, scheduler: Any, request: Any) -> Any:
         _take_back(scheduler, tags, stashed)
         return _told(ResumeMemoryOccupationReqOutput(), missing)
     return _told(ResumeMemoryOccupationReqOutput())
+
+
+def _map(scheduler: Any, tag: str) -> str | None:
+    """Maps a tag on all ranks; why it could not on one of them. SGLang's own resume finds it mapped then: it maps and then waits
+    for all ranks, for ever for one whose room somebody else took meanwhile."""
+    error = None
+    try:
+        scheduler.memory_saver_adapter.resume(tag)
+    except (torch.OutOfMemoryError, NoRoom) as full:
+        error = str(full)
+    return None if _everywhere(scheduler, error is None) else error or f"another rank has no room for {tag}"
 
 
 def _unsynced(scheduler: Any) -> str | None:
@@ -171,7 +182,7 @@ def _unsynced(scheduler: Any) -> str | None:
 def _take_back(scheduler: Any, tags: list[str], stashed: Any) -> None:
     """What an unfinished wake mapped is released again, and what it forgot is remembered."""
     for tag in tags:
-        if tag not in scheduler.offload_tags and not scheduler.memory_saver_adapter.is_paused(tag):
+        if not scheduler.memory_saver_adapter.is_paused(tag):
             scheduler.memory_saver_adapter.pause(tag)
         scheduler.offload_tags.add(tag)
     if WEIGHTS in tags and stashed is not None:

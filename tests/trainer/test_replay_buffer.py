@@ -1,0 +1,52 @@
+"""What the replay buffer tells of a rollout that verl's own way carries through."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+pytest.importorskip("verl")
+from verl.trainer.ppo.v1 import replay_buffer as of_verl
+
+from verl_mux.trainer import replay_buffer as module
+from verl_mux.trainer.replay_buffer import MuxReplayBuffer
+
+
+class Queue:
+    """TransferQueue's tags: two prompts run, and in each look one more of the `coming` trajectories is there."""
+
+    def __init__(self, partition: str, coming: list[str]) -> None:
+        self.partition, self.coming, self.there = partition, coming, []
+
+    def kv_list(self):
+        status = "running" if self.coming else "finished"
+        prompts = {uid: {"is_prompt": True, "status": status, "global_steps": 1} for uid in ("a", "b")}
+        items = prompts | {key: {"status": "success"} for key in self.there}
+        self.there += self.coming[:1]
+        del self.coming[:1]
+        return {self.partition: items}
+
+    def kv_clear(self, **what):
+        pass
+
+
+def test_progress_is_of_the_samples_that_are_waited_for(monkeypatch):
+    monkeypatch.setattr(module, "ray", SimpleNamespace(wait=lambda refs, num_returns: ([], [])))
+    told = []
+    buffer = MuxReplayBuffer(
+        trainer_mode="mux_separate", trainer_config=OmegaConf.create(), max_off_policy_threshold=8,
+        max_off_policy_strategy="drop", sampler_kwargs=None,
+    )  # fmt: skip
+    buffer.samples_of_prompt, buffer.on_progress = {"train": 2, "val": 1}, lambda *it: told.append(it)
+    a_step = ["a_0_0", "a_0_1", "a_1_0", "b_0_0", "b_1_0"]  # a's first sample has two trajectories
+    for partition, coming, expected in [
+        ("val", ["b_0_0", "a_0_0"], [(0, 2), (1, 2), (2, 2)]),
+        ("train", a_step, [(0, 4), (1, 4), (1, 4), (2, 4), (3, 4), (4, 4)]),
+        ("train", a_step, [(0, 4), (1, 4), (1, 4), (2, 4), (3, 4), (4, 4)]),
+    ]:
+        monkeypatch.setattr(of_verl, "tq", Queue(partition, list(coming)))
+        buffer.sample(1, partition, batch_size=2)
+        assert told == expected
+        told.clear()
