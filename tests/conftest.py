@@ -57,6 +57,22 @@ def one_rank_mesh(tmp_path) -> Iterator:
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def run_main(monkeypatch, capsys):
+    """`verl-mux ARGUMENTS...` in this process: (exit code, stdout, stderr)."""
+
+    from verl_mux import cli
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["verl-mux", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def python() -> Callable[..., subprocess.CompletedProcess]:
     """Run `python ARGUMENTS...` in a process of its own, with these variables set; None takes one away."""

@@ -9,20 +9,6 @@ from verl_mux.errors import Failure, UserError
 
 
 @pytest.fixture
-def run_main(monkeypatch, capsys):
-    """`verl-mux ARGUMENTS...` in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["verl-mux", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return run
-
-
-@pytest.fixture
 def command(monkeypatch):
     """Let `verl-mux doctor` do something else."""
 

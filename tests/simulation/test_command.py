@@ -4,24 +4,8 @@ import json
 
 import pytest
 
-from verl_mux import cli
-
 HEAD = "job,arrival_h,duration_h,gpus\n"
 JOB = "jobs: [{name: a, rollout_s: 10, train_s: 10}]\n"
-
-
-@pytest.fixture
-def run_main(monkeypatch, capsys):
-    """`verl-mux ARGUMENTS...` in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["verl-mux", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import pytest
 import yaml
 
 from tests.memory.certificate.models import QWEN25_7B, verl
-from verl_mux import cli
 
 POOLS = """
 pools:
@@ -26,20 +25,6 @@ overrides:
 jobs:
   math: {{nodes: {{rollout: [r0], train: [t0]}}, gpus: {{rollout: 1, train: 1}}}}
 """
-
-
-@pytest.fixture
-def run_main(monkeypatch, capsys):
-    """`verl-mux ARGUMENTS...` in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["verl-mux", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture
