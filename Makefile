@@ -10,12 +10,13 @@ INSTALLED := $(VENV)/.installed
 # uv does not read pip's configuration; hand it the index that pip is set to, if any.
 PIP_INDEX := $(shell $(PYTHON) -m pip config get global.index-url 2>/dev/null)
 
-.PHONY: help demo test test-hosts explore install lint lock clean
+.PHONY: help demo test test-gpu test-hosts explore install lint lock clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   two real verl jobs take turns on this machine (about ten minutes, no GPU needed)"
 	@echo "make test   all tests but those marked gpu"
+	@echo "make test-gpu   the tests marked gpu: engines and jobs on one CUDA device, tensor parallelism on two"
 	@echo "make test-hosts   two real jobs on three hosts, which are namespaces of this machine; needs root (half an hour)"
 	@echo "make lint   style, types, arrows between rooms, dead code"
 	@echo "make explore   for EXPLORE_SECONDS (600) the tests that draw random examples, with new ones"
@@ -26,6 +27,10 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not gpu and not e2e and not hosts" -n 2 --dist loadfile
 	$(BIN)/python -m pytest -m "e2e and not gpu and not hosts" $$(grep -rl "mark.e2e" tests --include="test_*.py")
+
+# One after the other: each has the whole device. NVML says who holds what there.
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -m gpu tests/gpu
 
 test-hosts: $(INSTALLED)
 	$(BIN)/python -m pytest tests/hosts

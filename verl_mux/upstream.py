@@ -72,6 +72,12 @@ VERL = (
     Symbol("verl.workers.engine_workers.ActorRolloutRefWorker.update_weights", "overridden: host shards instead of full tensors"),
     Symbol("verl.workers.engine_workers.ActorRolloutRefWorker.actor_worker_cls", "the training worker class inside"),
     Symbol("verl.workers.engine_workers.TrainingWorker", "subclassed for the critic"),
+    Symbol("verl.workers.engine.base.BaseEngineCtx._context_switch", "moves nothing while our workers have loaded the states"),
+    Symbol("verl.workers.engine.fsdp.transformer_impl.FSDPEngine.is_param_offload_enabled", "is _is_offload_param, which we set"),
+    Symbol(
+        "verl.workers.engine.fsdp.transformer_impl.FSDPEngine.is_optimizer_offload_enabled",
+        "is _is_offload_optimizer, which we set",
+    ),
     Symbol("verl.workers.engine.base.EngineRegistry._engines", "is a CPU engine registered already"),
     Symbol("verl.workers.engine.fsdp.transformer_impl.FSDPEngineWithLMHead", "registered for device cpu"),
     Symbol("verl.workers.engine.fsdp.transformer_impl.FSDPEngineWithValueHead", "registered for device cpu"),

@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
 from verl_mux.agent.devices import Ledger, open_devices
+from verl_mux.agent.loop import Agent
 from verl_mux.agent.mapped import MappedLog
 from verl_mux.agent.processes import Marked
 from verl_mux.coordinator.bus import members
@@ -14,6 +16,8 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.families.agents import Holder, NodeHere
 from verl_mux.errors import UserError
 from verl_mux.platform import device_ledger
+from verl_mux.platform.host_memory import process_bytes
+from verl_mux.profiling.eventlog.log import NULL_LOG
 
 UID = "uid-of-looking"
 
@@ -100,3 +104,16 @@ def test_every_change_of_what_a_process_holds_is_a_line():
         ("device_memory", 3.0, "a", 5, 2, "a"),
         ("device_memory", 4.0, "a", 2, 0, "a"),
     ]
+
+
+def test_a_report_tells_the_host_memory_of_marked_processes(carrier):
+    agent = Agent("tcp://127.0.0.1:9", None, open_devices("none"), NULL_LOG)
+    member, deadline = members.member_of(carrier.pid), time.monotonic() + 60
+
+    def told():
+        (holder,) = [holder for holder in agent.look().holders if holder.member == member]
+        return holder.host
+
+    while not told():  # a look does not wait for it
+        assert time.monotonic() < deadline
+    assert told() == process_bytes(carrier.pid) and told()["private"] > 0

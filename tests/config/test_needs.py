@@ -6,8 +6,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.config.test_schema import refusal, verl_config
-from verl_mux.config.needs import needs_of
+from verl_mux.config.needs import host_memory_of, needs_of
 from verl_mux.config.schema import check, load
+from verl_mux.memory.certificate import device
+from verl_mux.memory.certificate.job import read_job
 
 ADDRESS = "tcp://127.0.0.1:5570"
 MODEL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 1000, "num_attention_heads": 4}
@@ -67,3 +69,21 @@ def test_overrides_of_the_model_config_count(model):
 
 def test_a_model_without_a_config_is_refused_by_its_path(tmp_path):
     assert f"actor_rollout_ref.model.path={tmp_path}" in refusal(whole_config(tmp_path), needs_of)
+
+
+def test_a_job_tells_what_its_states_take_on_each_node_of_a_side(model):
+    config = OmegaConf.merge(whole_config(model), {"actor_rollout_ref": {"rollout": {"nnodes": 1}}})
+    told = host_memory_of(config)
+    job = read_job(OmegaConf.to_container(config, resolve=True), MODEL)
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    assert told["train"]["optimizer"] == 8 * job.model.total * config.trainer.n_gpus_per_node // ranks
+    assert told["train"]["parameters"] == 4 * job.model.total * config.trainer.n_gpus_per_node // ranks
+    assert told["rollout"]["staging"] == device.weights(job) * job.engine.gpus_per_node, "less than a bucket"
+
+
+def test_of_a_model_that_the_formulas_do_not_know_nothing_is_told(model):
+    config = whole_config(model)
+    (model / "config.json").write_text(json.dumps({**MODEL, "kv_lora_rank": 512}))
+    assert host_memory_of(config) == {}
+    config.actor_rollout_ref.model.path = str(model / "nowhere")
+    assert host_memory_of(config) == {}

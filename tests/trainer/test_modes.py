@@ -14,6 +14,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from tests.trainer.fencing import Fencing
 from verl_mux.coordinator.bus.connect import connect
 from verl_mux.coordinator.bus.local import Lease, LeaseLost
+from verl_mux.coordinator.bus.messages import Member
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
 from verl_mux.errors import Failure, UserError
@@ -50,9 +51,12 @@ def memory(trainer):
     with Coordinator(make_config({"pools": pools})) as coordinator:
         trainer.phases = Phases(connect(coordinator.address, "a", NODES, uid="a:1"), NULL_LOG)
 
-        def shown():
+        def shown(where="memory"):
             trainer.phases.mux.release(trainer.phases.mux.acquire("train", step=1))  # what was told before has arrived
             pools = coordinator.snapshot()["pools"].values()
+            if where == "host_memory":
+                held = {name: node[where]["jobs"] for pool in pools for name, node in pool["nodes"].items()}
+                return {name: jobs["a"]["measured"] if jobs else {} for name, jobs in held.items()}
             return {name: node["memory"].get("a", {}) for pool in pools for name, node in pool["nodes"].items()}
 
         yield shown
@@ -66,6 +70,16 @@ def test_each_training_node_shows_what_its_own_ranks_hold(trainer, memory):
     assert memory() == {"r0": {}, "r1": {}, "t0": {"params": 33}, "t1": {"params": 77}}
     # All ranks move at the same time, one group after the other.
     assert trainer.phases.take_seconds() == {"wake": 1.0}
+
+
+def test_a_process_tells_what_it_holds_of_its_hosts_memory_once_whatever_groups_it_is_in(trainer, memory):
+    ranks = [Member("h", rank, 1, "b") for rank in range(4)]
+    actor, critic = [[(process, {"private": size}) for process in ranks] for size in (10, 10)]
+    trainer._train_groups = lambda: [SimpleNamespace(mux_host_memory=lambda told=told: told) for told in (actor, critic)]
+    engine = ("r1", Member("h", 9, 1, "b"), {"private": 5, "shared": 7})
+    trainer.rollout_server_manager = SimpleNamespace(host_memory=lambda: [engine])
+    trainer._tell_host_memory()
+    assert memory("host_memory") == {"t0": {"private": 20}, "t1": {"private": 20}, "r0": {}, "r1": {"private": 5, "shared": 7}}
 
 
 def test_each_rollout_node_shows_what_its_own_engines_hold(trainer, memory):

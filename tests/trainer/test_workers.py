@@ -6,8 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("verl")
+from verl.workers.engine.base import BaseEngineCtx
+
 from verl_mux.memory.cpu_saver import CpuMemorySaver
 from verl_mux.trainer import workers
 from verl_mux.trainer.workers import DeviceStates, host_copy
@@ -58,38 +61,139 @@ def test_roles_of_one_process_sleep_and_wake_each_by_itself(made):
     assert model.weight.isfinite().all()
 
 
-class Recorder:
-    """A device module or an engine of verl's that writes down what was called, in order."""
+class Device:
+    """A device module that writes down what was called, in order; `held` bytes are on it."""
 
-    def __init__(self, calls, prefix=""):
-        self._calls, self._prefix = calls, prefix
+    def __init__(self, calls):
+        self.calls, self.held = calls, 100
 
     def memory_allocated(self):
-        return 100 - 10 * len(self._calls)
+        return self.held
 
-    def __getattr__(self, name):
-        def call(*arguments, **keys):
-            self._calls.append((f"{self._prefix}{name}", *arguments, *sorted(keys.items())))
+    def synchronize(self):
+        self.calls.append("synchronize")
 
-        return call
+    def empty_cache(self):
+        self.calls.append("empty_cache")
 
 
 @pytest.fixture
 def on_cuda(monkeypatch):
-    """What is called of the device and of the engine of a role, on a platform that says it is CUDA."""
+    """What is called of the device and of verl's own engine class, where the platform says that it is CUDA."""
+    from verl.workers.engine import base
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
     calls = []
-    monkeypatch.setattr(workers, "get_device_name", lambda: "cuda")
-    monkeypatch.setattr(workers, "get_torch_device", lambda: Recorder(calls))
-    return calls, DeviceStates("actor", Recorder(calls, "engine."))
+    module = Device(calls)
+
+    class Engine(FSDPEngine):
+        def __init__(self, **config):
+            self.engine_config = SimpleNamespace(**{"forward_only": False, "offload_policy": False, **config})
+            trains = not any(config.values())
+            self._is_offload_param = self._is_offload_optimizer = trains
+
+        def to(self, device, model=True, optimizer=True, grad=True):
+            if model or optimizer:
+                calls.append((device, model, optimizer))
+                module.held = 0 if device == "cpu" else 100
+
+    for where in (workers, base):
+        monkeypatch.setattr(where, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(workers, "get_torch_device", lambda: module)
+    assert callable(torch._C._host_emptyCache)
+    monkeypatch.setattr(workers, "_empty_host_cache", lambda: calls.append("empty_host_cache"))
+
+    def made(**config):
+        engine = Engine(**config)
+        return calls, engine, DeviceStates("actor", engine)
+
+    return made
+
+
+def call(engine, mode):
+    """As verl's workers do for each forward pass and each update."""
+    with BaseEngineCtx(engine, mode):
+        engine.worked = mode
 
 
 def test_on_cuda_the_copies_are_complete_before_the_device_is_said_to_be_free(on_cuda):
-    calls, states = on_cuda
-    moved = states.sleep()["params"]
-    offload = ("engine.to", "cpu", ("grad", True), ("model", True), ("optimizer", True))
-    assert calls == [offload, ("synchronize",), ("empty_cache",)]
-    assert moved.nbytes == 30
-    assert states.wake() == {} and len(calls) == 3
+    calls, _, states = on_cuda()
+    assert figures(states.sleep()) == {"params": (100, 0)}
+    assert calls == [("cpu", True, True), "synchronize", "empty_cache", "empty_host_cache"]
+
+
+def test_on_cuda_a_phase_loads_and_offloads_its_states_once_however_many_calls_it_has(on_cuda):
+    calls, engine, states = on_cuda()
+    states.sleep()
+    calls.clear()
+    assert figures(states.wake()) == {"params": (100, 100)}
+    for mode in ("eval", "eval", "train"):
+        call(engine, mode)
+    assert calls == [("cuda", True, True), "synchronize"]
+    states.sleep()
+    assert calls[2:] == [("cpu", True, True), "synchronize", "empty_cache", "empty_host_cache"]
+
+
+def test_on_cuda_a_call_outside_of_a_phase_moves_its_states_itself(on_cuda):
+    calls, engine, states = on_cuda()
+    states.sleep()
+    calls.clear()
+    call(engine, "train")
+    assert calls == [("cuda", True, True), ("cpu", True, True)]
+
+
+@pytest.mark.parametrize("config", [{"forward_only": True}, {"offload_policy": True}])
+def test_what_fsdp_moves_by_itself_is_left_to_it(on_cuda, config):
+    calls, engine, states = on_cuda(**config)
+    states.sleep()
+    states.wake()
+    calls.clear()
+    call(engine, "eval")
+    states.sleep()
+    call(engine, "eval")
+    assert calls.count(("cuda", True, False)) == 0 and not engine.is_param_offload_enabled
+
+
+class Twin:
+    """A model with dropout over a mesh of one rank, and its optimizer; each draws from a random state of its own."""
+
+    def __init__(self, mesh):
+        torch.manual_seed(0)
+        self.module = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(0.5), torch.nn.Linear(WIDTH, 1))
+        fully_shard(self.module, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1)
+        self.random = torch.get_rng_state()
+
+    def step(self):
+        torch.set_rng_state(self.random)
+        loss = self.module(torch.ones(4, WIDTH)).square().sum()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.random = torch.get_rng_state()
+        return loss.item()
+
+    def whole(self):
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [workers._local(tensor.detach()).clone() for tensor in (*self.module.parameters(), *moments)]
+
+
+def test_a_job_that_was_suspended_is_what_it_was_and_its_next_step_is_that_of_one_that_was_not(one_rank_mesh, monkeypatch):
+    monkeypatch.setattr(workers, "cpu_memory_saver", CpuMemorySaver())
+    monkeypatch.setattr(workers, "get_device_name", lambda: "cpu")
+    stays, leaves = Twin(one_rank_mesh), Twin(one_rank_mesh)
+    states = {role: DeviceStates(role, twin) for role, twin in (("actor", leaves), ("critic", Twin(one_rank_mesh)))}
+    for _ in range(3):
+        assert stays.step() == leaves.step()
+        before = leaves.whole()
+        for asleep in states.values():
+            asleep.sleep()
+        assert sum(workers.cpu_memory_saver.mapped_bytes().values()) == 0
+        for awake in states.values():
+            awake.wake()
+        for one, other, third in zip(before, leaves.whole(), stays.whole(), strict=True):
+            assert one.equal(other) and one.equal(third)
+        assert stays.random.equal(leaves.random)
 
 
 def test_what_is_exported_on_the_device_is_in_the_type_of_the_engines():

@@ -16,6 +16,7 @@ import psutil
 import zmq
 
 from verl_mux.agent.devices import Devices
+from verl_mux.agent.host_memory import HostMemory
 from verl_mux.agent.mapped import MappedLog
 from verl_mux.agent.processes import Marked
 from verl_mux.coordinator import signalling
@@ -47,6 +48,7 @@ class Agent:
         self._marked, self._mapped = Marked(), MappedLog(event_log)
         self._answer: m.AgentAnswer | None = None
         self._number = 0
+        self._host_memory = HostMemory()
         self._has_been_answered = False
         self._killed: set[m.Member] = set()  # said once, done until it is gone
 
@@ -80,7 +82,7 @@ class Agent:
         marked = self._marked.find(fresh=False)
         held = self._devices.held(answer.nodes if answer else {})
         carrying = {member.pid for found in marked.values() for member in found}
-        others = dict(held.others)
+        host, others = self._host_memory.of([member for found in marked.values() for member in found]), dict(held.others)
         for pid, by_node in held.by_pid.items():
             for node, num_bytes in by_node.items() if pid not in carrying else ():
                 others[node] = others.get(node, 0) + num_bytes
@@ -92,7 +94,11 @@ class Agent:
             source=self._devices.source,
             looks=looks,
             dead=[driver for driver in (answer.drivers if answer else []) if not members.is_alive(driver)],
-            holders=[Holder(uid, member, held.by_pid.get(member.pid, {})) for uid, found in marked.items() for member in found],
+            holders=[
+                Holder(uid, member, held.by_pid.get(member.pid, {}), host.get(member, {}))
+                for uid, found in marked.items()
+                for member in found
+            ],
             others=others,
             memory_free=min(memory.available, _HIGHEST_BYTES),
             memory_total=min(memory.total, _HIGHEST_BYTES),

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_mux.config import ray_cluster
 from verl_mux.config.memory_checks import check_surroundings
-from verl_mux.config.needs import needs_of
+from verl_mux.config.needs import host_memory_of, needs_of
 from verl_mux.config.schema import MuxConfig, check, check_rollout_keys, load
 from verl_mux.coordinator.bus.connect import connect
 from verl_mux.coordinator.bus.local import LocalMux
@@ -131,7 +131,7 @@ def connect_job(config: DictConfig, mux: MuxConfig, wait: bool = True) -> LocalM
         mux.coordinator, str(mux.job), nodes, gpus=gpus, seed=mux.seed, steps=config.trainer.total_training_steps,
         timeout=mux.coordinator_timeout_s, needs=needs_of(config) if mux.nodes.rollout == [AUTO] else None, slo=mux.slo,
         owner=mux.owner, profiled=Observed(rollout=tuple(mux.profiled.rollout), train=tuple(mux.profiled.train)),
-        wait=wait, keys=mux.keys,
+        host_memory=host_memory_of(config) if mux.coordinator else None, wait=wait, keys=mux.keys,
     )  # fmt: skip
     if mux.coordinator and client.nodes:
         counts = {"rollout": (rollout.nnodes, "trainer" if colocated else "actor_rollout_ref.rollout"),

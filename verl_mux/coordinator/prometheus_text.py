@@ -23,6 +23,9 @@ METRICS = {
     "mux_node_queue_length": ("gauge", "Requests of jobs for leases that wait for the node."),
     "mux_node_bytes": ("gauge", "Tagged bytes of all jobs on the node."),
     "mux_node_peak_bytes": ("gauge", "The most tagged bytes of all jobs together on the node."),
+    "mux_node_host_capacity_bytes": ("gauge", "Host memory of the node that jobs may hold, where the configuration says."),
+    "mux_node_host_bytes": ("gauge", "Host memory that counts for a job on the node: told, or measured."),
+    "mux_node_host_measured_bytes": ("gauge", "Host memory of a job's processes on the node, by kind; source: whose word."),
     "mux_node_fenced": ("gauge", "1 while nobody gets the node because nobody can say that it is empty."),
     "mux_node_draining": ("gauge", "1 while nobody gets the node because somebody took it out."),
     "mux_host_agent_up": ("gauge", "1 while the host's agent is heard, 0 while it is not."),
@@ -77,6 +80,7 @@ def _nodes(pools: Mapping[str, Any]) -> Iterator[tuple[str, dict, Any]]:
             yield "mux_node_queue_length", where, len(seen.get("queue", ()))
             yield "mux_node_bytes", where, seen.get("bytes")
             yield "mux_node_peak_bytes", where, seen.get("peak_bytes")
+            yield from _host_memory(where, seen.get("host_memory", {}))
             yield "mux_node_usd_per_hour", where, seen.get("usd_per_hour")
             yield "mux_node_fenced", where, int(bool(seen.get("fenced")))
             yield "mux_node_draining", where, int(bool(seen.get("draining")))
@@ -84,6 +88,14 @@ def _nodes(pools: Mapping[str, Any]) -> Iterator[tuple[str, dict, Any]]:
                 yield "mux_lease_held_seconds", where | _lease(holder), holder.get("held_s")
             for waiting in seen.get("queue", ()):
                 yield "mux_lease_waited_seconds", where | _lease(waiting), waiting.get("waited_s")
+
+
+def _host_memory(where: dict[str, str], about: Mapping[str, Any]) -> Iterator[tuple[str, dict, Any]]:
+    yield "mux_node_host_capacity_bytes", where, about.get("capacity")
+    for job, held in about.get("jobs", {}).items():
+        yield "mux_node_host_bytes", where | {"job": job}, held["counted"]
+        for kind, num_bytes in held["measured"].items():
+            yield "mux_node_host_measured_bytes", where | {"job": job, "kind": kind, "source": held["source"]}, num_bytes
 
 
 def _hosts(hosts: Mapping[str, Any]) -> Iterator[tuple[str, dict, Any]]:

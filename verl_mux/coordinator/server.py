@@ -22,7 +22,7 @@ from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.access import keys
 from verl_mux.coordinator.bus.router import Router
-from verl_mux.coordinator.core.hosts import pools
+from verl_mux.coordinator.core.hosts import memory, pools
 from verl_mux.coordinator.core.hosts.reaping import Sight, judge
 from verl_mux.coordinator.core.hosts.sights import Sights
 from verl_mux.coordinator.core.inputs_and_instructions import (
@@ -266,7 +266,7 @@ class Coordinator:
         state, now = self._machine.state, self._clock.now()
         if reason := self._sights.refusal(report, state):
             return m.Refused(about="agent", reason=reason)
-        for what in self._sights.take(report, state, now):
+        for what in (*self._sights.take(report, state, now), *memory.seen(report, state, self.config)):
             with contextlib.suppress(IllegalMove, UnknownJob):
                 self._take(what)
         for job in self._jobs() if report.looks else []:

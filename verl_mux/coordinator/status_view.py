@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 def plain(snapshot: dict[str, Any]) -> str:
     lines = [headline(snapshot), *_troubles(snapshot)]
     for pool, node, seen in _nodes(snapshot):
-        lines.append(f"node {pool}/{node}: {_runs(seen)}; {_waits(seen)}; {_bytes(seen)}{_filled(seen, '; ')}")
+        told = f"{_bytes(seen)}{_on_host(seen, '; ')}{_filled(seen, '; ')}"
+        lines.append(f"node {pool}/{node}: {_runs(seen)}; {_waits(seen)}; {told}")
     lines += [f"host {name}: {_host(host)}" for name, host in snapshot.get("hosts", {}).items()]
     for name, job in snapshot["jobs"].items():
         lines.append(f"job {name}: {_state(job)}; {_step(job)}; {_metrics(job)}")
@@ -25,9 +26,9 @@ def tables(snapshot: dict[str, Any]) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    nodes = Table("pool", "node", "runs", "waits", "device memory", "fillers")
+    nodes = Table("pool", "node", "runs", "waits", "device memory", "host memory", "fillers")
     for pool, node, seen in _nodes(snapshot):
-        nodes.add_row(pool, node, _runs(seen), _waits(seen), _bytes(seen), _filled(seen) or "-")
+        nodes.add_row(pool, node, _runs(seen), _waits(seen), _bytes(seen), _on_host(seen) or "-", _filled(seen) or "-")
     jobs = Table("job", "state", "step", "metrics")
     for name, job in snapshot["jobs"].items():
         jobs.add_row(name, _state(job), _step(job), _metrics(job))
@@ -134,6 +135,14 @@ def _filled(node: dict[str, Any], before: str = "") -> str:
 
 def _bytes(node: dict[str, Any]) -> str:
     return f"{_size(node['bytes'])}, peak {_size(node['peak_bytes'])}"
+
+
+def _on_host(node: dict[str, Any], before: str = "") -> str:
+    """Host memory that counts for the jobs there, and of how much; nothing where nobody knows of any."""
+    held, capacity = node["host_memory"]["held"], node["host_memory"]["capacity"]
+    if not held and capacity is None:
+        return ""
+    return f"{before}{_size(held)}{f' of {_size(capacity)}' if capacity is not None else ''} on its host"
 
 
 def _size(num_bytes: float) -> str:

@@ -56,6 +56,9 @@ from verl_mux.trainer.worker_groups import (
 from verl_mux.trainer.workers import MuxActorWorker, MuxTrainingWorker
 from verl_mux.worker_settings import node_of, open_worker_log
 
+# Steps; after the first three, in which states come that were not there before.
+_HOST_MEMORY_EVERY = 10
+
 
 class OffPolicyError(RuntimeError):
     """A sample was generated with other weights than the trainer's of this step."""
@@ -262,6 +265,8 @@ class PPOTrainerMux(PPOTrainer):
             with marked_timer("mux_sleep", self.timing_raw):
                 self._sleep_trainer()
             self.phases.end()  # before a fence could take the memory up again
+        if self.phases.mux.address is not None and (self.global_steps <= 3 or self.global_steps % _HOST_MEMORY_EVERY == 0):
+            self._tell_host_memory()
 
     def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
@@ -381,6 +386,14 @@ class PPOTrainerMux(PPOTrainer):
         nodes = self.settings.train_nodes
         parts = [(node_of(nodes, rank, len(ranks)), moves) for rank, moves in enumerate(ranks)]
         self.phases.moved(verb, "train", self.global_steps, parts)
+
+    def _tell_host_memory(self) -> None:
+        """While all of this job sleeps and it holds no node: nobody waits for it, and all host copies are there."""
+        nodes, told = self.settings.train_nodes, self.rollout_server_manager.host_memory()
+        for group in self._train_groups():
+            ranks = group.mux_host_memory()
+            told += [(node_of(nodes, rank, len(ranks)), process, kinds) for rank, (process, kinds) in enumerate(ranks)]
+        self.phases.host_memory(told)
 
     def _train_groups(self) -> list:
         groups = [self.actor_rollout_wg, getattr(self, "critic_wg", None), getattr(self, "ref_policy_wg", None)]

@@ -9,11 +9,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from verl_mux.coordinator.bus.local import Lease, LeaseLost, LocalMux
+from verl_mux.coordinator.bus.messages import Member
 from verl_mux.memory.moved import Moves, total
 from verl_mux.profiling.eventlog import events
 
@@ -146,6 +147,15 @@ class Phases:
             if moves:
                 self.mux.memory(node, {tag: moved.mapped for tag, moved in moves.items()})
         self.add_seconds(verb, sum(moved.seconds for moved in total(moves for _, moves in parts).values()))
+
+    def host_memory(self, parts: Iterable[tuple[str, Member, dict[str, int]]]) -> None:
+        """To the coordinator: what processes of the job hold of the memory of their nodes' hosts, by kind. A process that is told
+        twice counts once."""
+        by_node: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for node, kinds in {process: (node, kinds) for node, process, kinds in parts}.values():
+            by_node[node].update(kinds)
+        for node, found in by_node.items():
+            self.mux.host_memory(node, dict(found))
 
     def take_seconds(self) -> dict[str, float]:
         """Seconds by phase and part since the last call."""

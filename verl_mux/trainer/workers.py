@@ -29,6 +29,7 @@ from verl_mux.memory.read_ahead import read_ahead, weights_of
 from verl_mux.places.here import here
 from verl_mux.places.place import Location
 from verl_mux.platform import device_ledger
+from verl_mux.platform.host_memory import process_bytes
 from verl_mux.sync.export import Range, are_row_shards, row_shards, stripes, tied_names
 from verl_mux.worker_settings import WorkerSettings, node_of, pin
 
@@ -39,8 +40,9 @@ TRAIN_TAGS = ("params", "optimizer")
 class DeviceStates:
     """Model and optimizer states of one engine: on the device, or as a host copy only.
 
-    On CUDA the move is verl's own offload. On a CPU the device is host memory too, so the states are paused with a host copy:
-    the same two places, and the same bytes given back to the one that other jobs want.
+    On CUDA the moves are verl's own, once each a phase: while the states are awake verl's calls, which load and offload around
+    each forward pass and each update by themselves, leave them where they are. On a CPU the device is host memory too, so the
+    states are paused with a host copy: the same two places, and the same bytes given back to the one that other jobs want.
 
     Args:
         role: "actor", "ref" or "critic"; a process may hold one engine of each.
@@ -56,18 +58,35 @@ class DeviceStates:
         return {tag: self._pause(tag) for tag in TRAIN_TAGS if not cpu_memory_saver.is_paused((self._role, tag))}
 
     def wake(self) -> Moves:
-        """Come back from the host copy. On CUDA verl loads each state where it is used, so there is nothing to do here."""
+        """Come back from the host copy; what has come back already stays where it is."""
         if get_device_name() != "cpu":
-            return {}
+            return {"params": self._load()}
         keys = {tag: (self._role, tag) for tag in TRAIN_TAGS}
         return {tag: cpu_memory_saver.resume(key) for tag, key in keys.items() if cpu_memory_saver.is_paused(key)}
 
+    def _load(self) -> Moved:
+        started, before = time.perf_counter(), get_torch_device().memory_allocated()
+        self._engine.to(get_device_name(), model=True, optimizer=True, grad=True)
+        get_torch_device().synchronize()
+        self._moved_by_calls(False)
+        taken = max(get_torch_device().memory_allocated() - before, 0)  # of this engine alone: a process may hold two
+        return Moved(taken, taken, time.perf_counter() - started)
+
+    def _moved_by_calls(self, moved: bool) -> None:
+        """Whether verl's calls load and offload the states, which completion.py asks for. Frozen models, and states under FSDP's
+        own offload policy, are moved by FSDP layer by layer."""
+        config = self._engine.engine_config
+        if not (config.forward_only or config.offload_policy):
+            self._engine._is_offload_param = self._engine._is_offload_optimizer = moved
+
     def _offload(self) -> Moved:
         started, before = time.perf_counter(), get_torch_device().memory_allocated()
+        self._moved_by_calls(True)
         self._engine.to("cpu", model=True, optimizer=True, grad=True)
         # The copies run on: until they are done the host holds no whole state, and the device no free bytes.
         get_torch_device().synchronize()
         get_torch_device().empty_cache()
+        _empty_host_cache()
         return Moved(max(before - get_torch_device().memory_allocated(), 0), 0, time.perf_counter() - started)
 
     def _pause(self, tag: str) -> Moved:
@@ -79,6 +98,11 @@ class DeviceStates:
             return [*self._engine.module.parameters(), *self._engine.module.buffers()]
         optimizer = getattr(self._engine, "optimizer", None)
         return [value for state in optimizer.state.values() for value in state.values()] if optimizer is not None else []
+
+
+def _empty_host_cache() -> None:
+    """Pinned memory in which nothing lies goes back to the host, where other jobs' states want it: torch keeps it for ever."""
+    torch._C._host_emptyCache()
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -149,6 +173,11 @@ class MuxActorWorker(ActorRolloutRefWorker):
         """Where this worker runs, and as which process."""
         return here(), this_process()
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def mux_host_memory(self) -> tuple[Member, dict[str, int]]:
+        """This process, and what it holds of its host's memory."""
+        return this_process(), process_bytes()
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, float]:
         """Send this rank's part of the weights from the host; verl's own way with any other checkpoint engine."""
@@ -207,3 +236,7 @@ class MuxTrainingWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_where(self) -> tuple[Location, Member]:
         return here(), this_process()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def mux_host_memory(self) -> tuple[Member, dict[str, int]]:
+        return this_process(), process_bytes()

@@ -34,6 +34,8 @@ def test_questions_steps_and_reports_of_other_things_all_stay_in_order():
         m.MemoryReport(**WHO, node="r0", tags={"weights": 1}),
         m.MemoryReport(**WHO, node="r0", tags={"kv": 1}),
         m.MemoryReport(**WHO, node="t0", tags={"kv": 1}),
+        m.HostReport(**WHO, node="r0", bytes={"private": 1}),
+        m.HostReport(**WHO, node="t0", bytes={"private": 1}),
         m.Deregister(**WHO),
     ]
     outbox = Outbox()

@@ -330,6 +330,7 @@ EVERY_EVENT = {
     m.Progress: lambda d: m.Progress(**d.who("a"), done=1, total=2),
     m.StepReport: lambda d: m.StepReport(**d.who("a"), step=1, metrics={}),
     m.MemoryReport: lambda d: m.MemoryReport(**d.who("a"), node="r0", tags={}),
+    m.HostReport: lambda d: m.HostReport(**d.who("a"), node="r0", bytes={}),
     m.PhaseNote: lambda d: m.PhaseNote(**d.who("a"), note="sync"),
     m.MemberReport: lambda d: m.MemberReport(**d.who("a"), members=[]),
     m.Detach: lambda d: m.Detach(**{**d.who("a"), "client": "a-other"}),

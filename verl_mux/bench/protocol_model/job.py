@@ -289,6 +289,7 @@ class JobProcess:
         self.talk.members = self.members()
         self.talk.tell(m.MemberReport, members=self.talk.members)
         self.talk.tell(m.MemoryReport, node=node, tags={"weights": 1})
+        self.talk.tell(m.HostReport, node=node, bytes={"private": 1})
         self.talk.tell(m.PhaseNote, note="wake")
         self.talk.tell(m.Progress, done=1, total=2, token=token)
 

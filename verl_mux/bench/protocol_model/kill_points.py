@@ -14,7 +14,7 @@ from verl_mux.coordinator.bus import messages as m
 POINTS = ("received", "written", "sent")
 TYPES: tuple[type[m.FromJob], ...] = (
     *(m.Register, m.LeaseRequest, m.LeaseCancel, m.LeaseRelease, m.LeaseShrink, m.Heartbeat, m.Detach, m.Deregister, m.Failing),
-    *(m.Progress, m.StepReport, m.MemoryReport, m.PhaseNote, m.MemberReport),
+    *(m.Progress, m.StepReport, m.MemoryReport, m.HostReport, m.PhaseNote, m.MemberReport),
 )
 _SELDOM = (m.Register, m.LeaseShrink, m.Detach, m.Deregister, m.Failing)
 _JOBS = 3

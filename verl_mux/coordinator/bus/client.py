@@ -131,6 +131,9 @@ class Mux(LocalMux):
     def memory(self, node: str, tags: dict[str, int]) -> None:
         self._tell(m.MemoryReport, node=node, tags={tag: int(num_bytes) for tag, num_bytes in tags.items()})
 
+    def host_memory(self, node: str, kinds: dict[str, int]) -> None:
+        self._tell(m.HostReport, node=node, bytes=kinds)
+
     def note(self, note: str) -> None:
         self._tell(m.PhaseNote, note=note)
 

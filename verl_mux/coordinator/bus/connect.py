@@ -43,6 +43,7 @@ def connect(
     nodes: dict[str, list[str]],
     *,
     gpus: dict[str, int] | None = None,
+    host_memory: dict[str, dict[str, int]] | None = None,
     seed: int = 0,
     steps: int | None = None,
     timeout: float = 30.0,
@@ -60,6 +61,8 @@ def connect(
     Args:
         nodes: nodes or whole pools per side, {"rollout": ["r0"], "train": ["t0"]}; the same on both when colocated.
         gpus: GPUs needed on each node, by side or by node.
+        host_memory: bytes of the job's states on each node of a side, by side and kind; where nodes have a limit, a job that
+            does not fit is refused.
         steps: how many steps the job will run; None if unknown.
         timeout: seconds to wait for the coordinator, here and for the answer to a release.
         uid: names this start of the job, and is its secret; default: VERL_MUX_JOB_UID, or a new one.
@@ -80,7 +83,7 @@ def connect(
         return LocalMux(job, nodes, filler)
     with_keys = for_address(address, keys, JOB)
     registration: dict[str, Any] = {"gpus": gpus or {}, "seed": seed, "steps": steps, "needs": needs, "slo": slo}
-    registration |= {"owner": owner, "profiled": profiled or Observed()}
+    registration |= {"host_memory": host_memory or {}, "owner": owner, "profiled": profiled or Observed()}
     return Mux(
         address, job, nodes, uid=uid or _uid_for(job), timeout=timeout, wait=wait, keys=with_keys, filler=filler, **registration
     )

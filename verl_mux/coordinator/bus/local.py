@@ -103,6 +103,9 @@ class LocalMux:
     def memory(self, node: str, tags: dict[str, int]) -> None:
         """Device bytes that the job holds on `node` now under these tags; what was said of other tags stands."""
 
+    def host_memory(self, node: str, kinds: dict[str, int]) -> None:
+        """Bytes of host memory that the job's processes hold on `node` now, by kind."""
+
     def note(self, note: str) -> None:
         """What the job does within its phase: sync, sleep, wake..."""
 

@@ -52,7 +52,8 @@ Claims = Annotated[list[Claim], msgspec.Meta(max_length=256)]
 
 
 class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
-    """`nodes` names nodes or whole pools per side; `gpus` is needed on each node of a side (or on one named node).
+    """`nodes` names nodes or whole pools per side; `gpus` is needed on each node of a side (or on one named node), and
+    `host_memory`, by side and kind, for the job's states on each; processes come to that.
 
     With `auto` on both sides the coordinator places the job: by its `needs` or the steps `profiled`, within `slo`, on behalf of
     `owner`; `placed`
@@ -72,6 +73,7 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     space: limits.Name = ""
     nodes: limits.Sides
     gpus: limits.Gpus = {}
+    host_memory: limits.HostMemory = {}
     seed: limits.Seed = 0
     steps: limits.Count | None = None
     members: Members = []
@@ -157,6 +159,13 @@ class MemoryReport(FromJob, kw_only=True, frozen=True, tag="MEMORY_REPORT"):
 
     node: limits.Name
     tags: limits.Tags
+
+
+class HostReport(FromJob, kw_only=True, frozen=True, tag="HOST_REPORT"):
+    """Host memory of the job's processes on `node` now, by kind; replaces what was told of that node before."""
+
+    node: limits.Name
+    bytes: limits.Tags
 
 
 class PhaseNote(FromJob, kw_only=True, frozen=True, tag="PHASE_NOTE"):
@@ -300,6 +309,7 @@ AnyFromJob = (
     | Progress
     | StepReport
     | MemoryReport
+    | HostReport
     | PhaseNote
     | MemberReport
     | Detach

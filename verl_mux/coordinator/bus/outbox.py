@@ -37,6 +37,8 @@ def _subject(message: m.Message) -> Subject:
     kind = type(message)
     if isinstance(message, m.MemoryReport):
         return kind, message.node, *message.tags
+    if isinstance(message, m.HostReport):
+        return kind, message.node
     if isinstance(message, m.Progress):
         return (kind,)
     return kind, *(getattr(message, field, None) for field in ("key", "token", "step"))

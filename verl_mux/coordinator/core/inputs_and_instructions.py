@@ -74,6 +74,13 @@ class NodesOwed(Seen, frozen=True, kw_only=True, tag="NODES_OWED"):
     nodes: list[str]
 
 
+class HostMeasured(Seen, frozen=True, kw_only=True, tag="HOST_MEASURED"):
+    """The agent of the node's host saw so many bytes of host memory of the job's processes, by kind."""
+
+    node: str
+    bytes: dict[str, int]
+
+
 class HostSeen(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="HOST_SEEN"):
     """An agent speaks from there: the first, or again, or after a boot."""
 
@@ -145,7 +152,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
 
 
 _Seen = JobSilent | JobRevoked | PhaseOverdue | JobEvicted | DriverDied | JobExited | ProcessesGone | NodeEmpty | NodesOwed
-AboutJob = m.AnyFromJob | _Seen
+AboutJob = m.AnyFromJob | _Seen | HostMeasured
 AboutHosts = HostSeen | HostGone | OwedPaid | HostReleased | NodeReleased | NodeDrained | PoolsChanged
 What = AboutJob | AboutHosts | Settled | SomebodyWasBefore | Planned
 

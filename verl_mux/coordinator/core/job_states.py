@@ -6,6 +6,7 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.inputs_and_instructions import (
     AboutJob,
     DriverDied,
+    HostMeasured,
     JobEvicted,
     JobExited,
     JobRevoked,
@@ -31,15 +32,15 @@ LIVE, SILENT, DYING, ENDED = JobState.LIVE, JobState.SILENT, JobState.DYING, Job
 
 _TALK: tuple[type[m.FromJob], ...] = (
     *(m.Register, m.LeaseRequest, m.LeaseCancel, m.LeaseRelease, m.LeaseShrink, m.Heartbeat, m.Detach),
-    *(m.Progress, m.StepReport, m.MemoryReport, m.PhaseNote, m.MemberReport),
+    *(m.Progress, m.StepReport, m.MemoryReport, m.HostReport, m.PhaseNote, m.MemberReport),
 )
 _DEATHS: dict[type, JobState] = dict.fromkeys((m.Failing, DriverDied, JobExited, JobEvicted), DYING)
 _HEARD: dict[type, JobState] = dict.fromkeys(_TALK, LIVE)
 MOVES: dict[JobState | None, dict[type, JobState]] = {
     ABSENT: {m.Register: LIVE, JobExited: ENDED},
-    LIVE: {**_HEARD, m.Deregister: ENDED, PhaseOverdue: LIVE, JobSilent: SILENT, **_DEATHS},
-    SILENT: {**_HEARD, m.Deregister: ENDED, JobRevoked: DYING, **_DEATHS},
-    DYING: {JobExited: DYING, NodeEmpty: DYING, NodesOwed: DYING, ProcessesGone: ENDED},
+    LIVE: {**_HEARD, m.Deregister: ENDED, PhaseOverdue: LIVE, HostMeasured: LIVE, JobSilent: SILENT, **_DEATHS},
+    SILENT: {**_HEARD, m.Deregister: ENDED, HostMeasured: SILENT, JobRevoked: DYING, **_DEATHS},
+    DYING: {JobExited: DYING, HostMeasured: DYING, NodeEmpty: DYING, NodesOwed: DYING, ProcessesGone: ENDED},
     ENDED: {m.Register: LIVE, JobExited: ENDED},
 }
 

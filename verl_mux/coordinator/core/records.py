@@ -41,10 +41,21 @@ class Watched(msgspec.Struct, kw_only=True):
     rank: int = 0
 
 
+class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a job on one node, bytes by kind: as it told when it came, and as measured last, by the agent of the node's host or by
+    itself (`source`; empty: not yet). `most`: of all kinds together, measured since it has settled (see hosts/memory.py)."""
+
+    told: dict[str, int] = {}
+    measured: dict[str, int] = {}
+    source: str = ""
+    most: int = 0
+
+
 class Job(msgspec.Struct, kw_only=True):
     """`order`: registration order. `asked`, `reported`: highest step asked for, highest step reported as finished.
-    `since`: when it came into its state. `memory`: node -> tag -> bytes. `contended`: as last pushed to its clients.
-    `has_asked` for any lease. `registrations`: the number of each client's newest one. `closed`, `spent`: see tokens/closing.py.
+    `since`: when it came into its state. `memory`: node -> tag -> bytes on the device; `host_memory`: by node. `contended`: as
+    last pushed to its clients. `has_asked` for any lease. `registrations`: the number of each client's newest one. `closed`,
+    `spent`: see tokens/closing.py.
     `longest`: seconds by phase; `overdue`: tokens whose phases take far longer. `last`: seconds of the last one, by phase.
     `condemned`: by whom its nodes were taken away, which ends its driver too. `filler`: work of a priority below the jobs, see
     fillers/; it has no steps and nobody waits for it."""
@@ -75,6 +86,7 @@ class Job(msgspec.Struct, kw_only=True):
     progress: tuple[int, int] | None = None
     metrics: dict[str, float] = {}
     memory: dict[str, dict[str, int]] = {}
+    host_memory: dict[str, HostMemory] = {}
     contended: list[str] = []
     closed: dict[int, bool] = {}
     spent: list[str] = []

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.core.hosts import memory
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Send
 from verl_mux.coordinator.core.placement import placing
 from verl_mux.coordinator.core.records import Job, JobState, State
@@ -28,15 +29,17 @@ def refuse(asked: m.Register, known: Job | None, other: Job | None, state: State
     try:
         if asked.filler and asked.wants_placement:
             raise UserError(f"filler {asked.job!r} leaves its nodes to the coordinator; it must name pools or nodes")
-        if asked.filler:
-            _resolve(asked, config)
-        elif asked.wants_placement:
+        if asked.wants_placement:
             placing.check(asked, state, config)
-        else:
-            placing.named_by_hand(asked, _resolve(asked, config), state)
+            return None
+        nodes = _resolve(asked, config)
+        if not asked.filler:
+            placing.named_by_hand(asked, nodes, state)
     except UserError as error:
         return _no(str(error))
-    return None
+    is_there = asked.again or (known is not None and known.uid == asked.uid and known.state is not JobState.ENDED)
+    reason = None if is_there else memory.refusal(asked, nodes, state, config)
+    return _no(reason) if reason else None
 
 
 def register(state: State, config: Config, epoch: str, now: float, what: m.Register) -> list[Instruction]:
@@ -81,7 +84,9 @@ def _new_job(state: State, config: Config, now: float, what: m.Register) -> Job:
     state.num_registered += 1
     job = Job(name=what.job, uid=what.uid, order=state.num_registered, since=now)
     job.host, job.pid, job.started, job.boot, job.space = what.host, what.pid, what.started, what.boot, what.space
-    job.nodes = {} if what.wants_placement else _resolve(what, config)
+    if not what.wants_placement:
+        job.nodes = _resolve(what, config)
+        job.host_memory = memory.told(what, job.nodes, config)
     job.seed, job.steps, job.filler = what.seed, what.steps, what.filler
     state.jobs[what.job] = job
     return job

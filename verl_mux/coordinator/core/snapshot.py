@@ -7,6 +7,7 @@ from typing import Any
 
 from verl_mux.coordinator.core import queueing
 from verl_mux.coordinator.core.fillers import usage
+from verl_mux.coordinator.core.hosts import memory as host_memory
 from verl_mux.coordinator.core.placement import prediction
 from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State
 from verl_mux.coordinator.core.settings import Config, Node
@@ -35,6 +36,7 @@ class _SortedOut:
         self.leases_on: defaultdict[str, list[Lease]] = defaultdict(list)
         self.requests_on: defaultdict[str, list[tuple[Request, str | None]]] = defaultdict(list)
         self.memory_on: defaultdict[str, dict[str, dict[str, int]]] = defaultdict(dict)
+        self.host_memory_on: defaultdict[str, dict[str, Job]] = defaultdict(dict)
         self.tokens: defaultdict[str, list[int]] = defaultdict(list)
         self.phases: defaultdict[str, list[str]] = defaultdict(list)
         for lease in state.leases.values():
@@ -53,6 +55,8 @@ class _SortedOut:
             for node, tags in job.memory.items():
                 if tags:
                     self.memory_on[node][job.name] = tags
+            for node in job.host_memory:
+                self.host_memory_on[node][job.name] = job
 
 
 def _placement(state: State, config: Config) -> dict[str, Any] | None:
@@ -89,6 +93,7 @@ def _node(node: Node, state: State, sorted_out: _SortedOut, now: float) -> dict[
         "bytes": sum(sum(tags.values()) for tags in memory.values()),
         "peak_bytes": max(peaks.values(), default=0),
         "peak_bytes_by_segment": dict(peaks),
+        "host_memory": host_memory.about(node.name, node.host_bytes, sorted_out.host_memory_on[node.name]),
     }
 
 

@@ -35,11 +35,12 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import patience, queueing, registration, telemetry
 from verl_mux.coordinator.core.fillers import granting
 from verl_mux.coordinator.core.fillers.calls import Calls
-from verl_mux.coordinator.core.hosts import fences, moves
+from verl_mux.coordinator.core.hosts import fences, memory, moves
 from verl_mux.coordinator.core.inputs_and_instructions import (
     AboutHosts,
     AboutJob,
     DriverDied,
+    HostMeasured,
     Input,
     Instruction,
     JobEvicted,
@@ -182,7 +183,7 @@ class Machine:
             self._leases.drop(self._waiting.requests_of(job.name))
         if after is ENDED:
             self._forget_oldest_ended(but=job)
-            job.memory, job.members, job.progress, job.note = {}, [], None, ""
+            job.memory, job.host_memory, job.members, job.progress, job.note = {}, {}, [], None, ""
             placing.leave(self.state, job)
         return [Log(events.JOB_RESUMED, {"job": job.name})] if (before, after) == (SILENT, LIVE) else []
 
@@ -262,12 +263,19 @@ class Machine:
         if job.watched is None or spec is None:
             return []
         out = observing.released(job.watched, lease, spec, now)
-        if revised := observing.revised(job.watched, spec):
-            placing.correct(self.state, revised)
+        self._correct(job)
         group = self.state.placed.group_of(job.name)
         if group is not None and lease.phase == "train" and prediction.is_due(group, job, self.state, self.config):
             out.append(prediction.predicted(group, self.state, self.config))
         return out
+
+    def _correct(self, job: Job) -> None:
+        """The placer is told of a job that turns out other than it was placed by."""
+        spec = self.state.placed.job(job.name)
+        if job.watched is not None and spec is not None:
+            revised = memory.revised(job, observing.revised(job.watched, spec) or spec)
+            if revised is not spec:
+                placing.correct(self.state, revised)
 
     def _heartbeat(self, now: float, job: Job, what: m.Heartbeat) -> list[Instruction]:
         queued = self._waiting.queued_by(what.client)
@@ -291,6 +299,11 @@ class Machine:
         if token is not None and self._leases.of(job, token) is None:
             return []  # late; who holds a stale token learns it at the next heartbeat
         return telemetry.REPORTS[type(what)](self.state, job, what)
+
+    def _host_memory(self, now: float, job: Job, what: HostMeasured | m.HostReport) -> list[Instruction]:
+        out = memory.measured(self.state, self.config, job, what)
+        self._correct(job)
+        return out
 
     def _detach(self, now: float, job: Job, what: m.Detach) -> list[Instruction]:
         self._leases.drop([request for request in self._waiting.requests_of(job.name) if request.client == what.client])
@@ -446,6 +459,7 @@ _HANDLERS: dict[type, Callable[..., list[Instruction]]] = {
     m.LeaseShrink: Machine._shrink,
     m.Heartbeat: Machine._heartbeat,
     **dict.fromkeys(telemetry.REPORTS, Machine._report),
+    **dict.fromkeys((m.HostReport, HostMeasured), Machine._host_memory),
     m.Detach: Machine._detach,
     m.Deregister: Machine._deregister,
     m.Failing: Machine._failing,

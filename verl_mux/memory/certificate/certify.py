@@ -158,22 +158,28 @@ def _host(node: str, jobs: Sequence[Job], capacities: Mapping[tuple[str, str], C
 def host_bytes(job: Job, node: str, capacities: Mapping[tuple[str, str], Capacity]) -> dict[str, int]:
     """Host memory of a job on one of its nodes, by kind: its processes, and the states that sleep there."""
     kinds: Counter[str] = Counter()
-    engine, training = job.engine, job.training
-    if node in job.rollout_nodes:
-        kinds["processes"] += capacities[node, "rollout"].process * engine.gpus_per_node
-        kinds["staging"] += min(engine.bucket, device.weights(job)) * engine.gpus_per_node
-        kinds["synced"] += job.model.total * engine.bytes  # the region from which its workers load
-    if node in job.train_nodes:
-        kinds["processes"] += capacities[node, "train"].process * training.gpus_per_node
-        states = device.train(job, 0)
-        # Each replica of the shards (HSDP) has a copy of its own.
-        kinds["parameters"] += states["weights"] * training.gpus_per_node
-        kinds["optimizer"] += states["optimizer"] * training.gpus_per_node
-        if training.lora or job.model.experts:  # what is not sent from the shards is exported before they sleep
-            kinds["exported"] += job.model.total * engine.bytes // training.nodes
-        if training.delta:
-            kinds["last sent"] += job.model.total * engine.bytes // training.nodes
+    for side, gpus in (("rollout", job.engine.gpus_per_node), ("train", job.training.gpus_per_node)):
+        if node in nodes_of(job, side):
+            kinds.update({**host_states(job, side), "processes": capacities[node, side].process * gpus})
     return dict(kinds)
+
+
+def host_states(job: Job, side: str) -> dict[str, int]:
+    """Of these, the states on each node of a side, "rollout" or "train"."""
+    engine, training = job.engine, job.training
+    if side == "rollout":
+        return {
+            "staging": min(engine.bucket, device.weights(job)) * engine.gpus_per_node,
+            "synced": job.model.total * engine.bytes,  # the region from which its workers load
+        }
+    states = device.train(job, 0)
+    # Each replica of the shards (HSDP) has a copy of its own.
+    kinds = {"parameters": states["weights"] * training.gpus_per_node, "optimizer": states["optimizer"] * training.gpus_per_node}
+    if training.lora or job.model.experts:  # what is not sent from the shards is exported before they sleep
+        kinds["exported"] = job.model.total * engine.bytes // training.nodes
+    if training.delta:
+        kinds["last sent"] = job.model.total * engine.bytes // training.nodes
+    return kinds
 
 
 def _largest(job: Job, jobs: Sequence[Job], capacities: Mapping[tuple[str, str], Capacity]) -> float | None:

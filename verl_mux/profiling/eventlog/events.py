@@ -54,6 +54,7 @@ SYNC = "sync"
 SLEEP = "sleep"
 WAKE = "wake"
 MEMORY = "memory"
+HOST_MEMORY = "host_memory"
 GENERATE_PHASE = "generate"
 SAMPLE_WAIT = "sample_wait"
 SAMPLE_READY = "sample_ready"
@@ -287,6 +288,11 @@ TABLE: list[Event] = [
         ),
         Event(LEASE_RECLAIMED, "a lease ended without its job's word", "job, phase, nodes, token"),
         Event(MEMORY, "bytes held on a node: this job's by tag, and all jobs' together", "job, node, tags, node_bytes"),
+        Event(
+            HOST_MEMORY,
+            "host memory of a job's processes on a node, by kind, was measured; what counts for it and for all jobs there",
+            "job, node, bytes, source (agent/job), counted, node_bytes, capacity",
+        ),
         Event(SEGMENT, "a part of the run begins in which jobs take turns in one manner", "index, mode"),
         Event(STEP_REPORT, "a job told the figures of a step", "job, reward, response_length, tokens, loss, grad_norm"),
         Event(PHASE_OVERDUE, "a phase takes far longer than such phases of its job did", "job, phase, nodes, token"),

@@ -27,6 +27,7 @@ from verl_mux.places.here import here
 from verl_mux.places.place import Location, check
 from verl_mux.places.ray_nodes import PlacedPool
 from verl_mux.platform import device_ledger
+from verl_mux.platform.host_memory import process_bytes
 from verl_mux.rollout.engine import launch_gate
 from verl_mux.rollout.engine.record import EngineRecord, engines
 from verl_mux.worker_settings import WorkerSettings, node_of, pin
@@ -70,6 +71,10 @@ class MuxCheckpointEngineWorker(CheckpointEngineWorker):
     async def mux_where(self) -> tuple[Location, Member]:
         """Where this worker runs, and as which process."""
         return here(), this_process()
+
+    async def mux_host_memory(self) -> tuple[Member, dict[str, int]]:
+        """This process, and what it holds of its host's memory."""
+        return this_process(), process_bytes()
 
     async def wait_until_engine_is_at_gate(self, directory: str) -> None:
         await asyncio.to_thread(launch_gate.wait_until_engine_is_at_gate, Path(directory))
@@ -203,6 +208,13 @@ class MuxReplica(RolloutReplica):
         workers = await asyncio.gather(*[worker.mux_where.remote() for worker in self.workers])
         return [*(process for server in found for process in server), *(process for _, process in workers)]
 
+    async def host_memory(self) -> list[tuple[str, Member, dict[str, int]]]:
+        """Of the same processes: node, process, and what it holds of its host's memory."""
+        found = await asyncio.gather(*[server.host_memory.remote() for server in self.servers])
+        workers = await asyncio.gather(*[worker.mux_host_memory.remote() for worker in self.workers])
+        nodes = [self.nodes[at // self.gpus_per_replica_node] for at in range(len(workers))]
+        return [*(told for server in found for told in server), *((n, *told) for n, told in zip(nodes, workers, strict=True))]
+
 
 def nodes_of_replicas(nodes: Sequence[str], replicas: int, servers: int) -> list[tuple[str, ...]]:
     """Of each replica the node of each of its `servers`: by rank they fill the nodes in order."""
@@ -278,3 +290,9 @@ class MuxLLMServerManager(LLMServerManager):
         """All processes of all replicas."""
         found = await asyncio.gather(*[replica.processes() for replica in self.rollout_replicas])
         return [process for replica in found for process in replica]
+
+    @auto_await
+    async def host_memory(self) -> list[tuple[str, Member, dict[str, int]]]:
+        """Of all processes of all replicas: node, process, and what it holds of its host's memory."""
+        found = await asyncio.gather(*[replica.host_memory() for replica in self.rollout_replicas])
+        return [told for replica in found for told in replica]

@@ -126,6 +126,32 @@ def test_host_memory_is_a_limit():
     assert answer.nodes == {"rollout": ["r1"], "train": ["t1"]}
 
 
+def held(driver, job, gb, *nodes):
+    """After two steps that job was seen to hold so much of these nodes' host memory."""
+    driver.do(m.StepReport(**driver.who(job), step=2, metrics={}))
+    for node in nodes:
+        driver.do(m.HostReport(**driver.who(job), node=node, bytes={"private": round(gb * 1e9)}))
+
+
+def test_host_memory_that_was_measured_takes_the_place_of_the_estimate():
+    driver = Driver(Machine(placing_config()))
+    arrive(driver, "a", slo=10.0)
+    held(driver, "a", 7, "t0")
+    spec = driver.machine.state.placed.job("a")
+    assert spec.train_memory_gb == 7.0 and spec.rollout_memory_gb < 5
+    (answer,) = arrive(driver, "b", slo=10.0)
+    assert isinstance(answer, m.Queued), "4 GB more do not fit beside them"
+    less = Driver(Machine(placing_config()))
+    for job in "ab":
+        arrive(less, job, slo=10.0)
+    (answer,) = arrive(less, "c", slo=10.0)
+    assert isinstance(answer, m.Queued), "by their estimates the two fill the nodes"
+    held(less, "a", 2, "r0", "t0")
+    held(less, "b", 2, "r0", "t0")
+    started = [step.message.nodes for step in less.sent if step.client == "c-client" and isinstance(step.message, m.Registered)]
+    assert started == [{"rollout": ["r0"], "train": ["t0"]}]
+
+
 def test_phases_are_observed_and_held_against_the_estimate(driver):
     arrive(driver, "a")
     for number in range(1, 5):

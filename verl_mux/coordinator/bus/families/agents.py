@@ -43,11 +43,12 @@ class Look(msgspec.Struct, frozen=True):
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """A process that carries a job's mark, and the device bytes that it holds, by node."""
+    """A process that carries a job's mark: the device bytes that it holds, by node, and those of host memory, by kind."""
 
     uid: limits.Name
     member: Member
     bytes: limits.Tags = {}
+    host: limits.Tags = {}
 
 
 class AgentReport(Message, kw_only=True, frozen=True, tag="AGENT_REPORT"):

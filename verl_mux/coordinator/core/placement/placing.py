@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import msgspec
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.hosts import fences
+from verl_mux.coordinator.core.hosts import fences, memory
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Planned
 from verl_mux.coordinator.core.placement.planner import Asked
 from verl_mux.coordinator.core.placement.prediction import predicted
@@ -185,6 +185,7 @@ def _pin(state: State, job: Job) -> None:
     if group is not None:
         pin = next(pin for pin in group.pins if pin.job.name == job.name)
         job.nodes = {"rollout": list(pin.rollout), "train": list(pin.train)}
+        job.host_memory = memory.estimated(pin)
 
 
 def _regrouped(before: Record, groups: Iterable[Group], state: State, config: Config) -> list[Instruction]:

@@ -52,7 +52,7 @@ class Cycles:
 
     def __init__(self, folder: Path, parameters: int, backup: bool) -> None:
         self._model = folder / "model"
-        _make_model(self._model, parameters)
+        make_model(self._model, parameters)
         self._reports = folder / "reports"
         self._reports.mkdir()
         open_gate(self._reports)
@@ -176,7 +176,7 @@ def _without(model: Path, names: Collection[str]) -> Iterator[Path]:
     shutil.rmtree(copy)
 
 
-def _make_model(folder: Path, parameters: int) -> None:
+def make_model(folder: Path, parameters: int) -> None:
     """An untrained Qwen2 of about so many parameters. A layer has 2.25 h^2 of attention (an eighth of key-value heads) and 12 h^2
     in its MLP."""
     import torch

@@ -22,6 +22,7 @@ from verl_mux.memory.sleep_states import CUDA_GRAPH, KV_CACHE, LEVELS, TAGS, WEI
 from verl_mux.memory.tag_report import DIRECTORY_VARIABLE, mapped_bytes
 from verl_mux.places.here import here
 from verl_mux.places.place import check
+from verl_mux.platform.host_memory import process_bytes
 from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.engine.passage import Passage
 from verl_mux.rollout.engine.record import ABORTED, STOPPED
@@ -111,6 +112,12 @@ class MuxSGLangHttpServer(SGLangHttpServer):
     async def processes(self) -> list[Member]:
         """Every process of this engine."""
         return this_process_and_children()
+
+    async def host_memory(self) -> list[tuple[str, Member, dict[str, int]]]:
+        """Of each of them its node, and what it holds of the host's memory."""
+        processes = this_process_and_children()
+        held = await asyncio.to_thread(lambda: [process_bytes(process.pid) for process in processes])
+        return [(self._node(), process, kinds) for process, kinds in zip(processes, held, strict=True)]
 
     async def launch_server(self, *args, **kwargs) -> None:
         """verl's. Raises UserError where it runs elsewhere than on its node, before the engine starts."""

@@ -1,0 +1,200 @@
+"""`python -m tests.gpu.engine_process OPTIONS`: one engine that its parent moves, a JSON line for each word.
+
+OPTIONS is JSON: `kind` "sglang" (a real engine on CUDA) or "bed" (SGLang's own sleep and wake under our hooks, over the CPU saver
+and the ledger of a device with a budget); `folder`; `share` of the free memory that its KV cache and weights take; `ranks`
+(tensor parallel); `gate`: wait at the launch gate until it is opened; `fault`: of the bed's, what to do wrong on purpose.
+
+In: {"do": "move", "verb": "sleep", ...} and so on. Out: `ANSWER {"error": ..., "value": ...}`; other lines are others'. An engine
+of the bed is forked from a process that has imported everything (engines.py), and speaks over a Connection.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+from verl_mux.memory.sleep_states import KV_CACHE, WEIGHTS
+from verl_mux.memory.tag_report import DIRECTORY_VARIABLE, mapped_bytes
+from verl_mux.rollout.engine import launch_gate
+from verl_mux.rollout.engine.sglang.plugin import ENGINE_MARK
+
+ANSWER = "ANSWER "
+PROMPT = [5, 9, 2, 11, 7, 3, 1, 8]
+WIDTH = 512
+
+
+class Sglang:
+    """Two requests at once, an untrained Qwen2 of a few million parameters."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from verl_mux.rollout.engine.sglang.memory_cycles import make_model
+
+        self._model = Path(options["folder"]) / "model"
+        if not self._model.exists():
+            make_model(self._model, 20_000_000)
+        os.environ |= {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1", "NCCL_GRAPH_REGISTER": "0"}
+        os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+        import sglang
+
+        self._engine = sglang.Engine(
+            model_path=str(self._model), dtype="bfloat16", device="cuda", tp_size=options["ranks"], skip_tokenizer_init=True,
+            mem_fraction_static=options["share"], max_running_requests=2, context_length=256, enable_memory_saver=True,
+            enable_weights_cpu_backup=False, log_level="error", skip_server_warmup=True, random_seed=0,
+            disable_radix_cache=True,  # a prompt that is known goes another way, and rounds otherwise
+        )  # fmt: skip
+
+    def tokens(self, count: int) -> list[int]:
+        """Greedy."""
+        sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+        return self._engine.generate(input_ids=PROMPT, sampling_params=sampling)["output_ids"]
+
+    def move(self, verb: str, tags: list[str], level: int) -> None:
+        from verl_mux.rollout.engine.sglang.memory_requests import ask
+
+        self._engine.loop.run_until_complete(ask(self._engine.tokenizer_manager, verb, tags, level, 0.0))
+
+    def sync(self) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+        request = UpdateWeightFromDiskReqInput(model_path=str(self._model), load_format="auto", flush_cache=True)
+        manager = self._engine.tokenizer_manager
+        done, message, *_ = self._engine.loop.run_until_complete(manager.update_weights_from_disk(request, None))
+        assert done, message
+
+
+class Bed:
+    """A model of one matrix. What it keeps on its device besides its tags is charged as an engine's would be."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import torch.distributed as dist
+
+        from verl_mux.platform import device_ledger
+        from verl_mux.platform.charges import Charges
+        from verl_mux.rollout.engine.sglang import scheduler_memory
+
+        self._fault, self._share, self._ledger, self._rounds = options["fault"], options["share"], device_ledger, 0
+        store = dist.FileStore(str(Path(options["folder"]) / f"store-{os.getpid()}"), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        os.environ[scheduler_memory.CHARGES_VARIABLE] = json.dumps(Charges().engine(1, True))
+        # SGLang's own question, which is one of a world of schedulers.
+        scheduler_memory.measure = lambda runner: scheduler_memory.available_memory(_nobody, runner.device, runner.gpu_id)
+        if self._fault == "measures too early":
+            early = scheduler_memory.measure(types.SimpleNamespace(device="cpu", gpu_id=0))
+            scheduler_memory.measure = lambda runner: early
+        scheduler_memory.initialize(self._load, types.SimpleNamespace(device="cpu", gpu_id=0), 0.0)
+        if self._fault == "keeps too much":
+            device_ledger.charge({"forgotten": 2 * 10**9})
+
+    def _load(self, _runner: Any, free_gib: float) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from verl_mux.rollout.engine.sglang.memory_saver import MeteredCpu
+
+        adapter = MeteredCpu()
+        with adapter.region(WEIGHTS):
+            self._model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+        with adapter.region(KV_CACHE):
+            # Never touched, so the machine lends no page of it.
+            self._cache = torch.empty(int(self._share * free_gib * 2**30) - self._model.weight.nbytes, dtype=torch.uint8)
+        runner = types.SimpleNamespace(model=self._model)
+        self._scheduler = types.SimpleNamespace(
+            offload_tags=set(), memory_saver_adapter=adapter, tp_cpu_group=dist.group.WORLD, flush_cache=lambda: True,
+            server_args=types.SimpleNamespace(enable_weights_cpu_backup=False), is_fully_idle=lambda: True,
+            tp_worker=types.SimpleNamespace(model_runner=runner),
+        )  # fmt: skip
+        self.sync()
+
+    def tokens(self, count: int) -> list[int]:
+        import torch
+
+        state, found = torch.linspace(-1, 1, WIDTH), []
+        with torch.no_grad():
+            for _ in range(count):
+                state = torch.tanh(self._model(state))
+                found.append(int(state.nan_to_num(-2.0).argmax()))
+        return found
+
+    def move(self, verb: str, tags: list[str], level: int) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+        from sglang.srt.managers.scheduler_update_weights_mixin import SchedulerUpdateWeightsMixin as Mixin
+
+        from verl_mux.rollout.engine.sglang.scheduler_memory import REPORT, Ask, release, resume
+
+        if verb == "sleep":
+            asked: Any = ReleaseMemoryOccupationReqInput(tags=tags)
+            hook, original = release, Mixin.release_memory_occupation
+        else:
+            asked = ResumeMemoryOccupationReqInput(tags=tags)
+            hook, original = resume, Mixin.resume_memory_occupation
+        setattr(asked, REPORT, Ask(level))
+        told = getattr(hook(original, self._scheduler, asked), REPORT)
+        if self._fault == "dies without room" and told.error and "no room" in told.error:
+            os._exit(1)
+        self._rounds += verb == "sleep"
+        if self._fault == "grows":
+            self._ledger.charge({"leaked": self._rounds * 10**8})
+        if told.error:
+            raise RuntimeError(told.error)
+
+    def sync(self) -> None:
+        import torch
+
+        if self._fault == "syncs a part" and self._rounds:
+            self._model.weight.data[: WIDTH // 2].copy_(_values()[: WIDTH // 2])
+        elif self._fault == "syncs other values" and self._rounds:
+            self._model.weight.data.copy_(_values().flip(0))
+        else:
+            with torch.no_grad():
+                self._model.weight.copy_(_values())
+
+
+def _values() -> Any:
+    import torch
+
+    return torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0)) / WIDTH**0.5
+
+
+def _nobody(*_: Any, **__: Any) -> float:
+    raise RuntimeError("the device of the bed has a budget")
+
+
+class Lines:
+    """What a Connection of multiprocessing does, over stdin and stdout, where engines print as well."""
+
+    def recv(self) -> dict[str, Any]:
+        if not (line := sys.stdin.readline()):
+            raise EOFError
+        return json.loads(line)
+
+    def send(self, answer: dict[str, Any]) -> None:
+        print(ANSWER + json.dumps(answer), flush=True)
+
+
+def serve(options: dict[str, Any], environment: dict[str, str], parent: Any) -> None:
+    """Until the parent is gone. `parent`: Lines, or a Connection."""
+    os.environ |= {**environment, ENGINE_MARK: "1"}
+    reports = Path(os.environ[DIRECTORY_VARIABLE])
+    if not options["gate"]:
+        launch_gate.open_gate(reports)
+    engine = (Sglang if options["kind"] == "sglang" else Bed)(options)
+    parent.send({"error": None, "value": mapped_bytes(reports)})
+    while True:
+        try:
+            words = parent.recv()
+        except EOFError:
+            return
+        do, error, value = words.pop("do"), None, None
+        try:
+            value = getattr(engine, do)(**words)
+        except RuntimeError as raised:
+            error = str(raised)
+        parent.send({"error": error, "value": value})
+
+
+if __name__ == "__main__":
+    serve(json.loads(sys.argv[1]), {}, Lines())

@@ -1,0 +1,191 @@
+"""Engines in processes of their own, and the two beds they run on: CUDA, or a device with a budget."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.gpu.engine_process import ANSWER, serve
+from verl_mux.agent.devices import Nvml
+from verl_mux.coordinator.bus import members
+from verl_mux.memory.sleep_states import KV_CACHE, WEIGHTS
+from verl_mux.memory.tag_report import DIRECTORY_VARIABLE
+from verl_mux.platform import device_ledger
+from verl_mux.platform.charges import Charges
+from verl_mux.rollout.engine import launch_gate
+
+ROOT = Path(__file__).parents[2]
+BUDGET = 24 * 10**9
+
+
+class EngineEnded(RuntimeError):
+    """Its process is gone."""
+
+
+class Started:
+    """A process of its own, over lines."""
+
+    def __init__(self, options: dict[str, Any], environment: dict[str, str], log: Path) -> None:
+        command = [sys.executable, "-m", "tests.gpu.engine_process", json.dumps(options)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        around = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
+        self._process: Any = subprocess.Popen(command, stderr=log.open("w"), cwd=ROOT, env=around, **pipes)
+        self.pid, self.wait = self._process.pid, self._process.wait
+
+    def send(self, words: dict[str, Any]) -> None:
+        self._process.stdin.write(json.dumps(words) + "\n")
+        self._process.stdin.flush()
+
+    def recv(self) -> dict[str, Any]:
+        for line in self._process.stdout:
+            if line.startswith(ANSWER):
+                return json.loads(line.removeprefix(ANSWER))
+        raise EOFError
+
+
+class Forked:
+    """A process forked from one that has imported torch, SGLang and our hooks, which takes seconds."""
+
+    def __init__(self, options: dict[str, Any], environment: dict[str, str], _log: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.gpu.preloaded"])
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(options, environment, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        assert process.pid is not None
+        self.pid, self.wait, self.send, self.recv = process.pid, process.join, ours.send, ours.recv
+
+
+class Engine:
+    """One engine. `tags`: bytes of each as it started; with `gate` it waits there, and they are known after `open`."""
+
+    def __init__(self, bed: Bed, name: str, share: float, ranks: int = 1, gate: bool = False, fault: str = "") -> None:
+        self.name, self._reports = name, bed.folder / f"reports-{len(bed.started)}-{name}"
+        self._reports.mkdir()
+        options = {"kind": bed.kind, "folder": str(bed.folder), "share": share, "ranks": ranks, "gate": gate, "fault": fault}
+        environment = {**bed.environment, DIRECTORY_VARIABLE: str(self._reports), device_ledger.JOB_VARIABLE: name}
+        self._log = bed.folder / f"{name}.log"
+        self._line = (Forked if bed.kind == "bed" else Started)(options, environment, self._log)
+        self.tags: dict[str, int] = {} if gate else self.answer()
+
+    def wait_at_gate(self) -> None:
+        launch_gate.wait_until_engine_is_at_gate(self._reports)
+
+    def open(self) -> None:
+        launch_gate.open_gate(self._reports)
+        self.tags = self.answer()
+
+    def ask(self, do: str, **words: Any) -> Any:
+        """Raises RuntimeError with its words, and EngineEnded."""
+        self.say(do, **words)
+        return self.answer()
+
+    def say(self, do: str, **words: Any) -> None:
+        try:
+            self._line.send({"do": do, **words})
+        except OSError:
+            raise EngineEnded(self._last_words()) from None
+
+    def answer(self) -> Any:
+        try:
+            told = self._line.recv()
+        except (EOFError, OSError):
+            raise EngineEnded(self._last_words()) from None
+        if told["error"] is not None:
+            raise RuntimeError(told["error"])
+        return told["value"]
+
+    def _last_words(self) -> str:
+        return f"{self.name} ended: {self._log.read_text()[-2000:] if self._log.exists() else ''}"
+
+    def tokens(self, count: int = 8) -> list[int]:
+        return self.ask("tokens", count=count)
+
+    def sleep(self, level: int = 2, tags: tuple[str, ...] = (KV_CACHE, WEIGHTS)) -> None:
+        self.ask("move", verb="sleep", tags=list(tags), level=level)
+
+    def wake(self, *tags: str, level: int = 2) -> None:
+        self.ask("move", verb="wake", tags=list(tags), level=level)
+
+    def back(self) -> None:
+        """After a sleep at level 2: mapped, filled by a sync, and its cache there."""
+        self.wake(WEIGHTS)
+        self.ask("sync")
+        self.wake(KV_CACHE)
+
+    def pids(self) -> set[int]:
+        try:
+            return {self._line.pid, *(child.pid for child in psutil.Process(self._line.pid).children(recursive=True))}
+        except psutil.NoSuchProcess:
+            return set()
+
+    def end(self) -> None:
+        for pid in sorted(self.pids()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(pid).kill()
+        self._line.wait()
+
+
+class Bed:
+    """`kind`: of its engines. `limit`: bytes that a process of a sleeping engine may keep (`mux.device.charges`)."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind, self.folder = kind, folder
+        own = {device_ledger.DIRECTORY_VARIABLE: str(folder / "devices"), device_ledger.BUDGET_VARIABLE: str(BUDGET)}
+        own |= {device_ledger.NODE_VARIABLE: "r0"}
+        self.environment = own if kind == "bed" else {}
+        self._driver = None if kind == "bed" else Nvml()
+        self.started: list[Engine] = []
+
+    def engine(self, name: str, share: float = 0.5, **keys: Any) -> Engine:
+        self.started.append(Engine(self, name, share, **keys))
+        return self.started[-1]
+
+    def limit(self, ranks: int = 1) -> int:
+        return sum(Charges().engine(ranks, True).values())
+
+    def by_pid(self) -> dict[int, int]:
+        """Bytes on all devices, as who looks from outside sees them."""
+        if self._driver is not None:
+            return {pid: sum(by_node.values()) for pid, by_node in self._driver.held({}).by_pid.items()}
+        known = [account for _, account in device_ledger.accounts(members.SPACE)]
+        return {account.pid: account.total for account in known if _lives(account)}
+
+    def held(self, engine: Engine) -> dict[int, int]:
+        """Of each process of this engine; those that hold nothing are left out."""
+        seen, mine = self.by_pid(), engine.pids()
+        return {pid: num_bytes for pid, num_bytes in seen.items() if pid in mine and num_bytes}
+
+    def close(self) -> None:
+        for engine in self.started:
+            engine.end()
+
+
+def _lives(account: device_ledger.Account) -> bool:
+    return members.is_alive(members.Member(members.HOST, account.pid, account.started, members.BOOT, members.SPACE))
+
+
+def opened(kind: str, folder: Path) -> Iterator[Bed]:
+    """For fixtures. On the bed this process looks at the same accounts as its engines keep."""
+    bed = Bed(kind, folder)
+    name = device_ledger.DIRECTORY_VARIABLE
+    before = os.environ.get(name)
+    try:
+        if name in bed.environment:
+            os.environ[name] = bed.environment[name]
+        yield bed
+    finally:
+        bed.close()
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before

@@ -1,0 +1,49 @@
+"""`python -m tests.gpu.holder ADDRESS JOB PHASE KIND`: a job with a lease of PHASE, and a child that holds device memory.
+
+KIND: cuda or bed; with a word more the child does not carry the job's mark. Prints the child's pid; ends with its stdin. The
+child lives on until somebody ends it.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+
+from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.members import UID_VARIABLE
+
+SIZE = 1 << 30
+_held = []
+
+
+def hold(kind: str) -> None:
+    if kind == "cuda":
+        import torch
+
+        _held.append(torch.full((SIZE,), 1, dtype=torch.uint8, device="cuda"))
+        torch.cuda.synchronize()
+    else:
+        from verl_mux.platform import device_ledger
+
+        device_ledger.hold({"block": SIZE})
+    print("held", flush=True)
+    while True:
+        signal.pause()
+
+
+def main() -> None:
+    if sys.argv[1] == "child":
+        return hold(sys.argv[2])
+    address, job, phase, kind, *more = sys.argv[1:]
+    mux = connect(address, job, {"rollout": ["r0"], "train": ["t0"]}, uid=os.environ[UID_VARIABLE], timeout=60.0)
+    mux.acquire(phase, step=0 if phase == "init" else 1)
+    environment = {name: value for name, value in os.environ.items() if name != UID_VARIABLE or not more}
+    command = [sys.executable, "-m", "tests.gpu.holder", "child", kind]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert child.stdout.readline() == "held\n"
+    print(child.pid, flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Real SGLang engines on CUDA: what they keep, whether they grow, what a sync fills, what they do without room. Device memory is
+as NVML tells it, by process."""
+
+import pytest
+
+from tests.gpu import killed_jobs, scenes, states
+from tests.gpu.engines import opened
+from verl_mux.memory.sleep_states import KV_CACHE
+
+pytestmark = pytest.mark.gpu
+SHARE, ROUNDS = 0.3, 50
+
+
+@pytest.fixture(scope="module")
+def bed(gpus, tmp_path_factory):
+    pytest.importorskip("sglang")
+    yield from opened("sglang", tmp_path_factory.mktemp("engines"))
+
+
+@pytest.fixture
+def engine(bed):
+    first = len(bed.started)
+    yield bed.engine
+    for started in bed.started[first:]:
+        started.end()
+
+
+def test_asleep_an_engine_keeps_what_is_charged_and_no_more(bed, engine):
+    assert scenes.kept_asleep(bed, engine("kept", SHARE), bed.limit()) == []
+
+
+def test_no_process_grows_in_fifty_rounds(bed, engine):
+    assert scenes.growth(bed, engine("steady", SHARE), ROUNDS) == []
+
+
+def test_a_sync_brings_everything_back_and_the_right_values(bed, engine):
+    fresh = engine("fresh", SHARE)
+    tokens = fresh.tokens()
+    fresh.end()
+    assert scenes.filled_by_the_sync(engine("synced", SHARE), tokens) == []
+
+
+def test_an_engine_that_joins_while_another_generates_has_the_cache_that_it_would_have_alone(bed, engine):
+    alone = engine("alone", SHARE)
+    size = alone.tags[KV_CACHE]
+    alone.end()
+    assert scenes.as_if_alone(bed, size, bed.limit(), SHARE) == []
+
+
+def test_so_has_one_of_two_gpus_of_which_one_is_fuller(bed, engine, gpus, tmp_path_factory):
+    if gpus < 2:
+        pytest.skip("one GPU: tensor parallelism needs two")
+    for two in opened("sglang", tmp_path_factory.mktemp("two")):
+        alone = two.engine("alone", SHARE, ranks=2)
+        size = alone.tags[KV_CACHE]
+        alone.end()
+        assert scenes.as_if_alone(two, size, two.limit(2), SHARE, ranks=2) == []
+
+
+def test_a_wake_without_room_is_an_error_and_hurts_nobody(bed, engine):
+    sleeper = engine("sleeper", 0.6)
+    sleeper.sleep()
+    assert scenes.no_room(engine("awake", 0.7), sleeper) == []
+
+
+@pytest.mark.parametrize("phase", killed_jobs.PHASES)
+def test_a_dead_jobs_node_is_granted_when_no_process_of_it_holds_memory(bed, phase):
+    assert killed_jobs.killed_in(bed, phase) == []
+
+
+@pytest.fixture
+def one_gpu(gpus, tmp_path):
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_a_host_copy_is_whole_when_a_sleep_returns_and_the_device_is_free(one_gpu, role):
+    assert scenes.copied_when_told(*states.made(role, "cuda")) == []
