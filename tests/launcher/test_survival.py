@@ -169,4 +169,5 @@ def test_fillers_run_beside_the_jobs_and_end_with_the_run(runs, tmp_path):
     assert launcher.returncode == 0, told
     assert "filler fails ended with exit code 5" in told and "filler sums" not in told
     assert not carriers(runs.note("sums").uid)
-    assert 0 < max(runs.summary()["bubble_filled"][node] for node in ("s0", "s1")) <= 1
+    filled = [runs.summary()["bubble_filled"][node] or 0.0 for node in ("s0", "s1")]  # one after the other they need one node
+    assert 0 < max(filled) <= 1
