@@ -26,7 +26,7 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not gpu and not e2e and not hosts" -n 2 --dist loadfile
-	$(BIN)/python -m pytest -m "e2e and not gpu and not hosts" $$(grep -rl "mark.e2e" tests --include="test_*.py")
+	$(BIN)/python -m pytest -m "e2e and not gpu and not hosts" $$(grep -rl "mark.e2e" tests --include="test_*.py" | sort)
 
 # One after the other: each has the whole device. NVML says who holds what there.
 test-gpu: $(INSTALLED)
