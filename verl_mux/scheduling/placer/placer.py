@@ -213,13 +213,13 @@ class Placer:
         """Moves jobs out of groups in which, as they stand now, somebody would be late. The settled periods are within
         the SLOs whoever departs; on the way from one settled course to the next a job may still lose too much."""
         moves: list[Move] = []
-        todo = list(groups)
-        while todo:
-            group = todo.pop()
+        unchecked = list(groups)
+        while unchecked:
+            group = unchecked.pop()
             alright = len(group.pins) < 2 or _in_time([group], progress, {})
             if not alright and (found := self._move_out(group, _unmoved(progress, moves))):
                 moves.append(found[0])
-                todo += found[1]
+                unchecked += found[1]
         return moves
 
     def _move_out(self, group: Group, progress: Mapping[str, Progress]) -> tuple[Move, list[Group]] | None:
