@@ -12,10 +12,12 @@ from typing import Annotated, Any
 import typer
 import zmq
 
+from verl_mux.bench.bare_router import echo_us
 from verl_mux.bench.coordinator_process import CoordinatorProcess
 from verl_mux.bench.crowd import Crowd
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.access.keys import JOB, for_address
+from verl_mux.coordinator.bus.conversation import BEAT_EVERY_S
 from verl_mux.coordinator.bus.link import connect_to, dealer
 from verl_mux.coordinator.command import fetch_status
 from verl_mux.errors import UserError
@@ -38,14 +40,16 @@ def bench_load(
 
 def load(jobs: int, seconds: float, phases: float, idle: int, outage: float) -> dict[str, Any]:
     """`heartbeat_us`: processor time of the coordinator over the heartbeats while nothing else happens, its watch over jobs
-    included; `heartbeat_zmq_us`: what ZeroMQ's threads take beside that. `all_back_s` counts from when it listens again."""
+    included; `heartbeat_zmq_us`: what ZeroMQ's threads take beside that; `bare_us`: what a router takes that only sends such a
+    frame back, measured right before it. `all_back_s` counts from when it listens again."""
     nodes = [f"r{i}" for i in range(jobs // 2)]
     config = {"pools": {"rollout": {"nodes": [{"name": node} for node in nodes]}}, "lease_timeout": outage + 30}
+    bare_us = echo_us(m.encode(m.Heartbeat(job="bare", uid="bare", client="bare", beat=1)), jobs / BEAT_EVERY_S, seconds / 4)
     with CoordinatorProcess(config) as coordinator:
         crowd = Crowd(coordinator.address, nodes)
         crowd.register()
         found: dict[str, Any] = {
-            "jobs": jobs,
+            **{"jobs": jobs, "bare_us": round(bare_us, 1)},
             **_quiet(coordinator, crowd, seconds),
             **_busy(coordinator, crowd, seconds, phases),
         }

@@ -22,6 +22,9 @@ _BATCH = 64
 # Connections that wait to be taken. ZeroMQ's 100 are too few when thousands come back at once: the kernel drops the others,
 # who try again after 1, 3, 7, 15... seconds. It takes no more than its own limit (net.core.somaxconn).
 _BACKLOG = 2**16 - 1
+# Plain numbers: ZeroMQ's flags are enumerations, which cost more to put together than a frame to send.
+_AT_ONCE = int(zmq.NOBLOCK)
+_FIRST_OF_SEVERAL = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class Router:
@@ -57,7 +60,8 @@ class Router:
         """Goes out at once, or is queued by ZeroMQ; dropped if the client is not there or does not read. Large frames are
         shared, not copied, by those they go to."""
         with contextlib.suppress(zmq.Again):
-            self._socket.send_multipart([identity, frame], zmq.NOBLOCK, copy=len(frame) < 2**16)
+            self._socket.send(identity, _FIRST_OF_SEVERAL)
+            self._socket.send(frame, _AT_ONCE, copy=len(frame) < 2**16)
         # Sending may have taken the socket's wake-up for what has arrived meanwhile.
         self._pump_soon()
 
@@ -77,8 +81,15 @@ class Router:
             return
         for _ in range(_BATCH):
             try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)  # only so they carry the role
+                identity = self._socket.recv(_AT_ONCE, copy=False)  # only so it carries the role
             except zmq.Again:
                 return
-            self._take(identity.bytes, role_of(identity), frames[0].bytes if frames else b"")
+            self._take(identity.bytes, role_of(identity), self._said_with(identity))
         self._pump_soon()
+
+    def _said_with(self, identity: zmq.Frame) -> bytes:
+        """The frame that follows; what a stranger sends after it is left out."""
+        frame = said = self._socket.recv(_AT_ONCE, copy=False) if identity.more else None
+        while frame is not None and frame.more:
+            frame = self._socket.recv(_AT_ONCE, copy=False)
+        return said.bytes if said is not None else b""
