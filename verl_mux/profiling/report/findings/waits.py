@@ -129,11 +129,8 @@ def _not_by_chance(rows: pl.DataFrame, part: str, costly: pl.DataFrame) -> list[
     """Of these steps, those whose calls are longer than the calls of the other steps would have some of them be."""
     calls = rows.filter(pl.col(part) > 0)
     others = calls.filter(~pl.col("step").is_in(costly["step"].to_list()))[part].to_numpy()
-    return [
-        step
-        for step in costly["step"]
-        if chance(calls.filter(pl.col("step") == step)[part].to_numpy(), others) < BY_CHANCE
-    ]
+    by_step = {step: calls.filter(pl.col("step") == step)[part].to_numpy() for step in costly["step"]}
+    return [step for step, mine in by_step.items() if chance(mine, others) < BY_CHANCE]
 
 
 def find_lease_wait(analysis: Analysis) -> list[Finding]:
@@ -153,8 +150,11 @@ def find_lease_wait(analysis: Analysis) -> list[Finding]:
 
 
 class _Waits:
-    """A job's waits for leases in its steps. steps, spent: seconds of each step, and those of them that it waited. in_turn: of
-    these, what one usual phase of each job that it waited behind took: so much anybody waits who comes when they have just begun."""
+    """A job's waits for leases in its steps.
+
+    steps, spent: seconds of each step, and those of them that it waited. in_turn: of these, what one usual phase of each job
+    that it waited behind took: so long waits who comes when they have just begun.
+    """
 
     def __init__(self, job: str, rows: pl.DataFrame, leases: Leases) -> None:
         self.steps = dict(rows.select("step", "seconds").iter_rows())

@@ -16,7 +16,6 @@ from verl_mux.profiling.report.input.stay_table import make_stays, over_steps
 from verl_mux.profiling.report.measures import completion, engines, pace, shares
 from verl_mux.profiling.report.measures.leases import Leases, make_leases
 
-
 UNAWAITED = 0.1  # of a job's steps
 
 
