@@ -226,3 +226,23 @@ def with_tools(directory, longest: float):
 def test_a_call_that_is_long_as_such_calls_are_is_no_finding(tmp_path):
     assert with_tools(tmp_path / "ordinary", 14.0) == []
     assert with_tools(tmp_path / "odd", 60.0) == [("tool_wait", 4)]
+
+
+def test_a_call_that_no_step_waited_for_is_no_finding(tmp_path):
+    # In 16 s one long call is lost time, but others of its step take 30 s.
+    rng, keys = random.Random(3), {"role": "rollout", "job": "a"}
+    for step in range(1, 5):
+        for worker in range(8):
+            lines = Lines(worker, step)
+            for number in range(16):
+                began, generated = 100.0 * step, 30.0 if number == 0 else rng.uniform(8, 10)
+                tool = 6.0 if (step, worker, number) == (2, 1, 5) else rng.uniform(0.2, 0.4)
+                end, who = began + generated + tool, {"request_id": f"{step}{worker}{number:03}_0"}
+                call = {"turn": 1, "stay": 1, "response_tokens": int(generated * 20), "finish_reason": "stop"}
+                lines.add(began, "request_start", None, who, **keys)
+                lines.add(end - tool, "turn_engine_call", generated, who | call, **keys)
+                lines.add(end, "tool_execution", tool, who | {"turn": 1, "tool": "search"}, **keys)
+                told = {"turns": 1, "stays": 1, "response_length": int(generated * 20), "parked_sec": 0.0}
+                lines.add(end, "async_rollout_request_complete", end - began, who | told, **keys)
+            lines.write(tmp_path)
+    assert [f.kind for f in found(tmp_path) if f.kind == "tool_wait"] == []

@@ -56,18 +56,39 @@ def find(analysis: Analysis, gaps: dict[Place, Gap], starved: Collection[Place] 
     Slow turns on engines short of KV cache (`starved`) are that finding's, as the wait in a queue is where all wait in it.
     """
     typical = _usual_step(analysis)
-    findings: list[Finding] = []
     queues = {*starved, *(place for place, queued in analysis.engines.queue_parts.items() if queued >= QUEUED)}
     parts = [Part(part.kind, _without_gaps(part.rows, gaps)) for part in _parts(analysis, gaps, queues)]
+    found: list[tuple[float, list[Finding]]] = []
     for part in parts:
         for (job,), rows in part.rows.group_by("job", maintain_order=True):
             step = typical.get(job, 0.0)
-            findings += _together(_slow(part.kind, rows, max(COST * step, LEAST_S)), COST_SHARED * step)[:MOST]
+            found.append((step, _slow(part.kind, rows, max(COST * step, LEAST_S))))
+    early = _not_awaited([finding for _, slow in found for finding in slow], analysis.finished)
+    findings: list[Finding] = []
+    for step, slow in found:
+        findings += _together([f for f in slow if _key(f) not in early], COST_SHARED * step)[:MOST]
     told = {(f.job, f.step, f.worker, f.request_id) for f in findings if f.kind != "slow_request"}
     slow = [f for f in findings if f.kind != "slow_request" or (f.job, f.step, f.worker, f.request_id) not in told]
     blamed = [_blamed(f, parts) if f.kind == "slow_request" else f for f in slow]
     blamed = [f for f in blamed if f.job not in analysis.engines.jobs or not _is_its_engines(f, gaps, starved)]
     return [replace(f, **{"replica": None, **analysis.engines.where(f.job, f.replica)}) for f in blamed]
+
+
+def _key(finding: Finding) -> tuple:
+    return tuple(getattr(finding, name) for name in REQUEST_KEY)
+
+
+def _not_awaited(slow: list[Finding], finished: pl.DataFrame) -> set[tuple]:
+    """REQUEST_KEY of those that their step did not wait for: it would not have ended before them without what all of these lost."""
+    lost: dict[tuple, float] = {}
+    for finding in slow:
+        lost[_key(finding)] = max(lost.get(_key(finding), 0.0), finding.cost_s)
+    schema = {name: finished.schema[name] for name in REQUEST_KEY} | {"lost": pl.Float64}
+    losses = pl.DataFrame([(*key, seconds) for key, seconds in lost.items()], schema, orient="row")
+    sooner = finished.join(losses, on=REQUEST_KEY, how="left").with_columns(
+        (pl.col("end") - pl.col("lost").fill_null(0.0)).max().over("job", "step").alias("over")
+    )
+    return set(sooner.filter(pl.col("end") <= pl.col("over")).select(REQUEST_KEY).rows())
 
 
 def _is_its_engines(turn: Finding, gaps: dict[Place, Gap], starved: Collection[Place]) -> bool:
