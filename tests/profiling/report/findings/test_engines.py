@@ -229,7 +229,7 @@ def test_a_call_that_is_long_as_such_calls_are_is_no_finding(tmp_path):
 
 
 def test_a_call_that_no_step_waited_for_is_no_finding(tmp_path):
-    # In 16 s one long call is lost time, but others of its step take 30 s.
+    # The call made its request six seconds longer, and others of the step take twenty more.
     rng, keys = random.Random(3), {"role": "rollout", "job": "a"}
     for step in range(1, 5):
         for worker in range(8):

@@ -79,7 +79,7 @@ def _key(finding: Finding) -> tuple:
 
 
 def _not_awaited(slow: list[Finding], finished: pl.DataFrame) -> set[tuple]:
-    """REQUEST_KEY of those that their step did not wait for: it would not have ended before them without what all of these lost."""
+    """REQUEST_KEY of those that their step did not wait for: without what all of these lost, it would have lasted as long."""
     lost: dict[tuple, float] = {}
     for finding in slow:
         lost[_key(finding)] = max(lost.get(_key(finding), 0.0), finding.cost_s)
