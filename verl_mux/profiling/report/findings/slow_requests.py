@@ -79,7 +79,10 @@ def _key(finding: Finding) -> tuple:
 
 
 def _not_awaited(slow: list[Finding], finished: pl.DataFrame) -> set[tuple]:
-    """REQUEST_KEY of those that their step did not wait for: without what all of these lost, it would have lasted as long."""
+    """REQUEST_KEY of those that their step did not wait for: without what all of these lost, it would have lasted as long.
+
+    Of steps in one round: where requests were parked, a round may have waited for one, and all after it.
+    """
     lost: dict[tuple, float] = {}
     for finding in slow:
         lost[_key(finding)] = max(lost.get(_key(finding), 0.0), finding.cost_s)
@@ -88,7 +91,8 @@ def _not_awaited(slow: list[Finding], finished: pl.DataFrame) -> set[tuple]:
     sooner = finished.join(losses, on=REQUEST_KEY, how="left").with_columns(
         (pl.col("end") - pl.col("lost").fill_null(0.0)).max().over("job", "step").alias("over")
     )
-    return set(sooner.filter(pl.col("end") <= pl.col("over")).select(REQUEST_KEY).rows())
+    one_round = pl.col("parked").fill_null(0.0).sum().over("job", "step") == 0
+    return set(sooner.filter(one_round & (pl.col("end") <= pl.col("over"))).select(REQUEST_KEY).rows())
 
 
 def _is_its_engines(turn: Finding, gaps: dict[Place, Gap], starved: Collection[Place]) -> bool:
