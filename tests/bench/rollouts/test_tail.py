@@ -11,6 +11,7 @@ from verl_mux import cli
 
 KEYS = {
     "time_ratio_to_sync", "length_ratio", "lag_mean", "lag_max", "stale_token_fraction", "wasted_token_fraction", "prompts_lost",
+    "largest_step_mean_ratio", "steps", "steps_above_bound", "steps_above_bound_after_first_epoch",
 }  # fmt: skip
 MODES = ["sync", "oversample", "oversample_restart", "segments", "defer", "defer_oracle"]
 

@@ -59,8 +59,12 @@ def bench_tail(
         told = it.as_dict(base)
         return (
             f"{name:<20} {told['time_ratio_to_sync']:>8.3f} {it.length_ratio:>7.3f} {it.lag_mean:>6.2f} {it.lag_max:>4} "
-            f"{it.stale_token_fraction:>6.1%} {it.wasted_token_fraction:>7.1%} {it.prompts_lost:>5} {it.largest_step_mean:>10.2f}"
+            f"{it.stale_token_fraction:>6.1%} {it.wasted_token_fraction:>7.1%} {it.prompts_lost:>5} {it.largest_step_mean:>8.2f} "
+            f"{it.steps_above:>6} {it.steps_above_later:>6} {it.steps:>6}"
         )
 
-    print(f"{'mode':<20} {'to sync':>8} {'length':>7} {'lag':>6} {'max':>4} {'stale':>6} {'wasted':>7} {'lost':>5} {'mix':>10}")
+    print(
+        f"{'mode':<20} {'to sync':>8} {'length':>7} {'lag':>6} {'max':>4} {'stale':>6} {'wasted':>7} {'lost':>5} {'mix':>8} "
+        f"{'above':>6} {'later':>6} {'steps':>6}"
+    )
     print("\n".join(line(name, figures) for name, figures in results.items()))
