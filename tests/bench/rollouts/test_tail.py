@@ -64,6 +64,13 @@ def test_without_json_it_is_a_table(tail, file):
     assert [line.split()[0] for line in out.splitlines()] == ["mode", "sync", "defer", "oversample_lag1"]
 
 
+def test_a_wider_bound_is_counted_by(tail, file):
+    arguments = (file, "--json", "--mode", "sync", "--batch", 1, "--max-mean")
+    narrow, wide = (json.loads(tail(*arguments, bound)[1])["modes"]["sync"] for bound in (2, 9))
+    assert narrow["steps_above_bound"] == 12 and wide["steps_above_bound"] == 0
+    assert narrow["steps"] == wide["steps"] == 96
+
+
 def test_bad_input_is_one_line_and_exit_code_2(tail, file, tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{")

@@ -77,7 +77,7 @@ LENGTHS = st.one_of(st.floats(0, 1e5), st.sampled_from([0.0, 1.0, 7.0]))
 
 @settings(max_examples=examples(300))
 @given(st.lists(st.tuples(LENGTHS, st.floats(0, 1e10)), min_size=1, max_size=60), st.integers(1, 9), st.floats(2, 4))
-@example([(7.0, 1e4)] * 15 + [(0.0, 1e4)] * 49, 8, 2.0)  # much doubt: rounds of one long prompt each leave the long ones to the end
+@example([(7.0, 1e4)] * 15 + [(0.0, 1e4)] * 49, 8, 2.0)  # doubt: one long prompt a round leaves long ones to the end
 def test_no_round_is_expected_beyond_the_bound_whatever_the_doubt(groups, batch, factor):
     mean, variance = (np.array([g[at] for g in groups], dtype=np.float64) for at in (0, 1))
     most = factor * float(mean.mean())

@@ -28,6 +28,9 @@ def bench_tail(
     train_us: Annotated[float, typer.Option(help="Microseconds a trained token; for defer_shared.", min=0)] = 400.0,
     rate: Annotated[float, typer.Option(help="Over-sampling rate.", min=0)] = 1.0,
     window: Annotated[int | None, typer.Option(help="Steps whose prompts `defer` gathers. Default: an epoch.", min=1)] = None,
+    max_mean: Annotated[
+        float, typer.Option(help="Most that a round's mean length may be expected to be, over its epoch's.", min=1.01)
+    ] = 2.0,
     predictor: Annotated[str, typer.Option(help="What `defer` orders prompts by that have no past.")] = "default",
     skip_bad: Annotated[bool, typer.Option(help="Leave bad lines out, counted, instead of refusing the file.")] = False,
 ) -> None:
@@ -49,7 +52,7 @@ def bench_tail(
             print(f"verl-mux: {file}: {len(bad)} bad lines left out, the first: {bad[0]}", file=sys.stderr)
     bed = Bed(batch, slots, step_ms / 1e3, request_ms / 1e3, prefill_us / 1e6, train_us / 1e6, switch_s=0.02)
     print(bed.told(), file=sys.stderr)
-    results = measure(rows, chosen, Setting(bed, rate=rate, window=window, predictor=predictor))
+    results = measure(rows, chosen, Setting(bed, rate=rate, window=window, max_mean=max_mean, predictor=predictor))
     base = results[BASE].seconds
     if as_json:
         print(json.dumps({"modes": {name: figures.as_dict(base) for name, figures in results.items()}}, indent=2))

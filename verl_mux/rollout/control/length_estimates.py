@@ -92,8 +92,8 @@ class LengthEstimates:
         return float(np.mean([mean for mean, _ in self._spread]))
 
     def _from_own(self, ids: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens, and the variance of the next group's mean. Chance grows with the length, so that is said prompt by prompt:
-        v = chance * length^2; only how far a mean is drawn towards all others' goes by the v of all, or long ones would shrink."""
+        """Tokens, and the variance of the next group's mean. Chance grows with the length, so it is a prompt's own:
+        v = chance * length^2. Only how far means are drawn towards that of all goes by the v of all: long ones would shrink."""
         means, variances = np.array(self._spread).T
         overall = float(means.mean())
         chance = float(variances.sum() / max((means**2).sum(), 1e-9))

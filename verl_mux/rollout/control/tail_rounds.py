@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from math import sqrt
 from typing import Any, NamedTuple, Protocol
 
@@ -102,19 +103,23 @@ def plan(expected: Expected, batch: int, most: float) -> list[list[int]]:
 
 def _round(left: Sequence[_Group], batch: int, most: float, margin: float) -> list[int]:
     """Places of one round in `left`, which has the longest first. margin: standard deviations below `most`."""
+    shortest = left[:-batch:-1]  # which the places after the one at hand will get at least
+    rest_mean = [0.0, *accumulate(group.mean for group in shortest)]
+    rest_variance = [0.0, *accumulate(group.variance for group in shortest)]
     places, mean, variance = [0], left[0].mean, left[0].variance  # sums of those chosen
     for missing in range(batch - 2, -1, -1):
-        last = len(left) - missing  # the shortest are kept for the places after this one
-        rest_mean, rest_variance = (sum(group[of] for group in left[last:]) for of in (1, 2))
-
-        def fits(place: int, mean: float = mean + rest_mean, variance: float = variance + rest_variance) -> bool:
-            it = left[place]
-            return mean + it.mean + margin * sqrt(variance + it.variance) <= batch * most * (1 + 1e-9)
-
-        place = min(bisect_left(range(places[-1] + 1, last), True, key=fits) + places[-1] + 1, last - 1)
+        open_to = range(places[-1] + 1, len(left) - missing)
+        room = batch * most * (1 + 1e-9) - mean - rest_mean[missing]
+        place = _longest_that_fits(left, open_to, room, variance + rest_variance[missing], margin)
         places.append(place)
         mean, variance = mean + left[place].mean, variance + left[place].variance
     return places
+
+
+def _longest_that_fits(left: Sequence[_Group], places: range, room: float, variance: float, margin: float) -> int:
+    """Of these places the first whose group fits, else the last. room: tokens. variance: of the round's other groups."""
+    fits = bisect_left(places, True, key=lambda at: left[at].mean + margin * sqrt(variance + left[at].variance) <= room)
+    return places[min(fits, len(places) - 1)]
 
 
 def _spread(rounds: list[list[_Group]]) -> list[list[_Group]]:

@@ -2,8 +2,8 @@
 
 turns: a rollout has all replicas from its first request to its last response; the others train beside it.
 shared: a rollout starts on whatever is free and grows onto replicas that nobody wants. What it has beyond its share of the pool
-is lent: it goes back as soon as another job waits, and its requests go on elsewhere with their tokens. Of its own share it gathers
-the tail on fewer replicas for a job that waits. What moves, and whether, the product's `migration_plan.py` says, and
+is lent: it goes back as soon as another job waits, and its requests go on elsewhere with their tokens. In its share it gathers
+its tail on fewer replicas for a job that waits. What moves, and whether, the product's `migration_plan.py` says, and
 `growth_plan.py` beside this.
 """
 
