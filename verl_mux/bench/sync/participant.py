@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import resource
 import sys
 import time
@@ -15,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from verl_mux.sync.ends import End
 from verl_mux.sync.layout import Entry
@@ -34,7 +34,7 @@ def entries_of(model_bytes: int) -> list[Entry]:
 
 
 def tensor_of(index: int, nbytes: int, version: int) -> bytes:
-    return random.Random(f"{index} {version}").randbytes(nbytes)
+    return np.random.default_rng([index, version]).bytes(nbytes)
 
 
 def digest_of(entries: list[Entry], version: int) -> str:
