@@ -198,10 +198,10 @@ class TailRounds:
         }  # fmt: skip
 
     def restore(self, saved: dict[str, Any], prompts: dict[str, Prompt]) -> None:
-        """Resume. prompts: of the names in the rounds."""
+        """Resume. prompts: of the names in the rounds. Earlier versions saved neither `means` nor what follows it."""
         self._rounds, self._window = [list(its) for its in saved["rounds"]], saved["window"]
-        self._prompts, self._means, self._steps = dict(prompts), list(saved["means"]), list(saved["steps"])
-        self._expected, self._bound = dict(saved["expected"]), saved["bound"]
+        self._prompts, self._means, self._steps = dict(prompts), list(saved.get("means", [])), list(saved.get("steps", []))
+        self._expected, self._bound = dict(saved.get("expected", {})), saved.get("bound", 0.0)
 
     def _names(self) -> list[str]:
         return [name for its in self._rounds for name in its]
