@@ -28,7 +28,7 @@ COMMANDS = {
     "keys": ("verl_mux.coordinator.command", "keys", "Make the keys of a coordinator and of those who talk to it."),
     "plan": ("verl_mux.launcher.plan.command", "plan", "Say where jobs would go, what memory they need, or how weights go."),
     "simulate": ("verl_mux.simulation.command", "simulate", "Compare placement policies on a trace of jobs."),
-    "top": ("verl_mux.profiling.live.command", "top", "Show what a run does now: jobs, replicas, requests, who waits."),
+    "top": ("verl_mux.top_command", "top", "Show what a run does now: jobs, replicas, requests, who waits."),
     "report": ("verl_mux.report_command", "report", "Say where the time of a run went, from its event log."),
     "doctor": ("verl_mux.launcher.doctor", "doctor", "Check this machine: plugin, versions, platform, memory, ports."),
 }
