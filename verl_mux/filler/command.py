@@ -45,7 +45,7 @@ def hold(
     command: Annotated[list[str], typer.Argument(metavar="CMD", help="What to run; it must be able to resume.")],
     pool: Annotated[str, typer.Option(help="A pool or a node of the coordinator.")],
     nodes: Annotated[int, typer.Option(help="How many nodes of it.")] = 1,
-    name: Annotated[str | None, typer.Option(help="What it is called in the status. [default: hold-HOST-PID]")] = None,
+    name: Annotated[str | None, typer.Option(help="What it is called in the status; default: hold-HOST-PID.")] = None,
     coordinator: Address = DEFAULT_ADDRESS,
     keys: Keys = None,
     grace: Annotated[float, typer.Option(help="Seconds from the signal to SIGKILL.")] = 0.5,
