@@ -56,7 +56,10 @@ def measure(cycles: int, parameters: int, stock_cycles: int) -> dict[str, Any]:
 
 def _run(cycles: int, parameters: int, *more: str) -> dict[str, Any]:
     command = [sys.executable, "-m", _PROCESS, "--cycles", str(cycles), "--parameters", str(parameters), *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_WITHIN_S, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_WITHIN_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise Failure(f"the engine did not end within {_WITHIN_S:g} s; give fewer --cycles or --parameters") from None
     if done.returncode:
         raise Failure(
             f"the engine ended with exit code {done.returncode}: {(done.stderr.strip().splitlines() or ['no word'])[-1]}"
