@@ -5,12 +5,12 @@ Joins two rooms that do not know each other: profiling, which reads logs, and th
 
 from __future__ import annotations
 
-import json as jsonlib
 import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
+import msgspec
 import typer
 from rich.console import Console, Group, RenderableType
 
@@ -66,7 +66,7 @@ def top(
 
     look()
     if json:
-        print(jsonlib.dumps({key: value for source in sources for key, value in source.as_json(choice).items()}))
+        print(msgspec.json.encode({key: value for source in sources for key, value in source.as_json(choice).items()}).decode())
     elif once or not sys.stdout.isatty():
         Console(width=None if sys.stdout.isatty() else 180).print(shown())
     else:

@@ -46,6 +46,14 @@ def test_status_as_json_is_one_object(monkeypatch, capsys, serve):
     assert json.loads(capsys.readouterr().out)["address"] == coordinator.address
 
 
+def test_status_as_json_has_no_nan(monkeypatch, capsys, serve, join):
+    coordinator = serve()
+    join(coordinator, "a").report_step(1, {"reward": float("nan"), "grad_norm": float("inf"), "score": 0.5})
+    assert call(monkeypatch, "status", "--address", coordinator.address, "--json") == 0
+    told = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert told["jobs"]["a"]["metrics"] == {"reward": None, "grad_norm": None, "score": 0.5}
+
+
 def test_status_on_a_terminal_is_a_table(serve, join):
     coordinator = serve()
     a, b = join(coordinator, "a"), join(coordinator, "b")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json as json_module
 import signal
 import socket
 import sys
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from verl_mux.coordinator import status_view
@@ -177,7 +177,7 @@ def keys(
 
 def _print(console: Console, seen: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print(json_module.dumps(seen), flush=True)
+        print(msgspec.json.encode(seen).decode(), flush=True)  # a job's metrics may be infinite or NaN, which JSON has none of
     elif console.is_terminal:
         console.print(status_view.tables(seen))
     else:
