@@ -59,8 +59,9 @@ def assets(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def run(assets, tmp_path_factory) -> Run:
-    """`stays` and `rolls` start together; the coordinator is killed, then `rolls` in a rollout; `stays` hears nothing in a phase
-    of each kind; `trains` joins and is killed in a training phase, then the launcher. A second one takes `stays` up.
+    """`stays` and `rolls` start together; the coordinator is killed, then `rolls` in a rollout; while `trains` starts up, `stays`
+    hears nothing in a phase of each kind; `trains` is killed in a training phase, then the launcher. A second one takes `stays`
+    up.
 
     Both that are killed over-sample: `rolls` drops what is cut off, `trains` begins it again in its next step.
     """
@@ -89,11 +90,11 @@ def run(assets, tmp_path_factory) -> Run:
             # What the new coordinator says of it is true when it has heard it.
             _until(lambda: _since(result.coordinator_killed, out, "rolls", "lease_wait", "trainer"), runner)
             result.killed["rolls"] = _kill_in(runner, out, "rolls", "rollout")
+            joining = tiny.start_job("trains", restarts, out, _address(out))
             checkpoint = out / "stays" / "checkpoints" / f"global_step_{SAVED}"
             _until(checkpoint.exists, runner)
             for phase in FENCED:
                 _fence_in(runner, out, "stays", phase)
-            joining = tiny.start_job("trains", restarts, out, _address(out))
             result.killed["trains"] = _kill_in(runner, out, "trains", "train")
             _wait_for_step(out, "stays", after=result.killed["trains"][1])
             runner.kill()

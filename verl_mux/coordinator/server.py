@@ -57,6 +57,7 @@ log = logging.getLogger(__name__)
 
 WATCH_EVERY_S = 0.5
 REAP_EVERY_S = 0.25
+_AFTER_A_KILL_S = 0.05
 _SILENT_LOOKED_AT = 100
 
 _Found = TypeVar("_Found")
@@ -91,6 +92,7 @@ class Coordinator:
         self._ending: set[str] = set()  # uids of dying jobs whose processes may be ended
         self._waits_for: dict[str, list[str]] = {}
         self._killed: set[m.Member] = set()  # said once, done until it is gone
+        self._has_just_killed = False
         self._thread = threading.Thread(target=self._main, name="verl-mux-coordinator", daemon=True)
         self._loop: asyncio.AbstractEventLoop  # there as soon as the thread serves
         self._ready = threading.Event()
@@ -331,8 +333,13 @@ class Coordinator:
             ending = self._machine.calls or any(job.state is JobState.DYING for job in self._jobs())
             soon = ending or self._machine.somebody_is_nearly_late(self._clock.now())
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._told.wait(), REAP_EVERY_S if soon else WATCH_EVERY_S)
+                await asyncio.wait_for(self._told.wait(), self._pause(bool(soon)))
             self._told.clear()
+
+    def _pause(self, soon: bool) -> float:
+        """Until the next look. What was killed is gone in a moment."""
+        killed, self._has_just_killed = self._has_just_killed, False
+        return _AFTER_A_KILL_S if killed else REAP_EVERY_S if soon else WATCH_EVERY_S
 
     async def _look_around(self) -> None:
         self._look_for_dead_drivers()
@@ -399,6 +406,7 @@ class Coordinator:
             if signalling.kill(member, job.uid) and member not in self._killed:
                 log.warning("killed pid %d, which outlived job %r", member.pid, job.name)
                 self._killed.add(member)
+                self._has_just_killed = True
         return verdict.waits_for
 
 

@@ -60,7 +60,7 @@ def over_loopback(model_bytes: int) -> dict[str, Any]:
         "cpu_send_per_gib": send,
         "cpu_receive_per_gib": sum(it["cpu"] for it in receive) / (gib * _HOSTS),
         "cpu_host_per_gib": sum(it["cpu"] for it in told[_SENDERS:]) / (gib * _HOSTS),
-        "extra_bytes": max(it["peak_bytes"] for it in receive) - model_bytes,
+        "extra_bytes": max(it["grown_bytes"] for it in receive) - model_bytes,
         "bit_equal": all(it["digest"] == wanted for it in told[_SENDERS:]),
     }
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import resource
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from verl_mux.sync.ends import End
 from verl_mux.sync.layout import Entry
@@ -34,7 +35,7 @@ def entries_of(model_bytes: int) -> list[Entry]:
 
 
 def tensor_of(index: int, nbytes: int, version: int) -> bytes:
-    return random.Random(f"{index} {version}").randbytes(nbytes)
+    return np.random.default_rng([index, version]).bytes(nbytes)
 
 
 def digest_of(entries: list[Entry], version: int) -> str:
@@ -51,6 +52,7 @@ class Participant:
         self._end = End(host, host, address, cluster, self._settings)
         self._entries = entries_of(model_bytes)
         self._shard: Shard | None = None
+        self._peak_before = _peak()
 
     def meet(self) -> Any:
         return msgspec.to_builtins(self._end.meeting)
@@ -90,8 +92,7 @@ class Participant:
                 hasher.update(view[offset : offset + entry.nbytes])
         finally:
             reception.close()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        return {**found, "cpu": cpu, "ended": ended, "digest": hasher.hexdigest(), "peak_bytes": peak}
+        return {**found, "cpu": cpu, "ended": ended, "digest": hasher.hexdigest(), "grown_bytes": _peak() - self._peak_before}
 
 
 def _between(data: memoryview, start: int, end: int) -> memoryview:
@@ -101,6 +102,12 @@ def _between(data: memoryview, start: int, end: int) -> memoryview:
 def _cpu() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
+
+
+def _peak() -> int:
+    """Resident bytes of this process, at most so far. What rusage tells counts the process that started this one."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
 
 
 def main() -> None:

@@ -25,10 +25,10 @@ import msgspec
 from verl_mux.sync.failure import Lost, SyncError
 from verl_mux.sync.streams.seal import CODE_BYTES, Seal
 
-_MAGIC = b"VMX3"
+_MAGIC = b"VMX4"
 _NONCE_BYTES = 16
 _LENGTH = struct.Struct("!I")
-_HEADER = struct.Struct("!BBHIIQQ")
+_HEADER = struct.Struct("!BBHIQQQ")
 # Of a hello, from whoever reaches the socket; of a text or a manifest, from one of ours.
 _HELLO_BYTES, _BODY_BYTES = 4096, 1 << 30
 # Vectors that one call takes.
