@@ -43,5 +43,5 @@ def test_an_engine_that_takes_too_long_is_a_failure(monkeypatch):
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr(subprocess, "run", late)
-    with pytest.raises(Failure, match="the engine did not end within 1500 s"):
+    with pytest.raises(Failure, match="the engines did not end within 1500 s"):
         memory.measure(15, 1, 1)
