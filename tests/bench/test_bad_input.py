@@ -25,7 +25,7 @@ from verl_mux.errors import Failure
         ("log --rounds 0", "'--rounds'"),
         ("report --events 1 --dir file", "cannot make file/step_1: Not a directory"),
         ("scheduler --live --all", "without --all"),
-        ("scheduler --live --jobs 4999 --decisions 2", "jobs + 2 * decisions of at most 4998"),
+        ("scheduler --live --jobs 19999 --decisions 2", "jobs + 2 * decisions of at most 19998"),
         ("sync --loopback 0", "'--loopback'"),
         ("rollout --rate nan", "given 'nan'"),
         ("tail none --train-us inf", "--train-us is inf; a finite number is needed"),
