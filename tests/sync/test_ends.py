@@ -93,11 +93,11 @@ def test_workers_of_a_host_have_the_same_memory_over_syncs(ends):
 @pytest.mark.parametrize("method", ["two_stage", "relay"])
 def test_making_room_may_take_longer_than_anybody_may_be_silent(ends, method, monkeypatch):
     """As for the largest models: the kernel zeroes some GB in a second."""
-    its, real = ends(2, ["a", "a", "b"], method, timeout_s=0.5), region.Region.made
+    its, real = ends(2, ["a", "a", "b"], method, timeout_s=1.0), region.Region.made
     model = {"large": bytes(32 << 20)}  # more than sockets take while nobody reads
 
     def slowly(nbytes):
-        time.sleep(1.5)
+        time.sleep(2.5)
         return real(nbytes)
 
     monkeypatch.setattr(region.Region, "made", slowly)
