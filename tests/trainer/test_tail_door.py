@@ -82,6 +82,8 @@ def test_long_prompts_share_steps_once_they_are_known():
     figures = job.door.figures()
     assert figures["tail/window_left"] == 0
     assert figures["tail/step_mean_length_ratio"] > 0
+    assert 0 < figures["tail/step_expected_length_ratio"] <= 2 + 1e-6
+    assert figures["tail/steps_above_max_mean"] == 0
 
 
 def test_a_lost_group_is_replaced_by_one_of_the_next_round():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
@@ -44,8 +43,6 @@ class TailDoor:
         self._row_of: dict[str, int] = {}  # of those not handed out
         self._name_of: dict[str, str] = {}  # by uid, of those handed out for this step
         self._first, self._next, self._began = 0, 0, None  # numbers of the window's first draw and of the next; the loader then
-        self._step_lengths: list[float] = []
-        self._window_lengths: list[float] = []
 
     def next_batch(self, count: int) -> TensorDict:
         """The prompts of the next round; `count` of them whatever a round holds."""
@@ -60,16 +57,17 @@ class TailDoor:
 
     def trained(self, lengths: dict[str, list[int]], epoch: int) -> None:
         """Response lengths of a step's prompt groups, by uid. What else was handed out for it was given up."""
-        for uid, name in self._name_of.items():
-            self._rounds.trained(name, epoch, lengths.get(uid, []))
+        self._rounds.trained({name: lengths.get(uid, []) for uid, name in self._name_of.items()}, epoch)
         self._name_of = {}
-        self._step_lengths = [length for its in lengths.values() for length in its]
-        self._window_lengths += self._step_lengths
 
     def figures(self) -> dict[str, float]:
-        """For the logger: mean length of the step's responses over that of the window so far; prompt groups left in it."""
-        ratio = mean(self._step_lengths) / max(mean(self._window_lengths), 1e-9) if self._step_lengths else 1.0
-        return {"tail/step_mean_length_ratio": ratio, "tail/window_left": float(self._rounds.left)}
+        """For the logger: mean length of the step's responses over that of its window, measured and as it was expected; steps of
+        the window beyond `max_mean` so far; prompt groups left in it."""
+        mix = self._rounds.mix
+        return {
+            "tail/step_mean_length_ratio": mix.measured, "tail/step_expected_length_ratio": mix.expected,
+            "tail/steps_above_max_mean": float(mix.above), "tail/window_left": float(self._rounds.left),
+        }  # fmt: skip
 
     def save(self, folder: Path) -> None:
         """Into a checkpoint's folder."""
@@ -100,7 +98,6 @@ class TailDoor:
         """The next window. keep: those of the last one that are about to be handed out."""
         steps = self._steps_ahead() if self._policy.window is None else min(self._policy.window, self._steps_ahead())
         self._began, self._first = self._loader().state_dict(), self._next
-        self._window_lengths = []
         count = max(missing, steps * self._batch - len(keep))
         self._rounds.gather(*self._add_rows(count, keep))
 

@@ -11,6 +11,7 @@ from verl_mux import cli
 
 KEYS = {
     "time_ratio_to_sync", "length_ratio", "lag_mean", "lag_max", "stale_token_fraction", "wasted_token_fraction", "prompts_lost",
+    "largest_step_mean_ratio", "steps", "steps_above_bound", "steps_above_bound_after_first_epoch",
 }  # fmt: skip
 MODES = ["sync", "oversample", "oversample_restart", "segments", "defer", "defer_oracle"]
 
@@ -61,6 +62,13 @@ def test_without_json_it_is_a_table(tail, file):
     code, out, _ = tail(file, "--mode", "defer", "--mode", "oversample_lag1", "--batch", 4)
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == ["mode", "sync", "defer", "oversample_lag1"]
+
+
+def test_a_wider_bound_is_counted_by(tail, file):
+    arguments = (file, "--json", "--mode", "sync", "--batch", 1, "--max-mean")
+    narrow, wide = (json.loads(tail(*arguments, bound)[1])["modes"]["sync"] for bound in (2, 9))
+    assert narrow["steps_above_bound"] == 12 and wide["steps_above_bound"] == 0
+    assert narrow["steps"] == wide["steps"] == 96
 
 
 def test_bad_input_is_one_line_and_exit_code_2(tail, file, tmp_path):

@@ -158,6 +158,23 @@ def _heavy(rng, prompts, epochs):
     return [_epoch(texts, e, 5.5 + own[which] + 0.5 * rng.standard_normal(len(which)), which) for e in range(epochs)]
 
 
+def _four_samples(own, noise: float, rng, epochs: int, most: float = np.inf) -> Epochs:
+    """own: log lengths of the prompts. noise: of a sample's. most: tokens, where a response is cut off."""
+    which, texts = np.arange(len(own)).repeat(4), _plain_text(rng, len(own))
+    logs = [np.minimum(own[which] + noise * rng.standard_normal(len(which)), np.log(most)) for _ in range(epochs)]
+    return [_epoch(texts, number, its, which) for number, its in enumerate(logs)]
+
+
+def _looping(rng, prompts, epochs):
+    """Responses that run to the limit: three in ten of one prompt in four, one in a hundred of the others."""
+    often, which = np.where(rng.random(prompts) < 0.25, 0.3, 0.01), np.arange(prompts).repeat(4)
+    texts, out = _plain_text(rng, prompts), []
+    for number in range(epochs):
+        logs = np.where(rng.random(len(which)) < often[which], np.log(2048), 5 + 0.3 * rng.standard_normal(len(which)))
+        out.append(_epoch(texts, number, logs, which))
+    return out
+
+
 KINDS: dict[str, Callable[..., Epochs]] = {
     "story": _story,
     "keyword": _keyword,
@@ -177,7 +194,14 @@ KINDS: dict[str, Callable[..., Epochs]] = {
     "runaway": _runaway,
 }
 # For whole rollouts, not for what orders prompts: samples of a group, and a tail that sets a step's time.
-TAILS: dict[str, Callable[..., Epochs]] = {"long_tail": _long_tail, "heavy": _heavy}
+TAILS: dict[str, Callable[..., Epochs]] = {
+    "long_tail": _long_tail,
+    "heavy": _heavy,
+    "lognormal": lambda rng, n, e: _four_samples(5.5 + rng.standard_normal(n), 0.2, rng, e),
+    "pareto": lambda rng, n, e: _four_samples(np.log(60 * (1 + rng.pareto(1.5, n))), 0.3, rng, e, most=2048),
+    "bimodal": lambda rng, n, e: _four_samples(np.log(np.where(rng.random(n) < 1 / 8, 300, 30)), 0.3, rng, e),
+    "looping": _looping,
+}
 
 
 if __name__ == "__main__":

@@ -47,11 +47,17 @@ def test_deferring_shortens_the_rollouts_of_a_long_tailed_job(results):
     base = results["sync"].seconds
     assert results["defer_oracle"].seconds < 0.75 * base
     assert results["defer"].seconds <= max(0.8 * base, base - 0.6 * (base - results["defer_oracle"].seconds))
-    assert results["defer"].largest_step_mean <= 2.05
+
+
+def test_once_prompts_are_known_no_step_is_beyond_the_bound(results):
+    assert results["defer"].steps_above_later == results["defer_oracle"].steps_above == 0
+    assert results["defer"].steps == results["sync"].steps
+    # Of a first epoch nobody knows anything: its steps are as they come.
+    assert results["defer"].steps_above <= results["sync"].steps_above
 
 
 def test_two_jobs_that_share_a_pool_end_sooner_than_in_turns(results):
-    assert results["defer_shared"].seconds <= 0.8 * results["sync"].seconds
+    assert results["defer_shared"].seconds <= 0.75 * results["sync"].seconds
 
 
 def test_cutting_the_tail_off_trains_older_tokens_and_restarting_wastes(results):

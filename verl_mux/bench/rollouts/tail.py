@@ -28,6 +28,9 @@ def bench_tail(
     train_us: Annotated[float, typer.Option(help="Microseconds a trained token; for defer_shared.", min=0)] = 400.0,
     rate: Annotated[float, typer.Option(help="Over-sampling rate.", min=0)] = 1.0,
     window: Annotated[int | None, typer.Option(help="Steps whose prompts `defer` gathers. Default: an epoch.", min=1)] = None,
+    max_mean: Annotated[
+        float, typer.Option(help="Most that a round's mean length may be expected to be, over its epoch's.", min=1.01)
+    ] = 2.0,
     predictor: Annotated[str, typer.Option(help="What `defer` orders prompts by that have no past.")] = "default",
     skip_bad: Annotated[bool, typer.Option(help="Leave bad lines out, counted, instead of refusing the file.")] = False,
 ) -> None:
@@ -49,7 +52,7 @@ def bench_tail(
             print(f"verl-mux: {file}: {len(bad)} bad lines left out, the first: {bad[0]}", file=sys.stderr)
     bed = Bed(batch, slots, step_ms / 1e3, request_ms / 1e3, prefill_us / 1e6, train_us / 1e6, switch_s=0.02)
     print(bed.told(), file=sys.stderr)
-    results = measure(rows, chosen, Setting(bed, rate=rate, window=window, predictor=predictor))
+    results = measure(rows, chosen, Setting(bed, rate=rate, window=window, max_mean=max_mean, predictor=predictor))
     base = results[BASE].seconds
     if as_json:
         print(json.dumps({"modes": {name: figures.as_dict(base) for name, figures in results.items()}}, indent=2))
@@ -59,8 +62,12 @@ def bench_tail(
         told = it.as_dict(base)
         return (
             f"{name:<20} {told['time_ratio_to_sync']:>8.3f} {it.length_ratio:>7.3f} {it.lag_mean:>6.2f} {it.lag_max:>4} "
-            f"{it.stale_token_fraction:>6.1%} {it.wasted_token_fraction:>7.1%} {it.prompts_lost:>5} {it.largest_step_mean:>10.2f}"
+            f"{it.stale_token_fraction:>6.1%} {it.wasted_token_fraction:>7.1%} {it.prompts_lost:>5} {it.largest_step_mean:>8.2f} "
+            f"{it.steps_above:>6} {it.steps_above_later:>6} {it.steps:>6}"
         )
 
-    print(f"{'mode':<20} {'to sync':>8} {'length':>7} {'lag':>6} {'max':>4} {'stale':>6} {'wasted':>7} {'lost':>5} {'mix':>10}")
+    print(
+        f"{'mode':<20} {'to sync':>8} {'length':>7} {'lag':>6} {'max':>4} {'stale':>6} {'wasted':>7} {'lost':>5} {'mix':>8} "
+        f"{'above':>6} {'later':>6} {'steps':>6}"
+    )
     print("\n".join(line(name, figures) for name, figures in results.items()))

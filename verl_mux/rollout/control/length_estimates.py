@@ -92,7 +92,8 @@ class LengthEstimates:
         return float(np.mean([mean for mean, _ in self._spread]))
 
     def _from_own(self, ids: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens, and the variance of the next group's mean. Chance grows with the length: v = chance * length^2."""
+        """Tokens, and the variance of the next group's mean. Chance grows with the length, so it is a prompt's own:
+        v = chance * length^2. Only how far means are drawn towards that of all goes by the v of all: long ones would shrink."""
         means, variances = np.array(self._spread).T
         overall = float(means.mean())
         chance = float(variances.sum() / max((means**2).sum(), 1e-9))
@@ -102,7 +103,9 @@ class LengthEstimates:
         count = np.array([len(self._own[id]) for id in ids])
         credibility = between / (between + within / np.maximum(count, 1))
         expected = credibility * own + (1 - credibility) * overall
-        return expected, (1 - credibility) * between + chance * expected**2 / self._samples
+        chances = chance * expected**2
+        unknown = chances * between / (chances + count * between)  # of the prompt's own mean
+        return expected, unknown + chances / self._samples
 
     def _from_order(self, prompts: Sequence[Prompt]) -> tuple[np.ndarray, np.ndarray]:
         """Tokens, and the variance of the group's mean."""

@@ -32,8 +32,8 @@ class Deferred:
 
     def trained(self, groups: Sequence[PromptGroup]) -> None:
         """What these turned out to be is learnt."""
-        for group in groups:
-            self._rounds.trained(group.name, group.epoch, group.lengths)
+        if groups:
+            self._rounds.trained({group.name: group.lengths for group in groups}, groups[0].epoch)
 
     @property
     def left(self) -> int:

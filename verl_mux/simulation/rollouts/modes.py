@@ -38,8 +38,8 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one mode. Lag is in versions of the weights and counted token by token; largest_step_mean is of a step's responses,
-    over its epoch's mean."""
+    """Of one mode. Lag is in versions of the weights and counted token by token. largest_step_mean: of a step's responses, over
+    its epoch's mean; steps_above: with such a mean beyond `max_mean`, in all epochs and after the first."""
 
     seconds: float
     length_ratio: float
@@ -49,6 +49,9 @@ class Figures:
     wasted_token_fraction: float
     prompts_lost: int
     largest_step_mean: float
+    steps: int
+    steps_above: int
+    steps_above_later: int
 
     def as_dict(self, base: float) -> dict[str, float]:
         """For JSON. base: seconds of `sync`."""
@@ -60,6 +63,10 @@ class Figures:
             "stale_token_fraction": self.stale_token_fraction,
             "wasted_token_fraction": self.wasted_token_fraction,
             "prompts_lost": self.prompts_lost,
+            "largest_step_mean_ratio": self.largest_step_mean,
+            "steps": self.steps,
+            "steps_above_bound": self.steps_above,
+            "steps_above_bound_after_first_epoch": self.steps_above_later,
         }
 
 
@@ -163,7 +170,7 @@ def _rounds(recorded: Recording, setting: Setting, estimates: LengthEstimates | 
 def _alone(make: Callable[[Recording, Setting], VirtualJob], recorded: Sequence[Recording], setting: Setting) -> Figures:
     jobs = [make(one, setting) for one in recorded]
     seconds = sum(rollout_seconds(job, setting.bed) for job in jobs)
-    return _figures(seconds, jobs, recorded)
+    return _figures(seconds, jobs, recorded, setting.max_mean)
 
 
 def _together(by_order: Sequence[Sequence[Recording]], setting: Setting, base: float) -> Figures:
@@ -180,7 +187,7 @@ def _together(by_order: Sequence[Sequence[Recording]], setting: Setting, base: f
         jobs += deferring
         recorded += its
     # Told as the others are, as a share of `base`: what it is a share of is the makespan of taking turns.
-    return _figures(spans / turns * base if turns else base, jobs, recorded)
+    return _figures(spans / turns * base if turns else base, jobs, recorded, setting.max_mean)
 
 
 def _named(job: VirtualJob, number: int) -> VirtualJob:
@@ -188,7 +195,9 @@ def _named(job: VirtualJob, number: int) -> VirtualJob:
     return job
 
 
-def _figures(seconds: float, jobs: Sequence[VirtualJob], recorded: Sequence[Recording]) -> Figures:
+def _figures(seconds: float, jobs: Sequence[VirtualJob], recorded: Sequence[Recording], max_mean: float) -> Figures:
+    mixes = [mix for job, one in zip(jobs, recorded, strict=True) for mix in _mixes(job, one)]
+    above = [later for later, ratio in mixes if ratio > max_mean]
     totals = [job.totals for job in jobs]
     trained = sum(t.trained_tokens for t in totals)
     drawn = [length for one in recorded for group in one.groups for length in group.lengths if length]
@@ -202,11 +211,15 @@ def _figures(seconds: float, jobs: Sequence[VirtualJob], recorded: Sequence[Reco
         stale_token_fraction=sum(t.stale_tokens for t in totals) / max(1, trained),
         wasted_token_fraction=sum(t.wasted for t in totals) / max(1, sum(t.generated for t in totals)),
         prompts_lost=groups - sum(len(set(t.trained_groups)) for t in totals),
-        largest_step_mean=max(map(_largest, jobs, recorded)),
+        largest_step_mean=max((ratio for _, ratio in mixes), default=1.0),
+        steps=len(mixes),
+        steps_above=len(above),
+        steps_above_later=sum(above),
     )
 
 
-def _largest(job: VirtualJob, recorded: Recording) -> float:
+def _mixes(job: VirtualJob, recorded: Recording) -> list[tuple[bool, float]]:
+    """Of each step: was it after the first epoch; its responses' mean length over that of its epoch."""
     epochs = {its[0].epoch: [length for group in its for length in group.lengths if length] for its in recorded.epochs}
     means = {epoch: mean(lengths) if lengths else 1.0 for epoch, lengths in epochs.items()}
-    return max((step / means[epoch] for epoch, step in job.totals.step_means), default=1.0)
+    return [(epoch > min(epochs), step / means[epoch]) for epoch, step in job.totals.step_means]

@@ -1,9 +1,10 @@
 """Several virtual jobs on one rollout pool, with a training node each.
 
 turns: a rollout has all replicas from its first request to its last response; the others train beside it.
-shared: a rollout starts on whatever is free; it gathers its tail on fewer replicas when another job waits for them, and grows
-onto replicas that nobody wants, which it gives back on demand. What moves, and whether, the
-product's `migration_plan.py` says, and `growth_plan.py` beside this.
+shared: a rollout starts on whatever is free and grows onto replicas that nobody wants. What it has beyond its share of the pool
+is lent: it goes back as soon as another job waits, and its requests go on elsewhere with their tokens. In its share it gathers
+its tail on fewer replicas for a job that waits. What moves, and whether, the product's `migration_plan.py` says, and
+`growth_plan.py` beside this.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _SHRINK = MigrationPolicy(enable=True, min_gain_s=0.0)
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A replica and who has it. grown: it joined a rollout that ran already."""
+    """A replica and who has it. lent: until another job waits."""
 
     name: str
     replica: Replica
     job: VirtualJob | None = None
-    grown: bool = False
+    lent: bool = False
 
 
 class Pool:
@@ -37,6 +38,7 @@ class Pool:
 
     def __init__(self, jobs: Sequence[VirtualJob], bed: Bed, longest: int, *, shared: bool) -> None:
         self._bed, self._longest, self._shared = bed, longest, shared
+        self._share = max(1, bed.replicas // len(jobs)) if shared else bed.replicas
         self._places = [_Place(f"r{number}", Replica(bed)) for number in range(bed.replicas)]
         self._waiting = list(jobs)  # for the rollout pool, the longest first
         self._training: list[tuple[float, VirtualJob]] = []  # until when
@@ -84,24 +86,26 @@ class Pool:
         if not self._waiting or not free or not (self._shared or len(free) == len(self._places)):
             return
         job = self._waiting.pop(0)
-        for place in free:
+        for place in free[: self._share]:
             self._take(place, job)
+        for place in free[self._share :]:
+            self._take(place, job, lent=True)
         job.begin()
 
-    def _take(self, place: _Place, job: VirtualJob, grown: bool = False) -> None:
-        place.job, place.grown = job, grown
+    def _take(self, place: _Place, job: VirtualJob, lent: bool = False) -> None:
+        place.job, place.lent = job, lent
         place.replica.ready = self._now + self._bed.switch_s
         place.replica.at = max(place.replica.at, self._now)
 
     def _give_back(self, places: Sequence[_Place]) -> None:
         for place in places:
-            place.job, place.grown = None, False
+            place.job, place.lent = None, False
 
     def _shrink(self) -> None:
-        """Replicas that grew go back at once; others where the planner finds that the tail fits on fewer."""
+        """Replicas that are lent go back at once; others where the planner finds that the tail fits on fewer."""
         for job in dict.fromkeys(place.job for place in self._places if place.job is not None):
             mine = [place for place in self._places if place.job is job]
-            leaving = [place for place in mine if place.grown]
+            leaving = [place for place in mine if place.lent]
             if not leaving and len(mine) > 1:
                 views = [self._view(place) for place in mine]
                 found = migration_plan.plan(views, job.done, job.launched, [place.name for place in mine], self._speed, _SHRINK)
@@ -124,7 +128,7 @@ class Pool:
                 moves = growth_plan.pull([self._view(other) for other in mine], self._view(place), waiting, self._speed)
                 won = self._ends([self._view(other) for other in mine]) - self._bed.switch_s
                 if moves and won > 0:
-                    self._take(place, job, grown=True)
+                    self._take(place, job, lent=True)
                     names = {move.request: move.source for move in moves}
                     for other in mine:
                         for key in [key for key in other.replica.held() if _name(key) in names]:
