@@ -1,8 +1,10 @@
 """The command line: lazy commands, and one line with the right exit code for everything that goes wrong."""
 
 import importlib.util
+from typing import Annotated
 
 import pytest
+import typer
 
 from verl_mux import cli
 from verl_mux.errors import Failure, UserError
@@ -60,3 +62,30 @@ def test_usage_errors_end_with_2(run_main, command, arguments):
 def test_without_arguments_it_shows_what_there_is(run_main):
     _, out, err = run_main()
     assert "coordinator" in out + err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(("given", "allowed"), [("0", "greater than or equal to 1"), ("two", "valid integer")])
+def test_a_usage_error_is_one_line_with_what_was_given_and_what_is_allowed(run_main, command, given, allowed):
+    def doctor(count: Annotated[int, typer.Option(min=1)] = 1) -> None: ...
+
+    command(doctor)
+    code, out, err = run_main("doctor", "--count", given)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert err.startswith("verl-mux: ") and all(words in err for words in ("'--count'", f"{given!r}", allowed, "doctor --help"))
+
+
+@pytest.mark.parametrize("given", ["nan", "inf", "-inf"])
+def test_no_option_takes_a_number_that_is_not_finite(run_main, command, given):
+    def doctor(how_long: float = 1.0) -> None: ...
+
+    command(doctor)
+    code, out, err = run_main("doctor", "--how-long", given)
+    assert (code, out, err) == (2, "", f"verl-mux: --how-long is {given}; a finite number is needed\n")
+
+
+def test_a_commands_exit_code_is_passed_on(run_main, command):
+    def doctor() -> None:
+        raise typer.Exit(75)
+
+    command(doctor)
+    assert run_main("doctor")[0] == 75

@@ -23,7 +23,13 @@ def test_a_file_is_read(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("a: 1\nb: 2\na: 3\n", "line 3: 'a' stands twice"), ("a: {b: 1, b: 2}", "'b' stands twice"), ("a: [", "is not YAML")],
+    [
+        ("a: 1\nb: 2\na: 3\n", "line 3: 'a' stands twice"),
+        ("a: {b: 1, b: 2}", "'b' stands twice"),
+        ("a: [", "is not YAML"),
+        ("a: 2001-13-45", "is not YAML: month must be in 1..12"),
+        ("[" * 10_000, "is not YAML"),
+    ],
 )
 def test_what_is_wrong_is_one_line_with_its_place(tmp_path, text, words):
     path = tmp_path / "a.yaml"

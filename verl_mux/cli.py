@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import math
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import typer
 
@@ -25,7 +28,7 @@ COMMANDS = {
     "keys": ("verl_mux.coordinator.command", "keys", "Make the keys of a coordinator and of those who talk to it."),
     "plan": ("verl_mux.launcher.plan.command", "plan", "Say where jobs would go, what memory they need, or how weights go."),
     "simulate": ("verl_mux.simulation.command", "simulate", "Compare placement policies on a trace of jobs."),
-    "top": ("verl_mux.profiling.live.command", "top", "Show what a run does now: jobs, replicas, requests, who waits."),
+    "top": ("verl_mux.top_command", "top", "Show what a run does now: jobs, replicas, requests, who waits."),
     "report": ("verl_mux.report_command", "report", "Say where the time of a run went, from its event log."),
     "doctor": ("verl_mux.launcher.doctor", "doctor", "Check this machine: plugin, versions, platform, memory, ports."),
 }
@@ -55,6 +58,8 @@ BENCHES = {
     "predictor": ("verl_mux.bench.rollouts.command", "bench_predictor", "Length predictors on a file of prompts and lengths."),
     "sync": ("verl_mux.bench.sync.command", "bench_sync", "Weight syncs over shaped links, by every way and by the chosen one."),
 }
+# What is wrong with the words of a command line. typer names this kind alone, and carries or imports it by version.
+_UsageError: type[Any] = typer.BadParameter.__mro__[1]
 # package -> how to get it. Whatever else is missing is a fault, and shows its traceback.
 _ENGINE = "uv pip install 'verl-mux[engine]' --override <(echo transformers==5.9.0); pip cannot solve verl with SGLang"
 EXTRAS = {
@@ -71,6 +76,19 @@ def _load(module: str, function: str) -> Callable:
     return getattr(importlib.import_module(module), function)
 
 
+def _finite(function: Callable) -> Callable:
+    """The command, which no option may give infinity or NaN: they pass every comparison with a least or most."""
+
+    @functools.wraps(function)
+    def command(*args: Any, **options: Any) -> Any:
+        for name, value in options.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"--{name.replace('_', '-')} is {value}; a finite number is needed")
+        return function(*args, **options)
+
+    return command
+
+
 def _not_called() -> None:
     """Stands in the help for a command that was not asked for."""
 
@@ -81,7 +99,7 @@ def _group(table: dict[str, tuple[str, str, str]], asked: str | None, help: str)
     group.callback()(_not_called)
     for name, (module, function, line) in table.items():
         if name == asked:
-            group.command(name)(_load(module, function))
+            group.command(name)(_finite(_load(module, function)))
         else:
             group.command(name, help=line)(_not_called)
     return group
@@ -99,7 +117,13 @@ def _app(arguments: list[str]) -> typer.Typer:
 def main() -> None:
     """Entry point: user mistakes end in one line on stderr and exit code 2, failures in exit code 1."""
     try:
-        _app(sys.argv[1:])()
+        sys.exit(_app(sys.argv[1:])(standalone_mode=False) or 0)
+    except _UsageError as error:
+        print(_told(error), file=sys.stderr)
+        sys.exit(2)
+    except typer.Abort:
+        print("verl-mux: nothing was done", file=sys.stderr)
+        sys.exit(1)
     except UserError as error:
         print(f"verl-mux: {error}", file=sys.stderr)
         sys.exit(2)
@@ -113,3 +137,13 @@ def main() -> None:
         words = " ".join(["verl-mux", *sys.argv[1 : 3 if sys.argv[1] == "bench" else 2]])
         print(f"{words} needs {package}: {EXTRAS[package]}", file=sys.stderr)
         sys.exit(2)
+
+
+def _told(error: Any) -> str:
+    """In one line, with what was given, which pydantic knows and typer leaves out; but help that was not asked for as it is."""
+    text = error.format_message()
+    if "\n" in text.strip():
+        return text
+    given = [wrong["input"] for wrong in error.__cause__.errors()] if hasattr(error.__cause__, "errors") else []
+    was = f", given {given[0]!r}" if given else ""
+    return f"verl-mux: {text.rstrip('.')}{was}; see `{error.ctx.command_path if error.ctx else 'verl-mux'} --help`"

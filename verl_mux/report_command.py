@@ -35,7 +35,7 @@ def report(
         list[str] | None, typer.Option(help="key=value: what the run would have taken under it; may be repeated, all at once.")
     ] = None,
     steps: Annotated[str | None, typer.Option(help="Only these steps, as in 3-7 or 5.")] = None,
-    processes: Annotated[int, typer.Option(help="Processes that read; 0 takes one a core, at most 8.")] = 0,
+    processes: Annotated[int, typer.Option(help="Processes that read; 0 takes one a core, at most 8.", min=0)] = 0,
 ) -> None:
     """Say where the time of a run went: shares, long tails, stalls, slow requests, bubbles, waits."""
     if png is not None:

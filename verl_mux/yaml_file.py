@@ -34,9 +34,11 @@ def read_yaml(path: str | Path) -> Any:
     try:
         with open(path, encoding="utf-8") as stream:
             return yaml.load(stream, Loader=_UniqueKeys)
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # no text, a date that is none, brackets without end
         raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
 
 

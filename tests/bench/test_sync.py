@@ -40,6 +40,8 @@ def test_a_case_that_is_none_is_named():
         over_links(["9_to_9"], 1 << 20)
     with pytest.raises(UserError, match="--model-mib is 0; it must be at least 1"):
         bench_sync(None, 0, None, False)
+    with pytest.raises(UserError, match="--model-mib is 99999999; it must be at least 1 and at most 1048576"):
+        bench_sync(None, 99999999, None, False)
 
 
 @pytest.mark.parametrize("links", ["netns", "buckets"])

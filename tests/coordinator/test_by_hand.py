@@ -101,6 +101,16 @@ def test_what_cannot_be_seen_is_released_by_hand_alone(serve, eventually, capsys
     assert capsys.readouterr().out.splitlines()[1:] == ["node 'r0' is free", "what job 'a' held is free"]
 
 
+def test_a_name_of_nothing_is_not_released(held):
+    with pytest.raises(UserError, match=r"no job, node or host 'r9' is known here; jobs: a; .*rollout \(r0, r1\), train \(t0\)"):
+        release(held[0], "r9")
+
+
+def test_a_time_to_wait_that_is_none_is_refused(held):
+    with pytest.raises(UserError, match="--timeout is -1; a time above 0 s is needed"):
+        by_hand_command.evict("a", held[0].address, yes=True, timeout=-1.0)
+
+
 def test_without_a_terminal_nothing_is_asked_and_nothing_done(held, monkeypatch):
     monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115
     with pytest.raises(UserError, match="give --yes"):

@@ -46,6 +46,14 @@ def test_status_as_json_is_one_object(monkeypatch, capsys, serve):
     assert json.loads(capsys.readouterr().out)["address"] == coordinator.address
 
 
+def test_status_as_json_has_no_nan(monkeypatch, capsys, serve, join):
+    coordinator = serve()
+    join(coordinator, "a").report_step(1, {"reward": float("nan"), "grad_norm": float("inf"), "score": 0.5})
+    assert call(monkeypatch, "status", "--address", coordinator.address, "--json") == 0
+    told = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert told["jobs"]["a"]["metrics"] == {"reward": None, "grad_norm": None, "score": 0.5}
+
+
 def test_status_on_a_terminal_is_a_table(serve, join):
     coordinator = serve()
     a, b = join(coordinator, "a"), join(coordinator, "b")
@@ -77,3 +85,21 @@ def test_a_coordinator_with_a_bad_file_or_address_ends_with_code_2(monkeypatch, 
     assert capsys.readouterr().err == "verl-mux: --journal j and --no-journal were both given; choose one\n"
     assert call(monkeypatch, "coordinator", "--config", file, "--bind", serve().address) == 2
     assert "Address already in use" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("port", ["99999", "-1", "9" * 5000])
+def test_a_port_that_there_is_none_of_is_refused_on_both_sides(monkeypatch, capsys, tmp_path, port):
+    (tmp_path / "mux.yaml").write_text("pools: {rollout: {nodes: [{name: r0}]}}\n")
+    address = f"tcp://127.0.0.1:{port}"
+    assert call(monkeypatch, "coordinator", "--config", str(tmp_path / "mux.yaml"), "--bind", address, "--no-journal") == 2
+    assert call(monkeypatch, "status", "--coordinator", address) == 2
+    told = f"verl-mux: {address} names port {port}; a port is a number from 0 (any free one, to listen at) to 65535\n"
+    assert capsys.readouterr().err == told * 2
+
+
+@pytest.mark.parametrize("arguments", [("coordinator", "--config", "mux.yaml", "--no-journal"), ("agent", "--devices", "none")])
+def test_a_log_that_could_not_be_written_is_refused(monkeypatch, capsys, tmp_path, arguments):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mux.yaml").write_text("pools: {rollout: {nodes: [{name: r0}]}}\n")
+    assert call(monkeypatch, *arguments, "--log-dir", "mux.yaml") == 2
+    assert "verl-mux: --log-dir mux.yaml" in capsys.readouterr().err

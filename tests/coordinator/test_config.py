@@ -23,6 +23,9 @@ def test_the_configuration_may_lie_under_coordinator(tmp_path):
     assert read_config(path).describe_pools() == "p (n)"
 
 
+PLACED = {side: {"kind": "H20", "nodes": [{"name": side[0]}]} for side in ("rollout", "train")}
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -52,6 +55,32 @@ def test_the_configuration_may_lie_under_coordinator(tmp_path):
         ({"pools": POOLS, "schedule": [{"mode": "sequential", "steps": 0}]}, "has steps 0; a number of 1 or more"),
         ({"pools": POOLS, "expect_jobs": -1}, "expect_jobs is -1"),
         ({"pools": POOLS, "lease_timeout": 1}, "lease_timeout is 1 s; it must be above 1 s"),
+        *(
+            ({"pools": POOLS, key: value}, f"{key} is .* s; it must be above . s and at most 1e[+]09 s")
+            for key in (
+                "lease_timeout",
+                "kill_grace",
+                "remote_grace",
+                "filler_grace",
+                "silent_timeout",
+                "hung_factor",
+                "hung_least",
+            )
+            for value in (float("nan"), float("inf"))
+        ),
+        ({"pools": {"p": {"nodes": [{"name": "n", "gpus": 10**20}]}}}, "at most 10000"),
+        ({"pools": {"p": {"nodes": [{"name": "n", "cpus": [-1]}]}}}, r"has cpus \[-1\]; they are counted from 0"),
+        ({"pools": {"p": {"nodes": [{"name": "n", "host_bytes": -1}]}}}, "has host_bytes -1; a number from 0"),
+        (
+            {"pools": {"p": {"nodes": [{"name": "n", "usd_per_hour": float("nan")}]}}},
+            "has usd_per_hour nan; a price of 0 or more",
+        ),
+        (
+            {"pools": POOLS, "placement": {"kinds": {"x": {"tflops": float("inf"), "tb_per_s": 1}}}},
+            "tflops is inf; it must be above 0",
+        ),
+        ({"pools": POOLS, "placement": {"kinds": {"x": {"tflops": 1, "tb_per_s": 1, "process_gb": -1}}}}, "process_gb is -1"),
+        ({"pools": PLACED, "placement": {"slo": float("nan")}}, "placement.slo is nan"),
     ],
 )
 def test_bad_values_are_refused_by_name(given, words):

@@ -157,6 +157,8 @@ def test_without_a_coordinator_it_stops_before_its_lease_is_over(hold, coordinat
         (["--grace", "10"], "at most 4.8 is allowed"),
         (["--nodes", "2"], "'train' has 1 nodes"),
         (["--signal", "NO"], "--signal is 'NO'"),
+        (["--timeout", "-1"], "--timeout is -1; a time above 0 s"),
+        (["--grace", "nan"], "--grace is nan; a finite number"),
     ],
 )
 def test_a_wrong_option_ends_in_one_line(hold, options, complaint):

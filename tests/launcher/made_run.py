@@ -40,7 +40,7 @@ class MadeRun:
     def wait(self, job: str, phase: str, step: int, start: float, end: float, *nodes: str) -> None:
         self.event(job, "lease_wait", step, start, end, phase=phase, nodes=list(nodes), token=1)
 
-    def steps(self, job: str, ends: list[float], tokens: int = 0, rewards: list[float] | None = None) -> None:
+    def steps(self, job: str, ends: list[float], tokens: int = 0, rewards: list[float | None] | None = None) -> None:
         for step, end in enumerate(ends, start=1):
             reward = rewards[step - 1] if rewards else 0.0
             self.event(job, "step", step, end - 1, end, reward=reward, tokens=tokens)

@@ -1,7 +1,7 @@
 import pytest
 
 from verl_mux.errors import UserError
-from verl_mux.launcher.folders import make_folder, make_room
+from verl_mux.launcher.folders import make_folder, make_room, watched
 from verl_mux.launcher.run_file import JobSpec, RunFile
 
 NODES = {"rollout": ["r0"], "train": ["t0"]}
@@ -71,3 +71,12 @@ def test_one_folder_alone_is_made_anew_beside_others(tmp_path):
         write(tmp_path / name / "job.log")
     (kept,) = earlier(tmp_path)
     assert (kept / "sync_1/job.log").exists() and (tmp_path / "sync_2/job.log").exists()
+
+
+def test_a_file_is_no_folder_for_runs(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(UserError, match="cannot make the folder .*file: File exists; choose another `dir`"),
+        watched(tmp_path / "file"),
+    ):
+        pass

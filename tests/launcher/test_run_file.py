@@ -56,6 +56,7 @@ def test_a_directory_given_beside_it_replaces_its_own(write, tmp_path):
         ("dir: runs/x", "dir: runs/x\nworkers: 3", ["workers"]),
         ("seed: 3", "sead: 3", ["sead", "math"]),
         ("seed: 3", "seed: three", ["seed", "math"]),
+        ("seed: 3", "slo: .nan", ["slo is nan", "math", "at least 1"]),
         ("gpus: {rollout: 8}", "gpus: {rolout: 8}", ["'rolout'", "allowed: rollout, train"]),
         ("gpus: {rollout: 8}", "gpus: {rollout: 9}", ["'math'", "9 GPUs", "'r0'", "has 8"]),
         ("gpus: {rollout: 8}", "gpus: {rollout: -1}", ["'math'", "-1 GPUs"]),
@@ -93,6 +94,8 @@ def test_fillers_are_read_with_defaults_and_are_no_jobs(write):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
+        ("least: 5", "least: .nan", ["'sums'", "least is nan; 0 s or more"]),
+        ("least: 5", "nodes: 0", ["'sums'", "nodes is 0; 1 or more"]),
         ("pool: train", "pool: trian", ["'sums'", "'trian'", "train (t0)"]),
         ("least: 5", "leest: 5", ["'sums'", "leest", "a filler has pool, command"]),
         ("  sums:", "  math:", ["'math'", "both a job and a filler"]),

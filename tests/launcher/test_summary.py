@@ -49,6 +49,14 @@ def test_steps_and_rewards(result):
     assert (b["steps"], b["reward_first"], b["reward_last"]) == (7, 0.0, 0.9)
 
 
+def test_a_reward_that_was_no_number_is_left_out(tmp_path):
+    made = MadeRun(tmp_path)
+    made.steps("a", [10, 20, 30], tokens=100, rewards=[None, 0.2, 0.4])
+    made.steps("b", [40], tokens=100, rewards=[None])
+    jobs = summary.summarise(timeline.read(tmp_path, ["a", "b"]), CONFIG, ["a", "b"], 0, 0.0)["jobs"]
+    assert [(job["reward_first"], job["reward_last"]) for job in jobs.values()] == [(0.3, 0.3), (0.0, 0.0)]
+
+
 def test_periods_leave_out_the_step_behind_the_barrier_and_what_ran_after_the_first_job_ended(result):
     assert [(j["period_alone_s"], j["period_mux_s"]) for j in result["jobs"].values()] == [(10, 12), (12, 14)]
 

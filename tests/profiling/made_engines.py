@@ -17,10 +17,12 @@ class Job:
     """How a run is made; times in seconds.
 
     slower: replica -> factor on its time for a token. stalled: (step, replica, seconds after the step's start, seconds).
-    starved: (step, replica): its KV cache is full, requests are thrown out. slots: requests that a replica runs at once.
+    starved: (step, replica): its KV cache is full, requests are thrown out. slots: requests that a replica runs at once; seats:
+    that it may run by its job's keys, 0 where the log does not say.
     slow_tools, slow_rewards: steps in which calls take twenty times as long. turns: of a request, with a tool call between two.
     over: that part more requests are launched than a step takes, and the rest is cut off and goes on in the next step. segment:
-    most tokens of one round. away: seconds between two steps in which other jobs have the nodes.
+    most tokens of one round. away: seconds between two steps in which other jobs have the nodes. validates: requests of a
+    validation after each step's training.
     """
 
     seed: int = 0
@@ -30,10 +32,12 @@ class Job:
     workers: int = 8
     requests: int = 96
     slots: int = 10_000
+    seats: int = 0
     turns: int = 1
     over: float = 0.0
     segment: int = 10_000
     away: float = 0.0
+    validates: int = 0
     prepare: float = 0.01
     slower: dict[int, float] = field(default_factory=dict)
     stalled: tuple[int, int, float, float] | None = None
@@ -54,6 +58,7 @@ class _Request:
     parked: float = 0.0
     since: float = 0.0
     fresh: bool = True
+    validate: bool = False
 
 
 class Made:
@@ -64,6 +69,9 @@ class Made:
         self._directory, self._name, self._run = directory / name / "events", name, run
         self._lines: dict[tuple[str, int, int], list[tuple[float, str]]] = defaultdict(list)
         self._versions = 0
+        if job.seats:
+            keys = [f"actor_rollout_ref.rollout.max_num_seqs={job.seats}"]
+            self._log("trainer", 0, 0, began, "job_keys", None, keys=keys)
         at, waiting = began, []
         for step in range(1, job.steps + 1):
             at, waiting = self._step(step, at, waiting)
@@ -103,7 +111,19 @@ class Made:
         self._log("trainer", 0, step, end + train, "update_actor", train - 1)
         self._log("trainer", 0, step, end + train, "step", end + train - began, reward=0.5)
         self._versions += 1
-        return end + train + job.away, left
+        end += train
+        if job.validates:
+            end = self._validate(step, end)
+        return end + job.away, left
+
+    def _validate(self, step: int, began: float) -> float:
+        job, stalled = self.job, self.job.stalled
+        names = [f"{step:04x}{number:04x}v_0" for number in range(job.validates)]
+        requests = [_Request(name, n % job.workers, [self._length()], validate=True) for n, name in enumerate(names)]
+        job.stalled = None
+        end = self._settle(step, max(self._generate(step, began, requests).values()), requests, [])
+        job.stalled = stalled
+        return end
 
     def _length(self) -> int:
         return int(150 + 350 * self.rng.betavariate(3, 2))
@@ -256,7 +276,7 @@ class Made:
         return {"request_id": request.name}
 
     def _who(self, request: _Request) -> dict:
-        return self._id(request) | {"batch_data_id": request.name[:8], "session": 0, "validate": False}
+        return self._id(request) | {"batch_data_id": request.name[:8], "session": 0, "validate": request.validate}
 
 
 def make(directory: Path, **keys) -> Path:

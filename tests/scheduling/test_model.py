@@ -16,6 +16,8 @@ from verl_mux.scheduling.search.rules import Rules, parse_rules
         (lambda: make_job("a", 10, 10, tail_s=11), "longer than its rollout"),
         (lambda: make_job("a", 0, 0), "time of an iteration is 0"),
         (lambda: make_job("a", float("nan"), 1), "phase time is nan"),
+        (lambda: NodeKind(name="k", gpus=10**400), "at least 1 and finite"),
+        (lambda: make_job("a", 1, 1, rollout_nodes=10**9), "rollout_nodes is 1000000000; it must be at most 10000"),
         (lambda: Estimate(seconds=5, bound_s=4), "above its own bound"),
         (lambda: NodeKind(name="k", gpus=0), "gpus is 0"),
         (lambda: Pool(name="p", kind=NodeKind(name="k"), nodes=("n", "n")), "names a node twice"),

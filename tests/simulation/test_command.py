@@ -179,3 +179,21 @@ def test_a_bad_jobs_file_is_one_clear_line(run_main, tmp_path, text, words):
     code, out, err = run_main("plan", path)
     assert (code, out) == (2, "") and words in err and len(err.splitlines()) == 1
     assert run_main("plan", tmp_path / "none.yaml")[0] == 2
+
+
+def test_a_cap_beyond_all_jobs_is_no_work(run_main, trace):
+    one = run_main("simulate", trace, "--policies", "ours", "--max-jobs", 12, "--cap", 12, "--json")
+    assert one[0] == 0 and run_main("simulate", trace, "--policies", "ours", "--max-jobs", 12, "--cap", 10**9, "--json") == one
+
+
+@pytest.mark.parametrize(
+    ("pools", "words"),
+    [
+        ("{rollout: {nodes: -3}}", "pools.rollout.nodes is -3; it must be from 1"),
+        ("{train: {nodes: 1000000000}}", "from 1 to 100000"),
+    ],
+)
+def test_a_pool_of_a_number_of_nodes_that_none_has_is_refused(run_main, tmp_path, pools, words):
+    (tmp_path / "jobs.yaml").write_text(f"{JOB}pools: {pools}\n")
+    code, _, err = run_main("plan", tmp_path / "jobs.yaml")
+    assert code == 2 and words in err

@@ -45,3 +45,31 @@ def test_a_shape_of_ones_own(tmp_path, row, words):
     path.write_text(",".join(COLUMNS) + f"\n{row}\n")
     with pytest.raises(UserError, match=words):
         find_shapes(str(path))
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("a,1e300,1,8", "arrival_h is '1e300'; a number of at least 0 and at most 100000"),
+        ("a,0,1e300,8", "duration_h is '1e300'; a number above 0 and at most 100000"),
+        ("a,0,nan,8", "duration_h is 'nan'"),
+        ("a,0,1,\N{SUPERSCRIPT TWO}", "line 2: gpus is '\N{SUPERSCRIPT TWO}'; a whole number from 1"),
+        ("a,0,1," + "9" * 6000, "a whole number from 1 to 8192 is needed"),
+    ],
+)
+def test_a_number_that_no_job_has_is_refused(tmp_path, row, words):
+    path = tmp_path / "trace.csv"
+    path.write_text(f"job,arrival_h,duration_h,gpus\n{row}\n")
+    with pytest.raises(UserError, match=words):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"\x96\xff\n", "is not a CSV file"), (b"small,1,inf,3,4", "above 0 and finite"), (b"small,nan,2,3,4", "above 0")],
+)
+def test_shapes_that_are_none_are_refused(tmp_path, content, words):
+    path = tmp_path / "shapes.csv"
+    path.write_bytes((b"" if content[0] > 127 else ",".join(COLUMNS).encode() + b"\n") + content)
+    with pytest.raises(UserError, match=words):
+        find_shapes(str(path))

@@ -15,7 +15,7 @@ from verl_mux.agent.devices import open_devices
 from verl_mux.agent.loop import Agent
 from verl_mux.coordinator.bus.access.keys import AGENT, for_address
 from verl_mux.coordinator.bus.members import HOST, UID_VARIABLE
-from verl_mux.coordinator.command import DEFAULT_ADDRESS, Address, Keys
+from verl_mux.coordinator.command import DEFAULT_ADDRESS, Address, Keys, make_log_folder
 from verl_mux.profiling.eventlog.log import NULL_LOG, EventLog
 
 
@@ -30,6 +30,8 @@ def agent(
     """Look at this host for a coordinator, and end what outlives its job, until interrupted."""
     _take_off_the_mark()
     opened = open_devices(devices)
+    if log_dir is not None:
+        make_log_folder(log_dir / HOST)
     event_log = EventLog(log_dir / HOST, role="agent", job="agent") if log_dir is not None else NULL_LOG
     enough = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -41,10 +41,10 @@ _FIELDS = {kind: {field.encode_name: str(field.type) for field in msgspec.struct
 
 
 def bench_hostile(
-    frames: Annotated[int, typer.Option(help="Malformed frames.")] = 100_000,
-    messages: Annotated[int, typer.Option(help="Well-typed hostile messages.")] = 100_000,
-    rate: Annotated[float, typer.Option(help="Hostile messages a second while grants are timed.")] = 2000.0,
-    seconds: Annotated[float, typer.Option(help="How long grants are timed.")] = 20.0,
+    frames: Annotated[int, typer.Option(help="Malformed frames.", min=0)] = 100_000,
+    messages: Annotated[int, typer.Option(help="Well-typed hostile messages.", min=0)] = 100_000,
+    rate: Annotated[float, typer.Option(help="Hostile messages a second while grants are timed.", min=1)] = 2000.0,
+    seconds: Annotated[float, typer.Option(help="How long grants are timed.", min=1)] = 20.0,
     seed: Annotated[int, typer.Option(help="Of what is sent.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -82,7 +82,7 @@ def hostile(frames: int, messages: int, rate: float, seconds: float, seed: int) 
 
 
 def bench_forged(
-    registrations: Annotated[int, typer.Option(help="Forged registrations.")] = 10_000,
+    registrations: Annotated[int, typer.Option(help="Forged registrations.", min=1)] = 10_000,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Have a coordinator of its own told that strangers' processes are those of dead jobs, and count which it ends."""

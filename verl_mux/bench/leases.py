@@ -26,7 +26,7 @@ from verl_mux.coordinator.bus.connect import connect
 from verl_mux.coordinator.bus.local import LocalMux
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
-from verl_mux.errors import Failure
+from verl_mux.errors import Failure, UserError
 
 _CONFIG = {"pools": {"rollout": {"nodes": [{"name": "r0"}]}, "train": {"nodes": [{"name": "t0"}]}}}
 _RECORD_BYTES = 300
@@ -34,13 +34,15 @@ _NODES = {"rollout": ["r0"], "train": ["t0"]}
 
 
 def bench_leases(
-    rounds: Annotated[int, typer.Option(help="Hand-overs to time.")] = 500,
+    rounds: Annotated[int, typer.Option(help="Hand-overs to time.", min=1)] = 500,
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Where the journal lies; default: the system's temporary folder.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Time hand-overs of a node between two jobs, with a coordinator process that keeps a journal."""
+    if directory is not None and not directory.is_dir():
+        raise UserError(f"--dir {directory} is no folder; name one that is there")
     found = grant_latency(rounds, directory)
     if json:
         print(json_module.dumps(found))

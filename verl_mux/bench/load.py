@@ -25,10 +25,10 @@ from verl_mux.errors import UserError
 
 def bench_load(
     jobs: Annotated[int, typer.Option(help="Jobs, two to a node: half of them wait.")] = 2000,
-    seconds: Annotated[float, typer.Option(help="How long each part is measured.")] = 20.0,
-    phases: Annotated[float, typer.Option(help="Phases that end a second.")] = 10.0,
-    idle: Annotated[int, typer.Option(help="Further clients that are connected and say nothing.")] = 10_000,
-    outage: Annotated[float, typer.Option(help="Seconds for which the coordinator is gone.")] = 60.0,
+    seconds: Annotated[float, typer.Option(help="How long each part is measured.", min=1)] = 20.0,
+    phases: Annotated[float, typer.Option(help="Phases that end a second.", min=0)] = 10.0,
+    idle: Annotated[int, typer.Option(help="Further clients that are connected and say nothing.", min=0)] = 10_000,
+    outage: Annotated[float, typer.Option(help="Seconds for which the coordinator is gone.", min=0)] = 60.0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure a coordinator process with many jobs on real sockets."""

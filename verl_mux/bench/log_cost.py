@@ -67,9 +67,9 @@ async def _request(log: Any, number: int, turns: int, calls: list[float]) -> Non
 
 
 def bench_log(
-    requests: Annotated[int, typer.Option(help="Concurrent asyncio requests.")] = 1024,
-    turns: Annotated[int, typer.Option(help="Turns a request; four events each.")] = 4,
-    rounds: Annotated[int, typer.Option(help="Loops with the log on, and as many with it off.")] = 10,
+    requests: Annotated[int, typer.Option(help="Concurrent asyncio requests.", min=1)] = 1024,
+    turns: Annotated[int, typer.Option(help="Turns a request; four events each.", min=1)] = 4,
+    rounds: Annotated[int, typer.Option(help="Loops with the log on, and as many with it off.", min=1)] = 10,
     real: Annotated[bool, typer.Option("--real", help="Train a real job with the log on in every second step.")] = False,
     file: Annotated[Path, typer.Option(help="With --real: the run file; its first job runs.")] = Path("examples/demo.yaml"),
     directory: Annotated[Path, typer.Option("--dir", help="With --real: where the run goes.")] = Path("runs/bench_log"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json as jsonlib
 import subprocess
 import sys
+import time
 from statistics import median
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from verl_mux.errors import Failure
 from verl_mux.launcher.processes.job_process import require_verl
 
 _PROCESS = "verl_mux.rollout.engine.sglang.memory_cycles"
-_WITHIN_S = 1500.0
+_WITHIN_S = 1500.0  # both engines together
 
 
 def bench_memory(
@@ -39,7 +40,8 @@ def measure(cycles: int, parameters: int, stock_cycles: int) -> dict[str, Any]:
 
     Raises Failure where an engine ended.
     """
-    ours, stock = _run(cycles, parameters), _run(stock_cycles, parameters, "--backup")
+    until = time.monotonic() + _WITHIN_S
+    ours, stock = _run(until, cycles, parameters), _run(until, stock_cycles, parameters, "--backup")
     seconds = {name: {verb: median(took) for verb, took in told["seconds"].items()} for name, told in
                (("ours", ours), ("stock", stock))}  # fmt: skip
     switch = {name: took["sleep"] + took["wake"] for name, took in seconds.items()}
@@ -54,9 +56,12 @@ def measure(cycles: int, parameters: int, stock_cycles: int) -> dict[str, Any]:
     }
 
 
-def _run(cycles: int, parameters: int, *more: str) -> dict[str, Any]:
+def _run(until: float, cycles: int, parameters: int, *more: str) -> dict[str, Any]:
     command = [sys.executable, "-m", _PROCESS, "--cycles", str(cycles), "--parameters", str(parameters), *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_WITHIN_S, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=until - time.monotonic(), check=False)
+    except subprocess.TimeoutExpired:
+        raise Failure(f"the engines did not end within {_WITHIN_S:g} s; give fewer --cycles or --parameters") from None
     if done.returncode:
         raise Failure(
             f"the engine ended with exit code {done.returncode}: {(done.stderr.strip().splitlines() or ['no word'])[-1]}"

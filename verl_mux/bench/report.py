@@ -57,7 +57,10 @@ def make_log(directory: Path, events: int) -> tuple[int, int]:
     while lines < events:
         step += 1
         folder = directory / f"step_{step}"
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make {folder}: {error.strerror}; name another --dir") from None
         for worker in range(WORKERS):
             text = list(_worker_step(rng, worker, step, 100.0 * step))
             lines += len(text)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verl_mux.errors import UserError
+
 if TYPE_CHECKING:
     from verl_mux.scheduling.model import JobSpec
     from verl_mux.scheduling.placer.placer import Placer
@@ -31,8 +33,13 @@ def bench_scheduler(
 ) -> None:
     """Time decisions (a job arrives, a job departs) among jobs of the mixed shapes, SLO uniform:1,2, cap 5."""
     if live:
-        from verl_mux.bench.scheduler_live import live_latency
+        from verl_mux.bench.scheduler_live import MOST_JOBS, live_latency
 
+        if series or jobs + 2 * decisions > MOST_JOBS:
+            raise UserError(
+                f"--live --jobs {jobs} --decisions {decisions}{' --all' if series else ''}: without --all, and with jobs + 2 *"
+                f" decisions of at most {MOST_JOBS}, which is what a coordinator takes"
+            )
         through = live_latency(jobs, decisions, seed)
         print(jsonlib.dumps(through) if json else "; ".join(f"{what} {figure:g}" for what, figure in through.items()))
         return

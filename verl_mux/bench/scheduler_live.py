@@ -21,6 +21,7 @@ import msgspec
 import zmq
 
 from verl_mux.bench.coordinator_process import CoordinatorProcess
+from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.access.keys import JOB, for_address
 from verl_mux.coordinator.bus.connect import connect
@@ -29,6 +30,8 @@ from verl_mux.coordinator.bus.members import this_process
 from verl_mux.errors import Failure
 from verl_mux.scheduling.estimate.job_needs import JobNeeds, ModelSize
 
+# Beside the two that hand a node over; who has departed stays on record for a while.
+MOST_JOBS = limits.JOBS - 2
 _AUTO = {"rollout": [m.AUTO], "train": [m.AUTO]}
 _ANSWER_MS = 120_000
 # Qwen2.5-7B, -14B and -32B, from their configs: hidden size, layers, intermediate size, heads; all have 8 (7B: 4) heads of keys.
@@ -163,13 +166,13 @@ def _next(connection: Connection) -> Any:
 
 
 def _hand_over(address: str, bench: Connection) -> None:
-    """Two jobs, one node, until told that it is enough."""
+    """Two jobs, one node, until told that it is enough; once at least."""
     taken: list[float] = []
     holder, waiter = (connect(address, name, {"rollout": ["x0"]}, uid=f"{name}:bench") for name in ("hand", "over"))
     lease = holder.acquire("rollout", step=1)
     bench.send("begun")
     with concurrent.futures.ThreadPoolExecutor(1) as waits:
-        while not bench.poll():
+        while not (taken and bench.poll()):
             waiting = waits.submit(lambda mux: (mux.acquire("rollout", step=1), time.perf_counter()), waiter)
             while not holder.has_waiters("rollout"):
                 time.sleep(0.0005)

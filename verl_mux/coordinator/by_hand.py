@@ -34,7 +34,7 @@ def decide(asked: m.Evict | m.Free | m.Drain, state: State, config: Config, seen
     hosts = [key for key, host in state.hosts.items() if asked.name in (key, *host.names)]
     if hosts and asked.name not in config.nodes:
         return _free_hosts(asked.name, hosts, state, seen)
-    return _free_node(asked.name, state, seen)
+    return _free_node(asked.name, state, config, seen)
 
 
 def _drain(asked: m.Drain, state: State, config: Config) -> Decision:
@@ -72,10 +72,13 @@ def _free_job(job: Job, state: State, seen: Seen) -> Decision:
     return out, m.Done(text=f"what job {job.name!r} held is free")
 
 
-def _free_node(name: str, state: State, seen: Seen) -> Decision:
+def _free_node(name: str, state: State, config: Config, seen: Seen) -> Decision:
     holders = {lease.job for lease in state.leases.values() if name in lease.nodes}
     owed = [owed for host in state.hosts.values() for owed in host.owed if name in owed.nodes]
     if not holders and name not in state.fenced:
+        if name not in config.nodes and all(node.host != name for node in config.nodes.values()):
+            known = f"jobs: {_names(state)}; pools and their nodes: {config.describe_pools()}"
+            return [], _no(f"no job, node or host {name!r} is known here; {known}")
         return [], m.Done(text=f"no job holds a node {name!r}; jobs: {_names(state)}")
     for job in sorted(holders):
         if refusal := _not_free(state.jobs[job], seen):

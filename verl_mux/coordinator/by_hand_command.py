@@ -11,7 +11,7 @@ import typer
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.access.keys import OPERATOR, for_address
 from verl_mux.coordinator.bus.link import ask
-from verl_mux.coordinator.command import DEFAULT_ADDRESS, Address, Keys
+from verl_mux.coordinator.command import DEFAULT_ADDRESS, Address, Keys, check_timeout
 from verl_mux.errors import UserError
 
 _Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
@@ -72,6 +72,7 @@ def _confirm(question: str, name: str, yes: bool) -> None:
 
 
 def _say(message: m.ByHand, address: str, timeout: float, keys: Path | None) -> None:
+    check_timeout(timeout)
     answer = ask(address, message, timeout, for_address(address, keys, OPERATOR))
     if answer is None:
         raise UserError(f"no coordinator answers at {address} (waited {timeout:g} s)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json as json_module
 import signal
 import socket
 import sys
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from verl_mux.coordinator import status_view
@@ -35,7 +35,7 @@ _REFRESH_S = 1.0
 Keys = Annotated[
     Path | None,
     typer.Option(
-        envvar=bus_keys.KEYS_VARIABLE, help="Folder of the coordinator's keys. [default on one machine: its user's own]"
+        envvar=bus_keys.KEYS_VARIABLE, help="Folder of the coordinator's keys; on one machine by default its user's own."
     ),
 ]
 Address = Annotated[str, typer.Option("--coordinator", "--address", envvar=ADDRESS_VARIABLE, help="The coordinator's address.")]
@@ -45,7 +45,7 @@ def coordinator(
     config: Annotated[Path, typer.Option(help="YAML file with `pools:` and, if wanted, `schedule:`.")],
     bind: Annotated[str, typer.Option(help="Where to listen; port 0 takes a free one.")] = DEFAULT_ADDRESS,
     journal: Annotated[
-        Path | None, typer.Option(help="File that lets a restart remember all leases. [default: one in ~/.local/state/verl_mux]")
+        Path | None, typer.Option(help="File that lets a restart remember all leases; default: one in ~/.local/state/verl_mux.")
     ] = None,
     no_journal: Annotated[bool, typer.Option("--no-journal", help="Remember nothing across a restart.")] = False,
     log_dir: Annotated[Path | None, typer.Option(help="Directory for the event log.")] = None,
@@ -108,9 +108,18 @@ def metrics_of(service: Coordinator, port: int | None, host: str) -> Iterator[No
         yield
 
 
+def make_log_folder(directory: Path) -> None:
+    """Now, as a log that cannot be written stops nobody later. Raises UserError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--log-dir {directory}: cannot make this folder: {error.strerror}") from None
+
+
 def _event_log(directory: Path | None) -> Any:
     if directory is None:
         return None
+    make_log_folder(directory)
     from verl_mux.profiling.eventlog.log import EventLog
 
     return EventLog(directory, role="coordinator", job="coordinator")
@@ -124,8 +133,7 @@ def status(
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 3.0,
 ) -> None:
     """Ask a coordinator who runs which phase, and who waits."""
-    if not timeout > 0:
-        raise UserError(f"--timeout is {timeout:g}; a time above 0 s is needed")
+    check_timeout(timeout)
     from rich.console import Console  # the coordinator itself does without
 
     console = Console()
@@ -142,6 +150,11 @@ def status(
             seen = fetch_status(address, timeout, keys)
     except KeyboardInterrupt:
         return
+
+
+def check_timeout(seconds: float) -> None:
+    if not seconds > 0:
+        raise UserError(f"--timeout is {seconds:g}; a time above 0 s is needed")
 
 
 def fetch_status(address: str, timeout: float, keys: Path | None = None) -> dict[str, Any]:
@@ -164,7 +177,7 @@ def keys(
 
 def _print(console: Console, seen: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print(json_module.dumps(seen), flush=True)
+        print(msgspec.json.encode(seen).decode(), flush=True)  # a job's metrics may be infinite or NaN, which JSON has none of
     elif console.is_terminal:
         console.print(status_view.tables(seen))
     else:

@@ -16,7 +16,7 @@ from verl_mux.coordinator.bus.connect import connect
 from verl_mux.coordinator.bus.local import Lease, LocalMux
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.bus.messages import SIDES
-from verl_mux.coordinator.command import DEFAULT_ADDRESS, Address, Keys
+from verl_mux.coordinator.command import DEFAULT_ADDRESS, Address, Keys, check_timeout
 from verl_mux.errors import UserError
 from verl_mux.filler import place
 from verl_mux.filler.held_process import HeldProcess
@@ -45,7 +45,7 @@ def hold(
     command: Annotated[list[str], typer.Argument(metavar="CMD", help="What to run; it must be able to resume.")],
     pool: Annotated[str, typer.Option(help="A pool or a node of the coordinator.")],
     nodes: Annotated[int, typer.Option(help="How many nodes of it.")] = 1,
-    name: Annotated[str | None, typer.Option(help="What it is called in the status. [default: hold-HOST-PID]")] = None,
+    name: Annotated[str | None, typer.Option(help="What it is called in the status; default: hold-HOST-PID.")] = None,
     coordinator: Address = DEFAULT_ADDRESS,
     keys: Keys = None,
     grace: Annotated[float, typer.Option(help="Seconds from the signal to SIGKILL.")] = 0.5,
@@ -58,6 +58,7 @@ def hold(
     """Run a command on nodes of a pool while no job uses or wants them. Its exit code is passed on."""
     if grace < 0 or least < 0:
         raise UserError(f"--grace is {grace:g} and --least {least:g}; 0 s or more is needed")
+    check_timeout(timeout)
     options = Options(
         command=command,
         pool=pool,

@@ -33,7 +33,10 @@ def watched(directory: Path) -> Iterator[None]:
     Raises:
         UserError: another launcher does.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {directory}: {error.strerror}; choose another `dir`") from None
     with (directory / ".lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -25,6 +25,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -170,6 +171,8 @@ def _check(path: Path, run: RunFile) -> None:
             raise UserError(f"{path}: job {name!r}: gpus has {unknown[0]!r}; allowed: rollout, train")
         if job.restarts < 0:
             raise UserError(f"{path}: job {name!r}: restarts is {job.restarts}; 0 or more is allowed")
+        if job.slo is not None and not 1 <= job.slo < math.inf:
+            raise UserError(f"{path}: job {name!r}: slo is {job.slo:g}; a factor of at least 1 is allowed")
         if job.nodes == "auto":
             _check_auto(path, name, config)
             continue
@@ -228,6 +231,11 @@ def _check_filler(path: Path, name: str, filler: FillerSpec, run: RunFile, confi
     _check_name(path, name, "filler")
     if name in run.jobs:
         raise UserError(f"{path}: {name!r} names both a job and a filler; each needs a name of its own")
+    if filler.nodes < 1:
+        raise UserError(f"{path}: filler {name!r}: nodes is {filler.nodes}; 1 or more is allowed")
+    for key in ("grace", "least"):
+        if not 0 <= (seconds := getattr(filler, key)) < math.inf:
+            raise UserError(f"{path}: filler {name!r}: {key} is {seconds:g}; 0 s or more is allowed")
     if not filler.command:
         raise UserError(f"{path}: filler {name!r}: command is empty; it needs at least one word")
     if filler.pool not in config.pools and config.node(filler.pool) is None:

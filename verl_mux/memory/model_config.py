@@ -29,4 +29,10 @@ def read_model_config(path: str, what_for: str = "estimate phase times from") ->
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"actor_rollout_ref.model.path={path}: no model config to {what_for}: {reason}") from None
-    return json.loads(file.read_text())
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} is no model config to {what_for}: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{file} is no model config to {what_for}: an object is expected, given is a {type(found).__name__}")
+    return found

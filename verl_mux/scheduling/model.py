@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 
 import msgspec
 
 from verl_mux.errors import UserError
+
+MAX_NODES = 10_000  # of one job on each side; each is looked at
 
 
 class _Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -22,8 +25,9 @@ class _Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def _check(what: str, value: float, least: float = 0.0, above: bool = False) -> None:
-    if not (value > least if above else value >= least) or math.isinf(value):
-        raise UserError(f"{what} is {value:g}; it must be {'above' if above else 'at least'} {least:g} and finite")
+    if not (value > least if above else value >= least) or not value <= sys.float_info.max:
+        given = value if isinstance(value, int) else f"{value:g}"  # a whole number may be larger than any float
+        raise UserError(f"{what} is {given}; it must be {'above' if above else 'at least'} {least:g} and finite")
 
 
 class NodeKind(_Value, frozen=True):
@@ -133,6 +137,9 @@ class JobSpec(_Value, frozen=True):
             _check(f"{where} {field}", getattr(self, field))
         for field in ("rollout_nodes", "train_nodes", "slo"):
             _check(f"{where} {field}", getattr(self, field), 1)
+        for field in ("rollout_nodes", "train_nodes"):
+            if (count := getattr(self, field)) > MAX_NODES:
+                raise UserError(f"{where} {field} is {count}; it must be at most {MAX_NODES}")
         _check(f"{where} time of an iteration", self.iteration_s, above=True)
         if self.tail_s > self.rollout.seconds:
             raise UserError(f"{where} tail_s is {self.tail_s:g}, longer than its rollout of {self.rollout.seconds:g} s")

@@ -12,6 +12,8 @@ from verl_mux.scheduling.model import TESTBED, Cluster, Estimate, JobSpec, NodeK
 from verl_mux.scheduling.search.rules import OURS, Rules
 from verl_mux.yaml_file import allowed_keys, read_yaml
 
+_MAX_POOL = 100_000
+
 
 class JobsFile(msgspec.Struct, frozen=True):
     jobs: list[JobSpec]
@@ -62,6 +64,8 @@ class _Pool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def pool(self, default: Pool) -> Pool:
         kind = default.kind
+        if isinstance(self.nodes, int) and not 1 <= self.nodes <= _MAX_POOL:
+            raise UserError(f"pools.{default.name}.nodes is {self.nodes}; it must be from 1 to {_MAX_POOL}, or a list of names")
         made = NodeKind(
             name=kind.name if self.kind is None else self.kind,
             gpus=kind.gpus if self.gpus_per_node is None else self.gpus_per_node,

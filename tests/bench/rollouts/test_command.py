@@ -85,6 +85,7 @@ GOOD = {"id": 1, "prompt": "a", "epoch": 0, "length": 5}
     [
         ("{", "not JSON"),
         ("[1]", "expected an object"),
+        ("[" * 100_000, "not JSON"),
         ({"id": 1, "prompt": "a", "epoch": 0}, "length is missing"),
         (GOOD | {"length": -1}, "length must be an integer of 0 or more and below 2147483648, given -1"),
         (GOOD | {"length": True}, "length must be an integer"),

@@ -99,3 +99,66 @@ def test_what_is_no_config_is_one_line(run_main, tmp_path, text, words):
 
 def test_options_of_the_certificate_need_it(run_main, tmp_path):
     assert "belong to --memory" in run_main("plan", "examples/placement/jobs.yaml", "--pools", tmp_path)[2]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("actor_rollout_ref.rollout.engine_kwargs", {"sglang": [1]}, "engine_kwargs.sglang is [1]; keys are needed there"),
+        (
+            "actor_rollout_ref.rollout.engine_kwargs",
+            {"sglang": {"max_total_tokens": "x"}},
+            "max_total_tokens is 'x'; a number of 1",
+        ),
+        ("actor_rollout_ref.rollout.engine_kwargs", {"sglang": {"chunked_prefill_size": -2}}, "chunked_prefill_size is -2"),
+        ("actor_rollout_ref.rollout.max_num_seqs", 10**30, "a number of 1 or more and at most 1000000000000 is needed"),
+        ("actor_rollout_ref.actor.fsdp_config", {"fsdp_size": 0}, "fsdp_size is 0; a number of 1 or more"),
+        ("actor_rollout_ref.model.lora_rank", "x", "lora_rank is 'x'; a number of 1 or more"),
+        ("actor_rollout_ref.model.override_config", [1], "override_config is [1]; keys are needed there"),
+        ("actor_rollout_ref.model.path", None, "model.path is None; a folder, or a name on a hub, is needed"),
+        ("actor_rollout_ref", None, "model.path is None"),
+        ("mux.nodes.train", 5, "mux.nodes.train is 5; a list of nodes is needed, or auto"),
+        ("mux.device", {"budget": float("nan")}, "mux.device.budget is nan; GB of a GPU, above 0"),
+        ("mux.device", {"charges": {"context_gb": 1}}, "unknown field `context_gb`; allowed: context, communicators"),
+        ("mux", 3, "mux is 3; keys are needed there"),
+        ("data", "x", "data is 'x'; keys are needed there"),
+    ],
+)
+def test_a_value_that_a_certificate_cannot_be_made_of_is_refused_by_name(composed, run_main, path, value, words):
+    file = composed("math")
+    config = yaml.safe_load(file.read_text())
+    *above, key = path.split(".")
+    place = config
+    for name in above:
+        place = place[name]
+    place[key] = value
+    file.write_text(yaml.dump(config))
+    code, out, err = run_main("plan", "--memory", file)
+    assert (code, out, len(err.splitlines())) == (2, "", 1) and words in err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is no model config to count parameters of"),
+        ("[1]", "an object is expected, given is a list"),
+        (json.dumps({**QWEN25_7B, "head_dim": "x"}), "head_dim is 'x'; a number of 1 or more is needed"),
+        (json.dumps({**QWEN25_7B, "num_experts": -8}), "num_experts is -8"),
+        (json.dumps({**QWEN25_7B, "num_experts": 8, "mlp_only_layers": 3}), "mlp_only_layers is 3; a list is needed"),
+        (json.dumps({**QWEN25_7B, "num_hidden_layers": 10**12}), "at most 100000"),
+        (json.dumps({**QWEN25_7B, "text_config": 3}), "text_config is 3; keys are needed there"),
+    ],
+)
+def test_a_model_that_is_none_is_refused_by_name(composed, run_main, tmp_path, text, words):
+    file = composed("math")
+    (tmp_path / "config.json").write_text(text)
+    code, out, err = run_main("plan", "--memory", file)
+    assert (code, out, len(err.splitlines())) == (2, "", 1) and words in err
+
+
+def test_whole_prompts_at_once_take_more_than_chunks(composed, run_main):
+    def needs(size):
+        told = run_main("plan", "--memory", composed("math", engine_kwargs={"sglang": {"chunked_prefill_size": size}}), "--json")
+        return json.loads(told[1])["gpus"]["r0"]["phases"]["rollout"]["bytes"]["activations"]
+
+    assert needs(-1) > needs(2048) > 0

@@ -63,7 +63,11 @@ def test_over_sampling_is_foretold_from_a_run_without(plain, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["mux.rollout.oversample.rate=-1", "data.max_response_length=0", "data.max_response_length=9999"]
+    "text",
+    [
+        *("mux.rollout.oversample.rate=-1", "mux.rollout.oversample.rate=inf", "mux.rollout.oversample.rate=1e12"),
+        *("data.max_response_length=0", "data.max_response_length=9999", "data.train_batch_size=99999999999"),
+    ],
 )
 def test_what_is_not_possible_is_refused_with_what_is(plain, text):
     key, value = text.split("=")

@@ -157,8 +157,12 @@ def test_the_command_prints_the_plan(tmp_path, capsys):
         ({"senders": [{"host": "t", "ranks": 2, "shares": [0.5, 0.6]}]}, "1 together"),
         ({"hosts": [{"host": "r", "workers": 0}]}, r"hosts\[0\].workers is 0; it must be at least 1"),
         ({"links": {"slow_gbps": -1}}, "links.slow_gbps is -1.0; it must be above 0"),
-        ({"links": {"speed": 1}}, "unknown field `speed`"),
-        ({"model": 3}, "unknown field `model`"),
+        ({"links": {"speed": 1}}, "unknown field `speed`.*; allowed: fast_gbps, slow_gbps"),
+        ({"model": 3}, "unknown field `model`; allowed: model_bytes, senders"),
+        ({"model_bytes": 10**400}, "it must be at least 1 and at most"),
+        ({"senders": [{"host": "t", "ranks": 10**8}]}, "ranks is 100000000; it must be at least 1 and at most 4096"),
+        ({"senders": [{"host": "t", "ranks": 2, "shares": [float("nan"), 0.5]}]}, "1 together"),
+        ({"links": {"fast_gbps": float("inf")}}, "links.fast_gbps is inf; it must be above 0 and finite"),
     ],
 )
 def test_what_is_wrong_in_the_file_is_said(change, error):
@@ -173,3 +177,5 @@ def test_one_kind_of_file_at_a_time():
         plan_command()
     with pytest.raises(UserError, match="--sync takes one file of its own"):
         plan_command([Path("jobs.yaml")], sync=Path("sync.yaml"))
+    with pytest.raises(UserError, match="--pools and --observed belong to --memory"):
+        plan_command(sync=Path("sync.yaml"), pools=Path("pools.yaml"))

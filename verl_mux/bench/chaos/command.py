@@ -24,10 +24,13 @@ def bench_chaos(
     schedules: Annotated[int, typer.Option(help="How many schedules of real processes.")] = 20,
     seconds: Annotated[float, typer.Option(help="How long one is.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Of the first schedule; each further one has the next.")] = 1,
-    side_by_side: Annotated[int | None, typer.Option(help="Schedules at once; default: one a core.")] = None,
+    side_by_side: Annotated[int | None, typer.Option(help="Schedules at once; default: one a core.", min=1)] = None,
     plant: Annotated[str, typer.Option(help=f"A fault that must be noticed: {', '.join(PLANTED)}.")] = "",
     simulated: Annotated[
-        int, typer.Option(help="So many schedules of the protocol in a made world instead (one takes 20 ms), and others (20 s).")
+        int,
+        typer.Option(
+            help="So many schedules of the protocol in a made world instead (one takes 20 ms), and others (20 s).", min=0
+        ),
     ] = 0,
     keep: Annotated[Path | None, typer.Option(help="Keep what the processes wrote, in this new folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

@@ -40,7 +40,7 @@ def bench_rollout(
     steps: Annotated[int, typer.Option(help="Steps of each job.", min=4)] = 24,
     warmup: Annotated[int, typer.Option(help="Steps left out of the times: pools fill, caches warm.", min=0)] = 6,
     seeds: Annotated[int, typer.Option(help="Seeds a mode.", min=1)] = 3,
-    rate: Annotated[float, typer.Option(help="Over-sampling rate.")] = 1.0,
+    rate: Annotated[float, typer.Option(help="Over-sampling rate.", min=0)] = 1.0,
     override: Annotated[list[str] | None, typer.Option(help="One more key=value for every job; may be repeated.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

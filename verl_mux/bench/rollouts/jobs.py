@@ -40,7 +40,10 @@ def run_all(run: RunFile, modes: list[str], steps: int, seeds: int, rate: float,
         Failure: a job ended with an error. UserError: it refused its keys, or they do not say how long a response may be.
     """
     require_verl()
-    Path(run.dir).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(run.dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {run.dir}: {error.strerror}; choose another --dir") from None
     (name, spec), *others = run.jobs.items()
     longest = _longest([*run.overrides, *spec.overrides, *more])
     unneeded = {other for other, _ in others}

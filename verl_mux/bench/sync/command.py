@@ -15,7 +15,7 @@ import typer
 from verl_mux.errors import Failure, UserError
 from verl_mux.sync.planning.plan import METHODS, choose, make_plan
 
-_MODEL_MIB = 32
+_MODEL_MIB, _MOST_MIB = 32, 2**20
 # Between what the ends have counted and what the kernel has: its own headers, openings, and what it sent again.
 _HEADERS = 1.1
 
@@ -24,7 +24,8 @@ def bench_sync(
     case: Annotated[list[str] | None, typer.Option(help="Only these cases.", show_default=False)] = None,
     model_mib: Annotated[int, typer.Option(help="Size of the model.")] = _MODEL_MIB,
     loopback: Annotated[
-        float | None, typer.Option(help="Instead: this many GiB over loopback, beside raw sockets.", show_default=False)
+        float | None,
+        typer.Option(help="Instead: this many GiB over loopback, beside raw sockets.", show_default=False, min=0.001),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -35,8 +36,8 @@ def bench_sync(
         found = over_loopback(round(loopback * 2**30))
         print(json_module.dumps(found) if json else "\n".join(f"{name}: {value}" for name, value in found.items()))
         return
-    if model_mib < 1:
-        raise UserError(f"--model-mib is {model_mib}; it must be at least 1")
+    if not 1 <= model_mib <= _MOST_MIB:
+        raise UserError(f"--model-mib is {model_mib}; it must be at least 1 and at most {_MOST_MIB}")
     found = over_links(case, model_mib << 20)
     print(json_module.dumps(found) if json else "\n".join(_lines(found)))
 

@@ -16,7 +16,7 @@ QUEUE_PER_CLIENT = 100
 # Messages of a client taken off the network before they are read; further ones wait at the client.
 UNREAD_PER_CLIENT = 16
 
-JOBS = 5_000
+JOBS = 20_000
 ENDED_JOBS_REMEMBERED = 1_000
 CLIENTS_OF_A_JOB = 256
 REQUESTS_OF_A_JOB = 64

@@ -17,6 +17,7 @@ import zmq
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.access.handshake import Handshake
 from verl_mux.coordinator.bus.access.keys import ClientKeys
+from verl_mux.coordinator.bus.address import check_port
 from verl_mux.coordinator.bus.conversation import RECONNECTS_WITHIN_S
 from verl_mux.coordinator.bus.outbox import Outbox
 from verl_mux.errors import UserError
@@ -200,6 +201,7 @@ def dealer(context: zmq.Context, identity: str | None, keys: ClientKeys | None, 
 
 
 def connect_to(address: str, socket: zmq.Socket) -> None:
+    check_port(address)
     try:
         socket.connect(address)
     except zmq.ZMQError as error:

@@ -6,6 +6,7 @@ Pure: nothing here reads a file (`coordinator/config.py` does).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Literal, get_args
 
@@ -19,6 +20,9 @@ from verl_mux.scheduling.model import Cluster, NodeKind
 from verl_mux.scheduling.model import Pool as SchedulingPool
 from verl_mux.scheduling.search.rules import LIVE, Rules
 
+# Thirty years: what is larger, or not a number, is a mistake.
+_MOST_SECONDS = 1e9
+_MOST_BYTES, _MOST_GPUS = 2**60, 10_000
 # Clients give a sign of life every second, so a shorter lease timeout would find every job silent.
 _LEAST_SECONDS = {"lease_timeout": 1, "kill_grace": 0, "remote_grace": 0, "filler_grace": 0, "silent_timeout": 0,
                   "hung_factor": 1, "hung_least": 0}  # fmt: skip
@@ -134,8 +138,10 @@ def check(config: Config) -> None:
     if config.placement is not None:
         _check_placement(config.placement, config.pools)
     for key, least in _LEAST_SECONDS.items():
-        if (seconds := getattr(config, key)) is not None and seconds <= least:
-            raise UserError(f"coordinator configuration: {key} is {seconds:g} s; it must be above {least} s")
+        if (seconds := getattr(config, key)) is not None and not least < seconds <= _MOST_SECONDS:
+            raise UserError(
+                f"coordinator configuration: {key} is {seconds:g} s; it must be above {least} s and at most {_MOST_SECONDS:g} s"
+            )
 
 
 def _check_pools(config: Config) -> None:
@@ -150,9 +156,21 @@ def _check_pools(config: Config) -> None:
         if pool in names and [node.name for node in members.nodes] != [pool]:
             raise UserError(f"coordinator configuration: {pool!r} names both a pool and a node; jobs name either")
     for node in (node for pool in config.pools.values() for node in pool.nodes):
-        if node.gpus < 0:
-            raise UserError(f"coordinator configuration: node {node.name!r} has {node.gpus} GPUs; at least 0 is needed")
+        _check_node(node)
     _check_places(list(config.nodes.values()))
+
+
+def _check_node(node: Node) -> None:
+    where = f"coordinator configuration: node {node.name!r} has"
+    if not 0 <= node.gpus <= _MOST_GPUS:
+        raise UserError(f"{where} {node.gpus} GPUs; at least 0 is needed, and at most {_MOST_GPUS}")
+    if any(core < 0 for core in node.cpus or ()):
+        raise UserError(f"{where} cpus {node.cpus}; they are counted from 0")
+    for key in ("device_bytes", "host_bytes"):
+        if (size := getattr(node, key)) is not None and not 0 <= size <= _MOST_BYTES:
+            raise UserError(f"{where} {key} {size}; a number from 0 to {_MOST_BYTES} is needed")
+    if node.usd_per_hour is not None and not 0 <= node.usd_per_hour < math.inf:
+        raise UserError(f"{where} usd_per_hour {node.usd_per_hour:g}; a price of 0 or more is needed")
 
 
 def _check_places(nodes: list[Node]) -> None:
@@ -199,7 +217,7 @@ def _check_placement(placement: PlacementConfig, pools: Mapping[str, Pool]) -> N
         _check_alike(name, pools[name], placement)
     if placement.rollout == placement.train:
         raise UserError(f"{where}: rollout and train are both {placement.rollout!r}; two pools are needed")
-    if placement.slo < 1:
+    if not 1 <= placement.slo < math.inf:
         raise UserError(f"{where}.slo is {placement.slo:g}; an SLO is a factor of at least 1")
     if placement.observe < 1:
         raise UserError(f"{where}.observe is {placement.observe}; at least 1 step is needed")

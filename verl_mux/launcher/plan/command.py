@@ -36,6 +36,8 @@ def plan(
     The certificate's exit code is 1 where they do not fit. With --sync: who sends what to whom in a weight sync, and what every
     way of it costs.
     """
+    if not memory and (pools is not None or observed is not None):
+        raise UserError("--pools and --observed belong to --memory")
     if sync is not None:
         _plan_sync(sync, json, files, memory)
         return
@@ -49,8 +51,6 @@ def plan(
         if not found.fits:
             raise typer.Exit(1)
         return
-    if pools is not None or observed is not None:
-        raise UserError("--pools and --observed belong to --memory")
     if len(files) != 1:
         raise UserError(f"{len(files)} files are given; without --memory one is allowed")
     from verl_mux.simulation import plan as placing

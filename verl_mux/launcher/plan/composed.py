@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_mux.composed_config import at
 from verl_mux.errors import Failure, UserError
 from verl_mux.launcher import run_file
 from verl_mux.launcher.processes.job_process import composition, require_verl
@@ -64,9 +66,23 @@ def _job(config: dict[str, Any], where: str) -> tuple[Job, float | None]:
     whole = OmegaConf.create(config)
     try:
         parts = {name: OmegaConf.select(whole, name) for name in _PARTS}
-        plain = {name: OmegaConf.to_container(part, resolve=True) for name, part in parts.items() if part is not None}
+        if strange := [name for name, part in parts.items() if part is not None and not OmegaConf.is_dict(part)]:
+            raise UserError(f"{where}: {strange[0]} is {parts[strange[0]]!r}; keys are needed there")
+        plain: dict[str, Any] = {
+            name: OmegaConf.to_container(part, resolve=True) for name, part in parts.items() if part is not None
+        }
     except OmegaConfBaseException as error:
         raise UserError(f"{where}: {str(error).splitlines()[0]}") from None
-    path = str((plain["actor_rollout_ref"].get("model") or {}).get("path"))
-    budget = ((plain.get("mux") or {}).get("device") or {}).get("budget")
-    return read_job(plain, read_model_config(path, "count parameters of")), None if budget is None else float(budget)
+    path = at(plain, "actor_rollout_ref.model.path")
+    if not isinstance(path, str) or not path:
+        raise UserError(f"{where}: actor_rollout_ref.model.path is {path!r}; a folder, or a name on a hub, is needed")
+    return read_job(plain, read_model_config(path, "count parameters of")), _budget(at(plain, "mux.device.budget"))
+
+
+def _budget(given: Any) -> float | None:
+    """GB."""
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
+        raise UserError(f"mux.device.budget is {given!r}; GB of a GPU, above 0, are needed for a certificate")
+    return float(given)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from verl_mux.composed_config import at, count
+from verl_mux.composed_config import at, count, section
 from verl_mux.errors import UserError
 from verl_mux.memory.certificate.model import Decoder, decoder
 from verl_mux.platform.charges import Charges, bucket_megabytes
@@ -91,7 +91,7 @@ def read_job(config: Mapping[str, Any], model: Mapping[str, Any]) -> Job:
     mode = str(at(config, "trainer.v1.trainer_mode"))
     colocated = mode != "mux_separate" and not mode.startswith("separate")
     name = str(at(config, "mux.job") or at(config, "trainer.experiment_name", "job"))
-    model = {**model, **(at(config, "actor_rollout_ref.model.override_config") or {})}
+    model = {**model, **section(config, "actor_rollout_ref.model.override_config")}
     engine, training = _engine(config, colocated, name), _training(config, name)
     both = _names(config, "train", training.nodes, name)
     return Job(
@@ -102,8 +102,15 @@ def read_job(config: Mapping[str, Any], model: Mapping[str, Any]) -> Job:
         rollout_nodes=both if colocated else _names(config, "rollout", engine.nodes, name),
         train_nodes=both,
         colocated=colocated,
-        charges=msgspec.convert(at(config, "mux.device.charges") or {}, Charges, strict=False),
+        charges=_charges(config),
     )
+
+
+def _charges(config: Mapping[str, Any]) -> Charges:
+    try:
+        return msgspec.convert(section(config, "mux.device.charges"), Charges, strict=False)
+    except msgspec.ValidationError as error:
+        raise UserError(f"mux.device.charges: {error}; allowed: {', '.join(Charges.__struct_fields__)}") from None
 
 
 def _names(config: Mapping[str, Any], side: str, count: int, job: str) -> tuple[str, ...]:
@@ -111,16 +118,20 @@ def _names(config: Mapping[str, Any], side: str, count: int, job: str) -> tuple[
     given = at(config, f"mux.nodes.{side}")
     if given == "auto" or given == ["auto"] or not given:
         return tuple(f"{side}{number}" for number in range(count))
+    if not isinstance(given, (list, tuple)):
+        raise UserError(f"job {job!r}: mux.nodes.{side} is {given!r}; a list of nodes is needed, or auto")
     if len(given) != count:
         raise UserError(f"job {job!r}: mux.nodes.{side} names {len(given)} nodes, but the config uses {count}")
     return tuple(map(str, given))
 
 
 def _engine(config: Mapping[str, Any], colocated: bool, job: str) -> Engine:
-    arguments = at(config, f"{_ROLLOUT}.engine_kwargs.sglang") or {}
+    sglang = f"{_ROLLOUT}.engine_kwargs.sglang"
+    arguments = section(config, sglang)
+    longest = _count(config, "data.max_prompt_length") + _count(config, "data.max_response_length")
     side = "trainer" if colocated else _ROLLOUT
     dtype = _bytes_of(config, f"{_ROLLOUT}.dtype", "bfloat16")
-    kv_dtype = arguments.get("kv_cache_dtype", "auto")
+    kv_dtype, chunked = arguments.get("kv_cache_dtype", "auto"), arguments.get("chunked_prefill_size")
     engine = Engine(
         tensor=_count(config, f"{_ROLLOUT}.tensor_model_parallel_size", 1),
         data=_count(config, f"{_ROLLOUT}.data_parallel_size", 1),
@@ -129,10 +140,11 @@ def _engine(config: Mapping[str, Any], colocated: bool, job: str) -> Engine:
         bytes=dtype,
         kv_bytes=dtype if kv_dtype == "auto" else _BYTES.get(str(kv_dtype), dtype),
         utilization=_share(config, f"{_ROLLOUT}.gpu_memory_utilization", 0.5),
-        tokens=arguments.get("max_total_tokens"),
+        tokens=_count(config, f"{sglang}.max_total_tokens") if arguments.get("max_total_tokens") is not None else None,
         requests=_count(config, f"{_ROLLOUT}.max_num_seqs", 1024),
-        prefill=arguments.get("chunked_prefill_size") or _PREFILL,
-        longest=_count(config, "data.max_prompt_length") + _count(config, "data.max_response_length"),
+        # -1 is SGLang's word for whole prompts.
+        prefill=max(longest, _PREFILL) if chunked == -1 else _count(config, f"{sglang}.chunked_prefill_size", _PREFILL),
+        longest=longest,
         graphs=not at(config, f"{_ROLLOUT}.enforce_eager"),
         bucket=bucket_megabytes(_count(config, f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", 2048)) << 20,
         nodes=_count(config, f"{side}.nnodes"),
@@ -150,7 +162,7 @@ def _training(config: Mapping[str, Any], job: str) -> Training:
     if strategy not in ("fsdp", "fsdp2"):
         raise UserError(f"job {job!r}: {_ACTOR}.strategy={strategy}: the certificate knows fsdp and fsdp2")
     nodes, gpus = _count(config, "trainer.nnodes"), _count(config, "trainer.n_gpus_per_node")
-    size = at(config, f"{_ACTOR}.fsdp_config.fsdp_size", -1)
+    size = f"{_ACTOR}.fsdp_config.fsdp_size"
     model = "actor_rollout_ref.model"
     longest = _count(config, "data.max_prompt_length") + _count(config, "data.max_response_length")
     dynamic = bool(at(config, f"{_ACTOR}.use_dynamic_bsz"))
@@ -159,7 +171,7 @@ def _training(config: Mapping[str, Any], job: str) -> Training:
     return Training(
         nodes=nodes,
         gpus_per_node=gpus,
-        shards=nodes * gpus if size in (-1, None) else size,
+        shards=nodes * gpus if at(config, size, -1) == -1 else _count(config, size),
         state_bytes=_bytes_of(config, f"{_ACTOR}.fsdp_config.model_dtype", "fp32"),
         gathered_bytes=_bytes_of(config, f"{_ACTOR}.fsdp_config.mixed_precision.param_dtype", "bf16"),
         tokens=-(-tokens // _count(config, f"{_ACTOR}.ulysses_sequence_parallel_size", 1)),
@@ -167,7 +179,7 @@ def _training(config: Mapping[str, Any], job: str) -> Training:
         fused_logits=bool(at(config, f"{model}.use_fused_kernels")),
         reference=bool(at(config, f"{_ACTOR}.use_kl_loss") or at(config, "algorithm.use_kl_in_reward")),
         critic=at(config, "algorithm.adv_estimator") == "gae",
-        lora=int(at(config, f"{model}.lora.rank") or at(config, f"{model}.lora_rank") or 0),
+        lora=next((_count(config, key) for key in (f"{model}.lora.rank", f"{model}.lora_rank") if at(config, key)), 0),
         delta=bool(at(config, "mux.sync.delta")),
     )
 

@@ -16,6 +16,11 @@ from verl_mux.errors import UserError
 # SGLang pads the vocabulary so that it divides among ranks (vocab_parallel_embedding.py).
 VOCABULARY_MULTIPLE = 64
 _COUNTS = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_OPTIONAL = (*_EXPERTS, "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts",
+             "intermediate_size", "num_key_value_heads", "head_dim", "max_position_embeddings", "decoder_sparse_step",
+             "first_k_dense_replace")  # fmt: skip
+_MOST = {"num_hidden_layers": 100_000}
 _OTHER_CACHES = ("kv_lora_rank", "ssm_state_size", "mamba_d_state", "linear_num_key_heads")
 # Families whose config does not say that query, key and value have biases; and those that normalise query and key by head.
 _QKV_BIAS = ("qwen2", "qwen2_moe")
@@ -140,13 +145,21 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
 
 def decoder(config: Mapping[str, Any], where: str = "model config") -> Decoder:
     """From a model's `config.json`. Raises UserError: what is missing, or a model that the formulas are not for."""
-    given = {**config, **(config.get("text_config") or {})}
+    text = config.get("text_config") or {}
+    if not isinstance(text, Mapping):
+        raise UserError(f"{where}: text_config is {text!r}; keys are needed there")
+    given = {**config, **text}
+    for key in _OPTIONAL:
+        if given.get(key):
+            _count(given, key, where)
+    if not isinstance(given.get("mlp_only_layers") or [], list):
+        raise UserError(f"{where}: mlp_only_layers is {given['mlp_only_layers']!r}; a list is needed")
     for key in _COUNTS:
         _count(given, key, where)
     if other := [key for key in _OTHER_CACHES if given.get(key)]:
         raise UserError(f"{where}: {other[0]}={given[other[0]]}: the certificate knows grouped-query attention only")
     heads, family = given["num_attention_heads"], str(given.get("model_type", ""))
-    experts = next((given[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if given.get(key)), 0)
+    experts = next((given[key] for key in _EXPERTS if given.get(key)), 0)
     width = given.get("intermediate_size") or 0
     own = given.get("moe_intermediate_size") or width
     shared = given.get("shared_expert_intermediate_size") or (given.get("n_shared_experts") or 0) * own
@@ -179,7 +192,7 @@ def _sparse_layers(given: Mapping[str, Any]) -> int:
 
 
 def _count(given: Mapping[str, Any], key: str, where: str) -> int:
-    value = given.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{where}: {key} is {value!r}; a number of 1 or more is needed")
+    value, most = given.get(key), _MOST.get(key, 2**31)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise UserError(f"{where}: {key} is {value!r}; a number of 1 or more is needed, at most {most}")
     return value

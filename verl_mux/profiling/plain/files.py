@@ -19,6 +19,7 @@ from pathlib import Path
 from verl_mux.errors import UserError
 
 ROLES = ("trainer", "rollout", "server", "coordinator", "agent")
+MAX_STEP = 10**9 - 1
 _STEP = re.compile(r"step_(\d{1,9})")
 _WORKER = re.compile(r"worker_(\d{1,9})(?:\.\d+)?\.jsonl")
 

@@ -52,7 +52,7 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
 def _row(line: bytes) -> LengthRow:
     try:
         given = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(given, dict):
         raise ValueError(f"expected an object {_SHAPE}, given {_short(given)}")

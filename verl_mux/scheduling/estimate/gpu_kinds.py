@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from verl_mux.errors import UserError
@@ -28,8 +30,11 @@ class GpuKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         for name in ("tflops", "tb_per_s", "memory_gb", "decode", "train"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"GPU kind: {name} is {getattr(self, name):g}; it must be above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"GPU kind: {name} is {getattr(self, name):g}; it must be above 0 and finite")
+        for name in ("usd_per_gpu_hour", "process_gb", "fixed_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"GPU kind: {name} is {getattr(self, name):g}; it must be at least 0 and finite")
 
 
 # H20, H800: RollMux (arXiv 2512.11306v2), table 1. H100, H200: NVIDIA's data sheets of the SXM ones; they name no rent.

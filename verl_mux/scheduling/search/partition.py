@@ -94,7 +94,7 @@ class _Division:
     def _list_groups(self, low: int) -> None:
         """All groups of use whose lowest job is `low`, small ones first, as larger ones must beat them."""
         owner, jobs = self.owner, self.jobs
-        for size in range(1, owner.cap):
+        for size in range(1, min(owner.cap, len(jobs))):
             for others in itertools.combinations(range(low + 1, len(jobs)), size):
                 members = (low, *others)
                 bits = sum([1 << i for i in members])

@@ -41,7 +41,7 @@ class Division:
     def solve(self, jobs: Sequence[JobSpec]) -> Divided:
         """Jobs sorted by name."""
         columns: list[tuple[float, Part]] = [(isolated_usd(job, self.cluster), ((job,), None)) for job in jobs]
-        for size in range(2, self.cap + 1):
+        for size in range(2, min(self.cap, len(jobs)) + 1):
             for members in itertools.combinations(jobs, size):
                 if (priced := self._price(members)).shared is not None:
                     columns.append((priced.usd, (members, priced.shared)))

@@ -108,7 +108,7 @@ def _recording(analysis: Analysis, job: str) -> Recording:
         raise _Lacking(f"{len(steps)} steps with their times, {MIN_STEPS} are needed")
     groups = _groups(done)
     replicas = max(1, analysis.engines.stays.filter(of_job)["replica"].n_unique())
-    keys = _keys(analysis, job)
+    keys = analysis.keys(job)
     _infer(keys, analysis, job, groups)
     return Recording(job, keys, groups, steps, replicas, _slots(analysis, job), requests.height - done.height)
 
@@ -162,11 +162,6 @@ def _steps(analysis: Analysis, job: str, done: pl.DataFrame) -> tuple[StepTimes,
 
 def _seconds_by_step(spans: pl.DataFrame, event: str) -> dict[int, float]:
     return dict(spans.filter(pl.col("event") == event).group_by("step").agg(pl.col("seconds").sum()).iter_rows())
-
-
-def _keys(analysis: Analysis, job: str) -> dict[str, str]:
-    told = analysis.spans.filter((pl.col("job") == job) & (pl.col("event") == events.JOB_KEYS))["keys"].drop_nulls()
-    return dict(key.split("=", 1) for key in (told[-1] if told.len() else ()) if "=" in key)
 
 
 def _infer(keys: dict[str, str], analysis: Analysis, job: str, groups: tuple[Group, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,12 +78,14 @@ class Settings:
         return True
 
 
+# What is far beyond any job: prompt groups are all drawn.
+MOST = {"data.train_batch_size": 16_384, "mux.rollout.oversample.rate": 100.0}
 # key -> (type, what is allowed)
 KEYS = {
     "data.max_response_length": (int, "tokens, from 1 to the longest recorded response"),
-    "data.train_batch_size": (int, "prompt groups, 1 or more"),
+    "data.train_batch_size": (int, "prompt groups, from 1 to 16384"),
     "actor_rollout_ref.rollout.max_num_seqs": (int, "requests, 1 or more"),
-    "mux.rollout.oversample.rate": (float, "0 or more"),
+    "mux.rollout.oversample.rate": (float, "from 0 to 100"),
     "mux.rollout.oversample.leftover": (str, ", ".join(LEFTOVERS)),
     "mux.rollout.oversample.tokens": (str, ", ".join(TOKENS)),
     "mux.rollout.oversample.max_cuts": (int, "0 or more"),
@@ -153,4 +156,4 @@ def _possible(key: str, value: object, settings: Settings) -> bool:
     if words is not None:
         return value in words
     least = 0 if key.endswith(("rate", "max_cuts", "max_lag")) else 1
-    return isinstance(value, (int, float)) and value >= least
+    return isinstance(value, (int, float)) and least <= value <= MOST.get(key, math.inf)

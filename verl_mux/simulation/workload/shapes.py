@@ -9,6 +9,7 @@ reproduce the magnitude of its figure 15 (see recipes/rollmux_paper).
 from __future__ import annotations
 
 import csv
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,9 +74,14 @@ def find_shapes(name: str) -> Sequence[Shape]:
         return FAMILIES[name]
     if not Path(name).is_file():
         raise UserError(f"shapes {name!r} are not known; allowed: {', '.join(FAMILIES)}, or a CSV file of {','.join(COLUMNS)}")
-    with open(name, newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        shapes = [_shape(name, reader.line_num, fields) for fields in reader]
+    try:
+        with open(name, newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            shapes = [_shape(name, reader.line_num, fields) for fields in reader]
+    except OSError as error:
+        raise UserError(f"cannot read shapes {name}: {error.strerror}") from error
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UserError(f"{name} is not a CSV file: {error}") from error
     if not shapes:
         raise UserError(f"{name} has no shapes; a CSV file of {','.join(COLUMNS)} is needed")
     return shapes
@@ -89,8 +95,8 @@ def _shape(path: str, line: int, fields: dict[str, str | None]) -> Shape:
         raise UserError(f"{path}, line {line}: a shape needs {','.join(COLUMNS)}, the last four in seconds") from error
     if size not in SIZES:
         raise UserError(f"{path}, line {line}: size is {size!r}; allowed: {', '.join(SIZES)}")
-    if not (0 < low <= high and 0 < train_low <= train_high):
-        raise UserError(f"{path}, line {line}: seconds must be above 0, and no minimum above its maximum")
+    if not (0 < low <= high < math.inf and 0 < train_low <= train_high < math.inf):
+        raise UserError(f"{path}, line {line}: seconds must be above 0 and finite, and no minimum above its maximum")
     return Shape(size, (low, high), (train_low, train_high))
 
 

@@ -13,6 +13,7 @@ from verl_mux.errors import UserError
 
 COLUMNS = ("job", "arrival_h", "duration_h")
 MAX_GPUS = 8192  # of one job on each side
+MAX_HOURS = 1e5  # eleven years; every iteration of a job is replayed
 
 
 class TraceRow(msgspec.Struct, frozen=True):
@@ -61,17 +62,20 @@ def _number(path: str | Path, line: int, column: str, text: str, positive: bool 
         value = float(text)
     except ValueError:
         value = math.nan
-    if not math.isfinite(value) or value < 0 or (positive and value == 0):
-        raise UserError(
-            f"{path}, line {line}: {column} is {text!r}; a number {'above' if positive else 'of at least'} 0 is needed"
-        )
+    if not 0 <= value <= MAX_HOURS or (positive and value == 0):
+        least = "above" if positive else "of at least"
+        raise UserError(f"{path}, line {line}: {column} is {text!r}; a number {least} 0 and at most {MAX_HOURS:g} is needed")
     return value
 
 
 def _count(path: str | Path, line: int, text: str) -> int:
-    if not text.strip().isdigit() or not 0 < int(text) <= MAX_GPUS:
+    try:
+        count = int(text)
+    except ValueError:  # also for more digits than Python takes
+        count = 0
+    if not 0 < count <= MAX_GPUS:
         raise UserError(f"{path}, line {line}: gpus is {text!r}; a whole number from 1 to {MAX_GPUS} is needed")
-    return int(text)
+    return count
 
 
 def _unique(path: str | Path, rows: Iterable[tuple[int, TraceRow]]) -> list[TraceRow]:

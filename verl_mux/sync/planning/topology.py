@@ -6,14 +6,18 @@ between clusters; either each pair of hosts has one of its own, or all share one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
 from verl_mux.errors import UserError
+from verl_mux.yaml_file import allowed_keys
 
 LINKS = ("slow", "fast", "local")
+# Far above what runs: a plan looks at every pair.
+MAX_BYTES, MAX_PROCESSES = 2**60, 4096
 
 
 class Links(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,6 +94,9 @@ class SyncFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     senders_hold: Literal["shard", "model"] = "shard"
 
 
+_KINDS = {".senders": _TrainHost, ".hosts": _RolloutHost, ".links": Links}
+
+
 def read_topology(given: Mapping) -> tuple[Topology, int]:
     """The topology, and the model's bytes.
 
@@ -99,7 +106,7 @@ def read_topology(given: Mapping) -> tuple[Topology, int]:
     try:
         file = msgspec.convert(given, SyncFile)
     except msgspec.ValidationError as error:
-        raise UserError(f"the sync file: {error}") from None
+        raise UserError(f"the sync file: {error}{allowed_keys(error, _KINDS, SyncFile)}") from None
     _check(file)
     ranks = sum(host.ranks for host in file.senders)
     trainers = tuple(
@@ -115,19 +122,24 @@ def read_topology(given: Mapping) -> tuple[Topology, int]:
 
 
 def _check(file: SyncFile) -> None:
-    if file.model_bytes < 1:
-        raise UserError(f"model_bytes is {file.model_bytes}; it must be at least 1")
+    if not 1 <= file.model_bytes <= MAX_BYTES:
+        raise UserError(f"model_bytes is {file.model_bytes}; it must be at least 1 and at most {MAX_BYTES}")
     if not file.senders or not file.hosts:
         raise UserError("senders and hosts each need at least one host")
     for at, host in enumerate(file.senders):
-        if host.ranks < 1 or (host.shares is not None and len(host.shares) != host.ranks):
+        _check_number(f"senders[{at}]: ranks", host.ranks)
+        if host.shares is not None and len(host.shares) != host.ranks:
             raise UserError(f"senders[{at}]: ranks is {host.ranks}, and shares must have as many numbers (or be left out)")
     for at, rollout in enumerate(file.hosts):
-        if rollout.workers < 1:
-            raise UserError(f"hosts[{at}].workers is {rollout.workers}; it must be at least 1")
+        _check_number(f"hosts[{at}].workers", rollout.workers)
     shares = [share for host in file.senders for share in host.shares or []]
-    if shares and (any(host.shares is None for host in file.senders) or abs(sum(shares) - 1) > 1e-6 or min(shares) < 0):
+    if shares and (any(host.shares is None for host in file.senders) or not abs(sum(shares) - 1) <= 1e-6 or min(shares) < 0):
         raise UserError(f"shares are {shares}; give them for all senders, none below 0, 1 together")
     for key, value in msgspec.structs.asdict(file.links).items():
-        if isinstance(value, float | int) and not value > 0:
-            raise UserError(f"links.{key} is {value}; it must be above 0")
+        if isinstance(value, float | int) and not 0 < value < math.inf:
+            raise UserError(f"links.{key} is {value}; it must be above 0 and finite")
+
+
+def _check_number(key: str, count: int) -> None:
+    if not 1 <= count <= MAX_PROCESSES:
+        raise UserError(f"{key} is {count}; it must be at least 1 and at most {MAX_PROCESSES}")

@@ -51,6 +51,11 @@ def test_a_slow_reward_is_found_and_named(tmp_path, tokens):
     assert slow.seconds == pytest.approx(160.0, abs=0.1)
 
 
+def test_a_pause_of_tenths_of_a_second_is_none(tmp_path):
+    quick = Made(seconds_per_token=0.004, preprocess=0.05, slow_rewards={(2, 1, 5): 0.8})  # steps of two seconds
+    assert found(make_run(tmp_path, quick)) == []
+
+
 @pytest.mark.parametrize("tokens", [True, False])
 def test_a_slow_second_turn_is_found_and_named(tmp_path, tokens):
     (slow,) = found(make_run(tmp_path, Made(slow_turns={(2, 3, 9): 150.0}, tokens=tokens)))

@@ -46,6 +46,20 @@ def test_few_requests_are_enough_where_the_engines_counters_stop(tmp_path):
     assert (gap.kind, gap.step, gap.replica) == ("silent_gap", 2, 1)
 
 
+def test_a_stall_counts_from_the_last_sign_of_life(tmp_path):
+    # Answers end in the second between the last counters and the stall.
+    (gap,) = found(make(tmp_path, stalled=(2, 1, 14.9, 6.0), replicas=2, requests=192))
+    assert (gap.kind, gap.step, gap.replica) == ("silent_gap", 2, 1)
+    assert gap.seconds == pytest.approx(6.0, abs=0.5)
+
+
+def test_a_stall_in_a_step_with_a_validation_is_found(tmp_path):
+    # The engines wait for longer while the trainer trains between the two.
+    (gap,) = found(make(tmp_path, stalled=(2, 1, 8.9, 7.0), replicas=2, validates=64))
+    assert (gap.kind, gap.step, gap.replica) == ("silent_gap", 2, 1)
+    assert 7 <= gap.seconds < 8.1
+
+
 def test_kv_starvation_comes_from_the_engines_own_counters(tmp_path):
     (starved,) = found(make(tmp_path, starved={(2, 3)}))
     assert (starved.kind, starved.step, starved.replica, starved.node) == ("kv_starvation", 2, 3, "r1")
@@ -64,6 +78,13 @@ def test_requests_that_wait_in_the_engines_queues(tmp_path):
     assert {(finding.kind, finding.replica) for finding in told} == {("queueing", replica) for replica in range(4)}
 
 
+def test_requests_that_wait_while_slots_are_free_wait_for_kv_cache(tmp_path):
+    told = found(make(tmp_path / "free", slots=6, seats=64))
+    assert {(finding.kind, finding.replica) for finding in told} == {("kv_starvation", replica) for replica in range(4)}
+    told = found(make(tmp_path / "taken", slots=6, seats=6))
+    assert {finding.kind for finding in told} == {"queueing"}
+
+
 def test_turns_that_take_long_to_prepare(tmp_path):
     (slow,) = found(make(tmp_path, prepare=6.0))
     assert slow.kind == "preprocessing" and slow.seconds > 4
@@ -71,6 +92,7 @@ def test_turns_that_take_long_to_prepare(tmp_path):
 
 HEALTHY = {
     "plain": {},
+    "validated": {"validates": 64},
     "multi-turn": {"turns": 3},
     "over-sampled": {"over": 0.5},
     "over-sampled, multi-turn": {"over": 0.25, "turns": 2},
@@ -143,5 +165,84 @@ def test_one_long_wait_is_told_with_its_step(tmp_path):
     assert (wait.kind, wait.step, wait.seconds) == ("lease_wait", 3, 90.0)
 
 
+def test_a_wait_for_one_usual_phase_of_another_job_is_its_turn(tmp_path):
+    assert waiting(tmp_path, {"a": [5.0, 6.0, 60.0, 5.0], "b": [5.0] * 4}) == []
+
+
 def test_equal_jobs_in_turns_wait_alike(tmp_path):
     assert waiting(tmp_path, {"a": [55.0] * 4, "b": [55.0] * 4}) == []
+
+
+def streaming(directory, late: float):
+    """A job whose log names no engine. Some requests go on after their step has ended, `late` seconds while the trainer has the
+    device: one of each worker, and all of one worker's."""
+    rng, keys = random.Random(5), {"role": "rollout", "job": "a"}
+    for step in range(1, 7):
+        began, trained = 100.0 * step, 100.0 * step + 60
+        for worker in range(8):
+            lines = Lines(worker, step)
+            for number in range(24):
+                seconds = rng.uniform(15, 30)
+                goes_on = worker == 3 or number == 0
+                end = trained + late + seconds if goes_on else began + seconds
+                who = {"request_id": f"{step}{worker}{number:03}_0"}
+                call = {"turn": 1, "stay": 1, "prompt_tokens": 90, "response_tokens": int(seconds * 20), "finish_reason": "stop"}
+                lines.add(began, "request_start", None, who, **keys)
+                lines.add(end, "turn_engine_call", end - began, who | call, **keys)
+                told = {"turns": 1, "stays": 1, "response_length": int(seconds * 20), "parked_sec": 0.0}
+                lines.add(end + 0.1, "async_rollout_request_complete", end + 0.1 - began, who | told, **keys)
+            lines.write(directory / "rollout")
+        trainer = Lines(0, step)
+        trainer.add(trained, "step", 60.0, {}, role="trainer", job="a")
+        trainer.write(directory / "trainer")
+    return found(directory)
+
+
+def test_steps_that_wait_for_no_request_blame_none(tmp_path):
+    assert streaming(tmp_path, late=30.0) == []
+
+
+def with_tools(directory, longest: float):
+    """Requests with one tool call each, most of them of a second or two; in step 4 one takes `longest` and is the last."""
+    rng, keys = random.Random(7), {"role": "rollout", "job": "a"}
+    for step in range(1, 9):
+        for worker in range(8):
+            lines = Lines(worker, step)
+            for number in range(16):
+                began, generated, tool = 100.0 * step, rng.uniform(10, 30), rng.lognormvariate(0.0, 0.75)
+                if (step, worker, number) == (4, 2, 5):
+                    generated, tool = 29.0, longest
+                end, who = began + generated + tool, {"request_id": f"{step}{worker}{number:03}_0"}
+                call = {"turn": 1, "stay": 1, "response_tokens": int(generated * 20), "finish_reason": "stop"}
+                lines.add(began, "request_start", None, who, **keys)
+                lines.add(end - tool, "turn_engine_call", generated, who | call, **keys)
+                lines.add(end, "tool_execution", tool, who | {"turn": 1, "tool": "search"}, **keys)
+                told = {"turns": 1, "stays": 1, "response_length": int(generated * 20), "parked_sec": 0.0}
+                lines.add(end, "async_rollout_request_complete", end - began, who | told, **keys)
+            lines.write(directory)
+    return [(f.kind, f.step) for f in found(directory)]
+
+
+def test_a_call_that_is_long_as_such_calls_are_is_no_finding(tmp_path):
+    assert with_tools(tmp_path / "ordinary", 14.0) == []
+    assert with_tools(tmp_path / "odd", 60.0) == [("tool_wait", 4)]
+
+
+def test_a_call_that_no_step_waited_for_is_no_finding(tmp_path):
+    # The call made its request six seconds longer, and others of the step take twenty more.
+    rng, keys = random.Random(3), {"role": "rollout", "job": "a"}
+    for step in range(1, 5):
+        for worker in range(8):
+            lines = Lines(worker, step)
+            for number in range(16):
+                began, generated = 100.0 * step, 30.0 if number == 0 else rng.uniform(8, 10)
+                tool = 6.0 if (step, worker, number) == (2, 1, 5) else rng.uniform(0.2, 0.4)
+                end, who = began + generated + tool, {"request_id": f"{step}{worker}{number:03}_0"}
+                call = {"turn": 1, "stay": 1, "response_tokens": int(generated * 20), "finish_reason": "stop"}
+                lines.add(began, "request_start", None, who, **keys)
+                lines.add(end - tool, "turn_engine_call", generated, who | call, **keys)
+                lines.add(end, "tool_execution", tool, who | {"turn": 1, "tool": "search"}, **keys)
+                told = {"turns": 1, "stays": 1, "response_length": int(generated * 20), "parked_sec": 0.0}
+                lines.add(end, "async_rollout_request_complete", end - began, who | told, **keys)
+            lines.write(tmp_path)
+    assert [f.kind for f in found(tmp_path) if f.kind == "tool_wait"] == []

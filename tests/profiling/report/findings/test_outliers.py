@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from verl_mux.profiling.report.findings.outliers import expected_seconds, isolated
+from verl_mux.profiling.report.findings.outliers import chance, expected_seconds, isolated
 
 TAME = {
     "normal": lambda rng, n: np.maximum(rng.normal(20, 4, n), 1.0),
@@ -64,3 +64,21 @@ def test_expected_seconds_follow_tokens_where_they_are_known():
     seconds = 2.0 + 0.03 * tokens
     assert expected_seconds(seconds, tokens) == pytest.approx(seconds, rel=1e-6)
     assert set(expected_seconds(seconds, None)) == {np.median(seconds)}
+
+
+def test_the_chance_of_large_values_comes_from_the_others():
+    rng = np.random.default_rng(4)
+    others, few = rng.lognormal(0, 0.5, 2000), rng.lognormal(0, 0.5, 64)
+    assert chance(few, others) > 0.01
+    assert chance(np.append(few, 9.0), others) < 1e-3
+    assert chance(np.append(few, [4.5] * 4), others) < 1e-4 < chance(np.append(few, 4.5), others)
+
+
+def test_values_of_another_kind_among_the_others_excuse_none():
+    rng = np.random.default_rng(4)
+    others = np.concatenate([rng.lognormal(-4, 0.4, 960), rng.lognormal(3, 0.2, 40)])
+    assert chance(np.array([0.02, 0.02, 20.0]), others) < 1e-6
+
+
+def test_too_few_others_excuse_none():
+    assert chance(np.array([1.0, 2.0]), np.array([1.0, 1.1])) == 0.0

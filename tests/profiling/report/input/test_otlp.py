@@ -88,8 +88,42 @@ def test_ours_are_spans_that_any_viewer_reads(tmp_path):
     assert all(int(it["startTimeUnixNano"]) <= int(it["endTimeUnixNano"]) for it in spans)
 
 
+def of(span, line=None):
+    """One span with some keys changed, or taken away; with a line of a log."""
+    whole = {"traceId": "t", "name": "n", "startTimeUnixNano": "1", "endTimeUnixNano": "2", **span}
+    about = [] if line is None else [{"key": "mux.line", "value": line}]
+    kept = {key: value for key, value in whole.items() if value is not None}
+    return {"resourceSpans": [{"scopeSpans": [{"spans": [{**kept, "attributes": about}]}]}]}
+
+
+@pytest.mark.parametrize("role", ["../out", "/tmp/out", "", None])
+def test_a_line_of_a_log_in_a_span_leads_out_of_no_folder(tmp_path, role):
+    line = {"timestamp": "2025-08-11T00:00:00", "event": "step", "role": role, "step": 1, "workid": 0}
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(of({}, {"stringValue": json.dumps(line)})))
+    with pytest.raises(UserError, match="an attribute mux.line is no line of an event log"):
+        write_as_log(path, tmp_path / "log")
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize(
-    "text", ["{", "[1]", '{"spans": []}', '{"resourceSpans": []}', '{"resourceSpans": [{"scopeSpans": [{"spans": [{}]}]}]}']
+    "text",
+    [
+        *("{", "[1]", '{"spans": []}', '{"resourceSpans": []}', '{"resourceSpans": [{"scopeSpans": [{"spans": [{}]}]}]}'),
+        *("[" * 100_000, "null", '{"resourceSpans": null}'),
+        *(
+            json.dumps(spans)
+            for spans in (
+                of({"traceId": None}),
+                of({"name": None}),
+                of({"endTimeUnixNano": "9" * 30}),
+                of({"endTimeUnixNano": "soon"}),
+                of({}, {"stringValue": "[1]"}),
+                of({}, {"stringValue": "{"}),
+                of({}, {"intValue": "3"}),
+            )
+        ),
+    ],
 )
 def test_what_is_no_otlp_is_refused_in_one_line(tmp_path, text):
     path = tmp_path / "x.json"

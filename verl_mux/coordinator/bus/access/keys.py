@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import zmq.auth
 
+from verl_mux.coordinator.bus.address import check_port
 from verl_mux.coordinator.bus.state_folder import state_folder
 from verl_mux.errors import UserError
 
@@ -67,7 +68,9 @@ def make(directory: Path) -> None:
 
 
 def for_bind(bind: str, directory: Path | None) -> ServerKeys:
-    """Of a coordinator that listens at `bind`. Raises UserError where others could reach it and no keys are named."""
+    """Of a coordinator that listens at `bind`. Raises UserError where others could reach it and no keys are named, and for a port
+    that is none."""
+    check_port(bind)
     if directory is not None:
         return _of_server(directory)
     if not is_local(bind):

@@ -14,7 +14,7 @@ DETECTORS: dict[Callable[[Sifted], list[Finding]], tuple[str, ...]] = {
     lambda run: stalls.find(run.stalls, run.analysis.engines): ("silent_gap",),
     lambda run: [f for f in run.slow if f.kind in ("slow_turn", "slow_request")]: ("slow_turn", "slow_request"),
     lambda run: [*stragglers.find(run.analysis, run.ordinary), *run.slow_engines]: ("straggler",),
-    lambda run: step_shape.find_long_tail(run.of_even_engines): ("long_tail",),
+    lambda run: step_shape.find_long_tail(run.awaited): ("long_tail",),
     lambda run: [
         *step_shape.find_heavy_preprocessing(run.analysis),
         *step_shape.find_slow_preparation(run.analysis),

@@ -25,6 +25,7 @@ SUSPECTS = 0.02  # more than this part of a sample is no outlier but a second mo
 TAIL = 0.10
 MIN_SPREAD = 0.05
 LEAST_OF_WHOLE = 0.5
+SECOND_MODE = 2.0  # times as wide as the rest: a tail that is no lognormal's
 Z90, Z98 = 1.2816, 2.0537  # the normal distribution's quantiles
 
 
@@ -59,6 +60,23 @@ def _power_law_count(logs: np.ndarray, suspects: int) -> np.ndarray:
     ranks = np.arange(suspects + 1, suspects + len(tail))
     index = max(float(np.mean(ranks * (tail[:-1] - tail[1:]))), MIN_SPREAD)
     return (suspects + 1) * np.exp(-np.maximum(logs[:suspects] - tail[0], 0.0) / index)
+
+
+def chance(values: np.ndarray, others: np.ndarray) -> float:
+    """A bound on the chance that values drawn from the lognormal of `others` are as large as these: the least over k of that for
+    the k largest. 0 where `others` are too few to tell. All positive.
+    """
+    if len(others) < MIN_COUNT:
+        return 0.0
+    middle, high, higher = np.quantile(np.log(others), [0.5, 0.9, 0.98])
+    spread = max((high - middle) / Z90, MIN_SPREAD)
+    if (higher - middle) / Z98 <= SECOND_MODE * spread:  # else the largest of the others are of another kind themselves
+        spread = max(spread, (higher - middle) / Z98)
+    least = 1.0
+    for k, value in enumerate(np.sort(np.log(values))[::-1], 1):
+        expected = len(values) * math.erfc((value - middle) / spread / math.sqrt(2)) / 2
+        least = min(least, expected**k / math.factorial(k)) if k <= MIN_COUNT else least
+    return least
 
 
 def expected_seconds(seconds: np.ndarray, tokens: np.ndarray | None) -> np.ndarray:

@@ -7,12 +7,19 @@ import polars as pl
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.intervals import length
 from verl_mux.profiling.report.findings.finding import Finding
+from verl_mux.profiling.report.findings.waits import QUEUED
 from verl_mux.profiling.report.measures.analysis import Analysis
+from verl_mux.profiling.report.measures.engines import Place
 from verl_mux.profiling.report.measures.pace import shared_window
 
 UNEVEN = 0.35  # of the time: how much busier one pool is than the other
 THRASHING = 0.20  # of the phases' time
 FULL = 0.95  # of the KV cache
+# An engine lets nobody in for whom there is no room by its own forecast of what those inside will still write, so its cache may
+# be far from full while requests wait for it.
+FORECAST_FULL = 0.50
+FREE_SLOTS = 0.10  # of what it may run at once: with fewer free, requests may wait for a slot
+PREFILLING = 0.5  # of its highest rate: requests may wait for those before them to be prefilled
 STARVED = 0.20  # of the engine's reports
 MIN_REPORTS = 5  # of an engine in a step
 MIN_OUT = 3  # requests thrown out in a step
@@ -72,25 +79,52 @@ def find_thrashing(analysis: Analysis) -> list[Finding]:
 
 def starved_places(analysis: Analysis) -> dict[tuple[str, int | None, int], dict[str, float]]:
     """(job, step, replica or worker) -> `reports`, `starved` of them, `out` (requests thrown out), `seconds` of it."""
-    reports = analysis.engine_reports.with_columns(pl.lit(0).alias("out"))
+    reports = analysis.engine_reports
     thrown = analysis.spans.filter(pl.col("event") == events.ENGINE_RETRACT)
     stays = {tuple(place): count for *place, count in analysis.engines.stays.group_by("job", "step", "replica").len().rows()}
     full = ((pl.col("token_usage") >= FULL) & (pl.col("queued") > 0)).fill_null(False)
+    queues = {place for place, part in analysis.engines.queue_parts.items() if part >= QUEUED}
     told = reports.group_by("job", "step", "worker").agg(
         pl.len().alias("reports"), full.sum().alias("starved"),
         ((pl.col("end").max() - pl.col("end").min()) * full.mean()).alias("seconds"),
     )  # fmt: skip
     places = {tuple(place): {"reports": n, "starved": s, "out": 0, "seconds": t or 0.0} for *place, n, s, t in told.rows()}
+    for place, (count, seconds) in _held_back(analysis).items():
+        if place in queues and place in places and count > places[place]["starved"]:
+            places[place]["starved"], places[place]["seconds"] = count, seconds
     for job, step, worker, out, span in thrown.group_by("job", "step", "worker").agg(
         pl.col("requests").fill_null(1).sum(), pl.col("end").max() - pl.col("end").min()
     ).rows():  # fmt: skip
         it = places.setdefault((job, step, worker), {"reports": 0, "starved": 0, "out": 0, "seconds": 0.0})
         it["out"], it["seconds"] = out, max(it["seconds"], span)
-    return {place: it for place, it in places.items() if _is_starved(it, stays.get(place, 0))}
+    return {place: it for place, it in places.items() if _is_starved(it, stays.get(place, 0), place in queues)}
 
 
-def _is_starved(it: dict[str, float], stays: int) -> bool:
-    if it["reports"] >= MIN_REPORTS and it["starved"] >= STARVED * it["reports"]:
+def _held_back(analysis: Analysis) -> dict[Place, tuple[int, float]]:
+    """Place -> in how many of a replica's reports requests waited for nothing but KV cache, and for how many seconds in all."""
+    told = analysis.engines.counters
+    most = pl.col("running").max().over("job")
+    slots = pl.coalesce(pl.col("job").replace_strict(_slots(analysis), default=None, return_dtype=pl.Float64), most)
+    rate = pl.col("prefill_tokens_per_sec").fill_null(0.0)
+    waits = (
+        (pl.col("queued") > 0) & (pl.col("token_usage") >= FORECAST_FULL) & (pl.col("running") <= (1 - FREE_SLOTS) * slots)
+        & ~(rate > PREFILLING * rate.max().over("job", "replica"))
+    )  # fmt: skip
+    held = told.with_columns(waits.fill_null(False).alias("waits")).group_by("job", "step", "replica").agg(
+        pl.col("waits").sum().alias("count"), (pl.col("end").max() - pl.col("end").min()) * pl.col("waits").mean()
+    )  # fmt: skip
+    return {(job, step, replica): (count, seconds or 0.0) for job, step, replica, count, seconds in held.rows()}
+
+
+def _slots(analysis: Analysis) -> dict[str, float]:
+    """Requests that a job's replica may run at once, where its log says so."""
+    told = {job: analysis.keys(job).get("actor_rollout_ref.rollout.max_num_seqs", "") for job in analysis.engines.jobs}
+    return {job: float(slots) for job, slots in told.items() if slots.isdigit()}
+
+
+def _is_starved(it: dict[str, float], stays: int, queues: bool) -> bool:
+    """queues: its stays say so too, so that fewer reports are enough."""
+    if (it["reports"] >= MIN_REPORTS or queues and it["starved"]) and it["starved"] >= STARVED * it["reports"]:
         return True
     return it["out"] >= max(MIN_OUT, THROWN_OUT * stays)
 
@@ -108,7 +142,7 @@ def _starved(analysis: Analysis, job: str, worker: int, found: list[tuple[int | 
     where = analysis.engines.where(job, worker)
     total = {key: sum(it[key] for _, it in found) for key in worst}
     who = f"replica {worker} on {where['node']}" if where else "the engine"
-    text = f"{who}: the KV cache was full with requests queued in {total['starved']} of {total['reports']} reports"
+    text = f"{who}: requests waited for KV cache in {total['starved']} of {total['reports']} reports"
     if total["out"]:
         text += f"; {total['out']} running requests were thrown out"
     advice = (

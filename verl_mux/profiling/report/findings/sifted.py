@@ -40,6 +40,11 @@ class Sifted:
         return self.ordinary.join(rows, on=["job", "unit"], how="anti", maintain_order="left")
 
     @cached_property
+    def awaited(self) -> pl.DataFrame:
+        """`of_even_engines`, of jobs whose steps wait for their last request: a tail costs nobody else."""
+        return self.of_even_engines.filter(~pl.col("job").is_in(list(self.analysis.unawaited)))
+
+    @cached_property
     def starved(self) -> set[Place]:
         return {(job, step, unit) for job, step, unit in pools.starved_places(self.analysis) if step is not None}
 

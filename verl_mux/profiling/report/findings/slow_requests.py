@@ -12,6 +12,7 @@ from verl_mux.profiling.plain.intervals import overlap
 from verl_mux.profiling.report.findings.completion_gaps import Gap, Place
 from verl_mux.profiling.report.findings.finding import Finding
 from verl_mux.profiling.report.findings.outliers import MIN_COUNT, expected_seconds, isolated
+from verl_mux.profiling.report.findings.waits import LEAST_S, QUEUED
 from verl_mux.profiling.report.input.reduction import REQUEST_KEY
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.profiling.report.measures.engines import UNIT
@@ -52,20 +53,46 @@ class Part:
 def find(analysis: Analysis, gaps: dict[Place, Gap], starved: Collection[Place] = ()) -> list[Finding]:
     """At most MOST of each kind and job, the slowest. `gaps`: the stalls, whose time is taken off who sat through them.
 
-    Slow turns on engines short of KV cache (`starved`) are that finding's.
+    Slow turns on engines short of KV cache (`starved`) are that finding's, as the wait in a queue is where all wait in it.
     """
     typical = _usual_step(analysis)
-    findings: list[Finding] = []
-    parts = [Part(part.kind, _without_gaps(part.rows, gaps)) for part in _parts(analysis, gaps)]
+    queues = {*starved, *(place for place, queued in analysis.engines.queue_parts.items() if queued >= QUEUED)}
+    parts = [Part(part.kind, _without_gaps(part.rows, gaps)) for part in _parts(analysis, gaps, queues)]
+    found: list[tuple[float, list[Finding]]] = []
     for part in parts:
         for (job,), rows in part.rows.group_by("job", maintain_order=True):
             step = typical.get(job, 0.0)
-            findings += _together(_slow(part.kind, rows, COST * step), COST_SHARED * step)[:MOST]
+            found.append((step, _slow(part.kind, rows, max(COST * step, LEAST_S))))
+    early = _not_awaited([finding for _, slow in found for finding in slow], analysis.finished)
+    findings: list[Finding] = []
+    for step, slow in found:
+        findings += _together([f for f in slow if _key(f) not in early], COST_SHARED * step)[:MOST]
     told = {(f.job, f.step, f.worker, f.request_id) for f in findings if f.kind != "slow_request"}
     slow = [f for f in findings if f.kind != "slow_request" or (f.job, f.step, f.worker, f.request_id) not in told]
     blamed = [_blamed(f, parts) if f.kind == "slow_request" else f for f in slow]
     blamed = [f for f in blamed if f.job not in analysis.engines.jobs or not _is_its_engines(f, gaps, starved)]
     return [replace(f, **{"replica": None, **analysis.engines.where(f.job, f.replica)}) for f in blamed]
+
+
+def _key(finding: Finding) -> tuple:
+    return tuple(getattr(finding, name) for name in REQUEST_KEY)
+
+
+def _not_awaited(slow: list[Finding], finished: pl.DataFrame) -> set[tuple]:
+    """REQUEST_KEY of those that their step did not wait for: without what all of these lost, it would have lasted as long.
+
+    Of steps in one round: where requests were parked, a round may have waited for one, and all after it.
+    """
+    lost: dict[tuple, float] = {}
+    for finding in slow:
+        lost[_key(finding)] = max(lost.get(_key(finding), 0.0), finding.cost_s)
+    schema = {name: finished.schema[name] for name in REQUEST_KEY} | {"lost": pl.Float64}
+    losses = pl.DataFrame([(*key, seconds) for key, seconds in lost.items()], schema, orient="row")
+    sooner = finished.join(losses, on=REQUEST_KEY, how="left").with_columns(
+        (pl.col("end") - pl.col("lost").fill_null(0.0)).max().over("job", "step").alias("over")
+    )
+    one_round = pl.col("parked").fill_null(0.0).sum().over("job", "step") == 0
+    return set(sooner.filter(one_round & (pl.col("end") <= pl.col("over"))).select(REQUEST_KEY).rows())
 
 
 def _is_its_engines(turn: Finding, gaps: dict[Place, Gap], starved: Collection[Place]) -> bool:
@@ -128,7 +155,7 @@ def _with_others(finding: Finding, names: list[str | None]) -> Finding:
 def held_up(analysis: Analysis) -> pl.DataFrame:
     """REQUEST_KEY of the requests that a reward or tool call held up: their ends say nothing about the engine."""
     slow = []
-    for part in _parts(analysis, {}):
+    for part in _parts(analysis, {}, ()):
         if part.kind in ("reward_wait", "tool_wait"):
             for _, rows in part.rows.group_by("job", maintain_order=True):
                 slow += _slow(part.kind, rows.with_columns(pl.col("seconds").alias("logged")), 0.0)
@@ -141,15 +168,16 @@ def requests_of(findings: list[Finding], analysis: Analysis) -> pl.DataFrame:
     return pl.DataFrame(rows, {name: analysis.finished.schema[name] for name in REQUEST_KEY}, orient="row")
 
 
-def _parts(analysis: Analysis, gaps: dict[Place, Gap]) -> list[Part]:
-    done = _without_stalled_stays(analysis, gaps)
+def _parts(analysis: Analysis, gaps: dict[Place, Gap], queues: Collection[Place]) -> list[Part]:
+    done = _without_engines_faults(analysis, gaps, queues)
     turns = _turns(analysis)
     none = [pl.lit(None, pl.Int64).alias("turn"), pl.lit(None, pl.Int64).alias("tokens")]
     reward = done.filter(pl.col("reward") > 0).select(
         *REQUEST_KEY, "unit", none[0], pl.col("reward").alias("seconds"), pl.col("reward_end").alias("end"), none[1]
     )
     tool = done.filter(pl.col("tool") > 0).select(*REQUEST_KEY, "unit", none[0], pl.col("tool").alias("seconds"), "end", none[1])
-    whole = done.select(*REQUEST_KEY, "unit", none[0], "seconds", "end", "tokens")
+    awaited = ~pl.col("job").is_in(list(analysis.unawaited))
+    whole = done.filter(awaited).select(*REQUEST_KEY, "unit", none[0], "seconds", "end", "tokens")
     named = {"slow_turn": turns, "reward_wait": reward, "tool_wait": tool, "slow_request": whole}
     return [Part(kind, rows.select(*REQUEST_KEY, "unit", "turn", "seconds", "end", "tokens")) for kind, rows in named.items()]
 
@@ -159,21 +187,25 @@ def _turns(analysis: Analysis) -> pl.DataFrame:
     of_engines = pl.col("job").is_in(list(analysis.engines.jobs))
     turns = analysis.turns.join(analysis.finished.select(REQUEST_KEY), on=REQUEST_KEY, how="semi").rename({"engine": "seconds"})
     columns = [*REQUEST_KEY, "unit", "turn", "seconds", "end", "tokens"]
-    turns = turns.filter(~of_engines).select(columns)
+    awaited = ~pl.col("job").is_in(list(analysis.unawaited))
+    turns = turns.filter(~of_engines & awaited).select(columns)
     stays = analysis.engines.stays.filter(pl.col("worker").is_not_null() & (pl.col("tokens") > 0)).drop("seconds")
     return pl.concat([turns, stays.rename({"work": "seconds"}).select(columns).cast(dict(turns.schema))])
 
 
-def _without_stalled_stays(analysis: Analysis, gaps: dict[Place, Gap]) -> pl.DataFrame:
-    """Finished requests; where the log knows engines, without the time that stays of theirs sat in a gap, in whichever step."""
+def _without_engines_faults(analysis: Analysis, gaps: dict[Place, Gap], queues: Collection[Place]) -> pl.DataFrame:
+    """Finished requests; where the log knows engines, without the time that stays of theirs sat in a gap, in whichever step, or
+    waited at one of the `queues`."""
     stays = analysis.engines.stays
-    if stays.is_empty() or not gaps:
+    if stays.is_empty() or not (gaps or queues):
         return analysis.finished
-    spans = _spans(gaps)
     shared = pl.min_horizontal("end", "to") - pl.max_horizontal("start", "from")
-    lost = stays.join(spans, on=PLACE).group_by("job", "request_id").agg(shared.clip(0.0).sum().alias("stalled"))
+    stalled = stays.join(_spans(gaps), on=PLACE).select("job", "request_id", shared.clip(0.0).alias("lost"))
+    places = pl.DataFrame(list(queues), {name: stays.schema[name] for name in PLACE}, orient="row")
+    queued = stays.join(places, on=PLACE).select("job", "request_id", pl.col("queue").fill_null(0.0).alias("lost"))
+    lost = pl.concat([stalled, queued]).group_by("job", "request_id").agg(pl.col("lost").sum())
     done = analysis.finished.join(lost, on=["job", "request_id"], how="left", maintain_order="left")
-    return done.with_columns((pl.col("seconds") - pl.col("stalled").fill_null(0.0)).clip(0.0)).drop("stalled")
+    return done.with_columns((pl.col("seconds") - pl.col("lost").fill_null(0.0)).clip(0.0)).drop("lost")
 
 
 def _spans(gaps: dict[Place, Gap]) -> pl.DataFrame:

@@ -27,7 +27,7 @@ from verl_mux.profiling.report.findings.finding import Finding
 from verl_mux.profiling.report.findings.slow_requests import held_up
 from verl_mux.profiling.report.input.reduction import REQUEST_KEY
 from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.profiling.report.measures.engines import UNIT, Engines
+from verl_mux.profiling.report.measures.engines import UNIT, Engines, by_place, times_of_steps
 
 SAME = 0.8  # workers whose gaps share this part of the time stood still together
 # How far the paces of both sides may differ where the log has no tokens. The work after a stall is what was slowest
@@ -71,24 +71,29 @@ def _completions(analysis: Analysis) -> pl.DataFrame:
     columns = [*UNIT, "request_id", "start", "end", "tokens", "tool"]
     engines = analysis.engines
     stays = engines.stays.filter(~pl.col("cut").fill_null(False) & (pl.col("held").fill_null(0.0) < HELD_S))
-    requests = analysis.finished.filter(~pl.col("job").is_in(list(engines.jobs)))
+    requests = analysis.finished.filter(~pl.col("job").is_in([*engines.jobs, *analysis.unawaited]))
     requests = requests.join(held_up(analysis), on=REQUEST_KEY, how="anti", maintain_order="left").select(columns)
     own = stays.with_columns(pl.lit(0.0).alias("tool")).select(columns).sort("end")
     return pl.concat([requests, own.cast(dict(requests.schema))])
 
 
 def silent_engines(engines: Engines) -> dict[Place, Gap]:
-    """The longest stretch of each place in which its engine's counters stopped while stays went on through it."""
+    """The longest stretch of each place in which its engine gave no sign of life, no counters and no end of a stay, while stays
+    went on through it."""
+    return _silent(engines.validation, engines) | _silent(engines.stays, engines)
+
+
+def _silent(all_stays: pl.DataFrame, engines: Engines) -> dict[Place, Gap]:
     found = {}
-    times = counter_times(engines)
-    for (job, step, replica), stays in engines.by_place().items():
+    times, steps = counter_times(engines), times_of_steps(all_stays)
+    for (job, step, replica), stays in by_place(all_stays).items():
         if (job, replica) not in times:
             continue
-        began, ended = engines.steps[job, step]
+        began, ended = steps[job, step]
         # What is still in it at the step's end is cut off there.
         first, last = float(stays["start"].min()), float(stays["end"].max())
-        ends = times[job, replica]
-        ends = np.concatenate(([first], ends[(ends > first) & (ends < last)], [last]))
+        signs = np.concatenate((times[job, replica], stays["end"].to_numpy()))
+        ends = np.concatenate(([first], np.sort(signs[(signs > first) & (signs < last)]), [last]))
         at = int(np.argmax(np.diff(ends)))
         start, end = float(ends[at]), float(ends[at + 1])
         if end - start >= max(SILENT_S, SILENT_PART * (ended - began)) and _sat_through(stays, start, end):
@@ -108,11 +113,10 @@ def counter_times(engines: Engines) -> dict[tuple[str, int], np.ndarray]:
 
 
 def _sat_through(stays: pl.DataFrame, start: float, end: float) -> bool:
-    """Was a stay in the engine all the time, and did none end in the middle of it?"""
+    """Was a stay in the engine all the time?"""
     edge = 0.1 * (end - start)
     free = pl.col("held").fill_null(0.0) < HELD_S
-    through = stays.filter((pl.col("start") <= start + edge) & (pl.col("end") >= end - edge) & free).height
-    return bool(through) and not stays.filter(pl.col("end").is_between(start + edge, end - edge)).height
+    return bool(stays.filter((pl.col("start") <= start + edge) & (pl.col("end") >= end - edge) & free).height)
 
 
 def _is_stall(place: Place, gap: Gap, found: dict, frame: pl.DataFrame, analysis: Analysis) -> bool:

@@ -26,7 +26,7 @@ ADVICE = (
 def find(analysis: Analysis, ordinary: pl.DataFrame) -> list[Finding]:
     """One finding a job and worker, at its worst step, with all the steps it happened in."""
     seen: dict[tuple[str, int | None], list[Finding]] = {}
-    ordinary = ordinary.filter(~pl.col("job").is_in(list(analysis.engines.jobs)))
+    ordinary = ordinary.filter(~pl.col("job").is_in([*analysis.engines.jobs, *analysis.unawaited]))
     for finding in [*_by_requests(ordinary), *_by_totals(analysis)]:
         seen.setdefault((finding.job, finding.worker), []).append(finding)
     return [together(found) for found in seen.values()]

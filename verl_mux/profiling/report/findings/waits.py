@@ -10,19 +10,23 @@ import polars as pl
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.report.findings.completion_gaps import Place
 from verl_mux.profiling.report.findings.finding import Finding
+from verl_mux.profiling.report.findings.outliers import chance
 from verl_mux.profiling.report.measures.analysis import Analysis
+from verl_mux.profiling.report.measures.engines import was_let_in
 from verl_mux.profiling.report.measures.leases import Leases, Wait
 
 QUEUED = 0.35  # of the time of stays
-MIN_STAYS = 8
+MIN_REQUESTS = 8
 # Of the requests' time, and of the steps' time that would be saved if none waited longer than the usual one.
 SHARES = {"tool": 0.40, "reward": 0.25}
-COST, COST_OF_STEP = 0.15, 0.25
-# A step in which all calls took so many times as long as usual must cost less for a finding.
-TIMES, COST_OF_UNLIKE = 3.0, 0.10
+COST, COST_OF_STEP = 0.15, 0.10
+# One call in thousands is long, and now and then it is a step's last: what the other steps' calls would hold is no finding.
+BY_CHANCE = 1e-4
+LEAST_S = 1.0  # any process pauses for some tenths of a second now and then
+TIMES = 3.0  # in a step in which all calls took longer than usual
 LEASES = 0.5  # of the steps' time
 UNEQUAL = 2.0
-LONG_WAIT = 4.0  # times the usual wait, and half a usual step
+LONG_WAIT = 4.0  # times the usual wait, and half a usual step more than it, or than a phase of those it was behind
 MIN_STEPS = 2
 
 QUEUE_ADVICE = (
@@ -42,12 +46,11 @@ LEASE_ADVICE = (
 def find_queueing(analysis: Analysis, starved: set[Place]) -> list[Finding]:
     """One finding a job and replica: QUEUED or more of its stays' time went by in its queue, though there was KV cache."""
     seen: dict[tuple[str, int], list[Finding]] = {}
-    for (job, step, replica), stays in analysis.engines.by_place().items():
-        let_in = stays.filter((pl.col("tokens") > 0) & pl.col("queue").is_not_null())
-        whole = float((let_in["seconds"] - let_in["held"].fill_null(0.0)).sum()) if let_in.height else 0.0
-        part = float(let_in["queue"].sum()) / whole if whole > 0 else 0.0
-        if let_in.height < MIN_STAYS or part < QUEUED or (job, step, replica) in starved:
+    stays = analysis.engines.by_place()
+    for (job, step, replica), part in analysis.engines.queue_parts.items():
+        if part < QUEUED or (job, step, replica) in starved:
             continue
+        let_in = was_let_in(stays[job, step, replica])
         last = let_in.sort("end").tail(max(1, let_in.height // 10))
         seconds = float(last["queue"].median())
         where = analysis.engines.where(job, replica)
@@ -72,7 +75,7 @@ def find_part(analysis: Analysis, slow: list[Finding], part: str) -> list[Findin
     for (job,), rows in analysis.finished.group_by("job", maintain_order=True):
         names = {request for of, _, request in told if of == job}
         rest = rows.filter(~pl.col("request_id").is_in(list(names)))
-        if rest.height >= MIN_STAYS and (rest[part] > 0).any():
+        if rest.height >= MIN_REQUESTS and (rest[part] > 0).any():
             findings += _of_job(job, rest, kind, part, _each(analysis, job, part, names))
     return findings
 
@@ -94,10 +97,10 @@ def _of_job(job: str, rows: pl.DataFrame, kind: str, part: str, each: pl.DataFra
     more = (pl.col("each") - usual).fill_null(0.0)
     share = float(steps["spent"].sum()) / max(float(steps["seconds"].sum()), 1e-9)
     uneven = float(steps["cost"].sum()) / max(float(steps["total"].sum()), 1e-9)
-    unlike = (pl.col("each").fill_null(0.0) >= TIMES * usual) & (more >= COST_OF_UNLIKE * pl.col("total"))
-    bad = steps.filter(
-        unlike | (pl.col("cost") >= COST_OF_STEP * pl.col("total")) | (pl.col("spent") >= SHARES[part] * pl.col("seconds"))
-    )
+    unlike = (pl.col("each").fill_null(0.0) >= TIMES * usual) & (more >= COST_OF_STEP * pl.col("total"))
+    costly = steps.filter(pl.col("cost") >= (COST_OF_STEP * pl.col("total")).clip(LEAST_S))
+    costly = pl.col("step").is_in(_not_by_chance(rows, part, costly))
+    bad = steps.filter(unlike | costly | (pl.col("spent") >= SHARES[part] * pl.col("seconds")))
     if share >= SHARES[part] or uneven >= COST:
         bad = steps
     if bad.is_empty():
@@ -122,6 +125,14 @@ def _of_job(job: str, rows: pl.DataFrame, kind: str, part: str, each: pl.DataFra
     ]  # fmt: skip
 
 
+def _not_by_chance(rows: pl.DataFrame, part: str, costly: pl.DataFrame) -> list[int]:
+    """Of these steps, those whose calls are longer than the calls of the other steps would have some of them be."""
+    calls = rows.filter(pl.col(part) > 0)
+    others = calls.filter(~pl.col("step").is_in(costly["step"].to_list()))[part].to_numpy()
+    by_step = {step: calls.filter(pl.col("step") == step)[part].to_numpy() for step in costly["step"]}
+    return [step for step, mine in by_step.items() if chance(mine, others) < BY_CHANCE]
+
+
 def find_lease_wait(analysis: Analysis) -> list[Finding]:
     """One finding a job that waited for leases LEASES of its steps' time or more, and UNEQUAL times as much as any other job did:
     equal jobs in turns wait alike. Or that waited once far longer than it does."""
@@ -139,20 +150,27 @@ def find_lease_wait(analysis: Analysis) -> list[Finding]:
 
 
 class _Waits:
-    """A job's waits for leases in its steps. steps, spent: seconds of each step, and those of them that it waited."""
+    """A job's waits for leases in its steps.
+
+    steps, spent: seconds of each step, and those of them that it waited. in_turn: of these, what one usual phase of each job
+    that it waited behind took: so long waits who comes when they have just begun.
+    """
 
     def __init__(self, job: str, rows: pl.DataFrame, leases: Leases) -> None:
         self.steps = dict(rows.select("step", "seconds").iter_rows())
         self.waits = [w for w in leases.waits if w.job == job and w.phase != "init" and w.step in self.steps]
         self.spent: dict[int, float] = dict.fromkeys(self.steps, 0.0)
+        self.in_turn = dict.fromkeys(self.steps, 0.0)
         for wait in self.waits:
             self.spent[wait.step] += wait.end - wait.start
+            self.in_turn[wait.step] += sum(min(t, leases.usual_hold(of, wait.nodes)) for of, t in wait.behind.items())
         self.share = float(np.median([self.spent[s] / max(seconds, 1e-9) for s, seconds in self.steps.items()]))
 
     def long(self) -> list[int]:
         """Steps in which it waited far longer than it does. Not the first: jobs that begin together have to find their turns."""
         step, wait = float(np.median(list(self.steps.values()))), float(np.median(list(self.spent.values())))
-        return [s for s, t in self.spent.items() if s > min(self.steps) and t >= LONG_WAIT * wait and t - wait >= LEASES * step]
+        least = {s: LEASES * step + max(wait, self.in_turn[s]) for s in self.spent}
+        return [s for s, t in self.spent.items() if s > min(self.steps) and t >= LONG_WAIT * wait and t >= least[s]]
 
 
 def _lease_finding(job: str, bad: list[int], spent: dict[int, float], waits: list[Wait]) -> Finding:

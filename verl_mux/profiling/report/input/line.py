@@ -42,6 +42,7 @@ class Extra(msgspec.Struct, gc=False):
     queued: Int | float | None = None
     token_usage: float | None = None
     tokens_per_sec: float | None = None
+    prefill_tokens_per_sec: float | None = None
     mode: str | None = None
     node_bytes: Int | None = None
     reward: float | None = None

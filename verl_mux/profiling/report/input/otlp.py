@@ -14,6 +14,7 @@ A trace is a request, its root span the request's life. What a span is comes fro
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from datetime import datetime
@@ -22,10 +23,12 @@ from typing import Any
 
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
+from verl_mux.profiling.plain.files import MAX_STEP, ROLES
 
 ANSWERS = ("chat", "text_completion", "generate_content")
 _KINDS = {"LLM": events.TURN_ENGINE_CALL, "TOOL": events.TOOL_EXECUTION, "EVALUATOR": events.REWARD}
 _STEPS = ("step", "training.step", "mux.step")
+_ALLOWED = "give a directory of event logs, or JSON with resourceSpans"
 LINE = "mux.line"  # of our own spans: their line of the log, as it was
 
 
@@ -37,14 +40,30 @@ def write_as_log(source: Path, directory: Path) -> int:
     """
     lines: dict[Path, list[tuple[str, str]]] = {}
     count = 0
-    for line in as_lines(read(source)):
-        path = directory / line["role"] / f"step_{line['step']}" / f"worker_{line['workid']}.jsonl"
-        lines.setdefault(path, []).append((line["timestamp"], json.dumps(line)))
-        count += 1
+    with _refused(source):
+        for line in as_lines(read(source)):
+            path = directory / line["role"] / f"step_{line['step']}" / f"worker_{line['workid']}.jsonl"
+            lines.setdefault(path, []).append((line["timestamp"], json.dumps(line)))
+            count += 1
     for path, texts in lines.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(text + "\n" for _, text in sorted(texts, key=lambda text: text[0])))
     return count
+
+
+@contextlib.contextmanager
+def _refused(source: Path) -> Iterator[None]:
+    """Whatever is not as the specification has it: a UserError that says where."""
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"cannot read {source}: {error.strerror}") from None
+    except KeyError as error:
+        raise UserError(f"{source} is no OTLP JSON: {error} is missing; {_ALLOWED}") from None
+    except (AttributeError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise UserError(f"{source} is no OTLP JSON: {error}; {_ALLOWED}") from None
 
 
 def read(source: Path) -> list[dict[str, Any]]:
@@ -54,29 +73,28 @@ def read(source: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: it is neither.
     """
-    try:
+    with _refused(source):
         text = source.read_text()
         try:
             batches = [json.loads(text)]
         except json.JSONDecodeError:
             batches = [json.loads(line) for line in text.splitlines() if line.strip()]
         spans = [span for batch in batches for span in _spans(batch)]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"{source} is no OTLP JSON ({type(error).__name__}: {error}); allowed: a directory of event logs, or such"
-        ) from None
     if not spans:
-        raise UserError(f"{source} holds no spans: give a directory of event logs, or OTLP JSON with resourceSpans")
+        raise UserError(f"{source} holds no spans; {_ALLOWED}")
     return spans
 
 
-def _spans(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _spans(batch: Any) -> Iterator[dict[str, Any]]:
+    if not isinstance(batch, dict):
+        raise TypeError(f"an object is expected, given is a {type(batch).__name__}")
     for resource in batch["resourceSpans"]:
         about = _attributes(resource.get("resource", {}))
         for scope in resource.get("scopeSpans", []):
             for span in scope.get("spans", []):
                 times = {key: int(span[f"{key}TimeUnixNano"]) / 1e9 for key in ("start", "end")}
-                yield {**span, **times, "attributes": _attributes(span), "resource": about}
+                named = {key: str(span[key]) for key in ("traceId", "name")}
+                yield {**span, **times, **named, "attributes": _attributes(span), "resource": about}
 
 
 def _attributes(holder: dict[str, Any]) -> dict[str, Any]:
@@ -101,7 +119,7 @@ def as_lines(spans: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     turns: dict[str, int] = {}
     for span in sorted(every, key=lambda it: (it["end"], not it.get("parentSpanId"))):  # a root after all that ended with it
         if LINE in span["attributes"]:
-            yield json.loads(span["attributes"][LINE])
+            yield _our_line(span["attributes"][LINE])
             continue
         root = roots.get(span["traceId"], span)
         extra: dict[str, Any] = {"request_id": span["traceId"]}
@@ -124,6 +142,16 @@ def as_lines(spans: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             "role": "rollout",
             "job": str(span["resource"].get("service.name", "")),
         }
+
+
+def _our_line(text: str) -> dict[str, Any]:
+    """Raises ValueError, TypeError for what is no line of a log, as its words become a path."""
+    line = json.loads(text)
+    numbers = [line.get(key) for key in ("step", "workid")] if isinstance(line, dict) else []
+    in_range = numbers and all(type(number) is int and 0 <= number <= MAX_STEP for number in numbers)
+    if not in_range or line.get("role") not in ROLES or not isinstance(line.get("timestamp"), str):
+        raise ValueError(f"an attribute {LINE} is no line of an event log")
+    return line
 
 
 def _event(span: dict[str, Any], is_root: bool) -> str:
@@ -158,7 +186,7 @@ def _step(span: dict[str, Any], root: dict[str, Any]) -> int:
     for holder in (span["attributes"], root["attributes"], span["resource"], root["resource"]):
         for key in _STEPS:
             if isinstance(holder.get(key), int):
-                return max(holder[key], 0)
+                return min(max(holder[key], 0), MAX_STEP)
     return 0
 
 
@@ -169,4 +197,4 @@ class _Numbers:
         self._known: dict[Any, int] = {}
 
     def of(self, name: Any) -> int:
-        return self._known.setdefault(name, len(self._known))
+        return self._known.setdefault(repr(name), len(self._known))

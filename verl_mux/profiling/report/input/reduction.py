@@ -42,6 +42,7 @@ SPAN_EXTRA = {
     "queued": (pl.Float64, "queued"),
     "token_usage": (pl.Float64, "token_usage"),
     "tokens_per_sec": (pl.Float64, "tokens_per_sec"),
+    "prefill_tokens_per_sec": (pl.Float64, "prefill_tokens_per_sec"),
     "mode": (pl.String, "mode"),
     "reward": (pl.Float64, "reward"),
     "replica": (pl.Int64, "replica"),

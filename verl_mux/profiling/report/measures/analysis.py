@@ -16,6 +16,8 @@ from verl_mux.profiling.report.input.stay_table import make_stays, over_steps
 from verl_mux.profiling.report.measures import completion, engines, pace, shares
 from verl_mux.profiling.report.measures.leases import Leases, make_leases
 
+UNAWAITED = 0.1  # of a job's steps
+
 
 @dataclass(frozen=True)
 class Analysis:
@@ -54,7 +56,8 @@ class Analysis:
 
     @cached_property
     def engines(self) -> engines.Engines:
-        return engines.Engines(self.stays, self.spans)
+        validating = self.tables.requests.filter("validate").select("job", "request_id").unique()
+        return engines.Engines(self.stays, self.spans, validating)
 
     @cached_property
     def spans(self) -> pl.DataFrame:
@@ -75,6 +78,21 @@ class Analysis:
     @cached_property
     def leases(self) -> Leases:
         return make_leases(self.spans)
+
+    def keys(self, job: str) -> dict[str, str]:
+        """What the job's log says of its keys; of its last run, where it says so."""
+        told = self.spans.filter((pl.col("job") == job) & (pl.col("event") == events.JOB_KEYS))["keys"].drop_nulls()
+        return dict(key.split("=", 1) for key in (told[-1] if told.len() else ()) if "=" in key)
+
+    @cached_property
+    def unawaited(self) -> set[str]:
+        """Jobs whose steps, a tenth of them or more, end while requests of theirs go on: nothing waits for a step's last request,
+        and what holds requests up may be the trainer, which has taken the engines' device."""
+        last = self.finished.group_by("job", "step").agg(pl.col("end").max().alias("last"))
+        steps = self.spans.filter((pl.col("event") == events.STEP) & (pl.col("role") == "trainer"))
+        both = steps.select("job", "step", "end").join(last, on=["job", "step"])
+        late = both.group_by("job").agg((pl.col("last") > pl.col("end")).mean().alias("part"))
+        return set(late.filter(pl.col("part") >= UNAWAITED)["job"])
 
     @cached_property
     def step_ends(self) -> pace.Ends:

@@ -15,6 +15,7 @@ from verl_mux.profiling.plain.intervals import length
 UNIT = ["job", "step", "unit"]
 Place = tuple[str, int, int]  # job, step, replica
 MIN_TOKENS = 4  # of a stay that tells its engine's pace
+MIN_LET_IN = 8  # stays that tell how long its queue is
 
 
 def with_unit(frame: pl.DataFrame, stays: pl.DataFrame, key: list[str]) -> pl.DataFrame:
@@ -31,14 +32,18 @@ def with_unit(frame: pl.DataFrame, stays: pl.DataFrame, key: list[str]) -> pl.Da
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines of a run, from their stays (stay_table.make_stays) and their counters. Empty where the log tells of none."""
+    """The engines of a run, from their stays (stay_table.make_stays) and their counters. Empty where the log tells of none.
+
+    validating: `job` and `request_id` of the requests that did not train.
+    """
 
     all_stays: pl.DataFrame
     spans: pl.DataFrame
+    validating: pl.DataFrame
 
     @cached_property
-    def stays(self) -> pl.DataFrame:
-        """Those on a known replica, with `work` (seconds that the engine worked at it) and `pace` (seconds a token)."""
+    def known(self) -> pl.DataFrame:
+        """Stays on a known replica, with `work` (seconds that the engine worked at it) and `pace` (seconds a token)."""
         known = self.all_stays.filter(pl.col("replica").is_not_null())
         work = (pl.col("seconds") - pl.col("held").fill_null(0.0) - pl.col("queue").fill_null(0.0)).clip(0.0)
         known = known.with_columns(work.alias("work"))
@@ -46,14 +51,24 @@ class Engines:
         return known.with_columns(enough.then(pl.col("work") / pl.col("tokens")).alias("pace"), pl.col("replica").alias("unit"))
 
     @cached_property
+    def stays(self) -> pl.DataFrame:
+        """Of these, those of requests that trained: a validation has the step of the training before it, and its own time."""
+        return self.known.join(self.validating, on=["job", "request_id"], how="anti", maintain_order="left")
+
+    @cached_property
+    def validation(self) -> pl.DataFrame:
+        """The others."""
+        return self.known.join(self.validating, on=["job", "request_id"], how="semi", maintain_order="left")
+
+    @cached_property
     def jobs(self) -> set[str]:
         """Those whose log knows engines."""
-        return set(self.stays["job"])
+        return set(self.known["job"])
 
     @cached_property
     def node_of(self) -> dict[tuple[str, int], str]:
         """(job, replica) -> node."""
-        told = [self.stays.select("job", "replica", "node"), self.counters.select("job", "replica", "node")]
+        told = [self.known.select("job", "replica", "node"), self.counters.select("job", "replica", "node")]
         rows = pl.concat(told).drop_nulls().unique(["job", "replica"], keep="last").rows()
         return {(job, replica): node for job, replica, node in rows}
 
@@ -66,12 +81,23 @@ class Engines:
     @cached_property
     def steps(self) -> dict[tuple[str, int], tuple[float, float]]:
         """(job, step) -> when its stays began and ended."""
-        found = self.stays.group_by("job", "step").agg(pl.col("start").min(), pl.col("end").max())
-        return {(job, step): (start, end) for job, step, start, end in found.rows()}
+        return times_of_steps(self.stays)
 
     def by_place(self) -> dict[Place, pl.DataFrame]:
         """Stays by job, step and replica."""
-        return dict(self.stays.group_by("job", "step", "replica", maintain_order=True))
+        return by_place(self.stays)
+
+    @cached_property
+    def queue_parts(self) -> dict[Place, float]:
+        """Part of the time of a replica's stays in a step, 0 to 1, that went by in its queue; of MIN_LET_IN stays or more that
+        were let in."""
+        found = {}
+        for place, stays in self.by_place().items():
+            let_in = was_let_in(stays)
+            whole = float((let_in["seconds"] - let_in["held"].fill_null(0.0)).sum()) if let_in.height else 0.0
+            if let_in.height >= MIN_LET_IN and whole > 0:
+                found[place] = float(let_in["queue"].sum()) / whole
+        return found
 
     def where(self, job: str, replica: int | None) -> dict[str, Any]:
         """`replica` and `node` for a finding; none where the job's log knows no engines."""
@@ -88,7 +114,7 @@ class Engines:
         told = {(job, unit): row for job, unit, *row in counters.rows()}
         keys = [name for name in counters.columns if name not in ("job", by)]
         rows = []
-        for (job, unit), stays in sorted(self.stays.group_by("job", by), key=lambda item: (item[0][0], str(item[0][1]).zfill(9))):
+        for (job, unit), stays in sorted(self.known.group_by("job", by), key=lambda item: (item[0][0], str(item[0][1]).zfill(9))):
             extra = dict(zip(keys, told.get((job, unit), [None] * len(keys)), strict=True))
             rows.append({"job": job, by: unit, **_figures(stays, by), **extra})
         return rows
@@ -110,6 +136,21 @@ def _figures(stays: pl.DataFrame, by: str) -> dict[str, Any]:
         "queue_part": round(queue / seconds, 4) if seconds > 0 else 0.0,
         "retractions": int(stays["retractions"].fill_null(0).sum()),
     }
+
+
+def by_place(stays: pl.DataFrame) -> dict[Place, pl.DataFrame]:
+    return dict(stays.group_by("job", "step", "replica", maintain_order=True))
+
+
+def times_of_steps(stays: pl.DataFrame) -> dict[tuple[str, int], tuple[float, float]]:
+    """(job, step) -> when these stays began and ended."""
+    found = stays.group_by("job", "step").agg(pl.col("start").min(), pl.col("end").max())
+    return {(job, step): (start, end) for job, step, start, end in found.rows()}
+
+
+def was_let_in(stays: pl.DataFrame) -> pl.DataFrame:
+    """Those that did not leave from the queue."""
+    return stays.filter((pl.col("tokens") > 0) & pl.col("queue").is_not_null())
 
 
 def middle(values: list[float]) -> float:

@@ -7,6 +7,7 @@ that only training uses are "train", those that serve both are "shared".
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import polars as pl
@@ -15,6 +16,7 @@ from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.intervals import Interval, clip, length
 
 MARK_SLACK = 0.1  # seconds: a segment's first lease may be logged as begun a little before the segment's mark
+LONGER = 0.75  # quantile of a job's phases
 WORK = set(events.POOL_OF_PHASE)  # `init` is not work that a pool is paid for
 
 
@@ -65,6 +67,18 @@ class Leases:
     def busy(self, node: str, window: Interval) -> list[Interval]:
         """When work ran on `node`, inside `window`."""
         return clip([(h.start, h.end) for h in self.holds if node in h.nodes and h.phase in WORK], window)
+
+    def usual_hold(self, job: str, nodes: tuple[str, ...]) -> float:
+        """Seconds of a longer phase of the job (its upper quartile) on any of these nodes; 0 without any."""
+        return max((self._usual_holds.get((job, node), 0.0) for node in nodes), default=0.0)
+
+    @cached_property
+    def _usual_holds(self) -> dict[tuple[str, str], float]:
+        held: dict[tuple[str, str], list[float]] = {}
+        for hold in self.holds:
+            for node in hold.nodes if hold.phase in WORK else ():
+                held.setdefault((hold.job, node), []).append(hold.end - hold.start)
+        return {place: float(np.quantile(seconds, LONGER)) for place, seconds in held.items()}
 
     def bubble(self, pool: str, window: Interval) -> float:
         """Part of the pool's node time, 0 to 1, in which no phase ran."""

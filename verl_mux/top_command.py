@@ -1,0 +1,114 @@
+"""`verl-mux top`: what runs where now, from a run's event logs as they grow, from its coordinator, or from both.
+
+Joins two rooms that do not know each other: profiling, which reads logs, and the coordinator, which is asked.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import msgspec
+import typer
+from rich.console import Console, Group, RenderableType
+
+from verl_mux.coordinator import status_view
+from verl_mux.coordinator.bus.connect import ADDRESS_VARIABLE
+from verl_mux.coordinator.command import DEFAULT_ADDRESS, Keys, fetch_status
+from verl_mux.errors import UserError
+from verl_mux.profiling.live.follow import Follower
+from verl_mux.profiling.live.state import State
+from verl_mux.profiling.live.terminal import watch
+from verl_mux.profiling.live.view import REPLICA_COLUMNS, Choice, as_json, render
+
+_ANSWER_S = 3.0
+
+
+def top(
+    directory: Annotated[
+        Path | None, typer.Argument(help="A run's directory, or one job's events; without it, a coordinator is asked.")
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--coordinator", "--address",
+            help=f"The coordinator to ask, beside DIRECTORY or alone; without either: {ADDRESS_VARIABLE}, or {DEFAULT_ADDRESS}.",
+        ),
+    ] = None,
+    keys: Keys = None,
+    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
+    sort: Annotated[str, typer.Option(help=f"Column of the replicas to sort by: {', '.join(REPLICA_COLUMNS)}.")] = "job",
+    only: Annotated[str, typer.Option(help="Only replicas whose job, number or node hold this text.")] = "",
+    once: Annotated[bool, typer.Option("--once", help="Print what is there now, and end.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and end.")] = False,
+) -> None:  # fmt: skip
+    """Show what runs where now: requests by state, tokens a second and KV use of each replica, who waits for whom.
+
+    In a terminal: s sorts by the next column, r turns the order round, / asks for a text to filter by, p pauses, q ends.
+    """
+    if sort not in REPLICA_COLUMNS:
+        raise UserError(f"--sort {sort}: not a column; allowed: {', '.join(REPLICA_COLUMNS)}")
+    choice = Choice(sort=REPLICA_COLUMNS.index(sort), only=only)
+    sources: list[_Source] = []
+    if directory is None or address is not None:
+        sources.append(_Coordinator(address or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS, keys))
+    if directory is not None:
+        sources.append(_Run(directory))
+
+    def look() -> None:
+        for source in sources:
+            source.look()
+
+    def shown() -> Group:
+        return Group(*(source.render(choice) for source in sources))
+
+    look()
+    if json:
+        print(msgspec.json.encode({key: value for source in sources for key, value in source.as_json(choice).items()}).decode())
+    elif once or not sys.stdout.isatty():
+        Console(width=None if sys.stdout.isatty() else 180).print(shown())
+    else:
+        watch(look, shown, choice, every)
+
+
+class _Source(Protocol):
+    def look(self) -> None: ...
+    def render(self, choice: Choice) -> RenderableType: ...
+    def as_json(self, choice: Choice) -> dict[str, Any]: ...
+
+
+class _Run:
+    """A directory of event logs."""
+
+    def __init__(self, directory: Path) -> None:
+        self._follower, self._state, self._name = Follower(directory), State(), directory.resolve().name
+
+    def look(self) -> None:
+        for line in self._follower.new():
+            self._state.feed(line)
+        self._state.end(self._follower.ended())
+
+    def render(self, choice: Choice) -> RenderableType:
+        return render(self._state, choice, self._name)
+
+    def as_json(self, choice: Choice) -> dict[str, Any]:
+        return as_json(self._state, choice)
+
+
+class _Coordinator:
+    """One that answers. What it knows is not sorted or filtered."""
+
+    def __init__(self, address: str, keys: Path | None) -> None:
+        self._address, self._keys = address, keys
+        self._seen: dict[str, Any] = {}
+
+    def look(self) -> None:
+        self._seen = fetch_status(self._address, _ANSWER_S, self._keys)
+
+    def render(self, choice: Choice) -> RenderableType:
+        return status_view.tables(self._seen)
+
+    def as_json(self, choice: Choice) -> dict[str, Any]:
+        return {"coordinator": self._seen}
