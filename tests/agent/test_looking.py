@@ -117,3 +117,11 @@ def test_a_report_tells_the_host_memory_of_marked_processes(carrier):
     while not told():  # a look does not wait for it
         assert time.monotonic() < deadline
     assert told() == process_bytes(carrier.pid) and told()["private"] > 0
+
+
+def test_a_host_with_an_address_for_every_service_of_its_cluster_can_report(monkeypatch):
+    """As kube-proxy in its IPVS mode makes them."""
+    many = [f"10.96.{at // 250}.{at % 250}" for at in range(5000)]
+    monkeypatch.setattr(members, "names_of_this_host", lambda: ["host", *many])
+    report = Agent("tcp://127.0.0.1:1", None, Ledger(), NULL_LOG).look()
+    assert m.decode(m.encode(report)) == report and len(report.host.addresses) > 1000

@@ -29,6 +29,15 @@ def test_events_become_spans_of_their_kind(made):
     assert [s.end for s in read.requests] == [T0 + 13]
 
 
+def test_of_the_thousands_of_lines_of_a_step_only_what_is_asked_for_is_kept(made):
+    for at in range(20):
+        made.event("a", REQUEST_COMPLETE, 1, 0, (at * 7) % 20, role="rollout", worker=at, turns=1)
+        made.event("a", "async_rollout_turn_engine_call", 1, 0, at, role="rollout", worker=at)
+        made.event("a", "update_actor", 1, 0, at)
+    read = timeline.read(made.directory, ["a"])
+    assert [s.end for s in read.requests] == [T0 + 19] and not (read.parts or read.phases or read.steps)
+
+
 def test_spans_stand_in_order_of_their_ends_whatever_file_they_are_in(made):
     for step, end in ((10, 100), (9, 90), (2, 20)):
         made.phase("a", "train", step, end - 5, end, "t0")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 import weakref
 
 import pytest
 
 from tests.sync.cluster import Ends, model_of, stripe_of, take_all
+from verl_mux.sync import region
 from verl_mux.sync.failure import SyncError
 from verl_mux.sync.planning.plan import METHODS
 from verl_mux.sync.streams import receiving, sending
@@ -86,6 +88,21 @@ def test_workers_of_a_host_have_the_same_memory_over_syncs(ends):
         assert bytes(other.view[:4]) == b"seen"
         seen.append((mine, other))
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("method", ["two_stage", "relay"])
+def test_making_room_may_take_longer_than_anybody_may_be_silent(ends, method, monkeypatch):
+    """As for the largest models: the kernel zeroes some GB in a second."""
+    its, real = ends(2, ["a", "a", "b"], method, timeout_s=1.0), region.Region.made
+    model = {"large": bytes(32 << 20)}  # more than sockets take while nobody reads
+
+    def slowly(nbytes):
+        time.sleep(2.5)
+        return real(nbytes)
+
+    monkeypatch.setattr(region.Region, "made", slowly)
+    got, said = its.sync(1, model)
+    assert all(it == model for it in got), (got, said)
 
 
 def test_a_model_of_another_size_takes_new_memory(ends):

@@ -2,10 +2,11 @@
 
 import random
 
+import msgspec
 import pytest
 
 from verl_mux.sync.failure import SyncError
-from verl_mux.sync.layout import ALIGN, Entry, Layout, Manifest, cut, joined
+from verl_mux.sync.layout import ALIGN, Entry, Layout, Manifest, Manifests, cut, joined
 
 
 def entries(*sizes: int) -> list[Entry]:
@@ -68,3 +69,11 @@ def test_ranks_that_disagree_are_named_with_the_tensor():
     found = {0: Manifest(0, entries(10), [(0, 10)], 256), 1: Manifest(1, entries(12), [], 256)}
     with pytest.raises(SyncError, match=r"trainer ranks 0 and 1 disagree on the model: t0 uint8 \[10\] and t0 uint8 \[12\]"):
         joined(found)
+
+
+def test_ranks_that_name_the_same_tensors_share_one_list_of_them():
+    reader, found = Manifests(), entries(3, 5)
+    first, second = (reader.read(msgspec.msgpack.encode(Manifest(rank, found, [(0, 3)], 4096))) for rank in range(2))
+    assert first == Manifest(0, found, [(0, 3)], 4096) and second.source == 1
+    assert second.entries is first.entries
+    assert reader.read(msgspec.msgpack.encode(Manifest(2, entries(4), [], 4096))).entries == entries(4)

@@ -32,13 +32,25 @@ class Queue:
         pass
 
 
-def test_progress_is_of_the_samples_that_are_waited_for(monkeypatch):
-    monkeypatch.setattr(module, "ray", SimpleNamespace(wait=lambda refs, num_returns: ([], [])))
-    told = []
-    buffer = MuxReplayBuffer(
+def made() -> MuxReplayBuffer:
+    return MuxReplayBuffer(
         trainer_mode="mux_separate", trainer_config=OmegaConf.create(), max_off_policy_threshold=8,
         max_off_policy_strategy="drop", sampler_kwargs=None,
     )  # fmt: skip
+
+
+def test_the_order_of_dropped_prompts_is_forgotten(monkeypatch):
+    monkeypatch.setattr(of_verl, "tq", Queue("train", []))
+    buffer = made()
+    buffer.submitted(["a", "b"])
+    buffer.clear_groups({"a"})
+    assert buffer._order == {"b": 1}
+
+
+def test_progress_is_of_the_samples_that_are_waited_for(monkeypatch):
+    monkeypatch.setattr(module, "ray", SimpleNamespace(wait=lambda refs, num_returns: ([], [])))
+    told = []
+    buffer = made()
     buffer.samples_of_prompt, buffer.on_progress = {"train": 2, "val": 1}, lambda *it: told.append(it)
     a_step = ["a_0_0", "a_0_1", "a_1_0", "b_0_0", "b_1_0"]  # a's first sample has two trajectories
     for partition, coming, expected in [

@@ -24,7 +24,7 @@ from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.access.handshake import Handshake
 from verl_mux.coordinator.bus.access.keys import ClientKeys
-from verl_mux.coordinator.bus.families.agents import Holder
+from verl_mux.coordinator.bus.families.agents import MOST_ADDRESSES, Holder
 from verl_mux.coordinator.bus.link import connect_to, dealer
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
@@ -44,7 +44,7 @@ class Agent:
     def __init__(self, address: str, keys: ClientKeys | None, devices: Devices, event_log: Any) -> None:
         self._address, self._keys, self._devices, self._log = address, keys, devices, event_log
         self._name = f"agent-{uuid.uuid4().hex}"
-        self._host = m.HostName(members.HOST, members.names_of_this_host()[1:], members.BOOT, members.SPACE)
+        self._host = m.HostName(members.HOST, members.names_of_this_host()[1 : 1 + MOST_ADDRESSES], members.BOOT, members.SPACE)
         self._marked, self._mapped = Marked(), MappedLog(event_log)
         self._answer: m.AgentAnswer | None = None
         self._number = 0

@@ -8,6 +8,8 @@ from verl_mux.coordinator.core.settings import Config
 from verl_mux.launcher.summary import segment_steps
 from verl_mux.launcher.timeline import Timeline
 
+# A step's number has room in a span of so much of the picture.
+_LABELLED = 0.008
 _COLOURS = ("#2f6fb3", "#d9822b", "#3a9d6e", "#a34fa8", "#c23b3b", "#6b7280")
 
 
@@ -23,13 +25,17 @@ def draw(timeline: Timeline, config: Config, jobs: list[str], path: Path) -> Non
     if not spans:
         return
     start = min(span.start for span in spans)
+    whole = max(span.end for span in spans) - start
     lanes = [(f"{pool}  {node.name}", node.name) for pool, entry in config.pools.items() for node in entry.nodes]
     figure, axes = pyplot.subplots(figsize=(14, 1.4 + 0.75 * len(lanes)), constrained_layout=True)
     colours = {job: _COLOURS[i % len(_COLOURS)] for i, job in enumerate(jobs)}
     for row, (_, node) in enumerate(lanes):
-        for span in (s for s in spans if node in s.nodes):
-            axes.barh(row, span.seconds, left=span.start - start, height=0.7, color=colours[span.job])
-            _label(axes, row, span, start)
+        here = [span for span in spans if node in span.nodes]
+        for job in dict.fromkeys(span.job for span in here):  # one shape for all of a job: a run of weeks has a million spans
+            bars = [(span.start - start, span.seconds) for span in here if span.job == job]
+            axes.broken_barh(bars, (row - 0.35, 0.7), facecolors=colours[job])
+        for span in here:
+            _label(axes, row, span, start, whole)
     _mark_segments(axes, timeline, config, jobs, start)
     axes.set_yticks(range(len(lanes)), [name for name, _ in lanes])
     axes.invert_yaxis()
@@ -42,8 +48,8 @@ def draw(timeline: Timeline, config: Config, jobs: list[str], path: Path) -> Non
     pyplot.close(figure)
 
 
-def _label(axes, row: int, span, start: float) -> None:
-    if span.seconds > 1.5:
+def _label(axes, row: int, span, start: float, whole: float) -> None:
+    if span.seconds > _LABELLED * whole:
         axes.text(span.start - start + span.seconds / 2, row, str(span.step), ha="center", va="center", color="white", fontsize=7)
 
 

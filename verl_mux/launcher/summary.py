@@ -94,7 +94,7 @@ def _tokens_and_seconds(timeline: Timeline, job: str, segments, mode: str, until
 
 def sample_to_lease(timeline: Timeline, jobs: list[str]) -> float | None:
     """Median seconds from a step's last finished sample to asking for the training lease."""
-    last: dict[tuple[str, int], float] = {(r.job, r.step): r.end for r in timeline.requests}
+    last = {(request.job, request.step): request.end for request in timeline.requests}
     asked = [s for s in timeline.waits if s.name == "train" and s.job in jobs and (s.job, s.step) in last]
     return round(median(s.start - last[s.job, s.step] for s in asked), 4) if asked else None
 

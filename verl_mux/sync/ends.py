@@ -19,7 +19,9 @@ from verl_mux.sync.streams.receiving import Receiving
 from verl_mux.sync.streams.seal import Seal
 from verl_mux.sync.streams.sending import Sending, Settings
 
-_BACKLOG = 1024
+# Of 256 ranks with 8 streams each, all at once. The kernel takes no more than its own limit (net.core.somaxconn); the others try
+# again after 1, 3, 7, 15... seconds.
+_BACKLOG = 2**16 - 1
 
 
 class Reception(Protocol):

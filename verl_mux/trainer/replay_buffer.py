@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import ray
 from transfer_queue import KVBatchMeta
@@ -58,6 +58,10 @@ class MuxReplayBuffer(ReplayBufferAsync):
         self._sync_metadata_from_transfer_queue()
         return list(self.prompt_global_steps[partition_id])
 
+    def _clear_groups(self, partition_id: str, uids: set[str]) -> None:
+        super()._clear_groups(partition_id, uids)
+        self._forget_order(uids)
+
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
         # What was trained or validated has left the partition; a sample may have several trajectories there.
         done = {key.rsplit("_", 1)[0] for key in self.partitions[partition_id]}
@@ -80,9 +84,12 @@ class MuxReplayBuffer(ReplayBufferAsync):
         batch = super()._materialize_batch(partition_id, selected_prompt_uids, partition_snapshot)
         ranked = sorted(range(len(batch.keys)), key=lambda i: self._rank(batch.keys[i]))
         batch.reorder(ranked)
-        for uid in selected_prompt_uids:
-            self._order.pop(uid, None)
+        self._forget_order(selected_prompt_uids)
         return batch
+
+    def _forget_order(self, uids: Iterable[str]) -> None:
+        for uid in uids:
+            self._order.pop(uid, None)
 
     def _rank(self, key: str) -> tuple[int, int, int]:
         uid, session, index = key.rsplit("_", 2)

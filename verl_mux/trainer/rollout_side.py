@@ -98,7 +98,7 @@ class RolloutSide:
             trainer.agent_loop_manager,
             draw=trainer._next_train_batch,
             submit=self._register_and_launch,
-            clear=lambda uids: trainer.replay_buffer.clear_groups(uids),
+            clear=self._give_up,
             on_progress=trainer.phases.mux.progress,
             log=trainer.phases.log,
             restart=limits is None and self._config.oversample.tokens == "restart",
@@ -166,6 +166,11 @@ class RolloutSide:
     def _remember_order(self, uids: list[str]) -> None:
         if hasattr(self._trainer.replay_buffer, "submitted"):  # a user's own sampler has no such thing
             self._trainer.replay_buffer.submitted(uids)
+
+    def _give_up(self, uids: set[str]) -> None:
+        """Prompt groups that are dropped."""
+        self._trainer.replay_buffer.clear_groups(uids)
+        self._order.forget(uids)
 
     def _register_and_launch(self, batch: TensorDict, launches: list[Launch]) -> None:
         """verl's `_submit_batch_to_rollout`, which registers prompts and has all their samples generate, for chosen samples."""

@@ -29,8 +29,8 @@ class Talk(Conversation):
     def said(self):
         return self.outgoing()
 
-    def grant(self, token=1, key="k", epoch="e1"):
-        about = {"phase": "rollout", "step": 1, "nodes": ["r0"], "granted_at": 0.0}
+    def grant(self, token=1, key="k", epoch="e1", nodes=("r0",)):
+        about = {"phase": "rollout", "step": 1, "nodes": list(nodes), "granted_at": 0.0}
         return self.hear(m.LeaseGrant(epoch=epoch, key=key, token=token, **about))
 
     def ack(self, beat, tokens=(), queued=(), epoch="e1"):
@@ -109,6 +109,17 @@ def test_what_nobody_waits_for_is_repeated_until_it_is_answered_and_leaves_nothi
     assert holder.ack(beat.beat, [1]) == [question]
     holder.hear(m.LeaseShrunk(key=question.key) if say == "shrink" else m.LeaseCancelled(key="k2"))
     assert (holder._open, holder._answers, holder._unwanted) == ({}, {}, set())
+
+
+def test_many_nodes_are_given_back_in_one_message(talk):
+    names = [f"rollout-{number:02}.gpus.example.com" for number in range(50)]
+    talk.request("k", "rollout", 1, names)
+    talk.said()
+    talk.grant(nodes=names)
+    talk.shrink(1, names[:20])
+    talk.shrink(1, names[20:40])
+    said = talk.said()
+    assert [m.decode(m.encode(it)) for it in said] == said and len({it.key for it in said}) == 2
 
 
 def test_a_grant_that_nobody_waits_for_is_released_at_once_and_until_that_is_answered(talk):

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -172,3 +173,16 @@ def test_without_a_coordinator_the_job_is_told_so(tmp_path):
 def _spec_and_run(tmp_path: Path) -> tuple[JobSpec, RunFile]:
     spec = JobSpec(nodes={"rollout": ["r0"], "train": ["t0"]})
     return spec, RunFile(dir=str(tmp_path), coordinator={}, jobs={"math": spec})
+
+
+def test_of_a_log_of_weeks_only_the_end_is_read(tmp_path):
+    job = make_job(tmp_path, "")
+    job.log_path.parent.mkdir(parents=True)
+    with job.log_path.open("wb") as log:
+        log.truncate(64 << 20)  # no bytes on the disk
+        log.seek(0, os.SEEK_END)
+        log.write(b"\nverl-mux: it was this\n")
+    tracemalloc.start()
+    assert job.last_error() == "verl-mux: it was this"
+    assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    tracemalloc.stop()

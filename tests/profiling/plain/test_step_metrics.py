@@ -60,6 +60,17 @@ def test_reading_a_step_stops_at_its_limit(tmp_path):
     assert list(step_lines(tmp_path, 1, max_bytes=10)) == []
 
 
+def test_of_logs_beyond_the_limit_only_whole_figures_are_told(tmp_path):
+    make_mux_run(tmp_path, alone=1, together=1)
+    events = tmp_path / "fibonacci" / "events"
+    everything = step_metrics(step_lines(events, 2))
+    size = sum(path.stat().st_size for path in events.glob("*/step_2/*.jsonl"))
+    metrics = step_metrics(step_lines(events, 2, max_bytes=size - 1))
+    assert "mux/requests" in everything and "mux/requests" not in metrics
+    assert metrics["mux/lease_wait/rollout"] == everything["mux/lease_wait/rollout"]
+    assert step_metrics(step_lines(events, 2, max_bytes=size)) == everything
+
+
 def test_a_trainers_metrics_come_from_the_files_beside_its_log(tmp_path):
     log = EventLog(tmp_path, role="trainer", job="a", step=1)
     rollout = EventLog(tmp_path, role="rollout", job="a", step=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from verl_mux.rollout.control.launch_order import LaunchOrder, prompts_of
 from verl_mux.rollout.lengths.predictor import make_predictor
 from verl_mux.rollout.lengths.rows import Prompt
@@ -37,6 +39,21 @@ def test_lengths_of_prompts_it_never_placed_are_ignored():
     it.observe({"stranger": [5]}, epoch=0)
     assert it._fit is None
     assert it.place(UIDS, PROMPTS).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("order", ["fifo", "ljf"])
+def test_weeks_of_steps_leave_nothing_behind(order):
+    """Neither of prompts that were trained nor of those that were dropped."""
+    it = LaunchOrder(order, make_predictor("history_mean"))
+    for step in range(5):
+        uids = [f"{step}/{uid}" for uid in UIDS]
+        it.place(uids, PROMPTS)
+        it.observe({uid: [50] for uid in uids[:3]}, epoch=0)
+        it.forget(uids[3:])
+        if it._fit is not None:
+            it._fit.join()
+    assert (it._prompts, it._early) == ({}, set())
+    assert not it._unread or order != "fifo"
 
 
 def test_a_prompt_is_known_by_its_index_and_by_its_text_where_there_is_none():

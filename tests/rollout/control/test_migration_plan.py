@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import random
+import time
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.exploring import examples
-from verl_mux.rollout.control.migration_plan import EngineSpeed, Migration, MigrationPolicy, Replica, Request, Stay, plan
+from verl_mux.rollout.control.migration_plan import (
+    EngineSpeed,
+    Migration,
+    MigrationPolicy,
+    Replica,
+    Request,
+    Stay,
+    plan,
+    seconds_until_idle,
+)
 
 SPEED = EngineSpeed(prefill=10_000, step_s=0.01, step_per_request_s=0.0005)
 POLICY = MigrationPolicy()
@@ -51,6 +64,24 @@ def test_nothing_moves_where_the_tail_would_end_much_later():
 def test_nothing_moves_where_it_does_not_fit():
     got = plan([replica("a", 900), replica("b", 1000, max_requests=1)], 98, 100, ALL, SPEED, POLICY)
     assert "cannot hold" in got.reason
+
+
+def test_a_tail_of_thousands_is_planned_within_seconds():
+    lengths = random.Random(0)
+    replicas = [replica(f"r{at:02}", *(lengths.randrange(1, 30_000) for _ in range(50)), max_requests=4096) for at in range(48)]
+    began = time.process_time()
+    got = plan(replicas, 9600, 12_000, {r.nodes[0] for r in replicas}, SPEED, POLICY)
+    assert isinstance(got, Migration) and len(got.moves) == 50 * len(got.freed)
+    assert time.process_time() - began < 3.0
+
+
+@given(st.lists(st.integers(0, 1000), max_size=8))
+def test_the_time_until_idle_is_that_of_steps_that_get_cheaper(lengths):
+    seconds = at = 0.0
+    for index, end in enumerate(sorted(lengths)):
+        seconds += (end - at) * (SPEED.step_s + SPEED.step_per_request_s * (len(lengths) - index))
+        at = end
+    assert seconds_until_idle(replica("a", *lengths).requests, SPEED) == pytest.approx(seconds)
 
 
 def test_an_idle_replica_is_freed_without_moving_anything():

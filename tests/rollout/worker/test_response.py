@@ -213,6 +213,21 @@ def test_a_dropped_group_stops_and_reports_nothing_more():
     run(story())
 
 
+def test_many_turns_cost_no_copy_of_the_conversation_each():
+    """Each turn's prompt has all turns before it."""
+    response = Response("g", 0, lambda report: None)
+    for turn in range(50):
+        response.next_call(list(range(1000 * turn))).add([1] * 10, None, 1)
+    assert len(json.dumps(saved(response))) < 50_000
+    assert response.calls[-1].prompt_tokens == 49_000
+
+
+def test_calls_of_an_earlier_versions_checkpoint_answer_too():
+    old = {"prompt_ids": PROMPT, "token_ids": [1, 2], "log_probs": None, "segments": [[2, 1]], "stop_reason": "stop"}
+    response = Response("g", 0, lambda report: None, restored([old]))
+    assert (response.next_call(PROMPT).token_ids, response.calls[0].prompt_tokens) == ([1, 2], 2)
+
+
 def test_calls_of_a_checkpoint_answer_the_agent_loop_again():
     async def story():
         engine = Engine()
@@ -245,8 +260,8 @@ def test_a_server_that_leaves_is_nobodys_target_any_more():
 @pytest.mark.parametrize("kept", [0, 3, 5, 7, 12])
 def test_cutting_calls_keeps_the_first_tokens_and_their_versions(kept):
     calls = [
-        Call([1], [1, 2, 3, 4, 5], [0.0] * 5, [Segment(3, 1), Segment(2, 2)], "stop"),
-        Call([1, 9], [6, 7, 8], None, [Segment(3, 2)], "stop"),
+        Call("one", 1, [1, 2, 3, 4, 5], [0.0] * 5, [Segment(3, 1), Segment(2, 2)], "stop"),
+        Call("another", 2, [6, 7, 8], None, [Segment(3, 2)], "stop"),
     ]
     response = Response("g", 0, lambda report: None, restored(saved(Response("g", 0, print, calls))))
     response.cut_to(kept)

@@ -116,7 +116,7 @@ class Conversation:
         """From now on the lease is asserted for its other nodes only."""
         left = [node for node in self.held[token].nodes if node not in nodes]
         self.held[token] = msgspec.structs.replace(self.held[token], nodes=left)
-        key = f"shrink {token} by {','.join(nodes)}"
+        key = f"shrink {token} to {len(left)}"  # not their names: a key has no room for those of many nodes
         self.ask(key, m.LeaseShrink(**self.who, key=key, token=token, nodes=nodes), wanted=False)
 
     def leave(self, reason: str = "") -> None:

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 NO_EXIT_CODE = -int(signal.SIGKILL)
 _NOTE, _EXIT_CODE = "process.json", "exit_code"
 _SWEEP_S = 10.0
+# Of a log, which grows for weeks: what is looked through for why its process ended.
+_LAST_BYTES = 1 << 20
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -146,7 +148,7 @@ class MarkedProcess:
         if not self.log_path.exists():
             return []
         with self.log_path.open("rb") as log:
-            log.seek(self._log_from)
+            log.seek(max(self._log_from, os.fstat(log.fileno()).st_size - _LAST_BYTES))
             return log.read().decode(errors="replace").splitlines()
 
     def _wait(self, seconds: float) -> None:

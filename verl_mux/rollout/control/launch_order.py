@@ -12,7 +12,7 @@ and 64 slots (`verl-mux bench predictor`'s simulation, 1024 requests, 20 draws),
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,8 +66,10 @@ class LaunchOrder:
 
     def place(self, uids: Sequence[str], prompts: Sequence[Prompt]) -> np.ndarray:
         """Indices of the prompts, the first to launch first: (prompts,) int64."""
+        if self.order == "fifo":  # nothing is predicted, so nothing need be learnt
+            return np.arange(len(prompts))
         self._prompts |= dict(zip(uids, prompts, strict=True))
-        if self.order == "fifo" or len(prompts) < 2 or not self._lock.acquire(blocking=False):
+        if len(prompts) < 2 or not self._lock.acquire(blocking=False):
             return np.arange(len(prompts))
         try:
             scores = self._predictor.predict(prompts)
@@ -83,13 +85,17 @@ class LaunchOrder:
             if uid in self._prompts and uid not in self._early
             for length in its
         ]
-        self._early -= set(lengths)
-        for uid in lengths:
-            self._prompts.pop(uid, None)
-        if self.order != "fifo" and self._unread and (self._fit is None or not self._fit.is_alive()):
+        self.forget(lengths)
+        if self._unread and (self._fit is None or not self._fit.is_alive()):
             rows, self._unread = self._unread, []
             self._fit = threading.Thread(target=self._learn, args=(rows,), daemon=True)
             self._fit.start()
+
+    def forget(self, uids: Iterable[str]) -> None:
+        """Prompt groups that will not be trained, or have been."""
+        for uid in uids:
+            self._prompts.pop(uid, None)
+            self._early.discard(uid)
 
     def observe_early(self, uid: str, length: int, epoch: int) -> None:
         """A response of a prompt group that is still under way has ended: for predictors that read the group's own lengths."""

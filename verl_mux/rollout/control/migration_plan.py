@@ -120,27 +120,26 @@ def _judge(best: Migration, policy: MigrationPolicy) -> Migration | Stay:
 
 def _gathered(freed: Sequence[Replica], kept: Sequence[Replica], speed: EngineSpeed) -> Migration | None:
     """Everything of `freed` on `kept`, the longest first to whoever then ends first; None where it does not fit."""
-    load = {replica.id: list(replica.requests) for replica in kept}
-    stall = dict.fromkeys(load, 0.0)
+    loads = [_Load.of(replica) for replica in kept]
     moves: list[Move] = []
     moving = [(request, source) for source in freed for request in source.requests]
     for request, source in sorted(moving, key=lambda pair: -pair[0].remaining):
-        fitting = [r for r in kept if _fits(r, [*load[r.id], request])]
+        fitting = [load for load in loads if load.has_room_for(request)]
         if not fitting:
             return None
-        target = min(fitting, key=lambda r: stall[r.id] + seconds_until_idle([*load[r.id], request], speed))
-        load[target.id].append(request)
-        stall[target.id] += request.context / speed.prefill
-        moves.append(Move(request.id, source.id, target.id))
+        target = min(fitting, key=lambda load: load.seconds_with(request, speed))
+        target.take(request, speed)
+        moves.append(Move(request.id, source.id, target.replica.id))
     before = {r.id: seconds_until_idle(r.requests, speed) for r in (*freed, *kept)}
-    after = {r.id: stall[r.id] + seconds_until_idle(load[r.id], speed) for r in kept}
+    after = [load.stall_s + _seconds(load.longest, load.remaining, speed) for load in loads]
     # Unmoved, all nodes are held until the last response of all; moved, the freed ones are not.
     nodes = sum(len(r.nodes) for r in kept)
-    tail, tail_before = max(after.values()), max(before.values())
+    tail, tail_before = max(after), max(before.values())
     won = (nodes + sum(len(r.nodes) for r in freed)) * tail_before - nodes * tail
+    turn = {replica.id: at for at, replica in enumerate(freed)}
     return Migration(
         # Replica by replica, so that the first node is free before the last request has moved.
-        moves=tuple(sorted(moves, key=lambda move: [r.id for r in freed].index(move.source))),
+        moves=tuple(sorted(moves, key=lambda move: turn[move.source])),
         freed=tuple(r.id for r in freed),
         kept=tuple(r.id for r in kept),
         gain_s=won,
@@ -150,9 +149,39 @@ def _gathered(freed: Sequence[Replica], kept: Sequence[Replica], speed: EngineSp
     )
 
 
-def _fits(replica: Replica, requests: Sequence[Request]) -> bool:
-    tokens = sum(request.context + request.remaining for request in requests)
-    return len(requests) <= replica.max_requests and tokens <= replica.max_tokens
+@dataclass(slots=True)
+class _Load:
+    """What a kept replica has to do, in sums: a plan for 64 replicas weighs a million places for a request.
+
+    tokens: context and remaining. longest: most that remain of one request. stall_s: seconds of prefilling what moved here.
+    """
+
+    replica: Replica
+    requests: int
+    tokens: float
+    remaining: float
+    longest: float
+    stall_s: float = 0.0
+
+    @classmethod
+    def of(cls, replica: Replica) -> _Load:
+        its, left = replica.requests, [request.remaining for request in replica.requests]
+        return cls(replica, len(its), sum(request.context for request in its) + sum(left), sum(left), max(left, default=0.0))
+
+    def has_room_for(self, it: Request) -> bool:
+        tokens = self.tokens + it.context + it.remaining
+        return self.requests < self.replica.max_requests and tokens <= self.replica.max_tokens
+
+    def seconds_with(self, it: Request, speed: EngineSpeed) -> float:
+        """Until it is idle, with this one too but for its prefill."""
+        return self.stall_s + _seconds(max(self.longest, it.remaining), self.remaining + it.remaining, speed)
+
+    def take(self, it: Request, speed: EngineSpeed) -> None:
+        self.requests += 1
+        self.tokens += it.context + it.remaining
+        self.remaining += it.remaining
+        self.longest = max(self.longest, it.remaining)
+        self.stall_s += it.context / speed.prefill
 
 
 def expected_remaining(so_far: float, longest: float) -> float:
@@ -166,9 +195,10 @@ def _work(requests: Sequence[Request]) -> float:
 
 def seconds_until_idle(requests: Sequence[Request], speed: EngineSpeed) -> float:
     """Seconds until the last request ends: steps get cheaper as requests end."""
-    seconds = at = 0.0
-    ends = sorted(request.remaining for request in requests)
-    for index, end in enumerate(ends):
-        seconds += (end - at) * (speed.step_s + speed.step_per_request_s * (len(ends) - index))
-        at = end
-    return seconds
+    left = [request.remaining for request in requests]
+    return _seconds(max(left, default=0.0), sum(left), speed)
+
+
+def _seconds(longest: float, remaining: float, speed: EngineSpeed) -> float:
+    """There is a step for each token of the longest request, and in each of its own steps a request costs its part."""
+    return speed.step_s * longest + speed.step_per_request_s * remaining

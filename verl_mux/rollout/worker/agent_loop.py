@@ -228,7 +228,12 @@ class MuxAgentLoopManager(AgentLoopManagerTQ):
                 new[worker] = chunk
                 self._worker_of.update(dict.fromkeys(chunk["uid"], worker))
         by_worker = self._by_worker((launch.group, launch) for launch in launches)
-        ray.get([worker.launch.remote(its, new.get(worker), calls) for worker, its in by_worker.items()])
+        known = calls or {}
+        asked = []
+        for worker, its in by_worker.items():
+            mine = {launch.group: known[launch.group] for launch in its if launch.group in known}  # not those of all workers
+            asked.append(worker.launch.remote(its, new.get(worker), mine))
+        ray.get(asked)
 
     def cut(self, samples: list[tuple[str, int]]) -> None:
         """Cut samples off, (prompt group, number) each; what becomes of them is reported."""

@@ -187,7 +187,7 @@ class PromptGroups:
 
 
 def _running(response: Response, now: float) -> RunningSample:
-    prompt = len(response.calls[-1].prompt_ids) if response.calls else 0
+    prompt = response.calls[-1].prompt_tokens if response.calls else 0
     inside = response.stage is Stage.ENGINE
     return RunningSample(
         response.group, response.sample, server=response.server_id if inside else None, context=prompt + response.total,

@@ -10,20 +10,27 @@ the rounds it took, so that an agent loop that starts again (after a failure, or
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import xxhash
+
 from verl_mux.rollout.messages import Report, Segment, merged
 
 
 @dataclass
 class Call:
-    """One engine call: tokens, their log-probs (None where the engine gives none) and segments. stop_reason None: unfinished."""
+    """One engine call: tokens, their log-probs (None where the engine gives none) and segments. stop_reason None: unfinished.
 
-    prompt_ids: list[int]
+    prompt: a digest. The prompts themselves, each with all turns before it, would take the square of a response's turns.
+    """
+
+    prompt: str
+    prompt_tokens: int
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] | None = None
     segments: list[Segment] = field(default_factory=list)
@@ -160,10 +167,11 @@ class Response:
 
     def next_call(self, prompt_ids: list[int]) -> Call:
         """The agent loop's next engine call: an earlier one with its tokens where the prompt is the same, else a new one."""
-        if self._next < len(self.calls) and self.calls[self._next].prompt_ids != prompt_ids:
+        prompt = _digest(prompt_ids)
+        if self._next < len(self.calls) and self.calls[self._next].prompt != prompt:
             del self.calls[self._next :]
         if self._next == len(self.calls):
-            self.calls.append(Call(prompt_ids))
+            self.calls.append(Call(prompt, len(prompt_ids)))
         self._next += 1
         return self.calls[self._next - 1]
 
@@ -214,7 +222,8 @@ def saved(response: Response) -> list[dict[str, Any]]:
     """Its engine calls for a checkpoint: plain lists."""
     return [
         {
-            "prompt_ids": call.prompt_ids,
+            "prompt": call.prompt,
+            "prompt_tokens": call.prompt_tokens,
             "token_ids": call.token_ids,
             "log_probs": call.log_probs,
             "segments": [list(segment) for segment in call.segments],
@@ -225,5 +234,15 @@ def saved(response: Response) -> list[dict[str, Any]]:
 
 
 def restored(calls: list[dict[str, Any]]) -> list[Call]:
-    """Calls from a checkpoint; a resume of a resume gives the same."""
-    return [Call(**{**call, "segments": [Segment(*segment) for segment in call["segments"]]}) for call in calls]
+    """Calls from a checkpoint; a resume of a resume gives the same. Those of earlier versions have the prompt itself."""
+    found = []
+    for call in calls:
+        fields = {**call, "segments": [Segment(*segment) for segment in call["segments"]]}
+        if (prompt_ids := fields.pop("prompt_ids", None)) is not None:
+            fields |= {"prompt": _digest(prompt_ids), "prompt_tokens": len(prompt_ids)}
+        found.append(Call(**fields))
+    return found
+
+
+def _digest(prompt_ids: list[int]) -> str:
+    return xxhash.xxh3_128_hexdigest(array("q", prompt_ids))

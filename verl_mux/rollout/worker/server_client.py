@@ -85,8 +85,8 @@ class ResponseClient:
                 record.begin_turn(record.turns + 1)
                 _engine_request.set(record.new_stay())
             return await self._client.generate(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs)
-        prompt_ids = normalize_token_ids(prompt_ids)
-        call = response.next_call(list(prompt_ids))
+        prompt_ids = list(normalize_token_ids(prompt_ids))
+        call = response.next_call(prompt_ids)
         if record is not None:
             record.begin_turn(response.turn)
         limit = self._limit(sampling_params, len(prompt_ids))
@@ -98,10 +98,12 @@ class ResponseClient:
                 break
             async with request_log.parked(response):
                 await response.may_generate()
-            await self._stay(response, call, request_id, params, room, kwargs)
+            await self._stay(response, call, prompt_ids, request_id, params, room, kwargs)
         return _output(call)
 
-    async def _stay(self, response: Response, call: Call, request_id: str, params: dict, room: int, kwargs: dict) -> None:
+    async def _stay(
+        self, response: Response, call: Call, prompt_ids: list[int], request_id: str, params: dict, room: int, kwargs: dict
+    ) -> None:
         """One stay in the engine."""
         asked = room if response.budget is None else min(room, response.budget)
         before, response.server_id = response.server_id, None
@@ -112,7 +114,7 @@ class ResponseClient:
         token = _engine_request.set(name)
         try:
             output = await self._client.generate(
-                request_id, prompt_ids=call.prompt_ids + call.token_ids, sampling_params={**params, "max_tokens": asked},
+                request_id, prompt_ids=prompt_ids + call.token_ids, sampling_params={**params, "max_tokens": asked},
                 engine_priority=response.priority, **kwargs,
             )  # fmt: skip
         except CutBeforeEngine:

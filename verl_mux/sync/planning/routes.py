@@ -85,6 +85,7 @@ def parts(
     targets: list[list[Target]] = [[] for _ in ranks]
     onward: list[list[Target]] = [[] for _ in plan.sinks]
     upstream: list[dict[str, list[int]]] = [{} for _ in plan.sinks]
+    senders = sorted({flow.trainer for flow in plan.flows if flow.trainer is not None})  # a sink hands on what all of them sent
     for flow in plan.flows:
         owner = plan.sinks[flow.to].worker
         address: Address = workers[owner].address
@@ -94,7 +95,7 @@ def parts(
             upstream[flow.to][ranks[flow.trainer]] = [flow.trainer]
         elif flow.sink is not None:
             onward[flow.sink].append(target)
-            upstream[flow.to][names[plan.sinks[flow.sink].worker]] = _sources(plan, flow.sink)
+            upstream[flow.to][names[plan.sinks[flow.sink].worker]] = senders
     found: dict[int, WorkerPart] = {}
     for at, sink in enumerate(plan.sinks):
         me = names[sink.worker]
@@ -102,10 +103,3 @@ def parts(
         for reader in sink.readers:
             found[reader] = WorkerPart(names[reader], follows=workers[sink.worker].local, whom=me)
     return [SenderPart(me, to) for me, to in zip(ranks, targets, strict=True)], [found[it] for it in range(len(workers))]
-
-
-def _sources(plan: Plan, sink: int) -> list[int]:
-    """Trainer ranks whose shards a sink gets, from whomever."""
-    direct = [flow.trainer for flow in plan.flows if flow.to == sink and flow.trainer is not None]
-    through = [rank for flow in plan.flows if flow.to == sink and flow.sink is not None for rank in _sources(plan, flow.sink)]
-    return sorted({*direct, *through})

@@ -1,7 +1,10 @@
 """One stream between two ends of a sync: a TCP connection, or a local one, with frames of a header and payload.
 
-    who connects:          hello -->                    frames of pieces -->
-    who accepts:  nonce -->          go (or failed) -->                      beats, then done (or failed) -->
+    who connects:          hello -->                    manifests -->                  frames of pieces -->
+    who accepts:  nonce -->          go (or failed) -->               beats, room -->                      beats, then done -->
+
+Either may say instead that it failed. Nothing is sent between manifests and room: however long who accepts takes to make room for
+the model, its beats say that it lives, and no call that sends stands still.
 
 Blocking sockets with the kernel's own time limits: a payload goes between the socket and the memory where it lies, in one call
 for as much as there is, and no copy of ours is in between. One thread reads a connection; several may write.
@@ -25,7 +28,7 @@ import msgspec
 from verl_mux.sync.failure import Lost, SyncError
 from verl_mux.sync.streams.seal import CODE_BYTES, Seal
 
-_MAGIC = b"VMX4"
+_MAGIC = b"VMX5"
 _NONCE_BYTES = 16
 _LENGTH = struct.Struct("!I")
 _HEADER = struct.Struct("!BBHIQQQ")
@@ -46,6 +49,7 @@ class Kind(enum.IntEnum):
     FAILED = 7
     ATTACH = 8
     READY = 9
+    ROOM = 10
 
 
 class Header(NamedTuple):

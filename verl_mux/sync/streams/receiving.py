@@ -27,7 +27,7 @@ import msgspec
 from verl_mux.sync.assembly import Assembly
 from verl_mux.sync.delta import CHANGES, WHOLE, apply, stamp
 from verl_mux.sync.failure import Lost, SyncError
-from verl_mux.sync.layout import Manifest, Span
+from verl_mux.sync.layout import Manifests, Span
 from verl_mux.sync.progress import Progress
 from verl_mux.sync.region import Held, Region
 from verl_mux.sync.shard import digest
@@ -65,6 +65,8 @@ class Receiving:
         self._streams = Streams(role.me, self._failed)
         self._wake, self._woken = socket.socketpair()
         self._strangers: set[socket.socket] = set()  # that have not introduced themselves
+        self._gathering = threading.Lock()  # of the manifests
+        self._manifests = Manifests()
         self._assembly = Assembly(role.sources)
         self._region: Region | None = None
         self._stamps = held.take_stamps()  # of what was in the region before
@@ -185,11 +187,15 @@ class Receiving:
         allowed = set(self._role.upstream[hello.peer])
         connection.go({source: it for source, it in self._stamps.items() if source in allowed})
         self._first = self._first or time.perf_counter()
+        if hello.stream == 0:
+            for _ in allowed:
+                self._manifest(connection.wait_for(Kind.MANIFEST), allowed)
+        with self._news:
+            self._wait(lambda: self._region is not None)
+        connection.say(Kind.ROOM)
         while (header := connection.read()).kind != Kind.END:
             if header.kind == Kind.PIECE and header.source in allowed:
                 self._take(connection, header)
-            elif header.kind == Kind.MANIFEST:
-                self._manifest(msgspec.msgpack.decode(connection.body(header), type=Manifest), allowed)
             else:
                 connection.expect_nothing_else(header)
         with self._news:
@@ -201,23 +207,26 @@ class Receiving:
         connection.say(Kind.DONE)
         self._settle()
 
-    def _manifest(self, manifest: Manifest, allowed: set[int]) -> None:
-        if manifest.source not in allowed:
-            raise SyncError(f"the manifest of trainer rank {manifest.source} came from somebody else")
-        with self._news:
+    def _manifest(self, body: bytes, allowed: set[int]) -> None:
+        """The last one makes the region: minutes for the largest models, in which `_news` is free and beats go out."""
+        with self._gathering:
+            manifest = self._manifests.read(body)
+            if manifest.source not in allowed:
+                raise SyncError(f"the manifest of trainer rank {manifest.source} came from somebody else")
             self._assembly.manifest(manifest)
             layout = self._assembly.layout
             if layout is None:
                 return
-            self._region = self._held.of(layout.nbytes)
+            region = self._held.of(layout.nbytes)
+        with self._news:
+            self._region = region
             self._digests = {source: [0] * len(pieces) for source, pieces in self._assembly.pieces.items()}
             self.progress.attach(layout.entries, self._region.view)
             self._moved()
 
     def _take(self, connection: Connection, header: Header) -> None:
+        assert self._region is not None
         with self._news:
-            self._wait(lambda: self._region is not None)
-            assert self._region is not None
             spans, view = self._assembly.spans(header.source, header.number), self._region.view
         views, size = [view[offset : offset + nbytes] for offset, nbytes in spans], sum(nbytes for _, nbytes in spans)
         if header.nbytes > size or (header.nbytes < size and header.encoding != CHANGES):
@@ -285,6 +294,7 @@ class Receiving:
                 for manifest in self._assembly.manifests.values():
                     body = msgspec.msgpack.encode(manifest)
                     connection.write(Header(Kind.MANIFEST, nbytes=len(body)), [body])
+            connection.wait_for(Kind.ROOM)
             self._pass_on(connection, stream, same)
             connection.write(Header(Kind.END))
             connection.wait_for(Kind.DONE)

@@ -180,6 +180,7 @@ class Sending:
             if stream == 0:
                 body = msgspec.msgpack.encode(self._shard.manifest)
                 connection.write(Header(Kind.MANIFEST, nbytes=len(body)), [body])
+            connection.wait_for(Kind.ROOM)
             for number in range(stream, len(self._shard.pieces), self._settings.streams):
                 self._piece(connection, number, held)
             connection.write(Header(Kind.END))

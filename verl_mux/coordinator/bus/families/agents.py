@@ -14,6 +14,8 @@ from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus.families.base import Member, Message
 
 Source = Literal["nvml", "ledger", "unknown"]
+# kube-proxy in its IPVS mode gives every host the addresses of all services of its cluster.
+MOST_ADDRESSES = 4096
 Members = Annotated[list[Member], msgspec.Meta(max_length=4096)]
 
 
@@ -21,7 +23,7 @@ class HostName(msgspec.Struct, frozen=True):
     """A machine, or a part of it with process ids of its own: `space` names its PID namespace, `boot` the boot of its kernel."""
 
     name: limits.Name
-    addresses: Annotated[list[limits.Name], msgspec.Meta(max_length=64)]
+    addresses: Annotated[list[limits.Name], msgspec.Meta(max_length=MOST_ADDRESSES)]
     boot: limits.Name
     space: limits.Name
 
