@@ -1,7 +1,12 @@
-"""Runs in which nothing has to be carried out phase by phase: jobs move on at the rate of their settled period."""
+"""Runs in which nothing has to be carried out phase by phase: jobs move on at the rate of their settled period.
+
+Where real phases differ from the announced ones, a job's iterations count for as many announced ones as they take alone: within
+a group all its phases are taken to be longer or shorter by the job's own mean.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -29,6 +34,7 @@ Hold = Callable[[Mapping[str, Arrival]], Holding]
 def run_fluid(arrivals: Sequence[Arrival], hold: Hold) -> Run:
     """`hold` says what the jobs there are, by name, run on; it is asked at every arrival and departure."""
     ledger, finished, spans = Ledger(), [], []
+    solo_s = {arrival.job.name: alone_s(arrival) for arrival in arrivals}
     coming = sorted(arrivals, key=lambda arrival: arrival.at_s)[::-1]
     live: dict[str, Arrival] = {}
     left: dict[str, float] = {}
@@ -47,15 +53,23 @@ def run_fluid(arrivals: Sequence[Arrival], hold: Hold) -> Run:
             left[name] -= (until - now) / holding.periods[name]
         now = until
         if until < arrives and first:
-            finished.append(_finished(live.pop(first), now))
+            finished.append(_finished(live.pop(first), now, solo_s[first]))
         else:
             arrival = coming.pop()
-            live[arrival.job.name], left[arrival.job.name] = arrival, arrival.iterations
+            name = arrival.job.name
+            live[name], left[name] = arrival, solo_s[name] / arrival.job.iteration_s
     return Run(finished, ledger, spans)
 
 
-def _finished(arrival: Arrival, now: float) -> Finished:
-    solo_s = arrival.iterations * arrival.job.iteration_s
+def alone_s(arrival: Arrival) -> float:
+    """Seconds that its iterations really take alone."""
+    job, count = arrival.job, arrival.iterations
+    if arrival.draws is None:
+        return count * job.iteration_s
+    return count * job.sync_s + math.fsum(rollout + train for rollout, train in itertools.islice(arrival.draws(), count))
+
+
+def _finished(arrival: Arrival, now: float, solo_s: float) -> Finished:
     return Finished(
         job=arrival.job.name,
         slo=arrival.job.slo,
@@ -64,7 +78,7 @@ def _finished(arrival: Arrival, now: float) -> Finished:
         ended_s=now,
         iterations=arrival.iterations,
         solo_s=solo_s,
-        planned_solo_s=solo_s,
+        planned_solo_s=arrival.iterations * arrival.job.iteration_s,
     )
 
 
