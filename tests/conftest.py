@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.exploring import UNTIL, register_profiles
+from verl_mux.coordinator.bus.members import UID_VARIABLE
 
 # Two cores are shared by everything that runs here, and the tests' tensors are small.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,6 +35,7 @@ def pytest_runtest_setup() -> None:
     if time.time() > float(os.environ.get(UNTIL, "inf")):
         pytest.skip("the time to explore is over")
     random.seed(0)
+    os.environ.pop(UID_VARIABLE, None)  # the mark of a job that a test before it was
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
 

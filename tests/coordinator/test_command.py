@@ -7,6 +7,7 @@ from rich.console import Console
 
 from verl_mux import cli
 from verl_mux.coordinator import status_view
+from verl_mux.coordinator.bus.members import UID_VARIABLE
 
 
 def call(monkeypatch, *arguments):
@@ -100,6 +101,7 @@ def test_a_port_that_there_is_none_of_is_refused_on_both_sides(monkeypatch, caps
 @pytest.mark.parametrize("arguments", [("coordinator", "--config", "mux.yaml", "--no-journal"), ("agent", "--devices", "none")])
 def test_a_log_that_could_not_be_written_is_refused(monkeypatch, capsys, tmp_path, arguments):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(UID_VARIABLE, "a:1")  # an agent that a job starts starts itself again, once all that was given is good
     (tmp_path / "mux.yaml").write_text("pools: {rollout: {nodes: [{name: r0}]}}\n")
     assert call(monkeypatch, *arguments, "--log-dir", "mux.yaml") == 2
     assert "verl-mux: --log-dir mux.yaml" in capsys.readouterr().err

@@ -28,10 +28,10 @@ def agent(
     ] = "auto",
 ) -> None:
     """Look at this host for a coordinator, and end what outlives its job, until interrupted."""
-    _take_off_the_mark()
     opened = open_devices(devices)
     if log_dir is not None:
         make_log_folder(log_dir / HOST)
+    _take_off_the_mark()
     event_log = EventLog(log_dir / HOST, role="agent", job="agent") if log_dir is not None else NULL_LOG
     enough = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
