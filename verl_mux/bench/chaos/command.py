@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from verl_mux.bench.chaos.judge import Verdict, judge
+from verl_mux.bench.chaos.kills import deaths, reached, run_kills
 from verl_mux.bench.chaos.schedule import run_schedule
 from verl_mux.bench.chaos.simulated import simulate
 from verl_mux.bench.protocol_model.explore import PLANTED
@@ -32,6 +33,10 @@ def bench_chaos(
             help="So many schedules of the protocol in a made world instead (one takes 20 ms), and others (20 s).", min=0
         ),
     ] = 0,
+    kills: Annotated[
+        int,
+        typer.Option(help="Kill it so often at each point of each kind of message instead (20: half an hour).", min=0),
+    ] = 0,
     keep: Annotated[Path | None, typer.Option(help="Keep what the processes wrote, in this new folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -46,17 +51,19 @@ def bench_chaos(
         result = simulate(simulated, seed, plant)
         print(json.dumps(result) if as_json else _in_words(result))
         return
+    at_once = side_by_side or os.cpu_count() or 1
     with tempfile.TemporaryDirectory() as scratch:
-        verdicts = _run_all(
-            keep or Path(scratch), range(seed, seed + schedules), seconds, plant, side_by_side or os.cpu_count() or 1
-        )
-    result = figures(verdicts)
+        folder = (keep or Path(scratch)).absolute()
+        if kills:
+            result = _kill_everywhere(folder, kills, seed, at_once)
+        else:
+            result = figures(_run_all(folder, range(seed, seed + schedules), seconds, plant, at_once))
     print(json.dumps(result) if as_json else _in_words(result))
 
 
 def _run_all(folder: Path, seeds: range, seconds: float, planted: str, at_once: int) -> list[Verdict]:
     def one(seed: int) -> Verdict:
-        verdict = judge(run_schedule(folder.absolute() / f"seed_{seed}", seed, seconds, planted))
+        verdict = judge(run_schedule(folder / f"seed_{seed}", seed, seconds, planted))
         wrong = f"{len(verdict.violations)} violations {sorted(set(verdict.violations)) or ''}"
         print(
             f"seed {seed}: {sum(verdict.faults.values())} faults, {len(verdict.grants_s)} quiet grants, {wrong}", file=sys.stderr
@@ -65,6 +72,16 @@ def _run_all(folder: Path, seeds: range, seconds: float, planted: str, at_once: 
 
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(one, seeds))
+
+
+def _kill_everywhere(folder: Path, times: int, seed: int, at_once: int) -> dict[str, Any]:
+    """`reached`: TYPE:POINT -> how often a coordinator died there."""
+    points = deaths(times, seed)
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        parts = [(folder / f"part_{at}", seed + at, points[at::at_once], ["job0", "job1"]) for at in range(at_once)]
+        seen = list(pool.map(lambda part: run_kills(*part), parts))
+    died = sum((reached(lines) for lines in seen), Counter())
+    return {**figures([judge(lines) for lines in seen]), "kills": died.total(), "reached": dict(sorted(died.items()))}
 
 
 def figures(verdicts: list[Verdict]) -> dict[str, Any]:
@@ -91,7 +108,7 @@ def _milliseconds(ordered: list[float], share: float) -> float | None:
 
 
 def _in_words(result: dict[str, Any]) -> str:
-    lines = [f"{name}: {value}" for name, value in result.items() if name != "by_fault"]
+    lines = [f"{name}: {value}" for name, value in result.items() if name not in ("by_fault", "reached")]
     lines += [
         f"  {kind}: {of['injected']} times" + (f", {of['violations']} violations after it" if "violations" in of else "")
         for kind, of in result["by_fault"].items()

@@ -1,7 +1,7 @@
 """A job of a schedule, in a process of its own: takes its leases, uses its devices, says what jobs say, and trains nothing.
 
-python -m verl_mux.bench.chaos.driver FOLDER JOB ADDRESS SEED PLANTED: until FOLDER/enough is there. It goes on from the step
-that it finished last. Exit code 3: its lease was lost.
+python -m verl_mux.bench.chaos.driver FOLDER JOB ADDRESS SEED PLANTED: until FOLDER/enough or FOLDER/JOB.enough is there. It goes
+on from the step that it finished last. Exit code 3: its lease was lost.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Driver:
             mux.guard(self._keep_off)
         self._phase(mux, "init", 0)
         step = int(self._done.read_text()) if self._done.exists() else 0
-        while not (self._folder / "enough").exists():
+        while not any((self._folder / name).exists() for name in ("enough", f"{self._job}.enough")):
             step += 1
             for phase in ("rollout", "train"):
                 self._phase(mux, phase, step)
