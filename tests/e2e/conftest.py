@@ -133,9 +133,9 @@ def streaming(assets, tmp_path_factory) -> Iterator[tuple[Path, subprocess.Popen
 
 
 @pytest.fixture(scope="session")
-def controlled(assets, tmp_path_factory):
-    """The folder of a finished job, colocated, over-sampled and in segments: a step takes 4 of at least 6 groups under way, in
-    rounds of one segment."""
+def controlling(assets, tmp_path_factory) -> Iterator[tuple[Path, subprocess.Popen]]:
+    """A job, colocated, over-sampled and in segments, started and not waited for: a step takes 4 of at least 6 groups under way,
+    in rounds of one segment."""
     directory = tmp_path_factory.mktemp("rollout")
     keys = [
         *OVERSAMPLED,
@@ -151,10 +151,15 @@ def controlled(assets, tmp_path_factory):
         "mux.nodes.train=[n0]",
     ]
     process = tiny.start_job("job", tiny.overrides(assets, CONTROLLED_STEPS, mode="mux_colocate"), directory, None, *keys)
-    try:
-        assert process.wait(_LIMIT_S) == 0, (directory / "job" / "job.log").read_text()[-3000:]
-    finally:
-        process.kill()
+    yield directory, process
+    process.kill()
+
+
+@pytest.fixture(scope="session")
+def controlled(controlling) -> Path:
+    """The folder of that job when it has finished."""
+    directory, process = controlling
+    assert process.wait(_LIMIT_S) == 0, (directory / "job" / "job.log").read_text()[-3000:]
     return directory
 
 
