@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -20,16 +21,15 @@ from verl_mux.rollout.engine.sglang.record import RECORD
 
 _REPOSITORY = Path(__file__).parents[2]
 _LIMIT_S = 900
+# Every answer has another reward, also those of a model that has learnt nothing.
+_REWARD = """
+import zlib
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    return zlib.crc32(solution_str.encode()) / 2**32
+"""
 # Figures of the clock and of the machine; all others are compared.
-_OF_THE_MACHINE = (
-    "timing_s/",
-    "timing_per_token_ms/",
-    "perf/mfu",
-    "perf/throughput",
-    "perf/time_per_step",
-    "perf/max_memory",
-    "perf/cpu_memory",
-)
+_OF_THE_MACHINE = re.compile(r"timing_s/|timing_per_token_ms/|perf/(mfu|throughput|time_per_step|max_memory|cpu_memory)")
 
 
 def main() -> None:
@@ -37,6 +37,7 @@ def main() -> None:
     folder.mkdir(parents=True)
     (folder / "assets").mkdir()
     make_assets(folder / "assets")
+    (folder / "assets" / "reward.py").write_text(_REWARD)
     pythons = {"with": sys.executable, "without": str(bare_python(folder / "bare"))}
     runs = {
         f"{kind} {turn}": run(folder / f"{kind}_{turn}", folder / "assets", python, steps)
@@ -87,12 +88,18 @@ def run(home: Path, assets: Path, python: str, steps: int) -> list[dict[str, flo
     with (home / "job.log").open("w") as log:
         subprocess.run(command, stdout=log, stderr=log, env=environment, cwd=home, timeout=_LIMIT_S, check=True)
     lines = [json.loads(line)["data"] for line in told.read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(_OF_THE_MACHINE)} for line in lines]
+    return [{k: v for k, v in line.items() if not _OF_THE_MACHINE.search(k)} for line in lines]
 
 
 def overrides(assets: Path, home: Path, steps: int) -> list[str]:
-    """No key of ours, and nothing that ours would fill in."""
-    engine = {**RECORD.cpu_arguments, **RECORD.stock_cpu_arguments, "max_total_tokens": 8192, "random_seed": 7}
+    """No key of ours, and nothing that ours would fill in. One request runs at a time, so that sums are always of one order."""
+    engine = {
+        **RECORD.cpu_arguments,
+        **RECORD.stock_cpu_arguments,
+        "max_total_tokens": 8192,
+        "random_seed": 7,
+        "max_running_requests": 1,
+    }
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return [
         "trainer.v1.trainer_mode=sync",
