@@ -21,12 +21,12 @@ from verl_mux.rollout.engine.sglang.record import RECORD
 
 _REPOSITORY = Path(__file__).parents[2]
 _LIMIT_S = 900
-# Every answer has another reward, also those of a model that has learnt nothing.
+# Every prompt and answer has another reward, also of a model that has learnt nothing and answers all alike.
 _REWARD = """
 import zlib
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-    return zlib.crc32(solution_str.encode()) / 2**32
+    return zlib.crc32(f"{ground_truth} {solution_str}".encode()) / 2**32
 """
 # Figures of the clock and of the machine; all others are compared.
 _OF_THE_MACHINE = re.compile(r"timing_s/|timing_per_token_ms/|perf/(mfu|throughput|time_per_step|max_memory|cpu_memory)")
@@ -92,7 +92,8 @@ def run(home: Path, assets: Path, python: str, steps: int) -> list[dict[str, flo
 
 
 def overrides(assets: Path, home: Path, steps: int) -> list[str]:
-    """No key of ours, and nothing that ours would fill in. One request runs at a time, so that sums are always of one order."""
+    """No key of ours, and nothing that ours would fill in. One request runs at a time, and two make a batch: verl orders
+    them by random names, and a sum of two has one value."""
     engine = {
         **RECORD.cpu_arguments,
         **RECORD.stock_cpu_arguments,
@@ -104,10 +105,11 @@ def overrides(assets: Path, home: Path, steps: int) -> list[str]:
     return [
         "trainer.v1.trainer_mode=sync",
         "trainer.device=cpu",
-        "algorithm.adv_estimator=reinforce_plus_plus",
+        "algorithm.adv_estimator=grpo",  # of one sample a prompt: its advantage is its reward
+        "algorithm.norm_adv_by_std_in_grpo=false",
         f"data.train_files={assets}/train.parquet",
         f"data.val_files={assets}/train.parquet",
-        "data.train_batch_size=8",
+        "data.train_batch_size=2",
         "data.max_prompt_length=32",
         "data.max_response_length=32",
         "data.dataloader_num_workers=0",
@@ -122,8 +124,8 @@ def overrides(assets: Path, home: Path, steps: int) -> list[str]:
         f"{actor}.fsdp_config.use_torch_compile=False",
         "actor_rollout_ref.ref.fsdp_config.use_torch_compile=False",
         *(f"+{actor}.fsdp_config.mixed_precision.{kind}_dtype=fp32" for kind in ("param", "reduce", "buffer")),
-        f"{actor}.ppo_mini_batch_size=8",
-        f"{actor}.ppo_micro_batch_size_per_gpu=8",
+        f"{actor}.ppo_mini_batch_size=2",
+        f"{actor}.ppo_micro_batch_size_per_gpu=2",
         f"{actor}.optim.lr=1e-3",
         f"{rollout}.name=sglang",
         f"{rollout}.dtype=float32",
@@ -132,7 +134,7 @@ def overrides(assets: Path, home: Path, steps: int) -> list[str]:
         f"{rollout}.enforce_eager=True",
         f"{rollout}.free_cache_engine=False",
         f"{rollout}.tensor_model_parallel_size=1",
-        f"{rollout}.log_prob_micro_batch_size_per_gpu=8",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu=2",
         f"{rollout}.agent.num_workers=1",
         *(f"+{rollout}.engine_kwargs.sglang.{key}={value}" for key, value in engine.items()),
         "reward.num_workers=1",
