@@ -92,8 +92,8 @@ def run(home: Path, assets: Path, python: str, steps: int) -> list[dict[str, flo
 
 
 def overrides(assets: Path, home: Path, steps: int) -> list[str]:
-    """No key of ours, and nothing that ours would fill in. One request runs at a time, and two make a batch: verl orders
-    them by random names, and a sum of two has one value."""
+    """No key of ours, and nothing that ours would fill in. One answer is a batch: verl orders several by random names, and sums
+    depend on the order."""
     engine = {
         **RECORD.cpu_arguments,
         **RECORD.stock_cpu_arguments,
@@ -109,7 +109,7 @@ def overrides(assets: Path, home: Path, steps: int) -> list[str]:
         "algorithm.norm_adv_by_std_in_grpo=false",
         f"data.train_files={assets}/train.parquet",
         f"data.val_files={assets}/train.parquet",
-        "data.train_batch_size=2",
+        "data.train_batch_size=1",
         "data.max_prompt_length=32",
         "data.max_response_length=32",
         "data.dataloader_num_workers=0",
@@ -124,8 +124,8 @@ def overrides(assets: Path, home: Path, steps: int) -> list[str]:
         f"{actor}.fsdp_config.use_torch_compile=False",
         "actor_rollout_ref.ref.fsdp_config.use_torch_compile=False",
         *(f"+{actor}.fsdp_config.mixed_precision.{kind}_dtype=fp32" for kind in ("param", "reduce", "buffer")),
-        f"{actor}.ppo_mini_batch_size=2",
-        f"{actor}.ppo_micro_batch_size_per_gpu=2",
+        f"{actor}.ppo_mini_batch_size=1",
+        f"{actor}.ppo_micro_batch_size_per_gpu=1",
         f"{actor}.optim.lr=1e-3",
         f"{rollout}.name=sglang",
         f"{rollout}.dtype=float32",
@@ -134,7 +134,7 @@ def overrides(assets: Path, home: Path, steps: int) -> list[str]:
         f"{rollout}.enforce_eager=True",
         f"{rollout}.free_cache_engine=False",
         f"{rollout}.tensor_model_parallel_size=1",
-        f"{rollout}.log_prob_micro_batch_size_per_gpu=2",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu=1",
         f"{rollout}.agent.num_workers=1",
         *(f"+{rollout}.engine_kwargs.sglang.{key}={value}" for key, value in engine.items()),
         "reward.num_workers=1",
