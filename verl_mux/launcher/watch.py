@@ -38,7 +38,6 @@ class Watch:
         self._ended: set[str] = set()
         self._untold: list[JobProcess] = []
         self._again: list[JobProcess] = []  # ended, and to be started again as soon as the coordinator knows that
-        self._restarts = {job.name: job.spec.restarts for job in jobs}
         self.failed: dict[str, str] = {}
         self.refused: set[str] = set()
         self.snapshot: dict[str, Any] = {}
@@ -58,6 +57,7 @@ class Watch:
                 self._begun.add(job.name)
             else:
                 job.sweep()
+                job.restarts = 0
 
     def interrupt(self, *_: object) -> None:
         """A signal's handler: the watching ends soon."""
@@ -144,11 +144,10 @@ class Watch:
         job.sweep()
         self._untold.append(job)
         # Keys that were taken once are not refused later: it then ended so for want of something else, as of the coordinator.
-        refused = job.returncode == 2 and self._restarts[job.name] == job.spec.restarts
-        if job.returncode != 0 and not refused and self._restarts[job.name] > 0:
-            self._restarts[job.name] -= 1
+        refused = job.returncode == 2 and job.restarts == 0
+        if job.returncode != 0 and not refused and job.restarts < job.spec.restarts:
             self._again.append(job)
-            how_often = f"{job.spec.restarts - self._restarts[job.name]} of {job.spec.restarts}"
+            how_often = f"{job.restarts + 1} of {job.spec.restarts}"
             text = f"{job.how_it_ended()}; it is started again from its newest checkpoint ({how_often})"
             print(f"job {job.name} {text}", file=sys.stderr, flush=True)
             return

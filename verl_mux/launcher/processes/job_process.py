@@ -53,6 +53,7 @@ class JobProcess(MarkedProcess):
         """From its newest checkpoint, or its beginning where it has none. Raises OSError."""
         if self._command[-1] != _RESUMING:
             self._command = [*self._command, _RESUMING]
+        self.restarts += 1
         self.start()
 
     def is_done(self) -> bool:

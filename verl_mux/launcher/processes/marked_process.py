@@ -31,12 +31,13 @@ _LAST_BYTES = 1 << 20
 
 class Note(msgspec.Struct, frozen=True):
     """What a later launcher needs. `uid`: the mark; `pid` 0: noted before it was known; `log_from`: where this start's part of
-    the log begins."""
+    the log begins; `restarts`: how often it has been started again."""
 
     uid: str
     command: list[str]
     pid: int = 0
     log_from: int = 0
+    restarts: int = 0
 
 
 class MarkedProcess:
@@ -52,6 +53,7 @@ class MarkedProcess:
         self._process: subprocess.Popen | None = None
         self._taken_up: int | None = None  # the pid of one that another launcher started
         self._log_from = 0
+        self.restarts = 0
         self._code: int | None = None
 
     def start(self) -> None:
@@ -74,7 +76,7 @@ class MarkedProcess:
         pid = note and (note.pid or _leader(note.uid))
         if not note or not pid:
             return False
-        self.uid, self._log_from, self._taken_up = note.uid, note.log_from, pid
+        self.uid, self._log_from, self.restarts, self._taken_up = note.uid, note.log_from, note.restarts, pid
         return True
 
     def begin(self) -> None:
@@ -159,7 +161,7 @@ class MarkedProcess:
                 psutil.Process(self._taken_up).wait(seconds)
 
     def _keep_note(self, pid: int) -> None:
-        note = Note(uid=self.uid, command=self._command, pid=pid, log_from=self._log_from)
+        note = Note(uid=self.uid, command=self._command, pid=pid, log_from=self._log_from, restarts=self.restarts)
         half = self.directory / f"{_NOTE}.half"
         half.write_bytes(msgspec.json.encode(note))
         half.replace(self.directory / _NOTE)
