@@ -1,6 +1,6 @@
 """verl's own trainer with our package and without, no mux key: the same numbers, step by step?
 
-python -m tests.e2e.stock_pair FOLDER [STEPS]: two runs each way, in turn, of a job that decodes greedily in trainer mode `sync`;
+python -m tests.e2e.stock_pair FOLDER [STEPS]: a run each way of a job that decodes greedily in trainer mode `sync`;
 JSON on stdout. "Without" is a Python of its own that has everything of this one but our package: of ours it can import only what
 makes this machine's CPU a device of verl's, which is refused everything else (`cpu_bed.py`).
 """
@@ -39,18 +39,13 @@ def main() -> None:
     make_assets(folder / "assets")
     (folder / "assets" / "reward.py").write_text(_REWARD)
     pythons = {"with": sys.executable, "without": str(bare_python(folder / "bare"))}
-    runs = {
-        f"{kind} {turn}": run(folder / f"{kind}_{turn}", folder / "assets", python, steps)
-        for turn in (1, 2)
-        for kind, python in pythons.items()
-    }
-    first = runs["with 1"]
-    pairs = {name: difference(first, told) for name, told in runs.items() if told is not first}
-    print(json.dumps({"steps": steps, "figures": sum(map(len, first)), "beside the first run with it": pairs}))
+    told = {kind: run(folder / kind, folder / "assets", python, steps) for kind, python in pythons.items()}
+    figures = sum(map(len, told["with"]))
+    print(json.dumps({"steps": steps, "figures": figures, **difference(told["with"], told["without"])}))
 
 
 def difference(one: list[dict[str, float]], other: list[dict[str, float]]) -> dict:
-    """How many figures of all steps are equal, to the last bit, and the largest relative difference of those that are not."""
+    """How many figures of all steps are equal, to the last bit, and the largest relative difference of the others."""
     worst, equal, name_of_worst = 0.0, 0, ""
     for step, (a, b) in enumerate(zip(one, other, strict=True), 1):
         assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
