@@ -58,9 +58,9 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     With `auto` on both sides the coordinator places the job: by its `needs` or the steps `profiled`, within `slo`, on behalf of
     `owner`. Of a client that registers again: `placed` is where the job was placed, `first` that it was the job's first.
 
-    `filler`: its requests come behind those of all jobs, and what it holds is called back when a job wants it. `seen`: the highest
-    token that the client was ever given; `number`: of this registration of the client, so that an answer to one from before a
-    restart is not taken for one to this. `space`: the driver's PID namespace.
+    `filler`: its requests come behind those of all jobs, and what it holds is called back when a job wants it. `seen`: the
+    highest token that the client was ever given; `number`: of this registration of the client, so that an answer to one from
+    before a restart is not taken for one to this. `space`: the driver's PID namespace.
     """
 
     job: limits.ShownName
