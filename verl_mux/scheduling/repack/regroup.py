@@ -61,7 +61,7 @@ def regroup(old: Sequence[Group], parts: Sequence[Part], search: Search) -> Regr
     movers = tuple(pin.job for group in groups for pin in group.pins if pin != homes[pin.job.name])
     cluster = search.cluster
     saving = sum(g.usd_per_hour(cluster) for g in old) - sum(g.usd_per_hour(cluster) for g in groups)
-    can = saving > EPSILON_USD and all(job.movable for job in movers)
+    can = saving > EPSILON_USD and all(search.may_move(job) for job in movers)
     return Regrouping(tuple(old), tuple(groups), movers, saving) if can else None
 
 
