@@ -140,7 +140,8 @@ def connect_job(config: DictConfig, mux: MuxConfig, wait: bool = True) -> LocalM
         mux.coordinator, str(mux.job), nodes, gpus=gpus, seed=mux.seed, steps=config.trainer.total_training_steps,
         timeout=mux.coordinator_timeout_s, needs=needs_of(config) if mux.nodes.rollout == [AUTO] else None, slo=mux.slo,
         owner=mux.owner, profiled=Observed(rollout=tuple(mux.profiled.rollout), train=tuple(mux.profiled.train)),
-        host_memory=host_memory_of(config) if mux.coordinator else None, wait=wait, keys=mux.keys, movable=_is_movable(config, mux),
+        host_memory=host_memory_of(config) if mux.coordinator else None, wait=wait, keys=mux.keys,
+        movable=_is_movable(config, mux),
     )  # fmt: skip
     if mux.coordinator and client.nodes:
         counts = {"rollout": (rollout.nnodes, "trainer" if colocated else "actor_rollout_ref.rollout"),

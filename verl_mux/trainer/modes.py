@@ -43,7 +43,7 @@ from verl_mux.profiling.plain.step_metrics import metrics_of_step
 from verl_mux.rollout.control.tail_migration import Unit
 from verl_mux.sync.manager import MuxCheckpointManager
 from verl_mux.trainer import stock_profile  # noqa: F401  (registers at import)
-from verl_mux.trainer.leaving import Leaving, LeavesToMove
+from verl_mux.trainer.leaving import LeavesToMove, Leaving
 from verl_mux.trainer.phases import Phases
 from verl_mux.trainer.replay_buffer import MuxReplayBuffer
 from verl_mux.trainer.rollout_side import RolloutSide

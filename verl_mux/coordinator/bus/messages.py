@@ -185,8 +185,8 @@ class Detach(FromJob, kw_only=True, frozen=True, tag="DETACH"):
 
 
 class Deregister(FromJob, kw_only=True, frozen=True, tag="DEREGISTER"):
-    """The job is over and gives everything back. `reason`: why, if it is not that it has finished. `moving`: the number of the move
-    for which it leaves, to come back under its name; it has saved after `step`, which took `saving_s` of that step."""
+    """The job is over and gives everything back. `reason`: why, if it is not that it has finished. `moving`: the number of the
+    move for which it leaves, to come back under its name; it has saved after `step`, which took `saving_s` of that step."""
 
     reason: limits.Text = ""
     moving: limits.Count = 0

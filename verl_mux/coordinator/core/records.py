@@ -45,8 +45,8 @@ class Watched(msgspec.Struct, kw_only=True):
 
 class Moving(msgspec.Struct, kw_only=True):
     """A running job on its way to the nodes on which `State.placed` has it by now. `number`: of the move, as the job is told it.
-    `since`: decided. `before`: the nodes that it leaves. Then, of a start `uid` that has left: `left_at`, None: not yet; `done`: the
-    last step; `ended_at`: of that step; `saving_s`: a part of it that a checkpoint for the move took; `watched`: what was learnt."""
+    `since`: decided. `before`: the nodes that its start `uid` leaves. `left_at`: it did, None: not yet; then `done`: its last
+    step; `ended_at`: the end of that; `saving_s`: the part of it that a checkpoint for the move took; `watched`: what was learnt."""
 
     number: int
     since: float

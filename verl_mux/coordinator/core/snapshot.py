@@ -60,7 +60,7 @@ class _SortedOut:
 
 
 def _placement(state: State, config: Config, now: float) -> dict[str, Any] | None:
-    """Who shares which nodes by the coordinator's own decision, the periods predicted for them, who waits for nodes, who moves."""
+    """Who shares which nodes by the coordinator's own decision, the periods predicted for them, who waits, who moves."""
     if config.placement is None:
         return None
     return {

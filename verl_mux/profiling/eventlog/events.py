@@ -324,7 +324,7 @@ TABLE: list[Event] = [
         ),
         Event(
             JOB_MOVED,
-            "a job that moved begins a step there; duration from the end of the last one before (`done`), with the checkpoint for it",
+            "a job that moved begins a step there; duration from the end of the one before (`done`), its checkpoint included",
             "job, number, nodes, before, done",
         ),
         Event(MOVE_GIVEN_UP, "a job ended instead of moving, or did not come back in time", "job, number, reason"),

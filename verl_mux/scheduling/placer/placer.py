@@ -231,7 +231,9 @@ class Placer:
     def _move_out(self, group: Group, progress: Mapping[str, Progress]) -> tuple[Move, list[Group]] | None:
         """Moves one job to where all are in time, the cheapest alone first, and says what is left of the group; None
         if nobody's leaving helps."""
-        for job in sorted((job for job in group.jobs if self.search.may_move(job)), key=lambda job: isolated_usd(job, self.cluster)):
+        for job in sorted(
+            (job for job in group.jobs if self.search.may_move(job)), key=lambda job: isolated_usd(job, self.cluster)
+        ):
             rest = list(groups_without(group, [job.name]))
             if not _in_time([*rest, isolated(job)], progress, {job.name: job.load_s}):
                 continue

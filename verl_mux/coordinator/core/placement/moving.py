@@ -3,8 +3,8 @@
     decided -> told with every answer to a heartbeat -> it saved at the end of its step, and left -> started again by whoever
     started it -> its first step there: the move is over, and what it took is known
 
-From the decision on the placer has the job on its new nodes, so they are kept for it. Who gets the old ones is told so when it has
-left them. A job that dies, finishes, or does not come back within `move_timeout` has lost its place.
+From the decision on the placer has the job on its new nodes, so they are kept for it. Who gets the old ones is told so when
+it has left them. A job that dies, finishes, or does not come back within `move_timeout` has lost its place.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _AT_WORK = (JobState.LIVE, JobState.SILENT)
 
 
 def decided(state: State, move: Move, now: float) -> list[Instruction]:
-    """The job is to leave, unless it is over, or has been told no nodes yet, or the nodes are those that it has: then what changed
-    is with whom it shares them and in which order, and it goes on."""
+    """The job is to leave, unless it is over, or has been told no nodes yet, or the nodes are those that it has: then what
+    changed is with whom it shares them and in which order, and it goes on."""
     job = state.jobs.get(move.job)
     to = {"rollout": list(move.rollout), "train": list(move.train)}
     if job is None or job.state not in _AT_WORK or not job.nodes or all(set(to[side]) == set(job.nodes[side]) for side in to):

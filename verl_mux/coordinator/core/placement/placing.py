@@ -165,9 +165,7 @@ def carry_out(state: State, config: Config, answer: Planned, now: float) -> tupl
     if answer.version != state.placed.version or not state.questions:
         return [], []  # it was asked about other records, and will be asked again
     question, before = state.questions.pop(0), state.placed
-    state.placed = before.changed(
-        answer.gone, answer.changed, tuple(answer.waiting), answer.named, tuple(answer.moved_at)
-    )
+    state.placed = before.changed(answer.gone, answer.changed, tuple(answer.waiting), answer.named, tuple(answer.moved_at))
     state.ask_again_at = now + ASK_AGAIN_S if answer.pending else None
     said = [Log(line.event, line.about) for line in answer.said]
     asked = [line for move in answer.moves if move.kind == "move" for line in moving.decided(state, move, now)]
@@ -231,6 +229,11 @@ def _readopt(state: State, config: Config, job: Job, spec: JobSpec, placed: dict
     return _regrouped(before, [merged], state, config)
 
 
+def _where(group: Group) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
+    """The nodes of each of its jobs, by name."""
+    return {pin.job.name: (frozenset(pin.rollout), frozenset(pin.train)) for pin in group.pins}
+
+
 def _pin(state: State, job: Job) -> None:
     """The job is where it was placed; while others have yet to leave those nodes, it has none."""
     group = state.placed.group_of(job.name)
@@ -243,12 +246,12 @@ def _pin(state: State, job: Job) -> None:
 
 
 def _regrouped(before: Record, groups: Iterable[Group], state: State, config: Config) -> list[Instruction]:
-    """What is predicted for every group whose jobs have changed; their observations begin anew."""
+    """What is predicted for every group whose jobs or their nodes have changed; their observations begin anew."""
     out: list[Instruction] = []
     for group in groups:
         old = before.by_name.get(group.name)
         names = [job.name for job in group.jobs]
-        if old is None or {job.name for job in old.jobs} != set(names):
+        if old is None or _where(old) != _where(group):
             for name in names:
                 state.watched_of(name).fresh = 0
             out.append(predicted(group, state, config))

@@ -77,7 +77,12 @@ def nothing_follows(asked: Asked) -> Planned:
     """The answer to a question that could not be answered."""
     record = asked.record
     return Planned(
-        version=record.version, changed=[], gone=[], waiting=list(record.waiting), named=record.named, moved_at=list(record.moved_at)
+        version=record.version,
+        changed=[],
+        gone=[],
+        waiting=list(record.waiting),
+        named=record.named,
+        moved_at=list(record.moved_at),
     )
 
 
