@@ -122,12 +122,12 @@ def test_after_a_departure_those_left_share_nodes_once_it_pays():
 def test_of_jobs_that_turn_out_to_need_fewer_nodes_one_moves_to_the_others():
     placer = Placer(make_cluster())
     for name in ("a", "b"):
-        placer.admit(make_job(name, 300, 50, slo=1.3))
+        placer.admit(make_job(name, 300, 50, slo=1.6))
     (group,) = placer.groups.values()
     assert len(group.rollout_nodes) == 2, "they share the training node alone"
     moves = []
     for name in ("a", "b"):
-        moves += placer.revise(make_job(name, 100, 100, slo=1.3, cold_start_s=60), old(placer)).moves
+        moves += placer.revise(make_job(name, 100, 100, slo=1.6, cold_start_s=60), old(placer)).moves
     (move,) = moves
     (group,) = placer.groups.values()
     assert move.kind == "move" and len(group.rollout_nodes) == len(group.train_nodes) == 1

@@ -246,9 +246,9 @@ def test_jobs_placed_apart_by_a_wrong_profile_are_brought_together_once_that_pay
     together(driver, 20, first=6)
     driver.do(MovesDue())
     (asked,) = lines(driver, "move_asked")
-    assert asked["nodes"] == OLD and len(driver.state.placed.moved_at) == 1
+    assert len(driver.state.placed.moved_at) == 1, "one of them goes to the other"
     (group,) = driver.state.placed.groups
-    assert group.rollout_nodes == ("r0",) and len(group.pins) == 2
+    assert list(group.rollout_nodes) == asked["nodes"]["rollout"] and len(group.pins) == 2
 
 
 def test_the_limit_of_moves_an_hour_outlives_the_placer():
