@@ -25,7 +25,7 @@ demo: $(INSTALLED)
 	$(BIN)/verl-mux run examples/demo.yaml
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not gpu and not e2e and not hosts" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not gpu and not e2e and not hosts" -n 3 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -m "e2e and not gpu and not hosts" $$(grep -rl "mark.e2e" tests --include="test_*.py" | sort)
 
 # One after the other: each has the whole device. NVML says who holds what there.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import order
 from tests.exploring import UNTIL, register_profiles
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 
@@ -28,6 +29,10 @@ register_profiles()
 # What the product keeps for its user from one start to the next, keys say, the tests keep apart.
 _STATE = tempfile.TemporaryDirectory(prefix="verl_mux_tests_")
 os.environ["XDG_STATE_HOME"] = _STATE.name
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: order.place(item.path))
 
 
 def pytest_runtest_setup() -> None:

@@ -3,6 +3,7 @@
 import queue
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -77,6 +78,13 @@ def looked_at(monkeypatch):
 def start(code, name):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return subprocess.Popen([name, "-c", code], executable=sys.executable, **pipes)
+
+
+def test_processor_time_looks_before_its_block_begins(monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
+    monkeypatch.setattr(threading.Thread, "join", lambda thread: None)
+    with ProcessorTime() as processor:
+        assert processor.at({1: time.time()})[1] > 0
 
 
 def test_processor_time_counts_descendants_that_have_ended(looked_at):

@@ -1,7 +1,6 @@
 """Bad keys end a job before Ray starts: one line on stderr, exit code 2, and verl's own checks never run."""
 
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,6 @@ from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
 
-ROOT = Path(__file__).parents[2]
 POOLS = {"rollout": {"nodes": [{"name": "r0", "gpus": 8}]}, "train": {"nodes": [{"name": "t0", "gpus": 8}]}}
 NODES = {"rollout": ["r0"], "train": ["t0"]}
 
@@ -71,7 +69,8 @@ def test_a_ray_of_the_jobs_own_offers_the_nodes_of_this_machine_and_no_other(che
         config = job(bound.address)
         config.ray_kwargs = {"ray_init": {"num_cpus": 4}}
         assert check(config) and config.ray_kwargs.ray_init == {"num_cpus": 4, "resources": {"mux_r0": 1}}
-        # A cluster that is there already offers what it was started with.
+        # A cluster that is there already offers what it was started with. This one is gone, and Ray looks for it for a second.
+        monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "1")
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
         joining = job(bound.address)
         assert check(joining) and "ray_kwargs" not in joining
@@ -122,29 +121,6 @@ def test_a_stock_mode_is_none_of_our_business(check):
     config = verl_config(None, trainer__v1__trainer_mode="sync")
     before = config.copy()
     assert check(config) and config == before
-
-
-class TestTheRealCommand:
-    """The same through verl's own entry point, in a process of its own."""
-
-    MODE = ["--config-name", "mux_ppo_trainer", "trainer.v1.trainer_mode=mux_separate", "actor_rollout_ref.rollout.name=sglang"]
-    POOL = [f"actor_rollout_ref.rollout.{key}=1" for key in ("nnodes", "n_gpus_per_node", "tensor_model_parallel_size")]
-
-    def refused(self, python, tmp_path, *keys: str) -> str:
-        arguments = [*self.MODE, *self.POOL, f"hydra.run.dir={tmp_path / 'hydra'}", *keys]
-        result = python("-m", "verl.trainer.main_ppo", *arguments, cwd=tmp_path, timeout=300, RAY_TMPDIR=str(tmp_path / "ray"))
-        ours = [line for line in result.stderr.splitlines() if line.startswith("verl-mux: ")]
-        assert result.returncode == 2 and len(ours) == 1, result.stderr[-2000:]
-        assert "Traceback" not in result.stderr and not (tmp_path / "ray").exists()
-        return ours[0]
-
-    def test_an_unknown_key(self, python, tmp_path):
-        text = self.refused(python, tmp_path, "+mux.nodes.rolout=[r0]")
-        assert text == "verl-mux: unknown key mux.nodes.rolout; allowed here: rollout, train"
-
-    def test_a_coordinator_that_nobody_reaches_within_the_stated_wait(self, python, tmp_path):
-        text = self.refused(python, tmp_path, "mux.coordinator=tcp://127.0.0.1:1", "mux.coordinator_timeout_s=1")
-        assert "tcp://127.0.0.1:1" in text and "1 s" in text
 
 
 def test_a_second_job_does_not_go_on_from_the_first_ones_checkpoints(check, capsys, tmp_path):

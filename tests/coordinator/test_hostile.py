@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.coordinator.core.placement.test_placing import AUTO, CPU, needs, pools
+from tests.coordinator.core.placement.placed_jobs import AUTO, CPU, needs, pools
 from tests.coordinator.raw import raw_dealer
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tests.coordinator.core.placement.test_placing import placing_config, register
+from tests.coordinator.core.placement.placed_jobs import placing_config, register
 from tests.coordinator.driver import Driver
 from verl_mux.coordinator.core.inputs_and_instructions import Input
 from verl_mux.coordinator.core.state import Machine

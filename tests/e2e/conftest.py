@@ -1,5 +1,5 @@
-"""One multiplexed run of real jobs for all tests here: one is killed in its rollout, another joins and is killed in training;
-in between the coordinator is killed, then falls silent for longer than a lease lasts, and at last the launcher is killed.
+"""One multiplexed run of real jobs for all tests here: the coordinator is killed, then one job in its rollout, which the launcher
+starts again; the coordinator falls silent for longer than a lease lasts; the job is killed again, in training, then the launcher.
 
 Never more than two jobs at once: each is a dozen processes and several GiB.
 """
@@ -40,8 +40,8 @@ _LIMIT_S = 600
 
 @dataclass
 class Run:
-    """`killed[job]`: when it was killed, and when some process of it was last seen alive; `coordinator_killed`: when that was.
-    Seconds since the epoch."""
+    """`killed[phase]`: when `rolls` was killed in it, and when some process of it was last seen alive; `coordinator_killed`: when
+    that was. Seconds since the epoch."""
 
     directory: Path
     returncode: int = -1
@@ -59,11 +59,11 @@ def assets(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def run(assets, tmp_path_factory) -> Run:
-    """`stays` and `rolls` start together; the coordinator is killed, then `rolls` in a rollout; while `trains` starts up, `stays`
-    hears nothing in a phase of each kind; `trains` is killed in a training phase, then the launcher. A second one takes `stays`
+    """`stays` and `rolls` start together; the coordinator is killed, then `rolls` in a rollout; while it starts up again, `stays`
+    hears nothing in a phase of each kind; `rolls` is killed in a training phase, then the launcher. A second one takes `stays`
     up.
 
-    Both that are killed over-sample: `rolls` drops what is cut off, `trains` begins it again in its next step.
+    `rolls` over-samples, and begins what is cut off again in its next step.
     """
     directory = tmp_path_factory.mktemp("run")
     out = directory / "out"
@@ -71,14 +71,14 @@ def run(assets, tmp_path_factory) -> Run:
     slowly = [f"reward.custom_reward_function.path={assets}/slow_reward.py", *LONG_ROLLOUT]
     slowly += ["actor_rollout_ref.model.external_lib=slow_loss", "actor_rollout_ref.actor.policy_loss.loss_mode=slow"]
     # The phase in which a job is killed lasts longer than Ray takes to end its workers, a second or two.
-    drops = [*tiny.overrides(assets, STEPS), *OVERSAMPLED, "mux.rollout.oversample.leftover=drop", "data.max_response_length=512"]
-    drops += ["mux.rollout.oversample.accept_length_bias=true"]
-    restarts = [*tiny.overrides(assets, STEPS), *OVERSAMPLED, "mux.rollout.oversample.tokens=restart"]
+    restarts = [*tiny.overrides(assets, STEPS), *OVERSAMPLED, "mux.rollout.oversample.tokens=restart", "trainer.save_freq=1"]
     restarts += ["mux.rollout.oversample.accept_length_bias=true", "actor_rollout_ref.actor.ppo_epochs=20"]
-    jobs = {"stays": [*tiny.overrides(assets, STEPS), *checkpoints, *slowly], "rolls": drops}
-    file = tiny.run_file(directory / "run.yaml", out, jobs, {"PYTHONPATH": str(assets)}, lease_timeout=LEASE_S)
+    restarts += ["data.max_response_length=512", "trainer.max_actor_ckpt_to_keep=2"]
+    jobs = {"stays": [*tiny.overrides(assets, STEPS), *checkpoints, *slowly], "rolls": restarts}
+    file = tiny.run_file(
+        directory / "run.yaml", out, jobs, {"PYTHONPATH": str(assets)}, restarts={"rolls": 1}, lease_timeout=LEASE_S
+    )
     result = Run(out)
-    joining = None
     with (directory / "log").open("w") as log:
         command = [sys.executable, "-m", "verl_mux", "run", str(file)]
         runner = subprocess.Popen(command, stdout=log, stderr=log)
@@ -89,25 +89,23 @@ def run(assets, tmp_path_factory) -> Run:
             os.kill(read_note(out / "coordinator").pid, signal.SIGKILL)
             # What the new coordinator says of it is true when it has heard it.
             _until(lambda: _since(result.coordinator_killed, out, "rolls", "lease_wait", "trainer"), runner)
-            result.killed["rolls"] = _kill_in(runner, out, "rolls", "rollout")
-            joining = tiny.start_job("trains", restarts, out, _address(out))
+            result.killed["rollout"] = _kill_in(runner, out, "rolls", "rollout")
             checkpoint = out / "stays" / "checkpoints" / f"global_step_{SAVED}"
             _until(checkpoint.exists, runner)
             for phase in FENCED:
                 _fence_in(runner, out, "stays", phase)
-            result.killed["trains"] = _kill_in(runner, out, "trains", "train")
-            _wait_for_step(out, "stays", after=result.killed["trains"][1])
+            _wait_for_step(out, "rolls", after=result.killed["rollout"][1], seconds=_LIMIT_S)
+            result.killed["train"] = _kill_in(runner, out, "rolls", "train")
+            _wait_for_step(out, "stays", after=result.killed["train"][1])
             runner.kill()
             runner.wait()
             runner = subprocess.Popen(command, stdout=log, stderr=log)
             _wait_for_line(directory / "log", "job stays runs")
             _wait_for_step(out, "stays", after=time.time())
         finally:
-            for process in (p for p in (joining, runner) if p is not None and p.poll() is None):
-                process.send_signal(signal.SIGINT)
+            if runner.poll() is None:
+                runner.send_signal(signal.SIGINT)
             result.returncode = runner.wait(120)
-            if joining is not None:
-                joining.wait(60)
     result.log = (directory / "log").read_text()
     return result
 
@@ -133,9 +131,9 @@ def streaming(assets, tmp_path_factory) -> Iterator[tuple[Path, subprocess.Popen
 
 
 @pytest.fixture(scope="session")
-def controlled(assets, tmp_path_factory):
-    """The folder of a finished job, colocated, over-sampled and in segments: a step takes 4 of at least 6 groups under way, in
-    rounds of one segment."""
+def controlling(assets, tmp_path_factory) -> Iterator[tuple[Path, subprocess.Popen]]:
+    """A job, colocated, over-sampled and in segments, started and not waited for: a step takes 4 of at least 6 groups under way,
+    in rounds of one segment."""
     directory = tmp_path_factory.mktemp("rollout")
     keys = [
         *OVERSAMPLED,
@@ -151,10 +149,15 @@ def controlled(assets, tmp_path_factory):
         "mux.nodes.train=[n0]",
     ]
     process = tiny.start_job("job", tiny.overrides(assets, CONTROLLED_STEPS, mode="mux_colocate"), directory, None, *keys)
-    try:
-        assert process.wait(_LIMIT_S) == 0, (directory / "job" / "job.log").read_text()[-3000:]
-    finally:
-        process.kill()
+    yield directory, process
+    process.kill()
+
+
+@pytest.fixture(scope="session")
+def controlled(controlling) -> Path:
+    """The folder of that job when it has finished."""
+    directory, process = controlling
+    assert process.wait(_LIMIT_S) == 0, (directory / "job" / "job.log").read_text()[-3000:]
     return directory
 
 

@@ -20,9 +20,17 @@ def _steps(run: Run, job: str) -> dict[int, dict]:
 def test_the_other_job_goes_on_and_what_became_of_each_is_reported(run):
     steps = _steps(run, "stays")
     assert sorted(steps) == list(range(1, len(steps) + 1)) and len(steps) > SAVED, run.log
-    assert "job rolls ended with" in run.log
+    assert "job rolls ended with SIGKILL (log:" in run.log
     summary = json.loads((run.directory / "summary.json").read_text())
     assert summary["jobs"]["stays"]["steps"] == len(steps)
+
+
+def test_a_killed_job_goes_on_from_its_checkpoint_and_does_each_step_once(run):
+    assert "job rolls ended with SIGKILL; it is started again from its newest checkpoint (1 of 1)" in run.log
+    ends = [(tiny.ended(e), e["step"]) for e in tiny.events(run.directory, "rolls") if e["event"] == "step"]
+    assert [step for _, step in sorted(ends)] == list(range(1, len(ends) + 1))
+    killed, _ = run.killed["rollout"]
+    assert ends[0][0] < killed < ends[-1][0]
 
 
 def test_neither_a_killed_coordinator_nor_a_killed_launcher_ends_a_job(run):
@@ -40,7 +48,7 @@ def test_interrupting_the_run_stops_everything_and_says_so_in_its_exit_code(run)
 
 def test_no_two_jobs_hold_a_node_at_once(run):
     held: dict[str, list[tuple[float, float, str]]] = {}
-    for job in ("stays", "rolls", "trains"):
+    for job in ("stays", "rolls"):
         for event in tiny.events(run.directory, job):
             if event["event"] == "phase":
                 for node in event["extra"]["nodes"]:
@@ -50,9 +58,9 @@ def test_no_two_jobs_hold_a_node_at_once(run):
         assert all(a[1] <= b[0] + 0.001 or a[2] == b[2] for a, b in zip(spans, spans[1:], strict=False))
 
 
-@pytest.mark.parametrize("job", ["rolls", "trains"])
-def test_after_kill_9_the_others_go_on_within_ten_seconds(run, job):
-    killed, _ = run.killed[job]
+@pytest.mark.parametrize("phase", ["rollout", "train"])
+def test_after_kill_9_the_others_go_on_within_ten_seconds(run, phase):
+    killed, _ = run.killed[phase]
     leases = [tiny.ended(e) for e in tiny.events(run.directory, "stays") if e["event"] == "lease_wait"]
     after = [t - killed for t in leases if t > killed]
     assert after and min(after) < 10.0
@@ -65,14 +73,12 @@ def _reclaimed(run: Run, job: str) -> set[str]:
     return {node for extra in reclaimed if extra["job"] == job for node in extra["nodes"]}
 
 
-@pytest.mark.parametrize("job", ["rolls", "trains"])
-def test_a_dead_jobs_node_is_given_on_only_when_its_processes_are_gone(run, job):
-    killed, last_seen = run.killed[job]
-    node = "r0" if job == "rolls" else "t0"
-    assert node in _reclaimed(run, job), "it was killed in another phase"
-    others = [j for j in ("stays", "rolls", "trains") if j != job]
+@pytest.mark.parametrize(("phase", "node"), [("rollout", "r0"), ("train", "t0")])
+def test_a_dead_jobs_node_is_given_on_only_when_its_processes_are_gone(run, phase, node):
+    killed, last_seen = run.killed[phase]
+    assert node in _reclaimed(run, "rolls"), "it was killed in another phase"
     grants = [
-        tiny.ended(e) for j in others for e in tiny.events(run.directory, j)
+        tiny.ended(e) for e in tiny.events(run.directory, "stays")
         if e["event"] == "lease_wait" and node in e["extra"]["nodes"] and tiny.ended(e) > killed
     ]  # fmt: skip
     assert grants and min(grants) >= last_seen
@@ -109,13 +115,7 @@ def _requests(run: Run, job: str, name: str) -> set[tuple[int, str]]:
     return {(e["step"], e["extra"]["request_id"]) for e in tiny.events(run.directory, job, "rollout") if e["event"] == name}
 
 
-def test_prompt_groups_beyond_the_batch_are_given_up_where_the_keys_say_so(run):
-    started, dropped = (_requests(run, "rolls", name) for name in (events.REQUEST_START, events.REQUEST_PADDED))
-    assert dropped and dropped <= started
-    assert not any((step + 1, request) in started for step, request in dropped)
-
-
 def test_prompt_groups_beyond_the_batch_begin_again_where_the_keys_say_so(run):
-    started = _requests(run, "trains", events.REQUEST_START)
+    started = _requests(run, "rolls", events.REQUEST_START)
     assert any((step - 1, request) in started for step, request in started)
-    assert not _requests(run, "trains", events.REQUEST_REQUEUED)
+    assert not _requests(run, "rolls", events.REQUEST_REQUEUED)

@@ -19,9 +19,11 @@ _LIMIT_S = 600
 
 
 @pytest.fixture(scope="module")
-def job(streaming):
+def job(streaming, request):
+    """Where it is over, the next job starts up, beside tests that need less of the machine."""
     directory, process = streaming
     assert process.wait(_LIMIT_S) == 0, (directory / "job" / "job.log").read_text()[-3000:]
+    request.getfixturevalue("controlling")
     return directory
 
 

@@ -113,14 +113,24 @@ def overrides(assets: Path, steps: int, mode: str = "mux_separate") -> list[str]
     ]
 
 
-def run_file(path: Path, directory: Path, jobs: dict[str, list[str]], environment: dict[str, str], **coordinator) -> Path:
-    """A run file for `jobs` ({name: overrides}) on one rollout node and one training node."""
+def run_file(
+    path: Path,
+    directory: Path,
+    jobs: dict[str, list[str]],
+    environment: dict[str, str],
+    restarts: dict[str, int],
+    **coordinator,
+) -> Path:
+    """A run file for `jobs` ({name: overrides}) on one rollout node and one training node. `restarts`: how many, by job."""
     pools = {"rollout": {"nodes": [{"name": "r0", "cpus": [0]}]}, "train": {"nodes": [{"name": "t0", "cpus": [1]}]}}
     spec = {
         "dir": str(directory),
         "coordinator": {"pools": pools, **coordinator},
         "environment": {**ENVIRONMENT, **_own_devices(directory), **environment},
-        "jobs": {name: {"nodes": {"rollout": ["r0"], "train": ["t0"]}, "seed": 7, "overrides": o} for name, o in jobs.items()},
+        "jobs": {
+            name: {"nodes": {"rollout": ["r0"], "train": ["t0"]}, "seed": 7, "overrides": keys, "restarts": restarts.get(name, 0)}
+            for name, keys in jobs.items()
+        },
     }
     path.write_text(yaml.safe_dump(spec, sort_keys=False))
     return path

@@ -67,6 +67,20 @@ def test_restarts_have_an_end_and_wrong_keys_have_none(runs):
     assert "job refuses ended with exit code 2" in last and "job dies ended with SIGKILL" in last
 
 
+def test_a_second_launcher_gives_no_job_more_restarts_than_its_file_does(runs):
+    runs.write({"a": {"overrides": [f"+until={runs.go}"]}, "dies": {"overrides": ["+die_always=1"], "restarts": 1}})
+    first = runs.start()
+    runs.until(lambda: (note := runs.note("dies")) and note.restarts == 1 and note.pid and not carriers(note.uid))
+    first.kill()
+    first.wait()
+    second = runs.start()
+    assert any("job a runs (pid" in line for line in second.stderr)
+    runs.go.touch()
+    told = runs.ends(second)
+    assert second.returncode == 1 and "started again" not in told
+    assert "job dies ended with SIGKILL" in told.strip().splitlines()[-1]
+
+
 def test_where_all_that_failed_were_refused_it_is_the_users_mistake(runs):
     runs.write({"refuses": {"overrides": ["+refuse=true"]}})
     told = runs.ends(launcher := runs.start())

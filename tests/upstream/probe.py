@@ -104,7 +104,7 @@ def main() -> None:
     from verl.plugin.platform.platform_manager import get_platform
 
     from tests.upstream.protocols import PROTOCOLS
-    from tests.upstream.test_names import SIGNATURES, SYMBOLS
+    from tests.upstream.test_upstream import SIGNATURES, SYMBOLS
 
     names = {symbol.name for symbol in SYMBOLS} | set(imported_names()) | set(SIGNATURES)
     result = {

@@ -53,14 +53,14 @@ def load(jobs: int, seconds: float, phases: float, idle: int, outage: float) -> 
             **_quiet(coordinator, crowd, seconds),
             **_busy(coordinator, crowd, seconds, phases),
         }
-        found |= _idle(coordinator, crowd, idle)
-        found |= _outage(coordinator, crowd, outage)
+        found |= _idle(coordinator, crowd, idle, seconds)
+        found |= _outage(coordinator, crowd, outage, seconds)
         crowd.close()
     return found
 
 
 def _quiet(coordinator: CoordinatorProcess, crowd: Crowd, seconds: float) -> dict[str, Any]:
-    crowd.run(3.0)  # what the registrations left behind is through by then
+    crowd.run(min(3.0, seconds))  # what the registrations left behind is through by then
     before, before_zmq, beats = coordinator.cpu_s, coordinator.zmq_cpu_s, crowd.beats
     crowd.run(seconds)
     beats = crowd.beats - beats
@@ -95,7 +95,7 @@ def grants(crowd: Crowd) -> dict[str, Any]:
     return {"grants": len(taken), "grant_p50_ms": p50, "grant_p99_ms": p99}
 
 
-def _idle(coordinator: CoordinatorProcess, crowd: Crowd, idle: int) -> dict[str, Any]:
+def _idle(coordinator: CoordinatorProcess, crowd: Crowd, idle: int, seconds: float) -> dict[str, Any]:
     """Connected from processes of their own, each within its limit of open files."""
     at_once = max(1, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200) // 3)
     processes, held = multiprocessing.get_context("spawn"), []
@@ -109,7 +109,7 @@ def _idle(coordinator: CoordinatorProcess, crowd: Crowd, idle: int) -> dict[str,
         crowd.run_until(ours.poll, 300)
         connected += ours.recv()
     crowd.grants_s.clear()
-    crowd.run(5.0, 10.0)
+    crowd.run(min(5.0, seconds), 10.0)
     found = {"idle_clients": connected, "idle_rss_mib": round(coordinator.rss_mib, 1)}
     found["idle_grant_p99_ms"] = grants(crowd)["grant_p99_ms"]
     for ours, process in held:
@@ -134,12 +134,12 @@ def _connected(address: str, count: int, bench: Connection) -> None:
     context.destroy(linger=0)
 
 
-def _outage(coordinator: CoordinatorProcess, crowd: Crowd, seconds: float) -> dict[str, Any]:
+def _outage(coordinator: CoordinatorProcess, crowd: Crowd, outage: float, seconds: float) -> dict[str, Any]:
     coordinator.stop()
-    crowd.run(seconds)
+    crowd.run(outage)
     coordinator.start()
     began = time.monotonic()
     back_s = crowd.run_until(lambda: all(member.heard > began for member in crowd.members), 300)
     crowd.grants_s.clear()
-    crowd.run(5.0, 10.0)
-    return {"outage_s": seconds, "all_back_s": round(back_s, 2), "grant_p99_ms_after": grants(crowd)["grant_p99_ms"]}
+    crowd.run(min(5.0, seconds), 10.0)
+    return {"outage_s": outage, "all_back_s": round(back_s, 2), "grant_p99_ms_after": grants(crowd)["grant_p99_ms"]}

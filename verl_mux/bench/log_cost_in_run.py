@@ -68,10 +68,12 @@ class ProcessorTime:
         self._every_s = every_s
         self._samples: list[tuple[float, dict[_Key, float]]] = []
         self._titles: dict[_Key, set[str]] = {}
+        self._seen: dict[_Key, float] = {}  # what ended keeps what it had used
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)
 
     def __enter__(self) -> ProcessorTime:
+        self._look()  # what is used before the thread first runs counts
         self._thread.start()
         return self
 
@@ -88,16 +90,17 @@ class ProcessorTime:
         return {step: float(np.interp(moment, times, used)) for step, moment in moments.items()}
 
     def _read(self) -> None:
-        seen: dict[_Key, float] = {}  # what ended keeps what it had used
+        while not self._over.wait(self._every_s):
+            self._look()
+
+    def _look(self) -> None:
         own = psutil.Process()
-        while not self._over.is_set():
-            for process in (own, *own.children(recursive=True)):
-                with contextlib.suppress(psutil.Error):
-                    key, spent = (process.pid, process.create_time()), process.cpu_times()
-                    self._titles.setdefault(key, set()).add(" ".join(process.cmdline()))
-                    seen[key] = spent.user + spent.system
-            self._samples.append((time.time(), dict(seen)))
-            self._over.wait(self._every_s)
+        for process in (own, *own.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                key, spent = (process.pid, process.create_time()), process.cpu_times()
+                self._titles.setdefault(key, set()).add(" ".join(process.cmdline()))
+                self._seen[key] = spent.user + spent.system
+        self._samples.append((time.time(), dict(self._seen)))
 
 
 def _alone(run: Any, steps: int) -> Any:

@@ -38,8 +38,6 @@ class Watch:
         self._ended: set[str] = set()
         self._untold: list[JobProcess] = []
         self._again: list[JobProcess] = []  # ended, and to be started again as soon as the coordinator knows that
-        self._let_in: set[str] = set()  # started again before
-        self._restarts = {job.name: job.spec.restarts for job in jobs}
         self.failed: dict[str, str] = {}
         self.refused: set[str] = set()
         self.snapshot: dict[str, Any] = {}
@@ -59,6 +57,7 @@ class Watch:
                 self._begun.add(job.name)
             else:
                 job.sweep()
+                job.restarts = 0
 
     def interrupt(self, *_: object) -> None:
         """A signal's handler: the watching ends soon."""
@@ -146,16 +145,13 @@ class Watch:
         self._untold.append(job)
         if job.left_to_move:
             self._again.append(job)
-            self._let_in.add(job.name)
             print(f"job {job.name} left to move; it is started again on its new nodes", file=sys.stderr, flush=True)
             return
         # Keys that were taken once are not refused later: it then ended so for want of something else, as of the coordinator.
-        refused = job.returncode == 2 and job.name not in self._let_in
-        if job.returncode != 0 and not refused and self._restarts[job.name] > 0:
-            self._restarts[job.name] -= 1
+        refused = job.returncode == 2 and job.restarts == job.moves == 0
+        if job.returncode != 0 and not refused and job.restarts < job.spec.restarts:
             self._again.append(job)
-            self._let_in.add(job.name)
-            how_often = f"{job.spec.restarts - self._restarts[job.name]} of {job.spec.restarts}"
+            how_often = f"{job.restarts + 1} of {job.spec.restarts}"
             text = f"{job.how_it_ended()}; it is started again from its newest checkpoint ({how_often})"
             print(f"job {job.name} {text}", file=sys.stderr, flush=True)
             return

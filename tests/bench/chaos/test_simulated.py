@@ -7,6 +7,7 @@ from verl_mux.bench.protocol_model.explore import PLANTED
 def test_all_parts_are_counted_and_each_planted_fault_is_found(monkeypatch):
     monkeypatch.setattr(simulated, "KILL_SEEDS", 1)
     monkeypatch.setattr(simulated, "PARTITIONS", 20)
+    monkeypatch.setattr(simulated, "PLANTED_SCHEDULES", 60)
     found = simulated.simulate(5, seed=1)
     assert (found["schedules"], found["violations"], found["seeds"]) == (5, 0, "1 to 5")
     assert found["kill_points"]["schedules"] == found["kill_points"]["kills"] == 15 * 3

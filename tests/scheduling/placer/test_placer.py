@@ -125,9 +125,10 @@ def test_of_jobs_that_turn_out_to_need_fewer_nodes_one_moves_to_the_others():
         placer.admit(make_job(name, 300, 50, slo=1.6))
     (group,) = placer.groups.values()
     assert len(group.rollout_nodes) == 2, "they share the training node alone"
+    aged = {name: Progress(age_s=20_000, done=100) for name in ("a", "b")}
     moves = []
     for name in ("a", "b"):
-        moves += placer.revise(make_job(name, 100, 100, slo=1.6, cold_start_s=60), old(placer)).moves
+        moves += placer.revise(make_job(name, 100, 100, slo=1.6, cold_start_s=60), aged).moves
     (move,) = moves
     (group,) = placer.groups.values()
     assert move.kind == "move" and len(group.rollout_nodes) == len(group.train_nodes) == 1

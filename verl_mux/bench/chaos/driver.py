@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 
 from verl_mux.bench.chaos.device import Device
 from verl_mux.bench.chaos.ledger import Ledger
@@ -33,14 +34,18 @@ def main() -> None:
     signal.signal(signal.SIGALRM, _be_impatient)
     driver = _Driver(folder, job, random.Random(f"{seed} {job} {os.getpid()}"), checks=planted != "token unchecked")
     try:
-        driver.run(connect(address, job, driver.nodes, timeout=120.0))
+        driver.run(address)
     except LeaseLost as error:
         driver.ledger.write("lease lost", text=str(error))
         os._exit(3)  # without a goodbye, as a job that crashes
 
 
-def _be_impatient(*_: object) -> None:
-    raise _Impatient
+def _be_impatient(_number: int, frame: FrameType | None) -> None:
+    """Only while it waits: in any other line, as in the one that disarms the timer, nobody expects the exception."""
+    while frame is not None:
+        if frame.f_code.co_name == "wait":
+            raise _Impatient
+        frame = frame.f_back
 
 
 class _Driver:
@@ -54,7 +59,8 @@ class _Driver:
         first = rng.choice((["r0"], ["r1"], ["r0", "r1"]))
         self.nodes = {"rollout": first, "train": NODES["train"]}
 
-    def run(self, mux: LocalMux) -> None:
+    def run(self, address: str) -> None:
+        mux = self._connect(address)
         mux.members([this_process()])
         if self._checks:
             mux.guard(self._keep_off)
@@ -65,7 +71,19 @@ class _Driver:
             for phase in ("rollout", "train"):
                 self._phase(mux, phase, step)
             self._finish(mux, step)
-        mux.close()
+            if self._rng.random() < 0.3:
+                self._connect(address).close()  # one more client of the same job, as a worker's
+        self._leave(mux)
+
+    def _connect(self, address: str) -> LocalMux:
+        return connect(address, self._job, self.nodes, timeout=120.0)
+
+    def _leave(self, mux: LocalMux) -> None:
+        """As a job that is done, or as one that gives nothing back and ends."""
+        if self._rng.random() < 0.5:
+            mux.close()
+        else:
+            mux.fail("it had enough")
         self.ledger.write("closed")
 
     def _phase(self, mux: LocalMux, phase: str, step: int) -> None:
@@ -103,6 +121,7 @@ class _Driver:
             time.sleep(self._rng.uniform(0.005, 0.04))
             mux.progress(part + 1, 3)
             mux.memory(lease.nodes[0], {"weights": part})
+            mux.host_memory(lease.nodes[0], {"copies": part})
         if len(lease.nodes) > 1 and self._rng.random() < 0.5:
             self._unmap(lease.nodes[1:])
             lease = mux.shrink(lease, lease.nodes[1:])

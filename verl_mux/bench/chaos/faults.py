@@ -11,7 +11,7 @@ LEASE_S = 3.0
 POINTS = ("received", "written", "sent")
 TYPES = (
     *("REGISTER", "LEASE_REQUEST", "LEASE_RELEASE", "LEASE_SHRINK", "LEASE_CANCEL", "HEARTBEAT", "PROGRESS", "STEP_REPORT"),
-    *("MEMORY_REPORT", "PHASE_NOTE", "MEMBER_REPORT", "DEREGISTER"),
+    *("MEMORY_REPORT", "HOST_REPORT", "PHASE_NOTE", "MEMBER_REPORT", "DETACH", "FAILING", "DEREGISTER"),
 )
 # Files that are deleted while the coordinator is dead: the journal alone, or all that it has on disk.
 LOST_FILES = {"coordinator without its journal": "journal", "coordinator without any memory": "journal*"}

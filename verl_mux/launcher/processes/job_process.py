@@ -56,6 +56,10 @@ class JobProcess(MarkedProcess):
         """From its newest checkpoint, or its beginning where it has none. Raises OSError."""
         if self._command[-1] != _RESUMING:
             self._command = [*self._command, _RESUMING]
+        if self.left_to_move:
+            self.moves += 1
+        else:
+            self.restarts += 1
         self.start()
 
     @property

@@ -202,9 +202,21 @@ def test_steps_that_wait_for_no_request_blame_none(tmp_path):
     assert streaming(tmp_path, late=30.0) == []
 
 
+def add_request(lines, name: str, began: float, generated: float, tool: float) -> None:
+    """A request of one turn: `generated` seconds in the engine, then a tool call of `tool` seconds."""
+    keys, tokens, end = {"role": "rollout", "job": "a"}, int(generated * 20), began + generated + tool
+    who = {"request_id": name}
+    call = {"turn": 1, "stay": 1, "response_tokens": tokens, "finish_reason": "stop"}
+    lines.add(began, "request_start", None, who, **keys)
+    lines.add(end - tool, "turn_engine_call", generated, who | call, **keys)
+    lines.add(end, "tool_execution", tool, who | {"turn": 1, "tool": "search"}, **keys)
+    told = {"turns": 1, "stays": 1, "response_length": tokens, "parked_sec": 0.0}
+    lines.add(end, "async_rollout_request_complete", end - began, who | told, **keys)
+
+
 def with_tools(directory, longest: float):
     """Requests with one tool call each, most of them of a second or two; in step 4 one takes `longest` and is the last."""
-    rng, keys = random.Random(7), {"role": "rollout", "job": "a"}
+    rng = random.Random(7)
     for step in range(1, 9):
         for worker in range(8):
             lines = Lines(worker, step)
@@ -212,13 +224,7 @@ def with_tools(directory, longest: float):
                 began, generated, tool = 100.0 * step, rng.uniform(10, 30), rng.lognormvariate(0.0, 0.75)
                 if (step, worker, number) == (4, 2, 5):
                     generated, tool = 29.0, longest
-                end, who = began + generated + tool, {"request_id": f"{step}{worker}{number:03}_0"}
-                call = {"turn": 1, "stay": 1, "response_tokens": int(generated * 20), "finish_reason": "stop"}
-                lines.add(began, "request_start", None, who, **keys)
-                lines.add(end - tool, "turn_engine_call", generated, who | call, **keys)
-                lines.add(end, "tool_execution", tool, who | {"turn": 1, "tool": "search"}, **keys)
-                told = {"turns": 1, "stays": 1, "response_length": int(generated * 20), "parked_sec": 0.0}
-                lines.add(end, "async_rollout_request_complete", end - began, who | told, **keys)
+                add_request(lines, f"{step}{worker}{number:03}_0", began, generated, tool)
             lines.write(directory)
     return [(f.kind, f.step) for f in found(directory)]
 
@@ -230,19 +236,13 @@ def test_a_call_that_is_long_as_such_calls_are_is_no_finding(tmp_path):
 
 def test_a_call_that_no_step_waited_for_is_no_finding(tmp_path):
     # The call made its request six seconds longer, and others of the step take twenty more.
-    rng, keys = random.Random(3), {"role": "rollout", "job": "a"}
+    rng = random.Random(3)
     for step in range(1, 5):
         for worker in range(8):
             lines = Lines(worker, step)
             for number in range(16):
                 began, generated = 100.0 * step, 30.0 if number == 0 else rng.uniform(8, 10)
                 tool = 6.0 if (step, worker, number) == (2, 1, 5) else rng.uniform(0.2, 0.4)
-                end, who = began + generated + tool, {"request_id": f"{step}{worker}{number:03}_0"}
-                call = {"turn": 1, "stay": 1, "response_tokens": int(generated * 20), "finish_reason": "stop"}
-                lines.add(began, "request_start", None, who, **keys)
-                lines.add(end - tool, "turn_engine_call", generated, who | call, **keys)
-                lines.add(end, "tool_execution", tool, who | {"turn": 1, "tool": "search"}, **keys)
-                told = {"turns": 1, "stays": 1, "response_length": int(generated * 20), "parked_sec": 0.0}
-                lines.add(end, "async_rollout_request_complete", end - began, who | told, **keys)
+                add_request(lines, f"{step}{worker}{number:03}_0", began, generated, tool)
             lines.write(tmp_path)
     assert [f.kind for f in found(tmp_path) if f.kind == "tool_wait"] == []

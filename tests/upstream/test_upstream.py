@@ -1,8 +1,16 @@
-"""Every verl and SGLang name that we rely on is there, and takes what we hand it. One process imports them all."""
+"""Every verl and SGLang name that we rely on is there and takes what we hand it, and what we rely on is what they do.
+
+One process imports them all; so this is one file.
+"""
+
+import json
+from pathlib import Path
 
 import pytest
 
+from tests.upstream.protocols import PROTOCOLS
 from verl_mux import upstream
+from verl_mux.platform.choose import accelerator_present
 from verl_mux.rollout.engine.record import engines
 
 TRAINER = "verl.trainer.ppo.v1.trainer_base.PPOTrainer"
@@ -99,6 +107,18 @@ SIGNATURES = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def probe(python) -> dict:
+    """What a process that imports verl and SGLang as a job does told of them."""
+    result = python(
+        "-m", "tests.upstream.probe", "trainer.v1.trainer_mode=mux_separate",
+        cwd=Path(__file__).parents[2], timeout=300, VERL_PLATFORM="cpu" if accelerator_present() else None,
+        RAY_ADDRESS=None,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
 @pytest.mark.parametrize("symbol", SYMBOLS, ids=lambda symbol: symbol.name)
 def test_a_name_in_the_list_is_there(probe, symbol):
     assert "missing" not in probe["names"][symbol.name], f"needed because: {symbol.why}"
@@ -132,3 +152,8 @@ def test_what_a_job_makes_of_an_engine(probe):
 
 def test_a_job_of_ours_runs_on_the_cpu_where_there_is_no_accelerator(probe):
     assert (probe["variable"], probe["platform"]) == ("cpu", "cpu")
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_what_we_rely_on_is_what_they_do(probe, name):
+    assert probe["protocols"][name] is None, probe["protocols"][name]

@@ -1,0 +1,154 @@
+"""verl's own trainer with our package and without, no mux key: the same numbers, step by step?
+
+python -m tests.e2e.stock_pair FOLDER [STEPS]: a run each way of a job that decodes greedily in trainer mode `sync`;
+JSON on stdout. "Without" is a Python of its own that has everything of this one but our package: of ours it can import only what
+makes this machine's CPU a device of verl's, which is refused everything else (`cpu_bed.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+from tests.e2e.tiny import ENVIRONMENT, make_assets
+from verl_mux.rollout.engine.sglang.record import RECORD
+
+_REPOSITORY = Path(__file__).parents[2]
+_LIMIT_S = 900
+# Every prompt and answer has another reward, also of a model that has learnt nothing and answers all alike.
+_REWARD = """
+import zlib
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    return zlib.crc32(f"{ground_truth} {solution_str}".encode()) / 2**32
+"""
+# Figures of the clock and of the machine; all others are compared.
+_OF_THE_MACHINE = re.compile(r"timing_s/|timing_per_token_ms/|perf/(mfu|throughput|time_per_step|max_memory|cpu_memory)")
+
+
+def main() -> None:
+    folder, steps = Path(sys.argv[1]).absolute(), int(sys.argv[2]) if len(sys.argv) > 2 else 5
+    folder.mkdir(parents=True)
+    (folder / "assets").mkdir()
+    make_assets(folder / "assets")
+    (folder / "assets" / "reward.py").write_text(_REWARD)
+    pythons = {"with": sys.executable, "without": str(bare_python(folder / "bare"))}
+    told = {kind: run(folder / kind, folder / "assets", python, steps) for kind, python in pythons.items()}
+    figures = sum(map(len, told["with"]))
+    print(json.dumps({"steps": steps, "figures": figures, **difference(told["with"], told["without"])}))
+
+
+def difference(one: list[dict[str, float]], other: list[dict[str, float]]) -> dict:
+    """How many figures of all steps are equal, to the last bit, and the largest relative difference of the others."""
+    worst, equal, name_of_worst = 0.0, 0, ""
+    for step, (a, b) in enumerate(zip(one, other, strict=True), 1):
+        assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
+        for name, value in a.items():
+            apart = 0.0 if value == b[name] else abs(value - b[name]) / max(abs(value), abs(b[name]))
+            equal += apart == 0.0
+            worst, name_of_worst = max((worst, name_of_worst), (apart, f"{name} of step {step}"))
+    return {"equal": equal, "largest_relative_difference": worst, "of": name_of_worst if worst else ""}
+
+
+def bare_python(folder: Path) -> Path:
+    venv.create(folder, symlinks=True, with_pip=False)
+    site = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if "verl_mux" not in entry.name:
+            (site / entry.name).symlink_to(entry)
+    (site / "verl_mux").symlink_to(_REPOSITORY / "verl_mux")
+    (site / "cpu_bed.py").symlink_to(Path(__file__).with_name("cpu_bed.py"))
+    about = site / "cpu_bed-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu_bed\nVersion: 0\n")
+    (about / "entry_points.txt").write_text(
+        "[verl.plugins]\ncpu_bed = cpu_bed\n[sglang.srt.platforms]\ncpu_bed = cpu_bed:activate\n"
+    )
+    return folder / "bin" / "python"
+
+
+def run(home: Path, assets: Path, python: str, steps: int) -> list[dict[str, float]]:
+    """What verl tells of each step."""
+    home.mkdir()
+    told = home / "steps.jsonl"
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment |= {**ENVIRONMENT, "VERL_FILE_LOGGER_PATH": str(told), "OMP_NUM_THREADS": "1"}
+    command = [python, "-m", "verl.trainer.main_ppo", *overrides(assets, home, steps)]
+    with (home / "job.log").open("w") as log:
+        subprocess.run(command, stdout=log, stderr=log, env=environment, cwd=home, timeout=_LIMIT_S, check=True)
+    lines = [json.loads(line)["data"] for line in told.read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not _OF_THE_MACHINE.search(k)} for line in lines]
+
+
+def overrides(assets: Path, home: Path, steps: int) -> list[str]:
+    """No key of ours, and nothing that ours would fill in. One answer is a batch: verl orders several by random names, and sums
+    depend on the order."""
+    engine = {
+        **RECORD.cpu_arguments,
+        **RECORD.stock_cpu_arguments,
+        "max_total_tokens": 8192,
+        "random_seed": 7,
+        "max_running_requests": 1,
+    }
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    return [
+        "trainer.v1.trainer_mode=sync",
+        "trainer.device=cpu",
+        "algorithm.adv_estimator=grpo",  # of one sample a prompt: its advantage is its reward
+        "algorithm.norm_adv_by_std_in_grpo=false",
+        f"data.train_files={assets}/train.parquet",
+        f"data.val_files={assets}/train.parquet",
+        "data.train_batch_size=1",
+        "data.max_prompt_length=32",
+        "data.max_response_length=32",
+        "data.dataloader_num_workers=0",
+        "data.seed=7",
+        f"actor_rollout_ref.model.path={assets}/model",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        f"{actor}.strategy=fsdp2",
+        "actor_rollout_ref.ref.strategy=fsdp2",
+        f"{actor}.use_torch_compile=False",
+        "actor_rollout_ref.ref.use_torch_compile=False",
+        f"{actor}.fsdp_config.use_torch_compile=False",
+        "actor_rollout_ref.ref.fsdp_config.use_torch_compile=False",
+        *(f"+{actor}.fsdp_config.mixed_precision.{kind}_dtype=fp32" for kind in ("param", "reduce", "buffer")),
+        f"{actor}.ppo_mini_batch_size=1",
+        f"{actor}.ppo_micro_batch_size_per_gpu=1",
+        f"{actor}.optim.lr=1e-3",
+        f"{rollout}.name=sglang",
+        f"{rollout}.dtype=float32",
+        f"{rollout}.n=1",
+        f"{rollout}.top_k=1",  # greedy
+        f"{rollout}.enforce_eager=True",
+        f"{rollout}.free_cache_engine=False",
+        f"{rollout}.tensor_model_parallel_size=1",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu=1",
+        f"{rollout}.agent.num_workers=1",
+        *(f"+{rollout}.engine_kwargs.sglang.{key}={value}" for key, value in engine.items()),
+        "reward.num_workers=1",
+        f"reward.custom_reward_function.path={assets}/reward.py",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        "trainer.nnodes=1",
+        "trainer.n_gpus_per_node=1",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        f"trainer.total_training_steps={steps}",
+        "trainer.logger=[console,file]",
+        f"trainer.default_local_dir={home}/checkpoints",
+        "+ray_kwargs.ray_init.num_gpus=1",
+        "ray_kwargs.ray_init.num_cpus=64",
+        "+ray_kwargs.ray_init.include_dashboard=False",
+        f"hydra.run.dir={home}/hydra",
+    ]
+
+
+if __name__ == "__main__":
+    main()

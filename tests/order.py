@@ -1,0 +1,45 @@
+"""Which files run first and last. It is for time alone: no test depends on it."""
+
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+# Real jobs, in the order that lets two of them start up side by side.
+_JOBS = ("e2e/test_alone_and_resumed.py", "e2e/test_multiplexed_run.py", "e2e/test_stock_mode.py")
+# Ten seconds and more, the longest first: a worker that gets one of them last ends long after the others.
+_LONG = (
+    "launcher/test_survival.py",
+    "launcher/test_on_hosts.py",
+    "packaging/test_wheel.py",
+    "bench/chaos/test_kills.py",
+    "config/test_main_ppo.py",
+    "test_plugin.py",
+    "upstream/test_upstream.py",
+    "coordinator/test_death.py",
+    "coordinator/test_lost_memory.py",
+    "agent/test_another_host.py",
+    "bench/test_filler.py",
+    "sync/test_killed.py",
+    "launcher/test_doctor.py",
+    "filler/test_hold.py",
+    "examples/test_filler.py",
+    "rollout/engine/sglang/test_scheduler_memory.py",
+    "gpu/test_scenes.py",
+    "launcher/plan/test_command.py",
+    "recipes/test_two_7b_grpo.py",
+    "bench/chaos/test_schedule.py",
+    "bench/test_sync.py",
+    "coordinator/test_restart.py",
+    "sync/test_export.py",
+    "agent/test_hosts.py",
+    "bench/test_load.py",
+    "bench/chaos/test_simulated.py",
+)
+# Of a real job that has started up beside all that comes before.
+_LAST = ("e2e/test_rollout_control.py", "e2e/test_event_log.py")
+PLACES = {_HERE / name: at for at, name in enumerate((*_JOBS, *_LONG), -len(_JOBS + _LONG))}
+PLACES |= {_HERE / name: at for at, name in enumerate(_LAST, 1)}
+
+
+def place(path: Path) -> int:
+    """The file's place: below 0 the first ones, above 0 the last, 0 all others."""
+    return PLACES.get(path, 0)
