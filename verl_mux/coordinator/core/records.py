@@ -45,8 +45,8 @@ class Watched(msgspec.Struct, kw_only=True):
 
 class Moving(msgspec.Struct, kw_only=True):
     """A running job on its way to the nodes on which `State.placed` has it by now. `number`: of the move, as the job is told it.
-    `since`: decided. `before`: the nodes that its start `uid` leaves. `left_at`: when it did, None: not yet; then `done`: its
-    last step; `ended_at`: when that ended; `saving_s`: the part of it that a checkpoint for the move took; `watched`: as it was."""
+    `since`: decided. `before`: the nodes that its start `uid` leaves. `left_at`: when, None: not yet. Then `done`: its last
+    step; `ended_at`: when that ended; `saving_s`: the part of it that a checkpoint for the move took; `watched`: as it was."""
 
     number: int
     since: float
