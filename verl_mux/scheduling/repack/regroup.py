@@ -77,8 +77,8 @@ def _settle(
 
 
 def _bases(jobs: tuple[JobSpec, ...], old: Sequence[Group], claimed: set[str]) -> Iterator[Group]:
-    """Old groups without those who are not among `jobs`, who would take longest to move first; then those without one more, the
-    last who came first, who is to join the others anew, as where the same jobs need fewer nodes."""
+    """Old groups without those who are not among `jobs`, who would take longest to move first; then those without one more,
+    whoever came last first: it is to join the others anew, as where the same jobs need fewer nodes."""
     names = {job.name for job in jobs}
     rests = [rest for group in old for rest in groups_without(group, [j.name for j in group.jobs if j.name not in names])]
     rests = [rest for rest in rests if claimed.isdisjoint((*rest.rollout_nodes, *rest.train_nodes))]
