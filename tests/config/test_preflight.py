@@ -5,6 +5,8 @@ import socket
 import pytest
 
 pytest.importorskip("verl")
+from omegaconf import OmegaConf
+
 from tests.config.test_schema import verl_config
 from verl_mux.config import preflight
 from verl_mux.config.schema import load
@@ -157,7 +159,7 @@ def test_a_job_says_that_it_may_be_moved_where_somebody_starts_it_again(
     config = job(None, nodes=nodes, move_note=str(tmp_path / "note") if note else None)
     config.mux.coordinator = None
     config.trainer.save_freq = save_freq
-    config.actor_rollout_ref.actor.checkpoint.async_save = in_background
+    OmegaConf.update(config, "actor_rollout_ref.actor.checkpoint.async_save", in_background, force_add=True)
     mux = load_with_any_nodes(config)
     preflight.connect_job(config, mux)
     assert told["movable"] is movable

@@ -47,7 +47,7 @@ def made(monkeypatch, tmp_path):
         trainer = object.__new__(PPOTrainerMuxSeparate)
         mux = Asking(at)
         trainer.phases, trainer.timing_raw = Phases(mux, NULL_LOG), {}
-        trainer.settings = WorkerSettings(rollout_nodes=("r0",), train_nodes=("t0",), directory=str(tmp_path / "workers"))
+        trainer.settings = WorkerSettings(rollout_nodes=("r0",), train_nodes=("t0",))
         trainer.leaving = Leaving(mux, str(tmp_path / "note") if note else None)
         trainer.rollout = SimpleNamespace(start=lambda: None, save=lambda: None)
         trainer.global_steps, trainer.total_training_steps = 1, STEPS
