@@ -11,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 pytest.importorskip("verl")
+import torch
 import transfer_queue as tq
 from transfer_queue import interface
 from transfer_queue.client import TransferQueueClient
@@ -94,6 +95,7 @@ class Trainer:
         columns = {"index": indexes, "raw_prompt": [[{"role": "user", "content": f"prompt {at}"}] for at in indexes],
                    "uid": [f"u{at}" for at in indexes]}  # fmt: skip
         arrays = {name: np.array([*values, None], dtype=object)[:-1] for name, values in columns.items()}
+        arrays["dummy_tensor"] = torch.zeros(count, 1, dtype=torch.uint8)  # as verl's dataset gives for each prompt
         return stamped(tu.get_tensordict(arrays), self.global_steps)
 
 

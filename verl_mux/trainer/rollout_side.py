@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 import transfer_queue as tq
 from omegaconf import DictConfig
 from tensordict import NonTensorData, TensorDict
@@ -267,12 +268,20 @@ class RolloutSide:
         if self.control is None or self._saved is None or not uids:
             return 0
         # Trajectories of samples that had ended stay where the checkpoint put them.
-        rows = stamped(tq.kv_batch_get(keys=uids, partition_id=partition_id), self._trainer.global_steps)
+        rows = stamped(_as_drawn(tq.kv_batch_get(keys=uids, partition_id=partition_id)), self._trainer.global_steps)
         self._put_prompts(uids)
         self._remember_order(uids)
         calls = {group: {int(s): c for s, c in its.items()} for group, its in self._saved["calls"].items()}
         self.control.restore(rows, calls)
         return len(uids)
+
+
+def _as_drawn(prompts: TensorDict) -> TensorDict:
+    """TransferQueue gives each column of tensors back as a nested one, of which no rows can be taken; a data loader, a plain one."""
+    for name, column in prompts.items():
+        if isinstance(column, torch.Tensor) and column.is_nested:
+            prompts[name] = torch.stack(column.unbind())
+    return prompts
 
 
 def _segments(extra: dict[str, Any]) -> list[Segment]:
