@@ -99,6 +99,8 @@ VERL = (
     Symbol("verl.utils.fs.copy_to_local", "the model's files, to read ahead"),
     Symbol("verl.checkpoint_engine.base.CheckpointEngineWorker", "subclassed: our hand on the launch gate"),
     Symbol("verl.checkpoint_engine.base.CheckpointEngineManager.build_process_group", "called once, not at every sync"),
+    Symbol("verl.checkpoint_engine.base.CheckpointEngineRegistry._registry", "which of verl's engines could be imported"),
+    Symbol("verl.checkpoint_engine.base.CheckpointEngineRegistry._import_errors", "what the others lack"),
     Symbol("verl.plugin.platform.platform_manager.PlatformRegistry", "platform cpu"),
     Symbol("verl.utils.distributed.initialize_global_process_group_ray", "wrapped: gloo alone on platform cpu"),
     Symbol("verl.workers.rollout.base._ROLLOUT_REGISTRY", "verl's own modes on the CPU: another way for the weights"),

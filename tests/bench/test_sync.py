@@ -2,8 +2,9 @@
 
 import pytest
 
+from verl_mux.bench.sync.beside import beside_verl, compared, lines
 from verl_mux.bench.sync.cases import CASES, Case, limit_seconds
-from verl_mux.bench.sync.command import bench_sync, over_links
+from verl_mux.bench.sync.command import bench_sync, over_links, together
 from verl_mux.bench.sync.links import can_shape
 from verl_mux.bench.sync.participant import digest_of, entries_of
 from verl_mux.errors import UserError
@@ -39,9 +40,65 @@ def test_a_case_that_is_none_is_named():
     with pytest.raises(UserError, match="there is no case 9_to_9; there are 1_to_1x1_per_pair, "):
         over_links(["9_to_9"], 1 << 20)
     with pytest.raises(UserError, match="--model-mib is 0; it must be at least 1"):
-        bench_sync(None, 0, None, False)
+        bench_sync(None, 0, None)
     with pytest.raises(UserError, match="--model-mib is 99999999; it must be at least 1 and at most 1048576"):
-        bench_sync(None, 99999999, None, False)
+        bench_sync(None, 99999999, None)
+
+
+def test_of_several_runs_the_middle_one_counts_and_every_wrong_bit():
+    runs = [{"seconds": s, "slow_bytes": n, "slow_bytes_over_model": n / 10, "bit_equal": s != 9} for s, n in
+            ((9.0, 31), (2.0, 30), (3.0, 30))]  # fmt: skip
+    assert together(runs) == {
+        "seconds": 3.0, "slow_bytes": 31, "slow_bytes_over_model": 3.1, "bit_equal": False, "each_seconds": [9.0, 2.0, 3.0]
+    }  # fmt: skip
+    assert together(runs[1:])["bit_equal"]
+
+
+def test_measurements_do_not_mix():
+    with pytest.raises(UserError, match="give one of them"):
+        bench_sync(["1_to_1x1_per_pair"], 32, None, beside=True)
+
+
+WAYS = {"memory": {"theirs": [4.0, 2.0, 3.0], "ours": [1.0, 9.0, 1.5]}, "file": {"theirs": [8.0], "ours": [4.0]}}
+# As trainer/sync_rounds, where one engine lacks a package, one has none of what it needs at work, and one runs.
+ROUNDS = f"""
+import json, sys
+if len(sys.argv) == 1:
+    print(json.dumps({{"naive": None, "nccl": "No module named 'cupy'", "nixl": None}}))
+elif sys.argv[1] == "naive":
+    assert sys.argv[2:] == ["--model-bytes=1024", "--ranks=3"]
+    print("noise")
+    print(json.dumps({{"bit_equal": True, "model_bytes": 1000, "ways": {WAYS}}}))
+else:
+    sys.exit("RuntimeError: no device")
+"""
+
+
+def test_medians_are_compared_with_the_ratio_of_ours_to_theirs():
+    found = compared({"bit_equal": False, "model_bytes": 1000, "ways": WAYS})
+    assert (found["seconds"], found["ours_seconds"], found["ratio"], found["bit_equal"]) == (3.0, 1.5, 0.5, False)
+    assert found["each"] == WAYS["memory"]["theirs"] and found["by_file"]["ratio"] == 0.5
+
+
+def test_an_engine_that_does_not_run_here_is_named_with_the_reason(tmp_path, monkeypatch):
+    (tmp_path / "rounds.py").write_text(ROUNDS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("verl_mux.plugin.SYNC_ROUNDS", "rounds")
+    found = beside_verl(1024, 3)
+    assert found["ranks"] == 3
+    assert found["beside"]["nccl"] == {"why_not": "No module named 'cupy'"}
+    assert found["beside"]["nixl"] == {"why_not": "RuntimeError: no device"}
+    assert found["beside"]["naive"]["ratio"] == 0.5
+    assert lines(found)[1:] == [
+        "naive by file: 8.000 s, ours 4.000 s, 0.50 of it",
+        "nccl: does not run here: No module named 'cupy'",
+        "nixl: does not run here: RuntimeError: no device",
+    ]
+
+
+def test_what_does_not_fit_into_memory_is_not_begun():
+    with pytest.raises(UserError, match="with 2 ranks need about"):
+        beside_verl(1 << 50, 2)
 
 
 @pytest.mark.parametrize("links", ["netns", "buckets"])

@@ -13,6 +13,7 @@ import pytest
 from tests.hosts.conftest import EXAMPLE, HOSTS, SUBNET, via
 
 pytestmark = pytest.mark.e2e
+ROOT = Path(__file__).parents[2]
 
 
 def _on(host: str, *command: str) -> str:
@@ -28,6 +29,12 @@ def test_each_host_has_its_name_and_the_others_are_known_by_theirs(bed):
 def test_hosts_see_their_own_processes_alone(bed):
     # its first process, the one that looks, and nothing of this machine
     assert len([name for name in _on("hosta", "ls", "/proc").split() if name.isdigit()]) == 2
+
+
+def test_a_weight_sync_tells_hosts_apart_and_knows_its_own(bed):
+    ask = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-c", "from verl_mux.sync.machine import this_machine as it; print(it())"]
+    first, again, other = (_on(host, *ask) for host in ("hosta", "hosta", "hostb"))
+    assert first == again != other
 
 
 def test_what_is_in_shared_memory_and_tmp_stays_on_the_host(bed, tmp_path):

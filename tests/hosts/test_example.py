@@ -15,11 +15,14 @@ import yaml
 from tests.e2e import tiny
 from tests.hosts.conftest import EXAMPLE
 from tests.hosts.faults import mapped_without_lease, two_holders
+from tests.hosts.interfaces import Sync, copies, read, summary
 
 pytestmark = pytest.mark.hosts
 ROOT = Path(__file__).parents[2]
 STEPS, JOBS = 5, ("wide", "narrow")
 _LIMIT_S, _LIMIT_BYTES = 1200, 22 * 2**30
+# Of the hosts' interfaces, beside the run's folder.
+_COUNTERS = "interfaces.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +35,13 @@ def run(tmp_path_factory) -> Path:
         require_root()
     except BedError as error:
         pytest.skip(str(error))
-    began = time.monotonic()
-    directory = _run(ROOT / "examples" / "hosts.yaml", tmp_path_factory.mktemp("hosts") / "run")
+    began, directory = time.monotonic(), tmp_path_factory.mktemp("hosts") / "run"
+    recorder = subprocess.Popen([sys.executable, "-m", "tests.hosts.interfaces", directory.with_name(_COUNTERS)], cwd=ROOT)
+    try:
+        _run(ROOT / "examples" / "hosts.yaml", directory)
+    finally:
+        recorder.kill()
+        recorder.wait()
     assert time.monotonic() - began < _LIMIT_S
     return directory
 
@@ -66,6 +74,24 @@ def test_every_rank_and_every_engine_of_the_wide_job_got_weights_at_each_step(ru
         syncs = [e["extra"] for e in tiny.events(run, job) if e["event"] == "sync"]
         assert [sync["version"] for sync in syncs] == list(range(STEPS))
         assert len(list((run / job / "events" / "server" / "step_1").glob("worker_*.jsonl"))) == engines
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_each_rollout_host_received_each_byte_of_a_sync_once(run, job):
+    """By its interface's own counter, less what it counts beside a sync. What is no weights comes in bursts (Ray's messages, the
+    other job's), so a single sync may have more of it; a second copy would be 2."""
+    leased = json.loads((run / "summary.json").read_text())["hosts"][job]
+    events = [e for e in tiny.events(run, job) if e["event"] == "sync"]
+    found = copies(
+        [Sync.of(e, tiny.ended(e)) for e in events], read(run.with_name(_COUNTERS)), leased["rollout"], leased["train"]
+    )
+    told = summary(found)
+    run.with_name(f"syncs_{job}.json").write_text(json.dumps({"summary": told, "syncs": found}, indent=2))
+    print(job, json.dumps(told))
+    assert len(found) == STEPS and told.keys() == {"copies", "over_sent"}
+    for its in told.values():
+        assert its["least_counted"] >= 1.0 and its["less_idle"] < 1.05 and its["most_less_idle"] < 1.5
+        assert its["idle_share"] < 0.25  # more would hide a second copy
 
 
 def test_no_two_jobs_hold_a_node_at_once(run):

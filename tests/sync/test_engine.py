@@ -1,6 +1,7 @@
 """Real syncs over real sockets, all ends in one process."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ class Cluster:
         self.receivers = [MuxCheckpointEngine(bucket_size, **settings) for _ in machines]
         self.metadata = []
         for end, machine in zip([*self.senders, *self.receivers], ["trainers"] * senders + machines, strict=True):
-            monkeypatch.setattr(engine_module, "_this_machine", lambda machine=machine: machine)
+            monkeypatch.setattr(engine_module, "this_machine", lambda machine=machine: machine)
             monkeypatch.setattr("socket.gethostname", lambda machine=machine: machine)
             self.metadata.append(end.prepare())
         self.join()
@@ -93,6 +94,19 @@ def test_every_worker_gets_every_bit_in_order_whatever_the_way(cluster, method, 
         assert all(same(each) for each in got)
 
     asyncio.run(run())
+
+
+def test_two_ray_nodes_on_one_machine_are_one_host(monkeypatch):
+    """As of a job that has two of its nodes there."""
+    ids = iter(["one", "other"])
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: next(ids)))
+    ends = [MuxCheckpointEngine(4096) for _ in range(2)]
+    hosts = [end.prepare()["meeting"]["host"] for end in ends]
+    for end in ends:
+        end._end.close()
+    assert hosts[0] == hosts[1]
 
 
 @pytest.mark.parametrize("bucket_size", [256, 100_000, 1 << 30])

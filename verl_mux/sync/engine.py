@@ -25,6 +25,7 @@ from verl_mux.errors import UserError
 from verl_mux.sync.ends import End, Reception
 from verl_mux.sync.export import Range, shard_of, stripes
 from verl_mux.sync.layout import Entry, Layout
+from verl_mux.sync.machine import this_machine
 from verl_mux.sync.planning.routes import Meeting, Wish, part_of, parts, plan_for, topology_of
 from verl_mux.sync.planning.topology import Links
 from verl_mux.sync.streams.aside import aside
@@ -78,7 +79,7 @@ class MuxCheckpointEngine(CheckpointEngine):
         """Listen, once, and say where; also the wishes, which are everybody's."""
         if self._end is None:
             address = _address_of(self._interface) if self._interface else ray.util.get_node_ip_address().strip("[]")
-            self._end = End(_this_machine(), socket.gethostname(), address, self._cluster, self._settings)
+            self._end = End(this_machine(), socket.gethostname(), address, self._cluster, self._settings)
         return {"meeting": msgspec.to_builtins(self._end.meeting), "wish": msgspec.to_builtins(self._wish)}
 
     @classmethod
@@ -184,13 +185,6 @@ def _columns(of: list, ranks: int, key: bytes) -> dict[str, list]:
     """As verl hands them out: a list a keyword."""
     count = len(of)
     return {"rank": list(range(count)), "ranks": [ranks] * count, "part": msgspec.to_builtins(of), "key": [key] * count}
-
-
-def _this_machine() -> str:
-    """Ray's id of it."""
-    if not ray.is_initialized():
-        return socket.gethostname()
-    return ray.get_runtime_context().get_node_id()
 
 
 def _address_of(interface: str) -> str:

@@ -277,7 +277,7 @@ class RolloutSide:
 
 
 def _as_drawn(prompts: TensorDict) -> TensorDict:
-    """TransferQueue gives each column of tensors back as a nested one, of which no rows can be taken; a data loader, a plain one."""
+    """TransferQueue gives a column of tensors back as a nested one, of which no rows can be taken; a data loader, a plain one."""
     for name, column in prompts.items():
         if isinstance(column, torch.Tensor) and column.is_nested:
             prompts[name] = torch.stack(column.unbind())

@@ -237,6 +237,21 @@ def test_a_second_client_that_detaches_takes_only_its_own_leases_along(two):
     assert two.machine.state.jobs["a"].state is JobState.ENDED
 
 
+def test_the_first_client_is_the_first_again_after_a_loss_of_memory_whoever_is_heard_before_it(two):
+    where = {"nodes": SIDES, "host": "here", "space": ""}
+    other = {"job": "c", "uid": "c:1", "client": "c-other"}
+    again = {"job": "c", "uid": "c:1", "client": "c", "again": True, "first": True}
+    assert two.do(m.Register(**other, **where, pid=8, started=2))[0].first
+    said = two.do(m.Register(**again, **where, pid=7, started=1))
+    assert [it.first for it in said] == [False, True]  # to the one that took itself for it, and to the other
+    assert two.machine.state.jobs["c"].pid == 7
+    two.do(m.LeaseRequest(job="c", uid="c:1", client="c", key="k", phase="rollout", step=1, nodes=["r0"]))
+    two.do(m.Deregister(**other))  # on its way before it was told
+    assert two.holders("r0") == ["c"] and two.machine.state.jobs["c"].state is JobState.LIVE
+    two.do(m.Deregister(job="c", uid="c:1", client="c"))
+    assert two.holders("r0") == [] and two.machine.state.jobs["c"].state is JobState.ENDED
+
+
 def test_an_expected_job_that_never_registered_can_be_said_to_have_exited():
     driver = Driver(Machine(config(expect_jobs=2)))
     driver.do(JobExited(job="c"))

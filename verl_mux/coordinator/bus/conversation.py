@@ -311,6 +311,7 @@ class Conversation:
             "seen": self._seen,
             "number": self._number,
             "again": again,
+            "first": self.registered is not None and self.registered.first,
             "placed": placed,
         }
         return m.Register(**self.who, **self._registration, **changing)

@@ -56,12 +56,12 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     `host_memory`, by side and kind, for the job's states on each; processes come to that.
 
     With `auto` on both sides the coordinator places the job: by its `needs` or the steps `profiled`, within `slo`, on behalf of
-    `owner`; `placed`
-    is where it was placed, if it registers again. `filler`: its requests come behind those of all jobs, and what it holds is
-    called back when a job wants it. `movable`: whoever started the job starts it again, from its newest checkpoint, when it
-    leaves to move. `seen`: the highest token that the client was ever given; `number`: of
-    this registration of the client, so that an answer to one from before a restart is not taken for one to this. `space`: the
-    driver's PID namespace.
+    `owner`. Of a client that registers again: `placed` is where the job was placed, `first` that it was the job's first.
+
+    `filler`: its requests come behind those of all jobs, and what it holds is called back when a job wants it. `movable`: whoever
+    started the job starts it again, from its newest checkpoint, when it leaves to move. `seen`: the highest token that the client
+    was ever given; `number`: of this registration of the client, so that an answer to one from before a restart is not taken for
+    one to this. `space`: the driver's PID namespace.
     """
 
     job: limits.ShownName
@@ -82,6 +82,7 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     seen: limits.Token = 0
     number: limits.Count = 0
     again: bool = False
+    first: bool = False
     needs: JobNeeds | None = None
     slo: limits.Factor | None = None
     owner: limits.ShownName = ""

@@ -53,12 +53,24 @@ def register(state: State, config: Config, epoch: str, now: float, what: m.Regis
         about = {"job": job.name, "nodes": job.nodes, "seed": job.seed, "steps": job.steps, "pid": job.pid, **fills}
         out.append(Log(events.JOB_REGISTERED, about))
     if what.client not in job.clients:
-        job.clients.append(what.client)
+        out += _join(state, config, job, what, epoch)
     job.members = what.members or job.members
     if not placing.is_open(state, job.name) or what.client in job.registrations:
         out.append(Send(what.client, welcome(state, config, job, what.client, epoch, what.number)))
     claims.take(state, config, job, what, now)
     return out
+
+
+def _join(state: State, config: Config, job: Job, what: m.Register, epoch: str) -> list[Instruction]:
+    """One client more. The job's first, from before the coordinator forgot everything, is so again, whoever was heard before it:
+    the job goes with it, and with its process."""
+    if not (what.first and job.clients):
+        job.clients.append(what.client)
+        return []
+    other = job.clients[0]
+    job.clients.insert(0, what.client)
+    _take_for_driver(job, what)
+    return [Send(other, welcome(state, config, job, other, epoch, job.registrations.get(other, 0)))]
 
 
 def welcome(state: State, config: Config, job: Job, client: str, epoch: str, answers: int = 0) -> m.Registered | m.Queued:
@@ -85,13 +97,17 @@ def welcome(state: State, config: Config, job: Job, client: str, epoch: str, ans
 def _new_job(state: State, config: Config, now: float, what: m.Register) -> Job:
     state.num_registered += 1
     job = Job(name=what.job, uid=what.uid, order=state.num_registered, since=now)
-    job.host, job.pid, job.started, job.boot, job.space = what.host, what.pid, what.started, what.boot, what.space
+    _take_for_driver(job, what)
     if not what.wants_placement:
         job.nodes = _resolve(what, config)
         job.host_memory = memory.told(what, job.nodes, config)
     job.seed, job.steps, job.filler = what.seed, what.steps, what.filler
     state.jobs[what.job] = job
     return job
+
+
+def _take_for_driver(job: Job, what: m.Register) -> None:
+    job.host, job.pid, job.started, job.boot, job.space = what.host, what.pid, what.started, what.boot, what.space
 
 
 def _name_taken(known: Job) -> m.Refused:

@@ -109,6 +109,8 @@ class Machine:
             return [Send(what.client, refusal)]
         if isinstance(what, m.Detach) and job is not None and job.clients == [what.client]:
             what = m.Deregister(job=what.job, uid=what.uid, client=what.client)  # the last to leave ends the job
+        if isinstance(what, m.Deregister) and job is not None and what.client in job.clients[1:]:
+            what = m.Detach(job=what.job, uid=what.uid, client=what.client)  # it took itself for the first for a moment
         after = next_state(job, what)
         if isinstance(what, m.FromJob):
             self.heard[what.job] = self._running.at(now)

@@ -1,0 +1,82 @@
+"""verl's own checkpoint engines and ours, in turns, on the same model in the same processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import psutil
+
+from verl_mux import plugin
+from verl_mux.errors import Failure, UserError
+
+_WITHIN_S = 900.0
+# The model, as trainers hold it, in one region and in two engines a rank, and what passes through a file.
+_COPIES, _COPIES_A_RANK, _RESERVE = 3, 5, 3 << 30
+
+
+def beside_verl(model_bytes: int, ranks: int) -> dict[str, Any]:
+    """seconds: medians of the syncs of verl's engine and of ours; ratio: ours over its. By name of the engine; why_not: of one
+    that does not run here, which has none of the others.
+
+    Raises:
+        UserError: there is not enough memory.
+        Failure: nothing could be asked.
+    """
+    needed = model_bytes * (_COPIES + _COPIES_A_RANK * ranks) + _RESERVE
+    if (free := psutil.virtual_memory().available) < needed:
+        raise UserError(f"{model_bytes} bytes with {ranks} ranks need about {needed} bytes of memory, and {free} are free")
+    return {"ranks": ranks, "beside": {name: _one(name, lacks, model_bytes, ranks) for name, lacks in _ask().items()}}
+
+
+def _one(name: str, lacks: str | None, model_bytes: int, ranks: int) -> dict[str, Any]:
+    if lacks is not None:
+        return {"why_not": lacks}
+    try:
+        return compared(_ask(name, f"--model-bytes={model_bytes}", f"--ranks={ranks}"))
+    except Failure as error:
+        return {"why_not": str(error)}
+
+
+def compared(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Of engines that load a tensor as it comes; `by_file`: of those that load from a file, as engines without a GPU do.
+    model_bytes: of the model that came nearest to what was asked for."""
+    memory, file = (_medians(told["ways"][way]) for way in ("memory", "file"))
+    return {**memory, "bit_equal": told["bit_equal"], "model_bytes": told["model_bytes"], "by_file": file}
+
+
+def _medians(took: Mapping[str, list[float]]) -> dict[str, Any]:
+    theirs, ours = median(took["theirs"]), median(took["ours"])
+    return {"seconds": theirs, "ours_seconds": ours, "ratio": ours / theirs, "each": took["theirs"], "ours_each": took["ours"]}
+
+
+def _ask(*arguments: str) -> dict[str, Any]:
+    """Raises Failure, with the last thing that it said."""
+    command = [sys.executable, "-m", plugin.SYNC_ROUNDS, *arguments]
+    # As a job's processes; Ray's own choice is to stand back behind all others.
+    environment = {**os.environ, "VERL_PLATFORM": "cpu", "RAY_worker_niceness": "0"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_WITHIN_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise Failure(f"it did not end within {_WITHIN_S:g} s") from None
+    if done.returncode:
+        raise Failure((done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"])[-1].strip())
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def lines(found: Mapping[str, Any]) -> list[str]:
+    """For people."""
+    told = []
+    for name, it in found["beside"].items():
+        if "why_not" in it:
+            told.append(f"{name}: does not run here: {it['why_not']}")
+            continue
+        same = "" if it["bit_equal"] else ", WRONG WEIGHTS"
+        for way, its in (("", it), (" by file", it["by_file"])):
+            told.append(f"{name}{way}: {its['seconds']:.3f} s, ours {its['ours_seconds']:.3f} s, {its['ratio']:.2f} of it{same}")
+    return told

@@ -1,0 +1,1 @@
+"""One of verl's checkpoint engines and ours in turns, in real worker processes; see __main__.py. Behind a bench alone."""
