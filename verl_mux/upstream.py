@@ -36,7 +36,12 @@ VERL = (
     Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_values", "timed in the event log, under the lease"),
     Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._update_critic", "timed in the event log, under the lease"),
     Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._update_actor", "timed in the event log"),
-    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._save_checkpoint", "timed in the event log"),
+    Symbol(
+        "verl.trainer.ppo.v1.trainer_base.PPOTrainer._save_checkpoint", "timed in the event log; a job that moves saves by it"
+    ),
+    Symbol(
+        "verl.trainer.ppo.v1.trainer_base.PPOTrainer._shutdown_dump_executor", "a job that moves leaves fit between two steps"
+    ),
     Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_metrics", "our metrics join verl's"),
     Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._consume_sync_metrics", "reads _pending_sync_metrics"),
     Symbol("verl.trainer.ppo.v1.replay_buffer.ReplayBufferAsync._wait_for_next_poll", "replaced by waiting on completions"),

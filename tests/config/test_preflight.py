@@ -5,8 +5,13 @@ import socket
 import pytest
 
 pytest.importorskip("verl")
+from omegaconf import OmegaConf
+
 from tests.config.test_schema import verl_config
+from verl_mux.config import preflight
+from verl_mux.config.schema import load
 from verl_mux.config.validation_hook import checked_first
+from verl_mux.coordinator.bus.local import LocalMux
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
@@ -133,3 +138,43 @@ def test_a_job_goes_on_from_its_own_checkpoints(check):
 def test_a_folder_that_cannot_be_written_is_told(check, capsys, tmp_path):
     (tmp_path / "checkpoints").touch()
     assert "trainer.default_local_dir=checkpoints/" in refusal(check, job(None), capsys)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "note", "save_freq", "in_background", "movable"),
+    [
+        ("auto", True, 5, False, True),
+        ("auto", False, 5, False, False),  # nobody starts it again
+        ("auto", True, -1, False, False),  # it keeps no checkpoints
+        ("auto", True, 5, True, False),  # they are not whole when it ends
+        (NODES, True, 5, False, False),  # it stays on the nodes that it names
+    ],
+)
+def test_a_job_says_that_it_may_be_moved_where_somebody_starts_it_again(
+    monkeypatch, tmp_path, nodes, note, save_freq, in_background, movable
+):
+    told = {}
+    monkeypatch.setattr(preflight, "connect", lambda *_, **keys: told.update(keys) or LocalMux("a", {}))
+    monkeypatch.setattr(preflight, "needs_of", lambda config: None)
+    config = job(None, nodes=nodes, move_note=str(tmp_path / "note") if note else None)
+    config.mux.coordinator = None
+    config.trainer.save_freq = save_freq
+    OmegaConf.update(config, "actor_rollout_ref.actor.checkpoint.async_save", in_background, force_add=True)
+    mux = load_with_any_nodes(config)
+    preflight.connect_job(config, mux)
+    assert told["movable"] is movable
+
+
+def load_with_any_nodes(config):
+    """Without a coordinator `auto` would be refused; here its client is a stand-in."""
+    config.mux.coordinator = "tcp://127.0.0.1:1"
+    mux = load(config)
+    mux.coordinator = None
+    return mux
+
+
+def test_a_job_that_starts_has_not_left_to_move(check, coordinator, tmp_path):
+    note = tmp_path / "left_to_move"
+    note.touch()
+    assert check(job(coordinator.address, move_note=str(note)))
+    assert not note.exists()

@@ -56,7 +56,8 @@ class TestValid:
             "seeded_sampling": True,
             "nodes": {"rollout": ["r0", "r1"], "train": ["t0"]}, "sync": {"verify": False, "timeout_s": 9.5},
             "profile": {"enable": False, "dir": "/logs", "every": 2}, "slo": 1.5,
-            "owner": "ann", "profiled": {"rollout": [9.0, 9.5, 9.0], "train": [5.0, 5.0, 5.5]},
+            "owner": "ann", "move_note": "/runs/left_to_move",
+            "profiled": {"rollout": [9.0, 9.5, 9.0], "train": [5.0, 5.0, 5.5]},
         }  # fmt: skip
         given["sync"] = {**msgspec.to_builtins(SyncConfig()), **given["sync"]}
         whole = {**given, "rollout": msgspec.to_builtins(RolloutConfig()), "device": msgspec.to_builtins(DeviceSettings())}

@@ -51,8 +51,12 @@ class Runs:
         return read_note(self.out / name)
 
     def steps(self, job: str) -> list[int]:
+        return sorted(said["step"] for said in self.lines(job, "step"))
+
+    def lines(self, job: str, event: str) -> list[dict]:
+        """Of this event, in the job's log."""
         lines = [line for path in (self.out / job / "events").rglob("*.jsonl") for line in path.read_text().splitlines()]
-        return sorted(e["step"] for line in lines if (e := json.loads(line))["event"] == "step")
+        return [said for line in lines if (said := json.loads(line))["event"] == event]
 
     def until(self, condition) -> None:
         deadline = time.monotonic() + _LIMIT_S

@@ -11,9 +11,9 @@ from verl_mux.launcher import timeline
 
 
 class Made(MadeRun):
-    def predicted(self, at, source, periods, group="g1"):
+    def predicted(self, at, source, periods, group="g1", rollout="r0"):
         extra = {"group": group, "source": source, "periods": periods, "limits": {}, "order": "fifo"}
-        extra |= {"nodes": {"rollout": ["r0"], "train": ["t0"]}, "usd_per_hour": 2.0}
+        extra |= {"nodes": {"rollout": [rollout], "train": ["t0"]}, "usd_per_hour": 2.0}
         line = {"timestamp": (ORIGIN + timedelta(seconds=at)).isoformat(), "event": "group_predicted", "extra": extra}
         path = self.directory / "coordinator" / "events" / "coordinator" / "step_0" / "worker_0.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,6 +45,16 @@ def test_a_groups_period_is_measured_from_its_prediction_on(made):
     assert group["jobs"]["b"] == {"predicted_period_s": 11.0, "measured_period_s": 10.5, "steps": 2}
     assert (group["predicted_period_s"], group["measured_period_s"], group["period_bound_s"]) == (11.0, 10.25, 40.0)
     assert group["difference"] == pytest.approx(11 / 10.25 - 1, abs=1e-4)
+
+
+def test_the_same_jobs_on_other_nodes_are_another_group(made):
+    made.steps("a", [0, 30, 60, 90, 120, 130, 140, 150, 160])
+    made.predicted(1, "observed", {"a": 30.0}, rollout="r1")
+    made.predicted(95, "estimated", {"a": 30.0})
+    made.predicted(121, "observed", {"a": 11.0})
+    apart, together = found(made, "a")
+    assert (apart["measured_period_s"], together["measured_period_s"]) == (30.0, 10.0)
+    assert together["nodes"] == {"rollout": ["r0"], "train": ["t0"]}
 
 
 def test_a_group_ends_when_one_of_its_jobs_is_grouped_otherwise(made):

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 
-from tests.launcher.runs import POOLS
+from tests.launcher.runs import NODES, POOLS
 from verl_mux.coordinator.bus.members import carriers
 
 
@@ -167,6 +167,67 @@ def test_a_killed_job_resumes_from_its_checkpoint_and_nothing_is_deleted(runs):
     (resumed,) = set((runs.out / "earlier").iterdir()) - {kept}
     assert (resumed / "dies" / "checkpoints" / "step").read_text() == "5"
     assert not (runs.out / "dies").exists() and runs.summary()["jobs"].keys() == {"other"}
+
+
+NODE = {"gpus": 1, "usd_per_hour": 1.0, "host_bytes": 100 * 2**30}
+PLACED = {
+    "pools": {side: {"kind": "cpu", "nodes": [{"name": f"{side[0]}{number}", **NODE} for number in range(2)]} for side in NODES},
+    "placement": {"kinds": {"cpu": {"tflops": 1.0, "tb_per_s": 1.0, "process_gb": 1.0}}, "move_s": 1.0},
+}
+
+
+def badly_placed(runs) -> dict[str, dict]:
+    """Two jobs that share nodes by what they say; `long` then takes so long that they cannot both keep their SLOs."""
+    placed = {"nodes": "auto", "slo": 1.6}
+    said = [f"+until={runs.go}", "+profiled_s=0.05"]
+    seconds = {"short": 0.05, "long": 0.4}
+    return {name: {**placed, "overrides": [*said, f"+phase_s={each}"]} for name, each in seconds.items()}
+
+
+def coordinators_lines(runs, event: str) -> list[dict]:
+    lines = [line for path in (runs.out / "coordinator" / "events").rglob("*.jsonl") for line in path.read_text().splitlines()]
+    return [said for line in lines if (said := json.loads(line))["event"] == event]
+
+
+def assert_moved_without_losing_a_step(runs) -> None:
+    moved = coordinators_lines(runs, "job_moved")[0]
+    about = moved["extra"]
+    assert moved["step"] == about["done"] + 1 and moved["duration_sec"] > 0
+    assert about["nodes"] != about["before"]
+    for job in ("short", "long"):
+        assert runs.steps(job) == list(range(1, runs.step(job) + 1))
+    phases = [said for said in runs.lines(about["job"], "phase") if said["extra"]["phase"] == "rollout"]
+    before = {tuple(said["extra"]["nodes"]) for said in phases if said["step"] <= about["done"]}
+    first = next(said for said in phases if said["step"] == moved["step"])
+    assert before == {tuple(about["before"]["rollout"])} and first["extra"]["nodes"] == about["nodes"]["rollout"]
+
+
+def test_a_job_that_was_placed_badly_is_moved_and_goes_on_with_its_next_step_on_other_nodes(runs):
+    runs.write(badly_placed(runs), coordinator=PLACED)
+    launcher = runs.start()
+    runs.until(lambda: coordinators_lines(runs, "job_moved"))
+    moved = coordinators_lines(runs, "job_moved")[0]
+    runs.until_step(moved["extra"]["job"], moved["step"] + 2)
+    runs.go.touch()
+    told = runs.ends(launcher)
+    assert launcher.returncode == 0, told
+    assert f"job {moved['extra']['job']} left to move; it is started again on its new nodes" in told
+    assert_moved_without_losing_a_step(runs)
+
+
+def test_a_job_that_left_to_move_while_no_launcher_was_there_is_started_again_by_the_next(runs):
+    runs.write(badly_placed(runs), coordinator=PLACED)
+    first = runs.start()
+    runs.until_step("long", 1)
+    first.kill()
+    first.wait()
+    runs.until(lambda: any((runs.out / job / "left_to_move").exists() for job in ("short", "long")))
+    second = runs.start()
+    runs.until(lambda: coordinators_lines(runs, "job_moved"))
+    runs.go.touch()
+    told = runs.ends(second)
+    assert second.returncode == 0, told
+    assert_moved_without_losing_a_step(runs)
 
 
 def test_fillers_run_beside_the_jobs_and_end_with_the_run(runs, tmp_path):

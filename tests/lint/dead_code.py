@@ -37,11 +37,7 @@ LIBRARIES = {"manipulate_search_path", "curve_user_id"}  # Hydra, pyzmq
 UPSTREAM = {"VERL", "SGLANG"}
 # By the tests against a real engine, which have no other way to look into it.
 END_TO_END = {"read_weight", "weights_mapped"}
-# Built for what comes next: moving running jobs.
-AHEAD = {"revise"}
-ALLOWED = (
-    VERL_TRAINER | VERL_ENGINE | TRAINER_BY_VERB | SGLANG_SAVER | STANDARD_LIBRARY | LIBRARIES | UPSTREAM | END_TO_END | AHEAD
-)
+ALLOWED = VERL_TRAINER | VERL_ENGINE | TRAINER_BY_VERB | SGLANG_SAVER | STANDARD_LIBRARY | LIBRARIES | UPSTREAM | END_TO_END
 
 
 def named_in_strings() -> set[str]:

@@ -22,6 +22,7 @@ from verl_mux.memory.moved import Moved
 from verl_mux.places.place import Location, Place
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.eventlog.log import NULL_LOG
+from verl_mux.trainer.leaving import Leaving
 from verl_mux.trainer.modes import PPOTrainerMuxSeparate
 from verl_mux.trainer.phases import Phases
 from verl_mux.worker_settings import WorkerSettings, node_of
@@ -41,6 +42,7 @@ def trainer():
     made = object.__new__(PPOTrainerMuxSeparate)
     made.settings = WorkerSettings(rollout_nodes=tuple(NODES["rollout"]), train_nodes=tuple(NODES["train"]))
     made.global_steps = 1
+    made.leaving = Leaving(connect(None, "a", NODES), None)
     return made
 
 

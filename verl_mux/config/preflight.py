@@ -40,6 +40,8 @@ def check_job(config: DictConfig) -> None:
             os.environ.setdefault(UID_VARIABLE, uuid4().hex)
             check_surroundings(config)
             ask_coordinator(config, mux)
+            if mux.move_note is not None:
+                Path(mux.move_note).unlink(missing_ok=True)  # from now on it has not left
             ray_cluster.claim(config, str(mux.job))
             claim_folder(Path(config.trainer.default_local_dir), str(mux.job))
         else:
@@ -116,6 +118,13 @@ def complete_stock_mode(config: DictConfig) -> None:
         completion.complete_stock_cpu(config)
 
 
+def _is_movable(config: DictConfig, mux: MuxConfig) -> bool:
+    """Somebody would start it again elsewhere, and it keeps checkpoints that are whole when it ends."""
+    in_background = OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save")
+    saves = (OmegaConf.select(config, "trainer.save_freq") or 0) > 0 and not in_background
+    return mux.move_note is not None and mux.nodes.rollout == [AUTO] and saves
+
+
 def connect_job(config: DictConfig, mux: MuxConfig, wait: bool = True) -> LocalMux:
     """The job's client, connected; its local stand-in where no coordinator is named. A job that leaves its nodes to the
     coordinator may have to wait for them; with `wait` False it does not, and the client names none.
@@ -132,6 +141,7 @@ def connect_job(config: DictConfig, mux: MuxConfig, wait: bool = True) -> LocalM
         timeout=mux.coordinator_timeout_s, needs=needs_of(config) if mux.nodes.rollout == [AUTO] else None, slo=mux.slo,
         owner=mux.owner, profiled=Observed(rollout=tuple(mux.profiled.rollout), train=tuple(mux.profiled.train)),
         host_memory=host_memory_of(config) if mux.coordinator else None, wait=wait, keys=mux.keys,
+        movable=_is_movable(config, mux),
     )  # fmt: skip
     if mux.coordinator and client.nodes:
         counts = {"rollout": (rollout.nnodes, "trainer" if colocated else "actor_rollout_ref.rollout"),

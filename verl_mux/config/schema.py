@@ -73,6 +73,7 @@ class MuxConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     slo: float | None = None
     owner: str = ""
     profiled: ProfiledConfig = msgspec.field(default_factory=ProfiledConfig)
+    move_note: str | None = None
     seed: int = 0
     seeded_sampling: bool = False
     profile: ProfileConfig = msgspec.field(default_factory=ProfileConfig)

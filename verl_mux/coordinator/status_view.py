@@ -18,6 +18,7 @@ def plain(snapshot: dict[str, Any]) -> str:
     for name, job in snapshot["jobs"].items():
         lines.append(f"job {name}: {_state(job)}; {_step(job)}; {_metrics(job)}")
     lines += [f"group {name}: {'; '.join(cells)}" for name, *cells in _groups(snapshot)]
+    lines += _moves(snapshot)
     return "\n".join(lines)
 
 
@@ -43,6 +44,7 @@ def tables(snapshot: dict[str, Any]) -> Group:
         for row in _groups(snapshot):
             groups.add_row(*row)
         parts.append(groups)
+        parts += [Text(line) for line in _moves(snapshot)]
     return Group(*parts)
 
 
@@ -86,6 +88,10 @@ def _groups(snapshot: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
         yield name, nodes, f"{', '.join(periods)} [{group['source']}]", f"{group['usd_per_hour']:.2f} USD/h"
     if placement["waiting"]:
         yield "-", "waiting for nodes", ", ".join(placement["waiting"]), "-"
+
+
+def _moves(snapshot: dict[str, Any]) -> list[str]:
+    return [f"job {name} {told}" for name, told in (snapshot.get("placement") or {}).get("moves", {}).items()]
 
 
 def _runs(node: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from verl_mux.coordinator.bus.connect import ADDRESS_VARIABLE
 from verl_mux.coordinator.command import Keys, fetch_status
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import Failure, UserError
-from verl_mux.launcher import cores, folders, lanes, observed_hosts, predicted_periods, run_file, summary, timeline
+from verl_mux.launcher import cores, folders, lanes, moves, observed_hosts, predicted_periods, run_file, summary, timeline
 from verl_mux.launcher.prepare import clean_up, prepare
 from verl_mux.launcher.processes.agent_process import AgentProcess
 from verl_mux.launcher.processes.coordinator_process import AnyCoordinator, CoordinatorElsewhere, CoordinatorProcess
@@ -195,6 +195,7 @@ def _finish(run: RunFile, watch: Watch, started_at: float) -> dict:
     result = summary.summarise(spans, config, names, watch.peak_rss, summary.startup(spans, started_at), cores.read(directory))
     if config.placement is not None:
         result["groups"] = predicted_periods.groups(predicted_periods.read(directory), spans)
+        result["moves"] = moves.read(directory, spans)
     if run.hosts and run.agents:
         result["hosts"] = observed_hosts.read(run)
     if run.fillers:
@@ -245,6 +246,8 @@ def print_summary(result: dict, console: Console) -> None:
     for group in result.get("groups", ()):
         both = f"predicted {group['predicted_period_s']:.2f} s, measured {group['measured_period_s']:.2f} s"
         console.print(f"group {group['group']} ({', '.join(group['jobs'])}): {both} ({group['difference']:+.1%})")
+    for move in result.get("moves", ()):
+        console.print(moves.sentence(move))
     for line in _overall(result["mux"]):
         console.print(line)
 

@@ -56,13 +56,13 @@ def groups(predictions: list[Prediction], timeline: Timeline) -> list[dict]:
 
 
 def _stays(predictions: list[Prediction]) -> Iterator[tuple[Prediction, list[Prediction]]]:
-    """Predictions for one and the same set of jobs, until another takes one of them up."""
+    """Predictions for one and the same set of jobs on the same nodes, until another takes one of them up."""
     stays: list[list[Prediction]] = []
     latest: dict[str, list[Prediction]] = {}
     for prediction in predictions:
         jobs = _jobs(prediction)
         stay = latest.get(next(iter(jobs)))
-        if stay is None or _jobs(stay[0]) != jobs or any(latest.get(job) is not stay for job in jobs):
+        if stay is None or not _is_same(stay[0], prediction) or any(latest.get(job) is not stay for job in jobs):
             stays.append(stay := [])
         stay.append(prediction)
         latest.update(dict.fromkeys(jobs, stay))
@@ -74,7 +74,11 @@ def _jobs(prediction: Prediction) -> frozenset[str]:
 
 
 def _regroups(later: Prediction, earlier: Prediction) -> bool:
-    return _jobs(later) != _jobs(earlier) and not _jobs(later).isdisjoint(_jobs(earlier))
+    return not _is_same(later, earlier) and not _jobs(later).isdisjoint(_jobs(earlier))
+
+
+def _is_same(one: Prediction, other: Prediction) -> bool:
+    return _jobs(one) == _jobs(other) and one.nodes == other.nodes
 
 
 def _measured(prediction: Prediction, until: float, timeline: Timeline) -> dict[str, tuple[float, int]] | None:

@@ -143,8 +143,12 @@ class Watch:
     def _on_exit(self, job: JobProcess) -> None:
         job.sweep()
         self._untold.append(job)
+        if job.left_to_move:
+            self._again.append(job)
+            print(f"job {job.name} left to move; it is started again on its new nodes", file=sys.stderr, flush=True)
+            return
         # Keys that were taken once are not refused later: it then ended so for want of something else, as of the coordinator.
-        refused = job.returncode == 2 and job.restarts == 0
+        refused = job.returncode == 2 and job.restarts == job.moves == 0
         if job.returncode != 0 and not refused and job.restarts < job.spec.restarts:
             self._again.append(job)
             how_often = f"{job.restarts + 1} of {job.spec.restarts}"

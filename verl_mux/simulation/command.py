@@ -44,7 +44,7 @@ def simulate(
         str, typer.Option(help="Seconds that a move takes a job, or measured: its cold start in the paper.")
     ] = "900",
     movable: Annotated[
-        bool, typer.Option("--movable", help="Under live somebody can start running jobs again elsewhere; nobody can today.")
+        bool, typer.Option("--movable", help="Under live whoever started jobs starts them again elsewhere.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write pictures into this directory.")] = None,

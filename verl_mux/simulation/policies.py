@@ -20,8 +20,8 @@ from verl_mux.simulation.workload.workload import Arrival
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One workload on one cluster. rules: of `ours`; their cap holds for every policy. movable: under `live` somebody can start
-    running jobs again elsewhere."""
+    """One workload on one cluster. rules: of `ours`; their cap holds for every policy. movable: under `live` whoever started
+    running jobs starts them again elsewhere."""
 
     arrivals: Sequence[Arrival]
     cluster: Cluster

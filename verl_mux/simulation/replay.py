@@ -16,6 +16,7 @@ from typing import Protocol
 from verl_mux.scheduling.estimate.estimator import Observed
 from verl_mux.scheduling.estimate.learning import drifted, learnt
 from verl_mux.scheduling.model import Cluster, Group, JobSpec, Pin
+from verl_mux.scheduling.repack.repack import ASK_AGAIN_S
 from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
 from verl_mux.scheduling.search.decision import Decision, Move, Revision
 from verl_mux.scheduling.time.forecast import PHASES, Progress
@@ -24,8 +25,6 @@ from verl_mux.scheduling.time.order import IN_ROUNDS, ORDERS
 from verl_mux.simulation.ledger import Finished, Ledger, Run
 from verl_mux.simulation.workload.workload import Arrival, Phases
 
-# How often a policy is asked again about moves that did not pay yet.
-TICK_S = 120.0
 _PHASE_NAMES = {number: name for name, number in PHASES.items()}
 
 
@@ -216,7 +215,7 @@ class Replay:
             if name not in self._running:
                 self._running[name] = self._set_up(group, now, ends, loads)
                 self._schedule(self._running[name])
-        self._tick = now + TICK_S if self.policy.pending else math.inf
+        self._tick = now + ASK_AGAIN_S if self.policy.pending else math.inf
 
     def _set_up(self, group: Group, now: float, ends: dict[str, float], loads: dict[str, float]) -> _Running:
         running = _Running(group, now)

@@ -43,6 +43,7 @@ from verl_mux.profiling.plain.step_metrics import metrics_of_step
 from verl_mux.rollout.control.tail_migration import Unit
 from verl_mux.sync.manager import MuxCheckpointManager
 from verl_mux.trainer import stock_profile  # noqa: F401  (registers at import)
+from verl_mux.trainer.leaving import LeavesToMove, Leaving
 from verl_mux.trainer.phases import Phases
 from verl_mux.trainer.replay_buffer import MuxReplayBuffer
 from verl_mux.trainer.rollout_side import RolloutSide
@@ -93,6 +94,7 @@ class PPOTrainerMux(PPOTrainer):
         mux.nodes.rollout, mux.nodes.train = nodes.rollout, nodes.train
         self.settings = completion.hand_to_workers(config, mux, nodes.places, self._cpu, checkpoint_to_resume(config))
         self.phases = Phases(client, open_worker_log(self.settings, "trainer", 0))
+        self.leaving = Leaving(client, mux.move_note)
         self.phases.log.log(events.JOB_KEYS, extra={"keys": told(config)}, step=0)
         self._rollout_began = 0.0
         self._weights = 0  # version of those in the engines
@@ -189,10 +191,21 @@ class PPOTrainerMux(PPOTrainer):
         with self._leaving_on_failure():
             self.agent_loop_manager = agent_loop_manager
             self.rollout.start()
+            say_goodbye = self._fit(agent_loop_manager)
+        self.close(say_goodbye)
+
+    def _fit(self, agent_loop_manager) -> Callable[[], None]:
+        """Returns with what words to leave the coordinator."""
+        try:
             super().fit(agent_loop_manager)
-        self.close()
+        except LeavesToMove:
+            self._shutdown_dump_executor()
+            self.leaving.leave_note()
+            return self.leaving.say_goodbye
+        return self.phases.mux.close
 
     def on_step_begin(self) -> None:
+        self.leaving.before_step()
         self.phases.log.step = self.global_steps
         self._step_began = time.perf_counter()
 
@@ -250,6 +263,7 @@ class PPOTrainerMux(PPOTrainer):
         with self.phases.part(events.SAVE_CHECKPOINT, self.global_steps):
             self.rollout.save()
             super()._save_checkpoint()
+        self.leaving.saved(self.global_steps)
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
@@ -261,6 +275,7 @@ class PPOTrainerMux(PPOTrainer):
         return self.rollout.restore_waiting(partition_id)
 
     def on_step_end(self) -> None:
+        self.leaving.save(self)
         with self.phases.using():
             with marked_timer("mux_sleep", self.timing_raw):
                 self._sleep_trainer()
@@ -426,12 +441,12 @@ class PPOTrainerMux(PPOTrainer):
                 self.phases.log.close()
             raise
 
-    def close(self) -> None:
+    def close(self, say_goodbye: Callable[[], None]) -> None:
         """Give everything back: lease, coordinator connection, event log."""
         try:
             self.phases.end()
         finally:
-            self.phases.mux.close()
+            say_goodbye()
             self.phases.log.close()
             shutil.rmtree(self.settings.directory, ignore_errors=True)
 

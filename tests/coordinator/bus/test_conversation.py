@@ -33,8 +33,8 @@ class Talk(Conversation):
         about = {"phase": "rollout", "step": 1, "nodes": list(nodes), "granted_at": 0.0}
         return self.hear(m.LeaseGrant(epoch=epoch, key=key, token=token, **about))
 
-    def ack(self, beat, tokens=(), queued=(), epoch="e1"):
-        return self.hear(m.HeartbeatAck(beat=beat, epoch=epoch, queued=list(queued), tokens=list(tokens)))
+    def ack(self, beat, tokens=(), queued=(), epoch="e1", **more):
+        return self.hear(m.HeartbeatAck(beat=beat, epoch=epoch, queued=list(queued), tokens=list(tokens), **more))
 
 
 def kinds(messages):
@@ -176,6 +176,19 @@ def test_open_questions_go_to_a_new_coordinator_with_the_registration(talk):
     (question,) = talk.said()
     talk.hear(m.Unknown())
     assert talk.hear(WELCOME)[:1] == [msgspec.structs.replace(question, number=2)]
+
+
+def test_a_move_is_asked_of_a_job_by_the_newest_answer_to_a_beat_and_its_goodbye_tells_which(talk):
+    assert talk.move == 0
+    talk.wait()
+    talk.ack(1, move=7)
+    talk.wait()
+    assert talk.move == 7
+    talk.ack(2, epoch="e2", move=0)  # of a coordinator that does not know us yet
+    assert talk.move == 7
+    talk.leave("it moves", moving=talk.move, step=4, saving_s=1.5)
+    (goodbye,) = talk.said()
+    assert (goodbye.moving, goodbye.step, goodbye.saving_s) == (7, 4, 1.5)
 
 
 def test_a_goodbye_is_repeated_until_the_coordinator_says_that_it_is_over(holder):

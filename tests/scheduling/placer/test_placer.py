@@ -119,6 +119,22 @@ def test_after_a_departure_those_left_share_nodes_once_it_pays():
     assert_invariants(placer)
 
 
+def test_of_jobs_that_turn_out_to_need_fewer_nodes_one_moves_to_the_others():
+    placer = Placer(make_cluster())
+    for name in ("a", "b"):
+        placer.admit(make_job(name, 300, 50, slo=1.6))
+    (group,) = placer.groups.values()
+    assert len(group.rollout_nodes) == 2, "they share the training node alone"
+    aged = {name: Progress(age_s=20_000, done=100) for name in ("a", "b")}
+    moves = []
+    for name in ("a", "b"):
+        moves += placer.revise(make_job(name, 100, 100, slo=1.6, cold_start_s=60), aged).moves
+    (move,) = moves
+    (group,) = placer.groups.values()
+    assert move.kind == "move" and len(group.rollout_nodes) == len(group.train_nodes) == 1
+    assert_invariants(placer)
+
+
 def test_a_job_that_turns_out_longer_moves_out_of_the_group_it_would_spoil():
     placer = Placer(make_cluster())
     placer.admit(make_job("a", 100, 100, slo=1.2))

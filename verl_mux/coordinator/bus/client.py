@@ -181,6 +181,14 @@ class Mux(LocalMux):
         registered = self._talk.registered
         return registered.filler_grace if registered is not None else None
 
+    @property
+    def move(self) -> int:
+        return self._talk.move
+
+    def leave_to_move(self, move: int, step: int, saving_s: float) -> None:
+        to_move = {"moving": move, "step": int(step), "saving_s": float(saving_s)}
+        self._leave(lambda talk: talk.leave("it moves to other nodes", **to_move), "left to move")
+
     def fail(self, reason: str) -> None:
         self._leave(lambda talk: talk.fail(reason), "it failed")
 

@@ -58,6 +58,7 @@ class Conversation:
         self.registered: m.Registered | None = None
         self.queued: m.Queued | None = None  # stands in its place as long as the job waits for nodes
         self.contended: list[str] = []
+        self.move = 0  # the number of the one that the job is to make
         self.held: dict[int, m.Claim] = {}
         self._seen = 0  # the highest token of all
         self.wanted: set[int] = set()  # tokens held for whose nodes another job waits, or waited
@@ -119,11 +120,11 @@ class Conversation:
         key = f"shrink {token} to {len(left)}"  # not their names: a key has no room for those of many nodes
         self.ask(key, m.LeaseShrink(**self.who, key=key, token=token, nodes=nodes), wanted=False)
 
-    def leave(self, reason: str = "") -> None:
-        """The whole job goes with its first client; with another, only that one. `reason`: see Deregister."""
+    def leave(self, reason: str = "", **to_move: Any) -> None:
+        """The whole job goes with its first client; with another, only that one. `reason`, `to_move`: see Deregister."""
         self.held.clear()
         first = self.registered is not None and self.registered.first
-        self._say_goodbye(m.Deregister(**self.who, reason=reason) if first else m.Detach(**self.who))
+        self._say_goodbye(m.Deregister(**self.who, reason=reason, **to_move) if first else m.Detach(**self.who))
 
     def fail(self, reason: str) -> None:
         """What is held stays asserted until the coordinator knows that the job has failed."""
@@ -256,6 +257,7 @@ class Conversation:
         if message.epoch != welcome.epoch:
             self._register_again()
             return
+        self.move = message.move
         sent_at, told = beat
         self._heard_of_us = max(self._heard_of_us, sent_at)
         for token in {*told, *message.tokens} - set(message.tokens):

@@ -141,6 +141,15 @@ class LocalMux:
         """Seconds that a filler has to leave; None where there is nobody to leave for."""
         return None
 
+    @property
+    def move(self) -> int:
+        """The number of the move that the job is to make: at the end of its step it saves, and leaves. 0: none."""
+        return 0
+
+    def leave_to_move(self, move: int, step: int, saving_s: float) -> None:
+        """As `close`, of a job that comes back under its name, on the nodes that are kept for it, and goes on after `step`.
+        Saving took so many seconds of that step."""
+
     def fail(self, reason: str) -> None:
         """Ends the job while its memory may still be on its nodes: they come free when its processes are gone."""
 

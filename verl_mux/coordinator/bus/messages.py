@@ -58,9 +58,10 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     With `auto` on both sides the coordinator places the job: by its `needs` or the steps `profiled`, within `slo`, on behalf of
     `owner`. Of a client that registers again: `placed` is where the job was placed, `first` that it was the job's first.
 
-    `filler`: its requests come behind those of all jobs, and what it holds is called back when a job wants it. `seen`: the
-    highest token that the client was ever given; `number`: of this registration of the client, so that an answer to one from
-    before a restart is not taken for one to this. `space`: the driver's PID namespace.
+    `filler`: its requests come behind those of all jobs, and what it holds is called back when a job wants it. `movable`: whoever
+    started the job starts it again, from its newest checkpoint, when it leaves to move. `seen`: the highest token that the client
+    was ever given; `number`: of this registration of the client, so that an answer to one from before a restart is not taken for
+    one to this. `space`: the driver's PID namespace.
     """
 
     job: limits.ShownName
@@ -88,6 +89,7 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     placed: limits.Sides = {}
     profiled: Observed = Observed()
     filler: bool = False
+    movable: bool = False
 
     @property
     def driver(self) -> Member:
@@ -184,9 +186,13 @@ class Detach(FromJob, kw_only=True, frozen=True, tag="DETACH"):
 
 
 class Deregister(FromJob, kw_only=True, frozen=True, tag="DEREGISTER"):
-    """The job is over and gives everything back. `reason`: why, if it is not that it has finished."""
+    """The job is over and gives everything back. `reason`: why, if it is not that it has finished. `moving`: the number of the
+    move for which it leaves, to come back under its name; it has saved after `step`, which took `saving_s` of that step."""
 
     reason: limits.Text = ""
+    moving: limits.Count = 0
+    step: limits.Count = 0
+    saving_s: limits.Seconds = 0.0
 
 
 class Failing(FromJob, kw_only=True, frozen=True, tag="FAILING"):
@@ -265,12 +271,14 @@ class LeaseShrunk(Message, kw_only=True, frozen=True, tag="LEASE_SHRUNK"):
 
 class HeartbeatAck(Message, kw_only=True, frozen=True, tag="HEARTBEAT_ACK"):
     """`queued`: keys of this client's requests that wait. `tokens`: those of the beat that the coordinator holds for ours too.
-    `epoch` differs after each start of the coordinator."""
+    `epoch` differs after each start of the coordinator. `move`: the number of the move that the job is to make, with each answer
+    until it leaves; 0: none."""
 
     beat: int
     epoch: str
     queued: list[str]
     tokens: list[int] = []
+    move: int = 0
 
 
 class Contended(Message, kw_only=True, frozen=True, tag="CONTENDED"):

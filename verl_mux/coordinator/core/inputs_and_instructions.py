@@ -127,6 +127,16 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     """The time for asserting leases after a loss of memory is over."""
 
 
+class MoveGivenUp(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="MOVE_GIVEN_UP"):
+    """The job left for other nodes, and has not come back for too long."""
+
+    job: str
+
+
+class MovesDue(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="MOVES_DUE"):
+    """Moves that did not pay when they were last thought of may pay by now."""
+
+
 class SomebodyWasBefore(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="SOMEBODY_WAS_BEFORE"):
     """Somebody spoke who has met an earlier coordinator at this address, of which nothing was known."""
 
@@ -140,7 +150,8 @@ class Said(msgspec.Struct, frozen=True):
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="PLANNED"):
     """What the placer answers to the first of its questions: groups that changed or are no more, who waits, and who is to start
-    or to move. `version`: of the record it was asked about; an answer to another one is void."""
+    or to move. `moved_at`: as in Record. `pending`: moves may come to pay. `version`: of the record it was asked about; an answer
+    to another one is void."""
 
     version: int
     changed: list[Group]
@@ -149,12 +160,15 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     named: int
     moves: list[Move] = []
     said: list[Said] = []
+    moved_at: list[float] = []
+    pending: bool = False
 
 
 _Seen = JobSilent | JobRevoked | PhaseOverdue | JobEvicted | DriverDied | JobExited | ProcessesGone | NodeEmpty | NodesOwed
 AboutJob = m.AnyFromJob | _Seen | HostMeasured
 AboutHosts = HostSeen | HostGone | OwedPaid | HostReleased | NodeReleased | NodeDrained | PoolsChanged
-What = AboutJob | AboutHosts | Settled | SomebodyWasBefore | Planned
+AboutMoves = Planned | MoveGivenUp | MovesDue
+What = AboutJob | AboutHosts | AboutMoves | Settled | SomebodyWasBefore
 
 
 class Input(msgspec.Struct, frozen=True):

@@ -26,6 +26,7 @@ class JobState(Enum):
 class Watched(msgspec.Struct, kw_only=True):
     """What placement learns of a job that it placed. `steps`: the last step seen, by phase. `began`: first rollout asked
     for. `free_since`: it neither holds nor asks for nodes since then; `between`: seconds of that in this step.
+    `move_s`: what its last move took.
     `fresh`: steps seen since its co-execution group changed. `doing`: the phase that it is in or waits for (asked for or, if it
     runs, granted at this time). `rank`: among those of its group that wait, see
     scheduling/time/order.py."""
@@ -39,6 +40,23 @@ class Watched(msgspec.Struct, kw_only=True):
     fresh: int = 0
     doing: tuple[str, float, bool] = ("rollout", 0.0, False)
     rank: int = 0
+    move_s: float | None = None
+
+
+class Moving(msgspec.Struct, kw_only=True):
+    """A running job on its way to the nodes on which `State.placed` has it by now. `number`: of the move, as the job is told it.
+    `since`: decided. `before`: the nodes that its start `uid` leaves. `left_at`: when, None: not yet. Then `done`: its last
+    step; `ended_at`: when that ended; `saving_s`: the part of it that a checkpoint for the move took; `watched`: as it was."""
+
+    number: int
+    since: float
+    before: dict[str, list[str]]
+    uid: str
+    left_at: float | None = None
+    done: int = 0
+    ended_at: float = 0.0
+    saving_s: float = 0.0
+    watched: Watched = msgspec.field(default_factory=Watched)
 
 
 class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,7 +210,8 @@ class State(msgspec.Struct, kw_only=True):
     `started`: all expected jobs were there. `settle_until`: no grants before it, because memory was lost, in seconds for which
     this start of the coordinator has run; `unknown_up_to`: the last token of which it may not know.
     `peaks`: node -> `init` or segment index -> highest sum of tagged bytes of all jobs. `placed`: what the scheduler
-    remembers of the jobs it placed; `questions`: what it was asked and has not answered. `usage`: by node. `hosts`: by name and
+    remembers of the jobs it placed; `questions`: what it was asked and has not answered. `moves`: by job; `num_moves` ever;
+    `ask_again_at`: when other moves may have come to pay. `usage`: by node. `hosts`: by name and
     PID namespace. `fenced`: nodes that nobody gets now, and why; derived from `hosts`. `draining`: nodes that nobody gets any
     more, by hand."""
 
@@ -209,6 +228,9 @@ class State(msgspec.Struct, kw_only=True):
     peaks: dict[str, dict[str, int]] = {}
     placed: Record = Record()
     questions: list[Question] = []
+    moves: dict[str, Moving] = {}
+    num_moves: int = 0
+    ask_again_at: float | None = None
     usage: dict[str, Usage] = {}
     hosts: dict[str, Host] = {}
     fenced: dict[str, str] = {}
@@ -219,9 +241,11 @@ class State(msgspec.Struct, kw_only=True):
 
     def watched_of(self, job: str) -> Watched:
         """Of a job that was placed. Of one that has left and is no longer on record, which the placer has yet to take out of
-        its group, nothing is known."""
-        known = self.jobs.get(job)
-        return Watched() if known is None or known.watched is None else known.watched
+        its group, nothing is known, unless it comes back."""
+        known, moving = self.jobs.get(job), self.moves.get(job)
+        if known is not None and known.watched is not None:
+            return known.watched
+        return Watched() if moving is None else moving.watched
 
     def bytes_on(self, node: str) -> int:
         return sum(sum(job.memory[node].values()) for job in self.jobs.values() if node in job.memory)

@@ -80,6 +80,8 @@ def welcome(state: State, config: Config, job: Job, client: str, epoch: str, ans
         reason = f"job {job.name!r} waits to be placed"
         if job.name in queue:
             reason = f"job {job.name!r} waits for nodes: no room within everybody's SLO, {queue.index(job.name)} jobs before it"
+        if before := placing.waits_for(state, job):
+            reason = f"job {job.name!r} waits until {', '.join(before)} has left for other nodes"
         return m.Queued(reason=reason, epoch=epoch, answers=answers)
     return m.Registered(
         nodes=job.nodes,

@@ -68,7 +68,8 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class PlacementConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`placement: scheduler`, or this. rollout, train: names of the pools. cap: jobs in a co-execution group. slo: of jobs
     that name none. kinds: GPU kinds of one's own, by name. observe: steps of every job of a group that are seen before
-    its period is predicted from them."""
+    its period is predicted from them. move_s: seconds that a job's first move is taken to last. move_timeout: seconds for which
+    its nodes are kept for one that left to move."""
 
     rollout: str = "rollout"
     train: str = "train"
@@ -76,6 +77,8 @@ class PlacementConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     slo: float = 2.0
     kinds: dict[str, GpuKind] = {}
     observe: int = 5
+    move_s: float = 900.0
+    move_timeout: float = 1800.0
 
     def rules(self) -> Rules:
         """The very rules that `simulate` runs as `live`."""
@@ -221,6 +224,9 @@ def _check_placement(placement: PlacementConfig, pools: Mapping[str, Pool]) -> N
         raise UserError(f"{where}.slo is {placement.slo:g}; an SLO is a factor of at least 1")
     if placement.observe < 1:
         raise UserError(f"{where}.observe is {placement.observe}; at least 1 step is needed")
+    for key, least in (("move_s", 0.0), ("move_timeout", 1.0)):
+        if not least <= (seconds := getattr(placement, key)) <= _MOST_SECONDS:
+            raise UserError(f"{where}.{key} is {seconds:g} s; it must be at least {least:g} s and at most {_MOST_SECONDS:g} s")
     placement.rules()  # checks the cap
 
 

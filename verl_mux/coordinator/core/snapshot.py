@@ -8,7 +8,7 @@ from typing import Any
 from verl_mux.coordinator.core import queueing
 from verl_mux.coordinator.core.fillers import usage
 from verl_mux.coordinator.core.hosts import memory as host_memory
-from verl_mux.coordinator.core.placement import prediction
+from verl_mux.coordinator.core.placement import moving, prediction
 from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State
 from verl_mux.coordinator.core.settings import Config, Node
 
@@ -25,7 +25,7 @@ def describe(state: State, config: Config, now: float, waits_for: dict[str, list
             for name, pool in config.pools.items()
         },
         "jobs": {job.name: _job(job, sorted_out, now, waits_for.get(job.name, [])) for job in state.jobs.values()},
-        "placement": _placement(state, config),
+        "placement": _placement(state, config, now),
     }
 
 
@@ -59,13 +59,14 @@ class _SortedOut:
                 self.host_memory_on[node][job.name] = job
 
 
-def _placement(state: State, config: Config) -> dict[str, Any] | None:
-    """Who shares which nodes by the coordinator's own decision, the periods predicted for them, and who waits for nodes."""
+def _placement(state: State, config: Config, now: float) -> dict[str, Any] | None:
+    """Who shares which nodes by the coordinator's own decision, the periods predicted for them, who waits, who moves."""
     if config.placement is None:
         return None
     return {
         "groups": {group.name: prediction.about(group, state, config) for group in state.placed.groups},
         "waiting": [entry.job.name for entry in state.placed.waiting],
+        "moves": moving.told(state, now),
     }
 
 

@@ -39,6 +39,7 @@ from verl_mux.coordinator.core.hosts import fences, memory, moves
 from verl_mux.coordinator.core.inputs_and_instructions import (
     AboutHosts,
     AboutJob,
+    AboutMoves,
     DriverDied,
     HostMeasured,
     Input,
@@ -48,6 +49,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     JobRevoked,
     JobSilent,
     Log,
+    MoveGivenUp,
     NodeEmpty,
     NodeReleased,
     NodesOwed,
@@ -61,7 +63,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
 )
 from verl_mux.coordinator.core.job_states import UnknownJob, next_state
 from verl_mux.coordinator.core.leases import Leases, about, asked_for
-from verl_mux.coordinator.core.placement import observing, placing, prediction
+from verl_mux.coordinator.core.placement import moving, observing, placing, prediction
 from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State
 from verl_mux.coordinator.core.running_time import RunningTime
 from verl_mux.coordinator.core.settings import Config
@@ -85,6 +87,7 @@ class Machine:
         self._waiting = Waiting(self.state, config)
         self._running = RunningTime()
         self._leases = Leases(self._waiting, self.calls, self._running, epoch)
+        self._resumed_at = 0.0
         self._unheard: set[str] = set()  # jobs of which this start of the coordinator has heard nothing yet
 
     def handle(self, given: Input) -> list[Instruction]:
@@ -99,8 +102,8 @@ class Machine:
             return []
         if isinstance(what, AboutHosts):
             return self._about_hosts(now, what) + self._settle(now)
-        if isinstance(what, Planned):
-            return self._start(*placing.carry_out(self.state, self.config, what)) + self._settle(now)
+        if isinstance(what, AboutMoves):
+            return self._about_moves(now, what) + self._settle(now)
         job = self._job_of(what)
         if isinstance(what, m.Register) and (refusal := self._refusal(what, job)):
             return [Send(what.client, refusal)]
@@ -114,6 +117,8 @@ class Machine:
             self._unheard.discard(what.job)
         if isinstance(what, m.Heartbeat) and job is not None and job.state is after:
             return self._heartbeat(now, job, what)  # by far the most frequent; nothing follows from it
+        if isinstance(what, m.Deregister) and job is not None:
+            moving.leaves(self.state, job, what, now)
         out = self._enter(job, after, now) if job else []
         out += _HANDLERS[type(what)](self, now, job, what)
         return out + self._settle(now)
@@ -122,6 +127,7 @@ class Machine:
         """After a restart: no job has been silent yet."""
         self.heard = dict.fromkeys(self.state.jobs, self._running.look(now))
         self._unheard = set(self.state.jobs)
+        self._resumed_at = now
 
     def due(self, now: float) -> list[Input]:
         """What the passing of time has brought about; to be handled like any other input, in this order."""
@@ -130,6 +136,7 @@ class Machine:
         out += patience.revoked(silent, self.state, self.config, self.heard, now, running)
         out += self.calls.slow_to_leave(self.state, self.config, running)
         out += patience.overdue(self.state, self.config, now, but=silent)
+        out += moving.due(self.state, self.config, now, self._resumed_at)
         if self.state.settle_until is not None and running >= self.state.settle_until:
             out.append(Settled())
         return [Input(now, what) for what in out]
@@ -186,7 +193,8 @@ class Machine:
         if after is ENDED:
             self._forget_oldest_ended(but=job)
             job.memory, job.host_memory, job.members, job.progress, job.note = {}, {}, [], None, ""
-            placing.leave(self.state, job)
+            given_up = placing.leave(self.state, job)
+            return self._start(placing.told_late(self.state), given_up)
         return [Log(events.JOB_RESUMED, {"job": job.name})] if (before, after) == (SILENT, LIVE) else []
 
     def _forget_oldest_ended(self, but: Job) -> None:
@@ -202,6 +210,14 @@ class Machine:
             self._waiting.moved(job)
             out += [Send(c, registration.welcome(self.state, self.config, job, c, self.epoch)) for c in job.clients]
         return out
+
+    def _about_moves(self, now: float, what: AboutMoves) -> list[Instruction]:
+        if isinstance(what, Planned):
+            return self._start(*placing.carry_out(self.state, self.config, what, now))
+        if isinstance(what, MoveGivenUp):
+            return placing.give_up(self.state, what.job, "it did not come back in time")
+        placing.ask_again(self.state)
+        return []
 
     # --- a job's messages ---
 
@@ -227,10 +243,13 @@ class Machine:
         request = Request(asked_at=now, num_nodes=what.num_nodes, least=what.least, **asked_for(what))
         self.state.requests.append(request)
         self._waiting.asked(request)
+        moved = moving.begins(self.state, self.config, job, what, now)
         observing.asked(job, request)
         job.has_asked = True
         job.asked = max(job.asked, what.step)
-        return []
+        if moved:
+            self._correct(job)
+        return moved
 
     def _cancel(self, now: float, job: Job, what: m.LeaseCancel) -> list[Instruction]:
         request = self._waiting.request(job.name, what.key)
@@ -264,6 +283,9 @@ class Machine:
         spec = self.state.placed.job(job.name)
         if job.watched is None or spec is None:
             return []
+        if job.name in self.state.moves:  # a phase that ends with a checkpoint for it says nothing of others
+            job.watched.free_since = now
+            return []
         out = observing.released(job.watched, lease, spec, now)
         self._correct(job)
         group = self.state.placed.group_of(job.name)
@@ -276,6 +298,7 @@ class Machine:
         spec = self.state.placed.job(job.name)
         if job.watched is not None and spec is not None:
             revised = memory.revised(job, observing.revised(job.watched, spec) or spec)
+            revised = observing.with_move_cost(job.watched, revised)
             if revised is not spec:
                 placing.correct(self.state, revised)
 
@@ -286,7 +309,8 @@ class Machine:
         tokens = [token for token in what.tokens if token in held]
         # A grant that went astray, or one that its client no longer wants and releases.
         unheard = [self._leases.grant(lease) for lease in mine if lease.client == what.client and lease.token not in what.tokens]
-        ack = m.HeartbeatAck(beat=what.beat, epoch=self.epoch, queued=queued, tokens=tokens)
+        move = moving.asked_of(self.state, job)
+        ack = m.HeartbeatAck(beat=what.beat, epoch=self.epoch, queued=queued, tokens=tokens, move=move)
         return [Send(what.client, message) for message in (*unheard, *self._call_again(now, job, mine), ack)]
 
     def _call_again(self, now: float, job: Job, leases: list[Lease]) -> list[m.Contended]:

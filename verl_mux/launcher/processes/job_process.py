@@ -18,6 +18,8 @@ from verl_mux.launcher.processes.marked_process import MarkedProcess, left_exit_
 from verl_mux.launcher.run_file import JobSpec, RunFile, fill, parts_of
 
 _PR_SET_PDEATHSIG = 1
+# In the job's folder, see `mux.move_note`.
+MOVE_NOTE = "left_to_move"
 # Words of a job's command that differ from one start to the next without changing the job.
 _OWN_RAY = "++ray_kwargs.ray_init.address=local"
 _COORDINATOR, _RESUMING = "mux.coordinator=", "trainer.resume_mode=auto"
@@ -39,6 +41,7 @@ class JobProcess(MarkedProcess):
         self._on_hosts = bool(run.hosts)
         super().__init__(name, directory, "job.log", command, {**run.environment, **spec.environment})
         self._before_exec = _die_with_parent if address is None else None
+        self._move_note = directory / MOVE_NOTE
 
     @property
     def job_uid(self) -> str:
@@ -53,11 +56,19 @@ class JobProcess(MarkedProcess):
         """From its newest checkpoint, or its beginning where it has none. Raises OSError."""
         if self._command[-1] != _RESUMING:
             self._command = [*self._command, _RESUMING]
-        self.restarts += 1
+        if self.left_to_move:
+            self.moves += 1
+        else:
+            self.restarts += 1
         self.start()
 
+    @property
+    def left_to_move(self) -> bool:
+        """It ended well, to be started again on other nodes; it takes its note away when it has come so far."""
+        return self.returncode == 0 and self._move_note.exists()
+
     def is_done(self) -> bool:
-        """Whether an earlier start of exactly this command ended well."""
+        """Whether an earlier start of exactly this command ended well, for good or to move."""
         note = read_note(self.directory)
         same = note is not None and _essence(note.command) == _essence(self._command)
         return same and left_exit_code(self.directory) == 0
@@ -80,6 +91,7 @@ def _job(name: str, spec: JobSpec, run: RunFile, address: str | None, directory:
         f"mux.job={_quoted(name)}",
         f"{_COORDINATOR}{_quoted(address) if address else 'null'}",
         *_nodes(spec),
+        *([f"mux.move_note={_quoted(directory / MOVE_NOTE)}"] if spec.nodes == "auto" and address else []),
         f"mux.seed={spec.seed}",
         f"mux.profile.dir={_quoted(directory / 'events')}",
         f"trainer.default_local_dir={_quoted(directory / 'checkpoints')}",

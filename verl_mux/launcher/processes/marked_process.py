@@ -31,13 +31,15 @@ _LAST_BYTES = 1 << 20
 
 class Note(msgspec.Struct, frozen=True):
     """What a later launcher needs. `uid`: the mark; `pid` 0: noted before it was known; `log_from`: where this start's part of
-    the log begins; `restarts`: how often it has been started again."""
+    the log begins; `restarts`: how often it has been started again; `moves`: how often besides, after it had left to
+    move."""
 
     uid: str
     command: list[str]
     pid: int = 0
     log_from: int = 0
     restarts: int = 0
+    moves: int = 0
 
 
 class MarkedProcess:
@@ -53,7 +55,7 @@ class MarkedProcess:
         self._process: subprocess.Popen | None = None
         self._taken_up: int | None = None  # the pid of one that another launcher started
         self._log_from = 0
-        self.restarts = 0
+        self.restarts, self.moves = 0, 0
         self._code: int | None = None
 
     def start(self) -> None:
@@ -76,7 +78,8 @@ class MarkedProcess:
         pid = note and (note.pid or _leader(note.uid))
         if not note or not pid:
             return False
-        self.uid, self._log_from, self.restarts, self._taken_up = note.uid, note.log_from, note.restarts, pid
+        self.uid, self._log_from, self._taken_up = note.uid, note.log_from, pid
+        self.restarts, self.moves = note.restarts, note.moves
         return True
 
     def begin(self) -> None:
@@ -161,7 +164,8 @@ class MarkedProcess:
                 psutil.Process(self._taken_up).wait(seconds)
 
     def _keep_note(self, pid: int) -> None:
-        note = Note(uid=self.uid, command=self._command, pid=pid, log_from=self._log_from, restarts=self.restarts)
+        counts = {"restarts": self.restarts, "moves": self.moves}
+        note = Note(uid=self.uid, command=self._command, pid=pid, log_from=self._log_from, **counts)
         half = self.directory / f"{_NOTE}.half"
         half.write_bytes(msgspec.json.encode(note))
         half.replace(self.directory / _NOTE)

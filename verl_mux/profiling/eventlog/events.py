@@ -95,6 +95,9 @@ PLACED = "placed"
 GROUP_PREDICTED = "group_predicted"
 ESTIMATE_ERROR = "estimate_error"
 SLO_AT_RISK = "slo_at_risk"
+MOVE_ASKED = "move_asked"
+JOB_MOVED = "job_moved"
+MOVE_GIVEN_UP = "move_given_up"
 
 # An agent (job "agent", role "agent"; `extra.host` says whose).
 DEVICE_MEMORY = "device_memory"
@@ -314,6 +317,17 @@ TABLE: list[Event] = [
         Event(GROUP_PREDICTED, "a co-execution group's periods", "group, nodes, order, source, periods, limits, usd_per_hour"),
         Event(ESTIMATE_ERROR, "a phase beside its estimate", "job, phase, source, estimated_s, observed_s, ratio"),
         Event(SLO_AT_RISK, "a promise was about to break, and what was done for it", "kind, group, job, reason"),
+        Event(
+            MOVE_ASKED,
+            "a running job is to go to other nodes; what that is expected to take",
+            "job, number, nodes, before, group, expected_s",
+        ),
+        Event(
+            JOB_MOVED,
+            "a job that moved begins a step there; duration from the end of the one before (`done`), its checkpoint included",
+            "job, number, nodes, before, done",
+        ),
+        Event(MOVE_GIVEN_UP, "a job ended instead of moving, or did not come back in time", "job, number, reason"),
     ),
     *_rows(
         "agent",

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -52,7 +52,7 @@ class Placer:
         self.feasibility = Feasibility(rules.orders, rules.keep)
         self.search = Search(cluster, rules, self.feasibility)
         self.partitioner = Partitioner(cluster, self.feasibility, rules.cap)
-        self._moved_at: list[float] = []
+        self.moved_at: list[float] = []  # those that rescued an SLO apart, of the last hour
         self._repack = Repack(self.groups, self.partitioner, self.search, rules)
 
     def admit(self, job: JobSpec, progress: Mapping[str, Progress] = NOTHING_KNOWN) -> Decision:
@@ -111,7 +111,7 @@ class Placer:
         self._repack.begin()
         while self.rules.repack and self._may_move(now) and (found := self._repack.next(_unmoved(progress, moves))):
             carried = self._carry_out(found)
-            self._moved_at += [now] * len(carried)
+            self.moved_at += [now] * len(carried)
             moves += carried
         return moves + (self.start_waiting(_unmoved(progress, moves)) if moves else [])
 
@@ -123,8 +123,8 @@ class Placer:
         return moves
 
     def _may_move(self, now: float) -> bool:
-        self._moved_at = [at for at in self._moved_at if at > now - 3600]
-        return not self.rules.moves_per_hour or len(self._moved_at) < self.rules.moves_per_hour
+        self.moved_at = [at for at in self.moved_at if at > now - 3600]
+        return not self.rules.moves_per_hour or len(self.moved_at) < self.rules.moves_per_hour
 
     def _at_risk(self, group: Group, progress: Mapping[str, Progress]) -> str | None:
         """What endangers a promise, or None."""
@@ -153,6 +153,12 @@ class Placer:
         return Action(
             kind="priority", group=group.name, job=first.name, reason=f"{why}; nobody can move, so the tightest goes first"
         )
+
+    def adopt(self, groups: Sequence[Group], named: int, moved_at: Iterable[float]) -> None:
+        """Goes on from where another placer was. What moving would save it does not remember, so that is looked for anew."""
+        self.groups.adopt(groups, named)
+        self.moved_at = list(moved_at)
+        self._changed([group for group in groups if any(job.movable for job in group.jobs)])
 
     @property
     def pending(self) -> bool:
@@ -201,7 +207,7 @@ class Placer:
         are left to move anybody to."""
         by_price = sorted(group.jobs, key=lambda job: isolated_usd(job, self.cluster))
         fits = [job for job in by_price if all(self._feasible(rest) for rest in groups_without(group, [job.name]))]
-        for job in [job for job in fits or by_price if job.movable]:
+        for job in [job for job in fits or by_price if self.search.may_move(job)]:
             rest = self.groups.replace([group], groups_without(group, [job.name]))
             if home := self._place(job, progress, job.load_s):
                 self._changed([g for g in rest if g.name in self.groups])
@@ -225,7 +231,9 @@ class Placer:
     def _move_out(self, group: Group, progress: Mapping[str, Progress]) -> tuple[Move, list[Group]] | None:
         """Moves one job to where all are in time, the cheapest alone first, and says what is left of the group; None
         if nobody's leaving helps."""
-        for job in sorted((job for job in group.jobs if job.movable), key=lambda job: isolated_usd(job, self.cluster)):
+        for job in sorted(
+            (job for job in group.jobs if self.search.may_move(job)), key=lambda job: isolated_usd(job, self.cluster)
+        ):
             rest = list(groups_without(group, [job.name]))
             if not _in_time([*rest, isolated(job)], progress, {job.name: job.load_s}):
                 continue

@@ -34,7 +34,11 @@ class Correct(msgspec.Struct, frozen=True, tag=True):
     job: JobSpec
 
 
-Question = Arrive | Leave | Correct | Open
+class Again(msgspec.Struct, frozen=True, tag=True):
+    """Does any move pay by now?"""
+
+
+Question = Arrive | Leave | Correct | Open | Again
 
 
 class Queued(msgspec.Struct, frozen=True):
@@ -45,12 +49,14 @@ class Queued(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for the index
-    """groups: as they are. waiting: in order of arrival. named: groups that ever were, for the next one's name. version: of
-    changes, so that a placer that was kept knows whether it is up to date."""
+    """groups: as they are. waiting: in order of arrival. named: groups that ever were, for the next one's name. moved_at:
+    seconds, of the moves of the last hour that count against the limit. version: of changes, so that a placer that was kept knows
+    whether it is up to date."""
 
     groups: tuple[Group, ...] = ()
     waiting: tuple[Queued, ...] = ()
     named: int = 0
+    moved_at: tuple[float, ...] = ()
     version: int = 0
 
     @functools.cached_property
@@ -73,19 +79,27 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
     def group_of(self, name: str) -> Group | None:
         return self._home.get(name)
 
-    def changed(self, gone: Iterable[str], groups: Iterable[Group], waiting: tuple[Queued, ...], named: int) -> Record:
+    def changed(
+        self,
+        gone: Iterable[str],
+        groups: Iterable[Group],
+        waiting: tuple[Queued, ...],
+        named: int,
+        moved_at: tuple[float, ...],
+    ) -> Record:
         """Without the groups `gone`, and with these."""
         left = dict(self.by_name)
         for name in gone:
             left.pop(name, None)
         left.update((group.name, group) for group in groups)
-        return Record(groups=tuple(left.values()), waiting=waiting, named=named, version=self.version + 1)
+        version = self.version + 1
+        return Record(groups=tuple(left.values()), waiting=waiting, named=named, moved_at=moved_at, version=version)
 
 
 def restore(record: Record, cluster: Cluster, rules: Rules) -> Placer:
     """A placer that goes on where the one of the record was."""
     placer = Placer(cluster, rules)
-    placer.groups.adopt(record.groups, record.named)
+    placer.adopt(record.groups, record.named, record.moved_at)
     for entry in record.waiting:
         placer.waiting.add(entry.job, entry.passed)
     return placer

@@ -1,2 +1,1 @@
-"""Who should move so that all groups cost less, and whether that pays. Pure; imports scheduling/model.py, time/ and search/. No
-live code moves running jobs yet: the simulator alone carries out what this finds."""
+"""Who should move so that all groups cost less, and whether that pays. Pure; imports scheduling/model.py, time/ and search/."""

@@ -61,7 +61,7 @@ def regroup(old: Sequence[Group], parts: Sequence[Part], search: Search) -> Regr
     movers = tuple(pin.job for group in groups for pin in group.pins if pin != homes[pin.job.name])
     cluster = search.cluster
     saving = sum(g.usd_per_hour(cluster) for g in old) - sum(g.usd_per_hour(cluster) for g in groups)
-    can = saving > EPSILON_USD and all(job.movable for job in movers)
+    can = saving > EPSILON_USD and all(search.may_move(job) for job in movers)
     return Regrouping(tuple(old), tuple(groups), movers, saving) if can else None
 
 
@@ -77,11 +77,15 @@ def _settle(
 
 
 def _bases(jobs: tuple[JobSpec, ...], old: Sequence[Group], claimed: set[str]) -> Iterator[Group]:
-    """Old groups without those who are not among `jobs`, who would take longest to move first."""
+    """Old groups without those who are not among `jobs`, who would take longest to move first; then those without one more,
+    whoever came last first: it is to join the others anew, as where the same jobs need fewer nodes."""
     names = {job.name for job in jobs}
     rests = [rest for group in old for rest in groups_without(group, [j.name for j in group.jobs if j.name not in names])]
     rests = [rest for rest in rests if claimed.isdisjoint((*rest.rollout_nodes, *rest.train_nodes))]
-    yield from sorted(rests, key=lambda rest: -sum(job.load_s for job in rest.jobs))
+    shared = [rest for rest in rests if len(rest.pins) > 1]
+    fewer = [less for rest in shared for job in reversed(rest.jobs) for less in groups_without(rest, [job.name])]
+    for bases in (rests, fewer):
+        yield from sorted(bases, key=lambda base: -sum(job.load_s for job in base.jobs))
 
 
 def _grown(base: Group, jobs: Sequence[JobSpec], usd: float, search: Search) -> Group | None:

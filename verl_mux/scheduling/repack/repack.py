@@ -15,6 +15,8 @@ from verl_mux.scheduling.time.forecast import Progress
 
 # A group is tried with the emptiest others first; in a large cluster the fuller ones are left alone.
 WINDOWS = 4
+# How often somebody should ask again about moves that do not pay yet.
+ASK_AGAIN_S = 120.0
 # What is too close to an SLO now is looked at again when its youngest job is older by this part, and so many seconds.
 LATER, LATER_S = 0.05, 60.0
 
@@ -78,7 +80,7 @@ class Repack:
 
     def _windows(self, group: Group) -> Iterator[list[Group]]:
         # No window holds more groups than `reach`, and the one itself is not to be among the others.
-        if not any(job.movable for job in group.jobs):
+        if not any(self.search.may_move(job) for job in group.jobs):
             return
         others = [g for g in self.groups.table.emptiest(WINDOWS * self.reach + 1) if g is not group]
         window, size = [group], len(group.pins)

@@ -38,10 +38,16 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Search:
+    """held: jobs, by name, that are not to be moved now, movable or not."""
+
     def __init__(self, cluster: Cluster, rules: Rules, feasibility: Feasibility) -> None:
         self.cluster = cluster
         self.rules = rules
         self.feasibility = feasibility
+        self.held: frozenset[str] = frozenset()
+
+    def may_move(self, job: JobSpec) -> bool:
+        return job.movable and job.name not in self.held
 
     def find(
         self,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import msgspec
+
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log
-from verl_mux.coordinator.core.records import Job, Lease, Request, State, Watched
+from verl_mux.coordinator.core.records import Job, Lease, Moving, Request, State, Watched
 from verl_mux.profiling.eventlog import events
 from verl_mux.scheduling.estimate.estimator import estimate_error
 from verl_mux.scheduling.estimate.learning import drifted, learnt
@@ -57,21 +59,34 @@ def revised(watched: Watched, spec: JobSpec) -> JobSpec | None:
     return now if now is not spec and drifted(spec, now) else None
 
 
+def with_move_cost(watched: Watched, spec: JobSpec) -> JobSpec:
+    """What its last move took is what the next one is taken to take."""
+    if watched.move_s is None or spec.move_s == watched.move_s:
+        return spec
+    return msgspec.structs.replace(spec, move_s=watched.move_s)
+
+
 class Standing(Mapping[str, Progress]):
     """Where the placed jobs stand, found out job by job when it is asked for. A job before its first step is not in it: nobody
     knows how long it still loads. It may be read while the records go on changing: what is forecast from it is as good as when
     it was read."""
 
     def __init__(self, state: State, now: float) -> None:
-        self._jobs = state.jobs
+        self._state = state
         self._placed = state.placed
         self._now = now
 
     def __getitem__(self, name: str) -> Progress:
-        job, spec = self._jobs[name], self._placed.job(name)
-        if spec is None or job.watched is None or job.watched.began is None:
+        spec, moving, job = self._placed.job(name), self._state.moves.get(name), self._state.jobs.get(name)
+        watched = self._state.watched_of(name)
+        if spec is None or watched.began is None:
             raise KeyError(name)
-        return _progress(job, job.watched, job.watched.began, spec, self._now)
+        if moving is not None:
+            done = (job.finished if job is not None and moving.left_at is None else moving.done) - watched.first_step + 1
+            return _on_its_way(moving, watched.began, max(done, 0), spec, self._now)
+        if job is None:
+            raise KeyError(name)
+        return _progress(job, watched, watched.began, spec, self._now)
 
     def __iter__(self) -> Iterator[str]:
         return (job.name for group in self._placed.groups for job in group.jobs if job.name in self)
@@ -83,6 +98,11 @@ class Standing(Mapping[str, Progress]):
 def granted(watched: Watched, phase: str, now: float) -> None:
     if phase in ("rollout", "train"):
         watched.doing = phase, now, True
+
+
+def _on_its_way(moving: Moving, began: float, done: int, spec: JobSpec, now: float) -> Progress:
+    away_s = 0.0 if moving.left_at is None else now - moving.ended_at
+    return Progress(age_s=now - began, done=done, phase="loading", remaining_s=max(spec.load_s - away_s, 0.0))
 
 
 def _progress(job: Job, watched: Watched, began: float, spec: JobSpec, now: float) -> Progress:

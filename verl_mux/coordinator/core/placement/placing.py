@@ -4,6 +4,7 @@ Jobs that leave their nodes to the coordinator are placed when they come, the re
 
     asked for `auto` -> estimated from its needs -> placed | waits -> placed when somebody leaves -> gone
                                                         observed step by step: estimates corrected, errors recorded
+                                                        moved, if whoever started it starts it again (moving.py)
 
 A question is put on record; `planner.py` answers it, beside the leases; the answer is an input like any other, so a restart finds
 every placement as it was, and the questions that were open. The decisions are the same that `verl-mux plan` and the policy `live`
@@ -20,6 +21,7 @@ import msgspec
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.hosts import fences, memory
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Planned
+from verl_mux.coordinator.core.placement import moving
 from verl_mux.coordinator.core.placement.planner import Asked
 from verl_mux.coordinator.core.placement.prediction import predicted
 from verl_mux.coordinator.core.records import Job, JobState, State, Watched
@@ -31,11 +33,13 @@ from verl_mux.scheduling.estimate.job_needs import JobNeeds
 from verl_mux.scheduling.estimate.learning import learnt
 from verl_mux.scheduling.model import Group, JobSpec, Pin
 from verl_mux.scheduling.placer.placer import check_fits
-from verl_mux.scheduling.placer.record import Arrive, Correct, Leave, Open, Record
+from verl_mux.scheduling.placer.record import Again, Arrive, Correct, Leave, Open, Record
+from verl_mux.scheduling.repack.repack import ASK_AGAIN_S
 from verl_mux.scheduling.time.order import ORDERS
 
 # Of one phase: longer ones no clock here was made for.
 MOST_S = 1e6
+_AT_WORK = (JobState.LIVE, JobState.SILENT)
 
 
 def check(asked: m.Register, state: State, config: Config) -> None:
@@ -90,12 +94,16 @@ def named_by_hand(asked: m.Register, nodes: dict[str, list[str]], state: State) 
 
 def arrive(state: State, config: Config, job: Job, asked: m.Register) -> list[Instruction]:
     """A job that has just come: the placer is asked where it goes, and `job.nodes` stays empty until it says so."""
+    if moving.returns(state, job, asked):
+        _pin(state, job)
+        return []
     job.watched = Watched()
     spec = _spec(asked, config)
     if asked.placed:
         return _readopt(state, config, job, spec, asked.placed)
+    out = give_up(state, job.name, "another job came under its name")
     state.questions.append(Arrive(spec))
-    return []
+    return out
 
 
 def is_open(state: State, name: str) -> bool:
@@ -103,12 +111,31 @@ def is_open(state: State, name: str) -> bool:
     return any(isinstance(question, Arrive) and question.job.name == name for question in state.questions)
 
 
-def leave(state: State, job: Job) -> None:
-    """A job is over; its nodes are given on when the placer has said to whom."""
+def leave(state: State, job: Job) -> list[Instruction]:
+    """A job is over; its nodes are given on when the placer has said to whom. One that comes back keeps its place."""
+    if moving.comes_back(state, job):
+        return []
+    out = moving.given_up(state, job.name, "it ended instead")
     if job.watched is not None:
         state.questions.append(Leave(job.name))
     elif not job.filler:
         open_again(state)
+    return out
+
+
+def give_up(state: State, name: str, reason: str) -> list[Instruction]:
+    """The place of a job that is away is kept no longer."""
+    out = moving.given_up(state, name, reason)
+    if out:
+        state.questions.append(Leave(name))
+    return out
+
+
+def ask_again(state: State) -> None:
+    """Moves that did not pay may pay by now."""
+    state.ask_again_at = None
+    if Again() not in state.questions[1:]:
+        state.questions.append(Again())
 
 
 def open_again(state: State) -> None:
@@ -129,15 +156,19 @@ def asked(state: State, config: Config, now: float) -> Asked | None:
         return None
     named = (job for job in state.jobs.values() if job.watched is None and not job.filler and job.state is not JobState.ENDED)
     by_hand = (node for job in named for node in job.all_nodes)
-    return Asked(state.questions[0], state.placed, config, frozenset(by_hand) | fences.shut(state), now)
+    closed = frozenset(by_hand) | fences.shut(state)
+    return Asked(state.questions[0], state.placed, config, closed, now, held=frozenset(state.moves))
 
 
-def carry_out(state: State, config: Config, answer: Planned) -> tuple[list[Job], list[Instruction]]:
+def carry_out(state: State, config: Config, answer: Planned, now: float) -> tuple[list[Job], list[Instruction]]:
     """Takes over what the placer answered. Returns the jobs that are to be told where they are, and what to log."""
     if answer.version != state.placed.version or not state.questions:
         return [], []  # it was asked about other records, and will be asked again
     question, before = state.questions.pop(0), state.placed
-    state.placed = before.changed(answer.gone, answer.changed, tuple(answer.waiting), answer.named)
+    state.placed = before.changed(answer.gone, answer.changed, tuple(answer.waiting), answer.named, tuple(answer.moved_at))
+    state.ask_again_at = now + ASK_AGAIN_S if answer.pending else None
+    said = [Log(line.event, line.about) for line in answer.said]
+    asked = [line for move in answer.moves if move.kind == "move" for line in moving.decided(state, move, now)]
     names = [move.job for move in answer.moves if move.kind == "start"]
     names += [question.job.name] if isinstance(question, Arrive) else []
     # One that left and came again waits for its own answer.
@@ -147,7 +178,26 @@ def carry_out(state: State, config: Config, answer: Planned) -> tuple[list[Job],
     for group in answer.changed:
         for spec, rank in zip(group.jobs, ORDERS[group.order](group.jobs), strict=True):
             state.watched_of(spec.name).rank = rank
-    return told, [*(Log(line.event, line.about) for line in answer.said), *_regrouped(before, answer.changed, state, config)]
+    return told, [*said, *asked, *_regrouped(before, answer.changed, state, config)]
+
+
+def waits_for(state: State, job: Job) -> list[str]:
+    """Those who have yet to leave the nodes on which the job was placed."""
+    group = state.placed.group_of(job.name)
+    pins = [pin for pin in group.pins if pin.job.name == job.name] if group is not None else []
+    return [name for pin in pins for name in moving.in_the_way(state, job.name, {*pin.rollout, *pin.train})]
+
+
+def told_late(state: State) -> list[Job]:
+    """Jobs whose nodes somebody else had yet to leave, and has left by now."""
+    waited = [
+        job
+        for job in state.jobs.values()
+        if job.watched is not None and not job.nodes and job.state in _AT_WORK and not is_open(state, job.name)
+    ]
+    for job in waited:
+        _pin(state, job)
+    return [job for job in waited if job.nodes]
 
 
 def _spec(asked: m.Register, config: Config) -> JobSpec:
@@ -158,8 +208,7 @@ def _spec(asked: m.Register, config: Config) -> JobSpec:
     kinds = [find_kind(kind_name(pool, config.pools[pool]), placement.kinds) for pool in pools]
     slo = placement.slo if asked.slo is None else asked.slo
     spec = learnt(job_spec(asked.job, needs, bounds(needs, *kinds), slo, asked.owner), asked.profiled, "profile")
-    # Nobody starts a running job again elsewhere, so where it is placed it stays.
-    return msgspec.structs.replace(spec, movable=False)
+    return msgspec.structs.replace(spec, movable=asked.movable, move_s=placement.move_s)
 
 
 def _readopt(state: State, config: Config, job: Job, spec: JobSpec, placed: dict[str, list[str]]) -> list[Instruction]:
@@ -175,26 +224,34 @@ def _readopt(state: State, config: Config, job: Job, spec: JobSpec, placed: dict
         rollout_nodes=tuple(dict.fromkeys(node for each in pins for node in each.rollout)),
         train_nodes=tuple(dict.fromkeys(node for each in pins for node in each.train)),
     )
-    state.placed = before.changed([group.name for group in near], [merged], before.waiting, named)
+    state.placed = before.changed([group.name for group in near], [merged], before.waiting, named, before.moved_at)
     _pin(state, job)
     return _regrouped(before, [merged], state, config)
 
 
+def _where(group: Group) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
+    """The nodes of each of its jobs, by name."""
+    return {pin.job.name: (frozenset(pin.rollout), frozenset(pin.train)) for pin in group.pins}
+
+
 def _pin(state: State, job: Job) -> None:
+    """The job is where it was placed; while others have yet to leave those nodes, it has none."""
     group = state.placed.group_of(job.name)
     if group is not None:
         pin = next(pin for pin in group.pins if pin.job.name == job.name)
+        if waits_for(state, job):
+            return
         job.nodes = {"rollout": list(pin.rollout), "train": list(pin.train)}
         job.host_memory = memory.estimated(pin)
 
 
 def _regrouped(before: Record, groups: Iterable[Group], state: State, config: Config) -> list[Instruction]:
-    """What is predicted for every group whose jobs have changed; their observations begin anew."""
+    """What is predicted for every group whose jobs or their nodes have changed; their observations begin anew."""
     out: list[Instruction] = []
     for group in groups:
         old = before.by_name.get(group.name)
         names = [job.name for job in group.jobs]
-        if old is None or {job.name for job in old.jobs} != set(names):
+        if old is None or _where(old) != _where(group):
             for name in names:
                 state.watched_of(name).fresh = 0
             out.append(predicted(group, state, config))

@@ -16,7 +16,7 @@ from verl_mux.profiling.eventlog import events
 from verl_mux.scheduling.model import JobSpec
 from verl_mux.scheduling.placer.explain import alternatives, lost_to
 from verl_mux.scheduling.placer.placer import Placer
-from verl_mux.scheduling.placer.record import Arrive, Correct, Leave, Open, Question, Queued, Record, restore
+from verl_mux.scheduling.placer.record import Again, Arrive, Correct, Leave, Open, Question, Queued, Record, restore
 from verl_mux.scheduling.search.decision import Action, Alternative, Decision, Move
 from verl_mux.scheduling.time.forecast import Progress
 
@@ -25,13 +25,15 @@ TOLD = 8
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """One question, and all that the answer depends on. closed: nodes that the placer may not give. now: in seconds."""
+    """One question, and all that the answer depends on. closed: nodes that the placer may not give. held: jobs that it may not
+    move, as they are on their way. now: in seconds."""
 
     question: Question
     record: Record
     config: Config
     closed: frozenset[str]
     now: float
+    held: frozenset[str] = frozenset()
 
 
 class Planner:
@@ -43,6 +45,7 @@ class Planner:
 
     def answer(self, asked: Asked, progress: Mapping[str, Progress]) -> Planned:
         placer = self._kept(asked)
+        placer.search.held = asked.held
         self._made_for = None  # until the answer is whole
         said, moves = _decide(placer, asked.question, progress, asked.now)
         touched = [placer.groups.get(name) for name in sorted(placer.groups.touched)]
@@ -57,6 +60,8 @@ class Planner:
             named=placer.groups.named,
             moves=moves,
             said=said,
+            moved_at=list(placer.moved_at),
+            pending=placer.pending,
         )
 
     def _kept(self, asked: Asked) -> Placer:
@@ -71,7 +76,14 @@ class Planner:
 def nothing_follows(asked: Asked) -> Planned:
     """The answer to a question that could not be answered."""
     record = asked.record
-    return Planned(version=record.version, changed=[], gone=[], waiting=list(record.waiting), named=record.named)
+    return Planned(
+        version=record.version,
+        changed=[],
+        gone=[],
+        waiting=list(record.waiting),
+        named=record.named,
+        moved_at=list(record.moved_at),
+    )
 
 
 def _decide(placer: Placer, question: Question, progress: Mapping[str, Progress], now: float) -> tuple[list[Said], list[Move]]:
@@ -81,13 +93,16 @@ def _decide(placer: Placer, question: Question, progress: Mapping[str, Progress]
     actions: Sequence[Action] = ()
     if isinstance(question, Open):
         moves = placer.start_waiting(progress)
+    elif isinstance(question, Again):
+        moves = placer.repack(progress, now)
     elif isinstance(question, Leave) and (question.name in placer.groups.home or question.name in placer.waiting):
         moves = placer.depart(question.name, progress, now)
     elif isinstance(question, Correct) and question.job.name in placer.groups.home:
         revision = placer.revise(question.job, progress, now)
         moves, actions = revision.moves, revision.actions
     said = [Said(events.SLO_AT_RISK, _about(action)) for action in actions]
-    placed = [{"job": move.job, "outcome": "placed", "group": move.group, "nodes": _sides(move)} for move in moves]
+    started = [move for move in moves if move.kind == "start"]
+    placed = [{"job": move.job, "outcome": "placed", "group": move.group, "nodes": _sides(move)} for move in started]
     return [*said, *(Said(events.PLACED, about) for about in placed)], list(moves)
 
 

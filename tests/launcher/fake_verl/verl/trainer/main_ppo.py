@@ -2,6 +2,7 @@
 
 `+steps=N`: how many. `+until=FILE`: it goes on until FILE is there, with no more than that. `+die_in=STEP`: kills itself while it
 holds that step's lease, unless it was resumed; `+die_always=STEP`: then too. `+refuse=true`: a key is wrong.
+`+phase_s=SECONDS`: what a phase takes; `+profiled_s=SECONDS`: what it says that a phase takes, where the coordinator places it.
 `+deaf=FILE`: the first start that finds a checkpoint finds no coordinator; FILE says that it was.
 """
 
@@ -9,11 +10,14 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from verl_mux.coordinator.bus.connect import connect
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.eventlog.log import EventLog
+from verl_mux.scheduling.estimate.estimator import Observed
+from verl_mux.scheduling.estimate.job_needs import JobNeeds, model_size
 
 given = dict(word.lstrip("+").split("=", 1) for word in sys.argv[1:] if "=" in word)
 given = {key: value.strip("'") for key, value in given.items()}
@@ -30,7 +34,13 @@ def main() -> None:
         sys.exit(2)
     first = int(checkpoint.read_text()) + 1 if checkpoint.exists() and given.get("trainer.resume_mode") == "auto" else 1
     log = EventLog(given["mux.profile.dir"], role="trainer", job=given["mux.job"])
-    mux = connect(given["mux.coordinator"], given["mux.job"], {"rollout": ["r0"], "train": ["t0"]}, timeout=60.0)
+    if "mux.move_note" in given:
+        Path(given["mux.move_note"]).unlink(missing_ok=True)
+    nodes = {"rollout": ["r0"], "train": ["t0"]}
+    placed = {} if given.get("mux.nodes") != "auto" else about_a_placed_job()
+    mux = connect(given["mux.coordinator"], given["mux.job"], nodes, timeout=60.0) if not placed else connect(
+        given["mux.coordinator"], given["mux.job"], {side: ["auto"] for side in nodes}, timeout=60.0, **placed
+    )  # fmt: skip
     with mux.phase("init"):
         pass
     step = first - 1
@@ -41,8 +51,22 @@ def main() -> None:
         checkpoint.parent.mkdir(exist_ok=True)
         checkpoint.with_suffix(".half").write_text(str(step))
         checkpoint.with_suffix(".half").replace(checkpoint)
+        if mux.move:
+            Path(given["mux.move_note"]).touch()
+            mux.leave_to_move(mux.move, step, 0.0)
+            break
     mux.close()
     log.close()
+
+
+def about_a_placed_job() -> dict:
+    model = model_size({"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 1000,
+                        "num_attention_heads": 4})  # fmt: skip
+    needs = JobNeeds(responses=8, prompt_tokens=16, response_tokens=100, rollout_nodes=1, rollout_gpus=1, train_nodes=1,
+                     train_gpus=1, weight_bytes=4, model=model)  # fmt: skip
+    said = (float(given["profiled_s"]),) * 3
+    about = {"needs": needs, "slo": float(given["mux.slo"]), "profiled": Observed(rollout=said, train=said)}
+    return {**about, "movable": "mux.move_note" in given}
 
 
 def one_step(mux, log: EventLog, step: int, dies: bool) -> None:
@@ -52,6 +76,7 @@ def one_step(mux, log: EventLog, step: int, dies: bool) -> None:
             with mux.phase(phase, step=step) as lease, log.span(events.PHASE, {"phase": phase, "nodes": lease.nodes}):
                 if dies:
                     os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(float(given.get("phase_s", 0)))
     log.flush()
     mux.report_step(step, {"reward": 1.0})
 
