@@ -218,7 +218,7 @@ def test_a_job_that_was_placed_badly_is_moved_and_goes_on_with_its_next_step_on_
 def test_a_job_that_left_to_move_while_no_launcher_was_there_is_started_again_by_the_next(runs):
     runs.write(badly_placed(runs), coordinator=PLACED)
     first = runs.start()
-    runs.until_step("long", 1)
+    runs.until(lambda: all((note := runs.note(job)) and note.pid for job in ("short", "long")))
     first.kill()
     first.wait()
     runs.until(lambda: any((runs.out / job / "left_to_move").exists() for job in ("short", "long")))
