@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import subprocess
 import time
 from collections import Counter, deque
 from pathlib import Path
@@ -54,8 +55,6 @@ class _Kills(Schedule):
             self._start_job(job)
         self._wait_for_first_steps(jobs)
         self._arm(left.popleft())
-        assert self._coordinator is not None
-        self._coordinator.kill()
         while not self._has_died(left):
             self._tend()
             self._tend_visitor()
@@ -64,7 +63,10 @@ class _Kills(Schedule):
         self._end()
 
     def _arm(self, point: str) -> None:
-        """The next coordinator dies there."""
+        """The next coordinator dies there; one that was started meanwhile makes room for it."""
+        assert self._coordinator is not None
+        self._coordinator.kill()
+        self._armed: subprocess.Popen | None = None
         self._die_at = self._point = point
         self._deadline = time.monotonic() + _LONGEST_S
         self._say_point(_KIND)
@@ -74,12 +76,11 @@ class _Kills(Schedule):
         assert self._coordinator is not None
         if self._die_at:
             return False  # the one that is to die there has not been started
-        if self._coordinator.poll() is None:
+        self._armed = self._armed or self._coordinator
+        if self._armed.poll() is None:
             if time.monotonic() < self._deadline:
                 return False
             self._say_point(_NEVER)
-            self._coordinator.kill()
-            self._coordinator.wait()
         if not left:
             return True
         self._arm(left.popleft())
