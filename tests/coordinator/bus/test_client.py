@@ -115,6 +115,18 @@ def test_an_interrupted_wait_leaves_the_queue(serve, join, pool, eventually, int
     assert a.acquire("rollout", step=2).token == 2
 
 
+def test_an_interrupted_request_that_was_granted_meanwhile_is_given_back(serve, join, monkeypatch):
+    a = join(serve(), "a")
+
+    def interrupt(mux):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(type(a), "wait_until_usable", interrupt)  # the first line after the grant that may take long
+        a.acquire("rollout", step=1)
+    assert a.acquire("rollout", step=1).token == 2
+
+
 def test_a_holder_is_told_when_another_job_waits_for_its_nodes(serve, join, pool, eventually):
     coordinator = serve()
     a, b = join(coordinator, "a"), join(coordinator, "b")

@@ -222,6 +222,14 @@ def test_a_cancelled_request_whose_grant_has_just_come_is_not_held(talk):
     assert talk.held == {}
 
 
+def test_a_cancelled_request_whose_grant_was_taken_is_not_held(talk):
+    talk.request("k", "rollout", 1, ["r0"])
+    talk.grant()
+    talk.take_answer("k")
+    talk.cancel("k")
+    assert talk.held == {}
+
+
 def test_a_lease_may_be_used_for_a_part_of_it_after_the_last_beat_that_was_answered_was_sent(holder):
     holder.wait(1.0)
     holder.now = 6.9

@@ -17,6 +17,7 @@ from types import FrameType
 
 from verl_mux.bench.chaos.device import Device
 from verl_mux.bench.chaos.ledger import Ledger
+from verl_mux.coordinator.bus.client import Mux
 from verl_mux.coordinator.bus.connect import connect
 from verl_mux.coordinator.bus.local import Lease, LeaseLost, LocalMux
 from verl_mux.coordinator.bus.members import this_process
@@ -41,9 +42,9 @@ def main() -> None:
 
 
 def _be_impatient(_number: int, frame: FrameType | None) -> None:
-    """Only while it waits: in any other line, as in the one that disarms the timer, nobody expects the exception."""
+    """Anywhere in the client's call, but not in the driver's own lines: in the one that disarms the timer nobody expects it."""
     while frame is not None:
-        if frame.f_code.co_name == "wait":
+        if frame.f_code is Mux.acquire.__code__:
             raise _Impatient
         frame = frame.f_back
 

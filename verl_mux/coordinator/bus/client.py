@@ -81,19 +81,19 @@ class Mux(LocalMux):
                 self._raise_if_ended()
                 talk.request(key, phase, step, nodes, **of_a_filler)
             answer = self._answer_to(key, f"{phase} (step {step}) on {', '.join(nodes)}")
-        except BaseException:
+            if isinstance(answer, m.Refused):
+                raise UserError(answer.reason)
+            assert isinstance(answer, m.LeaseGrant)
+            self.wait_until_usable()  # a grant may have been long on its way
+            with self._changed:
+                wanted = self._wanted.setdefault(answer.token, threading.Event())
+                self._tell_wanted()
+            waited = time.perf_counter() - asked
+            return Lease(answer.token, answer.nodes, answer.phase, answer.step, waited, answer.granted_at, wanted)
+        except BaseException:  # nobody will ever release it: also when it has been granted meanwhile
             with self._talking() as talk:
                 talk.cancel(key)
             raise
-        if isinstance(answer, m.Refused):
-            raise UserError(answer.reason)
-        assert isinstance(answer, m.LeaseGrant)
-        self.wait_until_usable()  # a grant may have been long on its way
-        waited = time.perf_counter() - asked
-        with self._changed:
-            wanted = self._wanted.setdefault(answer.token, threading.Event())
-            self._tell_wanted()
-        return Lease(answer.token, answer.nodes, answer.phase, answer.step, waited, answer.granted_at, wanted)
 
     def release(self, lease: Lease) -> None:
         with self._talking() as talk:
@@ -288,9 +288,11 @@ class Mux(LocalMux):
     def _tell_wanted(self) -> None:
         """Those who hold what another job waits for, or what may not be used any more. `_changed` is held."""
         fenced = self._is_fenced()
-        for token, wanted in self._wanted.items():
+        for token, wanted in list(self._wanted.items()):
             if fenced or token in self._talk.wanted or token not in self._talk.held:
                 wanted.set()
+            if token not in self._talk.held:
+                del self._wanted[token]
 
     # --- called in the link's thread ---
 

@@ -100,11 +100,11 @@ class Conversation:
         self.ask(key, m.LeaseRequest(**self.who, key=key, phase=phase, step=step, nodes=nodes, **of_a_filler))
 
     def cancel(self, key: str) -> None:
-        """Nobody waits for this lease any more, even if it was granted in this moment."""
+        """Nobody waits for this lease any more, even if it was granted in this moment, or its answer taken."""
         self._forget(key)
-        grant = self._answers.pop(key, None)
-        if isinstance(grant, m.LeaseGrant):
-            self.held.pop(grant.token, None)
+        self._answers.pop(key, None)
+        for token in [token for token, claim in self.held.items() if claim.key == key]:
+            del self.held[token]
         self.ask(f"cancel {key}", m.LeaseCancel(**self.who, key=key), wanted=False)
 
     def release(self, token: int, wanted: bool = True) -> str:
