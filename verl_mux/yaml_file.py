@@ -43,11 +43,13 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def allowed_keys(error: msgspec.ValidationError, kinds: Mapping[str, type], top: type) -> str:
-    """`; allowed: ...` for an unknown key, else nothing. `kinds`: the struct that may stand where the error's path has this
-    text, the innermost first; `top`: at the top level."""
+    """`; allowed: ...` for an unknown key, or for what should have been a mapping; else nothing. `kinds`: the struct that may stand
+    where the error's path has this text, the innermost first; `top`: at the top level."""
     text = str(error)
-    if "unknown field" not in text:
-        return ""
     path = text.rpartition("$")[2]
+    is_entry = "Expected `object`" in text and path.endswith("]`")
+    if "unknown field" not in text and not is_entry:
+        return ""
     kind = next((kind for part, kind in kinds.items() if part in path), top)
-    return f"; allowed: {', '.join(field.name for field in msgspec.structs.fields(kind))}"
+    keys = ", ".join(field.name for field in msgspec.structs.fields(kind))
+    return f"; allowed: a mapping of {keys}" if is_entry else f"; allowed: {keys}"

@@ -35,6 +35,7 @@ PLACED = {side: {"kind": "H20", "nodes": [{"name": side[0]}]} for side in ("roll
         ({"pools": POOLS, "placement": {"slos": 1}}, "unknown field `slos`.*; allowed: rollout, train, cap, slo"),
         ({"pools": POOLS, "placement": "schedule"}, "allowed: `scheduler`, or a mapping"),
         ({"pools": {"p": {"nodes": [{"name": "n", "gpu": 1}]}}}, r"unknown field `gpu` - at `\$.pools.*nodes\[0\]`"),
+        ({"pools": {"p": {"nodes": ["n"]}}}, r"got `str` - at `\$.pools.*nodes\[0\]`; allowed: a mapping of name, host"),
         ({"pools": {}}, "there are no nodes"),
         ({"pools": {"p": {"nodes": []}}}, "pool 'p' has no nodes"),
         ({"pools": {"p": {"nodes": [{"name": "n"}, {"name": "n"}]}}}, "node 'n' is named twice"),
