@@ -43,8 +43,10 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def allowed_keys(error: msgspec.ValidationError, kinds: Mapping[str, type], top: type) -> str:
-    """`; allowed: ...` for an unknown key, or for what should have been a mapping; else nothing. `kinds`: the struct that may stand
-    where the error's path has this text, the innermost first; `top`: at the top level."""
+    """`; allowed: ...` for an unknown key, or for what should have been a mapping; else nothing.
+
+    `kinds`: the struct that may stand where the error's path has this text, the innermost first; `top`: at the top level.
+    """
     text = str(error)
     path = text.rpartition("$")[2]
     is_entry = "Expected `object`" in text and path.endswith("]`")
