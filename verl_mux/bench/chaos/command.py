@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from verl_mux.bench.chaos.cuts import measure
 from verl_mux.bench.chaos.judge import Verdict, judge
 from verl_mux.bench.chaos.kills import deaths, reached, run_kills
 from verl_mux.bench.chaos.schedule import run_schedule
@@ -37,6 +38,7 @@ def bench_chaos(
         int,
         typer.Option(help="Kill it so often at each point of each kind of message instead (20: half an hour).", min=0),
     ] = 0,
+    cuts: Annotated[int, typer.Option(help="Cut so many jobs off instead, one after the other (one takes 10 s).", min=0)] = 0,
     keep: Annotated[Path | None, typer.Option(help="Keep what the processes wrote, in this new folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -47,8 +49,8 @@ def bench_chaos(
         raise UserError(f"--plant is {plant!r}; allowed: {', '.join(PLANTED)}")
     if keep is not None and keep.exists():
         raise UserError(f"--keep {keep} exists; name a new folder")
-    if simulated:
-        result = simulate(simulated, seed, plant)
+    if simulated or cuts:
+        result = simulate(simulated, seed, plant) if simulated else measure(cuts)
         print(json.dumps(result) if as_json else _in_words(result))
         return
     at_once = side_by_side or os.cpu_count() or 1
@@ -111,6 +113,6 @@ def _in_words(result: dict[str, Any]) -> str:
     lines = [f"{name}: {value}" for name, value in result.items() if name not in ("by_fault", "reached")]
     lines += [
         f"  {kind}: {of['injected']} times" + (f", {of['violations']} violations after it" if "violations" in of else "")
-        for kind, of in result["by_fault"].items()
+        for kind, of in result.get("by_fault", {}).items()
     ]
     return "\n".join(lines)
