@@ -12,6 +12,7 @@ import pytest
 
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.members import UID_VARIABLE
+from verl_mux.errors import UserError
 
 # Of this run alone: a coordinator of another run of these tests ends whatever carries the uid of its dead jobs.
 DIES = f"a:{os.getpid()}"
@@ -184,3 +185,12 @@ def test_a_death_during_the_coordinators_absence_is_found_when_it_returns(serve,
     again = serve(tmp_path / "journal", bind=coordinator.address)
     assert join(again, "b").acquire("rollout", step=1).token > 1
     assert is_gone(member)
+
+
+def test_who_waits_too_long_for_a_name_is_told_who_has_it_and_not_that_nobody_answers(serve, join, hold, eventually):
+    coordinator = serve(kill=False)
+    process, _ = hold(coordinator, "carried")
+    process.kill()
+    eventually(lambda: job(coordinator)["state"] == "dying")
+    with pytest.raises(UserError, match="a job named 'a' is ending, but its processes are not all gone"):
+        join(coordinator, "a", timeout=0.3)

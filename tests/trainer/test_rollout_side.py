@@ -80,7 +80,7 @@ class Trainer:
         })  # fmt: skip
         self.trainer_mode, self.global_steps, self.steps_per_epoch = "mux_separate", 1, 10
         self.agent_loop_manager = Manager()
-        self.phases = SimpleNamespace(mux=SimpleNamespace(progress=lambda done, total: None), log=NULL_LOG)
+        self.phases = SimpleNamespace(log=NULL_LOG)
         self.replay_buffer = MuxReplayBuffer(
             trainer_mode="mux_separate", trainer_config=OmegaConf.create(), max_off_policy_threshold=8,
             max_off_policy_strategy="drop", sampler_kwargs=None,
@@ -89,6 +89,9 @@ class Trainer:
 
     def _next_train_batch(self, num_prompts=None):
         return self.rollout.next_batch(num_prompts)
+
+    def tell_progress(self, done, total):
+        pass
 
     def draw_from_data(self, count):
         indexes = [next(self.numbers) for _ in range(count)]

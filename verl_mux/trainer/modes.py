@@ -132,8 +132,18 @@ class PPOTrainerMux(PPOTrainer):
         buffer.workers = lambda: self.agent_loop_manager.agent_loop_workers
         rollout = self.config.actor_rollout_ref.rollout
         buffer.samples_of_prompt = {"train": rollout.n, "val": rollout.val_kwargs.n}
-        buffer.on_progress = self.phases.mux.progress
+        buffer.on_progress = self.tell_progress
         return buffer
+
+    def _add_prompts_to_generate(self, num_prompts: int) -> int:
+        """verl's, which also draws others in the place of prompts that failed."""
+        self.rollout_server_manager.check_alive()
+        return super()._add_prompts_to_generate(num_prompts)
+
+    def tell_progress(self, done: int, total: int) -> None:
+        """Of a rollout, in samples. Raises RayActorError where an engine is no more: nobody else gets our nodes otherwise."""
+        self.rollout_server_manager.check_alive()
+        self.phases.mux.progress(done, total)
 
     critic_wg = AfterInitLease()
     actor_rollout_wg = AfterInitLease()

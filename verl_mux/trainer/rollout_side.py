@@ -58,6 +58,9 @@ class Trainer(Protocol):
     def draw_from_data(self, count: int) -> TensorDict:
         """So many new prompts, as the data loader hands them out."""
 
+    def tell_progress(self, done: int, total: int) -> None:
+        """Samples of the step; raises where an engine is no more."""
+
     def vacate(self, unit: Unit) -> None:
         """Give nodes back whose engines are idle for the rest of the rollout."""
 
@@ -100,7 +103,7 @@ class RolloutSide:
             draw=trainer._next_train_batch,
             submit=self._register_and_launch,
             clear=self._give_up,
-            on_progress=trainer.phases.mux.progress,
+            on_progress=trainer.tell_progress,
             log=trainer.phases.log,
             restart=limits is None and self._config.oversample.tokens == "restart",
             longest=None if limits is None else limits.longest,

@@ -217,7 +217,7 @@ class Mux(LocalMux):
                 self._link.send(message)
 
     def _register(self, timeout: float, wait: bool) -> None:
-        deadline = time.monotonic() + timeout
+        deadline, refused = time.monotonic() + timeout, None
         while True:
             with self._talking() as talk:
                 talk.register(time.monotonic())
@@ -231,12 +231,15 @@ class Mux(LocalMux):
                 answer = self._answer_to(REGISTER, "nodes")
             if isinstance(answer, m.Registered):
                 return
+            if answer is None and refused is not None:  # it was there, and perhaps had no time for an answer to the last try
+                raise UserError(refused.reason)
             if answer is None:
                 advice = "start one with `verl-mux coordinator`, or give no address to run alone"
                 raise UserError(f"no coordinator answers at {self.address} (waited {timeout:g} s): {advice}")
             assert isinstance(answer, m.Refused)
             if not answer.retry or time.monotonic() > deadline:
                 raise UserError(answer.reason)
+            refused = answer
             time.sleep(_RETRY_S)  # what holds the name is about to end
 
     def _answer_to(self, key: str, what: str, timeout: float | None = None) -> m.Message | None:
