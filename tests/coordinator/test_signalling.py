@@ -49,6 +49,14 @@ def test_a_process_with_another_mark_or_none_is_left_alone(child, mark, uid):
     assert process.poll() is None
 
 
+def test_a_process_that_wrote_over_the_mark_that_was_read_is_ended_but_not_one_with_another(child):
+    another = child(f"another-{MARK}")
+    assert not signalling.kill(members.member_of(another.pid), MARK, was_marked=True)
+    process = child("")
+    assert signalling.kill(members.member_of(process.pid), MARK, was_marked=True)
+    assert process.wait(60) == -9 and another.poll() is None
+
+
 def test_a_process_with_a_reused_pid_is_left_alone(child):
     process = child(MARK)
     member = members.member_of(process.pid)

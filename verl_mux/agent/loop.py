@@ -107,11 +107,12 @@ class Agent:
     # --- doing ---
 
     def _end(self, uids: list[str]) -> None:
-        """Only processes that carry the mark of such a job, and of this user: signalling looks again right before."""
+        """Only processes that carry the mark of such a job, or did when they were seen first, and of this user: signalling looks
+        again right before."""
         marked = self._marked.find(fresh=True) if uids else {}
         for uid in uids:
             for member in marked.get(uid, ()):
-                if signalling.kill(member, uid) and member not in self._killed:
+                if signalling.kill(member, uid, was_marked=True) and member not in self._killed:
                     job = self._answer.jobs.get(uid, "") if self._answer else ""
                     self._killed.add(member)
                     log.warning("killed pid %d, which outlived job %r", member.pid, job)

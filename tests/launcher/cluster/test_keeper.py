@@ -13,7 +13,7 @@ from uuid import uuid4
 import pytest
 
 from tests.launcher.cluster.test_ports import FOR_KEEPERS, held_block
-from verl_mux.coordinator.bus.members import UID_VARIABLE, carriers
+from verl_mux.coordinator.bus.members import UID_VARIABLE, carriers, is_alive, member_of
 from verl_mux.errors import Failure
 from verl_mux.launcher.cluster import messages as m
 from verl_mux.launcher.cluster.connection import Connection, Lost
@@ -34,6 +34,17 @@ if os.fork() == 0:
     os.setsid()
     time.sleep(600)
 open(sys.argv[1], "w").close()
+time.sleep(600)
+"""
+
+
+# A driver whose child does not carry the mark, as two of Ray's do not once they have written a title over it.
+UNMARKED = """
+import os, subprocess, sys, time
+child = subprocess.Popen(["sleep", "600"], env={})
+with open(sys.argv[1] + ".half", "w") as file:
+    file.write(str(child.pid))
+os.rename(sys.argv[1] + ".half", sys.argv[1])
 time.sleep(600)
 """
 
@@ -102,6 +113,15 @@ def test_nothing_of_the_job_outlives_it(keeper, tmp_path, how):
     else:
         keeper.close()
     assert carriers(keeper.uid) == []
+
+
+def test_what_it_started_does_not_outlive_it_without_the_mark_either(keeper, tmp_path):
+    keeper.send(m.Drive(command=[sys.executable, "-c", UNMARKED, str(tmp_path / "up")], environment={}))
+    _wait_for(tmp_path / "up")
+    child = member_of(int((tmp_path / "up").read_text()))
+    keeper.send(m.End(keep_logs=False))
+    assert keeper.answer() == m.Swept()
+    assert not is_alive(child)
 
 
 def test_a_driver_is_interrupted_as_by_ctrl_c(keeper, tmp_path):

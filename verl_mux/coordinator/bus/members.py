@@ -76,6 +76,17 @@ def carriers(uid: str) -> list[Member]:
     return found
 
 
+def family_of(uid: str) -> list[Member]:
+    """Those, and what they started: some write a title over their environment, and with it over the mark (two of Ray's do)."""
+    found: dict[Member, None] = {}
+    for member in carriers(uid):
+        found[member] = None
+        with contextlib.suppress(psutil.Error, OSError):
+            children = psutil.Process(member.pid).children(recursive=True)
+            found |= {member_of(child.pid): None for child in children if mark_of(child.pid) in ("", uid)}
+    return list(found)
+
+
 def own_family() -> set[int]:
     """Pids of this process and its ancestors, which are no survivors of anything."""
     return {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}

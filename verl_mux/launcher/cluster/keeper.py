@@ -23,7 +23,8 @@ import msgspec
 import psutil
 
 from verl_mux.coordinator.bus.access.keys import KEYS_VARIABLE
-from verl_mux.coordinator.bus.members import UID_VARIABLE, carriers, end
+from verl_mux.coordinator.bus.members import UID_VARIABLE, end, family_of, is_alive
+from verl_mux.coordinator.bus.messages import Member
 from verl_mux.launcher.cluster import messages as m
 from verl_mux.launcher.cluster.addresses import interface_of, own_address
 from verl_mux.launcher.cluster.ports import Block
@@ -157,11 +158,12 @@ class Keeper:
         return {**interface, **given, **self._setup.environment, **secrets}
 
     def _sweep(self) -> list[int]:
-        """Until nothing that carries the mark is left. Returns those that would not end."""
+        """Until nothing that carries the mark is left, nor what such a process started. Returns those that would not end."""
         if self._setup is None:
             return []
         deadline = time.monotonic() + _SWEEP_S
-        while left := carriers(self._setup.uid):
+        left: list[Member] = []
+        while left := [member for member in {*left, *family_of(self._setup.uid)} if is_alive(member)]:
             if time.monotonic() > deadline:
                 return [member.pid for member in left]
             processes = []
