@@ -58,12 +58,13 @@ def assets(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run(assets, tmp_path_factory) -> Run:
+def run(assets, tmp_path_factory, request) -> Run:
     """`stays` and `rolls` start together; the coordinator is killed, then `rolls` in a rollout; while it starts up again, `stays`
     hears nothing in a phase of each kind; `rolls` is killed in a training phase, then the launcher. A second one takes `stays`
-    up.
+    up, while the next test's job starts.
 
-    `rolls` over-samples, and begins what is cut off again in its next step.
+    `rolls` over-samples. It drops what is cut off; after its first kill, which its user takes for a moment to change that key, it
+    begins it again in its next step.
     """
     directory = tmp_path_factory.mktemp("run")
     out = directory / "out"
@@ -71,10 +72,11 @@ def run(assets, tmp_path_factory) -> Run:
     slowly = [f"reward.custom_reward_function.path={assets}/slow_reward.py", *LONG_ROLLOUT]
     slowly += ["actor_rollout_ref.model.external_lib=slow_loss", "actor_rollout_ref.actor.policy_loss.loss_mode=slow"]
     # The phase in which a job is killed lasts longer than Ray takes to end its workers, a second or two.
-    restarts = [*tiny.overrides(assets, STEPS), *OVERSAMPLED, "mux.rollout.oversample.tokens=restart", "trainer.save_freq=1"]
+    restarts = [*tiny.overrides(assets, STEPS), *OVERSAMPLED, *_keys_in_a_file(directory), "trainer.save_freq=1"]
     restarts += ["mux.rollout.oversample.accept_length_bias=true", "actor_rollout_ref.actor.ppo_epochs=20"]
     restarts += ["data.max_response_length=512", "trainer.max_actor_ckpt_to_keep=2"]
     jobs = {"stays": [*tiny.overrides(assets, STEPS), *checkpoints, *slowly], "rolls": restarts}
+    _write_keys(directory, "leftover: drop")
     file = tiny.run_file(
         directory / "run.yaml", out, jobs, {"PYTHONPATH": str(assets)}, restarts={"rolls": 1}, lease_timeout=LEASE_S
     )
@@ -90,12 +92,14 @@ def run(assets, tmp_path_factory) -> Run:
             # What the new coordinator says of it is true when it has heard it.
             _until(lambda: _since(result.coordinator_killed, out, "rolls", "lease_wait", "trainer"), runner)
             result.killed["rollout"] = _kill_in(runner, out, "rolls", "rollout")
+            _write_keys(directory, "tokens: restart")
             checkpoint = out / "stays" / "checkpoints" / f"global_step_{SAVED}"
             _until(checkpoint.exists, runner)
             for phase in FENCED:
                 _fence_in(runner, out, "stays", phase)
             _wait_for_step(out, "rolls", after=result.killed["rollout"][1], seconds=_LIMIT_S)
             result.killed["train"] = _kill_in(runner, out, "rolls", "train")
+            request.getfixturevalue("streaming")
             _wait_for_step(out, "stays", after=result.killed["train"][1])
             runner.kill()
             runner.wait()
@@ -108,6 +112,17 @@ def run(assets, tmp_path_factory) -> Run:
             result.returncode = runner.wait(120)
     result.log = (directory / "log").read_text()
     return result
+
+
+def _keys_in_a_file(directory: Path) -> list[str]:
+    """Overrides that make the keys of over-sampling those of a file, which may be another at the job's next start."""
+    return [f"hydra.searchpath=[file://{directory}/keys]", "+oversampling@mux.rollout.oversample=now"]
+
+
+def _write_keys(directory: Path, line: str) -> None:
+    file = directory / "keys" / "oversampling" / "now.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"{line}\n")
 
 
 @pytest.fixture(scope="session")

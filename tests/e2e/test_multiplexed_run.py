@@ -110,11 +110,24 @@ def test_requests_are_in_the_event_log_turn_by_turn(run):
     assert {"request_start", "turn_engine_call", "reward_calculation", "async_rollout_request_complete"} <= names
 
 
-def _requests(run: Run, job: str, name: str) -> set[tuple[int, str]]:
-    return {(e["step"], e["extra"]["request_id"]) for e in tiny.events(run.directory, job, "rollout") if e["event"] == name}
+def _requests(run: Run, name: str) -> tuple[set[tuple[int, str]], set[tuple[int, str]]]:
+    """Step and id of the requests of `rolls` of which such an event tells: before its first kill, and after."""
+    told = [e for e in tiny.events(run.directory, "rolls", "rollout") if e["event"] == name]
+    killed, _ = run.killed["rollout"]
+    before, after = (
+        {(e["step"], e["extra"]["request_id"]) for e in told if (tiny.ended(e) < killed) is first} for first in (True, False)
+    )
+    return before, after
+
+
+def test_prompt_groups_beyond_the_batch_are_given_up_where_the_keys_say_so(run):
+    (started, _), (dropped, _) = (_requests(run, name) for name in (events.REQUEST_START, events.REQUEST_PADDED))
+    assert dropped and dropped <= started
+    assert max(step for step, _ in started) > min(step for step, _ in dropped)
+    assert not any((step + 1, request) in started for step, request in dropped)
 
 
 def test_prompt_groups_beyond_the_batch_begin_again_where_the_keys_say_so(run):
-    started = _requests(run, "rolls", events.REQUEST_START)
+    _, started = _requests(run, events.REQUEST_START)
     assert any((step - 1, request) in started for step, request in started)
-    assert not _requests(run, "rolls", events.REQUEST_REQUEUED)
+    assert not any(_requests(run, events.REQUEST_REQUEUED))

@@ -136,7 +136,14 @@ def run_file(
     return path
 
 
-ENVIRONMENT = {"VERL_PLATFORM": "cpu", "VERL_LOGGING_LEVEL": "WARN", "RAY_worker_niceness": "0"}
+ENVIRONMENT = {
+    "VERL_PLATFORM": "cpu",
+    "VERL_LOGGING_LEVEL": "WARN",
+    "RAY_worker_niceness": "0",
+    # Ray starts workers before anybody asks for one, as many as it was told of CPUs, and counts what nobody here reads.
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_metrics_collection": "0",
+}
 
 
 def _own_devices(directory: Path) -> dict[str, str]:
