@@ -44,6 +44,7 @@ _JOBS = {"a": (3.0, 1.0), "b": (2.0, 1.5)}
 _BUSY = "import signal\n{deaf}while True: sum(range(10_000))\n"
 _DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 _ANSWER_S = 30.0
+_LOOK_EVERY_S = 0.1
 
 
 def bench_filler(
@@ -139,7 +140,7 @@ def _job(address: str, name: str, seconds: tuple[float, float], steps: int, benc
 
 @contextlib.contextmanager
 def _fillers(address: str, command: list[str]) -> Iterator[None]:
-    """One on each pool, if there is a command."""
+    """One on each pool, if there is a command; they are there before anybody else, however long a start takes here."""
     hold = [sys.executable, "-m", "verl_mux", "hold", "--coordinator", address]
     environment = {name: value for name, value in os.environ.items() if name != UID_VARIABLE}
     started = [
@@ -149,14 +150,21 @@ def _fillers(address: str, command: list[str]) -> Iterator[None]:
         for pool in (_POOLS if command else ())
     ]
     try:
+        while len(fetch_status(address, _ANSWER_S)["jobs"]) < len(started):
+            _check(started)
+            time.sleep(_LOOK_EVERY_S)
         yield
-        if any(process.poll() is not None for process in started):
-            raise Failure("a filler ended before the jobs did: it was ended by the coordinator, or its command failed")
+        _check(started)
     finally:
         for process in started:
             process.terminate()
         for process in started:
             process.wait()
+
+
+def _check(started: list[subprocess.Popen]) -> None:
+    if any(process.poll() is not None for process in started):
+        raise Failure("a filler ended before the jobs did: it was ended by the coordinator, or its command failed")
 
 
 def _leaving_s(log: Path) -> list[float]:
