@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -59,8 +58,7 @@ def watched(actors: dict, patience_s: float = 0.0) -> tuple[ActorWatch, list[str
     ended: list[str] = []
     watch = ActorWatch(actors, lambda dead: ended.append(str(dead)), every_s=0.0, patience_s=patience_s)
     with watch:
-        for thread in [it for it in threading.enumerate() if it.name == "verl-mux-actors"]:
-            thread.join(NOBODY_COMES)
+        watch._thread.join(NOBODY_COMES)
     return watch, ended
 
 
@@ -117,21 +115,28 @@ def test_a_trainer_that_does_not_leave_is_ended():
 def test_one_that_leaves_is_not():
     dying, ended = Actor(), []
     with ActorWatch({"it": dying}, ended.append, every_s=0.0, patience_s=NOBODY_COMES) as watch:
-        watcher = next(it for it in threading.enumerate() if it.name == "verl-mux-actors")
         dying.answer = ActorDiedError()
         with pytest.raises(DeadActor):
-            while watcher.is_alive():
+            while watch._thread.is_alive():
                 watch.check()
-    watcher.join(NOBODY_COMES)
-    assert not watcher.is_alive() and not ended
+    assert not watch._thread.is_alive() and not ended
 
 
 def test_nobody_is_asked_any_more_after_the_last_step():
     actor = Actor()
-    with ActorWatch({"it": actor}, end=lambda dead: None, every_s=NOBODY_COMES):
-        watcher = next(it for it in threading.enumerate() if it.name == "verl-mux-actors")
-    watcher.join(NOBODY_COMES)
-    assert not watcher.is_alive() and not actor.asked
+    with ActorWatch({"it": actor}, end=lambda dead: None, every_s=NOBODY_COMES) as watch:
+        pass
+    assert not watch._thread.is_alive() and not actor.asked
+
+
+@pytest.mark.parametrize("died", [True, False])
+def test_one_that_asked_the_dead_hears_who_that_was(died):
+    asked = ActorDiedError()
+    actors = {"agent loop worker 0": Actor(), "agent loop worker 1": Actor(asked if died else True)}
+    watch = ActorWatch(actors, end=lambda dead: None, every_s=NOBODY_COMES)
+    with pytest.raises(DeadActor if died else ActorDiedError) as heard, watch:
+        raise asked
+    assert not died or str(heard.value) == "no rollout can end any more: agent loop worker 1 died"
 
 
 @pytest.mark.parametrize("refuses", [False, True], ids=["told", "nobody to tell"])

@@ -10,10 +10,11 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 
 from verl_mux.errors import Failure
 from verl_mux.trainer.phases import Phases
@@ -59,8 +60,8 @@ def _transfer_queue() -> dict[str, Any]:
 class ActorWatch:
     """Looks after `actors`, by name, in a thread of its own for as long as it is entered.
 
-    A trainer that calls `check` hears of a death. One that does not leave within `patience_s` waits for the dead itself, and
-    `end` is called, in that thread: it ends the process.
+    A trainer that calls `check` hears of a death, and one that asked the dead and leaves with Ray's error hears who it was. One
+    that does not leave within `patience_s` waits for the dead itself, and `end` is called, in that thread: it ends the process.
     """
 
     def __init__(
@@ -70,13 +71,17 @@ class ActorWatch:
         self._asked: dict[str, ray.ObjectRef] = {}
         self._dead: DeadActor | None = None
         self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="verl-mux-actors", daemon=True)
 
     def __enter__(self) -> ActorWatch:
-        threading.Thread(target=self._watch, name="verl-mux-actors", daemon=True).start()
+        self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._over.set()
+        self._thread.join(10 * _ANSWER_S)
+        if isinstance(error, RayActorError) and (dead := self._dead or self._look()) is not None:
+            raise dead
 
     def check(self) -> None:
         """Asks nobody. Raises DeadActor."""
