@@ -51,7 +51,7 @@ class Trainer:
     """Waits for an answer that does not come, as verl's TransferQueue client does."""
 
     def run(self, actors: dict) -> None:
-        phases = SimpleNamespace(fail=lambda reason: print(reason, flush=True), log=NULL_LOG)
+        phases = SimpleNamespace(fail=lambda reason: None, log=NULL_LOG)
         with ActorWatch(actors, functools.partial(end_process, phases), **QUICK):
             threading.Event().wait()
 
@@ -88,7 +88,7 @@ def heard(watch: ActorWatch) -> str:
 
 
 def main() -> None:
-    ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=80_000_000)
+    ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
     job = Job()
     alive = actors_of_rollout(job)
     ray.get([actor.pid.remote() for actor in alive.values()])
