@@ -21,7 +21,8 @@ from verl_mux.trainer.phases import Phases
 
 log = logging.getLogger(__name__)
 
-_EVERY_S = 5.0
+# The next one waits for the node: 10 s at most from a death to its lease, with the job's own end in between.
+_EVERY_S = 1.0
 # Whoever has answered is asked again in the next round; whoever is busy need not answer.
 _ANSWER_S = 1.0
 # Longer than a trainer in a rollout goes without `check`, unless what it waits for is dead.
