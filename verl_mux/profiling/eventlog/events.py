@@ -293,7 +293,7 @@ TABLE: list[Event] = [
         Event(MEMORY, "bytes held on a node: this job's by tag, and all jobs' together", "job, node, tags, node_bytes"),
         Event(
             HOST_MEMORY,
-            "host memory of a job's processes on a node was measured, `kinds`: bytes by kind; what counts for it and for all jobs there",
+            "host memory of a job's processes on a node, `kinds`: by kind; what counts for it and for all jobs there",
             "job, node, bytes, kinds, source (agent/job), counted, node_bytes, capacity",
         ),
         Event(SEGMENT, "a part of the run begins in which jobs take turns in one manner", "index, mode"),
