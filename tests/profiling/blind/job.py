@@ -246,7 +246,8 @@ class Job:
         protected = [group for group in self.groups if group.cuts >= 2 and not group.ended]
         if complete + len(protected) >= self.batch:
             self.cut([it for g in self.groups if not g.ended and g.cuts < 2 for it in g.requests if it.open], "cut off")
-        return complete >= self.batch and not any(it.ending and not it.ended for g in self.groups for it in g.requests)
+        ending = any(it.ending and not it.ended for group in self.groups for it in group.requests)
+        return complete >= self.batch and not protected and not ending
 
     def _all(self, step: int) -> bool:
         requests = [it for group in self.groups for it in group.requests]

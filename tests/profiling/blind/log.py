@@ -14,13 +14,16 @@ BEGAN = datetime(2026, 3, 2, 9, 0, 0)
 
 
 class Lines:
-    """The lines of a run by file. `own`: seconds of each job's steps, waits for leases left out."""
+    """The lines of a run by file. `own`: seconds of each job's steps, waits for leases left out. quiet: these alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
         self.files: dict[tuple[str, str, int, int], list[tuple[float, bytes]]] = defaultdict(list)
         self.own: dict[str, dict[int, float]] = defaultdict(dict)
 
     def say(self, job: str, role: str, worker: int, step: int, at: float, event: str, took: float | None = None, /, **extra):
+        if self.quiet:
+            return
         line: dict = {"timestamp": (BEGAN + timedelta(seconds=at)).isoformat(timespec="microseconds"), "event": event}
         if took is not None:
             line["duration_sec"] = round(took, 6)

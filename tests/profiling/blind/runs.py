@@ -20,10 +20,10 @@ def draw(seed: int, mode: str, kind: str | None) -> Run:
         healthy = draw_run(rng, seed, mode, kind)
         if kind is None:
             return healthy
-        fault, twin = draw_fault(rng, healthy, kind), play(healthy)
+        fault, twin = draw_fault(rng, healthy, kind), play(healthy, quiet=True)
         for _ in range(5):
             steps = range(fault.first, fault.last + 1)
-            with_it = play(replace(healthy, fault=fault))
+            with_it = play(replace(healthy, fault=fault), quiet=True)
             before, after = (sum(own[fault.job or "a"][s] for s in steps) for own in (twin.own, with_it.own))
             if after / before - 1 >= LEAST_COST:
                 return replace(healthy, fault=replace(fault, cost=after / before - 1))
@@ -31,9 +31,9 @@ def draw(seed: int, mode: str, kind: str | None) -> Run:
     raise RuntimeError(f"no {kind} in {mode} that costs a tenth of a step, seed {seed}")
 
 
-def play(run: Run) -> Lines:
+def play(run: Run, quiet: bool = False) -> Lines:
     """The lines of the run's log."""
-    lines = Lines()
+    lines = Lines(quiet)
     cluster = Cluster(run, lines)
     jobs = {name: Job(run, name, lines, cluster) for name in run.jobs}
     lives = {name: job.steps() if job.mux else job.streamed() for name, job in jobs.items()}
