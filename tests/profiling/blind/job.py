@@ -200,6 +200,7 @@ class Job:
             self.settled = False
             engine = min(self.engines, key=Engine.next_at)
             if min(self.clock.next_at(), engine.next_at()) > limit:
+                self.at = limit
                 return
             if self.clock.next_at() <= engine.next_at():
                 self.at, it = self.clock.pop()
@@ -321,6 +322,7 @@ class Job:
     def generate(self, step: int, validate: bool = False):
         """A rollout under its lease: weights, generation, sleep."""
         yield from self.lease(step, "rollout")
+        self.until(lambda: False, self.at)  # tools that were still at work when their request was cut off
         for engine in self.engines:
             engine.wake(self.at, step, self.run.fault, 1.0 if step > 1 else self.rng.uniform(1.0, 1.4))
         self._move(step, "wake", self.engines)
@@ -419,6 +421,5 @@ class Job:
                 for engine in self.engines:
                     engine.close(sampled, trained)
             self.until(lambda: False, trained)
-            self.at = trained
             self.lines.own[self.name][step] = self.at - began
             yield []

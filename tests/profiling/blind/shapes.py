@@ -75,14 +75,14 @@ def draw_run(rng: random.Random, seed: int, mode: str, kind: str | None) -> Run:
     at_once = prompts * samples / (nodes * on_node)
     fixed, each = rng.uniform(0.01, 0.03), rng.uniform(0.0001, 0.0005)
     # Jobs that take turns are put together so that the training pool has about as much to do as the other.
-    share = rng.uniform(0.6, 1.1) if mode in ("migrated", "multiplexed") else rng.uniform(0.2, 0.8)
+    share = rng.uniform(*{"migrated": (0.5, 0.75), "multiplexed": (0.6, 1.0)}.get(mode, (0.2, 0.8)))
     pace = fixed + each * at_once
     return Run(
         seed=seed, mode=mode, steps=rng.randint(10, 16), nodes=nodes, on_node=on_node, prompts=prompts, samples=samples,
         mean_tokens=mean, spread=rng.uniform(0.2, 0.5), drift=rng.uniform(0.8, 1.5), longest=longest,
         fixed_s=fixed, each_s=each,
         kv_tokens=int(at_once * (mean * 6 + 2000)), slots=256,
-        tools=tuple((name, rng.uniform(0.1, 0.6)) for name in names) if with_tools else (),
+        tools=tuple((name, max(0.05, rng.uniform(0.01, 0.03) * mean * pace)) for name in names) if with_tools else (),
         reward_s=rng.choice((0.02, 0.1, 0.4)), train_s=share * 1300 * pace / at_once, sync_s=rng.uniform(0.3, 2.0),
         save_every=rng.choice((0, 4, 5)), test_every=rng.choice((0, 4, 5)), rate=rng.choice((0.15, 0.25, 0.5)),
         overlap=rng.random() < 0.5,
