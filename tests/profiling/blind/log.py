@@ -14,12 +14,14 @@ BEGAN = datetime(2026, 3, 2, 9, 0, 0)
 
 
 class Lines:
-    """The lines of a run by file. `own`: seconds of each job's steps, waits for leases left out. quiet: these alone."""
+    """The lines of a run by file. Seconds: `own`, of each job's steps, waits for leases left out; `held`, of phases, times their
+    nodes. quiet: these alone."""
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
         self.files: dict[tuple[str, str, int, int], list[tuple[float, bytes]]] = defaultdict(list)
         self.own: dict[str, dict[int, float]] = defaultdict(dict)
+        self.held: dict[str, float] = defaultdict(float)
 
     def say(self, job: str, role: str, worker: int, step: int, at: float, event: str, took: float | None = None, /, **extra):
         if self.quiet:
@@ -58,6 +60,7 @@ class Cluster:
     def release(self, job: Any, phase: str, nodes: list[str], step: int, since: float) -> None:
         for node in nodes:
             self.free[node] = job.at
+        self.lines.held[phase] += len(nodes) * (job.at - since)
         self.say(step, job.at, "lease_held", job.at - since, job=job.name, phase=phase, nodes=nodes, token=job.token)
 
     def step_report(self, job: Any, step: int, figures: dict) -> None:

@@ -17,7 +17,7 @@ def draw(seed: int, mode: str, kind: str | None) -> Run:
     """A run, with a fault of this kind that costs enough (None: a healthy one)."""
     rng = random.Random(f"{seed} {mode} {kind}")
     for _ in range(20):
-        healthy = draw_run(rng, seed, mode, kind)
+        healthy = _even(draw_run(rng, seed, mode, kind), rng.uniform(0.75, 1.1))
         if kind is None:
             return healthy
         fault, twin = draw_fault(rng, healthy, kind), play(healthy, quiet=True)
@@ -29,6 +29,14 @@ def draw(seed: int, mode: str, kind: str | None) -> Run:
                 return replace(healthy, fault=replace(fault, cost=after / before - 1))
             fault = replace(fault, strength=fault.strength * (0.7 if kind == "kv_starvation" else 1.5))
     raise RuntimeError(f"no {kind} in {mode} that costs a tenth of a step, seed {seed}")
+
+
+def _even(run: Run, busy: float) -> Run:
+    """Jobs that take turns are put together so that both pools are busy: the training pool `busy` times as much as the other."""
+    if len(run.jobs) == 1:
+        return run
+    held = play(run, quiet=True).held
+    return replace(run, train_s=run.train_s * busy * held["rollout"] / run.nodes / held["train"])
 
 
 def play(run: Run, quiet: bool = False) -> Lines:

@@ -74,8 +74,7 @@ def draw_run(rng: random.Random, seed: int, mode: str, kind: str | None) -> Run:
     longest = int(mean * rng.uniform(1.8, 3.0))
     at_once = prompts * samples / (nodes * on_node)
     fixed, each = rng.uniform(0.01, 0.03), rng.uniform(0.0001, 0.0005)
-    # Jobs that take turns are put together so that the training pool has about as much to do as the other.
-    share = rng.uniform(*{"migrated": (0.5, 0.75), "multiplexed": (0.6, 1.0)}.get(mode, (0.2, 0.8)))
+    share = rng.uniform(0.2, 0.8)
     pace = fixed + each * at_once
     return Run(
         seed=seed, mode=mode, steps=rng.randint(10, 16), nodes=nodes, on_node=on_node, prompts=prompts, samples=samples,
