@@ -22,6 +22,7 @@ _LONG = (
     "launcher/test_doctor.py",
     "filler/test_hold.py",
     "examples/test_filler.py",
+    "profiling/report/findings/test_blind_runs.py",
     "rollout/engine/sglang/test_scheduler_memory.py",
     "gpu/test_scenes.py",
     "launcher/plan/test_command.py",

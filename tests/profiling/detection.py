@@ -1,6 +1,7 @@
-"""`python -m tests.profiling.detection --runs 60`: how often the report names planted faults, how often it accuses healthy runs.
+"""`python -m tests.profiling.detection --runs 200`: how often the report names planted faults, how often it accuses healthy runs.
 
-The generator (drawn_runs.py) was written from docs/event_log.md, by who had read the report's code.
+The generator (blind/) was written before its author had seen how the report judges. A fault is named by a finding of the right
+kind, job and place (replica or node) whose step is one of the fault's. A line a run on stdout, the figures at the end.
 """
 
 from __future__ import annotations
@@ -9,77 +10,89 @@ import argparse
 import json
 import tempfile
 from collections import Counter
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from tests.profiling import drawn_runs
-from tests.profiling.drawn_runs import World
+from tests.profiling.blind.runs import draw, write
+from tests.profiling.blind.shapes import ASYNC_KINDS, KINDS, MODES, Fault, Run
 from verl_mux.profiling.plain.files import find_log_files
 from verl_mux.profiling.report.findings.all_findings import find_all
 from verl_mux.profiling.report.findings.finding import Finding
 from verl_mux.profiling.report.input.run_log import read_files
 from verl_mux.profiling.report.measures.analysis import Analysis
 
-KINDS = {
-    "slow_replica": ("straggler",),
-    "slow_node": ("straggler",),
-    "stalled_replica": ("silent_gap",),
-    "slow_tool": ("tool_wait",),
-    "slow_reward": ("reward_wait",),
-    "kv_starvation": ("kv_starvation",),
+NAMES = {
+    "slow_replica": "straggler",
+    "slow_node": "straggler",
+    "stalled_replica": "silent_gap",
+    "slow_tool": "tool_wait",
+    "slow_reward": "reward_wait",
+    "kv_starvation": "kv_starvation",
 }
-WHERE_REPLICA = ("slow_replica", "stalled_replica", "kv_starvation")
-ONE_STEP = ("stalled_replica", "slow_tool", "slow_reward", "kv_starvation")
 
 
-def found_in(world: World) -> list[Finding]:
+def found_in(run: Run) -> list[Finding]:
     with tempfile.TemporaryDirectory() as directory:
-        drawn_runs.make(Path(directory), world)
+        write(Path(directory), run)
         return find_all(Analysis(read_files(directory, find_log_files(directory))))
 
 
-def is_named(world: World, findings: list[Finding]) -> bool:
-    """The right kind, replica or node, and step, of the right job."""
-    return any(_right(world, finding) for finding in findings)
+def is_named(fault: Fault, findings: list[Finding]) -> bool:
+    """Is it named: kind, place, step, job?"""
+    return any(_right(fault, finding) for finding in findings)
 
 
-def _right(world: World, it: Finding) -> bool:
-    if it.kind not in KINDS[world.fault or ""] or it.job != "a":
+def _right(fault: Fault, it: Finding) -> bool:
+    if it.kind != NAMES[fault.kind] or fault.job not in (None, it.job):
         return False
-    if world.fault in WHERE_REPLICA and world.replica not in it.evidence.get("replicas", [it.replica]):
+    if it.step is None or not fault.first <= it.step <= fault.last:
         return False
-    if world.fault == "slow_node" and it.node != world.node:
-        return False
-    return world.fault not in ONE_STEP or it.step == world.step
+    if fault.kind == "slow_node":
+        return it.node == fault.target
+    return fault.kind == "slow_tool" or fault.target in (None, it.replica, *it.evidence.get("replicas", []))
+
+
+def kind_of(number: int) -> tuple[str, str]:
+    """Mode and fault of the number-th run with one: every pair in turn."""
+    mode = MODES[number % len(MODES)]
+    kinds = ASYNC_KINDS if mode == "async" else KINDS
+    return mode, kinds[number // len(MODES) % len(kinds)]
+
+
+def interval(hits: int, total: int) -> list[float]:
+    """Wilson's, 95 %."""
+    if not total:
+        return [0.0, 1.0]
+    z, p = 1.96, hits / total
+    middle, half = p + z * z / 2 / total, z * sqrt(p * (1 - p) / total + z * z / 4 / total**2)
+    return [round((middle + sign * half) / (1 + z * z / total), 4) for sign in (-1, 1)]
+
+
+def judge(seed: int, mode: str, kind: str | None) -> dict[str, Any]:
+    """One run, drawn, written, reported on."""
+    run = draw(seed, mode, kind)
+    findings = found_in(run)
+    told = [[f.kind, f.job, f.step, f.node if f.replica is None else f.replica, round(f.cost_s, 1), f.text] for f in findings]
+    right = not findings if run.fault is None else is_named(run.fault, findings)
+    return {"seed": seed, "mode": mode, "fault": run.fault and vars(run.fault), "right": right, "findings": told}
 
 
 def measure(runs: int, seed: int) -> dict[str, Any]:
-    """`runs` of each fault, and as many healthy ones as all faults together."""
-    named: Counter[str] = Counter()
-    missed, accused = [], []
-    for fault in drawn_runs.FAULTS:
-        for number in range(runs):
-            world = drawn_runs.draw(seed + number, fault=fault, mode=drawn_runs.MODES[number % len(drawn_runs.MODES)])
-            findings = found_in(world)
-            if is_named(world, findings):
-                named[fault] += 1
-            else:
-                told = [(f.kind, f.step, f.replica) for f in findings]
-                missed.append([fault, world.mode, world.seed, round(world.strength, 2), told])
-    healthy = runs * len(drawn_runs.FAULTS)
-    for number in range(healthy):
-        world = drawn_runs.draw(seed + 500_000 + number, mode=drawn_runs.MODES[number % len(drawn_runs.MODES)])
-        if findings := found_in(world):
-            accused.append([world.mode, world.seed, [(f.kind, f.job, f.step, f.text) for f in findings]])
-    total = runs * len(drawn_runs.FAULTS)
-    return {
-        "named": round(sum(named.values()) / total, 4),
-        "by_fault": {fault: named[fault] / runs for fault in drawn_runs.FAULTS},
-        "accused": round(len(accused) / healthy, 4),
-        "runs": [total, healthy],
-        "missed": missed,
-        "accused_runs": accused,
-    }
+    """`runs` with a fault and as many healthy ones."""
+    seen: Counter[str] = Counter()
+    for number in range(runs):
+        mode, kind = kind_of(number)
+        for fault in (kind, None):
+            told = judge(seed + number, mode, fault)
+            print(json.dumps(told), flush=True)
+            for key in (str(fault), f"{fault} {mode}", "healthy" if fault is None else "faulty"):
+                seen[key] += 1
+                seen[f"{key}: right"] += told["right"]
+    figures = {key: [seen[f"{key}: right"], count] for key, count in sorted(seen.items()) if ": " not in key}
+    named, well = figures["faulty"], figures["healthy"]
+    accused = [well[1] - well[0], well[1]]
+    return {"named": [*named, *interval(*named)], "accused": [*accused, *interval(*accused)], "by": figures}
 
 
 if __name__ == "__main__":
@@ -87,4 +100,4 @@ if __name__ == "__main__":
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1000)
     given = parser.parse_args()
-    print(json.dumps(measure(given.runs, given.seed), indent=1))
+    print(json.dumps(measure(given.runs, given.seed)))

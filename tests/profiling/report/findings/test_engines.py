@@ -229,6 +229,24 @@ def with_tools(directory, longest: float):
     return [(f.kind, f.step) for f in found(directory)]
 
 
+def test_a_slow_tool_among_several_is_told_where_no_step_waits_for_its_last_request(tmp_path):
+    # From step 2 on a tool that a third of the requests call takes four seconds of their twenty, and their steps do not wait.
+    rng = random.Random(5)
+    for step in range(1, 7):
+        for worker in range(8):
+            lines = Lines(worker, step)
+            for number in range(9):
+                slow = step > 1 and number % 3 == 0
+                tool = rng.uniform(3.5, 4.5) if slow else rng.uniform(0.1, 0.3)
+                add_request(lines, f"{step}{worker}{number:03}_0", 30.0 * step + number, rng.uniform(14, 18), tool)
+            lines.write(tmp_path)
+        trainer = Lines(0, step)
+        trainer.add(30.0 * step + 20.0, "step", 20.0, {}, role="trainer", job="a")
+        trainer.write(tmp_path / "trainer")
+    (told,) = found(tmp_path)
+    assert (told.kind, told.evidence["steps"]) == ("tool_wait", [2, 3, 4, 5, 6])
+
+
 def test_a_call_that_is_long_as_such_calls_are_is_no_finding(tmp_path):
     assert with_tools(tmp_path / "ordinary", 14.0) == []
     assert with_tools(tmp_path / "odd", 60.0) == [("tool_wait", 4)]

@@ -23,7 +23,7 @@ COST, COST_OF_STEP = 0.15, 0.10
 # One call in thousands is long, and now and then it is a step's last: what the other steps' calls would hold is no finding.
 BY_CHANCE = 1e-4
 LEAST_S = 1.0  # any process pauses for some tenths of a second now and then
-TIMES = 3.0  # in a step in which all calls took longer than usual
+TIMES = 3.0  # in a step in which calls took longer than usual
 LEASES = 0.5  # of the steps' time
 UNEQUAL = 2.0
 LONG_WAIT = 4.0  # times the usual wait, and half a usual step more than it, or than a phase of those it was behind
@@ -76,28 +76,38 @@ def find_part(analysis: Analysis, slow: list[Finding], part: str) -> list[Findin
         names = {request for of, _, request in told if of == job}
         rest = rows.filter(~pl.col("request_id").is_in(list(names)))
         if rest.height >= MIN_REQUESTS and (rest[part] > 0).any():
-            findings += _of_job(job, rest, kind, part, _each(analysis, job, part, names))
+            findings += _of_job(job, rest, kind, part, _each(analysis, job, part, names), job not in analysis.unawaited)
     return findings
 
 
 def _each(analysis: Analysis, job: str, part: str, without: set[str | None]) -> pl.DataFrame:
-    """By step: `each`, the median seconds that requests spent on the part in that very step; not those that have a finding."""
+    """By step: what requests spent on the part in that very step, seconds; not those that have a finding. `each`: the median;
+    `upper`: the upper quartile, for a slow tool among several is no part of most requests; `least`: that of the step in which it
+    is least, because what breaks early and stays is in most steps."""
     rows = analysis.run.tables.requests.filter((pl.col("job") == job) & (pl.col(part) > 0) & ~pl.col("validate"))
-    return rows.filter(~pl.col("request_id").is_in(list(without))).group_by("step").agg(each=pl.col(part).median())
+    steps = rows.filter(~pl.col("request_id").is_in(list(without))).group_by("step").agg(
+        each=pl.col(part).median(), upper=pl.col(part).quantile(0.75, "nearest"), calling=pl.len()
+    )  # fmt: skip
+    known = pl.when(pl.col("calling") >= MIN_REQUESTS).then("upper")
+    return steps.select("step", "each", "upper", least=pl.coalesce(known.min(), pl.col("upper").min()))
 
 
-def _of_job(job: str, rows: pl.DataFrame, kind: str, part: str, each: pl.DataFrame) -> list[Finding]:
+def _of_job(job: str, rows: pl.DataFrame, kind: str, part: str, each: pl.DataFrame, awaited: bool) -> list[Finding]:
+    """awaited: steps end with their last request. Where they do not, a call delays its own request alone, so it is measured by
+    what requests take."""
     usual = float(each["each"].quantile(0.25, "lower"))
     without = (pl.col("end") - (pl.col(part) - usual).clip(0.0)).max()
     steps = rows.group_by("step").agg(
-        spent=pl.col(part).sum(), seconds=pl.col("seconds").sum(), total=pl.col("end").max() - pl.col("start").min(),
+        spent=pl.col(part).sum(), seconds=pl.col("seconds").sum(), mean=pl.col("seconds").mean(),
+        total=pl.col("end").max() - pl.col("start").min(),
         cost=pl.col("end").max() - without, middle=pl.col(part).median(), worst=pl.col("request_id").sort_by(part).last(),
         worker=pl.col("worker").sort_by(part).last(),
     ).join(each, on="step", how="left").sort("step")  # fmt: skip
-    more = (pl.col("each") - usual).fill_null(0.0)
+    more = (pl.col("upper") - pl.col("least")).fill_null(0.0)
     share = float(steps["spent"].sum()) / max(float(steps["seconds"].sum()), 1e-9)
     uneven = float(steps["cost"].sum()) / max(float(steps["total"].sum()), 1e-9)
-    unlike = (pl.col("each").fill_null(0.0) >= TIMES * usual) & (more >= COST_OF_STEP * pl.col("total"))
+    longer = pl.col("upper").fill_null(0.0) >= TIMES * pl.col("least")
+    unlike = longer & (more >= COST_OF_STEP * pl.col("total" if awaited else "mean"))
     costly = steps.filter(pl.col("cost") >= (COST_OF_STEP * pl.col("total")).clip(LEAST_S))
     costly = pl.col("step").is_in(_not_by_chance(rows, part, costly))
     bad = steps.filter(unlike | costly | (pl.col("spent") >= SHARES[part] * pl.col("seconds")))
