@@ -11,6 +11,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_mux.coordinator.bus.local import LocalMux
 from verl_mux.profiling.eventlog.log import NULL_LOG
+from verl_mux.trainer import modes
 from verl_mux.trainer.leaving import Leaving
 from verl_mux.trainer.modes import PPOTrainerMuxSeparate
 from verl_mux.trainer.phases import Phases
@@ -69,6 +70,7 @@ def made(monkeypatch, tmp_path):
                 self.global_steps += 1
 
         monkeypatch.setattr(PPOTrainer, "fit", fit)
+        monkeypatch.setattr(modes, "actors_of_rollout", lambda trainer: {})
         PPOTrainerMuxSeparate.fit(trainer, None)
         assert trainer.phases.lease is None
         return happened, mux.told, (tmp_path / "note")
