@@ -93,11 +93,11 @@ def test_workers_of_a_host_have_the_same_memory_over_syncs(ends):
 @pytest.mark.parametrize("method", ["two_stage", "relay"])
 def test_making_room_may_take_longer_than_anybody_may_be_silent(ends, method, monkeypatch):
     """As for the largest models: the kernel zeroes some GB in a second."""
-    its, real = ends(2, ["a", "a", "b"], method, timeout_s=1.0), region.Region.made
+    its, real = ends(2, ["a", "a", "b"], method, timeout_s=2.0), region.Region.made
     model = {"large": bytes(32 << 20)}  # more than sockets take while nobody reads
 
     def slowly(nbytes):
-        time.sleep(2.5)
+        time.sleep(4.5)
         return real(nbytes)
 
     monkeypatch.setattr(region.Region, "made", slowly)
@@ -149,16 +149,16 @@ class TestErrors:
                 raise SyncError("out of memory")
             return stripe_of(MODEL, rank, 2, 4096)
 
-        its = ends(2, ["a", "a"], timeout_s=0.5)
+        its = ends(2, ["a", "a"], timeout_s=1.5)
         got, said = its.sync(1, MODEL, shard)
-        told = "trainer rank 1 on trainers did not come to rollout worker 0 on a within 0.5 s"
+        told = "trainer rank 1 on trainers did not come to rollout worker 0 on a within 1.5 s"
         assert texts([*got, *said]) == [told, told, told, "out of memory"]
         next_works(its)
 
     def test_a_worker_that_does_not_come_is_named_within_the_timeout(self, ends):
-        its = ends(2, ["a", "a", "b"], timeout_s=0.5)
+        its = ends(2, ["a", "a", "b"], timeout_s=1.5)
         got, said = its.sync(1, MODEL, take=lambda end, version: {} if end is its.workers[1] else take_all(end, version))
-        assert texts(got[:1]) == ["rollout worker 1 on a did not come to rollout worker 0 on a within 0.5 s"]
+        assert texts(got[:1]) == ["rollout worker 1 on a did not come to rollout worker 0 on a within 1.5 s"]
         assert len(texts([got[2], *said])) == 3
         next_works(its)
 
