@@ -36,8 +36,12 @@ def make_plan(given: JobsFile) -> dict[str, Any]:
 
 
 def _without_chosen(found: list[Alternative], decision: Decision) -> list[Alternative]:
-    chosen = None if decision.strategy == "isolated" else decision.group
-    return [other for other in found if decision.outcome == "queued" or other.group != chosen]
+    group, strategy = decision.was
+    return [
+        other
+        for other in found
+        if decision.outcome == "queued" or other.group != group or (group is None and other.strategy != strategy)
+    ]
 
 
 def _as_dict(decision: Decision, others: list[Alternative]) -> dict[str, Any]:
