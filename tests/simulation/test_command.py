@@ -123,7 +123,7 @@ def test_a_picture_that_has_no_place_is_refused_before_the_simulation(run_main, 
         (("--move-cost", "soon"), "--move-cost is 'soon'; seconds of at least 0 are needed, or the word measured"),
         (("--policies", "live", "--train-nodes", "9"), "policy 'live' does not queue"),
         (("--policies", "random", "--rollout-nodes", "9"), "policy 'random' does not queue"),
-        (("--policies", "ours", "--rollout-nodes", "1"), "needs 2 rollout nodes; pool 'rollout' has 1"),
+        (("--policies", "ours", "--train-nodes", "1"), "needs 2 train nodes; pool 'train' has 1"),
     ],
 )
 def test_a_bad_option_is_one_clear_line(run_main, trace, arguments, words):
