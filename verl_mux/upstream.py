@@ -107,6 +107,11 @@ VERL = (
     Symbol("verl.trainer.ppo.v1.replay_buffer._accumulate_eviction_metrics", "the trigger waits in several goes"),
     Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._add_batch_to_generate", "replaced: as many prompts as were taken"),
     Symbol("transfer_queue.interface.TransferQueueController", "by its name two jobs in one Ray cluster are told apart"),
+    Symbol("transfer_queue.storage.simple_storage.SimpleStorageUnit", "found by its name: a rollout waits for a dead one"),
+    Symbol(
+        "verl.trainer.ppo.v1.agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_ready__",
+        "what every Ray actor answers: is it alive",
+    ),
     Symbol("ray._private.services.canonicalize_bootstrap_address", "which Ray cluster a driver would join"),
     Symbol("ray.experimental.internal_kv._internal_kv_put", "whose Ray cluster it is"),
     Symbol("ray.experimental.internal_kv._internal_kv_get", "whose Ray cluster it is"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +24,8 @@ from verl_mux.memory.moved import Moved
 from verl_mux.places.place import Location, Place
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.eventlog.log import NULL_LOG
+from verl_mux.trainer import modes
+from verl_mux.trainer.actor_watch import ActorWatch, DeadActor
 from verl_mux.trainer.leaving import Leaving
 from verl_mux.trainer.modes import PPOTrainerMuxSeparate
 from verl_mux.trainer.phases import Phases
@@ -164,6 +168,28 @@ def test_a_lease_fenced_while_its_memory_goes_to_sleep_goes_back_asleep(trainer,
         trainer._end_rollout() if phase == "rollout" else trainer.on_step_end()
         fences[0].result(60)
     assert engines == [lease]
+
+
+@pytest.mark.parametrize("waits_by", ["refilling", "waiting"])
+def test_a_rollout_that_lost_an_actor_ends_its_job_instead_of_going_on_for_ever(trainer, monkeypatch, waits_by):
+    def rollout(self, agent_loop_manager):
+        """As verl does while every sample fails, or none comes."""
+        self.phases.begin("rollout", 1)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            self._add_prompts_to_generate(1) if waits_by == "refilling" else self.tell_progress(0, 8)
+
+    lost = DeadActor("no rollout can end any more: reward worker 0 died")
+    trainer.phases, trainer.rollout = Phases(Fencing(), NULL_LOG), SimpleNamespace(start=lambda: None)
+    monkeypatch.setattr(PPOTrainer, "fit", rollout)
+    monkeypatch.setattr(PPOTrainer, "_add_prompts_to_generate", lambda self, num_prompts: num_prompts)
+    monkeypatch.setattr(modes, "actors_of_rollout", lambda trainer: {})
+    monkeypatch.setattr(modes, "ActorWatch", functools.partial(ActorWatch, every_s=0.0))
+    monkeypatch.setattr(ActorWatch, "_look", lambda self: lost)
+    with pytest.raises(DeadActor):
+        trainer.fit("agent loops")
+    # Whoever asks the coordinator why the job ended reads who died.
+    assert trainer.phases.mux.failed == str(lost)
 
 
 PASSES = {

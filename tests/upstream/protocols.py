@@ -307,6 +307,34 @@ def the_agent_loop_manager_makes_its_workers_and_does_not_wait_for_samples():
     assert asyncio.iscoroutinefunction(worker._run_prompt)
 
 
+def every_actor_can_be_asked_whether_it_lives():
+    from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+
+    worker = AgentLoopWorkerTQ.__ray_metadata__.modified_class
+    assert worker.__ray_ready__(None) is True
+
+
+def the_actors_of_transfer_queue_are_found_by_their_names():
+    from transfer_queue import interface
+    from transfer_queue.storage.bootstrap import simple_storage_bootstrap
+
+    steps_of(interface.init, 'name="TransferQueueController"')
+    steps_of(simple_storage_bootstrap.initialize_simple_storage, '"name": f"TransferQueueStorageUnit#{storage_unit_rank}"')
+
+
+def a_reward_that_fails_fails_its_prompt_and_others_are_drawn_for_it():
+    # Why actor_watch.py is there.
+    from verl.experimental.agent_loop import AgentLoopWorker
+    from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    steps_of(PPOTrainer.get_reward_handles, "return self.reward_loop_manager.reward_loop_worker_handles")
+    steps_of(AgentLoopWorker._compute_score, "random.choice(self.reward_loop_worker_handles)", "compute_score.remote(data)")
+    steps_of(AgentLoopWorkerTQ.__ray_metadata__.modified_class._run_prompt, "if session_errors:", 'status = "failure"')
+    steps_of(ReplayBufferAsync._terminal_eviction_reasons, "set(self.failure_keys[partition_id])")
+
+
 PROTOCOLS = {
     name: found
     for name, found in list(globals().items())

@@ -39,6 +39,7 @@ SIGNATURES = {
     f"{TRAINER}.on_validate_begin": ["self"],
     f"{TRAINER}.on_validate_end": ["self"],
     f"{TRAINER}.get_llm_client": ["self"],
+    f"{TRAINER}.get_reward_handles": ["self"],
     f"{TRAINER}._setup": ["self"],
     f"{TRAINER}._init_resource_pool_mgr": ["self"],
     f"{TRAINER}._build_replay_buffer": ["self"],

@@ -14,6 +14,7 @@ Imported by verl right after its own trainers (see plugin.py); registers with `r
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,7 @@ from verl_mux.profiling.plain.step_metrics import metrics_of_step
 from verl_mux.rollout.control.tail_migration import Unit
 from verl_mux.sync.manager import MuxCheckpointManager
 from verl_mux.trainer import stock_profile  # noqa: F401  (registers at import)
+from verl_mux.trainer.actor_watch import ActorWatch, DeadActor, actors_of_rollout, end_process
 from verl_mux.trainer.leaving import LeavesToMove, Leaving
 from verl_mux.trainer.phases import Phases
 from verl_mux.trainer.replay_buffer import MuxReplayBuffer
@@ -137,12 +139,12 @@ class PPOTrainerMux(PPOTrainer):
 
     def _add_prompts_to_generate(self, num_prompts: int) -> int:
         """verl's, which also draws others in the place of prompts that failed."""
-        self.rollout_server_manager.check_alive()
+        self.watch.check()
         return super()._add_prompts_to_generate(num_prompts)
 
     def tell_progress(self, done: int, total: int) -> None:
-        """Of a rollout, in samples. Raises RayActorError where an engine is no more: nobody else gets our nodes otherwise."""
-        self.rollout_server_manager.check_alive()
+        """Of a rollout, in samples. Raises DeadActor where one that it needs is no more: nobody else gets our nodes otherwise."""
+        self.watch.check()
         self.phases.mux.progress(done, total)
 
     critic_wg = AfterInitLease()
@@ -201,7 +203,8 @@ class PPOTrainerMux(PPOTrainer):
         with self._leaving_on_failure():
             self.agent_loop_manager = agent_loop_manager
             self.rollout.start()
-            say_goodbye = self._fit(agent_loop_manager)
+            with ActorWatch(actors_of_rollout(self), functools.partial(end_process, self.phases)) as self.watch:
+                say_goodbye = self._fit(agent_loop_manager)
         self.close(say_goodbye)
 
     def _fit(self, agent_loop_manager) -> Callable[[], None]:
@@ -446,7 +449,7 @@ class PPOTrainerMux(PPOTrainer):
             yield
         except BaseException as error:
             try:
-                self.phases.fail(f"its driver ended with {type(error).__name__}")
+                self.phases.fail(str(error) if isinstance(error, DeadActor) else f"its driver ended with {type(error).__name__}")
             finally:
                 self.phases.log.close()
             raise

@@ -59,7 +59,7 @@ class Trainer(Protocol):
         """So many new prompts, as the data loader hands them out."""
 
     def tell_progress(self, done: int, total: int) -> None:
-        """Samples of the step; raises where an engine is no more."""
+        """Samples of the step; raises where an actor that the rollout needs is no more."""
 
     def vacate(self, unit: Unit) -> None:
         """Give nodes back whose engines are idle for the rest of the rollout."""

@@ -252,15 +252,7 @@ class MuxLLMServerManager(LLMServerManager):
             pools = [PlacedPool(nodes, each, _PROCESSES_A_GPU, f"rollout_pool_{rank}") for rank, nodes in enumerate(runs_on)]
         gate = InitGate(gpus // size, acquire, release)
         self.rollout_replica_class = partial(replica_class(engines()[rollout.name]), gate=gate, runs_on=runs_on, pools=pools)
-        self._ends: list[ray.ObjectRef] = []  # an error as soon as the server has died, nothing before
         super().__init__(config, **kwargs)
-
-    def check_alive(self) -> None:
-        """Raises ray.exceptions.RayActorError once a server has died. What is asked of a dead one fails at once, and verl draws
-        other prompts in its place for ever. Does not wait."""
-        self._ends = self._ends or [server.never.remote() for replica in self.rollout_replicas for server in replica.servers]
-        ended, _ = ray.wait(self._ends, num_returns=len(self._ends), timeout=0)
-        ray.get(ended)
 
     async def _init_global_load_balancer(self) -> None:
         self.global_load_balancer = self._balancer

@@ -94,10 +94,6 @@ class MuxSGLangHttpServer(SGLangHttpServer):
             self._passage.fence.enter(token)
         return self._node(), await self._move("wake", list(tags or TAGS))
 
-    async def never(self) -> None:
-        """Does not answer: who waits for it hears of the end of this process."""
-        await asyncio.Event().wait()
-
     async def pause(self) -> None:
         """The lease may not be used: nothing enters, what runs leaves. It is generated again after `reopen` and a wake-up."""
         self._passage.pause()

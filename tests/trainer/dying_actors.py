@@ -1,0 +1,113 @@
+"""`python -m tests.trainer.dying_actors`: kills actors of a job under a real Ray, one by one; what its trainer hears.
+
+Run with VERL_PLATFORM=cpu and RAY_TMPDIR.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import ray
+
+from verl_mux.profiling.eventlog.log import NULL_LOG
+from verl_mux.trainer.actor_watch import ActorWatch, DeadActor, actors_of_rollout, end_process
+
+QUICK = {"every_s": 0.1, "patience_s": 0.2}
+KILLED = (
+    "server 0 of replica 1",
+    "reward worker 0",
+    "agent loop worker 1",
+    "the load balancer",
+    "TransferQueueStorageUnit#0",
+)
+
+
+@ray.remote(num_cpus=0)
+class Server:
+    """As an engine's server, an agent loop worker or a reward worker: verl's are asynchronous."""
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+@ray.remote(num_cpus=0)
+class Balancer:
+    """As verl's load balancer, or TransferQueue's actors: one call at a time."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def work(self) -> None:
+        threading.Event().wait()
+
+
+@ray.remote(num_cpus=0)
+class Trainer:
+    """Waits for an answer that does not come, as verl's TransferQueue client does."""
+
+    def run(self, actors: dict) -> None:
+        phases = SimpleNamespace(fail=lambda reason: None, log=NULL_LOG)
+        with ActorWatch(actors, functools.partial(end_process, phases), **QUICK):
+            threading.Event().wait()
+
+
+class Job:
+    """What a trainer has of its actors."""
+
+    def __init__(self) -> None:
+        servers, self.loops, self.rewards = ([Server.remote(), Server.remote()] for _ in range(3))
+        named = (("TransferQueueController", "transfer_queue"), ("TransferQueueStorageUnit#0", None))
+        self._queue = [Balancer.options(name=name, namespace=space).remote() for name, space in named]
+        self.agent_loop_manager = SimpleNamespace(agent_loop_workers=self.loops)
+        replicas = [SimpleNamespace(replica_rank=rank, servers=[server]) for rank, server in enumerate(servers)]
+        self.rollout_server_manager = SimpleNamespace(global_load_balancer=Balancer.remote(), get_replicas=lambda: replicas)
+
+    def get_reward_handles(self) -> list:
+        return self.rewards
+
+
+def kill(actor) -> None:
+    os.kill(ray.get(actor.pid.remote()), signal.SIGKILL)
+
+
+def heard(watch: ActorWatch) -> str:
+    """What the trainer hears, though it asks nobody."""
+    deadline = time.monotonic() + 60.0
+    while time.monotonic() < deadline:
+        try:
+            watch.check()
+        except DeadActor as dead:
+            return f"{dead}; {type(dead.__cause__).__name__}"
+        time.sleep(0.05)
+    return "nothing"
+
+
+def main() -> None:
+    ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
+    job = Job()
+    alive = actors_of_rollout(job)
+    ray.get([actor.pid.remote() for actor in alive.values()])
+    print(*sorted(alive), sep=", ")
+    busy = Balancer.remote()
+    working = busy.work.remote()  # noqa: F841  (dropped, it would be cancelled)
+    for name in KILLED:
+        with ActorWatch(alive | {"a busy one": busy}, print, every_s=0.1) as watch:
+            kill(alive[name])
+            print(heard(watch))
+        del alive[name]
+    trainer = Trainer.remote()
+    stuck = trainer.run.remote(alive)
+    kill(alive["TransferQueueController"])
+    try:
+        ray.get(stuck, timeout=60)
+    except ray.exceptions.RayError as error:
+        print(type(error).__name__)
+
+
+if __name__ == "__main__":
+    main()
