@@ -17,6 +17,7 @@ import ray
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.trainer.actor_watch import ActorWatch, DeadActor, actors_of_rollout, end_process
 
+TOLD = "told: "
 QUICK = {"every_s": 0.1, "patience_s": 0.2}
 KILLED = (
     "server 0 of replica 1",
@@ -87,18 +88,23 @@ def heard(watch: ActorWatch) -> str:
     return "nothing"
 
 
+def tell(what: str) -> None:
+    """Ray writes among our lines."""
+    print(f"{TOLD}{what}", flush=True)
+
+
 def main() -> None:
     ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
     job = Job()
     alive = actors_of_rollout(job)
     ray.get([actor.pid.remote() for actor in alive.values()])
-    print(*sorted(alive), sep=", ")
+    tell(", ".join(sorted(alive)))
     busy = Balancer.remote()
     working = busy.work.remote()  # noqa: F841  (dropped, it would be cancelled)
     for name in KILLED:
         with ActorWatch(alive | {"a busy one": busy}, print, every_s=0.1) as watch:
             kill(alive[name])
-            print(heard(watch))
+            tell(heard(watch))
         del alive[name]
     trainer = Trainer.remote()
     stuck = trainer.run.remote(alive)
@@ -106,7 +112,7 @@ def main() -> None:
     try:
         ray.get(stuck, timeout=60)
     except ray.exceptions.RayError as error:
-        print(type(error).__name__)
+        tell(type(error).__name__)
 
 
 if __name__ == "__main__":

@@ -293,8 +293,8 @@ TABLE: list[Event] = [
         Event(MEMORY, "bytes held on a node: this job's by tag, and all jobs' together", "job, node, tags, node_bytes"),
         Event(
             HOST_MEMORY,
-            "host memory of a job's processes on a node, by kind, was measured; what counts for it and for all jobs there",
-            "job, node, bytes, source (agent/job), counted, node_bytes, capacity",
+            "host memory of a job's processes on a node was measured, `kinds`: bytes by kind; what counts for it and for all jobs there",
+            "job, node, bytes, kinds, source (agent/job), counted, node_bytes, capacity",
         ),
         Event(SEGMENT, "a part of the run begins in which jobs take turns in one manner", "index, mode"),
         Event(STEP_REPORT, "a job told the figures of a step", "job, reward, response_length, tokens, loss, grad_norm"),

@@ -155,8 +155,8 @@ def test_a_job_tells_what_it_holds_where_no_agent_is_heard(driver):
     assert driver.machine.state.jobs["a"].host_memory["t0"].measured == {"private": 300 * GB}
     assert driver.logged[-1].event == "host_memory"
     assert driver.logged[-1].extra == {
-        "job": "a", "node": "t0", "bytes": {"private": 300 * GB}, "source": "job", "counted": 300 * GB,
-        "node_bytes": 300 * GB, "capacity": 1000 * GB,
+        "job": "a", "node": "t0", "bytes": 300 * GB, "kinds": {"private": 300 * GB}, "source": "job",
+        "counted": 300 * GB, "node_bytes": 300 * GB, "capacity": 1000 * GB,
     }  # fmt: skip
     driver.do(HostSeen(host=m.HostName("hostb", [], "boot", "1")))
     driver.do(m.HostReport(**driver.who("a"), node="t0", bytes={"private": 900 * GB}))

@@ -185,9 +185,12 @@ def measured(state: State, config: Config, job: Job, what: HostMeasured | m.Host
     )
     held = held_on(what.node, state)
     node = config.nodes.get(what.node)
-    about = {"job": job.name, "node": what.node, "bytes": bytes_now, "source": job.host_memory[what.node].source}
-    counts = {"counted": held.get(job.name, 0), "node_bytes": sum(held.values()), "capacity": node.host_bytes if node else None}
-    return [Log(events.HOST_MEMORY, {**about, **counts})]
+    about = {
+        **{"job": job.name, "node": what.node, "bytes": sum(bytes_now.values()), "kinds": bytes_now},
+        **{"source": job.host_memory[what.node].source, "counted": held.get(job.name, 0)},
+        **{"node_bytes": sum(held.values()), "capacity": node.host_bytes if node else None},
+    }
+    return [Log(events.HOST_MEMORY, about)]
 
 
 def revised(job: Job, spec: JobSpec) -> JobSpec:
