@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from tests.config.test_schema import refusal, verl_config
 from verl_mux.config.needs import host_memory_of, needs_of
-from verl_mux.config.schema import check, load
+from verl_mux.config.schema import load
 from verl_mux.memory.certificate import device
 from verl_mux.memory.certificate.job import read_job
 
@@ -50,9 +50,11 @@ def test_what_contradicts_it_is_refused(mux, words):
     assert words in refusal(verl_config(mux))
 
 
-def test_colocated_jobs_must_name_their_nodes():
-    config = verl_config({"coordinator": ADDRESS, "nodes": "auto"}, trainer__v1__trainer_mode="mux_colocate")
-    assert "mux_colocate must name its nodes" in refusal(config, check)
+def test_a_colocated_job_needs_the_trainers_nodes_for_its_rollouts_too(model):
+    config = whole_config(model)
+    config.trainer.v1.trainer_mode, config.actor_rollout_ref.rollout.nnodes = "mux_colocate", 0
+    needs = needs_of(config)
+    assert (needs.rollout_nodes, needs.rollout_gpus) == (needs.train_nodes, needs.train_gpus)
 
 
 def test_a_job_tells_what_a_step_computes(model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from hypothesis import strategies as st
 
-from verl_mux.scheduling.model import Cluster, Estimate, Group, JobSpec, NodeKind, Pin, Pool
+from verl_mux.scheduling.model import COLOCATED, SEPARATE, Cluster, Estimate, Group, JobSpec, NodeKind, Pin, Pool
 from verl_mux.scheduling.placer.placer import Placer
 from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
 from verl_mux.scheduling.time.periods import periods_by_job
@@ -26,20 +26,24 @@ def make_cluster(rollout: int | None = None, train: int | None = None) -> Cluste
 
 
 seconds = st.integers(5, 300).map(float)
+EITHER = (SEPARATE, COLOCATED)
+ANY_MODES = ((SEPARATE,), (COLOCATED,), EITHER)
 
 
 @st.composite
-def jobs(draw, most: int = 5, nodes: int = 2) -> list[JobSpec]:
+def jobs(draw, most: int = 5, nodes: int = 2, modes: tuple[tuple[str, ...], ...] = ((SEPARATE,),)) -> list[JobSpec]:
     """2 to `most` jobs, named in order."""
+    drawn = [(draw(st.sampled_from(modes)), draw(st.integers(1, nodes))) for _ in range(draw(st.integers(2, most)))]
     return [
         make_job(
             f"j{i}",
             draw(seconds),
             draw(seconds),
-            rollout_nodes=draw(st.integers(1, nodes)),
-            train_nodes=draw(st.integers(1, nodes)),
+            modes=can,
+            rollout_nodes=wide,
+            train_nodes=wide if COLOCATED in can else draw(st.integers(1, nodes)),
             rollout_memory_gb=draw(st.sampled_from((100.0, 300.0, 600.0))),
-            train_memory_gb=draw(st.sampled_from((100.0, 300.0, 600.0))),
+            train_memory_gb=draw(st.sampled_from((100.0, 300.0, 600.0) if SEPARATE in can else (100.0, 300.0))),
             rollout_switch_s=draw(st.sampled_from((0.0, 2.0))),
             train_switch_s=draw(st.sampled_from((0.0, 4.0))),
             sync_s=draw(st.sampled_from((0.0, 1.0))),
@@ -47,14 +51,14 @@ def jobs(draw, most: int = 5, nodes: int = 2) -> list[JobSpec]:
             slo=draw(st.sampled_from((1.0, 1.1, 1.3, 1.6, 2.0))),
             owner=draw(st.sampled_from(("ann", "bob"))),
         )
-        for i in range(draw(st.integers(2, most)))
+        for i, (can, wide) in enumerate(drawn)
     ]
 
 
 def overfull_nodes(group: Group, cluster: Cluster) -> list[str]:
     """Nodes whose residents' states do not fit in host memory."""
-    rollout = {node: sum(j.rollout_memory_gb for j in group.on_rollout(node)) for node in group.rollout_nodes}
-    train = {node: sum(j.train_memory_gb for j in group.on_train(node)) for node in group.train_nodes}
+    rollout = {node: sum(j.memory_gb[0] for j in group.on_rollout(node)) for node in group.rollout_nodes}
+    train = {node: sum(j.memory_gb[1] for j in group.on_train(node)) for node in group.train_nodes}
     full = [node for node, used in rollout.items() if used > cluster.rollout.kind.host_memory_gb]
     return full + [node for node, used in train.items() if used > cluster.train.kind.host_memory_gb]
 
@@ -63,7 +67,7 @@ def assert_invariants(placer: Placer) -> None:
     """Those of scheduling/placer/placer.py, and the books of the pools."""
     cluster, groups = placer.cluster, placer.groups.values()
     assert {job.name for group in groups for job in group.jobs} == set(placer.groups.home)
-    for side in ("rollout", "train"):
+    for at, side in enumerate(("rollout", "train")):
         kind = getattr(cluster, side).kind
         held = [node for group in groups for node in getattr(group, f"{side}_nodes")]
         assert len(held) == len(set(held))
@@ -72,7 +76,7 @@ def assert_invariants(placer: Placer) -> None:
         for group in groups:
             for pin in group.pins:
                 nodes = getattr(pin, side)
-                asked = getattr(pin.job, f"{side}_nodes")
+                asked = pin.job.nodes[at]
                 # In the paper every job of a group trains on all of its training nodes.
                 spread = side == "train" and placer.rules.whole_pool and len(nodes) >= asked
                 assert len(set(nodes)) == len(nodes) and (len(nodes) == asked or spread)
@@ -85,6 +89,8 @@ def assert_invariants(placer: Placer) -> None:
         prices += [cluster.train.kind.usd_per_hour for _ in group.train_nodes]
         assert abs(group.usd_per_hour(cluster) - sum(prices)) < 1e-6
         for job in group.jobs:
+            assert (COLOCATED if job.colocated else SEPARATE) in job.modes
+            assert not job.colocated or placer.rules.colocate or job.modes == (COLOCATED,)
             assert periods_by_job(group)[job.name].mean_s <= job.limit_s * (1 + 1e-6)
     alone = sum(_apart_usd(pin, placer) for group in groups for pin in group.pins)
     assert placer.groups.usd_per_hour <= alone + 1e-6

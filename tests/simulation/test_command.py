@@ -43,6 +43,16 @@ def test_all_policies_side_by_side_and_the_same_bytes_twice(run_main, trace, tmp
     assert live["usd_per_hour_mean"] > optimum["usd_per_hour_mean"]
 
 
+def test_colocated_places_are_a_rule_that_saves_those_who_know_it(run_main, trace):
+    run = ("simulate", trace, "--policies", "live,ours,solo,rollmux", "--max-jobs", 0, "--json")
+    two_pools, more = (json.loads(run_main(*run, *off)[1])["policies"] for off in (("--rule", "colocate=off"), ()))
+    for name in ("live", "ours"):
+        assert more[name]["usd_per_hour_mean"] < two_pools[name]["usd_per_hour_mean"]
+        assert more[name]["peak_gpus"]["rollout"] < more[name]["peak_gpus"]["train"]
+        assert 0 <= more[name]["idle"]["train"] < 1 and more[name]["slo_attainment_real"] == 1.0
+    assert (more["solo"], more["rollmux"]) == (two_pools["solo"], two_pools["rollmux"])
+
+
 def test_with_noise_and_drift_live_pays_for_its_moves(run_main, trace):
     varying = ("--noise", 0.1, "--drift", 2.0, "--move-cost", 300, "--movable")
     code, out, _ = run_main("simulate", trace, "--policies", "live,solo", "--max-jobs", 0, *varying, "--json")
@@ -123,7 +133,7 @@ def test_a_picture_that_has_no_place_is_refused_before_the_simulation(run_main, 
         (("--move-cost", "soon"), "--move-cost is 'soon'; seconds of at least 0 are needed, or the word measured"),
         (("--policies", "live", "--train-nodes", "9"), "policy 'live' does not queue"),
         (("--policies", "random", "--rollout-nodes", "9"), "policy 'random' does not queue"),
-        (("--policies", "ours", "--rollout-nodes", "1"), "needs 2 rollout nodes; pool 'rollout' has 1"),
+        (("--policies", "ours", "--train-nodes", "1"), "needs 2 train nodes; pool 'train' has 1"),
     ],
 )
 def test_a_bad_option_is_one_clear_line(run_main, trace, arguments, words):
@@ -146,6 +156,16 @@ def test_a_plan_says_where_at_what_price_and_why_not_elsewhere(run_main):
     assert all(other["why"] for job in found["jobs"] for other in job["alternatives"])
     code, out, _ = run_main("plan", "examples/placement/jobs.yaml")
     assert code == 0 and "not alone: costs 42.24 USD/h more" in out
+
+
+def test_a_plan_for_a_job_that_can_be_colocated_says_why_it_is(run_main, tmp_path):
+    path = tmp_path / "jobs.yaml"
+    path.write_text(JOB.replace("train_s: 10", "train_s: 10, modes: [separate, colocated]"))
+    out = run_main("plan", path)[1]
+    assert "a: colocated, group g1, +42.24 USD/h; rollout on train-0; training on train-0" in out
+    assert "not alone: costs 14.80 USD/h more" in out and "at the cheapest 42.24" in out
+    path.write_text(JOB.replace("train_s: 10", "train_s: 10, modes: [colocated]") + "rules: {colocate: false}\n")
+    assert "every job alone 42.24" in run_main("plan", path)[1]
 
 
 def test_a_plan_for_a_full_cluster_says_who_waits(run_main, tmp_path):

@@ -1,9 +1,10 @@
 """One run, phase by phase: who ends when, and the books."""
 
 import pytest
+from msgspec import structs
 
-from tests.scheduling.made_jobs import assert_invariants, make_cluster, make_job
-from verl_mux.scheduling.model import TESTBED
+from tests.scheduling.made_jobs import EITHER, assert_invariants, make_cluster, make_job
+from verl_mux.scheduling.model import COLOCATED, SEPARATE, TESTBED
 from verl_mux.scheduling.placer.placer import Placer
 from verl_mux.scheduling.search.rules import OURS, Rules
 from verl_mux.simulation.replay import Replay
@@ -23,6 +24,20 @@ def test_a_job_alone_takes_its_time_and_pays_for_its_nodes():
     assert (job.placed_s, job.ended_s, job.solo_s) == (3600, 3600 + 1010, 1010)
     assert found.ledger.usd == pytest.approx(57.04 * 1010 / 3600)
     assert found.ledger.busy_s == pytest.approx([610, 400]) and found.ledger.held_s == pytest.approx([1010, 1010])
+
+
+def test_a_colocated_job_pays_for_training_nodes_alone():
+    found = run([Arrival(make_job("a", 60, 40, sync_s=1, modes=EITHER), 3600.0, 10)])
+    (job,) = found.finished
+    assert job.ended_s - job.placed_s == job.solo_s == 1010 and found.ledger.usd == pytest.approx(42.24 * 1010 / 3600)
+    assert found.ledger.busy_s == pytest.approx([0, 1010]) and found.ledger.held_s == pytest.approx([0, 1010])
+
+
+def test_two_colocated_jobs_take_turns_on_one_node():
+    jobs = [Arrival(make_job(name, 100, 100, slo=2.0, modes=(COLOCATED,)), 0.0, 20) for name in ("a", "b")]
+    found = run(jobs)
+    assert [job.ended_s for job in found.finished] == [7900, 8000] and found.ledger.peak_nodes == [0, 1]
+    assert found.ledger.busy_s == pytest.approx([0, 8000])
 
 
 def test_two_jobs_take_turns_and_halve_the_cost():
@@ -57,10 +72,12 @@ class Watched(Placer):
         return moves
 
 
+@pytest.mark.parametrize("modes", [(SEPARATE,), EITHER])
 @pytest.mark.parametrize("shapes", ["balanced", "rollout-heavy", "train-heavy", "mixed"])
-def test_jobs_that_share_and_move_keep_within_their_slos(shapes):
+def test_jobs_that_share_and_move_keep_within_their_slos(shapes, modes):
     rows = [TraceRow(f"job{i}", i * 0.2, 0.3 + i * 7 % 5 / 4) for i in range(16)]
     arrivals = draw_workload(rows, find_shapes(shapes), (1.0, 2.0), seed=1)
+    arrivals = [structs.replace(each, job=structs.replace(each.job, modes=modes)) for each in arrivals]
     found = Replay(arrivals, Watched(TESTBED), TESTBED).run()
     assert len(found.finished) == 16
     assert all(job.stay_s <= job.slo * job.solo_s * (1 + 1e-9) for job in found.finished)

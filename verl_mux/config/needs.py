@@ -21,6 +21,8 @@ def needs_of(config: DictConfig) -> JobNeeds:
     """Raises UserError: a key that the estimate needs is missing, or there is no model config at the model's path."""
     plain = _plain(config, "data", "algorithm", "trainer", "actor_rollout_ref")
     model = plain["actor_rollout_ref"].get("model") or {}
+    if OmegaConf.select(config, "trainer.v1.trainer_mode") == "mux_colocate":  # its engines are on the trainer's GPUs
+        plain["actor_rollout_ref"]["rollout"] |= {key: plain["trainer"][key] for key in ("nnodes", "n_gpus_per_node")}
     return job_needs(plain, {**read_model_config(str(model.get("path"))), **(model.get("override_config") or {})})
 
 

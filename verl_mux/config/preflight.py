@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from uuid import uuid4
 
@@ -141,16 +142,26 @@ def connect_job(config: DictConfig, mux: MuxConfig, wait: bool = True) -> LocalM
         timeout=mux.coordinator_timeout_s, needs=needs_of(config) if mux.nodes.rollout == [AUTO] else None, slo=mux.slo,
         owner=mux.owner, profiled=Observed(rollout=tuple(mux.profiled.rollout), train=tuple(mux.profiled.train)),
         host_memory=host_memory_of(config) if mux.coordinator else None, wait=wait, keys=mux.keys,
-        movable=_is_movable(config, mux),
+        movable=_is_movable(config, mux), colocated=colocated,
     )  # fmt: skip
-    if mux.coordinator and client.nodes:
-        counts = {"rollout": (rollout.nnodes, "trainer" if colocated else "actor_rollout_ref.rollout"),
-                  "train": (config.trainer.nnodes, "trainer")}  # fmt: skip
-        for side, (count, key) in counts.items():
-            if len(given := client.nodes[side]) != count:
-                client.close()
-                raise UserError(
-                    f"mux.nodes.{side} stands for {len(given)} nodes of the coordinator ({', '.join(given)}), but "
-                    f"{key}.nnodes is {count}; they must be equal"
-                )
+    if mux.coordinator and client.nodes and (wrong := _other_than_asked(client.nodes, config, colocated)):
+        client.close()
+        raise UserError(wrong)
     return client
+
+
+def _other_than_asked(nodes: Mapping[str, Sequence[str]], config: DictConfig, colocated: bool) -> str | None:
+    """What verl will use and the coordinator's nodes do not fit together."""
+    rollout = "trainer" if colocated else "actor_rollout_ref.rollout"
+    for side, key in (("rollout", rollout), ("train", "trainer")):
+        if len(given := nodes[side]) != (count := OmegaConf.select(config, f"{key}.nnodes")):
+            return (
+                f"mux.nodes.{side} stands for {len(given)} nodes of the coordinator ({', '.join(given)}), but "
+                f"{key}.nnodes is {count}; they must be equal"
+            )
+    if colocated and set(nodes["rollout"]) != set(nodes["train"]):
+        return (
+            "trainer.v1.trainer_mode=mux_colocate runs both phases on the same nodes, but the coordinator gives"
+            f" {', '.join(nodes['rollout'])} for rollout and {', '.join(nodes['train'])} for train: it is too old for such jobs"
+        )
+    return None

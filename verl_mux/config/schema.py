@@ -248,8 +248,6 @@ def _check_turns(config: DictConfig, mode: str, mux: MuxConfig) -> None:
     updates = OmegaConf.select(config, f"trainer.v1.{mode}.parameter_sync_step")
     if updates not in (None, 1):
         raise UserError(f"trainer.v1.{mode}.parameter_sync_step is {updates}; {mode} is strictly on-policy, 1 is allowed")
-    if mode == "mux_colocate" and mux.nodes.rollout == [AUTO]:
-        raise UserError("mux.nodes=auto places jobs with two pools: trainer.v1.trainer_mode=mux_colocate must name its nodes")
     if mode == "mux_colocate" and mux.coordinator and sorted(mux.nodes.rollout) != sorted(mux.nodes.train):
         raise UserError(
             f"trainer.v1.trainer_mode=mux_colocate runs both phases on the same nodes: mux.nodes.rollout is {mux.nodes.rollout} "

@@ -5,6 +5,7 @@ Seconds, GB (1e9 bytes) and USD per hour throughout. Everything here is frozen a
 
 A job iterates rollout -> train -> sync. The sync fills the rollout engine, so it holds the job's rollout nodes and is
 counted with the rollout that follows it. A node that turns from one job to another first pays the newcomer's switch.
+A colocated job runs its rollouts on its training nodes, in turn with its training, and holds no rollout nodes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import msgspec
 from verl_mux.errors import UserError
 
 MAX_NODES = 10_000  # of one job on each side; each is looked at
+# How a job can be placed: with nodes of both pools, or with both phases on its training nodes.
+SEPARATE, COLOCATED = "separate", "colocated"
 
 
 class _Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -109,6 +112,7 @@ class JobSpec(_Value, frozen=True):
     rollout_nodes, train_nodes: nodes it needs at once on each side; *_memory_gb: host memory on each of them.
     slo: an iteration may last `slo` times the iteration alone. solo_s: that iteration as the SLO counts it, if it is
     to be another (say a measured one) than the sum of the estimates.
+    modes: how it can be placed. colocated: so it is placed; a rollout then takes as long on its training nodes as on others.
     """
 
     name: str
@@ -128,9 +132,12 @@ class JobSpec(_Value, frozen=True):
     slo: float = 2.0
     solo_s: float | None = None
     owner: str = ""
+    modes: tuple[str, ...] = (SEPARATE,)
+    colocated: bool = False
 
     def __post_init__(self) -> None:
         where = f"job {self.name!r}:"
+        self._check_modes(where)
         for field in ("sync_s", "tail_s", "rollout_switch_s", "train_switch_s", "cold_start_s"):
             _check(f"{where} {field}", getattr(self, field))
         for field in ("rollout_memory_gb", "train_memory_gb"):
@@ -145,6 +152,41 @@ class JobSpec(_Value, frozen=True):
             raise UserError(f"{where} tail_s is {self.tail_s:g}, longer than its rollout of {self.rollout.seconds:g} s")
         if self.solo_s is not None:
             _check(f"{where} solo_s", self.solo_s, above=True)
+
+    def _check_modes(self, where: str) -> None:
+        if not self.modes or not set(self.modes) <= {SEPARATE, COLOCATED}:
+            raise UserError(
+                f"{where} modes are {', '.join(self.modes) or 'none'}; allowed: {SEPARATE}, {COLOCATED}, or both of them"
+            )
+        if COLOCATED in self.modes and self.rollout_nodes != self.train_nodes:
+            raise UserError(
+                f"{where} it needs {self.rollout_nodes} rollout and {self.train_nodes} training nodes; {COLOCATED}, both phases"
+                " run on the same ones"
+            )
+        if self.colocated and COLOCATED not in self.modes:
+            raise UserError(f"{where} it is {COLOCATED}, which is not among its modes: {', '.join(self.modes)}")
+
+    @functools.cached_property
+    def in_modes(self) -> tuple[JobSpec, ...]:
+        """The job as it would be placed, in each of its modes."""
+        return tuple(msgspec.structs.replace(self, colocated=mode == COLOCATED) for mode in self.modes)
+
+    @functools.cached_property
+    def placed_as(self) -> tuple[str, bool]:
+        """Names what is remembered of it as it is placed."""
+        return self.name, self.colocated
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """Rollout and training nodes that it holds as it is placed."""
+        return 0 if self.colocated else self.rollout_nodes, self.train_nodes
+
+    @property
+    def memory_gb(self) -> tuple[float, float]:
+        """Host memory on each of those."""
+        if self.colocated:
+            return 0.0, self.rollout_memory_gb + self.train_memory_gb
+        return self.rollout_memory_gb, self.train_memory_gb
 
     @functools.cached_property
     def iteration_s(self) -> float:
@@ -169,24 +211,39 @@ class JobSpec(_Value, frozen=True):
     @functools.cached_property
     def rollout_share(self) -> float:
         """The least part of its rollout nodes' time that it must get to keep within its SLO."""
-        return self.rollout_hold_s / self.limit_s
+        return 0.0 if self.colocated else self.rollout_hold_s / self.limit_s
 
     @functools.cached_property
     def train_share(self) -> float:
         """The same on its training nodes."""
-        return self.train.seconds / self.limit_s
+        return self.train_hold_s / self.limit_s
+
+    @property
+    def train_hold_s(self) -> float:
+        """Time an iteration holds its training nodes, without switches."""
+        return self.train.seconds + (self.rollout_hold_s if self.colocated else 0.0)
+
+    @property
+    def train_switches_s(self) -> float:
+        """Switches that it pays there in an iteration in which others come between its phases."""
+        return self.train_switch_s + (self.rollout_switch_s if self.colocated else 0.0)
 
 
 class Pin(_Value, frozen=True):
-    """The nodes that keep a job's state in host memory, so that its phases start warm there."""
+    """The nodes that keep a job's state in host memory, so that its phases start warm there. rollout: none if it is colocated."""
 
     job: JobSpec
     rollout: tuple[str, ...]
     train: tuple[str, ...]
 
+    @property
+    def runs_rollouts_on(self) -> tuple[str, ...]:
+        """The nodes that its rollouts hold: its training nodes if it is colocated."""
+        return self.train if self.job.colocated else self.rollout
+
 
 class Group(_Value, frozen=True):
-    """A co-execution group: jobs that share nodes of both pools. `order`: see scheduling/time/order.py."""
+    """A co-execution group: jobs that share nodes. `order`: see scheduling/time/order.py."""
 
     name: str
     pins: tuple[Pin, ...]
@@ -209,8 +266,8 @@ class Group(_Value, frozen=True):
 
     @functools.cached_property
     def fullness(self) -> float:
-        """Share of time promised on the emptiest node of each side, added up."""
-        return self.rollout_used[0] + self.train_used[0]
+        """Share of time promised on the emptiest node of each side, added up; a side without nodes has no room."""
+        return sum(used[0] if used else 1.0 for used in (self.rollout_used, self.train_used))
 
     def usd_per_hour(self, cluster: Cluster) -> float:
         return (
@@ -234,6 +291,9 @@ def load_time(group: Group) -> float:
     rollout = (group.on_rollout(node) for node in group.rollout_nodes)
     train = (group.on_train(node) for node in group.train_nodes)
     return max(
-        max(sum(j.rollout_hold_s + (j.rollout_switch_s if len(jobs) > 1 else 0.0) for j in jobs) for jobs in rollout),
-        max(sum(j.train.seconds + (j.train_switch_s if len(jobs) > 1 else 0.0) for j in jobs) for jobs in train),
+        max(
+            (sum(j.rollout_hold_s + (j.rollout_switch_s if len(jobs) > 1 else 0.0) for j in jobs) for jobs in rollout),
+            default=0.0,
+        ),
+        max(sum(j.train_hold_s + (j.train_switches_s if len(jobs) > 1 else 0.0) for j in jobs) for jobs in train),
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from verl_mux.scheduling.model import Cluster
-from verl_mux.scheduling.time.periods import periods
+from verl_mux.scheduling.time.periods import periods, rollout_bits
 from verl_mux.simulation.ledger import Finished, Ledger, Run
 from verl_mux.simulation.optimum.optimum import Optimum
 from verl_mux.simulation.workload.workload import Arrival
@@ -101,18 +101,18 @@ def optimal(optimum: Optimum) -> Hold:
         nodes, seconds, busy = [0, 0], {}, [0.0, 0.0]
         for jobs, shared in found.parts:
             if shared is None:
-                nodes[0] += jobs[0].rollout_nodes
-                nodes[1] += jobs[0].train_nodes
+                held = jobs[0].nodes
                 settled = [jobs[0].iteration_s]
             else:
-                nodes[0] += shared.rollout_nodes
-                nodes[1] += shared.train_nodes
+                held = shared.rollout_nodes, shared.train_nodes
                 train = [bits << shared.rollout_nodes for bits in shared.train]
-                settled = [period.mean_s for period in periods(jobs, shared.rollout, train, shared.order)]
+                rollout = rollout_bits(jobs, shared.rollout, train)
+                settled = [period.mean_s for period in periods(jobs, rollout, train, shared.order)]
+            nodes = [nodes[0] + held[0], nodes[1] + held[1]]
             for job, period in zip(jobs, settled, strict=True):
                 seconds[job.name] = period
-                busy[0] += job.rollout_nodes * job.rollout_hold_s / period
-                busy[1] += job.train_nodes * job.train.seconds / period
+                busy[0] += job.nodes[0] * job.rollout_hold_s / period
+                busy[1] += job.nodes[1] * job.train_hold_s / period
         return Holding((nodes[0], nodes[1]), found.usd, seconds, (busy[0], busy[1]))
 
     return hold

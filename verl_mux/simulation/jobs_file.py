@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from verl_mux.errors import UserError
-from verl_mux.scheduling.model import TESTBED, Cluster, Estimate, JobSpec, NodeKind, Pool
+from verl_mux.scheduling.model import COLOCATED, SEPARATE, TESTBED, Cluster, Estimate, JobSpec, NodeKind, Pool
 from verl_mux.scheduling.search.rules import OURS, Rules
 from verl_mux.yaml_file import allowed_keys, read_yaml
 
@@ -39,11 +39,12 @@ class _Job(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     slo: float = 2.0
     solo_s: float | None = None
     owner: str = ""
+    modes: tuple[str, ...] = (SEPARATE,)
 
     def spec(self) -> JobSpec:
         if not self.name.strip():
             raise UserError("a job has no name")
-        given = msgspec.structs.asdict(self)
+        given = {**msgspec.structs.asdict(self), "colocated": self.modes == (COLOCATED,)}
         for side in ("rollout", "train"):
             seconds = given.pop(f"{side}_s")
             if not (seconds >= 0 and math.isfinite(seconds)):

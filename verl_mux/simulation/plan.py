@@ -36,8 +36,12 @@ def make_plan(given: JobsFile) -> dict[str, Any]:
 
 
 def _without_chosen(found: list[Alternative], decision: Decision) -> list[Alternative]:
-    chosen = None if decision.strategy == "isolated" else decision.group
-    return [other for other in found if decision.outcome == "queued" or other.group != chosen]
+    group, strategy = decision.was
+    return [
+        other
+        for other in found
+        if decision.outcome == "queued" or other.group != group or (group is None and other.strategy != strategy)
+    ]
 
 
 def _as_dict(decision: Decision, others: list[Alternative]) -> dict[str, Any]:
@@ -72,7 +76,8 @@ def lines(found: dict[str, Any]) -> list[str]:
             nodes = f"rollout on {', '.join(job['rollout'])}; training on {', '.join(job['train'])}"
             lines.append(f"{job['job']}: {job['strategy']}, group {job['group']}, +{job['usd_per_hour']:.2f} USD/h; {nodes}")
         for other in job["alternatives"]:
-            where = f"group {other['group']}" if other["group"] else "alone"
+            own = "alone" if other["strategy"] == "isolated" else other["strategy"]
+            where = f"group {other['group']}" if other["group"] else own
             lines.append(f"    not {where}: {other['why']}")
     for group in found["groups"]:
         members = ", ".join(

@@ -9,6 +9,7 @@ import msgspec
 from verl_mux.errors import UserError
 from verl_mux.scheduling.model import Cluster
 from verl_mux.scheduling.placer.placer import Placer
+from verl_mux.scheduling.search.cheapest_nodes import cheapest_alone
 from verl_mux.scheduling.search.rules import LIVE, PAPER, Rules
 from verl_mux.simulation.baselines import MemoryOnly, most_idle, random_choice
 from verl_mux.simulation.fluid import colocated, optimal, run_fluid
@@ -20,8 +21,8 @@ from verl_mux.simulation.workload.workload import Arrival
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One workload on one cluster. rules: of `ours`; their cap holds for every policy. movable: under `live` whoever started
-    running jobs starts them again elsewhere."""
+    """One workload on one cluster. rules: of `ours`; their cap holds for every policy, and for `live` and `optimum` whether jobs
+    are colocated. movable: under `live` whoever started running jobs starts them again elsewhere."""
 
     arrivals: Sequence[Arrival]
     cluster: Cluster
@@ -37,19 +38,20 @@ def _replayed(make: Callable[[Case], Policy]) -> Callable[[Case], Run]:
 
 
 def _live(case: Case) -> Run:
-    """Jobs are profiled first, on nodes of their own; the placer is told how long phases really take."""
-    placer = Placer(case.cluster, _capped(LIVE, case))
-    arrivals = [profiled(arrival, case.movable) for arrival in case.arrivals]
-    return Replay(arrivals, placer, case.cluster, placer).run(case.on_finish)
+    """Jobs are profiled first, on the cheapest nodes of their own; the placer is told how long phases really take."""
+    rules = _limited(LIVE, case)
+    placer = Placer(case.cluster, rules)
+    alone = [msgspec.structs.replace(a, job=cheapest_alone(a.job, case.cluster, rules)) for a in case.arrivals]
+    return Replay([profiled(a, case.movable) for a in alone], placer, case.cluster, placer).run(case.on_finish)
 
 
-def _capped(rules: Rules, case: Case) -> Rules:
-    return msgspec.structs.replace(rules, cap=case.rules.cap)
+def _limited(rules: Rules, case: Case) -> Rules:
+    return msgspec.structs.replace(rules, cap=case.rules.cap, colocate=rules.colocate and case.rules.colocate)
 
 
 POLICIES: dict[str, Callable[[Case], Run]] = {
     # Every job on nodes of its own, both pools.
-    "solo": _replayed(lambda case: Placer(case.cluster, Rules(cap=1))),
+    "solo": _replayed(lambda case: Placer(case.cluster, Rules(cap=1, colocate=False))),
     # Every job on training nodes of its own, both phases there, at the same speed.
     "colocated": lambda case: run_fluid(case.arrivals, colocated(case.cluster)),
     # Any group with room in host memory.
@@ -57,7 +59,7 @@ POLICIES: dict[str, Callable[[Case], Run]] = {
     # The idlest group with room in host memory.
     "most-idle": _replayed(lambda case: MemoryOnly(case.cluster, case.rules.cap, most_idle)),
     # Algorithm 1 of the paper, nothing moved.
-    "rollmux": _replayed(lambda case: Placer(case.cluster, _capped(PAPER, case))),
+    "rollmux": _replayed(lambda case: Placer(case.cluster, _limited(PAPER, case))),
     # What the coordinator does: its placer with its rules, and all that it pays for.
     "live": _live,
     # This project's placer, to which phases are known beforehand and last as long as it thinks.

@@ -125,8 +125,7 @@ class Replay:
             self._live[arrival.job.name] = _Live(arrival, now)
         self._follow(now, [], arrival.job)
         if arrival.profile_s:
-            nodes = arrival.job.rollout_nodes, arrival.job.train_nodes
-            self.ledger.add(arrival.profile_s, nodes, isolated_usd(arrival.job, self.cluster))
+            self.ledger.add(arrival.profile_s, arrival.job.nodes, isolated_usd(arrival.job, self.cluster))
 
     def _step(self) -> bool:
         """The next end of a phase anywhere; True if it was the last of a job."""
@@ -237,7 +236,8 @@ class Replay:
 
     def _member(self, pin: Pin, live: _Live, rank: int) -> Member:
         job = pin.job
-        rollout, train = self._mask("rollout", pin.rollout), self._mask("train", pin.train)
+        train = self._mask("train", pin.train)
+        rollout = train if job.colocated else self._mask("rollout", pin.rollout)
         switch = job.rollout_switch_s, job.train_switch_s
         return Member(job.name, rollout, train, live.times, switch, rank, has_tail=job.tail_s > 0)
 
@@ -250,7 +250,8 @@ class Replay:
         live.lost_s += now - before.finished if before.phase != LOADING else 0.0
         live.phases.forget(before.done)
         if before.phase in (ROLLOUT, TRAIN) and ends < math.inf:
-            self.ledger.busy_s[before.phase // 2] -= (ends - now) * before.needs[before.phase].bit_count()
+            need = before.needs[before.phase]
+            self.ledger.busy_s[need == before.needs[TRAIN]] -= (ends - now) * need.bit_count()
 
     def _collect(self, run: GroupRun) -> None:
         self.ledger.busy_s[0] += run.busy_s[ROLLOUT]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from verl_mux.errors import UserError
-from verl_mux.scheduling.model import Cluster
+from verl_mux.scheduling.model import COLOCATED, SEPARATE, Cluster
 from verl_mux.scheduling.search.rules import Rules
 from verl_mux.simulation.ledger import Run
 from verl_mux.simulation.optimum.optimum import MAX_JOBS, Optimum
@@ -68,10 +68,11 @@ def simulate(study: Study, on_finish: Callable[[], None] = lambda: None) -> Comp
 
 
 def arrivals_of(study: Study, seed: int) -> list[Arrival]:
-    """The workload of one seed, with real phase times that vary if the study asks for that."""
+    """The workload of one seed, with real phase times that vary if the study asks for that. Every job can be colocated."""
     arrivals = draw_workload(study.rows, study.shapes, study.slo, seed)
     if study.estimates != EXACT:
         arrivals = with_real_lengths(arrivals, study.estimates, seed)
     if study.varying != STEADY:
         arrivals = with_varying_phases(arrivals, study.varying, seed)
-    return [msgspec.structs.replace(a, job=msgspec.structs.replace(a.job, move_s=study.move_s)) for a in arrivals]
+    told = {"move_s": study.move_s, "modes": (SEPARATE, COLOCATED)}
+    return [msgspec.structs.replace(a, job=msgspec.structs.replace(a.job, **told)) for a in arrivals]

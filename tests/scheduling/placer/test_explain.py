@@ -1,6 +1,6 @@
 """Why a job does not go elsewhere."""
 
-from tests.scheduling.made_jobs import make_cluster, make_job
+from tests.scheduling.made_jobs import EITHER, make_cluster, make_job
 from verl_mux.scheduling.placer.explain import alternatives, lost_to
 from verl_mux.scheduling.placer.placer import Placer
 from verl_mux.scheduling.search.rules import Rules
@@ -33,3 +33,13 @@ def test_what_could_have_been_taken_lost_by_its_price():
     found = alternatives(placer, make_job("b", 100, 100, slo=1.3))
     assert [alternative.why for alternative in found] == ["", ""]
     assert lost_to(0.0, found)[-1].why == "costs 57.04 USD/h more"
+
+
+def test_nodes_of_its_own_are_told_for_each_mode():
+    placer = Placer(make_cluster(1, 2))
+    placer.admit(make_job("a", 100, 100, slo=1.0))
+    found = alternatives(placer, make_job("b", 100, 100, slo=1.0, modes=EITHER))
+    assert [(place.strategy, place.why) for place in found[1:]] == [
+        ("isolated", "needs 1 + 1 nodes; free are 0 + 1"),
+        ("colocated", ""),
+    ]

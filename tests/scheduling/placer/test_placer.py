@@ -5,11 +5,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.exploring import examples
-from tests.scheduling.made_jobs import assert_invariants, jobs, make_cluster, make_job
+from tests.scheduling.made_jobs import ANY_MODES, EITHER, assert_invariants, jobs, make_cluster, make_job
 from verl_mux.errors import UserError
+from verl_mux.scheduling.model import COLOCATED, SEPARATE
 from verl_mux.scheduling.placer.placer import Placer
 from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
-from verl_mux.scheduling.search.rules import OURS, PAPER, Rules
+from verl_mux.scheduling.search.rules import LIVE, OURS, PAPER, Rules
 from verl_mux.scheduling.time.forecast import Progress
 
 # No two such jobs fit on one node.
@@ -28,7 +29,11 @@ SMALL = [make_job(f"j{i}", 5, 5, train_nodes=nodes, slo=1.0) for i, nodes in enu
 
 @settings(max_examples=examples(40))
 @example(given_jobs=SMALL, leaving=range(7), rules=PAPER)
-@given(given_jobs=jobs(most=7), leaving=st.permutations(range(7)), rules=st.sampled_from((OURS, PAPER, Rules(cap=2))))
+@given(
+    given_jobs=jobs(most=7, modes=ANY_MODES),
+    leaving=st.permutations(range(7)),
+    rules=st.sampled_from((OURS, PAPER, Rules(cap=2), Rules(colocate=False))),
+)
 def test_whoever_comes_and_goes_every_promise_holds(given_jobs, leaving, rules):
     placer = Placer(make_cluster(), rules)
     for job in given_jobs:
@@ -43,7 +48,7 @@ def test_whoever_comes_and_goes_every_promise_holds(given_jobs, leaving, rules):
 
 
 @settings(max_examples=examples(30))
-@given(given_jobs=jobs(most=8), order=st.randoms(use_true_random=False))
+@given(given_jobs=jobs(most=8, modes=ANY_MODES), order=st.randoms(use_true_random=False))
 def test_in_a_finite_cluster_everybody_starts_in_the_end(given_jobs, order):
     placer = Placer(make_cluster(2, 2), Rules(max_bypass=2))
     started, running = set(), []
@@ -181,6 +186,73 @@ def test_a_saving_must_pay_so_many_times():
         return bool(placer.repack({name: Progress(age_s=20_000, done=100) for name in young}))
 
     assert moved_at(1.0) and not moved_at(1000.0)
+
+
+@pytest.mark.parametrize("rules", [OURS, LIVE])
+def test_a_job_that_can_runs_both_phases_where_that_costs_less(rules):
+    placer = Placer(make_cluster(), rules)
+    first = placer.admit(make_job("a", 100, 100, slo=1.3, modes=EITHER))
+    assert (first.strategy, first.rollout, first.train) == ("colocated", ("train-0",), ("train-0",))
+    assert first.usd_per_hour == pytest.approx(42.24) and first.periods["a"].mean_s == 200
+    assert placer.admit(make_job("b", 100, 100, slo=1.3)).strategy == "isolated", "it cannot"
+    assert_invariants(placer)
+
+
+def test_who_can_only_be_colocated_is_nowhere_else_whatever_the_rules():
+    placer = Placer(make_cluster(), Rules(colocate=False))
+    assert placer.admit(make_job("only", 100, 100, slo=1.0, modes=(COLOCATED,))).strategy == "colocated"
+    assert placer.admit(make_job("either", 100, 100, slo=1.0, modes=EITHER)).strategy == "isolated"
+
+
+def test_a_colocated_job_lets_others_onto_its_node():
+    placer = Placer(make_cluster())
+    placer.admit(make_job("a", 100, 20, slo=1.9, modes=EITHER))
+    trains = placer.admit(make_job("b", 100, 20, slo=1.5))
+    assert trains.strategy == "rollout scaling" and trains.usd_per_hour == pytest.approx(14.8)
+    assert trains.train == placer.groups.pin_of("a").train
+    alike = [placer.admit(make_job(name, 100, 100, slo=2.0, modes=(COLOCATED,))) for name in ("c", "d")]
+    assert [each.strategy for each in alike] == ["colocated", "direct packing"]
+    assert alike[1].periods == pytest.approx({"c": alike[1].periods["c"], "d": alike[1].periods["c"]})
+    assert_invariants(placer)
+
+
+def test_both_states_of_a_colocated_job_must_fit_on_its_node():
+    placer = Placer(make_cluster())
+    placer.admit(make_job("a", 100, 10, slo=2.0, modes=(COLOCATED,), rollout_memory_gb=400, train_memory_gb=300))
+    other = placer.admit(make_job("b", 10, 10, slo=2.0, modes=(COLOCATED,), rollout_memory_gb=100, train_memory_gb=250))
+    assert other.strategy == "colocated"
+    either = placer.admit(make_job("either", 10, 10, modes=EITHER, rollout_memory_gb=500, train_memory_gb=600))
+    assert either.rollout != either.train, "both states fit on no node"
+    with pytest.raises(UserError, match="1100 GB of host memory per train node"):
+        placer.admit(make_job("c", 10, 10, modes=(COLOCATED,), rollout_memory_gb=500, train_memory_gb=600))
+
+
+def test_a_job_moves_to_the_other_mode_when_that_pays():
+    placer = Placer(make_cluster())
+    for name in ("a", "b"):
+        placer.admit(make_job(name, 100, 100, slo=1.3, cold_start_s=60, modes=EITHER))
+    assert placer.groups.usd_per_hour == pytest.approx(2 * 42.24)
+    moves = placer.repack({name: Progress(age_s=20_000, done=100) for name in ("a", "b")})
+    assert sorted(move.job for move in moves) == ["a", "b"] and all(move.rollout != move.train for move in moves)
+    assert placer.groups.usd_per_hour == pytest.approx(57.04)
+    assert_invariants(placer)
+
+
+def test_new_estimates_leave_a_colocated_job_colocated():
+    placer = Placer(make_cluster())
+    placer.admit(make_job("a", 100, 100, modes=EITHER))
+    placer.revise(make_job("a", 120, 100, modes=EITHER), old(placer))
+    (job,) = placer.groups.group_of("a").jobs
+    assert job.colocated and job.rollout.seconds == 120
+    assert_invariants(placer)
+
+
+def test_where_one_pool_is_too_small_the_other_mode_may_do():
+    placer = Placer(make_cluster(1, 2))
+    wide = make_job("wide", 100, 100, rollout_nodes=2, train_nodes=2, modes=EITHER)
+    assert placer.admit(wide).strategy == "colocated"
+    with pytest.raises(UserError, match="needs 2 rollout nodes; pool 'rollout' has 1"):
+        placer.admit(make_job("other", 100, 100, rollout_nodes=2, train_nodes=2, modes=(SEPARATE,)))
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,15 @@
 """The cheapest nodes for a set of jobs, and the cheapest division of jobs into sets."""
 
+import itertools
+
 from hypothesis import given, settings
 
 from tests.exploring import examples
-from tests.scheduling.made_jobs import jobs, make_cluster, make_job
+from tests.scheduling.made_jobs import ANY_MODES, jobs, make_cluster, make_job
 from verl_mux.scheduling.search.cheapest_nodes import cheapest_nodes, isolated_usd, least_usd
+from verl_mux.scheduling.search.modes import modes_of
 from verl_mux.scheduling.search.partition import Partitioner
+from verl_mux.scheduling.search.rules import OURS
 from verl_mux.scheduling.time.feasibility import Feasibility
 
 
@@ -21,30 +25,34 @@ def divisions(items: list) -> list[list[list]]:
 
 
 @settings(max_examples=examples(25))
-@given(found=jobs(most=4))
+@given(found=jobs(most=4, modes=ANY_MODES))
 def test_the_dynamic_programme_finds_what_trying_everything_finds(found):
     cluster, feasibility = make_cluster(), Feasibility()
 
     def usd(part: list) -> float:
+        """In the modes in which it costs the least."""
+        return min(placed_usd(placed) for placed in itertools.product(*[modes_of(job, cluster, OURS) for job in part]))
+
+    def placed_usd(part: tuple) -> float:
         if len(part) == 1:
             return isolated_usd(part[0], cluster)
         shared = cheapest_nodes(part, cluster, feasibility)
         return shared.usd_per_hour if shared else float("inf")
 
     best = min(sum(usd(part) for part in division) for division in divisions(found))
-    solved, parts = Partitioner(cluster, feasibility, cap=5).solve(found)
+    solved, parts = Partitioner(cluster, feasibility, OURS).solve(found)
     assert abs(solved - best) < 1e-4
     assert sorted(job.name for members, _ in parts for job in members) == [job.name for job in found]
 
 
-@given(found=jobs(most=4))
+@given(found=jobs(most=4, modes=ANY_MODES))
 def test_shared_nodes_cost_at_least_the_bound_and_gives_everybody_its_nodes(found):
-    cluster = make_cluster()
+    cluster, found = make_cluster(), [job.in_modes[-1] for job in found]
     shared = cheapest_nodes(found, cluster, Feasibility())
     if shared:
         assert shared.usd_per_hour >= least_usd(found, cluster) - 1e-9
-        assert [on.bit_count() for on in shared.rollout] == [job.rollout_nodes for job in found]
-        assert [on.bit_count() for on in shared.train] == [job.train_nodes for job in found]
+        assert [on.bit_count() for on in shared.rollout] == [job.nodes[0] for job in found]
+        assert [on.bit_count() for on in shared.train] == [job.nodes[1] for job in found]
 
 
 def test_a_group_that_one_departure_would_spoil_is_refused_as_a_whole():
@@ -57,7 +65,7 @@ def test_a_group_that_one_departure_would_spoil_is_refused_as_a_whole():
 
 
 def test_forgetting_a_job_forgets_every_verdict_it_is_in():
-    partitioner = Partitioner(make_cluster(), Feasibility(), cap=5)
+    partitioner = Partitioner(make_cluster(), Feasibility(), OURS)
     pair = [make_job("a", 100, 100, slo=1.2), make_job("b", 100, 100, slo=1.2)]
     shared, _ = partitioner.solve(pair)
     for owner in (partitioner, partitioner.feasibility):

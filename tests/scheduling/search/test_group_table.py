@@ -6,7 +6,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.scheduling.made_jobs import jobs
+from tests.scheduling.made_jobs import ANY_MODES, jobs
 from verl_mux.scheduling.model import Group, Pin
 from verl_mux.scheduling.search.group_table import GroupTable
 
@@ -20,9 +20,9 @@ def made_groups(members, sizes) -> list[Group]:
         mine, rest = rest[:size], rest[size:]
         if not mine:
             break
-        rollout = tuple(f"r{number}-{i}" for i in range(max(job.rollout_nodes for job in mine)))
-        train = tuple(f"t{number}-{i}" for i in range(max(job.train_nodes for job in mine)))
-        pins = tuple(Pin(job=job, rollout=rollout[: job.rollout_nodes], train=train[: job.train_nodes]) for job in mine)
+        rollout = tuple(f"r{number}-{i}" for i in range(max(job.nodes[0] for job in mine)))
+        train = tuple(f"t{number}-{i}" for i in range(max(job.nodes[1] for job in mine)))
+        pins = tuple(Pin(job=job, rollout=rollout[: job.nodes[0]], train=train[: job.nodes[1]]) for job in mine)
         groups.append(Group(name=f"g{number}", pins=pins, rollout_nodes=rollout, train_nodes=train))
     return groups
 
@@ -30,8 +30,9 @@ def made_groups(members, sizes) -> list[Group]:
 def scanned(groups, job, cap, room, below, best_fit):
     found = []
     for turn, group in enumerate(groups):
-        shared = bisect.bisect_right(group.rollout_used, room[0]), bisect.bisect_right(group.train_used, room[1])
-        new = max(job.rollout_nodes - shared[0], 0), max(job.train_nodes - shared[1], 0)
+        roomy = bisect.bisect_right(group.rollout_used, room[0]), bisect.bisect_right(group.train_used, room[1])
+        shared = min(roomy[0], job.nodes[0]), min(roomy[1], job.nodes[1])
+        new = job.nodes[0] - shared[0], job.nodes[1] - shared[1]
         least = new[0] * USD[0] + new[1] * USD[1]
         if len(group.pins) < cap and least < below and shared != (0, 0):
             found.append((least, -group.fullness if best_fit else 0.0, turn, group.name))
@@ -39,7 +40,7 @@ def scanned(groups, job, cap, room, below, best_fit):
 
 
 @given(
-    members=jobs(most=12, nodes=3),
+    members=jobs(most=12, nodes=3, modes=ANY_MODES).map(lambda drawn: [job.in_modes[-1] for job in drawn]),
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=12),
     gone=st.sets(st.integers(0, 11)),
     cap=st.integers(1, 5),
@@ -60,7 +61,7 @@ def test_openings_and_the_emptiest_are_those_of_a_scan(members, sizes, gone, cap
         table.add(group)
     there = [group for group in groups if group not in left] + left[::2]
 
-    found = [(least, group.name) for least, group in table.openings(newcomer, cap, room, USD, below, best_fit)]
+    found = [(least, group.name) for least, group in table.openings(newcomer.nodes, cap, room, USD, below, best_fit)]
     assert found == scanned(there, newcomer, cap, room, below, best_fit)
     for count in range(len(there) + 2):
         assert table.emptiest(count) == sorted(there, key=lambda group: group.fullness)[:count]

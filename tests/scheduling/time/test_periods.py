@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.scheduling.made_jobs import jobs, make_job
+from tests.scheduling.made_jobs import ANY_MODES, EITHER, jobs, make_job
 from verl_mux.scheduling.model import Group, Pin
 from verl_mux.scheduling.search.extension import pairs_of_pins
 from verl_mux.scheduling.time import periods as module
@@ -14,17 +14,18 @@ from verl_mux.scheduling.time.conflicts import nodes_of_pairs
 from verl_mux.scheduling.time.feasibility import Feasibility
 from verl_mux.scheduling.time.group_run import ROLLOUT, TRAIN
 from verl_mux.scheduling.time.order import ORDERS
-from verl_mux.scheduling.time.periods import mean_seconds, periods, periods_by_job, planned_run
+from verl_mux.scheduling.time.periods import mean_seconds, periods, periods_by_job, planned_run, rollout_bits
 from verl_mux.scheduling.time.settled import fifo_means
 
 
 @st.composite
 def shared(draw):
-    """Jobs, and nodes (bits) such that any pairs of them share nodes of either side."""
-    found = draw(jobs())
+    """Jobs as they are placed, and nodes (bits) such that any pairs of them share nodes of either side."""
+    found = [draw(st.sampled_from(job.in_modes)) for job in draw(jobs(modes=ANY_MODES))]
     pairs = len(found) * (len(found) - 1) // 2
     rollout, train = (draw(st.integers(0, 2**pairs - 1)) for _ in range(2))
-    return found, nodes_of_pairs(rollout, len(found)), [bits << pairs for bits in nodes_of_pairs(train, len(found))]
+    trained = [bits << pairs for bits in nodes_of_pairs(train, len(found))]
+    return found, rollout_bits(found, nodes_of_pairs(rollout, len(found)), trained), trained
 
 
 @given(case=shared())
@@ -106,3 +107,20 @@ def test_in_rounds_a_short_job_waits_for_the_others_and_fifo_lets_it_overtake():
     found = [make_job("short", 20, 20), make_job("long", 100, 100)]
     fifo, rounds = (periods(found, [1, 2], [4, 4], order) for order in ("fifo", "rounds"))
     assert fifo[0].mean_s < 200 <= rounds[0].mean_s
+
+
+def colocated(name: str, rollout: float, train: float, **fields):
+    return make_job(name, rollout, train, modes=EITHER, colocated=True, **fields)
+
+
+def test_colocated_jobs_on_one_node_take_turns_phase_by_phase():
+    """Each pays its switch for every phase, as the other's comes between."""
+    found = [colocated(name, 60, 40, rollout_switch_s=2, train_switch_s=3) for name in ("a", "b")]
+    assert [period.mean_s for period in periods(found, [1, 1], [1, 1])] == [210, 210]
+    assert periods(found[:1], [1], [1])[0].mean_s == 100
+
+
+def test_a_job_trains_on_the_node_of_a_colocated_one_while_its_own_rollouts_run_elsewhere():
+    found = [colocated("a", 60, 40), make_job("b", 90, 20)]
+    assert [period.mean_s for period in periods(found, [2, 1], [2, 2])] == [120, 120]
+    assert [period.mean_s for period in periods([found[0], make_job("c", 80, 100)], [2, 1], [2, 2])] == [200, 200]

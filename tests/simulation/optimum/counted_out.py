@@ -1,6 +1,7 @@
 """The cheapest division of a few jobs of one or two nodes a side, counted out by itself: it shares no code with what it checks.
 
-Every way to put jobs on nodes of both sides is tried at once, for all jobs together, and each is run as queues of phases.
+Every way to put jobs on nodes of both sides is tried at once, for all jobs together and in all their modes, and each is run as
+queues of phases.
 """
 
 from __future__ import annotations
@@ -11,22 +12,27 @@ from collections.abc import Iterator, Sequence
 from verl_mux.scheduling.model import JobSpec
 
 Nodes = tuple[frozenset[int], ...]  # of one side: who is on each node
+Together = tuple[bool, ...]  # of each job: both phases run on training nodes
 ROUNDS = 96
 
 
 def cheapest_usd(jobs: Sequence[JobSpec], usd: tuple[float, float], most_gb: float, cap: int) -> float:
     """USD per hour. jobs: sorted by name. usd: of a rollout and of a training node."""
-    sides = [list(_fitting(jobs, side, most_gb)) for side in ("rollout", "train")]
-    priced = sorted(((len(r) * usd[0] + len(t) * usd[1], r, t) for r, t in itertools.product(*sides)), key=lambda found: found[0])
+    priced = []
+    for together in itertools.product(*[[mode == "colocated" for mode in job.modes] for job in jobs]):
+        sides = [list(_fitting(jobs, together, side, most_gb)) for side in (0, 1)]
+        priced += [(len(r) * usd[0] + len(t) * usd[1], together, r, t) for r, t in itertools.product(*sides)]
     known: dict[tuple, bool] = {}
-    return next(price for price, rollout, train in priced if _all_in_time(jobs, rollout, train, cap, known))
+    return next(found[0] for found in sorted(priced, key=lambda found: found[0]) if _all_in_time(jobs, *found[1:], cap, known))
 
 
-def _fitting(jobs: Sequence[JobSpec], side: str, most_gb: float) -> Iterator[Nodes]:
+def _fitting(jobs: Sequence[JobSpec], together: Together, side: int, most_gb: float) -> Iterator[Nodes]:
     """Each job on as many different nodes as it needs; nodes have no names, so they are sorted and none come twice."""
     found: set[tuple[tuple[int, ...], ...]] = {()}
-    for number, job in enumerate(jobs):
-        need = getattr(job, f"{side}_nodes")
+    states = []
+    for number, (job, both) in enumerate(zip(jobs, together, strict=True)):
+        need = (0 if both else job.rollout_nodes, job.train_nodes)[side]
+        states.append((job.rollout_memory_gb, job.train_memory_gb + both * job.rollout_memory_gb)[side])
         grown = set()
         for nodes in found:
             room = [*nodes, *[()] * need]
@@ -35,19 +41,21 @@ def _fitting(jobs: Sequence[JobSpec], side: str, most_gb: float) -> Iterator[Nod
                 grown.add(tuple(sorted(on for on in after if on)))
         found = grown
     for nodes in found:
-        gb = [sum(getattr(jobs[i], f"{side}_memory_gb") for i in on) for on in nodes]
-        if max(gb) <= most_gb:
+        if all(sum(states[i] for i in on) <= most_gb for on in nodes):
             yield tuple(frozenset(on) for on in nodes)
 
 
-def _all_in_time(jobs: Sequence[JobSpec], rollout: Nodes, train: Nodes, cap: int, known: dict[tuple, bool]) -> bool:
+def _all_in_time(
+    jobs: Sequence[JobSpec], together: Together, rollout: Nodes, train: Nodes, cap: int, known: dict[tuple, bool]
+) -> bool:
     for group in _groups(len(jobs), [*rollout, *train]):
         if len(group) > cap:
             return False
         sharing = _pairs(rollout, group), _pairs(train, group)
-        key = (group, *sharing)
+        both = tuple(together[i] for i in sorted(group))
+        key = (group, both, *sharing)
         if key not in known:
-            known[key] = _keeps([jobs[i] for i in sorted(group)], sorted(group), sharing)
+            known[key] = _keeps([jobs[i] for i in sorted(group)], both, sorted(group), sharing)
         if not known[key]:
             return False
     return True
@@ -65,7 +73,7 @@ def _groups(count: int, nodes: Sequence[frozenset[int]]) -> list[frozenset[int]]
     return groups
 
 
-def _keeps(jobs: list[JobSpec], names: list[int], sharing: tuple[frozenset, frozenset]) -> bool:
+def _keeps(jobs: list[JobSpec], together: Together, names: list[int], sharing: tuple[frozenset, frozenset]) -> bool:
     """One queue for each node, first come first served; the next phase is asked for when the one before it ends."""
     if len(jobs) == 1:
         return True
@@ -84,7 +92,7 @@ def _keeps(jobs: list[JobSpec], names: list[int], sharing: tuple[frozenset, froz
     seen: dict[tuple, tuple[float, list[int]]] = {}
     for _ in range(ROUNDS * count):
         if not running or min(running.values()) > now:  # what ends at the same time is heard first
-            queue = _begin(queue, running, now, apart, times, switch, last)
+            queue = _begin(queue, running, now, together, apart, times, switch, last)
         now = min(running.values())
         done = min(key for key, end in running.items() if end == now)
         del running[done]
@@ -102,17 +110,19 @@ def _keeps(jobs: list[JobSpec], names: list[int], sharing: tuple[frozenset, froz
     return all(_mean(e) <= j.limit_s * (1 + 1e-9) for e, j in zip(ends, jobs, strict=True))
 
 
-def _begin(queue, running, now, apart, times, switch, last) -> list[tuple[int, int]]:
+def _begin(queue, running, now, together, apart, times, switch, last) -> list[tuple[int, int]]:
     """Whoever stands behind nobody that it shares a node with, and whose nodes are free."""
     left: list[tuple[int, int]] = []
     for job, side in queue:
-        rivals = apart[side][job]
-        if any((other, side) in running or (other, side) in left for other in rivals):
+        where = 1 if together[job] else side
+        rivals = apart[where][job]
+        against = [(other, phase) for other in rivals for phase in (0, 1) if (1 if together[other] else phase) == where]
+        if any(phase in running or phase in left for phase in against):
             left.append((job, side))
             continue
-        cold = any(last[side, frozenset((job, other))] != job for other in rivals)
+        cold = any(last[where, frozenset((job, other))] != job for other in rivals)
         for other in rivals:
-            last[side, frozenset((job, other))] = job
+            last[where, frozenset((job, other))] = job
         running[job, side] = now + times[side][job] + (switch[side][job] if cold else 0.0)
     return left
 

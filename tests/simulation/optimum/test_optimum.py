@@ -5,10 +5,11 @@ import random
 import pytest
 
 from tests.exploring import examples
-from tests.scheduling.made_jobs import make_cluster, make_job
+from tests.scheduling.made_jobs import ANY_MODES, EITHER, make_cluster, make_job
 from tests.simulation.optimum.counted_out import cheapest_usd
+from verl_mux.scheduling.model import SEPARATE
 from verl_mux.scheduling.placer.placer import Placer
-from verl_mux.scheduling.search.rules import OURS
+from verl_mux.scheduling.search.rules import OURS, Rules
 from verl_mux.simulation.optimum.division import Division
 from verl_mux.simulation.optimum.optimum import Optimum
 from verl_mux.simulation.optimum.sharing import Sharing
@@ -18,17 +19,18 @@ USD = (14.8, 42.24)
 BOTH_OR_NONE = [make_job("a", 163, 42, slo=1.98), make_job("b", 82, 279, slo=1.22)]
 
 
-def drawn(seed: int):
-    """Three to five jobs; of three some need two nodes a side."""
+def drawn(seed: int, modes=((SEPARATE,),)):
+    """Three to five jobs; of three some need two nodes a side, where all of them are separate."""
     rng = random.Random(seed)
     count = rng.randint(3, 5)
-    two = 0.25 if count == 3 else 0.0
+    two = 0.25 if count == 3 and len(modes) == 1 else 0.0
     return [
         make_job(
             f"j{i}", float(rng.randint(20, 300)), float(rng.randint(20, 300)), slo=rng.uniform(1, 2),
             rollout_nodes=1 + (rng.random() < two), train_nodes=1 + (rng.random() < two),
             rollout_memory_gb=rng.choice((100.0, 300.0)), train_memory_gb=rng.choice((100.0, 300.0)),
             rollout_switch_s=rng.choice((0.0, 2.0)), train_switch_s=rng.choice((0.0, 4.0)), sync_s=rng.choice((0.0, 1.0)),
+            modes=rng.choice(modes),
         )
         for i in range(count)
     ]  # fmt: skip
@@ -49,9 +51,21 @@ def test_nothing_is_cheaper_by_a_count_of_all_divisions(seed):
     assert solved(jobs).usd == pytest.approx(cheapest_usd(jobs, USD, 1000, 5))
 
 
+@pytest.mark.parametrize("seed", range(examples(8)))
+def test_nothing_is_cheaper_in_any_modes_of_the_jobs(seed):
+    jobs = drawn(seed, ANY_MODES)[:4]
+    assert solved(jobs).usd == pytest.approx(cheapest_usd(jobs, USD, 1000, 5))
+
+
+def test_without_colocated_places_it_is_the_cheapest_in_two_pools():
+    jobs = [make_job("a", 100, 100, slo=1.0, modes=EITHER)]
+    found = [Optimum(jobs, make_cluster(), rules).solve(frozenset("a")).usd for rules in (OURS, Rules(colocate=False))]
+    assert found == pytest.approx([42.24, 57.04])
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_no_policy_finds_less(seed):
-    jobs = drawn(seed)
+    jobs = drawn(seed, ANY_MODES)
     placer = Placer(make_cluster())
     for job in jobs:
         placer.admit(job)
@@ -60,8 +74,8 @@ def test_no_policy_finds_less(seed):
 
 def test_highs_divides_as_the_dynamic_programme_does():
     cluster = make_cluster()
-    jobs = drawn(3)
-    divided = Division(cluster, Sharing(cluster).cheapest, 5).solve(jobs)
+    jobs = drawn(3, ANY_MODES)
+    divided = Division(cluster, Sharing(cluster).cheapest, OURS).solve(jobs)
     assert divided.usd == pytest.approx(solved(jobs).usd) and divided.proven == pytest.approx(divided.usd)
     assert sorted(job.name for members, _ in divided.parts for job in members) == [job.name for job in jobs]
 

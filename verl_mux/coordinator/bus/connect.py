@@ -55,6 +55,7 @@ def connect(
     profiled: Observed | None = None,
     filler: bool = False,
     movable: bool = False,
+    colocated: bool = False,
     wait: bool = True,
 ) -> LocalMux:
     """Registers the job, or attaches one more client to it when the uid is the same.
@@ -76,6 +77,7 @@ def connect(
         filler: work of a priority below the jobs, see docs/fillers.md. It may name one side only, asks for any so many of its
             nodes, and gives a lease back as soon as its `wanted` is set.
         movable: whoever started such a job starts it again, from its newest checkpoint, when it has left to move (`Mux.move`).
+        colocated: both phases of such a job run on the same nodes, for training.
         wait: block until such a job is placed; if False and it has to wait, the client's `nodes` are empty.
 
     Raises:
@@ -86,7 +88,7 @@ def connect(
     with_keys = for_address(address, keys, JOB)
     registration: dict[str, Any] = {"gpus": gpus or {}, "seed": seed, "steps": steps, "needs": needs, "slo": slo}
     registration |= {"host_memory": host_memory or {}, "owner": owner, "profiled": profiled or Observed()}
-    registration["movable"] = movable
+    registration |= {"movable": movable, "colocated": colocated}
     return Mux(
         address, job, nodes, uid=uid or _uid_for(job), timeout=timeout, wait=wait, keys=with_keys, filler=filler, **registration
     )

@@ -56,7 +56,8 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     `host_memory`, by side and kind, for the job's states on each; processes come to that.
 
     With `auto` on both sides the coordinator places the job: by its `needs` or the steps `profiled`, within `slo`, on behalf of
-    `owner`. Of a client that registers again: `placed` is where the job was placed, `first` that it was the job's first.
+    `owner`; if it is `colocated`, on the same nodes for both phases. Of a client that registers again: `placed` is where the job
+    was placed, `first` that it was the job's first.
 
     `filler`: its requests come behind those of all jobs, and what it holds is called back when a job wants it. `movable`: whoever
     started the job starts it again, from its newest checkpoint, when it leaves to move. `seen`: the highest token that the client
@@ -90,6 +91,7 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     profiled: Observed = Observed()
     filler: bool = False
     movable: bool = False
+    colocated: bool = False
 
     @property
     def driver(self) -> Member:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from verl_mux.scheduling.model import Group, JobSpec, NodeKind, cycle_time, load_time
 from verl_mux.scheduling.placer.placer import Placer
 from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
-from verl_mux.scheduling.search.decision import Alternative
+from verl_mux.scheduling.search.decision import OWN_NODES, Alternative
 from verl_mux.scheduling.search.extension import Extension, extensions, pairs_of_pins
+from verl_mux.scheduling.search.modes import allowed, too_large
 from verl_mux.scheduling.search.search import Place, group_at
 from verl_mux.scheduling.time.feasibility import TOLERANCE
 from verl_mux.scheduling.time.periods import group_periods
@@ -17,12 +18,13 @@ NEAREST = 2
 
 
 def alternatives(placer: Placer, job: JobSpec, most: int | None = None) -> list[Alternative]:
-    """What every group would ask for the job, or why it cannot take it; last, what nodes of its own would cost. `most`: if
-    there are more groups, only the NEAREST, which could ask the least."""
+    """What every group would ask for the job, or why it cannot take it; last, what nodes of its own would cost, in each mode.
+    `most`: if there are more groups, only the NEAREST, which could ask the least."""
     groups = list(placer.groups.values())
     if most is not None and len(groups) > most:
         groups = placer.search.nearest(job, placer.groups.table, NEAREST)
-    return [*(_at(placer, job, group) for group in groups), _alone(placer, job)]
+    modes = allowed(job, placer.rules)
+    return [*(_at(placer, modes, group) for group in groups), *(_alone(placer, placed) for placed in modes)]
 
 
 def lost_to(chosen_usd: float, found: Sequence[Alternative]) -> list[Alternative]:
@@ -38,19 +40,26 @@ def _beaten(place: Alternative, more: float) -> Alternative:
 
 
 def _alone(placer: Placer, job: JobSpec) -> Alternative:
-    free = placer.groups.free
-    fits = job.rollout_nodes <= free[0] and job.train_nodes <= free[1]
-    why = "" if fits else f"needs {job.rollout_nodes} + {job.train_nodes} nodes; free are {free[0]:g} + {free[1]:g}"
-    return Alternative(group=None, strategy="isolated", usd_per_hour=isolated_usd(job, placer.cluster), why=why)
+    free, need = placer.groups.free, job.nodes
+    fits = need[0] <= free[0] and need[1] <= free[1]
+    short = "" if fits else f"needs {need[0]} + {need[1]} nodes; free are {free[0]:g} + {free[1]:g}"
+    why = too_large(job, placer.cluster) or short
+    return Alternative(group=None, strategy=OWN_NODES[job.colocated], usd_per_hour=isolated_usd(job, placer.cluster), why=why)
 
 
-def _at(placer: Placer, job: JobSpec, group: Group) -> Alternative:
+def _at(placer: Placer, modes: Sequence[JobSpec], group: Group) -> Alternative:
     """The cheapest way into the group, or what stands against the one that comes closest."""
     search, rules = placer.search, placer.rules
     if len(group.pins) >= rules.cap:
         return _refused(group, f"full: {len(group.pins)} jobs, the cap")
     if search.saturated(group):
         return _refused(group, f"saturated: load {load_time(group):.0f} s of a cycle of {cycle_time(group):.0f} s")
+    ways = [_in_mode(placer, placed, group) for placed in modes]
+    return min((way for way in ways if not way.why), key=lambda way: way.usd_per_hour or 0.0, default=ways[0])
+
+
+def _in_mode(placer: Placer, job: JobSpec, group: Group) -> Alternative:
+    rules = placer.rules
     found = extensions(group, job, placer.cluster, rules)
     if not found:
         return _refused(group, _no_room(placer, job, group))
@@ -75,15 +84,16 @@ def _short(placer: Placer, ask: Extension) -> str:
 
 def _no_room(placer: Placer, job: JobSpec, group: Group) -> str:
     reasons = []
-    for side, pool in (("rollout", placer.cluster.rollout), ("train", placer.cluster.train)):
+    for at, (side, pool) in enumerate((("rollout", placer.cluster.rollout), ("train", placer.cluster.train))):
         nodes = [getattr(group, f"on_{side}")(node) for node in getattr(group, f"{side}_nodes")]
-        reasons.append(_side_full(side, job, nodes, pool.kind))
+        if job.nodes[at] and nodes:
+            reasons.append(_side_full(at, side, job, nodes, pool.kind))
     return "; ".join(dict.fromkeys(reasons))
 
 
-def _side_full(side: str, job: JobSpec, nodes: Sequence[Sequence[JobSpec]], kind: NodeKind) -> str:
-    memory_gb, share = getattr(job, f"{side}_memory_gb"), getattr(job, f"{side}_share")
-    roomy = [on for on in nodes if sum(getattr(j, f"{side}_memory_gb") for j in on) + memory_gb <= kind.host_memory_gb]
+def _side_full(at: int, side: str, job: JobSpec, nodes: Sequence[Sequence[JobSpec]], kind: NodeKind) -> str:
+    memory_gb, share = job.memory_gb[at], getattr(job, f"{side}_share")
+    roomy = [on for on in nodes if sum(j.memory_gb[at] for j in on) + memory_gb <= kind.host_memory_gb]
     if not roomy:
         return f"no {side} node has {memory_gb:.0f} GB of host memory left"
     least = min(sum(getattr(j, f"{side}_share") for j in on) for on in roomy)
@@ -94,7 +104,7 @@ def _side_full(side: str, job: JobSpec, nodes: Sequence[Sequence[JobSpec]], kind
 
 def _too_slow(job: JobSpec, group: Group, ask: Extension, order: str) -> str:
     """Who would break the SLO in the cheapest layout; or that a departure could make somebody."""
-    whole = group_at(job, Place(group, ask, order))
+    whole = group_at(Place(job, group, ask, order))
     for member, period in zip(whole.jobs, group_periods(whole), strict=True):
         if period.mean_s > member.limit_s * TOLERANCE:
             return f"{member.name} would take {period.mean_s:.0f} s an iteration, its SLO allows {member.limit_s:.0f} s"

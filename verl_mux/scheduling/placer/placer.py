@@ -29,6 +29,7 @@ from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
 from verl_mux.scheduling.search.decision import Action, Decision, Move, Revision, decision_for
 from verl_mux.scheduling.search.extension import groups_without, isolated, pairs_of_pins
 from verl_mux.scheduling.search.groups import Groups
+from verl_mux.scheduling.search.modes import allowed, modes_of, too_large
 from verl_mux.scheduling.search.partition import Partitioner
 from verl_mux.scheduling.search.rules import OURS, Rules
 from verl_mux.scheduling.search.search import Search, group_at
@@ -51,13 +52,13 @@ class Placer:
         self.waiting = Waiting(rules.max_bypass)
         self.feasibility = Feasibility(rules.orders, rules.keep)
         self.search = Search(cluster, rules, self.feasibility)
-        self.partitioner = Partitioner(cluster, self.feasibility, rules.cap)
+        self.partitioner = Partitioner(cluster, self.feasibility, rules)
         self.moved_at: list[float] = []  # those that rescued an SLO apart, of the last hour
         self._repack = Repack(self.groups, self.partitioner, self.search, rules)
 
     def admit(self, job: JobSpec, progress: Mapping[str, Progress] = NOTHING_KNOWN) -> Decision:
         """Places the job, or queues it. Raises UserError for a name in use and for a job the cluster cannot hold."""
-        check_fits(job, self.cluster)
+        check_fits(job, self.cluster, self.rules)
         if job.name in self.groups.home or job.name in self.waiting:
             raise UserError(f"job {job.name!r} is placed or waiting already; job names are unique")
         before = self.groups.usd_per_hour
@@ -168,14 +169,13 @@ class Placer:
     def _place(self, job: JobSpec, progress: Mapping[str, Progress], load_s: float = 0.0) -> Group | None:
         """The group it was put in, at the least cost; None if a finite cluster has no room."""
         free = self.groups.free
-        fits_alone = job.rollout_nodes <= free[0] and job.train_nodes <= free[1]
-        below = isolated_usd(job, self.cluster) if fits_alone else math.inf
-        place = self.search.find(job, self.groups.table, below, free, progress, load_s)
-        if place is None and not fits_alone:
-            return None
-        old = [place.group] if place else []
-        new = group_at(job, place) if place else isolated(job)
-        return self._changed(self.groups.replace(old, [new]))[0]
+        modes = modes_of(job, self.cluster, self.rules)
+        fits = [placed for placed in modes if placed.nodes[0] <= free[0] and placed.nodes[1] <= free[1]]
+        alone = min(fits, key=lambda placed: isolated_usd(placed, self.cluster), default=None)
+        below = math.inf if alone is None else isolated_usd(alone, self.cluster)
+        if place := self.search.find(job, self.groups.table, below, free, progress, load_s):
+            return self._changed(self.groups.replace([place.group], [group_at(place)]))[0]
+        return None if alone is None else self._changed(self.groups.replace([], [isolated(alone)]))[0]
 
     def _changed(self, groups: list[Group]) -> list[Group]:
         self._repack.dirty.update((group.name, None) for group in groups)
@@ -250,20 +250,13 @@ class Placer:
     def _move(self, job: JobSpec, kind: str, group: Group) -> Move:
         pin = self.groups.pin_of(job.name)
         load_s = job.load_s if kind == "move" else 0.0
-        return Move(job=job.name, kind=kind, group=group.name, rollout=pin.rollout, train=pin.train, load_s=load_s)
+        return Move(job=job.name, kind=kind, group=group.name, rollout=pin.runs_rollouts_on, train=pin.train, load_s=load_s)
 
 
-def check_fits(job: JobSpec, cluster: Cluster) -> None:
-    """Raises UserError for a job that the cluster could not even hold alone."""
-    for side, pool in (("rollout", cluster.rollout), ("train", cluster.train)):
-        need, memory = getattr(job, f"{side}_nodes"), getattr(job, f"{side}_memory_gb")
-        if need > pool.size:
-            raise UserError(f"job {job.name!r} needs {need} {side} nodes; pool {pool.name!r} has {pool.size}")
-        if memory > pool.kind.host_memory_gb:
-            raise UserError(
-                f"job {job.name!r} needs {memory:g} GB of host memory per {side} node;"
-                f" a node of pool {pool.name!r} has {pool.kind.host_memory_gb:g}"
-            )
+def check_fits(job: JobSpec, cluster: Cluster, rules: Rules) -> None:
+    """Raises UserError for a job that the cluster could not even hold alone, in any of its modes."""
+    if not modes_of(job, cluster, rules):
+        raise UserError(str(too_large(allowed(job, rules)[0], cluster)))
 
 
 def _in_time(groups: Iterable[Group], progress: Mapping[str, Progress], loads: Mapping[str, float]) -> bool:

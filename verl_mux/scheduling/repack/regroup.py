@@ -77,10 +77,9 @@ def _settle(
 
 
 def _bases(jobs: tuple[JobSpec, ...], old: Sequence[Group], claimed: set[str]) -> Iterator[Group]:
-    """Old groups without those who are not among `jobs`, who would take longest to move first; then those without one more,
-    whoever came last first: it is to join the others anew, as where the same jobs need fewer nodes."""
-    names = {job.name for job in jobs}
-    rests = [rest for group in old for rest in groups_without(group, [j.name for j in group.jobs if j.name not in names])]
+    """Old groups without those who are not among `jobs`, or there in another mode, who would take longest to move first; then
+    those without one more, whoever came last first: it is to join the others anew, as where the same jobs need fewer nodes."""
+    rests = [rest for group in old for rest in groups_without(group, [j.name for j in group.jobs if j not in jobs])]
     rests = [rest for rest in rests if claimed.isdisjoint((*rest.rollout_nodes, *rest.train_nodes))]
     shared = [rest for rest in rests if len(rest.pins) > 1]
     fewer = [less for rest in shared for job in reversed(rest.jobs) for less in groups_without(rest, [job.name])]
@@ -90,13 +89,13 @@ def _bases(jobs: tuple[JobSpec, ...], old: Sequence[Group], claimed: set[str]) -
 
 def _grown(base: Group, jobs: Sequence[JobSpec], usd: float, search: Search) -> Group | None:
     """`base` with the rest of `jobs` joined one by one, if that costs no more than `usd`."""
-    missing = sorted((job for job in jobs if job not in base.jobs), key=lambda job: -job.rollout_nodes - job.train_nodes)
+    missing = sorted((job for job in jobs if job not in base.jobs), key=lambda job: -sum(job.nodes))
     for job in missing:
         left = usd - base.usd_per_hour(search.cluster) + 2 * EPSILON_USD
         place = search.join(job, base, left, free=(1e9, 1e9), progress={})
         if place is None:
             return None
-        base = group_at(job, place)
+        base = group_at(place)
     return base if base.usd_per_hour(search.cluster) <= usd + EPSILON_USD else None
 
 

@@ -7,20 +7,26 @@ jobs then keep in step.)
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from verl_mux.scheduling.model import Cluster, JobSpec, NodeKind
 from verl_mux.scheduling.search.layouts import Layout, layouts
+from verl_mux.scheduling.search.modes import modes_of
+from verl_mux.scheduling.search.rules import Rules
 from verl_mux.scheduling.time.conflicts import Pairs, connected
 from verl_mux.scheduling.time.feasibility import TOLERANCE, Feasibility
 
+EPSILON_USD = 1e-6
+
 
 class SharedNodes(msgspec.Struct, frozen=True):
-    """usd_per_hour; nodes per side; for each job, in the order given, its nodes of each side as bits; the order."""
+    """The jobs as they are placed; usd_per_hour; nodes per side; for each job its nodes of each side as bits; the order."""
 
+    jobs: tuple[JobSpec, ...]
     usd_per_hour: float
     rollout_nodes: int
     train_nodes: int
@@ -29,29 +35,52 @@ class SharedNodes(msgspec.Struct, frozen=True):
     order: str
 
 
+# (jobs as they are placed, sorted by name, USD per hour that it must stay below) -> the cheapest nodes that they can share.
+Find = Callable[[Sequence[JobSpec], float], SharedNodes | None]
+
+
 def isolated_usd(job: JobSpec, cluster: Cluster) -> float:
-    return job.rollout_nodes * cluster.rollout.kind.usd_per_hour + job.train_nodes * cluster.train.kind.usd_per_hour
+    """Of nodes of its own, as it is placed."""
+    rollout, train = job.nodes
+    return rollout * cluster.rollout.kind.usd_per_hour + train * cluster.train.kind.usd_per_hour
+
+
+def cheapest_alone(job: JobSpec, cluster: Cluster, rules: Rules) -> JobSpec:
+    """The job in the mode in which nodes of its own cost the least."""
+    return min(modes_of(job, cluster, rules), key=lambda placed: isolated_usd(placed, cluster))
+
+
+def in_cheapest_modes(jobs: Sequence[JobSpec], cluster: Cluster, rules: Rules, find: Find, below: float) -> SharedNodes | None:
+    """What `find` finds under `below` USD per hour for the jobs in the modes in which they then cost the least."""
+    ways = [
+        (least_usd(placed, cluster), placed) for placed in itertools.product(*[modes_of(job, cluster, rules) for job in jobs])
+    ]
+    best = None
+    for least, placed in sorted(ways, key=lambda way: way[0]):
+        if least >= below:
+            break
+        if (found := find(placed, below)) is not None:
+            best, below = found, found.usd_per_hour - EPSILON_USD
+    return best
 
 
 def cheapest_nodes(
     jobs: Sequence[JobSpec], cluster: Cluster, feasibility: Feasibility, below: float = math.inf
 ) -> SharedNodes | None:
-    """The cheapest way for `jobs`, sorted by name, to share nodes as one group under `below` USD per hour, or None."""
-    if least_usd(jobs, cluster) >= below:
-        return None
+    """The cheapest way for `jobs` as they are placed, sorted by name, to share nodes as one group under `below` USD per hour."""
     for usd, rollout, train in _by_price(jobs, cluster, feasibility, below):
         if order := feasibility.order(jobs, rollout.pairs, train.pairs):
-            return SharedNodes(usd, rollout.nodes, train.nodes, rollout.on, train.on, order)
+            return SharedNodes(tuple(jobs), usd, rollout.nodes, train.nodes, rollout.on, train.on, order)
     return None
 
 
 def least_usd(jobs: Sequence[JobSpec], cluster: Cluster) -> float:
     """No way to share costs less: nodes for the largest job, and node time for everybody's least share."""
-    rollout = sum(j.rollout_nodes * j.rollout_share for j in jobs)
-    train = sum(j.train_nodes * j.train_share for j in jobs)
+    rollout = sum(j.nodes[0] * j.rollout_share for j in jobs)
+    train = sum(j.nodes[1] * j.train_share for j in jobs)
     nodes = (
-        max(max(j.rollout_nodes for j in jobs), math.ceil(rollout - 1e-6)),
-        max(max(j.train_nodes for j in jobs), math.ceil(train - 1e-6)),
+        max(max(j.nodes[0] for j in jobs), math.ceil(rollout - 1e-6)),
+        max(max(j.nodes[1] for j in jobs), math.ceil(train - 1e-6)),
     )
     return nodes[0] * cluster.rollout.kind.usd_per_hour + nodes[1] * cluster.train.kind.usd_per_hour
 
@@ -62,11 +91,11 @@ def _by_price(
     """Layouts of both sides under `below`, cheapest first, that make one group and in which no two jobs clash."""
     usd = cluster.rollout.kind.usd_per_hour, cluster.train.kind.usd_per_hour
     on_rollout, on_train, on_both = feasibility.hopeless_pairs(jobs)
-    rollout = [(j.rollout_share, j.rollout_memory_gb) for j in jobs]
-    train = [(j.train_share, j.train_memory_gb) for j in jobs]
+    rollout = [(j.rollout_share, j.memory_gb[0]) for j in jobs]
+    train = [(j.train_share, j.memory_gb[1]) for j in jobs]
     never = on_rollout & on_train & on_both
-    rollouts = _fitting(tuple(j.rollout_nodes for j in jobs), rollout, cluster.rollout.kind, never | on_rollout & on_both)
-    trains = _fitting(tuple(j.train_nodes for j in jobs), train, cluster.train.kind, never | on_train & on_both)
+    rollouts = _fitting(tuple(j.nodes[0] for j in jobs), rollout, cluster.rollout.kind, never | on_rollout & on_both)
+    trains = _fitting(tuple(j.nodes[1] for j in jobs), train, cluster.train.kind, never | on_train & on_both)
     both = [
         (price, r, t)
         for r in rollouts

@@ -10,7 +10,8 @@ from verl_mux.scheduling.time.periods import Period, periods_by_job
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True):
-    """A place that was not taken. group None: nodes of its own. usd_per_hour: what it would have added."""
+    """A place that was not taken. group None: nodes of its own, by the strategy `isolated` or `colocated`. usd_per_hour: what it
+    would have added."""
 
     group: str | None
     strategy: str
@@ -18,9 +19,13 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
+# By whether both phases run on its training nodes.
+OWN_NODES = {False: "isolated", True: "colocated"}
+
+
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """outcome: `placed`, or `queued` in a finite cluster that has no room now. usd_per_hour: added by the job.
-    periods: of every job of the group it joined, settled. wait: why it is queued."""
+    """outcome: `placed`, or `queued` in a finite cluster that has no room now. rollout, train: nodes of its phases, the same ones
+    if it is colocated. usd_per_hour: added by the job. periods: of every job of its group, settled. wait: why it is queued."""
 
     job: str
     outcome: str
@@ -33,6 +38,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     periods: dict[str, Period] = {}
     alternatives: tuple[Alternative, ...] = ()
     wait: str = ""
+
+    @property
+    def was(self) -> tuple[str | None, str | None]:
+        """Group and strategy as in an Alternative."""
+        return (None if self.strategy in OWN_NODES.values() else self.group), self.strategy
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +82,7 @@ def decision_for(group: Group, usd_per_hour: float) -> Decision:
         outcome="placed",
         strategy=strategy(group),
         group=group.name,
-        rollout=pin.rollout,
+        rollout=pin.runs_rollouts_on,
         train=pin.train,
         order=group.order,
         usd_per_hour=usd_per_hour,
@@ -84,7 +94,7 @@ def strategy(group: Group) -> str:
     """How the last job of the group joined it."""
     *others, pin = group.pins
     if not others:
-        return "isolated"
+        return OWN_NODES[pin.job.colocated]
     new_rollout = not set(pin.rollout) <= {node for other in others for node in other.rollout}
     new_train = not set(pin.train) <= {node for other in others for node in other.train}
     return STRATEGIES[new_rollout, new_train]

@@ -68,16 +68,16 @@ def extensions(group: Group, job: JobSpec, cluster: Cluster, rules: Rules) -> li
 
 
 def _rollout_sides(group: Group, job: JobSpec, cluster: Cluster) -> list[Side]:
-    members = [(pin.job.rollout_share, pin.job.rollout_memory_gb, pin.rollout) for pin in group.pins]
+    members = [(pin.job.rollout_share, pin.job.memory_gb[0], pin.rollout) for pin in group.pins]
     nodes = [node for node in group.rollout_nodes if node not in cluster.closed]
-    room = _room(nodes, members, job.rollout_share, job.rollout_memory_gb, cluster.rollout.kind)
-    return _sides(room, len(members), job.rollout_nodes)
+    room = _room(nodes, members, job.rollout_share, job.memory_gb[0], cluster.rollout.kind)
+    return _sides(room, len(members), job.nodes[0])
 
 
 def _train_sides(group: Group, job: JobSpec, cluster: Cluster, whole_pool: bool) -> list[Side]:
-    members = [(pin.job.train_share, pin.job.train_memory_gb, pin.train) for pin in group.pins]
+    members = [(pin.job.train_share, pin.job.memory_gb[1], pin.train) for pin in group.pins]
     nodes = [node for node in group.train_nodes if node not in cluster.closed]
-    room = _room(nodes, members, job.train_share, job.train_memory_gb, cluster.train.kind)
+    room = _room(nodes, members, job.train_share, job.memory_gb[1], cluster.train.kind)
     if not whole_pool:
         return _sides(room, len(members), job.train_nodes)
     if sum(map(len, room.values())) < len(group.train_nodes) or job.train_nodes > len(group.train_nodes):
@@ -123,9 +123,9 @@ def with_newcomer(group: Group, job: JobSpec, rollout: Sequence[str], train: Seq
 
 
 def isolated(job: JobSpec) -> Group:
-    """A group of its own on new nodes."""
-    rollout = yet_to_take(job, "rollout", job.rollout_nodes)
-    train = yet_to_take(job, "train", job.train_nodes)
+    """A group of its own on new nodes, as the job is placed."""
+    rollout = yet_to_take(job, "rollout", job.nodes[0])
+    train = yet_to_take(job, "train", job.nodes[1])
     pin = Pin(job=job, rollout=rollout, train=train)
     return Group(name="", pins=(pin,), rollout_nodes=rollout, train_nodes=train)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from verl_mux.scheduling.model import Group, JobSpec
+from verl_mux.scheduling.model import Group
 
 EMPTY = np.inf  # the share of time promised on a node that a group does not have: never room for anybody
 
@@ -46,16 +46,18 @@ class GroupTable:
             used[row] = EMPTY
 
     def openings(
-        self, job: JobSpec, cap: int, room: tuple[float, float], usd: tuple[float, float], below: float, best_fit: bool
+        self, need: tuple[int, int], cap: int, room: tuple[float, float], usd: tuple[float, float], below: float, best_fit: bool
     ) -> Iterator[tuple[float, Group]]:
-        """(least USD per hour it could ask, group) of the groups with fewer than `cap` jobs that share a node with the
-        job for less than `below`, the cheapest first; of equally cheap ones the fullest (`best_fit`), then the oldest.
+        """(least USD per hour it could ask, group) of the groups with fewer than `cap` jobs that share a node with a job
+        that needs so many for less than `below`, the cheapest first; of equally cheap ones the fullest (`best_fit`), then
+        the oldest.
 
         A node can be shared that promised no more than `room`; `usd`: of a node the group would have to add. Pairs are
         (rollout, training).
         """
-        shared = [(self._used[side] <= most).sum(axis=1) for side, most in zip(("rollout", "train"), room, strict=True)]
-        new = [np.maximum(asked - held, 0) for asked, held in zip((job.rollout_nodes, job.train_nodes), shared, strict=True)]
+        sides = zip(("rollout", "train"), need, room, strict=True)
+        shared = [np.minimum((self._used[side] <= most).sum(axis=1), asked) for side, asked, most in sides]
+        new = [asked - held for asked, held in zip(need, shared, strict=True)]
         least = new[0] * usd[0] + new[1] * usd[1]
         rows = np.flatnonzero((self._jobs < cap) & (least < below) & (shared[0] + shared[1] > 0))
         second = -self._fullness[rows] if best_fit else np.zeros(len(rows))

@@ -141,9 +141,10 @@ class Groups(Mapping[str, Group]):
         self.table.replace(group)
 
     def update(self, job: JobSpec) -> Group:
-        """The same job with other estimates, where it is."""
-        group = self.group_of(job.name)
-        pins = tuple(Pin(job=job, rollout=p.rollout, train=p.train) if p.job.name == job.name else p for p in group.pins)
+        """The same job with other estimates, where it is and as it is placed."""
+        group, pin = self.group_of(job.name), self.pin_of(job.name)
+        job = msgspec.structs.replace(job, colocated=pin.job.colocated)
+        pins = tuple(Pin(job=job, rollout=p.rollout, train=p.train) if p is pin else p for p in group.pins)
         self._by_name[group.name] = group = msgspec.structs.replace(group, pins=pins)
         self.touched.add(group.name)
         self.table.replace(group)

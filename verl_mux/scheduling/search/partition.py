@@ -12,14 +12,19 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from verl_mux.scheduling.model import Cluster, JobSpec
-from verl_mux.scheduling.search.cheapest_nodes import SharedNodes, cheapest_nodes, isolated_usd
+from verl_mux.scheduling.search.cheapest_nodes import (
+    EPSILON_USD,
+    Find,
+    SharedNodes,
+    cheapest_alone,
+    cheapest_nodes,
+    in_cheapest_modes,
+    isolated_usd,
+)
+from verl_mux.scheduling.search.rules import Rules
 from verl_mux.scheduling.time.feasibility import Feasibility
 
-EPSILON_USD = 1e-6
-
 Part = tuple[tuple[JobSpec, ...], SharedNodes | None]
-# (jobs sorted by name, USD per hour that it must stay below) -> the cheapest nodes that they can share.
-Find = Callable[[Sequence[JobSpec], float], SharedNodes | None]
 
 
 class OutOfEffort(Exception):
@@ -31,12 +36,12 @@ class Partitioner:
     job when it leaves or when its estimates change.
 
     until: the number of simulated groups (feasibility.simulated) from which on it gives up with OutOfEffort.
-    find: what a set of jobs costs; None: as cheapest_nodes.py has it."""
+    find: what jobs in given modes cost; None: as cheapest_nodes.py has it."""
 
-    def __init__(self, cluster: Cluster, feasibility: Feasibility, cap: int, find: Find | None = None) -> None:
+    def __init__(self, cluster: Cluster, feasibility: Feasibility, rules: Rules, find: Find | None = None) -> None:
         self.cluster = cluster
         self.feasibility = feasibility
-        self.cap = cap
+        self.rules = rules
         self._find = find or (lambda jobs, below: cheapest_nodes(jobs, cluster, feasibility, below))
         self.until = math.inf
         # By the jobs' names, sorted.
@@ -50,7 +55,7 @@ class Partitioner:
             self._solved.pop(key, None)
 
     def solve(self, jobs: Iterable[JobSpec]) -> tuple[float, list[Part]]:
-        """(USD per hour, parts): each part with the nodes it shares, None for a job on nodes of its own."""
+        """(USD per hour, parts): jobs as they are placed, with the nodes they share, None for a job on nodes of its own."""
         ordered = sorted(jobs, key=lambda job: job.name)
         key = tuple(job.name for job in ordered)
         if key not in self._solved:
@@ -66,7 +71,7 @@ class Partitioner:
             if self.feasibility.simulated >= self.until:
                 raise OutOfEffort
             self._note(key)
-            self._shared[key] = self._find(jobs, below() - EPSILON_USD)
+            self._shared[key] = in_cheapest_modes(jobs, self.cluster, self.rules, self._find, below() - EPSILON_USD)
         return self._shared[key]
 
     def _note(self, key: tuple[str, ...]) -> None:
@@ -80,7 +85,8 @@ class _Division:
     def __init__(self, owner: Partitioner, jobs: list[JobSpec]) -> None:
         self.owner = owner
         self.jobs = jobs
-        self.alone = [isolated_usd(job, owner.cluster) for job in jobs]
+        self.alone = [cheapest_alone(job, owner.cluster, owner.rules) for job in jobs]
+        self.alone_usd = [isolated_usd(job, owner.cluster) for job in self.alone]
         self.groups: list[list[tuple[int, SharedNodes]]] = [[] for _ in jobs]
         self.best: dict[int, tuple[float, int]] = {0: (0.0, 0)}
 
@@ -94,7 +100,7 @@ class _Division:
     def _list_groups(self, low: int) -> None:
         """All groups of use whose lowest job is `low`, small ones first, as larger ones must beat them."""
         owner, jobs = self.owner, self.jobs
-        for size in range(1, min(owner.cap, len(jobs))):
+        for size in range(1, min(owner.rules.cap, len(jobs))):
             for others in itertools.combinations(range(low + 1, len(jobs)), size):
                 members = (low, *others)
                 bits = sum([1 << i for i in members])
@@ -113,7 +119,7 @@ class _Division:
         """Lowest cost over the groups listed so far for the lowest job, and that group."""
         low = (bits & -bits).bit_length() - 1
         found = 1 << low
-        least = self.alone[low] + self._cheapest(bits ^ found)[0]
+        least = self.alone_usd[low] + self._cheapest(bits ^ found)[0]
         for group, shared in self.groups[low]:
             if group & ~bits == 0:
                 usd = shared.usd_per_hour + self._cheapest(bits ^ group)[0]
@@ -125,8 +131,8 @@ class _Division:
         parts = []
         while bits:
             group = self.best[bits][1]
-            members = tuple(job for i, job in enumerate(self.jobs) if group >> i & 1)
             low = (bits & -bits).bit_length() - 1
-            parts.append((members, dict(self.groups[low]).get(group)))
+            shared = dict(self.groups[low]).get(group)
+            parts.append((shared.jobs if shared else (self.alone[low],), shared))
             bits ^= group
         return parts

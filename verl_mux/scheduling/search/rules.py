@@ -12,7 +12,8 @@ from verl_mux.scheduling.time.order import ORDERS
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """cap: jobs in a group. rollout_scaling, training_scaling: new nodes on one side for a job that shares the other
-    (the paper knows the first; with the second, also some new nodes beside shared ones on both). whole_pool: every job
+    (the paper knows the first; with the second, also some new nodes beside shared ones on both). colocate: jobs that can run
+    both phases on their training nodes may be placed so; off: only those that cannot be placed otherwise. whole_pool: every job
     trains on all training nodes of its group, as in the paper, and keeps them when others leave. prune_saturated: skip
     groups with T_load >= T_cycle. best_fit: of equally cheap places take the fullest, not the oldest. orders: tried in
     turn. guard: check a join on the group as it stands now, over the whole life of its jobs, not on its settled periods
@@ -26,6 +27,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     cap: int = 5
     rollout_scaling: bool = True
     training_scaling: bool = True
+    colocate: bool = True
     whole_pool: bool = False
     prune_saturated: bool = False
     best_fit: bool = True
@@ -56,7 +58,9 @@ OURS = Rules()
 # What the coordinator runs, and `simulate` as `live`: moves cost what they take, phases vary, and nobody knows them beforehand.
 # New training nodes beside shared rollout nodes, and the fullest group of equals, pay only where jobs are moved afterwards.
 LIVE = Rules(training_scaling=False, best_fit=False, effort=64, hysteresis=1.5, moves_per_hour=60, keep=0.95)
-PAPER = Rules(training_scaling=False, whole_pool=True, prune_saturated=True, best_fit=False, guard=False, repack=False)
+PAPER = Rules(
+    training_scaling=False, colocate=False, whole_pool=True, prune_saturated=True, best_fit=False, guard=False, repack=False
+)
 
 
 def parse_rules(cap: int, changes: Sequence[str]) -> Rules:

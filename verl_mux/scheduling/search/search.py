@@ -6,6 +6,7 @@ search ends at the first price that cannot be beaten; a saturated group costs on
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ import msgspec
 
 from verl_mux.scheduling.model import Cluster, Group, JobSpec, cycle_time, load_time
 from verl_mux.scheduling.search.extension import Extension, extensions, pairs_of_pins, with_newcomer, yet_to_take
+from verl_mux.scheduling.search.modes import modes_of
 from verl_mux.scheduling.search.rules import Rules
 from verl_mux.scheduling.time.feasibility import TOLERANCE, Feasibility
 from verl_mux.scheduling.time.forecast import Progress, late_job
@@ -26,8 +28,9 @@ EPSILON_USD = 1e-6
 
 
 class Place(msgspec.Struct, frozen=True):
-    """A group to join, how, in which order it then runs, and USD per hour more."""
+    """The job as it is placed, a group to join, how, in which order it then runs, and USD per hour more."""
 
+    job: JobSpec
     group: Group
     extension: Extension
     order: str
@@ -58,13 +61,13 @@ class Search:
         progress: Mapping[str, Progress],
         load_s: float = 0.0,
     ) -> Place | None:
-        """The cheapest place under `below` USD per hour that needs no more new nodes than `free` (rollout, training).
+        """The cheapest place in any mode under `below` USD per hour that needs no more new nodes than `free` (rollout, training).
         Jobs without progress are not looked at in their present state. `load_s`: its cold start, if it moves there."""
         best, until = None, self.feasibility.simulated + self.rules.effort
-        for least, group in self._shortlist(job, table, below):
+        for least, placed, group in self._shortlist(job, table, below):
             if least >= below - EPSILON_USD or self.feasibility.simulated >= until:
                 break
-            if place := self.join(job, group, below, free, progress, load_s):
+            if place := self.join(placed, group, below, free, progress, load_s):
                 best, below = place, place.usd
         return best
 
@@ -77,7 +80,7 @@ class Search:
         progress: Mapping[str, Progress],
         load_s: float = 0.0,
     ) -> Place | None:
-        """The cheapest way into one group."""
+        """The cheapest way into one group in the mode in which the job is given."""
         rollout, train = pairs_of_pins(group.pins)
         for found in extensions(group, job, self.cluster, self.rules):
             if found.usd >= below - EPSILON_USD:
@@ -86,33 +89,39 @@ class Search:
                 continue
             jobs = (*group.jobs, job)
             order = self.feasibility.order(jobs, rollout | found.rollout.pairs, train | found.train.pairs)
-            if order and self._in_time(job, place := Place(group, found, order), progress, load_s):
+            if order and self._in_time(place := Place(job, group, found, order), progress, load_s):
                 return place
         return None
 
-    def _in_time(self, job: JobSpec, place: Place, progress: Mapping[str, Progress], load_s: float) -> bool:
+    def _in_time(self, place: Place, progress: Mapping[str, Progress], load_s: float) -> bool:
         if not self.rules.guard or not all(member.name in progress for member in place.group.jobs):
             return True
-        return late_job(group_at(job, place), progress, {job.name: load_s}) is None
+        return late_job(group_at(place), progress, {place.job.name: load_s}) is None
 
-    def _shortlist(self, job: JobSpec, table: GroupTable, below: float) -> Iterator[tuple[float, Group]]:
-        """(least USD per hour it could ask, group), cheapest first, then fullest; no more than the rules allow."""
+    def _shortlist(self, job: JobSpec, table: GroupTable, below: float) -> Iterator[tuple[float, JobSpec, Group]]:
+        """(least USD per hour it could ask, the job in one of its modes, group), cheapest first, then fullest; no more than the
+        rules allow."""
+        openings = [self._openings(placed, table, below) for placed in modes_of(job, self.cluster, self.rules)]
+        return itertools.islice(heapq.merge(*openings, key=lambda found: found[0]), self.rules.shortlist)
+
+    def _openings(self, job: JobSpec, table: GroupTable, below: float) -> Iterator[tuple[float, JobSpec, Group]]:
         usd = self.cluster.rollout.kind.usd_per_hour, self.cluster.train.kind.usd_per_hour
         room = TOLERANCE - job.rollout_share, TOLERANCE - job.train_share
-        openings = table.openings(job, self.rules.cap, room, usd, below - EPSILON_USD, self.rules.best_fit)
-        return itertools.islice((found for found in openings if not self.saturated(found[1])), self.rules.shortlist)
+        openings = table.openings(job.nodes, self.rules.cap, room, usd, below - EPSILON_USD, self.rules.best_fit)
+        return ((least, job, group) for least, group in openings if not self.saturated(group))
 
     def nearest(self, job: JobSpec, table: GroupTable, count: int) -> list[Group]:
         """So many of the groups that could ask the least."""
-        return [group for _, group in itertools.islice(self._shortlist(job, table, math.inf), count)]
+        groups = {group.name: group for _, _, group in self._shortlist(job, table, math.inf)}
+        return list(groups.values())[:count]
 
     def saturated(self, group: Group) -> bool:
         return self.rules.prune_saturated and load_time(group) >= cycle_time(group)
 
 
-def group_at(job: JobSpec, place: Place) -> Group:
+def group_at(place: Place) -> Group:
     """The group as it would be; its new nodes are yet to be taken."""
-    ask = place.extension
+    job, ask = place.job, place.extension
     rollout = (*ask.rollout.shared, *yet_to_take(job, "rollout", ask.rollout.new))
     train = (*ask.train.shared, *yet_to_take(job, "train", ask.train.new))
     return with_newcomer(place.group, job, rollout, train, place.order)

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from verl_mux.scheduling.model import JobSpec
 from verl_mux.scheduling.time.chance import likely
 from verl_mux.scheduling.time.conflicts import Pairs, connected, nodes_of_pairs, pair, pairs_without, within
-from verl_mux.scheduling.time.periods import mean_seconds
+from verl_mux.scheduling.time.periods import mean_seconds, rollout_bits
+
+_Placed = tuple[tuple[str, bool], ...]
 
 TOLERANCE = 1 + 1e-9
 # Where planned periods take no more of what is allowed, phases may vary as they do.
@@ -20,7 +22,7 @@ SURE = 0.75
 
 
 class Feasibility:
-    """Remembers verdicts by job names: `forget` a job when it leaves or when its estimates change.
+    """Remembers verdicts by the jobs as they are placed: `forget` a job when it leaves or when its estimates change.
 
     keep: probability with which all must keep within their SLOs while phases vary (see chance.py); 0: phases last as estimated.
     """
@@ -29,9 +31,9 @@ class Feasibility:
         self.orders = tuple(orders)
         self.keep = keep
         self.simulated = 0
-        # By the jobs' names, sorted, then by the pairs that share rollout and training nodes.
-        self._known: dict[tuple[str, ...], dict[tuple[Pairs, Pairs], str | None]] = {}
-        self._sets: dict[str, list[tuple[str, ...]]] = {}
+        # By the jobs as they are placed, sorted by name, then by the pairs that share rollout and training nodes.
+        self._known: dict[_Placed, dict[tuple[Pairs, Pairs], str | None]] = {}
+        self._sets: dict[str, list[_Placed]] = {}
 
     def order(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> str | None:
         """The first order under which all jobs keep within their SLOs when these pairs share nodes, or None."""
@@ -48,7 +50,7 @@ class Feasibility:
             return found is not None
         rank = tuple(sorted(range(len(jobs)), key=lambda i: jobs[i].name))
         ordered = [jobs[i] for i in rank]
-        return self._keeps_under(ordered, *_masks(within(rollout, rank), within(train, rank), len(jobs)), order)
+        return self._keeps_under(ordered, *_masks(ordered, within(rollout, rank), within(train, rank)), order)
 
     def hopeless_pairs(self, jobs: Sequence[JobSpec]) -> tuple[Pairs, Pairs, Pairs]:
         """Pairs that cannot even on their own share rollout nodes, training nodes, or both. Jobs sorted by name."""
@@ -62,16 +64,16 @@ class Feasibility:
         return found[0], found[1], found[2]
 
     def forget(self, name: str) -> None:
-        for names in self._sets.pop(name, ()):
-            self._known.pop(names, None)
+        for placed in self._sets.pop(name, ()):
+            self._known.pop(placed, None)
 
     def _order(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> str | None:
-        names = tuple([job.name for job in jobs])
-        known = self._known.get(names)
+        placed = tuple([job.placed_as for job in jobs])
+        known = self._known.get(placed)
         if known is None:
-            known = self._known[names] = {}
-            for name in names:
-                self._sets.setdefault(name, []).append(names)
+            known = self._known[placed] = {}
+            for job in jobs:
+                self._sets.setdefault(job.name, []).append(placed)
         if (rollout, train) not in known:
             known[rollout, train] = self._judge(jobs, rollout, train, len(jobs))
         return known[rollout, train]
@@ -93,7 +95,7 @@ class Feasibility:
 
     def _simulate(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> str | None:
         self.simulated += 1
-        on_rollout, on_train = _masks(rollout, train, len(jobs))
+        on_rollout, on_train = _masks(jobs, rollout, train)
         return next((order for order in self.orders if self._keeps_under(jobs, on_rollout, on_train, order)), None)
 
     def _keeps_under(self, jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int], order: str) -> bool:
@@ -102,6 +104,8 @@ class Feasibility:
         return room <= TOLERANCE and (not self.keep or room < SURE or likely(jobs, rollout, train, order, self.keep))
 
 
-def _masks(rollout: Pairs, train: Pairs, count: int) -> tuple[Sequence[int], Sequence[int]]:
+def _masks(jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> tuple[Sequence[int], Sequence[int]]:
     """Nodes as bits of one numbering that bring about just these conflicts."""
-    return nodes_of_pairs(rollout, count), [bits << (count * (count - 1) // 2) for bits in nodes_of_pairs(train, count)]
+    count = len(jobs)
+    on_train = [bits << (count * (count - 1) // 2) for bits in nodes_of_pairs(train, count)]
+    return rollout_bits(jobs, nodes_of_pairs(rollout, count), on_train), on_train

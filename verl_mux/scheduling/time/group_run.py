@@ -57,7 +57,8 @@ class GroupRun:
     """`step()` moves to the next end of a phase. ends[i] is when member i's phase ends, inf while it waits.
 
     rounds: nobody begins a rollout before everybody has begun as many in this run.
-    busy_s: seconds times nodes that ROLLOUT and TRAIN ran, without switches, by phase.
+    busy_s: seconds times nodes that ROLLOUT and TRAIN ran, without switches, by phase; rollouts on the nodes of the job's
+    training count with that.
     """
 
     __slots__ = ("now", "rounds", "members", "ends", "waiting", "held", "busy_s")
@@ -157,7 +158,7 @@ class GroupRun:
     def _hold(self, member: Member, need: int) -> None:
         phase = member.phase
         seconds = next(member.times[phase])
-        self.busy_s[phase] += seconds * need.bit_count()
+        self.busy_s[TRAIN if need == member.needs[TRAIN] else phase] += seconds * need.bit_count()
         if member.resident & need != need:
             seconds += member.switch[phase]
             for other in self.members:

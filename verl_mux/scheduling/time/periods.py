@@ -43,29 +43,38 @@ def group_periods(group: Group) -> list[Period]:
 
 
 def masks(group: Group) -> tuple[list[int], list[int]]:
-    """Each pin's rollout and training nodes as bits of one numbering, training nodes after the rollout nodes."""
+    """Each pin's nodes for a rollout and for training as bits of one numbering, training nodes after the rollout nodes."""
     bits = {node: 1 << i for i, node in enumerate(group.rollout_nodes)}
     train_bits = {node: 1 << i for i, node in enumerate(group.train_nodes, start=len(bits))}
-    return (
-        [sum(bits[node] for node in pin.rollout) for pin in group.pins],
-        [sum(train_bits[node] for node in pin.train) for pin in group.pins],
-    )
+    rollout = [sum(bits[node] for node in pin.rollout) for pin in group.pins]
+    train = [sum(train_bits[node] for node in pin.train) for pin in group.pins]
+    return rollout_bits(group.jobs, rollout, train), train
+
+
+def rollout_bits(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int]) -> list[int]:
+    """The nodes (bits) on which each job's rollouts run: of one that is colocated its training nodes."""
+    return [trained if job.colocated else held for job, held, trained in zip(jobs, rollout, train, strict=True)]
 
 
 def periods(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int], order: str = "fifo") -> list[Period]:
-    """As `group_periods`, with nodes as bits; `rollout` and `train` must not overlap."""
+    """As `group_periods`, with nodes as bits; `rollout`: those on which rollouts run, training nodes only of colocated jobs."""
     if len(jobs) == 1:
         return [Period(mean_s=jobs[0].iteration_s, worst_s=jobs[0].iteration_s)]
-    if order == "fifo" and _all_meet(rollout) and _all_meet(train) and not any(job.tail_s for job in jobs):
+    if order == "fifo" and _in_one_round(jobs, rollout, train):
         return [_one_round(jobs)] * len(jobs)
     return _settle(planned_run(jobs, rollout, train, order))
 
 
 def mean_seconds(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int], order: str = "fifo") -> list[float]:
     """The means of `periods`, sooner."""
-    if len(jobs) == 1 or order != "fifo" or any(job.tail_s for job in jobs) or (_all_meet(rollout) and _all_meet(train)):
+    if len(jobs) == 1 or order != "fifo" or any(job.tail_s for job in jobs) or _in_one_round(jobs, rollout, train):
         return [period.mean_s for period in periods(jobs, rollout, train, order)]
     return fifo_means(jobs, rollout, train)
+
+
+def _in_one_round(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int]) -> bool:
+    """Whether nobody can overtake, and rollouts run beside training."""
+    return _all_meet(rollout) and _all_meet(train) and not any(job.tail_s or job.colocated for job in jobs)
 
 
 def _all_meet(on: Sequence[int]) -> bool:

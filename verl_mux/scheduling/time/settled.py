@@ -18,13 +18,13 @@ MAX_ITERATIONS = 48
 def fifo_means(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int]) -> list[float]:
     """Seconds per iteration of each job; all ask for their first rollout at 0, in the order given.
 
-    rollout, train: nodes of each job as bits of one numbering, not overlapping."""
+    rollout, train: nodes of each job as bits of one numbering; the same ones for a job that is colocated."""
     count = len(jobs)
     need = [*rollout, *train]
     hold = [job.rollout_hold_s for job in jobs] + [job.train.seconds for job in jobs]
     switch = [job.rollout_switch_s for job in jobs] + [job.train_switch_s for job in jobs]
     resident = _loaded(rollout, train)
-    others = [[j for j in range(count) if j != i and (rollout[i] & rollout[j] or train[i] & train[j])] for i in range(count)]
+    others = [[j for j in range(count) if j != i and (rollout[i] | train[i]) & (rollout[j] | train[j])] for i in range(count)]
     never = math.inf
     now, held = 0.0, 0
     ends = [never] * count

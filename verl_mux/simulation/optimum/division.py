@@ -10,8 +10,16 @@ import msgspec
 
 from verl_mux.errors import UserError
 from verl_mux.scheduling.model import Cluster, JobSpec
-from verl_mux.scheduling.search.cheapest_nodes import SharedNodes, isolated_usd
-from verl_mux.scheduling.search.partition import EPSILON_USD, Find, Part
+from verl_mux.scheduling.search.cheapest_nodes import (
+    EPSILON_USD,
+    Find,
+    SharedNodes,
+    cheapest_alone,
+    in_cheapest_modes,
+    isolated_usd,
+)
+from verl_mux.scheduling.search.partition import Part
+from verl_mux.scheduling.search.rules import Rules
 
 
 class Divided(msgspec.Struct, frozen=True):
@@ -32,32 +40,35 @@ class _Priced(msgspec.Struct, frozen=True):
 class Division:
     """`solve` is asked about many sets of jobs; what sets cost by `find` is remembered."""
 
-    def __init__(self, cluster: Cluster, find: Find, cap: int) -> None:
+    def __init__(self, cluster: Cluster, find: Find, rules: Rules) -> None:
         self.cluster = cluster
         self.find = find
-        self.cap = cap
+        self.rules = rules
         self._known: dict[tuple[str, ...], _Priced] = {}
 
     def solve(self, jobs: Sequence[JobSpec]) -> Divided:
         """Jobs sorted by name."""
-        columns: list[tuple[float, Part]] = [(isolated_usd(job, self.cluster), ((job,), None)) for job in jobs]
-        for size in range(2, min(self.cap, len(jobs)) + 1):
+        alone = [cheapest_alone(job, self.cluster, self.rules) for job in jobs]
+        columns: list[tuple[float, Part]] = [(isolated_usd(job, self.cluster), ((job,), None)) for job in alone]
+        for size in range(2, min(self.rules.cap, len(jobs)) + 1):
             for members in itertools.combinations(jobs, size):
-                if (priced := self._price(members)).shared is not None:
-                    columns.append((priced.usd, (members, priced.shared)))
+                if (shared := self._price(members).shared) is not None:
+                    columns.append((shared.usd_per_hour, (shared.jobs, shared)))
         return _cheapest_cover(columns, jobs)
 
     def _price(self, jobs: tuple[JobSpec, ...]) -> _Priced:
         """Smaller sets have been priced before."""
         key = tuple([job.name for job in jobs])
         if key not in self._known:
-            apart = min([self._usd(jobs[:i] + jobs[i + 1 :]) + isolated_usd(job, self.cluster) for i, job in enumerate(jobs)])
-            shared = self.find(jobs, apart - EPSILON_USD)
+            apart = min([self._usd(jobs[:i] + jobs[i + 1 :]) + self._usd((job,)) for i, job in enumerate(jobs)])
+            shared = in_cheapest_modes(jobs, self.cluster, self.rules, self.find, apart - EPSILON_USD)
             self._known[key] = _Priced(shared.usd_per_hour if shared else apart, shared)
         return self._known[key]
 
     def _usd(self, jobs: tuple[JobSpec, ...]) -> float:
-        return isolated_usd(jobs[0], self.cluster) if len(jobs) == 1 else self._price(jobs).usd
+        if len(jobs) > 1:
+            return self._price(jobs).usd
+        return isolated_usd(cheapest_alone(jobs[0], self.cluster, self.rules), self.cluster)
 
 
 def _cheapest_cover(columns: Sequence[tuple[float, Part]], jobs: Sequence[JobSpec]) -> Divided:

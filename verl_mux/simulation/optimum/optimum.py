@@ -41,8 +41,8 @@ class Optimum:
         self.jobs = {job.name: job for job in jobs}
         self.max_jobs = max_jobs
         feasibility = Feasibility()
-        self._small = Partitioner(cluster, feasibility, rules.cap, Sharing(cluster).cheapest)
-        self._large = Division(cluster, lambda jobs, below: cheapest_nodes(jobs, cluster, feasibility, below), rules.cap)
+        self._small = Partitioner(cluster, feasibility, rules, Sharing(cluster).cheapest)
+        self._large = Division(cluster, lambda jobs, below: cheapest_nodes(jobs, cluster, feasibility, below), rules)
         self._known: dict[frozenset[str], Divided] = {}
 
     def solve(self, names: frozenset[str]) -> Divided:

@@ -13,11 +13,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 from verl_mux.scheduling.model import Cluster, JobSpec, NodeKind
-from verl_mux.scheduling.search.cheapest_nodes import SharedNodes, least_usd
+from verl_mux.scheduling.search.cheapest_nodes import SharedNodes
 from verl_mux.scheduling.search.layouts import Classes, Layout, layout_of, layouts
 from verl_mux.scheduling.time.conflicts import Pairs, connected, nodes_of_pairs
 from verl_mux.scheduling.time.feasibility import TOLERANCE
-from verl_mux.scheduling.time.periods import mean_seconds
+from verl_mux.scheduling.time.periods import mean_seconds, rollout_bits
 
 EXACT_NODES = 2
 ORDER = "fifo"
@@ -29,31 +29,29 @@ class Sharing:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.simulated = 0
-        self._kept: dict[tuple[tuple[str, ...], Pairs, Pairs], bool] = {}
+        self._kept: dict[tuple[tuple[tuple[str, bool], ...], Pairs, Pairs], bool] = {}
 
     def cheapest(self, jobs: Sequence[JobSpec], below: float = math.inf) -> SharedNodes | None:
-        """For jobs sorted by name; None if nothing under `below` USD per hour keeps everybody within the SLO."""
-        if least_usd(jobs, self.cluster) >= below:
-            return None
+        """For jobs as they are placed, sorted by name; None if nothing under `below` USD per hour keeps every SLO."""
         usd = self.cluster.rollout.kind.usd_per_hour, self.cluster.train.kind.usd_per_hour
-        rollouts, trains = self._by_nodes(jobs, "rollout"), self._by_nodes(jobs, "train")
+        rollouts, trains = self._by_nodes(jobs, 0), self._by_nodes(jobs, 1)
         prices = sorted((nodes * usd[0] + more * usd[1], nodes, more) for nodes in rollouts for more in trains)
         for price, nodes, more in prices:
             if price >= below:
                 return None
             for r, t in itertools.product(rollouts[nodes], trains[more]):
                 if self._keeps(jobs, r.pairs, t.pairs):
-                    return SharedNodes(price, nodes, more, r.on, t.on, ORDER)
+                    return SharedNodes(tuple(jobs), price, nodes, more, r.on, t.on, ORDER)
         return None
 
-    def _by_nodes(self, jobs: Sequence[JobSpec], side: str) -> dict[int, list[Layout]]:
-        """The layouts in which everything fits, by their number of nodes: of those in which the same jobs meet the smallest."""
-        needs = tuple(getattr(job, f"{side}_nodes") for job in jobs)
-        kind = getattr(self.cluster, side).kind
-        fits = _fits([(getattr(job, f"{side}_share"), getattr(job, f"{side}_memory_gb")) for job in jobs], kind)
+    def _by_nodes(self, jobs: Sequence[JobSpec], side: int) -> dict[int, list[Layout]]:
+        """The layouts in which everything fits, by their number of nodes: of those in which the same jobs meet the smallest.
+        side: 0 rollout, 1 training."""
+        kind = (self.cluster.rollout, self.cluster.train)[side].kind
+        fits = _fits([((job.rollout_share, job.train_share)[side], job.memory_gb[side]) for job in jobs], kind)
         met: set[Pairs] = set()
         found: dict[int, list[Layout]] = {}
-        for layout in _all_layouts(needs):
+        for layout in _all_layouts(tuple(job.nodes[side] for job in jobs)):
             if layout.pairs not in met and all([fits[on] for on in layout.occupied]):
                 met.add(layout.pairs)
                 found.setdefault(layout.nodes, []).append(layout)
@@ -63,7 +61,7 @@ class Sharing:
         """Whether the jobs make one group and all keep within their SLOs."""
         if len(connected(rollout | train, len(jobs))) > 1:
             return False
-        key = tuple([job.name for job in jobs]), rollout, train
+        key = tuple([job.placed_as for job in jobs]), rollout, train
         if key not in self._kept:
             self._kept[key] = self._run(jobs, rollout, train)
         return self._kept[key]
@@ -72,7 +70,8 @@ class Sharing:
         self.simulated += 1
         count = len(jobs)
         on_train = [bits << (count * (count - 1) // 2) for bits in nodes_of_pairs(train, count)]
-        found = mean_seconds(jobs, nodes_of_pairs(rollout, count), on_train, ORDER)
+        on_rollout = rollout_bits(jobs, nodes_of_pairs(rollout, count), on_train)
+        found = mean_seconds(jobs, on_rollout, on_train, ORDER)
         return all([seconds <= job.limit_s * TOLERANCE for job, seconds in zip(jobs, found, strict=True)])
 
 

@@ -195,6 +195,13 @@ def test_another_job_under_its_name_is_placed_anew():
     assert lines(driver, "move_given_up")[0]["reason"] == "another job came under its name"
 
 
+def test_a_start_of_it_in_the_other_trainer_mode_is_placed_anew():
+    driver = spoilt()
+    driver.leave("b", 1)
+    assert where_told(driver.come_again("b", colocated=True)) == [{"rollout": ["t1"], "train": ["t1"]}]
+    assert not driver.state.moves and driver.pin("b").job.colocated
+
+
 def test_other_company_or_another_order_on_the_same_nodes_is_no_move():
     driver = spoilt()
     move = Move(job="a", kind="move", group="g1", rollout=("r0",), train=("t0",), load_s=9.0)

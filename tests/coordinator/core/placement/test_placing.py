@@ -101,6 +101,75 @@ def test_a_job_that_brings_a_profile_is_placed_by_it():
     assert not spec.movable and lines(driver, "placed")[0]["estimated"]["source"] == "profile"
 
 
+HERE = {"rollout": ["t0"], "train": ["t0"]}
+
+
+def test_a_colocated_job_gets_training_nodes_for_both_phases(driver):
+    (answer,) = arrive(driver, "a", colocated=True)
+    assert answer.nodes == HERE
+    (placed,) = lines(driver, "placed")
+    assert (placed["strategy"], placed["usd_per_hour"], placed["nodes"]) == ("colocated", 1.0, HERE)
+    (granted,) = driver.ask("a", "rollout", 1, ["t0"])
+    assert isinstance(granted, m.LeaseGrant)
+
+
+def test_colocated_jobs_share_a_node_that_has_time_and_memory_for_both_phases_of_both():
+    driver = Driver(Machine(placing_config(count=2)))
+    short = Observed(rollout=(3.0, 3.0, 3.0), train=(3.0, 3.0, 3.0))
+    given = pools(2)
+    given["train"]["nodes"] = [{**node, "host_bytes": 20 * 10**9} for node in given["train"]["nodes"]]
+    roomy = Driver(Machine(make_config({"pools": given, "placement": {"kinds": {"cpu": CPU}, "observe": 2}})))
+    for at in (driver, roomy):
+        assert arrive(at, "a", colocated=True, profiled=short, slo=3.0)[0].nodes == HERE
+    assert arrive(driver, "b", colocated=True, profiled=short, slo=3.0)[0].nodes["train"] == ["t1"]  # 8 GB each, of 10
+    assert arrive(roomy, "b", colocated=True, profiled=short, slo=3.0)[0].nodes == HERE
+    assert lines(roomy, "placed")[-1]["strategy"] == "direct packing"
+    assert lines(roomy, "group_predicted")[-1]["periods"] == pytest.approx({"a": 12.0, "b": 12.0})
+
+
+def test_a_job_of_two_pools_trains_beside_a_colocated_one_and_never_rolls_out_there():
+    driver = Driver(Machine(placing_config(count=2)))
+    arrive(driver, "a", colocated=True, profiled=Observed(rollout=(3.0,) * 3, train=(3.0,) * 3), needs=needs(lora_rank=8))
+    for job in ("b", "c"):
+        (answer,) = arrive(driver, job, slo=1.0)
+        assert isinstance(answer, m.Queued) or set(answer.nodes["rollout"]) <= {"r0", "r1"}
+
+
+def test_what_a_colocated_job_is_seen_to_hold_counts_once(driver):
+    arrive(driver, "a", colocated=True)
+    driver.do(m.HostReport(**driver.who("a"), node="t0", bytes={"weights": 5 * 10**9}))
+    for number in (1, 2, 3):
+        for phase in ("rollout", "train"):
+            driver.ask("a", phase, number, ["t0"])
+            driver.now += 2
+            driver.release("a")
+        driver.do(m.HostReport(**driver.who("a"), node="t0", bytes={"weights": 6 * 10**9}))
+    job = driver.machine.state.placed.job("a")
+    assert job.colocated and sum(job.memory_gb) == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"needs": needs(rollout_nodes=2)}, "runs both phases on the same nodes, but asks for 2 for rollout and 1 for train"),
+        ({"needs": needs(rollout_gpus=2)}, "2 GPUs on each rollout node; those of pool 'train' have 1"),
+        ({"placed": {"rollout": ["r0"], "train": ["t0"]}}, "says it was placed on ['r0'] for rollout; allowed: 1 of t0"),
+    ],
+)
+def test_what_no_colocated_place_can_be_is_refused(driver, keys, words):
+    (refused,) = arrive(driver, "a", colocated=True, **keys)
+    assert isinstance(refused, m.Refused) and words in refused.reason
+
+
+def test_after_a_loss_of_memory_a_colocated_job_is_where_it_says():
+    driver = Driver(Machine(placing_config(count=2)))
+    there = {"rollout": ["t1"], "train": ["t1"]}
+    assert arrive(driver, "a", again=True, placed=there, colocated=True)[0].nodes == there
+    (group,) = driver.machine.state.placed.groups
+    assert (group.rollout_nodes, group.train_nodes) == ((), ("t1",)) and group.jobs[0].colocated
+    assert arrive(driver, "b", colocated=True)[0].nodes == HERE
+
+
 def test_an_answer_about_other_records_is_void_and_the_question_stays(driver):
     arrive(driver, "a")
     asked = Asked(Arrive(driver.machine.state.placed.job("a")), Record(), driver.machine.config, frozenset(), 0.0)

@@ -52,7 +52,7 @@ def told(asked: m.Register, nodes: Mapping[str, list[str]], config: Config) -> d
 
 def estimated(pin: Pin) -> dict[str, HostMemory]:
     """By node, of a job that was placed."""
-    sides = ((pin.rollout, pin.job.rollout_memory_gb), (pin.train, pin.job.train_memory_gb))
+    sides = zip((pin.rollout, pin.train), pin.job.memory_gb, strict=True)
     return {node: HostMemory(told={"estimated": round(gb * GB)}) for nodes, gb in sides for node in nodes}
 
 
@@ -195,11 +195,15 @@ def measured(state: State, config: Config, job: Job, what: HostMeasured | m.Host
 
 def revised(job: Job, spec: JobSpec) -> JobSpec:
     """The placed job with the host memory that it was seen to take, where that is other than what it is placed by."""
-    for side in ("rollout", "train"):
+    for side, gb in zip(("rollout", "train"), spec.memory_gb, strict=True):
         most = max((job.host_memory[node].most for node in job.nodes.get(side, ()) if node in job.host_memory), default=0)
-        placed_by = round(getattr(spec, f"{side}_memory_gb") * GB)
-        if most and abs(most - placed_by) > max(_NEWS_BYTES, _NEWS_SHARE * placed_by):
+        placed_by = round(gb * GB)
+        if not most or abs(most - placed_by) <= max(_NEWS_BYTES, _NEWS_SHARE * placed_by):
+            continue
+        if not spec.colocated:
             spec = msgspec.structs.replace(spec, **{f"{side}_memory_gb": most / GB})
+        elif side == "train":  # where both are; nobody sees which part is whose
+            spec = msgspec.structs.replace(spec, rollout_memory_gb=0.0, train_memory_gb=most / GB)
     return spec
 
 

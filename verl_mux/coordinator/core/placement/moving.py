@@ -76,7 +76,9 @@ def returns(state: State, job: Job, asked: m.Register) -> bool:
     if moving is None or moving.left_at is None or group is None or asked.needs is None:
         return False
     pin = next(pin for pin in group.pins if pin.job.name == job.name)
-    if (len(pin.rollout), len(pin.train)) != (asked.needs.rollout_nodes, asked.needs.train_nodes):
+    if (len(pin.runs_rollouts_on), len(pin.train)) != (asked.needs.rollout_nodes, asked.needs.train_nodes):
+        return False
+    if pin.job.colocated != asked.colocated:
         return False
     job.watched = _copied(moving.watched)
     return True

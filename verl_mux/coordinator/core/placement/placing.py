@@ -31,7 +31,7 @@ from verl_mux.scheduling.estimate.estimator import WINDOW, bounds, job_spec
 from verl_mux.scheduling.estimate.gpu_kinds import find_kind
 from verl_mux.scheduling.estimate.job_needs import JobNeeds
 from verl_mux.scheduling.estimate.learning import learnt
-from verl_mux.scheduling.model import Group, JobSpec, Pin
+from verl_mux.scheduling.model import COLOCATED, SEPARATE, Group, JobSpec, Pin
 from verl_mux.scheduling.placer.placer import check_fits
 from verl_mux.scheduling.placer.record import Again, Arrive, Correct, Leave, Open, Record
 from verl_mux.scheduling.repack.repack import ASK_AGAIN_S
@@ -53,31 +53,45 @@ def check(asked: m.Register, state: State, config: Config) -> None:
         raise UserError(f"job {asked.job!r} leaves its nodes to the coordinator but does not say what it needs")
     if asked.slo is not None and not asked.slo >= 1:
         raise UserError(f"job {asked.job!r}: slo is {asked.slo:g}; an SLO is a factor of at least 1")
-    for side in m.SIDES:
+    for side, pool in zip(m.SIDES, _pools(asked, config), strict=True):
         seconds = getattr(asked.profiled, side)
         if len(seconds) > WINDOW or not all(0 < each < MOST_S for each in seconds):
             raise UserError(
                 f"job {asked.job!r}: profiled {side} phases {list(seconds)[:5]}; at most {WINDOW} of more than 0 and less than"
                 f" {MOST_S:g} s are allowed"
             )
-        pool = getattr(config.placement, side)
         gpus, least = getattr(asked.needs, f"{side}_gpus"), min(node.gpus for node in config.pools[pool].nodes)
         if gpus > least:
             raise UserError(f"job {asked.job!r} asks for {gpus} GPUs on each {side} node; those of pool {pool!r} have {least}")
+    if asked.colocated and asked.needs.rollout_nodes != asked.needs.train_nodes:
+        raise UserError(
+            f"job {asked.job!r} runs both phases on the same nodes, but asks for {asked.needs.rollout_nodes} for rollout and"
+            f" {asked.needs.train_nodes} for train"
+        )
     if asked.placed:
         _check_claimed(asked, asked.needs, config)
-    check_fits(_spec(asked, config), config.cluster)
+    check_fits(_spec(asked, config), config.cluster, config.placing.rules())
+
+
+def _pools(asked: m.Register, config: Config) -> tuple[str, str]:
+    """Names of the pools on which it rolls out and trains."""
+    return config.placing.train if asked.colocated else config.placing.rollout, config.placing.train
 
 
 def _check_claimed(asked: m.Register, needs: JobNeeds, config: Config) -> None:
     """Whether a job can have been placed where it says it was. Raises UserError."""
-    for side in m.SIDES:
+    for side, name in zip(m.SIDES, _pools(asked, config), strict=True):
         names, count = asked.placed.get(side, []), getattr(needs, f"{side}_nodes")
-        pool = [node.name for node in config.pools[getattr(config.placing, side)].nodes]
+        pool = [node.name for node in config.pools[name].nodes]
         if len(set(names)) != count or len(names) != count or not set(names) <= set(pool):
             raise UserError(
                 f"job {asked.job!r} says it was placed on {names[: count + 1]} for {side}; allowed: {count} of {', '.join(pool)}"
             )
+    if asked.colocated and set(asked.placed["rollout"]) != set(asked.placed["train"]):
+        raise UserError(
+            f"job {asked.job!r} runs both phases on the same nodes, but says it was placed on {asked.placed['rollout']} for"
+            f" rollout and {asked.placed['train']} for train"
+        )
 
 
 def named_by_hand(asked: m.Register, nodes: dict[str, list[str]], state: State) -> None:
@@ -204,16 +218,16 @@ def _spec(asked: m.Register, config: Config) -> JobSpec:
     """Of a job that `check` lets pass."""
     placement, needs = config.placing, asked.needs
     assert needs is not None
-    pools = [getattr(placement, side) for side in m.SIDES]
-    kinds = [find_kind(kind_name(pool, config.pools[pool]), placement.kinds) for pool in pools]
+    kinds = [find_kind(kind_name(pool, config.pools[pool]), placement.kinds) for pool in _pools(asked, config)]
     slo = placement.slo if asked.slo is None else asked.slo
     spec = learnt(job_spec(asked.job, needs, bounds(needs, *kinds), slo, asked.owner), asked.profiled, "profile")
-    return msgspec.structs.replace(spec, movable=asked.movable, move_s=placement.move_s)
+    modes = (COLOCATED if asked.colocated else SEPARATE,)
+    return msgspec.structs.replace(spec, movable=asked.movable, move_s=placement.move_s, modes=modes, colocated=asked.colocated)
 
 
 def _readopt(state: State, config: Config, job: Job, spec: JobSpec, placed: dict[str, list[str]]) -> list[Instruction]:
     """After a loss of memory: the job is where it says, with all who share a node with it."""
-    pin = Pin(job=spec, rollout=tuple(placed["rollout"]), train=tuple(placed["train"]))
+    pin = Pin(job=spec, rollout=() if spec.colocated else tuple(placed["rollout"]), train=tuple(placed["train"]))
     mine = {*pin.rollout, *pin.train}
     near = [group for group in state.placed.groups if mine & {*group.rollout_nodes, *group.train_nodes}]
     before, named = state.placed, state.placed.named + (not near)
@@ -241,7 +255,7 @@ def _pin(state: State, job: Job) -> None:
         pin = next(pin for pin in group.pins if pin.job.name == job.name)
         if waits_for(state, job):
             return
-        job.nodes = {"rollout": list(pin.rollout), "train": list(pin.train)}
+        job.nodes = {"rollout": list(pin.runs_rollouts_on), "train": list(pin.train)}
         job.host_memory = memory.estimated(pin)
 
 

@@ -109,17 +109,12 @@ def _decide(placer: Placer, question: Question, progress: Mapping[str, Progress]
 def _arrive(placer: Placer, spec: JobSpec, progress: Mapping[str, Progress]) -> Said:
     could = alternatives(placer, spec, TOLD)
     decision = placer.admit(spec, progress)
-    others = [place for place in could if (place.group, place.strategy) != _taken(decision)]
+    others = [place for place in could if (place.group, place.strategy) != decision.was]
     return _said(decision, spec, lost_to(decision.usd_per_hour, others))
 
 
 def _about(action: Action) -> dict[str, str]:
     return {"kind": action.kind, "group": action.group, "job": action.job, "reason": action.reason}
-
-
-def _taken(decision: Decision) -> tuple[str | None, str | None]:
-    """As in an Alternative, where nodes of one's own have no group."""
-    return (None if decision.strategy == "isolated" else decision.group), decision.strategy
 
 
 def _said(decision: Decision, spec: JobSpec, others: Sequence[Alternative]) -> Said:
