@@ -1,8 +1,9 @@
 """Two real jobs on the bed's hosts, and what happens to them: `python -m tests.hosts.faults FOLDER [FAULT...]` prints JSON.
 
 The coordinator runs in a PID namespace of its own, so that it sees nothing of the hosts but what their agents say. `wide` trains
-on two hosts and generates on two, `narrow` on one each; both are small, and are started again when they fail. A fault meets
-`narrow` while `wide` waits for what it holds; a host that is cut off, or gone, is one that only `wide` uses.
+on two hosts and generates on two, `narrow` on one each; both are small, and are started again when they fail. A driver and an
+engine are `narrow`'s, met while `wide` waits for what it holds; a rank is one of `wide`'s two, met while `narrow` waits, as only
+that happens in every step; a host that is cut off, or gone, is one that only `wide` uses.
 
 By fault: `delay_s`, from the fault, or the request if that came later, to the next lease of the other job on a node that was
 held; `back_s`, to the first step of who was met after it came back; `resumed`: that step is the one after its newest checkpoint.
@@ -147,17 +148,19 @@ class World:
 # --- faults: each returns what was measured ---
 
 
-def _kill_in(world: World, phase: str, words: tuple[str, ...]) -> dict:
-    world.until(lambda: world.holds("narrow", phase, contended=True), f"narrow is in its {phase} and wide waits")
-    held, last = world.held_nodes("narrow"), world.checkpoint("narrow")
-    found = world.processes("narrow", *words)
+def _kill_in(world: World, met: str, other: str, phase: str, words: tuple[str, ...], one: bool = False) -> dict:
+    world.until(lambda: world.holds(met, phase, contended=True), f"{met} is in its {phase} and {other} waits")
+    held, last = world.held_nodes(met), world.checkpoint(met)
+    found = world.processes(met, *words)
     if not found:
-        titles = sorted({" ".join(process.cmdline())[:80] for process in world.processes("narrow", "")})
-        raise LookupError(f"no process of narrow has {words}; there are {titles}")
+        titles = sorted({" ".join(process.cmdline())[:80] for process in world.processes(met, "")})
+        raise LookupError(f"no process of {met} has {words}; there are {titles}")
+    chosen = [random.choice(found)] if one else found
+    titles = [" ".join(process.cmdline())[:80] for process in chosen]
     at = time.time()
-    for process in found:
+    for process in chosen:
         process.kill()
-    return {"killed": [" ".join(words)], **_after(world, "narrow", "wide", at, held, last)}
+    return {"killed": titles, "of": len(found), **_after(world, met, other, at, held, last)}
 
 
 def _after(world: World, met: str, other: str, at: float, held: list[str], last: int) -> dict:
@@ -203,15 +206,15 @@ def _longest_gap(times: list[float]) -> float:
 
 
 def driver(world: World) -> dict:
-    return _kill_in(world, "rollout", ("main_ppo",))
+    return _kill_in(world, "narrow", "wide", "rollout", ("main_ppo",))
 
 
 def engine(world: World) -> dict:
-    return _kill_in(world, "rollout", ("sglang::scheduler",))
+    return _kill_in(world, "narrow", "wide", "rollout", ("sglang::scheduler",))
 
 
 def rank(world: World) -> dict:
-    return _kill_in(world, "train", ("WorkerDict", "TrainingWorker", "ActorRollout"))
+    return _kill_in(world, "wide", "narrow", "train", ("WorkerDict", "TrainingWorker", "ActorRollout"), one=True)
 
 
 def agent(world: World) -> dict:
