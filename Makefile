@@ -25,8 +25,8 @@ demo: $(INSTALLED)
 	$(BIN)/verl-mux run examples/demo.yaml
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not gpu and not e2e and not hosts" -n 3 --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m pytest -m "e2e and not gpu and not hosts" $$(grep -rl "mark.e2e" tests --include="test_*.py" | sort)
+	$(BIN)/python -m pytest -m "not gpu and not e2e and not hosts" -n 3 --dist loadfile --no-loadscope-reorder --durations 15
+	$(BIN)/python -m pytest -m "e2e and not gpu and not hosts" --durations 15 $$(grep -rl "mark.e2e" tests --include="test_*.py" | sort)
 
 # One after the other: each has the whole device. NVML says who holds what there.
 test-gpu: $(INSTALLED)
