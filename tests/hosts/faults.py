@@ -287,14 +287,20 @@ def gone(world: World) -> dict:
 
 
 def two_holders(out: Path) -> list[dict]:
-    """By the agents' own logs: spans in which two jobs held device memory on one node."""
+    """By the agents' own logs: spans in which two jobs held device memory on one node. A host has one agent, a node one host."""
+    return [span for folder in out.glob("agent-*/events") for span in _two_on_a_node(folder)]
+
+
+def _two_on_a_node(folder: Path) -> list[dict]:
     sizes: dict[tuple[str, str], dict[int, int]] = {}
-    folders = out.glob("agent-*/events")
-    seen = [line for folder in folders for line in read_directory(folder) if line.event == "device_memory"]
-    lines = sorted(seen, key=lambda line: line.end)
     open_since: dict[str, tuple[float, list[str]]] = {}
     found: list[dict] = []
-    for line in lines:
+    for line in sorted(read_directory(folder), key=lambda line: line.end):
+        if line.event == "log_open":  # An agent that was started again tells what it sees; what the last one saw may be gone.
+            sizes.clear()
+            open_since.clear()
+        if line.event != "device_memory":
+            continue
         node, job = line.extra["node"], line.extra["job"]
         sizes.setdefault((node, job), {})[line.extra["pid"]] = line.extra["bytes"]
         now = [other for (where, other), pids in sizes.items() if where == node and any(pids.values())]
