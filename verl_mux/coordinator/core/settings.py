@@ -98,7 +98,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pools: dict[str, Pool]
     schedule: list[Segment] = msgspec.field(default_factory=lambda: [Segment(mode="interleaved")])
     expect_jobs: int = 0
-    lease_timeout: float = 30.0
+    lease_timeout: float = 20.0
     kill: bool = True
     kill_grace: float = 2.0
     remote_grace: float | None = None
