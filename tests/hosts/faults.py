@@ -13,6 +13,7 @@ came back; `resumed`: that step is the one after its newest checkpoint.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -33,7 +34,9 @@ from verl_mux.launcher.processes.marked_process import read_note
 from verl_mux.profiling.plain.lines import read_directory
 
 NAME, SUBNET = "muxfault", "10.79.0"
-STEPS, LIMIT_S, CUT_S, BLINK_S = 100_000, 420.0, 45.0, 8.0
+STEPS, LIMIT_S, CUT_S, BLINK_S = 100_000, 600.0, 45.0, 8.0
+# A log is opened by its first line, which tells of a look that was shortly before. No agent is back so soon after it was killed.
+OPENED_AFTER_S = 1.0
 FAULTS = ("driver", "engine", "rank", "agent", "blink", "coordinator", "cut", "gone")
 
 
@@ -295,7 +298,7 @@ def _two_on_a_node(folder: Path) -> list[dict]:
     sizes: dict[tuple[str, str], dict[int, int]] = {}
     open_since: dict[str, tuple[float, list[str]]] = {}
     found: list[dict] = []
-    for line in sorted(read_directory(folder), key=lambda line: line.end):
+    for line in sorted(read_directory(folder), key=lambda line: line.end - (OPENED_AFTER_S if line.event == "log_open" else 0.0)):
         if line.event == "log_open":  # An agent that was started again tells what it sees; what the last one saw may be gone.
             sizes.clear()
             open_since.clear()
@@ -312,11 +315,28 @@ def _two_on_a_node(folder: Path) -> list[dict]:
     return found
 
 
-def mapped_without_lease(out: Path) -> list[dict]:
-    """By the agents' own logs: memory that a process took on a node that another job, or nobody, had a lease on at that look."""
+def mapped_without_lease(out: Path, coordinator: Path) -> list[dict]:
+    """By the agents' own logs: memory that a process took on a node that another job, or nobody, had a lease on at that look.
+    An agent that was just cut off has not heard of the last lease; that one is looked up in the coordinator's log."""
     seen = [line for folder in out.glob("agent-*/events") for line in read_directory(folder) if line.event == "device_memory"]
     taken = [line for line in seen if line.extra["bytes"] > line.extra["before"] and line.extra["leased_to"] != line.extra["job"]]
-    return [{**line.extra, "at": line.end} for line in taken]
+    leases = _leases(coordinator)
+    return [
+        {**line.extra, "at": line.end}
+        for line in taken
+        if not any(
+            job == line.extra["job"] and line.extra["node"] in nodes and granted <= line.end <= ended
+            for job, nodes, granted, ended in leases
+        )
+    ]
+
+
+def _leases(coordinator: Path) -> list[tuple[str, list[str], float, float]]:
+    """Each lease's job and nodes, and when it was granted and ended."""
+    lines = list(read_directory(coordinator))
+    ended = {line.extra["token"]: line.end for line in lines if line.event == "lease_held"}
+    waits = [line for line in lines if line.event == "lease_wait"]
+    return [(w.extra["job"], w.extra["nodes"], w.end, ended.get(w.extra["token"], math.inf)) for w in waits]
 
 
 def main() -> None:
@@ -342,7 +362,12 @@ def main() -> None:
             world.end()
     print(
         json.dumps(
-            {"faults": told, "two_holders": two_holders(world.out), "without_lease": mapped_without_lease(world.out)}, indent=2
+            {
+                "faults": told,
+                "two_holders": two_holders(world.out),
+                "without_lease": mapped_without_lease(world.out, folder / "coordinator"),
+            },
+            indent=2,
         )
     )
 
