@@ -12,6 +12,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl_mux.coordinator.bus.local import LocalMux
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.trainer import modes
+from verl_mux.trainer.host_watch import HostWatch
 from verl_mux.trainer.leaving import Leaving
 from verl_mux.trainer.modes import PPOTrainerMuxSeparate
 from verl_mux.trainer.phases import Phases
@@ -50,6 +51,7 @@ def made(monkeypatch, tmp_path):
         trainer.phases, trainer.timing_raw = Phases(mux, NULL_LOG), {}
         trainer.settings = WorkerSettings(rollout_nodes=("r0",), train_nodes=("t0",))
         trainer.leaving = Leaving(mux, str(tmp_path / "note") if note else None)
+        trainer.hosts = HostWatch({}, 0.0, print)
         trainer.rollout = SimpleNamespace(start=lambda: None, save=lambda: None)
         trainer.global_steps, trainer.total_training_steps = 1, STEPS
         trainer._sleep_trainer = lambda: happened.append("asleep")

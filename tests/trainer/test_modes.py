@@ -26,6 +26,7 @@ from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.trainer import modes
 from verl_mux.trainer.actor_watch import ActorWatch, DeadActor
+from verl_mux.trainer.host_watch import HostWatch
 from verl_mux.trainer.leaving import Leaving
 from verl_mux.trainer.modes import PPOTrainerMuxSeparate
 from verl_mux.trainer.phases import Phases
@@ -47,6 +48,7 @@ def trainer():
     made.settings = WorkerSettings(rollout_nodes=tuple(NODES["rollout"]), train_nodes=tuple(NODES["train"]))
     made.global_steps = 1
     made.leaving = Leaving(connect(None, "a", NODES), None)
+    made.hosts = HostWatch({}, 0.0, print)
     return made
 
 

@@ -20,18 +20,23 @@ from verl_mux.places.place import Place, resource_of
 
 @dataclass(frozen=True)
 class RayNode:
-    """One that is alive. `resources`: all that it offers, used or not; `gpus`: of those, what the platform counts as GPUs."""
+    """One that is alive. `resources`: all that it offers, used or not; `gpus`: of those, what the platform counts as GPUs.
+    `port`: where its raylet listens."""
 
     address: str
     gpus: int
     resources: Mapping[str, float] = field(default_factory=dict)
+    port: int = 0
 
 
 def ray_nodes() -> list[RayNode]:
     """Of the cluster that this process is connected to."""
     name = get_platform().ray_resource_name()
     alive = [node for node in ray.nodes() if node["Alive"]]
-    return [RayNode(it["NodeManagerAddress"], int(it["Resources"].get(name, 0)), it["Resources"]) for it in alive]
+    return [
+        RayNode(it["NodeManagerAddress"], int(it["Resources"].get(name, 0)), it["Resources"], it["NodeManagerPort"])
+        for it in alive
+    ]
 
 
 def check_cluster(places: Mapping[str, Place], gpus: Mapping[str, int], cluster: Sequence[RayNode]) -> None:

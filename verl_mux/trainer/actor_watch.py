@@ -116,10 +116,10 @@ class ActorWatch:
         return dead
 
 
-def end_process(phases: Phases, dead: DeadActor) -> None:
+def end_process(phases: Phases, dead: Failure) -> None:
     """Ends this process, and with it its actors, at once: its main thread waits for the dead and cannot be woken."""
     try:
-        log.critical("%s: this process ends. %s", dead, dead.__cause__)
+        log.critical("%s: this process ends. %s", dead, dead.__cause__ or "")
         phases.fail(str(dead))
         phases.log.close()
     finally:

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -39,12 +39,14 @@ from verl_mux.coordinator.bus.local import Lease
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.errors import Failure
 from verl_mux.memory.moved import Moves, total
+from verl_mux.places.ray_nodes import ray_nodes
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.step_metrics import metrics_of_step
 from verl_mux.rollout.control.tail_migration import Unit
 from verl_mux.sync.manager import MuxCheckpointManager
 from verl_mux.trainer import stock_profile  # noqa: F401  (registers at import)
 from verl_mux.trainer.actor_watch import ActorWatch, DeadActor, actors_of_rollout, end_process
+from verl_mux.trainer.host_watch import HostWatch, hosts_of
 from verl_mux.trainer.leaving import LeavesToMove, Leaving
 from verl_mux.trainer.phases import Phases
 from verl_mux.trainer.replay_buffer import MuxReplayBuffer
@@ -97,10 +99,17 @@ class PPOTrainerMux(PPOTrainer):
         self.settings = completion.hand_to_workers(config, mux, nodes.places, self._cpu, checkpoint_to_resume(config))
         self.phases = Phases(client, open_worker_log(self.settings, "trainer", 0))
         self.leaving = Leaving(client, mux.move_note)
+        self.hosts = self._watch_hosts({*nodes.rollout, *nodes.train})
         self.phases.log.log(events.JOB_KEYS, extra={"keys": told(config)}, step=0)
         self._rollout_began = 0.0
         self._weights = 0  # version of those in the engines
         self.phases.guard(self._pause)
+
+    def _watch_hosts(self, nodes: Iterable[str]) -> HostWatch:
+        """One that is cut off for longer than a lease ends the job, as losing the driver's would."""
+        limit_s = self.phases.mux.lease_timeout
+        found = hosts_of(nodes, ray_nodes(), ray.util.get_node_ip_address()) if limit_s is not None else {}
+        return HostWatch(found, limit_s or 0.0, functools.partial(end_process, self.phases))
 
     # ---------------------------------------------------------------- set-up
 
@@ -448,6 +457,7 @@ class PPOTrainerMux(PPOTrainer):
         try:
             yield
         except BaseException as error:
+            self.hosts.close()
             try:
                 self.phases.fail(str(error) if isinstance(error, DeadActor) else f"its driver ended with {type(error).__name__}")
             finally:
@@ -456,6 +466,7 @@ class PPOTrainerMux(PPOTrainer):
 
     def close(self, say_goodbye: Callable[[], None]) -> None:
         """Give everything back: lease, coordinator connection, event log."""
+        self.hosts.close()
         try:
             self.phases.end()
         finally:

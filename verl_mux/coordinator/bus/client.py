@@ -182,6 +182,11 @@ class Mux(LocalMux):
         return registered.filler_grace if registered is not None else None
 
     @property
+    def lease_timeout(self) -> float | None:
+        registered = self._talk.registered
+        return registered.lease_timeout if registered is not None else None
+
+    @property
     def move(self) -> int:
         return self._talk.move
 

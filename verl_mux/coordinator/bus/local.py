@@ -142,6 +142,11 @@ class LocalMux:
         return None
 
     @property
+    def lease_timeout(self) -> float | None:
+        """Seconds without a sign of life after which the job counts as silent; None where nobody waits for one."""
+        return None
+
+    @property
     def move(self) -> int:
         """The number of the move that the job is to make: at the end of its step it saves, and leaves. 0: none."""
         return 0
