@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from verl_mux.scheduling.model import Group, JobSpec, NodeKind, cycle_time, load_time
 from verl_mux.scheduling.placer.placer import Placer
 from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
@@ -35,8 +37,14 @@ def lost_to(chosen_usd: float, found: Sequence[Alternative]) -> list[Alternative
 
 
 def _beaten(place: Alternative, more: float) -> Alternative:
-    why = f"costs {more:.2f} USD/h more" if more > 0.005 else "costs the same; the fullest group is taken, then the oldest"
-    return Alternative(group=place.group, strategy=place.strategy, usd_per_hour=place.usd_per_hour, why=why)
+    work = place.work_usd_per_hour
+    if more > 0.005:
+        why = f"costs {more:.2f} USD/h more"
+    elif work is not None and work > (place.usd_per_hour or 0.0) + 0.005:
+        why = f"its jobs would take longer, so that an hour of this one's work alone would cost {work:.2f} USD there"
+    else:
+        why = "costs the same; the fullest group is taken, then the oldest"
+    return msgspec.structs.replace(place, why=why)
 
 
 def _alone(placer: Placer, job: JobSpec) -> Alternative:
@@ -55,7 +63,11 @@ def _at(placer: Placer, modes: Sequence[JobSpec], group: Group) -> Alternative:
     if search.saturated(group):
         return _refused(group, f"saturated: load {load_time(group):.0f} s of a cycle of {cycle_time(group):.0f} s")
     ways = [_in_mode(placer, placed, group) for placed in modes]
-    return min((way for way in ways if not way.why), key=lambda way: way.usd_per_hour or 0.0, default=ways[0])
+    return min((way for way in ways if not way.why), key=_price, default=ways[0])
+
+
+def _price(way: Alternative) -> float:
+    return way.work_usd_per_hour if way.work_usd_per_hour is not None else way.usd_per_hour or 0.0
 
 
 def _in_mode(placer: Placer, job: JobSpec, group: Group) -> Alternative:
@@ -64,9 +76,15 @@ def _in_mode(placer: Placer, job: JobSpec, group: Group) -> Alternative:
     if not found:
         return _refused(group, _no_room(placer, job, group))
     rollout, train = pairs_of_pins(group.pins)
+    ways = []
     for ask in found:
-        if placer.feasibility.order((*group.jobs, job), rollout | ask.rollout.pairs, train | ask.train.pairs):
-            return Alternative(group=group.name, strategy=ask.strategy, usd_per_hour=ask.usd, why=_short(placer, ask))
+        if order := placer.feasibility.order((*group.jobs, job), rollout | ask.rollout.pairs, train | ask.train.pairs):
+            way = Alternative(group=group.name, strategy=ask.strategy, usd_per_hour=ask.usd, why=_short(placer, ask))
+            if not rules.count_stays:
+                return way
+            ways.append(msgspec.structs.replace(way, work_usd_per_hour=placer.search.priced(job, group, ask, order).usd))
+    if ways:
+        return min(ways, key=_price)
     return _refused(group, _too_slow(job, group, found[0], rules.orders[0]), found[0])
 
 
@@ -104,7 +122,7 @@ def _side_full(at: int, side: str, job: JobSpec, nodes: Sequence[Sequence[JobSpe
 
 def _too_slow(job: JobSpec, group: Group, ask: Extension, order: str) -> str:
     """Who would break the SLO in the cheapest layout; or that a departure could make somebody."""
-    whole = group_at(Place(job, group, ask, order))
+    whole = group_at(Place(job, group, ask, order, ask.usd))
     for member, period in zip(whole.jobs, group_periods(whole), strict=True):
         if period.mean_s > member.limit_s * TOLERANCE:
             return f"{member.name} would take {period.mean_s:.0f} s an iteration, its SLO allows {member.limit_s:.0f} s"

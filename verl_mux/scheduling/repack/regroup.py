@@ -59,8 +59,7 @@ def regroup(old: Sequence[Group], parts: Sequence[Part], search: Search) -> Regr
     groups = [_settle(jobs, shared, old, search, claimed) for jobs, shared in sorted(parts, key=lambda p: -len(p[0]))]
     homes = {pin.job.name: pin for group in old for pin in group.pins}
     movers = tuple(pin.job for group in groups for pin in group.pins if pin != homes[pin.job.name])
-    cluster = search.cluster
-    saving = sum(g.usd_per_hour(cluster) for g in old) - sum(g.usd_per_hour(cluster) for g in groups)
+    saving = sum(search.price.of_group(g) for g in old) - sum(search.price.of_group(g) for g in groups)
     can = saving > EPSILON_USD and all(search.may_move(job) for job in movers)
     return Regrouping(tuple(old), tuple(groups), movers, saving) if can else None
 
@@ -69,7 +68,7 @@ def _settle(
     jobs: tuple[JobSpec, ...], shared: SharedNodes | None, old: Sequence[Group], search: Search, claimed: set[str]
 ) -> Group:
     """A group of these jobs at the price of `shared`: on what some of them hold already, if that can be; else anew."""
-    usd = shared.usd_per_hour if shared else isolated_usd(jobs[0], search.cluster)
+    usd = shared.price if shared else isolated_usd(jobs[0], search.cluster)
     group = next((g for base in _bases(jobs, old, claimed) if (g := _grown(base, jobs, usd, search))), None)
     group = group or _fresh(jobs, shared)
     claimed |= {*group.rollout_nodes, *group.train_nodes}
@@ -91,12 +90,12 @@ def _grown(base: Group, jobs: Sequence[JobSpec], usd: float, search: Search) -> 
     """`base` with the rest of `jobs` joined one by one, if that costs no more than `usd`."""
     missing = sorted((job for job in jobs if job not in base.jobs), key=lambda job: -sum(job.nodes))
     for job in missing:
-        left = usd - base.usd_per_hour(search.cluster) + 2 * EPSILON_USD
+        left = usd - search.price.of_group(base) + 2 * EPSILON_USD
         place = search.join(job, base, left, free=(1e9, 1e9), progress={})
         if place is None:
             return None
         base = group_at(place)
-    return base if base.usd_per_hour(search.cluster) <= usd + EPSILON_USD else None
+    return base if search.price.of_group(base) <= usd + EPSILON_USD else None
 
 
 def _fresh(jobs: tuple[JobSpec, ...], shared: SharedNodes | None) -> Group:

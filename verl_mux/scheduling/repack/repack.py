@@ -96,7 +96,7 @@ class Repack:
 
     def _regrouping(self, groups: Sequence[Group]) -> Regrouping | None:
         usd, parts = self.partitioner.solve(job for group in groups for job in group.jobs)
-        now = sum(group.usd_per_hour(self.groups.cluster) for group in groups)
+        now = sum(self.search.price.of_group(group) for group in groups)
         found = regroup(groups, parts, self.search) if usd < now - EPSILON_USD else None
         return found if found and self._fits(found) else None
 

@@ -24,7 +24,8 @@ EPSILON_USD = 1e-6
 
 
 class SharedNodes(msgspec.Struct, frozen=True):
-    """The jobs as they are placed; usd_per_hour; nodes per side; for each job its nodes of each side as bits; the order."""
+    """The jobs as they are placed; usd_per_hour; nodes per side; for each job its nodes of each side as bits; the order; what
+    ways to share are compared by (price.py)."""
 
     jobs: tuple[JobSpec, ...]
     usd_per_hour: float
@@ -33,6 +34,7 @@ class SharedNodes(msgspec.Struct, frozen=True):
     rollout: tuple[int, ...]
     train: tuple[int, ...]
     order: str
+    price: float
 
 
 # (jobs as they are placed, sorted by name, USD per hour that it must stay below) -> the cheapest nodes that they can share.
@@ -60,18 +62,30 @@ def in_cheapest_modes(jobs: Sequence[JobSpec], cluster: Cluster, rules: Rules, f
         if least >= below:
             break
         if (found := find(placed, below)) is not None:
-            best, below = found, found.usd_per_hour - EPSILON_USD
+            best, below = found, found.price - EPSILON_USD
     return best
 
 
 def cheapest_nodes(
-    jobs: Sequence[JobSpec], cluster: Cluster, feasibility: Feasibility, below: float = math.inf
+    jobs: Sequence[JobSpec],
+    cluster: Cluster,
+    feasibility: Feasibility,
+    below: float = math.inf,
+    price: Callable[[SharedNodes], float] | None = None,
 ) -> SharedNodes | None:
-    """The cheapest way for `jobs` as they are placed, sorted by name, to share nodes as one group under `below` USD per hour."""
+    """The cheapest way for `jobs` as they are placed, sorted by name, to share nodes as one group under `below` USD per hour.
+    price: what ways are compared by, no less than USD per hour; None: just that."""
+    best = None
     for usd, rollout, train in _by_price(jobs, cluster, feasibility, below):
+        if usd >= below:
+            break
         if order := feasibility.order(jobs, rollout.pairs, train.pairs):
-            return SharedNodes(tuple(jobs), usd, rollout.nodes, train.nodes, rollout.on, train.on, order)
-    return None
+            found = SharedNodes(tuple(jobs), usd, rollout.nodes, train.nodes, rollout.on, train.on, order, usd)
+            if price is None:
+                return found
+            if (asked := price(found)) < below:
+                best, below = msgspec.structs.replace(found, price=asked), asked - EPSILON_USD
+    return best
 
 
 def least_usd(jobs: Sequence[JobSpec], cluster: Cluster) -> float:

@@ -11,12 +11,13 @@ from verl_mux.scheduling.time.periods import Period, periods_by_job
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True):
     """A place that was not taken. group None: nodes of its own, by the strategy `isolated` or `colocated`. usd_per_hour: what it
-    would have added."""
+    would have added; work_usd_per_hour: the same for as much work, where that is what places are compared by (price.py)."""
 
     group: str | None
     strategy: str
     usd_per_hour: float | None
     why: str
+    work_usd_per_hour: float | None = None
 
 
 # By whether both phases run on its training nodes.

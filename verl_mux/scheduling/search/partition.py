@@ -21,6 +21,7 @@ from verl_mux.scheduling.search.cheapest_nodes import (
     in_cheapest_modes,
     isolated_usd,
 )
+from verl_mux.scheduling.search.price import Price
 from verl_mux.scheduling.search.rules import Rules
 from verl_mux.scheduling.time.feasibility import Feasibility
 
@@ -42,7 +43,8 @@ class Partitioner:
         self.cluster = cluster
         self.feasibility = feasibility
         self.rules = rules
-        self._find = find or (lambda jobs, below: cheapest_nodes(jobs, cluster, feasibility, below))
+        price = Price(cluster, rules).of_shared if rules.count_stays else None
+        self._find = find or (lambda jobs, below: cheapest_nodes(jobs, cluster, feasibility, below, price))
         self.until = math.inf
         # By the jobs' names, sorted.
         self._shared: dict[tuple[str, ...], SharedNodes | None] = {}
@@ -122,7 +124,7 @@ class _Division:
         least = self.alone_usd[low] + self._cheapest(bits ^ found)[0]
         for group, shared in self.groups[low]:
             if group & ~bits == 0:
-                usd = shared.usd_per_hour + self._cheapest(bits ^ group)[0]
+                usd = shared.price + self._cheapest(bits ^ group)[0]
                 if usd < least - EPSILON_USD:
                     least, found = usd, group
         return least, found

@@ -17,6 +17,7 @@ import msgspec
 from verl_mux.scheduling.model import Cluster, Group, JobSpec, cycle_time, load_time
 from verl_mux.scheduling.search.extension import Extension, extensions, pairs_of_pins, with_newcomer, yet_to_take
 from verl_mux.scheduling.search.modes import modes_of
+from verl_mux.scheduling.search.price import Price
 from verl_mux.scheduling.search.rules import Rules
 from verl_mux.scheduling.time.feasibility import TOLERANCE, Feasibility
 from verl_mux.scheduling.time.forecast import Progress, late_job
@@ -28,16 +29,14 @@ EPSILON_USD = 1e-6
 
 
 class Place(msgspec.Struct, frozen=True):
-    """The job as it is placed, a group to join, how, in which order it then runs, and USD per hour more."""
+    """The job as it is placed, a group to join, how, in which order it then runs, and how much higher that makes the price of
+    the group (price.py)."""
 
     job: JobSpec
     group: Group
     extension: Extension
     order: str
-
-    @property
-    def usd(self) -> float:
-        return self.extension.usd
+    usd: float
 
 
 class Search:
@@ -47,6 +46,7 @@ class Search:
         self.cluster = cluster
         self.rules = rules
         self.feasibility = feasibility
+        self.price = Price(cluster, rules)
         self.held: frozenset[str] = frozenset()
 
     def may_move(self, job: JobSpec) -> bool:
@@ -82,16 +82,29 @@ class Search:
     ) -> Place | None:
         """The cheapest way into one group in the mode in which the job is given."""
         rollout, train = pairs_of_pins(group.pins)
+        best = None
         for found in extensions(group, job, self.cluster, self.rules):
             if found.usd >= below - EPSILON_USD:
-                return None
+                break
             if found.rollout.new > free[0] or found.train.new > free[1]:
                 continue
             jobs = (*group.jobs, job)
             order = self.feasibility.order(jobs, rollout | found.rollout.pairs, train | found.train.pairs)
-            if order and self._in_time(place := Place(job, group, found, order), progress, load_s):
+            if not order:
+                continue
+            place = self.priced(job, group, found, order)
+            if place.usd >= below - EPSILON_USD or not self._in_time(place, progress, load_s):
+                continue
+            if not self.rules.count_stays:
                 return place
-        return None
+            best, below = place, place.usd
+        return best
+
+    def priced(self, job: JobSpec, group: Group, extension: Extension, order: str) -> Place:
+        place = Place(job, group, extension, order, extension.usd)
+        if not self.rules.count_stays:
+            return place
+        return msgspec.structs.replace(place, usd=self.price.of_group(group_at(place)) - self.price.of_group(group))
 
     def _in_time(self, place: Place, progress: Mapping[str, Progress], load_s: float) -> bool:
         if not self.rules.guard or not all(member.name in progress for member in place.group.jobs):

@@ -41,7 +41,7 @@ class Sharing:
                 return None
             for r, t in itertools.product(rollouts[nodes], trains[more]):
                 if self._keeps(jobs, r.pairs, t.pairs):
-                    return SharedNodes(tuple(jobs), price, nodes, more, r.on, t.on, ORDER)
+                    return SharedNodes(tuple(jobs), price, nodes, more, r.on, t.on, ORDER, price)
         return None
 
     def _by_nodes(self, jobs: Sequence[JobSpec], side: int) -> dict[int, list[Layout]]:

@@ -77,7 +77,7 @@ def test_host_memory_that_was_measured_takes_the_place_of_the_estimate():
 
 def test_where_a_promise_is_about_to_break_the_tightest_goes_first_on_the_nodes_too():
     """Both fit by their bounds; then one turns out as long as they, the other a fraction."""
-    driver = Driver(Machine(placing_config(count=2)))
+    driver = Driver(Machine(placing_config(count=1)))
     arrive(driver, "a")
     arrive(driver, "b")
     assert driver.machine.state.jobs["b"].nodes["rollout"] == ["r0"]

@@ -44,10 +44,20 @@ def test_a_job_that_comes_alone_gets_nodes_of_its_own(driver):
     assert predicted["source"] == "estimated" and predicted["usd_per_hour"] == 2.0
 
 
-def test_the_second_job_shares_nodes_because_that_costs_nothing_more():
+EVEN = Observed(rollout=(3.0, 3.0, 3.0), train=(3.0, 3.0, 3.0))
+
+
+def test_two_whose_rollouts_take_nearly_all_of_their_time_do_not_share_them_while_a_node_is_free():
     driver = Driver(Machine(placing_config(count=2)))
     arrive(driver, "a")
-    (answer,) = arrive(driver, "b")
+    (answer,) = arrive(driver, "b")  # 138 s of rollouts and 4 s of training, by bounds
+    assert answer.nodes == {"rollout": ["r1"], "train": ["t0"]}
+
+
+def test_the_second_job_shares_nodes_because_that_costs_nothing_more():
+    driver = Driver(Machine(placing_config(count=2)))
+    arrive(driver, "a", profiled=EVEN)
+    (answer,) = arrive(driver, "b", profiled=EVEN)
     assert answer.nodes == {"rollout": ["r0"], "train": ["t0"]}
     assert lines(driver, "placed")[-1]["strategy"] == "direct packing"
     placed = lines(driver, "placed")[-1]
@@ -89,7 +99,7 @@ def test_a_waiting_job_that_goes_leaves_the_queue(driver):
 def test_host_memory_is_a_limit():
     driver = Driver(Machine(placing_config(count=2)))
     for job in ("a", "b", "c"):  # 4 GB each on nodes of 10 GB
-        answer = arrive(driver, job)[0]
+        answer = arrive(driver, job, profiled=EVEN)[0]
     assert answer.nodes == {"rollout": ["r1"], "train": ["t1"]}
 
 
@@ -113,16 +123,15 @@ def test_a_colocated_job_gets_training_nodes_for_both_phases(driver):
     assert isinstance(granted, m.LeaseGrant)
 
 
-def test_colocated_jobs_share_a_node_that_has_time_and_memory_for_both_phases_of_both():
+def test_colocated_jobs_share_the_only_node_if_it_has_memory_for_both():
     driver = Driver(Machine(placing_config(count=2)))
-    short = Observed(rollout=(3.0, 3.0, 3.0), train=(3.0, 3.0, 3.0))
-    given = pools(2)
+    given = pools(1)
     given["train"]["nodes"] = [{**node, "host_bytes": 20 * 10**9} for node in given["train"]["nodes"]]
     roomy = Driver(Machine(make_config({"pools": given, "placement": {"kinds": {"cpu": CPU}, "observe": 2}})))
     for at in (driver, roomy):
-        assert arrive(at, "a", colocated=True, profiled=short, slo=3.0)[0].nodes == HERE
-    assert arrive(driver, "b", colocated=True, profiled=short, slo=3.0)[0].nodes["train"] == ["t1"]  # 8 GB each, of 10
-    assert arrive(roomy, "b", colocated=True, profiled=short, slo=3.0)[0].nodes == HERE
+        assert arrive(at, "a", colocated=True, profiled=EVEN, slo=3.0)[0].nodes == HERE
+    assert arrive(driver, "b", colocated=True, profiled=EVEN, slo=3.0)[0].nodes["train"] == ["t1"]  # 8 GB each, of 10
+    assert arrive(roomy, "b", colocated=True, profiled=EVEN, slo=3.0)[0].nodes == HERE
     assert lines(roomy, "placed")[-1]["strategy"] == "direct packing"
     assert lines(roomy, "group_predicted")[-1]["periods"] == pytest.approx({"a": 12.0, "b": 12.0})
 
