@@ -25,20 +25,19 @@ _BESIDE_S, _GAP_S = 0.5, 0.05
 
 @dataclass(frozen=True)
 class Sync:
-    """One of a job, as its event log has it: epoch seconds; weights that trainers sent to all hosts together, and bytes between
-    hosts with headers."""
+    """One of a job, as its event log has it: epoch seconds, bytes between hosts with headers; and what the model's file holds, as
+    what trainers send depends on the way: each its part to every host, or to the first of them, which hands it on."""
 
     version: int
     start: float
     end: float
-    nbytes: float
+    model_bytes: int
     between_hosts: float
 
     @classmethod
-    def of(cls, event: Mapping, ended: float) -> Sync:
+    def of(cls, event: Mapping, ended: float, model_bytes: int) -> Sync:
         it = event["extra"]
-        between = it["slow_bytes"] + it["fast_bytes"]
-        return cls(it["version"], ended - event["duration_sec"], ended, it["bytes"], between)
+        return cls(it["version"], ended - event["duration_sec"], ended, model_bytes, it["slow_bytes"] + it["fast_bytes"])
 
 
 @dataclass(frozen=True)
@@ -99,12 +98,11 @@ def copies(syncs: Iterable[Sync], counters: Mapping[str, Counters], hosts: Seque
     """
     found = []
     for sync in syncs:
-        model = sync.nbytes / len(hosts)
         by_host = {host: counters[host].of(sync.start, sync.end) for host in hosts}
         all_of_them = Received(sum(it.nbytes for it in by_host.values()), sum(it.idle for it in by_host.values()))
-        apart = {host: _over(it, model) for host, it in by_host.items() if host not in trainers}
+        apart = {host: _over(it, sync.model_bytes) for host, it in by_host.items() if host not in trainers}
         seconds = sync.end - sync.start
-        found.append({"version": sync.version, "seconds": seconds, "model_bytes": model, "copies": apart,
+        found.append({"version": sync.version, "seconds": seconds, "model_bytes": sync.model_bytes, "copies": apart,
                       "over_sent": _over(all_of_them, sync.between_hosts)})  # fmt: skip
     return found
 
@@ -112,6 +110,13 @@ def copies(syncs: Iterable[Sync], counters: Mapping[str, Counters], hosts: Seque
 def _over(received: Received, wanted: float) -> dict[str, float]:
     counted = received.nbytes / wanted
     return {"counted": counted, "less_idle": counted - received.idle / wanted, "idle_share": received.idle / received.nbytes}
+
+
+def weights_bytes(safetensors: Path) -> int:
+    """What its tensors hold, without its header."""
+    with safetensors.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    return safetensors.stat().st_size - 8 - header
 
 
 def summary(found: Sequence[Mapping]) -> dict[str, dict[str, float]]:

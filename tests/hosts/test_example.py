@@ -15,11 +15,12 @@ import yaml
 from tests.e2e import tiny
 from tests.hosts.conftest import EXAMPLE
 from tests.hosts.faults import mapped_without_lease, two_holders
-from tests.hosts.interfaces import Sync, copies, read, summary
+from tests.hosts.interfaces import Sync, copies, read, summary, weights_bytes
 
 pytestmark = pytest.mark.hosts
 ROOT = Path(__file__).parents[2]
 STEPS, JOBS = 5, ("wide", "narrow")
+_TASK = {"wide": "fibonacci", "narrow": "products"}
 _LIMIT_S, _LIMIT_BYTES = 1200, 22 * 2**30
 # Of the hosts' interfaces, beside the run's folder.
 _COUNTERS = "interfaces.jsonl"
@@ -81,10 +82,9 @@ def test_each_rollout_host_received_each_byte_of_a_sync_once(run, job):
     """By its interface's own counter, less what it counts beside a sync. What is no weights comes in bursts (Ray's messages, the
     other job's), so a single sync may have more of it; a second copy would be 2."""
     leased = json.loads((run / "summary.json").read_text())["hosts"][job]
-    events = [e for e in tiny.events(run, job) if e["event"] == "sync"]
-    found = copies(
-        [Sync.of(e, tiny.ended(e)) for e in events], read(run.with_name(_COUNTERS)), leased["rollout"], leased["train"]
-    )
+    model = weights_bytes(run / "assets" / _TASK[job] / "model" / "model.safetensors")
+    syncs = [Sync.of(e, tiny.ended(e), model) for e in tiny.events(run, job) if e["event"] == "sync"]
+    found = copies(syncs, read(run.with_name(_COUNTERS)), leased["rollout"], leased["train"])
     told = summary(found)
     run.with_name(f"syncs_{job}.json").write_text(json.dumps({"summary": told, "syncs": found}, indent=2))
     print(job, json.dumps(told))

@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.hosts.conftest import NAME
-from tests.hosts.interfaces import EVERY_S, Counters, Sync, bytes_received, copies, read, summary, whole_lines
+from tests.hosts.interfaces import EVERY_S, Counters, Sync, bytes_received, copies, read, summary, weights_bytes, whole_lines
 from verl_mux.bench.sync.group import Group
 from verl_mux.sync.planning.plan import make_plan
 from verl_mux.sync.planning.topology import RolloutHost, Topology, Trainer
@@ -45,7 +47,7 @@ def test_a_sync_that_nobody_looked_at_is_none():
 def test_each_host_with_no_trainer_is_asked_for_itself_and_all_of_them_together():
     """Half of b's model comes from a rank of its own, over no interface."""
     counters = {"a": counting(1e6, {2.05: MODEL}), "b": counting(0.0, {2.06: MODEL // 2})}
-    sync = Sync(3, 2.01, 2.11, 2 * MODEL, 1.5 * MODEL)
+    sync = Sync(3, 2.01, 2.11, MODEL, 1.5 * MODEL)
     (found,) = copies([sync], counters, ["a", "b"], ["b", "c"])
     assert found["version"] == 3 and list(found["copies"]) == ["a"]
     assert found["copies"]["a"]["counted"] == pytest.approx(1.012)
@@ -60,8 +62,14 @@ def test_a_second_copy_shows():
 
 
 def test_an_event_of_the_log_is_a_sync():
-    extra = {"version": 2, "bytes": 10, "slow_bytes": 8.0, "fast_bytes": 1.0}
-    assert Sync.of({"duration_sec": 0.5, "extra": extra}, 7.0) == Sync(2, 6.5, 7.0, 10, 9.0)
+    extra = {"version": 2, "slow_bytes": 8.0, "fast_bytes": 1.0}
+    assert Sync.of({"duration_sec": 0.5, "extra": extra}, 7.0, 10) == Sync(2, 6.5, 7.0, 10, 9.0)
+
+
+def test_what_a_file_of_weights_holds_is_told_without_its_header(tmp_path):
+    weights = {"a": torch.zeros(3, 5), "b": torch.zeros(7, dtype=torch.bfloat16)}
+    save_file(weights, tmp_path / "model.safetensors")
+    assert weights_bytes(tmp_path / "model.safetensors") == 3 * 5 * 4 + 7 * 2
 
 
 def test_the_kernels_table_is_read():
@@ -93,7 +101,7 @@ def test_a_sync_brings_every_byte_to_each_host_once(bed, tmp_path):
         recorder.kill()
         recorder.wait()
     between = sum(it.get("slow_bytes", 0.0) + it.get("fast_bytes", 0.0) for it in told)
-    (found,) = copies([Sync(1, began, ended, 2 * MODEL, between)], read(file), names, trainers)
+    (found,) = copies([Sync(1, began, ended, MODEL, between)], read(file), names, trainers)
     assert between == pytest.approx(1.5 * MODEL, rel=0.001)
     assert found["copies"]["hosta"]["counted"] >= 1.0 and found["copies"]["hosta"]["less_idle"] < 1.02
     assert found["over_sent"]["counted"] >= 1.0 and found["over_sent"]["less_idle"] < 1.02
