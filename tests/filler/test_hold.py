@@ -64,6 +64,13 @@ def test_a_command_that_ignores_the_signal_is_killed_within_its_grace(hold, job,
     assert not alive(pid)
 
 
+@pytest.mark.parametrize(("options", "below"), [([], 10), (["--nice", "3"], 3)])
+def test_its_command_runs_below_the_jobs_processes(hold, pids, options, below):
+    hold(FAMILY + WAITS, *options)
+    family = pids("pids", 3)
+    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in family} == {os.getpriority(os.PRIO_PROCESS, 0) + below}
+
+
 def test_its_grandchildren_are_gone_before_the_job_has_the_node(hold, job, pids):
     hold(FAMILY + WAITS)
     family = pids("pids", 3)
@@ -156,6 +163,7 @@ def test_without_a_coordinator_it_stops_before_its_lease_is_over(hold, coordinat
     [
         (["--grace", "10"], "at most 4.8 is allowed"),
         (["--nodes", "2"], "'train' has 1 nodes"),
+        (["--nice", "20"], "--nice is 20; 0 to 19 are allowed"),
         (["--signal", "NO"], "--signal is 'NO'"),
         (["--timeout", "-1"], "--timeout is -1; a time above 0 s"),
         (["--grace", "nan"], "--grace is nan; a finite number"),

@@ -39,6 +39,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     least: float
     again: bool
     anywhere: bool
+    niceness: int
 
 
 def hold(
@@ -52,12 +53,15 @@ def hold(
     signal_name: Annotated[str, typer.Option("--signal", help="What asks CMD to leave.")] = "TERM",
     least: Annotated[float, typer.Option(help="Start only where no job is expected for so many seconds.")] = 0.0,
     again: Annotated[bool, typer.Option("--again/--once", help="Start CMD anew after it had to leave, or end then.")] = True,
+    niceness: Annotated[int, typer.Option("--nice", help="CPU priority of CMD below the jobs' processes, 0 to 19.")] = 10,
     anywhere: Annotated[bool, typer.Option("--anywhere", help="Also nodes of other hosts, to which CMD goes by itself.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the coordinator.")] = 30.0,
 ) -> None:
     """Run a command on nodes of a pool while no job uses or wants them. Its exit code is passed on."""
     if grace < 0 or least < 0:
         raise UserError(f"--grace is {grace:g} and --least {least:g}; 0 s or more is needed")
+    if not 0 <= niceness <= 19:
+        raise UserError(f"--nice is {niceness}; 0 to 19 are allowed")
     check_timeout(timeout)
     options = Options(
         command=command,
@@ -68,6 +72,7 @@ def hold(
         least=least,
         again=again,
         anywhere=anywhere,
+        niceness=niceness,
     )
     name = name or f"hold-{socket.gethostname()}-{os.getpid()}"
     uid = _carried_uid(name)
@@ -163,7 +168,8 @@ class _Holder:
     def _hold(self, lease: Lease) -> int | None:
         """The command's exit code; None if it had to leave before it ended."""
         options, mux = self._options, self._mux
-        process = HeldProcess(options.command, place.environment(mux, lease), self._uid, place.cpus(mux, lease))
+        found, cpus = place.environment(mux, lease), place.cpus(mux, lease)
+        process = HeldProcess(options.command, found, self._uid, cpus, options.niceness)
         _say(f"holds {', '.join(lease.nodes)}")
         code = None
         try:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import psutil
 
@@ -23,10 +24,13 @@ _KILL_AGAIN_S = 0.2
 class HeldProcess:
     """`start` -> runs -> `end`, which returns when nothing of it is left, and does nothing where nothing was started."""
 
-    def __init__(self, command: list[str], environment: Mapping[str, str], uid: str, cpus: list[int] | None) -> None:
-        """`environment` is added to this process's. `cpus`: on which it is to stay; None: anywhere."""
+    def __init__(
+        self, command: list[str], environment: Mapping[str, str], uid: str, cpus: list[int] | None, niceness: int = 0
+    ) -> None:
+        """`environment` is added to this process's. `cpus`: on which it is to stay; None: anywhere. `niceness` is added to this
+        process's, 0 to 19."""
         self._command, self._environment = command, {**os.environ, **environment, UID_VARIABLE: uid}
-        self._uid, self._cpus = uid, cpus
+        self._uid, self._cpus, self._niceness = uid, cpus, niceness
         self._process: subprocess.Popen | None = None
         self._known: set[Member] = set()
 
@@ -35,8 +39,18 @@ class HeldProcess:
         try:
             with _staying_on(self._cpus):
                 self._process = subprocess.Popen(self._command, env=self._environment, start_new_session=True)
+            self._be_nice(self._process.pid)
         except OSError as error:
             raise UserError(f"{self._command[0]!r} cannot be run: {error.strerror}") from None
+
+    def _be_nice(self, group: int) -> None:
+        """The group, as it may have started others by now; one that ended at once needs nothing."""
+        niceness = min(os.getpriority(os.PRIO_PROCESS, 0) + self._niceness, 19)
+        with contextlib.suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PGRP, group, niceness)
+        # Where the kernel shares processor time among sessions (sched(7), autogroup), it looks at the session's own.
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{group}/autogroup").write_text(str(niceness))
 
     def code(self) -> int | None:
         """As a shell gives it, 128 + the number of the signal that ended it; None while it runs."""
