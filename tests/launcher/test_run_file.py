@@ -181,3 +181,20 @@ def test_marks_are_filled_in_and_python_is_this_one(write, tmp_path):
     assert run_file.fill(["data.seed={seed}", "{other}"], run, "math", 3) == ["data.seed=3", "{other}"]
     assert run_file.fill(["{here}/make.py"], run) == [f"{tmp_path}/make.py"]
     assert run_file.fill([], run) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("bind: 10.0.0.1\nhosts: {a: {adress: 10.0.0.2}}", ["host 'a'", "`adress`", "a host has via, target, address, python"]),
+        (
+            "bind: 10.0.0.1\nhosts: {a: {via: rsh}}",
+            ["host 'a'", "'rsh'", "allowed: ssh, srun, kubectl, local, or a list of words"],
+        ),
+        ("ray: {num_cpus: many}", ["ray: ", "num_cpus", "it has num_cpus, object_store_memory"]),
+        ("bind: 0.0.0.0\nhosts: {a: {}}", ["bind is 0.0.0.0; one address of this machine is needed"]),
+    ],
+)
+def test_a_mistake_in_what_hosts_need_is_told_with_what_is_allowed_there(write, more, words):
+    text = refusal(write(f"{VALID}\n{more}\n"))
+    assert all(word in text for word in words), text

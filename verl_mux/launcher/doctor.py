@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
@@ -85,7 +86,9 @@ def _check_hosts(file: Path, as_json: bool) -> None:
     for node in run.coordinator_config().nodes.values():
         gpus[str(node.host)] = gpus.get(str(node.host), 0) + node.gpus
     without_gpus = run.environment.get("VERL_PLATFORM") == "cpu"
-    seen = check.check(run_file.reached(run), gpus, run.towards, without_gpus)
+    at = urlsplit(run.at or "")
+    coordinator = (at.hostname, at.port) if at.hostname and at.port else None
+    seen = check.check(run_file.reached(run), gpus, run.towards, without_gpus, run.directory, coordinator)
     print(json.dumps(check.as_json(seen), indent=2)) if as_json else check.show(seen, Console())
     if bad := [one.host for one in seen if one.wrong]:
         raise Failure(f"jobs could not run on: {', '.join(bad)}")

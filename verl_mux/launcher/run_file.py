@@ -29,7 +29,7 @@ import math
 import re
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 import msgspec
@@ -40,13 +40,16 @@ from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import UserError
 from verl_mux.launcher.cluster import layout
 from verl_mux.launcher.cluster.layout import RayOptions
-from verl_mux.launcher.cluster.reach import HostSpec
+from verl_mux.launcher.cluster.reach import HostSpec, Way
 from verl_mux.yaml_file import read_yaml
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # Folders of a run that are no job's.
 COORDINATOR, EARLIER = "coordinator", "earlier"
 KEPT = {COORDINATOR: "the coordinator's files", EARLIER: "earlier runs"}
+
+# What is allowed where a word may stand.
+_WORDS = {HostSpec: f"{', '.join(get_args(Way))}, or a list of words"}
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,16 +148,26 @@ def read(path: Path, directory: Path | None = None, resume: bool = False, more: 
 
 
 def _explain(given: Any, error: msgspec.ValidationError) -> str:
-    """The error with the job's name, which msgspec leaves out, and with the keys that are allowed."""
-    jobs = given.get("jobs") if isinstance(given, dict) else None
-    fillers = given.get("fillers") if isinstance(given, dict) else None
-    for what, specs, kind in (("job", jobs, JobSpec), ("filler", fillers, FillerSpec)):
+    """The error with the name of the job, filler or host, which msgspec leaves out, and with what is allowed there."""
+    for what, key, kind in (("job", "jobs", JobSpec), ("filler", "fillers", FillerSpec), ("host", "hosts", HostSpec)):
+        specs = given.get(key) if isinstance(given, dict) else None
         for name, spec in specs.items() if isinstance(specs, dict) else ():
             try:
                 msgspec.convert(spec, kind)
             except msgspec.ValidationError as inner:
-                return f"{what} {name!r}: {inner}; a {what} has {', '.join(kind.__struct_fields__)}"
-    return f"{error}; a run file has {', '.join(f for f in RunFile.__struct_fields__ if f not in ('here', 'at'))}"
+                return f"{what} {name!r}: {_allowed(inner, f'a {what}', kind)}"
+    if isinstance(given, dict) and "ray" in given:
+        try:
+            msgspec.convert(given["ray"], RayOptions)
+        except msgspec.ValidationError as inner:
+            return f"ray: {_allowed(inner, 'it', RayOptions)}"
+    return _allowed(error, "a run file", RunFile)
+
+
+def _allowed(error: msgspec.ValidationError, what: str, kind: type[msgspec.Struct]) -> str:
+    if "enum" in str(error) and kind in _WORDS:
+        return f"{error}; allowed: {_WORDS[kind]}"
+    return f"{error}; {what} has {', '.join(f for f in kind.__struct_fields__ if f not in ('here', 'at'))}"
 
 
 def _check(path: Path, run: RunFile) -> None:
@@ -192,6 +205,8 @@ def _check_hosts(path: Path, run: RunFile) -> None:
         raise UserError(
             f"{path}: there are `hosts` and no `bind`: the address of this machine at which they reach the coordinator"
         )
+    if run.bind in ("0.0.0.0", "::"):
+        raise UserError(f"{path}: bind is {run.bind}; one address of this machine is needed, at which the hosts reach it")
     folders = {agent_folder(host): host for host in run.hosts}
     if taken := [name for name in (*run.jobs, *run.fillers) if name in folders]:
         raise UserError(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import socket
+import subprocess
 
-from verl_mux.launcher.cluster.check import Seen, as_json, check, judge
+import pytest
+from rich.console import Console
+
+from verl_mux.errors import Failure
+from verl_mux.launcher.cluster.check import Seen, as_json, check, judge, show
 from verl_mux.launcher.cluster.look import PACKAGES
 from verl_mux.launcher.cluster.reach import HostSpec
 
@@ -33,6 +38,48 @@ def test_hosts_are_looked_at_and_one_that_is_not_reached_says_why():
     for one in seen[:2]:
         assert one.about["address"] == "127.0.0.1" and one.about["versions"]["ray"] and one.about["free_blocks"] > 0
         assert abs(one.skew_s) <= one.within_s + 0.05
+
+
+def _beside(towards: str, shared=None, at=None, **spec) -> Seen:
+    """This machine under a second name, with what is said of it, beside itself."""
+    hosts = {"one": HostSpec(via="local"), "two": HostSpec(via="local", **spec)}
+    return check(hosts, {}, towards, without_gpus=True, shared=shared, at=at)[1]
+
+
+def test_each_host_is_to_reach_the_others_and_the_coordinator(tmp_path):
+    assert _beside("127.0.0.1", tmp_path / "runs" / "new").wrong == []
+    assert not list(tmp_path.iterdir())
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        at = closed.getsockname()
+        assert _beside("127.0.0.1", at=at).wrong == [
+            f"the coordinator is not reached from there at 127.0.0.1:{at[1]}: Connection refused"
+        ]
+
+
+def test_an_address_that_the_host_has_not_is_wrong():
+    assert "`address` is 192.0.2.1; it has " in _beside("127.0.0.1", address="192.0.2.1").wrong[-1]
+
+
+def test_a_folder_that_a_host_does_not_see_is_wrong(tmp_path):
+    """A mount namespace of its own hides what is there."""
+    hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {tmp_path} && exec "$@"', "sh"]
+    if subprocess.run([*hidden, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("mount namespaces are not allowed here")
+    (seen,) = check({"one": HostSpec(via=hidden)}, {}, "127.0.0.1", without_gpus=True, shared=tmp_path)
+    assert "`dir` must be on a file system of all hosts" in seen.wrong[0]
+
+
+def test_bind_has_to_be_an_address_of_this_machine():
+    with pytest.raises(Failure, match=r"`bind` is 192\.0\.2\.1: .*; this machine has .*127\.0\.0\.1"):
+        check({"one": HostSpec(via="local")}, {}, "192.0.2.1", without_gpus=True)
+
+
+def test_the_table_fits_a_narrow_terminal(capsys):
+    seen = Seen("gpu-07.cluster.example", ABOUT, skew_s=0.001)
+    show([seen], Console(width=80))
+    out = capsys.readouterr().out
+    assert "10.0.0.1" in out and "100 Gb/s" in out and "verl 1.0" in out and "…" not in out
 
 
 def test_a_host_like_the_others_has_nothing_wrong():

@@ -1,18 +1,22 @@
 """`python -m verl_mux.launcher.cluster.look`: says what a host is like, one JSON object a line. For `verl-mux doctor --cluster`.
 
-Each line of stdin is answered with the time here; the first answer tells everything else as well. Ends with its stdin.
+Each line of stdin is a JSON object, and is answered with the time here and with what it asks for. `towards`, an address: all of
+this host. `reach`, [[address, port]...]: which it cannot connect to. `sees`, a path: whether that is here. Ends with its stdin.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -22,6 +26,7 @@ from verl_mux.launcher.cluster.addresses import own_address
 from verl_mux.launcher.cluster.ports import Block
 
 PACKAGES = ("verl-mux", "verl", "sglang", "ray", "torch")
+_CONNECT_S = 5.0
 
 
 def about(towards: str) -> dict[str, Any]:
@@ -88,11 +93,46 @@ def _is_free(block: int) -> bool:
     return taken is None
 
 
+def listen(address: str) -> int:
+    """Takes connections for as long as this process lives, and closes them; returns the port. Raises OSError: none of this
+    host's addresses."""
+    listener = socket.create_server((address, 0), backlog=1024)
+
+    def accept() -> None:
+        while True:
+            listener.accept()[0].close()
+
+    threading.Thread(target=accept, daemon=True).start()
+    return listener.getsockname()[1]
+
+
+def unreached(targets: list[tuple[str, int]]) -> list[tuple[str, int, str]]:
+    """Those that this host cannot connect to, with the reason."""
+    with ThreadPoolExecutor(max_workers=32) as pool:
+        reasons = list(pool.map(_connect, targets))
+    return [(*target, reason) for target, reason in zip(targets, reasons, strict=True) if reason]
+
+
+def _connect(target: tuple[str, int]) -> str:
+    try:
+        socket.create_connection((target[0], target[1]), timeout=_CONNECT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def main() -> None:
-    first = True
+    port = listen("0.0.0.0")
     for line in sys.stdin:
-        print(json.dumps({"time": time.time(), **(about(line.strip()) if first else {})}), flush=True)
-        first = False
+        asked = json.loads(line)
+        answer: dict[str, Any] = {"time": time.time()}
+        if "towards" in asked:
+            answer |= {**about(asked["towards"]), "port": port}
+        if "reach" in asked:
+            answer["unreached"] = unreached([(address, port) for address, port in asked["reach"]])
+        if "sees" in asked:
+            answer["sees"] = os.path.exists(asked["sees"])
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
