@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from verl_mux.scheduling.estimate.estimator import Observed
-from verl_mux.scheduling.estimate.learning import drifted, learnt
+from verl_mux.scheduling.estimate.learning import LEAST, drifted, learnt
 from verl_mux.scheduling.model import Cluster, Group, JobSpec, Pin
 from verl_mux.scheduling.repack.repack import ASK_AGAIN_S
 from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
@@ -136,23 +136,25 @@ class Replay:
         if member and member.done >= self._live[member.name].arrival.iterations:
             self._depart(member.name, running.run.now)
             return True
-        if member is None or self.learner is None or not self._learn(self.learner, member.name, running.run.now):
+        if member is not None and self.learner is not None:
+            self._learn(self.learner, member.name, running.run.now)
+        if not running.dissolved:
             self._schedule(running)
         return False
 
-    def _learn(self, learner: Learner, name: str, now: float) -> bool:
-        """One more iteration of the job was seen. Whether that changed anything."""
+    def _learn(self, learner: Learner, name: str, now: float) -> None:
+        """One more iteration of the job was seen."""
         live = self._live[name]
         rollout, train = live.phases.history[live.member.done - 1 if live.member else 0]
         live.observed = live.observed.seen("rollout", rollout + live.spec.sync_s).seen("train", train)
         seen = learnt(live.spec, live.observed)
-        if seen is live.spec or not drifted(live.spec, seen):
-            return False
-        live.spec = seen
-        revision = learner.revise(seen, self._progress(now), now)
+        if seen is not live.spec and drifted(live.spec, seen):
+            live.spec = seen
+        elif live.observed.steps != LEAST:  # from here on others of its group may be moved
+            return
+        revision = learner.revise(live.spec, self._progress(now), now)
         self.actions.update(action.kind for action in revision.actions)
         self._follow(now, revision.moves)
-        return True
 
     def _depart(self, name: str, now: float) -> None:
         live = self._live.pop(name)

@@ -287,19 +287,19 @@ class Machine:
             job.watched.free_since = now
             return []
         out = observing.released(job.watched, lease, spec, now)
-        self._correct(job)
+        self._correct(job, anyway=observing.is_known(job.watched, lease))
         group = self.state.placed.group_of(job.name)
         if group is not None and lease.phase == "train" and prediction.is_due(group, job, self.state, self.config):
             out.append(prediction.predicted(group, self.state, self.config))
         return out
 
-    def _correct(self, job: Job) -> None:
-        """The placer is told of a job that turns out other than it was placed by."""
+    def _correct(self, job: Job, anyway: bool = False) -> None:
+        """The placer is told of a job that turns out other than it was placed by; `anyway`: also of one that does not."""
         spec = self.state.placed.job(job.name)
         if job.watched is not None and spec is not None:
             revised = memory.revised(job, observing.revised(job.watched, spec) or spec)
             revised = observing.with_move_cost(job.watched, revised)
-            if revised is not spec:
+            if revised is not spec or anyway:
                 placing.correct(self.state, revised)
 
     def _heartbeat(self, now: float, job: Job, what: m.Heartbeat) -> list[Instruction]:

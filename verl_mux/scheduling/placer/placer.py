@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from verl_mux.errors import UserError
+from verl_mux.scheduling.estimate.learning import LEAST
 from verl_mux.scheduling.model import Cluster, Group, JobSpec
 from verl_mux.scheduling.repack.regroup import Regrouping
 from verl_mux.scheduling.repack.repack import Repack
@@ -87,7 +88,8 @@ class Placer:
     def revise(self, job: JobSpec, progress: Mapping[str, Progress] = NOTHING_KNOWN, now: float = 0.0) -> Revision:
         """Takes over a placed job's new estimates. If its group no longer keeps everybody's SLO: another order, if all keep
         theirs under it; else jobs move out, the cheapest to keep alone first; else whoever has the least room goes first. If it
-        has become easier to place, repacking may follow."""
+        has become easier to place, repacking may follow. While anybody in the group has yet to be seen for LEAST steps, only the
+        order may change: to be asked again then, by this with the job as it is."""
         self._forget(job.name)
         self.groups.update(job)
         taken: list[Action] = []
@@ -95,6 +97,8 @@ class Placer:
         while (why := self._at_risk(group := self.groups.group_of(job.name), _unmoved(progress, moves))) is not None:
             if (ordered := self._reorder(group, progress, why)) is not None:
                 taken.append(ordered)
+                break
+            if not _seen(group, progress):
                 break
             if (evicted := self._evict_one(group, _unmoved(progress, moves))) is None:
                 taken.append(self._prefer(group, why))
@@ -262,6 +266,12 @@ def check_fits(job: JobSpec, cluster: Cluster, rules: Rules) -> None:
 def _in_time(groups: Iterable[Group], progress: Mapping[str, Progress], loads: Mapping[str, float]) -> bool:
     """Whether nobody is expected to be late in these groups; unknown progress is no reason to move anybody."""
     return all(late_job(group, progress, loads) is None for group in groups if all(job.name in progress for job in group.jobs))
+
+
+def _seen(group: Group, progress: Mapping[str, Progress]) -> bool:
+    """Whether all were seen long enough for their own phases to count. A move costs minutes, and what somebody was only said to
+    take is no reason for one: it is known a few steps later."""
+    return all(job.name in progress and progress[job.name].done >= LEAST for job in group.jobs)
 
 
 def _unmoved(progress: Mapping[str, Progress], moves: list[Move]) -> Mapping[str, Progress]:

@@ -77,7 +77,22 @@ def spoilt(**keys):
     assert driver.state.jobs["b"].nodes == OLD
     for number in range(1, LAST + 1):
         driver.step("b", number, rollout=12.0, train=9.0)
+    for number in range(1, LAST + 1):
+        driver.step("a", number)
     return driver
+
+
+def test_nobody_is_moved_before_all_of_its_group_were_seen():
+    driver = Jobs(Machine(placing_config(count=2)))
+    driver.come("a")
+    driver.come("b", movable=True)
+    for number in range(1, LAST + 3):
+        driver.step("b", number, rollout=12.0, train=9.0)
+    assert not lines(driver, "move_asked")
+    for number in range(1, LAST + 1):  # it takes what it said that it would
+        assert not lines(driver, "move_asked")
+        driver.step("a", number)
+    assert [move["job"] for move in lines(driver, "move_asked")] == ["b"]
 
 
 def test_a_job_that_spoils_its_group_is_asked_to_go_with_every_answer_to_a_heartbeat():
@@ -93,7 +108,7 @@ def test_a_job_that_spoils_its_group_is_asked_to_go_with_every_answer_to_a_heart
 
 def test_it_leaves_and_comes_back_where_its_place_was_kept_and_what_that_took_is_known():
     driver = spoilt()
-    ended = driver.now  # of its last phase
+    ended = driver.state.jobs["b"].watched.free_since  # the end of its last phase
     driver.now += 10
     (gone,) = driver.leave("b", driver.beat("b"))
     assert isinstance(gone, m.JobEnded) and driver.state.jobs["b"].state is JobState.ENDED
@@ -133,7 +148,7 @@ def test_what_was_learnt_of_it_stays_and_its_first_step_there_teaches_nothing():
 
 def test_whoever_gets_the_nodes_that_it_leaves_is_told_so_when_it_has_left():
     driver = spoilt()
-    (waits,) = driver.come("c")
+    (waits,) = driver.come("c", slo=2.0)
     assert isinstance(waits, m.Queued) and waits.reason == "job 'c' waits until b has left for other nodes"
     assert driver.place("c") == OLD and driver.state.jobs["c"].nodes == {}
     assert where_told(driver.leave("b", 1)) == [OLD]
@@ -163,6 +178,7 @@ def test_a_place_is_not_kept_for_ever():
     driver.wait(3)
     assert lines(driver, "move_given_up")[0]["reason"] == "it did not come back in time"
     assert driver.state.jobs["c"].nodes == NEW
+    driver.do(m.Deregister(**driver.who("a")))
     (answer,) = driver.come_again("b", slo=10.0)  # late: placed like anybody, by what it brings
     assert isinstance(answer, m.Registered) and not driver.state.moves
 
@@ -214,6 +230,8 @@ def test_nobody_is_moved_whom_nobody_would_start_again():
         driver.come(job)
     for number in range(1, LAST + 1):
         driver.step("b", number, rollout=12.0, train=9.0)
+    for number in range(1, LAST + 1):
+        driver.step("a", number)
     assert not lines(driver, "move_asked") and lines(driver, "slo_at_risk")[-1]["kind"] == "priority"
 
 

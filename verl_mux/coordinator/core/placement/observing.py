@@ -10,7 +10,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log
 from verl_mux.coordinator.core.records import Job, Lease, Moving, Request, State, Watched
 from verl_mux.profiling.eventlog import events
 from verl_mux.scheduling.estimate.estimator import estimate_error
-from verl_mux.scheduling.estimate.learning import drifted, learnt
+from verl_mux.scheduling.estimate.learning import LEAST, drifted, learnt
 from verl_mux.scheduling.model import JobSpec
 from verl_mux.scheduling.time.forecast import Progress
 
@@ -57,6 +57,11 @@ def revised(watched: Watched, spec: JobSpec) -> JobSpec | None:
     """The job as it was seen lately, if that is other than what it is placed by."""
     now = learnt(spec, watched.observed)
     return now if now is not spec and drifted(spec, now) else None
+
+
+def is_known(watched: Watched, lease: Lease) -> bool:
+    """Whether with this phase the job was seen long enough for others of its group to be moved."""
+    return lease.phase == "train" and watched.observed.steps == LEAST
 
 
 def with_move_cost(watched: Watched, spec: JobSpec) -> JobSpec:
