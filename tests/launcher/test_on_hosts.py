@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from tests.launcher.runs import FAKE, ROOT, Runs
 from verl_mux.coordinator.bus.members import carriers
@@ -145,6 +146,30 @@ def test_submit_gives_its_jobs_to_a_coordinator_that_runs_already(runs, tmp_path
         assert runs.steps("a") == [1, 2] and served.snapshot()["jobs"]["a"]["steps_done"] == 2
     finally:
         served.stop()
+
+
+def test_a_run_waits_for_who_was_submitted_to_its_coordinator(runs, tmp_path):
+    _write(runs, {"a": {"overrides": [f"+until={runs.go}"]}})
+    first = runs.start()
+    runs.until_step("a", 1)
+    later, given = Runs(tmp_path / "later"), yaml.safe_load(runs.file.read_text())
+    later.file.parent.mkdir()
+    given |= {
+        "coordinator": (runs.out / "coordinator" / "address").read_text().strip(),
+        "keys": str(runs.out / "coordinator" / "keys"),
+    }
+    guest = {"jobs": {"b": {**given["jobs"]["a"], "overrides": [f"+until={later.go}"]}}}
+    later.file.write_text(yaml.safe_dump({**given, **guest, "dir": str(later.out), "bind": None}))
+    second = later.start(command="submit")
+    later.until_step("b", 1)
+    runs.go.touch()
+    told = ""
+    while "waiting for b, which was submitted to this run's coordinator" not in told:
+        told = first.stderr.readline()
+    later.go.touch()
+    later.ends(second)
+    runs.ends(first)
+    assert (first.returncode, second.returncode) == (0, 0)
 
 
 def test_submit_without_a_coordinator_is_one_line(runs):

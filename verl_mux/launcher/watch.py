@@ -16,7 +16,7 @@ from rich.live import Live
 
 from verl_mux.launcher.cores import Account
 from verl_mux.launcher.live_view import LiveView
-from verl_mux.launcher.processes.coordinator_process import AnyCoordinator
+from verl_mux.launcher.processes.coordinator_process import AnyCoordinator, CoordinatorProcess
 from verl_mux.launcher.processes.job_process import JobProcess
 
 _TICK_S = 1.0
@@ -42,6 +42,7 @@ class Watch:
         self.refused: set[str] = set()
         self.snapshot: dict[str, Any] = {}
         self.interrupted = False
+        self._guests_told: set[str] = set()
         self.peak_rss = 0
         self._rss = 0
 
@@ -79,9 +80,24 @@ class Watch:
                 else:
                     for line in self._view.plain_lines(elapsed):
                         print(line, file=sys.stderr, flush=True)
-                if self.all_ended or self._interrupted_within(_TICK_S):
+                if (self.all_ended and not self._guests()) or self._interrupted_within(_TICK_S):
                     return
                 tick += 1
+
+    def _guests(self) -> bool:
+        """Whether jobs that others submitted to the run's own coordinator are still there: they would lose it."""
+        if not isinstance(self._coordinator, CoordinatorProcess):
+            return False
+        known, own = self.snapshot.get("jobs", {}), {job.name for job in self._jobs}
+        left = {name for name, job in known.items() if name not in own and not job["filler"] and job["state"] != "ended"}
+        for name in sorted(left - self._guests_told):
+            print(
+                f"waiting for {name}, which was submitted to this run's coordinator; Ctrl-C ends both",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._guests_told |= left
+        return bool(left)
 
     def _interrupted_within(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
