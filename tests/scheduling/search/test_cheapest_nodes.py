@@ -2,14 +2,19 @@
 
 import itertools
 
+import msgspec
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.exploring import examples
 from tests.scheduling.made_jobs import ANY_MODES, jobs, make_cluster, make_job
+from verl_mux.scheduling.model import Estimate
 from verl_mux.scheduling.search.cheapest_nodes import cheapest_nodes, isolated_usd, least_usd
 from verl_mux.scheduling.search.modes import modes_of
 from verl_mux.scheduling.search.partition import Partitioner
-from verl_mux.scheduling.search.rules import OURS
+from verl_mux.scheduling.search.price import Price
+from verl_mux.scheduling.search.rules import LIVE, OURS
+from verl_mux.scheduling.time.conflicts import pairs_of_nodes
 from verl_mux.scheduling.time.feasibility import Feasibility
 
 
@@ -43,6 +48,22 @@ def test_the_dynamic_programme_finds_what_trying_everything_finds(found):
     solved, parts = Partitioner(cluster, feasibility, OURS).solve(found)
     assert abs(solved - best) < 1e-4
     assert sorted(job.name for members, _ in parts for job in members) == [job.name for job in found]
+
+
+@settings(max_examples=examples(25))
+@given(found=jobs(most=4), cv=st.sampled_from([0.05, 0.2]), rules=st.sampled_from([OURS, LIVE]))
+def test_asking_only_the_chosen_groups_for_probabilities_finds_what_asking_all_finds(found, cv, rules):
+    def vary(phase: Estimate) -> Estimate:
+        return msgspec.structs.replace(phase, cv=cv)
+
+    found = [msgspec.structs.replace(job, rollout=vary(job.rollout), train=vary(job.train)) for job in found]
+    cluster, sure = make_cluster(), Feasibility(keep=0.95)
+    price = Price(cluster, rules).of_shared if rules.count_stays else None
+    asking_all = Partitioner(cluster, sure, rules, lambda jobs, below: cheapest_nodes(jobs, cluster, sure, below, price))
+    usd, parts = Partitioner(cluster, Feasibility(keep=0.95), rules).solve(found)
+    assert abs(usd - asking_all.solve(found)[0]) < 1e-5
+    for shared in [shared for _, shared in parts if shared is not None]:
+        assert sure.order(shared.jobs, pairs_of_nodes(shared.rollout), pairs_of_nodes(shared.train)) == shared.order
 
 
 @given(found=jobs(most=4, modes=ANY_MODES))

@@ -36,7 +36,7 @@ class Repack:
 
     def begin(self) -> None:
         """A new search may simulate `effort` groups again."""
-        self.partitioner.until = self.partitioner.feasibility.simulated + self.effort
+        self.partitioner.until = self.partitioner.simulated + self.effort
 
     def next(self, progress: Mapping[str, Progress]) -> Regrouping | None:
         """A regrouping that pays now, or None. Jobs of unknown progress are not moved, nor is anybody moved to them."""
