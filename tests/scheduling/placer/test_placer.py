@@ -286,3 +286,15 @@ def test_nobody_moves_for_what_another_job_of_its_group_was_only_said_to_take():
         revision = placer.revise(longer, unseen)
         assert revision.moves == () and len(placer.groups) == 1
     assert [move.kind for move in placer.revise(placer.groups.group_of("b").jobs[1], known).moves] == ["move"]
+
+
+def test_nobody_moves_for_a_delay_that_a_move_would_only_make_longer():
+    placer = Placer(make_cluster())
+    for name in ("a", "b"):
+        placer.admit(make_job(name, 100, 100, slo=1.6, cold_start_s=300))
+    (group,) = placer.groups.values()
+    # a waited for b's start-up: 5 iterations took what 10 take alone.
+    progress = {"a": Progress(age_s=2000, done=5, phase="rollout"), "b": Progress(age_s=1000, done=5, phase="rollout")}
+    revision = placer.revise(group.jobs[0], progress)
+    assert revision.moves == () and [action.kind for action in revision.actions] in ([], ["order"], ["priority"])
+    assert placer.revise(placer.groups.group_of("a").jobs[0], progress).actions == ()

@@ -40,6 +40,8 @@ from verl_mux.scheduling.time.forecast import Progress, Without, late_job
 from verl_mux.scheduling.time.order import IN_ROUNDS, ORDERS
 from verl_mux.scheduling.time.periods import group_periods
 
+# The order of a group in which somebody is at risk and nobody can move.
+FIRST_AID = "tightest-first"
 NOTHING_KNOWN: Mapping[str, Progress] = {}
 
 
@@ -100,8 +102,9 @@ class Placer:
                 break
             if not _seen(group, progress):
                 break
-            if (evicted := self._evict_one(group, _unmoved(progress, moves))) is None:
-                taken.append(self._prefer(group, why))
+            if (evicted := self._rescue(group, _unmoved(progress, moves))) is None:
+                if group.order != FIRST_AID:
+                    taken.append(self._prefer(group, why))
                 break
             moves.append(evicted)
             taken.append(Action(kind="move", group=group.name, job=evicted.job, reason=why))
@@ -135,7 +138,7 @@ class Placer:
         """What endangers a promise, or None."""
         if len(group.pins) < 2:
             return None
-        if self.feasibility.keeps(group.jobs, *pairs_of_pins(group.pins), group.order):
+        if self._settles(group):
             known = all(job.name in progress for job in group.jobs)
             late = late_job(group, progress, {}) if self.rules.guard and known else None
             return None if late is None else f"as the group stands now, {late} would be late"
@@ -143,6 +146,18 @@ class Placer:
             if period.mean_s > job.limit_s:
                 return f"{job.name} takes {period.mean_s:.0f} s an iteration, its SLO allows {job.limit_s:.0f} s"
         return f"not every SLO is kept with a probability of {self.rules.keep:g}, or not whoever leaves"
+
+    def _settles(self, group: Group) -> bool:
+        """Whether all keep their SLOs once everybody has had its turn a few times."""
+        return self.feasibility.keeps(group.jobs, *pairs_of_pins(group.pins), group.order)
+
+    def _rescue(self, group: Group, progress: Mapping[str, Progress]) -> Move | None:
+        """Moves one job out. Where somebody is late only by what has been, as by another's start-up, a move is one more delay: it
+        has to bring all in time."""
+        if not self._settles(group):
+            return self._evict_one(group, progress)
+        found = self._move_out(group, progress)
+        return found[0] if found else None
 
     def _reorder(self, group: Group, progress: Mapping[str, Progress], why: str) -> Action | None:
         for order in [name for name in ORDERS if name not in IN_ROUNDS]:  # the queues of leases know ranks, no rounds
@@ -153,7 +168,7 @@ class Placer:
         return None
 
     def _prefer(self, group: Group, why: str) -> Action:
-        self.groups.reorder(group.name, "tightest-first")
+        self.groups.reorder(group.name, FIRST_AID)
         first = min(group.jobs, key=lambda job: job.limit_s - job.iteration_s)
         return Action(
             kind="priority", group=group.name, job=first.name, reason=f"{why}; nobody can move, so the tightest goes first"
