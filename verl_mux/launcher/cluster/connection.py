@@ -56,7 +56,9 @@ class Connection:
             raise Failure(f"host {self.part.host} does not answer ({' '.join(self.part.command[:2])} ...)") from None
         if answer is None:
             code = self._process.wait(5)
-            raise Failure(f"host {self.part.host}: {' '.join(self.part.command[:2])} ... ended with exit code {code}")
+            words = " ".join(self.part.command[:2])
+            hint = "`verl-mux doctor --cluster FILE` says what is wrong with a host"
+            raise Failure(f"host {self.part.host}: {words} ... ended with exit code {code} before it answered; {hint}")
         if isinstance(answer, m.Failed):
             raise Failure(f"host {self.part.host}: {answer.reason}")
         return answer
