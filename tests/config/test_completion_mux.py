@@ -29,7 +29,7 @@ def test_the_sync_gets_the_keys(given):
     engine = completed(*given, timeout_s=7.0, streams=3, slow_gbps=20.0, delta=True)
     assert engine.backend == "mux"
     assert (engine.engine_kwargs.mux.timeout_s, engine.engine_kwargs.mux.streams) == (7.0, 3)
-    assert engine.engine_kwargs.mux.delta is True
+    assert engine.engine_kwargs.mux.delta is True and engine.engine_kwargs.mux.transport == "sockets"
     assert engine.engine_kwargs.mux.links == {"fast_gbps": 100.0, "slow_gbps": 20.0, "slow_link": "per_pair"}
 
 

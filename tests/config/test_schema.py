@@ -122,6 +122,8 @@ class TestRefused:
             ({"coordinator_timeout_s": float("nan")}, ["mux.coordinator_timeout_s must be a number, given nan"]),
             ({"sync": {"timeout_s": -3}}, ["mux.sync.timeout_s is -3.0", "above 0 seconds"]),
             ({"sync": {"delta": True, "verify": False}}, ["mux.sync.delta=True", "mux.sync.verify is False and must be True"]),
+            ({"sync": {"transport": "mooncake", "verify": False}}, ["mux.sync.transport=mooncake", "must be True"]),
+            ({"sync": {"transport": "carrier"}}, ["mux.sync.transport", "'carrier'", "mooncake"]),
             ({"nodes": {"rollout": []}}, ["mux.nodes.rollout is empty"]),
             ({"job": "${no.such.key}"}, ["mux: ", "no.such.key"]),
         ],
@@ -170,3 +172,9 @@ class TestModes:
         nodes["train"] = ["n2"]
         text = refusal(verl_config(mux, trainer__v1__trainer_mode="mux_colocate"), check)
         assert "mux.nodes.rollout is ['n0', 'n1']" in text and "['n2']" in text
+
+
+def test_a_transport_whose_package_is_not_here_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    text = refusal(verl_config({"sync": {"transport": "mooncake"}}))
+    assert "the package mooncake-transfer-engine is not installed here" in text

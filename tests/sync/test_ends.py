@@ -234,10 +234,10 @@ class TestErrors:
         refused = []
         real = sending.Sending._piece
 
-        def piece(self, connection, number, held):
+        def piece(self, connection, number, *rest):
             if not number:
                 refused.append(_introduce(self._targets[0].address, self._seal))
-            real(self, connection, number, held)
+            real(self, connection, number, *rest)
 
         monkeypatch.setattr(sending.Sending, "_piece", piece)
         its = ends(1, ["a"])

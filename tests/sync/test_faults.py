@@ -32,12 +32,14 @@ def hurry(put) -> None:
         put(module, "LAST_CALL_S", 0.1)
 
 
-def schedule(seed: int) -> str:
-    """One sync with a fault on the way to one host, then one without. Returns what the fault was."""
+def schedule(seed: int, **settings) -> str:
+    """One sync with a fault on the way to one host, then one without. Returns what the fault was. `settings`: of the sync."""
     draw = random.Random(seed)
     machines = [f"host{draw.randrange(3)}" for _ in range(draw.randrange(1, 5))]
     method = draw.choice(("two_stage", "relay", "root", "chain"))
-    ends = Ends(draw.randrange(1, 4), machines, method, streams=draw.randrange(1, 3), delta=draw.random() < 0.5)
+    senders = draw.randrange(1, 4)
+    given = {"streams": draw.randrange(1, 3), "delta": draw.random() < 0.5, **settings}
+    ends = Ends(senders, machines, method, **given)
     before = model_of(seed, 12, 30_000)
     first, second = changed(before, draw), changed(before, draw)
     size = sum(map(len, first.values())) // (3 if ends.settings.delta else 1)

@@ -145,7 +145,8 @@ def _imply_engine(config: DictConfig, mux: MuxConfig) -> None:
     it = mux.sync
     links = {"fast_gbps": it.fast_gbps, "slow_gbps": it.slow_gbps, "slow_link": it.slow_link}
     ours = {"verify": it.verify, "delta": it.delta, "timeout_s": it.timeout_s, "streams": it.streams, "method": it.method}
-    kwargs["mux"] = {**ours, "links": links, "interface": it.interface, **kwargs.get("mux", {})}
+    by = {"transport": it.transport, "mooncake_protocol": it.mooncake_protocol, "mooncake_device": it.mooncake_device}
+    kwargs["mux"] = {**ours, **by, "links": links, "interface": it.interface, **kwargs.get("mux", {})}
     engine.engine_kwargs = kwargs
 
 

@@ -5,6 +5,7 @@ The YAML beside this file (`mux/default.yaml`) is what Hydra composes; these dat
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from typing import Any, Literal
 
@@ -60,6 +61,9 @@ class SyncConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     slow_gbps: float | None = None
     slow_link: Literal["per_pair", "shared"] = "per_pair"
     delta: bool = False
+    transport: Literal["sockets", "mooncake"] = "sockets"
+    mooncake_protocol: Literal["rdma", "tcp"] = "rdma"
+    mooncake_device: str = ""
 
 
 class MuxConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -122,6 +126,12 @@ def _check_values(mux: MuxConfig) -> None:
             raise UserError(f"mux.sync.{key} is {gbps}; it must be above 0 Gbit/s")
     if mux.sync.delta and not mux.sync.verify:
         raise UserError("mux.sync.delta=True relies on digests: mux.sync.verify is False and must be True")
+    if mux.sync.transport == "mooncake" and not mux.sync.verify:
+        raise UserError("mux.sync.transport=mooncake relies on digests: mux.sync.verify is False and must be True")
+    if mux.sync.transport == "mooncake" and importlib.util.find_spec("mooncake") is None:
+        raise UserError(
+            "mux.sync.transport=mooncake: the package mooncake-transfer-engine is not installed here; install it, or use sockets"
+        )
     if not 1 <= mux.sync.streams <= 32:
         raise UserError(f"mux.sync.streams is {mux.sync.streams}; it must be between 1 and 32")
     if mux.profile.every < 1:

@@ -16,6 +16,7 @@ from verl_mux.sync.progress import Progress
 from verl_mux.sync.region import Held
 from verl_mux.sync.shard import Shard
 from verl_mux.sync.streams.receiving import Receiving
+from verl_mux.sync.streams.remote_reads import RemoteReads
 from verl_mux.sync.streams.seal import Seal
 from verl_mux.sync.streams.sending import Sending, Settings
 
@@ -49,6 +50,11 @@ class End:
         self._seal: Seal | None = None
         self._part: SenderPart | WorkerPart | None = None
         self._held = Held()
+        self._reads = (
+            RemoteReads(address, settings.mooncake_protocol, settings.mooncake_device)
+            if settings.transport == "mooncake"
+            else None
+        )
         self._now: Sending | Reception | None = None
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._remote = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
@@ -66,7 +72,7 @@ class End:
         part, seal, last = self._part, self._seal, self._now
         assert isinstance(part, SenderPart) and seal is not None
         kept = last.kept if isinstance(last, Sending) else None
-        self._now = Sending(shard, part.targets, part.me, version, seal, self._settings, kept)
+        self._now = Sending(shard, part.targets, part.me, version, seal, self._settings, kept, self._reads)
         return self._now
 
     def receiving(self, version: int) -> Reception:
@@ -77,7 +83,7 @@ class End:
         if part.role is None:
             found = Following(part.me, part.follows, part.whom, version, self._held, seal, self._settings.timeout_s)
         else:
-            found = Receiving(part.role, version, self._listeners, self._held, seal, self._settings)
+            found = Receiving(part.role, version, self._listeners, self._held, seal, self._settings, self._reads)
         self._now = found
         return found
 
@@ -96,4 +102,6 @@ class End:
         self._end_last()
         for listener in self._listeners:
             listener.close()
+        if self._reads is not None:
+            self._reads.close()
         self._held.close()

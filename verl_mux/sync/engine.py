@@ -51,6 +51,7 @@ class MuxCheckpointEngine(CheckpointEngine):
         links: see topology.Links; what the cheapest is by.
         cluster: name of the network within which this end's links are fast; default: trainers are in one, rollout in another.
         interface: by whose address others reach this end; default: the one that Ray uses.
+        transport, mooncake_protocol, mooncake_device: see remote_reads.py.
     """
 
     def __init__(
@@ -65,8 +66,13 @@ class MuxCheckpointEngine(CheckpointEngine):
         cluster: str | None = None,
         interface: str | None = None,
         delta: bool = False,
+        transport: str = "sockets",
+        mooncake_protocol: str = "rdma",
+        mooncake_device: str = "",
     ) -> None:
-        self._settings = Settings(min(bucket_size, _PIECE_BYTES), streams, timeout_s, verify, delta)
+        given = {"transport": transport, "mooncake_protocol": mooncake_protocol, "mooncake_device": mooncake_device}
+        plain = Settings(min(bucket_size, _PIECE_BYTES), streams, timeout_s, verify, delta)
+        self._settings = msgspec.structs.replace(plain, **given)
         self._wish = Wish(method, msgspec.convert(dict(links or {}), Links))
         self._cluster = cluster or ("rollout" if is_master is None else "train")
         self._interface = interface

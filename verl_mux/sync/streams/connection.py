@@ -50,6 +50,7 @@ class Kind(enum.IntEnum):
     ATTACH = 8
     READY = 9
     ROOM = 10
+    TAKEN = 11
 
 
 class Header(NamedTuple):

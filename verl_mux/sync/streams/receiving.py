@@ -32,6 +32,7 @@ from verl_mux.sync.progress import Progress
 from verl_mux.sync.region import Held, Region
 from verl_mux.sync.shard import digest
 from verl_mux.sync.streams.connection import Connection, Header, Hello, Kind
+from verl_mux.sync.streams.remote_reads import READ, Offering, RemoteReads
 from verl_mux.sync.streams.seal import Seal
 from verl_mux.sync.streams.sending import LAST_CALL_S, Settings, Streams, Target, said_before
 
@@ -57,10 +58,11 @@ class Receiving:
     close."""
 
     def __init__(
-        self, role: Role, version: int, listeners: Sequence[socket.socket], held: Held, seal: Seal, settings: Settings
-    ) -> None:
+        self, role: Role, version: int, listeners: Sequence[socket.socket], held: Held, seal: Seal, settings: Settings,
+        reads: RemoteReads | None = None,
+    ) -> None:  # fmt: skip
         self._role, self._version, self._listeners = role, version, listeners
-        self._held, self._seal, self._settings = held, seal, settings
+        self._held, self._seal, self._settings, self._reads = held, seal, settings, reads
         self.progress = Progress()
         self._streams = Streams(role.me, self._failed)
         self._wake, self._woken = socket.socketpair()
@@ -218,6 +220,8 @@ class Receiving:
             if layout is None:
                 return
             region = self._held.of(layout.nbytes)
+            if self._reads is not None:
+                self._reads.hold(region)
         with self._news:
             self._region = region
             self._digests = {source: [0] * len(pieces) for source, pieces in self._assembly.pieces.items()}
@@ -229,16 +233,18 @@ class Receiving:
         with self._news:
             spans, view = self._assembly.spans(header.source, header.number), self._region.view
         views, size = [view[offset : offset + nbytes] for offset, nbytes in spans], sum(nbytes for _, nbytes in spans)
-        if header.nbytes > size or (header.nbytes < size and header.encoding != CHANGES):
+        if header.encoding != READ and (header.nbytes > size or (header.nbytes < size and header.encoding != CHANGES)):
             raise SyncError(
                 f"piece {header.number} of trainer rank {header.source} has {header.nbytes} bytes, which is not its size"
             )
         body = b""
         if header.encoding == CHANGES:
             body = self._change(connection, header, spans, view)
+        elif header.encoding == READ:
+            self._read(connection, header, views)
         else:
             connection.into(views)
-        if (self._settings.verify or header.encoding == CHANGES) and digest(views) != header.digest:
+        if (self._settings.verify or header.encoding != WHOLE) and digest(views) != header.digest:
             raise self._damaged(connection, spans)
         with self._news:
             self._assembly.place(header.source, header.number)
@@ -246,6 +252,12 @@ class Receiving:
             if self._role.downstream:
                 self._log.append((header, body))
             self._moved()
+
+    def _read(self, connection: Connection, header: Header, views: Sequence[memoryview]) -> None:
+        if self._reads is None:
+            raise SyncError(f"{connection.whom} offers its memory, {self._role.me} reads from sockets alone")
+        self._reads.read(connection.whom, connection.body(header), views)
+        connection.say(Kind.TAKEN)
 
     def _change(self, connection: Connection, header: Header, spans: Sequence[Span], view: memoryview) -> bytes:
         if header.source not in self._stamps:
@@ -295,13 +307,16 @@ class Receiving:
                     body = msgspec.msgpack.encode(manifest)
                     connection.write(Header(Kind.MANIFEST, nbytes=len(body)), [body])
             connection.wait_for(Kind.ROOM)
-            self._pass_on(connection, stream, same)
+            offering = Offering(self._reads, connection) if self._reads is not None and not target.is_here else None
+            self._pass_on(connection, stream, same, offering)
+            if offering:
+                offering.end()
             connection.write(Header(Kind.END))
             connection.wait_for(Kind.DONE)
         except Lost as error:
             raise said_before(connection, error) from None
 
-    def _pass_on(self, connection: Connection, at: int, same: set[int]) -> None:
+    def _pass_on(self, connection: Connection, at: int, same: set[int], offering: Offering | None) -> None:
         """`same`: trainer ranks of whose part the other end has what was here before: changes go on as they came."""
         assert self._region is not None
         view = self._region.view
@@ -315,7 +330,8 @@ class Receiving:
                 connection.write(header, [body])
             else:
                 payload = [view[offset : offset + nbytes] for offset, nbytes in pieces[header.source][header.number]]
-                connection.write(header._replace(encoding=WHOLE, nbytes=sum(map(len, payload))), payload)
+                whole = header._replace(encoding=WHOLE, nbytes=sum(map(len, payload)))
+                offering.piece(whole, payload) if offering else connection.write(whole, payload)
             at += self._settings.streams
 
     def _has_come(self, at: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 from uuid import uuid4
 
 import msgspec
@@ -14,6 +15,7 @@ from verl_mux.sync.failure import Lost, SyncError
 from verl_mux.sync.last_sent import Changes, Encoded, LastSent
 from verl_mux.sync.shard import Shard
 from verl_mux.sync.streams.connection import Address, Connection, Header, Hello, Kind
+from verl_mux.sync.streams.remote_reads import Offering, RemoteReads
 from verl_mux.sync.streams.seal import Seal
 
 
@@ -24,16 +26,25 @@ class Target(msgspec.Struct, frozen=True):
     whom: str
     link: str
 
+    @property
+    def is_here(self) -> bool:
+        """By a socket of this host."""
+        return isinstance(self.address, str)
+
 
 class Settings(msgspec.Struct, frozen=True):
     """`streams`: connections a pair; `timeout_s`: who is silent for so long is lost; `verify`: a digest for each piece; `delta`:
-    what did not change since the last sync is not sent."""
+    what did not change since the last sync is not sent. `transport`: what carries pieces between hosts, see remote_reads.py for
+    `mooncake`, and for its protocol and devices."""
 
     piece_bytes: int = 4 << 20
     streams: int = 2
     timeout_s: float = 120.0
     verify: bool = True
     delta: bool = False
+    transport: Literal["sockets", "mooncake"] = "sockets"
+    mooncake_protocol: str = "rdma"
+    mooncake_device: str = ""
 
 
 # In which those who are just being connected to hear that it failed, and why.
@@ -115,10 +126,10 @@ class Sending:
 
     def __init__(
         self, shard: Shard, targets: Sequence[Target], me: str, version: int, seal: Seal, settings: Settings,
-        last: LastSent | None = None,
+        last: LastSent | None = None, reads: RemoteReads | None = None,
     ) -> None:  # fmt: skip
         self._shard, self._targets, self._me, self._version = shard, targets, me, version
-        self._seal, self._settings = seal, settings
+        self._seal, self._settings, self._reads = seal, settings, reads
         self._attempt = uuid4().hex
         self._streams = Streams(me)
         self._by_link: list[tuple[str, Connection]] = []
@@ -181,19 +192,32 @@ class Sending:
                 body = msgspec.msgpack.encode(self._shard.manifest)
                 connection.write(Header(Kind.MANIFEST, nbytes=len(body)), [body])
             connection.wait_for(Kind.ROOM)
+            offering = self._offering(connection, target, stream)
             for number in range(stream, len(self._shard.pieces), self._settings.streams):
-                self._piece(connection, number, held)
+                self._piece(connection, number, held, offering)
+            if offering:
+                offering.end()
             connection.write(Header(Kind.END))
             connection.wait_for(Kind.DONE)
         except Lost as error:
             raise said_before(connection, error) from None
 
-    def _piece(self, connection: Connection, number: int, held: bytes | None) -> None:
+    def _offering(self, connection: Connection, target: Target, stream: int) -> Offering | None:
+        if self._reads is None or target.is_here:
+            return None
+        largest = max([sum(nbytes for _, nbytes in piece) for piece in self._shard.pieces], default=1)
+        return Offering(self._reads, connection, self._reads.slots((target.whom, stream), largest))
+
+    def _piece(self, connection: Connection, number: int, held: bytes | None, offering: Offering | None) -> None:
         began = time.perf_counter()
         encoding, payload, code = self._changes.piece(number, held) if self._changes else self._whole(number)
         self._reading_s.append(time.perf_counter() - began)
         nbytes = sum(map(len, payload))
-        connection.write(Header(Kind.PIECE, encoding, self._shard.manifest.source, number, nbytes, code), payload)
+        header = Header(Kind.PIECE, encoding, self._shard.manifest.source, number, nbytes, code)
+        if offering and encoding == WHOLE:
+            offering.piece(header, payload)
+        else:
+            connection.write(header, payload)
         self._sent_bytes.append(nbytes)
 
     def _whole(self, number: int) -> Encoded:
