@@ -282,7 +282,7 @@ def test_nobody_moves_for_what_another_job_of_its_group_was_only_said_to_take():
         placer.admit(make_job(name, 100, 100, slo=1.2))
     longer = make_job("a", 100, 150, slo=1.2)
     known = old(placer)
-    for unseen in ({"a": known["a"]}, {**known, "b": Progress(age_s=500, done=2)}):
+    for unseen in ({"a": known["a"]}, {**known, "b": Progress(age_s=500, done=2)}, {**known, "b": Progress(done=9, seen=2)}):
         revision = placer.revise(longer, unseen)
         assert revision.moves == () and len(placer.groups) == 1
     assert [move.kind for move in placer.revise(placer.groups.group_of("b").jobs[1], known).moves] == ["move"]

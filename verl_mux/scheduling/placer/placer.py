@@ -286,7 +286,8 @@ def _in_time(groups: Iterable[Group], progress: Mapping[str, Progress], loads: M
 def _seen(group: Group, progress: Mapping[str, Progress]) -> bool:
     """Whether all were seen long enough for their own phases to count. A move costs minutes, and what somebody was only said to
     take is no reason for one: it is known a few steps later."""
-    return all(job.name in progress and progress[job.name].done >= LEAST for job in group.jobs)
+    found = [progress.get(job.name) for job in group.jobs]
+    return all(it is not None and (it.done if it.seen is None else it.seen) >= LEAST for it in found)
 
 
 def _unmoved(progress: Mapping[str, Progress], moves: list[Move]) -> Mapping[str, Progress]:

@@ -25,7 +25,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a placed job stands. age_s: since it was placed. done: iterations finished. phase: `loading`, `rollout`,
     `tail` or `train`, which it runs for remaining_s more, or waits for since waited_s ago (remaining_s None).
     warm: rollout and training nodes that it was the last to hold; None if unknown. solo_s: what the finished iterations would
-    have taken alone, as they really were; None: as estimated now."""
+    have taken alone, as they really were; None: as estimated now. seen: iterations whose phases its estimates may know; None: all
+    that are done."""
 
     age_s: float = 0.0
     done: int = 0
@@ -34,6 +35,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     waited_s: float = 0.0
     warm: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     solo_s: float | None = None
+    seen: int | None = None
 
     def allowed_s(self, job: JobSpec, more: int) -> float:
         """At most this may have passed since it was placed when it has done so many more iterations."""

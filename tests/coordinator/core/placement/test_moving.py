@@ -89,7 +89,7 @@ def test_nobody_is_moved_before_all_of_its_group_were_seen():
     for number in range(1, LAST + 3):
         driver.step("b", number, rollout=12.0, train=9.0)
     assert not lines(driver, "move_asked")
-    for number in range(1, LAST + 1):  # it takes what it said that it would
+    for number in range(1, LAST + 1):  # it takes what it said that it would; its first step teaches nothing
         assert not lines(driver, "move_asked")
         driver.step("a", number)
     assert [move["job"] for move in lines(driver, "move_asked")] == ["b"]

@@ -113,7 +113,8 @@ def _on_its_way(moving: Moving, began: float, done: int, spec: JobSpec, now: flo
 def _progress(job: Job, watched: Watched, began: float, spec: JobSpec, now: float) -> Progress:
     phase, since, runs = watched.doing
     age_s, done = now - began, max(job.finished - watched.first_step + 1, 0)
+    seen = watched.observed.steps
     if not runs:
-        return Progress(age_s=age_s, done=done, phase=phase, waited_s=max(now - since, 0.0))
+        return Progress(age_s=age_s, done=done, phase=phase, waited_s=max(now - since, 0.0), seen=seen)
     planned = spec.rollout_hold_s if phase == "rollout" else spec.train.seconds
-    return Progress(age_s=age_s, done=done, phase=phase, remaining_s=max(planned - (now - since), 0.0))
+    return Progress(age_s=age_s, done=done, phase=phase, remaining_s=max(planned - (now - since), 0.0), seen=seen)
