@@ -178,9 +178,9 @@ def test_what_a_worker_takes_while_pieces_are_under_way_is_new(ends, monkeypatch
     synced(its, 0, model)
     real, draw = sending.Sending._piece, random.Random(0)
 
-    def piece(self, connection, number, held):
+    def piece(self, connection, number, *rest):
         threading.Event().wait(draw.random() / 500)
-        real(self, connection, number, held)
+        real(self, connection, number, *rest)
 
     monkeypatch.setattr(sending.Sending, "_piece", piece)
     for version in range(1, 4):
