@@ -59,7 +59,7 @@ def test_measurements_do_not_mix():
         bench_sync(["1_to_1x1_per_pair"], 32, None, beside=True)
 
 
-WAYS = {"memory": {"theirs": [4.0, 2.0, 3.0], "ours": [1.0, 9.0, 1.5]}, "file": {"theirs": [8.0], "ours": [4.0]}}
+WAYS = {"memory": {"theirs": [4.0, 2.0, 3.0], "ours": [1.0, 9.0, 1.5]}, "engine": {"theirs": [8.0], "ours": [4.0]}}
 # As trainer/sync_rounds, where one engine lacks a package, one has none of what it needs at work, and one runs.
 ROUNDS = f"""
 import json, sys
@@ -77,7 +77,7 @@ else:
 def test_medians_are_compared_with_the_ratio_of_ours_to_theirs():
     found = compared({"bit_equal": False, "model_bytes": 1000, "ways": WAYS})
     assert (found["seconds"], found["ours_seconds"], found["ratio"], found["bit_equal"]) == (3.0, 1.5, 0.5, False)
-    assert found["each"] == WAYS["memory"]["theirs"] and found["by_file"]["ratio"] == 0.5
+    assert found["each"] == WAYS["memory"]["theirs"] and found["by_engine"]["ratio"] == 0.5
 
 
 def test_an_engine_that_does_not_run_here_is_named_with_the_reason(tmp_path, monkeypatch):
@@ -90,7 +90,7 @@ def test_an_engine_that_does_not_run_here_is_named_with_the_reason(tmp_path, mon
     assert found["beside"]["nixl"] == {"why_not": "RuntimeError: no device"}
     assert found["beside"]["naive"]["ratio"] == 0.5
     assert lines(found)[1:] == [
-        "naive by file: 8.000 s, ours 4.000 s, 0.50 of it",
+        "naive by an engine: 8.000 s, ours 4.000 s, 0.50 of it",
         "nccl: does not run here: No module named 'cupy'",
         "nixl: does not run here: RuntimeError: no device",
     ]

@@ -34,7 +34,7 @@ def test_a_trainer_apart_from_its_engine_hands_weights_over_without_gpus(given, 
 
 
 @pytest.mark.parametrize(("given", "used"), [(2048, 256), (512, 512)])
-def test_a_job_that_shares_its_device_takes_small_buckets_where_nobody_chose(given, used):
+def test_a_job_loads_weights_in_small_batches_where_nobody_chose(given, used):
     with initialize_config_dir(str(CONFIGS), version_base=None):
         bucket = f"actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes={given}"
         config = compose("ppo_trainer", ["actor_rollout_ref.rollout.name=sglang", bucket])

@@ -8,7 +8,6 @@ from omegaconf import OmegaConf
 from tests.config.test_schema import refusal, verl_config
 from verl_mux.config.needs import host_memory_of, needs_of
 from verl_mux.config.schema import load
-from verl_mux.memory.certificate import device
 from verl_mux.memory.certificate.job import read_job
 
 ADDRESS = "tcp://127.0.0.1:5570"
@@ -80,7 +79,7 @@ def test_a_job_tells_what_its_states_take_on_each_node_of_a_side(model):
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     assert told["train"]["optimizer"] == 8 * job.model.total * config.trainer.n_gpus_per_node // ranks
     assert told["train"]["parameters"] == 4 * job.model.total * config.trainer.n_gpus_per_node // ranks
-    assert told["rollout"]["staging"] == device.weights(job) * job.engine.gpus_per_node, "less than a bucket"
+    assert told["rollout"]["synced"] == job.model.total * job.engine.bytes
 
 
 def test_of_a_model_that_the_formulas_do_not_know_nothing_is_told(model):

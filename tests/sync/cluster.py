@@ -103,11 +103,11 @@ def take_all(end: End, version: int) -> Model:
         taken, done = 0, False
         while not done:
             ready, done = reception.progress.beyond(taken)
-            layout, view = reception.progress.layout, reception.progress.view
-            assert layout is not None
+            layout, region = reception.progress.layout, reception.progress.region
+            assert layout is not None and region is not None
             for at in range(taken, ready):
                 entry = layout.entries[at]
-                found[entry.name] = bytes(view[layout.offsets[at] : layout.offsets[at] + entry.nbytes])
+                found[entry.name] = bytes(region.view[layout.offsets[at] : layout.offsets[at] + entry.nbytes])
             taken = ready
         end.figures = reception.finish()  # type: ignore[attr-defined]
     finally:

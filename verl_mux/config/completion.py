@@ -17,13 +17,15 @@ from verl_mux.config.rollout_keys import RolloutConfig
 from verl_mux.config.schema import MuxConfig
 from verl_mux.errors import UserError
 from verl_mux.places.place import Place
-from verl_mux.platform.charges import bucket_megabytes
 from verl_mux.platform.cpu_features import has_bf16_products
 from verl_mux.rollout.control.segment_loss import WEIGHTED
 from verl_mux.rollout.engine.record import Arguments, EngineRecord, engines
 from verl_mux.worker_settings import KEY, WorkerSettings
 
 logger = logging.getLogger(__name__)
+
+# verl's default, which nobody chose. An engine loads so much at a time, while the rest is still on its way.
+_DEFAULT_BUCKET_MB, _OUR_BUCKET_MB = 2048, 256
 
 
 def complete(config: DictConfig, mux: MuxConfig, cpu: bool) -> None:
@@ -129,8 +131,8 @@ def _imply_memory(config: DictConfig) -> None:
     """A job without a lease holds nothing on the device, so nothing may be kept there between phases."""
     config.actor_rollout_ref.rollout.free_cache_engine = True
     buckets = config.actor_rollout_ref.rollout.checkpoint_engine
-    if "update_weights_bucket_megabytes" in buckets:
-        buckets.update_weights_bucket_megabytes = bucket_megabytes(buckets.update_weights_bucket_megabytes)
+    if buckets.get("update_weights_bucket_megabytes") == _DEFAULT_BUCKET_MB:
+        buckets.update_weights_bucket_megabytes = _OUR_BUCKET_MB
     for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
         engine = role.get("fsdp_config") or role.get("fsdp") or (role.get("model") or {}).get("fsdp_config")
         for key in ("param_offload", "optimizer_offload"):
@@ -207,7 +209,10 @@ def _engine_kwargs(config: DictConfig) -> DictConfig:
 
 
 def _imply_arguments(config: DictConfig, arguments: Arguments) -> None:
-    """Give the engine these beside the user's own arguments, which win."""
+    """Give the engine these beside the user's own arguments, which win; lists are added to the user's."""
     given = _engine_kwargs(config)
     for key, value in arguments.items():
-        given.setdefault(key, value)
+        if isinstance(value, list):
+            given[key] = list(dict.fromkeys([*(given.get(key) or []), *value]))
+        else:
+            given.setdefault(key, value)

@@ -73,14 +73,5 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             os.environ[NODE_VARIABLE], os.environ[DEVICE_VARIABLE], os.environ[JOB_VARIABLE] = node, str(device), job
 
 
-# verl's default, which nobody chose; every byte of it lies beside the KV cache of a job that shares the device.
-_DEFAULT_BUCKET_MB, _OUR_BUCKET_MB = 2048, 256
-
-
-def bucket_megabytes(given: int) -> int:
-    """Of the buckets in which weights reach an engine, in our trainer modes."""
-    return _OUR_BUCKET_MB if given == _DEFAULT_BUCKET_MB else given
-
-
 def _bytes(kept: dict[str, float]) -> dict[str, int]:
     return {kind: round(gb * GB) for kind, gb in kept.items()}

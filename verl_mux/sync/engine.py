@@ -12,7 +12,9 @@ import contextlib
 import itertools
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -28,6 +30,7 @@ from verl_mux.sync.layout import Entry, Layout
 from verl_mux.sync.machine import this_machine
 from verl_mux.sync.planning.routes import Meeting, Wish, part_of, parts, plan_for, topology_of
 from verl_mux.sync.planning.topology import Links
+from verl_mux.sync.region import Region
 from verl_mux.sync.streams.aside import aside
 from verl_mux.sync.streams.seal import new_key
 from verl_mux.sync.streams.sending import Settings
@@ -141,15 +144,23 @@ class MuxCheckpointEngine(CheckpointEngine):
             after
                 all of the model has arrived and was checked.
         """
+        async with contextlib.aclosing(self.receive_batches(global_steps, 0)) as batches:
+            async for batch in batches:
+                for pair in batch.tensors():
+                    yield pair
+
+    async def receive_batches(self, global_steps: int | None, nbytes: int) -> AsyncGenerator[Batch, None]:
+        """The same as runs of tensors, of `nbytes` at most or of one tensor, for who maps the region in another process. All
+        workers get the same runs. Raises as `receive_weights`."""
         assert self._end is not None
         began, load = time.perf_counter(), 0.0
         reception = self._end.receiving(int(global_steps or 0))
         await aside(reception.start)
         try:
-            async with contextlib.aclosing(_tensors(reception)) as tensors:
-                async for name, tensor in tensors:
+            async with contextlib.aclosing(_batches(reception, nbytes)) as batches:
+                async for batch in batches:
                     handed = time.perf_counter()
-                    yield name, tensor
+                    yield batch
                     load += time.perf_counter() - handed
             found = await aside(reception.finish)
         finally:
@@ -166,25 +177,40 @@ class MuxCheckpointEngine(CheckpointEngine):
         return rest if isinstance(first, Range) else stripes(rest, self._rank, self._ranks)
 
 
-async def _tensors(reception: Reception) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-    taken, done = 0, False
+@dataclass(frozen=True)
+class Batch:
+    """Tensors [first, last) of the model, which are all in the region."""
+
+    layout: Layout
+    region: Region
+    first: int
+    last: int
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index in range(self.first, self.last):
+            entry = self.layout.entries[index]
+            yield entry.name, tensor_at(self.region.view, entry, self.layout.offsets[index])
+
+
+async def _batches(reception: Reception, nbytes: int) -> AsyncGenerator[Batch, None]:
+    taken, done, left = 0, False, None
     while not done:
         ready, done = await aside(reception.progress.beyond, taken)
-        layout = reception.progress.layout
-        assert layout is not None
-        for index in range(taken, ready):
-            yield layout.entries[index].name, tensor_at(layout, index, reception.progress.view)
+        layout, region = reception.progress.layout, reception.progress.region
+        assert layout is not None and region is not None
+        left = deque(layout.batches(nbytes)) if left is None else left
+        while left and left[0][1] <= ready:
+            yield Batch(layout, region, *left.popleft())
         taken = ready
 
 
-def tensor_at(layout: Layout, index: int, view: memoryview) -> torch.Tensor:
-    """Tensor `index` where it lies in the region."""
-    entry: Entry = layout.entries[index]
+def tensor_at(view: memoryview, entry: Entry, offset: int) -> torch.Tensor:
+    """A tensor where it lies in a region."""
     dtype = getattr(torch, entry.dtype)
     if not entry.nbytes:
         return torch.empty(entry.shape, dtype=dtype)
     count = entry.nbytes // dtype.itemsize
-    return torch.frombuffer(view, dtype=dtype, count=count, offset=layout.offsets[index]).reshape(entry.shape)
+    return torch.frombuffer(view, dtype=dtype, count=count, offset=offset).reshape(entry.shape)
 
 
 def _columns(of: list, ranks: int, key: bytes) -> dict[str, list]:

@@ -94,6 +94,16 @@ class Layout:
         """Of all tensors that have bytes of their own."""
         return [(start, self.entries[index].nbytes) for start, index in zip(self._starts, self._own, strict=True)]
 
+    def batches(self, nbytes: int) -> list[tuple[int, int]]:
+        """Runs of tensors [first, last), each of `nbytes` at most or of one tensor; the same ones wherever the layout is."""
+        found, first, filled = [], 0, 0
+        for index, entry in enumerate(self.entries):
+            if index > first and filled + entry.nbytes > nbytes:
+                found.append((first, index))
+                first, filled = index, 0
+            filled += entry.nbytes
+        return [*found, (first, len(self.entries))] if self.entries else []
+
     def entry_at(self, offset: int) -> int:
         """Which tensor a byte of the region belongs to."""
         return self._own[bisect_right(self._starts, offset) - 1]

@@ -64,7 +64,7 @@ class Following:
             if header.kind == Kind.ATTACH:
                 region = self._held.mapped(connection.take_fd(), header.number)
                 entries = msgspec.msgpack.decode(connection.body(header), type=list[Entry])
-                self.progress.attach(entries, region.view)
+                self.progress.attach(entries, region)
             elif header.kind == Kind.READY:
                 self.progress.advance(header.number)
             else:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from verl_mux.sync.failure import SyncError
 from verl_mux.sync.layout import Entry, Layout
+from verl_mux.sync.region import Region
 
 
 class Progress:
@@ -14,15 +15,15 @@ class Progress:
 
     def __init__(self) -> None:
         self.layout: Layout | None = None
-        self.view = memoryview(b"")
+        self.region: Region | None = None
         self._ready = 0
         self._done = False
         self._error: SyncError | None = None
         self._news = threading.Condition()
 
-    def attach(self, entries: Sequence[Entry], view: memoryview) -> None:
+    def attach(self, entries: Sequence[Entry], region: Region) -> None:
         with self._news:
-            self.layout, self.view = Layout(entries), view
+            self.layout, self.region = Layout(entries), region
             self._news.notify_all()
 
     def advance(self, ready: int, done: bool = False) -> None:

@@ -30,7 +30,7 @@ def verl(name="a", rollout=None, actor=None, model=None, **trainer):
             "actor": {"strategy": "fsdp2", "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 8192, **(actor or {})},
             "rollout": {
                 "name": "sglang", "dtype": "bfloat16", "nnodes": 1, "n_gpus_per_node": 8, "gpu_memory_utilization": 0.8,
-                "checkpoint_engine": {"update_weights_bucket_megabytes": 256}, **(rollout or {}),
+                **(rollout or {}),
             },
         },
     }  # fmt: skip

@@ -33,7 +33,7 @@ def test_qwen25_7b_on_two_gpus_each():
     assert rollout.bytes["weights"] == weights
     assert rollout.bytes["kv_cache"] == int(0.8 * free) - weights + table
     assert rollout.bytes["others"] == 0
-    assert sync.bytes["buckets"] == 256 << 20 and "kv_cache" not in sync.bytes
+    assert sync.bytes["weights"] == weights and "kv_cache" not in sync.bytes
     total, shard = 7_615_616_512, 7_615_616_512 // 8
     assert (train.bytes["weights"], train.bytes["gradients"], train.bytes["optimizer"]) == (4 * shard, 4 * shard, 8 * shard)
     assert train.bytes["gathered"] == (2 * 233_057_792 + 2 * 152064 * 3584) * 2

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("verl")
-from verl_mux.coordinator.bus.fence import Fence
+from verl_mux.coordinator.bus.fence import Fence, Fenced
 from verl_mux.errors import UserError
 from verl_mux.memory.moved import Moved
 from verl_mux.places.place import Location, Place
@@ -123,21 +122,18 @@ class TestInitGate:
         assert [str(error) for error in asyncio.run(launch())] == ["refused", "refused"]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_sync_leaves_nothing_cached_beside_the_engine(monkeypatch, fails):
+def test_a_sync_goes_to_the_engine_by_batches_under_the_newest_lease():
     calls = []
 
-    async def update(self, global_steps=None):
-        calls.append("sync")
-        if fails:
-            raise ValueError
+    async def load(adapter, batches, version):
+        calls.append((adapter, batches, version))
 
-    monkeypatch.setattr(replica_module.CheckpointEngineWorker, "update_weights", update)
-    device = SimpleNamespace(ipc_collect=lambda: calls.append("ipc_collect"), empty_cache=lambda: calls.append("empty_cache"))
-    monkeypatch.setattr(replica_module, "get_torch_device", lambda: device)
-    monkeypatch.setattr(replica_module.device_ledger, "charge", lambda kinds: calls.append(kinds["bucket"]))
     worker = object.__new__(replica_module.MuxCheckpointEngineWorker)
-    worker._fence, worker._bucket, worker.checkpoint_engine = Fence(), 256, SimpleNamespace()
-    with pytest.raises(ValueError) if fails else contextlib.nullcontext():
-        asyncio.run(worker.update_weights(3, token=1))
-    assert calls == [256, "sync", "ipc_collect", "empty_cache", 0]
+    engine = SimpleNamespace(receive_batches=lambda version, nbytes: f"{nbytes} of {version}", figures={"mux/sync/seconds": 1.0})
+    worker._fence, worker._batch_bytes, worker._load = Fence(), 256, load
+    worker.checkpoint_engine, worker.server_adapter = engine, "adapter"
+    assert asyncio.run(worker.update_weights(3, token=2)) == engine.figures
+    assert calls == [("adapter", "256 of 3", 3)]
+    with pytest.raises(Fenced):
+        asyncio.run(worker.update_weights(4, token=1))
+    assert len(calls) == 1

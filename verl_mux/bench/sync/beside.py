@@ -44,10 +44,10 @@ def _one(name: str, lacks: str | None, model_bytes: int, ranks: int) -> dict[str
 
 
 def compared(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Of engines that load a tensor as it comes; `by_file`: of those that load from a file, as engines without a GPU do.
+    """Of engines that load a tensor as it comes; `by_engine`: of those that load as engines without a GPU do.
     model_bytes: of the model that came nearest to what was asked for."""
-    memory, file = (_medians(told["ways"][way]) for way in ("memory", "file"))
-    return {**memory, "bit_equal": told["bit_equal"], "model_bytes": told["model_bytes"], "by_file": file}
+    memory, engine = (_medians(told["ways"][way]) for way in ("memory", "engine"))
+    return {**memory, "bit_equal": told["bit_equal"], "model_bytes": told["model_bytes"], "by_engine": engine}
 
 
 def _medians(took: Mapping[str, list[float]]) -> dict[str, Any]:
@@ -77,6 +77,6 @@ def lines(found: Mapping[str, Any]) -> list[str]:
             told.append(f"{name}: does not run here: {it['why_not']}")
             continue
         same = "" if it["bit_equal"] else ", WRONG WEIGHTS"
-        for way, its in (("", it), (" by file", it["by_file"])):
+        for way, its in (("", it), (" by an engine", it["by_engine"])):
             told.append(f"{name}{way}: {its['seconds']:.3f} s, ours {its['ours_seconds']:.3f} s, {its['ratio']:.2f} of it{same}")
     return told

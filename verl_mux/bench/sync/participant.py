@@ -85,11 +85,11 @@ class Participant:
                 taken, done = reception.progress.beyond(taken)
             ended = time.time()
             found = reception.finish()
-            layout, view = reception.progress.layout, reception.progress.view
-            assert layout is not None
+            layout, region = reception.progress.layout, reception.progress.region
+            assert layout is not None and region is not None
             cpu, hasher = _cpu() - before, hashlib.blake2b()
             for entry, offset in zip(layout.entries, layout.offsets, strict=True):
-                hasher.update(view[offset : offset + entry.nbytes])
+                hasher.update(region.view[offset : offset + entry.nbytes])
         finally:
             reception.close()
         return {**found, "cpu": cpu, "ended": ended, "digest": hasher.hexdigest(), "grown_bytes": _peak() - self._peak_before}

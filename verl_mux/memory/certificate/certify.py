@@ -169,7 +169,6 @@ def host_states(job: Job, side: str) -> dict[str, int]:
     engine, training = job.engine, job.training
     if side == "rollout":
         return {
-            "staging": min(engine.bucket, device.weights(job)) * engine.gpus_per_node,
             "synced": job.model.total * engine.bytes,  # the region from which its workers load
         }
     states = device.train(job, 0)

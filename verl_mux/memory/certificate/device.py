@@ -84,8 +84,8 @@ def rollout(job: Job, capacity: int) -> dict[str, int]:
 
 
 def sync(job: Job, _capacity: int) -> dict[str, int]:
-    """Weights arrive, the KV cache is not there yet."""
-    return {"weights": weights(job), "buckets": min(job.engine.bucket, weights(job)), **kept(job, "rollout")}
+    """Weights arrive, straight from the host's memory; the KV cache is not there yet."""
+    return {"weights": weights(job), **kept(job, "rollout")}
 
 
 def train(job: Job, _capacity: int) -> dict[str, int]:

@@ -10,7 +10,7 @@ import msgspec
 from verl_mux.composed_config import at, count, section
 from verl_mux.errors import UserError
 from verl_mux.memory.certificate.model import Decoder, decoder
-from verl_mux.platform.charges import Charges, bucket_megabytes
+from verl_mux.platform.charges import Charges
 
 _ROLLOUT, _ACTOR, _REF = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 # verl names what torch names, and short; `auto` is the model's own type, which is bf16 for all that are trained so.
@@ -23,7 +23,7 @@ _PREFILL = 8192
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """The rollout engine. gpus: of one replica. bytes, kv_bytes: of a parameter, and of a key or value. utilization: verl's
     gpu_memory_utilization. tokens: fixed KV cache (max_total_tokens), None: what the utilization leaves. requests: at once.
-    longest: tokens of prompt and response. bucket: bytes of the buckets in which weights arrive."""
+    longest: tokens of prompt and response."""
 
     tensor: int
     data: int
@@ -37,7 +37,6 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     prefill: int
     longest: int
     graphs: bool
-    bucket: int
     nodes: int
     gpus_per_node: int
 
@@ -146,7 +145,6 @@ def _engine(config: Mapping[str, Any], colocated: bool, job: str) -> Engine:
         prefill=max(longest, _PREFILL) if chunked == -1 else _count(config, f"{sglang}.chunked_prefill_size", _PREFILL),
         longest=longest,
         graphs=not at(config, f"{_ROLLOUT}.enforce_eager"),
-        bucket=bucket_megabytes(_count(config, f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", 2048)) << 20,
         nodes=_count(config, f"{side}.nnodes"),
         gpus_per_node=_count(config, f"{side}.n_gpus_per_node"),
     )

@@ -27,7 +27,8 @@ class EngineRecord:
     supported: ranges of its packages' versions. tested: the versions in requirements/lock.txt.
     symbols: its own names that we rely on, and those of verl's part for it.
     server: dotted name of our subclass of verl's server of this engine, see below.
-    arguments: of every engine of ours.
+    load_weights: dotted name of `async (verl's adapter, batches of a sync, version)`, which loads them into the engine.
+    arguments: of every engine of ours; a list is added to the user's.
     priority_arguments: where requests have priorities, by the arguments given; none where those forbid it.
     speculative_arguments: by what `mux.rollout.speculative` may be with it.
     cpu_arguments: where there is no GPU. stock_cpu_arguments: there, in verl's own trainer modes, where no engine sleeps.
@@ -43,6 +44,7 @@ class EngineRecord:
     tested: Mapping[str, str]
     symbols: tuple[Symbol, ...]
     server: str
+    load_weights: str
     arguments: Arguments = field(default_factory=dict)
     priority_arguments: Callable[[Arguments], Arguments] = lambda given: {}
     speculative_arguments: Mapping[str, Arguments] = field(default_factory=dict)

@@ -14,7 +14,6 @@ from verl.checkpoint_engine.base import CheckpointEngineWorker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs
 from verl.single_controller.ray.base import RayResourcePool, split_resource_pool
-from verl.utils.device import get_torch_device
 from verl.utils.ray_utils import auto_await
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, get_rollout_replica_class
@@ -44,7 +43,8 @@ class MuxCheckpointEngineWorker(CheckpointEngineWorker):
         pin(settings.rollout_cpus)
         super().__init__(rollout_config, model_config, **kwargs)
         self._fence = Fence()
-        self._bucket = int(rollout_config.checkpoint_engine.update_weights_bucket_megabytes) << 20
+        self._batch_bytes = int(rollout_config.checkpoint_engine.update_weights_bucket_megabytes) << 20
+        self._load = pkgutil.resolve_name(engines()[rollout_config.name].load_weights)
         place, per_node = self.rank + kwargs.get("replica_rank", 0) * self.world_size, int(rollout_config.n_gpus_per_node)
         places = per_node * max(int(rollout_config.nnodes), 1)
         settings.device.announce(settings.job, node_of(settings.rollout_nodes, place % places, places), place % per_node)
@@ -52,21 +52,16 @@ class MuxCheckpointEngineWorker(CheckpointEngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, token: int | None = None) -> dict[str, float]:
-        """verl's; into an engine's memory, so only under the newest lease (`token`). Returns the checkpoint engine's figures.
+        """In the place of verl's, which hands tensors over on the device; into an engine's memory, so only under the newest lease
+        (`token`). Returns the checkpoint engine's figures.
 
-        Raises Fenced.
+        Raises Fenced, SyncError.
         """
         if token is not None:
             self._fence.enter(token)
-        device_ledger.charge({"bucket": self._bucket})
-        try:
-            await super().update_weights(global_steps=global_steps)
-        finally:
-            # What stays cached here would lie beside the KV cache, and beside whoever has the device next.
-            get_torch_device().ipc_collect()
-            get_torch_device().empty_cache()
-            device_ledger.charge({"bucket": 0})
-        return getattr(self.checkpoint_engine, "figures", {})
+        batches = self.checkpoint_engine.receive_batches(global_steps, self._batch_bytes)
+        await self._load(self.server_adapter, batches, global_steps)
+        return self.checkpoint_engine.figures
 
     async def mux_where(self) -> tuple[Location, Member]:
         """Where this worker runs, and as which process."""
@@ -203,7 +198,7 @@ class MuxReplica(RolloutReplica):
         return [first, *await asyncio.gather(*[move.remote(*what) for move in moves[1:]])]
 
     async def processes(self) -> list[Member]:
-        """All processes of this replica: of its servers, and its workers, which hold a bucket of weights on the device."""
+        """All processes of this replica: of its servers, and its workers."""
         found = await asyncio.gather(*[server.processes.remote() for server in self.servers])
         workers = await asyncio.gather(*[worker.mux_where.remote() for worker in self.workers])
         return [*(process for server in found for process in server), *(process for _, process in workers)]

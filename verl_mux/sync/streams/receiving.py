@@ -225,7 +225,7 @@ class Receiving:
         with self._news:
             self._region = region
             self._digests = {source: [0] * len(pieces) for source, pieces in self._assembly.pieces.items()}
-            self.progress.attach(layout.entries, self._region.view)
+            self.progress.attach(layout.entries, region)
             self._moved()
 
     def _take(self, connection: Connection, header: Header) -> None:

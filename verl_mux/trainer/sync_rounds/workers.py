@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import xxhash
 from safetensors import safe_open
+from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+from sglang.srt.utils import MultiprocessingSerializer
 from verl.checkpoint_engine import CheckpointEngineRegistry
+from verl.checkpoint_engine.base import CheckpointEngineWorker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from verl_mux.rollout.engine.replica import MuxCheckpointEngineWorker
+from verl_mux.rollout.engine.sglang import region_loader
+from verl_mux.sync.engine import MuxCheckpointEngine
 from verl_mux.sync.export import as_bytes
 from verl_mux.trainer.workers import MuxActorWorker
 
-WAYS = ("memory", "file")
+WAYS = ("memory", "engine")
 
 Weights = Iterable[tuple[str, torch.Tensor]] | AsyncIterator[tuple[str, torch.Tensor]]
 
@@ -34,8 +40,17 @@ class LoadedWeights:
         else:
             self._tensors[name] = tensor.detach().clone()
 
+    async def update_weights_from_tensor(self, asked: UpdateWeightsFromTensorReqInput) -> None:
+        """As SGLang's server, with our loader."""
+        ((told, _),) = MultiprocessingSerializer.deserialize(asked.serialized_named_tensors[0])
+        for name, tensor in region_loader.tensors(told, 0):
+            self.load(name, tensor)
+
+    async def flush_cache(self) -> None:
+        """It has none."""
+
     async def _make_async_request(self, endpoint: str, payload: Mapping[str, Any]) -> None:
-        """As SGLang's server, the one endpoint that our adapter asks for."""
+        """As SGLang's server, the one endpoint that the adapter for verl's own modes on the CPU asks for."""
         assert endpoint == "update_weights_from_disk"
         self._load_file(Path(payload["model_path"]) / "model.safetensors")
 
@@ -58,16 +73,17 @@ def digest_of(weights: Iterable[tuple[str, torch.Tensor]]) -> int:
 
 
 class Consumer:
-    """In the place of a worker's adapter. `adapter`: the one that it had, for the way "file"."""
+    """In the place of a worker's adapter. `adapter`: the one that it had, for the way "engine"."""
 
     def __init__(self, adapter: Any) -> None:
         self.loaded, self.way = LoadedWeights(), WAYS[0]
-        self._adapter = adapter
+        self.adapter = adapter
         adapter._engine = self.loaded  # so it looks for no server
+        adapter.device_mesh = {"infer_tp": SimpleNamespace(get_group=lambda: None)}
 
     async def update_weights(self, weights: Weights, **_: Any) -> None:
-        if self.way == "file":
-            await self._adapter.update_weights(weights)
+        if self.way == "engine":
+            await self.adapter.update_weights(weights)
             return
         async for name, tensor in ensure_async_iterator(weights):
             self.loaded.load(name, tensor)
@@ -103,6 +119,15 @@ class Worker(MuxCheckpointEngineWorker):
     """A rollout worker."""
 
     server_adapter: Any
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int | None = None, token: int | None = None) -> dict[str, float]:
+        if isinstance(self.checkpoint_engine, MuxCheckpointEngine) and self.server_adapter.way == "engine":
+            batches = self.checkpoint_engine.receive_batches(global_steps, self._batch_bytes)
+            await self._load(self.server_adapter.adapter, batches, None)
+        else:
+            await CheckpointEngineWorker.update_weights(self, global_steps)
+        return {}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def consume(self, way: str, backend: str) -> None:

@@ -79,7 +79,7 @@ def test_a_pool_is_looked_at_node_by_node_and_a_colocated_job_counts_both_of_its
     join(driver, "a", {"train": ["t1"]})
     assert "on node 't1'" in join(driver, "b", {"train": ["train"]}).reason
     both = {"rollout": ["t0"], "train": ["t0"]}
-    needs = {"rollout": {"staging": 2 * GB}, "train": {"parameters": 100 * GB}}
+    needs = {"rollout": {"synced": 2 * GB}, "train": {"parameters": 100 * GB}}
     join(driver, "c", both, needs)
     assert counted(driver, "c") == 2 + 100 + 2 * 8 * 14
 
@@ -88,7 +88,7 @@ def test_the_kind_of_a_pool_says_what_a_process_takes():
     light = {"kinds": {"mine": {"tflops": 1, "tb_per_s": 1, "process_gb": 2, "usd_per_gpu_hour": 1}}}
     pools = {**POOLS, "rollout": {**POOLS["rollout"], "kind": "mine"}, "train": {"kind": "mine", "nodes": [{"name": "t0"}]}}
     driver = Driver(Machine(config(pools=pools, placement=light)))
-    join(driver, "a", {"rollout": ["r0"]}, {"rollout": {"staging": GB}})
+    join(driver, "a", {"rollout": ["r0"]}, {"rollout": {"synced": GB}})
     assert counted(driver, "a", "r0") == 1 + 8 * 2
 
 

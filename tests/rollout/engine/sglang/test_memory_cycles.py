@@ -59,3 +59,12 @@ def test_the_certificate_is_within_5_percent_of_what_the_saver_measured(told):
     job = read_job(verl(rollout=rollout), model)
     assert device.weights(job) == pytest.approx(told["tags"]["weights"], rel=0.05)
     assert device.kv_cache(job, 10**12) == pytest.approx(told["tags"]["kv_cache"], rel=0.05)
+
+
+def test_two_tensor_parallel_ranks_load_their_parts_of_one_region_and_sleep_together(python):
+    module = "verl_mux.rollout.engine.sglang.memory_cycles"
+    done = python("-m", module, "--cycles", "6", "--parameters", "1", "--hostile", "5", "--ranks", "2", timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout.strip().splitlines()[-1])
+    assert told["tokens_equal"] is True and told["returned_fraction"] >= 0.9 and told["stale_bytes"] == 0
+    assert told["hostile"]["tokens_equal"] is True and "no sync has brought back" in told["hostile"]["lacking"]

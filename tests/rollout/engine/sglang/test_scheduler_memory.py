@@ -178,6 +178,18 @@ def test_a_rank_waits_for_no_other_whose_room_went_while_it_woke(engine, monkeyp
     assert (answer.error, answer.failed, engine.mapped()) == (f"another rank has no room for {tags[-1]}", False, set())
 
 
+def test_a_sleep_is_answered_when_every_rank_has_given_its_memory_back(engine, monkeypatch):
+    mapped = []
+    monkeypatch.setattr(scheduler_memory, "_everywhere", lambda scheduler, done: mapped.append(engine.mapped()) or done)
+    assert engine.sleep(level=1).error is None and mapped == [set()]
+
+
+def test_a_rank_that_could_not_give_its_memory_back_is_told_by_all(engine, monkeypatch):
+    monkeypatch.setattr(scheduler_memory, "_everywhere", Ranks(False))
+    answer = engine.sleep(level=1)
+    assert answer.failed and answer.error.startswith("another rank could not give cuda_graph, weights, kv_cache back")
+
+
 def test_two_thousand_random_sequences_leave_the_engine_alive(engine, monkeypatch):
     rng, seen = random.Random(0), set()
     monkeypatch.setattr(scheduler_memory.log, "exception", lambda *_: pytest.fail("something was raised inside"))

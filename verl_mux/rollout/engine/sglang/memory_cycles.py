@@ -19,14 +19,18 @@ from collections.abc import Collection, Iterator
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from verl_mux.memory.sleep_states import KV_CACHE, WEIGHTS
 from verl_mux.memory.tag_report import DIRECTORY_VARIABLE, mapped_bytes
 from verl_mux.rollout.engine.launch_gate import open_gate
+from verl_mux.rollout.engine.sglang import cpu_ranks
 from verl_mux.rollout.engine.sglang.plugin import ENGINE_MARK
+
+if TYPE_CHECKING:
+    from verl_mux.sync.engine import Batch
 
 _PROMPT = [5, 9, 2, 11, 7, 3, 1, 8]
 _NEW_TOKENS = 8
@@ -48,23 +52,28 @@ STOCK = {"stock": KINDS["level 2"]}
 
 
 class Cycles:
-    """One engine. `backup`: the saver itself keeps a copy of the weights, as verl's own modes make it."""
+    """One engine of `ranks` tensor parallel ranks. `backup`: the saver itself keeps a copy of the weights, as verl's own modes
+    make it."""
 
-    def __init__(self, folder: Path, parameters: int, backup: bool) -> None:
+    def __init__(self, folder: Path, parameters: int, backup: bool, ranks: int) -> None:
+        self._ranks = ranks
         self._model = folder / "model"
-        make_model(self._model, parameters)
+        make_model(self._model, parameters, ranks)
         self._reports = folder / "reports"
         self._reports.mkdir()
         open_gate(self._reports)
         os.environ |= {ENGINE_MARK: "1", DIRECTORY_VARIABLE: str(self._reports), "VERL_PLATFORM": "cpu"}
-        os.environ |= {"SGLANG_USE_CPU_ENGINE": "1"}
+        os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", **cpu_ranks.environment(ranks)}
         import sglang
+
+        from verl_mux.rollout.engine.sglang.region_loader import LOADER
 
         self._engine = sglang.Engine(
             model_path=str(self._model), dtype="float32", device="cpu", attention_backend="torch_native",
             sampling_backend="pytorch", grammar_backend="none", disable_overlap_schedule=True, skip_tokenizer_init=True,
             max_total_tokens=512, max_running_requests=4, context_length=256, enable_memory_saver=True,
             enable_weights_cpu_backup=backup, sleep_on_idle=True, log_level="error", skip_server_warmup=True,
+            tp_size=ranks, custom_weight_loader=[LOADER],
         )  # fmt: skip
         self.expected = self.generate()
         self.tags = mapped_bytes(self._reports)
@@ -91,7 +100,7 @@ class Cycles:
         for verb, tags in steps:
             started = time.perf_counter()
             if verb == "sync":
-                self._sync(self._model)
+                self._sync()
             else:
                 copied = self._ask(verb, tags, level)
                 self.stale_bytes += copied if level == 2 else 0
@@ -133,14 +142,13 @@ class Cycles:
 
         self._ask("sleep", BOTH, 2)
         self._ask("wake", [WEIGHTS], 2)
-        with _without(self._model, _LACKING) as model:
-            self._sync(model)
+        self._sync(without=_LACKING)
         try:
             self._ask("wake", [KV_CACHE], 2)
             told = ""
         except Refused as error:
             told = str(error)
-        self._sync(self._model)
+        self._sync()
         self._ask("wake", [KV_CACHE], 2)
         return told
 
@@ -152,33 +160,46 @@ class Cycles:
 
         return self._engine.loop.run_until_complete(ask(self._engine.tokenizer_manager, verb, tags, level, 0.0))
 
-    def _sync(self, model: Path) -> None:
-        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+    def _sync(self, without: Collection[str] = ()) -> None:
+        """As a rollout worker does it, from a region that has all of the model but these tensors."""
+        from verl_mux.rollout.engine.sglang.region_loader import Place
+        from verl_mux.rollout.engine.sglang.region_weights import request
 
-        request = UpdateWeightFromDiskReqInput(model_path=str(model), load_format="auto", flush_cache=True)
-        done, message, *_ = self._engine.loop.run_until_complete(
-            self._engine.tokenizer_manager.update_weights_from_disk(request, None)
-        )
-        assert done, message
+        with _in_region(self._model, without) as batch:
+            place = Place(os.getpid(), batch.region.fd, batch.region.nbytes)
+            asked = request(batch, [place] * self._ranks)
+            done, message = self._engine.loop.run_until_complete(
+                self._engine.tokenizer_manager.update_weights_from_tensor(asked, None)
+            )
+            assert done, message
+            assert self._engine.flush_cache().success
 
 
 @contextlib.contextmanager
-def _without(model: Path, names: Collection[str]) -> Iterator[Path]:
-    """A copy of the model that lacks these tensors."""
-    from safetensors.torch import load_file, save_file
+def _in_region(model: Path, without: Collection[str]) -> Iterator[Batch]:
+    from safetensors.torch import load_file
 
-    copy = model.with_name("lacking")
-    copy.mkdir()
-    tensors = load_file(model / "model.safetensors")
-    save_file({name: tensor for name, tensor in tensors.items() if name not in names}, copy / "model.safetensors")
-    shutil.copy(model / "config.json", copy)
-    yield copy
-    shutil.rmtree(copy)
+    from verl_mux.sync.engine import Batch
+    from verl_mux.sync.export import as_bytes
+    from verl_mux.sync.layout import Entry, Layout
+    from verl_mux.sync.region import Region
+
+    tensors = {name: it for name, it in load_file(model / "model.safetensors").items() if name not in without}
+    layout = Layout(
+        [Entry(name, str(it.dtype).removeprefix("torch."), tuple(it.shape), it.nbytes) for name, it in tensors.items()]
+    )
+    region = Region.made(layout.nbytes)
+    for it, offset in zip(tensors.values(), layout.offsets, strict=True):
+        region.view[offset : offset + it.nbytes] = as_bytes(it)
+    try:
+        yield Batch(layout, region, 0, len(layout.entries))
+    finally:
+        region.close()
 
 
-def make_model(folder: Path, parameters: int) -> None:
+def make_model(folder: Path, parameters: int, ranks: int = 1) -> None:
     """An untrained Qwen2 of about so many parameters. A layer has 2.25 h^2 of attention (an eighth of key-value heads) and 12 h^2
-    in its MLP."""
+    in its MLP. `ranks`: that it can be split over."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -186,18 +207,19 @@ def make_model(folder: Path, parameters: int) -> None:
     heads = hidden // _HEAD
     config = Qwen2Config(
         vocab_size=_VOCABULARY, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=_LAYERS,
-        num_attention_heads=heads, num_key_value_heads=heads // 8, max_position_embeddings=256, tie_word_embeddings=True,
+        num_attention_heads=heads, num_key_value_heads=max(heads // 8, ranks), max_position_embeddings=256,
+        tie_word_embeddings=True,
     )  # fmt: skip
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).to(torch.float32).save_pretrained(folder)
 
 
-def measure(parameters: int, cycles: int, backup: bool, hostile: int) -> dict[str, Any]:
+def measure(parameters: int, cycles: int, backup: bool, hostile: int, ranks: int = 1) -> dict[str, Any]:
     """`cycles` cycles of all kinds in turn, or of the stock kind alone."""
     kinds = STOCK if backup else KINDS
     folder = Path(tempfile.mkdtemp(prefix="verl_mux_cycles_", dir="/dev/shm"))
     try:
-        run = Cycles(folder, parameters, backup)
+        run = Cycles(folder, parameters, backup, ranks)
         equal, gone, after = True, [], []
         for name in islice(cycle(kinds), cycles):
             fraction = run.run(kinds[name])
@@ -229,10 +251,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--parameters", type=int, required=True)
     parser.add_argument("--cycles", type=int, required=True)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--backup", action="store_true")
     parser.add_argument("--hostile", type=int, default=0)
     given = parser.parse_args()
-    print(json.dumps(measure(given.parameters, given.cycles, given.backup, given.hostile)))
+    print(json.dumps(measure(given.parameters, given.cycles, given.backup, given.hostile, given.ranks)))
     sys.stdout.flush()
 
 

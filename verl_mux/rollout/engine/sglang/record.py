@@ -15,6 +15,12 @@ SYMBOLS = (
     Symbol(
         f"{_SERVER}.http_server_engine.AsyncHttpServerAdapter._make_async_request", "the engine loads weights from shared memory"
     ),
+    Symbol(f"{_SERVER}.http_server_engine.AsyncHttpServerAdapter.update_weights_from_tensor", "where the weights of a sync lie"),
+    Symbol(f"{_SERVER}.http_server_engine.AsyncHttpServerAdapter.flush_cache", "after a sync"),
+    Symbol("sglang.srt.managers.io_struct.UpdateWeightsFromTensorReqInput", "where the weights of a sync lie"),
+    Symbol("sglang.srt.utils.MultiprocessingSerializer.serialize", "what SGLang reads in it"),
+    Symbol("sglang.srt.model_executor.model_runner.ModelRunner.update_weights_from_tensor", "calls our custom_weight_loader"),
+    Symbol("sglang.srt.distributed.parallel_state.get_tensor_model_parallel_rank", "which rank loads"),
     Symbol("sglang.srt.plugins.hook_registry.HookRegistry.register", "SGLang's own plugin door"),
     Symbol("sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create", "hooked: bytes per tag"),
     Symbol(
@@ -63,8 +69,9 @@ RECORD = EngineRecord(
     tested={"sglang": "0.5.12"},
     symbols=SYMBOLS,
     server="verl_mux.rollout.engine.sglang.server.MuxSGLangHttpServer",
+    load_weights="verl_mux.rollout.engine.sglang.region_weights.load",
     # An idle scheduler that spins takes CPU time from the job that has the lease.
-    arguments={"sleep_on_idle": True},
+    arguments={"sleep_on_idle": True, "custom_weight_loader": ["verl_mux.rollout.engine.sglang.region_loader.load"]},
     priority_arguments=priority_arguments,
     # Drafts come from a trie of what this engine has read and generated; an epoch's prompts come again in the next.
     speculative_arguments={"ngram": {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8}},

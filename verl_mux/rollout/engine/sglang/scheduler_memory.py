@@ -116,11 +116,17 @@ def release(original: Callable, scheduler: Any, request: Any) -> Any:
     kept_by_saver = scheduler.server_args.enable_weights_cpu_backup
     copied = _contents(scheduler).left(ask.level) if WEIGHTS in tags and not kept_by_saver else 0
     request.tags = tags
+    failure = None
     try:
-        return _told(original(scheduler, request), copied=copied)
+        original(scheduler, request)
     except Exception as error:
         log.exception("the engine could not give %s back", ", ".join(tags))
-        return _told(ReleaseMemoryOccupationReqOutput(), f"giving {', '.join(tags)} back failed: {error}", failed=True)
+        failure = f"giving {', '.join(tags)} back failed: {error}"
+    # SGLang answers when the first rank has given it back, and the others may be at it still.
+    if not _everywhere(scheduler, failure is None):
+        failure = failure or f"another rank could not give {', '.join(tags)} back"
+        return _told(ReleaseMemoryOccupationReqOutput(), failure, failed=True)
+    return _told(ReleaseMemoryOccupationReqOutput(), copied=copied)
 
 
 # ---------------------------------------------------------------- wake

@@ -26,7 +26,7 @@ from verl_mux.platform.host_memory import process_bytes
 from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.engine.passage import Passage
 from verl_mux.rollout.engine.record import ABORTED, STOPPED
-from verl_mux.rollout.engine.sglang import memory_requests, priority_requests, scheduler_log, stop_tokens
+from verl_mux.rollout.engine.sglang import cpu_ranks, memory_requests, priority_requests, scheduler_log, stop_tokens
 from verl_mux.rollout.engine.sglang.memory_requests import EngineFailed, Refused
 from verl_mux.rollout.engine.sglang.plugin import ENGINE_MARK, SEEDED_VARIABLE
 from verl_mux.rollout.engine.sglang.priority_requests import FIGURES
@@ -67,6 +67,8 @@ class MuxSGLangHttpServer(SGLangHttpServer):
             os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
             # A graph over memory that came back must not use NCCL's registration of what was there before.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+        if get_device_name() == "cpu":
+            os.environ.update(cpu_ranks.environment(gpus))
         os.environ[ENGINE_MARK] = "1"
         os.environ[DIRECTORY_VARIABLE] = str(self._directory)
         os.environ[SEEDED_VARIABLE] = "1" if self._settings.seeded_sampling else "0"

@@ -1,0 +1,143 @@
+"""The workers of one engine go through a sync's batches together; the group between them, and the engine, stand in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+pytest.importorskip("sglang")
+from verl_mux.rollout.engine.sglang import region_weights
+from verl_mux.rollout.engine.sglang.region_loader import LOADER, Mapped, Place
+from verl_mux.sync.engine import Batch
+from verl_mux.sync.failure import SyncError
+from verl_mux.sync.layout import Entry, Layout
+
+LAYOUT = Layout([Entry(name, "float32", (2,), 8) for name in "abc"])
+WITHIN_S = 30
+
+
+class Group:
+    """Exchanges among so many threads, each a rank of an engine."""
+
+    def __init__(self, ranks: int) -> None:
+        self._together = threading.Barrier(ranks)
+        self._said: dict[int, object] = {}
+
+    def gather(self, rank: int, said: object) -> list:
+        self._said[rank] = said
+        self._together.wait(WITHIN_S)
+        told = [self._said[at] for at in sorted(self._said)]
+        self._together.wait(WITHIN_S)
+        return told
+
+
+class Engine:
+    def __init__(self, fails: bool = False) -> None:
+        self.asked, self.flushed, self.fails = [], 0, fails
+
+    async def update_weights_from_tensor(self, asked) -> None:
+        if self.fails:
+            raise ValueError("the engine is gone")
+        self.asked.append(asked)
+
+    async def flush_cache(self) -> None:
+        self.flushed += 1
+
+
+class Rank:
+    """`engine`: of the first one. `fails_at`: before which batch the sync fails here."""
+
+    def __init__(self, engine: Engine | None, fails_at: int | None = None) -> None:
+        self._engine, self._fails_at = engine, fails_at
+        self.versions: list[int] = []
+        self.server_actor = SimpleNamespace(set_global_steps=SimpleNamespace(remote=self._set))
+        self.error: Exception | None = None
+        self.closed = False
+
+    async def _init_server_adapter(self) -> None:
+        pass
+
+    async def _set(self, version: int) -> None:
+        self.versions.append(version)
+
+    async def batches(self, fd: int):
+        try:
+            for at in range(3):
+                if at == self._fails_at:
+                    raise SyncError("trainer rank 0 is lost")
+                yield Batch(LAYOUT, SimpleNamespace(fd=fd, nbytes=LAYOUT.nbytes), at, at + 1)
+        finally:
+            self.closed = True
+
+
+def loaded(monkeypatch, ranks: list[Rank]) -> list[Rank]:
+    """All of them have gone through a sync, or failed."""
+    group = Group(len(ranks))
+
+    class Ranks(region_weights._Ranks):
+        def __init__(self, adapter) -> None:
+            self._rank, self._left = ranks.index(adapter), False
+
+        def _gather(self, said):
+            return group.gather(self._rank, said)
+
+    monkeypatch.setattr(region_weights, "_Ranks", Ranks)
+    monkeypatch.setattr(region_weights, "request", lambda batch, places: (batch.first, [place.fd for place in places]))
+
+    def run(at: int) -> None:
+        try:
+            asyncio.run(region_weights.load(ranks[at], ranks[at].batches(at), 7))
+        except Exception as error:
+            ranks[at].error = error
+
+    threads = [threading.Thread(target=run, args=(at,)) for at in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * WITHIN_S)
+        assert not thread.is_alive()
+    assert all(rank.closed for rank in ranks)
+    return ranks
+
+
+def test_the_first_rank_asks_for_each_batch_with_every_ranks_memory_and_says_the_version(monkeypatch):
+    first, second = loaded(monkeypatch, [Rank(Engine()), Rank(None)])
+    assert first._engine.asked == [(0, [0, 1]), (1, [0, 1]), (2, [0, 1])]
+    assert (first._engine.flushed, first.versions, second.versions, first.error, second.error) == (1, [7], [], None, None)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("at", [0, 2])
+def test_who_fails_tells_the_others_and_nobody_waits_or_serves(monkeypatch, failing, at):
+    ranks = loaded(monkeypatch, [Rank(Engine() if rank == 0 else None, at if rank == failing else None) for rank in range(3)])
+    for rank in ranks:
+        assert isinstance(rank.error, SyncError) and "trainer rank 0 is lost" in str(rank.error)
+        assert rank.versions == []
+    assert ranks[0]._engine.flushed == 0 and len(ranks[0]._engine.asked) == at
+
+
+def test_all_may_fail_at_once(monkeypatch):
+    ranks = loaded(monkeypatch, [Rank(Engine() if rank == 0 else None, 1) for rank in range(3)])
+    assert all(isinstance(rank.error, SyncError) for rank in ranks)
+
+
+def test_an_engine_that_does_not_load_is_heard_by_all_ranks(monkeypatch):
+    first, second = loaded(monkeypatch, [Rank(Engine(fails=True)), Rank(None)])
+    assert isinstance(first.error, ValueError)
+    assert str(second.error) == "another worker of this engine failed: ValueError: the engine is gone"
+
+
+def test_a_request_is_what_sglang_reads(monkeypatch):
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    place = Place(os.getpid(), 5, LAYOUT.nbytes)
+    asked = region_weights.request(Batch(LAYOUT, None, 1, 3), [place, place])
+    assert (asked.load_format, asked.flush_cache, len(asked.serialized_named_tensors)) == (LOADER, False, 2)
+    ((told, tensor),) = MultiprocessingSerializer.deserialize(asked.serialized_named_tensors[1])
+    assert msgspec.json.decode(told, type=Mapped) == Mapped([place, place], LAYOUT.entries[1:], LAYOUT.offsets[1:])
+    assert tensor.numel() == 0
