@@ -123,7 +123,8 @@ class TestRefused:
             ({"sync": {"timeout_s": -3}}, ["mux.sync.timeout_s is -3.0", "above 0 seconds"]),
             ({"sync": {"delta": True, "verify": False}}, ["mux.sync.delta=True", "mux.sync.verify is False and must be True"]),
             ({"sync": {"transport": "mooncake", "verify": False}}, ["mux.sync.transport=mooncake", "must be True"]),
-            ({"sync": {"transport": "carrier"}}, ["mux.sync.transport", "'carrier'", "mooncake"]),
+            ({"sync": {"transport": "nixl", "verify": False}}, ["mux.sync.transport=nixl", "must be True"]),
+            ({"sync": {"transport": "nccl"}}, ["mux.sync.transport", "'nccl'", "sockets", "nixl", "mooncake"]),
             ({"nodes": {"rollout": []}}, ["mux.nodes.rollout is empty"]),
             ({"job": "${no.such.key}"}, ["mux: ", "no.such.key"]),
         ],
@@ -174,7 +175,8 @@ class TestModes:
         assert "mux.nodes.rollout is ['n0', 'n1']" in text and "['n2']" in text
 
 
-def test_a_transport_whose_package_is_not_here_is_refused_by_name(monkeypatch):
+@pytest.mark.parametrize(("transport", "package"), [("nixl", "nixl"), ("mooncake", "mooncake-transfer-engine")])
+def test_a_transport_whose_package_is_not_here_is_refused_by_name(monkeypatch, transport, package):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    text = refusal(verl_config({"sync": {"transport": "mooncake"}}))
-    assert "the package mooncake-transfer-engine is not installed here" in text
+    text = refusal(verl_config({"sync": {"transport": transport}}))
+    assert f"mux.sync.transport={transport}: the package {package} is not installed here" in text

@@ -25,6 +25,8 @@ from verl_mux.rollout.engine.record import engines
 from verl_mux.scheduling.estimate.learning import LEAST
 
 MODES = ("mux_separate", "mux_colocate")
+# Packages of the transports that read the weights out of the other host's memory.
+_READERS = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}
 
 
 class NodesConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -61,7 +63,7 @@ class SyncConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     slow_gbps: float | None = None
     slow_link: Literal["per_pair", "shared"] = "per_pair"
     delta: bool = False
-    transport: Literal["sockets", "mooncake"] = "sockets"
+    transport: Literal["sockets", "nixl", "mooncake"] = "sockets"
     mooncake_protocol: Literal["rdma", "tcp"] = "rdma"
     mooncake_device: str = ""
 
@@ -126,12 +128,12 @@ def _check_values(mux: MuxConfig) -> None:
             raise UserError(f"mux.sync.{key} is {gbps}; it must be above 0 Gbit/s")
     if mux.sync.delta and not mux.sync.verify:
         raise UserError("mux.sync.delta=True relies on digests: mux.sync.verify is False and must be True")
-    if mux.sync.transport == "mooncake" and not mux.sync.verify:
-        raise UserError("mux.sync.transport=mooncake relies on digests: mux.sync.verify is False and must be True")
-    if mux.sync.transport == "mooncake" and importlib.util.find_spec("mooncake") is None:
-        raise UserError(
-            "mux.sync.transport=mooncake: the package mooncake-transfer-engine is not installed here; install it, or use sockets"
-        )
+    if package := _READERS.get(transport := mux.sync.transport):
+        if not mux.sync.verify:
+            raise UserError(f"mux.sync.transport={transport} relies on digests: mux.sync.verify is False and must be True")
+        if importlib.util.find_spec(transport) is None:
+            given = f"mux.sync.transport={transport}"
+            raise UserError(f"{given}: the package {package} is not installed here; install it, or use sockets")
     if not 1 <= mux.sync.streams <= 32:
         raise UserError(f"mux.sync.streams is {mux.sync.streams}; it must be between 1 and 32")
     if mux.profile.every < 1:

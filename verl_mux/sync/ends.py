@@ -19,6 +19,7 @@ from verl_mux.sync.streams.receiving import Receiving
 from verl_mux.sync.streams.remote_reads import RemoteReads
 from verl_mux.sync.streams.seal import Seal
 from verl_mux.sync.streams.sending import Sending, Settings
+from verl_mux.sync.streams.transfer_engines import Mooncake, Nixl
 
 # Of 256 ranks with 8 streams each, all at once. The kernel takes no more than its own limit (net.core.somaxconn); the others try
 # again after 1, 3, 7, 15... seconds.
@@ -37,6 +38,14 @@ class Reception(Protocol):
     def close(self) -> None: ...
 
 
+def _reads(address: str, settings: Settings) -> RemoteReads | None:
+    if settings.transport == "nixl":
+        return RemoteReads(Nixl(settings.timeout_s))
+    if settings.transport == "mooncake":
+        return RemoteReads(Mooncake(address, settings.mooncake_protocol, settings.mooncake_device))
+    return None
+
+
 class End:
     """On a trainer rank or on a rollout worker; which, its part says. A new sync ends one that has been left unfinished.
 
@@ -50,11 +59,7 @@ class End:
         self._seal: Seal | None = None
         self._part: SenderPart | WorkerPart | None = None
         self._held = Held()
-        self._reads = (
-            RemoteReads(address, settings.mooncake_protocol, settings.mooncake_device)
-            if settings.transport == "mooncake"
-            else None
-        )
+        self._reads = _reads(address, settings)
         self._now: Sending | Reception | None = None
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._remote = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
@@ -79,6 +84,9 @@ class End:
         self._end_last()
         part, seal = self._part, self._seal
         assert isinstance(part, WorkerPart) and seal is not None
+        if self._reads is not None and self._reads.left_open:
+            self._held.close()
+            self._reads.left_open = False
         found: Reception
         if part.role is None:
             found = Following(part.me, part.follows, part.whom, version, self._held, seal, self._settings.timeout_s)

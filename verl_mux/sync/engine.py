@@ -54,7 +54,7 @@ class MuxCheckpointEngine(CheckpointEngine):
         links: see topology.Links; what the cheapest is by.
         cluster: name of the network within which this end's links are fast; default: trainers are in one, rollout in another.
         interface: by whose address others reach this end; default: the one that Ray uses.
-        transport, mooncake_protocol, mooncake_device: see remote_reads.py.
+        transport, mooncake_protocol, mooncake_device: see transfer_engines.py.
     """
 
     def __init__(

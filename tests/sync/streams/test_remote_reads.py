@@ -1,4 +1,4 @@
-"""Pieces that hosts read out of each other's memory, by the real transfer engine over TCP. Skipped where it is not installed."""
+"""Pieces that hosts read out of each other's memory, by the real transfer engines over TCP; skipped where these are not there."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from verl_mux.sync.shard import Part, Shard
 from verl_mux.sync.streams import remote_reads
 from verl_mux.sync.streams.remote_reads import RemoteReads, _side_by_side
 
-ENGINE = {"transport": "mooncake", "mooncake_protocol": "tcp"}
+ENGINES = {"mooncake.engine": {"transport": "mooncake", "mooncake_protocol": "tcp"}, "nixl._api": {"transport": "nixl"}}
 
 
-@pytest.fixture
-def ends():
-    pytest.importorskip("mooncake.engine", exc_type=ImportError)
+@pytest.fixture(params=ENGINES, ids=lambda module: module.partition(".")[0])
+def ends(request):
+    pytest.importorskip(request.param, exc_type=ImportError)
+    engine = ENGINES[request.param]
     made: list[Ends] = []
 
     def make(*args, **settings) -> Ends:
-        made.append(Ends(*args, **{"piece_bytes": 1 << 16, "timeout_s": 60.0, **ENGINE, **settings}))
+        made.append(Ends(*args, **{"piece_bytes": 1 << 16, "timeout_s": 60.0, **engine, **settings}))
         return made[-1]
 
     yield make
@@ -54,8 +55,8 @@ def test_memory_that_is_other_than_its_digest_is_found_out_and_the_next_sync_wor
     model = model_of(3, largest=300_000)
     read = RemoteReads.read
 
-    def damaged(self, whom, body, views):
-        read(self, whom, body, views)
+    def damaged(self, whom, body, views, is_over):
+        read(self, whom, body, views, is_over)
         views[0][0] ^= 1
 
     monkeypatch.setattr(RemoteReads, "read", damaged)
@@ -69,14 +70,15 @@ def test_memory_that_is_other_than_its_digest_is_found_out_and_the_next_sync_wor
 def test_memory_that_cannot_be_read_is_somebody_lost(ends, monkeypatch):
     its = ends(1, ["a"], "two_stage")
     offer = RemoteReads.offer
-    gone = remote_reads.msgspec.msgpack.encode(remote_reads.Offer("127.0.0.1:1", [(4096, 1)]))
+    gone = remote_reads.msgspec.msgpack.encode(remote_reads.Offer(b"127.0.0.1:1", [(4096, 1)]))
     monkeypatch.setattr(RemoteReads, "offer", lambda self, views: gone if views and views[0].nbytes == 1 else offer(self, views))
     shard = Shard(0, [Entry("x", "uint8", (1,), 1)], [Part(0, 0, 1, lambda a, b: memoryview(b"y")[a:b])], 4096)
     got, _ = its.sync(0, {"x": b"y"}, shard=lambda rank: shard)
     assert isinstance(got[0], SyncError) and "cannot be read from its memory" in str(got[0])
     monkeypatch.setattr(RemoteReads, "offer", offer)
-    model = model_of(4)
+    model, before = model_of(4), its.workers[0]._held._region
     assert its.sync(1, model)[0] == [model]
+    assert its.workers[0]._held._region is not before, "what was given up may still be written there"
 
 
 def test_who_reads_from_sockets_alone_says_so(ends):

@@ -16,6 +16,7 @@ import contextlib
 import enum
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -184,6 +185,24 @@ class Connection:
             return False
         except OSError:
             return False
+
+    def has_news(self) -> bool:
+        """Is there something to read, or is it over?"""
+        try:
+            news = select.poll()
+            news.register(self._socket, select.POLLIN)
+            return bool(news.poll(0))
+        except (OSError, ValueError):
+            return True
+
+    def has_ended(self) -> bool:
+        """Has the other end closed it, whatever lies there to be read?"""
+        try:
+            end = select.poll()
+            end.register(self._socket, select.POLLRDHUP)
+            return bool(end.poll(0))
+        except (OSError, ValueError):
+            return True
 
     # ------------------------------------------------------------ frames
 

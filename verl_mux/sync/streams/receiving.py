@@ -256,7 +256,8 @@ class Receiving:
     def _read(self, connection: Connection, header: Header, views: Sequence[memoryview]) -> None:
         if self._reads is None:
             raise SyncError(f"{connection.whom} offers its memory, {self._role.me} reads from sockets alone")
-        self._reads.read(connection.whom, connection.body(header), views)
+        body = connection.body(header)
+        self._reads.read(connection.whom, body, views, lambda: bool(self._streams.error) or connection.has_ended())
         connection.say(Kind.TAKEN)
 
     def _change(self, connection: Connection, header: Header, spans: Sequence[Span], view: memoryview) -> bytes:

@@ -1,8 +1,8 @@
 """Pieces that who receives reads out of the sender's memory, by RDMA, instead of taking them from the socket.
 
-Mooncake's transfer engine reads (mooncake-transfer-engine; its protocol tcp is for machines without RDMA, and slow). Frames go
-over the socket as ever, sealed, with the piece's digest; in place of the bytes they say where these lie. Nobody writes into
-somebody else's memory, so nothing that is late can spoil a sync that came after.
+A transfer engine reads (transfer_engines.py). Frames go over the socket as ever, sealed, with the piece's digest; in place of the
+bytes they say where these lie. Nobody writes into somebody else's memory, so nothing that is late can spoil a sync that came
+after.
 
     sender: a piece into a slot --> frame: where it lies -->        receiver: reads it into the region, checks it
             slot free again <-------------------- TAKEN <--
@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import msgspec
 import numpy as np
 
-from verl_mux.errors import UserError
 from verl_mux.sync.failure import Lost, SyncError
 from verl_mux.sync.region import Region
 from verl_mux.sync.streams.connection import Connection, Header, Kind
+from verl_mux.sync.streams.transfer_engines import Run, TransferEngine, address_of
 
 # `encoding` of a piece, beside those of delta.py.
 READ = 2
@@ -31,36 +31,22 @@ _AHEAD = 2
 
 
 class Offer(msgspec.Struct, array_like=True, frozen=True):
-    """Where a piece lies: (address, bytes) one after the other, in the memory of the engine `session`."""
+    """Where a piece lies: (address, bytes) one after the other, in what the engine of `session` has registered."""
 
-    session: str
+    session: bytes
     places: list[tuple[int, int]]
 
 
 class RemoteReads:
-    """One transfer engine in this process, kept over syncs. Thread-safe.
+    """Of this process, kept over syncs: what is registered with its engine. Thread-safe. `left_open`: a read was given up, and may
+    write into the region yet."""
 
-    Args:
-        address: of the interface by which others reach this host.
-        protocol: rdma or tcp.
-        device: RDMA devices, comma-separated; "": those that the engine finds.
-
-    Raises:
-        UserError: there is no engine, or it does not start.
-    """
-
-    def __init__(self, address: str, protocol: str, device: str) -> None:
-        try:
-            from mooncake.engine import TransferEngine
-        except ImportError as error:
-            raise UserError(f"mux.sync.transport=mooncake: {error} (pip install mooncake-transfer-engine, libibverbs)") from None
-        self._engine = TransferEngine()
-        if code := self._engine.initialize(address, "P2PHANDSHAKE", protocol, device):
-            raise UserError(f"mux.sync.transport=mooncake: its engine does not start with protocol {protocol} (code {code})")
-        self._session = f"{address}:{self._engine.get_rpc_port()}"
+    def __init__(self, engine: TransferEngine) -> None:
+        self._engine = engine
         self._lock = threading.Lock()
         self._slots: dict[Hashable, np.ndarray] = {}
         self._region: tuple[Region, np.ndarray] | None = None
+        self.left_open = False
 
     def hold(self, region: Region) -> None:
         """The region that is read into and handed on from; the one before is let go."""
@@ -68,9 +54,9 @@ class RemoteReads:
             if self._region is not None and self._region[0] is region:
                 return
             if self._region is not None:
-                self._engine.unregister_memory(_address(self._region[1]))
+                self._engine.unregister(self._region[1])
             whole = np.frombuffer(region.view, np.uint8) if region.nbytes else np.empty(1, np.uint8)
-            self._register(whole)
+            self._engine.register(whole)
             self._region = region, whole
 
     def slots(self, whose: Hashable, nbytes: int) -> list[np.ndarray]:
@@ -79,38 +65,42 @@ class RemoteReads:
             kept = self._slots.get(whose)
             if kept is None or len(kept) < _AHEAD * nbytes:
                 if kept is not None:
-                    self._engine.unregister_memory(_address(kept))
+                    self._engine.unregister(kept)
                 kept = self._slots[whose] = np.empty(_AHEAD * nbytes, np.uint8)
-                self._register(kept)
+                self._engine.register(kept)
             return np.split(kept[: _AHEAD * nbytes], _AHEAD)
 
     def offer(self, views: Sequence[np.ndarray]) -> bytes:
         """What the other end needs to read these, which have to be registered and to stay as they are until it has."""
-        return msgspec.msgpack.encode(Offer(self._session, [(_address(view), view.nbytes) for view in views]))
+        return msgspec.msgpack.encode(Offer(self._engine.session, [(address_of(view), view.nbytes) for view in views]))
 
-    def read(self, whom: str, body: bytes, views: Sequence[memoryview]) -> None:
-        """What was offered into these, which lie in the region.
+    def read(self, whom: str, body: bytes, views: Sequence[memoryview], is_over: Callable[[], bool]) -> None:
+        """What was offered into these, which lie in the region. `is_over`: nobody needs it any more.
 
         Raises:
             SyncError: as much was not offered.
-            Lost: it cannot be read, or not within the engine's own time limit.
+            Lost: it cannot be read, not within the engine's time limit, or it is over.
         """
         offer = msgspec.msgpack.decode(body, type=Offer)
         if sum(nbytes for _, nbytes in offer.places) != sum(map(len, views)):
             raise SyncError(f"{whom} offers a piece that has not its size")
-        parts = list(_side_by_side(offer.places, [np.frombuffer(view, np.uint8) for view in views if len(view)]))
-        here, there, sizes = [part[0] for part in parts], [part[1] for part in parts], [part[2] for part in parts]
-        if parts and self._engine.batch_transfer_sync_read(offer.session, here, there, sizes):
-            raise Lost(f"the weights of {whom} cannot be read from its memory")
+        runs = list(_side_by_side(offer.places, [np.frombuffer(view, np.uint8) for view in views if len(view)]))
+        if not runs:
+            return
+        try:
+            self._engine.read(whom, offer.session, runs, is_over)
+        except Lost:
+            self.left_open = True
+            raise
 
-    def _register(self, memory: np.ndarray) -> None:
-        if code := self._engine.register_memory(_address(memory), memory.nbytes):
-            raise SyncError(f"{memory.nbytes} bytes cannot be registered with the transfer engine (code {code})")
+    def serve(self, whom: str, is_over: Callable[[], bool]) -> None:
+        """Let `whom` read what was offered. Raises Lost: that takes too long."""
+        self._engine.serve(whom, is_over)
 
     def close(self) -> None:
         with self._lock:
             for memory in [*self._slots.values(), *([self._region[1]] if self._region else [])]:
-                self._engine.unregister_memory(_address(memory))
+                self._engine.unregister(memory)
             self._slots, self._region = {}, None
 
 
@@ -141,19 +131,19 @@ class Offering:
             self._wait()
 
     def _wait(self) -> None:
-        self._connection.wait_for(Kind.TAKEN)
+        while True:
+            self._reads.serve(self._connection.whom, self._connection.has_news)
+            if (header := self._connection.read()).kind == Kind.TAKEN:
+                break
+            self._connection.expect_nothing_else(header)
         slot = self._offered.popleft()
         if slot is not None:
             self._free.append(slot)
 
 
-def _address(memory: np.ndarray) -> int:
-    return memory.ctypes.data
-
-
-def _side_by_side(places: Sequence[tuple[int, int]], views: Sequence[np.ndarray]) -> Iterator[tuple[int, int, int]]:
-    """(address here, address there, bytes) of runs of bytes that lie together at both ends."""
-    here = deque((_address(view), view.nbytes) for view in views)
+def _side_by_side(places: Sequence[tuple[int, int]], views: Sequence[np.ndarray]) -> Iterator[Run]:
+    """Runs of bytes that lie together at both ends."""
+    here = deque((address_of(view), view.nbytes) for view in views)
     for address, left in places:
         while left:
             mine, room = here.popleft()

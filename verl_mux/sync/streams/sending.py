@@ -34,15 +34,15 @@ class Target(msgspec.Struct, frozen=True):
 
 class Settings(msgspec.Struct, frozen=True):
     """`streams`: connections a pair; `timeout_s`: who is silent for so long is lost; `verify`: a digest for each piece; `delta`:
-    what did not change since the last sync is not sent. `transport`: what carries pieces between hosts, see remote_reads.py for
-    `mooncake`, and for its protocol and devices."""
+    what did not change since the last sync is not sent. `transport`: what carries pieces between hosts; of the others
+    than sockets, and of Mooncake's protocol and devices, see transfer_engines.py."""
 
     piece_bytes: int = 4 << 20
     streams: int = 2
     timeout_s: float = 120.0
     verify: bool = True
     delta: bool = False
-    transport: Literal["sockets", "mooncake"] = "sockets"
+    transport: Literal["sockets", "nixl", "mooncake"] = "sockets"
     mooncake_protocol: str = "rdma"
     mooncake_device: str = ""
 
