@@ -38,7 +38,7 @@ class Offer(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RemoteReads:
-    """Of this process, kept over syncs: what is registered with its engine. Thread-safe. `left_open`: a read was given up, and may
+    """What this process has registered with its engine, kept over syncs. Thread-safe. `left_open`: a read was given up, and may
     write into the region yet."""
 
     def __init__(self, engine: TransferEngine) -> None:
