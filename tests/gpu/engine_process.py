@@ -32,10 +32,11 @@ class Sglang:
 
     def __init__(self, options: dict[str, Any]) -> None:
         from verl_mux.rollout.engine.sglang.memory_cycles import make_model
+        from verl_mux.rollout.engine.sglang.region_loader import LOADER
 
-        self._model = Path(options["folder"]) / "model"
+        self._model, self._ranks = Path(options["folder"]) / "model", options["ranks"]
         if not self._model.exists():
-            make_model(self._model, 20_000_000)
+            make_model(self._model, 20_000_000, self._ranks)
         os.environ |= {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1", "NCCL_GRAPH_REGISTER": "0"}
         os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
         import sglang
@@ -43,7 +44,8 @@ class Sglang:
         self._engine = sglang.Engine(
             model_path=str(self._model), dtype="bfloat16", device="cuda", tp_size=options["ranks"], skip_tokenizer_init=True,
             mem_fraction_static=options["share"], max_running_requests=2, context_length=256, enable_memory_saver=True,
-            enable_weights_cpu_backup=False, log_level="error", skip_server_warmup=True, random_seed=0,
+            enable_weights_cpu_backup=False, custom_weight_loader=[LOADER], log_level="error", skip_server_warmup=True,
+            random_seed=0,
             disable_radix_cache=True,  # a prompt that is known goes another way, and rounds otherwise
         )  # fmt: skip
 
@@ -58,12 +60,9 @@ class Sglang:
         self._engine.loop.run_until_complete(ask(self._engine.tokenizer_manager, verb, tags, level, 0.0))
 
     def sync(self) -> None:
-        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+        from verl_mux.rollout.engine.sglang import memory_cycles
 
-        request = UpdateWeightFromDiskReqInput(model_path=str(self._model), load_format="auto", flush_cache=True)
-        manager = self._engine.tokenizer_manager
-        done, message, *_ = self._engine.loop.run_until_complete(manager.update_weights_from_disk(request, None))
-        assert done, message
+        memory_cycles.sync(self._engine, self._model, self._ranks)
 
 
 class Bed:

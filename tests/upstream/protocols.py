@@ -71,6 +71,25 @@ def weights_from_disk_are_asked_for_and_answered():
     )
 
 
+def a_loader_of_ours_gets_what_rides_in_a_request_in_the_place_of_tensors():
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.model_executor import model_runner
+    from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+    from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
+
+    steps_of(AsyncHttpServerAdapter.update_weights_from_tensor, "serialized_named_tensors", '"load_format": load_format')
+    steps_of(SGLangHttpServer.launch_server, 'engine_kwargs.pop("custom_weight_loader"', '"custom_weight_loader"')
+    steps_of(TpModelWorker.update_weights_from_tensor, "deserialize", "serialized_named_tensors[self.tp_rank]", "load_format")
+    steps_of(
+        model_runner.ModelRunner.update_weights_from_tensor,
+        "_unwrap_tensor",
+        "load_format in self.server_args.custom_weight_loader",
+        "dynamic_import(load_format)",
+        "custom_loader(self.model, named_tensors)",
+    )
+    steps_of(model_runner._unwrap_tensor, "isinstance(tensor, LocalSerializedTensor)", "return tensor.to(device)")
+
+
 def weights_from_tensors_need_no_opening_and_closing():
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput, UpdateWeightsFromTensorReqOutput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager

@@ -161,18 +161,19 @@ class Cycles:
         return self._engine.loop.run_until_complete(ask(self._engine.tokenizer_manager, verb, tags, level, 0.0))
 
     def _sync(self, without: Collection[str] = ()) -> None:
-        """As a rollout worker does it, from a region that has all of the model but these tensors."""
-        from verl_mux.rollout.engine.sglang.region_loader import Place
-        from verl_mux.rollout.engine.sglang.region_weights import request
+        sync(self._engine, self._model, self._ranks, without)
 
-        with _in_region(self._model, without) as batch:
-            place = Place(os.getpid(), batch.region.fd, batch.region.nbytes)
-            asked = request(batch, [place] * self._ranks)
-            done, message = self._engine.loop.run_until_complete(
-                self._engine.tokenizer_manager.update_weights_from_tensor(asked, None)
-            )
-            assert done, message
-            assert self._engine.flush_cache().success
+
+def sync(engine: Any, model: Path, ranks: int, without: Collection[str] = ()) -> None:
+    """As a rollout worker does it, from a region that has all of the model but these tensors. `ranks`: of the engine."""
+    from verl_mux.rollout.engine.sglang.region_loader import Place
+    from verl_mux.rollout.engine.sglang.region_weights import request
+
+    with _in_region(model, without) as batch:
+        asked = request(batch, [Place(os.getpid(), batch.region.fd, batch.region.nbytes)] * ranks)
+        done, message = engine.loop.run_until_complete(engine.tokenizer_manager.update_weights_from_tensor(asked, None))
+        assert done, message
+        assert engine.flush_cache().success
 
 
 @contextlib.contextmanager
