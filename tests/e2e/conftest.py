@@ -71,8 +71,9 @@ def run(assets, tmp_path_factory, request) -> Run:
     checkpoints = [f"trainer.save_freq={SAVED}", "trainer.max_actor_ckpt_to_keep=100"]
     slowly = [f"reward.custom_reward_function.path={assets}/slow_reward.py", *LONG_ROLLOUT]
     slowly += ["actor_rollout_ref.model.external_lib=slow_loss", "actor_rollout_ref.actor.policy_loss.loss_mode=slow"]
-    # The phase in which a job is killed lasts longer than Ray takes to end its workers, a second or two.
-    restarts = [*tiny.overrides(assets, STEPS), *OVERSAMPLED, *_keys_in_a_file(directory), "trainer.save_freq=1"]
+    # The phase in which a job is killed lasts longer than Ray takes to end its workers, a second or two, and than it takes to ask
+    # the coordinator whether it still lasts.
+    restarts = [*tiny.overrides(assets, STEPS), OVERSAMPLED[0], *LONG_ROLLOUT, *_keys_in_a_file(directory), "trainer.save_freq=1"]
     restarts += ["mux.rollout.oversample.accept_length_bias=true", "actor_rollout_ref.actor.ppo_epochs=20"]
     restarts += ["data.max_response_length=512", "trainer.max_actor_ckpt_to_keep=2"]
     jobs = {"stays": [*tiny.overrides(assets, STEPS), *checkpoints, *slowly], "rolls": restarts}
