@@ -24,8 +24,8 @@ KEY = "verl_mux"
 class WorkerSettings:
     """`uid`: unique to one run of a job. `cpus`: CPUs of a node by side ("rollout", "train"), where a node names them.
 
-    `events_every`: only steps that are multiples of it are logged. `nodes`: names by side, in the order of ranks; `places`: where
-    each of them is.
+    `events_every`: only steps that are multiples of it are logged; `texts`, `text_chars`, `stalls`: see mux.profile.
+    `nodes`: names by side, in the order of ranks; `places`: where each of them is.
     `resume`: the folder of the checkpoint that the job goes on from, None: from none.
     `device`: the keys under mux.device.
     `truncated_reward`: of a response that segment rollout cut at its longest; None: its own score.
@@ -37,6 +37,9 @@ class WorkerSettings:
     seeded_sampling: bool = False
     events_dir: str | None = None
     events_every: int = 1
+    texts: float = 0.0
+    text_chars: int = 4000
+    stalls: str = "off"
     rollout_nodes: tuple[str, ...] = ()
     train_nodes: tuple[str, ...] = ()
     rollout_cpus: tuple[int, ...] = ()

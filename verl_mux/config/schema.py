@@ -44,11 +44,15 @@ class ProfiledConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ProfileConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The event log. `every`: only steps that are multiples of it."""
+    """The event log. `every`: only steps that are multiples of it. `texts`: share of the requests whose text is logged,
+    `text_chars`: of a prompt and of a response, at most. `stalls`: what is written down when an engine stands still again."""
 
     enable: bool = True
     dir: str | None = None
     every: int = 1
+    texts: float = 0.0
+    text_chars: int = 4000
+    stalls: Literal["off", "stacks", "trace"] = "stacks"
 
 
 class SyncConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -138,6 +142,10 @@ def _check_values(mux: MuxConfig) -> None:
         raise UserError(f"mux.sync.streams is {mux.sync.streams}; it must be between 1 and 32")
     if mux.profile.every < 1:
         raise UserError(f"mux.profile.every is {mux.profile.every}; it must be 1 (all steps) or more")
+    if not 0 <= mux.profile.texts <= 1:
+        raise UserError(f"mux.profile.texts is {mux.profile.texts:g}; it must be a share of the requests, 0 to 1")
+    if not 2 <= mux.profile.text_chars <= 100_000:
+        raise UserError(f"mux.profile.text_chars is {mux.profile.text_chars}; it must be 2 to 100000 characters")
     for side in ("rollout", "train"):
         if not getattr(mux.nodes, side):
             raise UserError(f"mux.nodes.{side} is empty; name at least one node of the coordinator, e.g. [{side}0]")

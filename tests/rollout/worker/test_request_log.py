@@ -123,3 +123,25 @@ def test_the_score_is_told_with_the_reward_and_the_request(log):
     assert named(log, "reward_calculation")[0]["score"] == 0.25
     assert named(log, "async_rollout_request_complete")[0]["score"] == 0.25
     assert request_log.scored(None) is None
+
+
+@pytest.mark.parametrize(("share", "most", "told"), [
+    (0.0, 8, None), (1.0, 8, ("1 2 3", "4 5", 0)), (1.0, 4, ("1 … 3", "4 5", 1)), (1.0, 2, ("1…3", "4…5", 4)),
+])  # fmt: skip
+def test_the_text_of_chosen_requests_is_logged_cut_in_its_middle(log, share, most, told):
+    def decode(ids):
+        return " ".join(map(str, ids))
+
+    request_log.text(share, most, decode, [9], [9])  # of no request
+    with request_log.request(log, "q_0", 4):
+        request_log.text(share, most, decode, [1, 2, 3], [4, 5])
+    found = [e["extra"] for e in events(log) if e["event"] == "request_text"]
+    wanted = told and {"request_id": "q_0", "prompt": told[0], "response": told[1], "left_out": told[2]}
+    assert found == ([wanted] if wanted else [])
+
+
+def test_about_the_share_that_was_asked_for_is_chosen_by_name(log):
+    for number in range(400):
+        with request_log.request(log, f"q{number}_0", 4):
+            request_log.text(0.1, 8, str, [1], [2])
+    assert 20 <= sum(e["event"] == "request_text" for e in events(log)) <= 60

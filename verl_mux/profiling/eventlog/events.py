@@ -28,6 +28,7 @@ REQUEST_PADDED = "aborted_request_with_cancelled_error_padding"
 REQUEST_MIGRATED = "request_migrated"
 REQUEST_REQUEUED = "request_requeued"
 REQUEST_PARKED = "request_parked"
+REQUEST_TEXT = "request_text"
 MIGRATION = "tail_migration"
 
 # One rollout worker's step.
@@ -74,6 +75,7 @@ ENGINE_QUEUE = "engine_queue"
 ENGINE_GENERATE = "engine_generate"
 ENGINE_DECODE = "engine_decode"
 ENGINE_RETRACT = "engine_retract"
+ENGINE_STALLED = "engine_stalled"
 
 # The coordinator (job "coordinator", role "coordinator"; `extra.job` says whose).
 LEASE_HELD = "lease_held"
@@ -192,6 +194,12 @@ TABLE: list[Event] = [
             "had `failed`; logged in the step in which it goes on",
             "request_id, turn, reason",
         ),
+        Event(
+            REQUEST_TEXT,
+            "what a request was given and what it answered with, tools' results included; of a share of them"
+            " (`mux.profile.texts`)",
+            "request_id, prompt, response, left_out (characters)",
+        ),
     ),
     *_rows(
         "step of a rollout worker",
@@ -277,6 +285,11 @@ TABLE: list[Event] = [
             ENGINE_RETRACT,
             "the engine threw running requests out for want of KV cache",
             "replica, node, requests, token_usage, request_ids",
+        ),
+        Event(
+            ENGINE_STALLED,
+            "an engine with requests stood still, not for the first time; duration: until then",
+            "replica, node, running, path (of the stacks of its processes), how (py-spy/kernel)",
         ),
     ),
     *_rows(

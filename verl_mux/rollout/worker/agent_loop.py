@@ -22,7 +22,7 @@ from verl.utils.rollout_trace import rollout_trace_attr
 from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.messages import Launch, Report, RunningSample
 from verl_mux.rollout.worker.prompt_groups import PromptGroups
-from verl_mux.rollout.worker.request_log import TimedClient, part, request, scored
+from verl_mux.rollout.worker.request_log import TimedClient, part, request, scored, text
 from verl_mux.rollout.worker.server_client import ResponseClient
 from verl_mux.worker_settings import WorkerSettings, open_worker_log
 
@@ -200,6 +200,9 @@ class MuxAgentLoopWorker(_VerlWorker):
 
     async def _agent_loop_postprocess(self, output, *args, **kwargs):
         self._groups.ending(output)
+        if self._settings.texts:
+            it = self._settings
+            text(it.texts, it.text_chars, self.tokenizer.decode, output.prompt_ids, output.response_ids)
         with part(events.FINALIZATION):
             return await super()._agent_loop_postprocess(output, *args, **kwargs)
 

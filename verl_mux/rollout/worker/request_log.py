@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+
+import xxhash
 
 from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.engine.stay import ANSWER, Stay
@@ -100,6 +102,22 @@ async def parked(response: Response) -> AsyncIterator[None]:
     if seconds >= PARKED_S:
         record.parked += seconds
         record.event(events.REQUEST_PARKED, seconds, turn=record.turns, reason=response.held_by)
+
+
+def text(share: float, most: int, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], response: Sequence[int]) -> None:
+    """Log what the current request reads, if it is of the `share` that is chosen by name; `most` characters of each."""
+    record = current.get()
+    if record is None or xxhash.xxh32_intdigest(record.request_id.encode()) >= share * 2**32:
+        return
+    asked, answered = decode(prompt), decode(response)
+    left_out = sum(max(len(it) - most, 0) for it in (asked, answered))
+    record.event(
+        events.REQUEST_TEXT, None, prompt=_ends(asked, most), response=_ends(answered, most), left_out=left_out
+    )  # fmt: skip
+
+
+def _ends(whole: str, most: int) -> str:
+    return whole if len(whole) <= most else f"{whole[: most // 2]}…{whole[-(most - most // 2) :]}"
 
 
 class TimedClient:

@@ -1,6 +1,8 @@
 """Findings on logs of our own layout: replicas and nodes are named, and modes of rollout are read as what they are."""
 
+import json
 import random
+from datetime import datetime, timezone
 
 import pytest
 
@@ -39,6 +41,19 @@ def test_a_stalled_replica_is_blamed_and_not_a_worker(tmp_path):
     (gap,) = found(make(tmp_path, stalled=(3, 0, 6.0, 150.0)))
     assert (gap.kind, gap.step, gap.replica, gap.node, gap.worker) == ("silent_gap", 3, 0, "r0", None)
     assert gap.seconds == pytest.approx(150, abs=3)
+
+
+def test_what_its_processes_were_doing_is_linked_from_a_stall(tmp_path):
+    directory = make(tmp_path, stalled=(3, 0, 6.0, 150.0))
+    (gap,) = found(directory)
+    file = next(directory.rglob("server/step_3/worker_0.jsonl"))
+    when = datetime.fromtimestamp(gap.start + 10.0, tz=timezone.utc).replace(tzinfo=None)
+    line = {"timestamp": when.isoformat(), "event": "engine_stalled", "duration_sec": 10.0, "workid": 0, "step": 3, "role": "server"}
+    extra = {"replica": 0, "node": "r0", "running": 8, "path": "/logs/stalls/a_replica0_2.txt", "how": "py-spy"}
+    with file.open("a") as lines:
+        lines.write(json.dumps({**line, "job": "a", "run": "0a1b2c3d", "extra": extra}) + "\n")
+    (gap,) = found(directory)
+    assert gap.evidence["stacks"] == extra["path"] and gap.text.endswith(f"what its processes were doing: {extra['path']}")
 
 
 def test_few_requests_are_enough_where_the_engines_counters_stop(tmp_path):

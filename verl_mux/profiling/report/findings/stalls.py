@@ -180,6 +180,9 @@ def _finding(place: Place, gap: Gap, units: list[int], engines: Engines) -> Find
     )
     if where:
         text = f"replica {unit} on {where['node']} stood still: {text}"
+    if where and (path := engines.stacks(job, unit, gap.start, gap.end)):
+        evidence["stacks"] = path
+        text = f"{text}; what its processes were doing: {path}"
     return Finding(
         "silent_gap", job, step, None if where else unit, gap.seconds, text, ADVICE,
         start=gap.start, end=gap.end, evidence=evidence, **where,

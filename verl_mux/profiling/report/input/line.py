@@ -64,6 +64,7 @@ class Extra(msgspec.Struct, gc=False):
     keys: list[str] | None = None
     total_requests: Count | None = None
     target_completion: Count | None = None
+    path: str | None = None
 
 
 class Line(msgspec.Struct, gc=False):

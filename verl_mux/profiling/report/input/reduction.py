@@ -50,6 +50,7 @@ SPAN_EXTRA = {
     "keys": (pl.List(pl.String), "keys"),
     "launched": (pl.Int64, "total_requests"),
     "wanted": (pl.Int64, "target_completion"),
+    "path": (pl.String, "path"),
 }
 # `stays` columns read from extra: column -> (type, field of Extra)
 STAY_EXTRA = {

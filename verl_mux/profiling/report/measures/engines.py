@@ -78,6 +78,12 @@ class Engines:
         told = self.spans.filter((pl.col("event") == events.ENGINE_DECODE) & (pl.col("role") == "server"))
         return told.with_columns(pl.coalesce("replica", "worker").alias("replica")).sort("end")
 
+    def stacks(self, job: str, replica: int, start: float, end: float) -> str | None:
+        """Where the stacks of a replica's processes were written that were taken between these times."""
+        of = (pl.col("event") == events.ENGINE_STALLED) & (pl.col("job") == job) & (pl.col("replica") == replica)
+        found = self.spans.filter(of & pl.col("end").is_between(start, end))["path"].drop_nulls()
+        return found[0] if len(found) else None
+
     @cached_property
     def steps(self) -> dict[tuple[str, int], tuple[float, float]]:
         """(job, step) -> when its stays began and ended."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,15 +27,24 @@ from verl_mux.platform.host_memory import process_bytes
 from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.engine.passage import Passage
 from verl_mux.rollout.engine.record import ABORTED, STOPPED
-from verl_mux.rollout.engine.sglang import cpu_ranks, memory_requests, priority_requests, scheduler_log, stop_tokens
+from verl_mux.rollout.engine.sglang import (
+    cpu_ranks,
+    memory_requests,
+    priority_requests,
+    scheduler_log,
+    stall_profile,
+    stop_tokens,
+)
 from verl_mux.rollout.engine.sglang.memory_requests import EngineFailed, Refused
 from verl_mux.rollout.engine.sglang.plugin import ENGINE_MARK, SEEDED_VARIABLE
 from verl_mux.rollout.engine.sglang.priority_requests import FIGURES
 from verl_mux.rollout.engine.sglang.scheduler_memory import CHARGES_VARIABLE
+from verl_mux.rollout.engine.stall_watch import StallWatch, write_stacks
 from verl_mux.rollout.engine.stay import ANSWER, keys_of, stay_of
 from verl_mux.worker_settings import WorkerSettings, node_of, open_worker_log, pin
 
 _ABORT_AGAIN_S = 0.05
+_LOOK_S = 1.0  # between two looks at whether the engine stands still
 # Of a tag's bytes, so many may stay on the device when it sleeps: the edges of pages.
 _LEFT = 0.05
 
@@ -51,6 +61,8 @@ class MuxSGLangHttpServer(SGLangHttpServer):
         self._passage = Passage()
         self._moving = asyncio.Lock()
         self._running: set[str] = set()
+        self._stalls = StallWatch()
+        self._watching: asyncio.Task | None = None
         self._eos_token_ids: set[int] = set()
         self._directory = self._settings.server_directory(self.replica_rank, self.node_rank)
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -131,6 +143,9 @@ class MuxSGLangHttpServer(SGLangHttpServer):
             raise RuntimeError(f"nothing of this engine's {missing[0]} can leave the device: it would keep it while it sleeps")
         if self.node_rank == 0:
             priority_requests.install(self.tokenizer_manager)
+            if self._settings.stalls != "off" and self._settings.events_dir:
+                stall_profile.install(self.tokenizer_manager, self._stalls)
+                self._watching = asyncio.create_task(self._watch_stalls(Path(self._settings.events_dir) / "stalls"))
             self._eos_token_ids = stop_tokens.eos_token_ids(self.tokenizer_manager)
 
     async def abort_requests(self, request_ids: list[str]) -> None:
@@ -190,6 +205,26 @@ class MuxSGLangHttpServer(SGLangHttpServer):
         self._events.log(events.ENGINE_GENERATE, seconds, extra=extra, step=step)
         if stay is not None:
             output.extra_fields[ANSWER] = {**where, **{key: told.get(key) for key in ("queue_sec", "held_sec")}}
+
+    async def _watch_stalls(self, folder: Path) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            stood = self._stalls.look(time.monotonic(), len(self._running))
+            if stood is None:
+                continue
+            path = folder / f"{self._settings.job}_replica{self.replica_rank}_{self._stalls.stalls}.txt"
+            pids = [process.pid for process in this_process_and_children()]
+            how = await asyncio.to_thread(write_stacks, pids, path)
+            told = {
+                "replica": self.replica_rank,
+                "node": self._node(),
+                "running": len(self._running),
+                "path": str(path),
+                "how": how,
+            }
+            self._events.log(events.ENGINE_STALLED, stood, extra=told, step=(self.global_steps or 0) + 1)
+            if self._settings.stalls == "trace":
+                await stall_profile.trace(self.tokenizer_manager, path.with_suffix(""))
 
     def _node(self) -> str:
         """Servers by rank fill the job's rollout nodes in order."""
