@@ -55,8 +55,8 @@ class TestValid:
             "job": "math", "coordinator": "tcp://10.0.0.1:5570", "coordinator_timeout_s": 5, "keys": "/keys", "seed": 3,
             "seeded_sampling": True,
             "nodes": {"rollout": ["r0", "r1"], "train": ["t0"]}, "sync": {"verify": False, "timeout_s": 9.5},
-            "profile": {"enable": False, "dir": "/logs", "every": 2, "texts": 0.1, "text_chars": 100, "stalls": "trace"}, "slo": 1.5,
-            "owner": "ann", "move_note": "/runs/left_to_move",
+            "profile": {"enable": False, "dir": "/logs", "every": 2, "texts": 0.1, "text_chars": 100, "stalls": "trace"},
+            "slo": 1.5, "owner": "ann", "move_note": "/runs/left_to_move",
             "profiled": {"rollout": [9.0, 9.5, 9.0], "train": [5.0, 5.0, 5.5]},
         }  # fmt: skip
         given["sync"] = {**msgspec.to_builtins(SyncConfig()), **given["sync"]}

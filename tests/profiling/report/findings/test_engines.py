@@ -48,10 +48,10 @@ def test_what_its_processes_were_doing_is_linked_from_a_stall(tmp_path):
     (gap,) = found(directory)
     file = next(directory.rglob("server/step_3/worker_0.jsonl"))
     when = datetime.fromtimestamp(gap.start + 10.0, tz=timezone.utc).replace(tzinfo=None)
-    line = {"timestamp": when.isoformat(), "event": "engine_stalled", "duration_sec": 10.0, "workid": 0, "step": 3, "role": "server"}
+    line = {"timestamp": when.isoformat(), "event": "engine_stalled", "duration_sec": 10.0, "workid": 0, "step": 3}
     extra = {"replica": 0, "node": "r0", "running": 8, "path": "/logs/stalls/a_replica0_2.txt", "how": "py-spy"}
     with file.open("a") as lines:
-        lines.write(json.dumps({**line, "job": "a", "run": "0a1b2c3d", "extra": extra}) + "\n")
+        lines.write(json.dumps({**line, "role": "server", "job": "a", "run": "0a1b2c3d", "extra": extra}) + "\n")
     (gap,) = found(directory)
     assert gap.evidence["stacks"] == extra["path"] and gap.text.endswith(f"what its processes were doing: {extra['path']}")
 
