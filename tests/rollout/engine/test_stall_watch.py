@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -46,8 +47,10 @@ def test_without_requests_nothing_stands_still():
 
 @pytest.fixture
 def sleeper():
-    process = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=subprocess.PIPE)
-    process.stdout.readline()
+    """A process that is stopped."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
     yield process.pid
     process.kill()
     process.wait()
@@ -75,4 +78,4 @@ def test_they_are_the_kernels_where_nothing_can(tmp_path, monkeypatch, sleeper, 
     path = tmp_path / "a.txt"
     assert write_stacks([sleeper, 2**22 + 1], path) == "kernel"
     told = path.read_text()
-    assert f"  {sleeper} python" in told and "S (sleeping)" in told and "gone" in told
+    assert f"  {sleeper} " in told and "T (stopped)" in told and "gone" in told

@@ -80,7 +80,7 @@ def _kernel_states(pid: int) -> str:
             state = next(
                 line.split(":", 1)[1].strip() for line in _read(task / "status").splitlines() if line.startswith("State")
             )
-            lines.append(f"  {task.name} {_read(task / 'comm')}: {state}, {_read(task / 'wchan') or '-'}")
+            lines.append(f"  {task.name} {_read(task / 'comm')}: {state}, {_read(task / 'wchan')}")
         except (OSError, StopIteration):
             continue
     return "\n".join(lines) or "  gone"
