@@ -26,7 +26,7 @@ VERL = (
     Symbol(
         "verl.trainer.ppo.v1.trainer_base.PPOTrainer.fit", "wrapped: event log for verl's own modes, where the keys ask for it"
     ),
-    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_advantage", "timed in the event log of verl's own modes"),
+    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_advantage", "timed in the event log"),
     Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._validate", "timed in the event log of verl's own modes"),
     Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._init_resource_pool_mgr", "the place to put our worker classes"),
     Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._build_replay_buffer", "our replay buffer waits on an event"),

@@ -198,6 +198,7 @@ PASSES = {
     "_compute_ref_log_prob": events.REF,
     "_compute_values": events.VALUES,
     "_update_critic": events.UPDATE_CRITIC,
+    "_compute_advantage": events.ADV,
     "_update_actor": events.UPDATE_ACTOR,
 }
 

@@ -48,6 +48,7 @@ SIGNATURES = {
     f"{TRAINER}._submit_batch_to_rollout": ["self", "batch"],
     f"{TRAINER}._balance_batch": ["self", "batch", "metrics"],
     f"{TRAINER}._compute_old_log_prob": ["self", "batch", "metrics"],
+    f"{TRAINER}._compute_advantage": ["self", "batch", "metrics"],
     f"{TRAINER}._compute_ref_log_prob": ["self", "batch", "metrics"],
     f"{TRAINER}._compute_values": ["self", "batch", "metrics"],
     f"{TRAINER}._update_critic": ["self", "batch", "metrics"],

@@ -273,6 +273,10 @@ class PPOTrainerMux(PPOTrainer):
         with self.phases.part(events.VALUES, self.global_steps):
             return super()._compute_values(batch, metrics)
 
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        with self.phases.part(events.ADV, self.global_steps):
+            return super()._compute_advantage(batch, metrics)
+
     def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         with self.phases.part(events.UPDATE_CRITIC, self.global_steps):
             return super()._update_critic(batch, metrics)
