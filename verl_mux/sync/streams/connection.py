@@ -188,19 +188,17 @@ class Connection:
 
     def has_news(self) -> bool:
         """Is there something to read, or is it over?"""
-        try:
-            news = select.poll()
-            news.register(self._socket, select.POLLIN)
-            return bool(news.poll(0))
-        except (OSError, ValueError):
-            return True
+        return self._shows(select.POLLIN)
 
     def has_ended(self) -> bool:
         """Has the other end closed it, whatever lies there to be read?"""
+        return self._shows(select.POLLRDHUP)
+
+    def _shows(self, event: int) -> bool:
         try:
-            end = select.poll()
-            end.register(self._socket, select.POLLRDHUP)
-            return bool(end.poll(0))
+            poll = select.poll()
+            poll.register(self._socket, event)
+            return bool(poll.poll(0))
         except (OSError, ValueError):
             return True
 
