@@ -153,6 +153,7 @@ def controlling(assets, tmp_path_factory) -> Iterator[tuple[Path, subprocess.Pop
     directory = tmp_path_factory.mktemp("rollout")
     keys = [
         *OVERSAMPLED,
+        "mux.profile.texts=0.5",
         f"data.max_response_length={LONGEST}",
         f"mux.rollout.segments.segment_length={SEGMENT}",
         "mux.rollout.segments.treatment=sais",
