@@ -1,8 +1,10 @@
 """The optimum beside a count of all divisions that shares no code with it, and beside what policies find."""
 
+import os
 import random
 
 import pytest
+import scipy.optimize
 
 from tests.exploring import examples
 from tests.scheduling.made_jobs import ANY_MODES, EITHER, make_cluster, make_job
@@ -78,6 +80,20 @@ def test_highs_divides_as_the_dynamic_programme_does():
     divided = Division(cluster, Sharing(cluster).cheapest, OURS).solve(jobs)
     assert divided.usd == pytest.approx(solved(jobs).usd) and divided.proven == pytest.approx(divided.usd)
     assert sorted(job.name for members, _ in divided.parts for job in members) == [job.name for job in jobs]
+
+
+def test_what_the_solver_prints_by_itself_is_not_in_our_output(monkeypatch, capfd):
+    solve = scipy.optimize.milp
+
+    def talking(*args, **kwargs):
+        os.write(1, b"a line of its own\n")
+        return solve(*args, **kwargs)
+
+    monkeypatch.setattr(scipy.optimize, "milp", talking)
+    cluster = make_cluster()
+    Division(cluster, Sharing(cluster).cheapest, OURS).solve(drawn(3, ANY_MODES))
+    told = capfd.readouterr()
+    assert told.out == "" and "a line of its own" in told.err
 
 
 def test_more_jobs_than_are_counted_out_are_divided_with_the_gap_told():

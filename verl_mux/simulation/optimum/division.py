@@ -3,8 +3,11 @@ them is solved by HiGHS (through scipy)."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -71,6 +74,19 @@ class Division:
         return isolated_usd(cheapest_alone(jobs[0], self.cluster, self.rules), self.cluster)
 
 
+@contextlib.contextmanager
+def _stdout_aside() -> Iterator[None]:
+    """HiGHS prints lines of its own now and then, past Python: to stderr, since programs read what we print."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def _cheapest_cover(columns: Sequence[tuple[float, Part]], jobs: Sequence[JobSpec]) -> Divided:
     """Every job in just one group, at the least sum of prices."""
     try:
@@ -83,11 +99,12 @@ def _cheapest_cover(columns: Sequence[tuple[float, Part]], jobs: Sequence[JobSpe
     rows = [number[job.name] for _, (members, _) in columns for job in members]
     ends = np.cumsum([0, *(len(members) for _, (members, _) in columns)])
     cover = csc_array((np.ones(len(rows)), rows, ends), shape=(len(jobs), len(columns)))
-    found = milp(
-        [usd for usd, _ in columns],
-        integrality=np.ones(len(columns)),
-        bounds=Bounds(0, 1),
-        constraints=LinearConstraint(cover, 1, 1),
-    )
+    with _stdout_aside():
+        found = milp(
+            [usd for usd, _ in columns],
+            integrality=np.ones(len(columns)),
+            bounds=Bounds(0, 1),
+            constraints=LinearConstraint(cover, 1, 1),
+        )
     chosen = [column for column, taken in zip(columns, found.x, strict=True) if taken > 0.5]
     return Divided(sum(usd for usd, _ in chosen), [part for _, part in chosen], found.mip_dual_bound)
