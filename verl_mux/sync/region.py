@@ -14,6 +14,8 @@ import psutil
 
 from verl_mux.sync.failure import SyncError
 
+# As /proc shows it.
+NAME = "verl_mux_weights"
 # What a host keeps beside it.
 _RESERVE = 64 << 20
 
@@ -37,7 +39,7 @@ class Region:
         free = psutil.virtual_memory().available
         if nbytes > free - _RESERVE:
             raise SyncError(f"the weights need {nbytes} bytes of shared memory on this host, and {free} are free")
-        fd = os.memfd_create("verl_mux_weights", os.MFD_CLOEXEC)
+        fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, max(nbytes, 1))
             return cls(fd, nbytes)

@@ -90,7 +90,7 @@ def test_the_next_sync_finds_the_memory_mapped_and_what_is_new_in_it(mapping, re
     [
         ({"fd": 9999}, "cannot be mapped: No such file"),
         ({"pid": 2**22}, "cannot be mapped"),
-        ({"nbytes": 1 << 30}, "is not a memory"),
+        ({"nbytes": 1 << 30}, "is no memory"),
     ],
 )
 def test_what_is_no_such_memory_is_named(mapping, region, place, said):
@@ -98,6 +98,14 @@ def test_what_is_no_such_memory_is_named(mapping, region, place, said):
     with pytest.raises(RuntimeError, match=said):
         _load(region[0], **place)
     assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+def test_another_open_file_is_not_mapped(mapping, region, tmp_path):
+    with (tmp_path / "file").open("w+b") as file:
+        file.truncate(region[0].nbytes)
+        with pytest.raises(RuntimeError, match="is no memory of .* bytes of weights"):
+            _load(region[0], fd=file.fileno())
+    assert mapping._region is None
 
 
 class Driver:

@@ -7,7 +7,6 @@ full tensors the part that is theirs, so that is all that goes to its device.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 from verl_mux.sync.engine import tensor_at
 from verl_mux.sync.layout import Entry
-from verl_mux.sync.region import Region
+from verl_mux.sync.region import NAME, Region
 
 LOADER = "verl_mux.rollout.engine.sglang.region_loader.load"
 
@@ -48,13 +47,14 @@ class _Mapping:
         """Raises RuntimeError: there is no such memory."""
         path = f"/proc/{place.pid}/fd/{place.fd}"
         try:
+            # Whoever reaches the engine's port can name any open file of this user.
+            is_region = os.readlink(path).startswith(f"/memfd:{NAME}")
             fd = os.open(path, os.O_RDWR)
-            found = os.fstat(fd)
         except OSError as error:
             raise RuntimeError(f"the weights at {path} cannot be mapped: {error.strerror}") from None
-        if not stat.S_ISREG(found.st_mode) or found.st_size < place.nbytes:
+        if not is_region or os.fstat(fd).st_size < place.nbytes:
             os.close(fd)
-            raise RuntimeError(f"{path} is not a memory of {place.nbytes} bytes")
+            raise RuntimeError(f"{path} is no memory of {place.nbytes} bytes of weights")
         if self._region is not None and os.path.sameopenfile(self._region.fd, fd):
             os.close(fd)
             return self._region
