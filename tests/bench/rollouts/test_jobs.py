@@ -12,4 +12,4 @@ def test_a_run_file_that_does_not_say_how_long_a_response_may_be_is_refused(tmp_
     spec = JobSpec(nodes={"rollout": ["r0"], "train": ["t0"]}, overrides=keys)
     run = RunFile(dir=str(tmp_path), coordinator={}, jobs={"math": spec})
     with pytest.raises(UserError, match="data.max_response_length=; a number of tokens is needed"):
-        run_all(run, ["sync"], steps=2, seeds=1, rate=0.5, more=[])
+        run_all(run, ["sync"], steps=2, seeds=range(1, 2), rate=0.5, more=[])

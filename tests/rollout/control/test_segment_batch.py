@@ -52,6 +52,7 @@ def test_against_the_reference(treatment):
         assert torch.allclose(got_old[row][written], torch.tensor(olds[row])[written])
     assert treated.metrics["off_policy_token_fraction"] == pytest.approx(6 / 11)
     assert treated.metrics["oldest_version_lag"] == 2
+    assert treated.metrics["mean_version_lag"] == pytest.approx((2 * 1 + 1 * 2 + 3 * 1) / 11)
 
 
 @pytest.mark.parametrize("treatment", ["mask", "sais"])

@@ -40,6 +40,7 @@ def bench_rollout(
     steps: Annotated[int, typer.Option(help="Steps of each job.", min=4)] = 24,
     warmup: Annotated[int, typer.Option(help="Steps left out of the times: pools fill, caches warm.", min=0)] = 6,
     seeds: Annotated[int, typer.Option(help="Seeds a mode.", min=1)] = 3,
+    first_seed: Annotated[int, typer.Option(help="The first of them.", min=0)] = 1,
     rate: Annotated[float, typer.Option(help="Over-sampling rate.", min=0)] = 1.0,
     override: Annotated[list[str] | None, typer.Option(help="One more key=value for every job; may be repeated.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -58,7 +59,7 @@ def bench_rollout(
     if warmup >= steps - 1:
         raise UserError(f"--warmup is {warmup} of {steps} steps; at least two must be left to measure")
     run = run_file.read(file, directory)
-    runs = run_all(run, chosen, steps, seeds, rate, override or [])
+    runs = run_all(run, chosen, steps, range(first_seed, first_seed + seeds), rate, override or [])
     result = figures(runs, warmup)
     print(json.dumps(result, indent=2) if as_json else _modes_table(result["modes"]))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from verl_mux.bench.rollouts.modes import GROUPS, Run, overrides, read_run
+from verl_mux.bench.rollouts.modes import GROUPS, RESPONSES, SAMPLES, Run, overrides, read_run
 from verl_mux.errors import Failure, UserError
 from verl_mux.launcher.folders import make_folder
 from verl_mux.launcher.prepare import prepare
@@ -21,7 +21,7 @@ _TICK_S = 0.5
 _JOB = [
     "data.train_batch_size={groups}",
     "actor_rollout_ref.actor.ppo_mini_batch_size={groups}",
-    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.n={samples}",
     "trainer.total_training_steps={steps}",
     "trainer.test_freq={steps}",
     "actor_rollout_ref.rollout.val_kwargs.n=4",
@@ -29,11 +29,12 @@ _JOB = [
     "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
     "actor_rollout_ref.rollout.enable_prefix_caching=True",
     "mux.seeded_sampling=true",
+    "trainer.rollout_data_dir={dumps}",
 ]
 _MAX_RESPONSE = "data.max_response_length="
 
 
-def run_all(run: RunFile, modes: list[str], steps: int, seeds: int, rate: float, more: list[str]) -> list[Run]:
+def run_all(run: RunFile, modes: list[str], steps: int, seeds: range, rate: float, more: list[str]) -> list[Run]:
     """Every mode with every seed, seed by seed, so that a slow hour of the machine is shared by all modes.
 
     Raises:
@@ -49,12 +50,13 @@ def run_all(run: RunFile, modes: list[str], steps: int, seeds: int, rate: float,
     unneeded = {other for other, _ in others}
     prepare(msgspec.structs.replace(run, prepare=[command for command in run.prepare if not unneeded.intersection(command)]))
     out = []
-    for seed in range(1, seeds + 1):
+    for seed in seeds:
         for mode in modes:
-            keys = [key.format(steps=steps, groups=GROUPS) for key in _JOB] + more
-            keys += overrides(mode, rate, longest)
+            folder = f"{mode}_{seed}"
+            values = {"steps": steps, "groups": GROUPS, "samples": SAMPLES, "dumps": run.directory / folder / RESPONSES}
+            keys = [key.format(**values) for key in _JOB] + more + overrides(mode, rate, longest)
             job = msgspec.structs.replace(spec, seed=seed, overrides=[*spec.overrides, *keys])
-            out.append(_run_one(msgspec.structs.replace(run, jobs={name: job}), name, f"{mode}_{seed}", mode, seed))
+            out.append(_run_one(msgspec.structs.replace(run, jobs={name: job}), name, folder, mode, seed))
     return out
 
 

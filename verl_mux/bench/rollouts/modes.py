@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
@@ -60,24 +62,40 @@ for _lag in (0, 1, 2, 4, 8):
     _limit = f"mux.rollout.max_lag={_lag}"
     MODES[f"oversample_lag{_lag}"] = ["mux.rollout.oversample.rate={rate}", "mux.rollout.oversample.max_cuts=99", _limit]
     MODES[f"segments_lag{_lag}"] = [*MODES["segments"], _limit]
-# The prompts of few steps over and over, so that those who learn from earlier epochs have some: with its own base beside it.
+# The prompts of few steps over and over, so that those who learn from earlier epochs have some: with their own bases beside them.
 _EPOCHS = ["data.train_max_samples={epoch}"]
-MODES["plain_epochs"] = _EPOCHS
+_ON_EPOCHS = {BASE: "sync_epochs", PLAIN: "plain_epochs", "colocate_async": "colocate_async_epochs"}
+MODES |= {name: [*_EPOCHS, *MODES[mode]] for mode, name in _ON_EPOCHS.items()}
 MODES["defer"] = [*_EPOCHS, "mux.rollout.tail=defer"]
+MODES["defer_wide"] = [*MODES["defer"], "mux.rollout.defer.max_mean=2.5"]
 DEFAULT_MODES = (BASE, "colocate_async", PLAIN, "oversample", "segments")
 EPOCH_STEPS = 6
 GROUPS = 8  # prompt groups of a step; only the trigger may take fewer
+SAMPLES = 4  # responses of a prompt group
+RESPONSES = "responses"  # verl's dump of what each step trained, in a job's folder
 
 _METRIC = re.compile(r" - ([A-Za-z_][^ :]*):(?:np\.\w+\()?(-?[0-9.]+(?:e[-+]?\d+)?|nan)")
 _STEP = re.compile(r"\bstep:(\d+) - ")
 
 
 class Run(NamedTuple):
-    """One finished job. metrics: verl's console metrics by step."""
+    """One finished job. metrics: verl's console metrics by step. trained: by step how many responses to each prompt were
+    trained; empty where the trainer dumped none."""
 
     mode: str
     seed: int
     metrics: dict[int, dict[str, float]]
+    trained: dict[int, Counter[str]] = {}
+
+    @property
+    def on_epochs(self) -> bool:
+        """Whether its data are the prompts of few steps over and over."""
+        return _EPOCHS[0] in MODES[self.mode]
+
+    @property
+    def epochs(self) -> int:
+        """Whole ones that it trained."""
+        return len(self.metrics) // EPOCH_STEPS
 
 
 def overrides(mode: str, rate: float, max_response_length: int) -> list[str]:
@@ -92,25 +110,29 @@ def read_run(mode: str, seed: int, directory: Path) -> Run:
     for line in (directory / "job.log").read_text(errors="replace").splitlines():
         if found := _STEP.search(line):
             metrics[int(found[1])] = {name: float(value) for name, value in _METRIC.findall(line)}
-    return Run(mode, seed, metrics)
+    return Run(mode, seed, metrics, _trained(directory / RESPONSES))
+
+
+def _trained(dumps: Path) -> dict[int, Counter[str]]:
+    rows = {int(path.stem): map(json.loads, path.read_text().splitlines()) for path in dumps.glob("*.jsonl")}
+    return {step: Counter(row["input"] for row in rows[step]) for step in sorted(rows)}
 
 
 def figures(runs: Sequence[Run], warmup: int) -> dict[str, Any]:
     """{"modes": {mode: figures}}: medians over seeds of each seed's mean after `warmup` steps; ratios seed by seed.
 
-    sync: verl's own trainer; plain: ours with nothing switched on. step_s: seconds of `GROUPS` prompt groups trained.
-    reward_last: on the validation problems after the last step, which no mode selects by length; the mean of its last
-    training steps where there was no validation.
+    sync: verl's own trainer; plain: ours with nothing switched on; both on the data of the mode, so that `defer` stands beside
+    `sync_epochs` and `plain_epochs`. step_s: seconds of `GROUPS` prompt groups trained. reward_last: on the validation
+    problems after the last step, which no mode selects by length; the mean of its last training steps where there was no
+    validation. `_told_of_epochs` has the rest.
     """
-    bases = {name: {run.seed: run for run in runs if run.mode == name} for name in (BASE, PLAIN)}
+    known = {(run.mode, run.seed): run for run in runs}
     out: dict[str, Any] = {}
     for mode in dict.fromkeys(run.mode for run in runs):
         mine = [run for run in runs if run.mode == mode]
         rewards = [_reward(run) for run in mine]
-        ratios = {
-            name: [_step_s(run, warmup) / _step_s(base[run.seed], warmup) for run in mine if run.seed in base]
-            for name, base in bases.items()
-        }
+        pairs = {name: [(run, base) for run in mine if (base := known.get(_base(run, name)))] for name in (BASE, PLAIN)}
+        ratios = {name: [_step_s(run, warmup) / _step_s(base, warmup) for run, base in found] for name, found in pairs.items()}
         out[mode] = {
             "seeds": [run.seed for run in mine],
             "step_s": median(_step_s(run, warmup) for run in mine),
@@ -122,20 +144,57 @@ def figures(runs: Sequence[Run], warmup: int) -> dict[str, Any]:
             "reward_last_by_seed": rewards,
             "train_reward_last": mean(_last(run, "critic/score/mean") for run in mine),
             **_control(mine, warmup),
+            **(_told_of_epochs(mine, pairs[PLAIN]) if mine[0].on_epochs else {}),
         }
-    _compare_rewards(out)
+    for name in (BASE, _ON_EPOCHS[BASE]):
+        _compare_rewards(out, name)
     return {"modes": out}
 
 
-def _compare_rewards(modes: dict[str, Any]) -> None:
-    if BASE not in modes:
+def _base(run: Run, name: str) -> tuple[str, int]:
+    return (_ON_EPOCHS[name] if run.on_epochs else name), run.seed
+
+
+def _compare_rewards(modes: dict[str, Any], base: str) -> None:
+    """With those on the same data."""
+    if base not in modes:
         return
-    base = modes[BASE]["reward_last_by_seed"]
-    spread = max(base) - min(base)
-    modes[BASE]["reward_spread"] = spread
-    for figures in modes.values():
-        figures["reward_minus_sync"] = figures["reward_last"] - mean(base)
-        figures["reward_within_spread"] = figures["reward_minus_sync"] >= -spread
+    rewards = modes[base]["reward_last_by_seed"]
+    spread = max(rewards) - min(rewards)
+    modes[base]["reward_spread"] = spread
+    for mode, figures in modes.items():
+        if (_EPOCHS[0] in MODES[mode]) == (_EPOCHS[0] in MODES[base]):
+            figures["reward_minus_sync"] = figures["reward_last"] - mean(rewards)
+            figures["reward_within_spread"] = figures["reward_minus_sync"] >= -spread
+
+
+def _told_of_epochs(runs: Sequence[Run], pairs: Sequence[tuple[Run, Run]]) -> dict[str, Any]:
+    """Of whole epochs, all seeds together.
+
+    length_ratio_by_epoch: mean length of the responses trained over that of the base with nothing switched on (whose policy
+    learns by itself, so from the second epoch on it is another one). prompts_lost: prompts that were not trained in an epoch;
+    prompts_doubled: those that were trained more than once. Of a job of which no responses were dumped, None.
+    """
+    epochs = range(min(run.epochs for run in runs))
+    ratios = [mean(_length(run, at) / _length(base, at) for run, base in pairs) for at in epochs] if pairs else None
+    seen = [_of_epoch(run, at) for run in runs for at in range(run.epochs)] if all(run.trained for run in runs) else None
+    return {
+        "length_ratio_by_epoch": ratios,
+        "prompts_lost": None if seen is None else sum(EPOCH_STEPS * GROUPS - len(prompts) for prompts in seen),
+        "prompts_doubled": None if seen is None else sum(count > SAMPLES for prompts in seen for count in prompts.values()),
+    }
+
+
+def _steps_of(epoch: int) -> range:
+    return range(epoch * EPOCH_STEPS + 1, (epoch + 1) * EPOCH_STEPS + 1)
+
+
+def _length(run: Run, epoch: int) -> float:
+    return mean(run.metrics[step]["response_length/mean"] for step in _steps_of(epoch))
+
+
+def _of_epoch(run: Run, epoch: int) -> Counter[str]:
+    return sum((run.trained[step] for step in _steps_of(epoch)), Counter())
 
 
 def _control(runs: Sequence[Run], warmup: int) -> dict[str, float]:
@@ -146,9 +205,18 @@ def _control(runs: Sequence[Run], warmup: int) -> dict[str, float]:
         sum(m.get(f"mux/rollout/{name}", 0.0) for run in runs for m in run.metrics.values())
         for name in ("wasted_tokens", "generated_tokens")
     )
-    names = ("aborted_ratio", "length_bias", "reprefilled_tokens", "rounds", "off_policy_token_fraction", "oldest_version_lag")
+    names = (
+        "aborted_ratio",
+        "length_bias",
+        "reprefilled_tokens",
+        "rounds",
+        "off_policy_token_fraction",
+        "mean_version_lag",
+        "oldest_version_lag",
+    )
     means = {name: mean(_mean(run, f"mux/rollout/{name}", warmup) for run in runs) for name in names}
-    return {"wasted_token_fraction": wasted / max(1.0, generated), **means}
+    oldest = [m.get("mux/rollout/oldest_version_lag", 0.0) for run in runs for m in run.metrics.values()]
+    return {"wasted_token_fraction": wasted / max(1.0, generated), **means, "lag_max": max(oldest)}
 
 
 def _step_s(run: Run, warmup: int) -> float:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from verl_mux.rollout.control.segment_loss import WEIGHTED, SegmentMap, off_policy_share, segment_map, treat
+from verl_mux.rollout.control.segment_loss import WEIGHTED, SegmentMap, mean_lag, off_policy_share, segment_map, treat
 from verl_mux.rollout.messages import Segment
 
 
@@ -32,6 +32,7 @@ def treat_batch(
     where = _over_response(segments, mask)
     metrics = {
         "off_policy_token_fraction": off_policy_share(where, version, mask),
+        "mean_version_lag": mean_lag(where, version, mask),
         "segments_per_response": float((where.last + 1).double().mean()),
         "oldest_version_lag": float(version - min((s.version for t in segments for s in t), default=version)),
     }

@@ -95,6 +95,13 @@ def off_policy_share(segments: SegmentMap, current_version: int, response_mask: 
     return float(stale.sum()) / max(1.0, float((response_mask > 0).sum()))
 
 
+def mean_lag(segments: SegmentMap, current_version: int, response_mask: Any) -> float:
+    """Versions between the weights that wrote a response token and the current ones, the mean over all of them."""
+    written = (segments.version != PADDING) & (response_mask > 0)
+    behind = (current_version - segments.version) * written
+    return float(behind.sum()) / max(1.0, float((response_mask > 0).sum()))
+
+
 def _where(condition: Any, yes: Any, no: Any) -> Any:
     if isinstance(condition, np.ndarray):
         return np.where(condition, yes, no)
