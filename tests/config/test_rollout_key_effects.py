@@ -80,7 +80,7 @@ def reward(config: RolloutConfig) -> float:
 
 def order(config: RolloutConfig) -> list[int]:
     prompts = [Prompt(str(at), "x" * size) for at, size in enumerate((5, 50, 20))]
-    made = LaunchOrder(config.order("mux_separate"), make_predictor(config.dispatch.predictor))
+    made = LaunchOrder(config.launch_order, make_predictor(config.dispatch.predictor))
     return made.place([p.id for p in prompts], prompts).tolist()
 
 
@@ -129,7 +129,7 @@ EFFECTS: dict[str, tuple[Any, Any, dict]] = {
     "segments.treatment": (treated, "sais", ON),
     "segments.truncated_reward": (reward, -1.0, ON),
     "dispatch.order": (order, "sjf", {"dispatch": {"predictor": "prompt_length"}}),
-    "dispatch.predictor": (order, "prompt_length", {"dispatch": {"order": "ljf"}}),
+    "dispatch.predictor": (order, "prompt_length", {"dispatch": {"order": "sjf"}}),
     "migration.enable": (migration, True, {}),
     "migration.threshold": (migration, 0.5, {}),
     "migration.min_gain_s": (migration, 1e9, {"migration": {"threshold": 0.5}}),

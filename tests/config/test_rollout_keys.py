@@ -38,18 +38,17 @@ def test_nothing_given_is_the_default_and_every_part_is_off():
 
 def test_given_keys_are_taken():
     drop = {"rate": 1, "leftover": "drop", "accept_length_bias": True}
-    config = load({"oversample": drop, "dispatch": {"order": "ljf"}}, AROUND)
+    config = load({"oversample": drop, "dispatch": {"order": "sjf"}}, AROUND)
     assert config.oversample.rate == 1.0
     assert config.oversample.leftover == "drop"
-    assert config.order("mux_separate") == "ljf"
+    assert config.launch_order == "sjf"
 
 
-def test_auto_order_follows_the_trainer_mode_and_whether_the_tail_is_cut():
+def test_auto_order_follows_whether_the_tail_is_cut():
     auto = {"dispatch": {"order": "auto"}}
-    assert load({}, AROUND).order("sync") == "fifo"
-    assert load(auto, AROUND).order("sync") == "ljf"
-    assert load(auto, AROUND).order("separate_async") == "sjf"
-    assert load({**auto, "segments": {"segment_length": 100}}, AROUND).order("mux_separate") == "sjf"
+    assert load({}, AROUND).launch_order == "fifo"
+    assert load(auto, AROUND).launch_order == "fifo"
+    assert load({**auto, "segments": {"segment_length": 100}}, AROUND).launch_order == "sjf"
 
 
 def test_segment_limits_fall_back_on_the_response_length():
@@ -94,7 +93,7 @@ def test_segment_limits_fall_back_on_the_response_length():
         ({"defer": {"window": 1}}, "defer.window=1 is not possible; allowed: 2 steps or more, or null"),
         ({"defer": {"max_mean": 1}}, "defer.max_mean=1.0 is not possible; allowed: above 1"),
         ({"segments": {"truncated_reward": "none"}}, "must be a number or null, given 'none'"),
-        ({"dispatch": {"order": "lifo"}}, "dispatch.order=lifo is not possible; allowed: auto, fifo, sjf, ljf"),
+        ({"dispatch": {"order": "lifo"}}, "dispatch.order=lifo is not possible; allowed: auto, fifo, sjf"),
         ({"dispatch": {"predictor": "bert"}}, "dispatch.predictor=bert is not possible; allowed: default, fifo"),
         ({"migration": {"enable": "yes"}}, "migration.enable must be true or false, given 'yes'"),
         ({"migration": {"threshold": 0}}, "migration.threshold=0.0 is not possible; allowed: above 0, at most 1"),
@@ -134,6 +133,7 @@ def test_bad_values_are_refused_in_one_line(given, said):
         ("sync", {"speculative": "ngram"}, "allowed trainer modes: mux_separate, mux_colocate"),
         ("sync", {"tail": "defer"}, "allowed trainer modes: mux_separate, mux_colocate"),
         ("sync", {"dispatch": {"order": "sjf"}}, "allowed trainer modes: mux_separate, mux_colocate"),
+        ("colocate_async", {"dispatch": {"order": "auto"}}, "its trainer hands prompts out"),
     ],
 )
 def test_what_makes_no_sense_in_a_trainer_mode_is_refused_by_name(mode, given, said):
@@ -176,4 +176,4 @@ def test_speculation_is_refused_by_name_without_a_gpu_and_with_seeds_of_our_own(
 
 def test_an_order_is_kept_by_launching_samples_one_by_one():
     assert not load({}, AROUND).controlled
-    assert load({"dispatch": {"order": "ljf"}}, AROUND).controlled
+    assert load({"dispatch": {"order": "sjf"}}, AROUND).controlled

@@ -162,7 +162,7 @@ def _imply_rollout(config: DictConfig, it: RolloutConfig) -> None:
         _imply_weights(config, WEIGHTED[it.segments.treatment])
     if it.speculative != "none":
         _imply_speculation(config, it.speculative)
-    if it.order(config.trainer.v1.trainer_mode) != "fifo":
+    if it.launch_order != "fifo":
         _imply_arguments(config, _engine(config).priority_arguments(_engine_kwargs(config)))
 
 

@@ -207,7 +207,7 @@ def _check_combination(config: RolloutConfig, around: Surroundings) -> None:
         _check_trigger_goes_with(config.trigger, around)
     if config.migration.enable:
         _check_migration_goes_with(config, around)
-    if config.dispatch.order not in ("auto", "fifo") and mode not in _MUX_MODES:
+    if config.dispatch.order != "fifo" and mode not in _MUX_MODES:
         raise UserError(_not_with("dispatch.order", config.dispatch.order, mode, _MUX_MODES, "its trainer hands prompts out"))
     if config.defers:
         _check_defer_goes_with(config, around)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import msgspec
 
 from verl_mux.rollout.control.lag_limit import LagLimit
-from verl_mux.rollout.control.launch_order import default_order
 from verl_mux.rollout.control.migration_plan import MigrationPolicy
 from verl_mux.rollout.control.oversampling import OversamplingPolicy
 from verl_mux.rollout.control.segments import SegmentLimits
@@ -100,6 +99,7 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         longest = self.segments.max_length or max_response_length
         return SegmentLimits(self.segments.segment_length, self.segments.max_segments, longest)
 
-    def order(self, trainer_mode: str) -> str:
-        """fifo, sjf or ljf."""
-        return default_order(trainer_mode, aborts_tail=self.cuts) if self.dispatch.order == "auto" else self.dispatch.order
+    @property
+    def launch_order(self) -> str:
+        """fifo or sjf."""
+        return self.dispatch.order if self.dispatch.order != "auto" else "sjf" if self.cuts else "fifo"

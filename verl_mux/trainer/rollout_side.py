@@ -70,7 +70,7 @@ class RolloutSide:
 
     def __init__(self, trainer: Trainer, config: RolloutConfig) -> None:
         self._trainer, self._config = trainer, config
-        self._order = LaunchOrder(config.order(trainer.trainer_mode), make_predictor(config.dispatch.predictor))
+        self._order = LaunchOrder(config.launch_order, make_predictor(config.dispatch.predictor))
         self._saved: dict[str, Any] | None = None
         self.control: RolloutControl | None = None
         self._tail = self._make_tail() if config.defers else None

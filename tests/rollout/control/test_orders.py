@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_mux.bench.rollouts.predictor import simulate
-from verl_mux.rollout.control.launch_order import ORDERS, default_order, turns
+from verl_mux.rollout.control.launch_order import ORDERS, turns
 
 SCORES = np.array([5.0, 1.0, 9.0, 3.0])
 
@@ -25,14 +25,6 @@ def test_ties_keep_their_order_of_arrival():
 @given(st.sampled_from(ORDERS), st.lists(st.floats(-1e9, 1e9), max_size=30))
 def test_every_prompt_has_its_own_turn(order, scores):
     assert sorted(turns(order, np.array(scores, dtype=float)).tolist()) == list(range(len(scores)))
-
-
-def test_barrier_modes_want_the_longest_first_and_streams_and_aborts_the_shortest():
-    assert default_order("sync", aborts_tail=False) == "ljf"
-    assert default_order("mux_colocate", aborts_tail=False) == "ljf"
-    assert default_order("mux_colocate", aborts_tail=True) == "sjf"
-    assert default_order("separate_async", aborts_tail=False) == "sjf"
-    assert default_order("something_else", aborts_tail=False) == "fifo"
 
 
 def test_simulation_hands_the_next_request_to_the_first_free_slot():

@@ -1,17 +1,19 @@
 """In which order new prompt groups are launched: as they come, or by response lengths predicted online.
 
-`fifo` as they came, `sjf` shortest first, `ljf` longest first. Before a barrier the step ends with the longest response, so it
-must start first; where early finishers are used at once, or the last ones are cut off, the shortest go first. With known lengths
-and 64 slots (`verl-mux bench predictor`'s simulation, 1024 requests, 20 draws), as a share of FIFO:
+`fifo` as they came, `sjf` shortest first. Where the last ones are cut off, the shortest go first. With known lengths and 64
+slots (`verl-mux bench predictor`'s simulation, 1024 requests, 20 draws), as a share of FIFO:
 
 | lengths                                  | sjf mean completion | sjf makespan | ljf mean completion | ljf makespan |
 | Azure LLM inference 2023, conversation   | 0.64                | 1.06         | 1.44                | 0.89         |
 | ServeGen, DeepSeek-R1, all clients       | 0.57                | 1.03         | 1.81                | 0.68         |
+
+`ljf`, longest first, would be right before a barrier, and is measured but not offered: what can be predicted gains nothing there.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,30 +23,19 @@ from verl_mux.rollout.lengths.group_early import GroupEarly
 from verl_mux.rollout.lengths.predictor import LengthPredictor
 from verl_mux.rollout.lengths.rows import LengthRow, Prompt
 
-ORDERS = ("fifo", "sjf", "ljf")
-BY_TRAINER_MODE = {
-    "sync": "ljf",
-    "mux_separate": "ljf",
-    "mux_colocate": "ljf",
-    "colocate_async": "sjf",
-    "separate_async": "sjf",
-}
-
-
-def default_order(trainer_mode: str, *, aborts_tail: bool) -> str:
-    """Order for a trainer mode. aborts_tail: over-sampling or segments cut the longest responses off."""
-    return "sjf" if aborts_tail else BY_TRAINER_MODE.get(trainer_mode, "fifo")
+ORDERS = ("fifo", "sjf")
+_LONGEST_FIRST = "ljf"
 
 
 def turns(order: str, scores: np.ndarray) -> np.ndarray:
     """When each prompt's turn comes, 0 first: (prompts,) int64. scores: predicted, higher is longer. Ties keep their order.
 
     Raises:
-        ValueError: the order is none of ORDERS.
+        ValueError: the order is neither of ORDERS nor ljf.
     """
-    if order not in ORDERS:
-        raise ValueError(f"unknown order {order!r}; allowed: {', '.join(ORDERS)}")
-    keys = scores if order == "sjf" else -scores if order == "ljf" else np.zeros(len(scores))
+    if order not in (*ORDERS, _LONGEST_FIRST):
+        raise ValueError(f"unknown order {order!r}; allowed: {', '.join((*ORDERS, _LONGEST_FIRST))}")
+    keys = scores if order == "sjf" else -scores if order == _LONGEST_FIRST else np.zeros(len(scores))
     turn = np.empty(len(scores), dtype=np.int64)
     turn[np.argsort(keys, kind="stable")] = np.arange(len(scores))
     return turn
@@ -53,7 +44,7 @@ def turns(order: str, scores: np.ndarray) -> np.ndarray:
 class LaunchOrder:
     """place(prompts) -> who goes first; observe(lengths) whenever responses are trained. Fits in a thread, one at a time.
 
-    order: fifo | sjf | ljf. While a fit runs, prompts keep their order.
+    order: fifo | sjf. While a fit runs, prompts keep their order.
     """
 
     def __init__(self, order: str, predictor: LengthPredictor) -> None:
@@ -62,7 +53,7 @@ class LaunchOrder:
         self._prompts: dict[str, Prompt] = {}
         self._fit: threading.Thread | None = None
         self._unread: list[LengthRow] = []
-        self._early: set[str] = set()  # prompt groups whose lengths were read while they ran
+        self._early: dict[str, Counter[int]] = {}  # by prompt group: lengths that were read while it ran
 
     def place(self, uids: Sequence[str], prompts: Sequence[Prompt]) -> np.ndarray:
         """Indices of the prompts, the first to launch first: (prompts,) int64."""
@@ -82,8 +73,8 @@ class LaunchOrder:
         self._unread += [
             LengthRow(self._prompts[uid], epoch, int(length))
             for uid, its in lengths.items()
-            if uid in self._prompts and uid not in self._early
-            for length in its
+            if uid in self._prompts
+            for length in (Counter(its) - self._early.get(uid, Counter())).elements()
         ]
         self.forget(lengths)
         if self._unread and (self._fit is None or not self._fit.is_alive()):
@@ -95,7 +86,7 @@ class LaunchOrder:
         """Prompt groups that will not be trained, or have been."""
         for uid in uids:
             self._prompts.pop(uid, None)
-            self._early.discard(uid)
+            self._early.pop(uid, None)
 
     def observe_early(self, uid: str, length: int, epoch: int) -> None:
         """A response of a prompt group that is still under way has ended: for predictors that read the group's own lengths."""
@@ -104,7 +95,7 @@ class LaunchOrder:
                 self._predictor.observe([LengthRow(self._prompts[uid], epoch, length)])
             finally:
                 self._lock.release()
-            self._early.add(uid)
+            self._early.setdefault(uid, Counter())[length] += 1
 
     def _learn(self, rows: list[LengthRow]) -> None:
         with self._lock:

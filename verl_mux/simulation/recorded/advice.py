@@ -9,6 +9,7 @@ from typing import Any
 
 from verl_mux.errors import UserError
 from verl_mux.profiling.report.measures.analysis import Analysis
+from verl_mux.rollout.control.launch_order import ORDERS
 from verl_mux.rollout.lengths import advice as length_advice
 from verl_mux.simulation.recorded.recording import Recording, recordings, stays_of
 from verl_mux.simulation.recorded.settings import changed
@@ -87,7 +88,7 @@ def _candidates(model: WhatIf) -> Iterator[dict[str, str]]:
                 "mux.rollout.segments.segment_length": str(math.ceil(settings.longest / parts)),
                 "mux.rollout.segments.max_segments": str(parts),
             }
-    for order in ("sjf", "ljf"):
+    for order in ORDERS:
         if order != settings.launch_order:
             yield {"mux.rollout.dispatch.order": order}
 

@@ -23,7 +23,7 @@ _OFF = ("none", "null", "off")
 @dataclass(frozen=True)
 class Settings:
     """wanted: prompt groups that a step trains. samples: of a group. longest: most tokens of a response. slots: requests that one
-    replica runs at once. segment: tokens of a round; None: off. order: fifo, sjf, ljf or auto. threshold: verl's
+    replica runs at once. segment: tokens of a round; None: off. order: fifo, sjf or auto. threshold: verl's
     max_off_policy_threshold; None where the log does not say. at_once: requests that all engines may run; None likewise."""
 
     wanted: int
@@ -65,7 +65,7 @@ class Settings:
 
     @property
     def launch_order(self) -> str:
-        return self.rollout.order(self.mode)
+        return self.rollout.launch_order
 
     @property
     def is_possible(self) -> bool:
