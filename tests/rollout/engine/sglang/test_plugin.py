@@ -30,7 +30,7 @@ def hooks(monkeypatch) -> list[tuple[str, str]]:
     for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    for name in (sglang_plugin.ENGINE_MARK, sglang_plugin.SEEDED_VARIABLE):
+    for name in (sglang_plugin.ENGINE_MARK, sglang_plugin.SEEDED_VARIABLE, sglang_plugin.DRAFTS_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     return registered
 
@@ -69,6 +69,13 @@ def test_the_sampler_is_replaced_on_request_only(hooks, in_a_child, monkeypatch)
         ("sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", "after"),
         ("sglang.srt.layers.sampler.sampling_from_probs_torch", "replace"),
     ]
+
+
+def test_drafts_outlive_a_flush_on_request_only(hooks, in_a_child, monkeypatch):
+    monkeypatch.setenv(sglang_plugin.ENGINE_MARK, "1")
+    monkeypatch.setenv(sglang_plugin.DRAFTS_VARIABLE, "1")
+    sglang_plugin.register()
+    assert hooks[1 + len(MEMORY) :] == [("sglang.srt.speculative.ngram_worker.NGRAMWorker.clear_cache_pool", "replace")]
 
 
 @pytest.mark.parametrize("wanted", [True, False])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from typing import Any
 
 ENGINE_MARK = "VERL_MUX_ENGINE"
 SEEDED_VARIABLE = "VERL_MUX_SEEDED_SAMPLING"
+DRAFTS_VARIABLE = "VERL_MUX_KEEP_DRAFTS"
 
 
 def activate() -> None:
@@ -47,3 +49,10 @@ def register() -> None:
         from verl_mux.rollout.engine.sglang import seeded_sampling
 
         seeded_sampling.register(HookRegistry, HookType)
+    if os.environ.get(DRAFTS_VARIABLE) == "1":
+        HookRegistry.register("sglang.srt.speculative.ngram_worker.NGRAMWorker.clear_cache_pool", _keep_drafts, HookType.REPLACE)
+
+
+def _keep_drafts(worker: Any) -> None:
+    """SGLang forgets its trie of drafts whenever the KV cache is flushed, which is after every sync. New weights write other
+    tokens more or less often; a draft is verified by them all the same, and an epoch's prompts come again."""

@@ -36,7 +36,7 @@ from verl_mux.rollout.engine.sglang import (
     stop_tokens,
 )
 from verl_mux.rollout.engine.sglang.memory_requests import EngineFailed, Refused
-from verl_mux.rollout.engine.sglang.plugin import ENGINE_MARK, SEEDED_VARIABLE
+from verl_mux.rollout.engine.sglang.plugin import DRAFTS_VARIABLE, ENGINE_MARK, SEEDED_VARIABLE
 from verl_mux.rollout.engine.sglang.priority_requests import FIGURES
 from verl_mux.rollout.engine.sglang.scheduler_memory import CHARGES_VARIABLE
 from verl_mux.rollout.engine.stall_watch import StallWatch, write_stacks
@@ -84,6 +84,8 @@ class MuxSGLangHttpServer(SGLangHttpServer):
         os.environ[ENGINE_MARK] = "1"
         os.environ[DIRECTORY_VARIABLE] = str(self._directory)
         os.environ[SEEDED_VARIABLE] = "1" if self._settings.seeded_sampling else "0"
+        drafts = ((self.config.engine_kwargs or {}).get("sglang") or {}).get("speculative_algorithm")
+        os.environ[DRAFTS_VARIABLE] = "1" if drafts == "NGRAM" else "0"
         scheduler_log.ask_for(self._settings, self.replica_rank, self._node())
 
     async def sleep(self, tags: list[str] | None = None, level: int = 2) -> tuple[str, Moves]:
