@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from tests.profiling.made_engines import EPOCH, Job, Made, make
@@ -11,7 +12,7 @@ from verl_mux.profiling.report.input.run_log import read_files
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.simulation.recorded.advice import advise, line
 from verl_mux.simulation.recorded.recording import recordings, stays_of
-from verl_mux.simulation.recorded.what_if import WhatIf
+from verl_mux.simulation.recorded.what_if import WhatIf, _drift, _interval
 
 
 def analysis(directory) -> Analysis:
@@ -43,6 +44,15 @@ def test_the_recorded_keys_give_what_was_recorded(plain):
     measured = [step.rollout_s + step.rest_s for step in plain.recording.steps]
     assert plain.base.step_s == pytest.approx(sum(measured) / len(measured), rel=0.05)
     assert plain.predict({"mux.rollout.dispatch.order": "fifo"}).change == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_machine_that_drifts_widens_what_is_foretold():
+    """Two runs differ by it whatever their keys."""
+    steady, drifting = np.zeros(16), np.repeat([0.0, 0.1, 0.2, 0.1], 4)
+    assert _drift(steady) == 0
+    assert _interval(0.8, [0.79, 0.8, 0.81], _drift(steady)) == pytest.approx((0.791 - 1, 0.809 - 1), abs=0.002)
+    low, high = _interval(0.8, [0.79, 0.8, 0.81], _drift(drifting))
+    assert low < 0.69 - 1 and high > 0.93 - 1
 
 
 def test_a_lower_limit_ends_the_rollout_that_much_sooner(plain):

@@ -1,13 +1,16 @@
 """What a recorded job would have taken under other keys: the recording run again with and without them, side by side.
 
 A change is told as the ratio of the two runs, times what was measured: what the model of the engine leaves out is then in both.
-The interval (5 to 95 %) is over resampled steps: of their prompts, of the stays that the engine's speed is fitted to, and of the
-times of training.
+The interval (5 to 95 %) has two parts. What the recording leaves open: the change over resampled steps (of their prompts, of the
+stays that the engine's speed is fitted to, of the times of training), about the change foretold. And what two runs of one
+machine differ by whatever their keys: how far the quarters of the recording lie apart, each quarter's rollouts over what the
+model says of the same prompts; of two runs sqrt(2) times as much.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +30,8 @@ MAX_SAMPLES = 30_000  # of one run; a long recording's steps are as many as this
 RESAMPLED = 12
 WARM_PART = 0.25  # steps at the beginning, while what is left over builds up
 LOW, HIGH = 0.05, 0.95
+DEVIATIONS = 1.645  # of a normal distribution, at these
+BLOCKS = 4
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,8 @@ class WhatIf:
         if speed is None:
             raise UserError(f"{recording.job or 'this log'} cannot be run again: too few stays in engines say how long they took")
         self._steps = self._count()
-        self._speed = engines.even(speed, self._factor(speed))
+        self._speed = engines.even(speed, math.exp(float(np.median(self._off(speed)))))
+        self._drift = _drift(self._off(self._speed))
         self._training = _training(recording.steps)
         self._worlds = [self._world(seed) for seed in range(RESAMPLED)]
         self._bases: dict[int | None, Outcome] = {}
@@ -99,22 +105,22 @@ class WhatIf:
         each = self.settings.wanted * self.settings.samples
         return max(4, min(max(LEAST_STEPS, len(self.recording.steps)), MAX_SAMPLES // max(each, 1)))
 
-    def _factor(self, speed: Speed) -> float:
-        """How much longer rollouts were than the model says: the recorded steps again, with their own prompts."""
+    def _off(self, speed: Speed) -> np.ndarray:
+        """Logarithm of how much longer each rollout was than the model says of the recorded steps, with their own prompts."""
         groups = [
             group for group in self.recording.groups if len(group.samples) == self.settings.samples
         ] or self.recording.groups
         rerun = Rerun(self.settings, _in_order(groups, 0), speed, self.recording.replicas, self._worst)
         known = self.recording.steps[: self._steps]
-        said = [rerun.step().rollout_s for _ in known]
-        return float(np.median([step.rollout_s for step in known]) / max(float(np.median(said)), 1e-9))
+        said = np.array([rerun.step().rollout_s for _ in known])
+        return np.log([max(step.rollout_s, 1e-9) for step in known]) - np.log(np.maximum(said, 1e-9))
 
     def _world(self, seed: int) -> tuple[Speed, _Training, int]:
         """One that the recording does not exclude."""
         chance = random.Random(seed)
         stays = self._stays.sample(fraction=1.0, with_replacement=True, seed=seed)
         speed = self._fitted(stays) or self._speed
-        speed = engines.even(speed, self._factor(speed)) if speed is not self._speed else speed
+        speed = engines.even(speed, math.exp(float(np.median(self._off(speed))))) if speed is not self._speed else speed
         return speed, _training(chance.choices(self.recording.steps, k=len(self.recording.steps))), seed + 1
 
     @property
@@ -130,11 +136,10 @@ class WhatIf:
         """
         settings = changed(self.settings, keys)
         outcome, base = self._run(settings, None), self._base(None)
-        ratios = sorted(self._run(settings, world).step_s / self._base(world).step_s for world in range(RESAMPLED))
-        low, high = (float(np.quantile(ratios, q)) - 1 for q in (LOW, HIGH))
-        change = outcome.step_s / base.step_s - 1
+        ratios = [self._run(settings, world).step_s / self._base(world).step_s for world in range(RESAMPLED)]
+        change = outcome.step_s / base.step_s
         return Prediction(
-            dict(keys), outcome, base, change, (min(low, change), max(high, change)), outcome.gpu_s / base.gpu_s - 1,
+            dict(keys), outcome, base, change - 1, _interval(change, ratios, self._drift), outcome.gpu_s / base.gpu_s - 1,
             self._at_stake(outcome, base),
         )  # fmt: skip
 
@@ -167,6 +172,22 @@ class WhatIf:
             lag=sum(step.behind for step in steps) / tokens, oldest=float(np.mean([step.oldest for step in steps])),
             reward=float(np.mean(scores)) if scores else None, generated=sum(step.generated for step in steps) / tokens,
         )  # fmt: skip
+
+
+def _drift(off: np.ndarray) -> float:
+    """Standard deviation of the means of the recording's quarters; 0 where they would be of one step."""
+    if len(off) < 2 * BLOCKS:
+        return 0.0
+    return float(np.std([block.mean() for block in np.array_split(off, BLOCKS)], ddof=1))
+
+
+def _interval(ratio: float, ratios: Sequence[float], drift: float) -> tuple[float, float]:
+    """Of the change, by logarithms: resampling's own quantiles about `ratio`, and with them in quadrature two runs' drift."""
+    logs = np.log(ratios)
+    middle = float(np.median(logs))
+    between = DEVIATIONS * math.sqrt(2) * drift
+    below, above = (math.hypot(float(np.quantile(logs, q)) - middle, between) for q in (LOW, HIGH))
+    return ratio * math.exp(-below) - 1, ratio * math.exp(above) - 1
 
 
 def _in_order(groups: Sequence[Group], seed: int) -> Iterator[Group]:
