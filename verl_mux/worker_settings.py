@@ -24,7 +24,7 @@ KEY = "verl_mux"
 class WorkerSettings:
     """`uid`: unique to one run of a job. `cpus`: CPUs of a node by side ("rollout", "train"), where a node names them.
 
-    `events_every`: only steps that are multiples of it are logged; `texts`, `text_chars`, `stalls`: see mux.profile.
+    `events_every`: only steps that are multiples of it are logged; `texts`, `text_chars`, `stalls`, `tables`: see mux.profile.
     `nodes`: names by side, in the order of ranks; `places`: where each of them is.
     `resume`: the folder of the checkpoint that the job goes on from, None: from none.
     `device`: the keys under mux.device.
@@ -40,6 +40,7 @@ class WorkerSettings:
     texts: float = 0.0
     text_chars: int = 4000
     stalls: str = "off"
+    tables: int = 0
     rollout_nodes: tuple[str, ...] = ()
     train_nodes: tuple[str, ...] = ()
     rollout_cpus: tuple[int, ...] = ()

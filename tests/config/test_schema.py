@@ -55,7 +55,9 @@ class TestValid:
             "job": "math", "coordinator": "tcp://10.0.0.1:5570", "coordinator_timeout_s": 5, "keys": "/keys", "seed": 3,
             "seeded_sampling": True,
             "nodes": {"rollout": ["r0", "r1"], "train": ["t0"]}, "sync": {"verify": False, "timeout_s": 9.5},
-            "profile": {"enable": False, "dir": "/logs", "every": 2, "texts": 0.1, "text_chars": 100, "stalls": "trace"},
+            "profile": {
+                "enable": False, "dir": "/logs", "every": 2, "texts": 0.1, "text_chars": 100, "stalls": "trace", "tables": 5,
+            },
             "slo": 1.5, "owner": "ann", "move_note": "/runs/left_to_move",
             "profiled": {"rollout": [9.0, 9.5, 9.0], "train": [5.0, 5.0, 5.5]},
         }  # fmt: skip
@@ -126,6 +128,7 @@ class TestRefused:
             ({"sync": {"transport": "nixl", "verify": False}}, ["mux.sync.transport=nixl", "must be True"]),
             ({"profile": {"texts": 1.5}}, ["mux.profile.texts is 1.5", "0 to 1"]),
             ({"profile": {"text_chars": 1}}, ["mux.profile.text_chars is 1", "2 to 100000"]),
+            ({"profile": {"tables": -1}}, ["mux.profile.tables is -1", "0 (never) or more"]),
             ({"profile": {"stalls": "yes"}}, ["mux.profile.stalls", "'yes'", "stacks", "trace"]),
             ({"sync": {"transport": "nccl"}}, ["mux.sync.transport", "'nccl'", "sockets", "nixl", "mooncake"]),
             ({"nodes": {"rollout": []}}, ["mux.nodes.rollout is empty"]),

@@ -92,6 +92,7 @@ def hand_to_workers(
         texts=mux.profile.texts,
         text_chars=mux.profile.text_chars,
         stalls=mux.profile.stalls,
+        tables=mux.profile.tables,
         rollout_nodes=tuple(mux.nodes.rollout),
         train_nodes=tuple(mux.nodes.train),
         rollout_cpus=tuple(rollout_cpus),

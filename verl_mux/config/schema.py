@@ -45,7 +45,8 @@ class ProfiledConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class ProfileConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The event log. `every`: only steps that are multiples of it. `texts`: share of the requests whose text is logged,
-    `text_chars`: of a prompt and of a response, at most. `stalls`: what is written down when an engine stands still again."""
+    `text_chars`: of a prompt and of a response, at most. `stalls`: what is written down when an engine stands still again.
+    `tables`: of which steps tables go to wandb, where verl logs there: multiples of it; 0: none."""
 
     enable: bool = True
     dir: str | None = None
@@ -53,6 +54,7 @@ class ProfileConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     texts: float = 0.0
     text_chars: int = 4000
     stalls: Literal["off", "stacks", "trace"] = "stacks"
+    tables: int = 10
 
 
 class SyncConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -146,6 +148,8 @@ def _check_values(mux: MuxConfig) -> None:
         raise UserError(f"mux.profile.texts is {mux.profile.texts:g}; it must be a share of the requests, 0 to 1")
     if not 2 <= mux.profile.text_chars <= 100_000:
         raise UserError(f"mux.profile.text_chars is {mux.profile.text_chars}; it must be 2 to 100000 characters")
+    if mux.profile.tables < 0:
+        raise UserError(f"mux.profile.tables is {mux.profile.tables}; it must be 0 (never) or more")
     for side in ("rollout", "train"):
         if not getattr(mux.nodes, side):
             raise UserError(f"mux.nodes.{side} is empty; name at least one node of the coordinator, e.g. [{side}0]")

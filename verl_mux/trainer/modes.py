@@ -51,6 +51,7 @@ from verl_mux.trainer.leaving import LeavesToMove, Leaving
 from verl_mux.trainer.phases import Phases
 from verl_mux.trainer.replay_buffer import MuxReplayBuffer
 from verl_mux.trainer.rollout_side import RolloutSide
+from verl_mux.trainer.tracked_tables import log_tables
 from verl_mux.trainer.worker_groups import (
     AfterInitLease,
     check_ranks,
@@ -318,7 +319,8 @@ class PPOTrainerMux(PPOTrainer):
                  "response_length": float(metrics.get("response_length/mean", 0.0)),
                  "tokens": int(metrics.get("perf/total_num_tokens", 0))}  # fmt: skip
         self.phases.log.log(events.STEP, time.perf_counter() - self._step_began, extra=extra, step=global_steps)
-        metrics.update(metrics_of_step(self.phases.log, global_steps))
+        tell = functools.partial(log_tables, self.logger, step=global_steps, every=self.settings.tables)
+        metrics.update(metrics_of_step(self.phases.log, global_steps, also=tell))
         self.phases.mux.report_step(global_steps, {k: v for k, v in extra.items() if isinstance(v, (int, float))})
 
     def on_validate_begin(self) -> None:

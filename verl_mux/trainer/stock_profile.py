@@ -17,6 +17,7 @@ from verl_mux.config.told import told
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.step_metrics import metrics_of_step
 from verl_mux.trainer import stock_trigger
+from verl_mux.trainer.tracked_tables import log_tables
 from verl_mux.worker_settings import WorkerSettings, open_worker_log
 
 _PARTS = {
@@ -45,7 +46,7 @@ def instrument(trainer: PPOTrainer) -> Any | None:
     for name, event in _PARTS.items():
         setattr(trainer, name, _timed(getattr(trainer, name), trainer, log, event))
     trainer.replay_buffer.sample = _waiting(trainer.replay_buffer.sample, trainer, log)
-    trainer._compute_metrics = _with_metrics(trainer._compute_metrics, trainer, log)
+    trainer._compute_metrics = _with_metrics(trainer._compute_metrics, trainer, log, settings.tables)
     return log
 
 
@@ -74,13 +75,15 @@ def _waiting(sample, trainer: PPOTrainer, log: Any):
     return sampled
 
 
-def _with_metrics(method, trainer: PPOTrainer, log: Any):
+def _with_metrics(method, trainer: PPOTrainer, log: Any, tables_every: int):
     """The report's figures of the step join verl's own, on their way to its trackers."""
 
     @functools.wraps(method)
     def computed(batch, metrics, *args, **kwargs):
         method(batch, metrics, *args, **kwargs)
-        metrics.update(metrics_of_step(log, trainer.global_steps))
+        step = trainer.global_steps
+        tell = functools.partial(log_tables, trainer.logger, step=step, every=tables_every)
+        metrics.update(metrics_of_step(log, step, also=tell))
 
     return computed
 

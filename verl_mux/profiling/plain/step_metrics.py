@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ QUANTILES = {"p50": 0.50, "p80": 0.80, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 SWITCHES = (events.SLEEP, events.WAKE, events.SYNC)
 
 
-def metrics_of_step(log: Any, step: int) -> dict[str, float]:
-    """`step_metrics` of a step from the files that a trainer's event log lies among; nothing where the log is off.
+def metrics_of_step(log: Any, step: int, also: Callable[[list[Line]], None] | None = None) -> dict[str, float]:
+    """`step_metrics` of a step from the files that a trainer's event log lies among; nothing where the log is off. also: gets
+    the same lines.
 
     Waits at most a second for lines that are still queued. What cannot be read is left out: metrics must not stop training.
     """
@@ -33,7 +34,10 @@ def metrics_of_step(log: Any, step: int) -> dict[str, float]:
     log.flush(1.0)
     try:
         lines = step_lines(log.files.directory.parent, step)
-        return step_metrics(line for line in lines if line.run in (None, log.run))  # an earlier run may have left its own there
+        mine = [line for line in lines if line.run in (None, log.run)]  # an earlier run may have left its own there
+        if also is not None and mine:
+            also(mine)
+        return step_metrics(mine)
     except (OSError, ValueError, OverflowError):  # a time stamp may be of no time
         return {}
     finally:

@@ -1,0 +1,56 @@
+"""The tables of a step, for trackers that take some."""
+
+import pytest
+
+from tests.profiling.made_engines import make
+from verl_mux.profiling.plain.step_metrics import step_lines, step_metrics
+from verl_mux.profiling.plain.step_tables import POINTS, SLOWEST, step_tables
+
+
+@pytest.fixture
+def lines(tmp_path):
+    make(tmp_path, seed=1, steps=2, requests=200, replicas=2, turns=2)
+    return list(step_lines(tmp_path / "a" / "events", 2))
+
+
+def column(table, name):
+    return [row[table.columns.index(name)] for row in table.rows]
+
+
+def test_the_slowest_requests_come_with_where_their_time_went(lines):
+    table = step_tables(lines)["slowest_requests"]
+    seconds = column(table, "seconds")
+    assert len(seconds) == SLOWEST and seconds == sorted(seconds, reverse=True)
+    parts = ("queue_sec", "prefill_sec", "decode_sec", "tool_s", "reward_s")
+    spent = [sum(column(table, part)[at] for part in parts) for at in range(SLOWEST)]
+    assert spent == pytest.approx(seconds, rel=0.05)
+    assert set(column(table, "turns")) == {2} and min(column(table, "tool_s")) > 0
+
+
+def test_every_replica_has_a_row(lines):
+    table = step_tables(lines)["replicas"]
+    assert column(table, "replica") == ["0", "1"] and column(table, "node") == ["r0", "r1"]
+    assert sum(column(table, "stays")) == 2 * 200
+    assert column(table, "seconds_per_token") == pytest.approx([0.04, 0.04], rel=0.05)
+    assert min(column(table, "most_running")) > 0
+
+
+def test_the_curve_of_completion_ends_with_the_metrics_total(lines):
+    table = step_tables(lines)["completion"]
+    assert len(table.rows) == POINTS
+    done = column(table, "part_done")
+    assert done == sorted(done) and done[-1] == 1
+    assert column(table, "seconds")[-1] == pytest.approx(step_metrics(lines)["mux/completion/total"], abs=0.05)
+
+
+def test_validation_is_in_none(tmp_path):
+    made = make(tmp_path, seed=1, steps=1, requests=30, replicas=1, validates=7)
+    tables = step_tables(step_lines(made / "a" / "events", 1))
+    assert column(tables["replicas"], "stays") == [30]
+    assert not [name for name in column(tables["slowest_requests"], "request_id") if "v_" in name]
+
+
+def test_what_a_step_has_not_has_no_table(tmp_path):
+    assert step_tables([]) == {}
+    make(tmp_path, seed=1, steps=1, requests=3, replicas=1)
+    assert "lease_waits" not in step_tables(step_lines(tmp_path / "a" / "events", 1))

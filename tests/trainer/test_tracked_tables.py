@@ -1,0 +1,72 @@
+"""Tables and plots reach wandb through verl's own Tracking, and nothing else of it; what goes wrong there stops nobody."""
+
+import json
+import logging
+
+import pytest
+
+from tests.profiling.made_engines import make
+from verl_mux.profiling.plain.step_metrics import step_lines
+from verl_mux.trainer.tracked_tables import log_tables
+
+
+@pytest.fixture
+def lines(tmp_path):
+    make(tmp_path / "run", seed=1, steps=1, requests=30, replicas=2)
+    return list(step_lines(tmp_path / "run" / "a" / "events", 1))
+
+
+class Told:
+    """verl's Tracking with other trackers."""
+
+    def __init__(self, *backends: str, broken: bool = False) -> None:
+        self.logger, self.calls, self._broken = dict.fromkeys(backends), [], broken
+
+    def log(self, data, step, backend=None):
+        if self._broken:
+            raise ConnectionError("no route to the tracker")
+        self.calls.append((step, backend, sorted(data)))
+
+
+def test_wandb_offline_keeps_tables_and_plots(lines, tmp_path, monkeypatch):
+    import wandb
+    from verl.utils.tracking import Tracking
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "board"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    tracking = Tracking("project", "run", default_backend=["tensorboard", "wandb"], config={})
+    log_tables(tracking, lines, step=1, every=1)
+    tracking.log({"mux/requests": 30.0}, step=1)
+    tracking.logger["wandb"].finish()
+    wandb.teardown()  # waits for the process that writes
+    tracking.logger["tensorboard"].finish()
+    (kept,) = tmp_path.glob("wandb/offline-run-*/files/media/table/mux_tables/replicas_*.table.json")
+    table = json.loads(kept.read_text())
+    assert table["columns"][:3] == ["replica", "node", "stays"]
+    assert [row[:2] for row in table["data"]] == [["0", "r0"], ["1", "r1"]]
+    (offline,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    for name in ("mux_tables/slowest_requests", "mux_tables/completion_curve", "mux/requests"):
+        assert name.encode() in offline.read_bytes()
+
+
+@pytest.mark.parametrize(("step", "every", "told"), [(10, 10, True), (11, 10, False), (10, 0, False), (1, 1, True)])
+def test_only_the_steps_that_are_asked_for_are_told(lines, step, every, told, monkeypatch):
+    monkeypatch.setattr("verl_mux.trainer.tracked_tables._made", lambda tables: tables)
+    tracking = Told("console", "wandb")
+    log_tables(tracking, lines, step, every)
+    assert tracking.calls == ([(step, ["wandb"], ["completion", "replicas", "slowest_requests"])] if told else [])
+
+
+def test_without_wandb_nothing_is_done(lines):
+    tracking = Told("console", "tensorboard")
+    log_tables(tracking, lines, step=1, every=1)
+    assert tracking.calls == []
+
+
+def test_a_tracker_that_fails_is_a_warning(lines, monkeypatch, caplog):
+    monkeypatch.setattr("verl_mux.trainer.tracked_tables._made", lambda tables: tables)
+    with caplog.at_level(logging.WARNING):
+        log_tables(Told("wandb", broken=True), lines, step=3, every=1)
+    assert "step 3: its tables did not reach wandb: ConnectionError: no route to the tracker" in caplog.text
