@@ -70,7 +70,7 @@ def test_the_page_names_nothing_outside_itself(pages):
 def test_requests_travel_whole(pages):
     requests = data_of(pages["plain"])["requests"]
     assert (requests["count"], requests["of"]) == (1024, 1024)
-    assert len(requests["lanes"]) == 4
+    assert len(requests["lanes"]["worker"]) == 4 and list(requests["lanes"]) == ["worker"]
 
 
 def test_waits_and_leases_travel_whole(pages):
@@ -198,6 +198,47 @@ def test_a_click_on_a_request_shows_its_whole_life(shown):
     told = browser.evaluate("$('life').innerText")
     assert "turn 1, stay 1: replica" in told and "tools of turn 1" in told and "reward, score 0.5" in told
     assert browser.evaluate("openLane") == 0
+
+
+@needs_chromium
+def test_rows_are_replicas_workers_or_nodes(shown):
+    browser = shown("engines")
+    assert browser.evaluate("[laneView, LANES.map((l) => l.name)]") == ["replica", [0, 1, 2, 3]]
+    rows = {by: browser.evaluate(f"(showLanesBy('{by}'), redraw(), [LANES.length, ORDER.length])") for by in ("worker", "node")}
+    assert rows == {"worker": [8, 48], "node": [2, 48]}
+    assert browser.evaluate("$('lanes-by').value") == "node"
+    assert "thin lines are nodes" in browser.evaluate("$('cdf-text').textContent")
+    assert browser.logged == []
+
+
+@needs_chromium
+def test_a_finding_about_a_replica_leads_to_its_row(shown):
+    browser = shown("engines")
+    browser.evaluate("showLanesBy('worker')")
+    of = browser.evaluate("S.findings.findIndex((f) => f.kind === 'straggler')")
+    browser.evaluate(f"showFinding(S.findings[{of}])")
+    assert browser.evaluate("[laneView, highlight.replica]") == ["replica", 1]
+
+
+@needs_chromium
+def test_replicas_and_nodes_stand_in_tables_the_slowest_first(shown):
+    text = shown("engines").evaluate("$('engines').innerText")
+    assert re.search(r"a 1 on r0.*a 0 on r0", text, re.S) and re.search(r"node.*a r0.*a r1", text, re.S)
+
+
+@needs_chromium
+def test_what_a_request_said_is_shown_where_it_was_logged(browser, tmp_path):
+    make_engines(tmp_path, seed=1, steps=2, requests=6, replicas=1)
+    name = "00020003_0"
+    line = {"timestamp": "2025-08-11T23:00:30", "event": "request_text", "workid": 0, "step": 2, "role": "rollout", "job": "a"}
+    line |= {"run": "0a1b2c3d", "extra": {"request_id": name, "prompt": "2+<b>2</b>=?", "response": "four", "left_out": 0}}
+    with next(tmp_path.glob("a/events/rollout/step_2/worker_0.jsonl")).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    browser.open(page_of(tmp_path, tmp_path / "page.html").as_uri(), READY)
+    browser.evaluate(f"showLife(requestNamed({{request_id: '{name}', job: 'a', step: 2}}))")
+    assert browser.evaluate("[...$('life').querySelectorAll('pre')].map((it) => it.textContent)") == ["2+<b>2</b>=?", "four"]
+    browser.evaluate("showLife(requestNamed({request_id: '00020002_0', job: 'a', step: 2}))")
+    assert browser.evaluate("$('life').querySelectorAll('pre').length") == 0
 
 
 @needs_chromium

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import polars as pl
 
+from verl_mux.profiling.eventlog import events
+from verl_mux.profiling.plain.files import LogFile
+from verl_mux.profiling.plain.lines import Line, parse
 from verl_mux.profiling.report.measures.analysis import Analysis
 
 Key = tuple[str, int, str]  # job, step, request
 LEAST_S = 1e-3  # shorter stretches are not shown
+MAX_TEXT = 4_000_000
 
 
 def lives(analysis: Analysis, named: Mapping[str, Key], origin: float) -> dict[str, list[list[Any]]]:
@@ -29,6 +33,36 @@ def lives(analysis: Analysis, named: Mapping[str, Key], origin: float) -> dict[s
         if end - start >= LEAST_S:
             found[index].append([what, round(start - origin, 6), round(end - origin, 6), text])
     return {index: sorted(stretches, key=lambda it: it[1]) for index, stretches in found.items()}
+
+
+def texts(analysis: Analysis, named: Mapping[str, Key]) -> dict[str, tuple[str, str]]:
+    """Index -> prompt and response, of those whose text was logged; of all together at most MAX_TEXT characters.
+
+    The report's tables leave texts out, as they may be most of a log: the files are looked through for them once more.
+    """
+    logged = analysis.run.tables.totals.filter(pl.col("event") == events.REQUEST_TEXT)
+    if logged.is_empty():
+        return {}
+    wanted = {key: index for index, key in named.items()}
+    found: dict[str, tuple[str, str]] = {}
+    room = MAX_TEXT
+    for file in analysis.run.files:
+        for line in _text_lines(file):
+            index = wanted.get((line.job, line.step, str(line.extra.get("request_id"))))
+            said = tuple(str(line.extra.get(what) or "") for what in ("prompt", "response"))
+            if index is not None and sum(map(len, said)) <= room:
+                room -= sum(map(len, said))
+                found[index] = said[0], said[1]
+    return found
+
+
+def _text_lines(file: LogFile) -> Iterator[Line]:
+    mark = events.REQUEST_TEXT.encode()
+    try:
+        with open(file.path, "rb") as raws:
+            yield from (line for raw in raws if mark in raw and (line := parse(raw, file)) is not None)
+    except OSError:  # it has gone since it was read
+        return
 
 
 def _stays(analysis: Analysis, wanted: pl.DataFrame) -> list[tuple]:

@@ -67,8 +67,9 @@ function phaseStyle(job, phase) {
 
 function findings() {
   if (!S.findings.length) return $("findings").replaceChildren(el("p", { class: "quiet" }, "Nothing stands out."));
-  $("findings").replaceChildren(...S.findings.map((f) => el("button", { class: "finding", onclick: () => showFinding(f) },
-    el("b", {}, f.kind.replaceAll("_", " ")), ` \u00b7 ${whereText(f)}: ${f.text}.`, el("br"), el("span", { class: "advice" }, "Try: " + f.advice))));
+  $("findings").replaceChildren(...S.findings.flatMap((f) => [el("button", { class: "finding", onclick: () => showFinding(f) },
+    el("b", {}, f.kind.replaceAll("_", " ")), ` \u00b7 ${whereText(f)}: ${f.text}.`, el("br"), el("span", { class: "advice" }, "Try: " + f.advice)),
+    ...(f.evidence?.stacks ? [el("a", { class: "stacks", href: encodeURI("file://" + f.evidence.stacks), title: f.evidence.stacks }, "stacks of its processes")] : [])]));
 }
 
 const whereText = (f) => [f.job, f.step !== null ? "step " + f.step : null, f.replica !== null ? `replica ${f.replica}${f.node ? " on " + f.node : ""}` : null, f.worker !== null && f.kind !== "uneven_pools" ? "worker " + f.worker : null].filter(Boolean).join(", ");
@@ -85,7 +86,8 @@ function showFinding(f) {
   const named = requestNamed(f);
   if (named !== undefined) showLife(named);
   history.replaceState(null, "", "#finding-" + (S.findings.indexOf(f) + 1));
-  highlight = { job: f.job, worker: f.worker, start, end };
+  showLanesBy(f.replica !== null ? "replica" : f.worker !== null && f.kind !== "uneven_pools" ? "worker" : f.node !== null ? "node" : laneView);
+  highlight = { job: f.job, worker: f.worker, replica: f.replica, node: f.node, start, end };
   const room = Math.max(end - start, 1e-3);
   setCursor(start, false);
   setView(start - 0.5 * room, end + 0.5 * room);
@@ -122,6 +124,22 @@ function slowest() {
   });
   $("slowest").replaceChildren(el("table", {}, el("tr", {}, ...["request", "step", "took", ""].map((h) => el("th", {}, h))), ...rows),
     el("div", { class: "legend" }, ...PART_NAMES.map((p) => el("span", {}, el("i", { style: `background:${partColour(p)}` }), p))));
+}
+
+// Replicas, then nodes: a row each, the slowest token first.
+function engines() {
+  const told = [["replica", S.replicas], ["node", S.nodes]].filter(([, rows]) => rows.length);
+  if (!told.length) return;
+  $("engines-section").hidden = false;
+  const number = (x, digits) => (x === null || x === undefined ? "" : x.toFixed(digits));
+  const heads = ["stays", "cut", "tokens", "a second", "a token took", "queue", "retractions", "most KV", "most queued"];
+  const tables = told.map(([by, rows]) => el("table", {}, el("tr", {}, ...[by, ...heads].map((h) => el("th", {}, h))),
+    ...[...rows].sort((a, b) => (b.seconds_per_token ?? 0) - (a.seconds_per_token ?? 0)).slice(0, 64).map((r) => el("tr", {},
+      el("td", {}, `${r.job ? r.job + " " : ""}${r[by]}${r.nodes?.length ? " on " + r.nodes.join(", ") : ""}`), el("td", {}, String(r.stays)), el("td", {}, String(r.cut)),
+      el("td", {}, String(r.tokens)), el("td", {}, number(r.tokens_per_sec, 0)), el("td", {}, r.seconds_per_token === null ? "" : seconds(r.seconds_per_token)),
+      el("td", {}, r.queue_part === null ? "" : percent(r.queue_part)), el("td", {}, String(r.retractions ?? "")),
+      el("td", {}, r.token_usage === null ? "" : percent(r.token_usage)), el("td", {}, number(r.queued, 0))))));
+  $("engines").replaceChildren(...tables);
 }
 
 function against() {
@@ -185,6 +203,7 @@ function drawAll() {
   if (DATA.holds.length) waits();
   turns();
   slowest();
+  engines();
   if (!$("cdf-section").hidden) drawCdf();
   if (!$("shares-section").hidden) drawShares();
   redraw();
@@ -237,7 +256,9 @@ function start() {
   }
   if (DATA.requests.count) {
     $("lanes-section").hidden = $("cdf-section").hidden = false;
-    buildLanes();
+    buildLanes(VIEWS[0]);
+    for (const by of VIEWS) $("lanes-by").append(el("option", { value: by }, by));
+    $("lanes-by").addEventListener("change", (event) => showLanesBy(event.target.value));
     drawers.push(drawLanes);
     makeMovable($("lanes"), (x, y) => {
       const lane = laneAt(y);

@@ -19,7 +19,7 @@ function unpack(text, Type) {
   return new Type(bytes.buffer);
 }
 
-const COLUMN_TYPES = { lane: Uint16Array, step: Uint32Array, tokens: Uint32Array, turns: Uint8Array, done: Uint8Array };
+const COLUMN_TYPES = { worker_lane: Uint16Array, replica_lane: Uint16Array, node_lane: Uint16Array, step: Uint32Array, tokens: Uint32Array, turns: Uint8Array, done: Uint8Array };
 const REQUESTS = Object.fromEntries(
   Object.entries(DATA.requests.columns).map(([name, text]) => [name, unpack(text, COLUMN_TYPES[name] || Float32Array)]));
 const PART_NAMES = ["engine", "tool", "reward", "other"];

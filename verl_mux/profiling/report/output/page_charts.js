@@ -1,27 +1,43 @@
-// Requests by worker, completion, shares, turns, slowest requests.
+// Requests by worker, replica or node, completion, shares, turns, slowest requests.
 "use strict";
-const LANES = DATA.requests.lanes.map(([job, worker], index) => ({ job, worker, index, first: -1, past: -1 }));
+const VIEWS = ["replica", "worker", "node"].filter((by) => DATA.requests.lanes[by]);
+// What the lanes are, which lane each request is in, and the requests by lane and start.
+let laneView = null, LANES = [], laneOf = [], ORDER = [];
 let openLane = null, laneTops = [], highlight = null;
 
-function buildLanes() {
-  for (let i = 0; i < DATA.requests.count; i++) {
-    const lane = LANES[REQUESTS.lane[i]];
-    if (lane.first < 0) lane.first = i;
-    lane.past = i + 1;
+function buildLanes(by) {
+  laneView = by;
+  LANES = DATA.requests.lanes[by].map(([job, name], index) => ({ job, name, index, first: 0, past: 0 }));
+  laneOf = REQUESTS[by + "_lane"];
+  ORDER = Uint32Array.from({ length: DATA.requests.count }, (_, i) => i).filter((i) => laneOf[i] < LANES.length);
+  if (by !== "worker") ORDER.sort((a, b) => laneOf[a] - laneOf[b] || REQUESTS.start[a] - REQUESTS.start[b]);
+  for (let k = ORDER.length - 1; k >= 0; k--) LANES[laneOf[ORDER[k]]].first = k;
+  // `reach` bounds how far back an open request may have started.
+  for (const lane of LANES) lane.reach = 0;
+  for (let k = 0; k < ORDER.length; k++) {
+    const i = ORDER[k], lane = LANES[laneOf[i]];
+    lane.past = k + 1;
+    lane.reach = Math.max(lane.reach, REQUESTS.end[i] - REQUESTS.start[i]);
   }
-  // Requests are sorted by lane and start; `reach` bounds how far back an open one may have started.
-  for (const lane of LANES) {
-    lane.reach = 0;
-    for (let i = lane.first; i < lane.past; i++) lane.reach = Math.max(lane.reach, REQUESTS.end[i] - REQUESTS.start[i]);
-  }
+  openLane = null;
 }
+
+function showLanesBy(by) {
+  if (!VIEWS.includes(by) || by === laneView) return;
+  buildLanes(by);
+  $("lanes-by").value = by;
+  redraw();
+  drawCdf();
+}
+
+const laneName = (lane) => `${laneView} ${lane.name}`;
 
 function laneRange(lane, from, to) {
   const search = (t) => {
     let low = lane.first, high = lane.past;
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (REQUESTS.start[middle] < t) low = middle + 1;
+      if (REQUESTS.start[ORDER[middle]] < t) low = middle + 1;
       else high = middle;
     }
     return low;
@@ -43,8 +59,8 @@ function drawLanes() {
   for (const lane of LANES) {
     const top = laneTops[lane.index], h = laneTops[lane.index + 1] - top - 4;
     pen.fillStyle = colours.ink;
-    const name = (lane.job ? lane.job + " " : "worker ") + lane.worker;
-    pen.fillText(fitText(pen, name, LEFT - 10), 0, top + Math.min(h, 38) / 2);
+    const text = lane.job ? `${lane.job} ${laneView === "replica" ? "replica " : ""}${lane.name}` : laneName(lane);
+    pen.fillText(fitText(pen, text, LEFT - 10), 0, top + Math.min(h, 38) / 2);
     if (openLane === lane.index) drawOpenLane(pen, lane, top, h, width);
     else drawArea(pen, lane, top, h, width);
   }
@@ -57,8 +73,8 @@ function drawArea(pen, lane, top, h, width) {
   const columns = Math.max(1, Math.floor(width - LEFT)), change = new Float32Array(columns + 2);
   const [from, to] = laneRange(lane, view.from, view.to), scale = columns / (view.to - view.from);
   let first = 0;
-  for (let i = from; i < to; i++) {
-    const a = (REQUESTS.start[i] - view.from) * scale, b = (REQUESTS.end[i] - view.from) * scale;
+  for (let k = from; k < to; k++) {
+    const i = ORDER[k], a = (REQUESTS.start[i] - view.from) * scale, b = (REQUESTS.end[i] - view.from) * scale;
     if (b < 0) continue;
     if (a <= 0) first++;
     else change[Math.min(Math.floor(a), columns)]++;
@@ -106,7 +122,7 @@ function drawOpenLane(pen, lane, top, h, width) {
 
 function openRequests(lane, h) {
   const [from, to] = laneRange(lane, view.from, view.to), inView = [];
-  for (let i = from; i < to; i++) if (REQUESTS.end[i] >= view.from) inView.push(i);
+  for (let k = from; k < to; k++) if (REQUESTS.end[ORDER[k]] >= view.from) inView.push(ORDER[k]);
   inView.sort((a, b) => REQUESTS.end[a] - REQUESTS.end[b]);
   if (inView.length <= h) return inView;
   const picked = [], size = inView.length / h;
@@ -119,7 +135,7 @@ function openRequests(lane, h) {
 
 function drawHighlight(pen, width) {
   if (!highlight) return;
-  const lane = LANES.find((l) => l.job === highlight.job && l.worker === highlight.worker);
+  const lane = LANES.find((l) => l.job === highlight.job && l.name === highlight[laneView]);
   const x = Math.max(xOf(highlight.start, width), LEFT), end = xOf(highlight.end, width);
   if (end < LEFT) return;
   const top = lane ? laneTops[lane.index] : 0, bottom = lane ? laneTops[lane.index + 1] - 4 : laneTops[LANES.length];
@@ -143,8 +159,8 @@ function laneHover(x, y) {
   }
   const [from, to] = laneRange(lane, t, t);
   let open = 0;
-  for (let i = from; i < to; i++) if (REQUESTS.start[i] <= t && t < REQUESTS.end[i]) open++;
-  return `${lane.job ? lane.job + ", " : ""}worker ${lane.worker}, ${clock(t)}: ${open} requests open`;
+  for (let k = from; k < to; k++) if (REQUESTS.start[ORDER[k]] <= t && t < REQUESTS.end[ORDER[k]]) open++;
+  return `${lane.job ? lane.job + ", " : ""}${laneName(lane)}, ${clock(t)}: ${open} requests open`;
 }
 
 function requestText(i) {
@@ -158,11 +174,12 @@ function requestText(i) {
 
 // ---- a request's whole life
 
+const jobOf = (i) => DATA.requests.lanes.worker[REQUESTS.worker_lane[i]][0];
 const LIFE_COLOURS = { engine: () => partColour("engine"), tool: () => partColour("tool"), reward: () => partColour("reward"), queue: () => colours.warn };
 function requestNamed(f) {
   if (!f.request_id) return undefined;
   return Object.keys(DATA.requests.names).map(Number).find((i) => DATA.requests.names[i] === f.request_id &&
-    LANES[REQUESTS.lane[i]].job === f.job && (f.step === null || REQUESTS.step[i] === f.step));
+    jobOf(i) === f.job && (f.step === null || REQUESTS.step[i] === f.step));
 }
 
 function showLife(i) {
@@ -180,6 +197,8 @@ function showLife(i) {
   const note = stretches.length ? [] : [el("p", { class: "quiet" }, "The page keeps the lives of the slowest requests and of those that findings name.")];
   $("life").replaceChildren(el("h3", {}, requestText(i).split("\n")[0]), el("p", { class: "quiet" }, requestText(i).split("\n")[1]),
     el("table", {}, el("tr", {}, ...["", "at", "took", "", ""].map((h) => el("th", {}, h))), ...rows), ...note);
+  const said = DATA.requests.texts[i];
+  if (said) $("life").append(...[["prompt", said[0]], ["response", said[1]]].map(([what, text]) => el("details", {}, el("summary", {}, what), el("pre", {}, text))));
   $("life").hidden = false;
 }
 
@@ -189,13 +208,12 @@ function cdfGroups(job, step) {
   const groups = new Map();
   let start = Infinity;
   for (let i = 0; i < DATA.requests.count; i++) {
-    const lane = LANES[REQUESTS.lane[i]];
-    if (lane.job !== job || REQUESTS.step[i] !== step || !REQUESTS.done[i]) continue;
-    if (!groups.has(lane.worker)) groups.set(lane.worker, []);
-    groups.get(lane.worker).push(REQUESTS.end[i]);
+    if (REQUESTS.step[i] !== step || !REQUESTS.done[i] || jobOf(i) !== job) continue;
+    if (!groups.has(laneOf[i])) groups.set(laneOf[i], []);
+    groups.get(laneOf[i]).push(REQUESTS.end[i]);
     start = Math.min(start, REQUESTS.start[i]);
   }
-  for (const [worker, ends] of groups) groups.set(worker, ends.map((end) => end - start).sort((a, b) => a - b));
+  for (const [lane, ends] of groups) groups.set(lane, ends.map((end) => end - start).sort((a, b) => a - b));
   return groups;
 }
 
@@ -228,7 +246,7 @@ function drawCdf() {
   pen.strokeStyle = colours.cursor;
   line(pen, x(at80), y(0), x(at80), y(0.8));
   $("cdf-text").textContent = `80 % of ${every.length} requests were done after ${seconds(at80)}, the last after ${seconds(total)} ` +
-    `(${percent(at80 / total)})` + (groups.size > 1 ? "; thin lines are workers" : "");
+    `(${percent(at80 / total)})` + (groups.size > 1 ? `; thin lines are ${laneView}s` : "");
 }
 
 function line(pen, x1, y1, x2, y2) {

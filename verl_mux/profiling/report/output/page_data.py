@@ -15,10 +15,11 @@ from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.report.input.request_table import SHOWN_PARTS
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.profiling.report.measures.leases import WORK, Hold, Leases
-from verl_mux.profiling.report.output.lives import Key, lives
+from verl_mux.profiling.report.output.lives import Key, lives, texts
 
 MAX_REQUESTS = 200_000
 MAX_NAMED = 2_000  # requests whose names the page knows
+NOWHERE = 0xFFFF  # the lane of a request whose log does not say where it was
 MOVES = [events.SYNC, events.SLEEP, events.WAKE, events.OLD_LOG_PROB, events.REF, events.UPDATE_ACTOR, events.UPDATE_CRITIC]
 # The parts the page colours, and which of ours they hold.
 GROUPS = {"engine": ["engine"], "tool": ["tool", "tool_response", "interaction"], "reward": ["reward"]}
@@ -139,10 +140,10 @@ def _requests(analysis: Analysis, summary: dict[str, Any], origin: float) -> dic
         longest = every.sort("seconds", descending=True)
         kept = longest.head(MAX_REQUESTS // 2)
         frame = pl.concat([kept, longest.tail(-MAX_REQUESTS // 2).sample(MAX_REQUESTS // 2, seed=0)])
-    lanes = frame.select("job", "worker").unique().sort("job", "worker")
-    frame = frame.join(lanes.with_row_index("lane"), on=["job", "worker"]).sort("lane", "start")
+    frame, lanes = _laid(_with_places(frame, analysis))
+    frame = frame.sort("worker_lane", "start")
     columns = {
-        "lane": _pack(frame["lane"], "<u2"),
+        **{f"{by}_lane": _pack(frame[f"{by}_lane"], "<u2") for by in lanes},
         "step": _pack(frame["step"].clip(0, None), "<u4"),
         "start": _pack(frame["start"] - origin, "<f4"),
         "end": _pack(frame["end"] - origin, "<f4"),
@@ -158,11 +159,31 @@ def _requests(analysis: Analysis, summary: dict[str, Any], origin: float) -> dic
     return {
         "count": frame.height,
         "of": every.height,
-        "lanes": [list(row) for row in lanes.rows()],
+        "lanes": lanes,
         "columns": columns,
         "names": {index: key[2] for index, key in named.items()},
         "lives": lives(analysis, named, origin),
+        "texts": texts(analysis, named),
     }
+
+
+def _with_places(frame: pl.DataFrame, analysis: Analysis) -> pl.DataFrame:
+    """With `replica` and `node` of each request's longest stay; null where the log does not say."""
+    stays = analysis.stays.filter(pl.col("replica").is_not_null()).sort("seconds")
+    longest = stays.group_by("job", "request_id").agg(pl.col("replica", "node").last())
+    return frame.drop("replica", "node", strict=False).join(longest, on=["job", "request_id"], how="left")
+
+
+def _laid(frame: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, list[list]]]:
+    """A lane for each worker, replica and node of a job, `<by>_lane`, and the lanes of each view: [job, name]."""
+    views = {}
+    for by in ("worker", "replica", "node"):
+        lanes = frame.select("job", by).drop_nulls().unique().sort("job", by)
+        frame = frame.join(lanes.with_row_index(f"{by}_lane"), on=["job", by], how="left")
+        frame = frame.with_columns(pl.col(f"{by}_lane").fill_null(NOWHERE))
+        if lanes.height:
+            views[by] = [list(row) for row in lanes.rows()]
+    return frame, views
 
 
 def _named(frame: pl.DataFrame, summary: dict[str, Any]) -> dict[str, Key]:
