@@ -1,42 +1,15 @@
 """`verl-mux top` in a real terminal: tmux."""
 
-import os
 import shlex
 import shutil
-import subprocess
 import sys
-import time
 
 import pytest
 
 from tests.profiling.made_engines import make
+from tests.profiling.terminal import Terminal
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
-
-
-class Terminal:
-    """A tmux server of its own, with one pane."""
-
-    def __init__(self, socket, command):
-        # A width that pytest's own terminal had would go before that of the pane.
-        self._environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-        self._tmux = ["tmux", "-S", str(socket), "-f", "/dev/null"]
-        self("new-session", "-d", "-x", "150", "-y", "30", command)
-
-    def __call__(self, *arguments):
-        return subprocess.run(
-            [*self._tmux, *arguments], check=False, capture_output=True, text=True, env={**self._environment, "TERM": "xterm"}
-        )
-
-    def until(self, holds, seconds=60):
-        """The screen, as soon as it holds what is asked for."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            screen = self("capture-pane", "-p").stdout
-            if holds(screen):
-                return screen
-            time.sleep(0.1)
-        raise AssertionError(f"not within {seconds} s:\n{screen}")
 
 
 @pytest.fixture
