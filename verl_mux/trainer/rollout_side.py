@@ -138,7 +138,7 @@ class RolloutSide:
             workers=lambda: trainer.agent_loop_manager.agent_loop_workers,
             balancer=manager.global_load_balancer,
             handles=dict(zip(manager.server_addresses, manager.server_handles, strict=True)),
-            contended=lambda: trainer.phases.mux.contended("rollout"),
+            gangs=lambda: trainer.phases.mux.gangs("rollout"),
             vacate=trainer.vacate,
             log=trainer.phases.log,
             longest=data.max_response_length,

@@ -28,10 +28,10 @@ class World:
         return {"job": job, "uid": f"{job}:1", "client": job}
 
     def register(self, job, **keys):
-        self.do(m.Register(**self.who(job), host="here", pid=7, started=1, nodes=SIDES, **keys))
+        self.do(m.Register(**self.who(job), host="here", pid=7, started=1, **{"nodes": SIDES, **keys}))
 
-    def ask(self, job, phase, step):
-        nodes = ["r0", "t0"] if phase == "init" else SIDES[phase]
+    def ask(self, job, phase, step, nodes=None):
+        nodes = nodes or (["r0", "t0"] if phase == "init" else SIDES[phase])
         self.do(m.LeaseRequest(**self.who(job), key=f"{job}{phase}{step} at {self.now}", phase=phase, step=step, nodes=nodes))
 
     def release(self, job):
@@ -187,6 +187,29 @@ def test_a_request_that_is_held_back_stands_in_nobodys_way(make):
     world.ask("b", "rollout", 1)
     world.ask("a", "rollout", 1)
     assert world.running("a") == [("rollout", 1)]
+
+
+def gangs_of(world, job):
+    return world.machine.state.jobs[job].gangs
+
+
+def test_what_would_let_another_job_begin(make):
+    """Only if it waits for nobody else, and for a lease that can be parted."""
+    nodes = {"rollout": {"nodes": [{"name": name} for name in ("r0", "r1", "r2")]}, "train": {"nodes": [{"name": "t0"}]}}
+    world = World(make(pools=nodes))
+    for job, its in {"wide": ["r0", "r1"], "one": ["r1"], "both": ["r0", "r1"], "other": ["r1", "r2"], "third": ["r2"]}.items():
+        world.register(job, nodes={"rollout": its, "train": ["t0"]})
+    world.ask("wide", "rollout", 1, nodes=["r0", "r1"])
+    assert gangs_of(world, "wide") == []
+    world.ask("third", "rollout", 1, nodes=["r2"])
+    world.ask("other", "rollout", 1, nodes=["r1", "r2"])
+    assert (gangs_of(world, "wide"), gangs_of(world, "third")) == ([], [])
+    world.release("third")
+    assert gangs_of(world, "wide") == [["r1"]]
+    world.ask("both", "rollout", 1, nodes=["r0", "r1"])
+    assert gangs_of(world, "wide") == [["r1"]]
+    world.end("other")
+    assert gangs_of(world, "wide") == [["r0", "r1"]]
 
 
 def test_contention_names_the_nodes_that_another_job_could_use_now(make):

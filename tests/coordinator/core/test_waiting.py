@@ -63,11 +63,11 @@ class Defined(Machine):
         for request, nodes in granting.grantable(fillers, self.state, is_open, now):
             out += self._leases.give(request, nodes, now)
         for job in sorted(self.state.jobs.values(), key=lambda job: job.order):
-            nodes = queueing.contended(job, self.state, self.config)
-            if job.state is JobState.LIVE and nodes != job.contended:
-                job.contended = nodes
+            nodes, gangs = (found(job, self.state, self.config) for found in (queueing.contended, queueing.gangs))
+            if job.state is JobState.LIVE and (nodes, gangs) != (job.contended, job.gangs):
+                job.contended, job.gangs = nodes, gangs
                 self._call(now, job)
-                out += [Send(client, m.Contended(nodes=nodes)) for client in job.clients]
+                out += [Send(client, m.Contended(nodes=nodes, gangs=gangs)) for client in job.clients]
         return out
 
 

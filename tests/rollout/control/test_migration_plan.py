@@ -23,7 +23,7 @@ from verl_mux.rollout.control.migration_plan import (
 
 SPEED = EngineSpeed(prefill=10_000, step_s=0.01, step_per_request_s=0.0005)
 POLICY = MigrationPolicy()
-ALL = frozenset(f"node-{name}" for name in "abcde")
+ALL = [[f"node-{name}"] for name in "abcde"]
 
 
 def replica(name: str, *remaining: int, context: int = 500, max_requests: int = 64, max_tokens: int = 10**6) -> Replica:
@@ -32,7 +32,18 @@ def replica(name: str, *remaining: int, context: int = 500, max_requests: int = 
 
 
 def test_nothing_moves_when_no_job_waits():
-    assert plan([replica("a", 9), replica("b", 9)], 99, 100, (), SPEED, POLICY) == Stay("no other job waits for the nodes")
+    assert plan([replica("a", 9), replica("b", 9)], 99, 100, (), SPEED, POLICY) == Stay("no other job could begin on the nodes")
+
+
+def test_nothing_moves_for_a_job_that_could_not_begin_on_what_it_frees():
+    """It waits for both nodes, and the tail needs one."""
+    both = [["node-a", "node-b"]]
+    assert "on all of the nodes" in plan([replica("a", 900), replica("b")], 99, 100, both, SPEED, POLICY).reason
+
+
+def test_who_waits_for_two_nodes_gets_two_or_none():
+    got = plan([replica("a", 900), replica("b"), replica("c", 800)], 99, 100, [["node-b", "node-c"]], SPEED, POLICY)
+    assert set(got.freed) == {"b", "c"} and got.kept == ("a",)
 
 
 def test_nothing_moves_before_the_threshold():
@@ -70,7 +81,7 @@ def test_a_tail_of_thousands_is_planned_within_seconds():
     lengths = random.Random(0)
     replicas = [replica(f"r{at:02}", *(lengths.randrange(1, 30_000) for _ in range(50)), max_requests=4096) for at in range(48)]
     began = time.process_time()
-    got = plan(replicas, 9600, 12_000, {r.nodes[0] for r in replicas}, SPEED, POLICY)
+    got = plan(replicas, 9600, 12_000, [r.nodes for r in replicas], SPEED, POLICY)
     assert isinstance(got, Migration) and len(got.moves) == 50 * len(got.freed)
     assert time.process_time() - began < 3.0
 
@@ -90,7 +101,7 @@ def test_an_idle_replica_is_freed_without_moving_anything():
 
 
 def test_only_nodes_that_somebody_waits_for_are_freed():
-    got = plan([replica("a", 2000), replica("b", 3000)], 98, 100, {"node-b"}, SPEED, POLICY)
+    got = plan([replica("a", 2000), replica("b", 3000)], 98, 100, [["node-b"]], SPEED, POLICY)
     assert (got.freed, got.kept) == (("b",), ("a",))
 
 

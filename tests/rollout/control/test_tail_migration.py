@@ -32,16 +32,16 @@ def test_replicas_that_cannot_leave_a_node_together_are_refused(runs_on):
         units([nodes.split() for nodes in runs_on], ["a", "b", "c"])
 
 
-def migration(contended: list[str]) -> TailMigration:
+def migration(gangs: list[list[str]]) -> TailMigration:
     return TailMigration(
         MigrationPolicy(), units([["r0"], ["r1"]], ["a", "b"]), workers=list, balancer=None, handles={},
-        contended=lambda: contended, vacate=lambda unit: None, log=None, longest=100, max_requests=4, max_tokens=1000,
+        gangs=lambda: gangs, vacate=lambda unit: None, log=None, longest=100, max_requests=4, max_tokens=1000,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("contended", "done"), [([], 90), (["r1"], 79), (["r1"], 100)])
-def test_nobody_is_asked_before_it_can_matter(contended, done):
-    assert isinstance(migration(contended).consider(done, 100), Stay)
+@pytest.mark.parametrize(("gangs", "done"), [([], 90), ([["r1"]], 79), ([["r1"]], 100)])
+def test_nobody_is_asked_before_it_can_matter(gangs, done):
+    assert isinstance(migration(gangs).consider(done, 100), Stay)
 
 
 def test_what_runs_is_expected_to_last_as_long_again_within_the_limit():
@@ -70,7 +70,7 @@ def test_the_plans_targets_are_carried_out(monkeypatch):
     monkeypatch.setattr(module.ray, "get", lambda answers: answers)
     it = TailMigration(
         MigrationPolicy(threshold=0.5, min_gain_s=0.0, max_slowdown=9.0), units([["r0"], ["r1"], ["r2"]], ["a", "b", "c"]),
-        workers=lambda: [worker], balancer=balancer, handles={name: name.upper() for name in "abc"}, contended=lambda: ["r0"],
+        workers=lambda: [worker], balancer=balancer, handles={name: name.upper() for name in "abc"}, gangs=lambda: [["r0"]],
         vacate=freed.append, log=NULL_LOG, longest=1000, max_requests=8, max_tokens=10**6,
     )  # fmt: skip
     it.begin(1)

@@ -176,6 +176,10 @@ class Mux(LocalMux):
         contended = self._talk.contended
         return [node for node in contended if node in self.nodes.get(phase, contended)]
 
+    def gangs(self, phase: str) -> list[list[str]]:
+        mine = self.nodes.get(phase)
+        return [gang for gang in self._talk.gangs if mine is None or set(gang).issubset(mine)]
+
     @property
     def filler_grace(self) -> float | None:
         registered = self._talk.registered

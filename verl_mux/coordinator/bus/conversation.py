@@ -58,6 +58,7 @@ class Conversation:
         self.registered: m.Registered | None = None
         self.queued: m.Queued | None = None  # stands in its place as long as the job waits for nodes
         self.contended: list[str] = []
+        self.gangs: list[list[str]] = []
         self.move = 0  # the number of the one that the job is to make
         self.held: dict[int, m.Claim] = {}
         self._seen = 0  # the highest token of all
@@ -276,7 +277,7 @@ class Conversation:
             self.lost[token] = f"token {token} is stale: the coordinator does not hold it for job {self.who['job']!r} any more"
 
     def _on_contended(self, message: m.Contended, now: float) -> None:
-        self.contended = message.nodes
+        self.contended, self.gangs = message.nodes, message.gangs
         held = {token for token, claim in self.held.items() if not set(claim.nodes).isdisjoint(message.nodes)}
         self.wanted = {token for token in self.wanted if token in self.held} | held
 

@@ -128,6 +128,10 @@ class LocalMux:
         """This job's nodes of that phase for which another job waits."""
         return []
 
+    def gangs(self, phase: str) -> list[list[str]]:
+        """Sets of this job's nodes of that phase: if all of one came back another job would begin."""
+        return []
+
     def has_waiters(self, phase: str) -> bool:
         """Whether another job waits for one of this job's nodes of that phase."""
         return bool(self.contended(phase))

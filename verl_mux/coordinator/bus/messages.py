@@ -285,9 +285,11 @@ class HeartbeatAck(Message, kw_only=True, frozen=True, tag="HEARTBEAT_ACK"):
 
 class Contended(Message, kw_only=True, frozen=True, tag="CONTENDED"):
     """The job's nodes that another job waits for, pushed at each change; told to a filler again with each heartbeat's answer,
-    for it must leave those that it holds."""
+    for it must leave those that it holds. gangs: sets of nodes that it holds under a lease of several; if all of one came
+    back another job would begin."""
 
     nodes: list[str]
+    gangs: list[list[str]] = []
 
 
 class Unknown(Message, kw_only=True, frozen=True, tag="UNKNOWN"):

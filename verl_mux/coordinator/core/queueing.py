@@ -161,3 +161,19 @@ def contended(job: Job, state: State, config: Config) -> list[str]:
         for node in request.nodes
     }
     return [node for node in job.all_nodes if node in wanted]
+
+
+def gangs(job: Job, state: State, config: Config) -> list[list[str]]:
+    """What of the job's leases would let another job begin, if it alone came back: of each request that is the first on all
+    of its nodes and waits for nobody else, the nodes that this job holds. Of leases of several nodes; others cannot be parted."""
+    mine = {node for lease in state.leases.values() if lease.job == job.name and len(lease.nodes) > 1 for node in lease.nodes}
+    others = {node for lease in state.leases.values() for node in lease.nodes} - mine
+    found, taken = [], set[str]()
+    for request in in_order(state.requests, state) if mine else ():
+        if request.is_fillers or held_back(request, state, config):
+            continue
+        needed = [node for node in job.all_nodes if node in mine and node in request.nodes]
+        if needed and request.job != job.name and taken.isdisjoint(request.nodes) and others.isdisjoint(request.nodes):
+            found.append(needed)
+        taken.update(request.nodes)
+    return sorted(found)

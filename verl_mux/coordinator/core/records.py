@@ -71,9 +71,9 @@ class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 class Job(msgspec.Struct, kw_only=True):
     """`order`: registration order. `asked`, `reported`: highest step asked for, highest step reported as finished.
-    `since`: when it came into its state. `memory`: node -> tag -> bytes on the device; `host_memory`: by node. `contended`: as
-    last pushed to its clients. `has_asked` for any lease. `registrations`: the number of each client's newest one. `closed`,
-    `spent`: see tokens/closing.py.
+    `since`: when it came into its state. `memory`: node -> tag -> bytes on the device; `host_memory`: by node. `contended`,
+    `gangs`: as last pushed to its clients. `has_asked` for any lease. `registrations`: the number of each client's newest one.
+    `closed`, `spent`: see tokens/closing.py.
     `longest`: seconds by phase; `overdue`: tokens whose phases take far longer. `last`: seconds of the last one, by phase.
     `condemned`: by whom its nodes were taken away, which ends its driver too. `filler`: work of a priority below the jobs, see
     fillers/; it has no steps and nobody waits for it."""
@@ -106,6 +106,7 @@ class Job(msgspec.Struct, kw_only=True):
     memory: dict[str, dict[str, int]] = {}
     host_memory: dict[str, HostMemory] = {}
     contended: list[str] = []
+    gangs: list[list[str]] = []
     closed: dict[int, bool] = {}
     spent: list[str] = []
     longest: dict[str, float] = {}

@@ -318,7 +318,7 @@ class Machine:
         if not (job.filler and job.contended):
             return []
         self.calls.tell(job, leases, self._running.at(now))
-        return [m.Contended(nodes=job.contended)]
+        return [m.Contended(nodes=job.contended, gangs=job.gangs)]
 
     def _report(self, now: float, job: Job, what: m.FromJob) -> list[Instruction]:
         token = getattr(what, "token", None)
@@ -445,11 +445,11 @@ class Machine:
                 observing.granted(watched, request.phase, now)
         for request, nodes in granting.grantable(self._waiting.fillers(), self.state, self._waiting.is_open, now):
             out += self._leases.give(request, nodes, now)
-        for job, nodes in self._waiting.contended():
-            if job.state is LIVE and nodes != job.contended:
-                job.contended = nodes
+        for job, nodes, gangs in self._waiting.contended():
+            if job.state is LIVE and (nodes, gangs) != (job.contended, job.gangs):
+                job.contended, job.gangs = nodes, gangs
                 self._call(now, job)
-                out += [Send(client, m.Contended(nodes=nodes)) for client in job.clients]
+                out += [Send(client, m.Contended(nodes=nodes, gangs=gangs)) for client in job.clients]
         return out
 
     def _call(self, now: float, job: Job) -> None:

@@ -172,27 +172,45 @@ class Waiting:
         waiting = self._queue.get(node, {}).values()
         return node not in self._holders and not any(granting.keeps_out(request, self.state) for request in waiting)
 
-    def contended(self) -> list[tuple[Job, list[str]]]:
+    def contended(self) -> list[tuple[Job, list[str], list[list[str]]]]:
         """Jobs for which it may have changed, in order of registration, with their nodes that another job stands in the
-        queue for."""
+        queue for, and which of them would let one begin."""
         owner = self._owner()
         for node in self._nodes:
             wanting = self._wanting(node, owner)
             if wanting != self._wanted_by.get(node, ()):
                 self._wanted_by[node] = wanting
                 self._jobs.update(self._jobs_on.get(node, ()))
+            # Whoever waits here may hang on the other nodes that it names, and their holders on this.
+            for request in self._queue.get(node, {}).values():
+                for other in request.nodes:
+                    self._jobs.update(self._job_by_token[token] for token in self._holders.get(other, ()))
+            self._jobs.update(self._job_by_token[token] for token in self._holders.get(node, ()))
         jobs = [self.state.jobs[name] for name in self._jobs if name in self.state.jobs]
         self._nodes, self._jobs = set(), set()
-        return [(job, self._contended(job)) for job in sorted(jobs, key=lambda job: job.order)]
+        return [(job, self._contended(job), self._gangs(job)) for job in sorted(jobs, key=lambda job: job.order)]
 
     def _contended(self, job: Job) -> list[str]:
         nodes = self._nodes_of[job.name]
         return [node for node in nodes if self._wanted_by.get(node, ()) not in ((), (job.name,))]
 
+    def _gangs(self, job: Job) -> list[list[str]]:
+        held = [self._held[token] for token in self._tokens_of.get(job.name, ())]
+        mine = {node: None for nodes in held if len(nodes) > 1 for node in nodes}
+        firsts = {(first.job, first.key): first for node in mine if (first := self._first(node)) is not None}
+        return sorted(
+            [node for node in job.all_nodes if node in mine and node in it.nodes]
+            for it in firsts.values()
+            if it.job != job.name
+            and all(self._first(node) is it and (node in mine or node not in self._holders) for node in it.nodes)
+        )
+
     def _head(self, node: str) -> Request | None:
         """Whom a free node goes to next."""
-        if node in self._holders:
-            return None
+        return None if node in self._holders else self._first(node)
+
+    def _first(self, node: str) -> Request | None:
+        """Whom the node goes to when it is free."""
         waiting = self._queue.get(node, {}).values()
         ordered = queueing.in_order(waiting, self.state) if self.state.placed.groups else waiting
         return next((each for each in ordered if not queueing.held_back(each, self.state, self.config)), None)

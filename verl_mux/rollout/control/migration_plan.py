@@ -89,25 +89,38 @@ class Stay:
 
 
 def plan(
-    replicas: Sequence[Replica], done: int, total: int, wanted: Collection[str], speed: EngineSpeed, policy: MigrationPolicy
-) -> Migration | Stay:
-    """The best migration at this moment. done, total: responses of this step. wanted: nodes that another job waits for."""
-    asked = [r for r in replicas if not set(wanted).isdisjoint(r.nodes)]
+    replicas: Sequence[Replica], done: int, total: int, gangs: Sequence[Collection[str]], speed: EngineSpeed,
+    policy: MigrationPolicy,
+) -> Migration | Stay:  # fmt: skip
+    """The best migration at this moment. done, total: responses of this step. gangs: sets of nodes; if all of one come back,
+    another job begins. Nothing else is worth freeing."""
+    asked = [freed for gang in gangs if (freed := [r for r in replicas if not set(gang).isdisjoint(r.nodes)])]
     if not asked:
-        return Stay("no other job waits for the nodes")
+        return Stay("no other job could begin on the nodes")
     if done < policy.threshold * total:
         return Stay(f"{done} of {total} responses are done, below the threshold of {policy.threshold:g}")
     if not any(r.requests for r in replicas):
         return Stay("nothing runs any more")
     if len(replicas) < 2:
         return Stay("the tail is on one replica already")
-    by_work = sorted(asked, key=lambda r: _work(r.requests))
-    chosen = [by_work[:count] for count in range(1, min(len(asked), len(replicas) - 1) + 1)]
+    chosen = [freed for freed in _growing(asked) if len(freed) < len(replicas)]
+    if not chosen:
+        return Stay("another job could begin on all of the nodes alone")
     options = [_gathered(freed, [r for r in replicas if r not in freed], speed) for freed in chosen]
     fitting = [option for option in options if option is not None]
     if not fitting:
         return Stay("the kept replicas cannot hold the moved requests")
     return _judge(max(fitting, key=lambda option: option.gain_s), policy)
+
+
+def _growing(asked: Sequence[Sequence[Replica]]) -> list[list[Replica]]:
+    """Those of one gang, then of two, and so on; the gangs with the least work on them first."""
+    freed: dict[str, Replica] = {}
+    out = []
+    for its in sorted(asked, key=lambda its: sum(_work(r.requests) for r in its)):
+        freed |= {r.id: r for r in its}
+        out.append(sorted(freed.values(), key=lambda r: _work(r.requests)))
+    return out
 
 
 def _judge(best: Migration, policy: MigrationPolicy) -> Migration | Stay:

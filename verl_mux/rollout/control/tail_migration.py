@@ -65,18 +65,19 @@ class TailMigration:
     """begin -> consider* of each step; `restore` when all engines are awake again.
 
     workers: the agent loop workers. balancer: handle of verl's load balancer; handles: its servers by name.
-    contended: nodes that another job waits for now. vacate: puts a unit's engines to sleep and gives its nodes back.
+    gangs: sets of nodes; if all of one came back another job would begin.
+    vacate: puts a unit's engines to sleep and gives its nodes back.
     longest: most tokens of a response. max_requests, max_tokens: what one replica holds at once.
     """
 
     def __init__(
         self, policy: MigrationPolicy, units: Sequence[Unit], *, workers: Callable[[], list], balancer: Any,
-        handles: dict[str, Any], contended: Callable[[], list[str]], vacate: Callable[[Unit], None], log: Any,
+        handles: dict[str, Any], gangs: Callable[[], list[list[str]]], vacate: Callable[[Unit], None], log: Any,
         longest: int, max_requests: int, max_tokens: int,
     ) -> None:  # fmt: skip
         self._policy, self._units = policy, list(units)
         self._workers, self._balancer, self._handles = workers, balancer, handles
-        self._contended, self._vacate, self._log = contended, vacate, log
+        self._gangs, self._vacate, self._log = gangs, vacate, log
         self._longest, self._max_requests, self._max_tokens = longest, max_requests, max_tokens
         self._freed: list[Unit] = []
         self._step = 0
@@ -95,9 +96,9 @@ class TailMigration:
 
     def consider(self, done: int, total: int) -> Migration | Stay:
         """Free what another job waits for, if that pays now. done, total: responses of this step."""
-        wanted = self._contended() if self._policy.threshold * total <= done < total else []
-        if not wanted:
-            return Stay("no other job waits for the nodes, or too few responses are done")
+        gangs = self._gangs() if self._policy.threshold * total <= done < total else []
+        if not gangs:
+            return Stay("no other job could begin on the nodes, or too few responses are done")
         reports = ray.get([worker.running_samples.remote() for worker in self._workers()])
         samples = [sample for its, _ in reports for sample in its]
         speeds = sorted(seconds for _, seconds in reports if seconds)
@@ -105,7 +106,7 @@ class TailMigration:
             return Stay("no response has ended yet")
         token_s = speeds[len(speeds) // 2]
         replicas = self._replicas(samples, token_s)
-        found = plan(replicas, done, total, wanted, _speed(token_s, replicas), self._policy)
+        found = plan(replicas, done, total, gangs, _speed(token_s, replicas), self._policy)
         if isinstance(found, Migration):
             self._carry_out(found, samples)
         return found

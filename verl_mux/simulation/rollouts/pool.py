@@ -108,7 +108,7 @@ class Pool:
             leaving = [place for place in mine if place.lent]
             if not leaving and len(mine) > 1:
                 views = [self._view(place) for place in mine]
-                found = migration_plan.plan(views, job.done, job.launched, [place.name for place in mine], self._speed, _SHRINK)
+                found = migration_plan.plan(views, job.done, job.launched, [[place.name] for place in mine], self._speed, _SHRINK)
                 leaving = [place for place in mine if place.name in found.freed] if isinstance(found, Migration) else []
             if leaving and len(leaving) < len(mine):
                 self._evacuate(leaving, [place for place in mine if place not in leaving])

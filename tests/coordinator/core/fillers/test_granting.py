@@ -96,7 +96,7 @@ def test_what_it_holds_is_called_back_when_a_job_asks_and_goes_to_the_job():
     world.register("a")
     world.fill(num_nodes=2)
     told = world.ask("a", "rollout", 1, ["r0"])
-    assert told == [m.Contended(nodes=["r0"])]
+    assert told == [m.Contended(nodes=["r0"], gangs=[["r0"]])]
     world.fill("g", num_nodes=1)
     world.release("f")
     assert (world.holders("r0"), world.holders("r1")) == (["a"], ["g"])
@@ -118,7 +118,7 @@ def test_it_is_told_again_at_each_heartbeat_for_a_push_may_go_astray():
     world.fill(num_nodes=2)
     world.ask("a", "rollout", 1, ["r0"])
     told = world.do(m.Heartbeat(**world.who("f"), beat=1, tokens=[1]))
-    assert m.Contended(nodes=["r0"]) in told
+    assert m.Contended(nodes=["r0"], gangs=[["r0"]]) in told
 
 
 def test_one_that_does_not_leave_is_ended_after_its_grace_and_the_job_gets_the_node():
