@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from verl_mux.errors import UserError
+from verl_mux.errors import Failure, UserError
 from verl_mux.memory.cpu_saver import CpuMemorySaver
 from verl_mux.platform import device_ledger as ledger
 from verl_mux.platform.charges import Charges, DeviceSettings
@@ -80,6 +80,24 @@ def test_a_saver_fails_as_torch_does_and_keeps_what_it_had():
     with pytest.raises(torch.OutOfMemoryError), saver.region("kv_cache"):
         made.append(torch.zeros(2000))
     assert kept.numel() == 1000
+
+
+def test_states_that_join_a_saver_take_room_or_do_not_join():
+    saver = CpuMemorySaver(ledger.hold, ledger.reserve)
+    params, moments = torch.zeros(1500), torch.zeros(1500)
+    saver.track("params", [params])
+    assert ledger.free() == 4000
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory on r0: 0.00 GB are needed"):
+        saver.track("optimizer", [moments])
+    assert saver.mapped_bytes() == {"params": 6000, "optimizer": 0} and ledger.free() == 4000
+    saver.pause("params")
+    saver.track("optimizer", [moments])
+    assert ledger.free() == 4000
+
+
+def test_a_full_device_is_a_failure_that_commands_tell_in_one_line():
+    with pytest.raises(Failure, match="out of memory on r0: .*held by nobody"):
+        ledger.charge({"context": 10001})
 
 
 def test_without_a_budget_nothing_is_charged_and_nothing_refused(monkeypatch):

@@ -118,9 +118,16 @@ class CpuMemorySaver:
 
         Raises:
             ValueError: a tensor made of other tensors (a DTensor, for one); its parts are what can join.
+            torch.OutOfMemoryError: the device has no room for them; none has joined.
         """
-        self._tags.setdefault(tag, _Tag())
-        self._adopt(tag, [_plain(tensor).untyped_storage() for tensor in tensors], enable_cpu_backup)
+        entry = self._tags.setdefault(tag, _Tag())
+        joined = self._adopt(tag, [_plain(tensor).untyped_storage() for tensor in tensors], enable_cpu_backup)
+        try:
+            self._take(self.mapped_bytes())
+        except torch.OutOfMemoryError:
+            for key in joined:
+                del entry.allocations[key]
+            raise
         self._account(self.mapped_bytes())
 
     def pause(self, tag: Hashable) -> Moved:
@@ -188,10 +195,14 @@ class CpuMemorySaver:
     def is_paused(self, tag: Hashable) -> bool:
         return tag in self._tags and self._tags[tag].paused
 
-    def _adopt(self, tag: Hashable, storages: list[torch.UntypedStorage], backup: bool) -> None:
+    def _adopt(self, tag: Hashable, storages: list[torch.UntypedStorage], backup: bool) -> list[int]:
+        """Returns the keys of those that are new."""
+        joined = []
         for storage in storages:
             if storage.device.type == "cpu" and self._find(storage._cdata) is None:
                 self._tags[tag].allocations[storage._cdata] = _Allocation(StorageWeakRef(storage), backup)
+                joined.append(storage._cdata)
+        return joined
 
     def _entry(self, tag: Hashable, paused: bool) -> _Tag:
         entry = self._tags.setdefault(tag, _Tag())

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import msgspec
 
+from verl_mux.errors import Failure
+
 DIRECTORY_VARIABLE = "VERL_MUX_DEVICE_LEDGER"
 # The node whose device this process uses; empty where its host is one node.
 NODE_VARIABLE = "VERL_MUX_NODE"
@@ -29,7 +31,7 @@ _IN_MEMORY = Path("/dev/shm")
 _PREFIX = "verl_mux_devices-"
 
 
-class DeviceFull(Exception):
+class DeviceFull(Failure):
     """The device has no room for what was asked; nothing has changed."""
 
 
