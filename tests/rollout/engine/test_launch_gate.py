@@ -3,7 +3,7 @@ import multiprocessing
 import pytest
 
 from verl_mux.memory.tag_report import DIRECTORY_VARIABLE
-from verl_mux.rollout.engine.launch_gate import open_gate, wait_at_gate, wait_until_engine_is_at_gate
+from verl_mux.rollout.engine.launch_gate import leave_word, open_gate, wait_at_gate, wait_until_engine_is_at_gate, word_left
 
 
 def test_without_a_directory_there_is_no_gate(monkeypatch):
@@ -38,3 +38,13 @@ def test_an_open_gate_stays_open(tmp_path, monkeypatch):
     open_gate(tmp_path)
     wait_at_gate()
     wait_until_engine_is_at_gate(tmp_path)
+
+
+def test_an_engine_that_cannot_start_leaves_its_word(tmp_path, monkeypatch):
+    monkeypatch.delenv(DIRECTORY_VARIABLE, raising=False)
+    leave_word("to nobody")
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    assert word_left(tmp_path) is None
+    leave_word("no room")
+    leave_word("another rank, later")
+    assert word_left(tmp_path) == "no room"

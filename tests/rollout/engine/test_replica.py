@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("verl")
+from ray.exceptions import ActorDiedError
+
 from verl_mux.coordinator.bus.fence import Fence, Fenced
-from verl_mux.errors import UserError
+from verl_mux.errors import Failure, UserError
 from verl_mux.memory.moved import Moved
 from verl_mux.places.place import Location, Place
 from verl_mux.rollout.engine import replica as replica_module
@@ -90,6 +93,26 @@ def test_rollout_workers_run_on_their_replicas_nodes():
 def test_no_server_is_launched_where_a_worker_runs_elsewhere():
     with pytest.raises(UserError, match=r"worker 1 of replica 3 works for node 'r1' \(host host-r1\), but runs on host-r0"):
         asyncio.run(launching(("r0", "r1"), ["host-r0", "host-r0"]).launch_servers())
+
+
+def test_an_engine_that_ends_as_it_starts_is_told_with_the_word_that_it_left(monkeypatch):
+    made = launching(("r0",), ["host-r0"])
+    made.nnodes, made.engine, made.rollout_mode = 1, SimpleNamespace(name="sglang"), None
+
+    async def died(self):
+        raise ActorDiedError
+
+    async def never(directory):
+        await asyncio.Event().wait()
+
+    async def left(directory):
+        return f"no room, in {Path(directory).name}"
+
+    monkeypatch.setattr(replica_module.RolloutReplica, "launch_servers", died)
+    made.workers[0].wait_until_engine_is_at_gate = SimpleNamespace(remote=never)
+    made.workers[0].word_left = SimpleNamespace(remote=left)
+    with pytest.raises(Failure, match="replica 3 could not start: no room, in server_3_0"):
+        asyncio.run(made.launch_servers())
 
 
 def test_a_replicas_processes_are_its_servers_and_its_workers():

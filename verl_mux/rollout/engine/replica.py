@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 from verl.checkpoint_engine.base import CheckpointEngineWorker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs
@@ -21,6 +22,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica, get_rollou
 from verl_mux.coordinator.bus.fence import Fence
 from verl_mux.coordinator.bus.members import this_process
 from verl_mux.coordinator.bus.messages import Member
+from verl_mux.errors import Failure
 from verl_mux.memory.moved import Moves
 from verl_mux.places.here import here
 from verl_mux.places.place import Location, check
@@ -76,6 +78,9 @@ class MuxCheckpointEngineWorker(CheckpointEngineWorker):
 
     async def open_gate(self, directory: str) -> None:
         launch_gate.open_gate(Path(directory))
+
+    async def word_left(self, directory: str) -> str | None:
+        return launch_gate.word_left(Path(directory))
 
 
 class InitGate:
@@ -149,7 +154,7 @@ class MuxReplica(RolloutReplica):
         await asyncio.wait({launch, gate}, return_when=asyncio.FIRST_COMPLETED)
         if launch.done():
             gate.cancel()
-            await launch
+            await self._launched(launch)
             raise RuntimeError(
                 f"{self.engine.name} mapped memory without waiting at its launch gate: is verl_mux's plugin for it loaded?"
             )
@@ -168,8 +173,18 @@ class MuxReplica(RolloutReplica):
 
     async def _map_memory_and_sleep(self, launch: asyncio.Task) -> None:
         await asyncio.gather(*[w.open_gate.remote(d) for w, d in self._gates()])
-        await launch
+        await self._launched(launch)
         await self.sleep()
+
+    async def _launched(self, launch: asyncio.Task) -> None:
+        """Raises Failure with the word that a process of the engine left, if the engine ended and one did."""
+        try:
+            await launch
+        except RayActorError as ended:
+            words = await asyncio.gather(*[worker.word_left.remote(directory) for worker, directory in self._gates()])
+            if left := [word for word in words if word is not None]:
+                raise Failure(f"replica {self.replica_rank} could not start: {left[0]}") from ended
+            raise
 
     def _gates(self) -> list[tuple[Any, str]]:
         per_node = self.gpus_per_replica_node

@@ -10,7 +10,9 @@ from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, Resum
 from sglang.srt.managers.scheduler_update_weights_mixin import SchedulerUpdateWeightsMixin
 
 from verl_mux.memory.cpu_saver import CpuMemorySaver
+from verl_mux.memory.tag_report import DIRECTORY_VARIABLE
 from verl_mux.platform import device_ledger
+from verl_mux.rollout.engine.launch_gate import open_gate, word_left
 from verl_mux.rollout.engine.sglang import memory_saver, scheduler_memory
 from verl_mux.rollout.engine.sglang.scheduler_memory import REPORT, Ask, release, resume
 
@@ -236,6 +238,18 @@ def test_free_memory_is_measured_behind_the_gate_where_the_others_sleep(engine, 
     scheduler_memory.initialize(lambda it, free: order.append((it, free)), runner, 3.0)
     assert order == [["context"], "gate", "measured", (runner, 12.5), ["context", "graphs"]]
     assert device_ledger._device() == 1
+
+
+def test_an_engine_without_room_at_its_start_leaves_word_who_holds_what(engine, monkeypatch, tmp_path):
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(device_ledger.BUDGET_VARIABLE, "1000000000")
+    monkeypatch.setenv(device_ledger.JOB_VARIABLE, "math")
+    monkeypatch.setenv(scheduler_memory.CHARGES_VARIABLE, '{"context": 900000000, "graphs": 200000000}')
+    monkeypatch.setattr(scheduler_memory, "measure", lambda runner: 0.0)
+    open_gate(tmp_path)
+    with pytest.raises(device_ledger.DeviceFull):
+        scheduler_memory.initialize(lambda runner, free: None, SimpleNamespace(gpu_id=0), 0.0)
+    assert word_left(tmp_path).startswith("out of memory on this node: 0.20 GB are needed, 0.10 of 1.00 GB are free; held by math (")
 
 
 def test_sglangs_question_for_free_memory_is_answered_by_the_budget(engine, monkeypatch):

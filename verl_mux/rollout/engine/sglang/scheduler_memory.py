@@ -20,7 +20,7 @@ from verl_mux.memory.contents import Contents
 from verl_mux.memory.metered import NoRoom
 from verl_mux.memory.sleep_states import CUDA_GRAPH, KV_CACHE, WEIGHTS
 from verl_mux.platform import device_ledger
-from verl_mux.rollout.engine.launch_gate import wait_at_gate
+from verl_mux.rollout.engine.launch_gate import leave_word, wait_at_gate
 from verl_mux.rollout.engine.sglang.memory_saver import sizes
 
 REPORT = "verl_mux"
@@ -65,7 +65,15 @@ def register(registry: Any, kinds: Any) -> None:
 
 def initialize(original: Callable, runner: Any, _measured_before: float) -> Any:
     """Waits at the gate, where nobody else's memory is awake any more, and measures what is free there: SGLang did it while
-    others may have run, and sizes its KV cache by it."""
+    others may have run, and sizes its KV cache by it. What goes wrong ends the process, so it leaves word."""
+    try:
+        return _initialize(original, runner)
+    except Exception as error:
+        leave_word(str(error) or type(error).__name__)
+        raise
+
+
+def _initialize(original: Callable, runner: Any) -> Any:
     os.environ[device_ledger.DEVICE_VARIABLE] = str(runner.gpu_id)
     charges = msgspec.json.decode(os.environ.get(CHARGES_VARIABLE) or "{}", type=dict[str, int])
     device_ledger.charge({kind: num_bytes for kind, num_bytes in charges.items() if kind not in _LATE})
