@@ -1,8 +1,9 @@
 """`python -m tests.gpu.engine_process OPTIONS`: one engine that its parent moves, a JSON line for each word.
 
-OPTIONS is JSON: `kind` "sglang" (a real engine on CUDA) or "bed" (SGLang's own sleep and wake under our hooks, over the CPU saver
-and the ledger of a device with a budget); `folder`; `share` of the free memory that its KV cache and weights take; `ranks`
-(tensor parallel); `gate`: wait at the launch gate until it is opened; `fault`: of the bed's, what to do wrong on purpose.
+OPTIONS is JSON: `kind` "sglang" (a real engine on CUDA), "cpu" (one on the CPU, on a device with a budget) or "bed" (SGLang's own
+sleep and wake under our hooks, over the CPU saver and the ledger of such a device); `folder`; `share` of the free memory that its
+KV cache and weights take; `ranks` (tensor parallel); `gate`: wait at the launch gate until it is opened; `fault`: of the bed's,
+what to do wrong on purpose.
 
 In: {"do": "move", "verb": "sleep", ...} and so on. Out: `ANSWER {"error": ..., "value": ...}`; other lines are others'. An engine
 of the bed is forked from a process that has imported everything (engines.py), and speaks over a Connection.
@@ -19,16 +20,21 @@ from typing import Any
 
 from verl_mux.memory.sleep_states import KV_CACHE, WEIGHTS
 from verl_mux.memory.tag_report import DIRECTORY_VARIABLE, mapped_bytes
+from verl_mux.platform.charges import Charges
 from verl_mux.rollout.engine import launch_gate
 from verl_mux.rollout.engine.sglang.plugin import ENGINE_MARK
 
 ANSWER = "ANSWER "
 PROMPT = [5, 9, 2, 11, 7, 3, 1, 8]
 WIDTH = 512
+PARAMETERS, REQUESTS = 20_000_000, 2
+# Of engines on the CPU. The ledger sees no activations, so they are kept few; and tensors outweigh what is charged.
+CPU_TOKENS, CPU_PREFILL = 16_384, 64
+CPU_CHARGES = Charges(context=0.02, communicators=0.0, graphs=0.02, workspace=0.02, worker_context=0.02)
 
 
 class Sglang:
-    """Two requests at once, an untrained Qwen2 of a few million parameters."""
+    """Two requests at once, an untrained Qwen2 of some million parameters."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from verl_mux.rollout.engine.sglang.memory_cycles import make_model
@@ -36,18 +42,35 @@ class Sglang:
 
         self._model, self._ranks = Path(options["folder"]) / "model", options["ranks"]
         if not self._model.exists():
-            make_model(self._model, 20_000_000, self._ranks)
+            make_model(self._model, PARAMETERS, self._ranks)
         os.environ |= {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1", "NCCL_GRAPH_REGISTER": "0"}
         os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+        on_device = self._on_cuda() if options["kind"] == "sglang" else self._on_cpu()
         import sglang
 
         self._engine = sglang.Engine(
-            model_path=str(self._model), dtype="bfloat16", device="cuda", tp_size=options["ranks"], skip_tokenizer_init=True,
-            mem_fraction_static=options["share"], max_running_requests=2, context_length=256, enable_memory_saver=True,
+            model_path=str(self._model), tp_size=options["ranks"], skip_tokenizer_init=True,
+            mem_fraction_static=options["share"], max_running_requests=REQUESTS, context_length=256, enable_memory_saver=True,
             enable_weights_cpu_backup=False, custom_weight_loader=[LOADER], log_level="error", skip_server_warmup=True,
             random_seed=0,
             disable_radix_cache=True,  # a prompt that is known goes another way, and rounds otherwise
+            **on_device,
         )  # fmt: skip
+
+    def _on_cuda(self) -> dict[str, Any]:
+        return {"device": "cuda", "dtype": "bfloat16"}
+
+    def _on_cpu(self) -> dict[str, Any]:
+        """With what it and the rollout worker beside it, whose part this process plays, would keep on a GPU."""
+        from verl_mux.platform import device_ledger
+        from verl_mux.rollout.engine.sglang import scheduler_memory
+        from verl_mux.rollout.engine.sglang.record import RECORD
+
+        device_ledger.charge(CPU_CHARGES.worker())
+        os.environ[scheduler_memory.CHARGES_VARIABLE] = json.dumps(CPU_CHARGES.engine(self._ranks, True))
+        os.environ |= {"VERL_PLATFORM": "cpu", "SGLANG_USE_CPU_ENGINE": "1"}
+        sizes = {"max_total_tokens": CPU_TOKENS, "chunked_prefill_size": CPU_PREFILL}
+        return {**RECORD.cpu_arguments, "dtype": "float32", **sizes}
 
     def tokens(self, count: int) -> list[int]:
         """Greedy."""
@@ -72,7 +95,6 @@ class Bed:
         import torch.distributed as dist
 
         from verl_mux.platform import device_ledger
-        from verl_mux.platform.charges import Charges
         from verl_mux.rollout.engine.sglang import scheduler_memory
 
         self._fault, self._share, self._ledger, self._rounds = options["fault"], options["share"], device_ledger, 0
@@ -180,7 +202,7 @@ def serve(options: dict[str, Any], environment: dict[str, str], parent: Any) -> 
     reports = Path(os.environ[DIRECTORY_VARIABLE])
     if not options["gate"]:
         launch_gate.open_gate(reports)
-    engine = (Sglang if options["kind"] == "sglang" else Bed)(options)
+    engine = (Bed if options["kind"] == "bed" else Sglang)(options)
     parent.send({"error": None, "value": mapped_bytes(reports)})
     while True:
         try:

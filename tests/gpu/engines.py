@@ -1,4 +1,4 @@
-"""Engines in processes of their own, and the two beds they run on: CUDA, or a device with a budget."""
+"""Engines in processes of their own, and the beds they run on: CUDA, or a device with a budget."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ class Engine:
         return told["value"]
 
     def _last_words(self) -> str:
-        return f"{self.name} ended: {self._log.read_text()[-2000:] if self._log.exists() else ''}"
+        word = launch_gate.word_left(self._reports)
+        return f"{self.name} ended: {word or (self._log.read_text()[-2000:] if self._log.exists() else '')}"
 
     def tokens(self, count: int = 8) -> list[int]:
         return self.ask("tokens", count=count)
@@ -137,14 +138,15 @@ class Engine:
 
 
 class Bed:
-    """`kind`: of its engines. `limit`: bytes that a process of a sleeping engine may keep (`mux.device.charges`)."""
+    """`kind`: of its engines. `budget`: bytes of the device, if it is not CUDA. `limit`: bytes that a process of a sleeping
+    engine may keep (`mux.device.charges`)."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
+    def __init__(self, kind: str, folder: Path, budget: int = BUDGET) -> None:
         self.kind, self.folder = kind, folder
-        own = {device_ledger.DIRECTORY_VARIABLE: str(folder / "devices"), device_ledger.BUDGET_VARIABLE: str(BUDGET)}
+        own = {device_ledger.DIRECTORY_VARIABLE: str(folder / "devices"), device_ledger.BUDGET_VARIABLE: str(budget)}
         own |= {device_ledger.NODE_VARIABLE: "r0"}
-        self.environment = own if kind == "bed" else {}
-        self._driver = None if kind == "bed" else Nvml()
+        self.environment = own if kind in ("bed", "cpu") else {}
+        self._driver = None if self.environment else Nvml()
         self.started: list[Engine] = []
 
     def engine(self, name: str, share: float = 0.5, **keys: Any) -> Engine:
@@ -159,7 +161,7 @@ class Bed:
         if self._driver is not None:
             return {pid: sum(by_node.values()) for pid, by_node in self._driver.held({}).by_pid.items()}
         known = [account for _, account in device_ledger.accounts(members.SPACE)]
-        return {account.pid: account.total for account in known if _lives(account)}
+        return {account.pid: account.total for account in known if lives(account)}
 
     def held(self, engine: Engine) -> dict[int, int]:
         """Of each process of this engine; those that hold nothing are left out."""
@@ -171,13 +173,13 @@ class Bed:
             engine.end()
 
 
-def _lives(account: device_ledger.Account) -> bool:
+def lives(account: device_ledger.Account) -> bool:
     return members.is_alive(members.Member(members.HOST, account.pid, account.started, members.BOOT, members.SPACE))
 
 
-def opened(kind: str, folder: Path) -> Iterator[Bed]:
-    """For fixtures. On the bed this process looks at the same accounts as its engines keep."""
-    bed = Bed(kind, folder)
+def opened(kind: str, folder: Path, budget: int = BUDGET) -> Iterator[Bed]:
+    """For fixtures. Where there is a budget this process looks at the same accounts as its engines keep."""
+    bed = Bed(kind, folder, budget)
     name = device_ledger.DIRECTORY_VARIABLE
     before = os.environ.get(name)
     try:

@@ -1,0 +1,148 @@
+"""Engines at the limit: real ones on the CPU take turns on a device that has room for one awake beside the others asleep.
+
+`python -m tests.gpu.turns [ENGINES [TURNS]]` (three and twenty; some minutes): on as many bytes as the certificate says, then on
+a tenth less; JSON on stdout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tests.gpu.engine_process import CPU_CHARGES, CPU_PREFILL, CPU_TOKENS, PARAMETERS, REQUESTS
+from tests.gpu.engines import Bed, Engine, EngineEnded, opened
+from tests.memory.certificate.models import verl
+from verl_mux.memory.certificate.certify import Capacity, Certificate, certify
+from verl_mux.memory.certificate.job import Job, read_job
+from verl_mux.memory.sleep_states import KV_CACHE, WEIGHTS
+from verl_mux.rollout.engine.sglang.memory_cycles import make_model
+
+SHARE = 0.95
+PLENTY = 10**12
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What a certificate says of the rollout node. total: of one awake beside the others asleep."""
+
+    total: int
+    tags: dict[str, int]
+    activations: int
+
+
+class Outcome(msgspec.Struct):
+    """failures: of turns, in words. ended: what engines said that could not start. peak: bytes on the device, of all looks."""
+
+    turns: int = 0
+    failures: list[str] = msgspec.field(default_factory=list)
+    ended: list[str] = msgspec.field(default_factory=list)
+    peak: int = 0
+    tags: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+def certificate(model: Path, names: Sequence[str], budget: int) -> Certificate:
+    """Of jobs with such engines and this model, which share r0; their trainers have room."""
+    config = json.loads((model / "config.json").read_text())
+    capacities = {("r0", "rollout"): Capacity(gpu=budget), ("t0", "train"): Capacity(gpu=PLENTY)}
+    return certify([_job(name, config) for name in names], capacities)
+
+
+def _job(name: str, model: dict[str, Any]) -> Job:
+    sglang = {"max_total_tokens": CPU_TOKENS, "chunked_prefill_size": CPU_PREFILL}
+    rollout = {
+        "dtype": "float32", "n_gpus_per_node": 1, "gpu_memory_utilization": SHARE, "max_num_seqs": REQUESTS,
+        "engine_kwargs": {"sglang": sglang},
+    }  # fmt: skip
+    config = verl(name, rollout)
+    config["mux"]["device"] = {"charges": msgspec.to_builtins(CPU_CHARGES)}
+    return read_job(config, model)
+
+
+def limits(model: Path, names: Sequence[str]) -> Limits:
+    found = certificate(model, names, PLENTY).gpus["r0"].phases["rollout"]
+    return Limits(found.total, {tag: found.bytes[tag] for tag in (WEIGHTS, KV_CACHE)}, found.bytes["activations"])
+
+
+class Turns:
+    """Engines that start one after the other behind their gates, and then take turns: awake, synced, asked, asleep."""
+
+    def __init__(self, bed: Bed, names: Sequence[str]) -> None:
+        self._bed, self.told = bed, Outcome()
+        self._expected: dict[str, list[int]] = {}
+        self.engines = [engine for engine in self._launched(names) if self._starts(engine)]
+
+    def _launched(self, names: Sequence[str]) -> list[Engine]:
+        engines = [self._bed.engine(name, SHARE, gate=True) for name in names]
+        for engine in engines:
+            engine.wait_at_gate()
+        return engines
+
+    def join(self, name: str) -> None:
+        """One more, while the others sleep."""
+        self.engines += [engine for engine in self._launched([name]) if self._starts(engine)]
+
+    def _starts(self, engine: Engine) -> bool:
+        try:
+            engine.open()
+            self._expected[engine.name] = engine.tokens()
+            self._look()
+            engine.sleep()
+        except EngineEnded as ended:
+            self.told.ended.append(str(ended))
+            return False
+        self.told.tags = engine.tags
+        return True
+
+    def take(self, turns: int) -> None:
+        for turn in range(turns):
+            engine = self.engines[turn % len(self.engines)]
+            try:
+                engine.back()
+                self._look()
+                if engine.tokens() != self._expected[engine.name]:
+                    self.told.failures.append(f"{engine.name} gives other tokens in turn {turn}")
+                engine.sleep()
+            except RuntimeError as error:
+                self.told.failures.append(f"{engine.name} in turn {turn}: {error}")
+            self.told.turns += 1
+
+    def _look(self) -> None:
+        """One engine moves at a time, and what it holds only grows until it is awake: the peak is a moment like this one."""
+        self.told.peak = max(self.told.peak, sum(self._bed.by_pid().values()))
+
+
+@contextlib.contextmanager
+def turns_on(folder: Path, names: Sequence[str], budget: int) -> Iterator[Turns]:
+    for bed in opened("cpu", folder, budget):
+        yield Turns(bed, names)
+
+
+def main() -> None:
+    engines, turns = (int(sys.argv[at]) if len(sys.argv) > at else default for at, default in ((1, 3), (2, 20)))
+    names = [f"engine{at}" for at in range(engines)]
+    folder = Path(tempfile.mkdtemp(prefix="verl_mux_turns_", dir="/dev/shm"))
+    try:
+        told = {}
+        make_model(folder / "model", PARAMETERS)
+        certified = limits(folder / "model", names)
+        for at, budget in {"certificate": certified.total, "a tenth less": int(0.9 * certified.total)}.items():
+            home = folder / at.replace(" ", "_")
+            shutil.copytree(folder / "model", home / "model")
+            with turns_on(home, names, budget) as run:
+                run.take(turns)
+            found = certificate(home / "model", names, budget)
+            told[at] = {"budget": budget, "fits": found.fits, "why_not": found.why_not, **msgspec.to_builtins(run.told)}
+        print(json.dumps({"certified": msgspec.to_builtins(certified), **told}))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
