@@ -30,6 +30,8 @@ WIDTH = 512
 PARAMETERS, REQUESTS = 20_000_000, 2
 # Of engines on the CPU. The ledger sees no activations, so they are kept few; and tensors outweigh what is charged.
 CPU_TOKENS, CPU_PREFILL = 16_384, 64
+# A wake there waits so long for what a process that ended still holds.
+CPU_WAIT_S = 10.0
 CPU_CHARGES = Charges(context=0.02, communicators=0.0, graphs=0.02, workspace=0.02, worker_context=0.02)
 
 
@@ -41,6 +43,7 @@ class Sglang:
         from verl_mux.rollout.engine.sglang.region_loader import LOADER
 
         self._model, self._ranks = Path(options["folder"]) / "model", options["ranks"]
+        self._wait_s = CPU_WAIT_S if options["kind"] == "cpu" else 0.0
         if not self._model.exists():
             make_model(self._model, PARAMETERS, self._ranks)
         os.environ |= {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1", "NCCL_GRAPH_REGISTER": "0"}
@@ -80,7 +83,7 @@ class Sglang:
     def move(self, verb: str, tags: list[str], level: int) -> None:
         from verl_mux.rollout.engine.sglang.memory_requests import ask
 
-        self._engine.loop.run_until_complete(ask(self._engine.tokenizer_manager, verb, tags, level, 0.0))
+        self._engine.loop.run_until_complete(ask(self._engine.tokenizer_manager, verb, tags, level, self._wait_s))
 
     def sync(self) -> None:
         from verl_mux.rollout.engine.sglang import memory_cycles
