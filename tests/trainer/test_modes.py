@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("verl")
+from ray.exceptions import RayTaskError
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from tests.trainer.fencing import Fencing
@@ -22,6 +23,7 @@ from verl_mux.coordinator.server import Coordinator
 from verl_mux.errors import Failure, UserError
 from verl_mux.memory.moved import Moved
 from verl_mux.places.place import Location, Place
+from verl_mux.platform.device_ledger import DeviceFull
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.trainer import modes
@@ -192,6 +194,30 @@ def test_a_rollout_that_lost_an_actor_ends_its_job_instead_of_going_on_for_ever(
         trainer.fit("agent loops")
     # Whoever asks the coordinator why the job ended reads who died.
     assert trainer.phases.mux.failed == str(lost)
+
+
+FULL = DeviceFull("out of memory on r0: held by code")
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (Failure("replica 0 could not start: no room"), "replica 0 could not start: no room"),
+        (RayTaskError("mux_sleep", "Traceback ...", FULL).as_instanceof_cause(), "out of memory on r0: held by code"),
+        (ValueError("what a library says"), "its driver ended with ValueError"),
+    ],
+    ids=["of its own", "of an actor", "another"],
+)
+def test_the_coordinator_is_told_of_a_failure_in_its_words(trainer, monkeypatch, raised, told):
+    def fail(self):
+        self.phases.begin("init", 0)
+        raise raised
+
+    trainer.phases = Phases(Fencing(), NULL_LOG)
+    monkeypatch.setattr(PPOTrainer, "init", fail)
+    with pytest.raises(type(raised)):
+        trainer.init()
+    assert trainer.phases.mux.failed == told
 
 
 PASSES = {

@@ -22,6 +22,7 @@ from typing import Any
 
 import ray
 from omegaconf import DictConfig
+from ray.exceptions import RayTaskError
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.single_controller.ray.base import ResourcePoolManager
@@ -45,7 +46,7 @@ from verl_mux.profiling.plain.step_metrics import metrics_of_step
 from verl_mux.rollout.control.tail_migration import Unit
 from verl_mux.sync.manager import MuxCheckpointManager
 from verl_mux.trainer import stock_profile  # noqa: F401  (registers at import)
-from verl_mux.trainer.actor_watch import ActorWatch, DeadActor, actors_of_rollout, end_process
+from verl_mux.trainer.actor_watch import ActorWatch, actors_of_rollout, end_process
 from verl_mux.trainer.host_watch import HostWatch, hosts_of
 from verl_mux.trainer.leaving import LeavesToMove, Leaving
 from verl_mux.trainer.phases import Phases
@@ -465,7 +466,7 @@ class PPOTrainerMux(PPOTrainer):
         except BaseException as error:
             self.hosts.close()
             try:
-                self.phases.fail(str(error) if isinstance(error, DeadActor) else f"its driver ended with {type(error).__name__}")
+                self.phases.fail(_reason(error))
             finally:
                 self.phases.log.close()
             raise
@@ -479,6 +480,12 @@ class PPOTrainerMux(PPOTrainer):
             say_goodbye()
             self.phases.log.close()
             shutil.rmtree(self.settings.directory, ignore_errors=True)
+
+
+def _reason(error: BaseException) -> str:
+    """Why a job ended, for whoever asks the coordinator: a failure's own words, an actor's among them."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return str(cause) if isinstance(cause, Failure) else f"its driver ended with {type(error).__name__}"
 
 
 @register_trainer("mux_separate")

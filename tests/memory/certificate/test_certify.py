@@ -96,6 +96,12 @@ def test_too_large_a_utilization_does_not_fit_and_the_largest_one_does():
     assert not certificate(*(seven_billion(name, gpu_memory_utilization=round(best + 0.01, 2)) for name in "abc")).fits
 
 
+def test_what_does_not_fit_by_little_is_told_in_figures_that_differ():
+    needed = certificate(seven_billion()).gpus["t0"].phases["train"].total
+    (why,) = certificate(seven_billion(), train=needed - 20_000_000).why_not
+    assert why == f"t0: train of a needs {needed / 1e9:.2f} GB on a GPU of {needed / 1e9 - 0.02:.2f} GB"
+
+
 def test_a_cache_without_room_for_one_response_does_not_fit():
     found = certificate(seven_billion(gpu_memory_utilization=0.083))
     assert not found.fits and "one longest response needs" in found.why_not[0]

@@ -191,7 +191,7 @@ def _largest(job: Job, jobs: Sequence[Job], capacities: Mapping[tuple[str, str],
 
 def _gpus_too_small(gpus: Mapping[str, GpuBytes]) -> list[str]:
     return [
-        f"{node}: {phase} of {found.job} needs {found.total / GB:.1f} GB on a GPU of {gpu.capacity / GB:.1f} GB"
+        f"{node}: {phase} of {found.job} needs {found.total / GB:.2f} GB on a GPU of {gpu.capacity / GB:.2f} GB"
         for node, gpu in gpus.items()
         for phase, found in gpu.phases.items()
         if found.total > gpu.capacity
