@@ -129,6 +129,9 @@ def test_output_exit_code_and_environment_are_the_jobs_own(start, tmp_path):
     assert job.log_path.read_text() == f"blue {tmp_path / 'math'}\n"
 
 
+OURS = "verl_mux.errors.Failure: replica 0 could not start: no room; held by code"
+
+
 @pytest.mark.parametrize(
     ("log", "line"),
     [
@@ -138,6 +141,7 @@ def test_output_exit_code_and_environment_are_the_jobs_own(start, tmp_path):
         ("(TaskRunner pid=7)  Error in a frame\n  SomeError: indented\nbye\n", "(TaskRunner pid=7)  Error in a frame"),
         ("ValueError: early\nverl-mux: unknown key mux.x\nbye\n", "verl-mux: unknown key mux.x"),
         ("verl-mux: first\nray.exceptions.RayTaskError: later\n", "ray.exceptions.RayTaskError: later"),
+        (f"ray.exceptions.ActorDiedError: died\n\n{OURS}\n\nSet the environment variable HYDRA_FULL_ERROR=1\n", OURS),
     ],
 )
 def test_the_line_that_says_most_about_the_end(tmp_path, log, line):
@@ -146,6 +150,12 @@ def test_the_line_that_says_most_about_the_end(tmp_path, log, line):
     if log:
         job.log_path.write_text(log)
     assert job.last_error() == line
+
+
+def test_a_failure_of_ours_in_an_actor_is_told_in_its_words_alone(start):
+    job = start(f"import sys; print({OURS!r}); sys.exit(1)")
+    job._process.wait()
+    assert job.how_it_ended() == "ended with exit code 1: replica 0 could not start: no room; held by code"
 
 
 @pytest.mark.parametrize("directory", ["plain", "with space", "a,b=c", "it's [here]", "1e5"])

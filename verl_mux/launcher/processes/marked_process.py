@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import subprocess
 import time
@@ -27,6 +28,8 @@ _NOTE, _EXIT_CODE = "process.json", "exit_code"
 _SWEEP_S = 10.0
 # Of a log, which grows for weeks: what is looked through for why its process ended.
 _LAST_BYTES = 1 << 20
+# Begins what our commands say of a failure, and the last line of a traceback of one in an actor.
+_OURS = re.compile(r"^(verl-mux|verl_mux\.[\w.]+): ")
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -138,7 +141,7 @@ class MarkedProcess:
         """The line of this start's log that says most about why it ended."""
         lines = self._log_lines()
         for line in reversed(lines[-400:]):
-            if line.startswith("verl-mux:") or ("Error" in line and not line.startswith(" ")):
+            if _OURS.match(line) or ("Error" in line and not line.startswith(" ")):
                 return line.strip()
         return lines[-1].strip() if lines else "it wrote nothing"
 
@@ -147,7 +150,7 @@ class MarkedProcess:
         code = self.returncode
         if code is not None and code < 0:
             return f"ended with {signal.Signals(-code).name}"
-        return f"ended with exit code {code}: {self.last_error().removeprefix('verl-mux: ')}"
+        return f"ended with exit code {code}: {_OURS.sub('', self.last_error())}"
 
     def _log_lines(self) -> list[str]:
         if not self.log_path.exists():
