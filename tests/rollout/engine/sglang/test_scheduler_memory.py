@@ -253,6 +253,18 @@ def test_an_engine_without_room_at_its_start_leaves_word_who_holds_what(engine, 
     assert said.startswith("out of memory on this node: 0.20 GB are needed, 0.10 of 1.00 GB are free; held by math (pid")
 
 
+def test_what_else_ends_an_engine_at_its_start_is_told_with_its_kind(engine, monkeypatch, tmp_path):
+    def load(runner, free):
+        raise KeyError("lm_head")
+
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(scheduler_memory, "measure", lambda runner: 0.0)
+    open_gate(tmp_path)
+    with pytest.raises(KeyError):
+        scheduler_memory.initialize(load, SimpleNamespace(gpu_id=0), 0.0)
+    assert word_left(tmp_path) == "KeyError: 'lm_head'"
+
+
 def test_sglangs_question_for_free_memory_is_answered_by_the_budget(engine, monkeypatch):
     asked = []
 

@@ -69,7 +69,8 @@ def initialize(original: Callable, runner: Any, _measured_before: float) -> Any:
     try:
         return _initialize(original, runner)
     except Exception as error:
-        leave_word(str(error) or type(error).__name__)
+        full = isinstance(error, (device_ledger.DeviceFull, torch.OutOfMemoryError))
+        leave_word(str(error) if full else f"{type(error).__name__}: {error}")
         raise
 
 
