@@ -50,6 +50,14 @@ def test_what_all_living_processes_of_the_device_hold_is_not_free():
         process.communicate("\n")
 
 
+def test_one_that_ended_holds_nothing_though_nobody_has_asked_how():
+    ended = neighbour("ledger.hold({'weights': 300})")
+    ended.stdin.close()
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    assert ledger.free() == 10000 and ledger.holders() == "nobody"
+    ended.wait()
+
+
 def test_past_the_budget_nothing_is_taken_and_the_refusal_names_who_holds_what():
     other = neighbour("ledger.hold({'weights': 9000})", VERL_MUX_DEVICE_JOB="code")
     with pytest.raises(ledger.DeviceFull, match=rf"out of memory on r0: .*held by code \(pid {other.pid}\)"):

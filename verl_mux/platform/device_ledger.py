@@ -130,8 +130,10 @@ def _on_this_device() -> list[Account]:
 
 
 def _lives(account: Account) -> bool:
+    """A zombie does not, unless threads of it still run."""
     try:
-        return _started(account.pid) == account.started
+        stat = _stat(account.pid)
+        return int(stat[19]) == account.started and (stat[0] != "Z" or int(stat[17]) > 1)
     except (OSError, IndexError, ValueError):
         return False
 
@@ -189,4 +191,9 @@ def _word(tag: Hashable) -> str:
 
 
 def _started(pid: int | str = "self") -> int:
-    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+    return int(_stat(pid)[19])
+
+
+def _stat(pid: int | str) -> list[str]:
+    """From the state on; the name before it may hold anything."""
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
