@@ -7,6 +7,7 @@ itself: it heard nothing for most of a lease, and its memory slept.
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 
 import pytest
 
@@ -51,3 +52,15 @@ def test_alone_and_multiplexed_give_the_same_numbers_step_by_step(run, resumed, 
     assert alone == {step: multiplexed[step] for step in alone}
     ends = {e["step"]: tiny.ended(e) for e in events if e["event"] == "step"}
     assert run.coordinator_killed < ends[max(alone)], "what is compared came before the coordinator was killed"
+
+
+def test_a_rollout_that_was_suspended_resumes_with_its_weights_and_without_a_sync(run):
+    step = fenced(run.directory, "stays")["rollout"]
+    syncs = Counter(e["step"] for e in tiny.events(run.directory, "stays") if e["event"] == "sync")
+    of_weights = [e for e in tiny.events(run.directory, "stays", "server") if e["extra"].get("tag") == "weights"]
+    moves = Counter(e["event"] for e in of_weights if e["step"] == step)
+    fences = sum(
+        e["event"] == "lease_fenced" and e["step"] == step and e["extra"]["phase"] == "rollout"
+        for e in tiny.events(run.directory, "stays")
+    )
+    assert syncs[step] == 1 and moves == {"wake": 1 + fences, "sleep": 1 + fences}

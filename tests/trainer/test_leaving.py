@@ -54,7 +54,7 @@ def made(monkeypatch, tmp_path):
         trainer.hosts = HostWatch({}, 0.0, print)
         trainer.rollout = SimpleNamespace(start=lambda: None, save=lambda: None)
         trainer.global_steps, trainer.total_training_steps = 1, STEPS
-        trainer._sleep_trainer = lambda: happened.append("asleep")
+        trainer.sleep_trainer = lambda: happened.append("asleep")
         trainer._shutdown_dump_executor = lambda: happened.append("dumps are written")
         saved = lambda self: happened.append(("saved", self.global_steps, self.phases.lease is not None))  # noqa: E731
         monkeypatch.setattr(PPOTrainer, "_save_checkpoint", saved)

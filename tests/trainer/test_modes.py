@@ -20,7 +20,7 @@ from verl_mux.coordinator.bus.local import Lease, LeaseLost
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
-from verl_mux.errors import Failure, UserError
+from verl_mux.errors import UserError
 from verl_mux.memory.moved import Moved
 from verl_mux.places.place import Location, Place
 from verl_mux.platform.device_ledger import DeviceFull
@@ -32,6 +32,7 @@ from verl_mux.trainer.host_watch import HostWatch
 from verl_mux.trainer.leaving import Leaving
 from verl_mux.trainer.modes import PPOTrainerMuxSeparate
 from verl_mux.trainer.phases import Phases
+from verl_mux.trainer.suspend import EngineWeights
 from verl_mux.worker_settings import WorkerSettings, node_of
 
 NODES = {"rollout": ["r0", "r1"], "train": ["t0", "t1"]}
@@ -48,7 +49,7 @@ def trainer():
     """A trainer of two rollout and two training nodes that went through no set-up."""
     made = object.__new__(PPOTrainerMuxSeparate)
     made.settings = WorkerSettings(rollout_nodes=tuple(NODES["rollout"]), train_nodes=tuple(NODES["train"]))
-    made.global_steps = 1
+    made.global_steps, made.weights = 1, EngineWeights()
     made.leaving = Leaving(connect(None, "a", NODES), None)
     made.hosts = HostWatch({}, 0.0, print)
     return made
@@ -74,9 +75,9 @@ def memory(trainer):
 
 
 def test_each_training_node_shows_what_its_own_ranks_hold(trainer, memory):
-    trainer._train_groups = lambda: [group(10, 20, 30, 40), group(1, 2, 3, 4)]
+    trainer.train_groups = lambda: [group(10, 20, 30, 40), group(1, 2, 3, 4)]
     trainer.phases.lease = Lease(1, NODES["train"], "train", 1, 0.0, 0.0)
-    trainer._wake_trainer()
+    trainer.wake_trainer()
     assert memory() == {"r0": {}, "r1": {}, "t0": {"params": 33}, "t1": {"params": 77}}
     # All ranks move at the same time, one group after the other.
     assert trainer.phases.take_seconds() == {"wake": 1.0}
@@ -85,7 +86,7 @@ def test_each_training_node_shows_what_its_own_ranks_hold(trainer, memory):
 def test_a_process_tells_what_it_holds_of_its_hosts_memory_once_whatever_groups_it_is_in(trainer, memory):
     ranks = [Member("h", rank, 1, "b") for rank in range(4)]
     actor, critic = [[(process, {"private": size}) for process in ranks] for size in (10, 10)]
-    trainer._train_groups = lambda: [SimpleNamespace(mux_host_memory=lambda told=told: told) for told in (actor, critic)]
+    trainer.train_groups = lambda: [SimpleNamespace(mux_host_memory=lambda told=told: told) for told in (actor, critic)]
     engine = ("r1", Member("h", 9, 1, "b"), {"private": 5, "shared": 7})
     trainer.rollout_server_manager = SimpleNamespace(host_memory=lambda: [engine])
     trainer._tell_host_memory()
@@ -106,50 +107,16 @@ def test_each_rollout_node_shows_what_its_own_engines_hold(trainer, memory):
 
 
 @pytest.fixture
-def engines(trainer):
-    """What is asked of the engines of a trainer without a coordinator, in order."""
+def asked(trainer):
+    """What is asked of the device of a trainer without a coordinator, in order."""
     asked = []
-
-    def note(*what):
-        asked.append(what)
-        return []
-
     trainer.phases = Phases(connect(None, "a", NODES), NULL_LOG)
-    trainer._weights = 4
-    trainer.rollout_server_manager = SimpleNamespace(
-        move=lambda *what: note("move", *what), pause=lambda: note("pause"), reopen=lambda token: note("reopen", token)
-    )
-    trainer.rollout_sync = SimpleNamespace(update_weights=lambda version, token: dict(note("sync", version, token)))
+    trainer.rollout_server_manager = SimpleNamespace()
     return asked
 
 
-def test_a_rollout_that_may_not_go_on_sleeps_and_comes_back_with_the_same_weights(trainer, engines):
-    lease = trainer.phases.begin("rollout", 5)
-    go_on = trainer._pause(lease)
-    assert engines == [("pause",)]
-    go_on()
-    token = lease.token
-    wake = [("move", "wake", [tag], None, token, 2) for tag in ("weights", "kv_cache")]
-    assert engines[1:] == [("reopen", token), wake[0], ("sync", 4, token), wake[1]]
-
-
-def test_a_rollout_that_gave_nodes_back_does_not_come_back(trainer, engines):
-    go_on = trainer._pause(trainer.phases.mux.shrink(trainer.phases.begin("rollout", 5), ["r1"]))
-    with pytest.raises(Failure, match="given back already"):
-        go_on()
-
-
-def test_training_that_may_not_go_on_sleeps_and_wakes_under_the_same_token(trainer, engines):
-    moves = [{"params": Moved(1, 1, 0.1)}] * 2
-    told = lambda name: lambda *token: engines.append((name, *token)) or moves  # noqa: E731
-    trainer._train_groups = lambda: [SimpleNamespace(**{f"mux_{name}": told(name) for name in ("sleep", "reopen", "wake")})]
-    lease = trainer.phases.begin("train", 5)
-    trainer._pause(lease)()
-    assert engines == [("sleep",), ("reopen", lease.token), ("wake", lease.token)]
-
-
 @pytest.mark.parametrize("phase", ["rollout", "train"])
-def test_a_lease_fenced_while_its_memory_goes_to_sleep_goes_back_asleep(trainer, engines, phase):
+def test_a_lease_fenced_while_its_memory_goes_to_sleep_goes_back_asleep(trainer, asked, phase):
     mux = Fencing()
     trainer.phases, trainer.timing_raw, trainer._rollout_began = Phases(mux, NULL_LOG), {}, 0.0
     lease = trainer.phases.begin(phase, 1)
@@ -158,7 +125,7 @@ def test_a_lease_fenced_while_its_memory_goes_to_sleep_goes_back_asleep(trainer,
 
         def pause(_lease):
             mux.usable.set()  # the coordinator answers again
-            return lambda: engines.append("awake again")
+            return lambda: asked.append("awake again")
 
         def sleep(*_):
             mux.usable.clear()
@@ -167,11 +134,11 @@ def test_a_lease_fenced_while_its_memory_goes_to_sleep_goes_back_asleep(trainer,
 
         trainer.phases.guard(pause)
         trainer.rollout_server_manager.move = sleep
-        trainer._train_groups = lambda: [SimpleNamespace(mux_sleep=sleep)]
-        mux.release = lambda given_back: engines.append(given_back)
+        trainer.train_groups = lambda: [SimpleNamespace(mux_sleep=sleep)]
+        mux.release = lambda given_back: asked.append(given_back)
         trainer._end_rollout() if phase == "rollout" else trainer.on_step_end()
         fences[0].result(60)
-    assert engines == [lease]
+    assert asked == [lease]
 
 
 @pytest.mark.parametrize("waits_by", ["refilling", "waiting"])
@@ -268,7 +235,7 @@ def test_the_init_lease_is_taken_before_any_group_touches_its_device_and_once(tr
     trainer.actor_rollout_wg = actor = group()
     # On its own side's nodes alone, and the coordinator knows by then whose processes will hold their memory.
     assert begun == [["process 0", "process 1"], ("init", ("t0", "t1"), False)]
-    assert trainer._train_groups() == [actor, critic]
+    assert trainer.train_groups() == [actor, critic]
 
 
 def started(*hosts):
@@ -288,4 +255,4 @@ def test_ranks_on_other_hosts_than_their_nodes_get_no_lease(trainer):
 def test_a_job_without_critic_has_no_group_for_it(trainer):
     trainer.phases = SimpleNamespace(lease="init", mux=None)
     trainer.actor_rollout_wg = actor = group()
-    assert trainer._train_groups() == [actor]
+    assert trainer.train_groups() == [actor]

@@ -165,13 +165,22 @@ class Twin:
         self.random = torch.get_rng_state()
 
     def step(self):
-        torch.set_rng_state(self.random)
-        loss = self.module(torch.ones(4, WIDTH)).square().sum()
+        loss = self.forward()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.random = torch.get_rng_state()
         return loss.item()
+
+    def look(self):
+        """As a reference, which is never trained."""
+        with torch.no_grad():
+            return self.forward().item()
+
+    def forward(self):
+        torch.set_rng_state(self.random)
+        loss = self.module(torch.ones(4, WIDTH)).square().sum()
+        self.random = torch.get_rng_state()
+        return loss
 
     def whole(self):
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
@@ -181,19 +190,23 @@ class Twin:
 def test_a_job_that_was_suspended_is_what_it_was_and_its_next_step_is_that_of_one_that_was_not(one_rank_mesh, monkeypatch):
     monkeypatch.setattr(workers, "cpu_memory_saver", CpuMemorySaver())
     monkeypatch.setattr(workers, "get_device_name", lambda: "cpu")
-    stays, leaves = Twin(one_rank_mesh), Twin(one_rank_mesh)
-    states = {role: DeviceStates(role, twin) for role, twin in (("actor", leaves), ("critic", Twin(one_rank_mesh)))}
+    roles = ("actor", "ref", "critic")
+    stays, leaves = ({role: Twin(one_rank_mesh) for role in roles} for _ in range(2))
+    states = {role: DeviceStates(role, twin) for role, twin in leaves.items()}
     for _ in range(3):
-        assert stays.step() == leaves.step()
-        before = leaves.whole()
+        for role in ("actor", "critic"):
+            assert stays[role].step() == leaves[role].step()
+        assert stays["ref"].look() == leaves["ref"].look()
+        before = {role: twin.whole() for role, twin in leaves.items()}
         for asleep in states.values():
             asleep.sleep()
         assert sum(workers.cpu_memory_saver.mapped_bytes().values()) == 0
         for awake in states.values():
             awake.wake()
-        for one, other, third in zip(before, leaves.whole(), stays.whole(), strict=True):
-            assert one.equal(other) and one.equal(third)
-        assert stays.random.equal(leaves.random)
+        for role in roles:
+            for one, other, third in zip(before[role], leaves[role].whole(), stays[role].whole(), strict=True):
+                assert one.equal(other) and one.equal(third)
+            assert stays[role].random.equal(leaves[role].random)
 
 
 def test_what_is_exported_on_the_device_is_in_the_type_of_the_engines():

@@ -36,9 +36,7 @@ from verl_mux.config import completion
 from verl_mux.config.preflight import connect_job
 from verl_mux.config.schema import check
 from verl_mux.config.told import told
-from verl_mux.coordinator.bus.local import Lease
 from verl_mux.coordinator.bus.messages import Member
-from verl_mux.errors import Failure
 from verl_mux.memory.moved import Moves, total
 from verl_mux.places.ray_nodes import ray_nodes
 from verl_mux.profiling.eventlog import events
@@ -52,6 +50,7 @@ from verl_mux.trainer.leaving import LeavesToMove, Leaving
 from verl_mux.trainer.phases import Phases
 from verl_mux.trainer.replay_buffer import MuxReplayBuffer
 from verl_mux.trainer.rollout_side import RolloutSide
+from verl_mux.trainer.suspend import EngineWeights, Suspension, sleep_level
 from verl_mux.trainer.tracked_tables import log_tables
 from verl_mux.trainer.worker_groups import (
     AfterInitLease,
@@ -76,8 +75,7 @@ class PPOTrainerMux(PPOTrainer):
 
     _enable_hybrid_replicas = False
     _colocated = False
-    _vacated = False  # some engines went to sleep before the others
-    _on_host: int | None = None  # version of the weights that all sleeping engines keep there
+    trainer_is_awake = False  # its states are on the device
     resource_pool_manager: ResourcePoolManager
 
     def __init__(self, config: DictConfig) -> None:
@@ -104,8 +102,8 @@ class PPOTrainerMux(PPOTrainer):
         self.hosts = self._watch_hosts({*nodes.rollout, *nodes.train})
         self.phases.log.log(events.JOB_KEYS, extra={"keys": told(config)}, step=0)
         self._rollout_began = 0.0
-        self._weights = 0  # version of those in the engines
-        self.phases.guard(self._pause)
+        self.weights = EngineWeights()
+        self.phases.guard(Suspension(self).suspend)
 
     def _watch_hosts(self, nodes: Iterable[str]) -> HostWatch:
         """One that is cut off for longer than a lease ends the job, as losing the driver's would."""
@@ -176,7 +174,7 @@ class PPOTrainerMux(PPOTrainer):
 
         self.phases.mux.note("starting workers")
         super()._setup()
-        self._sleep_trainer()
+        self.sleep_trainer()
         self.phases.end()
         self.phases.mux.note("starting engines")
         pool = self.resource_pool_manager.get_resource_pool(Role.Actor) if self._colocated else None
@@ -255,7 +253,7 @@ class PPOTrainerMux(PPOTrainer):
         self.phases.log.log(events.SAMPLE_READY, time.perf_counter() - ready, step=self.global_steps)
         self.phases.begin("train", self.global_steps)
         with self.phases.using():
-            self._wake_trainer()
+            self.wake_trainer()
 
     def _balance_batch(self, batch: KVBatchMeta, metrics, **kwargs) -> KVBatchMeta:
         self._check_on_policy(batch)
@@ -306,7 +304,7 @@ class PPOTrainerMux(PPOTrainer):
         self.leaving.save(self)
         with self.phases.using():
             with marked_timer("mux_sleep", self.timing_raw):
-                self._sleep_trainer()
+                self.sleep_trainer()
             self.phases.end()  # before a fence could take the memory up again
         if self.phases.mux.address is not None and (self.global_steps <= 3 or self.global_steps % _HOST_MEMORY_EVERY == 0):
             self._tell_host_memory()
@@ -344,26 +342,31 @@ class PPOTrainerMux(PPOTrainer):
         Version k is the trainer's weights after step k.
         """
         self.phases.begin("rollout", max(self.global_steps, 1))
-        self._weights, self._vacated = version, False
+        self.weights.begin(version)
         with self.phases.using():
-            self._fill_engines()
+            self.fill_engines()
         self.rollout.engines_are_back()
         self.phases.mux.note(events.GENERATE_PHASE)
         self._rollout_began = time.perf_counter()
 
-    def _fill_engines(self) -> None:
+    def fill_engines(self) -> None:
         """Memory mapped and filled, in the order in which it is needed; weights that come back from the host need no sync."""
         assert self.phases.lease is not None
-        self._move_rollout("wake", ["weights"])
-        there, self._on_host = self._on_host == self._weights, None
-        if not there:
+        replicas = self.held_replicas()
+        self._move_rollout("wake", ["weights"], replicas)
+        if self.weights.need_sync:
             self._sync()
-        self._move_rollout("wake", ["kv_cache"])
+        self._move_rollout("wake", ["kv_cache"], replicas)
+        self.weights.filled()
+
+    def held_replicas(self) -> list[int] | None:
+        """Those that the rollout has nodes for; None: all."""
+        return self.weights.replicas(len(self.rollout_server_manager.get_replicas()))
 
     def _sync(self) -> None:
         assert self.phases.lease is not None
-        with self.phases.part(events.SYNC, self.global_steps, version=self._weights) as extra:
-            told = self.rollout_sync.update_weights(self._weights, token=self.phases.lease.token)
+        with self.phases.part(events.SYNC, self.global_steps, version=self.weights.version) as extra:
+            told = self.rollout_sync.update_weights(self.weights.version, token=self.phases.lease.token)
             self._pending_sync_metrics = {key: value for key, value in told.items() if key.startswith("mux/")}
             of = {name.removeprefix("mux/sync/"): value for name, value in told.items()}.get
             extra["bytes"], extra["spared_bytes"], extra["ranks"] = of("bytes"), of("spared_bytes"), of("ranks")
@@ -372,36 +375,14 @@ class PPOTrainerMux(PPOTrainer):
             extra["wait_seconds"], extra["receive_seconds"] = of("wait_seconds"), of("receive_seconds")
             extra["load_seconds"], extra["stream_gb_per_s"] = of("load_seconds"), of("stream_gb_per_s")
 
-    def _pause(self, lease: Lease) -> Callable[[], None]:
-        """The lease may not be used: its memory sleeps. Returns what takes it up again."""
-        if lease.phase == "rollout":
-            self.phases.moved("sleep", "rollout", self.global_steps, self.rollout_server_manager.pause(), log=False)
-            return lambda: self._resume_rollout(lease)
-        if lease.phase == "train":
-            self._sleep_trainer()
-            return lambda: self._resume_training(lease)
-        return lambda: None  # init: what starts up cannot be stopped half-way
-
-    def _resume_rollout(self, lease: Lease) -> None:
-        if set(lease.nodes) != set(self.settings.rollout_nodes):
-            raise Failure("some of its rollout nodes were given back already, and the engines there have no memory for weights")
-        self.rollout_server_manager.reopen(lease.token)
-        self._fill_engines()
-
-    def _resume_training(self, lease: Lease) -> None:
-        for group in self._train_groups():
-            group.mux_reopen(lease.token)
-        self._wake_trainer()
-
     def _end_rollout(self, same_weights_next: bool = False) -> None:
         generated = time.perf_counter() - self._rollout_began
         self.phases.log.log(events.GENERATE_PHASE, generated, step=self.global_steps)
         self.phases.add_seconds("generate", generated)
-        wanted = self.settings.device.sleep_level
-        level = (1 if same_weights_next else 2) if wanted == "auto" else int(wanted)
+        level = 2 if self.weights.vacant else sleep_level(self.settings.device, same_weights_next)
         with self.phases.using():
             self._move_rollout("sleep", None, level=level)
-            self._on_host = self._weights if level == 1 and not self._vacated else None
+            self.weights.slept(level)
             self.phases.end()  # before a fence could take the memory up again
 
     def _move_rollout(self, verb: str, tags: list[str] | None, replicas: Sequence[int] | None = None, level: int = 2) -> None:
@@ -411,18 +392,20 @@ class PPOTrainerMux(PPOTrainer):
 
     def vacate(self, unit: Unit) -> None:
         """These nodes' engines are idle for the rest of the rollout: others may have the nodes."""
-        self._vacated = True
         with self.phases.using():
             self._move_rollout("sleep", None, unit.replicas)
+            self.weights.vacant.update(unit.replicas)
             self.phases.shrink(list(unit.nodes))
 
-    def _sleep_trainer(self) -> None:
-        self._trainer_moved("sleep", [group.mux_sleep() for group in self._train_groups()])
+    def sleep_trainer(self) -> None:
+        self.trainer_is_awake = False
+        self._trainer_moved("sleep", [group.mux_sleep() for group in self.train_groups()])
 
-    def _wake_trainer(self) -> None:
+    def wake_trainer(self) -> None:
         assert self.phases.lease is not None
         token = self.phases.lease.token
-        self._trainer_moved("wake", [group.mux_wake(token) for group in self._train_groups()])
+        self._trainer_moved("wake", [group.mux_wake(token) for group in self.train_groups()])
+        self.trainer_is_awake = True
 
     def _trainer_moved(self, verb: str, groups: list[list[Moves]]) -> None:
         # All groups are on the same devices: rank i of one has its node, and moves before or after rank i of the next.
@@ -434,12 +417,12 @@ class PPOTrainerMux(PPOTrainer):
     def _tell_host_memory(self) -> None:
         """While all of this job sleeps and it holds no node: nobody waits for it, and all host copies are there."""
         nodes, told = self.settings.train_nodes, self.rollout_server_manager.host_memory()
-        for group in self._train_groups():
+        for group in self.train_groups():
             ranks = group.mux_host_memory()
             told += [(node_of(nodes, rank, len(ranks)), process, kinds) for rank, (process, kinds) in enumerate(ranks)]
         self.phases.host_memory(told)
 
-    def _train_groups(self) -> list:
+    def train_groups(self) -> list:
         groups = [self.actor_rollout_wg, getattr(self, "critic_wg", None), getattr(self, "ref_policy_wg", None)]
         return list({id(group): group for group in groups if group is not None}.values())
 
@@ -455,7 +438,7 @@ class PPOTrainerMux(PPOTrainer):
 
     def _processes(self) -> list[Member]:
         """All processes of this job that hold device memory."""
-        ranks = [process for group in self._train_groups() for _, process in group.mux_where()]
+        ranks = [process for group in self.train_groups() for _, process in group.mux_where()]
         return list(dict.fromkeys([*ranks, *self.rollout_server_manager.processes()]))  # a process has a rank of each group
 
     @contextlib.contextmanager

@@ -5,6 +5,7 @@ import pytest
 
 from tests.memory.certificate.models import QWEN3_30B_A3B, QWEN3_32B, QWEN25_7B, verl
 from verl_mux.errors import UserError
+from verl_mux.memory.certificate import device
 from verl_mux.memory.certificate.certify import Capacity, certify
 from verl_mux.memory.certificate.job import read_job
 
@@ -108,18 +109,21 @@ def test_a_cache_without_room_for_one_response_does_not_fit():
 
 
 def test_hosts_that_are_too_small_are_named():
-    found = certificate(seven_billion("a"), seven_billion("b"), host=300 * 10**9)
+    found = certificate(seven_billion("a"), seven_billion("b"), host=390 * 10**9)
     states = 2 * (4 + 8) * 7_615_616_512
     assert found.hosts["t0"].bytes["parameters"] + found.hosts["t0"].bytes["optimizer"] == states
-    assert not found.fits and found.why_not == ["t0: the jobs need 407 GB of host memory, of 300 GB"]
+    assert not found.fits and found.why_not == ["t0: the jobs need 407 GB of host memory, of 390 GB"]
 
 
 def test_a_host_holds_what_was_synced_and_with_delta_what_was_sent():
     model = 2 * 7_615_616_512
     assert certificate(seven_billion()).hosts["r0"].bytes["synced"] == model
+    kept = device.weights(seven_billion()) * seven_billion().engine.gpus_per_node
+    assert certificate(seven_billion()).hosts["r0"].bytes["kept"] == kept
     assert "last sent" not in certificate(seven_billion()).hosts["t0"].bytes
     config = verl()
-    config["mux"]["sync"] = {"delta": True}
+    config["mux"] |= {"sync": {"delta": True}, "device": {"sleep_level": 2}}
+    assert "kept" not in certificate(read_job(config, QWEN25_7B)).hosts["r0"].bytes
     assert certificate(read_job(config, QWEN25_7B)).hosts["t0"].bytes["last sent"] == model
 
 

@@ -168,9 +168,8 @@ def host_states(job: Job, side: str) -> dict[str, int]:
     """Of these, the states on each node of a side, "rollout" or "train"."""
     engine, training = job.engine, job.training
     if side == "rollout":
-        return {
-            "synced": job.model.total * engine.bytes,  # the region from which its workers load
-        }
+        synced = {"synced": job.model.total * engine.bytes}  # the region from which its workers load
+        return synced | ({"kept": device.weights(job) * engine.gpus_per_node} if engine.keeps_weights else {})
     states = device.train(job, 0)
     # Each replica of the shards (HSDP) has a copy of its own.
     kinds = {"parameters": states["weights"] * training.gpus_per_node, "optimizer": states["optimizer"] * training.gpus_per_node}

@@ -23,7 +23,7 @@ _PREFILL = 8192
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """The rollout engine. gpus: of one replica. bytes, kv_bytes: of a parameter, and of a key or value. utilization: verl's
     gpu_memory_utilization. tokens: fixed KV cache (max_total_tokens), None: what the utilization leaves. requests: at once.
-    longest: tokens of prompt and response."""
+    longest: tokens of prompt and response. keeps_weights: asleep it may have them on the host."""
 
     tensor: int
     data: int
@@ -37,6 +37,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     prefill: int
     longest: int
     graphs: bool
+    keeps_weights: bool
     nodes: int
     gpus_per_node: int
 
@@ -145,6 +146,7 @@ def _engine(config: Mapping[str, Any], colocated: bool, job: str) -> Engine:
         prefill=max(longest, _PREFILL) if chunked == -1 else _count(config, f"{sglang}.chunked_prefill_size", _PREFILL),
         longest=longest,
         graphs=not at(config, f"{_ROLLOUT}.enforce_eager"),
+        keeps_weights=str(at(config, "mux.device.sleep_level", "auto")) != "2",
         nodes=_count(config, f"{side}.nnodes"),
         gpus_per_node=_count(config, f"{side}.n_gpus_per_node"),
     )

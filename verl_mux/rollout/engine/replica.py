@@ -199,10 +199,10 @@ class MuxReplica(RolloutReplica):
         """Take the device memory of these tags under a lease (None: the one that is held). Returns as `sleep`."""
         return await self._in_turn([server.wake_up for server in self.servers], tags, token)
 
-    async def pause(self) -> list[tuple[str, Moves]]:
+    async def pause(self, level: int) -> list[tuple[str, Moves]]:
         """Nothing is generated and no memory held until `reopen`; see Passage. Returns as `sleep`."""
         await asyncio.gather(*[server.pause.remote() for server in self.servers])
-        return await self.sleep()
+        return await self.sleep(level=level)
 
     async def reopen(self, token: int) -> None:
         await asyncio.gather(*[server.reopen.remote(token) for server in self.servers])
@@ -281,19 +281,22 @@ class MuxLLMServerManager(LLMServerManager):
 
         `token`: of the lease under which they wake; `level`: at which they sleep.
         """
-        replicas = self.rollout_replicas if ranks is None else [self.rollout_replicas[rank] for rank in ranks]
+        replicas = self._of(ranks)
         moved = await asyncio.gather(*[r.sleep(tags, level) if verb == "sleep" else r.wake_up(tags, token) for r in replicas])
         return [server for replica in moved for server in replica]
 
     @auto_await
-    async def pause(self) -> list[tuple[str, Moves]]:
-        """All replicas; see MuxReplica. Returns as `move`."""
-        moved = await asyncio.gather(*[replica.pause() for replica in self.rollout_replicas])
+    async def pause(self, ranks: Sequence[int] | None, level: int) -> list[tuple[str, Moves]]:
+        """These replicas (None: all), asleep at this level; see MuxReplica. Returns as `move`."""
+        moved = await asyncio.gather(*[replica.pause(level) for replica in self._of(ranks)])
         return [server for replica in moved for server in replica]
 
     @auto_await
-    async def reopen(self, token: int) -> None:
-        await asyncio.gather(*[replica.reopen(token) for replica in self.rollout_replicas])
+    async def reopen(self, token: int, ranks: Sequence[int] | None) -> None:
+        await asyncio.gather(*[replica.reopen(token) for replica in self._of(ranks)])
+
+    def _of(self, ranks: Sequence[int] | None) -> list[MuxReplica]:
+        return self.rollout_replicas if ranks is None else [self.rollout_replicas[rank] for rank in ranks]
 
     @auto_await
     async def processes(self) -> list[Member]:
