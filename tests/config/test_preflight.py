@@ -148,7 +148,7 @@ def test_a_folder_that_cannot_be_written_is_told(check, capsys, tmp_path):
         ("auto", False, 5, False, False),  # nobody starts it again
         ("auto", True, -1, False, False),  # it keeps no checkpoints
         ("auto", True, 5, True, False),  # they are not whole when it ends
-        (NODES, True, 5, False, False),  # it stays on the nodes that it names
+        (NODES, True, 5, False, True),
     ],
 )
 def test_a_job_says_that_it_may_be_moved_where_somebody_starts_it_again(

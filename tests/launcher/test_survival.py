@@ -211,7 +211,7 @@ def test_a_job_that_was_placed_badly_is_moved_and_goes_on_with_its_next_step_on_
     runs.go.touch()
     told = runs.ends(launcher)
     assert launcher.returncode == 0, told
-    assert f"job {moved['extra']['job']} left to move; it is started again on its new nodes" in told
+    assert f"job {moved['extra']['job']} saved and left, as its coordinator asked; it is started again" in told
     assert_moved_without_losing_a_step(runs)
 
 

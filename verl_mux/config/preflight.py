@@ -120,10 +120,10 @@ def complete_stock_mode(config: DictConfig) -> None:
 
 
 def _is_movable(config: DictConfig, mux: MuxConfig) -> bool:
-    """Somebody would start it again elsewhere, and it keeps checkpoints that are whole when it ends."""
+    """Somebody would start it again, and it keeps checkpoints that are whole when it ends."""
     in_background = OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save")
     saves = (OmegaConf.select(config, "trainer.save_freq") or 0) > 0 and not in_background
-    return mux.move_note is not None and mux.nodes.rollout == [AUTO] and saves
+    return mux.move_note is not None and saves
 
 
 def connect_job(config: DictConfig, mux: MuxConfig, wait: bool = True) -> LocalMux:

@@ -91,7 +91,8 @@ def _groups(snapshot: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _moves(snapshot: dict[str, Any]) -> list[str]:
-    return [f"job {name} {told}" for name, told in (snapshot.get("placement") or {}).get("moves", {}).items()]
+    told = [(snapshot.get("placement") or {}).get("moves", {}), (snapshot.get("host_rooms") or {}).get("told", {})]
+    return [f"job {name} {sentence}" for sentences in told for name, sentence in sentences.items()]
 
 
 def _runs(node: dict[str, Any]) -> str:

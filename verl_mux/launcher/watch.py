@@ -161,7 +161,7 @@ class Watch:
         self._untold.append(job)
         if job.left_to_move:
             self._again.append(job)
-            print(f"job {job.name} left to move; it is started again on its new nodes", file=sys.stderr, flush=True)
+            print(f"job {job.name} saved and left, as its coordinator asked; it is started again", file=sys.stderr, flush=True)
             return
         # Keys that were taken once are not refused later: it then ended so for want of something else, as of the coordinator.
         refused = job.returncode == 2 and job.restarts == job.moves == 0

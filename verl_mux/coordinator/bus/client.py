@@ -69,8 +69,8 @@ class Mux(LocalMux):
                 talk.end("never registered")
             self._link.close()
             raise
-        registered = self._talk.registered
-        self.nodes, self._places = (registered.nodes, registered.places) if registered is not None else ({}, {})
+        welcome = self._talk.registered or self._talk.queued
+        self.nodes, self._places = (welcome.nodes, welcome.places) if welcome is not None else ({}, {})
 
     def acquire(self, phase: str, step: int = 0, nodes: list[str] | None = None, num_nodes: int = 1, least: float = 0.0) -> Lease:
         step, nodes = int(step), self._nodes_for(phase, step, nodes)
@@ -196,7 +196,7 @@ class Mux(LocalMux):
 
     def leave_to_move(self, move: int, step: int, saving_s: float) -> None:
         to_move = {"moving": move, "step": int(step), "saving_s": float(saving_s)}
-        self._leave(lambda talk: talk.leave("it moves to other nodes", **to_move), "left to move")
+        self._leave(lambda talk: talk.leave("it comes back: it was asked to leave its nodes", **to_move), "left to move")
 
     def fail(self, reason: str) -> None:
         self._leave(lambda talk: talk.fail(reason), "it failed")

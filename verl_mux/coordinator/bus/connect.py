@@ -64,7 +64,7 @@ def connect(
         nodes: nodes or whole pools per side, {"rollout": ["r0"], "train": ["t0"]}; the same on both when colocated.
         gpus: GPUs needed on each node, by side or by node.
         host_memory: bytes of the job's states on each node of a side, by side and kind; where nodes have a limit, a job that
-            does not fit is refused.
+            does not fit is refused, or waits.
         steps: how many steps the job will run; None if unknown.
         timeout: seconds to wait for the coordinator, here and for the answer to a release.
         uid: names this start of the job, and is its secret; default: VERL_MUX_JOB_UID, or a new one.
@@ -76,9 +76,11 @@ def connect(
         profiled: seconds of a few steps of such a job, measured before; it is placed by them rather than by bounds.
         filler: work of a priority below the jobs, see docs/fillers.md. It may name one side only, asks for any so many of its
             nodes, and gives a lease back as soon as its `wanted` is set.
-        movable: whoever started such a job starts it again, from its newest checkpoint, when it has left to move (`Mux.move`).
+        movable: whoever started the job starts it again, from its newest checkpoint, when it has left because it was asked to
+            (`Mux.move`).
         colocated: both phases of such a job run on the same nodes, for training.
-        wait: block until such a job is placed; if False and it has to wait, the client's `nodes` are empty.
+        wait: block until the job has its nodes, where it has to be placed or to wait for room; if False, it only looks, and the
+            client's `nodes` are those that it named, or empty.
 
     Raises:
         UserError: the registration is refused, or nobody answers within `timeout` seconds.
@@ -88,7 +90,7 @@ def connect(
     with_keys = for_address(address, keys, JOB)
     registration: dict[str, Any] = {"gpus": gpus or {}, "seed": seed, "steps": steps, "needs": needs, "slo": slo}
     registration |= {"host_memory": host_memory or {}, "owner": owner, "profiled": profiled or Observed()}
-    registration |= {"movable": movable, "colocated": colocated}
+    registration |= {"movable": movable, "colocated": colocated, "only_looks": not wait}
     return Mux(
         address, job, nodes, uid=uid or _uid_for(job), timeout=timeout, wait=wait, keys=with_keys, filler=filler, **registration
     )

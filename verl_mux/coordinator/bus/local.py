@@ -152,11 +152,13 @@ class LocalMux:
 
     @property
     def move(self) -> int:
-        """The number of the move that the job is to make: at the end of its step it saves, and leaves. 0: none."""
+        """The number of the move that the job is to make, or of its eviction to disk: at the end of its step it saves, and
+        leaves. 0: none."""
         return 0
 
     def leave_to_move(self, move: int, step: int, saving_s: float) -> None:
-        """As `close`, of a job that comes back under its name, on the nodes that are kept for it, and goes on after `step`.
+        """As `close`, of a job that comes back under its name, on nodes that are kept for it or where there is room again, and
+        goes on after `step`.
         Saving took so many seconds of that step."""
 
     def fail(self, reason: str) -> None:

@@ -60,8 +60,8 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     was placed, `first` that it was the job's first.
 
     `filler`: its requests come behind those of all jobs, and what it holds is called back when a job wants it. `movable`: whoever
-    started the job starts it again, from its newest checkpoint, when it leaves to move. `seen`: the highest token that the client
-    was ever given; `number`: of this registration of the client, so that an answer to one from before a restart is not taken for
+    started the job starts it again, from its newest checkpoint, when it leaves because it was asked to. `only_looks`: it asks
+    whether it would be taken, and goes away again. `seen`: the highest token that the client was ever given; `number`: of this registration of the client, so that an answer to one from before a restart is not taken for
     one to this. `space`: the driver's PID namespace.
     """
 
@@ -92,6 +92,7 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     filler: bool = False
     movable: bool = False
     colocated: bool = False
+    only_looks: bool = False
 
     @property
     def driver(self) -> Member:
@@ -189,7 +190,8 @@ class Detach(FromJob, kw_only=True, frozen=True, tag="DETACH"):
 
 class Deregister(FromJob, kw_only=True, frozen=True, tag="DEREGISTER"):
     """The job is over and gives everything back. `reason`: why, if it is not that it has finished. `moving`: the number of the
-    move for which it leaves, to come back under its name; it has saved after `step`, which took `saving_s` of that step."""
+    move for which it leaves, or of its eviction, to come back under its name; it has saved after `step`, which took `saving_s` of
+    that step."""
 
     reason: limits.Text = ""
     moving: limits.Count = 0
@@ -225,11 +227,14 @@ class Registered(Message, kw_only=True, frozen=True, tag="REGISTERED"):
 
 
 class Queued(Message, kw_only=True, frozen=True, tag="QUEUED"):
-    """The job is registered and waits for nodes; `Registered` follows when it has been placed."""
+    """The job is registered and waits for nodes; `Registered` follows when it has been placed, or when there is room for it on
+    those that it named (`nodes`, with pools spelt out; `places`: where each of them is)."""
 
     reason: str
     epoch: str
     answers: int = 0
+    nodes: dict[str, list[str]] = {}
+    places: dict[str, Place] = {}
 
 
 class Refused(Message, kw_only=True, frozen=True, tag="REFUSED"):
@@ -273,8 +278,8 @@ class LeaseShrunk(Message, kw_only=True, frozen=True, tag="LEASE_SHRUNK"):
 
 class HeartbeatAck(Message, kw_only=True, frozen=True, tag="HEARTBEAT_ACK"):
     """`queued`: keys of this client's requests that wait. `tokens`: those of the beat that the coordinator holds for ours too.
-    `epoch` differs after each start of the coordinator. `move`: the number of the move that the job is to make, with each answer
-    until it leaves; 0: none."""
+    `epoch` differs after each start of the coordinator. `move`: the number of the move that the job is to make, or of its
+    eviction to disk, with each answer until it leaves; 0: none."""
 
     beat: int
     epoch: str

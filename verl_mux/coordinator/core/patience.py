@@ -81,7 +81,7 @@ def in_the_way(silent: Mapping[str, Job], state: State, config: Config) -> list[
 def _holds_the_schedule_up(job: Job, state: State, config: Config) -> bool:
     if queueing.mode(state, config) == "sequential" and queueing.turn(state, config) is job:
         return True
-    return job.running and queueing.segment_of(config.schedule, job.finished + 1) <= state.segment
+    return queueing.takes_part(job, state) and queueing.segment_of(config.schedule, job.finished + 1) <= state.segment
 
 
 def limit(job: Job, phase: str, config: Config) -> float | None:

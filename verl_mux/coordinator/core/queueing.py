@@ -45,8 +45,13 @@ def mode(state: State, config: Config) -> str:
 
 def turn(state: State, config: Config) -> Job | None:
     """The job whose turn it is in a sequential segment: the first registered that is not through with it."""
-    running = sorted((job for job in state.jobs.values() if job.running), key=lambda job: job.order)
+    running = sorted((job for job in state.jobs.values() if takes_part(job, state)), key=lambda job: job.order)
     return next((job for job in running if _has_steps_left(job, state, config) or _is_in_a_step(job, state)), None)
+
+
+def takes_part(job: Job, state: State) -> bool:
+    """In turns and barriers. One that waits for host memory has yet to come in."""
+    return job.running and job.name not in state.rooms
 
 
 def _is_in_a_step(job: Job, state: State) -> bool:
@@ -67,11 +72,13 @@ def advance(state: State, config: Config) -> bool:
     """Opens the start gate and the next segment once every job that counts has arrived. True if a segment began."""
     if not state.started:
         jobs = [job for job in state.jobs.values() if not job.filler]
-        arrived = sum(job.initialised or job.state in (JobState.DYING, JobState.ENDED) for job in jobs)
+        gone = (JobState.DYING, JobState.ENDED)
+        # Who waits for host memory gets none before the others have begun.
+        arrived = sum(job.initialised or job.state in gone or job.name in state.rooms for job in jobs)
         state.started = arrived >= config.expect_jobs
     if state.segment == len(config.schedule) - 1:
         return False
-    running = [job for job in state.jobs.values() if job.running]
+    running = [job for job in state.jobs.values() if takes_part(job, state)]
     if not state.started or not running:
         return False
     reached = min(segment_of(config.schedule, job.finished + 1) for job in running)

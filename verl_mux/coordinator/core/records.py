@@ -69,6 +69,28 @@ class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
     most: int = 0
 
 
+class Room(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job waits for that does not fit: its nodes, and what it will hold on them (see hosts/eviction.py). `only_looks`: it
+    is about to go away, and nobody leaves for it."""
+
+    nodes: dict[str, list[str]]
+    needs: dict[str, HostMemory]
+    since: float
+    only_looks: bool = False
+
+    @property
+    def all_nodes(self) -> list[str]:
+        return list(dict.fromkeys(node for names in self.nodes.values() for node in names))
+
+
+class Eviction(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that is to save and leave, so that there is room for another. `number`: as it is told it, as of a move."""
+
+    number: int
+    since: float
+    room_for: str
+
+
 class Job(msgspec.Struct, kw_only=True):
     """`order`: registration order. `asked`, `reported`: highest step asked for, highest step reported as finished.
     `since`: when it came into its state. `memory`: node -> tag -> bytes on the device; `host_memory`: by node. `contended`,
@@ -76,7 +98,8 @@ class Job(msgspec.Struct, kw_only=True):
     `closed`, `spent`: see tokens/closing.py.
     `longest`: seconds by phase; `overdue`: tokens whose phases take far longer. `last`: seconds of the last one, by phase.
     `condemned`: by whom its nodes were taken away, which ends its driver too. `filler`: work of a priority below the jobs, see
-    fillers/; it has no steps and nobody waits for it."""
+    fillers/; it has no steps and nobody waits for it. `movable`: it is started again when it leaves because it was asked to.
+    `resident_since`: when it was let in, to nodes that it names."""
 
     name: str
     uid: str
@@ -114,6 +137,8 @@ class Job(msgspec.Struct, kw_only=True):
     overdue: list[int] = []
     condemned: str = ""
     filler: bool = False
+    movable: bool = False
+    resident_since: float = 0.0
     watched: Watched | None = None  # only of a job that leaves its nodes to the coordinator
 
     @property
@@ -211,10 +236,11 @@ class State(msgspec.Struct, kw_only=True):
     `started`: all expected jobs were there. `settle_until`: no grants before it, because memory was lost, in seconds for which
     this start of the coordinator has run; `unknown_up_to`: the last token of which it may not know.
     `peaks`: node -> `init` or segment index -> highest sum of tagged bytes of all jobs. `placed`: what the scheduler
-    remembers of the jobs it placed; `questions`: what it was asked and has not answered. `moves`: by job; `num_moves` ever;
-    `ask_again_at`: when other moves may have come to pay. `usage`: by node. `hosts`: by name and
-    PID namespace. `fenced`: nodes that nobody gets now, and why; derived from `hosts`. `draining`: nodes that nobody gets any
-    more, by hand."""
+    remembers of the jobs it placed; `questions`: what it was asked and has not answered. `moves`: by job; `num_moves` ever,
+    evictions among them; `ask_again_at`: when other moves may have come to pay. `rooms`: of jobs that wait for host memory, in
+    order of arrival; `evictions`: of jobs that are to leave; `num_evicted` ever. `usage`: by node. `hosts`: by name and PID
+    namespace. `fenced`: nodes that nobody gets now, and why; derived from `hosts`. `draining`: nodes that nobody gets any more, by
+    hand."""
 
     jobs: dict[str, Job] = {}
     requests: list[Request] = []
@@ -232,6 +258,9 @@ class State(msgspec.Struct, kw_only=True):
     moves: dict[str, Moving] = {}
     num_moves: int = 0
     ask_again_at: float | None = None
+    rooms: dict[str, Room] = {}
+    evictions: dict[str, Eviction] = {}
+    num_evicted: int = 0
     usage: dict[str, Usage] = {}
     hosts: dict[str, Host] = {}
     fenced: dict[str, str] = {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.hosts import memory
+from verl_mux.coordinator.core.hosts import eviction, memory
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Send
 from verl_mux.coordinator.core.placement import placing
 from verl_mux.coordinator.core.records import Job, JobState, State
@@ -37,9 +37,15 @@ def refuse(asked: m.Register, known: Job | None, other: Job | None, state: State
             placing.named_by_hand(asked, nodes, state)
     except UserError as error:
         return _no(str(error))
-    is_there = asked.again or (known is not None and known.uid == asked.uid and known.state is not JobState.ENDED)
-    reason = None if is_there else memory.refusal(asked, nodes, state, config)
+    if _is_there(asked, known) or eviction.may_wait(asked, nodes, config):
+        return None
+    reason = memory.refusal(asked, nodes, state, config)
     return _no(reason) if reason else None
+
+
+def _is_there(asked: m.Register, known: Job | None) -> bool:
+    """It runs on its nodes already, by what is on record, or by what it says that an earlier coordinator answered."""
+    return bool(asked.placed) or (known is not None and known.uid == asked.uid and known.state is not JobState.ENDED)
 
 
 def register(state: State, config: Config, epoch: str, now: float, what: m.Register) -> list[Instruction]:
@@ -75,6 +81,10 @@ def _join(state: State, config: Config, job: Job, what: m.Register, epoch: str) 
 
 def welcome(state: State, config: Config, job: Job, client: str, epoch: str, answers: int = 0) -> m.Registered | m.Queued:
     """The job's nodes; or, of a job that waits to be placed, that it does."""
+    if (room := state.rooms.get(job.name)) is not None:
+        places = {name: config.nodes[name].place for name in room.all_nodes if name in config.nodes}
+        reason = eviction.reason(state, job.name)
+        return m.Queued(reason=reason, epoch=epoch, answers=answers, nodes=room.nodes, places=places)
     if not job.nodes:
         queue = [entry.job.name for entry in state.placed.waiting]
         reason = f"job {job.name!r} waits to be placed"
@@ -99,11 +109,19 @@ def _new_job(state: State, config: Config, now: float, what: m.Register) -> Job:
     job = Job(name=what.job, uid=what.uid, order=state.num_registered, since=now)
     _take_for_driver(job, what)
     if not what.wants_placement:
-        job.nodes = _resolve(what, config)
-        job.host_memory = memory.told(what, job.nodes, config)
-    job.seed, job.steps, job.filler = what.seed, what.steps, what.filler
+        _give_nodes(state, config, now, job, what)
+    job.seed, job.steps, job.filler, job.movable = what.seed, what.steps, what.filler, what.movable
     state.jobs[what.job] = job
     return job
+
+
+def _give_nodes(state: State, config: Config, now: float, job: Job, what: m.Register) -> None:
+    """Those that it names; none yet where its states do not fit there and others may leave for it."""
+    nodes = _resolve(what, config)
+    if not what.placed and eviction.has_to_wait(what, nodes, state, config):
+        eviction.waits(state, config, what, nodes, now)
+        return
+    job.nodes, job.host_memory, job.resident_since = nodes, memory.told(what, nodes, config), now
 
 
 def _take_for_driver(job: Job, what: m.Register) -> None:

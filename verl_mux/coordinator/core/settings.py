@@ -25,7 +25,7 @@ _MOST_SECONDS = 1e9
 _MOST_BYTES, _MOST_GPUS = 2**60, 10_000
 # Clients give a sign of life every second, so a shorter lease timeout would find every job silent.
 _LEAST_SECONDS = {"lease_timeout": 1, "kill_grace": 0, "remote_grace": 0, "filler_grace": 0, "silent_timeout": 0,
-                  "hung_factor": 1, "hung_least": 0}  # fmt: skip
+                  "hung_factor": 1, "hung_least": 0, "evict_to_disk_after": 0}  # fmt: skip
 Mode = Literal["sequential", "uncoordinated", "interleaved"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 # Where the configuration names no host memory, it is no limit.
@@ -93,6 +93,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `hung_factor`, `hung_least`: a phase is overdue when it takes so many times the job's longest of its kind, and so many
     seconds; with `evict_hung` its job is ended then.
     `metrics_port`: where Prometheus finds /metrics, 0: a free port; None: nowhere. `metrics_host`: the address it listens at.
+    `evict_to_disk_after`: a job that does not fit in the hosts' memory waits, and jobs that have been there for so long are asked
+    to save and leave; None: it is refused.
     `placement`: how jobs that leave their nodes to the coordinator are placed; None: every job names its nodes."""
 
     pools: dict[str, Pool]
@@ -109,6 +111,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     evict_hung: bool = False
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
+    evict_to_disk_after: float | None = None
     placement: PlacementConfig | None = None
 
     @functools.cached_property

@@ -35,7 +35,7 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import patience, queueing, registration, telemetry
 from verl_mux.coordinator.core.fillers import granting
 from verl_mux.coordinator.core.fillers.calls import Calls
-from verl_mux.coordinator.core.hosts import fences, memory, moves
+from verl_mux.coordinator.core.hosts import eviction, fences, memory, moves
 from verl_mux.coordinator.core.inputs_and_instructions import (
     AboutHosts,
     AboutJob,
@@ -117,9 +117,11 @@ class Machine:
             self._unheard.discard(what.job)
         if isinstance(what, m.Heartbeat) and job is not None and job.state is after:
             return self._heartbeat(now, job, what)  # by far the most frequent; nothing follows from it
+        out: list[Instruction] = []
         if isinstance(what, m.Deregister) and job is not None:
             moving.leaves(self.state, job, what, now)
-        out = self._enter(job, after, now) if job else []
+            out += eviction.leaves(self.state, job, what, now)
+        out += self._enter(job, after, now) if job else []
         out += _HANDLERS[type(what)](self, now, job, what)
         return out + self._settle(now)
 
@@ -189,6 +191,7 @@ class Machine:
         if after is DYING:
             job.died_at = now
         if after in (DYING, ENDED):
+            eviction.gone(self.state, job.name)
             self._leases.drop(self._waiting.requests_of(job.name))
         if after is ENDED:
             self._forget_oldest_ended(but=job)
@@ -309,7 +312,7 @@ class Machine:
         tokens = [token for token in what.tokens if token in held]
         # A grant that went astray, or one that its client no longer wants and releases.
         unheard = [self._leases.grant(lease) for lease in mine if lease.client == what.client and lease.token not in what.tokens]
-        move = moving.asked_of(self.state, job)
+        move = moving.asked_of(self.state, job) or eviction.asked_of(self.state, job.name)
         ack = m.HeartbeatAck(beat=what.beat, epoch=self.epoch, queued=queued, tokens=tokens, move=move)
         return [Send(what.client, message) for message in (*unheard, *self._call_again(now, job, mine), ack)]
 
@@ -434,7 +437,7 @@ class Machine:
 
     def _settle(self, now: float) -> list[Instruction]:
         """Brings the schedule, the queues, and what clients know of contention up to date."""
-        out: list[Instruction] = []
+        out = self._start(*eviction.settle(self.state, self.config, now))
         if queueing.advance(self.state, self.config):
             out.append(Log(events.SEGMENT, {"index": self.state.segment, "mode": queueing.mode(self.state, self.config)}))
             for node in self.state.peaks:

@@ -91,7 +91,7 @@ def _job(name: str, spec: JobSpec, run: RunFile, address: str | None, directory:
         f"mux.job={_quoted(name)}",
         f"{_COORDINATOR}{_quoted(address) if address else 'null'}",
         *_nodes(spec),
-        *([f"mux.move_note={_quoted(directory / MOVE_NOTE)}"] if spec.nodes == "auto" and address else []),
+        *([f"mux.move_note={_quoted(directory / MOVE_NOTE)}"] if address else []),
         f"mux.seed={spec.seed}",
         f"mux.profile.dir={_quoted(directory / 'events')}",
         f"trainer.default_local_dir={_quoted(directory / 'checkpoints')}",

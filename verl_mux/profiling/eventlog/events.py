@@ -100,6 +100,9 @@ SLO_AT_RISK = "slo_at_risk"
 MOVE_ASKED = "move_asked"
 JOB_MOVED = "job_moved"
 MOVE_GIVEN_UP = "move_given_up"
+EVICTION_ASKED = "eviction_asked"
+EVICTED_TO_DISK = "evicted_to_disk"
+ROOM_FOUND = "room_found"
 
 # An agent (job "agent", role "agent"; `extra.host` says whose).
 DEVICE_MEMORY = "device_memory"
@@ -341,6 +344,17 @@ TABLE: list[Event] = [
             "job, number, nodes, before, done",
         ),
         Event(MOVE_GIVEN_UP, "a job ended instead of moving, or did not come back in time", "job, number, reason"),
+        Event(
+            EVICTION_ASKED,
+            "a job is to save and leave so that another has room in its hosts' memory; what that frees, by node",
+            "job, number, room_for, bytes",
+        ),
+        Event(
+            EVICTED_TO_DISK,
+            "it left, with a checkpoint of step `done`; duration since it was asked",
+            "job, number, done, saving_s",
+        ),
+        Event(ROOM_FOUND, "a job that waited for host memory is let in; duration: how long it waited", "job, nodes"),
     ),
     *_rows(
         "agent",

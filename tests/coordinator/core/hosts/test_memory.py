@@ -144,7 +144,7 @@ def test_a_job_that_runs_is_taken_back_however_full_the_node_is(driver):
     assert isinstance(more[0], m.Registered), "one more client of the same job"
     fresh = Driver(Machine(config(pools=POOLS)))  # the coordinator lost its memory
     assert isinstance(join(fresh, "a"), m.Registered)
-    assert isinstance(join(fresh, "b", again=True), m.Registered)
+    assert isinstance(join(fresh, "b", again=True, placed=T0), m.Registered)
 
 
 def test_a_job_tells_what_it_holds_where_no_agent_is_heard(driver):
@@ -260,7 +260,9 @@ class Sequence:
         told = {node: {"parameters": gb * GB} for node, gb in needs.items()}
         nodes = {"rollout": list(needs)[:1], "train": list(needs)[1:] or list(needs)}
         sides = {"train": next(iter(told.values()))} if len(needs) == 1 else dict(zip(nodes, told.values(), strict=True))
-        answer = self.driver.register(job, nodes if len(needs) > 1 else {"train": list(needs)}, host_memory=sides, again=again)
+        nodes = nodes if len(needs) > 1 else {"train": list(needs)}
+        back = {"again": True, "placed": nodes} if again else {}
+        answer = self.driver.register(job, nodes, host_memory=sides, **back)
         return isinstance(answer[0], m.Registered)
 
     def come(self):
