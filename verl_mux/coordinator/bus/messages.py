@@ -61,8 +61,9 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
 
     `filler`: its requests come behind those of all jobs, and what it holds is called back when a job wants it. `movable`: whoever
     started the job starts it again, from its newest checkpoint, when it leaves because it was asked to. `only_looks`: it asks
-    whether it would be taken, and goes away again. `seen`: the highest token that the client was ever given; `number`: of this registration of the client, so that an answer to one from before a restart is not taken for
-    one to this. `space`: the driver's PID namespace.
+    whether it would be taken, and goes away again. `seen`: the highest token that the client was ever given; `number`: of this
+    registration of the client, so that an answer to one from before a restart is not taken for one to this. `space`: the driver's
+    PID namespace.
     """
 
     job: limits.ShownName

@@ -239,8 +239,8 @@ class State(msgspec.Struct, kw_only=True):
     remembers of the jobs it placed; `questions`: what it was asked and has not answered. `moves`: by job; `num_moves` ever,
     evictions among them; `ask_again_at`: when other moves may have come to pay. `rooms`: of jobs that wait for host memory, in
     order of arrival; `evictions`: of jobs that are to leave; `num_evicted` ever. `usage`: by node. `hosts`: by name and PID
-    namespace. `fenced`: nodes that nobody gets now, and why; derived from `hosts`. `draining`: nodes that nobody gets any more, by
-    hand."""
+    namespace. `fenced`: nodes that nobody gets now, and why; derived from `hosts`. `draining`: nodes that nobody gets any more,
+    by hand."""
 
     jobs: dict[str, Job] = {}
     requests: list[Request] = []

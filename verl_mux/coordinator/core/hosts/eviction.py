@@ -162,9 +162,10 @@ class _Ledger:
 def _make_room(state: State, config: Config, ledger: _Ledger, now: float) -> list[Instruction]:
     """For the first that waits for each node. Those behind it are thought of when it is in."""
     out: list[Instruction] = []
+    dying = [job.name for job in state.jobs.values() if job.state is JobState.DYING]
     for name, room in _heads(state):
         leaving = [job for job, it in state.evictions.items() if it.room_for == name]
-        lack = ledger.lack(room, but=leaving)
+        lack = ledger.lack(room, but=[*leaving, *dying])
         for job in choose(lack, _residents(lack, state, config, now)) or ():
             out.append(_ask(state, job, name, now))
     return out

@@ -34,6 +34,9 @@ def _is_needed(node: str, state: State) -> str | None:
     users = [job.name for job in state.jobs.values() if job.state is not JobState.ENDED and node in job.all_nodes]
     if users:
         return f"job {users[0]!r} is registered on it: let it end, or evict it"
+    waiting = [name for name, room in state.rooms.items() if node in room.all_nodes]
+    if waiting:
+        return f"job {waiting[0]!r} waits for room on it: let it end, or evict it"
     return None if node in state.draining else f"is not draining: `verl-mux drain {node}` first"
 
 
