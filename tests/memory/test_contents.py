@@ -92,3 +92,51 @@ def test_a_whole_model_leaves_no_copies_behind(model):
     lost(model)
     contents.came_back()
     assert bool((model.large == 7.0).all())
+
+
+def test_copies_of_any_type_and_shape_come_back():
+    model = torch.nn.Module()
+    kinds = [torch.randn(3, 5).bfloat16(), torch.tensor(True), torch.empty(0, 4), torch.randn(7).double()]
+    for number, values in enumerate(kinds):
+        model.register_parameter(f"kind{number}", torch.nn.Parameter(values, requires_grad=False))
+    model.turned = torch.nn.Parameter(torch.randn(6, 4).t())
+    before, contents = {name: p.clone() for name, p in model.named_parameters()}, Contents(model)
+    contents.left(1)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    contents.came_back()
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+class OnDevice(torch.Tensor):
+    """One that says that it lies on a GPU."""
+
+    @property
+    def device(self):
+        return torch.device("cuda", 0)
+
+
+def test_from_a_device_the_copies_go_into_one_pinned_buffer_with_one_wait_and_it_goes_back(monkeypatch):
+    """What torch does with a GPU is written down in order; the bytes move all the same."""
+    calls, empty, copy_ = [], torch.empty, torch.Tensor.copy_
+    model = torch.nn.Module()
+    model.scale, model.table = (torch.ones(4).as_subclass(OnDevice), torch.ones(9).as_subclass(OnDevice))
+
+    def host_memory(size, dtype, pin_memory):
+        calls.append(("pinned", size, pin_memory))
+        return empty(size, dtype=dtype)
+
+    def copied(to, of, non_blocking=False):
+        calls.append(("copy", of.numel(), non_blocking))
+        return copy_(to, of.as_subclass(torch.Tensor))
+
+    monkeypatch.setattr(torch, "empty", host_memory)
+    monkeypatch.setattr(torch.Tensor, "copy_", copied)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: calls.append("back to the host"))
+    contents = Contents(model)
+    assert contents.left(2) == 13 * 4
+    assert calls == [("pinned", 128, True), ("copy", 4, True), ("copy", 9, True), "synchronize"]
+    contents.settled()
+    assert calls[-1] == "back to the host"

@@ -141,6 +141,7 @@ def test_an_engine_alone_has_no_communicators():
         ({"budget": 0}, "mux.device.budget is 0 GB; it must be above 0"),
         ({"wake_wait_s": -1}, "mux.device.wake_wait_s is -1"),
         ({"sleep_level": "3"}, "mux.device.sleep_level is 3; allowed: auto, 1, 2"),
+        ({"communicators": "drop"}, "mux.device.communicators is drop; allowed: keep. FSDP's parameters hold the process groups"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(keys, words):

@@ -8,7 +8,8 @@ carry a mark. Buffers are SGLang's to stash.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -18,6 +19,7 @@ _CAN_BE_MARKED = (torch.float32, torch.bfloat16, torch.float16)
 # a bias, the keys of merged projections).
 _EVERY = ((1 << 16, 1), (1 << 22, 127))
 _EVERY_OF_THE_LARGEST = 4093
+_ALIGNED = 64  # where a copy begins in its buffer: any type may
 
 
 class Contents:
@@ -34,7 +36,8 @@ class Contents:
         if self._marked:  # still without their values: nothing to keep of them
             level = 2
         keep = [p.data for _, p in self._parameters() if level == 1 or p.dtype not in _CAN_BE_MARKED]
-        self._kept = [(tensor, _to_host(tensor)) for tensor in [*keep, *self._plain()]]
+        self._kept = []  # what is there from an unfinished wake goes before more is taken
+        self._kept = _to_host([*keep, *self._plain()])
         self._marked = [] if level == 1 else [(name, p.data) for name, p in self._parameters() if p.dtype in _CAN_BE_MARKED]
         return sum(copy.nbytes for _, copy in self._kept)
 
@@ -47,8 +50,11 @@ class Contents:
             mark(tensor)
 
     def settled(self) -> None:
-        """The model is whole: host copies go."""
+        """The model is whole: host copies go, pinned ones back to the host, where other jobs want them."""
+        pinned = any(copy.is_pinned() for _, copy in self._kept[:1])
         self._kept, self._marked = [], []
+        if pinned:
+            torch._C._host_emptyCache()
 
     @torch.no_grad()
     def unsynced(self) -> list[str]:
@@ -80,9 +86,16 @@ def _marks(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1)[::every] if tensor.is_contiguous() else tensor
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Pinned where there is a device, so that it comes back fast."""
-    if tensor.device.type == "cpu":
-        return tensor.detach().clone()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor.detach())
+def _to_host(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each with its copy: all in one buffer, as large as they are, so that it is pinned once (where there is a device) and the
+    copies run one after the other without a word to the host in between."""
+    starts = list(itertools.accumulate((-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors), initial=0))
+    on_device = any(tensor.device.type != "cpu" for tensor in tensors)
+    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=on_device)
+    pairs = []
+    for tensor, start in zip(tensors, starts[:-1], strict=True):
+        copy = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        pairs.append((tensor, copy.copy_(tensor.detach(), non_blocking=True)))
+    if on_device:
+        torch.cuda.synchronize()  # the memory goes next
+    return pairs

@@ -50,13 +50,15 @@ class Charges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys under `mux.device`. budget: GB of one device, for platforms whose device is host memory; None: no budget.
-    wake_wait_s: how long a wake waits for room. sleep_level: auto, 1 or 2. sleep_graphs: CUDA graphs leave the device too."""
+    wake_wait_s: how long a wake waits for room. sleep_level: auto, 1 or 2. sleep_graphs: CUDA graphs leave the device too.
+    communicators: NCCL's memory of a sleeping process; there is `keep` alone."""
 
     budget: float | None = None
     charges: Charges = Charges()
     wake_wait_s: float = 10.0
     sleep_level: str = "auto"
     sleep_graphs: bool = True
+    communicators: str = "keep"
 
     def __post_init__(self) -> None:
         if self.budget is not None and not self.budget > 0:
@@ -65,6 +67,11 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise UserError(f"mux.device.wake_wait_s is {self.wake_wait_s:g}; it must be 0 seconds or more")
         if self.sleep_level not in SLEEP_LEVELS:
             raise UserError(f"mux.device.sleep_level is {self.sleep_level}; allowed: {', '.join(SLEEP_LEVELS)}")
+        if self.communicators != "keep":
+            raise UserError(
+                f"mux.device.communicators is {self.communicators}; allowed: keep. FSDP's parameters hold the process groups that"
+                " they were sharded over, so a group that is dropped cannot be made anew under them; mux.device.charges counts it"
+            )
 
     def announce(self, job: str, node: str, device: int = 0) -> None:
         """This process and its children use that device of the node, within the budget."""
