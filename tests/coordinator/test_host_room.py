@@ -1,4 +1,4 @@
-"""Two jobs on real sockets, and host memory for one: who comes later waits, the other is asked to leave, and waits in its turn."""
+"""Two jobs on real sockets, host memory for one: who comes later waits, the other is asked to leave, and waits in its turn."""
 
 from __future__ import annotations
 

@@ -96,6 +96,19 @@ def test_a_request_that_the_coordinator_has_in_its_queue_is_not_repeated(talk):
     assert talk.ack(beat.beat) == asked
 
 
+def test_a_job_that_waits_for_nodes_asks_again_when_it_has_some_and_was_not_told():
+    talk = Talk()
+    talk.register(0.0)
+    talk.said()
+    talk.hear(m.Queued(reason="it waits", epoch="e1", answers=1))
+    talk.register(0.0)
+    (asked,) = talk.said()
+    (beat,) = talk.wait()
+    assert talk.ack(beat.beat, queued=["register"]) == []
+    (beat,) = talk.wait()
+    assert talk.ack(beat.beat) == [asked]
+
+
 @pytest.mark.parametrize("say", ["shrink", "cancel"])
 def test_what_nobody_waits_for_is_repeated_until_it_is_answered_and_leaves_nothing_behind(holder, say):
     if say == "shrink":

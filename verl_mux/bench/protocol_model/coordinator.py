@@ -18,6 +18,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     Input,
     Instruction,
     JobEvicted,
+    JobExited,
     Log,
     ProcessesGone,
     What,
@@ -234,7 +235,7 @@ class CoordinatorProcess:
     def _look_around(self) -> None:
         for job in list(self.machine.state.jobs.values()):
             alive = job.state in (JobState.LIVE, JobState.SILENT)
-            if alive and job.host == HOST and not self.jobs[job.name].driver_lives:
+            if alive and job.host == HOST and not self.jobs[job.uid].driver_lives:
                 self._take(DriverDied(job=job.name, uid=job.uid))
         for given in self.machine.due(self._world.now):
             self._take(given)
@@ -244,7 +245,7 @@ class CoordinatorProcess:
                 self._reap(job)
 
     def _reap(self, job: Job) -> None:
-        process = self.jobs[job.name]
+        process = self.jobs[job.uid]
         alive = process.members() if job.host == HOST else []
         own = Sight("", [HOST], "", {job.uid: alive})
         verdict = judge(job, [own], self.machine.state, self._config, self._world.now)
@@ -255,12 +256,19 @@ class CoordinatorProcess:
         for member in alive if verdict.end else []:
             self._world.later(0.02, lambda pid=member.pid: process.end_process(pid))  # type: ignore[misc]
 
+    def told_over(self, job: str, uid: str) -> bool:
+        """By whoever started it, who says it again until somebody listens."""
+        known = self.machine.state.jobs.get(job)
+        if self.is_up and self._world.now >= self._paused_until and known is not None and known.uid == uid:
+            self._do(lambda: self._take(JobExited(job=job, uid=uid)))
+        return self.is_up and self._world.now >= self._paused_until
+
     def evict(self, job: Processes) -> None:
         def take() -> None:
             known = self.machine.state.jobs.get(job.name)
             if known is not None and known.state in (JobState.LIVE, JobState.SILENT):
                 self._world.fault("evicted")
-                job.evicted = True
+                self.jobs[known.uid].evicted = True
                 self._take(JobEvicted(job=job.name, uid=known.uid, reason="evicted"))
 
         self._do(take)

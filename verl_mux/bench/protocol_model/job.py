@@ -7,6 +7,7 @@ its own: it goes on when its driver is stopped or killed, until somebody ends it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 from verl_mux.bench.protocol_model.coordinator import HOST, CoordinatorProcess
 from verl_mux.bench.protocol_model.network import Wire
@@ -65,18 +66,33 @@ class Engine:
         self.sleep()
 
 
+class Crowd(Protocol):
+    """Whoever started the jobs of a schedule in which host memory is short."""
+
+    def came_in(self, job: JobProcess) -> None: ...
+    def left(self, job: JobProcess, done: int) -> None: ...
+
+
 class JobProcess:
-    """Starts when made. `has_ended`: well or not, nothing of its driver is left. `says_all`: it sends every message there is."""
+    """Starts when made. `has_ended`: well or not, nothing of its driver is left. `says_all`: it sends every message there is.
+    `crowd`: it needs host memory, and leaves when it is asked to; this is its start of that number, after `done` steps."""
 
     def __init__(self, world: World, coordinator: CoordinatorProcess, number: int, nodes: dict[str, list[str]], steps: int,
-                 lease_timeout: float, planted: str = "", says_all: bool = False) -> None:  # fmt: skip
+                 lease_timeout: float, planted: str = "", says_all: bool = False, crowd: Crowd | None = None, start: int = 1,
+                 done: int = 0) -> None:  # fmt: skip
         self._world, self._coordinator, self._nodes, self._steps = world, coordinator, nodes, steps
-        self._lease_timeout, self._says_all = lease_timeout, says_all
+        self._lease_timeout, self._says_all, self._planted = lease_timeout, says_all, planted
         self.name, self.number = f"j{number}", number
         self.host = HOST if world.rng.random() < 0.7 else "elsewhere"
-        self._driver_pid, self._engine_pid = 10 * number, 10 * number + 1
-        self._where = {"host": self.host, "pid": self._driver_pid, "started": 1, "boot": "b", "nodes": nodes}
-        self.talk = Conversation({"job": self.name, "uid": f"{self.name}:1", "client": f"{self.name}-c"}, self._where)
+        self._crowd, self.start, self._done = crowd, start, done
+        self.leaves_after: int | None = None  # so many steps, to come back
+        self._is_registered = False
+        self._driver_pid, self._engine_pid = 1000 * start + 10 * number, 1000 * start + 10 * number + 1
+        self._where: dict[str, Any] = {"host": self.host, "pid": self._driver_pid, "started": 1, "boot": "b", "nodes": nodes}
+        if crowd is not None:
+            self._where |= {"host_memory": {"train": {"states": 1}}, "movable": True}
+        self.uid = f"{self.name}:{start}"
+        self.talk = Conversation({"job": self.name, "uid": self.uid, "client": f"{self.name}-c{start}"}, self._where)
         self.engine = Engine(world, self.name, unchecked=planted == "token unchecked")
         self.driver_lives, self.evicted, self.has_finished = True, False, False
         self._stopped_until = 0.0
@@ -88,12 +104,22 @@ class JobProcess:
         self._was_silent = False
         self._waits_for: _Condition = lambda: True
         self._life = self._live()
-        coordinator.jobs[self.name] = self
+        coordinator.jobs[self.uid] = self
         world.later(0.0, self._tick)
+
+    def started_again(self, done: int) -> JobProcess:
+        """Another process, from the checkpoint of that step."""
+        return JobProcess(self._world, self._coordinator, self.number, self._nodes, self._steps, self._lease_timeout,
+                          self._planted, self._says_all, self._crowd, self.start + 1, done)  # fmt: skip
 
     @property
     def has_ended(self) -> bool:
         return not self.driver_lives
+
+    @property
+    def is_in(self) -> bool:
+        """Something of it may be in its hosts' memory, by what it was told and has said."""
+        return self._is_registered and (self.driver_lives or self.engine.lives)
 
     def members(self) -> list[Member]:
         """The processes that live, for who looks at this host."""
@@ -205,9 +231,11 @@ class JobProcess:
                 self._waits_for = next(self._life)
                 self._send()
         except StopIteration:
-            self._world.tell(f"{self.name} has finished")
-            self.has_finished = True
+            self.has_finished = self.leaves_after is None
+            self._world.tell(f"{self.name} has {'finished' if self.has_finished else 'left to come back'}")
             self._exit()
+            if self._crowd is not None and self.leaves_after is not None:
+                self._crowd.left(self, self.leaves_after)
         except Lost as lost:
             self._was_lost(str(lost))
 
@@ -223,20 +251,36 @@ class JobProcess:
         self.end_process(self._driver_pid)
 
     def _live(self) -> Iterator[_Condition]:
+        if self.start > 1:
+            before = f"{self.name}:{self.start - 1}"
+            yield lambda: self._coordinator.told_over(self.name, before)
         yield from self._register()
-        for step in range(1, self._steps + 1):
+        for step in range(self._done + 1, self._steps + 1):
             for phase in ("rollout", "train"):
                 yield from self._run_phase(phase, step)
             if self._says_all:
                 self.talk.tell(m.StepReport, step=step, metrics={})
+            if self.talk.move and step < self._steps:
+                yield from self._leave_to_come_back(step)
+                return
         if self._says_all:
             yield from self._visit()
         if self._says_all and self.number % 2:
             self.talk.fail("a planned end")
         else:
             self.talk.leave()
+            self._is_registered = False
+        yield self._goodbye_is_over()
+
+    def _leave_to_come_back(self, step: int) -> Iterator[_Condition]:
+        self.leaves_after = step
+        self.talk.leave(moving=self.talk.move, step=step)
+        self._is_registered = False
+        yield self._goodbye_is_over()
+
+    def _goodbye_is_over(self) -> _Condition:
         at = self._world.now + _GOODBYE_S
-        yield lambda: self.talk.ended is not None or self._world.now >= at
+        return lambda: self.talk.ended is not None or self._world.now >= at
 
     def _register(self) -> Iterator[_Condition]:
         while True:
@@ -244,7 +288,12 @@ class JobProcess:
             yield lambda: self.talk.is_over(REGISTER)
             answer = self.talk.take_answer(REGISTER)
             if isinstance(answer, m.Registered):
+                self._is_registered = True
+                if self._crowd is not None:
+                    self._crowd.came_in(self)
                 return
+            if isinstance(answer, m.Queued):
+                continue
             if not isinstance(answer, m.Refused) or not answer.retry:
                 raise Lost(f"not registered: {answer} {self.talk.ended}")
             yield from self._pass(0.2)

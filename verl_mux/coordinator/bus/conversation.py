@@ -268,8 +268,7 @@ class Conversation:
 
     def _lost_on_the_way(self, message: m.HeartbeatAck) -> Iterable[str]:
         """Asked before that beat, and yet not known there."""
-        known = {*message.queued, *([REGISTER] if self.queued is not None else [])}
-        lost = [key for key in self._open if key not in known and self._asked_at[key] < message.beat]
+        lost = [key for key in self._open if key not in message.queued and self._asked_at[key] < message.beat]
         return [key for key in lost if not self._is_held_back(self._open[key])]
 
     def _lose(self, token: int) -> None:

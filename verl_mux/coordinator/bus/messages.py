@@ -278,9 +278,9 @@ class LeaseShrunk(Message, kw_only=True, frozen=True, tag="LEASE_SHRUNK"):
 
 
 class HeartbeatAck(Message, kw_only=True, frozen=True, tag="HEARTBEAT_ACK"):
-    """`queued`: keys of this client's requests that wait. `tokens`: those of the beat that the coordinator holds for ours too.
-    `epoch` differs after each start of the coordinator. `move`: the number of the move that the job is to make, or of its
-    eviction to disk, with each answer until it leaves; 0: none."""
+    """`queued`: keys of this client's requests that wait, `register` among them while its job waits for nodes. `tokens`: those of
+    the beat that the coordinator holds for ours too. `epoch` differs after each start of the coordinator. `move`: the number of
+    the move that the job is to make, or of its eviction to disk, with each answer until it leaves; 0: none."""
 
     beat: int
     epoch: str

@@ -32,6 +32,7 @@ import msgspec
 
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.bus.conversation import REGISTER
 from verl_mux.coordinator.core import patience, queueing, registration, telemetry
 from verl_mux.coordinator.core.fillers import granting
 from verl_mux.coordinator.core.fillers.calls import Calls
@@ -306,7 +307,7 @@ class Machine:
                 placing.correct(self.state, revised)
 
     def _heartbeat(self, now: float, job: Job, what: m.Heartbeat) -> list[Instruction]:
-        queued = self._waiting.queued_by(what.client)
+        queued = [*self._waiting.queued_by(what.client), *([REGISTER] if not job.nodes else [])]
         mine = self._waiting.leases_of(job.name)
         held = {lease.token for lease in mine}
         tokens = [token for token in what.tokens if token in held]

@@ -93,9 +93,13 @@ def step(driver, job, number):
     return driver.ask(job, "train", number, ["t0"])
 
 
+def ack(driver, job):
+    return driver.do(m.Heartbeat(**who(driver, job), beat=1))[-1]
+
+
 def beat(driver, job):
     """The number that it is told."""
-    return driver.do(m.Heartbeat(**who(driver, job), beat=1))[-1].move
+    return ack(driver, job).move
 
 
 def who(driver, job):
@@ -116,6 +120,7 @@ def test_a_job_that_does_not_fit_waits_until_another_has_saved_and_left_and_that
     step(driver, "a", 1)
     (queued,) = join(driver, "b", 50)
     assert queued.nodes == T0 and queued.reason == "job 'b' waits for host memory on t0"
+    assert ack(driver, "b").queued == ["register"]
     assert beat(driver, "a") == 0, "it has not been there for long enough"
     driver.release("a")
     assert lines(driver, "eviction_asked") == [{"job": "a", "number": 1, "room_for": "b", "bytes": {"t0": 60 * GB}}]
@@ -127,6 +132,7 @@ def test_a_job_that_does_not_fit_waits_until_another_has_saved_and_left_and_that
     assert sent[-1] == m.Registered(nodes=T0, places=sent[-1].places, lease_timeout=5, epoch="", first=True, filler_grace=2.0)
     assert lines(driver, "evicted_to_disk") == [{"job": "a", "number": 1, "done": 2, "saving_s": 0.5}]
     assert lines(driver, "room_found") == [{"job": "b", "nodes": T0}]
+    assert ack(driver, "b").queued == [], "it asks again if it was not told"
     (queued,) = join(driver, "a", 60, start=2)
     assert isinstance(queued, m.Queued)
     driver.do(m.Deregister(**driver.who("b")))
