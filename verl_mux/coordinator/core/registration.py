@@ -58,6 +58,9 @@ def register(state: State, config: Config, epoch: str, now: float, what: m.Regis
         fills = {"filler": True} if job.filler else {}
         about = {"job": job.name, "nodes": job.nodes, "seed": job.seed, "steps": job.steps, "pid": job.pid, **fills}
         out.append(Log(events.JOB_REGISTERED, about))
+    elif what.placed and (room := state.rooms.pop(job.name, None)) is not None:
+        # An older registration of it came first to a coordinator that forgot everything: it is in, and does not wait.
+        job.nodes, job.host_memory, job.resident_since = room.nodes, room.needs, now
     if what.client not in job.clients:
         out += _join(state, config, job, what, epoch)
     job.members = what.members or job.members

@@ -234,6 +234,15 @@ def test_while_nobody_knows_who_is_there_newcomers_wait_and_those_who_were_are_t
     assert list(driver.machine.state.rooms) == ["b", "c"]
 
 
+def test_a_job_whose_older_registration_came_late_to_a_coordinator_that_forgot_everything_keeps_its_lease(driver):
+    driver = Driver(Machine(config(pools=POOLS, evict_to_disk_after=3), state=State(settle_until=50.0, unknown_up_to=100)))
+    assert isinstance(join(driver, "a", 60)[0], m.Queued), "sent when it came, before the earlier coordinator let it in"
+    claim = m.Claim(token=7, key="k", phase="train", step=2, nodes=["t0"], granted_at=0.0)
+    back = join(driver, "a", 60, again=True, placed=T0, held=[claim], number=2)
+    assert isinstance(back[0], m.Registered)
+    assert [lease.token for lease in driver.machine.state.leases_of("a")] == [7] and not driver.machine.state.rooms
+
+
 def test_a_node_for_whose_room_a_job_waits_stays(driver):
     join(driver, "a", 60)
     join(driver, "b", 50)
