@@ -54,6 +54,7 @@ def told(folder: Path) -> dict:
 
 def main() -> int:
     folder = Path(sys.argv[1]).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
     code = run(folder)
     found = told(folder)
     print(json.dumps({"exit_code": code, **found}, indent=1))
