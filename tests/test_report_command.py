@@ -39,7 +39,7 @@ def test_json_has_the_promised_keys_and_the_seeds_numbers(tmp_path):
 def test_json_findings_have_the_promised_keys(tmp_path):
     summary = as_json(make_run(tmp_path, Made(slow_rewards={(2, 1, 5): 160.0})))
     (finding,) = summary["findings"]
-    assert set(finding) >= {"kind", "step", "worker", "request_id", "seconds", "advice"}
+    assert set(finding) >= {"kind", "step", "replica", "node", "worker", "request_id", "seconds", "cost_s", "text"}
     assert (finding["kind"], finding["step"], finding["worker"], finding["request_id"]) == ("reward_wait", 2, 1, "2-1-5")
     assert summary["requests"] == 3 * 4 * 64
     assert summary["turns"]["counts"].keys() == {"1", "2"}

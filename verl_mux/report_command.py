@@ -162,7 +162,7 @@ class _Progress:
 def _write(analysis: Any, summary: dict[str, Any], other: Any, html: Path | None, png: Path | None, trace: Path | None) -> None:
     try:
         if html is not None:
-            from verl_mux.profiling.report.output.page import make_page
+            from verl_mux.profiling.report.output.page.page import make_page
 
             html.parent.mkdir(parents=True, exist_ok=True)
             html.write_text(make_page(analysis, summary, other), encoding="utf-8")

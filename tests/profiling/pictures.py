@@ -19,7 +19,7 @@ from tests.profiling.terminal import Terminal
 from verl_mux.profiling.plain.files import find_log_files
 from verl_mux.profiling.report.input.run_log import read_files
 from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.profiling.report.output.page import make_page
+from verl_mux.profiling.report.output.page.page import make_page
 from verl_mux.profiling.report.output.summary import summarise
 
 READY = 'document.documentElement.dataset.ready === "yes"'

@@ -1,145 +1,190 @@
-"""Logs of any size for `verl-mux bench report`: multi-turn requests in the layout of the sglang profiling scripts, or in ours."""
+"""Event logs of made runs, large and healthy, for timing what reads them: in our own layout, and in that of the
+sglang multi-turn profiling scripts."""
 
 from __future__ import annotations
 
 import random
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
 from verl_mux.errors import UserError
 
-WORKERS = 8
-REQUESTS = 512  # of a worker and step
-REPLICAS = 8
 EPOCH = datetime(2025, 8, 11)
 STEP_S = 100.0
+TOKENS_PER_SEC = 40.0
 
 
-def make_log(
-    directory: Path, events: int, layout: str = "ours", replicas: int = REPLICAS, requests: int = REQUESTS
-) -> tuple[int, int]:
-    """Steps of WORKERS x `requests` requests of one to three turns until there are `events`; returns events and bytes.
+@dataclass(frozen=True)
+class Layout:
+    """workers: agent loop workers; requests: of a worker and step; replicas: 0 where the log knows none."""
 
-    layout: a key of LAYOUTS. Raises UserError.
-    """
-    rng = random.Random(0)
+    workers: int
+    requests: int
+    replicas: int = 0
+    on_node: int = 8
+
+
+LAYOUTS = {"ours": Layout(workers=8, requests=128, replicas=64), "sglang": Layout(workers=8, requests=512)}
+
+
+def make_log(directory: Path, events: int, layout: str = "ours") -> tuple[int, int]:
+    """Steps of requests of one to three turns until there are `events`; returns events and bytes. Raises UserError."""
+    rng, of = random.Random(0), LAYOUTS[layout]
     lines = nbytes = step = 0
     while lines < events:
         step += 1
-        for path, text in LAYOUTS[layout](rng, step, replicas, requests):
-            lines += len(text)
-            nbytes += _write(directory / path, "".join(text))
+        files = _our_step(rng, of, step) if layout == "ours" else _sglang_step(rng, of, step)
+        for path, text in files:
+            count, size = _write(directory / path, text)
+            lines, nbytes = lines + count, nbytes + size
             if layout == "sglang" and lines >= events:
                 break
     return lines, nbytes
 
 
-def _write(path: Path, text: str) -> int:
+def make_steps(directory: Path, steps: int, layout: Layout) -> None:
+    """A log of ours, of so many steps."""
+    rng = random.Random(0)
+    for step in range(1, steps + 1):
+        for path, text in _our_step(rng, layout, step):
+            _write(directory / path, text)
+
+
+def _write(path: Path, text: list[str]) -> tuple[int, int]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.write_bytes(text.encode())
+        return len(text), path.write_bytes("".join(text).encode())
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; name another --dir") from None
 
 
-def _stamp(end: float) -> str:
-    return (EPOCH + timedelta(seconds=end)).isoformat(timespec="microseconds")
+# ---- the sglang scripts': a worker is an engine, a turn is a call
 
 
-# ---------------------------------------------------------------- the sglang profiling scripts'
+def _sglang_step(rng: random.Random, of: Layout, step: int) -> Iterator[tuple[Path, list[str]]]:
+    for worker in range(of.workers):
+        told = list(_sglang_worker(rng, of, STEP_S * step))
+        tail = f'"workid": {worker}, "step": {step}'
+        yield Path(f"step_{step}/worker_{worker}.jsonl"), [_line(*event, tail) for event in told]
 
 
-def _sglang_step(rng: random.Random, step: int, replicas: int, requests: int) -> Iterator[tuple[str, list[str]]]:
-    for worker in range(WORKERS):
-        yield f"step_{step}/worker_{worker}.jsonl", list(_worker_step(rng, worker, step, STEP_S * step, requests))
+Event = tuple[float, str, "float | None", str]  # when it ended, its name, its seconds, what `extra` holds
 
 
-def _worker_step(rng: random.Random, worker: int, step: int, start: float, requests: int) -> Iterator[str]:
-    tail = f'"workid": {worker}, "step": {step}}}\n'
-    yield _line(start + 0.5, "preprocessing_duration", 0.5, "", tail)
+def _sglang_worker(rng: random.Random, of: Layout, start: float) -> Iterator[Event]:
+    yield start + 0.5, "preprocessing_duration", 0.5, ""
     last = start
-    for number in range(requests):
-        turns = 1 + (rng.random() < 0.5) + (rng.random() < 0.2)
-        end = yield from _request(f"{rng.getrandbits(128):032x}-{number}", rng, start + 0.5, turns, tail)
-        last = max(last, end)
-    yield _line(last, "async_generate_duration", last - start - 0.5, "", tail)
-    yield _line(last + 0.1, "total_step_duration", last + 0.1 - start, "", tail)
+    for number in range(of.requests):
+        request = list(_sglang_request(f"{rng.getrandbits(128):032x}-{number}", rng, start + 0.5))
+        last = max(last, request[-1][0])
+        yield from request
+    yield last, "async_generate_duration", last - start - 0.5, ""
+    yield last + 0.1, "total_step_duration", last + 0.1 - start, ""
 
 
-def _request(name: str, rng: random.Random, start: float, turns: int, tail: str) -> Generator[str, None, float]:
-    at = start
-    yield _line(at, "request_start", None, f'"request_id": "{name}", "prompt_tokens": 128', tail)
+def _turns(rng: random.Random) -> int:
+    return 1 + (rng.random() < 0.5) + (rng.random() < 0.2)
+
+
+def _sglang_request(name: str, rng: random.Random, start: float) -> Iterator[Event]:
+    at, turns = start, _turns(rng)
+    yield at, "request_start", None, f'"request_id": "{name}", "prompt_tokens": 128'
     for turn in range(turns):
         about = f'"request_id": "{name}", "turn": {turn}'
         seconds = rng.uniform(5.0, 25.0)
-        yield _line(at + 0.01, "turn_pre_process", 0.01, about, tail)
+        yield at + 0.01, "turn_pre_process", 0.01, about
         at += 0.01 + seconds
-        yield _line(at, "turn_engine_call", seconds, f'{about}, "generated_tokens": {int(40 * seconds)}', tail)
-        yield _line(at + 0.002, "turn_post_process", 0.002, about, tail)
-        yield _line(at + 0.002, "turn_end", seconds + 0.012, about, tail)
-    yield _line(at + 0.01, "reward_calculation", 0.008, f'"request_id": "{name}", "score": 1.0', tail)
-    done = f'"request_id": "{name}", "turns": {turns}, "finish_reason": "stop", "response_length": {int(40 * (at - start))}'
-    yield _line(at + 0.01, "async_rollout_request_complete", at + 0.01 - start, done, tail)
-    return at + 0.01
+        yield at, "turn_engine_call", seconds, f'{about}, "generated_tokens": {int(TOKENS_PER_SEC * seconds)}'
+        yield at + 0.002, "turn_post_process", 0.002, about
+        yield at + 0.002, "turn_end", seconds + 0.012, about
+    at += 0.01
+    yield at, "reward_calculation", 0.008, f'"request_id": "{name}", "score": 1.0'
+    length = int(TOKENS_PER_SEC * (at - 0.01 - start))
+    done = f'"request_id": "{name}", "turns": {turns}, "finish_reason": "stop", "response_length": {length}'
+    yield at, "async_rollout_request_complete", at - start, done
+
+
+# ---- our own: requests of agent loop workers, their stays in replicas, the replicas' counters, the trainer
+
+
+def _our_step(rng: random.Random, of: Layout, step: int) -> Iterator[tuple[Path, list[str]]]:
+    """Each file in the order in which its events ended, as a log's files are."""
+    start = STEP_S * step
+    servers: list[list[Event]] = [[] for _ in range(of.replicas)]
+    last = start
+    for worker in range(of.workers):
+        told: list[Event] = []
+        for number in range(of.requests):
+            replica = (worker * of.requests + number + step) % of.replicas
+            told += _our_request(
+                f"{rng.getrandbits(128):032x}_{number % 8}", rng, start + 0.5, step, replica, of, servers[replica]
+            )
+        last = max(last, *(event[0] for event in told))
+        yield _of_role("rollout", step, worker, told)
+    for replica, told in enumerate(servers):
+        yield _of_role("server", step, replica, told + list(_counters(replica, of, start + 0.5, told)))
+    yield _of_role("trainer", step, 0, list(_trainer(start, last)))
+
+
+def _of_role(role: str, step: int, worker: int, told: list[Event]) -> tuple[Path, list[str]]:
+    tail = f'"workid": {worker}, "step": {step}, "role": "{role}", "job": "big", "run": "1f3a9c20"'
+    return Path(f"big/events/{role}/step_{step}/worker_{worker}.jsonl"), [_line(*event, tail) for event in sorted(told)]
+
+
+def _our_request(
+    name: str, rng: random.Random, start: float, step: int, replica: int, of: Layout, server: list[Event]
+) -> Iterator[Event]:
+    at, turns, tokens = start, _turns(rng), 0
+    own = f'"request_id": "{name}"'
+    who = f'{own}, "batch_data_id": "{step}", "session": 0, "validate": false'
+    yield at, "request_start", None, who
+    for turn in range(1, turns + 1):
+        seconds, queue = rng.uniform(5.0, 25.0), rng.uniform(0.002, 0.05)
+        generated = int(TOKENS_PER_SEC * seconds)
+        place = f'{own}, "turn": {turn}, "stay": {turn}, "replica": {replica}, "node": "r{replica // of.on_node}"'
+        both = f'{place}, "prompt_tokens": {128 + tokens}, "response_tokens": {generated}, "version": {step - 1}'
+        both += f', "queue_sec": {queue:.6f}, "held_sec": 0.0'
+        yield at + 0.01, "turn_pre_process", 0.01, f'{own}, "turn": {turn}'
+        at += 0.01 + queue + seconds
+        tokens += generated
+        yield at, "turn_engine_call", queue + seconds, f'{both}, "finish_reason": "stop"'
+        server.append((at - seconds, "engine_queue", queue, f'{place}, "priority": null'))
+        figures = f'"finish": "stop", "priority": 0, "prefill_sec": 0.05, "decode_sec": {seconds - 0.05:.6f}, "retractions": 0'
+        server.append((at - 0.001, "engine_generate", queue + seconds - 0.001, f'{both}, {figures}, "cached_tokens": 0'))
+        if turn < turns:
+            tool = rng.uniform(0.2, 0.6)
+            at += tool
+            yield at, "tool_execution", tool, f'{own}, "turn": {turn}, "tool": "search"'
+    at += 0.01
+    yield at, "reward_calculation", 0.008, f'{own}, "score": 1.0'
+    yield at, "finalization", 0.009, own
+    done = f'{who}, "turns": {turns}, "stays": {turns}, "finish_reason": "stop", "response_length": {tokens}, "score": 1.0'
+    yield at, "async_rollout_request_complete", at - start, f'{done}, "parked_sec": 0.0'
+
+
+def _counters(replica: int, of: Layout, start: float, told: list[Event]) -> Iterator[Event]:
+    """One a second while a request is in the engine."""
+    stays = [(end - seconds, end) for end, event, seconds, _ in told if event == "engine_generate" and seconds is not None]
+    for second in range(1, int(max((end for _, end in stays), default=start) - start) + 1):
+        running = sum(begin <= start + second < end for begin, end in stays)
+        where = f'"replica": {replica}, "node": "r{replica // of.on_node}"'
+        rate = f'"tokens_per_sec": {TOKENS_PER_SEC * running:.1f}, "prefill_tokens_per_sec": 12.0'
+        counted = f'"running": {running}, "queued": 0, "token_usage": {0.02 * running:.4f}, "retracted": 0, "evicted_tokens": 0'
+        if running:
+            yield start + second, "engine_decode", 1.0, f"{where}, {rate}, {counted}"
+
+
+def _trainer(start: float, last: float) -> Iterator[Event]:
+    yield start + 0.4, "sync", 0.4, '"version": 1, "bytes": 15000000000.0'
+    yield last, "generate", last - start - 0.4, ""
+    yield last + 4.0, "old_log_prob", 4.0, ""
+    yield last + 16.0, "update_actor", 12.0, ""
+    yield last + 16.1, "step", last + 16.1 - start, '"reward": 0.5, "response_length": 700.0, "tokens": 700000'
 
 
 def _line(end: float, event: str, seconds: float | None, extra: str, tail: str) -> str:
+    stamp = (EPOCH + timedelta(seconds=end)).isoformat(timespec="microseconds")
     duration = "" if seconds is None else f'"duration_sec": {seconds:.6f}, '
-    return f'{{"timestamp": "{_stamp(end)}", "event": "{event}", {duration}"extra": {{{extra}}}, {tail}'
-
-
-# ---------------------------------------------------------------- ours
-
-
-def _our_step(rng: random.Random, step: int, replicas: int, requests: int) -> Iterator[tuple[str, list[str]]]:
-    """Requests of agent loop workers over replicas, what their servers say of each stay, their counters, the trainer's step."""
-    start = STEP_S * step
-    found: dict[tuple[str, int], list[str]] = defaultdict(list)
-
-    def log(role: str, worker: int, end: float, event: str, seconds: float | None, extra: str) -> None:
-        tail = f'"workid": {worker}, "step": {step}, "role": "{role}", "job": "made", "run": "0a1b2c3d"}}\n'
-        found[role, worker].append(_line(end, event, seconds, extra, tail))
-
-    last = start
-    for worker in range(WORKERS):
-        for number in range(requests):
-            replica = (worker * requests + number) % replicas
-            last = max(last, _our_request(log, rng, worker, replica, start))
-    for replica in range(replicas):
-        for second in range(1, int(last - start)):
-            about = f'"replica": {replica}, "node": "r{replica // 8}", "running": 9, "queued": 0, "token_usage": 0.5'
-            log("server", replica, start + second, "engine_decode", 1.0, about + ', "tokens_per_sec": 360.0')
-    log("trainer", 0, last + 10, "update_actor", 9.0, "")
-    log("trainer", 0, last + 10, "step", last + 10 - start, '"reward": 0.5')
-    for (role, worker), text in found.items():
-        yield f"made/events/{role}/step_{step}/worker_{worker}.jsonl", text
-
-
-def _our_request(log: Callable[..., None], rng: random.Random, worker: int, replica: int, start: float) -> float:
-    name, at = f"{rng.getrandbits(128):032x}_0", start
-    turns = 1 + (rng.random() < 0.5) + (rng.random() < 0.2)
-    log("rollout", worker, at, "request_start", None, f'"request_id": "{name}", "session": 0, "validate": false')
-    for turn in range(1, turns + 1):
-        seconds = rng.uniform(5.0, 25.0)
-        about = f'"request_id": "{name}", "turn": {turn}'
-        where = f'{about}, "stay": {turn}, "replica": {replica}, "node": "r{replica // 8}"'
-        told = f'{where}, "version": 1, "prompt_tokens": 128, "response_tokens": {int(40 * seconds)}, "held_sec": 0.0'
-        log("rollout", worker, at + 0.01, "turn_pre_process", 0.01, about)
-        log("server", replica, at + 0.02, "engine_queue", 0.01, where)
-        at += 0.01 + seconds
-        times = f'"queue_sec": 0.01, "prefill_sec": 0.05, "decode_sec": {seconds - 0.06:.6f}'
-        log("server", replica, at, "engine_generate", seconds - 0.001, f'{told}, {times}, "finish": "stop", "cached_tokens": 0')
-        log("rollout", worker, at, "turn_engine_call", seconds, f'{told}, "finish_reason": "stop", "queue_sec": 0.01')
-    log("rollout", worker, at + 0.01, "reward_calculation", 0.008, f'"request_id": "{name}", "turn": {turns}, "score": 1.0')
-    done = f'"request_id": "{name}", "turns": {turns}, "stays": {turns}, "finish_reason": "stop", "parked_sec": 0.0, "score": 1.0'
-    tokens = f'"response_length": {int(40 * (at - start))}, "session": 0, "validate": false'
-    log("rollout", worker, at + 0.01, "async_rollout_request_complete", at + 0.01 - start, f"{done}, {tokens}")
-    return at + 0.01
-
-
-LAYOUTS: dict[str, Callable[[random.Random, int, int, int], Iterator[tuple[str, list[str]]]]] = {
-    "ours": _our_step,
-    "sglang": _sglang_step,
-}
+    return f'{{"timestamp": "{stamp}", "event": "{event}", {duration}"extra": {{{extra}}}, {tail}}}\n'

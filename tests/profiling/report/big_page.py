@@ -1,86 +1,92 @@
-"""The page of a large run in a headless Chromium: `python -m tests.profiling.report.big_page [STEPS] [REPLICAS]`, 1000 and 64.
+"""`python -m tests.profiling.report.big_page`: the page of a large run in a headless Chromium: how long it takes to open, and how
+long between two frames while it scrolls, zooms and moves.
 
-Prints one JSON object: seconds until the page is ready (three times, cold), milliseconds of a frame while it is scrolled, zoomed
-and moved (the median, and the one in twenty), and what the page holds.
+The run is made: 1,000 steps on 64 replicas, 1,024 requests a step, unless said otherwise.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import random
+import os
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 from tests.profiling.browser import Browser
-from verl_mux.bench.made_log import LAYOUTS
-from verl_mux.profiling.plain.files import find_log_files
-from verl_mux.profiling.report.input.run_log import read_files
-from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.profiling.report.output.page import make_page
-from verl_mux.profiling.report.output.summary import summarise
+from verl_mux.bench.made_log import LAYOUTS, make_steps
 
 READY = 'document.documentElement.dataset.ready === "yes"'
-REQUESTS = 32  # of a worker and step, so 256 a step
-FRAMES = 60
-HELD = "[S.steps, S.replicas.length, DATA.requests.count, DATA.requests.of, Object.keys(DATA.requests.names).length]"
-# Each frame does something: the page is scrolled, the view zoomed and moved.
-MOVE = """
-new Promise((done) => {
-  const took = [];
-  let at = 0, last = performance.now();
-  const next = () => {
-    const now = performance.now();
-    if (at) took.push(now - last);
+RUN_REPORT = "import typer; from verl_mux.report_command import report; typer.run(report)"
+# Milliseconds between painted frames while `act(n)` is called before each.
+FRAMES = """new Promise((done) => {
+  const act = %s, gaps = [];
+  let last = null, n = 0;
+  const tick = (now) => {
+    if (last !== null) gaps.push(now - last);
     last = now;
-    if (at++ === COUNT) return done(took);
-    if (at % 3 === 0) zoom(at % 2 ? 0.7 : 1 / 0.6);
-    else if (at % 3 === 1) shift(0.1 * (view.to - view.from));
-    else window.scrollTo(0, (at * 97) % document.body.scrollHeight);
-    requestAnimationFrame(next);
+    if (n >= 60) return done(gaps);
+    act(n++);
+    requestAnimationFrame(tick);
   };
-  requestAnimationFrame(next);
-})
-"""
+  requestAnimationFrame(tick);
+})"""
+ACTS = {
+    "scroll": "(n) => window.scrollTo(0, (document.body.scrollHeight - innerHeight) * (n / 59))",
+    "zoom": "(n) => zoom(n < 30 ? 0.9 : 1 / 0.9)",
+    "move": "(n) => shift((n < 30 ? 0.02 : -0.02) * (view.to - view.from))",
+    "open row": "(n) => { openLane = 3; zoom(n < 30 ? 0.9 : 1 / 0.9); }",
+}
 
 
-def measure(steps: int, replicas: int) -> dict:
-    """See the module."""
-    with tempfile.TemporaryDirectory() as folder:
-        directory, page = Path(folder) / "run", Path(folder) / "page.html"
-        rng, events = random.Random(0), 0
-        for step in range(1, steps + 1):
-            for path, lines in LAYOUTS["ours"](rng, step, replicas, REQUESTS):
-                events += len(lines)
-                (directory / path).parent.mkdir(parents=True, exist_ok=True)
-                (directory / path).write_text("".join(lines))
-        analysis = Analysis(read_files(directory, find_log_files(directory)))
-        page.write_text(make_page(analysis, summarise(analysis)))
-        opened = [_opened(page) for _ in range(3)]
-        with Browser() as browser:
-            browser.open(page.as_uri(), READY)
-            frames = sorted(browser.evaluate(MOVE.replace("COUNT", str(FRAMES))))
-            held = browser.evaluate(
-                "[S.steps, S.replicas.length, DATA.requests.count, DATA.requests.of, Object.keys(DATA.requests.names).length]"
-            )
-        names = ("steps", "replicas", "drawn", "requests", "lives")
-        return {
-            "events": events, "page_mb": round(page.stat().st_size / 1e6, 1), "open_s": [round(it, 2) for it in opened],
-            "frame_ms": round(median(frames), 1), "frame_ms_p95": round(frames[int(0.95 * len(frames))], 1),
-            **dict(zip(names, held, strict=True)),
-        }  # fmt: skip
-
-
-def _opened(page: Path) -> float:
+def measure(page: Path, opens: int) -> dict:
+    """opened_s: from the browser being told to load the page until it is ready and painted, of each of `opens` times."""
     with Browser() as browser:
-        began = time.perf_counter()
-        browser.open(page.as_uri(), READY)
-        browser.frame()
-        return time.perf_counter() - began
+        opened = [_open(browser, page) for _ in range(opens)]
+        frames = {}
+        for name, act in ACTS.items():
+            browser.evaluate("(openLane = null, setView(0, DATA.length), window.scrollTo(0, 0), $('lanes').scrollIntoView())")
+            browser.frame()
+            gaps = sorted(browser.evaluate(FRAMES % act))
+            frames[name] = {"median_ms": round(statistics.median(gaps), 1), "p95_ms": round(gaps[int(0.95 * len(gaps))], 1)}
+        browser.evaluate("showLife(0)")
+        drawn = browser.evaluate("[DATA.requests.count, DATA.requests.of, LIVES.names.length, LIVES.at.length]")
+        if browser.logged:
+            raise RuntimeError(f"the page said {browser.logged}")
+    told = dict(zip(("drawn", "requests", "lives", "stretches"), drawn, strict=True))
+    return {"page_mb": round(page.stat().st_size / 1e6, 1), "opened_s": opened, "frames": frames, **told}
+
+
+def _open(browser: Browser, page: Path) -> float:
+    browser.call("Page.navigate", url="about:blank")
+    began = time.perf_counter()
+    browser.open(page.as_uri(), READY)
+    browser.frame()
+    return round(time.perf_counter() - began, 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--replicas", type=int, default=64)
+    parser.add_argument("--opens", type=int, default=3)
+    parser.add_argument("--page", type=Path, help="this page, and no made run")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        page, told = asked.page, {}
+        if page is None:
+            make_steps(Path(scratch), asked.steps, replace(LAYOUTS["ours"], replicas=asked.replicas))
+            page = Path(scratch) / "page.html"
+            began = time.perf_counter()
+            command = [sys.executable, "-c", RUN_REPORT, scratch, "--html", str(page), "--processes", str(os.cpu_count())]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            told = {"written_s": round(time.perf_counter() - began, 1)}
+        print(json.dumps(told | measure(page, asked.opens)))
 
 
 if __name__ == "__main__":
-    given = [int(it) for it in sys.argv[1:]]
-    print(json.dumps(measure(*(given or (1000, 64)))))
+    main()

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import polars as pl
 
-from verl_mux.profiling.plain.intervals import length
 from verl_mux.profiling.report.findings.completion_gaps import Place
 from verl_mux.profiling.report.findings.finding import Finding
 from verl_mux.profiling.report.findings.stragglers import COST, DEVIATIONS, FEW_SPREAD, MIN_SPREAD, SLOWER, together
@@ -43,9 +42,8 @@ def find(analysis: Analysis, gaps: Collection[Place], starved: Collection[Place]
     """One finding a job and replica, at its worst step; one for all replicas of a node that were slow together."""
     engines = analysis.engines
     by_step: dict[tuple[str, int], dict[int, _Engine]] = {}
-    for (job, step, replica), stays in engines.by_place().items():
-        judged = None if (job, step, replica) in starved or (job, step, replica) in gaps else _engine(stays)
-        if judged is not None:
+    for (job, step, replica), judged in _engines(engines.stays).items():
+        if (job, step, replica) not in starved and (job, step, replica) not in gaps:
             by_step.setdefault((job, step), {})[replica] = judged
     seen: dict[tuple[str, int], list[_Judged]] = {}
     for (job, step), replicas in by_step.items():
@@ -77,14 +75,19 @@ def _slow(judged: list[_Judged]) -> list[Finding]:
     return [it.finding for it in judged if it.finding is not None and it.log >= DEVIATIONS * it.unsure]
 
 
-def _engine(stays: pl.DataFrame) -> _Engine | None:
-    told = stays.filter(pl.col("pace").is_not_null())
-    if told.height < MIN_STAYS:
-        return None
-    work, tokens = told["work"].to_numpy(), told["tokens"].to_numpy()
-    busy, end = length(stays.select("start", "end").rows()), float(told["end"].max())
-    pace = float(np.median(work / tokens))
-    return _Engine(told.height, pace, float(stays["tokens"].sum()) / max(busy, 1e-9), end, float(np.median(work)))
+def _engines(stays: pl.DataFrame) -> dict[Place, _Engine]:
+    """Of each place with MIN_STAYS that tell a pace, or more."""
+    told = pl.col("pace").is_not_null()
+    # Busy: the time that any of its stays covers; of stays in order of their start, each adds what those before leave of it.
+    covered = (pl.col("end") - pl.max_horizontal("start", pl.col("end").cum_max().shift())).clip(0.0).sum()
+    rows = stays.sort("start").group_by("job", "step", "replica", maintain_order=True).agg(
+        told.sum().alias("stays"), pl.col("pace").median(), pl.col("tokens").sum(), covered.alias("busy"),
+        pl.col("end").filter(told).max(), pl.col("work").filter(told).median().alias("usual"),
+    ).filter(pl.col("stays") >= MIN_STAYS)  # fmt: skip
+    return {
+        (job, step, replica): _Engine(n, pace, float(tokens) / max(busy, 1e-9), end, usual)
+        for job, step, replica, n, pace, tokens, busy, end, usual in rows.rows()
+    }
 
 
 def _judge(job: str, step: int, replica: int, replicas: dict[int, _Engine], engines: Engines) -> _Judged | None:

@@ -46,11 +46,9 @@ LEASE_ADVICE = (
 def find_queueing(analysis: Analysis, starved: set[Place]) -> list[Finding]:
     """One finding a job and replica: QUEUED or more of its stays' time went by in its queue, though there was KV cache."""
     seen: dict[tuple[str, int], list[Finding]] = {}
-    stays = analysis.engines.by_place()
-    for (job, step, replica), part in analysis.engines.queue_parts.items():
-        if part < QUEUED or (job, step, replica) in starved:
-            continue
-        let_in = was_let_in(stays[job, step, replica])
+    parts = {place: part for place, part in analysis.engines.queue_parts.items() if part >= QUEUED and place not in starved}
+    for (job, step, replica), stays in analysis.engines.by_place(parts).items():
+        part, let_in = parts[job, step, replica], was_let_in(stays)
         last = let_in.sort("end").tail(max(1, let_in.height // 10))
         seconds = float(last["queue"].median())
         where = analysis.engines.where(job, replica)

@@ -14,7 +14,7 @@ All times are seconds since the epoch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
 
 import polars as pl
 
@@ -196,7 +196,7 @@ def _stays(frame: pl.DataFrame, lines: list[Line]) -> pl.DataFrame:
     extras = [lines[index].extra or NO_EXTRA for index in found["line"]]
     kept = found.select(*REQUEST_KEY, pl.col("role").alias("seen_by"), "turn", "stay", "start", "end", "seconds", "tokens")
     return kept.with_columns(
-        pl.Series(name, [getattr(extra, key) for extra in extras], kind) for name, (kind, key) in STAY_EXTRA.items()
+        pl.Series(name, list(map(attrgetter(key), extras)), kind) for name, (kind, key) in STAY_EXTRA.items()
     )
 
 
@@ -244,10 +244,7 @@ def _spans(frame: pl.DataFrame, lines: list[Line]) -> pl.DataFrame:
     free = frame.filter(pl.col("request_id").is_null() & known)
     extras = [lines[index].extra or NO_EXTRA for index in free["line"]]
     kept = free.select("job", "role", "step", "worker", "event", "start", "end", "seconds", "tokens")
-    return kept.with_columns(
-        pl.Series(name, [_plain(getattr(extra, key)) for extra in extras], kind) for name, (kind, key) in SPAN_EXTRA.items()
-    )
-
-
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, dict) else value  # a job registers with its nodes by pool, which no span needs
+    told = {name: list(map(attrgetter(key), extras)) for name, (_, key) in SPAN_EXTRA.items()}
+    # A job registers with its nodes by pool, which no span needs.
+    told["nodes"] = [None if isinstance(nodes, dict) else nodes for nodes in told["nodes"]]
+    return kept.with_columns(pl.Series(name, told[name], kind) for name, (kind, _) in SPAN_EXTRA.items())

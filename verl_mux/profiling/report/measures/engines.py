@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -89,21 +90,21 @@ class Engines:
         """(job, step) -> when its stays began and ended."""
         return times_of_steps(self.stays)
 
-    def by_place(self) -> dict[Place, pl.DataFrame]:
-        """Stays by job, step and replica."""
-        return by_place(self.stays)
+    def by_place(self, places: Collection[Place]) -> dict[Place, pl.DataFrame]:
+        """The stays of each of these places, where there are any."""
+        keys = ["job", "step", "replica"]
+        wanted = pl.DataFrame(list(places), {key: self.stays.schema[key] for key in keys}, orient="row")
+        return by_place(self.stays.join(wanted, on=keys, how="semi", maintain_order="left"))
 
     @cached_property
     def queue_parts(self) -> dict[Place, float]:
         """Part of the time of a replica's stays in a step, 0 to 1, that went by in its queue; of MIN_LET_IN stays or more that
         were let in."""
-        found = {}
-        for place, stays in self.by_place().items():
-            let_in = was_let_in(stays)
-            whole = float((let_in["seconds"] - let_in["held"].fill_null(0.0)).sum()) if let_in.height else 0.0
-            if let_in.height >= MIN_LET_IN and whole > 0:
-                found[place] = float(let_in["queue"].sum()) / whole
-        return found
+        let_in = was_let_in(self.stays).group_by("job", "step", "replica", maintain_order=True)
+        held, queue = pl.col("held").fill_null(0.0), pl.col("queue").sum()
+        parts = let_in.agg(pl.len().alias("n"), (pl.col("seconds") - held).sum().alias("whole"), queue)
+        told = parts.filter((pl.col("n") >= MIN_LET_IN) & (pl.col("whole") > 0))
+        return {(job, step, replica): queue / whole for job, step, replica, _, whole, queue in told.rows()}
 
     def where(self, job: str, replica: int | None) -> dict[str, Any]:
         """`replica` and `node` for a finding; none where the job's log knows no engines."""

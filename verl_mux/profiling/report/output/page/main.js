@@ -1,9 +1,5 @@
-// Puts the page together: tiles, findings, tables; wires controls and keys.
+// Puts the page together: tiles, findings; wires controls and keys.
 "use strict";
-const S = DATA.summary;
-
-const count = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
-
 function tile(value, text) {
   return el("div", { class: "tile" }, el("b", {}, value), el("span", {}, text));
 }
@@ -67,9 +63,14 @@ function phaseStyle(job, phase) {
 
 function findings() {
   if (!S.findings.length) return $("findings").replaceChildren(el("p", { class: "quiet" }, "Nothing stands out."));
-  $("findings").replaceChildren(...S.findings.flatMap((f) => [el("button", { class: "finding", onclick: () => showFinding(f) },
+  $("findings").replaceChildren(...S.findings.flatMap((f, index) => [el("button", { class: "finding", onclick: () => showFinding(f) },
     el("b", {}, f.kind.replaceAll("_", " ")), ` \u00b7 ${whereText(f)}: ${f.text}.`, el("br"), el("span", { class: "advice" }, "Try: " + f.advice)),
-    ...(f.evidence?.stacks ? [el("a", { class: "stacks", href: encodeURI("file://" + f.evidence.stacks), title: f.evidence.stacks }, "stacks of its processes")] : [])]));
+    ...stacksOf(f, DATA.stacks[index])]));
+}
+
+function stacksOf(f, address) {
+  if (!f.evidence.stacks) return [];
+  return [el("p", { class: "stacks" }, address ? el("a", { href: address, target: "_blank" }, "stacks of its processes") : `Stacks of its processes: ${f.evidence.stacks}`)];
 }
 
 const whereText = (f) => [f.job, f.step !== null ? "step " + f.step : null, f.replica !== null ? `replica ${f.replica}${f.node ? " on " + f.node : ""}` : null, f.worker !== null && f.kind !== "uneven_pools" ? "worker " + f.worker : null].filter(Boolean).join(", ");
@@ -78,16 +79,15 @@ function showFinding(f) {
   const step = DATA.steps.findIndex(([job, number]) => job === f.job && number === f.step);
   let start = f.start === null ? null : f.start - DATA.t0, end = f.end === null ? null : f.end - DATA.t0;
   if (start === null && step >= 0) [, , start, end] = DATA.steps[step];
-  if (step >= 0) {
-    $("cdf-step").value = String(step);
-    drawCdf();
-  }
   if (start === null) return;
   const named = requestNamed(f);
   if (named !== undefined) showLife(named);
   history.replaceState(null, "", "#finding-" + (S.findings.indexOf(f) + 1));
-  showLanesBy(f.replica !== null ? "replica" : f.worker !== null && f.kind !== "uneven_pools" ? "worker" : f.node !== null ? "node" : laneView);
-  highlight = { job: f.job, worker: f.worker, replica: f.replica, node: f.node, start, end };
+  if (DATA.requests.count) setHighlight(f, start, end);
+  if (step >= 0) {
+    $("cdf-step").value = String(step);
+    drawCdf();
+  }
   const room = Math.max(end - start, 1e-3);
   setCursor(start, false);
   setView(start - 0.5 * room, end + 0.5 * room);
@@ -99,64 +99,12 @@ function followLink() {
   if (linked) showFinding(linked);
 }
 
-function turns() {
-  const t = S.turns, counts = Object.entries(t.counts);
-  if (!counts.length) return;
-  $("turns-section").hidden = false;
-  const rows = counts.slice(0, 12).map(([n, count]) => el("tr", {}, el("td", {}, n), el("td", {}, String(count)), el("td", {}, percent(t.share[n])),
-    el("td", {}, seconds(t.request_seconds[n])), el("td", {}, t.engine_seconds[n] === undefined ? "" : seconds(t.engine_seconds[n]))));
-  $("turns").replaceChildren(el("table", {}, el("tr", {}, ...["turns", "requests", "of all", "a request took", "engine in that turn"].map((h) => el("th", {}, h))), ...rows));
-}
-
-function slowest() {
-  if (!S.slowest_requests.length) return;
-  $("slowest-section").hidden = false;
-  const most = S.slowest_requests[0].seconds;
-  const rows = S.slowest_requests.map((r) => {
-    const groups = { engine: 0, tool: 0, reward: 0, other: 0 };
-    for (const [part, s] of Object.entries(r.parts))
-      groups[part === "engine" || part === "reward" ? part : ["tool", "tool_response", "interaction"].includes(part) ? "tool" : "other"] += s;
-    const bar = PART_NAMES.filter((p) => groups[p] > 0).map((p) => el("i", { style: `width:${(100 * groups[p]) / most}%;background:${partColour(p)}`, title: `${p} ${seconds(groups[p])}` }));
-    const index = requestNamed(r);
-    const name = index === undefined ? r.request_id : el("button", { class: "link", onclick: () => { showLife(index); $("life").scrollIntoView({ block: "nearest" }); } }, r.request_id);
-    return el("tr", {}, el("td", { title: r.request_id }, name), el("td", {}, `${r.job ? r.job + " " : ""}${r.step}`), el("td", {}, seconds(r.seconds)),
-      el("td", {}, el("div", { class: "bar" }, ...bar)));
-  });
-  $("slowest").replaceChildren(el("table", {}, el("tr", {}, ...["request", "step", "took", ""].map((h) => el("th", {}, h))), ...rows),
-    el("div", { class: "legend" }, ...PART_NAMES.map((p) => el("span", {}, el("i", { style: `background:${partColour(p)}` }), p))));
-}
-
-// Replicas, then nodes: a row each, the slowest token first.
-function engines() {
-  const told = [["replica", S.replicas], ["node", S.nodes]].filter(([, rows]) => rows.length);
-  if (!told.length) return;
-  $("engines-section").hidden = false;
-  const number = (x, digits) => (x === null || x === undefined ? "" : x.toFixed(digits));
-  const heads = ["stays", "cut", "tokens", "a second", "a token took", "queue", "retractions", "most KV", "most queued"];
-  const tables = told.map(([by, rows]) => el("table", {}, el("tr", {}, ...[by, ...heads].map((h) => el("th", {}, h))),
-    ...[...rows].sort((a, b) => (b.seconds_per_token ?? 0) - (a.seconds_per_token ?? 0)).slice(0, 64).map((r) => el("tr", {},
-      el("td", {}, `${r.job ? r.job + " " : ""}${r[by]}${r.nodes?.length ? " on " + r.nodes.join(", ") : ""}`), el("td", {}, String(r.stays)), el("td", {}, String(r.cut)),
-      el("td", {}, String(r.tokens)), el("td", {}, number(r.tokens_per_sec, 0)), el("td", {}, r.seconds_per_token === null ? "" : seconds(r.seconds_per_token)),
-      el("td", {}, r.queue_part === null ? "" : percent(r.queue_part)), el("td", {}, String(r.retractions ?? "")),
-      el("td", {}, r.token_usage === null ? "" : percent(r.token_usage)), el("td", {}, number(r.queued, 0))))));
-  $("engines").replaceChildren(...tables);
-}
-
-function against() {
-  if (!S.against) return;
-  const number = (x) => (x === null ? "-" : Number(x.toPrecision(4)).toString());
-  const rows = S.against.figures.filter((r) => r.this !== null || r.that !== null).map((r) => el("tr", {}, el("td", {}, r.figure),
-    el("td", {}, number(r.this)), el("td", {}, number(r.that)), el("td", {}, r.change === null ? "" : (r.change > 0 ? "+" : "") + (100 * r.change).toFixed(1) + " %")));
-  $("against-section").hidden = false;
-  $("against").replaceChildren(el("table", {}, el("tr", {}, ...["figure", "this run", S.against.directory, "change"].map((h) => el("th", {}, h))), ...rows));
-}
-
 function input() {
   const i = S.input, lines = [`${i.events} events in ${i.files} files; ${S.skipped_lines} lines skipped.`];
   for (const [reason, count] of [...Object.entries(i.skipped), ...Object.entries(i.noticed)])
     lines.push(`${reason}: ${count}${i.examples[reason] ? ", first in " + i.examples[reason] : ""}`);
   const all = DATA.requests;
-  if (all.count < all.of) lines.push(`The page draws ${all.count} of ${all.of} requests: the longest half and an even sample of the rest.`);
+  if (all.count < all.of) lines.push(`The page draws ${all.count} of ${all.of} requests: one in ${all.each} of each step and replica or worker, the slowest, and those that findings name.`);
   $("input").replaceChildren(...lines.map((text) => el("p", {}, text)));
 }
 
@@ -182,6 +130,7 @@ const KEYS = {
   t: ["where jobs take turns", toTurns],
   c: ["close up around the cursor", closeUp],
   f: ["next finding", () => nextFinding()],
+  r: ["requests by worker, replica, node", nextKind],
   d: ["light or dark", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark")],
   "?": ["this list", () => $("help").showModal()],
 };
@@ -190,6 +139,13 @@ function nextFinding() {
   if (!S.findings.length) return;
   findingShown = (findingShown + 1) % S.findings.length;
   showFinding(S.findings[findingShown]);
+}
+
+function nextKind() {
+  if (!DATA.requests.count) return;
+  const choice = $("lane-kind");
+  choice.selectedIndex = (choice.selectedIndex + 1) % choice.options.length;
+  choice.dispatchEvent(new Event("change"));
 }
 
 function setTheme(name) {
@@ -203,7 +159,6 @@ function drawAll() {
   if (DATA.holds.length) waits();
   turns();
   slowest();
-  engines();
   if (!$("cdf-section").hidden) drawCdf();
   if (!$("shares-section").hidden) drawShares();
   redraw();
@@ -235,6 +190,8 @@ function start() {
   $("name").textContent = `${DATA.name}: where the time went`;
   $("counts").textContent = [count(S.steps, "step"), count(S.workers, "rollout worker"), count(S.requests, "request"), seconds(DATA.length)].join(", ");
   findings();
+  engines("replica");
+  engines("node");
   against();
   input();
   if (DATA.holds.length) {
@@ -256,19 +213,9 @@ function start() {
   }
   if (DATA.requests.count) {
     $("lanes-section").hidden = $("cdf-section").hidden = false;
-    buildLanes(VIEWS[0]);
-    for (const by of VIEWS) $("lanes-by").append(el("option", { value: by }, by));
-    $("lanes-by").addEventListener("change", (event) => showLanesBy(event.target.value));
+    buildLanes();
     drawers.push(drawLanes);
-    makeMovable($("lanes"), (x, y) => {
-      const lane = laneAt(y);
-      if (x >= LEFT && lane && lane.index === openLane && lane.shown) {
-        const chosen = lane.shown[Math.floor((y - laneTops[lane.index]) / lane.each)];
-        if (chosen !== undefined) showLife(chosen);
-      }
-      if (x < LEFT || openLane === null || (lane && lane.index !== openLane)) openLane = lane && lane.index !== openLane ? lane.index : null;
-      setCursor(tOf(Math.max(x, LEFT), $("lanes").clientWidth), false);
-    }, laneHover);
+    makeMovable($("lanes"), laneClick, laneHover);
     DATA.steps.forEach(([job, step], index) => $("cdf-step").append(el("option", { value: index }, `${job} ${step}`.trim())));
     const worst = S.findings.map((f) => DATA.steps.findIndex(([job, step]) => job === f.job && step === f.step)).find((i) => i >= 0);
     $("cdf-step").value = String(worst ?? DATA.steps.length - 1);

@@ -1,28 +1,24 @@
 """What the page draws, as one JSON-able dictionary. Times are seconds since `t0`, the run's first moment.
 
-A hundred thousand requests travel as packed columns (base64 of little-endian arrays), not as JSON objects.
+Requests and what they are made of travel as packed columns (requests.py, lives.py), not as JSON objects.
 """
 
 from __future__ import annotations
 
-import base64
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
 
 from verl_mux.profiling.eventlog import events
-from verl_mux.profiling.report.input.request_table import SHOWN_PARTS
+from verl_mux.profiling.report.input.run_log import RunLog
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.profiling.report.measures.leases import WORK, Hold, Leases
-from verl_mux.profiling.report.output.lives import Key, lives, texts
+from verl_mux.profiling.report.output.page.lives import lives
+from verl_mux.profiling.report.output.page.requests import columns, shown
+from verl_mux.profiling.report.output.page.texts import texts
 
-MAX_REQUESTS = 200_000
-MAX_NAMED = 2_000  # requests whose names the page knows
-NOWHERE = 0xFFFF  # the lane of a request whose log does not say where it was
 MOVES = [events.SYNC, events.SLEEP, events.WAKE, events.OLD_LOG_PROB, events.REF, events.UPDATE_ACTOR, events.UPDATE_CRITIC]
-# The parts the page colours, and which of ours they hold.
-GROUPS = {"engine": ["engine"], "tool": ["tool", "tool_response", "interaction"], "reward": ["reward"]}
 
 
 def page_data(analysis: Analysis, summary: dict[str, Any], name: str, solo: Analysis | None = None) -> dict[str, Any]:
@@ -51,6 +47,7 @@ def page_data(analysis: Analysis, summary: dict[str, Any], name: str, solo: Anal
         "steps": _steps(analysis, origin),
         "shares": analysis.step_shares.drop("seconds").rows(),
         "requests": _requests(analysis, summary, origin),
+        "stacks": _stacks(analysis.run, summary["findings"]),
     }
 
 
@@ -134,69 +131,24 @@ def _slim(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def _requests(analysis: Analysis, summary: dict[str, Any], origin: float) -> dict[str, Any]:
-    every = analysis.requests.filter(~pl.col("validate"))
-    frame = every
-    if every.height > MAX_REQUESTS:  # the longest are what people look for; the rest is thinned evenly
-        longest = every.sort("seconds", descending=True)
-        kept = longest.head(MAX_REQUESTS // 2)
-        frame = pl.concat([kept, longest.tail(-MAX_REQUESTS // 2).sample(MAX_REQUESTS // 2, seed=0)])
-    frame, lanes = _laid(_with_places(frame, analysis))
-    frame = frame.sort("worker_lane", "start")
-    columns = {
-        **{f"{by}_lane": _pack(frame[f"{by}_lane"], "<u2") for by in lanes},
-        "step": _pack(frame["step"].clip(0, None), "<u4"),
-        "start": _pack(frame["start"] - origin, "<f4"),
-        "end": _pack(frame["end"] - origin, "<f4"),
-        "tokens": _pack(frame["tokens"].fill_null(0), "<u4"),
-        "turns": _pack(frame["turns"].fill_null(0).clip(0, 255), "<u1"),
-        "done": _pack(frame["status"] == "complete", "<u1"),
-    }
-    grouped = {part for parts in GROUPS.values() for part in parts}
-    groups = GROUPS | {"other": [part for part in SHOWN_PARTS if part not in grouped]}
-    for name, parts in groups.items():
-        columns[name] = _pack(frame.select(pl.sum_horizontal(parts)).to_series(), "<f4")
-    named = _named(frame, summary)
+    found = shown(analysis, summary)
     return {
-        "count": frame.height,
-        "of": every.height,
-        "lanes": lanes,
-        "columns": columns,
-        "names": {index: key[2] for index, key in named.items()},
-        "lives": lives(analysis, named, origin),
-        "texts": texts(analysis, named),
+        "count": found.frame.height,
+        "of": found.of,
+        "each": found.each,
+        "lanes": {"worker": found.workers, "replica": found.replicas},
+        "columns": columns(found, origin),
+        "lives": lives(analysis, found),
+        "texts": texts(analysis.run, found),
     }
 
 
-def _with_places(frame: pl.DataFrame, analysis: Analysis) -> pl.DataFrame:
-    """With `replica` and `node` of each request's longest stay; null where the log does not say."""
-    stays = analysis.stays.filter(pl.col("replica").is_not_null()).sort("seconds")
-    longest = stays.group_by("job", "request_id").agg(pl.col("replica", "node").last())
-    return frame.drop("replica", "node", strict=False).join(longest, on=["job", "request_id"], how="left")
-
-
-def _laid(frame: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, list[list]]]:
-    """A lane for each worker, replica and node of a job, `<by>_lane`, and the lanes of each view: [job, name]."""
-    views = {}
-    for by in ("worker", "replica", "node"):
-        lanes = frame.select("job", by).drop_nulls().unique().sort("job", by)
-        frame = frame.join(lanes.with_row_index(f"{by}_lane"), on=["job", by], how="left")
-        frame = frame.with_columns(pl.col(f"{by}_lane").fill_null(NOWHERE))
-        if lanes.height:
-            views[by] = [list(row) for row in lanes.rows()]
-    return frame, views
-
-
-def _named(frame: pl.DataFrame, summary: dict[str, Any]) -> dict[str, Key]:
-    """Index -> job, step, request: all of them in a small run; in a large one the slowest and those that findings name."""
-    if frame.height > MAX_NAMED:
-        found = {finding["request_id"] for finding in summary["findings"]}
-        least = frame["seconds"].top_k(MAX_NAMED).min()
-        chosen = (pl.col("seconds") >= least) | pl.col("request_id").is_in(list(found - {None}))
-        rows = frame.with_row_index("i").filter(chosen).select("i", "job", "step", "request_id")
-    else:
-        rows = frame.with_row_index("i").select("i", "job", "step", "request_id")
-    return {str(index): (job, step, name) for index, job, step, name in rows.rows()}
-
-
-def _pack(values: pl.Series, kind: str) -> str:
-    return base64.b64encode(np.ascontiguousarray(values.to_numpy()).astype(kind).tobytes()).decode()
+def _stacks(run: RunLog, findings: list[dict[str, Any]]) -> dict[str, str]:
+    """Place among the findings -> address of the stacks it speaks of, where they can be found; a log may have moved since."""
+    named = {str(place): Path(path) for place, it in enumerate(findings) if (path := it["evidence"].get("stacks"))}
+    if not named:
+        return {}
+    folders = sorted({Path(file.path).parents[2] for file in run.files})
+    told = {place: [path, *(folder / path.parent.name / path.name for folder in folders)] for place, path in named.items()}
+    found = {place: next((path for path in paths if path.is_file()), None) for place, paths in told.items()}
+    return {place: path.absolute().as_uri() for place, path in found.items() if path is not None}

@@ -2,6 +2,7 @@
 
 import json
 import re
+from datetime import datetime
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from tests.profiling.made_engines import make as make_engines
 from tests.profiling.made_logs import Lines, Made, make_run, read_run
 from tests.profiling.made_mux import make_mux_run
 from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.profiling.report.output.page import make_page
+from verl_mux.profiling.report.output.page.page import make_page
 from verl_mux.profiling.report.output.summary import summarise
 
+NAMES = ("mux", "plain", "hostile", "empty", "engines", "texts", "stalled")
 READY = 'document.documentElement.dataset.ready === "yes"'
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 
@@ -39,7 +41,36 @@ def pages(tmp_path_factory):
     lines.write(home / "hostile")
     (home / "empty").mkdir()
     make_engines(home / "engines", seed=1, steps=2, requests=24, turns=2, slower={1: 3.0})
-    return {name: page_of(home / name, home / f"{name}.html") for name in ("mux", "plain", "hostile", "empty", "engines")}
+    make_engines(home / "texts", seed=1, steps=1, requests=8)
+    add_text(home / "texts", prompt="1 + 1 = <b>", response="2", left_out=7)
+    make_engines(home / "stalled", seed=1, steps=6, requests=64, stalled=(5, 1, 12.0, 30.0))
+    add_stacks(home / "stalled", step=5, replica=1)
+    return {name: page_of(home / name, home / f"{name}.html") for name in NAMES}
+
+
+def add_text(run, **text):
+    """A line with the text of the run's first request to end, as mux.profile.texts has it written."""
+    path = next(run.rglob("events/rollout/step_1/worker_0.jsonl"))
+    ends = [line for line in map(json.loads, path.read_text().splitlines()) if line["event"] == "async_rollout_request_complete"]
+    line = ends[0] | {"event": "request_text", "extra": {"request_id": ends[0]["extra"]["request_id"], **text}}
+    del line["duration_sec"]
+    path.write_text(path.read_text() + json.dumps(line) + "\n")
+
+
+def add_stacks(run, step, replica):
+    """What a stall that came again leaves; the log was moved since."""
+    path = next(run.rglob(f"events/server/step_{step}/worker_{replica}.jsonl"))
+    stacks = path.parents[2] / "stalls" / "a_replica1_1.txt"
+    stacks.parent.mkdir()
+    stacks.write_text("Thread 1 (idle)")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    times = [line["timestamp"] for line in lines if line["event"] == "engine_decode"]
+    gap = max(
+        zip(times, times[1:], strict=False), key=lambda pair: datetime.fromisoformat(pair[1]) - datetime.fromisoformat(pair[0])
+    )
+    extra = {"replica": replica, "node": "r0", "running": 3, "path": f"/moved/events/stalls/{stacks.name}", "how": "kernel"}
+    told = lines[0] | {"timestamp": gap[1], "event": "engine_stalled", "duration_sec": 10.0, "extra": extra}
+    path.write_text(path.read_text() + json.dumps(told) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +101,7 @@ def test_the_page_names_nothing_outside_itself(pages):
 def test_requests_travel_whole(pages):
     requests = data_of(pages["plain"])["requests"]
     assert (requests["count"], requests["of"]) == (1024, 1024)
-    assert len(requests["lanes"]["worker"]) == 4 and list(requests["lanes"]) == ["worker"]
+    assert (len(requests["lanes"]["worker"]), requests["lanes"]["replica"]) == (4, [])
 
 
 def test_waits_and_leases_travel_whole(pages):
@@ -103,9 +134,10 @@ def test_findings_are_shown_and_lead_to_their_place(shown):
     assert "silent gap" in text
     assert "step 67, worker 0" in text
     browser.press("f")
-    view = browser.evaluate("[view.from, view.to, highlight.start, highlight.end, highlight.worker]")
+    view = browser.evaluate("[view.from, view.to, highlight.start, highlight.end, highlight.rows]")
     assert view[0] < view[2] < view[3] < view[1]
     assert view[3] - view[2] == pytest.approx(150.0, abs=0.2)
+    assert view[4] == [0]
     assert browser.evaluate("document.getElementById('cdf-step').selectedOptions[0].text") == "67"
 
 
@@ -181,8 +213,8 @@ def test_a_click_on_a_worker_shows_its_requests(shown):
         browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
     browser.frame()
     assert browser.evaluate("openLane") == 1
-    assert browser.evaluate("LANES[1].shown.length") > 100
-    assert "engine" in browser.evaluate("requestText(LANES[1].shown[0])")
+    assert browser.evaluate("lanes()[1].shown.length") > 100
+    assert "engine" in browser.evaluate("requestText(lanes()[1].shown[0])")
 
 
 @needs_chromium
@@ -191,7 +223,7 @@ def test_a_click_on_a_request_shows_its_whole_life(shown):
     browser.evaluate("openLane = 0, redraw(), $('lanes').scrollIntoView()")
     browser.frame()
     box = "$('lanes').getBoundingClientRect()"
-    x, y = browser.evaluate(f"[{box}.left + 400, {box}.top + laneTops[0] + LANES[0].each / 2]")
+    x, y = browser.evaluate(f"[{box}.left + 400, {box}.top + laneTops[0] + lanes()[0].each / 2]")
     for kind in ("mousePressed", "mouseReleased"):
         browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
     browser.frame()
@@ -201,60 +233,74 @@ def test_a_click_on_a_request_shows_its_whole_life(shown):
 
 
 @needs_chromium
-def test_rows_are_replicas_workers_or_nodes(shown):
-    browser = shown("engines")
-    assert browser.evaluate("[laneView, LANES.map((l) => l.name)]") == ["replica", [0, 1, 2, 3]]
-    rows = {by: browser.evaluate(f"(showLanesBy('{by}'), redraw(), [LANES.length, ORDER.length])") for by in ("worker", "node")}
-    assert rows == {"worker": [8, 48], "node": [2, 48]}
-    assert browser.evaluate("$('lanes-by').value") == "node"
-    assert "thin lines are nodes" in browser.evaluate("$('cdf-text').textContent")
+def test_a_link_leads_to_its_finding(browser, pages):
+    browser.logged.clear()
+    browser.open(pages["engines"].as_uri() + "#finding-1", READY)
+    browser.wait("highlight !== null && highlight.rows.length === 1")
     assert browser.logged == []
 
 
 @needs_chromium
-def test_a_finding_about_a_replica_leads_to_its_row(shown):
+def test_lives_hold_stays_tools_and_reward_in_order(shown):
     browser = shown("engines")
-    browser.evaluate("showLanesBy('worker')")
-    of = browser.evaluate("S.findings.findIndex((f) => f.kind === 'straggler')")
-    browser.evaluate(f"showFinding(S.findings[{of}])")
-    assert browser.evaluate("[laneView, highlight.replica]") == ["replica", 1]
+    life = browser.evaluate("lifeOf(0)")
+    assert [what for what, *_ in life] == ["queue", "engine", "tool", "queue", "engine", "reward"]
+    assert all(start <= end for _, start, end, _ in life) and life == sorted(life, key=lambda it: it[1])
+    assert re.match(r"turn 2, stay 2: replica \d on r\d, \d+ tokens", life[4][3])
+    assert browser.evaluate("Array.from({ length: DATA.requests.count }, (_, i) => lifeOf(i).length).every((n) => n >= 6)")
+
+
+@needs_chromium
+def test_a_finding_of_a_replica_marks_its_row_alone(shown):
+    browser = shown("engines")
+    assert browser.evaluate("S.findings[0].replica") == 1
+    browser.evaluate("setKind('worker')")
+    browser.press("f")
+    assert browser.evaluate("[kind, highlight.rows.map((index) => lanes()[index].title)]") == ["replica", ["replica 1 on r0"]]
+    curves = browser.evaluate("[...cdfGroups('a', S.findings[0].step).keys()].map((lane) => lanes()[lane].unit).sort()")
+    assert curves == [0, 1, 2, 3]
+
+
+@needs_chromium
+def test_rows_are_workers_replicas_or_nodes(shown):
+    browser = shown("engines")
+    seen = {}
+    for _ in range(3):
+        seen[browser.evaluate("kind")] = browser.evaluate("lanes().map((lane) => [lane.title, lane.past - lane.first])")
+        browser.press("r")
+    every = browser.evaluate("DATA.requests.count")
+    assert {name: sum(n for _, n in rows) for name, rows in seen.items()} == {"worker": every, "replica": every, "node": every}
+    assert [title for title, _ in seen["node"]] == ["node r0", "node r1"]
+    assert browser.logged == []
 
 
 @needs_chromium
 def test_replicas_and_nodes_stand_in_tables_the_slowest_first(shown):
-    text = shown("engines").evaluate("$('engines').innerText")
-    assert re.search(r"a 1 on r0.*a 0 on r0", text, re.S) and re.search(r"node.*a r0.*a r1", text, re.S)
+    browser = shown("engines")
+    replicas = browser.evaluate("$('replicas').innerText")
+    assert len(replicas.splitlines()) == 1 + 4 and "ms a token" in replicas
+    assert replicas.splitlines()[1].split()[0] == "1"  # the slowest
+    assert len(browser.evaluate("$('nodes').innerText").splitlines()) == 1 + 2
+    assert shown("plain").evaluate("$('engines-section').hidden")
 
 
 @needs_chromium
-def test_what_a_request_said_is_shown_where_it_was_logged(browser, tmp_path):
-    make_engines(tmp_path, seed=1, steps=2, requests=6, replicas=1)
-    name = "00020003_0"
-    line = {"timestamp": "2025-08-11T23:00:30", "event": "request_text", "workid": 0, "step": 2, "role": "rollout", "job": "a"}
-    line |= {"run": "0a1b2c3d", "extra": {"request_id": name, "prompt": "2+<b>2</b>=?", "response": "four", "left_out": 0}}
-    with next(tmp_path.glob("a/events/rollout/step_2/worker_0.jsonl")).open("a") as file:
-        file.write(json.dumps(line) + "\n")
-    browser.open(page_of(tmp_path, tmp_path / "page.html").as_uri(), READY)
-    browser.evaluate(f"showLife(requestNamed({{request_id: '{name}', job: 'a', step: 2}}))")
-    assert browser.evaluate("[...$('life').querySelectorAll('pre')].map((it) => it.textContent)") == ["2+<b>2</b>=?", "four"]
-    browser.evaluate("showLife(requestNamed({request_id: '00020002_0', job: 'a', step: 2}))")
-    assert browser.evaluate("$('life').querySelectorAll('pre').length") == 0
+def test_a_life_shows_the_text_that_was_logged(shown):
+    browser = shown("texts")
+    index = int(browser.evaluate("Object.keys(DATA.requests.texts)[0]"))
+    browser.evaluate(f"showLife({index})")
+    assert browser.evaluate("[...document.querySelectorAll('#life pre')].map((pre) => pre.innerText)") == ["1 + 1 = <b>", "2"]
+    assert "7 characters were left out" in browser.evaluate("$('life').innerText")
+    browser.evaluate(f"showLife({index + 1})")
+    assert browser.evaluate("document.querySelectorAll('#life pre').length") == 0
 
 
 @needs_chromium
-def test_a_link_leads_to_its_finding(browser, pages):
-    browser.logged.clear()
-    browser.open(pages["engines"].as_uri() + "#finding-1", READY)
-    browser.wait("highlight !== null && highlight.job === S.findings[0].job")
-    assert browser.logged == []
-
-
-def test_lives_hold_stays_tools_and_reward_in_order(pages):
-    requests = data_of(pages["engines"])["requests"]
-    life = requests["lives"]["0"]
-    assert [what for what, *_ in life] == ["queue", "engine", "tool", "queue", "engine", "reward"]
-    assert all(start <= end for _, start, end, _ in life) and life == sorted(life, key=lambda it: it[1])
-    assert "turn 2, stay 2: replica" in life[4][3]
+def test_the_stacks_of_a_stall_are_a_link_away(shown):
+    browser = shown("stalled")
+    assert browser.evaluate("S.findings[0].kind") == "silent_gap"
+    address = browser.evaluate("document.querySelector('.stacks a').href")
+    assert address.endswith("/a/events/stalls/a_replica1_1.txt") and address.startswith("file:///")
 
 
 @needs_chromium

@@ -14,12 +14,14 @@ function el(tag, attributes = {}, ...children) {
   return node;
 }
 
+// A plain loop: with a callback for each byte a large page took seconds to open.
 function unpack(text, Type) {
-  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  const read = atob(text), bytes = new Uint8Array(read.length);
+  for (let i = 0; i < read.length; i++) bytes[i] = read.charCodeAt(i);
   return new Type(bytes.buffer);
 }
 
-const COLUMN_TYPES = { worker_lane: Uint16Array, replica_lane: Uint16Array, node_lane: Uint16Array, step: Uint32Array, tokens: Uint32Array, turns: Uint8Array, done: Uint8Array };
+const COLUMN_TYPES = { worker: Uint16Array, replica: Uint16Array, step: Uint32Array, tokens: Uint32Array, turns: Uint8Array, done: Uint8Array };
 const REQUESTS = Object.fromEntries(
   Object.entries(DATA.requests.columns).map(([name, text]) => [name, unpack(text, COLUMN_TYPES[name] || Float32Array)]));
 const PART_NAMES = ["engine", "tool", "reward", "other"];
@@ -45,6 +47,7 @@ function seconds(value) {
   if (size < 7200) return Math.floor(value / 60) + " min " + Math.round(value % 60) + " s";
   return (value / 3600).toFixed(1) + " h";
 }
+const count = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
 const percent = (part) => (100 * part).toFixed(part < 0.0995 ? 1 : 0) + " %";
 const bytes = (n) => (n >= 1e9 ? (n / 1e9).toFixed(2) + " GB" : n >= 1e6 ? (n / 1e6).toFixed(1) + " MB" : (n / 1e3).toFixed(0) + " kB");
 

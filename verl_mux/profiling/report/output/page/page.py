@@ -8,10 +8,10 @@ from typing import Any
 
 from verl_mux.profiling.plain.files import ROLES
 from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.profiling.report.output.page_data import page_data
+from verl_mux.profiling.report.output.page.data import page_data
 
 _HERE = Path(__file__).parent
-SCRIPTS = ["page_base.js", "page_time.js", "page_replay.js", "page_charts.js", "page.js"]  # in order of use
+SCRIPTS = ["base.js", "time.js", "replay.js", "lanes.js", "life.js", "charts.js", "tables.js", "main.js"]  # in order of use
 
 
 def make_page(analysis: Analysis, summary: dict[str, Any], solo: Analysis | None = None) -> str:
