@@ -1,7 +1,7 @@
 """`python -m tests.profiling.report.big_page`: the page of a large run in a headless Chromium: how long it takes to open, and how
 long between two frames while it scrolls, zooms and moves.
 
-The run is made: 1,000 steps on 64 replicas, 1,024 requests a step, unless said otherwise.
+The run is made: 1,000 steps on 64 replicas, 512 requests a step, unless said otherwise.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def _open(browser: Browser, page: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--requests", type=int, default=512, help="a step")
     parser.add_argument("--replicas", type=int, default=64)
     parser.add_argument("--opens", type=int, default=3)
     parser.add_argument("--page", type=Path, help="this page, and no made run")
@@ -79,7 +80,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         page, told = asked.page, {}
         if page is None:
-            make_steps(Path(scratch), asked.steps, replace(LAYOUTS["ours"], replicas=asked.replicas))
+            make_steps(
+                Path(scratch),
+                asked.steps,
+                replace(LAYOUTS["ours"], replicas=asked.replicas, requests=asked.requests // LAYOUTS["ours"].workers),
+            )
             page = Path(scratch) / "page.html"
             began = time.perf_counter()
             command = [sys.executable, "-c", RUN_REPORT, scratch, "--html", str(page), "--processes", str(os.cpu_count())]

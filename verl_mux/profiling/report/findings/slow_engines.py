@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -47,8 +48,8 @@ def find(analysis: Analysis, gaps: Collection[Place], starved: Collection[Place]
             by_step.setdefault((job, step), {})[replica] = judged
     seen: dict[tuple[str, int], list[_Judged]] = {}
     for (job, step), replicas in by_step.items():
-        for replica in replicas:
-            beside = _judge(job, step, replica, replicas, engines)
+        for replica, peers in _peers(job, replicas, engines).items():
+            beside = _judge(job, step, replica, replicas[replica], peers, engines)
             if beside is not None:
                 seen.setdefault((job, replica), []).append(beside)
     slow = {place: _slow(steps) for place, steps in seen.items()}
@@ -90,21 +91,45 @@ def _engines(stays: pl.DataFrame) -> dict[Place, _Engine]:
     }
 
 
-def _judge(job: str, step: int, replica: int, replicas: dict[int, _Engine], engines: Engines) -> _Judged | None:
-    it, node = replicas[replica], engines.node_of.get((job, replica))
-    elsewhere = [r for r in replicas if engines.node_of.get((job, r)) != node]
-    others = [replicas[r] for r in elsewhere or replicas if r != replica]
-    usual = middle([other.pace for other in others]) if others else 0.0
-    if usual <= 0 or it.pace <= 0:
+@dataclass(frozen=True)
+class _Peers:
+    """The middle of those that a replica is compared with. spread: of the logs of their paces, as a standard deviation."""
+
+    pace: float
+    spread: float
+    rate: float
+    end: float
+
+
+def _peers(job: str, replicas: dict[int, _Engine], engines: Engines) -> dict[int, _Peers]:
+    """Replica -> its peers in a step: those on other nodes; all others where there is one node. None where it has none."""
+    node = {replica: engines.node_of.get((job, replica)) for replica in replicas}
+    apart: dict[int, Any] = node if len(set(node.values())) > 1 else {replica: replica for replica in replicas}
+    found = {at: _middle_of([it for replica, it in replicas.items() if apart[replica] != at]) for at in set(apart.values())}
+    return {replica: peers for replica in replicas if (peers := found[apart[replica]]) is not None}
+
+
+def _middle_of(others: list[_Engine]) -> _Peers | None:
+    if not others:
         return None
-    spread = 1.4826 * middle([abs(np.log(max(other.pace, 1e-9) / usual)) for other in others])
-    unsure = max(spread, FEW_SPREAD / np.sqrt(it.stays), MIN_SPREAD)
-    ratio = it.pace / usual
+    paces = np.array([other.pace for other in others])
+    usual = float(np.median(paces))
+    if usual <= 0:
+        return None
+    spread = 1.4826 * float(np.median(np.abs(np.log(np.maximum(paces, 1e-9) / usual))))
+    return _Peers(usual, spread, middle([other.rate for other in others]), middle([other.end for other in others]))
+
+
+def _judge(job: str, step: int, replica: int, it: _Engine, peers: _Peers, engines: Engines) -> _Judged | None:
+    if it.pace <= 0:
+        return None
+    unsure = max(peers.spread, FEW_SPREAD / np.sqrt(it.stays), MIN_SPREAD)
+    ratio = it.pace / peers.pace
     finding = None
-    if ratio >= SLOWER and it.rate <= THROUGHPUT * middle([other.rate for other in others]):
-        lost = max(it.end - middle([other.end for other in others]), (1 - 1 / ratio) * it.usual)
+    if ratio >= SLOWER and it.rate <= THROUGHPUT * peers.rate:
+        lost = max(it.end - peers.end, (1 - 1 / ratio) * it.usual)
         began, ended = engines.steps[job, step]
-        finding = _finding(job, step, replica, lost, ratio, usual, engines) if lost >= COST * (ended - began) else None
+        finding = _finding(job, step, replica, lost, ratio, peers.pace, engines) if lost >= COST * (ended - began) else None
     return _Judged(float(np.log(ratio)), it.stays, unsure, finding)
 
 
