@@ -18,7 +18,7 @@ from verl_mux.profiling.report.findings.completion_gaps import Place
 from verl_mux.profiling.report.findings.finding import Finding
 from verl_mux.profiling.report.findings.stragglers import COST, DEVIATIONS, FEW_SPREAD, MIN_SPREAD, SLOWER, together
 from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.profiling.report.measures.engines import Engines, middle
+from verl_mux.profiling.report.measures.engines import Engines, busy, middle
 
 MIN_STAYS = 4
 THROUGHPUT = 0.85  # of its peers' tokens a second
@@ -79,15 +79,13 @@ def _slow(judged: list[_Judged]) -> list[Finding]:
 def _engines(stays: pl.DataFrame) -> dict[Place, _Engine]:
     """Of each place with MIN_STAYS that tell a pace, or more."""
     told = pl.col("pace").is_not_null()
-    # Busy: the time that any of its stays covers; of stays in order of their start, each adds what those before leave of it.
-    covered = (pl.col("end") - pl.max_horizontal("start", pl.col("end").cum_max().shift())).clip(0.0).sum()
     rows = stays.sort("start").group_by("job", "step", "replica", maintain_order=True).agg(
-        told.sum().alias("stays"), pl.col("pace").median(), pl.col("tokens").sum(), covered.alias("busy"),
+        told.sum().alias("stays"), pl.col("pace").median(), pl.col("tokens").sum(), busy(),
         pl.col("end").filter(told).max(), pl.col("work").filter(told).median().alias("usual"),
     ).filter(pl.col("stays") >= MIN_STAYS)  # fmt: skip
     return {
-        (job, step, replica): _Engine(n, pace, float(tokens) / max(busy, 1e-9), end, usual)
-        for job, step, replica, n, pace, tokens, busy, end, usual in rows.rows()
+        (job, step, replica): _Engine(n, pace, float(tokens) / max(used, 1e-9), end, usual)
+        for job, step, replica, n, pace, tokens, used, end, usual in rows.rows()
     }
 
 

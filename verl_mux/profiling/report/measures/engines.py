@@ -11,12 +11,16 @@ import numpy as np
 import polars as pl
 
 from verl_mux.profiling.eventlog import events
-from verl_mux.profiling.plain.intervals import length
 
 UNIT = ["job", "step", "unit"]
 Place = tuple[str, int, int]  # job, step, replica
 MIN_TOKENS = 4  # of a stay that tells its engine's pace
 MIN_LET_IN = 8  # stays that tell how long its queue is
+
+
+def busy() -> pl.Expr:
+    """Seconds that the rows of a group cover together, in order of their `start`: each adds what those before it leave."""
+    return (pl.col("end") - pl.max_horizontal("start", pl.col("end").cum_max().shift())).clip(0.0).sum().alias("busy")
 
 
 def with_unit(frame: pl.DataFrame, stays: pl.DataFrame, key: list[str]) -> pl.DataFrame:
@@ -128,7 +132,7 @@ class Engines:
 
 
 def _figures(stays: pl.DataFrame, by: str) -> dict[str, Any]:
-    busy = length(stays.select("start", "end").rows())
+    used = float(stays.sort("start").select(busy()).item())
     seconds, queue = float(stays["seconds"].sum()), float(stays["queue"].fill_null(0.0).sum())
     tokens = int(stays["tokens"].fill_null(0).sum())
     other = "node" if by == "replica" else "replica"
@@ -138,7 +142,7 @@ def _figures(stays: pl.DataFrame, by: str) -> dict[str, Any]:
         "cut": int(stays["cut"].fill_null(False).sum()),
         "requests": stays["request_id"].n_unique(),
         "tokens": tokens,
-        "tokens_per_sec": round(tokens / busy, 3) if busy > 0 else None,
+        "tokens_per_sec": round(tokens / used, 3) if used > 0 else None,
         "seconds_per_token": None if (pace := stays["pace"].median()) is None else round(float(pace), 6),
         "queue_part": round(queue / seconds, 4) if seconds > 0 else 0.0,
         "retractions": int(stays["retractions"].fill_null(0).sum()),

@@ -8,12 +8,11 @@ from typing import Any
 import polars as pl
 
 from verl_mux.profiling.eventlog import events
-from verl_mux.profiling.plain.intervals import length
 from verl_mux.profiling.plain.step_metrics import QUANTILES
 from verl_mux.profiling.report.findings.all_findings import find_all
 from verl_mux.profiling.report.input.faults import Faults
 from verl_mux.profiling.report.input.request_table import SHOWN_PARTS
-from verl_mux.profiling.report.measures import shares
+from verl_mux.profiling.report.measures import engines, shares
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.profiling.report.measures.leases import Segment
 from verl_mux.profiling.report.measures.pace import shared_window, throughput
@@ -141,7 +140,7 @@ def engine_figures(analysis: Analysis) -> dict[str, Any]:
     done = analysis.finished.filter(pl.col("tokens").is_not_null())
     got: dict[str, dict[str, float | None]] = {}
     for (job, worker), rows in done.group_by("job", "worker", maintain_order=True):
-        busy = length(rows.select("start", "end").rows())
+        busy = float(rows.sort("start").select(engines.busy()).item())
         got.setdefault(job, {})[str(worker)] = _round(rows["tokens"].sum() / busy) if busy > 0 else None
     told = reports.group_by("job", "worker").agg(
         pl.len().alias("reports"),
