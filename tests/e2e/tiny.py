@@ -38,8 +38,11 @@ def compute_policy_loss(*arguments, **keywords):
 """
 
 
-def make_assets(directory: Path) -> None:
-    """`directory`/model, /train.parquet, /reward.py, /slow_reward.py, /slow_loss.py."""
+def make_assets(directory: Path, hidden: int = 64) -> None:
+    """`directory`/model, /train.parquet, /reward.py, /slow_reward.py, /slow_loss.py.
+
+    hidden: of the model, which has four heads; with 256 their size is one that kernels and several ranks know.
+    """
     import pandas
     import torch
     from transformers import AutoTokenizer
@@ -51,7 +54,7 @@ def make_assets(directory: Path) -> None:
     write_tokenizer(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     torch.manual_seed(0)
-    make_model(Shape(hidden=64, layers=2, heads=4, intermediate=128), tokenizer).save_pretrained(model)
+    make_model(Shape(hidden=hidden, layers=2, heads=4, intermediate=2 * hidden), tokenizer).save_pretrained(model)
     tokenizer.save_pretrained(model)
     rng = random.Random(0)
     rows = [_row(i, rng.randrange(90), rng.randrange(90)) for i in range(400)]

@@ -32,20 +32,8 @@ REFUSED = {
 def assets(gpus, tmp_path_factory):
     pytest.importorskip("verl")
     folder = tmp_path_factory.mktemp("assets")
-    tiny.make_assets(folder)
-    _make_model(folder / "model")
+    tiny.make_assets(folder, hidden=256)
     return folder
-
-
-def _make_model(folder):
-    """Instead of the tiny one: with heads of a size that kernels know."""
-    import torch
-    from model import Shape, make_model  # examples/arithmetic, which `make_assets` has put on the path
-    from transformers import AutoTokenizer
-
-    torch.manual_seed(0)
-    shape, tokenizer = Shape(hidden=256, layers=2, heads=4, intermediate=512), AutoTokenizer.from_pretrained(folder)
-    make_model(shape, tokenizer).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
