@@ -35,6 +35,7 @@ MODES: dict[str, list[str]] = {
         "mux.rollout.trigger.entropy.margin=0.01",
     ],
     PLAIN: [],
+    "colocate": ["trainer.v1.trainer_mode=mux_colocate"],
     "oversample": ["mux.rollout.oversample.rate={rate}", "mux.rollout.oversample.max_cuts=8"],
     "oversample_restart": [
         "mux.rollout.oversample.rate={rate}",
