@@ -35,8 +35,8 @@ _LONG = (
     "bench/test_load.py",
     "bench/chaos/test_simulated.py",
 )
-# Of a real job that has started up beside all that comes before.
-_LAST = ("e2e/test_rollout_control.py", "e2e/test_event_log.py")
+# Of real jobs that have started up beside all that comes before.
+_LAST = ("e2e/test_two_colocated.py", "e2e/test_rollout_control.py", "e2e/test_event_log.py")
 PLACES = {_HERE / name: at for at, name in enumerate((*_JOBS, *_LONG), -len(_JOBS + _LONG))}
 PLACES |= {_HERE / name: at for at, name in enumerate(_LAST, 1)}
 

@@ -1,7 +1,7 @@
 """One multiplexed run of real jobs for all tests here: the coordinator is killed, then one job in its rollout, which the launcher
 starts again; the coordinator falls silent for longer than a lease lasts; the job is killed again, in training, then the launcher.
 
-Never more than two jobs at once: each is a dozen processes and several GiB.
+Then two colocated jobs on one node. Never more than two jobs at once: each is a dozen processes and several GiB.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from tests.e2e import tiny
+from verl_mux.bench.coordinator_process import CoordinatorProcess
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.launcher.processes.marked_process import read_note
 
@@ -33,8 +34,8 @@ LONG_ROLLOUT = ["data.max_response_length=192", "+actor_rollout_ref.rollout.engi
 OVERSAMPLED = ["mux.rollout.oversample.rate=0.5", "+actor_rollout_ref.rollout.engine_kwargs.sglang.max_running_requests=8"]
 # Steps of the job of verl's own streaming trainer, and how many prompt groups are enough for one of them.
 STREAMED, ENOUGH = 4, 2
-# Of the job with rollout control. A segment takes long enough that an abort finds somebody in the engine.
-CONTROLLED_STEPS, SEGMENT, LONGEST, VALIDATED = 4, 48, 96, 4
+# Of two jobs on one node, one of them with rollout control. A segment takes long enough that an abort finds somebody in the engine.
+CONTROLLED_STEPS, SEGMENT, LONGEST, VALIDATED = 5, 48, 96, 4
 _LIMIT_S = 600
 
 
@@ -147,34 +148,44 @@ def streaming(assets, tmp_path_factory) -> Iterator[tuple[Path, subprocess.Popen
 
 
 @pytest.fixture(scope="session")
-def controlling(assets, tmp_path_factory) -> Iterator[tuple[Path, subprocess.Popen]]:
-    """A job, colocated, over-sampled and in segments, started and not waited for: a step takes 4 of at least 6 groups under way,
-    in rounds of one segment."""
+def controlling(assets, tmp_path_factory) -> Iterator[tuple[Path, dict[str, subprocess.Popen]]]:
+    """Two colocated jobs that share the only node, under one coordinator, started and not waited for: all four of their phases
+    take turns. `plain` has nothing switched on. `job` over-samples and generates in segments: a step takes 4 of at least 6 groups
+    under way, in rounds of one segment."""
     directory = tmp_path_factory.mktemp("rollout")
-    keys = [
-        *OVERSAMPLED,
-        "mux.profile.texts=0.5",
-        f"data.max_response_length={LONGEST}",
-        f"mux.rollout.segments.segment_length={SEGMENT}",
-        "mux.rollout.segments.treatment=sais",
-        "actor_rollout_ref.model.lora_rank=4",
-        "actor_rollout_ref.model.lora.merge=true",
-        f"data.val_max_samples={VALIDATED}",
-        f"trainer.test_freq={CONTROLLED_STEPS}",
-        f"trainer.save_freq={CONTROLLED_STEPS}",
-        "mux.nodes.rollout=[n0]",
-        "mux.nodes.train=[n0]",
-    ]
-    process = tiny.start_job("job", tiny.overrides(assets, CONTROLLED_STEPS, mode="mux_colocate"), directory, None, *keys)
-    yield directory, process
-    process.kill()
+    keys = {
+        "plain": ["actor_rollout_ref.rollout.calculate_log_probs=true", "actor_rollout_ref.actor.optim.lr=1e-2"],
+        "job": [
+            *OVERSAMPLED,
+            "mux.profile.texts=0.5",
+            f"data.max_response_length={LONGEST}",
+            f"mux.rollout.segments.segment_length={SEGMENT}",
+            "mux.rollout.segments.treatment=sais",
+            "actor_rollout_ref.model.lora_rank=4",
+            "actor_rollout_ref.model.lora.merge=true",
+            f"data.val_max_samples={VALIDATED}",
+            f"trainer.test_freq={CONTROLLED_STEPS}",
+            f"trainer.save_freq={CONTROLLED_STEPS}",
+        ],
+    }
+    pools = {"gpus": {"nodes": [{"name": "n0"}]}}
+    with CoordinatorProcess({"pools": pools}, directory / "coordinator") as coordinator:
+        overrides = tiny.overrides(assets, CONTROLLED_STEPS, mode="mux_colocate")
+        nodes = ["mux.nodes.rollout=[n0]", "mux.nodes.train=[n0]"]
+        processes = {
+            name: tiny.start_job(name, overrides, directory, coordinator.address, *more, *nodes) for name, more in keys.items()
+        }
+        yield directory, processes
+        for process in processes.values():
+            process.kill()
 
 
 @pytest.fixture(scope="session")
 def controlled(controlling) -> Path:
-    """The folder of that job when it has finished."""
-    directory, process = controlling
-    assert process.wait(_LIMIT_S) == 0, (directory / "job" / "job.log").read_text()[-3000:]
+    """The folder of these jobs and of their coordinator's log when both have finished."""
+    directory, processes = controlling
+    for name, process in processes.items():
+        assert process.wait(_LIMIT_S) == 0, (directory / name / "job.log").read_text()[-3000:]
     return directory
 
 

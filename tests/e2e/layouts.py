@@ -81,8 +81,7 @@ def play(layout: Layout, folder: Path, assets: Path, name: str) -> dict[str, Any
     if code:
         return {"wrong": [f"exit code {code}: {(folder / name / 'job.log').read_text()[-3000:]}"]}
     metrics = list(read_run(layout.mode, 0, folder / name).metrics.values())
-    trainer, server = (tiny.events(folder, name, role) for role in ("trainer", "server"))
-    return {**figures(metrics, trainer), "wrong": wrong(layout, metrics, [*trainer, *server])}
+    return {**figures(metrics, tiny.events(folder, name)), "wrong": wrong(layout, metrics, folder, name)}
 
 
 def figures(metrics: Sequence[Mapping[str, float]], trainer: Sequence[dict]) -> dict[str, Any]:
@@ -95,21 +94,14 @@ def figures(metrics: Sequence[Mapping[str, float]], trainer: Sequence[dict]) -> 
     }
 
 
-def wrong(layout: Layout, metrics: Sequence[Mapping[str, float]], logged: Sequence[dict]) -> list[str]:
-    found = weights_agree(metrics, STEPS, _LEAST)
-    by_name: dict[str, list[dict]] = {}
-    for event in logged:
-        by_name.setdefault(event["event"], []).append(event)
-    generating = {event["extra"]["replica"] for event in by_name.get(events.ENGINE_GENERATE, [])}
+def wrong(layout: Layout, metrics: Sequence[Mapping[str, float]], folder: Path, name: str) -> list[str]:
+    found = [*weights_agree(metrics, STEPS, _LEAST), *tiny.held_without_lease(folder, name)]
+    served = [event for event in tiny.events(folder, name, "server") if event["event"] == events.ENGINE_GENERATE]
+    generating = {event["extra"]["replica"] for event in served}
     if generating != set(range(layout.replicas)):
         found.append(f"replicas {sorted(generating)} generated, of {layout.replicas}")
-    if [event["extra"]["version"] for event in by_name.get(events.SYNC, [])] != list(range(STEPS)):
-        found.append("not one sync a step")
-    moves = sorted([*by_name[events.SLEEP], *by_name[events.WAKE]], key=lambda event: event["timestamp"])
-    last = {(event["extra"]["side"], event["extra"]["tag"], event["workid"]): event["extra"]["mapped"] for event in moves}
-    return found + [
-        f"{tag} of worker {worker} ({side}) holds {held} bytes at the end" for (side, tag, worker), held in last.items() if held
-    ]
+    versions = [event["extra"]["version"] for event in tiny.events(folder, name) if event["event"] == events.SYNC]
+    return found if versions == list(range(STEPS)) else [*found, f"syncs of versions {versions}, not one a step"]
 
 
 if __name__ == "__main__":

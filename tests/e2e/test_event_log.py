@@ -13,14 +13,14 @@ pytestmark = pytest.mark.e2e
 # What one such job cannot have: event -> why not.
 NOT_HERE = {
     events.TOOL_EXECUTION: "its agent loop calls no tool",
-    events.REQUEST_MIGRATED: "nothing is migrated without a second job",
-    events.MIGRATION: "nothing is migrated without a second job",
+    events.REQUEST_MIGRATED: "nothing is migrated without a second replica",
+    events.MIGRATION: "nothing is migrated without a second replica",
     events.REQUEST_PADDED: "what is cut off goes on, no group is given up",
     events.SAMPLE_WAIT: "in verl's own modes",
     events.REF: "no reference policy",
     events.VALUES: "no critic",
     events.UPDATE_CRITIC: "no critic",
-    events.LEASE_FENCED: "no coordinator that could fall silent",
+    events.LEASE_FENCED: "its coordinator is never silent",
     events.ENGINE_RETRACT: "SGLang's scheduler ends with an exception when it prefills a thrown out request without a GPU",
     events.ENGINE_STALLED: "its engine never stands still",
     events.LOG_DROPPED: "its queue is never full",
@@ -42,7 +42,7 @@ def test_what_occurs_is_in_the_table(found):
 
 
 def test_what_the_table_promises_occurs(found):
-    others = {event.name for event in events.TABLE if event.level in ("coordinator", "agent")}  # it runs without them
+    others = {event.name for event in events.TABLE if event.level in ("coordinator", "agent")}  # they have logs of their own
     assert ("trainer", events.LEASE_WAIT) in found
     absent = {name for name in missing(found) if name.partition(".")[0] not in NOT_HERE.keys() | others}
     assert absent == NO_SPECULATION | NO_ORDER

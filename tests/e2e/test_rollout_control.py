@@ -1,6 +1,7 @@
 """One real job with over-sampling and segments: requests are cut off on the engine, go on under newer weights, are trained.
 
-It is also the colocated job: rollout and training take turns on one GPU, with LoRA merged for the rollout.
+It is also a colocated job: rollout and training take turns on one GPU, with each other and with another job's, and LoRA is merged
+for the rollout.
 """
 
 from __future__ import annotations

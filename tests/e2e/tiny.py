@@ -180,3 +180,17 @@ def events(directory: Path, job: str, role: str = "trainer") -> list[dict]:
     for path in (directory / job / "events" / role).glob("step_*/worker_*.jsonl"):
         found += [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
     return sorted(found, key=lambda event: event["timestamp"])
+
+
+def held_without_lease(directory: Path, job: str) -> list[str]:
+    """Tagged memory that the job still had on a side's devices when it gave such a lease back, a line each."""
+    moves = [e for role in ("trainer", "server") for e in events(directory, job, role) if e["event"] in ("sleep", "wake")]
+    moves.sort(key=lambda event: event["timestamp"])
+    found = []
+    for phase in (e for e in events(directory, job) if e["event"] == "phase"):
+        side, last = "rollout" if phase["extra"]["phase"] == "rollout" else "train", {}
+        for move in moves:
+            if move["extra"]["side"] == side and move["timestamp"] <= phase["timestamp"]:
+                last[move["extra"]["tag"], move["workid"]] = move["extra"]["mapped"]
+        found += [f"{tag}: {held} bytes after {phase['extra']}" for (tag, _), held in last.items() if held]
+    return found
