@@ -34,7 +34,7 @@ LONG_ROLLOUT = ["data.max_response_length=192", "+actor_rollout_ref.rollout.engi
 OVERSAMPLED = ["mux.rollout.oversample.rate=0.5", "+actor_rollout_ref.rollout.engine_kwargs.sglang.max_running_requests=8"]
 # Steps of the job of verl's own streaming trainer, and how many prompt groups are enough for one of them.
 STREAMED, ENOUGH = 4, 2
-# Of two jobs on one node, one of them with rollout control. A segment takes long enough that an abort finds somebody in the engine.
+# Of two jobs on one node, one with rollout control. A segment takes long enough that an abort finds somebody in the engine.
 CONTROLLED_STEPS, SEGMENT, LONGEST, VALIDATED = 5, 48, 96, 4
 _LIMIT_S = 600
 
