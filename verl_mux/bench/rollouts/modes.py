@@ -73,6 +73,7 @@ DEFAULT_MODES = (BASE, "colocate_async", PLAIN, "oversample", "segments")
 EPOCH_STEPS = 6
 GROUPS = 8  # prompt groups of a step; only the trigger may take fewer
 SAMPLES = 4  # responses of a prompt group
+JOB_LOG = "job.log"
 RESPONSES = "responses"  # verl's dump of what each step trained, in a job's folder
 
 _METRIC = re.compile(r" - ([A-Za-z_][^ :]*):(?:np\.\w+\()?(-?[0-9.]+(?:e[-+]?\d+)?|nan)")
@@ -108,7 +109,7 @@ def overrides(mode: str, rate: float, max_response_length: int) -> list[str]:
 def read_run(mode: str, seed: int, directory: Path) -> Run:
     """From the console log in a job's folder."""
     metrics: dict[int, dict[str, float]] = {}
-    for line in (directory / "job.log").read_text(errors="replace").splitlines():
+    for line in (directory / JOB_LOG).read_text(errors="replace").splitlines():
         if found := _STEP.search(line):
             metrics[int(found[1])] = {name: float(value) for name, value in _METRIC.findall(line)}
     return Run(mode, seed, metrics, _trained(directory / RESPONSES))
