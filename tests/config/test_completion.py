@@ -33,12 +33,25 @@ def test_a_trainer_apart_from_its_engine_hands_weights_over_without_gpus(given, 
     assert config.actor_rollout_ref.rollout.checkpoint_engine.backend == used
 
 
-@pytest.mark.parametrize(("given", "used"), [(2048, 256), (512, 512)])
-def test_a_job_loads_weights_in_small_batches_where_nobody_chose(given, used):
+def multiplexed(*overrides):
+    """With GPUs."""
     with initialize_config_dir(str(CONFIGS), version_base=None):
-        bucket = f"actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes={given}"
-        config = compose("ppo_trainer", ["actor_rollout_ref.rollout.name=sglang", bucket])
+        config = compose("ppo_trainer", ["actor_rollout_ref.rollout.name=sglang", *overrides])
     config.trainer.v1.trainer_mode = "mux_separate"
     complete(config, MuxConfig(), cpu=False)
+    return config
+
+
+@pytest.mark.parametrize(("given", "used"), [(2048, 256), (512, 512)])
+def test_a_job_loads_weights_in_small_batches_where_nobody_chose(given, used):
+    config = multiplexed(f"actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes={given}")
     assert config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes == used
     assert config.actor_rollout_ref.rollout.free_cache_engine is True
+
+
+def test_between_phases_all_states_are_on_the_host_in_shards_that_a_sync_can_send():
+    config = multiplexed("actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.ref.strategy=fsdp")
+    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    assert (actor.strategy, ref.strategy) == ("fsdp2", "fsdp2")
+    for engine in (actor.fsdp_config, ref.fsdp_config, config.critic.fsdp):
+        assert engine.param_offload and engine.optimizer_offload
