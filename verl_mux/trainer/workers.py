@@ -24,8 +24,9 @@ from verl_mux.coordinator.bus.fence import Fence
 from verl_mux.coordinator.bus.members import this_process
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.memory.cpu_saver import cpu_memory_saver
-from verl_mux.memory.moved import Moved, Moves, total
+from verl_mux.memory.moved import Moved, Moves
 from verl_mux.memory.read_ahead import read_ahead, weights_of
+from verl_mux.memory.residents import residents
 from verl_mux.places.here import here
 from verl_mux.places.place import Location
 from verl_mux.platform import device_ledger
@@ -105,6 +106,11 @@ def _empty_host_cache() -> None:
     torch._C._host_emptyCache()
 
 
+def _device() -> Any | None:
+    """As memory/residents.py wants it."""
+    return None if get_device_name() == "cpu" else get_torch_device()
+
+
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a local tensor, from the host copy while its states sleep."""
     return cpu_memory_saver.host_copy(tensor) if tensor.device.type == "cpu" else tensor.cpu()
@@ -139,7 +145,9 @@ class MuxActorWorker(ActorRolloutRefWorker):
         if settings.train_cpus:
             torch.set_num_threads(len(settings.train_cpus))
         super().__init__(config, role, **kwargs)
-        self._fence = Fence()
+        self._fence, self._who = Fence(), role
+        residents.arrived(role)
+        residents.wait_s = settings.device.wake_wait_s
         per_node = self.world_size // max(len(settings.train_nodes), 1)
         node = node_of(settings.train_nodes, self.rank, self.world_size) if settings.train_nodes else ""
         settings.device.announce(settings.job, node, self.rank % max(per_node, 1))
@@ -150,18 +158,22 @@ class MuxActorWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_sleep(self) -> Moves:
-        """Leave the device. Returns what moved on this rank."""
+        """Leave the device. Returns what moved on this rank. Raises Failure where more stays than may."""
         if getattr(self, "actor", None) is not None and self._exported is None:
             self._export()
         self._fence.shut()
-        return total([states.sleep() for states in self._states()], seconds=sum)
+        return residents.sleep(self._who, self._states(), _device())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_wake(self, token: int) -> Moves:
-        """Come back to the device from the host copy, under the lease `token`. Raises Fenced for any but the newest."""
+        """Come back to the device from the host copy, under the lease `token`.
+
+        Raises Fenced for any but the newest; Failure where there is no room, with who holds what.
+        """
         self._fence.enter(token)
+        moves = residents.wake(self._who, self._states(), _device())
         self._exported = None
-        return total([states.wake() for states in self._states()], seconds=sum)
+        return moves
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_reopen(self, token: int) -> None:
@@ -217,12 +229,13 @@ class MuxTrainingWorker(TrainingWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._fence = Fence()
+        residents.arrived("critic")
         _read_ahead(self.model_config.local_path, None)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_sleep(self) -> Moves:
         self._fence.shut()
-        return DeviceStates("critic", self.engine).sleep()
+        return residents.sleep("critic", [DeviceStates("critic", self.engine)], _device())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_reopen(self, token: int) -> None:
@@ -231,7 +244,7 @@ class MuxTrainingWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_wake(self, token: int) -> Moves:
         self._fence.enter(token)
-        return DeviceStates("critic", self.engine).wake()
+        return residents.wake("critic", [DeviceStates("critic", self.engine)], _device())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_where(self) -> tuple[Location, Member]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 
 from verl_mux.memory.contents import Contents
 from verl_mux.memory.metered import NoRoom
+from verl_mux.memory.room import on_all_ranks, refusal
 from verl_mux.memory.sleep_states import CUDA_GRAPH, KV_CACHE, WEIGHTS
 from verl_mux.platform import device_ledger
 from verl_mux.rollout.engine.launch_gate import leave_word, wait_at_gate
@@ -28,9 +28,6 @@ CHARGES_VARIABLE = "VERL_MUX_ENGINE_CHARGES"
 _ALL = (CUDA_GRAPH, WEIGHTS, KV_CACHE)
 # Charged once the engine runs; the others before it loads.
 _LATE = ("graphs", "workspace")
-_POLL_S = 0.05
-# Left free beside what a wake maps: the driver rounds up.
-_MARGIN = 64 << 20
 
 log = logging.getLogger(__name__)
 
@@ -207,39 +204,13 @@ def _take_back(scheduler: Any, tags: list[str], stashed: Any) -> None:
 def _no_room(scheduler: Any, tags: list[str], wait_s: float) -> str | None:
     """Why these tags cannot be mapped on all ranks; waits so long for it."""
     needed = sum(sizes.get(tag, 0) for tag in tags)
-    deadline = time.monotonic() + wait_s
-    while True:
-        free = _free()
-        fits = free is None or not needed or needed + (_MARGIN if torch.cuda.is_available() else 0) <= free
-        if _everywhere(scheduler, fits):
-            return None
-        if not _everywhere(scheduler, time.monotonic() < deadline):
-            told = f"{' and '.join(tags)} take {needed / 1e9:.2f} GB, {(free or 0) / 1e9:.2f} are free after {wait_s:g} s"
-            return f"no room to wake: {told}; held by {_holders()}"
-        time.sleep(_POLL_S)
-
-
-def _free() -> int | None:
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info()[0]
-    return device_ledger.free()
-
-
-def _holders() -> str:
-    if torch.cuda.is_available():
-        return " ".join(torch.cuda.list_gpu_processes().split())
-    return device_ledger.holders()
+    device = torch.cuda if torch.cuda.is_available() else None
+    return refusal(" and ".join(tags), needed, wait_s, device, lambda true_here: _everywhere(scheduler, true_here))
 
 
 def _everywhere(scheduler: Any, true_here: bool) -> bool:
     """Whether it is true on all ranks, which must do the same."""
-    group = scheduler.tp_cpu_group
-    if group is None or torch.distributed.get_world_size(group) == 1:
-        return true_here
-    all_true = torch.tensor(int(true_here))
-    torch.distributed.all_reduce(all_true, op=torch.distributed.ReduceOp.MIN, group=group)
-    return bool(all_true.item())
+    return on_all_ranks(scheduler.tp_cpu_group, true_here)
 
 
 def _contents(scheduler: Any) -> Contents:
