@@ -10,13 +10,20 @@ from verl_mux.config.memory_checks import check_surroundings, sliding_window
 from verl_mux.config.schema import check
 
 REF, MODEL = "actor_rollout_ref", "actor_rollout_ref__model"
+SGLANG = f"{REF}__rollout__engine_kwargs__sglang"
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({f"{REF}__rollout__quantization": "fp8"}, "rollout.quantization=fp8 is not supported"),
-        ({f"{REF}__rollout__engine_kwargs__sglang__enable_memory_saver": False}, "enable_memory_saver=False: a sleeping engine"),
+        ({f"{SGLANG}__quantization": "fp8"}, "engine_kwargs.sglang.quantization=fp8 is not supported"),
+        ({f"{SGLANG}__torchao_config": "int8wo"}, "engine_kwargs.sglang.torchao_config=int8wo is not supported"),
+        ({f"{SGLANG}__json_model_override_args": '{"quantization_config": {}}'}, "override_args has a quantization_config"),
+        ({f"{SGLANG}__speculative_algorithm": "EAGLE"}, "speculative_algorithm=EAGLE is not supported"),
+        ({f"{SGLANG}__speculative_algorithm": "STANDALONE"}, "allowed: NGRAM (mux.rollout.speculative=ngram), null"),
+        ({f"{MODEL}__mtp": {"enable": True, "enable_rollout": True}}, "model.mtp.enable_rollout=True is not supported"),
+        ({f"{SGLANG}__enable_memory_saver": False}, "enable_memory_saver=False: a sleeping engine"),
         ({f"{MODEL}__lora_rank": 8}, "model.lora_rank=8 needs actor_rollout_ref.model.lora.merge=true"),
         ({f"{MODEL}__lora__rank": 8}, "model.lora.rank=8 needs"),
         ({f"{MODEL}__lora_adapter_path": "a"}, "model.lora_adapter_path=a needs"),
@@ -34,6 +41,9 @@ def test_it_is_refused_by_name(changes, words):
     "changes",
     [
         {f"{MODEL}__lora": {"rank": 8, "merge": True}},
+        {f"{SGLANG}__speculative_algorithm": "NGRAM"},
+        {f"{SGLANG}__json_model_override_args": '{"rope_theta": 10000}'},
+        {f"{MODEL}__mtp": {"enable": True, "enable_rollout": False}},
         {f"{REF}__actor__strategy": "fsdp"},
         {"critic__strategy": "megatron", "algorithm__adv_estimator": "grpo"},
     ],
@@ -54,6 +64,30 @@ def test_a_model_with_sliding_windows_is_refused(tmp_path, monkeypatch):
     assert "sliding-window attention (layer_types)" in refusal(config, check_surroundings)
     (tmp_path / "config.json").write_text(json.dumps({"sliding_window": 4096, "use_sliding_window": False}))
     check_surroundings(config)
+
+
+@pytest.mark.parametrize(
+    "model", [{"quantization_config": {"quant_method": "fp8"}}, {"text_config": {"compression_config": {"a": 1}}}]
+)
+def test_a_model_whose_file_is_quantized_is_refused(tmp_path, model):
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    config = OmegaConf.merge(verl_config({}), {"actor_rollout_ref": {"model": {"path": str(tmp_path)}}})
+    assert "is quantized (" in (told := refusal(config, check_surroundings)) and "scales do not survive a sleep" in told
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": None}))
+    check_surroundings(config)
+
+
+def test_a_model_named_on_a_hub_is_looked_at_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    config = OmegaConf.merge(verl_config({}), {"actor_rollout_ref": {"model": {"path": "someone/windows"}}})
+    check_surroundings(config)  # it cannot be fetched: whoever loads it will say so
+    cached = tmp_path / "models--someone--windows"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("1" * 40)
+    (cached / "snapshots" / ("1" * 40)).mkdir(parents=True)
+    (cached / "snapshots" / ("1" * 40) / "config.json").write_text(json.dumps({"layer_types": ["sliding_attention"]}))
+    assert "path=someone/windows has sliding-window attention (layer_types)" in refusal(config, check_surroundings)
 
 
 def test_windows_are_known_by_either_key():

@@ -12,25 +12,28 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_mux.errors import UserError
-from verl_mux.memory.model_config import local_model_config
+from verl_mux.memory.model_config import known_model_config
 
 _OURS = ("fsdp", "fsdp2")
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _WINDOWS = ("sliding_attention", "chunked_attention")
+_ROLLOUT = "actor_rollout_ref.rollout"
+_NO_SCALES = "its scales do not survive a sleep"
+# SGLang's own arguments that quantize weights, and where a model's config says that its file has them so.
+_QUANTIZERS = ("quantization", "modelopt_quant", "torchao_config", "rl_quant_profile")
+_QUANTIZED = ("quantization_config", "compression_config")
+# Drafts that need no model of their own.
+_DRAFTS = (None, "NGRAM")
 
 
 def check_memory(config: DictConfig, mode: str) -> None:
     """Raises UserError with the key, what was given and what is allowed."""
     _check_engines(config, mode)
     _check_lora(config, mode)
-    quantization = OmegaConf.select(config, "actor_rollout_ref.rollout.quantization")
-    if quantization:
-        raise UserError(
-            f"actor_rollout_ref.rollout.quantization={quantization} is not supported by trainer.v1.trainer_mode={mode}: its "
-            "scales do not survive a sleep; allowed: null"
-        )
-    name = OmegaConf.select(config, "actor_rollout_ref.rollout.name")
-    saver = f"actor_rollout_ref.rollout.engine_kwargs.{name}.enable_memory_saver"
+    arguments = f"{_ROLLOUT}.engine_kwargs.{OmegaConf.select(config, f'{_ROLLOUT}.name')}"
+    _check_quantization(config, mode, arguments)
+    _check_drafts(config, mode, arguments)
+    saver = f"{arguments}.enable_memory_saver"
     if OmegaConf.select(config, saver) is False:
         raise UserError(f"{saver}=False: a sleeping engine would keep all its memory; trainer.v1.trainer_mode={mode} needs True")
 
@@ -44,8 +47,12 @@ def check_surroundings(config: DictConfig) -> None:
                 f"{variable}={os.environ[variable]}: torch_memory_saver frees nothing with expandable segments; take them out"
             )
     path = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
-    window = sliding_window(local_model_config(path) or {})
-    if window:
+    model = known_model_config(path) or {}
+    if quantized := next((key for key in _QUANTIZED if _given(model).get(key)), None):
+        raise UserError(
+            f"actor_rollout_ref.model.path={path} is quantized ({quantized}): {_NO_SCALES}; allowed: models in bf16, fp16 or fp32"
+        )
+    if window := sliding_window(model):
         raise UserError(
             f"actor_rollout_ref.model.path={path} has sliding-window attention ({window}): SGLang 0.5.12 keeps its KV cache on "
             "the device while it sleeps; allowed: models without"
@@ -54,12 +61,39 @@ def check_surroundings(config: DictConfig) -> None:
 
 def sliding_window(model: Mapping[str, Any]) -> str | None:
     """The key that says so, if a model has layers that see a window only."""
-    given = {**model, **(model.get("text_config") or {})}
+    given = _given(model)
     if any(kind in _WINDOWS for kind in given.get("layer_types") or ()):
         return "layer_types"
     if given.get("use_sliding_window") and given.get("sliding_window"):
         return "use_sliding_window"
     return None
+
+
+def _given(model: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model's config says of its language model."""
+    return {**model, **(model.get("text_config") or {})}
+
+
+def _check_quantization(config: DictConfig, mode: str, arguments: str) -> None:
+    for key in (f"{_ROLLOUT}.quantization", *(f"{arguments}.{name}" for name in _QUANTIZERS)):
+        if given := OmegaConf.select(config, key):
+            raise UserError(f"{key}={given} is not supported by trainer.v1.trainer_mode={mode}: {_NO_SCALES}; allowed: null")
+    key = f"{arguments}.json_model_override_args"
+    if "quantization_config" in str(OmegaConf.select(config, key)):
+        raise UserError(
+            f"{key} has a quantization_config, which trainer.v1.trainer_mode={mode} does not support: {_NO_SCALES}; allowed: none"
+        )
+
+
+def _check_drafts(config: DictConfig, mode: str, arguments: str) -> None:
+    """A draft model sleeps with the engine's weights, and neither a copy nor a sync brings it back."""
+    why = f"is not supported by trainer.v1.trainer_mode={mode}: nothing brings a draft model back after a sleep"
+    algorithm = f"{arguments}.speculative_algorithm"
+    if (given := OmegaConf.select(config, algorithm)) not in _DRAFTS:
+        raise UserError(f"{algorithm}={given} {why}; allowed: NGRAM (mux.rollout.speculative=ngram), null")
+    for key in ("actor_rollout_ref.model.mtp", f"{_ROLLOUT}.mtp"):
+        if OmegaConf.select(config, f"{key}.enable") and OmegaConf.select(config, f"{key}.enable_rollout"):
+            raise UserError(f"{key}.enable_rollout=True {why}; allowed: False")
 
 
 def _check_engines(config: DictConfig, mode: str) -> None:

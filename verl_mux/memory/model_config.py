@@ -17,6 +17,29 @@ def local_model_config(path: str) -> dict[str, Any] | None:
         return None
 
 
+def known_model_config(path: str) -> dict[str, Any] | None:
+    """As `read_model_config`, but a hub is asked once where a download would ask for half a minute. None: it is not to be had."""
+    found = local_model_config(path)
+    return found if found is not None or not _is_at_hand(path) else read_model_config(path, "check")
+
+
+def _is_at_hand(name: str) -> bool:
+    """On this machine, or on a hub that answers."""
+    import httpx
+    from huggingface_hub import HfApi, hf_hub_download
+
+    try:
+        hf_hub_download(name, "config.json", local_files_only=True)
+        return True
+    except ValueError:  # no name
+        return False
+    except OSError:
+        try:
+            return HfApi().file_exists(name, "config.json")
+        except (httpx.HTTPError, OSError):
+            return False
+
+
 def read_model_config(path: str, what_for: str = "estimate phase times from") -> dict[str, Any]:
     """Raises UserError: there is none in that folder, or none that can be fetched by that name."""
     file = Path(path).expanduser() / "config.json"
