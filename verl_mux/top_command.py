@@ -5,8 +5,13 @@ Joins two rooms that do not know each other: profiling, which reads logs, and th
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -17,13 +22,19 @@ from rich.console import Console, Group, RenderableType
 from verl_mux.coordinator import status_view
 from verl_mux.coordinator.bus.connect import ADDRESS_VARIABLE
 from verl_mux.coordinator.command import DEFAULT_ADDRESS, Keys, fetch_status
+from verl_mux.coordinator.prometheus_text import as_text
 from verl_mux.errors import UserError
 from verl_mux.profiling.live.follow import Follower
+from verl_mux.profiling.live.metrics import METRICS, samples
 from verl_mux.profiling.live.state import State
 from verl_mux.profiling.live.terminal import watch
 from verl_mux.profiling.live.view import REPLICA_COLUMNS, Choice, as_json, render
 
 _ANSWER_S = 3.0
+_NO_METRICS = (
+    "--metrics-port serves the figures of a run while it goes on: it needs DIRECTORY, and goes with neither --once nor --json; "
+    "a coordinator serves its own (verl-mux coordinator --metrics-port)"
+)
 
 
 def top(
@@ -43,13 +54,23 @@ def top(
     only: Annotated[str, typer.Option(help="Only replicas whose job, number or node hold this text.")] = "",
     once: Annotated[bool, typer.Option("--once", help="Print what is there now, and end.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and end.")] = False,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Serve the run's figures for Prometheus at /metrics of this port; 0: a free one.")
+    ] = None,
+    metrics_host: Annotated[str, typer.Option(help="The address for /metrics; 0.0.0.0: all interfaces.")] = "127.0.0.1",
 ) -> None:  # fmt: skip
     """Show what runs where now: requests by state, tokens a second and KV use of each replica, who waits for whom.
 
     In a terminal: s sorts by the next column, r turns the order round, / asks for a text to filter by, p pauses, q ends.
+    Elsewhere it serves /metrics until Ctrl-C or SIGTERM, where a port for that is given.
     """
+    if metrics_port is not None and (directory is None or once or json):
+        raise UserError(_NO_METRICS)
     if sort not in REPLICA_COLUMNS:
         raise UserError(f"--sort {sort}: not a column; allowed: {', '.join(REPLICA_COLUMNS)}")
+    if metrics_port is not None and not sys.stdout.isatty():
+        with _metrics_of(directory, metrics_port, metrics_host):
+            return _until_told()
     choice = Choice(sort=REPLICA_COLUMNS.index(sort), only=only)
     sources: list[_Source] = []
     if directory is None or address is not None:
@@ -70,7 +91,8 @@ def top(
     elif once or not sys.stdout.isatty():
         Console(width=None if sys.stdout.isatty() else 180).print(shown())
     else:
-        watch(look, shown, choice, every)
+        with _metrics_of(directory, metrics_port, metrics_host):
+            watch(look, shown, choice, every)
 
 
 class _Source(Protocol):
@@ -95,6 +117,40 @@ class _Run:
 
     def as_json(self, choice: Choice) -> dict[str, Any]:
         return as_json(self._state, choice)
+
+    def metrics(self) -> str:
+        return as_text(METRICS, samples(self._state, time.time()))
+
+
+@contextlib.contextmanager
+def _metrics_of(directory: Path | None, port: int | None, host: str) -> Iterator[None]:
+    """Serves the run's figures for Prometheus meanwhile; port None: not at all. Raises UserError for a port in use.
+
+    Each scrape looks for itself: what the screen shows may pause.
+    """
+    if directory is None or port is None:
+        yield
+        return
+    from verl_mux.coordinator.prometheus_server import metrics_at
+
+    run, one_at_a_time = _Run(directory), threading.Lock()
+    run.look()  # the first one takes longest, and who scrapes does not wait long
+
+    def text() -> str:
+        with one_at_a_time:
+            run.look()
+            return run.metrics()
+
+    with metrics_at(text, port, host):
+        yield
+
+
+def _until_told() -> None:
+    """Until Ctrl-C or SIGTERM."""
+    enough = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: enough.set())
+    enough.wait()
 
 
 class _Coordinator:

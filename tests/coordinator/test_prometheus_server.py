@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.prometheus_server import MetricsServer
+from verl_mux.coordinator.prometheus_text import prometheus_text
 from verl_mux.coordinator.server import Coordinator
 from verl_mux.errors import Failure, UserError
 
@@ -20,8 +21,10 @@ def get(port, path="/metrics"):
 
 
 def test_a_scrape_has_the_coordinators_nodes():
-    with Coordinator(make_config(POOLS)) as coordinator, MetricsServer(coordinator.snapshot, 0, "127.0.0.1") as port:
-        kind, text = get(port)
+    with Coordinator(make_config(POOLS)) as coordinator:
+        server = MetricsServer(lambda: prometheus_text(coordinator.snapshot()), 0, "127.0.0.1")
+        with server as port:
+            kind, text = get(port)
     assert kind.startswith("text/plain; version=0.0.4")
     assert 'mux_node_busy{pool="rollout",node="r0"} 0\n' in text
     families = text_string_to_metric_families(text)
@@ -39,7 +42,7 @@ def test_a_coordinator_that_stopped_is_a_503():
 
 
 def test_other_paths_say_where_the_metrics_are():
-    with MetricsServer(dict, 0, "127.0.0.1") as port, pytest.raises(urllib.error.HTTPError) as error:
+    with MetricsServer(str, 0, "127.0.0.1") as port, pytest.raises(urllib.error.HTTPError) as error:
         get(port, "/")
     assert (error.value.code, b"/metrics" in error.value.read()) == (404, True)
 
@@ -47,9 +50,9 @@ def test_other_paths_say_where_the_metrics_are():
 @pytest.mark.parametrize("port", [-1, 70_000])
 def test_a_port_that_is_none_is_refused(port):
     with pytest.raises(UserError, match="0 .* to 65535"):
-        MetricsServer(dict, port, "127.0.0.1")
+        MetricsServer(str, port, "127.0.0.1")
 
 
 def test_a_port_in_use_is_refused():
-    with MetricsServer(dict, 0, "127.0.0.1") as port, pytest.raises(UserError, match="free port"):
-        MetricsServer(dict, port, "127.0.0.1")
+    with MetricsServer(str, 0, "127.0.0.1") as port, pytest.raises(UserError, match="free port"):
+        MetricsServer(str, port, "127.0.0.1")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from verl_mux.coordinator.bus.link import ask
 from verl_mux.coordinator.config import read_config
 from verl_mux.coordinator.descriptors import clients_allowed
 from verl_mux.coordinator.journal.place import default_path
+from verl_mux.coordinator.prometheus_text import prometheus_text
 from verl_mux.coordinator.server import Coordinator
 from verl_mux.errors import Failure, UserError
 
@@ -68,7 +68,7 @@ def coordinator(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: enough.set())
     port = settings.metrics_port if metrics_port is None else metrics_port
-    with metrics_of(service, port, metrics_host or settings.metrics_host):
+    with _metrics_of(service, port, metrics_host or settings.metrics_host):
         _serve(service, enough, event_log)
 
 
@@ -95,16 +95,14 @@ def _serve(service: Coordinator, enough: threading.Event, event_log: Any) -> Non
 
 
 @contextlib.contextmanager
-def metrics_of(service: Coordinator, port: int | None, host: str) -> Iterator[None]:
+def _metrics_of(service: Coordinator, port: int | None, host: str) -> Iterator[None]:
     """Serves the coordinator's figures for Prometheus meanwhile; port None: not at all. Raises UserError for a port in use."""
     if port is None:
         yield
         return
-    from verl_mux.coordinator.prometheus_server import MetricsServer
+    from verl_mux.coordinator.prometheus_server import metrics_at
 
-    with MetricsServer(service.snapshot, port, host) as at:
-        name = socket.gethostname() if host == "0.0.0.0" else host
-        print(f"verl-mux metrics at http://{name}:{at}/metrics", file=sys.stderr, flush=True)
+    with metrics_at(lambda: prometheus_text(service.snapshot()), port, host):
         yield
 
 

@@ -1,4 +1,4 @@
-"""A coordinator's snapshot in Prometheus's text format. Pure: the coordinator serves it, nothing here opens a socket."""
+"""Prometheus's text format, and a coordinator's snapshot in it. Pure: others serve it, nothing here opens a socket."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-Sample = tuple[dict[str, str], float]
+Sample = tuple[str, Mapping[str, str], Any]  # metric, labels, value
 
 # metric -> (type, help)
 METRICS = {
@@ -48,7 +48,6 @@ METRICS = {
 
 def prometheus_text(snapshot: Mapping[str, Any]) -> str:
     """The text of a scrape. `snapshot` is what the coordinator's status gives; what it lacks is left out."""
-    samples: dict[str, list[Sample]] = {name: [] for name in METRICS}
     parts = (
         _run(snapshot),
         _nodes(snapshot.get("pools", {})),
@@ -56,13 +55,21 @@ def prometheus_text(snapshot: Mapping[str, Any]) -> str:
         _jobs(snapshot.get("jobs", {})),
         _rooms(snapshot.get("host_rooms", {})),
     )
-    for name, labels, value in itertools.chain(*parts):
+    return as_text(METRICS, itertools.chain(*parts))
+
+
+def as_text(metrics: Mapping[str, tuple[str, str]], samples: Iterable[Sample]) -> str:
+    """metrics: name -> (type, help), in the order of the text. Values that are no numbers are left out, and so are metrics
+    without any. Raises KeyError for a sample of no metric."""
+    found: dict[str, list[str]] = {name: [] for name in metrics}
+    for name, labels, value in samples:
         if isinstance(value, (int, float)):
-            samples[name].append((labels, float(value)))
-    return "".join(_family(name, found) for name, found in samples.items() if found)
+            found[name].append(f"{name}{_labels(labels)} {_number(value)}\n")
+    heads = {name: f"# HELP {name} {text}\n# TYPE {name} {kind}\n" for name, (kind, text) in metrics.items()}
+    return "".join(heads[name] + "".join(lines) for name, lines in found.items() if lines)
 
 
-def _run(snapshot: Mapping[str, Any]) -> Iterator[tuple[str, dict, Any]]:
+def _run(snapshot: Mapping[str, Any]) -> Iterator[Sample]:
     segment = snapshot.get("segment") or {}
     yield "mux_segment_index", {"mode": segment.get("mode", "")}, segment.get("index")
     yield "mux_lease_token", {}, snapshot.get("token")
@@ -70,7 +77,7 @@ def _run(snapshot: Mapping[str, Any]) -> Iterator[tuple[str, dict, Any]]:
         yield "mux_refused", {"reason": reason}, number
 
 
-def _nodes(pools: Mapping[str, Any]) -> Iterator[tuple[str, dict, Any]]:
+def _nodes(pools: Mapping[str, Any]) -> Iterator[Sample]:
     for pool, about in pools.items():
         for node, seen in about.get("nodes", {}).items():
             where = {"pool": pool, "node": node}
@@ -93,7 +100,7 @@ def _nodes(pools: Mapping[str, Any]) -> Iterator[tuple[str, dict, Any]]:
                 yield "mux_lease_waited_seconds", where | _lease(waiting), waiting.get("waited_s")
 
 
-def _host_memory(where: dict[str, str], about: Mapping[str, Any]) -> Iterator[tuple[str, dict, Any]]:
+def _host_memory(where: dict[str, str], about: Mapping[str, Any]) -> Iterator[Sample]:
     yield "mux_node_host_capacity_bytes", where, about.get("capacity")
     for job, held in about.get("jobs", {}).items():
         yield "mux_node_host_bytes", where | {"job": job}, held["counted"]
@@ -101,13 +108,13 @@ def _host_memory(where: dict[str, str], about: Mapping[str, Any]) -> Iterator[tu
             yield "mux_node_host_measured_bytes", where | {"job": job, "kind": kind, "source": held["source"]}, num_bytes
 
 
-def _rooms(rooms: Mapping[str, Any]) -> Iterator[tuple[str, dict, Any]]:
+def _rooms(rooms: Mapping[str, Any]) -> Iterator[Sample]:
     for job, waited_s in rooms.get("waiting", {}).items():
         yield "mux_job_host_memory_wait_seconds", {"job": job}, waited_s
     yield "mux_jobs_evicted_to_disk", {}, rooms.get("evicted")
 
 
-def _hosts(hosts: Mapping[str, Any]) -> Iterator[tuple[str, dict, Any]]:
+def _hosts(hosts: Mapping[str, Any]) -> Iterator[Sample]:
     for host, about in hosts.items():
         where = {"host": host}
         yield "mux_host_agent_up", where, {"heard": 1, "gone": 0}.get(about.get("agent"))
@@ -122,7 +129,7 @@ def _lease(about: Mapping[str, Any]) -> dict[str, str]:
     return {"job": about.get("job", ""), "phase": about.get("phase", "")}
 
 
-def _jobs(jobs: Mapping[str, Any]) -> Iterator[tuple[str, dict, Any]]:
+def _jobs(jobs: Mapping[str, Any]) -> Iterator[Sample]:
     for job, about in jobs.items():
         yield "mux_job_state", {"job": job, "state": about.get("state", "")}, 1
         yield "mux_job_step", {"job": job}, about.get("step")
@@ -132,13 +139,6 @@ def _jobs(jobs: Mapping[str, Any]) -> Iterator[tuple[str, dict, Any]]:
             yield "mux_job_progress", {"job": job}, done / total
         for name, value in (about.get("metrics") or {}).items():
             yield "mux_job_metric", {"job": job, "name": name}, value
-
-
-def _family(name: str, samples: Iterable[Sample]) -> str:
-    kind, text = METRICS[name]
-    lines = [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-    lines += [f"{name}{_labels(labels)} {_number(value)}" for labels, value in samples]
-    return "\n".join(lines) + "\n"
 
 
 def _labels(labels: Mapping[str, str]) -> str:

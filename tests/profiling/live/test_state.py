@@ -1,38 +1,7 @@
 """What a run does now, told line by line."""
 
-import pytest
-
-from verl_mux.profiling.eventlog.log import EventLog
-from verl_mux.profiling.live.follow import Follower
-from verl_mux.profiling.live.state import State
 from verl_mux.profiling.live.terminal import Keys
-from verl_mux.profiling.live.view import Choice, as_json
-
-EPOCH = 4_000_000_000.0  # after whatever the logs say of themselves
-
-
-@pytest.fixture
-def run(tmp_path):
-    """A run of two jobs: a writer for each role of each, and a look at what all of it adds up to."""
-    logs = {}
-
-    def log(job, role, at, event, seconds=None, step=1, worker=0, start="first", **extra):
-        key = job, role, worker, start
-        logs.setdefault(key, EventLog(tmp_path / job / "events", worker, role, job, run=start))
-        logs[key].log(event, seconds, extra, step, EPOCH + at)
-
-    follower, state = Follower(tmp_path), State()
-
-    def look(choice=None):
-        for it in logs.values():
-            it.flush()
-        for line in follower.new():
-            state.feed(line)
-        state.end(follower.ended())
-        return as_json(state, choice or Choice())
-
-    log.look, log.folder = look, tmp_path
-    return log
+from verl_mux.profiling.live.view import Choice
 
 
 def test_who_holds_which_nodes_and_who_waits_behind_whom(run):
