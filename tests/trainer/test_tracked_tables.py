@@ -6,8 +6,15 @@ import logging
 import pytest
 
 from tests.profiling.made_engines import make
+from tests.profiling.made_mux import make_mux_run
+from verl_mux.profiling.eventlog.log import EventLog
 from verl_mux.profiling.plain.step_metrics import step_lines
 from verl_mux.trainer.tracked_tables import log_tables
+
+
+@pytest.fixture
+def log(tmp_path):
+    return EventLog(tmp_path / "run" / "a" / "events", role="trainer", job="a")
 
 
 @pytest.fixture
@@ -26,9 +33,10 @@ class Told:
         if self._broken:
             raise ConnectionError("no route to the tracker")
         self.calls.append((step, backend, sorted(data)))
+        self.data = data
 
 
-def test_wandb_offline_keeps_tables_and_plots(lines, tmp_path, monkeypatch):
+def test_wandb_offline_keeps_tables_and_plots(lines, log, tmp_path, monkeypatch):
     import wandb
     from verl.utils.tracking import Tracking
 
@@ -37,7 +45,7 @@ def test_wandb_offline_keeps_tables_and_plots(lines, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     tracking = Tracking("project", "run", default_backend=["tensorboard", "wandb"], config={})
-    log_tables(tracking, lines, step=1, every=1)
+    log_tables(tracking, log, lines, step=1, every=1)
     tracking.log({"mux/requests": 30.0}, step=1)
     tracking.logger["wandb"].finish()
     wandb.teardown()  # waits for the process that writes
@@ -47,26 +55,37 @@ def test_wandb_offline_keeps_tables_and_plots(lines, tmp_path, monkeypatch):
     assert table["columns"][:3] == ["replica", "node", "stays"]
     assert [row[:2] for row in table["data"]] == [["0", "r0"], ["1", "r1"]]
     (offline,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    for name in ("mux_tables/slowest_requests", "mux_tables/completion_curve", "mux/requests"):
-        assert name.encode() in offline.read_bytes()
+    plot = '{"panel_type":"Vega2","panel_config":{"panelDefId":"wandb/line/v0","fieldSettings":{"x":"seconds","y":"part_done"'
+    for text in ("mux_tables/slowest_requests", "mux_tables/completion_curve", plot, "mux/requests"):
+        assert text.encode() in offline.read_bytes()
 
 
 @pytest.mark.parametrize(("step", "every", "told"), [(10, 10, True), (11, 10, False), (10, 0, False), (1, 1, True)])
-def test_only_the_steps_that_are_asked_for_are_told(lines, step, every, told, monkeypatch):
+def test_only_the_steps_that_are_asked_for_are_told(lines, log, step, every, told, monkeypatch):
     monkeypatch.setattr("verl_mux.trainer.tracked_tables._made", lambda tables: tables)
     tracking = Told("console", "wandb")
-    log_tables(tracking, lines, step, every)
+    log_tables(tracking, log, lines, step, every)
     assert tracking.calls == ([(step, ["wandb"], ["completion", "replicas", "slowest_requests"])] if told else [])
 
 
-def test_without_wandb_nothing_is_done(lines):
+def test_waits_are_told_with_the_job_that_had_the_nodes(tmp_path, monkeypatch):
+    monkeypatch.setattr("verl_mux.trainer.tracked_tables._made", lambda tables: tables)
+    make_mux_run(tmp_path, alone=1, together=2)
+    events = tmp_path / "products" / "events"
+    tracking = Told("wandb")
+    log_tables(tracking, EventLog(events, role="trainer", job="products"), list(step_lines(events, 3)), step=3, every=1)
+    table = tracking.data["lease_waits"]
+    assert "fibonacci" in {row[table.columns.index("behind")] for row in table.rows}
+
+
+def test_without_wandb_nothing_is_done(lines, log):
     tracking = Told("console", "tensorboard")
-    log_tables(tracking, lines, step=1, every=1)
+    log_tables(tracking, log, lines, step=1, every=1)
     assert tracking.calls == []
 
 
-def test_a_tracker_that_fails_is_a_warning(lines, monkeypatch, caplog):
+def test_a_tracker_that_fails_is_a_warning(lines, log, monkeypatch, caplog):
     monkeypatch.setattr("verl_mux.trainer.tracked_tables._made", lambda tables: tables)
     with caplog.at_level(logging.WARNING):
-        log_tables(Told("wandb", broken=True), lines, step=3, every=1)
+        log_tables(Told("wandb", broken=True), log, lines, step=3, every=1)
     assert "step 3: its tables did not reach wandb: ConnectionError: no route to the tracker" in caplog.text

@@ -318,7 +318,7 @@ class PPOTrainerMux(PPOTrainer):
                  "response_length": float(metrics.get("response_length/mean", 0.0)),
                  "tokens": int(metrics.get("perf/total_num_tokens", 0))}  # fmt: skip
         self.phases.log.log(events.STEP, time.perf_counter() - self._step_began, extra=extra, step=global_steps)
-        tell = functools.partial(log_tables, self.logger, step=global_steps, every=self.settings.tables)
+        tell = functools.partial(log_tables, self.logger, self.phases.log, step=global_steps, every=self.settings.tables)
         metrics.update(metrics_of_step(self.phases.log, global_steps, also=tell))
         self.phases.mux.report_step(global_steps, {k: v for k, v in extra.items() if isinstance(v, (int, float))})
 

@@ -82,7 +82,7 @@ def _with_metrics(method, trainer: PPOTrainer, log: Any, tables_every: int):
     def computed(batch, metrics, *args, **kwargs):
         method(batch, metrics, *args, **kwargs)
         step = trainer.global_steps
-        tell = functools.partial(log_tables, trainer.logger, step=step, every=tables_every)
+        tell = functools.partial(log_tables, trainer.logger, log, step=step, every=tables_every)
         metrics.update(metrics_of_step(log, step, also=tell))
 
     return computed

@@ -7,24 +7,30 @@ from collections.abc import Iterable
 from typing import Any
 
 from verl_mux.profiling.plain.lines import Line
-from verl_mux.profiling.plain.step_tables import Table, step_tables
+from verl_mux.profiling.plain.neighbours import phases_beside
+from verl_mux.profiling.plain.step_tables import Table, step_tables, waits_for_leases
 
 WANDB = "wandb"
 
 logger = logging.getLogger(__name__)
 
 
-def log_tables(tracking: Any, lines: Iterable[Line], step: int, every: int) -> None:
+def log_tables(tracking: Any, log: Any, lines: list[Line], step: int, every: int) -> None:
     """`mux_tables/*` of a step to wandb, where verl's Tracking has it and the step is a multiple of `every`; 0: never.
 
-    What goes wrong is a warning: tables must not stop training.
+    log: the trainer's event log, among whose files `lines` lie. What goes wrong is a warning: tables must not stop training.
     """
     if not every or step % every or WANDB not in tracking.logger:
         return
     try:
-        tracking.log(_made(step_tables(lines)), step, backend=[WANDB])
+        tracking.log(_made(step_tables(lines, _beside(log, lines))), step, backend=[WANDB])
     except Exception as error:  # whatever a tracker raises
         logger.warning("step %d: its tables did not reach wandb: %s: %s", step, type(error).__name__, error)
+
+
+def _beside(log: Any, lines: list[Line]) -> Iterable[Line]:
+    began = min((line.end - line.seconds for line in waits_for_leases(lines)), default=None)
+    return () if began is None else phases_beside(log.files.directory.parent, began)
 
 
 def _made(tables: dict[str, Table]) -> dict[str, Any]:

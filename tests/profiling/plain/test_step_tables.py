@@ -3,6 +3,8 @@
 import pytest
 
 from tests.profiling.made_engines import make
+from tests.profiling.made_mux import make_mux_run
+from verl_mux.profiling.plain.neighbours import phases_beside
 from verl_mux.profiling.plain.step_metrics import step_lines, step_metrics
 from verl_mux.profiling.plain.step_tables import POINTS, SLOWEST, step_tables
 
@@ -54,3 +56,17 @@ def test_what_a_step_has_not_has_no_table(tmp_path):
     assert step_tables([]) == {}
     make(tmp_path, seed=1, steps=1, requests=3, replicas=1)
     assert "lease_waits" not in step_tables(step_lines(tmp_path / "a" / "events", 1))
+
+
+def test_waits_for_leases_tell_behind_whom(tmp_path):
+    make_mux_run(tmp_path, alone=1, together=2)
+    events = tmp_path / "fibonacci" / "events"
+    lines = list(step_lines(events, 3))
+    table = step_tables(lines, phases_beside(events, since=0.0))["lease_waits"]
+    assert column(table, "phase") == ["rollout", "train"] and column(table, "nodes") == ["r0", "t0"]
+    seconds = column(table, "seconds")
+    assert max(seconds) > 1
+    assert column(table, "behind") == ["products" if waited else None for waited in seconds]
+    assert column(table, "behind_s") == pytest.approx(seconds, abs=1e-3)
+    alone = step_tables(lines)["lease_waits"]
+    assert column(alone, "behind") == [None, None] and column(alone, "seconds") == seconds

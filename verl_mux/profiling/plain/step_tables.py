@@ -9,11 +9,13 @@ from statistics import median
 from typing import NamedTuple
 
 from verl_mux.profiling.eventlog import events
+from verl_mux.profiling.plain.intervals import overlap
 from verl_mux.profiling.plain.lines import Line
 
 SLOWEST = 20
 POINTS = 100  # of a curve
 _PARTS = {events.TOOL_EXECUTION: "tool_s", events.REWARD: "reward_s", events.REQUEST_PARKED: "parked_s"}
+_NOBODY = [(None, 0.0)]
 _STAYED = ("queue_sec", "prefill_sec", "decode_sec")
 
 Value = str | float | int | None
@@ -26,11 +28,12 @@ class Table(NamedTuple):
     rows: Sequence[tuple[Value, ...]]
 
 
-def step_tables(lines: Iterable[Line]) -> dict[str, Table]:
+def step_tables(lines: Iterable[Line], beside: Iterable[Line] = ()) -> dict[str, Table]:
     """{name: table} of one step of one job; those without a row are left out. Seconds, tokens, parts of 1.
 
     slowest_requests, replicas, completion (seconds since the step's first request, part of the requests that were over),
-    lease_waits. Validation is in none.
+    lease_waits (a row for each job that had a node meanwhile, and for how long). Validation is in none. beside: phases of jobs
+    that share nodes with this one.
     """
     known = list(lines)
     validated = {line.extra.get("request_id") for line in known if line.extra.get("validate")}
@@ -39,7 +42,7 @@ def step_tables(lines: Iterable[Line]) -> dict[str, Table]:
         "slowest_requests": _slowest(mine),
         "replicas": _replicas(mine),
         "completion": _completion(mine),
-        "lease_waits": _lease_waits(mine),
+        "lease_waits": _lease_waits(waits_for_leases(mine), list(beside)),
     }
     return {name: table for name, table in tables.items() if table.rows}
 
@@ -106,13 +109,30 @@ def _completion(lines: list[Line]) -> Table:
     return Table(("seconds", "part_done"), [(round(ends[at], 4), round((at + 1) / len(ends), 4)) for at in some])
 
 
-def _lease_waits(lines: list[Line]) -> Table:
-    waits = [line for line in lines if line.event == events.LEASE_WAIT and line.role == "trainer"]
-    rows = [
-        (str(line.extra.get("phase")), " ".join(map(str, line.extra.get("nodes") or ())), round(line.seconds, 4))
-        for line in waits
-    ]
-    return Table(("phase", "nodes", "seconds"), rows)
+def waits_for_leases(lines: Iterable[Line]) -> list[Line]:
+    """The trainer's own; a coordinator logs all jobs'."""
+    return [line for line in lines if line.event == events.LEASE_WAIT and line.role == "trainer"]
+
+
+def _lease_waits(waits: list[Line], beside: list[Line]) -> Table:
+    rows = []
+    for wait in waits:
+        told = (str(wait.extra.get("phase")), " ".join(_nodes(wait)), round(wait.seconds, 4))
+        rows += [(*told, job, round(seconds, 4)) for job, seconds in _behind(wait, beside) or _NOBODY]
+    return Table(("phase", "nodes", "seconds", "behind", "behind_s"), rows)
+
+
+def _behind(wait: Line, phases: Iterable[Line]) -> list[tuple[str | None, float]]:
+    """(job, seconds of the wait in which it had one of the nodes), the longest first."""
+    behind: dict[str, float] = defaultdict(float)
+    for phase in phases:
+        if set(_nodes(phase)) & set(_nodes(wait)):
+            behind[phase.job] += overlap((phase.end - phase.seconds, phase.end), (wait.end - wait.seconds, wait.end))
+    return [(job, seconds) for job, seconds in sorted(behind.items(), key=lambda held: -held[1]) if seconds > 0]
+
+
+def _nodes(line: Line) -> list[str]:
+    return [str(node) for node in line.extra.get("nodes") or ()]
 
 
 def _number(line: Line, key: str) -> float | None:
