@@ -1,5 +1,8 @@
 """The coordinator's figures over HTTP."""
 
+import json
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 
@@ -56,3 +59,20 @@ def test_a_port_that_is_none_is_refused(port):
 def test_a_port_in_use_is_refused():
     with MetricsServer(str, 0, "127.0.0.1") as port, pytest.raises(UserError, match="free port"):
         MetricsServer(str, port, "127.0.0.1")
+
+
+def test_the_command_serves_them_and_says_where(tmp_path):
+    (tmp_path / "pools.yaml").write_text(json.dumps(POOLS))
+    command = [sys.executable, "-m", "verl_mux", "coordinator", "--config", str(tmp_path / "pools.yaml"), "--no-journal"]
+    with subprocess.Popen(
+        [*command, "--bind", "tcp://127.0.0.1:0", "--metrics-port", "0"], stderr=subprocess.PIPE, text=True
+    ) as served:
+        try:
+            where = served.stderr.readline()
+            assert served.stderr.readline().startswith("verl-mux coordinator at")
+            _, text = get(int(where.removeprefix("verl-mux metrics at http://127.0.0.1:").removesuffix("/metrics\n")))
+            served.terminate()
+            served.communicate(timeout=30)
+        finally:
+            served.kill()
+    assert 'mux_node_busy{pool="train",node="t0"} 0\n' in text and served.returncode == 0
