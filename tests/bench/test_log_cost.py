@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from verl_mux.bench.log_cost import measure
-from verl_mux.bench.log_cost_in_run import ProcessorTime, between, compare_steps, own_cost, step_ends
+from verl_mux.bench.log_cost_in_run import ProcessorTime, between, compare_steps, engine_cost, generated, own_cost, step_ends
 from verl_mux.errors import Failure
 from verl_mux.profiling.eventlog.log import EventLog
 
@@ -31,7 +31,25 @@ def test_steps_with_the_log_are_compared_with_those_without(tmp_path):
     told = compare_steps(between(step_ends(tmp_path)))
     assert (told["steps_on"], told["steps_off"]) == (10, 10)
     assert told["overhead_percent"] == pytest.approx(1.0, abs=0.01)
-    assert told["noise_percent"] == pytest.approx(0.0, abs=0.01)
+    assert told["interval_percent"] == pytest.approx([1.0, 1.0], abs=0.01)
+
+
+def test_an_engines_seconds_are_told_by_step_and_by_what_it_generated(tmp_path):
+    job, coordinator = (EventLog(tmp_path / role, role=role, job="a") for role in ("rollout", "coordinator"))
+    for step in range(1, 23):
+        coordinator.log("step_report", extra={"job": "a", "response_length": 100.0 * step}, step=step)
+        for request in range(4 * (step % 2 == 0)):  # the job's log has every second step
+            job.log("async_rollout_request_complete", 1.0, {"request_id": f"{request}"}, step)
+    for log in (job, coordinator):
+        log.close()
+    tokens = generated(tmp_path / "coordinator", tmp_path / "rollout")
+    assert tokens[7] == 4 * 700.0
+    seconds = {step: tokens[step] / 1000 * (0.2 if step % 2 else 0.202) for step in range(2, 23)}
+    told = engine_cost(seconds, tokens)
+    assert (told["steps_on"], told["steps_off"]) == (10, 10)
+    assert told["per_1000_tokens"]["off_s"] == 0.2
+    assert told["per_1000_tokens"]["overhead_percent"] == pytest.approx(1.0, abs=0.01)
+    assert told["per_1000_tokens"]["interval_percent"] == pytest.approx([1.0, 1.0], abs=0.01)
 
 
 def test_what_the_logs_took_is_added_up_over_processes_and_told_by_step(tmp_path):

@@ -55,6 +55,14 @@ def server_args_are_a_dataclass_and_verl_reads_them_as_one():
     steps_of(SGLangHttpServer.launch_server, "**engine_kwargs", "dataclasses.fields(ServerArgs)", "ServerArgs(**args)")
 
 
+def a_schedulers_command_line_says_that_it_is_one():
+    from sglang.srt.managers.scheduler import configure_scheduler_process
+
+    from verl_mux.rollout.engine.sglang.record import RECORD
+
+    steps_of(configure_scheduler_process, f'setproctitle.setproctitle(f"{RECORD.scheduler_title}')
+
+
 def weights_from_disk_are_asked_for_and_answered():
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput, UpdateWeightFromDiskReqOutput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager

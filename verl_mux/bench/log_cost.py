@@ -73,7 +73,7 @@ def bench_log(
     real: Annotated[bool, typer.Option("--real", help="Train a real job with the log on in every second step.")] = False,
     file: Annotated[Path, typer.Option(help="With --real: the run file; its first job runs.")] = Path("examples/demo.yaml"),
     directory: Annotated[Path, typer.Option("--dir", help="With --real: where the run goes.")] = Path("runs/bench_log"),
-    steps: Annotated[int, typer.Option(help="With --real: steps, half of them with the log on.")] = 40,
+    steps: Annotated[int, typer.Option(help="With --real: steps, half of them with the log on; two are left out.")] = 42,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure what an event costs its caller; with --real, what the log costs a step."""
@@ -86,7 +86,10 @@ def bench_log(
         return print(json_module.dumps(found))
     print("an event: {call_median_us:.1f} us at the median, {call_p99_us:.1f} us at p99, {dropped} dropped".format(**found))
     if real:
-        told = "{}: {off_s:.3f} s without the log, {on_s:.3f} s with it: {overhead_percent:+.2f} % (+-{noise_percent:.2f})"
+        told = (
+            "{}: {off_s:.3f} s without the log, {on_s:.3f} s with it: {overhead_percent:+.2f} %"
+            " (95 %: {interval_percent[0]:+.2f} to {interval_percent[1]:+.2f})"
+        )
         print(told.format("a step", **found["real"]))
         print(
             "of which the log's own work: {lines:.0f} lines, {cost_s:.4f} s, {percent_of_step:.3f} %".format(
@@ -94,6 +97,8 @@ def bench_log(
             )
         )
         print(told.format("its processor time", **found["real"]["processor"]))
+        print(told.format("of which the engine's schedulers", **found["real"]["engine"]))
+        print(told.format("for 1,000 tokens", **found["real"]["engine"]["per_1000_tokens"]))
         told = (
             "of which the processes that log: {off_s:.3f} s without, {on_s:.3f} s with it, {percent_of_step:+.2f} % of the step"
         )

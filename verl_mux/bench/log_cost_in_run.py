@@ -2,11 +2,12 @@
 
 One job of a run file trains alone, with the log on in even steps and off in odd ones (`mux.profile.every=2`) and all answers of
 one length, so that all steps have the same work. A step's seconds are those from the coordinator's word of one step's end to
-the next; the coordinator's own log is on throughout. Processor time is told beside, of all processes of the run and of those
-alone that log more than a handful of events a step: other work on the machine lengthens that much less, and the engine's and
-the trainer's computing, which varies by more than any log costs, is not in the latter. What the clock cannot tell, the logs
-add up themselves: the time their callers and their writing threads took, of all processes, as if none of it went on beside the
-step's own work.
+the next; the coordinator's own log is on throughout. Processor time is told beside, which other work on the machine lengthens
+much less: of all processes of the run; of the engines' schedulers, where our hooks run, also by what they generated; and of the
+others that log more than a handful of events a step, without the engine's and the trainer's computing, which varies by more than
+any log costs. Within a scheduler the hooks run in every step, and only what they write differs. What the clock cannot tell, the
+logs add up themselves: the time their callers and their writing threads took, of all processes, as if none of it went on beside
+the step's own work.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import random
 import statistics
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,18 @@ def measure_run(file: Path, directory: Path, steps: int) -> dict[str, Any]:
     with ProcessorTime() as processor:
         run_jobs(run)
     servers = tuple(f"ray::{engine.server.rpartition('.')[2]}" for engine in engines().values())
-    ends = step_ends(Path(run.dir) / "coordinator" / "events")
+    schedulers = tuple(engine.scheduler_title for engine in engines().values())
+    job, told = Path(run.dir) / next(iter(run.jobs)) / "events", Path(run.dir) / "coordinator" / "events"
+    ends = step_ends(told)
     step = compare_steps(between(ends))
     logging = compare_steps(between(processor.at(ends, LOGGING + servers)))
     added_s = round(logging["on_s"] - logging["off_s"], 4)
     share = round(100 * added_s / step["off_s"], 3)
     return {
         **step,
-        "own_cost": own_cost(Path(run.dir) / next(iter(run.jobs)) / "events", between(ends)),
+        "own_cost": own_cost(job, between(ends)),
         "processor": compare_steps(between(processor.at(ends))),
+        "engine": engine_cost(between(processor.at(ends, schedulers)), generated(told, job)),
         "logging_processes": {**logging, "added_s": added_s, "percent_of_step": share},
     }
 
@@ -147,6 +151,23 @@ def own_cost(directory: Path, seconds: dict[int, float]) -> dict[str, Any]:
     }
 
 
+def engine_cost(seconds: dict[int, float], tokens: dict[int, float]) -> dict[str, Any]:
+    """Of the schedulers, by step: processor seconds, and beside them (`per_1000_tokens`) those for 1,000 generated tokens."""
+    by_tokens = {step: 1000 * seconds[step] / tokens[step] for step in seconds if tokens.get(step)}
+    return {**compare_steps(seconds), "per_1000_tokens": compare_steps(by_tokens)}
+
+
+def generated(coordinator: Path, job: Path) -> dict[int, float]:
+    """Tokens of all responses of each step, from the event logs of a coordinator and of its job.
+
+    Lengths are told of every step; how many responses a step has, of those that were logged, and all have as many.
+    """
+    done = Counter(line.step for line in read_directory(job) if line.event == events.REQUEST_COMPLETE)
+    responses = statistics.median(done.values()) if done else 0
+    told = [line for line in read_directory(coordinator) if line.event == events.STEP_REPORT]
+    return {line.step: responses * line.extra["response_length"] for line in told}
+
+
 def between(marks: dict[int, float]) -> dict[int, float]:
     """From each step's predecessor to it. The first step has none."""
     return {step: marks[step] - marks[step - 1] for step in sorted(marks) if step - 1 in marks}
@@ -155,7 +176,7 @@ def between(marks: dict[int, float]) -> dict[int, float]:
 def compare_steps(seconds: dict[int, float]) -> dict[str, Any]:
     """Even steps (on) against odd ones (off), from medians.
 
-    `noise_percent`: half the width of the bootstrap's 95 % interval of `overhead_percent`.
+    `interval_percent`: the bootstrap's 95 % interval of `overhead_percent`.
     """
     on = [value for step, value in seconds.items() if step > WARM_UP and step % 2 == 0]
     off = [value for step, value in seconds.items() if step > WARM_UP and step % 2]
@@ -169,7 +190,7 @@ def compare_steps(seconds: dict[int, float]) -> dict[str, Any]:
         "on_s": round(statistics.median(on), 4),
         "off_s": round(statistics.median(off), 4),
         "overhead_percent": round(_percent(on, off), 3),
-        "noise_percent": round((drawn[int(0.975 * DRAWS)] - drawn[int(0.025 * DRAWS)]) / 2, 3),
+        "interval_percent": [round(drawn[int(part * DRAWS)], 3) for part in (0.025, 0.975)],
     }
 
 

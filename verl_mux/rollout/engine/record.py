@@ -27,6 +27,7 @@ class EngineRecord:
     supported: ranges of its packages' versions. tested: the versions in requirements/lock.txt.
     symbols: its own names that we rely on, and those of verl's part for it.
     server: dotted name of our subclass of verl's server of this engine, see below.
+    scheduler_title: what the command lines of its schedulers begin with; our hooks of the event log run there.
     load_weights: dotted name of `async (verl's adapter, batches of a sync, version)`, which loads them into the engine.
     arguments: of every engine of ours; a list is added to the user's.
     priority_arguments: where requests have priorities, by the arguments given; none where those forbid it.
@@ -44,6 +45,7 @@ class EngineRecord:
     tested: Mapping[str, str]
     symbols: tuple[Symbol, ...]
     server: str
+    scheduler_title: str
     load_weights: str
     arguments: Arguments = field(default_factory=dict)
     priority_arguments: Callable[[Arguments], Arguments] = lambda given: {}

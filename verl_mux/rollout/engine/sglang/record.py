@@ -70,6 +70,7 @@ RECORD = EngineRecord(
     tested={"sglang": "0.5.12"},
     symbols=SYMBOLS,
     server="verl_mux.rollout.engine.sglang.server.MuxSGLangHttpServer",
+    scheduler_title="sglang::scheduler",
     load_weights="verl_mux.rollout.engine.sglang.region_weights.load",
     # An idle scheduler that spins takes CPU time from the job that has the lease.
     arguments={"sleep_on_idle": True, "custom_weight_loader": ["verl_mux.rollout.engine.sglang.region_loader.load"]},
