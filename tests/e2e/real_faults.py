@@ -1,7 +1,7 @@
 """A real job with a fault on purpose: does the report name it?
 
-python -m tests.e2e.real_faults FOLDER replica|stall|tool: trains the tests' small model for some minutes, judges what `verl-mux report`
-finds in its log, prints both as JSON and ends with 1 where anything is missing or too much.
+python -m tests.e2e.real_faults FOLDER replica|stall|tool: trains the tests' small model for some minutes, prints what `verl-mux
+report` finds in its log as JSON, and ends with 1 where anything is missing or too much.
 
 - replica: two engines; the scheduler of the second is stopped for 60 ms of each 100 in steps 9 to 12
 - stall: the same two; it is stopped for 14 s in steps 5, 8 and 10
