@@ -28,7 +28,7 @@ from verl_mux.profiling.live.follow import Follower
 from verl_mux.profiling.live.metrics import METRICS, samples
 from verl_mux.profiling.live.state import State
 from verl_mux.profiling.live.terminal import watch
-from verl_mux.profiling.live.view import REPLICA_COLUMNS, Choice, as_json, render
+from verl_mux.profiling.live.view import REPLICA_COLUMNS, Choice, Order, as_json, render
 
 _ANSWER_S = 3.0
 _NO_METRICS = (
@@ -61,8 +61,8 @@ def top(
 ) -> None:  # fmt: skip
     """Show what runs where now: requests by state, tokens a second and KV use of each replica, who waits for whom.
 
-    In a terminal: s sorts by the next column, r turns the order round, / asks for a text to filter by, p pauses, q ends.
-    Elsewhere it serves /metrics until Ctrl-C or SIGTERM, where a port for that is given.
+    In a terminal: s sorts by the next column, r turns the order round, / asks for a text to filter by, Tab turns these keys to
+    the other table, p pauses, q ends. Elsewhere it serves /metrics until Ctrl-C or SIGTERM, where a port for that is given.
     """
     if metrics_port is not None and (directory is None or once or json):
         raise UserError(_NO_METRICS)
@@ -71,7 +71,7 @@ def top(
     if metrics_port is not None and not sys.stdout.isatty():
         with _metrics_of(directory, metrics_port, metrics_host):
             return _until_told()
-    choice = Choice(sort=REPLICA_COLUMNS.index(sort), only=only)
+    choice = Choice(replicas=Order(column=list(REPLICA_COLUMNS).index(sort), only=only))
     sources: list[_Source] = []
     if directory is None or address is not None:
         sources.append(_Coordinator(address or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS, keys))

@@ -1,7 +1,7 @@
 """What a run does now, told line by line."""
 
 from verl_mux.profiling.live.terminal import Keys
-from verl_mux.profiling.live.view import Choice
+from verl_mux.profiling.live.view import JOB_COLUMNS, REPLICA_COLUMNS, Choice, Order
 
 
 def test_who_holds_which_nodes_and_who_waits_behind_whom(run):
@@ -34,10 +34,53 @@ def test_requests_by_state_of_the_newest_step(run):
     run("a", "rollout", 2.5, "async_rollout_request_complete", 1.5, request_id="p_0")
     run("a", "rollout", 3, "aborted_request_with_cancelled_error", request_id="p_1", reason="cut off")
     (job,) = run.look()["jobs"]
-    assert job["requests"] == {"running": 1, "parked": 1, "done": 1}
+    assert job["requests"] == {"queued": 1, "parked": 1, "done": 1}
     run("a", "rollout", 9, "request_requeued", step=2, request_id="p_1")
     (job,) = run.look()["jobs"]
-    assert (job["step"], job["requests"]) == (2, {"running": 1})
+    assert (job["step"], job["requests"]) == (2, {"queued": 1})
+
+
+def test_a_requests_way_through_engine_tool_and_reward_by_replica(run):
+    def told(job=0):
+        seen = run.look()
+        return seen["jobs"][job]["requests"], [row["requests"] for row in seen["replicas"]]
+
+    def turn(at, number, replica):
+        about = {"request_id": "p_0", "turn": number}
+        run("a", "rollout", at, "turn_pre_process", 0.1, **about)
+        assert told()[0] == {"queued": 1}
+        run("a", "server", at + 1, "engine_queue", 0.9, worker=replica, replica=replica, node="r0", **about)
+        assert told() == ({"running": 1}, [{}] * replica + [{"running": 1}])
+        run("a", "rollout", at + 2, "turn_engine_call", 1.9, replica=replica, finish_reason="stop", **about)
+
+    run("a", "server", 0, "sleep", 0.1, step=0, worker=0)
+    run("a", "rollout", 0, "request_start", request_id="p_0")
+    turn(1, number=1, replica=1)
+    assert told() == ({"in tool or reward": 1}, [{}, {"in tool or reward": 1}])
+    run("a", "rollout", 4, "tool_execution", 0.9, request_id="p_0", turn=1)
+    turn(5, number=2, replica=1)
+    run("a", "rollout", 8, "reward_calculation", 0.9, request_id="p_0", score=1.0)
+    assert told()[1][1] == {"scored": 1}
+    run("a", "rollout", 8.1, "async_rollout_request_complete", 8.0, request_id="p_0")
+    assert told()[1][1] == {"done": 1}
+
+
+def test_where_requests_end_without_a_tool_what_follows_the_engine_is_the_reward(run):
+    for name in ("p_0", "p_1"):
+        run("a", "rollout", 1, "turn_engine_call", 1.0, request_id=name, turn=1, replica=0, finish_reason="stop")
+    run("a", "rollout", 2, "async_rollout_request_complete", 2.0, request_id="p_0")
+    run("a", "rollout", 3, "turn_engine_call", 1.0, request_id="p_2", turn=1, replica=0, finish_reason="stop")
+    run("a", "rollout", 3, "turn_engine_call", 1.0, request_id="p_3", turn=1, replica=0, finish_reason="abort")
+    (job,) = run.look()["jobs"]
+    assert job["requests"] == {"in tool or reward": 1, "in reward": 1, "parked": 1, "done": 1}
+
+
+def test_an_engines_line_that_comes_late_does_not_turn_a_request_back(run):
+    run("a", "rollout", 1, "request_start", request_id="p_0")
+    run("a", "rollout", 3, "turn_engine_call", 2.0, request_id="p_0", turn=1, replica=0, finish_reason="stop")
+    run.look()
+    run("a", "server", 2, "engine_queue", 1.0, request_id="p_0", turn=1, replica=0)
+    assert run.look()["jobs"][0]["requests"] == {"in tool or reward": 1}
 
 
 def test_validation_is_nobodys_step(run):
@@ -52,13 +95,28 @@ def test_replicas_by_their_newest_counters_sorted_and_filtered(run):
         counted = {"running": 4, "queued": 1, "token_usage": 0.5, "tokens_per_sec": rate, "retracted": 1}
         run("a", "server", 1, "engine_decode", 1.0, worker=replica, **where, **counted)
         run("a", "server", 2, "engine_generate", 1.0, worker=replica, **where, response_tokens=40, finish="stop")
-    rows = run.look(Choice(sort=7))["replicas"]
+    rate = list(REPLICA_COLUMNS).index("tokens/s")
+    rows = run.look(Choice(replicas=Order(rate)))["replicas"]
     assert [(row["replica"], row["tokens_per_sec"], row["tokens"], row["done"]) for row in rows] == [
         (1, 300.0, 40, 1),
         (0, 900.0, 40, 1),
     ]
-    assert [row["replica"] for row in run.look(Choice(sort=7, falling=True))["replicas"]] == [0, 1]
-    assert [row["node"] for row in run.look(Choice(only="r1"))["replicas"]] == ["r1"]
+    assert [row["replica"] for row in run.look(Choice(replicas=Order(rate, falling=True)))["replicas"]] == [0, 1]
+    assert [row["node"] for row in run.look(Choice(replicas=Order(only="r1")))["replicas"]] == ["r1"]
+
+
+def test_jobs_are_sorted_and_filtered_too_and_what_has_no_figure_comes_last(run):
+    for job, reward in (("a", 0.5), ("b", None), ("c", 0.25)):
+        run(job, "trainer", 1, "lease_wait", 0.1, phase="train", nodes=[f"t_{job}"])
+        run(job, "trainer", 2, "step", 1.0, reward=reward)
+
+    def names(**order):
+        return [row["job"] for row in run.look(Choice(jobs=Order(**order)))["jobs"]]
+
+    reward = list(JOB_COLUMNS).index("reward")
+    assert names(column=reward) == ["c", "a", "b"]
+    assert names(column=reward, falling=True) == ["a", "c", "b"]
+    assert names(only="t_b") == ["b"]
 
 
 def test_a_job_that_is_started_again_is_shown_at_the_step_that_it_does_again(run):
@@ -77,7 +135,7 @@ def test_a_job_that_is_started_again_is_shown_at_the_step_that_it_does_again(run
     told = run.look()
     (job,) = told["jobs"]
     assert (job["step"], job["ended"], job["runs"], job["doing"]) == (2, False, "rollout", "lease_wait")
-    assert job["requests"] == {"running": 1} and told["replicas"] == []
+    assert job["requests"] == {"queued": 1} and told["replicas"] == []
 
 
 def test_a_torn_line_waits_until_it_is_whole(run):
@@ -96,8 +154,9 @@ def test_a_torn_line_waits_until_it_is_whole(run):
 def test_keys_sort_filter_and_end():
     choice = Choice()
     keys = Keys(choice)
-    for key in "sr/r1\r":
+    for key in "sr/r1\r\tss\t":
         keys.press(key)
-    assert (choice.sort, choice.falling, choice.only, keys.ended) == (1, True, "r1", False)
+    assert (choice.replicas, choice.jobs) == (Order(1, True, "r1"), Order(2))
+    assert not keys.ended
     keys.press("q")
     assert keys.ended

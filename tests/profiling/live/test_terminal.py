@@ -28,7 +28,14 @@ def test_it_shows_sorts_filters_and_ends(terminal):
     terminal("send-keys", "r")
     terminal.until(lambda text: "replica v" in text)
     terminal("send-keys", "/", "r1", "Enter")
-    screen = terminal.until(lambda text: "only 'r1'" in text)
+    screen = terminal.until(lambda text: "only replicas with 'r1'" in text)
     assert sum(line.split()[:1] == ["a"] and " r1 " in line for line in screen.splitlines()) == 2
+    terminal("send-keys", "Tab")
+    terminal.until(lambda text: "keys are for jobs" in text)
+    terminal("send-keys", "s")
+    terminal.until(lambda text: "step ^" in text and "replica v" in text)
+    terminal("send-keys", "/", "nobody", "Enter")
+    screen = terminal.until(lambda text: "only jobs with 'nobody'" in text)
+    assert sum(line.split()[:1] == ["a"] for line in screen.splitlines()) == 2  # the replicas stay
     terminal("send-keys", "q")
     terminal.until(lambda text: not text)  # the pane's only process has ended, and the server with it

@@ -7,11 +7,11 @@ phase, and waits from what it logs when it asks. Requests are counted for their 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl_mux.profiling.eventlog import events
+from verl_mux.profiling.live.requests import Requests
 from verl_mux.profiling.plain.lines import Line
 
 # What a job asks for next, by the last thing it logged.
@@ -32,14 +32,9 @@ class Job:
     last: float = 0.0
     doing: str = ""
     nodes_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    requests: dict[str, str] = field(default_factory=dict)  # of the newest step: running, parked, scoring, done, given up
-    validating: set[str] = field(default_factory=set)
+    requests: Requests = field(default_factory=Requests)  # of the newest step
     figures: dict[str, float] = field(default_factory=dict)
     ended: bool = False
-
-    @property
-    def states(self) -> Counter[str]:
-        return Counter(self.requests.values())
 
 
 @dataclass
@@ -76,7 +71,7 @@ class State:
         if line.role == "trainer":
             self._trainer(self._job(line), line)
         elif line.role == "rollout":
-            self._request(self._job(line), line)
+            self._request(line)
         elif line.role == "server":
             self._server(line)
 
@@ -108,9 +103,7 @@ class State:
         job.last = max(job.last, line.end)
         if line.step > job.step:
             job.step = line.step
-            # What was cut off goes on; all the rest of the step before is over.
-            job.requests = {name: state for name, state in job.requests.items() if state == "parked"}
-            job.validating = set()
+            job.requests.next_step()
         return job
 
     def _trainer(self, job: Job, line: Line) -> None:
@@ -131,17 +124,10 @@ class State:
         if line.event not in (events.LOG_OPEN, events.LOG_COST):
             job.doing = line.event
 
-    def _request(self, job: Job, line: Line) -> None:
-        name = line.extra.get("request_id")
-        if line.event == events.REQUEST_START and line.extra.get("validate"):
-            job.validating.add(str(name))
-        if not isinstance(name, str) or name in job.validating or line.step < job.step:
-            return
-        state = _STATE_AFTER.get(line.event)
-        if line.event == events.REQUEST_ABORTED:
-            state = "parked" if line.extra.get("reason") == "cut off" else "given up"
-        if state:
-            job.requests[name] = state
+    def _request(self, line: Line) -> None:
+        job = self._job(line)
+        if line.step == job.step:
+            job.requests.feed(line)
 
     def _server(self, line: Line) -> None:
         number = line.extra.get("replica")
@@ -153,23 +139,14 @@ class State:
         if line.event == events.ENGINE_DECODE:
             replica.at, replica.counters = line.end, {key: _number(line.extra.get(key)) for key in COUNTERS}
             replica.retracted += int(_number(line.extra.get("retracted")) or 0)
+        elif line.event == events.ENGINE_QUEUE:
+            self._request(line)
         elif line.event == events.ENGINE_GENERATE:
             replica.tokens += int(_number(line.extra.get("response_tokens")) or 0)
             replica.done += line.extra.get("finish") != "abort"
 
 
 COUNTERS = ("running", "queued", "token_usage", "tokens_per_sec")
-_STATE_AFTER = {
-    events.REQUEST_START: "running",
-    events.REQUEST_REQUEUED: "running",
-    events.REQUEST_PARKED: "running",
-    events.TURN_ENGINE_CALL: "between turns",
-    events.TURN_PREPROCESS: "running",
-    events.TOOL_EXECUTION: "running",
-    events.REWARD: "scored",
-    events.REQUEST_COMPLETE: "done",
-    events.REQUEST_PADDED: "given up",
-}
 
 
 def _number(value: Any) -> float | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from rich.console import RenderableType
 from rich.live import Live
 
-from verl_mux.profiling.live.view import REPLICA_COLUMNS, Choice
+from verl_mux.profiling.live.view import Choice
 
 
 def watch(look: Callable[[], None], shown: Callable[[], RenderableType], choice: Choice, every: float) -> None:
@@ -36,20 +36,22 @@ class Keys:
         self._asking = False
 
     def press(self, key: str) -> None:
-        choice = self._choice
+        order = self._choice.order
         if self._asking:
             if key in "\r\n\x1b":
                 self._asking = False
             else:
-                choice.only = choice.only[:-1] if key in "\x7f\x08" else choice.only + key
+                order.only = order.only[:-1] if key in "\x7f\x08" else order.only + key
         elif key == "/":
-            self._asking, choice.only = True, ""
+            self._asking, order.only = True, ""
         elif key == "s":
-            choice.sort = (choice.sort + 1) % len(REPLICA_COLUMNS)
+            order.column = (order.column + 1) % len(self._choice.columns)
         elif key == "r":
-            choice.falling = not choice.falling
+            order.falling = not order.falling
+        elif key == "\t":
+            self._choice.on_jobs = not self._choice.on_jobs
         elif key == "p":
-            choice.paused = not choice.paused
+            self._choice.paused = not self._choice.paused
         elif key == "q":
             self.ended = True
 

@@ -2,48 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from verl_mux.profiling.live.requests import IN_REWARD, IN_TOOL_OR_REWARD, PARKED, STATES
 from verl_mux.profiling.live.state import Job, Replica, State
 
-STATES = ("running", "between turns", "scored", "parked", "given up", "done")
-JOB_COLUMNS = ("job", "step", "runs", "on", "for", "waits for", "behind", "requests", "reward", "step took")
-REPLICA_COLUMNS = (
-    "job",
-    "replica",
-    "node",
-    "step",
-    "running",
-    "queued",
-    "KV use",
-    "tokens/s",
-    "done",
-    "tokens",
-    "retracted",
-    "age",
-)
+# Column -> what its rows are sorted by.
+JOB_COLUMNS = {
+    "job": "job",
+    "step": "step",
+    "runs": "runs",
+    "on": "on",
+    "for": "for_s",
+    "waits for": "waited_s",
+    "behind": "behind",
+    "requests": "requests",
+    "reward": "reward",
+    "step took": "step_sec",
+}
+REPLICA_COLUMNS = {
+    "job": "job",
+    "replica": "replica",
+    "node": "node",
+    "step": "step",
+    "running": "running",
+    "queued": "queued",
+    "tool/reward": "beside",
+    "parked": "parked",
+    "KV use": "token_usage",
+    "tokens/s": "tokens_per_sec",
+    "done": "done",
+    "tokens": "tokens",
+    "retracted": "retracted",
+    "age": "age_s",
+}
+_NOTHING: tuple[Any, ...] = (None, [], {})
 STALE_S = 5.0  # counters come once a second while an engine works
 
 
 @dataclass
-class Choice:
-    """What the reader has chosen. sort: column of the replicas' table. only: of these, a text that a row must hold."""
+class Order:
+    """Of a table's rows. column: which, counted from 0. only: a text that a row must hold."""
 
-    sort: int = 0
+    column: int = 0
     falling: bool = False
     only: str = ""
+
+
+@dataclass
+class Choice:
+    """What the reader has chosen. on_jobs: keys sort and filter the jobs' table, not the replicas'."""
+
+    replicas: Order = field(default_factory=Order)
+    jobs: Order = field(default_factory=Order)
+    on_jobs: bool = False
     paused: bool = False
 
+    @property
+    def order(self) -> Order:
+        return self.jobs if self.on_jobs else self.replicas
 
-def jobs(state: State) -> list[dict[str, Any]]:
-    """A row a job; seconds are at the state's newest line."""
-    return [_job(state, job) for _, job in sorted(state.jobs.items())]
+    @property
+    def columns(self) -> Mapping[str, str]:
+        return JOB_COLUMNS if self.on_jobs else REPLICA_COLUMNS
+
+
+def jobs(state: State, order: Order) -> list[dict[str, Any]]:
+    """A row a job, those that `order` leaves; seconds are at the state's newest line."""
+    rows = [_job(state, job) for _, job in sorted(state.jobs.items())]
+    return _ordered(rows, order, JOB_COLUMNS, ("job", "runs", "on", "waits_for", "behind"))
 
 
 def _job(state: State, job: Job) -> dict[str, Any]:
@@ -58,43 +92,82 @@ def _job(state: State, job: Job) -> dict[str, Any]:
         "waits_for": job.asks,
         "waited_s": round(state.now - job.asked, 3) if job.asks else None,
         "behind": state.waits_behind(job),
-        "requests": {name: job.states[name] for name in STATES if job.states[name]},
+        "requests": _by_state(job.requests.count()),
         **{key: job.figures.get(key) for key in ("reward", "step_sec")},
     }
 
 
-def replicas(state: State, choice: Choice) -> list[dict[str, Any]]:
-    """A row a replica, those that `choice` leaves, in its order."""
+def replicas(state: State, order: Order) -> list[dict[str, Any]]:
+    """A row a replica, those that `order` leaves. running, queued: by the engine's own counters; requests: those that were last
+    seen on it, by state."""
     rows = [_replica(state, it) for _, it in sorted(state.replicas.items())]
-    rows = [row for row in rows if choice.only in " ".join(map(str, (row["job"], row["replica"], row["node"])))]
-    key = list(rows[0])[choice.sort] if rows else ""
-    known = sorted((row for row in rows if row[key] is not None), key=lambda row: row[key], reverse=choice.falling)
-    return known + [row for row in rows if row[key] is None]
+    return _ordered(rows, order, REPLICA_COLUMNS, ("job", "replica", "node"))
 
 
 def _replica(state: State, it: Replica) -> dict[str, Any]:
     told = {key: it.counters.get(key) for key in ("running", "queued", "token_usage", "tokens_per_sec")}
     done = {"done": it.done, "tokens": it.tokens, "retracted": it.retracted}
+    seen = state.jobs[it.job].requests.count(it.number) if it.job in state.jobs else Counter()
+    beside = {"beside": seen[IN_TOOL_OR_REWARD] + seen[IN_REWARD], "parked": seen[PARKED], "requests": _by_state(seen)}
     age = round(state.now - it.at, 3) if it.at else None
-    return {"job": it.job, "replica": it.number, "node": it.node, "step": it.step, **told, **done, "age_s": age}
+    return {"job": it.job, "replica": it.number, "node": it.node, "step": it.step, **told, **beside, **done, "age_s": age}
+
+
+def _by_state(counts: Counter[str]) -> dict[str, int]:
+    return {name: counts[name] for name in STATES if counts[name]}
+
+
+def _ordered(
+    rows: list[dict[str, Any]], order: Order, columns: Mapping[str, str], filtered_by: Sequence[str]
+) -> list[dict[str, Any]]:
+    """What has no value in the column comes last, either way round."""
+    key = list(columns.values())[order.column]
+    rows = [row for row in rows if order.only in " ".join(_words(row[name]) for name in filtered_by)]
+    known = [row for row in rows if row[key] not in _NOTHING]
+    known.sort(key=lambda row: _rank(row[key]), reverse=order.falling)
+    return known + [row for row in rows if row[key] in _NOTHING]
+
+
+def _words(value: Any) -> str:
+    return " ".join(value) if isinstance(value, list) else "" if value is None else str(value)
+
+
+def _rank(value: Any) -> Any:
+    """Requests by how many there are."""
+    return sum(value.values()) if isinstance(value, dict) else value
 
 
 def as_json(state: State, choice: Choice) -> dict[str, Any]:
-    return {"now": state.now, "jobs": jobs(state), "replicas": replicas(state, choice)}
+    return {"now": state.now, "jobs": jobs(state, choice.jobs), "replicas": replicas(state, choice.replicas)}
 
 
 def render(state: State, choice: Choice, name: str) -> Group:
     head = Text(f"{name}: {len(state.jobs)} jobs, {len(state.replicas)} replicas", style="bold")
-    if choice.only:
-        head.append(f"   only {choice.only!r}")
+    for table, order in (("jobs", choice.jobs), ("replicas", choice.replicas)):
+        if order.only:
+            head.append(f"   only {table} with {order.only!r}")
     if choice.paused:
         head.append("   paused", style="yellow")
-    foot = Text("s sort   r the other way   / only rows with   p pause   q quit", style="dim")
-    return Group(head, _jobs_table(jobs(state)), _replicas_table(replicas(state, choice), choice), foot)
+    foot = Text(
+        f"keys are for {'jobs' if choice.on_jobs else 'replicas'}, Tab: for the other table   s sort   r the other way   "
+        "/ only rows with   p pause   q quit",
+        style="dim",
+    )
+    tables = _jobs_table(jobs(state, choice.jobs), choice), _replicas_table(replicas(state, choice.replicas), choice)
+    return Group(head, *tables, foot)
 
 
-def _jobs_table(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(*JOB_COLUMNS, box=None, padding=(0, 1), header_style="bold cyan")
+def _empty(columns: Mapping[str, str], order: Order, chosen: bool, left: Collection[str]) -> Table:
+    """Its columns, with a mark at the one that it is sorted by; `left`: those that are set flush left."""
+    table = Table(box=None, padding=(0, 1), header_style="bold cyan" if chosen else "cyan")
+    for place, column in enumerate(columns):
+        mark = (" v" if order.falling else " ^") if place == order.column else ""
+        table.add_column(column + mark, justify="left" if column in left else "right")
+    return table
+
+
+def _jobs_table(rows: Sequence[dict[str, Any]], choice: Choice) -> Table:
+    table = _empty(JOB_COLUMNS, choice.jobs, choice.on_jobs, JOB_COLUMNS)
     for row in rows:
         waits = f"{row['waits_for']}, {row['waited_s']:.0f} s" if row["waits_for"] else "-"
         requests = ", ".join(f"{count} {state}" for state, count in row["requests"].items())
@@ -108,14 +181,12 @@ def _jobs_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _replicas_table(rows: Sequence[dict[str, Any]], choice: Choice) -> Table:
-    table = Table(box=None, padding=(0, 1), header_style="bold cyan")
-    for place, column in enumerate(REPLICA_COLUMNS):
-        mark = (" v" if choice.falling else " ^") if place == choice.sort else ""
-        table.add_column(column + mark, justify="left" if place in (0, 2) else "right")
+    table = _empty(REPLICA_COLUMNS, choice.replicas, not choice.on_jobs, ("job", "node"))
     for row in rows:
         stale = row["age_s"] is None or row["age_s"] > STALE_S
         usage = "-" if row["token_usage"] is None else f"{row['token_usage']:.0%}"
-        counters = [_whole(row["running"]), _whole(row["queued"]), usage, _whole(row["tokens_per_sec"])]
+        beside = [str(row["beside"]), str(row["parked"])]
+        counters = [_whole(row["running"]), _whole(row["queued"]), *beside, usage, _whole(row["tokens_per_sec"])]
         done = [str(row[key]) for key in ("done", "tokens", "retracted")]
         age = "-" if row["age_s"] is None else f"{row['age_s']:.0f} s"
         cells = [row["job"], str(row["replica"]), row["node"], str(row["step"]), *counters, *done, age]
