@@ -57,3 +57,14 @@ def test_a_run_tells_its_limit(tmp_path):
     mux = summarise(timeline.read(tmp_path, ["a", "b"]), config, ["a", "b"], 0, 0.0, intervals)["mux"]
     assert (mux["cores_alone"], mux["cores_mux"], mux["limit"]) == (1.25, 1.9, 1.6)
     assert mux["cores_by_process"] == {"alone": {"x": 1.25}, "mux": {"x": 1.9}}
+
+
+def test_what_is_printed_of_cores_says_when_one_job_leaves_little_to_share():
+    mux = {"cores_alone": 1.25, "cores_mux": 1.9, "limit": 1.6, "throughput_ratio": 1.44}
+    said = "cores busy: 1.25 alone, 1.90 together, so these cores allow 1.60x: 90% of that"
+    assert cores.sentences(mux) == [said]
+    assert cores.sentences({**mux, "cores_alone": 1.5, "limit": 2 / 1.5, "throughput_ratio": None}) == [
+        "cores busy: 1.50 alone, 1.90 together, so these cores allow 1.33x",
+        "a job alone keeps 75% of the cores busy: little is left to share",
+    ]
+    assert cores.sentences({**mux, "cores_mux": None}) == ["cores busy: not measured"]

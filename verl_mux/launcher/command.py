@@ -259,14 +259,6 @@ def _overall(mux: dict) -> list[str]:
     memory = f"{mux['peak_rss_bytes'] / 2**30:.1f} GiB"
     return [
         f"interleaved over one after the other: {gain}",
-        _cores(mux),
+        *cores.sentences(mux),
         f"idle: {bubbles or 'not measured'}; host memory: {memory}; start-up: {mux['startup_s']:.0f} s",
     ]
-
-
-def _cores(mux: dict) -> str:
-    alone, both, limit = (mux[key] for key in ("cores_alone", "cores_mux", "limit"))
-    if not alone or not both:
-        return "cores busy: not measured"
-    reached = f": {mux['throughput_ratio'] / limit:.0%} of that" if mux["throughput_ratio"] else ""
-    return f"cores busy: {alone:.2f} alone, {both:.2f} together, so these cores allow {limit:.2f}x{reached}"

@@ -27,6 +27,7 @@ EVERY_S = 5.0
 FILE = "cores.jsonl"
 _NAMED = re.compile(r"ray::(?P<ray>\w+)|sglang::(?P<sglang>\w+)|-m (?P<module>[\w.]+)|(?P<program>raylet|gcs_server)")
 _MOST_KINDS = 12
+MUCH_ALONE = 0.7  # of all cores; jobs that take turns there can gain 1.43x at most
 
 
 class Interval(NamedTuple):
@@ -129,6 +130,19 @@ def figures(
         "limit": round(cores_of(config) / one, 4) if one else None,
         "cores_by_process": {"alone": of_one, "mux": of_all},
     }
+
+
+def sentences(mux: dict) -> list[str]:
+    """What a summary's `mux` says of cores, for people; and whether a job alone keeps so many busy that little can be gained."""
+    alone, together, limit = (mux[key] for key in ("cores_alone", "cores_mux", "limit"))
+    if not alone or not together:
+        return ["cores busy: not measured"]
+    ratio = mux["throughput_ratio"]
+    reached = f": {ratio / limit:.0%} of that" if ratio else ""
+    told = [f"cores busy: {alone:.2f} alone, {together:.2f} together, so these cores allow {limit:.2f}x{reached}"]
+    if limit * MUCH_ALONE < 1:
+        told.append(f"a job alone keeps {1 / limit:.0%} of the cores busy: little is left to share")
+    return told
 
 
 def windows_alone(timeline: Timeline, jobs: Iterable[str], first_step: int, last_step: int) -> list[tuple[float, float]]:
