@@ -36,7 +36,6 @@ _TWO_ENGINES = [
     f"{_ROLLOUT}.n_gpus_per_node=2",
     "++ray_kwargs.ray_init.num_gpus=3",
     f"{_ROLLOUT}.n=8",
-    f"{_ROLLOUT}.ignore_eos=True",
     "data.max_response_length=192",
 ]
 _TOOL = [

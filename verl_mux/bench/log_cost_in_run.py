@@ -1,13 +1,12 @@
 """What the event log costs a step of a real job.
 
-One job of a run file trains alone, with the log on in even steps and off in odd ones (`mux.profile.every=2`) and all answers of
-one length, so that all steps have the same work. A step's seconds are those from the coordinator's word of one step's end to
-the next; the coordinator's own log is on throughout. Processor time is told beside, which other work on the machine lengthens
-much less: of all processes of the run; of the engines' schedulers, where our hooks run, also by what they generated; and of the
-others that log more than a handful of events a step, without the engine's and the trainer's computing, which varies by more than
-any log costs. Within a scheduler the hooks run in every step, and only what they write differs. What the clock cannot tell, the
-logs add up themselves: the time their callers and their writing threads took, of all processes, as if none of it went on beside
-the step's own work.
+One job of a run file trains alone, with the log on in even steps and off in odd ones (`mux.profile.every=2`). A step's seconds
+are those from the coordinator's word of one step's end to the next; the coordinator's own log is on throughout. Processor time
+is told beside, which other work on the machine lengthens much less: of all processes of the run; of the engines' schedulers,
+where our hooks run, also by what they generated; and of the others that log more than a handful of events a step, without the
+engine's and the trainer's computing, which varies by more than any log costs. Within a scheduler the hooks run in every step,
+and only what they write differs. What the clock cannot tell, the logs add up themselves: the time their callers and their
+writing threads took, of all processes, as if none of it went on beside the step's own work.
 """
 
 from __future__ import annotations
@@ -108,13 +107,8 @@ class ProcessorTime:
 
 
 def _alone(run: Any, steps: int) -> Any:
-    """The run file's first job by itself, all answers as long as they may be."""
-    overrides = [
-        *run.overrides,
-        f"trainer.total_training_steps={steps}",
-        "mux.profile.every=2",
-        "actor_rollout_ref.rollout.ignore_eos=True",
-    ]
+    """The run file's first job by itself."""
+    overrides = [*run.overrides, f"trainer.total_training_steps={steps}", "mux.profile.every=2"]
     name, job = next(iter(run.jobs.items()))
     settings = {key: value for key, value in run.coordinator.items() if key not in ("schedule", "expect_jobs")}
     prepare = [command for command in run.prepare if "--job" not in command or name in command]
