@@ -16,13 +16,13 @@ EPOCH = datetime(2025, 8, 11, 23, 0, 0)
 class Job:
     """How a run is made; times in seconds.
 
-    slower: replica -> factor on its time for a token. stalled: (step, replica, seconds after the step's start, seconds).
-    starved: (step, replica): its KV cache is full, requests are thrown out. slots: requests that a replica runs at once; seats:
-    that it may run by its job's keys, 0 where the log does not say.
-    slow_tools, slow_rewards: steps in which calls take twenty times as long. turns: of a request, with a tool call between two.
-    over: that part more requests are launched than a step takes, and the rest is cut off and goes on in the next step. segment:
-    most tokens of one round. away: seconds between two steps in which other jobs have the nodes. validates: requests of a
-    validation after each step's training.
+    slower: replica, or (step, replica) -> factor on its time for a token. stalled: (step, replica, seconds after the step's
+    start, seconds). starved: (step, replica): its KV cache is full, requests are thrown out. slots: requests that a replica
+    runs at once; seats: that it may run by its job's keys, 0 where the log does not say. slow_tools, slow_rewards: steps in
+    which calls take twenty times as long. turns: of a request, with a tool call between two. over: that part more requests
+    are launched than a step takes, and the rest is cut off and goes on in the next step. segment: most tokens of one round.
+    away: seconds between two steps in which other jobs have the nodes. validates: requests of a validation after each step's
+    training.
     """
 
     seed: int = 0
@@ -39,7 +39,7 @@ class Job:
     away: float = 0.0
     validates: int = 0
     prepare: float = 0.01
-    slower: dict[int, float] = field(default_factory=dict)
+    slower: dict[int | tuple[int, int], float] = field(default_factory=dict)
     stalled: tuple[int, int, float, float] | None = None
     starved: set[tuple[int, int]] = field(default_factory=set)
     slow_tools: set[int] = field(default_factory=set)
@@ -177,7 +177,8 @@ class Made:
             at = max(at, free[slot])
         queue = at - start + 0.005
         prefill = 0.05
-        work = tokens * 0.04 * self.rng.uniform(0.95, 1.05) * job.slower.get(replica, 1.0) + prefill
+        slower = job.slower.get((step, replica), job.slower.get(replica, 1.0))
+        work = tokens * 0.04 * self.rng.uniform(0.95, 1.05) * slower + prefill
         thrown = 2 if (step, replica) in job.starved and self.rng.random() < 0.5 else 0
         work += 4.0 * thrown
         queue += 4.0 * thrown / 2

@@ -37,6 +37,12 @@ def test_a_slow_node_is_one_finding_of_the_node(tmp_path):
     assert (slow.kind, slow.node, slow.evidence["replicas"]) == ("straggler", "r1", [2, 3])
 
 
+def test_replicas_of_a_single_node_that_were_slow_in_turn_are_no_slow_node(tmp_path):
+    slow = found(make(tmp_path, slower={(1, 0): 3.0, (3, 1): 3.0}, replicas=2, nodes=1, requests=48))
+    assert {(it.kind, it.step, it.replica, it.node) for it in slow} == {("straggler", 1, 0, "r0"), ("straggler", 3, 1, "r0")}
+    assert all("replicas" not in it.evidence and "its peers" in it.advice for it in slow)
+
+
 def test_a_stalled_replica_is_blamed_and_not_a_worker(tmp_path):
     (gap,) = found(make(tmp_path, stalled=(3, 0, 6.0, 150.0)))
     assert (gap.kind, gap.step, gap.replica, gap.node, gap.worker) == ("silent_gap", 3, 0, "r0", None)

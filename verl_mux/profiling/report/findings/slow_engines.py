@@ -140,12 +140,13 @@ def _finding(job: str, step: int, replica: int, lost: float, ratio: float, usual
 
 
 def _by_node(findings: list[Finding], engines: Engines) -> list[Finding]:
-    """Where all of a node's replicas, two or more, were slow, the node is."""
+    """Where all of a node's replicas, two or more, were slow beside other nodes, the node is."""
     left, told = list(findings), []
     for job, node in {(f.job, f.node) for f in findings if f.node is not None}:
         here = [f for f in left if (f.job, f.node) == (job, node)]
         of_node = {replica for (of, replica), on in engines.node_of.items() if (of, on) == (job, node)}
-        if len(of_node) < 2 or {f.replica for f in here} != of_node:
+        alone = {on for (of, _), on in engines.node_of.items() if of == job} == {node}
+        if alone or len(of_node) < 2 or {f.replica for f in here} != of_node:
             continue
         left = [f for f in left if f not in here]
         told.append(_node_finding(here))
