@@ -285,3 +285,9 @@ def test_a_call_that_no_step_waited_for_is_no_finding(tmp_path):
                 add_request(lines, f"{step}{worker}{number:03}_0", began, generated, tool)
             lines.write(tmp_path)
     assert [f.kind for f in found(tmp_path) if f.kind == "tool_wait"] == []
+
+
+def test_steps_whose_tools_were_as_ever_are_not_among_those_that_waited(tmp_path):
+    (slow,) = found(make(tmp_path, steps=6, turns=2, slow_tools={4, 5}, slower=dict.fromkeys(range(4), 0.05)))
+    assert (slow.kind, slow.step in (4, 5)) == ("tool_wait", True)
+    assert slow.evidence["share"] >= 0.4 and slow.evidence["steps"] == [4, 5]

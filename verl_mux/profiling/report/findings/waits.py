@@ -109,7 +109,7 @@ def _of_job(job: str, rows: pl.DataFrame, kind: str, part: str, each: pl.DataFra
     costly = steps.filter(pl.col("cost") >= (COST_OF_STEP * pl.col("total")).clip(LEAST_S))
     costly = pl.col("step").is_in(_not_by_chance(rows, part, costly))
     bad = steps.filter(unlike | costly | (pl.col("spent") >= SHARES[part] * pl.col("seconds")))
-    if share >= SHARES[part] or uneven >= COST:
+    if bad.is_empty() and (share >= SHARES[part] or uneven >= COST):
         bad = steps
     if bad.is_empty():
         return []
