@@ -120,12 +120,16 @@ class EventLog:
             if self._opened_in != os.getpid():
                 self._say_who_we_are()
             step = self.step if step is None else step
-            if step % self.every:
+            if not self.wants(step):
                 return
             writer().put(self, step, self._line(event, duration_sec, extra, step, timestamp))
         except Exception:  # a log must not stop training, whatever it was handed
             writer().failed += 1
         writer().caller_seconds += time.perf_counter() - began
+
+    def wants(self, step: int) -> bool:
+        """Is this step logged?"""
+        return step % self.every == 0
 
     def span(self, event: str, extra: Mapping | None = None, step: int | None = None) -> Span:
         """A context manager that logs `event` with its duration."""
@@ -195,6 +199,9 @@ class NullLog:
 
     def log(self, *_: Any, **__: Any) -> None:
         pass
+
+    def wants(self, step: int) -> bool:
+        return False
 
     def span(self, *_: Any, **__: Any) -> _NullSpan:
         return _NullSpan()

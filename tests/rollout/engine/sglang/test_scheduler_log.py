@@ -16,6 +16,7 @@ from verl_mux.rollout.engine.stay import Stay
 from verl_mux.worker_settings import WorkerSettings
 
 NAME = Stay("u_0", 7, 1, 2).new_name()
+NAME_IN_8 = Stay("u_0", 8, 1, 2).new_name()
 WHERE = {"replica": 3, "node": "r1"}
 
 
@@ -103,6 +104,25 @@ def test_after_an_idle_stretch_no_rate_is_told(hooks, log, scheduler, monkeypatc
     hooks.prefilled(None, scheduler, scheduler.running_batch, SimpleNamespace(log_input_tokens=12))
     (line,) = lines(log, "engine_decode")
     assert line["extra"]["tokens_per_sec"] is None and line["duration_sec"] == 5.0
+
+
+def test_in_a_step_that_is_not_logged_nothing_is_measured_and_counters_begin_anew_after_it(tmp_path, scheduler, monkeypatch):
+    log = EventLog(tmp_path, worker=3, role="server", job="a", every=2)
+    hooks, clock = SchedulerLog(log, WHERE), [100.0]
+    monkeypatch.setattr(scheduler_log.time, "perf_counter", lambda: clock[0])
+    it = request()
+    hooks.admitted(SimpleNamespace(reqs=[it]), scheduler)  # of step 7
+    clock[0] = 103.0
+    hooks.decoded(None, scheduler)
+    it.time_stats.prefill_finished_time = 102.0
+    assert add_times({}, it.time_stats) == {}
+    for running in scheduler.running_batch.reqs:
+        running.rid = NAME_IN_8
+    hooks.admitted(scheduler.running_batch, scheduler)
+    for clock[0] in (103.5, 104.5):
+        hooks.decoded(None, scheduler)
+    (line,) = lines(log, "engine_decode")
+    assert (line["step"], line["extra"]["tokens_per_sec"]) == (8, pytest.approx(4 / 1.5, abs=0.01))
 
 
 def test_what_is_thrown_out_is_told_at_once_and_counted(hooks, log, scheduler):

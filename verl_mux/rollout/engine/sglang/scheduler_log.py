@@ -6,6 +6,8 @@ Runs in the scheduler processes of engines that our servers launch (see plugin.p
 - a request's times on their way to the server's process: they get ours beside them (priority_requests.py takes them there)
 - each decoded and each prefilled batch: about once a second, the counters (`engine_decode`)
 - requests thrown out of the running batch (`engine_retract`); tokens dropped from the prefix cache, counted
+
+In a step that is not logged they do nothing.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ class SchedulerLog:
 
     def admitted(self, batch: Any, scheduler: Any, *_args: Any) -> None:
         """AFTER hook: `batch` goes into its prefill; None where nothing waits."""
-        if batch is None or not self._speaks_for(scheduler):
+        if batch is None or not self._speaks_for(scheduler) or not self._log.wants(self._step_of(batch.reqs[0])):
             return
         now = time.perf_counter()
         for request in batch.reqs:
@@ -94,7 +96,7 @@ class SchedulerLog:
 
     def prefilled(self, _result: Any, scheduler: Any, batch: Any = None, prefill_stats: Any = None, **_more: Any) -> None:
         """AFTER hook: a batch's prefill is over."""
-        if not self._speaks_for(scheduler):
+        if not self._counts(scheduler):
             return
         self._prefilled += getattr(prefill_stats, "log_input_tokens", 0)
         self._tell(scheduler, batch or scheduler.running_batch)
@@ -103,7 +105,7 @@ class SchedulerLog:
         self, _result: Any, scheduler: Any, _graph: Any = None, running_batch: Any = None, num_correct_drafts: int = 0
     ) -> None:
         """AFTER hook: each request of the batch has one token more, and the drafts that were right."""
-        if not self._speaks_for(scheduler):
+        if not self._counts(scheduler):
             return
         batch = running_batch or scheduler.running_batch
         self._tokens += len(batch.reqs) + num_correct_drafts
@@ -129,6 +131,13 @@ class SchedulerLog:
             return False
         self._scheduler = scheduler
         return True
+
+    def _counts(self, scheduler: Any) -> bool:
+        """Counters begin anew with a step that is logged."""
+        if self._speaks_for(scheduler) and self._log.wants(self._log.step):
+            return True
+        self._told = time.perf_counter()
+        return False
 
     def _tell(self, scheduler: Any, batch: Any) -> None:
         now = time.perf_counter()
