@@ -34,7 +34,7 @@ REPLICA_COLUMNS = {
     "step": "step",
     "running": "running",
     "queued": "queued",
-    "tool/reward": "beside",
+    "tool/reward": "tool_or_reward",
     "parked": "parked",
     "KV use": "token_usage",
     "tokens/s": "tokens_per_sec",
@@ -108,9 +108,9 @@ def _replica(state: State, it: Replica) -> dict[str, Any]:
     told = {key: it.counters.get(key) for key in ("running", "queued", "token_usage", "tokens_per_sec")}
     done = {"done": it.done, "tokens": it.tokens, "retracted": it.retracted}
     seen = state.jobs[it.job].requests.count(it.number) if it.job in state.jobs else Counter()
-    beside = {"beside": seen[IN_TOOL_OR_REWARD] + seen[IN_REWARD], "parked": seen[PARKED], "requests": _by_state(seen)}
+    counted = {"tool_or_reward": seen[IN_TOOL_OR_REWARD] + seen[IN_REWARD], "parked": seen[PARKED], "requests": _by_state(seen)}
     age = round(state.now - it.at, 3) if it.at else None
-    return {"job": it.job, "replica": it.number, "node": it.node, "step": it.step, **told, **beside, **done, "age_s": age}
+    return {"job": it.job, "replica": it.number, "node": it.node, "step": it.step, **told, **counted, **done, "age_s": age}
 
 
 def _by_state(counts: Counter[str]) -> dict[str, int]:
@@ -185,8 +185,8 @@ def _replicas_table(rows: Sequence[dict[str, Any]], choice: Choice) -> Table:
     for row in rows:
         stale = row["age_s"] is None or row["age_s"] > STALE_S
         usage = "-" if row["token_usage"] is None else f"{row['token_usage']:.0%}"
-        beside = [str(row["beside"]), str(row["parked"])]
-        counters = [_whole(row["running"]), _whole(row["queued"]), *beside, usage, _whole(row["tokens_per_sec"])]
+        outside = [str(row["tool_or_reward"]), str(row["parked"])]
+        counters = [_whole(row["running"]), _whole(row["queued"]), *outside, usage, _whole(row["tokens_per_sec"])]
         done = [str(row[key]) for key in ("done", "tokens", "retracted")]
         age = "-" if row["age_s"] is None else f"{row['age_s']:.0f} s"
         cells = [row["job"], str(row["replica"]), row["node"], str(row["step"]), *counters, *done, age]
