@@ -35,24 +35,16 @@ def make_log(directory: Path, events: int, layout: str = "ours") -> tuple[int, i
     lines = nbytes = step = 0
     while lines < events:
         step += 1
-        files = _our_step(rng, of, step) if layout == "ours" else _sglang_step(rng, of, step)
+        files = our_step(rng, of, step) if layout == "ours" else _sglang_step(rng, of, step)
         for path, text in files:
-            count, size = _write(directory / path, text)
+            count, size = write(directory / path, text)
             lines, nbytes = lines + count, nbytes + size
             if layout == "sglang" and lines >= events:
                 break
     return lines, nbytes
 
 
-def make_steps(directory: Path, steps: int, layout: Layout) -> None:
-    """A log of ours, of so many steps."""
-    rng = random.Random(0)
-    for step in range(1, steps + 1):
-        for path, text in _our_step(rng, layout, step):
-            _write(directory / path, text)
-
-
-def _write(path: Path, text: list[str]) -> tuple[int, int]:
+def write(path: Path, text: list[str]) -> tuple[int, int]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return len(text), path.write_bytes("".join(text).encode())
@@ -109,7 +101,7 @@ def _sglang_request(name: str, rng: random.Random, start: float) -> Iterator[Eve
 # ---- our own: requests of agent loop workers, their stays in replicas, the replicas' counters, the trainer
 
 
-def _our_step(rng: random.Random, of: Layout, step: int) -> Iterator[tuple[Path, list[str]]]:
+def our_step(rng: random.Random, of: Layout, step: int) -> Iterator[tuple[Path, list[str]]]:
     """Each file in the order in which its events ended, as a log's files are."""
     start = STEP_S * step
     servers: list[list[Event]] = [[] for _ in range(of.replicas)]

@@ -37,6 +37,7 @@ from verl_mux.config.preflight import connect_job
 from verl_mux.config.schema import check
 from verl_mux.config.told import told
 from verl_mux.coordinator.bus.messages import Member
+from verl_mux.errors import Failure
 from verl_mux.memory.moved import Moves, total
 from verl_mux.places.ray_nodes import ray_nodes
 from verl_mux.profiling.eventlog import events

@@ -74,7 +74,7 @@ def test_a_jobs_step_and_its_requests_by_state(run, told):
         7.5,
         0.25,
     )
-    assert found["mux_top_job_requests", "a", "running"] == 1 and found["mux_top_job_requests", "a", "done"] == 0
+    assert found["mux_top_job_requests", "a", "queued"] == 1 and found["mux_top_job_requests", "a", "done"] == 0
 
 
 def test_of_a_job_that_has_ended_only_its_last_step_is_left(run, told):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.profiling.browser import Browser
-from verl_mux.bench.made_log import LAYOUTS, make_steps
+from verl_mux.bench.made_log import LAYOUTS, our_step, write
 
 READY = 'document.documentElement.dataset.ready === "yes"'
 RUN_REPORT = "import typer; from verl_mux.report_command import report; typer.run(report)"
@@ -80,11 +81,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         page, told = asked.page, {}
         if page is None:
-            make_steps(
-                Path(scratch),
-                asked.steps,
-                replace(LAYOUTS["ours"], replicas=asked.replicas, requests=asked.requests // LAYOUTS["ours"].workers),
-            )
+            layout = replace(LAYOUTS["ours"], replicas=asked.replicas, requests=asked.requests // LAYOUTS["ours"].workers)
+            rng = random.Random(0)
+            for step in range(1, asked.steps + 1):
+                for path, lines in our_step(rng, layout, step):
+                    write(Path(scratch) / path, lines)
             page = Path(scratch) / "page.html"
             began = time.perf_counter()
             command = [sys.executable, "-c", RUN_REPORT, scratch, "--html", str(page), "--processes", str(os.cpu_count())]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 
+from verl_mux.profiling.live.requests import STATES
 from verl_mux.profiling.live.state import Job, Replica, State
-from verl_mux.profiling.live.view import STATES
 
 Sample = tuple[str, Mapping[str, str], float | None]  # metric, labels, value
 # Counters come once a second while an engine works, and those of one that sleeps are no news. Files of other hosts may show late.
@@ -64,8 +64,9 @@ def _job(job: Job, now: float) -> Iterator[Sample]:
     yield "mux_top_job_reward", whose, job.figures.get("reward")
     if job.ended:
         return
+    requests = job.requests.count()
     for state in STATES:
-        yield "mux_top_job_requests", {**whose, "state": state}, job.states[state]
+        yield "mux_top_job_requests", {**whose, "state": state}, requests[state]
     if job.phase:
         for node in job.nodes:
             yield "mux_top_lease_held_seconds", {"node": node, **whose, "phase": job.phase}, now - job.since
