@@ -24,6 +24,7 @@ _LONG = (
     "examples/test_filler.py",
     "profiling/report/findings/test_blind_runs.py",
     "rollout/engine/sglang/test_scheduler_memory.py",
+    "rollout/engine/sglang/test_server.py",
     "gpu/test_scenes.py",
     "launcher/plan/test_command.py",
     "recipes/test_two_7b_grpo.py",

@@ -66,9 +66,9 @@ def engines(tmp_path, monkeypatch):
                                 (ledger.NODE_VARIABLE, "r0"), (ledger.DEVICE_VARIABLE, 0)):  # fmt: skip
             monkeypatch.setenv(variable, str(value))
         for job in jobs:
-            needs = device.rollout(job, GPU)
-            awake = {kind: needs[kind] for kind in ("weights", "kv_cache", "activations")}
-            started.append(Engine(job.name, awake, device.kept(job, "rollout"), tmp_path, budget))
+            kept = device.kept(job, "rollout")
+            awake = {kind: held for kind, held in device.rollout(job, GPU).items() if kind not in kept}
+            started.append(Engine(job.name, awake, kept, tmp_path, budget))
         return started
 
     yield start

@@ -61,51 +61,11 @@ def test_roles_of_one_process_sleep_and_wake_each_by_itself(made):
     assert model.weight.isfinite().all()
 
 
-class Device:
-    """A device module that writes down what was called, in order; `held` bytes are on it."""
-
-    def __init__(self, calls):
-        self.calls, self.held = calls, 100
-
-    def memory_allocated(self):
-        return self.held
-
-    def synchronize(self):
-        self.calls.append("synchronize")
-
-    def empty_cache(self):
-        self.calls.append("empty_cache")
-
-
 @pytest.fixture
-def on_cuda(monkeypatch):
-    """What is called of the device and of verl's own engine class, where the platform says that it is CUDA."""
-    from verl.workers.engine import base
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
-
-    calls = []
-    module = Device(calls)
-
-    class Engine(FSDPEngine):
-        def __init__(self, **config):
-            self.engine_config = SimpleNamespace(**{"forward_only": False, "offload_policy": False, **config})
-            trains = not any(config.values())
-            self._is_offload_param = self._is_offload_optimizer = trains
-
-        def to(self, device, model=True, optimizer=True, grad=True):
-            if model or optimizer:
-                calls.append((device, model, optimizer))
-                module.held = 0 if device == "cpu" else 100
-
-    for where in (workers, base):
-        monkeypatch.setattr(where, "get_device_name", lambda: "cuda")
-    monkeypatch.setattr(workers, "get_torch_device", lambda: module)
-    assert callable(torch._C._host_emptyCache)
-    monkeypatch.setattr(workers, "_empty_host_cache", lambda: calls.append("empty_host_cache"))
-
+def on_cuda(cuda):
     def made(**config):
-        engine = Engine(**config)
-        return calls, engine, DeviceStates("actor", engine)
+        engine = cuda.engine(**config)
+        return cuda.calls, engine, DeviceStates("actor", engine)
 
     return made
 

@@ -10,8 +10,9 @@ from verl_mux.memory.certificate.certify import Capacity, certify
 from verl_mux.memory.certificate.job import read_job
 
 H20, H800, H200 = 96 * 10**9, 80 * 10**9, 141 * 10**9
-# Of a sleeping engine (two GPUs or more) and its rollout worker: context, communicators, graphs, workspace; context.
-ENGINE_KEEPS = 1_600_000_000 + 1_000_000_000 + 600_000_000 + 540_000_000 + 500_000_000
+# Of a sleeping engine (two GPUs or more) and its rollout worker: context, communicators, workspace; context.
+ENGINE_KEEPS = 1_600_000_000 + 1_000_000_000 + 540_000_000 + 500_000_000
+GRAPHS = 600_000_000
 TRAINER_KEEPS = 1_600_000_000 + 1_000_000_000
 
 
@@ -30,7 +31,7 @@ def test_qwen25_7b_on_two_gpus_each():
     layer = 2 * 3584 * 1792 + 2 * 3584 * 256 + 1792 + 512 + 3 * 3584 * 9472 + 2 * 3584
     weights = 2 * (28 * layer + 152064 * 3584 + 3584) + 32768 * 128 * 4  # bf16, and the rotary table
     table = 1025 * (32768 + 4) * 4
-    free = H20 - ENGINE_KEEPS + 600_000_000 + 540_000_000  # before graphs and workspace are there
+    free = H20 - ENGINE_KEEPS + 540_000_000  # before graphs and workspace are there
     assert rollout.bytes["weights"] == weights
     assert rollout.bytes["kv_cache"] == int(0.8 * free) - weights + table
     assert rollout.bytes["others"] == 0
@@ -75,6 +76,36 @@ def test_what_the_sleeping_others_keep_stands_beside_every_phase():
     assert found.fits
 
 
+def graphs(found, phase):
+    """Bytes of one's own graphs in a phase, and what the two others keep."""
+    told = found.gpus["r0" if phase != "train" else "t0"].phases[phase].bytes
+    return told.get("graphs", 0), told["others"]
+
+
+def test_graphs_that_sleep_stand_beside_the_phases_in_which_their_engine_is_awake():
+    found = certificate(*(seven_billion(name) for name in "abc"))
+    assert graphs(found, "rollout") == graphs(found, "sync") == (GRAPHS, 2 * ENGINE_KEEPS)
+
+
+@pytest.mark.parametrize("given", [{"sleep_graphs": False}, {"budget": 96}])
+def test_graphs_that_stay_are_kept_by_the_sleeping_too(given):
+    def job(name):
+        config = verl(name, {"tensor_model_parallel_size": 2})
+        config["mux"]["device"] = given
+        return read_job(config, QWEN25_7B)
+
+    found = certificate(*(job(name) for name in "abc"))
+    assert graphs(found, "rollout") == graphs(found, "sync") == (GRAPHS, 2 * (ENGINE_KEEPS + GRAPHS))
+    assert found.gpus["r0"].phases["rollout"].total - 2 * GRAPHS == (
+        certificate(*(seven_billion(name) for name in "abc")).gpus["r0"].phases["rollout"].total
+    )
+
+
+def test_an_engine_that_captures_no_graphs_holds_none():
+    found = certificate(*(seven_billion(name, enforce_eager=True) for name in "abc"))
+    assert graphs(found, "rollout") == (0, 2 * ENGINE_KEEPS)
+
+
 def test_a_colocated_job_keeps_both_halves_and_each_phase_sees_the_other_one():
     def job(name):
         config = verl(name, {"tensor_model_parallel_size": 2, "gpu_memory_utilization": 0.5}, v1={"trainer_mode": "mux_colocate"})
@@ -86,6 +117,7 @@ def test_a_colocated_job_keeps_both_halves_and_each_phase_sees_the_other_one():
     assert set(phases) == {"sync", "rollout", "train"}
     assert phases["train"].bytes["context"] == 1_600_000_000 + 500_000_000 + 1_600_000_000
     assert phases["rollout"].bytes["others"] == ENGINE_KEEPS + TRAINER_KEEPS
+    assert phases["rollout"].bytes["graphs"] == GRAPHS and "graphs" not in phases["train"].bytes
 
 
 def test_too_large_a_utilization_does_not_fit_and_the_largest_one_does():

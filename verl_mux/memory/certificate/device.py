@@ -33,12 +33,18 @@ def request_table(job: Job) -> int:
     return (job.engine.requests // job.engine.data + 1) * ((job.model.positions or job.engine.longest) + 4) * 4
 
 
-def kept_by_engine(job: Job) -> dict[str, int]:
-    """By the engine's process and the rollout worker beside it, asleep or awake."""
-    kept = dict(job.charges.engine(job.engine.gpus, job.engine.graphs))
+def held_by_engine(job: Job) -> dict[str, int]:
+    """By the engine's process and the rollout worker beside it, besides tensors, while it is awake."""
+    held = dict(job.charges.engine(job.engine.gpus, job.engine.graphs))
     for kind, num_bytes in job.charges.worker().items():
-        kept[kind] = kept.get(kind, 0) + num_bytes
-    return kept
+        held[kind] = held.get(kind, 0) + num_bytes
+    return held
+
+
+def kept_by_engine(job: Job) -> dict[str, int]:
+    """Of that, what it keeps asleep."""
+    asleep = ("graphs",) if job.engine.graphs_sleep else ()
+    return {kind: num_bytes for kind, num_bytes in held_by_engine(job).items() if kind not in asleep}
 
 
 def kept_by_trainer(job: Job) -> dict[str, int]:
@@ -52,10 +58,15 @@ def kept(job: Job, side: str) -> dict[str, int]:
     return _added(kept_by_engine(job), kept_by_trainer(job))
 
 
+def held(job: Job) -> dict[str, int]:
+    """What the job keeps on a rollout GPU besides tensors while its engine is awake there."""
+    return _added(held_by_engine(job), kept_by_trainer(job)) if job.colocated else held_by_engine(job)
+
+
 def room(job: Job, capacity: int) -> int:
     """Bytes that SGLang sees free before it loads, nobody beside it: it takes `gpu_memory_utilization` of these for weights and
     KV cache, and leaves the rest to what comes later: graphs, workspaces, activations."""
-    kinds = kept(job, "rollout")
+    kinds = held(job)
     return capacity - sum(kinds.values()) + kinds.get("graphs", 0) + kinds["workspace"]
 
 
@@ -80,12 +91,12 @@ def activations(job: Job) -> int:
 
 def rollout(job: Job, capacity: int) -> dict[str, int]:
     found = {"weights": weights(job), "kv_cache": kv_cache(job, capacity), "activations": activations(job)}
-    return {**found, **kept(job, "rollout")}
+    return {**found, **held(job)}
 
 
 def sync(job: Job, _capacity: int) -> dict[str, int]:
     """Weights arrive, straight from the host's memory; the KV cache is not there yet."""
-    return {"weights": weights(job), **kept(job, "rollout")}
+    return {"weights": weights(job), **held(job)}
 
 
 def train(job: Job, _capacity: int) -> dict[str, int]:
@@ -130,7 +141,7 @@ def largest_utilization(job: Job, capacity: int, others: int) -> float | None:
     for hundredths in range(99, 0, -1):
         share = hundredths / 100
         cache = kv_cache(job, capacity, share)
-        total = weights(job) + cache + activations(job) + sum(kept(job, "rollout").values()) + others
+        total = weights(job) + cache + activations(job) + sum(held(job).values()) + others
         if total <= capacity and cache - request_table(job) >= kv_per_token(job) * job.engine.longest:
             return share
     return None

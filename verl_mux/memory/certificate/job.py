@@ -23,7 +23,8 @@ _PREFILL = 8192
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """The rollout engine. gpus: of one replica. bytes, kv_bytes: of a parameter, and of a key or value. utilization: verl's
     gpu_memory_utilization. tokens: fixed KV cache (max_total_tokens), None: what the utilization leaves. requests: at once.
-    longest: tokens of prompt and response. keeps_weights: asleep it may have them on the host."""
+    longest: tokens of prompt and response. graphs: it captures CUDA graphs; graphs_sleep: they leave the GPU with the weights.
+    keeps_weights: asleep it may have them on the host."""
 
     tensor: int
     data: int
@@ -37,6 +38,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     prefill: int
     longest: int
     graphs: bool
+    graphs_sleep: bool
     keeps_weights: bool
     nodes: int
     gpus_per_node: int
@@ -132,6 +134,7 @@ def _engine(config: Mapping[str, Any], colocated: bool, job: str) -> Engine:
     side = "trainer" if colocated else _ROLLOUT
     dtype = _bytes_of(config, f"{_ROLLOUT}.dtype", "bfloat16")
     kv_dtype, chunked = arguments.get("kv_cache_dtype", "auto"), arguments.get("chunked_prefill_size")
+    graphs = not at(config, f"{_ROLLOUT}.enforce_eager")
     engine = Engine(
         tensor=_count(config, f"{_ROLLOUT}.tensor_model_parallel_size", 1),
         data=_count(config, f"{_ROLLOUT}.data_parallel_size", 1),
@@ -145,7 +148,9 @@ def _engine(config: Mapping[str, Any], colocated: bool, job: str) -> Engine:
         # -1 is SGLang's word for whole prompts.
         prefill=max(longest, _PREFILL) if chunked == -1 else _count(config, f"{sglang}.chunked_prefill_size", _PREFILL),
         longest=longest,
-        graphs=not at(config, f"{_ROLLOUT}.enforce_eager"),
+        graphs=graphs,
+        # On a device with a budget, which is host memory, there are none: what they would take is charged throughout.
+        graphs_sleep=graphs and bool(at(config, "mux.device.sleep_graphs", True)) and at(config, "mux.device.budget") is None,
         keeps_weights=str(at(config, "mux.device.sleep_level", "auto")) != "2",
         nodes=_count(config, f"{side}.nnodes"),
         gpus_per_node=_count(config, f"{side}.n_gpus_per_node"),

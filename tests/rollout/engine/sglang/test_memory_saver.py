@@ -1,6 +1,7 @@
 """SGLang's adapter interface over the CPU saver: what the server reads after each sleep and wake."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,6 +69,20 @@ def test_all_of_a_process_on_cuda_is_one_meter_around_sglangs_adapter(monkeypatc
     monkeypatch.setattr(sglang_adapter, "_cuda", None)
     made = [sglang_adapter.create_adapter(lambda enable: object(), enable=True) for _ in range(2)]
     assert isinstance(made[0], Metered) and made[0] is made[1]
+
+
+def test_on_cuda_memory_that_others_let_go_counts_as_free_before_a_wake_is_refused(monkeypatch):
+    calls = []
+    for name in ("synchronize", "ipc_collect", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 if "empty_cache" in calls else 40, 200))
+    inner = SimpleNamespace(pause=lambda tag: None, resume=lambda tag: calls.append("resumed"))
+    saver = Metered(inner, sglang_adapter.CudaDevice(), lambda tag, mapped: None)
+    saver._whole["weights"], saver._paused = 60, {"weights"}
+    saver.resume("weights")
+    assert calls == ["ipc_collect", "empty_cache", "resumed"]
+    saver.pause("weights")
+    assert calls[3:] == ["synchronize"]
 
 
 def test_it_has_every_method_of_sglangs_adapter():

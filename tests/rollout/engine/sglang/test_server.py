@@ -1,0 +1,264 @@
+"""The server between a job and its engine: what it asks of the engine, what it takes back, and when it says that it sleeps."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("verl")
+
+from verl_mux.platform.choose import accelerator_present
+from verl_mux.rollout.engine.sglang import kernel_placeholders
+
+if not accelerator_present():
+    kernel_placeholders.install()
+
+from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+
+from verl_mux.coordinator.bus.fence import Fenced
+from verl_mux.memory import tag_report
+from verl_mux.memory.moved import Moved
+from verl_mux.memory.sleep_states import SleepState
+from verl_mux.platform.charges import DeviceSettings
+from verl_mux.rollout.engine.sglang import memory_requests, server
+from verl_mux.rollout.engine.sglang.memory_requests import EngineFailed, Refused
+from verl_mux.rollout.engine.sglang.scheduler_memory import CHARGES_VARIABLE
+from verl_mux.rollout.engine.sglang.server import MuxSGLangHttpServer
+from verl_mux.worker_settings import KEY, WorkerSettings
+
+SIZES = {"weights": 1000, "kv_cache": 500}
+
+
+class Engine:
+    """Answers what the server asks; `answers`: by (verb, first tag), what it raises instead. `stays`: bytes of a tag that do not
+    leave."""
+
+    def __init__(self):
+        self.asked, self.answers, self.mapped, self.stays = [], {}, dict(SIZES), {}
+
+    async def ask(self, manager, verb, tags, level, wait_s):
+        self.asked.append((verb, tags, level))
+        if error := self.answers.get((verb, tags[0])):
+            raise error
+        self.mapped |= {tag: SIZES[tag] if verb == "wake" else self.stays.get(tag, 0) for tag in tags if tag in SIZES}
+        self.report()
+
+    def report(self):
+        tag_report.write(self.mapped, 1)
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    made = Engine()
+    monkeypatch.setattr(memory_requests, "ask", made.ask)
+    return made
+
+
+@pytest.fixture
+def make(engine, monkeypatch, tmp_path):
+    """Makes a server on a device of this name, whose engine has started."""
+    names = ("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "NCCL_GRAPH_REGISTER", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", CHARGES_VARIABLE,
+             "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_NCCL_SO_PATH", tag_report.DIRECTORY_VARIABLE, server.ENGINE_MARK,
+             server.SEEDED_VARIABLE, server.DRAFTS_VARIABLE)  # fmt: skip
+    for name in names:  # which come back as they were
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def stock(self, config, gpus):
+        self.config, self.replica_world_size, self.base_gpu_id = config, gpus, 0
+        self.replica_rank = self.node_rank = 0
+        self.nnodes, self.global_steps, self.tokenizer_manager = 1, None, None
+
+    async def started(self):
+        engine.report()
+
+    monkeypatch.setattr(SGLangHttpServer, "__init__", stock)
+    monkeypatch.setattr(SGLangHttpServer, "launch_server", started)
+    monkeypatch.setattr(server.priority_requests, "install", lambda manager: None)
+    monkeypatch.setattr(server.stop_tokens, "eos_token_ids", lambda manager: set())
+
+    def made(device="cpu", gpus=1, eager=False, sleep_graphs=True, launched=True) -> MuxSGLangHttpServer:
+        monkeypatch.setattr(server, "get_device_name", lambda: device)
+        settings = WorkerSettings(rollout_nodes=("r0",), device=DeviceSettings(sleep_graphs=sleep_graphs))
+        config = Config(custom={KEY: settings.to_dict()}, enforce_eager=eager, n_gpus_per_node=gpus)
+        it = MuxSGLangHttpServer(config, gpus)
+        if launched:
+            asyncio.run(it.launch_server())
+        return it
+
+    return made
+
+
+@dataclasses.dataclass
+class Config:
+    """Of verl's rollout config what a server reads."""
+
+    custom: dict
+    enforce_eager: bool
+    n_gpus_per_node: int
+    free_cache_engine: bool = True
+    engine_kwargs: dict | None = None
+    nnodes: int = 1
+
+
+def figures(moves):
+    return {tag: (moved.nbytes, moved.mapped) for tag, moved in moves.items()}
+
+
+def sleep(it, tags=None, level=2):
+    node, moves = asyncio.run(it.sleep(tags, level))
+    assert node == "r0"
+    return figures(moves)
+
+
+def wake(it, tags=None, token=1):
+    return figures(asyncio.run(it.wake_up(tags, token))[1])
+
+
+def test_each_tag_says_what_left_and_what_is_mapped_and_nothing_is_asked_twice(make, engine):
+    it = make()
+    assert sleep(it) == {"kv_cache": (500, 0), "weights": (1000, 0)}
+    assert sleep(it) == {}
+    assert wake(it, ["weights"]) == {"weights": (1000, 1000)} and wake(it, ["kv_cache"]) == {"kv_cache": (500, 500)}
+    assert wake(it) == {}
+    assert [(verb, tags) for verb, tags, _ in engine.asked] == [
+        ("sleep", ["kv_cache"]), ("sleep", ["weights"]), ("wake", ["weights"]), ("wake", ["kv_cache"]),
+    ]  # fmt: skip
+
+
+def test_a_server_that_sleeps_wakes_under_a_newer_lease_alone(make, engine):
+    it = make()
+    wake(it, token=3)
+    sleep(it)
+    for token in (2, 3, None):
+        with pytest.raises(Fenced):
+            wake(it, token=token)
+    assert it._states.state is SleepState.ASLEEP_2 and wake(it, token=4)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_wake_of_which_a_part_is_refused_gives_the_other_part_back_at_the_level_at_which_it_slept(make, engine, level):
+    it = make()
+    sleep(it, level=level)
+    engine.answers["wake", "kv_cache"] = Refused("no room to wake: kv_cache; held by math (pid 7) 3.00 GB")
+    engine.asked.clear()
+    with pytest.raises(Refused, match="held by math"):
+        wake(it)
+    assert engine.asked[-1] == ("sleep", ["weights"], level) and engine.mapped == {"weights": 0, "kv_cache": 0}
+    assert it._states.level == level
+    engine.answers.clear()
+    assert set(wake(it)) == {"weights", "kv_cache"} and it._states.state is SleepState.ACTIVE
+
+
+def test_weights_that_woke_by_themselves_stay_when_the_cache_finds_no_room(make, engine):
+    it = make()
+    sleep(it)
+    wake(it, ["weights"])
+    engine.answers["wake", "kv_cache"] = Refused("no room")
+    with pytest.raises(Refused):
+        wake(it, ["kv_cache"])
+    assert it._states.state is SleepState.KV_RELEASED and engine.mapped == {"weights": 1000, "kv_cache": 0}
+
+
+@pytest.mark.parametrize(("verb", "move"), [("sleep", sleep), ("wake", wake)])
+def test_an_engine_of_which_nobody_knows_what_changed_is_not_asked_again(make, engine, verb, move):
+    it = make()
+    if verb == "wake":
+        sleep(it)
+    engine.answers[verb, "weights"] = EngineFailed("giving weights back failed")
+    with pytest.raises(EngineFailed):
+        move(it)
+    assert it._states.state is SleepState.FAILED
+    engine.asked.clear()
+    for again in (sleep, wake):
+        with pytest.raises(ValueError, match="engine is failed"):
+            again(it, token=9) if again is wake else again(it)
+    assert engine.asked == []
+
+
+def test_a_tag_that_did_not_leave_is_no_sleep(make, engine):
+    it = make()
+    engine.stays["weights"] = 51
+    with pytest.raises(RuntimeError, match=r"weights sleeps, but 0.00 of its 0.00 GB did not leave the device"):
+        sleep(it)
+    assert it._states.state is SleepState.KV_RELEASED  # no lease goes back for it
+
+
+def test_edges_of_pages_may_stay(make, engine):
+    it = make()
+    engine.stays["weights"] = 50
+    assert sleep(it)["weights"] == (950, 50)
+
+
+@pytest.mark.parametrize("tag", SIZES)
+def test_an_engine_of_which_nothing_can_leave_does_not_start(make, engine, tag):
+    engine.mapped.pop(tag)
+    with pytest.raises(RuntimeError, match=f"nothing of this engine's {tag} can leave the device"):
+        make()
+
+
+def test_what_runs_is_aborted_before_the_engine_is_asked_to_sleep(make, engine):
+    it = make()
+    it._running = {"a"}
+
+    def abort(rid):
+        engine.asked.append(("abort", rid))
+        it._running.discard(rid)
+
+    it.tokenizer_manager = SimpleNamespace(abort_request=abort)
+    sleep(it)
+    assert engine.asked[:2] == [("abort", "a"), ("sleep", ["kv_cache"], 2)]
+
+
+@pytest.mark.parametrize(
+    ("given", "sleep_too"),
+    [
+        ({"device": "cuda"}, True),
+        ({"device": "cuda", "eager": True}, False),
+        ({"device": "cuda", "sleep_graphs": False}, False),
+        ({"device": "cpu"}, False),
+    ],
+)
+def test_graphs_sleep_with_the_weights_where_there_are_any(make, engine, given, sleep_too):
+    it = make(**given)
+    assert os.environ.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH") == ("1" if sleep_too else None)
+    assert os.environ.get("NCCL_GRAPH_REGISTER") == ("0" if sleep_too else None)
+    sleep(it)
+    wake(it)
+    weights = ["weights", "cuda_graph"] if sleep_too else ["weights"]
+    assert [tags for _, tags, _ in engine.asked] == [["kv_cache"], weights, weights, ["kv_cache"]]
+
+
+def test_what_a_user_says_of_nccls_graphs_stays(make, monkeypatch):
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
+    make("cuda")
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("given", "kinds"),
+    [
+        ({"device": "cpu"}, {"context", "workspace", "graphs"}),
+        ({"device": "cpu", "gpus": 2, "eager": True}, {"context", "workspace", "communicators", "graphs"}),
+        ({"device": "cuda", "gpus": 2, "eager": True}, {"context", "workspace", "communicators"}),
+    ],
+)
+def test_the_engines_processes_find_in_the_environment_what_they_need(make, given, kinds):
+    it = make(**given, launched=False)
+    assert set(json.loads(os.environ[CHARGES_VARIABLE])) == kinds
+    assert os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
+    assert os.environ[tag_report.DIRECTORY_VARIABLE] == str(it._directory) and it._directory.is_dir()
+    assert (os.environ[server.ENGINE_MARK], os.environ[server.SEEDED_VARIABLE]) == ("1", "0")
+    several_on_cpu = given["device"] == "cpu" and given.get("gpus", 1) > 1
+    assert ("SGLANG_CPU_OMP_THREADS_BIND" in os.environ) is several_on_cpu
+
+
+def test_moves_are_of_the_kind_that_the_trainer_adds_up(make):
+    _, moves = asyncio.run(make().sleep())
+    assert all(isinstance(moved, Moved) and moved.seconds >= 0 for moved in moves.values())
