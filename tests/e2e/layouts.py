@@ -24,6 +24,9 @@ _JOB = [
     # Stale weights are other weights.
     "actor_rollout_ref.actor.optim.lr=1e-2",
     "ray_kwargs.ray_init.num_gpus=4",
+    # What one of two ranks has of a step.
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
 ]
 # verl says where an engine and a trainer differ, token by token; both compute in the same type on a CPU.
 _LEAST = 0.99
