@@ -12,11 +12,11 @@ from pathlib import Path
 class Terminal:
     """A tmux server of its own, with one pane."""
 
-    def __init__(self, socket: Path, command: str) -> None:
+    def __init__(self, socket: Path, command: str, columns: int = 150) -> None:
         # A width that pytest's own terminal had would go before that of the pane.
         self._environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         self._tmux = ["tmux", "-S", str(socket), "-f", "/dev/null"]
-        self("new-session", "-d", "-x", "150", "-y", "30", command)
+        self("new-session", "-d", "-x", str(columns), "-y", "30", command)
 
     def __call__(self, *arguments: str) -> subprocess.CompletedProcess:
         return subprocess.run(

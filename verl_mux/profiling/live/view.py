@@ -174,7 +174,8 @@ def _jobs_table(rows: Sequence[dict[str, Any]], choice: Choice) -> Table:
         held = f"{row['for_s']:.0f} s" if row["runs"] else "-"
         reward = "-" if row["reward"] is None else f"{row['reward']:.3f}"
         took = "-" if row["step_sec"] is None else f"{row['step_sec']:.1f} s"
-        runs = f"{row['runs']} ({row['doing']})" if row["runs"] else "ended" if row["ended"] else "-"
+        # A part is logged when it ends.
+        runs = f"{row['runs']} (after {row['doing']})" if row["runs"] else "ended" if row["ended"] else "-"
         cells = [row["job"], str(row["step"]), runs, ", ".join(row["on"]) or "-", held, waits]
         table.add_row(*cells, ", ".join(row["behind"]) or "-", requests or "-", reward, took)
     return table

@@ -48,7 +48,7 @@ function seconds(value) {
   return (value / 3600).toFixed(1) + " h";
 }
 const count = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
-const percent = (part) => (100 * part).toFixed(part < 0.0995 ? 1 : 0) + " %";
+const percent = (part) => (100 * part).toFixed(part > 0 && part < 0.0995 ? 1 : 0) + " %";
 const bytes = (n) => (n >= 1e9 ? (n / 1e9).toFixed(2) + " GB" : n >= 1e6 ? (n / 1e6).toFixed(1) + " MB" : (n / 1e3).toFixed(0) + " kB");
 
 function clock(t) {

@@ -40,7 +40,8 @@ function drawCdf() {
     pen.stroke();
     pen.lineWidth = 1;
   };
-  if (groups.size > 1) for (const ends of groups.values()) curve(ends, colours.other, 1);
+  const marked = (lane) => highlight && highlight.rows.length < lanes().length && highlight.rows.includes(lane);
+  if (groups.size > 1) for (const [lane, ends] of groups) curve(ends, marked(lane) ? colours.warn : colours.other, marked(lane) ? 2 : 1);
   curve(every, colours.accent, 2.5);
   pen.strokeStyle = colours.cursor;
   line(pen, x(at80), y(0), x(at80), y(0.8));

@@ -132,8 +132,8 @@ function drawWait(pen, block, x, w, top, h) {
 
 // Where in the run the view is: every node's holds in one strip, the view as a frame.
 function drawOverview() {
-  const { pen, width, height } = prepare($("overview"), 46);
-  const rows = replayRows.filter((row) => row.kind === "node"), h = (height - 12) / Math.max(rows.length, 1);
+  const { pen, width, height } = prepare($("overview"), 50);
+  const rows = replayRows.filter((row) => row.kind === "node"), h = (height - 16) / Math.max(rows.length, 1);
   const x = (t) => LEFT + (t / DATA.length) * (width - LEFT);
   rows.forEach((row, index) => {
     for (const block of row.blocks) {
@@ -146,12 +146,12 @@ function drawOverview() {
   pen.fillStyle = colours.quiet;
   for (const segment of DATA.segments) {
     const room = x(segment.end) - x(segment.start);
-    pen.fillText(fitText(pen, segment.mode, room), x(segment.start) + 2, height - 5);
+    pen.fillText(fitText(pen, segment.mode, room), x(segment.start) + 2, height - 7);
     pen.fillRect(x(segment.start), 0, 1, height);
   }
   pen.strokeStyle = colours.cursor;
-  pen.strokeRect(x(Math.max(view.from, 0)), 0.5, Math.max(x(Math.min(view.to, DATA.length)) - x(Math.max(view.from, 0)), 3), height - 12);
-  pen.fillRect(x(view.at), 0, 1, height - 12);
+  pen.strokeRect(x(Math.max(view.from, 0)), 0.5, Math.max(x(Math.min(view.to, DATA.length)) - x(Math.max(view.from, 0)), 3), height - 16);
+  pen.fillRect(x(view.at), 0, 1, height - 16);
 }
 
 // One sentence a job: what it does at the cursor, or what it waits for and how long it will have waited.

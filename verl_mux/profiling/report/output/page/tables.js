@@ -9,7 +9,7 @@ function engines(by) {
   $("engines-section").hidden = false;
   const number = (value, digits = 0) => (value === null ? "-" : value.toFixed(digits));
   const jobs = new Set(rows.map((row) => row.job)).size > 1;
-  const cells = (row) => [...(jobs ? [row.job] : []), row[by] ?? "-", row[other + "s"].join(", "), count(row.stays, "stay") + (row.cut ? `, ${row.cut} cut off` : ""), row.requests,
+  const cells = (row) => [...(jobs ? [row.job] : []), row[by] ?? "-", row[other + "s"].join(", "), row.stays + (row.cut ? `, ${row.cut} cut off` : ""), row.requests,
     number(row.tokens_per_sec), row.seconds_per_token === null ? "-" : number(1000 * row.seconds_per_token, 1), percent(row.queue_part),
     row.token_usage === null ? "-" : percent(row.token_usage), number(row.queued), row.retractions];
   const heads = [...(jobs ? ["job"] : []), by, other + "s", "stays", "requests", "tokens/s", "ms a token", "in the queue", "KV cache at most", "queued at most", "thrown out"];
