@@ -37,14 +37,14 @@ def make_log(directory: Path, events: int, layout: str = "ours") -> tuple[int, i
         step += 1
         files = our_step(rng, of, step) if layout == "ours" else _sglang_step(rng, of, step)
         for path, text in files:
-            count, size = write(directory / path, text)
+            count, size = _write(directory / path, text)
             lines, nbytes = lines + count, nbytes + size
             if layout == "sglang" and lines >= events:
                 break
     return lines, nbytes
 
 
-def write(path: Path, text: list[str]) -> tuple[int, int]:
+def _write(path: Path, text: list[str]) -> tuple[int, int]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return len(text), path.write_bytes("".join(text).encode())
@@ -102,7 +102,7 @@ def _sglang_request(name: str, rng: random.Random, start: float) -> Iterator[Eve
 
 
 def our_step(rng: random.Random, of: Layout, step: int) -> Iterator[tuple[Path, list[str]]]:
-    """Each file in the order in which its events ended, as a log's files are."""
+    """The files of a step and their lines, each in the order in which its events ended, as a log's files are."""
     start = STEP_S * step
     servers: list[list[Event]] = [[] for _ in range(of.replicas)]
     last = start

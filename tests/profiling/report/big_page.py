@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.profiling.browser import Browser
-from verl_mux.bench.made_log import LAYOUTS, our_step, write
+from verl_mux.bench.made_log import LAYOUTS, Layout, our_step
 
 READY = 'document.documentElement.dataset.ready === "yes"'
 RUN_REPORT = "import typer; from verl_mux.report_command import report; typer.run(report)"
@@ -42,6 +42,15 @@ ACTS = {
     "move": "(n) => shift((n < 30 ? 0.02 : -0.02) * (view.to - view.from))",
     "open row": "(n) => { openLane = 3; zoom(n < 30 ? 0.9 : 1 / 0.9); }",
 }
+
+
+def make(directory: Path, steps: int, layout: Layout) -> None:
+    """The run's log."""
+    rng = random.Random(0)
+    for step in range(1, steps + 1):
+        for path, lines in our_step(rng, layout, step):
+            (directory / path).parent.mkdir(parents=True, exist_ok=True)
+            (directory / path).write_text("".join(lines))
 
 
 def measure(page: Path, opens: int) -> dict:
@@ -81,11 +90,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         page, told = asked.page, {}
         if page is None:
-            layout = replace(LAYOUTS["ours"], replicas=asked.replicas, requests=asked.requests // LAYOUTS["ours"].workers)
-            rng = random.Random(0)
-            for step in range(1, asked.steps + 1):
-                for path, lines in our_step(rng, layout, step):
-                    write(Path(scratch) / path, lines)
+            make_steps(
+                Path(scratch),
+                asked.steps,
+                replace(LAYOUTS["ours"], replicas=asked.replicas, requests=asked.requests // LAYOUTS["ours"].workers),
+            )
             page = Path(scratch) / "page.html"
             began = time.perf_counter()
             command = [sys.executable, "-c", RUN_REPORT, scratch, "--html", str(page), "--processes", str(os.cpu_count())]

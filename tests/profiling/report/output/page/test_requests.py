@@ -1,0 +1,54 @@
+"""What the page holds of a run that is too large to be drawn whole."""
+
+import base64
+
+import numpy as np
+import polars as pl
+import pytest
+
+from tests.profiling.made_engines import make
+from tests.profiling.made_logs import read_run
+from verl_mux.profiling.report.measures.analysis import Analysis
+from verl_mux.profiling.report.output.page import lives as lives_module
+from verl_mux.profiling.report.output.page import requests
+from verl_mux.profiling.report.output.page.lives import lives
+from verl_mux.profiling.report.output.page.requests import shown
+
+NOTHING = {"findings": []}
+
+
+@pytest.fixture(scope="module")
+def analysis(tmp_path_factory):
+    return Analysis(read_run(make(tmp_path_factory.mktemp("run"), seed=1, steps=3, requests=64, turns=2)))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(requests, "MAX_REQUESTS", 64)
+    monkeypatch.setattr(requests, "SLOWEST", 3)
+
+
+def test_all_are_drawn_where_they_fit(analysis):
+    found = shown(analysis, NOTHING)
+    assert (found.frame.height, found.of, found.each) == (192, 192, 1)
+    assert [lane[:2] for lane in found.replicas] == [("a", 0), ("a", 1), ("a", 2), ("a", 3)]
+
+
+def test_a_thinned_run_keeps_the_last_of_each_step_and_replica_and_the_slowest(analysis, small):
+    found = shown(analysis, NOTHING)
+    assert found.each == 3 and found.frame.height < 192 / 2
+    last = analysis.requests.group_by("step", "unit").agg(pl.col("end").max()).sort("step", "unit")
+    assert found.frame.group_by("step", "unit").agg(pl.col("end").max()).sort("step", "unit").equals(last)
+    slowest = analysis.requests.sort("seconds", descending=True).head(3)["request_id"]
+    assert slowest.is_in(found.frame["request_id"].to_list()).all()
+
+
+def test_what_a_finding_names_is_drawn_and_has_its_life_first(analysis, small, monkeypatch):
+    monkeypatch.setattr(lives_module, "MAX_STRETCHES", 12)
+    fastest = analysis.requests.sort("seconds")["request_id"][0]
+    found = shown(analysis, {"findings": [{"request_id": fastest}]})
+    told = lives(analysis, found)
+    assert fastest in told["names"] and 1 < len(told["names"]) < found.frame.height
+    counts = np.frombuffer(base64.b64decode(told["counts"]), "<u2")
+    assert len(counts) == found.frame.height
+    assert counts.sum() == len(base64.b64decode(told["what"])) <= 12
