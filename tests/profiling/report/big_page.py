@@ -90,7 +90,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         page, told = asked.page, {}
         if page is None:
-            make_steps(
+            make(
                 Path(scratch),
                 asked.steps,
                 replace(LAYOUTS["ours"], replicas=asked.replicas, requests=asked.requests // LAYOUTS["ours"].workers),
