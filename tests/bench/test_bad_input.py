@@ -23,7 +23,7 @@ from verl_mux.errors import Failure
         ("log --requests 0", "'--requests'"),
         ("log --turns -1", "'--turns'"),
         ("log --rounds 0", "'--rounds'"),
-        ("report --events 1 --dir file", "cannot make file/step_1: Not a directory"),
+        ("report --events 1 --dir file", "worker_0.jsonl: Not a directory; name another --dir"),
         ("scheduler --live --all", "without --all"),
         ("scheduler --live --jobs 19999 --decisions 2", "jobs + 2 * decisions of at most 19998"),
         ("sync --loopback 0", "'--loopback'"),

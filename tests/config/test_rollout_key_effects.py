@@ -89,7 +89,7 @@ def migration(config: RolloutConfig) -> Any:
         Replica("r0", ("r0",), tuple(Request(f"a{n}", 100, 90.0) for n in range(3)), 9, 10**6),
         Replica("r1", ("r1",), tuple(Request(f"b{n}", 100, 100.0) for n in range(3)), 9, 10**6),
     ]
-    found = plan(replicas, 75, 100, ["r0"], EngineSpeed(8000.0, 0.02, 0.001), config.migration)
+    found = plan(replicas, 75, 100, [["r0"]], EngineSpeed(8000.0, 0.02, 0.001), config.migration)
     return type(found).__name__, config.controlled
 
 

@@ -29,8 +29,8 @@ def test_each_does_its_steps_while_the_other_does(controlled):
 def test_the_node_is_one_phases_at_a_time(controlled):
     lines = [json.loads(line) for path in (controlled / "coordinator").rglob("*.jsonl") for line in path.open()]
     held = [line for line in lines if line["event"] == events.LEASE_HELD]
-    # Timestamps are of milliseconds.
-    grants = [(line["extra"]["job"], tiny.ended(line) - line["duration_sec"], tiny.ended(line) - 0.001) for line in held]
+    # A line is stamped when it is written, some milliseconds after what it tells, on a busy machine more; a phase takes a second.
+    grants = [(line["extra"]["job"], tiny.ended(line) - line["duration_sec"], tiny.ended(line) - 0.25) for line in held]
     assert scenes.in_turns(grants) == []
 
 

@@ -46,7 +46,8 @@ def test_two_jobs_get_one_certificate(composed, run_main):
     told = json.loads(out)
     assert code == 0 and told["fits"] is True
     assert set(told["parameters"]) == {"math", "code"} and told["per_token_kv_bytes"]["math"] == 57_344
-    assert told["gpus"]["r0"]["phases"]["rollout"]["bytes"]["others"] > 4e9
+    # Context, communicators, workspace, and the rollout worker's context; its graphs sleep.
+    assert told["gpus"]["r0"]["phases"]["rollout"]["bytes"]["others"] == 1.6e9 + 1e9 + 0.54e9 + 0.5e9
     assert told["notes"] == [
         "r0: no --pools, so H20 is assumed, 96 GB a GPU",
         "t0: no --pools, so H800 is assumed, 80 GB a GPU",
