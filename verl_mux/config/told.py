@@ -23,7 +23,8 @@ KEYS = (
     ),
     *(f"mux.rollout.segments.{key}" for key in ("segment_length", "max_segments", "max_length", "treatment")),
     *(f"mux.rollout.dispatch.{key}" for key in ("order", "predictor")),
-    *(f"mux.rollout.{key}" for key in ("max_lag", "max_lag_strategy", "tail", "migration.enable")),
+    *(f"mux.rollout.{key}" for key in ("max_lag", "max_lag_strategy", "tail", "defer.window", "defer.max_mean")),
+    *(f"mux.rollout.migration.{key}" for key in ("enable", "threshold", "min_gain_s", "max_slowdown")),
 )
 
 

@@ -21,7 +21,7 @@ def oldest(told, **tried):
     """Versions that the oldest token of 20 steps is behind. told: what the recording's log says of its keys."""
     recording = Recording("a", {"data.train_batch_size": "8", **told}, GROUPS, (), replicas=2, slots=None, unknown=0)
     settings = changed(recorded(recording), {f"mux.rollout.{key}": value for key, value in tried.items()})
-    rerun = Rerun(settings, itertools.cycle(GROUPS), Speed(0.01, 0.002, 0.1, 0.001), replicas=2, worst=0.0)
+    rerun = Rerun(settings, recording, itertools.cycle(GROUPS), Speed(0.01, 0.002, 0.1, 0.001), worst=0.0)
     return max(rerun.step().oldest for _ in range(20))
 
 

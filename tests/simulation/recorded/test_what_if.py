@@ -12,7 +12,7 @@ from verl_mux.profiling.report.input.run_log import read_files
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.simulation.recorded.advice import advise, line
 from verl_mux.simulation.recorded.recording import recordings, stays_of
-from verl_mux.simulation.recorded.what_if import WhatIf, _drift, _interval
+from verl_mux.simulation.recorded.what_if import WhatIf, drift_of, interval_of
 
 
 def analysis(directory) -> Analysis:
@@ -49,9 +49,9 @@ def test_the_recorded_keys_give_what_was_recorded(plain):
 def test_a_machine_that_drifts_widens_what_is_foretold():
     """Two runs differ by it whatever their keys."""
     steady, drifting = np.zeros(16), np.repeat([0.0, 0.1, 0.2, 0.1], 4)
-    assert _drift(steady) == 0
-    assert _interval(0.8, [0.79, 0.8, 0.81], _drift(steady)) == pytest.approx((0.791 - 1, 0.809 - 1), abs=0.002)
-    low, high = _interval(0.8, [0.79, 0.8, 0.81], _drift(drifting))
+    assert drift_of(steady) == 0
+    assert interval_of(0.8, [0.79, 0.8, 0.81], drift_of(steady)) == pytest.approx((0.791 - 1, 0.809 - 1), abs=0.002)
+    low, high = interval_of(0.8, [0.79, 0.8, 0.81], drift_of(drifting))
     assert low < 0.69 - 1 and high > 0.93 - 1
 
 

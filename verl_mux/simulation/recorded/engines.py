@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,25 +41,43 @@ class Ended(NamedTuple):
 
 
 class Engines:
-    """submit/abort at any time -> next_before() in order of time. slots: requests that one replica runs at once."""
+    """submit/abort at any time -> next_before() in order of time. slots: requests that one replica runs at once. now: seconds."""
 
-    def __init__(self, speed: Speed, replicas: int, slots: int) -> None:
-        self.now = 0.0
-        self._replicas = [_Replica(speed, slots) for _ in range(replicas)]
+    def __init__(self, speed: Speed, replicas: int, slots: int, now: float = 0.0) -> None:
+        self.now = now
+        self._replicas = [_Replica(speed, slots, now) for _ in range(replicas)]
+        self._open = list(self._replicas)
         self._where: dict[tuple[str, int], _Replica] = {}
 
-    def submit(self, name: tuple[str, int], read: int, tokens: int) -> None:
-        """`read`: prompt and kept tokens. Goes to the replica with the fewest requests, as verl's balancer sends it."""
-        replica = min(self._replicas, key=lambda it: it.load)
+    def submit(self, name: tuple[str, int], read: int, tokens: int, target: int | None = None) -> None:
+        """`read`: prompt and kept tokens. Goes to the replica with the fewest requests, as verl's balancer sends it, or to this
+        one."""
+        replica = min(self._open, key=lambda it: it.load) if target is None else self._replicas[target]
         self._where[name] = replica
         replica.advance(self.now)
         replica.submit(name, read, tokens)
 
-    def abort(self, name: tuple[str, int]) -> int:
-        """Takes a request out now; how many tokens it has got."""
+    def abort(self, name: tuple[str, int], now: float = 0.0) -> int:
+        """Takes a request out now, or later; how many tokens it has got."""
+        self.now = max(self.now, now)
         replica = self._where.pop(name)
         replica.advance(self.now)
         return replica.remove(name)
+
+    def close(self, replicas: Collection[int]) -> None:
+        """These get no requests any more."""
+        self._open = [it for it in self._open if it not in [self._replicas[at] for at in replicas]]
+
+    def tokens(self, now: float) -> list[dict[tuple[str, int], int]]:
+        """Of each replica, closed ones too: its requests, and the tokens that they have got by `now`."""
+        self.now = max(self.now, now)
+        for replica in self._replicas:
+            replica.advance(self.now)
+        return [replica.tokens() for replica in self._replicas]
+
+    def next_end(self) -> float:
+        """When the next request ends if nothing else happens."""
+        return min((replica.next_end() for replica in self._replicas if replica.load), default=math.inf)
 
     def next_before(self, until: float) -> Ended | None:
         """Lets time pass until the next request ends; None where none does before `until`."""
@@ -75,12 +94,12 @@ class Engines:
 class _Replica:
     """Virtual time counts tokens that each running request has got, so that a change of their number moves no other request."""
 
-    def __init__(self, speed: Speed, slots: int) -> None:
+    def __init__(self, speed: Speed, slots: int, now: float) -> None:
         self._speed, self._slots = speed, slots
-        self._at = 0.0
+        self._at = now
         self._virtual = 0.0
         self._stopped = 0.0  # seconds of prefill still to do
-        self._read_at = -1.0  # when the last batch of prompts came
+        self._read_at = -math.inf  # when the last batch of prompts came
         self._ends: list[tuple[float, int, tuple[str, int]]] = []
         self._began: dict[tuple[str, int], tuple[float, int]] = {}  # running: virtual start, serial
         self._waiting: deque[tuple[tuple[str, int], int, int]] = deque()
@@ -102,6 +121,10 @@ class _Replica:
             self._virtual += (left - reading) / self._token_s()
         elif not self._waiting:
             self._stopped = 0.0
+
+    def tokens(self) -> dict[tuple[str, int], int]:
+        running = {name: int(self._virtual - began + 1e-9) for name, (began, _) in self._began.items()}
+        return running | {name: 0 for name, _, _ in self._waiting}
 
     def submit(self, name: tuple[str, int], read: int, tokens: int) -> None:
         self._waiting.append((name, read, tokens))

@@ -26,11 +26,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The responses of one prompt, and the step that first launched it."""
+    """The responses of one prompt, and the step that first launched it. prompt: of the data set, the same in all epochs; None
+    where the log does not say."""
 
     name: str
     step: int
     samples: tuple[Sample, ...]
+    prompt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,12 @@ class Recording:
     replicas: int
     slots: int | None
     unknown: int
+
+    @property
+    def recurs(self) -> bool:
+        """Do prompts come again, as in a second epoch?"""
+        named = [group.prompt for group in self.groups if group.prompt is not None]
+        return len(named) == len(self.groups) > len(set(named))
 
     @property
     def longest(self) -> int:
@@ -135,10 +143,10 @@ def _groups(done: pl.DataFrame) -> tuple[Group, ...]:
         (pl.col("seconds") - pl.col("engine")).clip(0.0).alias("away"),
     ).sort("start", "request_id")
     columns = ["tokens", "prompt", "away", "score"]
-    rows = named.group_by("group", maintain_order=True).agg(pl.col("first").min(), *columns)
+    rows = named.group_by("group", maintain_order=True).agg(pl.col("first", "prompt_id").min(), *columns)
     return tuple(
-        Group(name, first, tuple(Sample(t, p or 0, a, s) for t, p, a, s in zip(*lists, strict=True)))
-        for name, first, *lists in rows.sort("first", maintain_order=True).iter_rows()
+        Group(name, first, tuple(Sample(t, p or 0, a, s) for t, p, a, s in zip(*lists, strict=True)), prompt)
+        for name, first, prompt, *lists in rows.sort("first", maintain_order=True).iter_rows()
     )
 
 

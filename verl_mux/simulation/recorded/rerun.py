@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,13 +18,15 @@ import numpy as np
 from verl_mux.rollout.control.launch_order import turns
 from verl_mux.rollout.control.oversampling import Oversampler
 from verl_mux.rollout.control.segment_steps import SegmentSteps
+from verl_mux.rollout.lengths.rows import LengthRow, Prompt
 from verl_mux.rollout.messages import Abort, Draw, Drop, Finish, Instruction, Launch, Report
 from verl_mux.simulation.recorded.engines import Engines, Speed
-from verl_mux.simulation.recorded.recording import Group, Sample
+from verl_mux.simulation.recorded.foresight import BY_ID, Foresight
+from verl_mux.simulation.recorded.prompts import Arrival, Rounds, Source
+from verl_mux.simulation.recorded.recording import Group, Recording, Sample
 from verl_mux.simulation.recorded.settings import Settings
 
 Key = tuple[str, int]
-TAU = 0.5  # rank agreement of predicted and true lengths, as a learning predictor reaches on known data
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +58,24 @@ class _Live:
 
 
 class Rerun:
-    """step() after step(). stream: prompt groups in the order in which the data gives them; it must not end."""
+    """step() after step(); or, beside others on one clock, begin -> advance until it is over -> finish.
+
+    stream: prompt groups in the order in which the data gives them; it must not end. worst: score of what is cut short.
+    """
 
     def __init__(
-        self,
-        settings: Settings,
-        stream: Iterator[Group],
-        speed: Speed,
-        replicas: int,
-        worst: float,
-        seed: int = 0,
-        tau: float = TAU,
-    ) -> None:
-        self._settings, self._stream, self._speed, self._replicas = settings, stream, speed, replicas
-        self._worst, self._tau = worst, tau
+        self, settings: Settings, recording: Recording, stream: Iterator[Group], speed: Speed, worst: float, seed: int = 0
+    ) -> None:  # fmt: skip
+        self._settings, self._speed, self._replicas, self._worst = settings, speed, recording.replicas, worst
         self._random = random.Random(seed)
+        learns = settings.predictor if recording.recurs and settings.predictor in BY_ID else None
+        self._foresight = Foresight(learns, seed)
+        self._order = self._foresight.predictor()
+        self._source: Source = Arrival(stream)
+        if settings.rollout.defers:
+            steps = settings.defer.window
+            window = len(recording.groups) if steps is None else steps * settings.wanted
+            self._source = Rounds(stream, settings.rollout.defer, settings.wanted, settings.samples, self._foresight, window)
         limits = settings.limits
         self._machine: Oversampler | SegmentSteps = (
             Oversampler(settings.oversample, settings.samples, settings.lag)
@@ -79,45 +84,82 @@ class Rerun:
         )
         self._longest = settings.longest if limits is None else limits.longest
         self._live: dict[Key, _Live] = {}
+        self._prompts: dict[str, Prompt] = {}  # of groups whose lengths were foretold
         self._serial = itertools.count()
         self._number = 0
 
     def step(self) -> Step:
         """One step's rollout."""
-        self._number += 1
-        self._engines = Engines(self._speed, self._replicas, self._settings.slots)
+        self.begin(0.0)
+        while not self.over:
+            self.advance()
+        return self.finish()
+
+    def begin(self, now: float) -> None:
+        """The next step's rollout begins, at `now` seconds."""
+        self._number, self._began = self._number + 1, now
+        self._engines = Engines(self._speed, self._replicas, self._settings.slots, now)
         self._away: list[tuple[float, int, Key]] = []
         self._finished: tuple[str, ...] | None = None
-        self._generated = 0
+        self._generated = self.done = 0
+        self._launched: set[Key] = set()
         self._carry_out(self._machine.begin(self._settings.wanted))
-        while self._finished is None:
-            self._report(*self._next())
-        return self._told(self._engines.now)
 
-    def _next(self) -> tuple[Key, str]:
-        """The next sample that is back with its worker, and why."""
-        while True:
-            until = self._away[0][0] if self._away else math.inf
-            ended = self._engines.next_before(until)
-            if ended is None:
-                assert self._away, "nothing runs and the step is not over"
-                at, _, key = heapq.heappop(self._away)
-                self._engines.now = max(self._engines.now, at)
-                return key, "eos"
-            live = self._live[ended.name]
-            live.segments.append((live.running, self._number))
-            self._generated += live.running
-            if live.tokens < min(live.target, self._longest):
-                return ended.name, "length"
-            if live.sample.away_s > 1e-6:
-                heapq.heappush(self._away, (ended.at + live.sample.away_s, next(self._serial), ended.name))
-                continue
-            return ended.name, "eos"
+    def next_at(self) -> float:
+        """When something happens next."""
+        return min(self._away[0][0] if self._away else math.inf, self._engines.next_end())
+
+    @property
+    def over(self) -> bool:
+        """Are the step's groups complete?"""
+        return self._finished is not None
+
+    def advance(self) -> None:
+        """Lets the next thing happen."""
+        until = self._away[0][0] if self._away else math.inf
+        ended = self._engines.next_before(until)
+        if ended is None:
+            assert self._away, "nothing runs and the step is not over"
+            at, _, key = heapq.heappop(self._away)
+            self._engines.now = max(self._engines.now, at)
+            return self._report(key, "eos")
+        live = self._live[ended.name]
+        live.segments.append((live.running, self._number))
+        self._generated += live.running
+        if live.tokens < min(live.target, self._longest):
+            self._report(ended.name, "length")
+        elif live.sample.away_s > 1e-6:
+            heapq.heappush(self._away, (ended.at + live.sample.away_s, next(self._serial), ended.name))
+        else:
+            self._report(ended.name, "eos")
+
+    @property
+    def launched(self) -> int:
+        """Samples of this step; `done` of them have ended by themselves."""
+        return len(self._launched)
+
+    def running(self, now: float) -> list[dict[Key, tuple[int, int]]]:
+        """Of each replica that is left, by `now`: its requests, with the tokens read and generated, and those of the response."""
+        found = self._engines.tokens(now)
+        lives = [{key: (self._live[key], got) for key, got in its.items()} for its in found]
+        return [{key: (it.sample.prompt + it.tokens + got, it.tokens + got) for key, (it, got) in its.items()} for its in lives]
+
+    def gather(self, now: float, leaving: Collection[int], moves: Mapping[Key, int]) -> None:
+        """These replicas are given back at `now`; their requests go on elsewhere, read again there: replica by request."""
+        for key, target in moves.items():
+            live = self._live[key]
+            got = min(self._engines.abort(key, now), live.running)
+            self._generated += got
+            live.segments.append((got, self._number))
+            live.running -= got
+            self._engines.submit(key, live.sample.prompt + live.tokens, live.running, target)
+        self._engines.close(leaving)
 
     def _report(self, key: Key, why: str) -> None:
         live = self._live[key]
         new = live.segments[-1][0] if live.segments else 0
         kind = "done" if why == "eos" else "paused"
+        self.done += kind == "done"
         self._carry_out(self._machine.report(Report(kind, *key, new, live.tokens, self._number - 1, self._why(live, why))))
 
     def _why(self, live: _Live, why: str) -> str:
@@ -144,6 +186,7 @@ class Rerun:
             live.target, live.segments = self._random.choice(live.group.samples).tokens, []
         left = min(live.target, self._longest) - live.tokens
         live.running = max(1, left if it.budget is None else min(left, it.budget))
+        self._launched.add(key)
         self._engines.submit(key, live.sample.prompt + live.tokens, live.running)
 
     def _abort(self, key: Key) -> None:
@@ -159,39 +202,52 @@ class Rerun:
         self._report(key, "abort")
 
     def _draw(self, count: int) -> None:
-        drawn = [next(self._stream) for _ in range(count)]
-        names = [f"{group.name}#{next(self._serial)}" for group in drawn]
-        for name, group in zip(names, drawn, strict=True):
+        drawn = self._source.draw(count)
+        for name, group in drawn:
             for number in range(self._settings.samples):
                 sample = group.samples[number % len(group.samples)]
                 self._live[name, number] = _Live(sample, sample.tokens, group)
-        order = np.argsort(turns(self._settings.launch_order, self._scores(drawn)), kind="stable")
-        self._carry_out(self._machine.drawn([names[place] for place in order]))
+        scores = self._scores(drawn)
+        order = np.argsort(turns(self._settings.launch_order, scores), kind="stable")
+        self._carry_out(self._machine.drawn([drawn[place][0] for place in order]))
 
-    def _scores(self, drawn: Sequence[Group]) -> np.ndarray:
-        """Predicted lengths: true ones with as much noise as leaves a rank agreement of tau (of a bivariate normal,
-        tau = 2/pi asin r; Greiner 1909)."""
-        true = np.log([sum(s.tokens for s in group.samples) / len(group.samples) for group in drawn])
-        r = math.sin(math.pi * self._tau / 2)
-        noise = float(true.std()) * math.sqrt(1 / r**2 - 1) if r > 0 else 0.0
-        return true + np.array([self._random.gauss(0, noise) for _ in drawn])
+    def _scores(self, drawn: Sequence[tuple[str, Group]]) -> np.ndarray:
+        """Predicted lengths; nothing is predicted where that orders nothing."""
+        if self._settings.launch_order == "fifo":
+            return np.zeros(len(drawn))
+        self._prompts |= {name: self._foresight.prompt(name, group) for name, group in drawn}
+        return self._order.predict([self._prompts[name] for name, _ in drawn])
 
     def _forget(self, group: str) -> None:
         for number in range(self._settings.samples):
             self._live.pop((group, number), None)
 
-    def _told(self, seconds: float) -> Step:
+    def finish(self) -> Step:
+        """What the rollout that is over was."""
         assert self._finished is not None
         trained = [self._live[group, number] for group in self._finished for number in range(self._settings.samples)]
         told = [(tokens, self._number - step) for live in trained for tokens, step in live.segments if tokens]
         scores = [self._score(live) for live in trained]
         step = Step(
-            seconds, sum(tokens for tokens, _ in told), sum(tokens * lag for tokens, lag in told),
+            self._engines.now - self._began, sum(tokens for tokens, _ in told), sum(tokens * lag for tokens, lag in told),
             max((lag for _, lag in told), default=0), tuple(score for score in scores if score is not None), self._generated,
         )  # fmt: skip
+        self._learn(
+            {group: [self._live[group, number].tokens for number in range(self._settings.samples)] for group in self._finished}
+        )
         for group in self._finished:
             self._forget(group)
         return step
+
+    def _learn(self, lengths: Mapping[str, Sequence[int]]) -> None:
+        self._source.trained(lengths)
+        rows = [
+            LengthRow(self._prompts[group], self._number, length)
+            for group, its in lengths.items()
+            if group in self._prompts
+            for length in its
+        ]
+        self._order.observe(rows)
 
     def _score(self, live: _Live) -> float | None:
         """A response that the settings cut short is taken to earn as little as any did."""

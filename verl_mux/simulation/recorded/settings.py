@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
 
 from verl_mux.config.rollout_checks import Surroundings, check_rollout
 from verl_mux.config.rollout_keys import DispatchConfig, RolloutConfig, SegmentsConfig
@@ -15,15 +17,18 @@ from verl_mux.rollout.control.launch_order import ORDERS
 from verl_mux.rollout.control.migration_plan import MigrationPolicy
 from verl_mux.rollout.control.oversampling import LEFTOVERS, TOKENS, OversamplingPolicy
 from verl_mux.rollout.control.segments import SegmentLimits
+from verl_mux.rollout.control.tail_rounds import TAILS, DeferPolicy
 from verl_mux.simulation.recorded.recording import Recording
 
 _OFF = ("none", "null", "off")
+_PARTS = ("oversample", "defer", "migration")  # of `mux.rollout`, kept as a whole
 
 
 @dataclass(frozen=True)
 class Settings:
     """wanted: prompt groups that a step trains. samples: of a group. longest: most tokens of a response. slots: requests that one
-    replica runs at once. segment: tokens of a round; None: off. order: fifo, sjf or auto. threshold: verl's
+    replica runs at once. segment: tokens of a round; None: off. order: fifo, sjf or auto; predictor: what
+    it is told by. threshold: verl's
     max_off_policy_threshold; None where the log does not say. at_once: requests that all engines may run; None likewise."""
 
     wanted: int
@@ -36,9 +41,11 @@ class Settings:
     order: str = "fifo"
     max_lag: int | None = None
     max_lag_strategy: str = "protect"
+    predictor: str = "default"
     mode: str = ""
     tail: str = "none"
-    migrates: bool = False
+    defer: DeferPolicy = DeferPolicy()
+    migration: MigrationPolicy = MigrationPolicy()
     threshold: int | None = None
     at_once: int | None = None
 
@@ -50,9 +57,10 @@ class Settings:
             max_lag=self.max_lag,
             max_lag_strategy=self.max_lag_strategy,
             segments=SegmentsConfig(segment_length=self.segment, max_segments=self.max_segments),
-            dispatch=DispatchConfig(order=self.order),
-            migration=MigrationPolicy(enable=self.migrates),
+            dispatch=DispatchConfig(order=self.order, predictor=self.predictor),
+            migration=self.migration,
             tail=self.tail,
+            defer=self.defer,
         )
 
     @property
@@ -78,10 +86,24 @@ class Settings:
         return True
 
 
+def _switch(text: str) -> bool:
+    return {"true": True, "false": False}[text.lower()]
+
+
 # What is far beyond any job: prompt groups are all drawn.
-MOST = {"data.train_batch_size": 16_384, "mux.rollout.oversample.rate": 100.0}
+MOST = {"data.train_batch_size": 16_384, "mux.rollout.oversample.rate": 100.0, "mux.rollout.migration.threshold": 1.0}
+LEAST = {
+    "rate": 0,
+    "max_cuts": 0,
+    "max_lag": 0,
+    "window": 2,
+    "max_mean": 1.01,
+    "threshold": 0.01,
+    "min_gain_s": 0,
+    "max_slowdown": 0,
+}
 # key -> (type, what is allowed)
-KEYS = {
+KEYS: dict[str, tuple[Callable[[str], object], str]] = {
     "data.max_response_length": (int, "tokens, from 1 to the longest recorded response"),
     "data.train_batch_size": (int, "prompt groups, from 1 to 16384"),
     "actor_rollout_ref.rollout.max_num_seqs": (int, "requests, 1 or more"),
@@ -94,6 +116,13 @@ KEYS = {
     "mux.rollout.max_lag": (int, "versions, 0 or more, or null"),
     "mux.rollout.max_lag_strategy": (str, ", ".join(STRATEGIES)),
     "mux.rollout.dispatch.order": (str, ", ".join((*ORDERS, "auto"))),
+    "mux.rollout.tail": (str, ", ".join(TAILS)),
+    "mux.rollout.defer.window": (int, "2 steps or more, or null"),
+    "mux.rollout.defer.max_mean": (float, "1.01 or more"),
+    "mux.rollout.migration.enable": (_switch, "true, false"),
+    "mux.rollout.migration.threshold": (float, "from 0.01 to 1"),
+    "mux.rollout.migration.min_gain_s": (float, "node-seconds, 0 or more"),
+    "mux.rollout.migration.max_slowdown": (float, "0 or more"),
 }
 
 
@@ -106,8 +135,8 @@ def recorded(recording: Recording) -> Settings:
     settings = Settings(
         recording.wanted, samples, recording.longest, min(slots, recording.slots or slots),
         OversamplingPolicy(accept_length_bias=keys.get("mux.rollout.oversample.accept_length_bias") == "True"),
-        mode=keys.get("trainer.v1.trainer_mode", ""), tail=keys.get("mux.rollout.tail", "none"),
-        migrates=keys.get("mux.rollout.migration.enable") == "True", threshold=int(threshold) if threshold else None,
+        mode=keys.get("trainer.v1.trainer_mode", ""), predictor=keys.get("mux.rollout.dispatch.predictor", "default"),
+        threshold=int(threshold) if threshold else None,
         at_once=slots * recording.replicas if "actor_rollout_ref.rollout.max_num_seqs" in keys else None,
     )  # fmt: skip
     told = {key: value for key, value in keys.items() if key in KEYS}
@@ -131,17 +160,17 @@ def _with(settings: Settings, key: str, text: str) -> Settings:
     if key not in KEYS:
         raise UserError(f"--what-if {key}: cannot be tried on a recorded run; allowed: {', '.join(KEYS)}")
     kind, allowed = KEYS[key]
-    off = key.endswith(("segment_length", "max_lag")) and text.lower() in _OFF
+    off = key.endswith(("segment_length", "max_lag", "window")) and text.lower() in _OFF
     try:
-        value = None if off else kind(text)
-    except ValueError:
+        value: object = None if off else kind(text)
+    except (KeyError, ValueError):
         value = text
     if not off and not _possible(key, value, settings):
         raise UserError(f"--what-if {key}={text} is not possible; allowed: {allowed}")
     name = key.rpartition(".")[2]
-    if ".oversample." in key:
-        given = {field: getattr(settings.oversample, field) for field in OversamplingPolicy.__struct_fields__}
-        return replace(settings, oversample=OversamplingPolicy(**{**given, name: value}))
+    for part in _PARTS:
+        if f".{part}." in key:
+            return replace(settings, **{part: msgspec.structs.replace(getattr(settings, part), **{name: value})})
     field = {"max_response_length": "longest", "train_batch_size": "wanted", "max_num_seqs": "slots", "segment_length": "segment"}
     other: dict[str, Any] = {field.get(name, name): value}
     return replace(settings, **other)
@@ -150,10 +179,10 @@ def _with(settings: Settings, key: str, text: str) -> Settings:
 def _possible(key: str, value: object, settings: Settings) -> bool:
     if key == "data.max_response_length":
         return isinstance(value, int) and 1 <= value <= settings.longest
-    words = {"leftover": LEFTOVERS, "tokens": TOKENS, "order": (*ORDERS, "auto"), "max_lag_strategy": STRATEGIES}.get(
-        key.rpartition(".")[2]
-    )
-    if words is not None:
-        return value in words
-    least = 0 if key.endswith(("rate", "max_cuts", "max_lag")) else 1
-    return isinstance(value, (int, float)) and least <= value <= MOST.get(key, math.inf)
+    if key.endswith("enable"):
+        return isinstance(value, bool)
+    words = {"leftover": LEFTOVERS, "tokens": TOKENS, "order": (*ORDERS, "auto"), "max_lag_strategy": STRATEGIES, "tail": TAILS}
+    name = key.rpartition(".")[2]
+    if name in words:
+        return value in words[name]
+    return isinstance(value, (int, float)) and LEAST.get(name, 1) <= value <= MOST.get(key, math.inf)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
@@ -21,7 +21,8 @@ import polars as pl
 from verl_mux.errors import UserError
 from verl_mux.simulation.recorded import engines
 from verl_mux.simulation.recorded.engines import Speed
-from verl_mux.simulation.recorded.recording import Group, Recording, StepTimes
+from verl_mux.simulation.recorded.prompts import in_order, resampled
+from verl_mux.simulation.recorded.recording import Recording, StepTimes
 from verl_mux.simulation.recorded.rerun import Rerun, Step
 from verl_mux.simulation.recorded.settings import Settings, changed, recorded
 
@@ -64,7 +65,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class _Training:
+class Training:
     """Seconds of a step beside its rollout: `fixed + token * tokens`, and the waits for leases."""
 
     fixed: float
@@ -93,7 +94,7 @@ class WhatIf:
             raise UserError(f"{recording.job or 'this log'} cannot be run again: too few stays in engines say how long they took")
         self._steps = self._count()
         self._speed = engines.even(speed, math.exp(float(np.median(self._off(speed)))))
-        self._drift = _drift(self._off(self._speed))
+        self.drift = drift_of(self._off(self._speed))
         self._training = _training(recording.steps)
         self._worlds = [self._world(seed) for seed in range(RESAMPLED)]
         self._bases: dict[int | None, Outcome] = {}
@@ -110,12 +111,13 @@ class WhatIf:
         groups = [
             group for group in self.recording.groups if len(group.samples) == self.settings.samples
         ] or self.recording.groups
-        rerun = Rerun(self.settings, _in_order(groups, 0), speed, self.recording.replicas, self._worst)
+        as_it_came = replace(self.settings, tail="none")  # recorded in the order of its tail rounds
+        rerun = Rerun(as_it_came, self.recording, itertools.chain(groups, resampled(self.recording, 0)), speed, self._worst)
         known = self.recording.steps[: self._steps]
         said = np.array([rerun.step().rollout_s for _ in known])
         return np.log([max(step.rollout_s, 1e-9) for step in known]) - np.log(np.maximum(said, 1e-9))
 
-    def _world(self, seed: int) -> tuple[Speed, _Training, int]:
+    def _world(self, seed: int) -> tuple[Speed, Training, int]:
         """One that the recording does not exclude."""
         chance = random.Random(seed)
         stays = self._stays.sample(fraction=1.0, with_replacement=True, seed=seed)
@@ -139,7 +141,7 @@ class WhatIf:
         ratios = [self._run(settings, world).step_s / self._base(world).step_s for world in range(RESAMPLED)]
         change = outcome.step_s / base.step_s
         return Prediction(
-            dict(keys), outcome, base, change - 1, _interval(change, ratios, self._drift), outcome.gpu_s / base.gpu_s - 1,
+            dict(keys), outcome, base, change - 1, interval_of(change, ratios, self.drift), outcome.gpu_s / base.gpu_s - 1,
             self._at_stake(outcome, base),
         )  # fmt: skip
 
@@ -154,15 +156,23 @@ class WhatIf:
         return (base.reward - outcome.reward) / (base.reward - self._worst)
 
     def _run(self, settings: Settings, world: int | None) -> Outcome:
-        speed, training, seed = (self._speed, self._training, 0) if world is None else self._worlds[world]
-        groups = [group for group in self.recording.groups if group.samples]
-        stream = _in_order(groups, seed) if world is None else _resampled(groups, seed)
-        rerun = Rerun(settings, stream, speed, self.recording.replicas, self._worst, seed)
+        rerun = self.rerun(settings, world)
         warm = max(1, round(WARM_PART * self._steps))
         steps = [rerun.step() for _ in range(self._steps + warm)][warm:]
-        return self._outcome(steps, training)
+        return self._outcome(steps, self.training(world))
 
-    def _outcome(self, steps: Sequence[Step], training: _Training) -> Outcome:
+    def rerun(self, settings: Settings, world: int | None) -> Rerun:
+        """Of the recording; of one of RESAMPLED others that it does not exclude, by number."""
+        if world is None:
+            return Rerun(settings, self.recording, in_order(self.recording, 0), self._speed, self._worst)
+        speed, _, seed = self._worlds[world]
+        return Rerun(settings, self.recording, resampled(self.recording, seed), speed, self._worst, seed)
+
+    def training(self, world: int | None) -> Training:
+        """Likewise."""
+        return self._training if world is None else self._worlds[world][1]
+
+    def _outcome(self, steps: Sequence[Step], training: Training) -> Outcome:
         rollout = float(np.mean([step.rollout_s for step in steps]))
         train = float(np.mean([training.seconds(step.tokens) for step in steps]))
         tokens = max(sum(step.tokens for step in steps), 1)
@@ -174,36 +184,20 @@ class WhatIf:
         )  # fmt: skip
 
 
-def _drift(off: np.ndarray) -> float:
+def drift_of(off: np.ndarray) -> float:
     """Standard deviation of the means of the recording's quarters; 0 where they would be of one step."""
     if len(off) < 2 * BLOCKS:
         return 0.0
     return float(np.std([block.mean() for block in np.array_split(off, BLOCKS)], ddof=1))
 
 
-def _interval(ratio: float, ratios: Sequence[float], drift: float) -> tuple[float, float]:
+def interval_of(ratio: float, ratios: Sequence[float], drift: float) -> tuple[float, float]:
     """Of the change, by logarithms: resampling's own quantiles about `ratio`, and with them in quadrature two runs' drift."""
     logs = np.log(ratios)
     middle = float(np.median(logs))
     between = DEVIATIONS * math.sqrt(2) * drift
     below, above = (math.hypot(float(np.quantile(logs, q)) - middle, between) for q in (LOW, HIGH))
     return ratio * math.exp(-below) - 1, ratio * math.exp(above) - 1
-
-
-def _in_order(groups: Sequence[Group], seed: int) -> Iterator[Group]:
-    """As recorded, and when these are used up, steps of them drawn by chance."""
-    return itertools.chain(groups, _resampled(groups, seed))
-
-
-def _resampled(groups: Sequence[Group], seed: int) -> Iterator[Group]:
-    """Whole steps drawn by chance: what belongs together in a step stays together."""
-    chance = random.Random(seed)
-    by_step: dict[int, list[Group]] = {}
-    for group in groups:
-        by_step.setdefault(group.step, []).append(group)
-    steps = list(by_step.values())
-    while True:
-        yield from chance.choice(steps)
 
 
 def _gpus(recording: Recording) -> tuple[int, int]:
@@ -214,7 +208,7 @@ def _gpus(recording: Recording) -> tuple[int, int]:
     return rollout or (train if keys else recording.replicas), train
 
 
-def _training(steps: Sequence[StepTimes]) -> _Training:
+def _training(steps: Sequence[StepTimes]) -> Training:
     """The median of slopes between steps (Theil 1950, Sen 1968), which no odd step moves; never falling in tokens, and from
     tokens that differ by a tenth or more."""
     rest, tokens = np.array([s.rest_s for s in steps]), np.array([s.tokens for s in steps], dtype=float)
@@ -223,4 +217,4 @@ def _training(steps: Sequence[StepTimes]) -> _Training:
     far = apart > 0.1 * max(float(np.median(tokens)), 1.0)
     slope = float(np.median((rest[:, None] - rest[None, :])[far] / apart[far])) if far.any() else 0.0
     slope = min(max(slope, 0.0), float(np.median(rest)) / max(float(np.median(tokens)), 1.0))
-    return _Training(max(float(np.median(rest - slope * tokens)), 0.0), slope, leases)
+    return Training(max(float(np.median(rest - slope * tokens)), 0.0), slope, leases)

@@ -59,6 +59,7 @@ class Extra(msgspec.Struct, gc=False):
     requests: Int | None = None
     tool: str | None = None
     score: float | None = None
+    batch_data_id: str | Int | None = None
     prompt_tokens: Count | None = None
     cached_tokens: Count | None = None
     keys: list[str] | None = None

@@ -85,6 +85,7 @@ _REQUEST_MERGE = {
     "engine_calls": pl.col("engine_calls").sum(),
     **_SUMS,
     "score": pl.col("score").max(),
+    "prompt_id": pl.col("prompt_id").max(),
 }
 _TURN_MERGE = {
     "engine_end": pl.col("engine_end").max(),
@@ -147,9 +148,16 @@ def _of(column: str, part: str) -> pl.Expr:
 
 def _requests(owned: pl.DataFrame, lines: list[Line]) -> pl.DataFrame:
     ends = owned.filter(pl.col("event") == events.REQUEST_COMPLETE)
-    scores = pl.Series("score", [(lines[index].extra or NO_EXTRA).score for index in ends["line"]], pl.Float64)
-    scored = ends.select(REQUEST_KEY).with_columns(scores).group_by(REQUEST_KEY).agg(pl.col("score").max())
-    return _reduced(owned).join(scored, on=REQUEST_KEY, how="left", nulls_equal=True)
+    extras = [lines[index].extra or NO_EXTRA for index in ends["line"]]
+    scores = pl.Series("score", [extra.score for extra in extras], pl.Float64)
+    prompts = pl.Series("prompt_id", [_prompt_id(extra.batch_data_id) for extra in extras], pl.String)
+    told = ends.select(REQUEST_KEY).with_columns(scores, prompts).group_by(REQUEST_KEY).agg(pl.col("score", "prompt_id").max())
+    return _reduced(owned).join(told, on=REQUEST_KEY, how="left", nulls_equal=True)
+
+
+def _prompt_id(told: str | int | None) -> str | None:
+    """Of the data set's row; a data set without an index has none."""
+    return None if told in (None, "None") else str(told)
 
 
 def _reduced(owned: pl.DataFrame) -> pl.DataFrame:

@@ -45,10 +45,10 @@ def make_requests(tables: Tables, turns: pl.DataFrame) -> pl.DataFrame:
         pl.when(own).then("at_work").otherwise("start").alias("start"),
     )  # fmt: skip
     accounted = pl.sum_horizontal(part for part in SHOWN_PARTS if part != "other")
-    times = ["start", "end", "seconds", "reward_end"]
+    times, figures = ["start", "end", "seconds", "reward_end"], ["tokens", "score", "prompt_id"]
     return (
         frame.with_columns((pl.col("seconds") - accounted).clip(0.0).alias("other"))
-        .select(*REQUEST_KEY, *times, "status", "turns", "stays", "tokens", "score", "parked", "validate", *SHOWN_PARTS)
+        .select(*REQUEST_KEY, *times, "status", "turns", "stays", *figures, "parked", "validate", *SHOWN_PARTS)
         .sort("end", *REQUEST_KEY)
     )
 
