@@ -16,7 +16,7 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,14 +26,18 @@ from scipy.stats import kendalltau
 from verl_mux.profiling.plain.files import find_log_files
 from verl_mux.profiling.report.input.run_log import read_files
 from verl_mux.profiling.report.measures.analysis import Analysis
+from verl_mux.rollout.control.length_estimates import LengthEstimates
 from verl_mux.rollout.control.oversampling import Oversampler, OversamplingPolicy
 from verl_mux.rollout.control.segment_steps import SegmentSteps
 from verl_mux.rollout.control.segments import SegmentLimits
+from verl_mux.rollout.control.tail_rounds import DeferPolicy
 from verl_mux.rollout.lengths.file import read_rows
+from verl_mux.rollout.lengths.predictor import make_predictor
 from verl_mux.rollout.lengths.rows import LengthRow, Prompt
 from verl_mux.simulation.recorded.recording import recordings, stays_of
 from verl_mux.simulation.recorded.what_if import WhatIf
 from verl_mux.simulation.rollouts.bed import Bed
+from verl_mux.simulation.rollouts.deferred import Deferred
 from verl_mux.simulation.rollouts.engine import Key, Replica, Request
 from verl_mux.simulation.rollouts.job import Arrival, Machine, VirtualJob
 from verl_mux.simulation.rollouts.recorded import Recording, recording
@@ -90,10 +94,11 @@ class Stay:
 
 @dataclass(frozen=True)
 class Ran:
-    """steps: (start, end of the rollout, end of the training, tokens trained)."""
+    """steps: (start, end of the rollout, end of the training, tokens trained). waits: seconds for leases by step."""
 
     steps: list[tuple[float, float, float, int]]
     stays: list[Stay]
+    waits: dict[int, float] = field(default_factory=dict)
 
     @property
     def step_s(self) -> float:
@@ -150,8 +155,19 @@ def cut(recorded: Recording, longest: int) -> Recording:
 Whole = Callable[[Recording, Bed], VirtualJob]
 
 
-def candidates(longest: int) -> Iterator[tuple[dict[str, str], Whole]]:
+def _deferring(recorded: Recording, bed: Bed) -> VirtualJob:
+    """Texts tell nothing, as none are in the log."""
+    bare = [Prompt(group.prompt.id, "") for group in recorded.groups]
+    by_name = {group.name: replace(group, prompt=prompt) for group, prompt in zip(recorded.groups, bare, strict=True)}
+    recorded = replace(recorded, epochs=tuple(tuple(by_name[group.name] for group in epoch) for epoch in recorded.epochs))
+    source = Deferred(recorded, DeferPolicy(), bed.batch, LengthEstimates(make_predictor("default"), recorded.samples))
+    return VirtualJob("a", Oversampler(OversamplingPolicy(), recorded.samples), source, recorded, bed.batch)
+
+
+def candidates(longest: int, recurs: bool) -> Iterator[tuple[dict[str, str], Whole]]:
     """What advice would try, and more of it."""
+    if recurs:
+        yield {"mux.rollout.tail": "defer"}, _deferring
     over, segments = "mux.rollout.oversample", "mux.rollout.segments"
     for rate in (0.25, 0.5, 1.0):
         policy = OversamplingPolicy(rate=rate, max_cuts=8)
@@ -173,21 +189,24 @@ def candidates(longest: int) -> Iterator[tuple[dict[str, str], Whole]]:
         )
 
 
-def write_log(ran: Ran, directory: Path) -> None:
-    """What the run would have logged, as `docs/event_log.md` has it."""
+def write_log(ran: Ran, directory: Path, job: str = "a", nodes: Sequence[str] = ("r0",)) -> None:
+    """What the run would have logged, as `docs/event_log.md` has it. nodes: replicas take turns on them."""
     lines: dict[tuple[str, int, int], list[tuple[float, str]]] = defaultdict(list)
 
     def log(role: str, worker: int, step: int, end: float, event: str, seconds: float | None, **extra) -> None:
         line = {"timestamp": (EPOCH + timedelta(seconds=end)).isoformat(timespec="microseconds"), "event": event}
         line |= {} if seconds is None else {"duration_sec": round(seconds, 6)}
-        line |= {"extra": extra, "workid": worker, "step": step, "role": role, "job": "a", "run": "0a1b2c3d"}
+        line |= {"extra": extra, "workid": worker, "step": step, "role": role, "job": job, "run": "0a1b2c3d"}
         lines[role, worker, step].append((end, json.dumps(line)))
 
     for number, (start, _, end, _) in enumerate(ran.steps, 1):
         log("trainer", 0, number, end, "step", end - start, reward=0.5)
+        if number in ran.waits:
+            log("trainer", 0, number, end, "lease_wait", ran.waits[number], phase="train", nodes=["t0"], token=0)
     for it in ran.stays:
         _, group, sample = it.key
-        who = {"request_id": f"{group.replace('@', 'x')}_{sample}", "turn": 1, "stay": 1, "replica": it.replica, "node": "r0"}
+        who = {"request_id": f"{group.replace('@', 'x')}_{sample}", "turn": 1, "stay": 1, "replica": it.replica}
+        who |= {"node": nodes[it.replica % len(nodes)]}
         told = {"prompt_tokens": PROMPT_TOKENS, "response_tokens": it.tokens, "version": it.step - 1, "held_sec": 0.0}
         seconds = it.end - it.start
         log("rollout", 0, it.step, it.start, "request_start", None, request_id=who["request_id"], session=0, validate=False)
@@ -195,10 +214,11 @@ def write_log(ran: Ran, directory: Path) -> None:
         times = {"queue_sec": 0.0, "prefill_sec": 0.0, "decode_sec": seconds, "retractions": 0, "cached_tokens": 0}
         log("server", it.replica, it.step, it.end, "engine_generate", seconds, finish="stop", priority=0, **who, **told, **times)
         whole = {"request_id": who["request_id"], "finish_reason": "stop", "turns": 1, "stays": 1, "validate": False}
+        whole["batch_data_id"] = group.partition("@")[0]
         whole |= {"session": 0, "response_length": it.tokens, "parked_sec": 0.0, "score": 0.5}
         log("rollout", 0, it.step, it.end, "async_rollout_request_complete", seconds, **whole)
     for (role, worker, step), found in lines.items():
-        path = directory / "a" / "events" / role / f"step_{step}" / f"worker_{worker}.jsonl"
+        path = directory / job / "events" / role / f"step_{step}" / f"worker_{worker}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(text + "\n" for _, text in sorted(found)))
 
@@ -225,7 +245,7 @@ def rank(rows: Sequence[LengthRow], bed: Bed = BED) -> list[Ranked]:
         (found,) = recordings(analysis)
         model = WhatIf(found, stays_of(analysis, found.job))
     out = []
-    for keys, whole in candidates(found.longest):
+    for keys, whole in candidates(found.longest, found.recurs):
         it = model.predict(keys)
         true = run(whole(recorded, bed), bed, steps).step_s / plain.step_s - 1
         out.append(Ranked(keys, it.change, it.interval, true))

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+# Not measured: a prefill computes so many tokens in the time in which decoding the present batch computes as many steps.
+_PREFILL_PER_DECODE = 8.0
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -195,6 +198,12 @@ class _Load:
         self.remaining += it.remaining
         self.longest = max(self.longest, it.remaining)
         self.stall_s += it.context / speed.prefill
+
+
+def estimated_speed(token_s: float, replicas: Sequence[Replica]) -> EngineSpeed:
+    """From the seconds a token took lately: half of a step is the engine's own, half its requests'."""
+    batch = max(1.0, sum(len(replica.requests) for replica in replicas) / max(1, len(replicas)))
+    return EngineSpeed(_PREFILL_PER_DECODE * batch / token_s, token_s / 2, token_s / 2 / batch)
 
 
 def expected_remaining(so_far: float, longest: float) -> float:

@@ -18,20 +18,18 @@ import ray
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.control.migration_plan import (
-    EngineSpeed,
     Migration,
     MigrationPolicy,
     Replica,
     Request,
     Stay,
+    estimated_speed,
     expected_remaining,
     plan,
 )
 from verl_mux.rollout.messages import RunningSample
 
 _AGAIN_S = 0.05
-# Not measured: a prefill computes so many tokens in the time in which decoding the present batch computes as many steps.
-_PREFILL_PER_DECODE = 8.0
 
 
 class Unit(NamedTuple):
@@ -106,7 +104,7 @@ class TailMigration:
             return Stay("no response has ended yet")
         token_s = speeds[len(speeds) // 2]
         replicas = self._replicas(samples, token_s)
-        found = plan(replicas, done, total, gangs, _speed(token_s, replicas), self._policy)
+        found = plan(replicas, done, total, gangs, estimated_speed(token_s, replicas), self._policy)
         if isinstance(found, Migration):
             self._carry_out(found, samples)
         return found
@@ -159,9 +157,3 @@ class TailMigration:
 
 def _id(it: RunningSample) -> str:
     return f"{it.group}_{it.sample}"
-
-
-def _speed(token_s: float, replicas: Sequence[Replica]) -> EngineSpeed:
-    """From the seconds a token took lately: half of a step is the engine's own, half its requests'."""
-    batch = max(1.0, sum(len(replica.requests) for replica in replicas) / max(1, len(replicas)))
-    return EngineSpeed(_PREFILL_PER_DECODE * batch / token_s, token_s / 2, token_s / 2 / batch)

@@ -82,7 +82,7 @@ class Rounds:
     def __init__(
         self, stream: Iterator[Group], policy: DeferPolicy, batch: int, samples: int, foresight: Foresight, longest: int
     ) -> None:  # fmt: skip
-        self._stream, self._foresight, self._batch, self._longest = _named(stream), foresight, batch, longest
+        self._stream, self._foresight, self._longest = _named(stream), foresight, longest
         self._rounds = TailRounds(policy, batch, LengthEstimates(foresight.predictor(), samples))
         self._groups: dict[str, Group] = {}
         self._next = next(self._stream)

@@ -38,13 +38,14 @@ class Group:
 @dataclass(frozen=True, slots=True)
 class StepTimes:
     """Seconds of a step: its rollout (from the first launch to the last sample it waited for), the rest, and of that the waits
-    for leases. tokens: of the responses trained."""
+    for leases. tokens: of the responses trained. start: of its rollout, since the epoch."""
 
     step: int
     rollout_s: float
     rest_s: float
     leases_s: float
     tokens: int
+    start: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def _steps(analysis: Analysis, job: str, done: pl.DataFrame) -> tuple[StepTimes,
             continue
         rollout = monitored.get(step, end - start)
         rest = whole[step] - rollout - leases.get(step, 0.0) - validated.get(step, 0.0)
-        found.append(StepTimes(step, rollout, max(rest, 0.0), leases.get(step, 0.0), tokens))
+        found.append(StepTimes(step, rollout, max(rest, 0.0), leases.get(step, 0.0), tokens, start))
     return tuple(found)
 
 

@@ -133,6 +133,10 @@ class Rerun:
         else:
             self._report(ended.name, "eos")
 
+    def token_s(self, running: float) -> float:
+        """Seconds of a token while so many requests run on a replica."""
+        return self._speed.base + self._speed.each * running
+
     @property
     def launched(self) -> int:
         """Samples of this step; `done` of them have ended by themselves."""
