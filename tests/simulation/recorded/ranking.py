@@ -136,8 +136,12 @@ def run(job: VirtualJob, bed: Bed, steps: int) -> Ran:
     return ran
 
 
-def _job(recorded: Recording, machine: Machine, bed: Bed, restarts: bool = False) -> VirtualJob:
+def virtual_job(recorded: Recording, machine: Machine, bed: Bed, restarts: bool = False) -> VirtualJob:
     return VirtualJob("a", machine, Arrival(recorded), recorded, bed.batch, restarts=restarts)
+
+
+def _plain(recorded: Recording, bed: Bed) -> VirtualJob:
+    return virtual_job(recorded, Oversampler(OversamplingPolicy(), recorded.samples), bed)
 
 
 def cut(recorded: Recording, longest: int) -> Recording:
@@ -173,19 +177,19 @@ def candidates(longest: int, recurs: bool) -> Iterator[tuple[dict[str, str], Who
         policy = OversamplingPolicy(rate=rate, max_cuts=8)
         yield (
             {f"{over}.rate": f"{rate:g}", f"{over}.max_cuts": "8"},
-            lambda recorded, bed, policy=policy: _job(recorded, Oversampler(policy, recorded.samples), bed),
+            lambda recorded, bed, policy=policy: virtual_job(recorded, Oversampler(policy, recorded.samples), bed),
         )
     for parts in (4, 2):
         limits = SegmentLimits(-(-longest // parts), parts, longest)
         yield (
             {f"{segments}.segment_length": str(limits.segment_length), f"{segments}.max_segments": str(parts)},
-            lambda recorded, bed, limits=limits: _job(recorded, SegmentSteps(limits, recorded.samples), bed),
+            lambda recorded, bed, limits=limits: virtual_job(recorded, SegmentSteps(limits, recorded.samples), bed),
         )
     for part in (0.75, 0.5, 0.3):
         most = max(1, round(part * longest))
         yield (
             {"data.max_response_length": str(most)},
-            lambda recorded, bed, most=most: _job(cut(recorded, most), Oversampler(OversamplingPolicy(), recorded.samples), bed),
+            lambda recorded, bed, most=most: _plain(cut(recorded, most), bed),
         )
 
 
@@ -237,7 +241,7 @@ def rank(rows: Sequence[LengthRow], bed: Bed = BED) -> list[Ranked]:
     """All candidates on these lengths."""
     recorded = recording(rows, seed=0)
     steps = int(TRAINED_PART * len(recorded.groups)) // bed.batch
-    plain = run(_job(recorded, Oversampler(OversamplingPolicy(), recorded.samples), bed), bed, steps)
+    plain = run(_plain(recorded, bed), bed, steps)
     with TemporaryDirectory() as folder:
         directory = Path(folder)
         write_log(plain, directory)

@@ -1,5 +1,5 @@
-"""Jobs of `ranking.py` that take turns on a rollout pool and a training pool: first come, first served, a pool as a whole. Shares
-no code with what-if; writes what such a run would have logged."""
+"""Jobs of `ranking.py` that take turns on nodes: first come, first served, all nodes of a phase at once. Shares no code with
+what-if; writes what such a run would have logged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.simulation.recorded.ranking import EPOCH, Ran, write_log
 
 BEFORE_S, AFTER_S, BETWEEN_S = 0.2, 0.1, 0.3
-POOLS = {"rollout": ["r0", "r1"], "train": ["t0"]}
+NODES = {"rollout": ["r0", "r1"], "train": ["t0"]}  # of each job
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Held:
 def take_turns(rans: Mapping[str, Ran]) -> list[Held]:
     """All leases of these jobs, that ran alone, when they take turns."""
     held: list[Held] = []
-    free = dict.fromkeys(POOLS, 0.0)
+    free = dict.fromkeys(NODES["rollout"] + NODES["train"], 0.0)
     asks = [(0.0, order, job, "rollout", 1) for order, job in enumerate(rans)]
     while asks:
         asked, order, job, phase, step = heapq.heappop(asks)
         began, rolled, ended, _ = rans[job].steps[step - 1]
         seconds = BEFORE_S + rolled - began + AFTER_S if phase == "rollout" else ended - rolled
-        start = max(asked, free[phase])
-        free[phase] = start + seconds
+        start = max(asked, *(free[node] for node in NODES[phase]))
+        free |= dict.fromkeys(NODES[phase], start + seconds)
         held.append(Held(job, phase, step, asked, start, start + seconds))
         if phase == "rollout":
             heapq.heappush(asks, (start + seconds, order, job, "train", step))
@@ -52,7 +52,7 @@ def makespan(held: Sequence[Held]) -> float:
 def write(rans: Mapping[str, Ran], held: Sequence[Held], directory: Path) -> None:
     """As logged by the jobs and the coordinator."""
     for job, ran in rans.items():
-        write_log(_shifted(ran, [it for it in held if it.job == job]), directory, job, POOLS["rollout"])
+        write_log(_shifted(ran, [it for it in held if it.job == job]), directory, job, NODES["rollout"])
     for step in {it.step for it in held}:
         folder = directory / "coordinator" / "events" / "coordinator" / f"step_{step}"
         folder.mkdir(parents=True)
@@ -74,7 +74,7 @@ def _shifted(ran: Ran, held: Sequence[Held]) -> Ran:
 
 
 def _line(it: Held, token: int) -> str:
-    about = {"job": it.job, "phase": it.phase, "nodes": POOLS[it.phase], "token": token}
+    about = {"job": it.job, "phase": it.phase, "nodes": NODES[it.phase], "token": token}
     when = (EPOCH + timedelta(seconds=it.end)).isoformat(timespec="microseconds")
     line = {"timestamp": when, "event": "lease_held", "duration_sec": it.end - it.start, "extra": about}
     return json.dumps(line | {"workid": 0, "step": it.step, "role": "coordinator", "job": "coordinator"})
