@@ -2,7 +2,7 @@
 
     python -m tests.simulation.recorded.drifting RUNS    # how many of so many intervals hold the change that a second run had
 
-A step's responses begin together; a token takes a hundredth of a second whatever else runs, times the machine's pace at that step.
+A step's responses begin together; a token takes a hundredth of a second, whatever else runs, times the machine's pace then.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ LIMIT = 150
 
 @dataclass(frozen=True)
 class Machine:
-    """Pace of its steps: the logarithm is an autoregressive process of standard deviation `spread` that forgets in `memory` steps,
-    and differs from run to run by `apart`."""
+    """Pace of its steps: the logarithm is an autoregressive process of standard deviation `spread` that forgets in `memory`
+    steps."""
 
     spread: float
     memory: float
-    apart: float = 0.0
 
     def paces(self, rng: np.random.Generator) -> np.ndarray:
         """(STEPS,) of one run."""
@@ -37,7 +36,7 @@ class Machine:
         for shock in shocks:
             at = keeps * at + shock
             out.append(at)
-        return np.exp(np.array(out) + rng.normal(0, self.apart))
+        return np.exp(out)
 
 
 def lengths(rng: np.random.Generator) -> np.ndarray:
@@ -71,7 +70,7 @@ def recording(tokens: np.ndarray, paces: np.ndarray) -> tuple[Recording, pl.Data
 
 
 def held(machine: Machine, seed: int) -> bool:
-    """Is the change of a step's time that a second run under LIMIT had, on other prompts, in the interval foretold from the first?"""
+    """Lies the change of a step's time that a second run had, under LIMIT and on other prompts, in what the first foretells?"""
     rng = np.random.default_rng(seed)
     tokens, paces = lengths(rng), machine.paces(rng)
     low, high = WhatIf(*recording(tokens, paces)).predict({"data.max_response_length": str(LIMIT)}).interval
@@ -82,6 +81,5 @@ def held(machine: Machine, seed: int) -> bool:
 if __name__ == "__main__":
     runs = int(sys.argv[1])
     for spread, memory in ((0.0, 1), (0.1, 1), (0.1, 4), (0.1, 16), (0.1, 64)):
-        print(
-            f"spread {spread}, memory {memory} steps: {sum(held(Machine(spread, memory), seed) for seed in range(runs))} of {runs}"
-        )
+        found = sum(held(Machine(spread, memory), seed) for seed in range(runs))
+        print(f"spread {spread}, memory {memory} steps: {found} of {runs}", flush=True)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.profiling.made_engines import EPOCH, Job, Made, make
+from tests.simulation.recorded.drifting import Machine, held
 from verl_mux.errors import UserError
 from verl_mux.profiling.plain.files import find_log_files
 from verl_mux.profiling.report.input.run_log import read_files
@@ -53,6 +54,11 @@ def test_a_machine_that_drifts_widens_what_is_foretold():
     assert interval_of(0.8, [0.79, 0.8, 0.81], drift_of(steady)) == pytest.approx((0.791 - 1, 0.809 - 1), abs=0.002)
     low, high = interval_of(0.8, [0.79, 0.8, 0.81], drift_of(drifting))
     assert low < 0.69 - 1 and high > 0.93 - 1
+
+
+@pytest.mark.parametrize("machine", [Machine(0.0, 1), Machine(0.1, 4)], ids=["steady", "drifting"])
+def test_intervals_hold_what_a_second_run_on_the_machine_had(machine):
+    assert sum(held(machine, seed) for seed in range(8)) >= 7
 
 
 def test_a_lower_limit_ends_the_rollout_that_much_sooner(plain):
