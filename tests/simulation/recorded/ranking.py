@@ -140,7 +140,7 @@ def virtual_job(recorded: Recording, machine: Machine, bed: Bed, restarts: bool 
     return VirtualJob("a", machine, Arrival(recorded), recorded, bed.batch, restarts=restarts)
 
 
-def _plain(recorded: Recording, bed: Bed) -> VirtualJob:
+def plain(recorded: Recording, bed: Bed) -> VirtualJob:
     return virtual_job(recorded, Oversampler(OversamplingPolicy(), recorded.samples), bed)
 
 
@@ -189,7 +189,7 @@ def candidates(longest: int, recurs: bool) -> Iterator[tuple[dict[str, str], Who
         most = max(1, round(part * longest))
         yield (
             {"data.max_response_length": str(most)},
-            lambda recorded, bed, most=most: _plain(cut(recorded, most), bed),
+            lambda recorded, bed, most=most: plain(cut(recorded, most), bed),
         )
 
 
@@ -241,17 +241,17 @@ def rank(rows: Sequence[LengthRow], bed: Bed = BED) -> list[Ranked]:
     """All candidates on these lengths."""
     recorded = recording(rows, seed=0)
     steps = int(TRAINED_PART * len(recorded.groups)) // bed.batch
-    plain = run(_plain(recorded, bed), bed, steps)
+    base = run(plain(recorded, bed), bed, steps)
     with TemporaryDirectory() as folder:
         directory = Path(folder)
-        write_log(plain, directory)
+        write_log(base, directory)
         analysis = Analysis(read_files(directory, find_log_files(directory)))
         (found,) = recordings(analysis)
         model = WhatIf(found, stays_of(analysis, found.job))
     out = []
     for keys, whole in candidates(found.longest, found.recurs):
         it = model.predict(keys)
-        true = run(whole(recorded, bed), bed, steps).step_s / plain.step_s - 1
+        true = run(whole(recorded, bed), bed, steps).step_s / base.step_s - 1
         out.append(Ranked(keys, it.change, it.interval, true))
     return out
 
