@@ -10,11 +10,11 @@ def test_who_asks_gets_all_its_nodes_or_waits_for_them():
     queue = LeaseQueue(NODES, STEPS, "interleaved")
     queue.ask("wide", "rollout", 1)
     queue.ask("narrow", "rollout", 1)
-    assert list(queue.granted()) == ["wide"] and queue.wanted("wide") == ["r1"]
+    assert list(queue.granted()) == ["wide"] and queue.gangs("wide") == [["r1"]]
     queue.give_back("wide", ["r0"])
     assert not list(queue.granted())
     queue.give_back("wide", ["r1"])
-    assert list(queue.granted()) == ["narrow"] and queue.wanted("narrow") == []
+    assert list(queue.granted()) == ["narrow"] and queue.gangs("narrow") == []
 
 
 def test_in_a_sequential_part_the_other_waits_until_the_first_is_through():

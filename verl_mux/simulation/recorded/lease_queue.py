@@ -57,6 +57,6 @@ class LeaseQueue:
         """A step is over."""
         self._state.jobs[job].reported = step
 
-    def wanted(self, job: str) -> list[str]:
-        """Of its nodes, those that another job waits for."""
-        return queueing.contended(self._state.jobs[job], self._state, self._config)
+    def gangs(self, job: str) -> list[list[str]]:
+        """Sets of nodes that it holds; if all of one came back, another job would begin."""
+        return queueing.gangs(self._state.jobs[job], self._state, self._config)

@@ -160,7 +160,7 @@ class _Run:
             if self._now >= rerun.next_at():
                 rerun.advance()
             if job.migrates and not rerun.over:
-                tail.consider(self._now, self._queue.wanted(job.name))
+                tail.consider(self._now, self._queue.gangs(job.name))
 
 
 class _Tail:
@@ -175,16 +175,16 @@ class _Tail:
         self.asleep_at = math.inf
         return sorted(self._freed)
 
-    def consider(self, now: float, wanted: list[str]) -> None:
-        """Gathers it where that pays at this moment."""
+    def consider(self, now: float, gangs: list[list[str]]) -> None:
+        """Gathers it where that pays at this moment. gangs: as LeaseQueue has them."""
         rerun, policy = self._job.rerun, self._job.settings.migration
-        if not wanted or self.asleep_at < math.inf or not policy.threshold * rerun.launched <= rerun.done < rerun.launched:
+        if not gangs or self.asleep_at < math.inf or not policy.threshold * rerun.launched <= rerun.done < rerun.launched:
             return
         names: dict[str, Key] = {}
         replicas = self._replicas(rerun, now, names)
         running = sum(len(replica.requests) for replica in replicas) / max(len(replicas), 1)
         speed = estimated_speed(rerun.token_s(running), replicas)
-        found = plan(replicas, rerun.done, rerun.launched, wanted, speed, policy)
+        found = plan(replicas, rerun.done, rerun.launched, gangs, speed, policy)
         if isinstance(found, Migration):
             numbers = self._job.share.replicas
             turns = {node: itertools.cycle(its) for node, its in numbers.items()}
