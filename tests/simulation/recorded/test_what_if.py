@@ -58,7 +58,8 @@ def test_a_machine_that_drifts_widens_what_is_foretold():
 
 @pytest.mark.parametrize("machine", [Machine(0.0, 1), Machine(0.1, 4)], ids=["steady", "drifting"])
 def test_intervals_hold_what_a_second_run_on_the_machine_had(machine):
-    assert sum(held(machine, seed) for seed in range(8)) >= 7
+    # Of eight that nine of ten should hold, five or fewer would be held once in 25 times.
+    assert sum(held(machine, seed) for seed in range(8)) >= 6
 
 
 def test_a_lower_limit_ends_the_rollout_that_much_sooner(plain):
