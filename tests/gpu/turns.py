@@ -61,7 +61,8 @@ def _job(name: str, model: dict[str, Any]) -> Job:
         "engine_kwargs": {"sglang": sglang},
     }  # fmt: skip
     config = verl(name, rollout)
-    config["mux"]["device"] = {"charges": msgspec.to_builtins(CPU_CHARGES)}
+    # A device with a budget has no graphs that could sleep: their charge stays.
+    config["mux"]["device"] = {"charges": msgspec.to_builtins(CPU_CHARGES), "budget": 1.0}
     return read_job(config, model)
 
 
