@@ -58,7 +58,7 @@ def test_a_machine_that_drifts_widens_what_is_foretold():
 
 @pytest.mark.parametrize("machine", [Machine(0.0, 1), Machine(0.1, 4)], ids=["steady", "drifting"])
 def test_intervals_hold_what_a_second_run_on_the_machine_had(machine):
-    # Of eight that nine of ten should hold, five or fewer would be held once in 25 times.
+    # What a second run has for being on other prompts is not in an interval; nor would nine of ten be held in every eight.
     assert sum(held(machine, seed) for seed in range(8)) >= 6
 
 
