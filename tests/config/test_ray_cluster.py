@@ -8,11 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from omegaconf import OmegaConf
 
-ray = pytest.importorskip("ray")
-
-from verl_mux.config import ray_cluster  # noqa: E402
+pytest.importorskip("ray")
 
 # Another job: its cluster, its name there, and, when it is told to, where TransferQueue's controller would be.
 OTHER = """
@@ -46,9 +43,8 @@ assert not ray.is_initialized()
 """
 
 
-def test_a_ray_instance_of_its_own_is_nobody_elses():
-    ray_cluster.claim(OmegaConf.create({"ray_kwargs": {"ray_init": {"address": "local"}}}), "mine")
-    assert not ray.is_initialized()
+def test_a_ray_instance_of_its_own_is_nobody_elses(python):
+    assert python("-c", CLAIM, "local", "mine").stdout == "taken\n"
 
 
 @pytest.mark.e2e

@@ -146,6 +146,8 @@ ENVIRONMENT = {
     # Ray starts workers before anybody asks for one, as many as it was told of CPUs, and counts what nobody here reads.
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_metrics_collection": "0",
+    # What else runs on the machine may fill its memory; a worker killed for that says nothing about the code.
+    "RAY_memory_monitor_refresh_ms": "0",
 }
 
 
