@@ -14,6 +14,7 @@ from verl_mux.config.rollout_checks import Surroundings, check_rollout
 from verl_mux.config.rollout_keys import RolloutConfig
 from verl_mux.coordinator.bus.messages import LearnerStateUpdate
 from verl_mux.errors import UserError
+from verl_mux.rollout.control.growth_plan import pull, seconds_won
 from verl_mux.rollout.control.launch_order import LaunchOrder
 from verl_mux.rollout.control.length_estimates import Expected
 from verl_mux.rollout.control.migration_plan import EngineSpeed, Replica, Request, plan
@@ -93,6 +94,17 @@ def migration(config: RolloutConfig) -> Any:
     return type(found).__name__, config.controlled
 
 
+def growth(config: RolloutConfig) -> Any:
+    """Whether a rollout takes a node that wins half of what it takes alone."""
+    busy, joining = (
+        Replica("r0", ("r0",), (Request("a", 1, 90.0), Request("b", 1, 90.0)), 9, 10**6),
+        Replica("r1", ("r1",), (), 9, 9),
+    )
+    speed = EngineSpeed(8000.0, 0.001, 0.01)
+    won = seconds_won([busy], joining, pull([busy], joining, (), speed), speed)
+    return config.growth.own, config.controlled, won >= config.growth.min_gain_s
+
+
 def rounds(config: RolloutConfig) -> Any:
     mean = np.array([9.0, 9.0, *[1.0] * 6])
     known = SimpleNamespace(expect=lambda prompts: Expected(mean, np.zeros(8), mean), knows=lambda prompt: True)
@@ -134,6 +146,8 @@ EFFECTS: dict[str, tuple[Any, Any, dict]] = {
     "migration.threshold": (migration, 0.5, {}),
     "migration.min_gain_s": (migration, 1e9, {"migration": {"threshold": 0.5}}),
     "migration.max_slowdown": (migration, 0.0, {"migration": {"threshold": 0.5, "min_gain_s": 0.0}}),
+    "growth.own": (growth, ["r0"], {}),
+    "growth.min_gain_s": (growth, 0.5, {}),
     "tail": (rounds, "defer", {}),
     "defer.window": (rounds, 4, {}),
     "defer.max_mean": (rounds, 9.0, {}),

@@ -101,6 +101,7 @@ def test_segment_limits_fall_back_on_the_response_length():
             {"migration": {"enable": True}, "oversample": {"rate": 0.5}},
             "mux.rollout.migration.enable=True is not possible: over-sampling and segments cut the tail off",
         ),
+        ({"growth": {"min_gain_s": -1}}, "growth.min_gain_s=-1.0 is not possible; allowed: 0 seconds or more"),
         ({"trigger": {"n_min": 0}}, "trigger.n_min=0 is not possible; allowed: 1 prompt group or more"),
         ({"trigger": {"entropy": {"high": 0.1}}}, "trigger.entropy.low=0.2 is not possible; allowed: below high=0.1"),
         ({"trigger": {"entropy": {"n_min_bounds": 3}}}, "must be two numbers, the lowest and the highest, given 3"),
@@ -155,6 +156,31 @@ def test_migration_needs_a_second_rollout_node():
     assert load({"migration": {"enable": True}}, dataclasses.replace(AROUND, rollout_nodes=["auto"])).controlled
     with pytest.raises(UserError, match="names one node; two or more are needed"):
         load({"migration": {"enable": True}}, dataclasses.replace(AROUND, rollout_nodes=["r0"]))
+
+
+@pytest.mark.parametrize("own", [[], ["r2"], ["r0", "r1"], ["r0", "r2"]])
+def test_a_rollout_that_grows_owns_some_of_its_nodes_and_not_all(own):
+    two = dataclasses.replace(AROUND, rollout_nodes=["r0", "r1"])
+    assert load({"growth": {"own": ["r1"]}}, two).controlled
+    with pytest.raises(UserError, match=r"growth.own=.* allowed: some of mux.nodes.rollout=\['r0', 'r1'\], and not all"):
+        load({"growth": {"own": own}}, two)
+    with pytest.raises(UserError, match="allowed: null with one rollout node, or where the coordinator chooses them"):
+        load({"growth": {"own": ["r0"]}}, dataclasses.replace(AROUND, rollout_nodes=["auto"]))
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "said"),
+    [
+        ("mux_colocate", {}, "allowed trainer modes: mux_separate"),
+        ("mux_separate", {"oversample": {"rate": 0.5}}, "growth.own=['r0'] is not possible with mux.rollout.oversample.rate=0.5"),
+        ("mux_separate", {"migration": {"enable": True}}, "is not possible with mux.rollout.migration.enable=True"),
+    ],
+)
+def test_growth_goes_with_its_own_mode_and_without_another_hand_on_the_tail(mode, given, said):
+    two = dataclasses.replace(around(trainer_mode=mode, engine_requests=None), rollout_nodes=["r0", "r1"])
+    with pytest.raises(UserError) as error:
+        load({"growth": {"own": ["r0"]}, **given}, two)
+    assert said in str(error.value)
 
 
 def test_the_limit_of_lag_is_the_keys_or_what_verls_threshold_leaves():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -52,7 +53,7 @@ def made(monkeypatch, tmp_path):
         trainer.settings = WorkerSettings(rollout_nodes=("r0",), train_nodes=("t0",))
         trainer.leaving = Leaving(mux, str(tmp_path / "note") if note else None)
         trainer.hosts = HostWatch({}, 0.0, print)
-        trainer.rollout = SimpleNamespace(start=lambda: None, save=lambda: None)
+        trainer.rollout = SimpleNamespace(running=contextlib.nullcontext, save=lambda: None)
         trainer.global_steps, trainer.total_training_steps = 1, STEPS
         trainer.sleep_trainer = lambda: happened.append("asleep")
         trainer._shutdown_dump_executor = lambda: happened.append("dumps are written")

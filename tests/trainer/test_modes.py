@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import time
@@ -51,6 +52,7 @@ def trainer():
     made.settings = WorkerSettings(rollout_nodes=tuple(NODES["rollout"]), train_nodes=tuple(NODES["train"]))
     made.global_steps, made.weights = 1, EngineWeights()
     made.leaving = Leaving(connect(None, "a", NODES), None)
+    made.rollout = SimpleNamespace(is_over=lambda: None)
     made.hosts = HostWatch({}, 0.0, print)
     return made
 
@@ -151,7 +153,7 @@ def test_a_rollout_that_lost_an_actor_ends_its_job_instead_of_going_on_for_ever(
             self._add_prompts_to_generate(1) if waits_by == "refilling" else self.tell_progress(0, 8)
 
     lost = DeadActor("no rollout can end any more: reward worker 0 died")
-    trainer.phases, trainer.rollout = Phases(Fencing(), NULL_LOG), SimpleNamespace(start=lambda: None)
+    trainer.phases, trainer.rollout = Phases(Fencing(), NULL_LOG), SimpleNamespace(running=contextlib.nullcontext)
     monkeypatch.setattr(PPOTrainer, "fit", rollout)
     monkeypatch.setattr(PPOTrainer, "_add_prompts_to_generate", lambda self, num_prompts: num_prompts)
     monkeypatch.setattr(modes, "actors_of_rollout", lambda trainer: {})

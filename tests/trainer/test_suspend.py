@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("verl")
 
 from tests.trainer.fencing import Fencing
-from verl_mux.errors import Failure
 from verl_mux.memory.moved import Moved
 from verl_mux.platform.charges import DeviceSettings
 from verl_mux.profiling.eventlog.log import NULL_LOG
@@ -20,6 +19,10 @@ from verl_mux.trainer.suspend import EngineWeights, Suspension
 from verl_mux.worker_settings import WorkerSettings
 
 MOVES = {"params": Moved(1, 1, 0.1)}
+
+
+def nothing(*given):
+    """Has nothing to do."""
 
 
 class Job:
@@ -33,14 +36,20 @@ class Job:
         )
         trainer.global_steps, trainer._rollout_began, trainer.weights = 5, 0.0, EngineWeights()
         trainer.phases = Phases(Fencing(), NULL_LOG)
-        trainer.rollout = SimpleNamespace(engines_are_back=lambda: None)
+        trainer.rollout = SimpleNamespace(
+            own_nodes=None,
+            lent_replicas=(),
+            **dict.fromkeys(("nodes_are_held", "engines_are_back", "leave_lent", "is_over"), nothing),
+        )
         trainer.rollout_server_manager = SimpleNamespace(
             get_replicas=lambda: [0, 1],
             move=lambda verb, tags, ranks, token, level: self.note(verb, tags, ranks, *([level] if verb == "sleep" else [])),
             pause=lambda ranks, level: self.note("pause", ranks, level),
             reopen=lambda token, ranks: self.note("reopen", ranks),
         )
-        trainer.rollout_sync = SimpleNamespace(update_weights=lambda version, token: dict(self.note("sync", version)))
+        trainer.rollout_sync = SimpleNamespace(
+            update_weights=lambda version, token, asleep: dict(self.note("sync", version, *asleep))
+        )
         trainer.train_groups = lambda: [self.group(name) for name in ("actor", "critic")]
 
     def group(self, name):
@@ -82,16 +91,19 @@ def test_weights_that_may_not_stay_on_the_host_come_by_a_sync():
     assert job.fenced() == ([("pause", None, 2)], [("reopen", None), WAKE[0], ("sync", 4), WAKE[1]])
 
 
-@pytest.mark.parametrize(("level", "comes_back"), [("auto", True), ("2", False)])
-def test_a_rollout_that_gave_nodes_back_comes_back_on_the_others(level, comes_back):
-    job = Job(sleep_level=level)
+def test_weights_come_by_a_sync_to_those_that_are_left_too():
+    job = Job(sleep_level="2")
+    job.trainer._begin_rollout(4)
+    job.trainer.vacate(Unit(replicas=(1,), nodes=("r1",), servers=("s1",)))
+    held = [(verb, tags, [0]) for verb, tags, _ in WAKE]
+    assert job.fenced() == ([("pause", [0], 2)], [("reopen", [0]), held[0], ("sync", 4, 1), held[1]])
+
+
+def test_a_rollout_that_gave_nodes_back_comes_back_on_the_others():
+    job = Job()
     job.trainer._begin_rollout(4)
     job.trainer.vacate(Unit(replicas=(1,), nodes=("r1",), servers=("s1",)))
     assert job.asked[-1] == ("sleep", None, (1,), 2)
-    if not comes_back:
-        with pytest.raises(Failure, match="given back already"):
-            job.fenced()
-        return
     held = [(verb, tags, [0]) for verb, tags, _ in WAKE]
     assert job.fenced() == ([("pause", [0], 1)], [("reopen", [0]), *held])
     # Some of the engines have no copy, so after a validation too the next rollout begins with a sync.

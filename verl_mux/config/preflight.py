@@ -25,9 +25,12 @@ from verl_mux.errors import UserError
 from verl_mux.places.here import this_host
 from verl_mux.places.place import is_host, resource_of
 from verl_mux.platform.choose import cpu_platform_wanted, joined_cluster
+from verl_mux.rollout.control.tail_migration import Unit
 from verl_mux.rollout.engine.record import engines
 from verl_mux.scheduling.estimate.estimator import Observed
 
+# An engine has given a node back when its requests have left it, each at the end of a step of the engine.
+_GRACE_S = 20.0
 # In `trainer.default_local_dir`: the name of the job whose checkpoints these are.
 _MARK = ".mux_job"
 
@@ -148,6 +151,15 @@ def connect_job(config: DictConfig, mux: MuxConfig, wait: bool = True) -> LocalM
         client.close()
         raise UserError(wrong)
     return client
+
+
+def connect_to_grow(config: DictConfig, mux: MuxConfig, unit: Unit) -> LocalMux:
+    """A client of a connected job that asks for these nodes as a filler does, whenever no job uses them."""
+    name, gpus = f"{mux.job}-grows-onto-{unit.nodes[0]}", config.actor_rollout_ref.rollout.n_gpus_per_node
+    return connect(
+        mux.coordinator, name, {"rollout": list(unit.nodes)}, gpus={"rollout": gpus}, timeout=mux.coordinator_timeout_s,
+        uid=f"{name}:{uuid4().hex}", keys=mux.keys, filler=True, grace=_GRACE_S,
+    )  # fmt: skip
 
 
 def _other_than_asked(nodes: Mapping[str, Sequence[str]], config: DictConfig, colocated: bool) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from verl_mux.config.rollout_keys import SPECULATIVE, DispatchConfig, RolloutConfig, SegmentsConfig
 from verl_mux.errors import UserError
+from verl_mux.rollout.control.growth_plan import GrowthPolicy
 from verl_mux.rollout.control.lag_limit import STRATEGIES
 from verl_mux.rollout.control.launch_order import ORDERS
 from verl_mux.rollout.control.migration_plan import MigrationPolicy
@@ -52,6 +53,7 @@ def check_rollout(config: RolloutConfig, around: Surroundings) -> None:
     _check_lag(config)
     _check_dispatch(config.dispatch)
     _check_migration(config.migration)
+    _check_growth(config.growth, around)
     _check_tail(config)
     _check_speculative(config, around)
     _check_trigger(config.trigger)
@@ -140,6 +142,18 @@ def _check_migration(it: MigrationPolicy) -> None:
     _require(it.max_slowdown >= 0, "migration.max_slowdown", it.max_slowdown, "0 or more")
 
 
+def _check_growth(it: GrowthPolicy, around: Surroundings) -> None:
+    _require(it.min_gain_s >= 0, "growth.min_gain_s", it.min_gain_s, "0 seconds or more")
+    if it.own is not None:
+        nodes = list(around.rollout_nodes)
+        allowed = (
+            f"some of mux.nodes.rollout={nodes}, and not all"
+            if len(nodes) > 1
+            else "null with one rollout node, or where the coordinator chooses them"
+        )
+        _require(0 < len(set(it.own)) < len(nodes) and set(it.own) <= set(nodes), "growth.own", it.own, allowed)
+
+
 def _check_tail(config: RolloutConfig) -> None:
     _require(config.tail in TAILS, "tail", config.tail, ", ".join(TAILS))
     _require(
@@ -207,6 +221,8 @@ def _check_combination(config: RolloutConfig, around: Surroundings) -> None:
         _check_trigger_goes_with(config.trigger, around)
     if config.migration.enable:
         _check_migration_goes_with(config, around)
+    if config.growth.own is not None:
+        _check_growth_goes_with(config, around)
     if config.dispatch.order != "fifo" and mode not in _MUX_MODES:
         raise UserError(_not_with("dispatch.order", config.dispatch.order, mode, _MUX_MODES, "its trainer hands prompts out"))
     if config.defers:
@@ -228,6 +244,20 @@ def _check_migration_goes_with(config: RolloutConfig, around: Surroundings) -> N
         raise UserError(_not_together("over-sampling and segments cut the tail off that migration would gather"))
     if list(around.rollout_nodes) != ["auto"] and len(around.rollout_nodes) == 1:
         raise UserError(_not_together(f"mux.nodes.rollout={list(around.rollout_nodes)} names one node; two or more are needed"))
+
+
+def _check_growth_goes_with(config: RolloutConfig, around: Surroundings) -> None:
+    given = list(config.growth.own or ())
+    if around.trainer_mode != "mux_separate":
+        why = "only a rollout pool of its own has nodes that come and go while the rollout runs"
+        raise UserError(_not_with("growth.own", given, around.trainer_mode, ("mux_separate",), why))
+    others = {**_cuts(config), "migration.enable": config.migration.enable or None}
+    for key, value in others.items():
+        if value is not None:
+            raise UserError(
+                f"{ROOT}.growth.own={given} is not possible with {ROOT}.{key}={value}: both say which engines a rollout's last "
+                "responses run on; allowed: one of the two"
+            )
 
 
 def _check_defer_goes_with(config: RolloutConfig, around: Surroundings) -> None:

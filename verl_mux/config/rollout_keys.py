@@ -7,6 +7,7 @@
       dispatch:   {order, predictor}
       speculative: none | ngram
       migration:  {enable, threshold, min_gain_s, max_slowdown}
+      growth:     {own, min_gain_s}
       tail:       none | defer
       defer:      {window, max_mean}
       trigger:    {enable, n_min, t_max_s, entropy: {enable, high, low, margin, n_min_bounds, t_max_s_bounds}}
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import msgspec
 
+from verl_mux.rollout.control.growth_plan import GrowthPolicy
 from verl_mux.rollout.control.lag_limit import LagLimit
 from verl_mux.rollout.control.migration_plan import MigrationPolicy
 from verl_mux.rollout.control.oversampling import OversamplingPolicy
@@ -54,6 +56,7 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     segments: SegmentsConfig = SegmentsConfig()
     dispatch: DispatchConfig = DispatchConfig()
     migration: MigrationPolicy = MigrationPolicy()
+    growth: GrowthPolicy = GrowthPolicy()
     tail: str = "none"
     defer: DeferPolicy = DeferPolicy()
     speculative: str = "none"
@@ -72,7 +75,7 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def controlled(self) -> bool:
         """Does the trainer launch samples one by one, rather than verl? An order too needs that: priorities go with launches."""
-        return self.cuts or self.migration.enable or self.dispatch.order != "fifo"
+        return self.cuts or self.migration.enable or self.growth.own is not None or self.dispatch.order != "fifo"
 
     @property
     def keeps_tokens(self) -> bool:

@@ -25,6 +25,7 @@ KEYS = (
     *(f"mux.rollout.dispatch.{key}" for key in ("order", "predictor")),
     *(f"mux.rollout.{key}" for key in ("max_lag", "max_lag_strategy", "tail", "defer.window", "defer.max_mean")),
     *(f"mux.rollout.migration.{key}" for key in ("enable", "threshold", "min_gain_s", "max_slowdown")),
+    *(f"mux.rollout.growth.{key}" for key in ("own", "min_gain_s")),
 )
 
 

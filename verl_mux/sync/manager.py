@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from typing import Any
 
 import ray
@@ -31,8 +31,11 @@ class MuxCheckpointManager(CheckpointEngineManager):
         return self._rollout
 
     @auto_await
-    async def update_weights(self, global_steps: int | None = None, token: int | None = None) -> dict[str, Any]:
-        """Fill every replica's weights with the trainer's, under the lease `token`.
+    async def update_weights(
+        self, global_steps: int | None = None, token: int | None = None, asleep: Collection[int] = ()
+    ) -> dict[str, Any]:
+        """Fill every replica's weights with the trainer's, under the lease `token`; but for those asleep (ranks), whose hosts get
+        them alone.
 
         Returns figures: bytes by class of link, seconds of each part where they were most, ranks.
 
@@ -42,7 +45,7 @@ class MuxCheckpointManager(CheckpointEngineManager):
         """
         rollout = self._workers()
         sending = self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
-        taking = rollout.update_weights(global_steps=global_steps, token=token)
+        taking = rollout.update_weights(global_steps=global_steps, token=token, asleep=sorted(asleep))
         outcomes = await settled([*sending, *taking])
         raise_failure(outcomes)
         return figures(outcomes, self.actor_wg.world_size)

@@ -33,9 +33,10 @@ from verl.utils.debug import marked_timer
 from verl.utils.device import get_device_name
 
 from verl_mux.config import completion
-from verl_mux.config.preflight import connect_job
+from verl_mux.config.preflight import connect_job, connect_to_grow
 from verl_mux.config.schema import check
 from verl_mux.config.told import told
+from verl_mux.coordinator.bus.local import Lease
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.errors import Failure
 from verl_mux.memory.moved import Moves, total
@@ -98,6 +99,7 @@ class PPOTrainerMux(PPOTrainer):
             raise
         mux.nodes.rollout, mux.nodes.train = nodes.rollout, nodes.train
         self.settings = completion.hand_to_workers(config, mux, nodes.places, self._cpu, checkpoint_to_resume(config))
+        self.connect_to_grow = functools.partial(connect_to_grow, config, mux)
         self.phases = Phases(client, open_worker_log(self.settings, "trainer", 0))
         self.leaving = Leaving(client, mux.move_note)
         self.hosts = self._watch_hosts({*nodes.rollout, *nodes.train})
@@ -212,8 +214,8 @@ class PPOTrainerMux(PPOTrainer):
         """verl's fit; leases go back on every way out, after an exception as soon as the processes are gone."""
         with self._leaving_on_failure():
             self.agent_loop_manager = agent_loop_manager
-            self.rollout.start()
-            with ActorWatch(actors_of_rollout(self), functools.partial(end_process, self.phases)) as self.watch:
+            watch = ActorWatch(actors_of_rollout(self), functools.partial(end_process, self.phases))
+            with self.rollout.running(), watch as self.watch:
                 say_goodbye = self._fit(agent_loop_manager)
         self.close(say_goodbye)
 
@@ -233,7 +235,7 @@ class PPOTrainerMux(PPOTrainer):
         self._step_began = time.perf_counter()
 
     def prepare_step(self) -> dict:
-        self._begin_rollout(version=self.global_steps - 1)
+        self._begin_rollout(version=self.global_steps - 1, grows=True)
         if self.rollout.control is None:
             return super().prepare_step()
         self.rollout.control.begin(self.global_steps, self.config.data.train_batch_size)
@@ -337,16 +339,18 @@ class PPOTrainerMux(PPOTrainer):
 
     # ---------------------------------------------------------------- phases
 
-    def _begin_rollout(self, version: int) -> None:
+    def _begin_rollout(self, version: int, grows: bool = False) -> None:
         """Rollout lease, weights of `version` on every rollout worker, KV cache mapped.
 
         Version k is the trainer's weights after step k.
         """
-        self.phases.begin("rollout", max(self.global_steps, 1))
-        self.weights.begin(version)
+        step = max(self.global_steps, 1)
+        self.phases.begin("rollout", step, nodes=self.rollout.own_nodes)
+        self.weights.begin(version, vacant=self.rollout.lent_replicas)
+        self.rollout.nodes_are_held(step, grows)
         with self.phases.using():
             self.fill_engines()
-        self.rollout.engines_are_back()
+        self.rollout.engines_are_back(grows)
         self.phases.mux.note(events.GENERATE_PHASE)
         self._rollout_began = time.perf_counter()
 
@@ -367,7 +371,7 @@ class PPOTrainerMux(PPOTrainer):
     def _sync(self) -> None:
         assert self.phases.lease is not None
         with self.phases.part(events.SYNC, self.global_steps, version=self.weights.version) as extra:
-            told = self.rollout_sync.update_weights(self.weights.version, token=self.phases.lease.token)
+            told = self.rollout_sync.update_weights(self.weights.version, self.phases.lease.token, self.weights.vacant)
             self._pending_sync_metrics = {key: value for key, value in told.items() if key.startswith("mux/")}
             of = {name.removeprefix("mux/sync/"): value for name, value in told.items()}.get
             extra["bytes"], extra["spared_bytes"], extra["ranks"] = of("bytes"), of("spared_bytes"), of("ranks")
@@ -380,23 +384,40 @@ class PPOTrainerMux(PPOTrainer):
         generated = time.perf_counter() - self._rollout_began
         self.phases.log.log(events.GENERATE_PHASE, generated, step=self.global_steps)
         self.phases.add_seconds("generate", generated)
+        self.rollout.is_over()
         level = 2 if self.weights.vacant else sleep_level(self.settings.device, same_weights_next)
         with self.phases.using():
             self._move_rollout("sleep", None, level=level)
             self.weights.slept(level)
             self.phases.end()  # before a fence could take the memory up again
 
-    def _move_rollout(self, verb: str, tags: list[str] | None, replicas: Sequence[int] | None = None, level: int = 2) -> None:
-        token = self.phases.lease.token if verb == "wake" and self.phases.lease is not None else None
+    def _move_rollout(
+        self, verb: str, tags: list[str] | None, replicas: Sequence[int] | None = None, level: int = 2, lease: Lease | None = None
+    ) -> None:
+        """`lease`: under which they wake; None: the phase's."""
+        lease = lease or self.phases.lease
+        token = lease.token if verb == "wake" and lease is not None else None
         moved = self.rollout_server_manager.move(verb, tags, replicas, token, level)
         self.phases.moved(verb, "rollout", self.global_steps, moved, log=False)
 
     def vacate(self, unit: Unit) -> None:
         """These nodes' engines are idle for the rest of the rollout: others may have the nodes."""
         with self.phases.using():
-            self._move_rollout("sleep", None, unit.replicas)
-            self.weights.vacant.update(unit.replicas)
+            self.part(unit)
             self.phases.shrink(list(unit.nodes))
+
+    def part(self, unit: Unit) -> None:
+        """Put engines to sleep before the others. Whoever calls has the device."""
+        self._move_rollout("sleep", None, unit.replicas)
+        self.weights.vacant.update(unit.replicas)
+
+    def join(self, unit: Unit, lease: Lease) -> None:
+        """Wake engines under a lease of their own while the others generate, with the same weights. Whoever calls has the
+        device."""
+        self._move_rollout("wake", ["weights"], unit.replicas, lease=lease)
+        self.rollout_server_manager.load_synced(unit.replicas, self.weights.version, lease.token)
+        self._move_rollout("wake", ["kv_cache"], unit.replicas, lease=lease)
+        self.weights.vacant.difference_update(unit.replicas)
 
     def sleep_trainer(self) -> None:
         self.trainer_is_awake = False

@@ -33,7 +33,7 @@ class Phases:
         self.lease: Lease | None = None
         self.seconds: dict[str, float] = {}
         self._began = 0.0
-        self._device = threading.RLock()
+        self._taken = threading.RLock()
         self._user: int | None = None  # the thread that has it
 
     def guard(self, pause: Callable[[Lease], Callable[[], None]]) -> None:
@@ -43,7 +43,7 @@ class Phases:
         """
 
         def fenced() -> None:
-            with self._device_taken():
+            with self.device():
                 lease, began = self.lease, time.perf_counter()
                 if lease is None:
                     return
@@ -68,12 +68,13 @@ class Phases:
         """
         if self._user != threading.get_ident():
             self.mux.wait_until_usable()
-        with self._device_taken():
+        with self.device():
             yield
 
     @contextlib.contextmanager
-    def _device_taken(self) -> Iterator[None]:
-        with self._device:
+    def device(self) -> Iterator[None]:
+        """As `using`, whether or not the lease may be used: for what takes memory away."""
+        with self._taken:
             before, self._user = self._user, threading.get_ident()
             try:
                 yield

@@ -6,8 +6,10 @@ and migration off, only the order in which prompts are handed out differs from v
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +22,8 @@ from transfer_queue import KVBatchMeta
 from verl.utils.fs import local_mkdir_safe
 
 from verl_mux.config.rollout_keys import RolloutConfig
+from verl_mux.coordinator.bus.local import Lease, LocalMux
+from verl_mux.rollout.control.growth import Growth
 from verl_mux.rollout.control.lag_limit import LagLimit
 from verl_mux.rollout.control.launch_order import LaunchOrder, prompts_of
 from verl_mux.rollout.control.oversampling import Oversampler
@@ -27,7 +31,7 @@ from verl_mux.rollout.control.rollout_control import RolloutControl
 from verl_mux.rollout.control.segment_batch import treat_batch
 from verl_mux.rollout.control.segment_steps import SegmentSteps
 from verl_mux.rollout.control.segments import SegmentLimits
-from verl_mux.rollout.control.tail_migration import TailMigration, Unit, units
+from verl_mux.rollout.control.tail_migration import Room, TailMigration, Unit, units
 from verl_mux.rollout.lengths.predictor import make_predictor
 from verl_mux.rollout.messages import Launch, Segment
 from verl_mux.trainer.phases import Phases
@@ -64,6 +68,15 @@ class Trainer(Protocol):
     def vacate(self, unit: Unit) -> None:
         """Give nodes back whose engines are idle for the rest of the rollout."""
 
+    def join(self, unit: Unit, lease: Lease) -> None:
+        """Wake engines beside those that generate, with the same weights."""
+
+    def part(self, unit: Unit) -> None:
+        """Put engines to sleep before the others."""
+
+    def connect_to_grow(self, unit: Unit) -> LocalMux:
+        """A client that asks for its nodes whenever no job uses them."""
+
 
 class RolloutSide:
     """One object a trainer. `control`: what launches, cuts off and lets go on; None where verl's own way does."""
@@ -73,6 +86,7 @@ class RolloutSide:
         self._order = LaunchOrder(config.launch_order, make_predictor(config.dispatch.predictor))
         self._saved: dict[str, Any] | None = None
         self.control: RolloutControl | None = None
+        self._growth: Growth | None = None
         self._tail = self._make_tail() if config.defers else None
 
     def _make_tail(self) -> TailDoor:
@@ -92,11 +106,22 @@ class RolloutSide:
         step, an_epoch = max(self._trainer.global_steps, 1), max(1, self._trainer.steps_per_epoch)
         return max(1, min(an_epoch - (step - 1) % an_epoch, self._trainer.total_training_steps - step + 1))
 
-    def start(self) -> None:
-        """Once the agent loop manager is there, before the first step."""
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """All steps; the agent loop manager is there by then."""
+        self._start()
+        try:
+            yield
+        except BaseException as error:
+            self._end_growth(f"its job ended with {type(error).__name__}")
+            raise
+        self._end_growth(None)
+
+    def _start(self) -> None:
         if not self._config.controlled:
             return
         trainer, limits = self._trainer, self._config.segment_limits(self._trainer.config.data.max_response_length)
+        self._growth = self._make_growth()
         self.control = RolloutControl(
             self._machine(limits),
             trainer.agent_loop_manager,
@@ -110,6 +135,7 @@ class RolloutSide:
             samples=trainer.config.actor_rollout_ref.rollout.n,
             on_done=self._observe_early,
             migration=self._migration(),
+            growth=self._growth,
         )
         trainer.replay_buffer.control = self.control
 
@@ -130,26 +156,87 @@ class RolloutSide:
         if not self._config.migration.enable:
             return None
         trainer = self._trainer
-        manager, data = trainer.rollout_server_manager, trainer.config.data
-        at_once = trainer.config.actor_rollout_ref.rollout.max_num_seqs
         return TailMigration(
             self._config.migration,
-            units([replica.nodes for replica in manager.get_replicas()], manager.server_addresses),
+            self._units(),
             workers=lambda: trainer.agent_loop_manager.agent_loop_workers,
-            balancer=manager.global_load_balancer,
-            handles=dict(zip(manager.server_addresses, manager.server_handles, strict=True)),
+            balancer=trainer.rollout_server_manager.global_load_balancer,
+            handles=self._handles(),
             gangs=lambda: trainer.phases.mux.gangs("rollout"),
             vacate=trainer.vacate,
             log=trainer.phases.log,
-            longest=data.max_response_length,
-            max_requests=at_once,
-            max_tokens=at_once * (data.max_prompt_length + data.max_response_length),
+            room=self._room(),
         )
 
-    def engines_are_back(self) -> None:
-        """All engines are awake and hold the step's weights; before anything is launched."""
+    def _make_growth(self) -> Growth | None:
+        if self._config.growth.own is None:
+            return None
+        trainer, own = self._trainer, set(self._config.growth.own)
+        others = [unit for unit in self._units() if own.isdisjoint(unit.nodes)]
+        return Growth(
+            self._config.growth,
+            [unit for unit in self._units() if unit not in others],
+            others,
+            [trainer.connect_to_grow(unit) for unit in others],
+            workers=lambda: trainer.agent_loop_manager.agent_loop_workers,
+            balancer=trainer.rollout_server_manager.global_load_balancer,
+            handles=self._handles(),
+            join=trainer.join,
+            part=trainer.part,
+            device=trainer.phases.device,
+            log=trainer.phases.log,
+            room=self._room(),
+        )
+
+    def _units(self) -> list[Unit]:
+        manager = self._trainer.rollout_server_manager
+        return units([replica.nodes for replica in manager.get_replicas()], manager.server_addresses)
+
+    def _handles(self) -> dict[str, Any]:
+        manager = self._trainer.rollout_server_manager
+        return dict(zip(manager.server_addresses, manager.server_handles, strict=True))
+
+    def _room(self) -> Room:
+        data, at_once = self._trainer.config.data, self._trainer.config.actor_rollout_ref.rollout.max_num_seqs
+        return Room(data.max_response_length, at_once, at_once * (data.max_prompt_length + data.max_response_length))
+
+    # ---------------------------------------------------------------- nodes
+
+    @property
+    def own_nodes(self) -> list[str] | None:
+        """Those that every rollout waits for; None: all."""
+        return self._config.growth.own
+
+    @property
+    def lent_replicas(self) -> list[int]:
+        """Those on other nodes."""
+        return self._growth.replicas if self._growth is not None else []
+
+    def nodes_are_held(self, step: int, grows: bool) -> None:
+        """A rollout begins on its own nodes; `grows`: it may use others."""
+        if self._growth is not None and grows:
+            self._growth.ask(step)
+
+    def engines_are_back(self, grows: bool) -> None:
+        """All engines of its nodes are awake and hold the step's weights; before anything is launched."""
+        if self._growth is not None and grows:
+            self._growth.open()
         if self.control is not None and self.control.migration is not None:
             self.control.migration.restore()
+
+    def leave_lent(self) -> None:
+        """No engine of other nodes is used until they are granted again. Whoever calls has the device."""
+        if self._growth is not None:
+            self._growth.leave()
+
+    def is_over(self) -> None:
+        """The last response is there: other nodes go back."""
+        if self._growth is not None:
+            self._growth.close()
+
+    def _end_growth(self, failed: str | None) -> None:
+        if self._growth is not None:
+            self._growth.end(failed)
 
     # ---------------------------------------------------------------- launching
 

@@ -9,11 +9,10 @@ What the phase had not brought onto the device yet stays where it is: it comes t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from verl_mux.coordinator.bus.local import Lease
-from verl_mux.errors import Failure
 from verl_mux.platform.charges import DeviceSettings
 from verl_mux.trainer.phases import Phases
 
@@ -21,7 +20,7 @@ from verl_mux.trainer.phases import Phases
 class EngineWeights:
     """Which weights the engines hold, and where. Pure.
 
-    begin(version) -> filled() -> vacated(some replicas)* -> slept(level) -> begin(...)
+    begin(version) -> filled() -> some replicas more or fewer* -> slept(level) -> begin(...)
                          '-------- slept(1), filled() in the middle of a rollout ----'
     """
 
@@ -31,9 +30,9 @@ class EngineWeights:
         self.vacant: set[int] = set()  # replicas that went to sleep before the others, without their weights
         self._on_host: int | None = None
 
-    def begin(self, version: int) -> None:
-        """A rollout with the weights of this version, on all replicas."""
-        self.version, self.vacant = version, set()
+    def begin(self, version: int, vacant: Iterable[int] = ()) -> None:
+        """A rollout with the weights of this version, on all replicas but those that have no nodes (yet)."""
+        self.version, self.vacant = version, set(vacant)
 
     @property
     def need_sync(self) -> bool:
@@ -65,6 +64,7 @@ class _Trainer(Protocol):
     global_steps: int
     weights: EngineWeights
     rollout_server_manager: Any
+    rollout: Any
     trainer_is_awake: bool
 
     def held_replicas(self) -> Sequence[int] | None: ...
@@ -93,6 +93,7 @@ class Suspension:
 
     def _suspend_engines(self) -> None:
         trainer = self._trainer
+        trainer.rollout.leave_lent()
         level = sleep_level(trainer.settings.device, same_weights_next=True)
         moved = trainer.rollout_server_manager.pause(trainer.held_replicas(), level)
         trainer.phases.moved("sleep", "rollout", trainer.global_steps, moved, log=False)
@@ -100,11 +101,6 @@ class Suspension:
 
     def _resume_engines(self, lease: Lease) -> None:
         trainer = self._trainer
-        if trainer.weights.need_sync and trainer.weights.vacant:
-            raise Failure(
-                "some of its rollout nodes were given back already, and the engines there have no memory for the weights that"
-                " mux.device.sleep_level=2 dropped"
-            )
         trainer.rollout_server_manager.reopen(lease.token, trainer.held_replicas())
         trainer.fill_engines()
 

@@ -43,20 +43,27 @@ def test_responses_are_paired_by_prompt_whatever_their_order(tmp_path):
 
 RUN = """
 coordinator: {pools: {rollout: {nodes: [{name: r0}]}, train: {nodes: [{name: t0}]}}}
-overrides: [mux.rollout.migration.enable=true]
+overrides: [SHARED]
 jobs:
   wide: {nodes: {rollout: [r0], train: [t0]}}
 """
 
 
-def test_migration_that_all_jobs_share_is_switched_off_in_the_other_run(tmp_path, monkeypatch):
-    (tmp_path / "run.yaml").write_text(RUN)
+@pytest.mark.parametrize(
+    ("on", "off"),
+    [
+        ("mux.rollout.migration.enable=true", "mux.rollout.migration.enable=false"),
+        ('"mux.rollout.growth.own=[r0]"', "mux.rollout.growth.own=null"),
+    ],
+)
+def test_what_all_jobs_share_is_switched_off_in_the_other_run(tmp_path, monkeypatch, on, off):
+    (tmp_path / "run.yaml").write_text(RUN.replace("SHARED", on))
     runs = []
     monkeypatch.setattr("verl_mux.launcher.command.run_jobs", runs.append)
     monkeypatch.setattr("verl_mux.bench.rollouts.migration.compare", lambda *_: {})
     measure(tmp_path / "run.yaml", tmp_path / "out")
     last = [[*run.overrides, *run.jobs["wide"].overrides][-1] for run in runs]
-    assert last == ["mux.rollout.migration.enable=false", "mux.rollout.migration.enable=true"]
+    assert last == [off, on.strip('"')]
 
 
 def test_a_run_file_without_migration_is_refused(tmp_path):

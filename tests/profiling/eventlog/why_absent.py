@@ -14,6 +14,7 @@ LACKING: dict[str, tuple[str, ...]] = {
     "no prompt group is given up": (events.REQUEST_PADDED,),
     "no rollout control": (events.GENERATE_MONITORED,),
     "nothing is migrated": (events.REQUEST_MIGRATED, events.MIGRATION),
+    "all nodes of its rollouts are its own": (events.GROWTH,),
     "no texts are asked for": (events.REQUEST_TEXT,),
     "not one of verl's own streaming modes": (events.SAMPLE_WAIT,),
     "no reference policy": (events.REF,),

@@ -10,7 +10,7 @@ from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.rollout.control import tail_migration as module
 from verl_mux.rollout.control.migration_plan import Migration, MigrationPolicy, Stay
-from verl_mux.rollout.control.tail_migration import TailMigration, Unit, units
+from verl_mux.rollout.control.tail_migration import Room, TailMigration, Unit, units
 from verl_mux.rollout.messages import RunningSample
 
 
@@ -32,10 +32,13 @@ def test_replicas_that_cannot_leave_a_node_together_are_refused(runs_on):
         units([nodes.split() for nodes in runs_on], ["a", "b", "c"])
 
 
+ROOM = Room(longest=100, max_requests=4, max_tokens=1000)
+
+
 def migration(gangs: list[list[str]]) -> TailMigration:
     return TailMigration(
         MigrationPolicy(), units([["r0"], ["r1"]], ["a", "b"]), workers=list, balancer=None, handles={},
-        gangs=lambda: gangs, vacate=lambda unit: None, log=None, longest=100, max_requests=4, max_tokens=1000,
+        gangs=lambda: gangs, vacate=lambda unit: None, log=None, room=ROOM,
     )  # fmt: skip
 
 
@@ -50,7 +53,7 @@ def test_what_runs_is_expected_to_last_as_long_again_within_the_limit():
         RunningSample("g", 1, "b", 20, 0, 0.9),
         RunningSample("g", 2, None, 10, 0, 0.0),
     ]
-    first, second = migration([])._replicas(samples, token_s=0.01)
+    first, second = ROOM.replicas(units([["r0"], ["r1"]], ["a", "b"]), samples, token_s=0.01)
     assert [(r.id, r.context, r.remaining) for r in first.requests] == [("g_0", 60, 40.0)]
     assert [(r.id, r.context, r.remaining) for r in second.requests] == [("g_1", 110, 10.0)]
 
@@ -71,7 +74,7 @@ def test_the_plans_targets_are_carried_out(monkeypatch):
     it = TailMigration(
         MigrationPolicy(threshold=0.5, min_gain_s=0.0, max_slowdown=9.0), units([["r0"], ["r1"], ["r2"]], ["a", "b", "c"]),
         workers=lambda: [worker], balancer=balancer, handles={name: name.upper() for name in "abc"}, gangs=lambda: [["r0"]],
-        vacate=freed.append, log=NULL_LOG, longest=1000, max_requests=8, max_tokens=10**6,
+        vacate=freed.append, log=NULL_LOG, room=Room(1000, 8, 10**6),
     )  # fmt: skip
     it.begin(1)
     found = it.consider(90, 100)

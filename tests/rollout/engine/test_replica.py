@@ -145,18 +145,44 @@ class TestInitGate:
         assert [str(error) for error in asyncio.run(launch())] == ["refused", "refused"]
 
 
-def test_a_sync_goes_to_the_engine_by_batches_under_the_newest_lease():
-    calls = []
+def worker_of(replica, calls):
+    """A rollout worker whose checkpoint engine receives three batches, and whose engine notes what it loads."""
 
     async def load(adapter, batches, version):
-        calls.append((adapter, batches, version))
+        calls.append(([batch async for batch in batches], version))
+
+    async def receive(version, nbytes):
+        for at in range(3):
+            yield (version, nbytes, at)
 
     worker = object.__new__(replica_module.MuxCheckpointEngineWorker)
-    engine = SimpleNamespace(receive_batches=lambda version, nbytes: f"{nbytes} of {version}", figures={"mux/sync/seconds": 1.0})
-    worker._fence, worker._batch_bytes, worker._load = Fence(), 256, load
-    worker.checkpoint_engine, worker.server_adapter = engine, "adapter"
-    assert asyncio.run(worker.update_weights(3, token=2)) == engine.figures
-    assert calls == [("adapter", "256 of 3", 3)]
+    worker._fence, worker._batch_bytes, worker._load, worker._replica = Fence(), 256, load, replica
+    worker.checkpoint_engine = SimpleNamespace(receive_batches=receive, figures={"mux/sync/seconds": 1.0})
+    worker.server_adapter = "adapter"
+    return worker
+
+
+def synced(version):
+    return ([(version, 256, at) for at in range(3)], version)
+
+
+def test_a_sync_goes_to_the_engine_by_batches_under_the_newest_lease():
+    calls = []
+    worker = worker_of(0, calls)
+    assert asyncio.run(worker.update_weights(3, token=2)) == worker.checkpoint_engine.figures
+    assert calls == [synced(3)]
     with pytest.raises(Fenced):
         asyncio.run(worker.update_weights(4, token=1))
     assert len(calls) == 1
+
+
+def test_an_engine_that_sleeps_gets_the_weights_later_from_its_host_under_a_lease_of_its_own():
+    calls = []
+    worker = worker_of(1, calls)
+    asyncio.run(worker.update_weights(3, token=2, asleep=[1]))
+    assert calls == []
+    for _ in range(2):  # it may sleep and come back within a rollout
+        asyncio.run(worker.load_synced(3, token=5))
+    assert calls == [synced(3)] * 2
+    with pytest.raises(Fenced):
+        asyncio.run(worker.load_synced(3, token=4))

@@ -85,11 +85,17 @@ def _require_plotting(path: Path) -> None:
 
 
 def bench_migration(
-    file: Annotated[Path, typer.Option(help="A run file in which a job migrates its tail.")] = Path("examples/migration.yaml"),
+    file: Annotated[Path, typer.Option(help="A run file in which a job migrates its tail, or grows.")] = Path(
+        "examples/migration.yaml"
+    ),
     directory: Annotated[Path, typer.Option("--dir", help="Where the two runs go.")] = Path("runs/bench_migration"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Two jobs with long-tail migration and without: makespan, and whether the responses are equal. About twelve minutes."""
+    """Two jobs with long-tail migration, or with growth (--file examples/growth.yaml), and without: makespan, and whether the
+    responses are equal.
+
+    About twelve minutes.
+    """
     from verl_mux.bench.rollouts.migration import measure
 
     result = measure(file, directory)
@@ -98,8 +104,8 @@ def bench_migration(
         return
     spans = result["makespan_s"]
     print(
-        f"makespan {spans['with']} s with migration, {spans['without']} s without: {result['ratio']}x; nodes went back early "
-        f"{result['freed']} times, {result['migrated_requests']} requests moved; "
+        f"makespan {spans['with']} s with it, {spans['without']} s without: {result['ratio']}x; nodes went back early "
+        f"{result['freed']} times and were lent {result['grown']} times, {result['migrated_requests']} requests moved; "
         f"{result['equal_responses']} of {result['responses']} responses are equal"
     )
 

@@ -1,4 +1,6 @@
-"""What `verl-mux bench migration` runs, and its figures: a run file twice, with long-tail migration and without."""
+"""What `verl-mux bench migration` runs, and its figures: a run file twice, with rollouts that leave nodes early or grow, and
+without.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,15 @@ from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.lines import read_directory
 
-_OFF = "mux.rollout.migration.enable=false"
+# What lets a rollout have other nodes in its course, and what switches it off.
+_OFF = {
+    "mux.rollout.migration.enable=true": "mux.rollout.migration.enable=false",
+    "mux.rollout.growth.own=": "mux.rollout.growth.own=null",
+}
 
 
 def measure(file: Path, directory: Path) -> dict[str, Any]:
-    """{"makespan_s": {"with", "without"}, "ratio", "freed", "migrated_requests", "responses", "equal_responses"}.
+    """{"makespan_s": {"with", "without"}, "ratio", "freed", "grown", "migrated_requests", "responses", "equal_responses"}.
 
     makespan_s: from when every job has finished a step (start-up is over) to the last report of one. equal_responses: of those
     that both runs wrote, step by step and prompt by prompt; under greedy decoding all should be.
@@ -26,8 +32,8 @@ def measure(file: Path, directory: Path) -> dict[str, Any]:
     from verl_mux.launcher.command import run_jobs
 
     run = run_file.read(file, directory / "with")
-    if not any("migration.enable=true" in key for job in run.jobs.values() for key in (*run.overrides, *job.overrides)):
-        raise UserError(f"{file}: no job has mux.rollout.migration.enable=true, so there is nothing to compare")
+    if not any(_off([*run.overrides, *job.overrides]) for job in run.jobs.values()):
+        raise UserError(f"{file}: no job has {' or '.join(_OFF)}, so there is nothing to compare")
     without = run_file.read(file, directory / "without")
     off = {name: _off([*run.overrides, *job.overrides]) for name, job in without.jobs.items()}
     jobs = {name: msgspec.structs.replace(job, overrides=[*job.overrides, *off[name]]) for name, job in without.jobs.items()}
@@ -37,7 +43,7 @@ def measure(file: Path, directory: Path) -> dict[str, Any]:
 
 
 def _off(overrides: list[str]) -> list[str]:
-    return [_OFF] if any("migration.enable=true" in key for key in overrides) else []
+    return [off for on, off in _OFF.items() if any(on in key for key in overrides)]
 
 
 def compare(with_: Path, without: Path, jobs: list[str]) -> dict[str, Any]:
@@ -49,6 +55,7 @@ def compare(with_: Path, without: Path, jobs: list[str]) -> dict[str, Any]:
         "makespan_s": {name: round(seconds, 2) for name, seconds in spans.items()},
         "ratio": round(spans["with"] / spans["without"], 3),
         "freed": told[events.MIGRATION],
+        "grown": told[events.GROWTH],
         "migrated_requests": told[events.REQUEST_MIGRATED],
         "responses": len(pairs),
         "equal_responses": sum(first == second for first, second in pairs),

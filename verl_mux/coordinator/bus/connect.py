@@ -54,6 +54,7 @@ def connect(
     owner: str = "",
     profiled: Observed | None = None,
     filler: bool = False,
+    grace: float = 0.0,
     movable: bool = False,
     colocated: bool = False,
     wait: bool = True,
@@ -76,6 +77,7 @@ def connect(
         profiled: seconds of a few steps of such a job, measured before; it is placed by them rather than by bounds.
         filler: work of a priority below the jobs, see docs/fillers.md. It may name one side only, asks for any so many of its
             nodes, and gives a lease back as soon as its `wanted` is set.
+        grace: seconds that a filler may need for that, if they are more than the coordinator's `filler_grace`.
         movable: whoever started the job starts it again, from its newest checkpoint, when it has left because it was asked to
             (`Mux.move`).
         colocated: both phases of such a job run on the same nodes, for training.
@@ -90,7 +92,7 @@ def connect(
     with_keys = for_address(address, keys, JOB)
     registration: dict[str, Any] = {"gpus": gpus or {}, "seed": seed, "steps": steps, "needs": needs, "slo": slo}
     registration |= {"host_memory": host_memory or {}, "owner": owner, "profiled": profiled or Observed()}
-    registration |= {"movable": movable, "colocated": colocated, "only_looks": not wait}
+    registration |= {"grace": grace, "movable": movable, "colocated": colocated, "only_looks": not wait}
     return Mux(
         address, job, nodes, uid=uid or _uid_for(job), timeout=timeout, wait=wait, keys=with_keys, filler=filler, **registration
     )

@@ -59,10 +59,11 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     `owner`; if it is `colocated`, on the same nodes for both phases. Of a client that registers again: `placed` is where the job
     was placed, `first` that it was the job's first.
 
-    `filler`: its requests come behind those of all jobs, and what it holds is called back when a job wants it. `movable`: whoever
-    started the job starts it again, from its newest checkpoint, when it leaves because it was asked to. `only_looks`: it asks
-    whether it would be taken, and goes away again. `seen`: the highest token that the client was ever given; `number`: of this
-    registration of the client, so that an answer to one from before a restart is not taken for one to this. `space`: the driver's
+    `filler`: its requests come behind those of all jobs, and what it holds is called back when a job wants it. `grace`: seconds
+    that it may need to give it back, if more than `filler_grace`; `lease_timeout` at most. `movable`: whoever started the job
+    starts it again, from its newest checkpoint, when it leaves because it was asked to. `only_looks`: it asks whether it would be
+    taken, and goes away again. `seen`: the highest token that the client was ever given; `number`: of this registration of the
+    client, so that an answer to one from before a restart is not taken for one to this. `space`: the driver's
     PID namespace.
     """
 
@@ -91,6 +92,7 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     placed: limits.Sides = {}
     profiled: Observed = Observed()
     filler: bool = False
+    grace: limits.Seconds = 0.0
     movable: bool = False
     colocated: bool = False
     only_looks: bool = False

@@ -98,8 +98,8 @@ class Job(msgspec.Struct, kw_only=True):
     `closed`, `spent`: see tokens/closing.py.
     `longest`: seconds by phase; `overdue`: tokens whose phases take far longer. `last`: seconds of the last one, by phase.
     `condemned`: by whom its nodes were taken away, which ends its driver too. `filler`: work of a priority below the jobs, see
-    fillers/; it has no steps and nobody waits for it. `movable`: it is started again when it leaves because it was asked to.
-    `resident_since`: when it was let in, to nodes that it names."""
+    fillers/; it has no steps and nobody waits for it. `grace`: seconds that it may need to leave, as it says. `movable`: it is
+    started again when it leaves because it was asked to. `resident_since`: when it was let in, to nodes that it names."""
 
     name: str
     uid: str
@@ -137,6 +137,7 @@ class Job(msgspec.Struct, kw_only=True):
     overdue: list[int] = []
     condemned: str = ""
     filler: bool = False
+    grace: float = 0.0
     movable: bool = False
     resident_since: float = 0.0
     watched: Watched | None = None  # only of a job that leaves its nodes to the coordinator

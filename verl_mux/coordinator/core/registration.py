@@ -113,7 +113,8 @@ def _new_job(state: State, config: Config, now: float, what: m.Register) -> Job:
     _take_for_driver(job, what)
     if not what.wants_placement:
         _give_nodes(state, config, now, job, what)
-    job.seed, job.steps, job.filler, job.movable = what.seed, what.steps, what.filler, what.movable
+    job.seed, job.steps, job.movable = what.seed, what.steps, what.movable
+    job.filler, job.grace = what.filler, what.grace
     state.jobs[what.job] = job
     return job
 

@@ -30,6 +30,7 @@ REQUEST_REQUEUED = "request_requeued"
 REQUEST_PARKED = "request_parked"
 REQUEST_TEXT = "request_text"
 MIGRATION = "tail_migration"
+GROWTH = "rollout_growth"
 
 # One rollout worker's step.
 PREPROCESSING = "preprocessing_duration"
@@ -250,6 +251,11 @@ TABLE: list[Event] = [
         Event(SAMPLE_WAIT, "the trainer waits for samples"),
         Event(SAMPLE_READY, "from the last sample to asking for the training lease"),
         Event(MIGRATION, "the rollout's tail was gathered, nodes went back before its end", "nodes, requests, tokens, gain_sec"),
+        Event(
+            GROWTH,
+            "a rollout used nodes that are not its own, while no other job wanted them; requests that had to leave with it",
+            "nodes, token, requests, leaving_sec",
+        ),
         Event(OLD_LOG_PROB, "log-probabilities under the policy that sampled"),
         Event(REF, "log-probabilities under the reference policy"),
         Event(VALUES, "values from the critic"),

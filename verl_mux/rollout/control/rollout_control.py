@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import ray
 
 from verl_mux.profiling.eventlog import events
+from verl_mux.rollout.control.growth import Growth
 from verl_mux.rollout.control.step_metrics import StepMetrics
 from verl_mux.rollout.control.tail_migration import TailMigration
 from verl_mux.rollout.messages import Abort, Draw, Drop, Finish, Instruction, Launch, Report
@@ -35,7 +36,7 @@ class RolloutControl:
     """draw(count) -> a batch of new prompt groups in launching order. submit(batch, launches): register it with verl and let
     these samples of it generate.
 
-    migration: what gives nodes back before the last response; None where that is off.
+    migration: what gives nodes back before the last response, growth: what uses others' meanwhile; None where that is off.
     restart: groups left over begin again from their prompts. longest: most tokens of a response, None as verl limits it.
     on_progress(done, total): samples of this step. clear(uids): forget dropped groups. samples: of a prompt group.
     on_done(group, tokens): a sample has ended by itself.
@@ -45,10 +46,11 @@ class RolloutControl:
         self, machine: Machine, manager: Any, *, draw: Callable[[int], Any], submit: Callable[[Any, list[Launch]], Any],
         clear: Callable[[set[str]], None], on_progress: Callable[[int, int], None], log: Any, restart: bool, longest: int | None,
         samples: int, on_done: Callable[[str, int], None], migration: TailMigration | None = None,
+        growth: Growth | None = None,
     ) -> None:  # fmt: skip
         self.machine, self._manager, self._log = machine, manager, log
         self._draw, self._submit, self._clear, self._on_progress = draw, submit, clear, on_progress
-        self._restart, self._longest, self.migration = restart, longest, migration
+        self._restart, self._longest, self.migration, self.growth = restart, longest, migration, growth
         self._samples, self._on_done = samples, on_done
         self._step = self._done = self._wanted = 0
         self._launched: set[tuple[str, int]] = set()  # samples of this step: one that failed and starts again is one
@@ -76,6 +78,8 @@ class RolloutControl:
                     self._on_done(report.group, report.total)
                 self._carry_out(self.machine.report(report))
             self._on_progress(self._done, max(len(self._launched), 1))
+            if self.growth is not None:
+                self.growth.check()
             if self.migration is not None and self._finished is None:
                 self.migration.consider(self._done, len(self._launched))
         groups = list(self._finished)
@@ -87,7 +91,8 @@ class RolloutControl:
 
     def figures(self) -> dict[str, float]:
         """The step's figures for the logger."""
-        return self.machine.metrics.as_dict() | (self.migration.metrics if self.migration is not None else {})
+        parts = [part for part in (self.migration, self.growth) if part is not None]
+        return self.machine.metrics.as_dict() | {name: value for part in parts for name, value in part.metrics.items()}
 
     def restore(self, rows: Any, calls: dict[str, dict[int, list]]) -> None:
         """Prompt groups of a checkpoint, with the engine calls they had made. They wait for the machine to launch them."""

@@ -59,24 +59,60 @@ def units(runs_on: Sequence[Sequence[str]], servers: Sequence[str]) -> list[Unit
     return [Unit(nodes, tuple(ranks), tuple(servers[rank] for rank in ranks)) for nodes, ranks in groups.items()]
 
 
+class Room(NamedTuple):
+    """longest: most tokens of a response. max_requests, max_tokens: what one replica holds at once."""
+
+    longest: int
+    max_requests: int
+    max_tokens: int
+
+    def replicas(self, units: Sequence[Unit], samples: Sequence[RunningSample], token_s: float) -> list[Replica]:
+        """Each unit, with the samples that run there, as one replica of a plan. token_s: seconds a token takes."""
+        out = []
+        for unit in units:
+            requests = tuple(self._request(it, token_s) for it in samples if it.server in unit.servers)
+            count = len(unit.replicas)
+            out.append(Replica(unit.nodes[0], unit.nodes, requests, count * self.max_requests, count * self.max_tokens))
+        return out
+
+    def _request(self, it: RunningSample, token_s: float) -> Request:
+        so_far = it.tokens + it.seconds / token_s
+        remaining = expected_remaining(so_far, self.longest)
+        return Request(sample_name(it), round(it.context + it.seconds / token_s), remaining)
+
+
+def sample_name(it: RunningSample) -> str:
+    """As a plan's requests are called."""
+    return f"{it.group}_{it.sample}"
+
+
+def empty_servers(workers: Sequence[Any], servers: Sequence[str], targets: dict[tuple[str, int], tuple[str, Any]]) -> int:
+    """Returns when nothing runs on these servers any more, which get no new requests: what did goes on, by (group, sample), on
+    the server planned, else where there is least to do. How many those were."""
+    names = list(servers)
+    found = left = sum(ray.get([worker.evacuate.remote(names, targets) for worker in workers]))
+    while left:
+        time.sleep(_AGAIN_S)
+        left = sum(ray.get([worker.evacuate.remote(names, targets) for worker in workers]))
+    return found
+
+
 class TailMigration:
     """begin -> consider* of each step; `restore` when all engines are awake again.
 
     workers: the agent loop workers. balancer: handle of verl's load balancer; handles: its servers by name.
     gangs: sets of nodes; if all of one came back another job would begin.
     vacate: puts a unit's engines to sleep and gives its nodes back.
-    longest: most tokens of a response. max_requests, max_tokens: what one replica holds at once.
     """
 
     def __init__(
         self, policy: MigrationPolicy, units: Sequence[Unit], *, workers: Callable[[], list], balancer: Any,
         handles: dict[str, Any], gangs: Callable[[], list[list[str]]], vacate: Callable[[Unit], None], log: Any,
-        longest: int, max_requests: int, max_tokens: int,
+        room: Room,
     ) -> None:  # fmt: skip
         self._policy, self._units = policy, list(units)
         self._workers, self._balancer, self._handles = workers, balancer, handles
-        self._gangs, self._vacate, self._log = gangs, vacate, log
-        self._longest, self._max_requests, self._max_tokens = longest, max_requests, max_tokens
+        self._gangs, self._vacate, self._log, self._room = gangs, vacate, log, room
         self._freed: list[Unit] = []
         self._step = 0
         self.metrics: dict[str, float] = {}
@@ -103,32 +139,16 @@ class TailMigration:
         if not speeds:
             return Stay("no response has ended yet")
         token_s = speeds[len(speeds) // 2]
-        replicas = self._replicas(samples, token_s)
+        replicas = self._room.replicas([unit for unit in self._units if unit not in self._freed], samples, token_s)
         found = plan(replicas, done, total, gangs, estimated_speed(token_s, replicas), self._policy)
         if isinstance(found, Migration):
             self._carry_out(found, samples)
         return found
 
-    def _replicas(self, samples: Sequence[RunningSample], token_s: float) -> list[Replica]:
-        """Each unit that is left as one replica of the plan."""
-        out = []
-        for unit in self._units:
-            if unit in self._freed:
-                continue
-            requests = tuple(self._request(it, token_s) for it in samples if it.server in unit.servers)
-            count = len(unit.replicas)
-            out.append(Replica(unit.nodes[0], unit.nodes, requests, count * self._max_requests, count * self._max_tokens))
-        return out
-
-    def _request(self, it: RunningSample, token_s: float) -> Request:
-        so_far = it.tokens + it.seconds / token_s
-        remaining = expected_remaining(so_far, self._longest)
-        return Request(_id(it), round(it.context + it.seconds / token_s), remaining)
-
     def _targets(self, found: Migration, samples: Sequence[RunningSample]) -> dict[tuple[str, int], tuple[str, Any]]:
         """Name and handle of the server that each moved sample goes on with; a unit's servers take turns."""
         servers = {unit.nodes[0]: itertools.cycle(unit.servers) for unit in self._units}
-        by_id = {_id(it): (it.group, it.sample) for it in samples}
+        by_id = {sample_name(it): (it.group, it.sample) for it in samples}
         names = {by_id[move.request]: next(servers[move.target]) for move in found.moves}
         return {sample: (name, self._handles[name]) for sample, name in names.items()}
 
@@ -138,8 +158,7 @@ class TailMigration:
         names = [name for unit in leaving for name in unit.servers]
         ray.get(self._balancer.remove_servers.remote(names))
         targets = self._targets(found, samples)
-        while sum(ray.get([worker.evacuate.remote(names, targets) for worker in self._workers()])):
-            time.sleep(_AGAIN_S)
+        empty_servers(self._workers(), names, targets)
         self._freed += leaving
         for unit in leaving:
             self._vacate(unit)
@@ -153,7 +172,3 @@ class TailMigration:
         self._log.log(events.MIGRATION, time.perf_counter() - began, extra=extra, step=self._step)
         self.metrics["migrated_requests"] += len(found.moves)
         self.metrics["freed_nodes"] += len(nodes)
-
-
-def _id(it: RunningSample) -> str:
-    return f"{it.group}_{it.sample}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pkgutil
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from verl_mux.platform import device_ledger
 from verl_mux.platform.host_memory import process_bytes
 from verl_mux.rollout.engine import launch_gate
 from verl_mux.rollout.engine.record import EngineRecord, engines
+from verl_mux.sync.engine import Batch
 from verl_mux.worker_settings import WorkerSettings, node_of, pin
 
 # verl's, in a pool of a replica's own: the rollout worker, and room for another.
@@ -51,19 +53,48 @@ class MuxCheckpointEngineWorker(CheckpointEngineWorker):
         places = per_node * max(int(rollout_config.nnodes), 1)
         settings.device.announce(settings.job, node_of(settings.rollout_nodes, place % places, places), place % per_node)
         device_ledger.charge(settings.device.charges.worker())
+        self._replica = int(kwargs.get("replica_rank", 0))
+        self._synced: list[Batch] = []
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def update_weights(self, global_steps: int | None = None, token: int | None = None) -> dict[str, float]:
+    async def update_weights(
+        self, global_steps: int | None = None, token: int | None = None, asleep: Sequence[int] = ()
+    ) -> dict[str, float]:
         """In the place of verl's, which hands tensors over on the device; into an engine's memory, so only under the newest lease
         (`token`). Returns the checkpoint engine's figures.
 
+        asleep: replicas whose engines have no memory now. Their workers receive all the same: what lies in the memory of their
+        hosts is there for `load_synced`.
+
         Raises Fenced, SyncError.
         """
+        batches = self._noting(self.checkpoint_engine.receive_batches(global_steps, self._batch_bytes))
+        if self._replica in asleep:
+            async for _ in batches:
+                pass
+            return self.checkpoint_engine.figures
         if token is not None:
             self._fence.enter(token)
-        batches = self.checkpoint_engine.receive_batches(global_steps, self._batch_bytes)
         await self._load(self.server_adapter, batches, global_steps)
         return self.checkpoint_engine.figures
+
+    async def _noting(self, batches: AsyncGenerator[Batch, None]) -> AsyncGenerator[Batch, None]:
+        """They are good until the next sync."""
+        self._synced = []
+        async with contextlib.aclosing(batches):
+            async for batch in batches:
+                self._synced.append(batch)
+                yield batch
+
+    async def load_synced(self, global_steps: int, token: int) -> None:
+        """The weights of the last sync, of this version, into an engine that slept meanwhile. Raises Fenced, SyncError."""
+
+        async def again() -> AsyncGenerator[Batch, None]:
+            for batch in self._synced:
+                yield batch
+
+        self._fence.enter(token)
+        await self._load(self.server_adapter, again(), global_steps)
 
     async def mux_where(self) -> tuple[Location, Member]:
         """Where this worker runs, and as which process."""
@@ -199,6 +230,10 @@ class MuxReplica(RolloutReplica):
         """Take the device memory of these tags under a lease (None: the one that is held). Returns as `sleep`."""
         return await self._in_turn([server.wake_up for server in self.servers], tags, token)
 
+    async def load_synced(self, version: int, token: int) -> None:
+        """The weights of the last sync, of this version, from the memory of the hosts; under this lease."""
+        await asyncio.gather(*[worker.load_synced.remote(version, token) for worker in self.workers])
+
     async def pause(self, level: int) -> list[tuple[str, Moves]]:
         """Nothing is generated and no memory held until `reopen`; see Passage. Returns as `sleep`."""
         await asyncio.gather(*[server.pause.remote() for server in self.servers])
@@ -284,6 +319,11 @@ class MuxLLMServerManager(LLMServerManager):
         replicas = self._of(ranks)
         moved = await asyncio.gather(*[r.sleep(tags, level) if verb == "sleep" else r.wake_up(tags, token) for r in replicas])
         return [server for replica in moved for server in replica]
+
+    @auto_await
+    async def load_synced(self, ranks: Sequence[int], version: int, token: int) -> None:
+        """Fill these replicas with the weights of the last sync, of this version; see MuxReplica."""
+        await asyncio.gather(*[replica.load_synced(version, token) for replica in self._of(ranks)])
 
     @auto_await
     async def pause(self, ranks: Sequence[int] | None, level: int) -> list[tuple[str, Moves]]:

@@ -113,6 +113,10 @@ class MuxAgentLoopWorker(_VerlWorker):
         """Let what runs on these servers go on elsewhere, by (group, sample) on the server planned. How many are still there."""
         return self._groups.evacuate(servers, targets)
 
+    async def redirect(self, targets: dict[tuple[str, int], tuple[str, Any]]) -> None:
+        """Let these samples, (group, number) each, go on on the servers planned, whose names and handles these are."""
+        self._groups.redirect(targets)
+
     async def drop(self, groups: list[str]) -> None:
         """Give whole groups up."""
         await self._groups.drop(groups)

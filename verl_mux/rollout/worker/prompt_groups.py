@@ -80,6 +80,14 @@ class PromptGroups:
                 response.target = targets.get((response.group, response.sample))
         return evacuate(self._all(), servers)
 
+    def redirect(self, targets: dict[tuple[str, int], tuple[str, Any]]) -> None:
+        """Let these samples, as far as they are in an engine, go on elsewhere."""
+        there = [response for response in self._all() if (response.group, response.sample) in targets]
+        inside = [response for response in there if response.stage is Stage.ENGINE and response.server_id is not None]
+        for response in inside:
+            response.target = targets[response.group, response.sample]
+        evacuate(inside, {str(response.server_id) for response in inside})
+
     async def drop(self, groups: Iterable[str]) -> None:
         """Give groups up."""
         for group in groups:

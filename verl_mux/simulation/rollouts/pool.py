@@ -3,8 +3,8 @@
 turns: a rollout has all replicas from its first request to its last response; the others train beside it.
 shared: a rollout starts on whatever is free and grows onto replicas that nobody wants. What it has beyond its share of the pool
 is lent: it goes back as soon as another job waits, and its requests go on elsewhere with their tokens. In its share it gathers
-its tail on fewer replicas for a job that waits. What moves, and whether, the product's `migration_plan.py` says, and
-`growth_plan.py` beside this.
+its tail on fewer replicas for a job that waits. What moves, and whether, the product's `migration_plan.py` and
+`growth_plan.py` say.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl_mux.rollout.control import migration_plan
+from verl_mux.rollout.control import growth_plan, migration_plan
 from verl_mux.rollout.control.migration_plan import EngineSpeed, Migration, MigrationPolicy
-from verl_mux.simulation.rollouts import growth_plan
 from verl_mux.simulation.rollouts.bed import Bed
 from verl_mux.simulation.rollouts.engine import NEVER, Key, Replica, Request
 from verl_mux.simulation.rollouts.job import VirtualJob

@@ -22,10 +22,10 @@ class World(Driver):
         self.machine.due(self.now + after)  # it looks at its clock often
         return super().do(what, after)
 
-    def fill(self, name="f", nodes=ROLLOUT, num_nodes=1, least=0.0, key=None):
+    def fill(self, name="f", nodes=ROLLOUT, num_nodes=1, least=0.0, key=None, grace=0.0):
         """A filler comes, if it is not there, and asks."""
         if name not in self.machine.state.jobs:
-            self.register(name, nodes, filler=True)
+            self.register(name, nodes, filler=True, grace=grace)
         wanted = self.machine.state.jobs[name].all_nodes
         return self.ask_as_filler(name, nodes=wanted, num_nodes=num_nodes, least=least, key=key or f"{name} at {self.now}")
 
@@ -132,6 +132,21 @@ def test_one_that_does_not_leave_is_ended_after_its_grace_and_the_job_gets_the_n
     assert world.holders("r0") == ["f"]
     world.do(ProcessesGone(job="f", uid="f:1"))
     assert world.holders("r0") == ["a"]
+
+
+@pytest.mark.parametrize(("asked", "lease_timeout", "given"), [(0.5, 60, 2), (9, 60, 9), (900, 7, 7)])
+def test_one_that_says_so_has_longer_but_not_for_ever(asked, lease_timeout, given):
+    world = World(filler_grace=2, lease_timeout=lease_timeout)
+    world.register("a")
+    world.fill(num_nodes=2, grace=asked)
+    world.ask("a", "rollout", 1, ["r0"])
+    since = world.now
+    for beat in range(20):
+        world.wait(0.5)
+        if world.machine.state.jobs["f"].state is not JobState.LIVE:
+            break
+        world.do(m.Heartbeat(**world.who("f"), beat=beat + 1, tokens=[1]), after=0.5)
+    assert given < world.now - since < given + 2
 
 
 def test_one_that_is_silent_is_ended_at_once():

@@ -37,7 +37,15 @@ class Calls:
     def slow_to_leave(self, state: State, config: Config, running: float) -> list[What]:
         """What ends the jobs that should have left by now."""
         self._since = {token: since for token, since in self._since.items() if token in state.leases}
-        late = {state.leases[token].job for token, since in self._since.items() if running - since > config.filler_grace}
-        jobs = [job for job in state.jobs.values() if job.name in late and job.state in (JobState.LIVE, JobState.SILENT)]
-        reason = f"a job waited for what it held, and it had not left after {config.filler_grace:g} s"
-        return [JobEvicted(job=job.name, uid=job.uid, reason=reason) for job in jobs]
+        late = {}
+        for token, since in self._since.items():
+            job = state.jobs[state.leases[token].job]
+            if running - since > grace_of(job, config) and job.state in (JobState.LIVE, JobState.SILENT):
+                late[job.name] = job
+        reason = "a job waited for what it held, and it had not left after {:g} s"
+        return [JobEvicted(job=it.name, uid=it.uid, reason=reason.format(grace_of(it, config))) for it in late.values()]
+
+
+def grace_of(job: Job, config: Config) -> float:
+    """Seconds that a filler has to leave."""
+    return max(config.filler_grace, min(job.grace, config.lease_timeout))

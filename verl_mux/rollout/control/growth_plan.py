@@ -4,7 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from verl_mux.rollout.control.migration_plan import EngineSpeed, Move, Replica, Request, seconds_until_idle
+
+
+class GrowthPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The keys of `mux.rollout.growth`. own: those of the job's rollout nodes that every rollout of it waits for; the others are
+    used while no other job wants them. None: off, all are its own.
+
+    min_gain_s: seconds by which the rollout must be expected to end sooner for a node that comes while it runs.
+    """
+
+    own: list[str] | None = None
+    min_gain_s: float = 1.0
+
+
+def seconds_won(replicas: Sequence[Replica], joining: Replica, moves: Sequence[Move], speed: EngineSpeed) -> float:
+    """How much sooner the rollout ends with these moves, all of them read again."""
+    moved = {move.request for move in moves}
+    taken = [it for replica in replicas for it in replica.requests if it.id in moved]
+    left = [[it for it in replica.requests if it.id not in moved] for replica in replicas]
+    stall = sum(it.context for it in taken) / speed.prefill
+    after = max(
+        [stall + seconds_until_idle([*joining.requests, *taken], speed), *(seconds_until_idle(its, speed) for its in left)]
+    )
+    return max(seconds_until_idle(replica.requests, speed) for replica in replicas) - after
 
 
 def pull(replicas: Sequence[Replica], joining: Replica, waiting: Sequence[str], speed: EngineSpeed) -> tuple[Move, ...]:

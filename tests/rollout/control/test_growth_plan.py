@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl_mux.rollout.control.growth_plan import pull
 from verl_mux.rollout.control.migration_plan import EngineSpeed, Replica, Request, seconds_until_idle
-from verl_mux.simulation.rollouts.growth_plan import pull
 
 SPEED = EngineSpeed(prefill=1000.0, step_s=0.01, step_per_request_s=0.01)
 NEW = Replica("new", ("n",), (), 4, 10**6)
