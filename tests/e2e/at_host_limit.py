@@ -2,8 +2,8 @@
 
     python -m tests.e2e.at_host_limit FOLDER
 
-By hand; some ten minutes, most of them start-up: each job leaves after a step or two. Prints what became of them as one JSON object; exit code 1: a step was lost or done twice, nobody had
-to leave, or more was let in than there is room for.
+By hand; some ten minutes, most of them start-up: each job leaves after a step or two. Prints what became of them as one JSON
+object; exit code 1: a step was lost or done twice, nobody had to leave, or more was let in than there is room for.
 """
 
 from __future__ import annotations

@@ -12,7 +12,9 @@ from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.profiling.report.measures.engines import Place
 from verl_mux.profiling.report.measures.pace import shared_window
 
-UNEVEN = 0.35  # of the time: how much busier one pool is than the other
+# Of the time: how much busier one pool is than the other. Two jobs that share both leave a third of one idle by themselves where
+# each needs the other pool half as long again.
+UNEVEN = 0.45
 THRASHING = 0.20  # of the phases' time
 FULL = 0.95  # of the KV cache
 # An engine lets nobody in for whom there is no room by its own forecast of what those inside will still write, so its cache may

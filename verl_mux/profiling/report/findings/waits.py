@@ -26,7 +26,8 @@ LEAST_S = 1.0  # any process pauses for some tenths of a second now and then
 TIMES = 3.0  # in a step in which calls took longer than usual
 LEASES = 0.5  # of the steps' time
 UNEQUAL = 2.0
-LONG_WAIT = 4.0  # times the usual wait, and half a usual step more than it, or than a phase of those it was behind
+# Times the usual wait; and half a usual step more than it, or than a phase of those it was behind; and half of its own step.
+LONG_WAIT = 4.0
 MIN_STEPS = 2
 
 QUEUE_ADVICE = (
@@ -177,8 +178,9 @@ class _Waits:
     def long(self) -> list[int]:
         """Steps in which it waited far longer than it does. Not the first: jobs that begin together have to find their turns."""
         step, wait = float(np.median(list(self.steps.values()))), float(np.median(list(self.spent.values())))
-        least = {s: LEASES * step + max(wait, self.in_turn[s]) for s in self.spent}
-        return [s for s, t in self.spent.items() if s > min(self.steps) and t >= LONG_WAIT * wait and t >= least[s]]
+        usual = {s: LEASES * step + max(wait, self.in_turn[s]) for s in self.spent}
+        least = {s: max(LONG_WAIT * wait, usual[s], LEASES * self.steps[s]) for s in self.spent}
+        return [s for s, t in self.spent.items() if s > min(self.steps) and t >= least[s]]
 
 
 def _lease_finding(job: str, bad: list[int], spent: dict[int, float], waits: list[Wait]) -> Finding:
