@@ -30,6 +30,8 @@ STEPS, SAVED = 400, 4
 LEASE_S, FENCED = 3.0, {"rollout": "server", "train": "trainer"}
 # A rollout that lasts longer than a job goes on without its coordinator's answer.
 LONG_ROLLOUT = ["data.max_response_length=192", "+actor_rollout_ref.rollout.engine_kwargs.sglang.max_running_requests=4"]
+# Tail rounds, by windows of which a resume begins in the middle.
+DEFERRED = ["mux.rollout.tail=defer", "mux.rollout.defer.window=6"]
 # Fewer requests run at once than are launched, so that some still wait or run when enough prompt groups are complete.
 OVERSAMPLED = ["mux.rollout.oversample.rate=0.5", "+actor_rollout_ref.rollout.engine_kwargs.sglang.max_running_requests=8"]
 # Steps of the job of verl's own streaming trainer, and how many prompt groups are enough for one of them.
@@ -70,7 +72,7 @@ def run(assets, tmp_path_factory, request) -> Run:
     directory = tmp_path_factory.mktemp("run")
     out = directory / "out"
     checkpoints = [f"trainer.save_freq={SAVED}", "trainer.max_actor_ckpt_to_keep=100"]
-    slowly = [f"reward.custom_reward_function.path={assets}/slow_reward.py", *LONG_ROLLOUT]
+    slowly = [f"reward.custom_reward_function.path={assets}/slow_reward.py", *LONG_ROLLOUT, *DEFERRED]
     slowly += ["actor_rollout_ref.model.external_lib=slow_loss", "actor_rollout_ref.actor.policy_loss.loss_mode=slow"]
     # The phase in which a job is killed lasts longer than Ray takes to end its workers, a second or two, and than it takes to ask
     # the coordinator whether it still lasts.

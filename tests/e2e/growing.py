@@ -25,6 +25,7 @@ from verl_mux.coordinator.server import Coordinator
 from verl_mux.profiling.eventlog import events
 
 STEPS, REQUESTS, PAUSE_S, HELD_S = 40, 200, (0.0, 1.5), 0.3
+SLOW_S = 3.0
 _LIMIT_S = 1500.0
 _ROLLOUT = "actor_rollout_ref.rollout"
 _JOB = [
@@ -74,12 +75,15 @@ def main() -> None:
     folder, requests = Path(sys.argv[1]).absolute(), int(sys.argv[2]) if len(sys.argv) > 2 else REQUESTS
     (folder / "assets").mkdir(parents=True)
     tiny.make_assets(folder / "assets")
-    keys = [*tiny.overrides(folder / "assets", STEPS), *_JOB]
-    waited = disturbed(folder, keys, requests)
-    undisturbed(folder, keys)
+    waited = disturbed(folder, keys_of(folder / "assets", STEPS), requests)
+    undisturbed(folder, keys_of(folder / "assets", STEPS))
     found = told(folder, waited)
     print(json.dumps(found, indent=1))
     sys.exit(bool(found["wrong"]))
+
+
+def keys_of(assets: Path, steps: int) -> list[str]:
+    return [*tiny.overrides(assets, steps), *_JOB]
 
 
 def undisturbed(folder: Path, keys: list[str]) -> None:
@@ -115,7 +119,7 @@ def told(folder: Path, waited: list[float]) -> dict:
     texts = {name: responses(folder / name, name) for name in logs}
     changed = sum(texts["grows"].get(prompt) != text for prompt, text in texts["alone"].items())
     waited = sorted(waited)
-    slow = sum(it > 3.0 for it in waited)
+    slow = sum(it > SLOW_S for it in waited)
     wrong = [f"{changed} of {len(texts['alone'])} prompts have other responses"] if changed else []
     wrong += [f"steps: {steps}"] if set(steps.values()) != {STEPS} else []
     wrong += [] if grown else ["the node was never lent"]

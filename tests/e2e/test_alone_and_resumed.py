@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 
 from tests.e2e import tiny
-from tests.e2e.conftest import FENCED, LONG_ROLLOUT, SAVED, fenced
+from tests.e2e.conftest import DEFERRED, FENCED, LONG_ROLLOUT, SAVED, fenced
 
 pytestmark = pytest.mark.e2e
 
@@ -34,7 +34,7 @@ def resumed(run, compared, streaming, assets, tmp_path_factory):
     checkpoints = directory / "job" / "checkpoints"
     shutil.copytree(run.directory / "stays" / "checkpoints" / f"global_step_{newest}", checkpoints / f"global_step_{newest}")
     (checkpoints / "latest_checkpointed_iteration.txt").write_text(str(newest))
-    process = tiny.start_job("job", [*tiny.overrides(assets, compared[-1]), *LONG_ROLLOUT], directory, None)
+    process = tiny.start_job("job", [*tiny.overrides(assets, compared[-1]), *LONG_ROLLOUT, *DEFERRED], directory, None)
     assert process.wait(600) == 0, (directory / "job" / "job.log").read_text()[-3000:]
     return directory
 
