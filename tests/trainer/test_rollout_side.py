@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from types import SimpleNamespace
 
@@ -20,7 +21,10 @@ from transfer_queue.storage.simple_storage import SimpleStorageUnit
 from verl.utils import tensordict_utils as tu
 
 from verl_mux.config.rollout_keys import RolloutConfig
+from verl_mux.coordinator.bus.messages import Member
 from verl_mux.profiling.eventlog.log import NULL_LOG
+from verl_mux.rollout.control import growth
+from verl_mux.rollout.control.growth_plan import GrowthPolicy
 from verl_mux.rollout.control.oversampling import OversamplingPolicy
 from verl_mux.rollout.worker.agent_loop import MuxAgentLoopWorker
 from verl_mux.trainer.replay_buffer import MuxReplayBuffer
@@ -28,6 +32,7 @@ from verl_mux.trainer.rollout_side import RolloutSide
 from verl_mux.trainer.tail_door import stamped
 
 BATCH, SAMPLES = 2, 2
+CUTS = RolloutConfig(oversample=OversamplingPolicy(rate=0.5))
 
 
 def of_actor(remote):
@@ -70,11 +75,12 @@ class Trainer:
 
     numbers = itertools.count()
 
-    def __init__(self, folder) -> None:
-        rollout = {"n": SAMPLES, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "calculate_log_probs": False,
+    def __init__(self, folder, config=CUTS) -> None:
+        rollout = {"n": SAMPLES, "max_num_seqs": 8, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "calculate_log_probs": False,
                    "agent": {"default_agent_loop": "single_turn_agent"}}  # fmt: skip
         self.config = OmegaConf.create({
-            "data": {"train_batch_size": BATCH, "max_response_length": 40}, "actor_rollout_ref": {"rollout": rollout},
+            "data": {"train_batch_size": BATCH, "max_prompt_length": 8, "max_response_length": 40},
+            "actor_rollout_ref": {"rollout": rollout},
             "trainer": {"default_local_dir": str(folder), "resume_mode": "auto",
                         "v1": {"sampler": {"max_off_policy_threshold": 8}}},
         })  # fmt: skip
@@ -85,7 +91,7 @@ class Trainer:
             trainer_mode="mux_separate", trainer_config=OmegaConf.create(), max_off_policy_threshold=8,
             max_off_policy_strategy="drop", sampler_kwargs=None,
         )  # fmt: skip
-        self.rollout = RolloutSide(self, RolloutConfig(oversample=OversamplingPolicy(rate=0.5)))
+        self.rollout = RolloutSide(self, config)
 
     def _next_train_batch(self, num_prompts=None):
         return self.rollout.next_batch(num_prompts)
@@ -118,19 +124,43 @@ class Worker(MuxAgentLoopWorker):
 
 def test_a_resumed_jobs_workers_start_the_checkpoints_prompts_for_the_step_that_resumes(queue, tmp_path):
     first = Trainer(tmp_path)
-    first.rollout.start()
-    first.rollout.control.begin(1, BATCH)
-    first.rollout.save()
+    with first.rollout.running():
+        first.rollout.control.begin(1, BATCH)
+        first.rollout.save()
 
     again = Trainer(tmp_path)
     again.rollout.load()
-    again.rollout.start()
-    again.global_steps = 2
-    assert again.rollout.restore_waiting("train") == 3
-    again.rollout.control.begin(2, BATCH)
+    with again.rollout.running():
+        again.global_steps = 2
+        assert again.rollout.restore_waiting("train") == 3
+        again.rollout.control.begin(2, BATCH)
 
     (batch,) = again.agent_loop_manager.batches
     worker = Worker(again.config)
     asyncio.run(worker.start(batch))
     assert worker.started == [(uid, 2, int(uid[1:])) for uid in first.agent_loop_manager.batches[0]["uid"]]
     assert {tag["status"] for tag in tq.kv_list("train")["train"].values()} == {"pending"}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_node_that_is_lent_is_the_jobs_until_its_engines_are_gone(tmp_path, monkeypatch, fails):
+    """As its own nodes are: the client that asks for it names the engines' processes, and fails with the job."""
+    monkeypatch.setattr(growth.ray, "get", lambda answers: answers)
+    trainer, engine, told = Trainer(tmp_path, RolloutConfig(growth=GrowthPolicy(own=["r0"]))), Member("h", 9, 1, "b"), []
+    trainer.join = trainer.part = None
+    trainer.phases.device = contextlib.nullcontext
+    trainer.rollout_server_manager = SimpleNamespace(
+        get_replicas=lambda: [SimpleNamespace(nodes=("r0",)), SimpleNamespace(nodes=("r1",))], server_addresses=["a", "b"],
+        server_handles=["A", "B"], processes=lambda: [engine],
+        global_load_balancer=SimpleNamespace(remove_servers=SimpleNamespace(remote=told.append)),
+    )  # fmt: skip
+    names = ("members", "close", "fail")
+    trainer.connect_to_grow = lambda unit: SimpleNamespace(
+        job=unit.nodes, **{name: lambda *it, name=name: told.append((name, *it)) for name in names}
+    )
+    with pytest.raises(KeyError) if fails else contextlib.nullcontext(), trainer.rollout.running():
+        assert trainer.rollout.own_nodes == ["r0"] and trainer.rollout.lent_replicas == [1]
+        assert told == [("members", [engine]), ["b"]]
+        if fails:
+            raise KeyError
+    assert told[2:] == ([("fail", "its job ended with KeyError")] if fails else [("close",)])

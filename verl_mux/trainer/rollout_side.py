@@ -173,11 +173,14 @@ class RolloutSide:
             return None
         trainer, own = self._trainer, set(self._config.growth.own)
         others = [unit for unit in self._units() if own.isdisjoint(unit.nodes)]
+        muxes, engines = [trainer.connect_to_grow(unit) for unit in others], trainer.rollout_server_manager.processes()
+        for mux in muxes:  # their nodes too are given on only when the job's engines are gone
+            mux.members(engines)
         return Growth(
             self._config.growth,
             [unit for unit in self._units() if unit not in others],
             others,
-            [trainer.connect_to_grow(unit) for unit in others],
+            muxes,
             workers=lambda: trainer.agent_loop_manager.agent_loop_workers,
             balancer=trainer.rollout_server_manager.global_load_balancer,
             handles=self._handles(),
