@@ -16,10 +16,10 @@ def trace(tmp_path):
     return path
 
 
-def test_all_policies_side_by_side_and_the_same_bytes_twice(run_main, trace, tmp_path):
+def test_all_policies_side_by_side_and_the_same_bytes_in_one_process_and_in_three(run_main, trace, tmp_path):
     arguments = ("simulate", trace, "--shapes", "mixed", "--seeds", 2, "--max-jobs", 6, "--json")
-    code, out, err = run_main(*arguments)
-    assert code == 0 and run_main(*arguments)[1] == out
+    code, out, err = run_main(*arguments, "--processes", 1)
+    assert code == 0 and run_main(*arguments, "--processes", 3)[1] == out
     report = json.loads(out)
     assert (report["seeds"], report["jobs"]) == (2, 12)
     names = ["live", "solo", "colocated", "random", "most-idle", "rollmux", "ours", "optimum"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import os
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -46,6 +47,7 @@ def simulate(
     movable: Annotated[
         bool, typer.Option("--movable", help="Under live whoever started jobs starts them again elsewhere.")
     ] = False,
+    processes: Annotated[int | None, typer.Option(help="Policies and seeds that run at a time; as many as cores.", min=1)] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write pictures into this directory.")] = None,
 ) -> None:
@@ -75,7 +77,7 @@ def simulate(
     _check_finite(study, rollout_nodes is not None or train_nodes is not None)
     if plot is not None:
         _make_directory(plot)
-    comparison = _run(study)
+    comparison = _run(study, processes or len(os.sched_getaffinity(0)))
     if plot is not None:
         _plot(comparison, plot)
     print(jsonlib.dumps(comparison.report) if json else _table(comparison.report))
@@ -122,7 +124,7 @@ def _check_finite(study: Study, finite: bool) -> None:
         raise UserError(f"policy {unable[0]!r} does not queue; in a finite cluster allowed are: solo, rollmux, ours")
 
 
-def _run(study: Study) -> Comparison:
+def _run(study: Study, processes: int) -> Comparison:
     """With a progress bar on stderr, one unit per simulated job."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -132,7 +134,7 @@ def _run(study: Study) -> Comparison:
     columns = TextColumn("simulated jobs"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(study.rows) * study.seeds * len(study.policies))
-        return run(study, lambda: progress.advance(task))
+        return run(study, lambda: progress.advance(task), processes)
 
 
 def _make_directory(path: Path) -> None:

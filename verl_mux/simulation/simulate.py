@@ -12,6 +12,7 @@ from verl_mux.scheduling.search.rules import Rules
 from verl_mux.simulation.ledger import Run
 from verl_mux.simulation.optimum.optimum import MAX_JOBS, Optimum
 from verl_mux.simulation.outcome import Outcome, assess, summarise
+from verl_mux.simulation.parallel import in_processes
 from verl_mux.simulation.policies import POLICIES, Case
 from verl_mux.simulation.workload.noise import STEADY, Varying, with_varying_phases
 from verl_mux.simulation.workload.shapes import Shape
@@ -45,26 +46,57 @@ class Comparison(msgspec.Struct, frozen=True):
     runs: dict[str, Run]
 
 
-def simulate(study: Study, on_finish: Callable[[], None] = lambda: None) -> Comparison:
-    """Runs all policies on all seeds. `on_finish` is called whenever a simulated job ends, and once for each job of a
-    policy that is not run phase by phase. Raises UserError for a job the cluster cannot hold."""
+class Task(msgspec.Struct, frozen=True):
+    """One policy on the workload of one seed."""
+
+    policy: str
+    seed: int
+
+
+def simulate(study: Study, on_finish: Callable[[], None] = lambda: None, processes: int = 1) -> Comparison:
+    """Runs all policies on all seeds, in at most so many processes. `on_finish` is called whenever a simulated job ends, and once
+    for each job of a policy that is not run phase by phase. Raises UserError for a job the cluster cannot hold.
+
+    With more than one process, call it below `if __name__ == "__main__"`, as multiprocessing asks."""
     if "optimum" in study.policies and not study.max_optimum_jobs:
         raise UserError("policy 'optimum' needs the optimum: give it at least 1 job at a time")
+    tasks = [Task(name, seed) for name in study.policies for seed in range(study.seeds)]
+    results = in_processes(_Runs(study), tasks, on_finish, processes)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in study.policies}
     first: dict[str, Run] = {}
-    for seed in range(study.seeds):
-        arrivals = arrivals_of(study, seed)
-        optimum = Optimum([a.job for a in arrivals], study.cluster, study.rules, study.max_optimum_jobs)
-        for name in study.policies:
-            run = POLICIES[name](Case(arrivals, study.cluster, study.rules, seed, optimum, study.movable, on_finish))
-            outcomes[name].append(assess(run, study.cluster, optimum if study.max_optimum_jobs else None))
-            first.setdefault(name, run)
+    for task, (outcome, run) in zip(tasks, results, strict=True):
+        outcomes[task.policy].append(outcome)
+        if run is not None:
+            first[task.policy] = run
     report = {
         "policies": {name: summarise(found) for name, found in outcomes.items()},
         "seeds": study.seeds,
         "jobs": len(study.rows),
     }
     return Comparison(report, first)
+
+
+class _Runs:
+    """The runs of a study; what policies share of a seed is made once in a process."""
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        self._seeds: dict[int, tuple[list[Arrival], Optimum]] = {}
+
+    def __call__(self, task: Task, on_finish: Callable[[], None]) -> tuple[Outcome, Run | None]:
+        """The run itself only of the first seed."""
+        study = self.study
+        arrivals, optimum = self._seed(task.seed)
+        run = POLICIES[task.policy](Case(arrivals, study.cluster, study.rules, task.seed, optimum, study.movable, on_finish))
+        outcome = assess(run, study.cluster, optimum if study.max_optimum_jobs else None)
+        return outcome, None if task.seed else run
+
+    def _seed(self, seed: int) -> tuple[list[Arrival], Optimum]:
+        if seed not in self._seeds:
+            study, arrivals = self.study, arrivals_of(self.study, seed)
+            optimum = Optimum([a.job for a in arrivals], study.cluster, study.rules, study.max_optimum_jobs)
+            self._seeds[seed] = arrivals, optimum
+        return self._seeds[seed]
 
 
 def arrivals_of(study: Study, seed: int) -> list[Arrival]:
