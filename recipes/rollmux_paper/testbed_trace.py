@@ -18,6 +18,7 @@ from verl_mux.scheduling.search.rules import OURS
 from verl_mux.simulation.optimum.optimum import Optimum
 from verl_mux.simulation.outcome import Outcome, assess
 from verl_mux.simulation.policies import POLICIES, Case
+from verl_mux.simulation.workload.moments import Moments
 from verl_mux.simulation.workload.workload import Arrival
 
 JOBS, MEAN_H, SPAN_H, LARGE = 200, 27.9, 370.0, 0.09
@@ -49,10 +50,11 @@ def outcomes() -> dict[str, Outcome]:
     """By policy. ours: the rules that the coordinator runs. moving: the same where running jobs can be moved."""
     arrivals = draw_trace()
     optimum = Optimum([a.job for a in arrivals], TESTBED, OURS, 1)
-    case = Case(arrivals, TESTBED, msgspec.structs.replace(OURS, repack=False), 0, optimum)
-    each = {name: assess(POLICIES[name](case), TESTBED, None) for name in ("solo", "colocated", "rollmux", "ours")}
+    moments = {arrival.job.name: Moments(arrival) for arrival in arrivals}
+    case = Case(arrivals, moments, TESTBED, msgspec.structs.replace(OURS, repack=False), 0, optimum)
+    each = {name: assess(POLICIES[name](case), TESTBED, moments, None) for name in ("solo", "colocated", "rollmux", "ours")}
     moving = POLICIES["ours"](msgspec.structs.replace(case, rules=OURS))
-    return {**each, "moving": assess(moving, TESTBED, None)}
+    return {**each, "moving": assess(moving, TESTBED, moments, None)}
 
 
 def two_weeks() -> list[Figure]:

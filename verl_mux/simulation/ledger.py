@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 # Attained is attained, whatever the last bit of a sum says.
@@ -59,9 +61,17 @@ class Ledger:
         self.samples.append((since, usd_per_hour))
 
 
+class Span(msgspec.Struct, frozen=True):
+    """seconds in which nobody came, went or moved. steps: of the jobs placed, how many each had done when it began."""
+
+    seconds: float
+    steps: Mapping[str, int]
+    usd_per_hour: float
+
+
 class Run(msgspec.Struct, frozen=True):
-    """spans: (seconds, names of the jobs placed, USD per hour), one after the other."""
+    """spans: one after the other."""
 
     finished: list[Finished]
     ledger: Ledger
-    spans: list[tuple[float, frozenset[str], float]]
+    spans: list[Span]

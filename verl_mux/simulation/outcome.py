@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 import msgspec
 
 from verl_mux.scheduling.model import Cluster
-from verl_mux.simulation.ledger import TOLERANCE, Finished, Run
+from verl_mux.simulation.ledger import TOLERANCE, Finished, Run, Span
 from verl_mux.simulation.optimum.optimum import Compared, Optimum
+from verl_mux.simulation.workload.moments import Moments
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -37,9 +38,10 @@ class Outcome(msgspec.Struct, frozen=True):
     wait_s_max: float
 
 
-def assess(run: Run, cluster: Cluster, optimum: Optimum | None) -> Outcome:
+def assess(run: Run, cluster: Cluster, moments: Mapping[str, Moments], optimum: Optimum | None) -> Outcome:
+    """optimum: of jobs as they are in `moments`."""
     ledger, jobs = run.ledger, run.finished
-    compared = optimum.compare(run.spans) if optimum else Compared(None, 0.0)
+    compared = optimum.compare([_as_they_were(span, moments) for span in run.spans]) if optimum else Compared(None, 0.0)
     idle = [1 - busy / held if held else None for busy, held in zip(ledger.busy_s, ledger.held_s, strict=True)]
     return Outcome(
         usd_per_hour_mean=ledger.usd / span_h(jobs),
@@ -59,6 +61,11 @@ def assess(run: Run, cluster: Cluster, optimum: Optimum | None) -> Outcome:
         wait_s_mean=fmean(job.placed_s - job.arrived_s - job.profile_s for job in jobs),
         wait_s_max=max(job.placed_s - job.arrived_s - job.profile_s for job in jobs),
     )
+
+
+def _as_they_were(span: Span, moments: Mapping[str, Moments]) -> tuple[float, frozenset[str], float]:
+    names = frozenset(moments[name].at(step).name for name, step in span.steps.items())
+    return span.seconds, names, span.usd_per_hour
 
 
 def span_h(jobs: Sequence[Finished]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -16,15 +16,18 @@ from verl_mux.simulation.fluid import colocated, optimal, run_fluid
 from verl_mux.simulation.ledger import Run
 from verl_mux.simulation.optimum.optimum import Optimum
 from verl_mux.simulation.replay import Policy, Replay
+from verl_mux.simulation.workload.moments import Moments
 from verl_mux.simulation.workload.noise import profiled
 from verl_mux.simulation.workload.workload import Arrival
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One workload on one cluster. rules: of `ours`; their cap holds for every policy, and for `live` and `optimum` whether jobs
-    are colocated. movable: under `live` whoever started running jobs starts them again elsewhere."""
+    """One workload on one cluster. moments: of its jobs, by name. optimum: of jobs as they are in those. rules: of `ours`; their
+    cap holds for every policy, and for `live` and `optimum` whether jobs are colocated. movable: under `live` whoever started
+    running jobs starts them again elsewhere."""
 
     arrivals: Sequence[Arrival]
+    moments: Mapping[str, Moments]
     cluster: Cluster
     rules: Rules
     seed: int
@@ -53,7 +56,7 @@ POLICIES: dict[str, Callable[[Case], Run]] = {
     # Every job on nodes of its own, both pools.
     "solo": _replayed(lambda case: Placer(case.cluster, Rules(cap=1, colocate=False))),
     # Every job on training nodes of its own, both phases there, at the same speed.
-    "colocated": lambda case: run_fluid(case.arrivals, colocated(case.cluster)),
+    "colocated": lambda case: run_fluid(case.arrivals, case.moments, colocated(case.cluster)),
     # Any group with room in host memory.
     "random": _replayed(lambda case: MemoryOnly(case.cluster, case.rules.cap, random_choice(case.seed))),
     # The idlest group with room in host memory.
@@ -64,8 +67,8 @@ POLICIES: dict[str, Callable[[Case], Run]] = {
     "live": _live,
     # This project's placer, to which phases are known beforehand and last as long as it thinks.
     "ours": _replayed(lambda case: Placer(case.cluster, case.rules)),
-    # The cheapest division that the search finds at any time, moving for nothing.
-    "optimum": lambda case: run_fluid(case.arrivals, optimal(case.optimum)),
+    # The cheapest division of the jobs as they are at any time, moving for nothing.
+    "optimum": lambda case: run_fluid(case.arrivals, case.moments, optimal(case.optimum)),
 }
 
 

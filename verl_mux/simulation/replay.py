@@ -22,7 +22,7 @@ from verl_mux.scheduling.search.decision import Decision, Move, Revision
 from verl_mux.scheduling.time.forecast import PHASES, Progress
 from verl_mux.scheduling.time.group_run import LOADING, ROLLOUT, TRAIN, GroupRun, Member
 from verl_mux.scheduling.time.order import IN_ROUNDS, ORDERS
-from verl_mux.simulation.ledger import Finished, Ledger, Run
+from verl_mux.simulation.ledger import Finished, Ledger, Run, Span
 from verl_mux.simulation.workload.workload import Arrival, Phases
 
 _PHASE_NAMES = {number: name for name, number in PHASES.items()}
@@ -91,7 +91,8 @@ class Replay:
         self.cluster = cluster
         self.ledger = Ledger()
         self.finished: list[Finished] = []
-        self.spans: list[tuple[float, frozenset[str], float]] = []
+        self.spans: list[Span] = []
+        self._steps: dict[str, int] = {}
         self._live: dict[str, _Live] = {}
         self._queued: dict[str, Arrival] = {}
         self._running: dict[str, _Running] = {}
@@ -216,6 +217,7 @@ class Replay:
             if name not in self._running:
                 self._running[name] = self._set_up(group, now, ends, loads)
                 self._schedule(self._running[name])
+        self._steps = {member.name: member.done for running in self._running.values() for member in running.run.members}
         self._tick = now + ASK_AGAIN_S if self.policy.pending else math.inf
 
     def _set_up(self, group: Group, now: float, ends: dict[str, float], loads: dict[str, float]) -> _Running:
@@ -268,8 +270,7 @@ class Replay:
             nodes = sum(len(g.rollout_nodes) for g in groups), sum(len(g.train_nodes) for g in groups)
             usd = sum(group.usd_per_hour(self.cluster) for group in groups)
             self.ledger.hold(self._since, now, nodes, usd)
-            jobs = frozenset(job.name for group in groups for job in group.jobs)
-            self.spans.append((now - self._since, jobs, usd))
+            self.spans.append(Span(now - self._since, self._steps, usd))
         self._since = now
 
 

@@ -14,6 +14,7 @@ from verl_mux.simulation.optimum.optimum import MAX_JOBS, Optimum
 from verl_mux.simulation.outcome import Outcome, assess, summarise
 from verl_mux.simulation.parallel import in_processes
 from verl_mux.simulation.policies import POLICIES, Case
+from verl_mux.simulation.workload.moments import Moments
 from verl_mux.simulation.workload.noise import STEADY, Varying, with_varying_phases
 from verl_mux.simulation.workload.shapes import Shape
 from verl_mux.simulation.workload.trace import TraceRow
@@ -81,22 +82,24 @@ class _Runs:
 
     def __init__(self, study: Study) -> None:
         self.study = study
-        self._seeds: dict[int, tuple[list[Arrival], Optimum]] = {}
+        self._cases: dict[int, Case] = {}
 
     def __call__(self, task: Task, on_finish: Callable[[], None]) -> tuple[Outcome, Run | None]:
         """The run itself only of the first seed."""
-        study = self.study
-        arrivals, optimum = self._seed(task.seed)
-        run = POLICIES[task.policy](Case(arrivals, study.cluster, study.rules, task.seed, optimum, study.movable, on_finish))
-        outcome = assess(run, study.cluster, optimum if study.max_optimum_jobs else None)
-        return outcome, None if task.seed else run
+        if task.seed not in self._cases:
+            self._cases[task.seed] = _case(self.study, task.seed)
+        case = self._cases[task.seed]
+        run = POLICIES[task.policy](msgspec.structs.replace(case, on_finish=on_finish))
+        optimum = case.optimum if self.study.max_optimum_jobs else None
+        return assess(run, case.cluster, case.moments, optimum), None if task.seed else run
 
-    def _seed(self, seed: int) -> tuple[list[Arrival], Optimum]:
-        if seed not in self._seeds:
-            study, arrivals = self.study, arrivals_of(self.study, seed)
-            optimum = Optimum([a.job for a in arrivals], study.cluster, study.rules, study.max_optimum_jobs)
-            self._seeds[seed] = arrivals, optimum
-        return self._seeds[seed]
+
+def _case(study: Study, seed: int) -> Case:
+    arrivals = arrivals_of(study, seed)
+    moments = {arrival.job.name: Moments(arrival) for arrival in arrivals}
+    jobs = [job for its in moments.values() for job in its.jobs]
+    optimum = Optimum(jobs, study.cluster, study.rules, study.max_optimum_jobs)
+    return Case(arrivals, moments, study.cluster, study.rules, seed, optimum, study.movable)
 
 
 def arrivals_of(study: Study, seed: int) -> list[Arrival]:

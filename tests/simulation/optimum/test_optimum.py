@@ -5,16 +5,23 @@ import random
 
 import pytest
 import scipy.optimize
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.exploring import examples
 from tests.scheduling.made_jobs import ANY_MODES, EITHER, make_cluster, make_job
+from tests.scheduling.made_jobs import jobs as made_jobs
 from tests.simulation.optimum.counted_out import cheapest_usd
 from verl_mux.scheduling.model import SEPARATE
 from verl_mux.scheduling.placer.placer import Placer
-from verl_mux.scheduling.search.rules import OURS, Rules
+from verl_mux.scheduling.search.rules import LIVE, OURS, Rules
+from verl_mux.scheduling.time.forecast import Progress
 from verl_mux.simulation.optimum.division import Division
 from verl_mux.simulation.optimum.optimum import Optimum
 from verl_mux.simulation.optimum.sharing import Sharing
+from verl_mux.simulation.workload.moments import Moments
+from verl_mux.simulation.workload.noise import Varying, with_varying_phases
+from verl_mux.simulation.workload.workload import Arrival
 
 USD = (14.8, 42.24)
 # Two jobs that cannot share either side alone, as they fall out of step there, and can share both.
@@ -72,6 +79,21 @@ def test_no_policy_finds_less(seed):
     for job in jobs:
         placer.admit(job)
     assert solved(jobs).usd <= placer.groups.usd_per_hour + 1e-6
+
+
+@settings(max_examples=examples(15))
+@given(st.data())
+def test_at_any_moment_no_policy_finds_less_for_the_phases_that_hold_then(data):
+    varying = with_varying_phases(
+        [Arrival(job, 0.0, 400) for job in data.draw(made_jobs(most=4, modes=ANY_MODES))], Varying(0.1, 2.0), 0
+    )
+    present = [Moments(arrival).at(data.draw(st.integers(0, 399))) for arrival in varying]
+    placers = [Placer(make_cluster(), rules) for rules in (OURS, LIVE)]
+    for placer in placers:
+        for job in present:
+            placer.admit(job)
+        placer.repack({job.name: Progress(age_s=1e6, done=100) for job in present})
+    assert solved(present).usd <= min(placer.groups.usd_per_hour for placer in placers) + 1e-6
 
 
 def test_highs_divides_as_the_dynamic_programme_does():

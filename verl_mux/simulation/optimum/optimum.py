@@ -67,7 +67,8 @@ class Optimum:
         return Divided(usd, parts, 0.0)
 
     def compare(self, spans: Sequence[tuple[float, frozenset[str], float]]) -> Compared:
-        """Only where there are no more than `max_jobs` jobs. spans: seconds, names of the jobs placed, USD per hour."""
+        """Only where there are no more than `max_jobs` jobs. spans: seconds, names of the jobs placed as they then were, USD per
+        hour."""
         spent = least = covered = 0.0
         for seconds, names, usd in spans:
             if len(names) <= self.max_jobs:
