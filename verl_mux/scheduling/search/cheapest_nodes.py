@@ -21,6 +21,7 @@ from verl_mux.scheduling.time.conflicts import Pairs, connected
 from verl_mux.scheduling.time.feasibility import TOLERANCE, Feasibility
 
 EPSILON_USD = 1e-6
+EPSILON_NODES = 1e-6
 
 
 class SharedNodes(msgspec.Struct, frozen=True):
@@ -89,14 +90,21 @@ def cheapest_nodes(
 
 
 def least_usd(jobs: Sequence[JobSpec], cluster: Cluster) -> float:
-    """No way to share costs less: nodes for the largest job, and node time for everybody's least share."""
-    rollout = sum(j.nodes[0] * j.rollout_share for j in jobs)
-    train = sum(j.nodes[1] * j.train_share for j in jobs)
-    nodes = (
-        max(max(j.nodes[0] for j in jobs), math.ceil(rollout - 1e-6)),
-        max(max(j.nodes[1] for j in jobs), math.ceil(train - 1e-6)),
-    )
-    return nodes[0] * cluster.rollout.kind.usd_per_hour + nodes[1] * cluster.train.kind.usd_per_hour
+    """No way to share costs less."""
+    rollout, train = _least_nodes(jobs)
+    return rollout * cluster.rollout.kind.usd_per_hour + train * cluster.train.kind.usd_per_hour
+
+
+def _least_nodes(jobs: Sequence[JobSpec]) -> tuple[int, int]:
+    """Per side nodes for the largest job, and node time for everybody's least share."""
+    rollout = train = 0.0
+    most = [0, 0]
+    for job in jobs:
+        held, trained = job.nodes
+        rollout += held * job.rollout_share
+        train += trained * job.train_share
+        most = [max(most[0], held), max(most[1], trained)]
+    return max(most[0], math.ceil(rollout - 1e-6)), max(most[1], math.ceil(train - 1e-6))
 
 
 def _by_price(
@@ -105,11 +113,12 @@ def _by_price(
     """Layouts of both sides under `below`, cheapest first, that make one group and in which no two jobs clash."""
     usd = cluster.rollout.kind.usd_per_hour, cluster.train.kind.usd_per_hour
     on_rollout, on_train, on_both = feasibility.hopeless_pairs(jobs)
-    rollout = [(j.rollout_share, j.memory_gb[0]) for j in jobs]
-    train = [(j.train_share, j.memory_gb[1]) for j in jobs]
     never = on_rollout & on_train & on_both
-    rollouts = _fitting(tuple(j.nodes[0] for j in jobs), rollout, cluster.rollout.kind, never | on_rollout & on_both)
-    trains = _fitting(tuple(j.nodes[1] for j in jobs), train, cluster.train.kind, never | on_train & on_both)
+    least = [nodes * each for nodes, each in zip(_least_nodes(jobs), usd, strict=True)]
+    rollout = [(j.nodes[0], j.rollout_share, j.memory_gb[0]) for j in jobs]
+    train = [(j.nodes[1], j.train_share, j.memory_gb[1]) for j in jobs]
+    rollouts = _fitting(rollout, cluster.rollout.kind, never | on_rollout & on_both, below - least[1])
+    trains = _fitting(train, cluster.train.kind, never | on_train & on_both, below - least[0]) if rollouts else []
     both = [
         (price, r, t)
         for r in rollouts
@@ -121,11 +130,18 @@ def _by_price(
     return sorted(both, key=lambda found: found[0])
 
 
-def _fitting(needs: tuple[int, ...], sizes: Sequence[tuple[float, float]], kind: NodeKind, hopeless: Pairs) -> list[Layout]:
-    """Layouts where on every node the jobs' shares of its time and their states in its host memory both fit, and no `hopeless`
-    pair shares one."""
+def _fitting(sizes: Sequence[tuple[int, float, float]], kind: NodeKind, hopeless: Pairs, below: float) -> list[Layout]:
+    """Layouts of nodes for at most `below` USD per hour, on each of which the jobs' shares of its time and their states in its
+    host memory both fit, and no `hopeless` pair shares one. sizes: nodes of each job, its share of their time, GB on each."""
     sums = [(0.0, 0.0)]
-    for time, gb in sizes:
+    for _, time, gb in sizes:
         sums += [(t + time, g + gb) for t, g in sums]
     fits = [time <= TOLERANCE and gb <= kind.host_memory_gb for time, gb in sums]
-    return [layout for layout in layouts(needs) if not layout.pairs & hopeless and all([fits[jobs] for jobs in layout.occupied])]
+    most = below / kind.usd_per_hour + EPSILON_NODES if kind.usd_per_hour else math.inf
+    found = []
+    for layout in layouts(tuple([nodes for nodes, _, _ in sizes])):
+        if layout.nodes > most:  # fewest nodes come first
+            break
+        if not layout.pairs & hopeless and all([fits[jobs] for jobs in layout.occupied]):
+            found.append(layout)
+    return found

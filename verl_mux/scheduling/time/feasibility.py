@@ -34,6 +34,7 @@ class Feasibility:
         # By the jobs as they are placed, sorted by name, then by the pairs that share rollout and training nodes.
         self._known: dict[_Placed, dict[tuple[Pairs, Pairs], str | None]] = {}
         self._sets: dict[str, list[_Placed]] = {}
+        self._hopeless_pairs: dict[_Placed, tuple[bool, bool, bool]] = {}
 
     def order(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> str | None:
         """The first order under which all jobs keep within their SLOs when these pairs share nodes, or None."""
@@ -54,18 +55,27 @@ class Feasibility:
 
     def hopeless_pairs(self, jobs: Sequence[JobSpec]) -> tuple[Pairs, Pairs, Pairs]:
         """Pairs that cannot even on their own share rollout nodes, training nodes, or both. Jobs sorted by name."""
-        found = [0, 0, 0]
+        rollout = train = both = 0
         for high in range(1, len(jobs)):
             for low in range(high):
-                both = [jobs[low], jobs[high]]
-                for i, (rollout, train) in enumerate(((1, 0), (0, 1), (1, 1))):
-                    if self._order(both, rollout, train) is None:
-                        found[i] |= pair(low, high)
-        return found[0], found[1], found[2]
+                hopeless = self._hopeless(jobs[low], jobs[high])
+                bit = pair(low, high)
+                rollout, train, both = rollout | hopeless[0] * bit, train | hopeless[1] * bit, both | hopeless[2] * bit
+        return rollout, train, both
+
+    def _hopeless(self, low: JobSpec, high: JobSpec) -> tuple[bool, bool, bool]:
+        """Whether the two cannot share rollout nodes, training nodes, both."""
+        placed = low.placed_as, high.placed_as
+        if placed not in self._hopeless_pairs:
+            ways = ((1, 0), (0, 1), (1, 1))
+            rollout, train, both = [self._order([low, high], *way) is None for way in ways]
+            self._hopeless_pairs[placed] = rollout, train, both
+        return self._hopeless_pairs[placed]
 
     def forget(self, name: str) -> None:
         for placed in self._sets.pop(name, ()):
             self._known.pop(placed, None)
+            self._hopeless_pairs.pop(placed, None)
 
     def _order(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> str | None:
         placed = tuple([job.placed_as for job in jobs])
