@@ -104,7 +104,8 @@ class GroupRun:
         """To the next end of a phase. Returns the member that finished an iteration with it, if any.
 
         Phases that may start do so only when time is about to move on, so that of several requests at one instant the
-        order decides, not the order of events; and a job may leave between its last phase and its next one.
+        order decides, not the order of events; and a job may leave between its last phase and its next one. But nodes that
+        come free go to who waits for them before the job that gave them back asks for its next phase, whatever its rank.
         """
         ends = self.ends
         now = min(ends)
@@ -121,6 +122,8 @@ class GroupRun:
             ends[index] = now + member.planned_s
             return None
         ends[index] = math.inf
+        if any([waiting.rank for waiting in self.waiting]):
+            self._start()
         member.since = now
         member.phase = TRAIN if phase in (ROLLOUT, TAIL) else ROLLOUT
         self.waiting.append(member)
