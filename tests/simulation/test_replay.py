@@ -5,9 +5,10 @@ from msgspec import structs
 
 from tests.scheduling.made_jobs import EITHER, assert_invariants, make_cluster, make_job
 from verl_mux.scheduling.model import COLOCATED, SEPARATE, TESTBED
-from verl_mux.scheduling.placer.placer import Placer
-from verl_mux.scheduling.search.rules import OURS, Rules
+from verl_mux.scheduling.placer.placer import NOTHING_KNOWN, Placer
+from verl_mux.scheduling.search.rules import LIVE, OURS, Rules
 from verl_mux.simulation.replay import Replay
+from verl_mux.simulation.workload.noise import Varying, with_varying_phases
 from verl_mux.simulation.workload.shapes import find_shapes
 from verl_mux.simulation.workload.trace import TraceRow
 from verl_mux.simulation.workload.workload import Arrival, draw_workload
@@ -70,6 +71,32 @@ class Watched(Placer):
         moves = super().repack(*given)
         assert_invariants(self)
         return moves
+
+
+class Told(Placer):
+    """Keeps what it is told of who stands where, and whom it may not move."""
+
+    def __init__(self, cluster):
+        super().__init__(cluster, LIVE)
+        self.told = []
+
+    def repack(self, progress=NOTHING_KNOWN, now=0.0):
+        self.told.append((now, dict(progress), self.search.held))
+        return super().repack(progress, now)
+
+
+def test_live_is_told_of_jobs_what_the_coordinator_tells():
+    """Nothing before a job's first step, its time from there on, and that one on its way is not to be moved again."""
+    cluster = make_cluster()
+    jobs = [make_job(f"j{i}", 100, 60, slo=1.9, cold_start_s=100.0, move_s=900.0, modes=EITHER) for i in range(6)]
+    arrivals = with_varying_phases([Arrival(job, 1500.0 * i, 400) for i, job in enumerate(jobs)], Varying(0.1, 2.0), 1)
+    placer = Told(cluster)
+    found = Replay(arrivals, placer, cluster, placer).run()
+    assert sum(job.moves for job in found.finished) >= 1 and any(held for _, _, held in placer.told)
+    for now, progress, held in placer.told:
+        assert held == {name for name, at in progress.items() if at.phase == "loading"}
+        for name, at in progress.items():
+            assert at.age_s == pytest.approx(now - arrivals[int(name[1:])].at_s - 100) and at.age_s >= 0
 
 
 @pytest.mark.parametrize("modes", [(SEPARATE,), EITHER])

@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from verl_mux.scheduling.estimate.estimator import Observed
-from verl_mux.scheduling.estimate.learning import LEAST, drifted, learnt
+from verl_mux.scheduling.estimate.learning import LEAST, corrected
 from verl_mux.scheduling.model import Cluster, Group, JobSpec, Pin
 from verl_mux.scheduling.repack.repack import ASK_AGAIN_S
 from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
 from verl_mux.scheduling.search.decision import Decision, Move, Revision
+from verl_mux.scheduling.search.search import Search
 from verl_mux.scheduling.time.forecast import PHASES, Progress
 from verl_mux.scheduling.time.group_run import LOADING, ROLLOUT, TRAIN, GroupRun, Member
 from verl_mux.scheduling.time.order import IN_ROUNDS, ORDERS
@@ -45,7 +46,10 @@ class Policy(Protocol):
 
 
 class Learner(Protocol):
-    """A policy that is told when a job turns out other than estimated."""
+    """A policy that is told when a job turns out other than estimated, and who cannot be moved now."""
+
+    @property
+    def search(self) -> Search: ...
 
     def revise(self, job: JobSpec, progress: dict[str, Progress], now: float) -> Revision: ...
 
@@ -148,8 +152,7 @@ class Replay:
         live = self._live[name]
         rollout, train = live.phases.history[live.member.done - 1 if live.member else 0]
         live.observed = live.observed.seen("rollout", rollout + live.spec.sync_s).seen("train", train)
-        seen = learnt(live.spec, live.observed)
-        if seen is not live.spec and drifted(live.spec, seen):
+        if (seen := corrected(live.spec, live.observed)) is not None:
             live.spec = seen
         elif live.observed.steps != LEAST:  # from here on others of its group may be moved
             return
@@ -178,12 +181,21 @@ class Replay:
         self._follow(now, self.policy.depart(name, self._progress(now), now))
 
     def _progress(self, now: float) -> dict[str, Progress]:
-        found = {}
+        """As the coordinator tells it: nothing of a job before its first step, nor is one moved that is on its way."""
+        found, away = {}, []
         for running in self._running.values():
             for member, ends in zip(running.run.members, running.run.ends, strict=True):
-                if live := self._live.get(member.name):
-                    solo_s = self._start_s(live.arrival.job) + live.phases.solo_s(member.done) if self.learner else None
-                    found[member.name] = _progress_of(member, ends, now, now - live.placed_s, self._warm(member, live), solo_s)
+                if (live := self._live.get(member.name)) is None:
+                    continue
+                age_s, solo_s = now - live.placed_s, None
+                if self.learner is not None:
+                    if member.phase == LOADING and not live.moves:
+                        continue
+                    away += [member.name] if member.phase == LOADING else []
+                    age_s, solo_s = age_s - self._start_s(live.arrival.job), live.phases.solo_s(member.done)
+                found[member.name] = _progress_of(member, ends, now, age_s, self._warm(member, live), solo_s)
+        if self.learner is not None:
+            self.learner.search.held = frozenset(away)
         return found
 
     def _start_s(self, job: JobSpec) -> float:

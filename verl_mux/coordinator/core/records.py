@@ -27,6 +27,7 @@ class Watched(msgspec.Struct, kw_only=True):
     """What placement learns of a job that it placed. `steps`: the last step seen, by phase. `began`: first rollout asked
     for. `free_since`: it neither holds nor asks for nodes since then; `between`: seconds of that in this step.
     `move_s`: what its last move took.
+    `alone_s`: what its finished steps took without waiting, `step_s`: the same of the step that it is in.
     `fresh`: steps seen since its co-execution group changed. `doing`: the phase that it is in or waits for (asked for or, if it
     runs, granted at this time). `rank`: among those of its group that wait, see
     scheduling/time/order.py."""
@@ -37,6 +38,8 @@ class Watched(msgspec.Struct, kw_only=True):
     first_step: int = 0
     free_since: float | None = None
     between: float = 0.0
+    alone_s: float = 0.0
+    step_s: float = 0.0
     fresh: int = 0
     doing: tuple[str, float, bool] = ("rollout", 0.0, False)
     rank: int = 0

@@ -71,6 +71,7 @@ from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.tokens import claims, closing
 from verl_mux.coordinator.core.waiting import Waiting
 from verl_mux.profiling.eventlog import events
+from verl_mux.scheduling.estimate.learning import corrected
 
 NEVER_REGISTERED = "exited before it registered"
 LIVE, SILENT, DYING, ENDED = JobState.LIVE, JobState.SILENT, JobState.DYING, JobState.ENDED
@@ -287,6 +288,7 @@ class Machine:
         spec = self.state.placed.job(job.name)
         if job.watched is None or spec is None:
             return []
+        observing.counted(job.watched, lease, now)
         if job.name in self.state.moves:  # a phase that ends with a checkpoint for it says nothing of others
             job.watched.free_since = now
             return []
@@ -301,7 +303,7 @@ class Machine:
         """The placer is told of a job that turns out other than it was placed by; `anyway`: also of one that does not."""
         spec = self.state.placed.job(job.name)
         if job.watched is not None and spec is not None:
-            revised = memory.revised(job, observing.revised(job.watched, spec) or spec)
+            revised = memory.revised(job, corrected(spec, job.watched.observed) or spec)
             revised = observing.with_move_cost(job.watched, revised)
             if revised is not spec or anyway:
                 placing.correct(self.state, revised)

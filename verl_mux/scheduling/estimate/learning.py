@@ -34,6 +34,12 @@ def learnt(job: JobSpec, observed: Observed, source: str = "mean") -> JobSpec:
     return msgspec.structs.replace(job, rollout=rollout, train=train, tail_s=between, sync_s=0.0, solo_s=None)
 
 
+def corrected(job: JobSpec, observed: Observed) -> JobSpec | None:
+    """The job as it was seen lately, if that is other than what it is placed by."""
+    now = learnt(job, observed)
+    return now if now is not job and drifted(job, now) else None
+
+
 def drifted(job: JobSpec, now: JobSpec) -> bool:
     """Whether the phases of `now` differ from those that the job was placed by, beyond what chance would do."""
     rollout = msgspec.structs.replace(job.rollout, seconds=job.rollout.seconds + job.sync_s, bound_s=None)

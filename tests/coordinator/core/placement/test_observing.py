@@ -5,6 +5,7 @@ import pytest
 from tests.coordinator.core.placement.placed_jobs import arrive, lines, placing_config, step
 from tests.coordinator.driver import Driver
 from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.core.placement.observing import Standing
 from verl_mux.coordinator.core.state import Machine
 
 
@@ -37,6 +38,18 @@ def test_responses_that_grow_are_followed(driver):
         step(driver, "a", number, rollout=3.0 * (1 + number / 60), train=2.0 * (1 + number / 60))
     spec = driver.machine.state.placed.job("a")
     assert spec.rollout_hold_s == pytest.approx(6.0, rel=0.15) and spec.train.seconds == pytest.approx(4.0, rel=0.15)
+
+
+def test_what_steps_would_have_taken_alone_is_what_they_took_then_without_waiting(driver):
+    arrive(driver, "a")
+    for number in range(1, 21):
+        step(driver, "a", number, rollout=3.0 if number < 11 else 30.0, between=1.5)
+    driver.ask("a", "rollout", 21, ["r0"])
+    driver.now += 100
+    at = Standing(driver.machine.state, driver.now)["a"]
+    spec = driver.machine.state.placed.job("a")
+    took = 10 * (3.0 + 2.0) + 10 * (30.0 + 2.0) + 20 * 2.5  # with the driver's 1 s before the next rollout
+    assert at.done == 20 and at.solo_s == pytest.approx(took) and at.solo_s < 0.8 * 20 * spec.iteration_s
 
 
 def test_a_validation_is_not_taken_for_the_steps_rollout(driver):

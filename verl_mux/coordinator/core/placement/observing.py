@@ -10,7 +10,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log
 from verl_mux.coordinator.core.records import Job, Lease, Moving, Request, State, Watched
 from verl_mux.profiling.eventlog import events
 from verl_mux.scheduling.estimate.estimator import estimate_error
-from verl_mux.scheduling.estimate.learning import LEAST, drifted, learnt
+from verl_mux.scheduling.estimate.learning import LEAST
 from verl_mux.scheduling.model import JobSpec
 from verl_mux.scheduling.time.forecast import Progress
 
@@ -33,7 +33,16 @@ def asked(job: Job, request: Request) -> None:
         watched.observed = watched.observed.seen("between", watched.between)
         watched.steps["between"] = request.step
     if request.phase == "rollout":
+        watched.alone_s += watched.between
         watched.between = 0.0
+
+
+def counted(watched: Watched, lease: Lease, now: float) -> None:
+    """A phase is over: what finished steps took without waiting is what they would have taken alone."""
+    watched.step_s += now - lease.granted_at
+    if lease.phase == "train":
+        watched.alone_s += watched.step_s
+        watched.step_s = 0.0
 
 
 def released(watched: Watched, lease: Lease, spec: JobSpec, now: float) -> list[Instruction]:
@@ -51,12 +60,6 @@ def released(watched: Watched, lease: Lease, spec: JobSpec, now: float) -> list[
     error = estimate_error(spec, lease.phase, held)
     about = {name: getattr(error, name) for name in ("job", "phase", "source", "estimated_s", "observed_s", "ratio")}
     return [Log(events.ESTIMATE_ERROR, about, step=lease.step)]
-
-
-def revised(watched: Watched, spec: JobSpec) -> JobSpec | None:
-    """The job as it was seen lately, if that is other than what it is placed by."""
-    now = learnt(spec, watched.observed)
-    return now if now is not spec and drifted(spec, now) else None
 
 
 def is_known(watched: Watched, lease: Lease) -> bool:
@@ -88,7 +91,7 @@ class Standing(Mapping[str, Progress]):
             raise KeyError(name)
         if moving is not None:
             done = (job.finished if job is not None and moving.left_at is None else moving.done) - watched.first_step + 1
-            return _on_its_way(moving, watched.began, max(done, 0), spec, self._now)
+            return _on_its_way(moving, watched, watched.began, max(done, 0), spec, self._now)
         if job is None:
             raise KeyError(name)
         return _progress(job, watched, watched.began, spec, self._now)
@@ -105,16 +108,17 @@ def granted(watched: Watched, phase: str, now: float) -> None:
         watched.doing = phase, now, True
 
 
-def _on_its_way(moving: Moving, began: float, done: int, spec: JobSpec, now: float) -> Progress:
+def _on_its_way(moving: Moving, watched: Watched, began: float, done: int, spec: JobSpec, now: float) -> Progress:
     away_s = 0.0 if moving.left_at is None else now - moving.ended_at
-    return Progress(age_s=now - began, done=done, phase="loading", remaining_s=max(spec.load_s - away_s, 0.0))
+    remaining_s = max(spec.load_s - away_s, 0.0)
+    return Progress(age_s=now - began, done=done, phase="loading", remaining_s=remaining_s, solo_s=watched.alone_s)
 
 
 def _progress(job: Job, watched: Watched, began: float, spec: JobSpec, now: float) -> Progress:
     phase, since, runs = watched.doing
     age_s, done = now - began, max(job.finished - watched.first_step + 1, 0)
-    seen = watched.observed.steps
+    stands = Progress(age_s=age_s, done=done, phase=phase, seen=watched.observed.steps, solo_s=watched.alone_s)
     if not runs:
-        return Progress(age_s=age_s, done=done, phase=phase, waited_s=max(now - since, 0.0), seen=seen)
+        return msgspec.structs.replace(stands, waited_s=max(now - since, 0.0))
     planned = spec.rollout_hold_s if phase == "rollout" else spec.train.seconds
-    return Progress(age_s=age_s, done=done, phase=phase, remaining_s=max(planned - (now - since), 0.0), seen=seen)
+    return msgspec.structs.replace(stands, remaining_s=max(planned - (now - since), 0.0))
