@@ -58,6 +58,14 @@ BENCHES = {
     "predictor": ("verl_mux.bench.rollouts.command", "bench_predictor", "Length predictors on a file of prompts and lengths."),
     "sync": ("verl_mux.bench.sync.command", "bench_sync", "Weight syncs over shaped links, by every way and by the chosen one."),
 }
+NODES = {
+    "add": ("verl_mux.coordinator.by_hand_command", "node_add", "Bring a node to a pool of a running coordinator."),
+    "remove": ("verl_mux.coordinator.by_hand_command", "node_remove", "Take a node out of its pool as soon as no job needs it."),
+}
+GROUPS = {
+    "bench": (BENCHES, "Measure one part, with the figure as JSON."),
+    "node": (NODES, "Nodes that come to a running coordinator, or leave it."),
+}
 # What is wrong with the words of a command line. typer names this kind alone, and carries or imports it by version.
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 # package -> how to get it. Whatever else is missing is a fault, and shows its traceback.
@@ -109,8 +117,8 @@ def _app(arguments: list[str]) -> typer.Typer:
     """Arguments as on the command line, without the program. No group takes options before a command, but --help."""
     first, second, *_ = [*(word for word in arguments if not word.startswith("-")), None, None]
     app = _group(COMMANDS, first, "Run several verl RL jobs on the same GPUs.")
-    bench = _group(BENCHES, second if first == "bench" else None, "Measure one part, with the figure as JSON.")
-    app.add_typer(bench, name="bench")
+    for name, (table, line) in GROUPS.items():
+        app.add_typer(_group(table, second if first == name else None, line), name=name)
     return app
 
 
@@ -134,7 +142,7 @@ def main() -> None:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:
             raise
-        words = " ".join(["verl-mux", *sys.argv[1 : 3 if sys.argv[1] == "bench" else 2]])
+        words = " ".join(["verl-mux", *sys.argv[1 : 3 if sys.argv[1] in GROUPS else 2]])
         print(f"{words} needs {package}: {EXTRAS[package]}", file=sys.stderr)
         sys.exit(2)
 

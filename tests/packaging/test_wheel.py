@@ -13,10 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from verl_mux.cli import BENCHES, COMMANDS
+from verl_mux.cli import COMMANDS, GROUPS
 
 ROOT = Path(__file__).parents[2]
-EVERY_COMMAND = [[], *([name] for name in COMMANDS), ["bench"], *(["bench", name] for name in BENCHES)]
+EVERY_COMMAND = [
+    [],
+    *([name] for name in COMMANDS),
+    *([group] for group in GROUPS),
+    *([group, name] for group in GROUPS for name in GROUPS[group][0]),
+]
 NOBODY = "tcp://127.0.0.1:1"
 TRACE = "job,arrival_h,duration_h\na,0,1\nb,0.5,1\n"
 LENGTHS = "".join(
@@ -34,6 +39,8 @@ TRIED = [
     (f"release rollout0 --yes --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
     (f"drain rollout0 --yes --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
     (f"reload --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
+    (f"node add r7 --pool rollout --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
+    (f"node remove r7 --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
     ("agent --devices abacus", 2, "allowed: auto"),
     (f"hold --pool train --coordinator {NOBODY} --timeout 0.2 -- true", 2, "no coordinator answers"),
     ("keys made/keys", 0, "keys in made/keys"),
@@ -141,8 +148,8 @@ def test_every_command_answers(clean, folder, line, code, says):
 
 
 def test_every_command_is_tried():
-    tried = {re.match(r"(bench )?\w+", line).group() for line, _, _ in TRIED}
-    assert tried == {*COMMANDS, *(f"bench {name}" for name in BENCHES)}
+    tried = {re.match(r"(bench |node )?\w+", line).group() for line, _, _ in TRIED}
+    assert tried == {*COMMANDS, *(f"{group} {name}" for group, (table, _) in GROUPS.items() for name in table)}
 
 
 def test_a_job_without_a_coordinator_gets_its_leases(clean, folder):

@@ -56,6 +56,43 @@ def drain(
     _say(m.Drain(node=node, undo=undo), coordinator, timeout, keys)
 
 
+def node_add(
+    name: Annotated[str, typer.Argument(help="The node's name, by which jobs and Ray's resource `mux_NAME` call it.")],
+    pool: Annotated[str, typer.Option(help="The pool that it comes to, whose first node it is like.")],
+    host: Annotated[str | None, typer.Option(help="Name or address of its machine.")] = None,
+    gpu_ids: Annotated[str | None, typer.Option(help="Which GPUs of that machine it is, as 0,1,2; default: all.")] = None,
+    coordinator: Address = DEFAULT_ADDRESS,
+    keys: Keys = None,
+    timeout: _Timeout = 3.0,
+) -> None:
+    """Bring a node to a pool of a running coordinator."""
+    _say(m.NodeAdd(pool=pool, node=name, host=host, gpu_ids=_gpu_ids(gpu_ids)), coordinator, timeout, keys)
+
+
+def node_remove(
+    name: Annotated[str, typer.Argument(help="The node's name.")],
+    if_idle: Annotated[bool, typer.Option("--if-idle", help="Only if no job needs it now.")] = False,
+    gone: Annotated[bool, typer.Option("--gone", help="Its host is no more: jobs on it end as if they had failed.")] = False,
+    coordinator: Address = DEFAULT_ADDRESS,
+    keys: Keys = None,
+    yes: _Yes = False,
+    timeout: _Timeout = 3.0,
+) -> None:
+    """Take a node out of its pool as soon as no job needs it; nobody new gets it meanwhile."""
+    if gone:
+        _confirm(f"Is the host of node {name!r} no more? Jobs on it end, and what they have not saved is lost.", name, yes)
+    _say(m.NodeRemove(node=name, if_idle=if_idle, gone=gone), coordinator, timeout, keys)
+
+
+def _gpu_ids(given: str | None) -> list[int] | None:
+    if given is None:
+        return None
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise UserError(f"--gpu-ids is {given!r}; numbers from 0 with commas between them are needed, as 0,1,2")
+    return [int(part) for part in parts]
+
+
 def reload(coordinator: Address = DEFAULT_ADDRESS, keys: Keys = None, timeout: _Timeout = 3.0) -> None:
     """Have the coordinator read the pools in its file again."""
     _say(m.Reload(), coordinator, timeout, keys)

@@ -33,7 +33,6 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     Log,
     NodeEmpty,
     NodesOwed,
-    PoolsChanged,
     ProcessesGone,
     SomebodyWasBefore,
     What,
@@ -41,7 +40,8 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
 from verl_mux.coordinator.core.job_states import IllegalMove, UnknownJob
 from verl_mux.coordinator.core.records import Job, JobState
 from verl_mux.coordinator.core.rewind import Rewind
-from verl_mux.coordinator.core.settings import Config
+from verl_mux.coordinator.core.scaling import joining
+from verl_mux.coordinator.core.settings import Config, check
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import NEVER_REGISTERED
 from verl_mux.coordinator.drivers import Drivers
@@ -256,12 +256,14 @@ class Coordinator:
     def _reload(self) -> str:
         if self._reread is None:
             raise UserError("this coordinator was not started from a file")
-        after = self._reread()
         before, state = self.config, self._machine.state
+        read = self._reread()
+        what = joining.merged(read, state)
+        check(after := msgspec.structs.replace(read, pools=what.pools))
         refusal = pools.restart_needed(before, after) or pools.refusal(state, before, after)
         if refusal is not None:
             raise UserError(refusal)
-        self._take(PoolsChanged(pools=after.pools))
+        self._take(what)
         return f"pools and their nodes: {after.describe_pools()}"
 
     def _agent(self, report: m.AgentReport) -> m.Message:

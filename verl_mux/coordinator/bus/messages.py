@@ -6,7 +6,8 @@ taken for its predecessor) and the `client` (one per connection; also its ZeroMQ
 
 Families, those but the first in `families/`:
 - leases: REGISTER .. JOB_ENDED, between a job's client and the coordinator;
-- by hand: JOB_OVER, from whoever started the job; EVICT, FREE, DRAIN and RELOAD, from an operator;
+- by hand: JOB_OVER, from whoever started the job; EVICT, FREE, DRAIN, NODE_ADD, NODE_REMOVE and RELOAD, from an
+  operator;
 - agents: AGENT_REPORT and AGENT_ANSWER, between who looks at a host and the coordinator;
 - the learner: LEARNER_STATE_UPDATE.
 """
@@ -22,7 +23,7 @@ from verl_mux.coordinator.bus.families.agents import AgentAnswer, AgentReport, M
 from verl_mux.coordinator.bus.families.agents import HostName as HostName
 from verl_mux.coordinator.bus.families.base import VERSION, FromJob, Message, Unreadable, WrongVersion
 from verl_mux.coordinator.bus.families.base import Member as Member
-from verl_mux.coordinator.bus.families.by_hand import Drain, Evict, Free, JobOver, Reload
+from verl_mux.coordinator.bus.families.by_hand import Drain, Evict, Free, JobOver, NodeAdd, NodeRemove, Reload
 from verl_mux.coordinator.bus.families.dispatch import LearnerStateUpdate
 from verl_mux.places.place import Place
 from verl_mux.scheduling.estimate.estimator import Observed
@@ -353,7 +354,7 @@ _ToJob = (
     | Done
     | Status
 )
-ByHand = Evict | Free | Drain | Reload
+ByHand = Evict | Free | Drain | NodeAdd | NodeRemove | Reload
 AnyMessage = AnyFromJob | StatusRequest | JobOver | ByHand | AgentReport | AgentAnswer | _ToJob | LearnerStateUpdate
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.settings import Pool
+from verl_mux.coordinator.core.settings import Node, Pool
 from verl_mux.scheduling.model import Group
 from verl_mux.scheduling.placer.record import Queued
 from verl_mux.scheduling.search.decision import Move
@@ -112,9 +112,23 @@ class NodeDrained(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
 
 
 class PoolsChanged(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="POOLS_CHANGED"):
-    """The configuration file was read again; pools.py allows it."""
+    """The configuration file was read again; pools.py allows it. `joined`: those of the nodes that came without it."""
 
     pools: dict[str, Pool]
+    joined: dict[str, list[Node]] = {}
+
+
+class NodeJoined(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="NODE_JOINED"):
+    """Somebody who may brings a node; joining.py allows it."""
+
+    pool: str
+    node: Node
+
+
+class NodeLeaving(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="NODE_LEAVING"):
+    """Somebody who may takes the node away as soon as nobody needs it."""
+
+    node: str
 
 
 class NodeReleased(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="NODE_RELEASED"):
@@ -166,7 +180,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
 
 _Seen = JobSilent | JobRevoked | PhaseOverdue | JobEvicted | DriverDied | JobExited | ProcessesGone | NodeEmpty | NodesOwed
 AboutJob = m.AnyFromJob | _Seen | HostMeasured
-AboutHosts = HostSeen | HostGone | OwedPaid | HostReleased | NodeReleased | NodeDrained | PoolsChanged
+AboutHosts = HostSeen | HostGone | OwedPaid | HostReleased | NodeReleased | NodeDrained | PoolsChanged | NodeJoined | NodeLeaving
 AboutMoves = Planned | MoveGivenUp | MovesDue
 What = AboutJob | AboutHosts | AboutMoves | Settled | SomebodyWasBefore
 

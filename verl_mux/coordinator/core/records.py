@@ -12,6 +12,7 @@ from enum import Enum
 import msgspec
 
 from verl_mux.coordinator.bus.messages import Member
+from verl_mux.coordinator.core.settings import Node
 from verl_mux.scheduling.estimate.estimator import Observed
 from verl_mux.scheduling.placer.record import Question, Record
 
@@ -244,7 +245,8 @@ class State(msgspec.Struct, kw_only=True):
     evictions among them; `ask_again_at`: when other moves may have come to pay. `rooms`: of jobs that wait for host memory, in
     order of arrival; `evictions`: of jobs that are to leave; `num_evicted` ever. `usage`: by node. `hosts`: by name and PID
     namespace. `fenced`: nodes that nobody gets now, and why; derived from `hosts`. `draining`: nodes that nobody gets any more,
-    by hand."""
+    by hand. `joined`: by pool, nodes that came without the file. `leaving`: nodes that nobody new gets, and that are no more when
+    nobody needs them."""
 
     jobs: dict[str, Job] = {}
     requests: list[Request] = []
@@ -269,6 +271,8 @@ class State(msgspec.Struct, kw_only=True):
     hosts: dict[str, Host] = {}
     fenced: dict[str, str] = {}
     draining: list[str] = []
+    joined: dict[str, list[Node]] = {}
+    leaving: list[str] = []
 
     def leases_of(self, job: str) -> list[Lease]:
         return [lease for lease in self.leases.values() if lease.job == job]

@@ -10,6 +10,7 @@ from verl_mux.coordinator.core.hosts import eviction, memory
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Send
 from verl_mux.coordinator.core.placement import placing
 from verl_mux.coordinator.core.records import Job, JobState, State
+from verl_mux.coordinator.core.scaling import joining
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.tokens import claims
 from verl_mux.errors import UserError
@@ -37,7 +38,11 @@ def refuse(asked: m.Register, known: Job | None, other: Job | None, state: State
             placing.named_by_hand(asked, nodes, state)
     except UserError as error:
         return _no(str(error))
-    if _is_there(asked, known) or eviction.may_wait(asked, nodes, config):
+    if _is_there(asked, known):
+        return None
+    if reason := joining.refusal([name for names in nodes.values() for name in names], state):
+        return _no(f"job {asked.job!r}: {reason}")
+    if eviction.may_wait(asked, nodes, config):
         return None
     reason = memory.refusal(asked, nodes, state, config)
     return _no(reason) if reason else None

@@ -52,6 +52,8 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     Log,
     MoveGivenUp,
     NodeEmpty,
+    NodeJoined,
+    NodeLeaving,
     NodeReleased,
     NodesOwed,
     PhaseOverdue,
@@ -67,6 +69,7 @@ from verl_mux.coordinator.core.leases import Leases, about, asked_for
 from verl_mux.coordinator.core.placement import moving, observing, placing, prediction
 from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State
 from verl_mux.coordinator.core.running_time import RunningTime
+from verl_mux.coordinator.core.scaling import joining
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.tokens import claims, closing
 from verl_mux.coordinator.core.waiting import Waiting
@@ -382,6 +385,11 @@ class Machine:
     def _about_hosts(self, now: float, what: AboutHosts) -> list[Instruction]:
         if isinstance(what, PoolsChanged):
             return self._reconfigure(what)
+        if isinstance(what, NodeJoined):
+            return self._reconfigure(joining.comes(self.state, self.config, what))
+        if isinstance(what, NodeLeaving):
+            self.state.leaving.append(what.node)
+            return []  # it goes when nobody needs it, which may be now
         dying, shut = [job.name for job in self.state.jobs.values() if job.state is DYING], fences.shut(self.state)
         out = self._leases.take_from(dying, what.node, now) if isinstance(what, NodeReleased) else []
         out += moves.change(self.state, what, now)
@@ -394,7 +402,11 @@ class Machine:
         before = set(self.config.nodes)
         self.config = self._waiting.config = msgspec.structs.replace(self.config, pools=what.pools)
         nodes = set(self.config.nodes)
+        self.state.joined = what.joined
         self.state.draining = [node for node in self.state.draining if node in nodes]
+        self.state.leaving = [node for node in self.state.leaving if node in nodes]
+        if nodes - before:
+            placing.open_again(self.state)
         told = {"added": sorted(nodes - before), "removed": sorted(before - nodes)}
         return [Log(events.POOLS_CHANGED, told), *self._fence_anew()]
 
@@ -441,6 +453,8 @@ class Machine:
     def _settle(self, now: float) -> list[Instruction]:
         """Brings the schedule, the queues, and what clients know of contention up to date."""
         out = self._start(*eviction.settle(self.state, self.config, now))
+        if self.state.leaving and (left := joining.let_go(self.state, self.config)) is not None:
+            out += self._reconfigure(left)
         if queueing.advance(self.state, self.config):
             out.append(Log(events.SEGMENT, {"index": self.state.segment, "mode": queueing.mode(self.state, self.config)}))
             for node in self.state.peaks:

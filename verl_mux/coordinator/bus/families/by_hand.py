@@ -33,5 +33,23 @@ class Drain(Message, kw_only=True, frozen=True, tag="DRAIN"):
     undo: bool = False
 
 
+class NodeAdd(Message, kw_only=True, frozen=True, tag="NODE_ADD"):
+    """A node comes to a pool: as the pool's first one, but for its place. As Evict."""
+
+    pool: limits.Name
+    node: limits.ShownName
+    host: limits.ShownName | None = None
+    gpu_ids: limits.GpuIds | None = None
+
+
+class NodeRemove(Message, kw_only=True, frozen=True, tag="NODE_REMOVE"):
+    """Nobody new gets the node; it is no more when nobody needs it. `if_idle`: only if that is so now. `gone`: its host is no
+    more, so jobs on it are over. As Evict."""
+
+    node: limits.Name
+    if_idle: bool = False
+    gone: bool = False
+
+
 class Reload(Message, kw_only=True, frozen=True, tag="RELOAD"):
     """Read the configuration file again. As Evict."""

@@ -17,7 +17,7 @@ def fenced(state: State, config: Config) -> dict[str, str]:
 
 def shut(state: State) -> frozenset[str]:
     """Nodes that nobody is to be sent to."""
-    return frozenset(state.draining) | state.fenced.keys()
+    return frozenset((*state.draining, *state.leaving)) | state.fenced.keys()
 
 
 def refused(nodes: list[str], state: State) -> str | None:

@@ -13,8 +13,6 @@ def refusal(state: State, before: Config, after: Config) -> str | None:
     for key in ("schedule", "placement"):
         if getattr(before, key) != getattr(after, key):
             return f"its {key} is another. {_ADVICE}"
-    if before.placement is not None and before.pools != after.pools:  # what was placed is remembered by these pools
-        return f"its pools are others, and jobs are placed on them. {_ADVICE}"
     for name, pool in before.pools.items():
         if name in after.pools and after.pools[name].kind != pool.kind:
             return f"pool {name!r} is of another kind. {_ADVICE}"
@@ -28,6 +26,13 @@ def refusal(state: State, before: Config, after: Config) -> str | None:
 
 
 def _is_needed(node: str, state: State) -> str | None:
+    if reason := needed_by(node, state):
+        return reason
+    return None if node in state.draining else f"is not draining: `verl-mux drain {node}` first"
+
+
+def needed_by(node: str, state: State) -> str | None:
+    """Who would miss the node, in words; None: nobody."""
     holders = sorted({lease.job for lease in state.leases.values() if node in lease.nodes})
     if holders:
         return f"job {holders[0]!r} holds it"
@@ -37,7 +42,8 @@ def _is_needed(node: str, state: State) -> str | None:
     waiting = [name for name, room in state.rooms.items() if node in room.all_nodes]
     if waiting:
         return f"job {waiting[0]!r} waits for room on it: let it end, or evict it"
-    return None if node in state.draining else f"is not draining: `verl-mux drain {node}` first"
+    placed = [group.jobs[0].name for group in state.placed.groups if node in (*group.rollout_nodes, *group.train_nodes)]
+    return f"job {placed[0]!r} is placed on it: let it end, or evict it" if placed else None
 
 
 def restart_needed(before: Config, after: Config) -> str | None:

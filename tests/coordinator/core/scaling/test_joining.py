@@ -1,0 +1,166 @@
+"""Nodes that join and leave while jobs run, on the state machine driven by hand."""
+
+import msgspec
+import pytest
+
+from tests.coordinator.core.placement.placed_jobs import arrive, lines, placing_config, where_told
+from tests.coordinator.driver import Driver, config
+from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.by_hand import decide
+from verl_mux.coordinator.config import make_config
+from verl_mux.coordinator.core.inputs_and_instructions import ProcessesGone
+from verl_mux.coordinator.core.records import JobState, State
+from verl_mux.coordinator.core.scaling import joining
+from verl_mux.coordinator.core.state import Machine
+from verl_mux.coordinator.journal.changed_config import carried_over
+
+
+def by_hand(driver, message):
+    """What an operator's message does, and its answer."""
+    decided, answer = decide(message, driver.machine.state, driver.machine.config, lambda *_: "")
+    told = [said for what in decided for said in driver.do(what)]
+    return answer, told
+
+
+def add(driver, pool, node, **keys):
+    return by_hand(driver, m.NodeAdd(pool=pool, node=node, **keys))
+
+
+def remove(driver, node, **keys):
+    return by_hand(driver, m.NodeRemove(node=node, **keys))
+
+
+def nodes(driver):
+    return sorted(driver.machine.config.nodes)
+
+
+@pytest.fixture
+def named():
+    driver = Driver(Machine(config()))
+    driver.register("a", nodes={"rollout": ["r0"], "train": ["t0"]})
+    return driver
+
+
+@pytest.fixture
+def placed():
+    return Driver(Machine(placing_config()))
+
+
+def test_a_node_joins_like_the_first_of_its_pool(placed):
+    answer, _ = add(placed, "rollout", "r7", host="gpu-07")
+    first, node = placed.machine.config.nodes["r0"], placed.machine.config.nodes["r7"]
+    assert answer.text == "node 'r7' is in pool 'rollout'"
+    assert msgspec.structs.replace(node, name="r0", host=None) == first and node.host == "gpu-07"
+    assert lines(placed, "pools_changed") == [{"added": ["r7"], "removed": []}]
+
+
+def test_adding_twice_is_adding_once(placed):
+    add(placed, "rollout", "r7", host="gpu-07")
+    answer, _ = add(placed, "rollout", "r7", host="gpu-07")
+    assert answer.text == "node 'r7' is in pool 'rollout' already" and nodes(placed) == ["r0", "r7", "t0"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"pool": "more", "node": "r7"}, "no pool 'more' is known here; pools and their nodes: rollout (r0), train (t0)"),
+        ({"pool": "rollout", "node": "t0"}, "node 't0' is there already"),
+        ({"pool": "rollout", "node": "r0", "host": "other"}, "node 'r0' is there already"),
+        ({"pool": "rollout", "node": "train"}, "'train' names both a pool and a node"),
+        ({"pool": "rollout", "node": "r7", "gpu_ids": [0, 0]}, "node 'r7' has gpu_ids [0, 0]"),
+        (
+            {"pool": "rollout", "node": "r7", "host": "h", "gpu_ids": [0, 1]},
+            "pool 'rollout' has nodes with different gpus (1, 2)",
+        ),
+    ],
+)
+def test_a_node_that_cannot_be_there_is_refused_with_what_there_is(placed, keys, why):
+    answer, _ = by_hand(placed, m.NodeAdd(**keys))
+    assert isinstance(answer, m.Refused) and why in answer.reason and nodes(placed) == ["r0", "t0"]
+
+
+def test_who_waits_to_be_placed_goes_to_a_node_that_joined(placed):
+    arrive(placed, "a", slo=1.0)
+    assert isinstance(arrive(placed, "b", slo=1.0)[0], m.Queued)
+    assert where_told(add(placed, "rollout", "r7")[1]) == [{"rollout": ["r7"], "train": ["t0"]}]
+
+
+def test_an_idle_node_leaves_at_once(placed):
+    add(placed, "rollout", "r7")
+    answer, _ = remove(placed, "r7")
+    assert answer.text == "nobody new gets node 'r7', and it is no more when nobody needs it"
+    assert nodes(placed) == ["r0", "t0"] and placed.machine.state.leaving == []
+
+
+def test_a_node_that_somebody_needs_leaves_after_him(placed):
+    add(placed, "rollout", "r7")
+    add(placed, "train", "t7")
+    arrive(placed, "a", slo=1.0)
+    answer, _ = remove(placed, "r0")
+    assert answer.text.endswith("but job 'a' is registered on it: let it end, or evict it")
+    placed.ask("a", "rollout", 1, ["r0"])
+    assert placed.holders("r0") == ["a"], "he goes on as before"
+    assert where_told(arrive(placed, "b", slo=1.0)) == [{"rollout": ["r7"], "train": ["t7"]}]
+    assert isinstance(arrive(placed, "c", slo=1.0)[0], m.Queued)
+    placed.do(m.Deregister(**placed.who("a")))
+    assert nodes(placed) == ["r7", "t0", "t7"]
+
+
+def test_of_a_node_that_is_not_idle_only_that_is_said(placed):
+    add(placed, "rollout", "r7")
+    arrive(placed, "a")
+    answer, _ = remove(placed, "r0", if_idle=True)
+    assert answer.reason == "node 'r0' is not idle: job 'a' is registered on it: let it end, or evict it"
+    assert placed.machine.state.leaving == []
+
+
+def test_the_last_node_of_a_pool_stays(placed):
+    assert "node 'r0' is the last of pool 'rollout'" in remove(placed, "r0")[0].reason
+    assert "no node 'r9' is known here" in remove(placed, "r9")[0].reason
+
+
+def test_nobody_new_may_name_a_node_that_leaves_and_who_is_there_may_register_again(named):
+    remove(named, "r0")
+    (refused,) = named.register("b", nodes={"rollout": ["r0"], "train": ["t0"]})
+    assert "node 'r0' is leaving, and is given to nobody new" in refused.reason
+    (again,) = named.register("a", nodes={"rollout": ["r0"], "train": ["t0"]}, again=True)
+    assert isinstance(again, m.Registered)
+
+
+def test_jobs_on_a_node_that_is_gone_are_over_and_a_kept_place_there_is_given_up(named):
+    named.ask("a", "rollout", 1, ["r0"])
+    answer, _ = remove(named, "r0", gone=True)
+    assert answer.text.endswith("jobs on it end")
+    assert named.machine.state.jobs["a"].state is JobState.DYING and named.holders("r0") == []
+    named.do(ProcessesGone(job="a", uid="a:1"))
+    assert nodes(named) == ["r1", "t0"]
+    assert lines(named, "job_exited")[-1]["reason"] == "its node r0 is gone"
+
+
+def test_a_file_that_is_read_again_or_another_start_leaves_what_joined(placed):
+    add(placed, "rollout", "r7")
+    state, read = placed.machine.state, placing_config()
+    assert [node.name for node in joining.merged(read, state).pools["rollout"].nodes] == ["r0", "r7"]
+    arrive(placed, "a")
+    after = carried_over(placed.machine, read, None)
+    assert sorted(after.config.nodes) == ["r0", "r7", "t0"] and after.state.joined == state.joined
+    named_in_file = joining.merged(placing_config(count=8), state)
+    assert named_in_file.joined == {} and len(named_in_file.pools["rollout"].nodes) == 8
+
+
+def test_what_joined_a_pool_that_the_file_has_no_more_is_gone(placed):
+    add(placed, "rollout", "r7")
+    other = make_config({"pools": {"gpus": {"nodes": [{"name": "node0"}]}}})
+    assert joining.merged(other, placed.machine.state).joined == {}
+
+
+def test_a_restart_knows_who_joined_and_who_leaves(placed):
+    add(placed, "rollout", "r7")
+    arrive(placed, "a")
+    remove(placed, "r0")
+    again = Machine(placing_config())
+    for event in placed.events:
+        again.handle(event)
+    assert again.state == placed.machine.state and again.state.leaving == ["r0"]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(again.state), type=State) == again.state
+    assert again.config.pools == placed.machine.config.pools
