@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from verl_mux.coordinator.config import make_config
-from verl_mux.coordinator.core.settings import MODES, Config, Node, PlacementConfig, Pool, Segment
+from verl_mux.coordinator.core.settings import MODES, Config, Hook, Node, PlacementConfig, Pool, Segment
 from verl_mux.scheduling.estimate.gpu_kinds import GpuKind
 
 DOC = (Path(__file__).parents[2] / "docs" / "coordinator.md").read_text()
@@ -24,6 +24,7 @@ STRUCTS = {
 }
 WORDS = {
     str: "text",
+    typing.Union[Hook]: "text or list of texts",  # noqa: UP007
     int: "integer",
     float: "number",
     bool: "true or false",
@@ -47,7 +48,7 @@ def rows(heading):
 def without_none(hint):
     """Nor what limits a type further."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+        hint = typing.Union[tuple(part for part in typing.get_args(hint) if part is not type(None))]  # noqa: UP007
     if typing.get_origin(hint) is typing.Annotated:
         return hint.__origin__
     return hint

@@ -21,11 +21,13 @@ from verl_mux.coordinator import access, by_hand, signalling
 from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.access import keys
+from verl_mux.coordinator.bus.connect import ADDRESS_VARIABLE
 from verl_mux.coordinator.bus.router import Router
 from verl_mux.coordinator.core.hosts import memory, pools
 from verl_mux.coordinator.core.hosts.reaping import Sight, judge
 from verl_mux.coordinator.core.hosts.sights import Sights
 from verl_mux.coordinator.core.inputs_and_instructions import (
+    Call,
     DriverDied,
     Input,
     Instruction,
@@ -45,6 +47,7 @@ from verl_mux.coordinator.core.settings import Config, check
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import NEVER_REGISTERED
 from verl_mux.coordinator.drivers import Drivers
+from verl_mux.coordinator.hooks import Hooks
 from verl_mux.coordinator.journal import before
 from verl_mux.coordinator.journal.delivery import Delivery
 from verl_mux.coordinator.journal.journal import Journal
@@ -172,12 +175,14 @@ class Coordinator:
         self._planning.look()
         self._router = Router(self._bind, self._keys, self._receive, self._turned_away)
         self.address = self._router.address
+        self._hooks = Hooks(self._loop, self._take, {ADDRESS_VARIABLE: self.address})
         before.note(self.address)
         watching = asyncio.create_task(self._watch())
         self._ready.set()
         await self._stopping.wait()
         watching.cancel()
         self._planning.close()
+        self._hooks.close()
         self._drivers.close()
         self._delivery.flush()
         self._router.close()
@@ -304,6 +309,8 @@ class Coordinator:
     def _do(self, instruction: Instruction) -> None:
         if isinstance(instruction, Log):
             return self._record(instruction)
+        if isinstance(instruction, Call):
+            return self._hooks.call(instruction, getattr(self.config, instruction.hook))
         message = instruction.message
         if isinstance(message, m.LeaseGrant):
             message = msgspec.structs.replace(message, granted_at=self._clock.wall(message.granted_at))

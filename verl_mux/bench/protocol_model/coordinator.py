@@ -19,8 +19,8 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     Instruction,
     JobEvicted,
     JobExited,
-    Log,
     ProcessesGone,
+    Send,
     What,
 )
 from verl_mux.coordinator.core.job_states import IllegalMove, UnknownJob
@@ -215,7 +215,7 @@ class CoordinatorProcess:
         self._delivery.take(given, self.machine.handle(given), keep)
 
     def _carry_out(self, instruction: Instruction) -> None:
-        if isinstance(instruction, Log):
+        if not isinstance(instruction, Send):
             return
         self._point("")
         message = instruction.message

@@ -1,7 +1,7 @@
 """What goes into the state machine, and what comes out.
 
 In: a message of a job, or something that the server saw by itself, each with the time `now` at which it
-came, in seconds of a clock that only grows. Out: messages to send and lines for the event log.
+came, in seconds of a clock that only grows. Out: messages to send, lines for the event log, whom to tell of nodes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.settings import Node, Pool
 from verl_mux.scheduling.model import Group
 from verl_mux.scheduling.placer.record import Queued
+from verl_mux.scheduling.placer.shortage import Want
 from verl_mux.scheduling.search.decision import Move
 
 
@@ -131,6 +132,18 @@ class NodeLeaving(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
     node: str
 
 
+class ScalingDue(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="SCALING_DUE"):
+    """There is something to tell whoever starts and ends nodes, or to remember for it (scaling/wanting.py)."""
+
+
+class HookFailed(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="HOOK_FAILED"):
+    """Who was to be told could not be. `pool`: for which `more` nodes are wanted; empty: nodes are idle."""
+
+    pool: str
+    more: int
+    reason: str
+
+
 class NodeReleased(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="NODE_RELEASED"):
     """Somebody who may says that nothing of a dying job is left on this node, where nobody else can look."""
 
@@ -165,7 +178,7 @@ class Said(msgspec.Struct, frozen=True):
 class Planned(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="PLANNED"):
     """What the placer answers to the first of its questions: groups that changed or are no more, who waits, and who is to start
     or to move. `moved_at`: as in Record. `pending`: moves may come to pay. `version`: of the record it was asked about; an answer
-    to another one is void."""
+    to another one is void. `wants`: nodes that are lacking; None: as before."""
 
     version: int
     changed: list[Group]
@@ -176,13 +189,15 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     said: list[Said] = []
     moved_at: list[float] = []
     pending: bool = False
+    wants: list[Want] | None = None
 
 
 _Seen = JobSilent | JobRevoked | PhaseOverdue | JobEvicted | DriverDied | JobExited | ProcessesGone | NodeEmpty | NodesOwed
 AboutJob = m.AnyFromJob | _Seen | HostMeasured
 AboutHosts = HostSeen | HostGone | OwedPaid | HostReleased | NodeReleased | NodeDrained | PoolsChanged | NodeJoined | NodeLeaving
+AboutScaling = ScalingDue | HookFailed
 AboutMoves = Planned | MoveGivenUp | MovesDue
-What = AboutJob | AboutHosts | AboutMoves | Settled | SomebodyWasBefore
+What = AboutJob | AboutHosts | AboutMoves | AboutScaling | Settled | SomebodyWasBefore
 
 
 class Input(msgspec.Struct, frozen=True):
@@ -204,4 +219,14 @@ class Log(msgspec.Struct, frozen=True):
     step: int | None = None
 
 
-Instruction = Send | Log
+class Call(msgspec.Struct, frozen=True):
+    """Whoever is named under the key `hook` of the configuration is to be told `about`. `pool`: for HookFailed. `brief`: of that,
+    what fits into names and numbers."""
+
+    hook: str
+    pool: str
+    about: dict[str, Any]
+    brief: dict[str, str]
+
+
+Instruction = Send | Log | Call

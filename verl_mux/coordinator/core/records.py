@@ -15,6 +15,7 @@ from verl_mux.coordinator.bus.messages import Member
 from verl_mux.coordinator.core.settings import Node
 from verl_mux.scheduling.estimate.estimator import Observed
 from verl_mux.scheduling.placer.record import Question, Record
+from verl_mux.scheduling.placer.shortage import Want
 
 
 class JobState(Enum):
@@ -103,7 +104,8 @@ class Job(msgspec.Struct, kw_only=True):
     `longest`: seconds by phase; `overdue`: tokens whose phases take far longer. `last`: seconds of the last one, by phase.
     `condemned`: by whom its nodes were taken away, which ends its driver too. `filler`: work of a priority below the jobs, see
     fillers/; it has no steps and nobody waits for it. `grace`: seconds that it may need to leave, as it says. `movable`: it is
-    started again when it leaves because it was asked to. `resident_since`: when it was let in, to nodes that it names."""
+    started again when it leaves because it was asked to. `resident_since`: when it was let in, to nodes that it names.
+    `came`: when it registered first."""
 
     name: str
     uid: str
@@ -144,6 +146,7 @@ class Job(msgspec.Struct, kw_only=True):
     grace: float = 0.0
     movable: bool = False
     resident_since: float = 0.0
+    came: float = 0.0
     watched: Watched | None = None  # only of a job that leaves its nodes to the coordinator
 
     @property
@@ -236,6 +239,25 @@ class Host(msgspec.Struct, kw_only=True):
         return self.names[0]
 
 
+class AskedFor(msgspec.Struct, frozen=True, kw_only=True):
+    """`count` nodes that were asked for at the time `at` and are not there yet. `failed`: how many were lacking when asking
+    failed."""
+
+    count: int = 0
+    at: float = 0.0
+    failed: int = 0
+
+
+class Scaling(msgspec.Struct, kw_only=True):
+    """What whoever starts and ends nodes was told. `wants`: nodes that are lacking, by the placer. `asked_for`: by pool.
+    `idle_since`: by node without residents. `idle_told`: those of them that he knows of."""
+
+    wants: list[Want] = []
+    asked_for: dict[str, AskedFor] = {}
+    idle_since: dict[str, float] = {}
+    idle_told: list[str] = []
+
+
 class State(msgspec.Struct, kw_only=True):
     """`requests` in order of arrival. `token`: the last one given out. `segment`: index into the schedule, never falls.
     `started`: all expected jobs were there. `settle_until`: no grants before it, because memory was lost, in seconds for which
@@ -246,7 +268,7 @@ class State(msgspec.Struct, kw_only=True):
     order of arrival; `evictions`: of jobs that are to leave; `num_evicted` ever. `usage`: by node. `hosts`: by name and PID
     namespace. `fenced`: nodes that nobody gets now, and why; derived from `hosts`. `draining`: nodes that nobody gets any more,
     by hand. `joined`: by pool, nodes that came without the file. `leaving`: nodes that nobody new gets, and that are no more when
-    nobody needs them."""
+    nobody needs them. `scaling`: what was told of nodes that are lacking, or idle."""
 
     jobs: dict[str, Job] = {}
     requests: list[Request] = []
@@ -273,6 +295,7 @@ class State(msgspec.Struct, kw_only=True):
     draining: list[str] = []
     joined: dict[str, list[Node]] = {}
     leaving: list[str] = []
+    scaling: Scaling = msgspec.field(default_factory=Scaling)
 
     def leases_of(self, job: str) -> list[Lease]:
         return [lease for lease in self.leases.values() if lease.job == job]

@@ -114,7 +114,7 @@ def welcome(state: State, config: Config, job: Job, client: str, epoch: str, ans
 
 def _new_job(state: State, config: Config, now: float, what: m.Register) -> Job:
     state.num_registered += 1
-    job = Job(name=what.job, uid=what.uid, order=state.num_registered, since=now)
+    job = Job(name=what.job, uid=what.uid, order=state.num_registered, since=now, came=now)
     _take_for_driver(job, what)
     if not what.wants_placement:
         _give_nodes(state, config, now, job, what)

@@ -25,9 +25,11 @@ _MOST_SECONDS = 1e9
 _MOST_BYTES, _MOST_GPUS = 2**60, 10_000
 # Clients give a sign of life every second, so a shorter lease timeout would find every job silent.
 _LEAST_SECONDS = {"lease_timeout": 1, "kill_grace": 0, "remote_grace": 0, "filler_grace": 0, "silent_timeout": 0,
-                  "hung_factor": 1, "hung_least": 0, "evict_to_disk_after": 0}  # fmt: skip
+                  "hung_factor": 1, "hung_least": 0, "evict_to_disk_after": 0, "idle_after": 0}  # fmt: skip
 Mode = Literal["sequential", "uncoordinated", "interleaved"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+# Whom to tell: a line for a shell or a URL, or a program and its arguments.
+Hook = str | list[str]
 # Where the configuration names no host memory, it is no limit.
 _PLENTY_GB = 1e6
 
@@ -52,10 +54,13 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`kind` of its GPUs (H20, H800, H100, H200 or one of `placement.kinds`): needed where jobs are placed on it."""
+    """`kind` of its GPUs (H20, H800, H100, H200 or one of `placement.kinds`): needed where jobs are placed on it. `delay`:
+    seconds until a node that is wanted is there. `most`: nodes that it may have, None: no limit."""
 
     nodes: list[Node]
     kind: str | None = None
+    delay: float = 300.0
+    most: int | None = None
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,6 +100,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `metrics_port`: where Prometheus finds /metrics, 0: a free port; None: nowhere. `metrics_host`: the address it listens at.
     `evict_to_disk_after`: a job that does not fit in the hosts' memory waits, and jobs that have been there for so long are asked
     to save and leave; None: it is refused.
+    `on_nodes_wanted`, `on_nodes_idle`: a command (a shell's line, or a program and its arguments) or an http(s) URL, told when
+    more nodes would pay, and when some had no resident for `idle_after`; None: nobody.
     `placement`: how jobs that leave their nodes to the coordinator are placed; None: every job names its nodes."""
 
     pools: dict[str, Pool]
@@ -112,6 +119,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
     evict_to_disk_after: float | None = None
+    on_nodes_wanted: Hook | None = None
+    on_nodes_idle: Hook | None = None
+    idle_after: float = 600.0
     placement: PlacementConfig | None = None
 
     @functools.cached_property
@@ -141,6 +151,7 @@ def check(config: Config) -> None:
     """Raises UserError with the key, what was given and what is allowed."""
     _check_pools(config)
     _check_schedule(config)
+    _check_hooks(config)
     if config.placement is not None:
         _check_placement(config.placement, config.pools)
     for key, least in _LEAST_SECONDS.items():
@@ -164,6 +175,27 @@ def _check_pools(config: Config) -> None:
     for node in (node for pool in config.pools.values() for node in pool.nodes):
         _check_node(node)
     _check_places(list(config.nodes.values()))
+
+
+def _check_hooks(config: Config) -> None:
+    for key in ("on_nodes_wanted", "on_nodes_idle"):
+        hook = getattr(config, key)
+        if hook is not None and not (hook.strip() if isinstance(hook, str) else hook and hook[0].strip()):
+            raise UserError(f"coordinator configuration: {key} is {hook!r}; a command or an http(s) URL is needed")
+    if config.on_nodes_wanted is not None and config.placement is None:
+        raise UserError(
+            "coordinator configuration: on_nodes_wanted takes `placement: scheduler`: jobs that name their nodes want no others"
+        )
+    for name, pool in config.pools.items():
+        if not 0 <= pool.delay <= _MOST_SECONDS:
+            raise UserError(
+                f"coordinator configuration: pool {name!r} has delay {pool.delay:g} s; it must be from 0 to {_MOST_SECONDS:g} s"
+            )
+        if pool.most is not None and pool.most < len(pool.nodes):
+            raise UserError(
+                f"coordinator configuration: pool {name!r} has most {pool.most}, and {len(pool.nodes)} nodes;"
+                " it must be at least as many"
+            )
 
 
 def _check_node(node: Node) -> None:

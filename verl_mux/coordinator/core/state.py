@@ -42,6 +42,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     AboutJob,
     AboutMoves,
     DriverDied,
+    HookFailed,
     HostMeasured,
     Input,
     Instruction,
@@ -60,6 +61,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     Planned,
     PoolsChanged,
     ProcessesGone,
+    ScalingDue,
     Send,
     Settled,
     SomebodyWasBefore,
@@ -69,7 +71,7 @@ from verl_mux.coordinator.core.leases import Leases, about, asked_for
 from verl_mux.coordinator.core.placement import moving, observing, placing, prediction
 from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State
 from verl_mux.coordinator.core.running_time import RunningTime
-from verl_mux.coordinator.core.scaling import joining
+from verl_mux.coordinator.core.scaling import joining, wanting
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.tokens import claims, closing
 from verl_mux.coordinator.core.waiting import Waiting
@@ -107,6 +109,10 @@ class Machine:
             return []
         if isinstance(what, AboutHosts):
             return self._about_hosts(now, what) + self._settle(now)
+        if isinstance(what, ScalingDue):
+            return wanting.told(self.state, self.config, now)
+        if isinstance(what, HookFailed):
+            return wanting.failed(self.state, self.config, what, now)
         if isinstance(what, AboutMoves):
             return self._about_moves(now, what) + self._settle(now)
         job = self._job_of(what)
@@ -144,6 +150,7 @@ class Machine:
         out += self.calls.slow_to_leave(self.state, self.config, running)
         out += patience.overdue(self.state, self.config, now, but=silent)
         out += moving.due(self.state, self.config, now, self._resumed_at)
+        out += wanting.due(self.state, self.config, now)
         if self.state.settle_until is not None and running >= self.state.settle_until:
             out.append(Settled())
         return [Input(now, what) for what in out]
@@ -403,6 +410,7 @@ class Machine:
         self.config = self._waiting.config = msgspec.structs.replace(self.config, pools=what.pools)
         nodes = set(self.config.nodes)
         self.state.joined = what.joined
+        wanting.joined(self.state, self.config, before)
         self.state.draining = [node for node in self.state.draining if node in nodes]
         self.state.leaving = [node for node in self.state.leaving if node in nodes]
         if nodes - before:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.inputs_and_instructions import Input, Instruction, Log, Send
+from verl_mux.coordinator.core.inputs_and_instructions import Input, Instruction, Send
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.coordinator.journal.journal import Journal
 
@@ -75,6 +75,6 @@ def _each_once(instructions: list[Instruction]) -> list[Instruction]:
     """Clients ask again every second; one answer is enough."""
     found: dict[object, Instruction] = {}
     for number, instruction in enumerate(instructions):
-        key = number if isinstance(instruction, Log) else (instruction.client, m.encode(instruction.message))
+        key = (instruction.client, m.encode(instruction.message)) if isinstance(instruction, Send) else number
         found.setdefault(key, instruction)
     return list(found.values())

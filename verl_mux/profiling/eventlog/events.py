@@ -90,6 +90,9 @@ NODE_FENCED = "node_fenced"
 NODE_UNFENCED = "node_unfenced"
 NODE_DRAINING = "node_draining"
 POOLS_CHANGED = "pools_changed"
+NODES_WANTED = "nodes_wanted"
+NODES_IDLE = "nodes_idle"
+HOOK_FAILED = "hook_failed"
 JOB_REGISTERED = "job_registered"
 JOB_EXITED = "job_exited"
 JOB_SILENT = "job_silent"
@@ -326,7 +329,14 @@ TABLE: list[Event] = [
         Event(NODE_FENCED, "nobody gets the node from here on", "node, reason"),
         Event(NODE_UNFENCED, "it may be given on again", "node"),
         Event(NODE_DRAINING, "somebody took the node out by hand, or took that back", "node, undo"),
-        Event(POOLS_CHANGED, "the configuration was read again", "added, removed"),
+        Event(POOLS_CHANGED, "nodes came or left", "added, removed"),
+        Event(
+            NODES_WANTED,
+            "more nodes would pay, and whoever starts them was told; `coming`: asked for before and not there yet",
+            "pool, kind, more, coming, total, usd_per_hour, delay_s, jobs",
+        ),
+        Event(NODES_IDLE, "nodes had no resident for long, and whoever ends them was told", "nodes"),
+        Event(HOOK_FAILED, "one of these two could not be told", "hook, pool, reason"),
         Event(JOB_REGISTERED, "a job came", "job, nodes, seed, steps, pid, filler"),
         Event(JOB_EXITED, "a job left", "job, reason"),
         Event(JOB_SILENT, "a job's heartbeats stopped", "job, pid, host"),

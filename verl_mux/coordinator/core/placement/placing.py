@@ -34,6 +34,7 @@ from verl_mux.scheduling.estimate.learning import learnt
 from verl_mux.scheduling.model import COLOCATED, SEPARATE, Group, JobSpec, Pin
 from verl_mux.scheduling.placer.placer import check_fits
 from verl_mux.scheduling.placer.record import Again, Arrive, Correct, Leave, Open, Record
+from verl_mux.scheduling.placer.shortage import STARTS
 from verl_mux.scheduling.repack.repack import ASK_AGAIN_S
 from verl_mux.scheduling.time.order import ORDERS
 
@@ -180,7 +181,10 @@ def carry_out(state: State, config: Config, answer: Planned, now: float) -> tupl
         return [], []  # it was asked about other records, and will be asked again
     question, before = state.questions.pop(0), state.placed
     state.placed = before.changed(answer.gone, answer.changed, tuple(answer.waiting), answer.named, tuple(answer.moved_at))
-    state.ask_again_at = now + ASK_AGAIN_S if answer.pending else None
+    state.ask_again_at = now + ASK_AGAIN_S if answer.pending or _may_want(state, config) else None
+    if answer.wants is not None:
+        of_moves = [] if isinstance(question, Again) else [want for want in state.scaling.wants if want.why != STARTS]
+        state.scaling.wants = [*answer.wants, *of_moves]
     said = [Log(line.event, line.about) for line in answer.said]
     asked = [line for move in answer.moves if move.kind == "move" for line in moving.decided(state, move, now)]
     names = [move.job for move in answer.moves if move.kind == "start"]
@@ -193,6 +197,11 @@ def carry_out(state: State, config: Config, answer: Planned, now: float) -> tupl
         for spec, rank in zip(group.jobs, ORDERS[group.order](group.jobs), strict=True):
             state.watched_of(spec.name).rank = rank
     return told, [*said, *asked, *_regrouped(before, answer.changed, state, config)]
+
+
+def _may_want(state: State, config: Config) -> bool:
+    """Whether moves may come to pay with more nodes than there are."""
+    return config.on_nodes_wanted is not None and any(job.movable for group in state.placed.groups for job in group.jobs)
 
 
 def waits_for(state: State, job: Job) -> list[str]:

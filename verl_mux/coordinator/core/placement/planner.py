@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from verl_mux.coordinator.core.inputs_and_instructions import Planned, Said
-from verl_mux.coordinator.core.settings import Config
+from verl_mux.coordinator.core.settings import Config, Pool
 from verl_mux.profiling.eventlog import events
 from verl_mux.scheduling.model import JobSpec
+from verl_mux.scheduling.placer import shortage
 from verl_mux.scheduling.placer.explain import alternatives, lost_to
 from verl_mux.scheduling.placer.placer import Placer
 from verl_mux.scheduling.placer.record import Again, Arrive, Correct, Leave, Open, Question, Queued, Record, restore
@@ -22,6 +23,8 @@ from verl_mux.scheduling.time.forecast import Progress
 
 # Places of which the log says why they lost; all of them would take longer than the decision.
 TOLD = 8
+# Nodes of a pool that are thought of as lacking, at most.
+WANTED_AT_ONCE = 32
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -62,6 +65,7 @@ class Planner:
             said=said,
             moved_at=list(placer.moved_at),
             pending=placer.pending,
+            wants=_wants(asked, placer, progress),
         )
 
     def _kept(self, asked: Asked) -> Placer:
@@ -71,6 +75,26 @@ class Planner:
             cluster = msgspec.structs.replace(asked.config.cluster, closed=asked.closed)
             self._placer = restore(asked.record, cluster, asked.config.placing.rules())
         return self._placer
+
+
+def _wants(asked: Asked, placer: Placer, progress: Mapping[str, Progress]) -> list[shortage.Want] | None:
+    """Nodes that are lacking, where somebody is to be told: for who waits with every answer, for moves when these are due."""
+    config, moves = asked.config, isinstance(asked.question, Again)
+    if config.on_nodes_wanted is None or not (moves or len(placer.waiting)):
+        return None if config.on_nodes_wanted is None else []
+    record = Record(
+        groups=tuple(placer.groups.values()),
+        waiting=tuple(Queued(job, passed) for job, passed in placer.waiting.entries),
+        named=placer.groups.named,
+        moved_at=tuple(placer.moved_at),
+    )
+    more = _more(config.pools[config.placing.rollout]), _more(config.pools[config.placing.train])
+    return shortage.wants(record, placer.cluster, placer.rules, more, progress, asked.now, asked.held, moves)
+
+
+def _more(pool: Pool) -> shortage.More:
+    room = WANTED_AT_ONCE if pool.most is None else max(pool.most - len(pool.nodes), 0)
+    return shortage.More(min(room, WANTED_AT_ONCE), pool.delay)
 
 
 def nothing_follows(asked: Asked) -> Planned:

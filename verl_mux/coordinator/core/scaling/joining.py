@@ -25,6 +25,9 @@ def like_its_pool(config: Config, pool: str, name: str, host: str | None, gpu_id
         raise UserError(f"no pool {pool!r} is known here; pools and their nodes: {config.describe_pools()}")
     if name in config.nodes:
         raise UserError(f"node {name!r} is there already; pools and their nodes: {config.describe_pools()}")
+    most, present = config.pools[pool].most, len(config.pools[pool].nodes)
+    if most is not None and present >= most:
+        raise UserError(f"pool {pool!r} has {present} nodes, the most that it may have")
     first = config.pools[pool].nodes[0]
     gpus = first.gpus if gpu_ids is None else len(gpu_ids)
     node = msgspec.structs.replace(first, name=name, host=host, gpu_ids=gpu_ids, gpus=gpus, cpus=None)
