@@ -66,7 +66,7 @@ def _add(asked: m.NodeAdd, config: Config) -> Decision:
     if known is not None and there[asked.node] == asked.pool and (known.host, known.gpu_ids) == (asked.host, asked.gpu_ids):
         return [], m.Done(text=f"node {asked.node!r} is in pool {asked.pool!r} already")
     try:
-        node = joining.like_its_pool(config, asked.pool, asked.node, asked.host, asked.gpu_ids)
+        node = joining.like_its_pool(config, asked)
     except UserError as error:
         return [], _no(str(error))
     return [NodeJoined(pool=asked.pool, node=node)], m.Done(text=f"node {asked.node!r} is in pool {asked.pool!r}")

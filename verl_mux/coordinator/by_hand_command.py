@@ -61,12 +61,17 @@ def node_add(
     pool: Annotated[str, typer.Option(help="The pool that it comes to, whose first node it is like.")],
     host: Annotated[str | None, typer.Option(help="Name or address of its machine.")] = None,
     gpu_ids: Annotated[str | None, typer.Option(help="Which GPUs of that machine it is, as 0,1,2; default: all.")] = None,
+    spot: Annotated[bool, typer.Option("--spot", help="It may vanish: for jobs that somebody starts again.")] = False,
+    usd_per_hour: Annotated[float | None, typer.Option(help="Its price, if it is another than that of the pool's first.")] = None,
     coordinator: Address = DEFAULT_ADDRESS,
     keys: Keys = None,
     timeout: _Timeout = 3.0,
 ) -> None:
     """Bring a node to a pool of a running coordinator."""
-    _say(m.NodeAdd(pool=pool, node=name, host=host, gpu_ids=_gpu_ids(gpu_ids)), coordinator, timeout, keys)
+    if usd_per_hour is not None and usd_per_hour < 0:
+        raise UserError(f"--usd-per-hour is {usd_per_hour:g}; a price of 0 or more is needed")
+    node = m.NodeAdd(pool=pool, node=name, host=host, gpu_ids=_gpu_ids(gpu_ids), spot=spot, usd_per_hour=usd_per_hour)
+    _say(node, coordinator, timeout, keys)
 
 
 def node_remove(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+from collections.abc import Iterable
 
 import msgspec
 
@@ -68,11 +69,17 @@ class Pool(_Value, frozen=True):
 
 
 class Cluster(_Value, frozen=True):
-    """A rollout pool and a training pool. closed: nodes that nobody new is placed on."""
+    """A rollout pool and a training pool. closed: nodes that nobody new is placed on. spot: nodes that may vanish, which are for
+    jobs that somebody starts again."""
 
     rollout: Pool
     train: Pool
     closed: frozenset[str] = frozenset()
+    spot: frozenset[str] = frozenset()
+
+    def shared_with(self, job: JobSpec, nodes: Iterable[str]) -> list[str]:
+        """Those of the nodes that the job may share."""
+        return [node for node in nodes if node not in self.closed and (job.movable or node not in self.spot)]
 
 
 # The paper's testbed (RollMux, arXiv 2512.11306v2, table 1): nodes of eight; it says only "1-2 TB" of host memory.

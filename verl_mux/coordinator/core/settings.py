@@ -37,7 +37,7 @@ _PLENTY_GB = 1e6
 class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`host`: name or address of the machine that it is part of, None: unknown, and leases bind no place. `gpu_ids`: which of
     that host's GPUs it is, None: all. `cpus`: cores that work on this node should stay on; bytes and price are None where
-    unknown."""
+    unknown. `spot`: it may vanish."""
 
     name: str
     host: limits.Name | None = None
@@ -47,6 +47,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     device_bytes: int | None = None
     host_bytes: int | None = None
     usd_per_hour: float | None = None
+    spot: bool = False
 
     @property
     def place(self) -> Place:
@@ -266,10 +267,10 @@ def _check_placement(placement: PlacementConfig, pools: Mapping[str, Pool]) -> N
 
 
 def _check_alike(name: str, pool: Pool, placement: PlacementConfig) -> None:
-    """The scheduler takes a pool's nodes for alike."""
+    """The scheduler takes a pool's nodes for alike, but that those which may vanish have a price of their own."""
     kind = find_kind(kind_name(name, pool), placement.kinds)
     for key in ("gpus", "usd_per_hour"):
-        values = {getattr(node, key) for node in pool.nodes}
+        values = {getattr(node, key) for node in ordinary(pool.nodes)} if key == "usd_per_hour" else {n.gpus for n in pool.nodes}
         if len(values) > 1:
             raise UserError(
                 f"coordinator configuration: pool {name!r} has nodes with different {key} ({', '.join(map(str, values))});"
@@ -280,6 +281,11 @@ def _check_alike(name: str, pool: Pool, placement: PlacementConfig) -> None:
             f"coordinator configuration: pool {name!r} ({pool.kind}) has no price, by which places are compared; give its nodes"
             " usd_per_hour, or the kind usd_per_gpu_hour"
         )
+
+
+def ordinary(nodes: list[Node]) -> list[Node]:
+    """By whose price places are compared: nodes that do not vanish, if there are any."""
+    return [node for node in nodes if not node.spot] or nodes
 
 
 def kind_name(name: str, pool: Pool) -> str:
@@ -294,11 +300,12 @@ def cluster(placement: PlacementConfig, pools: Mapping[str, Pool]) -> Cluster:
     return Cluster(
         rollout=_pool(placement.rollout, pools[placement.rollout], placement),
         train=_pool(placement.train, pools[placement.train], placement),
+        spot=frozenset(node.name for pool in pools.values() for node in pool.nodes if node.spot),
     )
 
 
 def _pool(name: str, pool: Pool, placement: PlacementConfig) -> SchedulingPool:
-    first, named = pool.nodes[0], kind_name(name, pool)
+    first, named = ordinary(pool.nodes)[0], kind_name(name, pool)
     price = find_kind(named, placement.kinds).usd_per_gpu_hour
     if first.usd_per_hour is not None:
         price = first.usd_per_hour / max(first.gpus, 1)

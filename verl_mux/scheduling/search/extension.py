@@ -69,14 +69,14 @@ def extensions(group: Group, job: JobSpec, cluster: Cluster, rules: Rules) -> li
 
 def _rollout_sides(group: Group, job: JobSpec, cluster: Cluster) -> list[Side]:
     members = [(pin.job.rollout_share, pin.job.memory_gb[0], pin.rollout) for pin in group.pins]
-    nodes = [node for node in group.rollout_nodes if node not in cluster.closed]
+    nodes = cluster.shared_with(job, group.rollout_nodes)
     room = _room(nodes, members, job.rollout_share, job.memory_gb[0], cluster.rollout.kind)
     return _sides(room, len(members), job.nodes[0])
 
 
 def _train_sides(group: Group, job: JobSpec, cluster: Cluster, whole_pool: bool) -> list[Side]:
     members = [(pin.job.train_share, pin.job.memory_gb[1], pin.train) for pin in group.pins]
-    nodes = [node for node in group.train_nodes if node not in cluster.closed]
+    nodes = cluster.shared_with(job, group.train_nodes)
     room = _room(nodes, members, job.train_share, job.memory_gb[1], cluster.train.kind)
     if not whole_pool:
         return _sides(room, len(members), job.train_nodes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -24,8 +24,8 @@ class Groups(Mapping[str, Group]):
 
         self.table = GroupTable()
         self.home: dict[str, str] = {}
-        self._rollout = Nodes(cluster.rollout, cluster.closed)
-        self._train = Nodes(cluster.train, cluster.closed)
+        self._rollout = Nodes(cluster.rollout, cluster.closed, cluster.spot)
+        self._train = Nodes(cluster.train, cluster.closed, cluster.spot)
         self._held = [0, 0]
         self.named = 0
         self.touched: set[str] = set()
@@ -87,8 +87,9 @@ class Groups(Mapping[str, Group]):
     def _set_up(self, group: Group, names: set[str]) -> Group:
         name = group.name if group.name in names else self._next_name()
         names.discard(name)
-        rollout = _taken(group.rollout_nodes, self._rollout)
-        train = _taken(group.train_nodes, self._train)
+        tied = [pin for pin in group.pins if not pin.job.movable]
+        rollout = _taken(group.rollout_nodes, self._rollout, {node for pin in tied for node in pin.rollout})
+        train = _taken(group.train_nodes, self._train, {node for pin in tied for node in pin.train})
         pins = tuple(
             Pin(job=p.job, rollout=tuple(rollout[n] for n in p.rollout), train=tuple(train[n] for n in p.train))
             for p in group.pins
@@ -151,7 +152,7 @@ class Groups(Mapping[str, Group]):
         return group
 
 
-def _taken(nodes: Sequence[str], pool: Nodes) -> dict[str, str]:
-    """Each node under its real name, taking from the pool those that are yet to be taken."""
-    fresh = iter(pool.take(sum(node.startswith(NEW) for node in nodes)))
-    return {node: next(fresh) if node.startswith(NEW) else node for node in nodes}
+def _taken(nodes: Sequence[str], pool: Nodes, tied: Collection[str]) -> dict[str, str]:
+    """Each node under its real name, taking from the pool those that are yet to be taken. tied: of jobs that nobody starts
+    again."""
+    return {node: pool.take(spot=node not in tied) if node.startswith(NEW) else node for node in nodes}

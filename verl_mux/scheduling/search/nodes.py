@@ -11,33 +11,40 @@ from verl_mux.scheduling.model import Pool
 
 class Nodes:
     """FREE -> taken by take() -> FREE by release(). A pool without node names grows as needed. closed: nodes of the pool, or
-    others, that are never free."""
+    others, that are never free. spot: those that may vanish."""
 
-    def __init__(self, pool: Pool, closed: Collection[str] = ()) -> None:
+    def __init__(self, pool: Pool, closed: Collection[str] = (), spot: Collection[str] = ()) -> None:
         self.pool = pool
         self.taken: set[str] = set()
         self._number = {name: i for i, name in enumerate(pool.nodes or ())}
         self._names = list(pool.nodes or ())
         self._closed = {name for name in closed if name in self._number}
+        self._spot = {number for name, number in self._number.items() if name in spot}
         self._free = [number for name, number in self._number.items() if name not in self._closed]
 
     @property
     def free(self) -> float:
         return math.inf if self.pool.nodes is None else len(self._names) - len(self.taken | self._closed)
 
-    def take(self, count: int) -> tuple[str, ...]:
-        assert count <= self.free
-        return tuple(self._take_one() for _ in range(count))
-
-    def _take_one(self) -> str:
+    def take(self, spot: bool) -> str:
+        """One that is free; spot: rather one that may vanish than another, else rather not."""
+        assert self.free >= 1
         if not self._free:
             name = f"{self.pool.name}-{len(self._names)}"
             heapq.heappush(self._free, len(self._names))
             self._number[name] = len(self._names)
             self._names.append(name)
-        name = self._names[heapq.heappop(self._free)]
+        name = self._names[self._pop(spot)]
         self.taken.add(name)
         return name
+
+    def _pop(self, spot: bool) -> int:
+        if not self._spot:
+            return heapq.heappop(self._free)
+        first = min(self._free, key=lambda number: ((number in self._spot) is not spot, number))
+        self._free.remove(first)
+        heapq.heapify(self._free)
+        return first
 
     def claim(self, names: Iterable[str]) -> None:
         """Takes nodes by name, of those that this pool names."""

@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from tests.coordinator.core.placement.placed_jobs import arrive, lines, placing_config, where_told
+from tests.coordinator.core.placement.placed_jobs import arrive, lines, needs, placing_config, where_told
+from tests.coordinator.core.placement.test_moving import spoilt
 from tests.coordinator.driver import Driver, config
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.by_hand import decide
@@ -135,6 +136,51 @@ def test_jobs_on_a_node_that_is_gone_are_over_and_a_kept_place_there_is_given_up
     named.do(ProcessesGone(job="a", uid="a:1"))
     assert nodes(named) == ["r1", "t0"]
     assert lines(named, "job_exited")[-1]["reason"] == "its node r0 is gone"
+
+
+def test_a_node_that_may_vanish_has_a_price_of_its_own(placed):
+    add(placed, "rollout", "r7", spot=True, usd_per_hour=0.3)
+    add(placed, "rollout", "r8")
+    found = placed.machine.config.nodes
+    assert [(found[name].usd_per_hour, found[name].spot) for name in ("r7", "r8")] == [(0.3, True), (1.0, False)]
+    assert placed.machine.config.cluster.spot == {"r7"}
+    assert placed.machine.config.cluster.rollout.kind.usd_per_hour == 1.0
+
+
+def test_nodes_that_may_vanish_go_to_who_is_started_again(placed):
+    add(placed, "rollout", "r7", spot=True)
+    add(placed, "train", "t7", spot=True)
+    assert where_told(arrive(placed, "a", slo=1.0, movable=True)) == [{"rollout": ["r7"], "train": ["t7"]}]
+    assert where_told(arrive(placed, "b", slo=1.0)) == [{"rollout": ["r0"], "train": ["t0"]}]
+
+
+def test_one_that_nobody_starts_again_joins_none_there_and_takes_one_only_where_nothing_else_is_free(placed):
+    add(placed, "rollout", "r7", spot=True)
+    add(placed, "train", "t7", spot=True)
+    arrive(placed, "a", movable=True)
+    assert where_told(arrive(placed, "b")) == [{"rollout": ["r0"], "train": ["t0"]}]
+    placed.do(m.Deregister(**placed.who("a")))
+    assert where_told(arrive(placed, "c", slo=1.0)) == [{"rollout": ["r7"], "train": ["t0"]}], (
+        "it shares only what does not vanish"
+    )
+
+
+def test_a_job_on_a_node_that_vanished_is_placed_elsewhere_when_it_is_started_again(placed):
+    add(placed, "rollout", "r7", spot=True)
+    arrive(placed, "a", slo=1.0, movable=True)
+    assert placed.machine.state.jobs["a"].nodes["rollout"] == ["r7"]
+    remove(placed, "r7", gone=True)
+    placed.do(ProcessesGone(job="a", uid="a:1"))
+    assert nodes(placed) == ["r0", "t0"]
+    told = placed.register("a", uid="a:2", nodes={"rollout": [m.AUTO], "train": [m.AUTO]}, needs=needs(), movable=True)
+    assert where_told(told) == [{"rollout": ["r0"], "train": ["t0"]}]
+
+
+def test_a_place_on_a_node_that_vanished_is_not_kept_for_who_is_on_his_way():
+    driver = spoilt()
+    driver.leave("b", 1)
+    remove(driver, "r1", gone=True)
+    assert lines(driver, "move_given_up")[0]["job"] == "b" and nodes(driver) == ["r0", "t0", "t1"]
 
 
 def test_a_file_that_is_read_again_or_another_start_leaves_what_joined(placed):

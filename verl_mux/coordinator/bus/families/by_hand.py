@@ -34,12 +34,15 @@ class Drain(Message, kw_only=True, frozen=True, tag="DRAIN"):
 
 
 class NodeAdd(Message, kw_only=True, frozen=True, tag="NODE_ADD"):
-    """A node comes to a pool: as the pool's first one, but for its place. As Evict."""
+    """A node comes to a pool: as the pool's first one, but for its place, whether it may vanish (`spot`), and its price, if that
+    is another. As Evict."""
 
     pool: limits.Name
     node: limits.ShownName
     host: limits.ShownName | None = None
     gpu_ids: limits.GpuIds | None = None
+    spot: bool = False
+    usd_per_hour: limits.Price | None = None
 
 
 class NodeRemove(Message, kw_only=True, frozen=True, tag="NODE_REMOVE"):

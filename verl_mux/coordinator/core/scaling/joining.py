@@ -10,17 +10,19 @@ from collections.abc import Mapping
 
 import msgspec
 
+from verl_mux.coordinator.bus.families.by_hand import NodeAdd
 from verl_mux.coordinator.core.hosts import pools
 from verl_mux.coordinator.core.inputs_and_instructions import NodeJoined, PoolsChanged
 from verl_mux.coordinator.core.records import State
-from verl_mux.coordinator.core.settings import Config, Node, Pool, check
+from verl_mux.coordinator.core.settings import Config, Node, Pool, check, ordinary
 from verl_mux.errors import UserError
 
 Joined = Mapping[str, list[Node]]
 
 
-def like_its_pool(config: Config, pool: str, name: str, host: str | None, gpu_ids: list[int] | None) -> Node:
-    """A node as the first one of its pool, but for where it is. Raises UserError for one that cannot be there."""
+def like_its_pool(config: Config, asked: NodeAdd) -> Node:
+    """A node as the first ordinary one of its pool, but for what is said of it. Raises UserError for one that cannot be there."""
+    pool, name = asked.pool, asked.node
     if pool not in config.pools:
         raise UserError(f"no pool {pool!r} is known here; pools and their nodes: {config.describe_pools()}")
     if name in config.nodes:
@@ -28,9 +30,12 @@ def like_its_pool(config: Config, pool: str, name: str, host: str | None, gpu_id
     most, present = config.pools[pool].most, len(config.pools[pool].nodes)
     if most is not None and present >= most:
         raise UserError(f"pool {pool!r} has {present} nodes, the most that it may have")
-    first = config.pools[pool].nodes[0]
-    gpus = first.gpus if gpu_ids is None else len(gpu_ids)
-    node = msgspec.structs.replace(first, name=name, host=host, gpu_ids=gpu_ids, gpus=gpus, cpus=None)
+    first = ordinary(config.pools[pool].nodes)[0]
+    gpus = first.gpus if asked.gpu_ids is None else len(asked.gpu_ids)
+    price = first.usd_per_hour if asked.usd_per_hour is None else asked.usd_per_hour
+    node = msgspec.structs.replace(
+        first, name=name, host=asked.host, gpu_ids=asked.gpu_ids, gpus=gpus, cpus=None, usd_per_hour=price, spot=asked.spot
+    )
     check(msgspec.structs.replace(config, pools=_with(config.pools, {pool: [node]})))
     return node
 
