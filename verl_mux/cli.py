@@ -20,6 +20,7 @@ COMMANDS = {
     "coordinator": ("verl_mux.coordinator.command", "coordinator", "Serve leases to jobs until interrupted."),
     "status": ("verl_mux.coordinator.command", "status", "Ask a coordinator who runs which phase, and who waits."),
     "evict": ("verl_mux.coordinator.by_hand_command", "evict", "End a job as if it had failed."),
+    "budget": ("verl_mux.coordinator.by_hand_command", "budget", "Let a job cost so much in all."),
     "release": ("verl_mux.coordinator.by_hand_command", "release", "Free what an ending job holds where nobody can look."),
     "hold": ("verl_mux.filler.command", "hold", "Run a command on nodes that no job uses, and leave when one wants them."),
     "drain": ("verl_mux.coordinator.by_hand_command", "drain", "Give a node to nobody any more."),

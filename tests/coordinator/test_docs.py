@@ -32,6 +32,7 @@ WORDS = {
     list[Node]: "list of nodes",
     list[Segment]: "list of entries",
     dict[str, Pool]: "pools by name",
+    dict[str, float]: "numbers by name",
     dict[str, GpuKind]: "kinds by name",
     PlacementConfig: "`scheduler` or a mapping",
     typing.Literal[MODES]: "`sequential`, `uncoordinated` or `interleaved`",

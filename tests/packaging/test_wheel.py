@@ -36,6 +36,7 @@ TRIED = [
     ("coordinator --config none.yaml", 2, "cannot read none.yaml"),
     (f"status --address {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
     (f"evict math --yes --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
+    (f"budget math 12 --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
     (f"release rollout0 --yes --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
     (f"drain rollout0 --yes --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
     (f"reload --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),

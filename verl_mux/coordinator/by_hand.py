@@ -7,6 +7,7 @@ from collections.abc import Callable
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.hosts import pools
 from verl_mux.coordinator.core.inputs_and_instructions import (
+    BudgetSet,
     HostReleased,
     JobEvicted,
     MoveGivenUp,
@@ -27,12 +28,15 @@ _RUNNING = (JobState.LIVE, JobState.SILENT)
 Decision = tuple[list[What], m.Message]
 # Where processes of a job are seen to live, in words, by its name and uid; empty: nowhere.
 Seen = Callable[[str, str], str]
+Asked = m.Evict | m.Free | m.Drain | m.NodeAdd | m.NodeRemove | m.SetBudget
 
 
-def decide(asked: m.Evict | m.Free | m.Drain | m.NodeAdd | m.NodeRemove, state: State, config: Config, seen: Seen) -> Decision:
+def decide(asked: Asked, state: State, config: Config, seen: Seen) -> Decision:
     """What follows, and the answer. Asked twice, it is done once."""
     if isinstance(asked, m.Evict):
         return _evict(asked, state)
+    if isinstance(asked, m.SetBudget):
+        return _budget(asked, state)
     if isinstance(asked, m.Drain):
         return _drain(asked, state, config)
     if isinstance(asked, m.NodeAdd):
@@ -98,6 +102,15 @@ def _lost_with(node: str, state: State) -> list[What]:
         if moving.left_at is not None and group is not None and node in (*group.rollout_nodes, *group.train_nodes):
             out.append(MoveGivenUp(job=name))
     return [*out, NodeReleased(node=node)]
+
+
+def _budget(asked: m.SetBudget, state: State) -> Decision:
+    job, account = state.jobs.get(asked.job), state.accounts.get(asked.job)
+    if job is None or job.state not in _RUNNING or account is None:
+        return [], _no(f"no job {asked.job!r} runs here; jobs: {_names(state)}")
+    goes_on = "goes on" if account.usd < asked.usd else "begins no other step"
+    what = BudgetSet(job=job.name, uid=job.uid, usd=asked.usd)
+    return [what], m.Done(text=f"job {job.name!r} has cost {account.usd:.2f} of {asked.usd:.2f} USD and {goes_on}")
 
 
 def _evict(asked: m.Evict, state: State) -> Decision:

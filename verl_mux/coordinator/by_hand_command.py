@@ -10,6 +10,7 @@ import typer
 
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.access.keys import OPERATOR, for_address
+from verl_mux.coordinator.bus.limits import MOST_USD
 from verl_mux.coordinator.bus.link import ask
 from verl_mux.coordinator.command import DEFAULT_ADDRESS, Address, Keys, check_timeout
 from verl_mux.errors import UserError
@@ -28,6 +29,19 @@ def evict(
     """End a job as if it had failed; its nodes are given on when its processes are gone."""
     _confirm(f"End job {job!r}? What it has not saved is lost.", job, yes)
     _say(m.Evict(job=job), coordinator, timeout, keys)
+
+
+def budget(
+    job: Annotated[str, typer.Argument(help="The job's name.")],
+    usd: Annotated[float, typer.Argument(help="What it may cost in all.")],
+    coordinator: Address = DEFAULT_ADDRESS,
+    keys: Keys = None,
+    timeout: _Timeout = 3.0,
+) -> None:
+    """Let a job cost so much in all; one whose budget was spent goes on."""
+    if not 0 <= usd <= MOST_USD:
+        raise UserError(f"a budget of {usd:g} USD was given; 0 to {MOST_USD:g} are allowed")
+    _say(m.SetBudget(job=job, usd=usd), coordinator, timeout, keys)
 
 
 def release(
@@ -68,8 +82,8 @@ def node_add(
     timeout: _Timeout = 3.0,
 ) -> None:
     """Bring a node to a pool of a running coordinator."""
-    if usd_per_hour is not None and usd_per_hour < 0:
-        raise UserError(f"--usd-per-hour is {usd_per_hour:g}; a price of 0 or more is needed")
+    if usd_per_hour is not None and not 0 <= usd_per_hour <= MOST_USD:
+        raise UserError(f"--usd-per-hour is {usd_per_hour:g}; a price from 0 to {MOST_USD:g} is needed")
     node = m.NodeAdd(pool=pool, node=name, host=host, gpu_ids=_gpu_ids(gpu_ids), spot=spot, usd_per_hour=usd_per_hour)
     _say(node, coordinator, timeout, keys)
 

@@ -31,6 +31,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     Settled,
 )
 from verl_mux.coordinator.core.job_states import IllegalMove, UnknownJob
+from verl_mux.coordinator.core.people import precedence
 from verl_mux.coordinator.core.records import JobState
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.profiling.eventlog import events
@@ -44,7 +45,10 @@ SCHEDULES = [
 ]
 JOBS = st.sampled_from("abcd")
 FILLERS = "ef"
-PLACES = {"rollout": {"nodes": [{"name": "r0", "host": "hosta"}, {"name": "r1"}]}, "train": {"nodes": [{"name": "t0"}]}}
+PLACES = {
+    "rollout": {"nodes": [{"name": "r0", "host": "hosta", "usd_per_hour": 90.0}, {"name": "r1", "usd_per_hour": 90.0}]},
+    "train": {"nodes": [{"name": "t0", "usd_per_hour": 90.0}]},
+}
 
 
 class Defined(Machine):
@@ -52,6 +56,7 @@ class Defined(Machine):
 
     def _settle(self, now):
         out = []
+        precedence.update(self.state, self.config, now)
         if queueing.advance(self.state, self.config):
             out.append(Log(events.SEGMENT, {"index": self.state.segment, "mode": queueing.mode(self.state, self.config)}))
             for node in self.state.peaks:
@@ -74,9 +79,9 @@ class Defined(Machine):
 class Indexed(RuleBasedStateMachine):
     """Both machines take the same inputs, legal or not."""
 
-    @initialize(schedule=st.sampled_from(SCHEDULES), expect_jobs=st.integers(0, 2))
-    def begin(self, schedule, expect_jobs):
-        settings = config(schedule=schedule, expect_jobs=expect_jobs, pools=PLACES)
+    @initialize(schedule=st.sampled_from(SCHEDULES), expect_jobs=st.integers(0, 2), shares=st.sampled_from([{}, {"a": 3.0}]))
+    def begin(self, schedule, expect_jobs, shares):
+        settings = config(schedule=schedule, expect_jobs=expect_jobs, pools=PLACES, shares=shares)
         self.machines = Machine(settings), Defined(settings)
         self.now, self.keys = 0.0, itertools.count()
 
@@ -115,7 +120,8 @@ class Indexed(RuleBasedStateMachine):
     @rule(job=JOBS, sides=st.sampled_from(SIDES), client=st.sampled_from([1, 2]), uid=st.sampled_from("112"), again=st.booleans(),
           token=st.integers(1, 9))  # fmt: skip
     def register(self, job, sides, client, uid, again, token):
-        where = {"host": "here", "pid": 7, "started": 1, "nodes": sides, "again": again}
+        where = {"host": "here", "pid": 7, "started": 1, "nodes": sides, "again": again, "owner": min(job, "b")}
+        where |= {"priority": ord(job) % 3, "budget_usd": 0.1 if job == "d" else None}
         claim = m.Claim(token=token, key=f"c{token}", phase="rollout", step=1, nodes=["r0"], granted_at=1.0)
         who = {"job": job, "uid": f"{job}:{uid}", "client": f"{job}-{client}"}
         self.give(m.Register(**who, **where, held=[claim] if again else []))

@@ -52,6 +52,10 @@ def connect(
     needs: JobNeeds | None = None,
     slo: float | None = None,
     owner: str = "",
+    priority: int = 0,
+    deadline_s: float | None = None,
+    within_s: float | None = None,
+    budget_usd: float | None = None,
     profiled: Observed | None = None,
     filler: bool = False,
     grace: float = 0.0,
@@ -73,7 +77,10 @@ def connect(
         needs: what a step computes, for a job that leaves its nodes to the coordinator ({"rollout": ["auto"], "train":
             ["auto"]}); the client's `nodes` then say where it was placed.
         slo: how many times its iteration alone an iteration of such a job may last; default: the coordinator's.
-        owner: on whose behalf such a job runs.
+        owner: on whose behalf the job runs.
+        priority: of its requests among those of its owner, -10 to 10; higher goes first.
+        deadline_s: it is to be done in so many seconds; within_s: so many after the first start under its name.
+        budget_usd: what it may cost; then it begins no other step.
         profiled: seconds of a few steps of such a job, measured before; it is placed by them rather than by bounds.
         filler: work of a priority below the jobs, see docs/fillers.md. It may name one side only, asks for any so many of its
             nodes, and gives a lease back as soon as its `wanted` is set.
@@ -92,6 +99,7 @@ def connect(
     with_keys = for_address(address, keys, JOB)
     registration: dict[str, Any] = {"gpus": gpus or {}, "seed": seed, "steps": steps, "needs": needs, "slo": slo}
     registration |= {"host_memory": host_memory or {}, "owner": owner, "profiled": profiled or Observed()}
+    registration |= {"priority": priority, "deadline_s": deadline_s, "within_s": within_s, "budget_usd": budget_usd}
     registration |= {"grace": grace, "movable": movable, "colocated": colocated, "only_looks": not wait}
     return Mux(
         address, job, nodes, uid=uid or _uid_for(job), timeout=timeout, wait=wait, keys=with_keys, filler=filler, **registration

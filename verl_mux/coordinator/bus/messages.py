@@ -6,7 +6,7 @@ taken for its predecessor) and the `client` (one per connection; also its ZeroMQ
 
 Families, those but the first in `families/`:
 - leases: REGISTER .. JOB_ENDED, between a job's client and the coordinator;
-- by hand: JOB_OVER, from whoever started the job; EVICT, FREE, DRAIN, NODE_ADD, NODE_REMOVE and RELOAD, from an
+- by hand: JOB_OVER, from whoever started the job; EVICT, SET_BUDGET, FREE, DRAIN, NODE_ADD, NODE_REMOVE and RELOAD, from an
   operator;
 - agents: AGENT_REPORT and AGENT_ANSWER, between who looks at a host and the coordinator;
 - the learner: LEARNER_STATE_UPDATE.
@@ -23,7 +23,7 @@ from verl_mux.coordinator.bus.families.agents import AgentAnswer, AgentReport, M
 from verl_mux.coordinator.bus.families.agents import HostName as HostName
 from verl_mux.coordinator.bus.families.base import VERSION, FromJob, Message, Unreadable, WrongVersion
 from verl_mux.coordinator.bus.families.base import Member as Member
-from verl_mux.coordinator.bus.families.by_hand import Drain, Evict, Free, JobOver, NodeAdd, NodeRemove, Reload
+from verl_mux.coordinator.bus.families.by_hand import Drain, Evict, Free, JobOver, NodeAdd, NodeRemove, Reload, SetBudget
 from verl_mux.coordinator.bus.families.dispatch import LearnerStateUpdate
 from verl_mux.places.place import Place
 from verl_mux.scheduling.estimate.estimator import Observed
@@ -59,6 +59,9 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     With `auto` on both sides the coordinator places the job: by its `needs` or the steps `profiled`, within `slo`, on behalf of
     `owner`; if it is `colocated`, on the same nodes for both phases. Of a client that registers again: `placed` is where the job
     was placed, `first` that it was the job's first.
+
+    `owner`, `priority` (higher goes first), `deadline_s` (seconds from now) or `within_s` (since the first start under this
+    name), `budget_usd`: see core/people/. Coordinators that do not know them take them for absent.
 
     `filler`: its requests come behind those of all jobs, and what it holds is called back when a job wants it. `grace`: seconds
     that it may need to give it back, if more than `filler_grace`; `lease_timeout` at most. `movable`: whoever started the job
@@ -97,6 +100,10 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     movable: bool = False
     colocated: bool = False
     only_looks: bool = False
+    priority: limits.Priority = 0
+    deadline_s: limits.Seconds | None = None
+    within_s: limits.Seconds | None = None
+    budget_usd: limits.Price | None = None
 
     @property
     def driver(self) -> Member:
@@ -354,7 +361,7 @@ _ToJob = (
     | Done
     | Status
 )
-ByHand = Evict | Free | Drain | NodeAdd | NodeRemove | Reload
+ByHand = Evict | Free | Drain | NodeAdd | NodeRemove | Reload | SetBudget
 AnyMessage = AnyFromJob | StatusRequest | JobOver | ByHand | AgentReport | AgentAnswer | _ToJob | LearnerStateUpdate
 
 

@@ -49,6 +49,12 @@ class JobEvicted(Seen, frozen=True, kw_only=True, tag="JOB_EVICTED"):
     reason: str
 
 
+class BudgetSet(Seen, frozen=True, kw_only=True, tag="BUDGET_SET"):
+    """Somebody who may lets the job cost so many USD in all."""
+
+    usd: float
+
+
 class DriverDied(Seen, frozen=True, kw_only=True, tag="DRIVER_DIED"):
     """The process that registered the job is no more."""
 
@@ -192,7 +198,18 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     wants: list[Want] | None = None
 
 
-_Seen = JobSilent | JobRevoked | PhaseOverdue | JobEvicted | DriverDied | JobExited | ProcessesGone | NodeEmpty | NodesOwed
+_Seen = (
+    JobSilent
+    | JobRevoked
+    | PhaseOverdue
+    | JobEvicted
+    | BudgetSet
+    | DriverDied
+    | JobExited
+    | ProcessesGone
+    | NodeEmpty
+    | NodesOwed
+)
 AboutJob = m.AnyFromJob | _Seen | HostMeasured
 AboutHosts = HostSeen | HostGone | OwedPaid | HostReleased | NodeReleased | NodeDrained | PoolsChanged | NodeJoined | NodeLeaving
 AboutScaling = ScalingDue | HookFailed

@@ -13,6 +13,7 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.fillers import usage
 from verl_mux.coordinator.core.fillers.calls import Calls
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Send
+from verl_mux.coordinator.core.people import accounts
 from verl_mux.coordinator.core.records import Job, Lease, Request, State
 from verl_mux.coordinator.core.running_time import RunningTime
 from verl_mux.coordinator.core.tokens import closing
@@ -65,7 +66,7 @@ class Leases:
     def shrink(self, lease: Lease, gone: list[str], now: float) -> None:
         """It goes on without these nodes, which are not all."""
         self.hold(msgspec.structs.replace(lease, nodes=[node for node in lease.nodes if node not in gone]))
-        usage.count(self._state, lease, gone, now)
+        self._count(lease, gone, now)
 
     def free(self, lease: Lease, now: float) -> Log:
         del self._state.leases[lease.token]
@@ -73,10 +74,14 @@ class Leases:
         job = self._state.jobs[lease.job]
         closing.given_back(job, lease.token)
         closing.spent(job, lease.key)
-        usage.count(self._state, lease, lease.nodes, now)
+        self._count(lease, lease.nodes, now)
         leaving_s = self._calls.left(lease.token, self._running.at(now))
         of_a_filler = {"filler": True, "leaving_s": leaving_s} if job.filler else {}
         return Log(events.LEASE_HELD, {**about(lease), **of_a_filler}, duration=now - lease.granted_at, step=lease.step)
+
+    def _count(self, lease: Lease, nodes: list[str], now: float) -> None:
+        usage.count(self._state, lease, nodes, now)
+        accounts.charge(self._state, self._waiting.config, lease, nodes, now)
 
     def take_from(self, jobs: Collection[str], node: str, now: float) -> list[Instruction]:
         """Takes the node from these jobs, which are dying, and with its last node the lease."""

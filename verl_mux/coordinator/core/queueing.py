@@ -3,7 +3,8 @@
 Requests stand in one list in order of arrival, which is a queue per node: a request heads the queue of a node when no
 earlier request that may run names it. It is granted when it heads the queues of all its nodes and all are free, so it
 gets all or waits, and, since all queue in one order, no two wait for each other. Jobs of a co-execution group that has an order
-of its own queue in that order.
+of its own queue in that order. With shares, priorities or deadlines other jobs queue in the order of people/precedence.py, equals
+in that of arrival.
 
 A request that is *held back* keeps its place but does not stand in anybody's way:
 - `settling`  the coordinator lost its memory and first lets jobs assert the leases they hold;
@@ -12,7 +13,8 @@ A request that is *held back* keeps its place but does not stand in anybody's wa
 - `draining`  one of its nodes is given to nobody any more;
 - `start`     step 1 and later wait until `expect_jobs` jobs are through with init and ask for their first step;
 - `barrier`   its step lies in a later segment of the schedule than the current one;
-- `turn`      in a sequential segment, another job has the turn.
+- `turn`      in a sequential segment, another job has the turn;
+- `budget`    it would begin a step, and its job's budget is spent.
 
 A request that could never be granted does not even get a place: see `refusal`. Requests of fillers stand in no queue: see
 fillers/granting.py.
@@ -25,6 +27,7 @@ from collections.abc import Iterable
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.hosts import fences
+from verl_mux.coordinator.core.people import accounts
 from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State
 from verl_mux.coordinator.core.settings import Config, Segment
 
@@ -51,7 +54,7 @@ def turn(state: State, config: Config) -> Job | None:
 
 def takes_part(job: Job, state: State) -> bool:
     """In turns and barriers. One that waits for host memory has yet to come in."""
-    return job.running and job.name not in state.rooms
+    return job.running and job.name not in state.rooms and not accounts.is_paused(job, state)
 
 
 def _is_in_a_step(job: Job, state: State) -> bool:
@@ -100,6 +103,8 @@ def held_back(request: Request, state: State, config: Config, owner: Job | None 
         return refused
     if request.step == 0:
         return None
+    if accounts.is_held(request, state):
+        return "budget"
     if not state.started:
         return "start"
     if segment_of(config.schedule, request.step) > state.segment:
@@ -132,14 +137,16 @@ def refusal(asked: m.LeaseRequest, job: Job, leases: list[Lease], waiting: int) 
 
 
 def in_order(requests: Iterable[Request], state: State) -> list[Request]:
-    """By the order of their co-execution groups, equals in order of arrival, in which they are given."""
+    """By the order of their co-execution groups, others by precedence, equals in order of arrival, in which they are given."""
     return sorted(requests, key=lambda request: rank(request, state))
 
 
 def rank(request: Request, state: State) -> int:
     """Of jobs that were placed, see scheduling/time/order.py; who names its nodes shares them with none of those."""
     watched = state.jobs[request.job].watched
-    return 0 if watched is None or request.step == 0 else watched.rank
+    if watched is None:
+        return state.precedence.get(request.job, 0)
+    return 0 if request.step == 0 else watched.rank
 
 
 def grantable(state: State, config: Config) -> list[Request]:

@@ -105,7 +105,7 @@ class Job(msgspec.Struct, kw_only=True):
     `condemned`: by whom its nodes were taken away, which ends its driver too. `filler`: work of a priority below the jobs, see
     fillers/; it has no steps and nobody waits for it. `grace`: seconds that it may need to leave, as it says. `movable`: it is
     started again when it leaves because it was asked to. `resident_since`: when it was let in, to nodes that it names.
-    `came`: when it registered first."""
+    `came`: when this start of it registered. `owner`, `priority`, `deadline` (a time), `budget_usd`: see people/."""
 
     name: str
     uid: str
@@ -147,6 +147,10 @@ class Job(msgspec.Struct, kw_only=True):
     movable: bool = False
     resident_since: float = 0.0
     came: float = 0.0
+    owner: str = ""
+    priority: int = 0
+    deadline: float | None = None
+    budget_usd: float | None = None
     watched: Watched | None = None  # only of a job that leaves its nodes to the coordinator
 
     @property
@@ -239,6 +243,23 @@ class Host(msgspec.Struct, kw_only=True):
         return self.names[0]
 
 
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """GPU-seconds that an owner was given, as they counted at the time `at`."""
+
+    gpu_s: float = 0.0
+    at: float = 0.0
+
+
+class Account(msgspec.Struct, kw_only=True):
+    """Of a job's name, since its first start came. `usd`: what its leases cost. `told`: 1: that its budget is nearly spent, 2:
+    spent."""
+
+    owner: str
+    since: float
+    usd: float = 0.0
+    told: int = 0
+
+
 class AskedFor(msgspec.Struct, frozen=True, kw_only=True):
     """`count` nodes that were asked for at the time `at` and are not there yet. `failed`: how many were lacking when asking
     failed."""
@@ -268,7 +289,8 @@ class State(msgspec.Struct, kw_only=True):
     order of arrival; `evictions`: of jobs that are to leave; `num_evicted` ever. `usage`: by node. `hosts`: by name and PID
     namespace. `fenced`: nodes that nobody gets now, and why; derived from `hosts`. `draining`: nodes that nobody gets any more,
     by hand. `joined`: by pool, nodes that came without the file. `leaving`: nodes that nobody new gets, and that are no more when
-    nobody needs them. `scaling`: what was told of nodes that are lacking, or idle."""
+    nobody needs them. `scaling`: what was told of nodes that are lacking, or idle. `served`: by owner; `accounts`: by job;
+    `precedence`: who goes first of jobs that ask, lowest first (people/precedence.py)."""
 
     jobs: dict[str, Job] = {}
     requests: list[Request] = []
@@ -296,6 +318,9 @@ class State(msgspec.Struct, kw_only=True):
     joined: dict[str, list[Node]] = {}
     leaving: list[str] = []
     scaling: Scaling = msgspec.field(default_factory=Scaling)
+    served: dict[str, Served] = {}
+    accounts: dict[str, Account] = {}
+    precedence: dict[str, int] = {}
 
     def leases_of(self, job: str) -> list[Lease]:
         return [lease for lease in self.leases.values() if lease.job == job]

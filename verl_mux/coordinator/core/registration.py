@@ -8,6 +8,7 @@ from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.hosts import eviction, memory
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Send
+from verl_mux.coordinator.core.people import accounts
 from verl_mux.coordinator.core.placement import placing
 from verl_mux.coordinator.core.records import Job, JobState, State
 from verl_mux.coordinator.core.scaling import joining
@@ -32,8 +33,10 @@ def refuse(asked: m.Register, known: Job | None, other: Job | None, state: State
             raise UserError(f"filler {asked.job!r} leaves its nodes to the coordinator; it must name pools or nodes")
         if asked.wants_placement:
             placing.check(asked, state, config)
+            accounts.check(asked, state, config, ())
             return None
         nodes = _resolve(asked, config)
+        accounts.check(asked, state, config, (name for names in nodes.values() for name in names))
         if not asked.filler:
             placing.named_by_hand(asked, nodes, state)
     except UserError as error:
@@ -118,6 +121,7 @@ def _new_job(state: State, config: Config, now: float, what: m.Register) -> Job:
     _take_for_driver(job, what)
     if not what.wants_placement:
         _give_nodes(state, config, now, job, what)
+    accounts.opened(state, job, what, now)
     job.seed, job.steps, job.movable = what.seed, what.steps, what.movable
     job.filler, job.grace = what.filler, what.grace
     state.jobs[what.job] = job

@@ -15,7 +15,7 @@ import msgspec
 from verl_mux.coordinator.bus import limits
 from verl_mux.errors import UserError
 from verl_mux.places.place import Place
-from verl_mux.scheduling.estimate.gpu_kinds import GpuKind, find_kind
+from verl_mux.scheduling.estimate.gpu_kinds import GPU_KINDS, GpuKind, find_kind
 from verl_mux.scheduling.model import Cluster, NodeKind
 from verl_mux.scheduling.model import Pool as SchedulingPool
 from verl_mux.scheduling.search.rules import LIVE, Rules
@@ -25,7 +25,7 @@ _MOST_SECONDS = 1e9
 _MOST_BYTES, _MOST_GPUS = 2**60, 10_000
 # Clients give a sign of life every second, so a shorter lease timeout would find every job silent.
 _LEAST_SECONDS = {"lease_timeout": 1, "kill_grace": 0, "remote_grace": 0, "filler_grace": 0, "silent_timeout": 0,
-                  "hung_factor": 1, "hung_least": 0, "evict_to_disk_after": 0, "idle_after": 0}  # fmt: skip
+                  "hung_factor": 1, "hung_least": 0, "evict_to_disk_after": 0, "idle_after": 0, "share_half_life": 0}  # fmt: skip
 Mode = Literal["sequential", "uncoordinated", "interleaved"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 # Whom to tell: a line for a shell or a URL, or a program and its arguments.
@@ -103,6 +103,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     to save and leave; None: it is refused.
     `on_nodes_wanted`, `on_nodes_idle`: a command (a shell's line, or a program and its arguments) or an http(s) URL, told when
     more nodes would pay, and when some had no resident for `idle_after`; None: nobody.
+    `shares`: by owner, of what jobs that name their nodes are given; 1 for all others, none: all jobs queue as they come.
+    `share_half_life`: after that time what an owner was given counts for half.
     `placement`: how jobs that leave their nodes to the coordinator are placed; None: every job names its nodes."""
 
     pools: dict[str, Pool]
@@ -123,11 +125,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     on_nodes_wanted: Hook | None = None
     on_nodes_idle: Hook | None = None
     idle_after: float = 600.0
+    shares: dict[str, float] = {}
+    share_half_life: float = 86400.0
     placement: PlacementConfig | None = None
 
     @functools.cached_property
     def nodes(self) -> dict[str, Node]:
         return {node.name: node for pool in self.pools.values() for node in pool.nodes}
+
+    def price(self, node: str) -> float | None:
+        """USD per hour of a node, by itself or by its kind; None: nobody knows."""
+        return self._prices.get(node)
+
+    @functools.cached_property
+    def _prices(self) -> dict[str, float | None]:
+        kinds: dict[str, GpuKind] = {} if self.placement is None else self.placement.kinds
+        return {node.name: _price(node, pool.kind, kinds) for pool in self.pools.values() for node in pool.nodes}
 
     @functools.cached_property
     def cluster(self) -> Cluster:
@@ -153,6 +166,9 @@ def check(config: Config) -> None:
     _check_pools(config)
     _check_schedule(config)
     _check_hooks(config)
+    for owner, share in config.shares.items():
+        if not 0 < share < math.inf:
+            raise UserError(f"coordinator configuration: shares of {owner!r} are {share:g}; a number above 0 is needed")
     if config.placement is not None:
         _check_placement(config.placement, config.pools)
     for key, least in _LEAST_SECONDS.items():
@@ -281,6 +297,13 @@ def _check_alike(name: str, pool: Pool, placement: PlacementConfig) -> None:
             f"coordinator configuration: pool {name!r} ({pool.kind}) has no price, by which places are compared; give its nodes"
             " usd_per_hour, or the kind usd_per_gpu_hour"
         )
+
+
+def _price(node: Node, kind: str | None, kinds: dict[str, GpuKind]) -> float | None:
+    if node.usd_per_hour is not None or kind is None:
+        return node.usd_per_hour
+    rent = find_kind(kind, kinds).usd_per_gpu_hour if kind in {*GPU_KINDS, *kinds} else 0.0
+    return node.gpus * rent if rent else None
 
 
 def ordinary(nodes: list[Node]) -> list[Node]:

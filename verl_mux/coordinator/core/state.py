@@ -18,7 +18,7 @@ Invariants (asserted by tests/coordinator/test_histories.py)
 2. A lease is granted for exactly the nodes of its request: a gang gets all or waits. Some may go back before the rest.
    A filler gets as many of them as it asked for, and none that a job waits for.
 3. Tokens strictly increase, across restarts too.
-4. Per node, requests that may run are granted in order of arrival.
+4. Per node, requests that may run are granted in order of arrival, or of precedence where somebody has any.
 5. A dead job's nodes come free once, at NodeEmpty, NodesOwed (but then they are fenced) or ProcessesGone, and not before.
 6. When every holder releases, every request that may run is granted in the end.
 7. No node is granted while it is fenced or draining.
@@ -41,6 +41,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     AboutHosts,
     AboutJob,
     AboutMoves,
+    BudgetSet,
     DriverDied,
     HookFailed,
     HostMeasured,
@@ -68,6 +69,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
 )
 from verl_mux.coordinator.core.job_states import UnknownJob, next_state
 from verl_mux.coordinator.core.leases import Leases, about, asked_for
+from verl_mux.coordinator.core.people import accounts, precedence
 from verl_mux.coordinator.core.placement import moving, observing, placing, prediction
 from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State
 from verl_mux.coordinator.core.running_time import RunningTime
@@ -207,6 +209,7 @@ class Machine:
             self._leases.drop(self._waiting.requests_of(job.name))
         if after is ENDED:
             self._forget_oldest_ended(but=job)
+            accounts.forget_old(self.state, self.config, now)
             job.memory, job.host_memory, job.members, job.progress, job.note = {}, {}, [], None, ""
             given_up = placing.leave(self.state, job)
             return self._start(placing.told_late(self.state), given_up)
@@ -281,7 +284,8 @@ class Machine:
             return [Send(what.client, closing.answer(job, what.token, is_anothers=what.token in self.state.leases))]
         patience.phase_ended(job, lease, now)
         freed = self._leases.free(lease, now)
-        return [freed, Send(what.client, m.LeaseReleased(token=what.token)), *self._observe(job, lease, now)]
+        done = Send(what.client, m.LeaseReleased(token=what.token))
+        return [freed, done, *accounts.told(self.state, job), *self._observe(job, lease, now)]
 
     def _shrink(self, now: float, job: Job, what: m.LeaseShrink) -> list[Instruction]:
         done = Send(what.client, m.LeaseShrunk(key=what.key))
@@ -357,6 +361,7 @@ class Machine:
     def _deregister(self, now: float, job: Job, what: m.Deregister) -> list[Instruction]:
         job.reason = what.reason or "finished"
         freed = [self._leases.free(lease, now) for lease in self._waiting.leases_of(job.name)]
+        accounts.closed(self.state, job, what)
         if not job.has_asked and not what.reason:  # it only looked whether it would be taken; an expected job is still to come
             self._forget(job)
         return [*freed, _exited(job), *_dismiss(job)]
@@ -381,6 +386,11 @@ class Machine:
     def _condemn(self, job: Job, reason: str) -> list[Instruction]:
         job.reason = job.condemned = reason
         return [_exited(job), *_dismiss(job)]
+
+    def _budget(self, now: float, job: Job, what: BudgetSet) -> list[Instruction]:
+        accounts.set_budget(self.state, job, what.usd)
+        self._waiting.look_again()
+        return [*accounts.told(self.state, job)]
 
     def _late_phase(self, now: float, job: Job, what: PhaseOverdue) -> list[Instruction]:
         lease = self.state.leases[what.token]
@@ -463,6 +473,8 @@ class Machine:
         out = self._start(*eviction.settle(self.state, self.config, now))
         if self.state.leaving and (left := joining.let_go(self.state, self.config)) is not None:
             out += self._reconfigure(left)
+        if precedence.update(self.state, self.config, now):
+            self._waiting.look_again()
         if queueing.advance(self.state, self.config):
             out.append(Log(events.SEGMENT, {"index": self.state.segment, "mode": queueing.mode(self.state, self.config)}))
             for node in self.state.peaks:
@@ -520,6 +532,7 @@ _HANDLERS: dict[type, Callable[..., list[Instruction]]] = {
     JobSilent: Machine._silent,
     JobRevoked: Machine._revoked,
     JobEvicted: Machine._evicted,
+    BudgetSet: Machine._budget,
     PhaseOverdue: Machine._late_phase,
     DriverDied: Machine._died,
     JobExited: Machine._told_exited,

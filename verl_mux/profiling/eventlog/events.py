@@ -90,6 +90,8 @@ NODE_FENCED = "node_fenced"
 NODE_UNFENCED = "node_unfenced"
 NODE_DRAINING = "node_draining"
 POOLS_CHANGED = "pools_changed"
+BUDGET_NEAR = "budget_near"
+BUDGET_SPENT = "budget_spent"
 NODES_WANTED = "nodes_wanted"
 NODES_IDLE = "nodes_idle"
 HOOK_FAILED = "hook_failed"
@@ -337,6 +339,8 @@ TABLE: list[Event] = [
         ),
         Event(NODES_IDLE, "nodes had no resident for long, and whoever ends them was told", "nodes"),
         Event(HOOK_FAILED, "one of these two could not be told", "hook, pool, reason"),
+        Event(BUDGET_NEAR, "a job has cost 80 % of its budget", "job, usd, budget_usd, owner"),
+        Event(BUDGET_SPENT, "a job has cost its budget, and begins no other step", "job, usd, budget_usd, owner"),
         Event(JOB_REGISTERED, "a job came", "job, nodes, seed, steps, pid, filler"),
         Event(JOB_EXITED, "a job left", "job, reason"),
         Event(JOB_SILENT, "a job's heartbeats stopped", "job, pid, host"),

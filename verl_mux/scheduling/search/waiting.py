@@ -1,8 +1,8 @@
 """Jobs that a finite cluster has no room for yet, and who is next.
 
-Whoever holds the least per hour goes first, then whoever came first; a job may be passed by younger ones that fit
-where it does not. But each one that starts before it counts, and once `max_bypass` have, nobody else starts before it:
-what comes free is kept for it. Every job that fits the empty cluster therefore starts, if running jobs end.
+Whoever holds the least per hour for his share goes first, then by `ranks`, then whoever came first; a job may be passed by
+younger ones that fit where it does not. But each one that starts before it counts, and once `max_bypass` have, nobody else starts
+before it: what comes free is kept for it. Every job that fits the empty cluster therefore starts, if running jobs end.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ class _Entry:
 
 
 class Waiting:
+    """shares: of owners, 1 for all that are not named. ranks: of jobs, by name, lowest first; 0 for all others."""
+
     def __init__(self, max_bypass: int) -> None:
         self.max_bypass = max_bypass
+        self.shares: Mapping[str, float] = {}
+        self.ranks: Mapping[str, int] = {}
         self._entries: list[_Entry] = []
         self._count = 0
 
@@ -59,8 +63,12 @@ class Waiting:
         """Those who may start now if there is room, in order of preference."""
         if self.overdue:
             return [self.overdue]
-        key = lambda entry: (usd_by_owner.get(entry.job.owner, 0.0), entry.number)  # noqa: E731
-        return [entry.job for entry in sorted(self._entries, key=key)]
+        return [entry.job for entry in sorted(self._entries, key=lambda entry: self._key(entry, usd_by_owner))]
+
+    def _key(self, entry: _Entry, usd_by_owner: Mapping[str, float]) -> tuple[float, int, int]:
+        owner = entry.job.owner
+        held = usd_by_owner.get(owner, 0.0) / self.shares.get(owner, 1.0)
+        return held, self.ranks.get(entry.job.name, 0), entry.number
 
     def started(self, name: str) -> None:
         """A waiting job starts: it leaves the queue, and whoever came before it was passed."""

@@ -20,6 +20,13 @@ class Evict(Message, kw_only=True, frozen=True, tag="EVICT"):
     job: limits.Name
 
 
+class SetBudget(Message, kw_only=True, frozen=True, tag="SET_BUDGET"):
+    """The job may cost so many USD in all. As Evict."""
+
+    job: limits.Name
+    usd: limits.Price
+
+
 class Free(Message, kw_only=True, frozen=True, tag="FREE"):
     """Nothing is left of jobs that ended where nobody can look: of the job `name`, or on that node or host. As Evict."""
 

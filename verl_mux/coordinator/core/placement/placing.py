@@ -21,6 +21,7 @@ import msgspec
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.hosts import fences, memory
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Planned
+from verl_mux.coordinator.core.people import precedence
 from verl_mux.coordinator.core.placement import moving
 from verl_mux.coordinator.core.placement.planner import Asked
 from verl_mux.coordinator.core.placement.prediction import predicted
@@ -172,7 +173,8 @@ def asked(state: State, config: Config, now: float) -> Asked | None:
     named = (job for job in state.jobs.values() if job.watched is None and not job.filler and job.state is not JobState.ENDED)
     by_hand = (node for job in named for node in job.all_nodes)
     closed = frozenset(by_hand) | fences.shut(state)
-    return Asked(state.questions[0], state.placed, config, closed, now, held=frozenset(state.moves))
+    ranks = precedence.of_waiting(state, config, now)
+    return Asked(state.questions[0], state.placed, config, closed, now, held=frozenset(state.moves), ranks=ranks)
 
 
 def carry_out(state: State, config: Config, answer: Planned, now: float) -> tuple[list[Job], list[Instruction]]:

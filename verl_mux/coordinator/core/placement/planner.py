@@ -29,7 +29,7 @@ WANTED_AT_ONCE = 32
 
 class Asked(msgspec.Struct, frozen=True):
     """One question, and all that the answer depends on. closed: nodes that the placer may not give. held: jobs that it may not
-    move, as they are on their way. now: in seconds."""
+    move, as they are on their way. now: in seconds. ranks: of those who wait, see people/precedence.py."""
 
     question: Question
     record: Record
@@ -37,6 +37,7 @@ class Asked(msgspec.Struct, frozen=True):
     closed: frozenset[str]
     now: float
     held: frozenset[str] = frozenset()
+    ranks: Mapping[str, int] = {}
 
 
 class Planner:
@@ -49,6 +50,7 @@ class Planner:
     def answer(self, asked: Asked, progress: Mapping[str, Progress]) -> Planned:
         placer = self._kept(asked)
         placer.search.held = asked.held
+        placer.waiting.ranks, placer.waiting.shares = asked.ranks, asked.config.shares
         self._made_for = None  # until the answer is whole
         said, moves = _decide(placer, asked.question, progress, asked.now)
         touched = [placer.groups.get(name) for name in sorted(placer.groups.touched)]
