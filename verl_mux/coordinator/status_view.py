@@ -18,7 +18,7 @@ def plain(snapshot: dict[str, Any]) -> str:
     for name, job in snapshot["jobs"].items():
         lines.append(f"job {name}: {_state(job)}; {_step(job)}; {_metrics(job)}")
     lines += [f"group {name}: {'; '.join(cells)}" for name, *cells in _groups(snapshot)]
-    lines += _moves(snapshot)
+    lines += [*_why(snapshot), *_moves(snapshot)]
     return "\n".join(lines)
 
 
@@ -44,7 +44,7 @@ def tables(snapshot: dict[str, Any]) -> Group:
         for row in _groups(snapshot):
             groups.add_row(*row)
         parts.append(groups)
-        parts += [Text(line) for line in _moves(snapshot)]
+    parts += [Text(line) for line in (*_why(snapshot), *_moves(snapshot))]
     return Group(*parts)
 
 
@@ -93,6 +93,11 @@ def _groups(snapshot: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
 def _moves(snapshot: dict[str, Any]) -> list[str]:
     told = [(snapshot.get("placement") or {}).get("moves", {}), (snapshot.get("host_rooms") or {}).get("told", {})]
     return [f"job {name} {sentence}" for sentences in told for name, sentence in sentences.items()]
+
+
+def _why(snapshot: dict[str, Any]) -> list[str]:
+    """A sentence a job."""
+    return list(snapshot.get("why", {}).values())
 
 
 def _runs(node: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from verl_mux.scheduling.placer.placer import Placer
     from verl_mux.scheduling.search.decision import Alternative, Decision
     from verl_mux.simulation.jobs_file import JobsFile
 
@@ -12,17 +13,22 @@ if TYPE_CHECKING:
 def make_plan(given: JobsFile) -> dict[str, Any]:
     """usd_per_hour of all groups; beside it, of every job alone, and of the cheapest division of them
     (None: the cluster is finite)."""
+    from verl_mux.scheduling.placer import sentences
     from verl_mux.scheduling.placer.explain import alternatives, lost_to
     from verl_mux.scheduling.placer.placer import Placer
     from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
     from verl_mux.simulation.optimum.optimum import Optimum
 
     placer = Placer(given.cluster, given.rules)
-    decisions = []
+    decisions, reasons = [], []
     for job in given.jobs:
         others = alternatives(placer, job)
+        found = sentences.advice(placer, job, others)
         decision = placer.admit(job)
+        reasons.append(sentences.because(decision, job, others, found))
         decisions.append(_as_dict(decision, lost_to(decision.usd_per_hour, _without_chosen(others, decision))))
+    for said, reason in zip(decisions, reasons, strict=True):
+        said["why"] = _sentence(placer, said["job"], reason)
     finite = given.cluster.rollout.nodes is not None or given.cluster.train.nodes is not None
     usd = placer.groups.usd_per_hour
     best = None if finite else Optimum(given.jobs, given.cluster, given.rules).solve(frozenset(j.name for j in given.jobs))
@@ -33,6 +39,18 @@ def make_plan(given: JobsFile) -> dict[str, Any]:
         "usd_per_hour_isolated": sum(isolated_usd(job, given.cluster) for job in given.jobs),
         "usd_per_hour_optimum": None if best is None else min(best.usd, usd),
     }
+
+
+def _sentence(placer: Placer, name: str, reason: str) -> str:
+    """When all jobs are placed."""
+    from verl_mux.scheduling.placer.sentences import where
+
+    if name not in placer.groups.home:
+        return f"{name} waits: {reason}"
+    pin, group = placer.groups.pin_of(name), placer.groups.group_of(name)
+    nodes = [*pin.rollout, *pin.train]
+    others = {node: [job.name for job in (*group.on_rollout(node), *group.on_train(node)) if job.name != name] for node in nodes}
+    return f"{where(name, nodes, others)}, {reason}"
 
 
 def _without_chosen(found: list[Alternative], decision: Decision) -> list[Alternative]:
@@ -75,6 +93,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         else:
             nodes = f"rollout on {', '.join(job['rollout'])}; training on {', '.join(job['train'])}"
             lines.append(f"{job['job']}: {job['strategy']}, group {job['group']}, +{job['usd_per_hour']:.2f} USD/h; {nodes}")
+        lines.append(f"    {job['why']}")
         for other in job["alternatives"]:
             own = "alone" if other["strategy"] == "isolated" else other["strategy"]
             where = f"group {other['group']}" if other["group"] else own

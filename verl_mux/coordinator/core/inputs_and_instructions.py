@@ -184,7 +184,8 @@ class Said(msgspec.Struct, frozen=True):
 class Planned(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="PLANNED"):
     """What the placer answers to the first of its questions: groups that changed or are no more, who waits, and who is to start
     or to move. `moved_at`: as in Record. `pending`: moves may come to pay. `version`: of the record it was asked about; an answer
-    to another one is void. `wants`: nodes that are lacking; None: as before."""
+    to another one is void. `wants`: nodes that are lacking; None: as before.
+    `because`: of who came, why it is where it is (scheduling/placer/sentences.py)."""
 
     version: int
     changed: list[Group]
@@ -196,6 +197,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     moved_at: list[float] = []
     pending: bool = False
     wants: list[Want] | None = None
+    because: str = ""
 
 
 _Seen = (

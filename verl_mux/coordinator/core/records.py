@@ -32,7 +32,7 @@ class Watched(msgspec.Struct, kw_only=True):
     `alone_s`: what its finished steps took without waiting, `step_s`: the same of the step that it is in.
     `fresh`: steps seen since its co-execution group changed. `doing`: the phase that it is in or waits for (asked for or, if it
     runs, granted at this time). `rank`: among those of its group that wait, see
-    scheduling/time/order.py."""
+    scheduling/time/order.py. `because`: why it is where it is, the end of a sentence."""
 
     observed: Observed = Observed()
     steps: dict[str, int] = {}
@@ -46,6 +46,7 @@ class Watched(msgspec.Struct, kw_only=True):
     doing: tuple[str, float, bool] = ("rollout", 0.0, False)
     rank: int = 0
     move_s: float | None = None
+    because: str = ""
 
 
 class Moving(msgspec.Struct, kw_only=True):

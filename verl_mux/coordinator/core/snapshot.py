@@ -9,7 +9,7 @@ from verl_mux.coordinator.core import queueing
 from verl_mux.coordinator.core.fillers import usage
 from verl_mux.coordinator.core.hosts import eviction
 from verl_mux.coordinator.core.hosts import memory as host_memory
-from verl_mux.coordinator.core.placement import moving, prediction
+from verl_mux.coordinator.core.placement import moving, prediction, sentences
 from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State
 from verl_mux.coordinator.core.settings import Config, Node
 
@@ -28,6 +28,7 @@ def describe(state: State, config: Config, now: float, waits_for: dict[str, list
         "jobs": {job.name: _job(job, sorted_out, now, waits_for.get(job.name, [])) for job in state.jobs.values()},
         "placement": _placement(state, config, now),
         "host_rooms": eviction.about(state, now),
+        "why": sentences.told(state, config),
     }
 
 

@@ -63,10 +63,11 @@ def _at(placer: Placer, modes: Sequence[JobSpec], group: Group) -> Alternative:
     if search.saturated(group):
         return _refused(group, f"saturated: load {load_time(group):.0f} s of a cycle of {cycle_time(group):.0f} s")
     ways = [_in_mode(placer, placed, group) for placed in modes]
-    return min((way for way in ways if not way.why), key=_price, default=ways[0])
+    return min((way for way in ways if not way.why), key=price, default=ways[0])
 
 
-def _price(way: Alternative) -> float:
+def price(way: Alternative) -> float:
+    """USD per hour by which places are compared, of one that the job could take."""
     return way.work_usd_per_hour if way.work_usd_per_hour is not None else way.usd_per_hour or 0.0
 
 
@@ -84,7 +85,7 @@ def _in_mode(placer: Placer, job: JobSpec, group: Group) -> Alternative:
                 return way
             ways.append(msgspec.structs.replace(way, work_usd_per_hour=placer.search.priced(job, group, ask, order).usd))
     if ways:
-        return min(ways, key=_price)
+        return min(ways, key=price)
     return _refused(group, _too_slow(job, group, found[0], rules.orders[0]), found[0])
 
 

@@ -41,6 +41,11 @@ from verl_mux.scheduling.time.order import ORDERS
 
 # Of one phase: longer ones no clock here was made for.
 MOST_S = 1e6
+# Of a job that was sent somewhere by an answer about others.
+_BECAUSE = {
+    "start": "which came free while it waited",
+    "move": "where it was moved, as that keeps an SLO or saves more than the move costs",
+}
 _AT_WORK = (JobState.LIVE, JobState.SILENT)
 
 
@@ -188,6 +193,10 @@ def carry_out(state: State, config: Config, answer: Planned, now: float) -> tupl
         of_moves = [] if isinstance(question, Again) else [want for want in state.scaling.wants if want.why != STARTS]
         state.scaling.wants = [*answer.wants, *of_moves]
     said = [Log(line.event, line.about) for line in answer.said]
+    for move in answer.moves:
+        state.watched_of(move.job).because = _BECAUSE[move.kind]
+    if isinstance(question, Arrive):
+        state.watched_of(question.job.name).because = answer.because
     asked = [line for move in answer.moves if move.kind == "move" for line in moving.decided(state, move, now)]
     names = [move.job for move in answer.moves if move.kind == "start"]
     names += [question.job.name] if isinstance(question, Arrive) else []

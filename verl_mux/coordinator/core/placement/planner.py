@@ -14,7 +14,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import Planned, Said
 from verl_mux.coordinator.core.settings import Config, Pool
 from verl_mux.profiling.eventlog import events
 from verl_mux.scheduling.model import JobSpec
-from verl_mux.scheduling.placer import shortage
+from verl_mux.scheduling.placer import sentences, shortage
 from verl_mux.scheduling.placer.explain import alternatives, lost_to
 from verl_mux.scheduling.placer.placer import Placer
 from verl_mux.scheduling.placer.record import Again, Arrive, Correct, Leave, Open, Question, Queued, Record, restore
@@ -52,7 +52,7 @@ class Planner:
         placer.search.held = asked.held
         placer.waiting.ranks, placer.waiting.shares = asked.ranks, asked.config.shares
         self._made_for = None  # until the answer is whole
-        said, moves = _decide(placer, asked.question, progress, asked.now)
+        said, moves, because = _decide(placer, asked.question, progress, asked.now)
         touched = [placer.groups.get(name) for name in sorted(placer.groups.touched)]
         gone = sorted(name for name in placer.groups.touched if name not in placer.groups)
         placer.groups.touched.clear()
@@ -68,6 +68,7 @@ class Planner:
             moved_at=list(placer.moved_at),
             pending=placer.pending,
             wants=_wants(asked, placer, progress),
+            because=because,
         )
 
     def _kept(self, asked: Asked) -> Placer:
@@ -112,9 +113,13 @@ def nothing_follows(asked: Asked) -> Planned:
     )
 
 
-def _decide(placer: Placer, question: Question, progress: Mapping[str, Progress], now: float) -> tuple[list[Said], list[Move]]:
+def _decide(
+    placer: Placer, question: Question, progress: Mapping[str, Progress], now: float
+) -> tuple[list[Said], list[Move], str]:
+    """What to log, who starts or moves, and of who came, why it is where it is."""
     if isinstance(question, Arrive):
-        return [_arrive(placer, question.job, progress)], []
+        arrived, because = _arrive(placer, question.job, progress)
+        return [arrived], [], because
     moves: Sequence[Move] = ()
     actions: Sequence[Action] = ()
     if isinstance(question, Open):
@@ -129,14 +134,15 @@ def _decide(placer: Placer, question: Question, progress: Mapping[str, Progress]
     said = [Said(events.SLO_AT_RISK, _about(action)) for action in actions]
     started = [move for move in moves if move.kind == "start"]
     placed = [{"job": move.job, "outcome": "placed", "group": move.group, "nodes": _sides(move)} for move in started]
-    return [*said, *(Said(events.PLACED, about) for about in placed)], list(moves)
+    return [*said, *(Said(events.PLACED, about) for about in placed)], list(moves), ""
 
 
-def _arrive(placer: Placer, spec: JobSpec, progress: Mapping[str, Progress]) -> Said:
+def _arrive(placer: Placer, spec: JobSpec, progress: Mapping[str, Progress]) -> tuple[Said, str]:
     could = alternatives(placer, spec, TOLD)
+    found = sentences.advice(placer, spec, could, TOLD)
     decision = placer.admit(spec, progress)
     others = [place for place in could if (place.group, place.strategy) != decision.was]
-    return _said(decision, spec, lost_to(decision.usd_per_hour, others))
+    return _said(decision, spec, lost_to(decision.usd_per_hour, others)), sentences.because(decision, spec, could, found)
 
 
 def _about(action: Action) -> dict[str, str]:

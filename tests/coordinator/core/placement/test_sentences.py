@@ -1,0 +1,104 @@
+"""What `verl-mux status` says of each job, in a sentence."""
+
+import msgspec
+import pytest
+
+from tests.coordinator.core.placement.placed_jobs import arrive, placing_config
+from tests.coordinator.core.placement.test_moving import spoilt
+from tests.coordinator.driver import Driver, config
+from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.config import make_config
+from verl_mux.coordinator.core.placement import sentences
+from verl_mux.coordinator.core.state import Machine
+from verl_mux.scheduling.estimate.estimator import Observed
+
+BOUNDS = "to be placed by more than bounds, every response at its limit, tell the seconds of a few steps (mux.profiled)"
+
+
+def seen(rollout, train):
+    return Observed(rollout=(rollout,) * 3, train=(train,) * 3)
+
+
+def told(driver):
+    return sentences.told(driver.machine.state, driver.machine.config)
+
+
+@pytest.fixture
+def driver():
+    return Driver(Machine(placing_config(2)))
+
+
+def test_who_was_placed_is_told_with_whom_and_what_it_added(driver):
+    arrive(driver, "a", slo=1.3)
+    assert told(driver)["a"].startswith("a has r0, t0 to itself, which added 2.00 USD/h, as there was nobody to share with")
+    arrive(driver, "b", slo=1.3)
+    found = told(driver)
+    assert found["a"].startswith("a shares t0 with b and has r0 to itself, which added 2.00 USD/h")
+    assert found["b"] == (
+        "b shares t0 with a and has r1 to itself, which added 1.00 USD/h, and no other place added less;"
+        f" on nodes of its own it would have cost 2.00 USD/h; {BOUNDS}"
+    )
+    driver.do(m.Deregister(**driver.who("a")))
+    assert list(told(driver)) == ["b"] and told(driver)["b"].startswith("b has r1, t0 to itself")
+
+
+def test_who_waits_is_told_what_would_start_it():
+    driver = Driver(
+        Machine(
+            placing_config(
+                1,
+            )
+        )
+    )
+    arrive(driver, "a", slo=3.0, profiled=seen(100.0, 100.0))
+    arrive(driver, "b", slo=1.0, profiled=seen(300.0, 30.0))
+    assert told(driver)["b"] == (
+        "b waits to be placed: no room within everybody's SLO; to start now, let an iteration take 1.5 times as long"
+        " as alone (its SLO)"
+    )
+    driver.do(m.Deregister(**driver.who("a")))
+    assert told(driver)["b"] == "b has r0, t0 to itself, which came free while it waited"
+
+
+def test_who_lacks_nodes_is_told_how_many():
+    driver = Driver(Machine(msgspec.structs.replace(placing_config(), on_nodes_wanted="start")))
+    for job in "ab":
+        arrive(driver, job, slo=1.0)
+    assert told(driver)["b"].endswith("; 1 rollout nodes more would start it")
+
+
+def test_who_moved_is_told_so():
+    driver = spoilt()
+    assert "where it was moved, as that keeps an SLO or saves more than the move costs" in told(driver)["b"]
+
+
+def test_who_names_its_nodes_is_told_what_they_cost(driver):
+    driver.register("named", nodes={"rollout": ["r0"], "train": ["t0"]})
+    assert told(driver) == {
+        "named": "named has r0, t0 to itself, as it names these nodes, which cost 2.00 USD/h; to be put where it adds the least,"
+        " let the coordinator choose (mux.nodes=auto)"
+    }
+    plain = Driver(Machine(config()))
+    plain.register("a", nodes={"rollout": ["t0"], "train": ["t0"]})
+    plain.register("b", nodes={"rollout": ["t0"], "train": ["t0"]})
+    assert told(plain)["a"] == "a shares t0 with b, as it names this node"
+
+
+def test_a_budget_is_told():
+    pools = {"gpus": {"nodes": [{"name": "n0", "usd_per_hour": 3600.0}]}}
+    driver = Driver(Machine(make_config({"pools": pools, "lease_timeout": 1e6})))
+    driver.register("a", nodes={"rollout": ["n0"], "train": ["n0"]}, budget_usd=6.0)
+    for number in (1, 2):
+        driver.ask("a", "rollout", number, ["n0"])
+        driver.now += 3
+        driver.release("a")
+        spent = told(driver)["a"].partition("; ")[2]
+        more = " and begins no other step: `verl-mux budget a USD`" if number == 2 else ""
+        assert spent == f"it has cost {4.0 * number:.2f} of 6.00 USD{more}"
+
+
+def test_fillers_and_who_is_gone_are_not_told(driver):
+    driver.register("sums", nodes={"rollout": ["r0"]}, filler=True)
+    driver.register("a", nodes={"rollout": ["r0"], "train": ["t0"]})
+    driver.do(m.Deregister(**driver.who("a")))
+    assert told(driver) == {}

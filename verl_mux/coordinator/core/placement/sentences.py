@@ -1,0 +1,61 @@
+"""Why each job is where it is, in a sentence, for people. Pure."""
+
+from __future__ import annotations
+
+from verl_mux.coordinator.core.people import accounts
+from verl_mux.coordinator.core.records import Job, JobState, State
+from verl_mux.coordinator.core.settings import Config
+from verl_mux.scheduling.placer.sentences import where
+from verl_mux.scheduling.placer.shortage import STARTS
+
+
+def told(state: State, config: Config) -> dict[str, str]:
+    """Of all jobs that run or wait to be placed, by name."""
+    on: dict[str, dict[str, None]] = {}
+    jobs = [job for job in state.jobs.values() if job.state in (JobState.LIVE, JobState.SILENT) and not job.filler]
+    for job in jobs:
+        for node in job.all_nodes:
+            on.setdefault(node, {})[job.name] = None
+    found = {job.name: _sentence(job, on, state, config) for job in jobs}
+    return {name: sentence for name, sentence in found.items() if sentence}
+
+
+def _sentence(job: Job, on: dict[str, dict[str, None]], state: State, config: Config) -> str:
+    if job.watched is None:
+        return _named(job, on, config) + _spent(job, state) if job.nodes else ""
+    if not job.nodes:
+        return f"{job.name} waits to be placed{_colon(job.watched.because)}{_lacking(job, state)}"
+    reason = job.watched.because
+    return f"{_where(job, on)}{f', {reason}' if reason else ''}{_spent(job, state)}"
+
+
+def _where(job: Job, on: dict[str, dict[str, None]]) -> str:
+    return where(job.name, job.all_nodes, {node: [name for name in on[node] if name != job.name] for node in job.all_nodes})
+
+
+def _named(job: Job, on: dict[str, dict[str, None]], config: Config) -> str:
+    said = f"{_where(job, on)}, as it names {'these nodes' if len(job.all_nodes) > 1 else 'this node'}"
+    prices = [config.price(node) for node in job.all_nodes]
+    cost = sum(price for price in prices if price is not None)
+    said += f", which cost {cost:.2f} USD/h" if None not in prices else ""
+    return f"{said}; to be put where it adds the least, let the coordinator choose (mux.nodes=auto)" if config.placement else said
+
+
+def _spent(job: Job, state: State) -> str:
+    account = state.accounts.get(job.name)
+    if account is None or job.budget_usd is None:
+        return ""
+    said = f"; it has cost {account.usd:.2f} of {job.budget_usd:.2f} USD"
+    return f"{said} and begins no other step: `verl-mux budget {job.name} USD`" if accounts.is_spent(job, state) else said
+
+
+def _lacking(job: Job, state: State) -> str:
+    want = next((want for want in state.scaling.wants if want.job == job.name and want.why == STARTS), None)
+    if want is None:
+        return ""
+    sides = [f"{count} {side}" for side, count in (("rollout", want.rollout), ("training", want.train)) if count]
+    return f"; {' and '.join(sides)} nodes more would start it"
+
+
+def _colon(reason: str) -> str:
+    return f": {reason}" if reason else ""
