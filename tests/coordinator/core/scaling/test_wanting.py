@@ -169,8 +169,11 @@ def test_a_resident_begins_the_time_anew(idle):
     assert idle.idle() == ["r1"]
 
 
-def test_a_filler_is_no_resident_and_a_node_that_leaves_is_not_told(idle):
+def test_a_filler_is_a_resident_and_a_node_that_leaves_is_not_told(idle):
     idle.register("sums", nodes={"rollout": ["r1"]}, filler=True)
+    idle.wait(70)
+    assert idle.idle() == []
+    idle.do(m.Deregister(**idle.who("sums")))
     idle.wait(70)
     assert idle.idle() == ["r1"]
     idle.do(m.Deregister(**idle.who("a")))

@@ -150,10 +150,10 @@ def _idle_changes(state: State, config: Config, now: float) -> bool:
 
 
 def _idle(state: State, config: Config) -> set[str]:
-    """Nodes on which no job is, is placed or waits for room, and of which the placer lacks none. Fillers do not count."""
+    """Nodes on which nobody is, is placed or waits for room, and of whose pool nobody lacks one."""
     if config.on_nodes_idle is None:
         return set()
-    used = {node for job in state.jobs.values() if job.state is not JobState.ENDED and not job.filler for node in job.all_nodes}
+    used = {node for job in state.jobs.values() if job.state is not JobState.ENDED for node in job.all_nodes}
     used |= {node for group in state.placed.groups for node in (*group.rollout_nodes, *group.train_nodes)}
     used |= {node for room in state.rooms.values() for node in room.all_nodes}
     used |= {*state.fenced, *state.leaving}
