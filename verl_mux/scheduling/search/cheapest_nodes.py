@@ -72,10 +72,10 @@ def cheapest_nodes(
     cluster: Cluster,
     feasibility: Feasibility,
     below: float = math.inf,
-    price: Callable[[SharedNodes], float] | None = None,
+    price: Callable[[SharedNodes, Sequence[float]], float] | None = None,
 ) -> SharedNodes | None:
     """The cheapest way for `jobs` as they are placed, sorted by name, to share nodes as one group under `below` USD per hour.
-    price: what ways are compared by, no less than USD per hour; None: just that."""
+    price: what ways are compared by, from the mean iteration of each job, no less than USD per hour; None: just that."""
     best = None
     for usd, rollout, train in _by_price(jobs, cluster, feasibility, below):
         if usd >= below:
@@ -84,7 +84,7 @@ def cheapest_nodes(
             found = SharedNodes(tuple(jobs), usd, rollout.nodes, train.nodes, rollout.on, train.on, order, usd)
             if price is None:
                 return found
-            if (asked := price(found)) < below:
+            if (asked := price(found, feasibility.seconds(jobs, rollout.pairs, train.pairs))) < below:
                 best, below = msgspec.structs.replace(found, price=asked), asked - EPSILON_USD
     return best
 

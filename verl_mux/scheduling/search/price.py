@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from verl_mux.scheduling.model import Cluster, Group, JobSpec
 from verl_mux.scheduling.search.cheapest_nodes import SharedNodes, isolated_usd
 from verl_mux.scheduling.search.rules import Rules
-from verl_mux.scheduling.time.periods import masks, mean_seconds, rollout_bits
+from verl_mux.scheduling.time.periods import masks, mean_seconds
 
 
 class Price:
@@ -29,17 +29,13 @@ class Price:
         rank = sorted(range(len(group.jobs)), key=lambda i: group.jobs[i].name)
         rollout, train = masks(group)
         jobs = [group.jobs[i] for i in rank]
-        return usd * self._slower(jobs, [rollout[i] for i in rank], [train[i] for i in rank], group.order)
+        return usd * self._slower(jobs, mean_seconds(jobs, [rollout[i] for i in rank], [train[i] for i in rank], group.order))
 
-    def of_shared(self, shared: SharedNodes) -> float:
-        if not self._count_stays:
-            return shared.usd_per_hour
-        train = [bits << shared.rollout_nodes for bits in shared.train]
-        rollout = rollout_bits(shared.jobs, shared.rollout, train)
-        return shared.usd_per_hour * self._slower(shared.jobs, rollout, train, shared.order)
+    def of_shared(self, shared: SharedNodes, seconds: Sequence[float]) -> float:
+        """seconds: the mean iteration of each job there."""
+        return shared.usd_per_hour * self._slower(shared.jobs, seconds)
 
-    def _slower(self, jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int], order: str) -> float:
-        """By how much the jobs take longer there than alone, on the mean by what each costs alone."""
-        seconds = mean_seconds(jobs, rollout, train, order)
+    def _slower(self, jobs: Sequence[JobSpec], seconds: Sequence[float]) -> float:
+        """By how much the jobs take longer than alone, on the mean by what each costs alone."""
         usd = [isolated_usd(job, self._cluster) for job in jobs]
         return sum(u * s / job.iteration_s for u, s, job in zip(usd, seconds, jobs, strict=True)) / sum(usd)

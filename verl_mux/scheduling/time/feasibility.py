@@ -33,6 +33,8 @@ class Feasibility:
         self.simulated = 0
         # By the jobs as they are placed, sorted by name, then by the pairs that share rollout and training nodes.
         self._known: dict[_Placed, dict[tuple[Pairs, Pairs], str | None]] = {}
+        # Of those that keep theirs, each run as one group: mean seconds of an iteration of each job.
+        self._seconds: dict[_Placed, dict[tuple[Pairs, Pairs], Sequence[float]]] = {}
         self._sets: dict[str, list[_Placed]] = {}
         self._hopeless_pairs: dict[_Placed, tuple[bool, bool, bool]] = {}
 
@@ -51,7 +53,11 @@ class Feasibility:
             return found is not None
         rank = tuple(sorted(range(len(jobs)), key=lambda i: jobs[i].name))
         ordered = [jobs[i] for i in rank]
-        return self._keeps_under(ordered, *_masks(ordered, within(rollout, rank), within(train, rank)), order)
+        return self._kept_under(ordered, *_masks(ordered, within(rollout, rank), within(train, rank)), order) is not None
+
+    def seconds(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> Sequence[float]:
+        """The mean iteration of each job under the order that `order` found. The jobs make one group and are sorted by name."""
+        return self._seconds[tuple([job.placed_as for job in jobs])][rollout, train]
 
     def hopeless_pairs(self, jobs: Sequence[JobSpec]) -> tuple[Pairs, Pairs, Pairs]:
         """Pairs that cannot even on their own share rollout nodes, training nodes, or both. Jobs sorted by name."""
@@ -76,6 +82,7 @@ class Feasibility:
         for placed in self._sets.pop(name, ()):
             self._known.pop(placed, None)
             self._hopeless_pairs.pop(placed, None)
+            self._seconds.pop(placed, None)
 
     def _order(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> str | None:
         placed = tuple([job.placed_as for job in jobs])
@@ -106,12 +113,20 @@ class Feasibility:
     def _simulate(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> str | None:
         self.simulated += 1
         on_rollout, on_train = _masks(jobs, rollout, train)
-        return next((order for order in self.orders if self._keeps_under(jobs, on_rollout, on_train, order)), None)
+        for order in self.orders:
+            if (found := self._kept_under(jobs, on_rollout, on_train, order)) is not None:
+                self._seconds.setdefault(tuple([job.placed_as for job in jobs]), {})[rollout, train] = found
+                return order
+        return None
 
-    def _keeps_under(self, jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int], order: str) -> bool:
+    def _kept_under(
+        self, jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int], order: str
+    ) -> Sequence[float] | None:
+        """The mean iteration of each job under this order, if all keep theirs."""
         found = mean_seconds(jobs, rollout, train, order)
         room = max(seconds / job.limit_s for job, seconds in zip(jobs, found, strict=True))
-        return room <= TOLERANCE and (not self.keep or room < SURE or likely(jobs, rollout, train, order, self.keep))
+        kept = room <= TOLERANCE and (not self.keep or room < SURE or likely(jobs, rollout, train, order, self.keep))
+        return found if kept else None
 
 
 def _masks(jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> tuple[Sequence[int], Sequence[int]]:
