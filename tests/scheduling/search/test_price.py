@@ -14,6 +14,7 @@ from verl_mux.scheduling.search.modes import modes_of
 from verl_mux.scheduling.search.price import Price
 from verl_mux.scheduling.search.rules import LIVE, OURS
 from verl_mux.scheduling.time.feasibility import Feasibility
+from verl_mux.scheduling.time.periods import mean_seconds, rollout_bits
 
 COUNTED = msgspec.structs.replace(OURS, count_stays=True)
 NODE_USD = 8 * 5.28
@@ -67,7 +68,14 @@ def test_a_way_to_share_is_priced_as_the_group_that_it_becomes_and_no_less_than_
     assert (by_hour is None) == (by_work is None)
     if by_hour and by_work:
         assert by_hour.usd_per_hour <= by_work.usd_per_hour <= by_work.price + 1e-6
-        assert by_work.price <= price.of_shared(by_hour) + 1e-6
+        assert by_work.price <= price.of_shared(by_hour, run(by_hour)) + 1e-6
+        assert by_work.price == pytest.approx(price.of_shared(by_work, run(by_work)))
+
+
+def run(shared):
+    """The mean iteration of each job on just these nodes."""
+    train = [bits << shared.rollout_nodes for bits in shared.train]
+    return mean_seconds(shared.jobs, rollout_bits(shared.jobs, shared.rollout, train), train, shared.order)
 
 
 @settings(max_examples=examples(25))
