@@ -14,8 +14,11 @@ from tests.scheduling.made_jobs import jobs as made_jobs
 from tests.simulation.optimum.counted_out import cheapest_usd
 from verl_mux.scheduling.model import SEPARATE
 from verl_mux.scheduling.placer.placer import Placer
+from verl_mux.scheduling.search.cheapest_nodes import cheapest_nodes
 from verl_mux.scheduling.search.rules import LIVE, OURS, Rules
+from verl_mux.scheduling.time.feasibility import Feasibility
 from verl_mux.scheduling.time.forecast import Progress
+from verl_mux.simulation.optimum import division
 from verl_mux.simulation.optimum.division import Division
 from verl_mux.simulation.optimum.optimum import Optimum
 from verl_mux.simulation.optimum.sharing import Sharing
@@ -43,6 +46,10 @@ def drawn(seed: int, modes=((SEPARATE,),)):
         )
         for i in range(count)
     ]  # fmt: skip
+
+
+def by_name(job):
+    return job.name
 
 
 def solved(jobs):
@@ -102,6 +109,21 @@ def test_highs_divides_as_the_dynamic_programme_does():
     divided = Division(cluster, Sharing(cluster).cheapest, OURS).solve(jobs)
     assert divided.usd == pytest.approx(solved(jobs).usd) and divided.proven == pytest.approx(divided.usd)
     assert sorted(job.name for members, _ in divided.parts for job in members) == [job.name for job in jobs]
+
+
+def test_groups_of_five_among_many_jobs_are_left_out_and_hardly_missed(monkeypatch):
+    cluster = make_cluster()
+    feasibility = Feasibility()
+    jobs = sorted((make_job(f"j{i}", 40 + 23 * i % 130, 30 + 31 * i % 110, slo=1.3 + i % 4 / 5) for i in range(11)), key=by_name)
+
+    def divided():
+        return Division(cluster, lambda jobs, below: cheapest_nodes(jobs, cluster, feasibility, below), OURS).solve(jobs)
+
+    without = divided()
+    monkeypatch.setattr(division, "FEW_JOBS", len(jobs))
+    whole = divided()
+    assert max(len(members) for members, _ in without.parts) <= division.MANY
+    assert whole.usd <= without.usd + 1e-6 and without.usd <= 1.02 * whole.usd
 
 
 def test_what_the_solver_prints_by_itself_is_not_in_our_output(monkeypatch, capfd):

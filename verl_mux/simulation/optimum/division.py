@@ -24,6 +24,9 @@ from verl_mux.scheduling.search.cheapest_nodes import (
 from verl_mux.scheduling.search.partition import Part
 from verl_mux.scheduling.search.rules import Rules
 
+# Of more jobs no groups of more than MANY are looked at: there are most of those, and they save the least.
+FEW_JOBS, MANY = 10, 4
+
 
 class Divided(msgspec.Struct, frozen=True):
     """usd: per hour. proven: no division into such groups costs less than that."""
@@ -53,7 +56,8 @@ class Division:
         """Jobs sorted by name."""
         alone = [cheapest_alone(job, self.cluster, self.rules) for job in jobs]
         columns: list[tuple[float, Part]] = [(isolated_usd(job, self.cluster), ((job,), None)) for job in alone]
-        for size in range(2, min(self.rules.cap, len(jobs)) + 1):
+        most = self.rules.cap if len(jobs) <= FEW_JOBS else min(self.rules.cap, MANY)
+        for size in range(2, min(most, len(jobs)) + 1):
             for members in itertools.combinations(jobs, size):
                 if (shared := self._price(members).shared) is not None:
                     columns.append((shared.usd_per_hour, (shared.jobs, shared)))
