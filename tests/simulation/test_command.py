@@ -37,7 +37,7 @@ def test_all_policies_side_by_side_and_the_same_bytes_in_one_process_and_in_thre
     solo, ours, optimum = (report["policies"][name] for name in ("solo", "ours", "optimum"))
     assert optimum["usd_per_hour_mean"] <= ours["usd_per_hour_mean"] <= solo["usd_per_hour_mean"]
     assert ours["slo_attainment"] == ours["slo_attainment_real"] == 1.0
-    assert optimum["cost_over_optimum_mean"] == pytest.approx(1.0, abs=1e-3)
+    assert 1.0 <= optimum["cost_over_optimum_mean"] <= ours["cost_over_optimum_mean"]  # of the moment, by the hour
     live = report["policies"]["live"]
     assert live["moves_mean"] == live["lost_work_h"] == 0 < live["profile_s_mean"]  # nobody can be moved, and looking costs
     assert live["usd_per_hour_mean"] > optimum["usd_per_hour_mean"]

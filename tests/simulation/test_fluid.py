@@ -2,9 +2,10 @@
 
 import itertools
 
+import msgspec
 import pytest
 
-from tests.scheduling.made_jobs import make_cluster, make_job
+from tests.scheduling.made_jobs import EITHER, make_cluster, make_job
 from verl_mux.scheduling.placer.placer import Placer
 from verl_mux.scheduling.search.rules import OURS, Rules
 from verl_mux.simulation.fluid import colocated, optimal, run_fluid
@@ -14,6 +15,8 @@ from verl_mux.simulation.workload.moments import Moments
 from verl_mux.simulation.workload.noise import Varying, with_varying_phases
 from verl_mux.simulation.workload.workload import Arrival
 
+COUNTED = msgspec.structs.replace(OURS, count_stays=True)
+
 
 def moments_of(arrivals):
     return {arrival.job.name: Moments(arrival) for arrival in arrivals}
@@ -22,7 +25,7 @@ def moments_of(arrivals):
 def optimal_usd(arrivals):
     """USD per hour of the optimum while the last job is there beside the others."""
     moments, cluster = moments_of(arrivals), make_cluster()
-    optimum = Optimum([job for its in moments.values() for job in its.jobs], cluster, OURS)
+    optimum = Optimum([job for its in moments.values() for job in its.jobs], cluster, COUNTED)
     found = run_fluid(arrivals, moments, optimal(optimum))
     return max((span for span in found.spans if len(span.steps) == len(arrivals)), key=lambda span: span.seconds).usd_per_hour
 
@@ -38,6 +41,15 @@ def test_the_optimum_plans_on_the_phases_that_hold_and_not_on_those_that_were_an
     old, like_now, like_then = grown(100, 100, 1.2)
     assert optimal_usd([old, like_now]) == pytest.approx(57.04)  # announced: 100 + 100 beside 200 + 200, which would be late
     assert optimal_usd([old, like_then]) == pytest.approx(2 * 57.04)  # announced: 100 + 100 beside 100 + 100
+
+
+def test_the_optimum_shares_nothing_that_makes_jobs_stay_so_long_that_it_costs_more():
+    arrivals = [Arrival(make_job(name, 20, 100, slo=1.8, modes=EITHER), 0.0, 100) for name in "ab"]
+    moments, cluster = moments_of(arrivals), make_cluster()
+    optimum = Optimum([arrival.job for arrival in arrivals], cluster, COUNTED)
+    shared, apart = (run_fluid(arrivals, moments, hold).ledger.usd for hold in (optimal(optimum), colocated(cluster)))
+    assert shared == pytest.approx(apart) == pytest.approx(2 * 42.24 * 12000 / 3600)
+    assert Optimum([arrival.job for arrival in arrivals], cluster, OURS).solve(frozenset("ab")).usd == pytest.approx(57.04)
 
 
 def test_a_job_in_steady_phases_is_as_announced_all_its_life():

@@ -91,6 +91,7 @@ def colocated(cluster: Cluster) -> Hold:
 
 def optimal(optimum: Optimum) -> Hold:
     """The cheapest division of whoever is there; moving costs nothing."""
+    cluster = optimum.cluster
 
     def hold(present: Mapping[str, JobSpec]) -> Holding:
         found = optimum.solve(frozenset(job.name for job in present.values()))
@@ -110,6 +111,7 @@ def optimal(optimum: Optimum) -> Hold:
                 seconds[names[job.name]] = period
                 busy[0] += job.nodes[0] * job.rollout_hold_s / period
                 busy[1] += job.nodes[1] * job.train_hold_s / period
-        return Holding((nodes[0], nodes[1]), found.usd, seconds, (busy[0], busy[1]))
+        usd = sum(count * pool.kind.usd_per_hour for count, pool in zip(nodes, (cluster.rollout, cluster.train), strict=True))
+        return Holding((nodes[0], nodes[1]), usd, seconds, (busy[0], busy[1]))
 
     return hold

@@ -22,9 +22,9 @@ from verl_mux.simulation.workload.workload import Arrival
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One workload on one cluster. moments: of its jobs, by name. optimum: of jobs as they are in those. rules: of `ours`; their
-    cap holds for every policy, and for `live` and `optimum` whether jobs are colocated. movable: under `live` whoever started
-    running jobs starts them again elsewhere."""
+    """One workload on one cluster. moments: of its jobs, by name. optimum: of jobs as they are in those, by what the same work
+    costs. rules: of `ours`; their cap holds for every policy, and for `live` and `optimum` whether jobs are colocated. movable:
+    under `live` whoever started running jobs starts them again elsewhere."""
 
     arrivals: Sequence[Arrival]
     moments: Mapping[str, Moments]

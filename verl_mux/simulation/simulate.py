@@ -82,24 +82,28 @@ class _Runs:
 
     def __init__(self, study: Study) -> None:
         self.study = study
-        self._cases: dict[int, Case] = {}
+        self._seeds: dict[int, tuple[Case, Optimum]] = {}
 
     def __call__(self, task: Task, on_finish: Callable[[], None]) -> tuple[Outcome, Run | None]:
         """The run itself only of the first seed."""
-        if task.seed not in self._cases:
-            self._cases[task.seed] = _case(self.study, task.seed)
-        case = self._cases[task.seed]
+        if task.seed not in self._seeds:
+            self._seeds[task.seed] = _case(self.study, task.seed)
+        case, by_the_hour = self._seeds[task.seed]
         run = POLICIES[task.policy](msgspec.structs.replace(case, on_finish=on_finish))
-        optimum = case.optimum if self.study.max_optimum_jobs else None
+        optimum = by_the_hour if self.study.max_optimum_jobs else None
         return assess(run, case.cluster, case.moments, optimum), None if task.seed else run
 
 
-def _case(study: Study, seed: int) -> Case:
+def _case(study: Study, seed: int) -> tuple[Case, Optimum]:
+    """With the optimum by the hour, to hold every moment against."""
     arrivals = arrivals_of(study, seed)
     moments = {arrival.job.name: Moments(arrival) for arrival in arrivals}
     jobs = [job for its in moments.values() for job in its.jobs]
-    optimum = Optimum(jobs, study.cluster, study.rules, study.max_optimum_jobs)
-    return Case(arrivals, moments, study.cluster, study.rules, seed, optimum, study.movable)
+    by_work, by_the_hour = (
+        Optimum(jobs, study.cluster, msgspec.structs.replace(study.rules, count_stays=counted), study.max_optimum_jobs)
+        for counted in (True, False)
+    )
+    return Case(arrivals, moments, study.cluster, study.rules, seed, by_work, study.movable), by_the_hour
 
 
 def arrivals_of(study: Study, seed: int) -> list[Arrival]:

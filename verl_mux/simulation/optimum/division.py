@@ -29,7 +29,7 @@ FEW_JOBS, MANY = 10, 4
 
 
 class Divided(msgspec.Struct, frozen=True):
-    """usd: per hour. proven: no division into such groups costs less than that."""
+    """usd: per hour, or what else is counted (price.py). proven: no division into such groups costs less than that."""
 
     usd: float
     parts: list[Part]
@@ -37,7 +37,8 @@ class Divided(msgspec.Struct, frozen=True):
 
 
 class _Priced(msgspec.Struct, frozen=True):
-    """usd: of these jobs, as a group or in the best way found to split one off. shared: None if splitting is no dearer."""
+    """usd: as in Divided, of these jobs, as a group or in the best way found to split one off. shared: None if splitting is no
+    dearer."""
 
     usd: float
     shared: SharedNodes | None
@@ -60,7 +61,7 @@ class Division:
         for size in range(2, min(most, len(jobs)) + 1):
             for members in itertools.combinations(jobs, size):
                 if (shared := self._price(members).shared) is not None:
-                    columns.append((shared.usd_per_hour, (shared.jobs, shared)))
+                    columns.append((shared.price, (shared.jobs, shared)))
         return _cheapest_cover(columns, jobs)
 
     def _price(self, jobs: tuple[JobSpec, ...]) -> _Priced:
@@ -69,7 +70,7 @@ class Division:
         if key not in self._known:
             apart = min([self._usd(jobs[:i] + jobs[i + 1 :]) + self._usd((job,)) for i, job in enumerate(jobs)])
             shared = in_cheapest_modes(jobs, self.cluster, self.rules, self.find, apart - EPSILON_USD)
-            self._known[key] = _Priced(shared.usd_per_hour if shared else apart, shared)
+            self._known[key] = _Priced(shared.price if shared else apart, shared)
         return self._known[key]
 
     def _usd(self, jobs: tuple[JobSpec, ...]) -> float:

@@ -15,6 +15,7 @@ import msgspec
 from verl_mux.scheduling.model import Cluster, JobSpec
 from verl_mux.scheduling.search.cheapest_nodes import cheapest_nodes
 from verl_mux.scheduling.search.partition import Part, Partitioner
+from verl_mux.scheduling.search.price import Price
 from verl_mux.scheduling.search.rules import Rules
 from verl_mux.scheduling.time.feasibility import Feasibility
 from verl_mux.simulation.optimum.division import Divided, Division
@@ -35,14 +36,16 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 class Optimum:
-    """Answers are remembered."""
+    """Answers are remembered. By the rule `count_stays` divisions are compared by what the same work costs."""
 
     def __init__(self, jobs: Iterable[JobSpec], cluster: Cluster, rules: Rules, max_jobs: int = MAX_JOBS) -> None:
         self.jobs = {job.name: job for job in jobs}
+        self.cluster = cluster
         self.max_jobs = max_jobs
         feasibility = Feasibility()
-        self._small = Partitioner(cluster, feasibility, rules, Sharing(cluster).cheapest)
-        self._large = Division(cluster, lambda jobs, below: cheapest_nodes(jobs, cluster, feasibility, below), rules)
+        price = Price(cluster, rules).of_shared if rules.count_stays else None
+        self._small = Partitioner(cluster, feasibility, rules, Sharing(cluster, price).cheapest)
+        self._large = Division(cluster, lambda jobs, below: cheapest_nodes(jobs, cluster, feasibility, below, price), rules)
         self._known: dict[frozenset[str], Divided] = {}
 
     def solve(self, names: frozenset[str]) -> Divided:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
 
 from verl_mux.scheduling.model import Cluster, JobSpec, NodeKind
-from verl_mux.scheduling.search.cheapest_nodes import SharedNodes
+from verl_mux.scheduling.search.cheapest_nodes import EPSILON_USD, SharedNodes
 from verl_mux.scheduling.search.layouts import Classes, Layout, layout_of, layouts
 from verl_mux.scheduling.time.conflicts import Pairs, connected, nodes_of_pairs
 from verl_mux.scheduling.time.feasibility import TOLERANCE
@@ -24,25 +26,33 @@ ORDER = "fifo"
 
 
 class Sharing:
-    """Remembers which conflicts keep which jobs within their SLOs; job names are unique. simulated: groups that were run."""
+    """Remembers which conflicts keep which jobs within their SLOs; job names are unique. price: what ways to share are compared
+    by, from the mean iteration of each job, no less than USD per hour; None: just that. simulated: groups that were run."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, price: Callable[[SharedNodes, Sequence[float]], float] | None = None) -> None:
         self.cluster = cluster
+        self.price = price
         self.simulated = 0
-        self._kept: dict[tuple[tuple[tuple[str, bool], ...], Pairs, Pairs], bool] = {}
+        self._kept: dict[tuple[tuple[tuple[str, bool], ...], Pairs, Pairs], Sequence[float] | None] = {}
 
     def cheapest(self, jobs: Sequence[JobSpec], below: float = math.inf) -> SharedNodes | None:
-        """For jobs as they are placed, sorted by name; None if nothing under `below` USD per hour keeps every SLO."""
+        """For jobs as they are placed, sorted by name; None if nothing under `below` keeps every SLO."""
         usd = self.cluster.rollout.kind.usd_per_hour, self.cluster.train.kind.usd_per_hour
         rollouts, trains = self._by_nodes(jobs, 0), self._by_nodes(jobs, 1)
         prices = sorted((nodes * usd[0] + more * usd[1], nodes, more) for nodes in rollouts for more in trains)
-        for price, nodes, more in prices:
-            if price >= below:
-                return None
+        best = None
+        for least, nodes, more in prices:
+            if least >= below:
+                break
             for r, t in itertools.product(rollouts[nodes], trains[more]):
-                if self._keeps(jobs, r.pairs, t.pairs):
-                    return SharedNodes(tuple(jobs), price, nodes, more, r.on, t.on, ORDER, price)
-        return None
+                if (seconds := self._kept_in(jobs, r.pairs, t.pairs)) is None:
+                    continue
+                found = SharedNodes(tuple(jobs), least, nodes, more, r.on, t.on, ORDER, least)
+                if self.price is None:
+                    return found
+                if (asked := self.price(found, seconds)) < below:
+                    best, below = msgspec.structs.replace(found, price=asked), asked - EPSILON_USD
+        return best
 
     def _by_nodes(self, jobs: Sequence[JobSpec], side: int) -> dict[int, list[Layout]]:
         """The layouts in which everything fits, by their number of nodes: of those in which the same jobs meet the smallest.
@@ -57,22 +67,23 @@ class Sharing:
                 found.setdefault(layout.nodes, []).append(layout)
         return found
 
-    def _keeps(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> bool:
-        """Whether the jobs make one group and all keep within their SLOs."""
+    def _kept_in(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> Sequence[float] | None:
+        """The mean iteration of each job, if they make one group and all keep within their SLOs."""
         if len(connected(rollout | train, len(jobs))) > 1:
-            return False
+            return None
         key = tuple([job.placed_as for job in jobs]), rollout, train
         if key not in self._kept:
             self._kept[key] = self._run(jobs, rollout, train)
         return self._kept[key]
 
-    def _run(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> bool:
+    def _run(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> Sequence[float] | None:
         self.simulated += 1
         count = len(jobs)
         on_train = [bits << (count * (count - 1) // 2) for bits in nodes_of_pairs(train, count)]
         on_rollout = rollout_bits(jobs, nodes_of_pairs(rollout, count), on_train)
         found = mean_seconds(jobs, on_rollout, on_train, ORDER)
-        return all([seconds <= job.limit_s * TOLERANCE for job, seconds in zip(jobs, found, strict=True)])
+        kept = all([seconds <= job.limit_s * TOLERANCE for job, seconds in zip(jobs, found, strict=True)])
+        return found if kept else None
 
 
 def _fits(sizes: Sequence[tuple[float, float]], kind: NodeKind) -> list[bool]:
