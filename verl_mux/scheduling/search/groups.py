@@ -155,4 +155,5 @@ class Groups(Mapping[str, Group]):
 def _taken(nodes: Sequence[str], pool: Nodes, tied: Collection[str]) -> dict[str, str]:
     """Each node under its real name, taking from the pool those that are yet to be taken. tied: of jobs that nobody starts
     again."""
+    pool.take_back([node for node in nodes if not node.startswith(NEW)])
     return {node: pool.take(spot=node not in tied) if node.startswith(NEW) else node for node in nodes}

@@ -46,6 +46,11 @@ class Nodes:
         heapq.heapify(self._free)
         return first
 
+    def take_back(self, names: Iterable[str]) -> None:
+        """Those of them that were released meanwhile."""
+        if released := [name for name in names if name not in self.taken]:
+            self.claim(released)
+
     def claim(self, names: Iterable[str]) -> None:
         """Takes nodes by name, of those that this pool names."""
         names = {name for name in names if name in self._number}
