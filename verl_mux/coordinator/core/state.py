@@ -53,6 +53,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     JobSilent,
     Log,
     MoveGivenUp,
+    NodeDrained,
     NodeEmpty,
     NodeJoined,
     NodeLeaving,
@@ -406,11 +407,14 @@ class Machine:
             return self._reconfigure(joining.comes(self.state, self.config, what))
         if isinstance(what, NodeLeaving):
             self.state.leaving.append(what.node)
+            placing.vacate(self.state, what.node)
             return []  # it goes when nobody needs it, which may be now
         dying, shut = [job.name for job in self.state.jobs.values() if job.state is DYING], fences.shut(self.state)
         out = self._leases.take_from(dying, what.node, now) if isinstance(what, NodeReleased) else []
         out += moves.change(self.state, what, now)
         out += self._fence_anew()
+        if isinstance(what, NodeDrained) and not what.undo:
+            placing.vacate(self.state, what.node)
         if shut - fences.shut(self.state):
             placing.open_again(self.state)
         return out

@@ -123,6 +123,21 @@ class Placer:
             moves += carried
         return moves + (self.start_waiting(_unmoved(progress, moves)) if moves else [])
 
+    def vacate(self, node: str, progress: Mapping[str, Progress] = NOTHING_KNOWN) -> list[Move]:
+        """Moves whoever can be moved off a closed node, while there is room elsewhere. Returns who moves or starts in
+        consequence."""
+        moves: list[Move] = []
+        there = [p.job for g in self.groups.values() for p in g.pins if node in (*p.rollout, *p.train)]
+        for job in [job for job in there if self.search.may_move(job)]:
+            group = self.groups.group_of(job.name)
+            rest = self.groups.replace([group], groups_without(group, [job.name]))
+            if home := self._place(job, _unmoved(progress, moves), job.load_s):
+                self._changed([g for g in rest if self.groups.get(g.name) is g])
+                moves.append(self._move(job, "move", home))
+            else:
+                self.groups.replace(rest, [group])
+        return moves + (self.start_waiting(_unmoved(progress, moves)) if moves else [])
+
     def start_waiting(self, progress: Mapping[str, Progress]) -> list[Move]:
         """Starts who waits and now has room, as after nodes came free that others had. Returns who starts."""
         moves: list[Move] = []

@@ -34,11 +34,17 @@ class Correct(msgspec.Struct, frozen=True, tag=True):
     job: JobSpec
 
 
+class Vacate(msgspec.Struct, frozen=True, tag=True):
+    """Where can those go who are on this node, which nobody is to be on any more?"""
+
+    node: str
+
+
 class Again(msgspec.Struct, frozen=True, tag=True):
     """Does any move pay by now?"""
 
 
-Question = Arrive | Leave | Correct | Open | Again
+Question = Arrive | Leave | Correct | Open | Vacate | Again
 
 
 class Queued(msgspec.Struct, frozen=True):

@@ -69,7 +69,10 @@ def test_who_lacks_nodes_is_told_how_many():
 
 def test_who_moved_is_told_so():
     driver = spoilt()
-    assert "where it was moved, as that keeps an SLO or saves more than the move costs" in told(driver)["b"]
+    assert (
+        "where it was moved, as that keeps an SLO, saves more than the move costs, or its node was taken away"
+        in told(driver)["b"]
+    )
 
 
 def test_who_names_its_nodes_is_told_what_they_cost(driver):

@@ -4,12 +4,12 @@ import msgspec
 import pytest
 
 from tests.coordinator.core.placement.placed_jobs import arrive, lines, needs, placing_config, where_told
-from tests.coordinator.core.placement.test_moving import spoilt
+from tests.coordinator.core.placement.test_moving import Jobs, spoilt
 from tests.coordinator.driver import Driver, config
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.by_hand import decide
 from verl_mux.coordinator.config import make_config
-from verl_mux.coordinator.core.inputs_and_instructions import ProcessesGone
+from verl_mux.coordinator.core.inputs_and_instructions import NodeDrained, ProcessesGone
 from verl_mux.coordinator.core.records import JobState, State
 from verl_mux.coordinator.core.scaling import joining
 from verl_mux.coordinator.core.state import Machine
@@ -174,6 +174,37 @@ def test_a_job_on_a_node_that_vanished_is_placed_elsewhere_when_it_is_started_ag
     assert nodes(placed) == ["r0", "t0"]
     told = placed.register("a", uid="a:2", nodes={"rollout": [m.AUTO], "train": [m.AUTO]}, needs=needs(), movable=True)
     assert where_told(told) == [{"rollout": ["r0"], "train": ["t0"]}]
+
+
+@pytest.mark.parametrize("how", ["leaves", "drains"])
+def test_who_can_be_moved_is_asked_to_leave_a_node_that(how):
+    driver = Jobs(Machine(placing_config()))
+    driver.come("a", movable=True, slo=1.0)
+    for pool, node in (("rollout", "r7"), ("train", "t7")):
+        add(driver, pool, node)
+    driver.step("a", 1)
+    if how == "leaves":
+        remove(driver, "r0")
+    else:
+        driver.do(NodeDrained(node="r0"))
+    (asked,) = lines(driver, "move_asked")
+    assert (asked["job"], asked["nodes"]) == ("a", {"rollout": ["r7"], "train": ["t0"]})
+    assert driver.beat("a") == 1
+    driver.leave("a", 1, step=1)
+    assert ("r0" in driver.machine.config.nodes) is (how == "drains")
+    driver.come_again("a", slo=1.0)
+    assert driver.state.jobs["a"].nodes == {"rollout": ["r7"], "train": ["t0"]}
+
+
+def test_who_cannot_be_moved_or_has_nowhere_to_go_stays(placed):
+    add(placed, "rollout", "r7")
+    arrive(placed, "a", slo=1.0)
+    remove(placed, "r0")
+    assert not lines(placed, "move_asked") and placed.machine.state.jobs["a"].nodes["rollout"] == ["r0"]
+    driver = Jobs(Machine(placing_config()))
+    driver.come("a", movable=True, slo=1.0)
+    driver.do(NodeDrained(node="r0"))
+    assert not lines(driver, "move_asked") and driver.place("a") == {"rollout": ["r0"], "train": ["t0"]}
 
 
 def test_a_place_on_a_node_that_vanished_is_not_kept_for_who_is_on_his_way():

@@ -34,7 +34,7 @@ from verl_mux.scheduling.estimate.job_needs import JobNeeds
 from verl_mux.scheduling.estimate.learning import learnt
 from verl_mux.scheduling.model import COLOCATED, SEPARATE, Group, JobSpec, Pin
 from verl_mux.scheduling.placer.placer import check_fits
-from verl_mux.scheduling.placer.record import Again, Arrive, Correct, Leave, Open, Record
+from verl_mux.scheduling.placer.record import Again, Arrive, Correct, Leave, Open, Record, Vacate
 from verl_mux.scheduling.placer.shortage import STARTS
 from verl_mux.scheduling.repack.repack import ASK_AGAIN_S
 from verl_mux.scheduling.time.order import ORDERS
@@ -44,7 +44,7 @@ MOST_S = 1e6
 # Of a job that was sent somewhere by an answer about others.
 _BECAUSE = {
     "start": "which came free while it waited",
-    "move": "where it was moved, as that keeps an SLO or saves more than the move costs",
+    "move": "where it was moved, as that keeps an SLO, saves more than the move costs, or its node was taken away",
 }
 _AT_WORK = (JobState.LIVE, JobState.SILENT)
 
@@ -163,6 +163,12 @@ def open_again(state: State) -> None:
     """Nodes can be had that were closed to the placer: who waits, or is about to, may go there."""
     if (state.placed.waiting or state.questions) and Open() not in state.questions[1:]:
         state.questions.append(Open())
+
+
+def vacate(state: State, node: str) -> None:
+    """Nobody is to be on this node any more: who is placed there and can be moved goes elsewhere."""
+    if any(node in (*group.rollout_nodes, *group.train_nodes) for group in state.placed.groups):
+        state.questions.append(Vacate(node))
 
 
 def correct(state: State, spec: JobSpec) -> None:

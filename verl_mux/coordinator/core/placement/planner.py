@@ -17,7 +17,7 @@ from verl_mux.scheduling.model import JobSpec
 from verl_mux.scheduling.placer import sentences, shortage
 from verl_mux.scheduling.placer.explain import alternatives, lost_to
 from verl_mux.scheduling.placer.placer import Placer
-from verl_mux.scheduling.placer.record import Again, Arrive, Correct, Leave, Open, Question, Queued, Record, restore
+from verl_mux.scheduling.placer.record import Again, Arrive, Correct, Leave, Open, Question, Queued, Record, Vacate, restore
 from verl_mux.scheduling.search.decision import Action, Alternative, Decision, Move
 from verl_mux.scheduling.time.forecast import Progress
 
@@ -124,6 +124,8 @@ def _decide(
     actions: Sequence[Action] = ()
     if isinstance(question, Open):
         moves = placer.start_waiting(progress)
+    elif isinstance(question, Vacate):
+        moves = placer.vacate(question.node, progress)
     elif isinstance(question, Again):
         moves = placer.repack(progress, now)
     elif isinstance(question, Leave) and (question.name in placer.groups.home or question.name in placer.waiting):
