@@ -2,14 +2,18 @@
 
 import asyncio
 import json
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import msgspec
 import pytest
 
+from tests.coordinator.core.placement.placed_jobs import AUTO, needs, placing_config
 from verl_mux.coordinator.core.inputs_and_instructions import Call, HookFailed
 from verl_mux.coordinator.hooks import Hooks
+from verl_mux.coordinator.server import Coordinator
 
 CALL = Call("on_nodes_wanted", "rollout", {"pool": "rollout", "more": 2}, {"pool": "rollout", "more": "2"})
 
@@ -117,6 +121,16 @@ def test_a_coordinator_tells_of_idle_nodes_and_grants_while_it_does(serve, join,
     assert time.monotonic() - began < 4 and not event_log.of("hook_failed"), "it still runs"
     assert [node["node"] for node in json.loads((tmp_path / "told").read_text())["nodes"]] == ["r1"]
     eventually(lambda: event_log.of("hook_failed"))
+
+
+def test_who_waits_starts_on_the_node_that_the_hook_brings(join, event_log):
+    add = f"{sys.executable} -m verl_mux node add r7 --pool $VERL_MUX_POOL --timeout 60"
+    config = msgspec.structs.replace(placing_config(), on_nodes_wanted=add)
+    now = {name: msgspec.structs.replace(pool, delay=0.0) for name, pool in config.pools.items()}
+    with Coordinator(msgspec.structs.replace(config, pools=now), event_log=event_log) as coordinator:
+        join(coordinator, "a", AUTO, needs=needs(), slo=1.0)
+        assert join(coordinator, "b", AUTO, needs=needs(), slo=1.0).nodes["rollout"] == ["r7"]
+    assert not event_log.of("hook_failed")
 
 
 def test_a_coordinator_that_stops_ends_what_it_started(serve, eventually, tmp_path):
