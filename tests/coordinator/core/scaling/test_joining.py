@@ -3,13 +3,15 @@
 import msgspec
 import pytest
 
-from tests.coordinator.core.placement.placed_jobs import arrive, lines, needs, placing_config, where_told
+from tests.coordinator.core.placement.placed_jobs import arrive, lines, needs, placing_config, register, where_told
 from tests.coordinator.core.placement.test_moving import Jobs, spoilt
 from tests.coordinator.driver import Driver, config
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.by_hand import decide
 from verl_mux.coordinator.config import make_config
-from verl_mux.coordinator.core.inputs_and_instructions import NodeDrained, ProcessesGone
+from verl_mux.coordinator.core.inputs_and_instructions import Input, NodeDrained, NodeLeaving, ProcessesGone
+from verl_mux.coordinator.core.placement import placing
+from verl_mux.coordinator.core.placement.planner import Planner
 from verl_mux.coordinator.core.records import JobState, State
 from verl_mux.coordinator.core.scaling import joining
 from verl_mux.coordinator.core.state import Machine
@@ -241,3 +243,18 @@ def test_a_restart_knows_who_joined_and_who_leaves(placed):
     assert again.state == placed.machine.state and again.state.leaving == ["r0"]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(again.state), type=State) == again.state
     assert again.config.pools == placed.machine.config.pools
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_nobody_is_placed_on_a_node_that_left_while_the_placer_was_thinking(needed):
+    driver = Driver(Machine(placing_config(2)))
+    if needed:
+        arrive(driver, "first", slo=4.0, movable=True)
+    register(driver, "a")
+    machine = driver.machine
+    thought = Planner().answer(placing.asked(machine.state, machine.config, 9.0), {})
+    (group,) = thought.changed
+    node = group.rollout_nodes[-1]
+    machine.handle(Input(9.1, NodeLeaving(node=node)))
+    told = where_told(driver.do(thought))
+    assert told and node not in told[0]["rollout"]

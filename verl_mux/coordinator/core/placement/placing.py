@@ -190,7 +190,7 @@ def asked(state: State, config: Config, now: float) -> Asked | None:
 
 def carry_out(state: State, config: Config, answer: Planned, now: float) -> tuple[list[Job], list[Instruction]]:
     """Takes over what the placer answered. Returns the jobs that are to be told where they are, and what to log."""
-    if answer.version != state.placed.version or not state.questions:
+    if answer.version != state.placed.version or not state.questions or _takes_what_left(answer, state, config):
         return [], []  # it was asked about other records, and will be asked again
     question, before = state.questions.pop(0), state.placed
     state.placed = before.changed(answer.gone, answer.changed, tuple(answer.waiting), answer.named, tuple(answer.moved_at))
@@ -214,6 +214,15 @@ def carry_out(state: State, config: Config, answer: Planned, now: float) -> tupl
         for spec, rank in zip(group.jobs, ORDERS[group.order](group.jobs), strict=True):
             state.watched_of(spec.name).rank = rank
     return told, [*said, *asked, *_regrouped(before, answer.changed, state, config)]
+
+
+def _takes_what_left(answer: Planned, state: State, config: Config) -> bool:
+    """Whether it puts somebody on a node that has left, or began to, since the question."""
+    nodes = {node for group in answer.changed for node in (*group.rollout_nodes, *group.train_nodes)}
+    had = (
+        {node for group in state.placed.groups for node in (*group.rollout_nodes, *group.train_nodes)} if state.leaving else set()
+    )
+    return not nodes <= config.nodes.keys() or not (nodes - had).isdisjoint(state.leaving)
 
 
 def _may_want(state: State, config: Config) -> bool:
