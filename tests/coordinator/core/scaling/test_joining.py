@@ -2,10 +2,13 @@
 
 import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.coordinator.core.placement.placed_jobs import arrive, lines, needs, placing_config, register, where_told
 from tests.coordinator.core.placement.test_moving import Jobs, spoilt
 from tests.coordinator.driver import Driver, config
+from tests.exploring import examples
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.by_hand import decide
 from verl_mux.coordinator.config import make_config
@@ -258,3 +261,54 @@ def test_nobody_is_placed_on_a_node_that_left_while_the_placer_was_thinking(need
     machine.handle(Input(9.1, NodeLeaving(node=node)))
     told = where_told(driver.do(thought))
     assert told and node not in told[0]["rollout"]
+
+
+WORDS = st.tuples(
+    st.sampled_from(["arrive", "arrive", "end", "add", "remove", "gone", "drain", "late"]), st.integers(0, 3), st.booleans()
+)
+
+
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=list(HealthCheck))
+@given(history=st.lists(WORDS, max_size=25))
+def test_in_any_history_jobs_are_on_nodes_that_there_are_and_a_restart_knows_it(history):
+    driver = Driver(Machine(placing_config(2)))
+    for number, (word, which, flag) in enumerate(history):
+        _say(driver, word, which, flag, number)
+        state, there = driver.machine.state, set(driver.machine.config.nodes)
+        held = [node for group in state.placed.groups for node in (*group.rollout_nodes, *group.train_nodes)]
+        assert len(set(held)) == len(held) and set(held) <= there, "each node is one group's"
+        assert all(set(job.all_nodes) <= there for job in state.jobs.values() if job.state is not JobState.ENDED)
+        assert set(state.leaving) <= {*held, *(node for job in state.jobs.values() for node in job.all_nodes)}
+    again = Machine(placing_config(2))
+    for event in driver.events:
+        again.handle(event)
+    assert again.state == driver.machine.state and again.config.pools == driver.machine.config.pools
+
+
+def _say(driver, word, which, flag, number):
+    nodes, jobs = (
+        sorted(driver.machine.config.nodes),
+        [job for job in driver.machine.state.jobs.values() if job.state is JobState.LIVE],
+    )
+    if word == "arrive":
+        arrive(driver, f"j{number}", slo=1.0 + which, movable=flag)
+    elif word == "late":  # the placer thinks while a node goes
+        where = {"host": "here", "pid": 7, "started": 1, "nodes": {"rollout": [m.AUTO], "train": [m.AUTO]}}
+        driver._handle(Input(driver.now, m.Register(**driver.who(f"j{number}"), **where, needs=needs())))
+        asked = placing.asked(driver.machine.state, driver.machine.config, driver.now)
+        thought = Planner().answer(asked, {})
+        for what in decide(
+            m.NodeRemove(node=nodes[which % len(nodes)]), driver.machine.state, driver.machine.config, lambda *_: ""
+        )[0]:
+            driver._handle(Input(driver.now, what))
+        driver.do(thought)
+    elif word == "end" and jobs:
+        driver.do(m.Deregister(**driver.who(jobs[which % len(jobs)].name)))
+    elif word == "add":
+        add(driver, "rollout" if flag else "train", f"n{number}", spot=which == 0)
+    elif word == "drain":
+        driver.do(NodeDrained(node=nodes[which % len(nodes)], undo=flag))
+    elif word == "remove" or word == "gone":
+        remove(driver, nodes[which % len(nodes)], gone=word == "gone")
+        for job in [job for job in driver.machine.state.jobs.values() if job.state is JobState.DYING]:
+            driver.do(ProcessesGone(job=job.name, uid=job.uid))
