@@ -102,8 +102,8 @@ def _why(snapshot: dict[str, Any]) -> list[str]:
 
 def _runs(node: dict[str, Any]) -> str:
     runs = ", ".join(_holder(holder) for holder in node["holders"]) or "idle"
-    draining = " (draining)" if node.get("draining") else ""
-    return f"{runs}{draining}{_fenced(node)}"
+    marks = "".join(f" ({mark})" for mark in ("spot", "draining", "leaving") if node.get(mark))
+    return f"{runs}{marks}{_fenced(node)}"
 
 
 def _fenced(node: dict[str, Any]) -> str:

@@ -84,6 +84,8 @@ def _node(node: Node, state: State, sorted_out: _SortedOut, now: float) -> dict[
         "device_bytes": node.device_bytes,
         "fenced": state.fenced.get(node.name),
         "draining": node.name in state.draining,
+        "leaving": node.name in state.leaving,
+        "spot": node.spot,
         "holders": [_holder(lease, state, now) for lease in sorted_out.leases_on[node.name]],
         "queue": [
             {

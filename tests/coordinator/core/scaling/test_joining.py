@@ -17,8 +17,10 @@ from verl_mux.coordinator.core.placement import placing
 from verl_mux.coordinator.core.placement.planner import Planner
 from verl_mux.coordinator.core.records import JobState, State
 from verl_mux.coordinator.core.scaling import joining
+from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.coordinator.journal.changed_config import carried_over
+from verl_mux.coordinator.status_view import plain
 
 
 def by_hand(driver, message):
@@ -118,6 +120,15 @@ def test_of_a_node_that_is_not_idle_only_that_is_said(placed):
     answer, _ = remove(placed, "r0", if_idle=True)
     assert answer.reason == "node 'r0' is not idle: job 'a' is registered on it: let it end, or evict it"
     assert placed.machine.state.leaving == []
+
+
+def test_the_status_marks_what_leaves_and_what_may_vanish(placed):
+    add(placed, "rollout", "r7", spot=True)
+    arrive(placed, "a", slo=1.0)
+    remove(placed, "r0")
+    about = {"address": "tcp://here", "journal": {"path": None, "lost": None, "blocked": None}, "settling_s": None}
+    seen = plain({**about, **describe(placed.machine.state, placed.machine.config, placed.now, {})})
+    assert "node rollout/r0: idle (leaving); " in seen and "node rollout/r7: idle (spot); " in seen
 
 
 def test_the_last_node_of_a_pool_stays(placed):
