@@ -120,7 +120,7 @@ def test_without_a_terminal_nothing_is_asked_and_nothing_done(held, monkeypatch)
 
 def test_a_node_is_brought_to_a_running_coordinator_and_taken_away(serve, capsys):
     coordinator = serve()
-    by_hand_command.node_add("r7", "rollout", "gpu-07", "0,1,2,3,4,5,6,7", coordinator.address, timeout=60.0)
+    by_hand_command.node_add("r7", "rollout", "gpu-07", "0,1,2,3,4,5,6,7", coordinator=coordinator.address, timeout=60.0)
     assert coordinator.snapshot()["pools"]["rollout"]["nodes"]["r7"]["gpu_ids"] == list(range(8))
     by_hand_command.node_remove("r7", coordinator=coordinator.address, timeout=60.0)
     assert "r7" not in coordinator.snapshot()["pools"]["rollout"]["nodes"]
