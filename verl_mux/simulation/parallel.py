@@ -34,8 +34,9 @@ def in_processes(work: Work[T, R], tasks: Sequence[T], on_progress: Callable[[],
             return [future.result() for future in futures]
         except BrokenProcessPool as error:
             raise Failure("a process of the simulation has died; was there enough memory? fewer processes need less") from error
-        finally:
+        except BaseException:  # what still runs is of no use; else all are waited for, those too that have hardly started
             pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _follow(futures: Sequence[Future], done: Synchronized, on_progress: Callable[[], None]) -> None:

@@ -50,7 +50,7 @@ def test_bounds_raise_what_the_slo_counts_from_and_quantiles_do_not():
 def test_jobs_alone_cost_the_same_whatever_is_estimated():
     def usd_per_hour(spec: str) -> float:
         arrivals = with_real_lengths(EXACT_JOBS, parse_estimates(spec), seed=3)
-        return assess(Replay(arrivals, Placer(TESTBED, Rules(cap=1)), TESTBED).run(), TESTBED, None).usd_per_hour_mean
+        return assess(Replay(arrivals, Placer(TESTBED, Rules(cap=1)), TESTBED).run(), TESTBED, {}, None).usd_per_hour_mean
 
     assert usd_per_hour("bound") == pytest.approx(usd_per_hour("mean"))
 
