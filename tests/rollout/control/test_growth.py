@@ -1,4 +1,4 @@
-"""Engines on nodes that other jobs want now and then, with a running coordinator. On real engines, by hand: tests/e2e/growing.py."""
+"""Engines on nodes that other jobs want now and then, with a running coordinator. On real engines: tests/e2e/growing.py."""
 
 from __future__ import annotations
 
