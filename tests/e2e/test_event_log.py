@@ -25,6 +25,7 @@ LACKS = {
     "its cost is not asked for",
     "no speculative decoding",
     "no order of dispatch",
+    "all nodes of its rollouts are its own",
     "no coordinator",
     "no agent looks at a host",
 }

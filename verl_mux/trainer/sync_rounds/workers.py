@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,7 +121,9 @@ class Worker(MuxCheckpointEngineWorker):
     server_adapter: Any
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def update_weights(self, global_steps: int | None = None, token: int | None = None) -> dict[str, float]:
+    async def update_weights(
+        self, global_steps: int | None = None, token: int | None = None, asleep: Sequence[int] = ()
+    ) -> dict[str, float]:
         if isinstance(self.checkpoint_engine, MuxCheckpointEngine) and self.server_adapter.way == "engine":
             batches = self.checkpoint_engine.receive_batches(global_steps, self._batch_bytes)
             await self._load(self.server_adapter.adapter, batches, None)
