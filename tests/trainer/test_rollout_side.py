@@ -22,6 +22,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_mux.config.rollout_keys import RolloutConfig
 from verl_mux.coordinator.bus.messages import Member
+from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.rollout.control import growth
 from verl_mux.rollout.control.growth_plan import GrowthPolicy
@@ -164,3 +165,13 @@ def test_a_node_that_is_lent_is_the_jobs_until_its_engines_are_gone(tmp_path, mo
         if fails:
             raise KeyError
     assert told[2:] == ([("fail", "its job ended with KeyError")] if fails else [("close",)])
+
+
+def test_a_replica_of_which_the_job_would_own_a_part_is_refused(tmp_path):
+    """Its engine would be woken on a node that nobody gave it."""
+    trainer = Trainer(tmp_path, RolloutConfig(growth=GrowthPolicy(own=["r0"])))
+    trainer.rollout_server_manager = SimpleNamespace(
+        get_replicas=lambda: [SimpleNamespace(nodes=("r0", "r1"))], server_addresses=["a"], server_handles=["A"]
+    )
+    with pytest.raises(UserError, match="replica 0 runs on r0, r1; allowed: all nodes of a replica, or none"):
+        trainer.rollout._start()

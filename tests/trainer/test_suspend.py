@@ -12,7 +12,7 @@ from tests.trainer.fencing import Fencing
 from verl_mux.memory.moved import Moved
 from verl_mux.platform.charges import DeviceSettings
 from verl_mux.profiling.eventlog.log import NULL_LOG
-from verl_mux.rollout.control.tail_migration import Unit
+from verl_mux.rollout.control.units import Unit
 from verl_mux.trainer.modes import PPOTrainerMuxSeparate
 from verl_mux.trainer.phases import Phases
 from verl_mux.trainer.suspend import EngineWeights, Suspension

@@ -26,7 +26,7 @@ from verl_mux.errors import UserError
 from verl_mux.places.here import this_host
 from verl_mux.places.place import is_host, resource_of
 from verl_mux.platform.choose import cpu_platform_wanted, joined_cluster
-from verl_mux.rollout.control.tail_migration import Unit
+from verl_mux.rollout.control.units import Unit
 from verl_mux.rollout.engine.record import engines
 from verl_mux.scheduling.estimate.estimator import Observed
 

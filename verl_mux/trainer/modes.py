@@ -43,7 +43,7 @@ from verl_mux.memory.moved import Moves, total
 from verl_mux.places.ray_nodes import ray_nodes
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.step_metrics import metrics_of_step
-from verl_mux.rollout.control.tail_migration import Unit
+from verl_mux.rollout.control.units import Unit
 from verl_mux.sync.manager import MuxCheckpointManager
 from verl_mux.trainer import stock_profile  # noqa: F401  (registers at import)
 from verl_mux.trainer.actor_watch import ActorWatch, actors_of_rollout, end_process

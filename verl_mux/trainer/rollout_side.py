@@ -23,6 +23,7 @@ from verl.utils.fs import local_mkdir_safe
 
 from verl_mux.config.rollout_keys import RolloutConfig
 from verl_mux.coordinator.bus.local import Lease, LocalMux
+from verl_mux.errors import UserError
 from verl_mux.rollout.control.growth import Growth
 from verl_mux.rollout.control.lag_limit import LagLimit
 from verl_mux.rollout.control.launch_order import LaunchOrder, prompts_of
@@ -31,7 +32,8 @@ from verl_mux.rollout.control.rollout_control import RolloutControl
 from verl_mux.rollout.control.segment_batch import treat_batch
 from verl_mux.rollout.control.segment_steps import SegmentSteps
 from verl_mux.rollout.control.segments import SegmentLimits
-from verl_mux.rollout.control.tail_migration import Room, TailMigration, Unit, units
+from verl_mux.rollout.control.tail_migration import TailMigration
+from verl_mux.rollout.control.units import Room, Unit, units
 from verl_mux.rollout.lengths.predictor import make_predictor
 from verl_mux.rollout.messages import Launch, Segment
 from verl_mux.trainer.phases import Phases
@@ -158,7 +160,7 @@ class RolloutSide:
         trainer = self._trainer
         return TailMigration(
             self._config.migration,
-            self._units(),
+            self._units("mux.rollout.migration.enable=True"),
             workers=lambda: trainer.agent_loop_manager.agent_loop_workers,
             balancer=trainer.rollout_server_manager.global_load_balancer,
             handles=self._handles(),
@@ -172,13 +174,19 @@ class RolloutSide:
         if self._config.growth.own is None:
             return None
         trainer, own = self._trainer, set(self._config.growth.own)
-        others = [unit for unit in self._units() if own.isdisjoint(unit.nodes)]
+        asked = f"mux.rollout.growth.own={list(self._config.growth.own)}"
+        found = self._units(asked)
+        mine = [unit for unit in found if own.issuperset(unit.nodes)]
+        others = [unit for unit in found if own.isdisjoint(unit.nodes)]
+        if parted := next((unit for unit in found if unit not in mine and unit not in others), None):
+            runs_on = f"replica {parted.replicas[0]} runs on {', '.join(parted.nodes)}"
+            raise UserError(f"{asked} is not possible: {runs_on}; allowed: all nodes of a replica, or none")
         muxes, engines = [trainer.connect_to_grow(unit) for unit in others], trainer.rollout_server_manager.processes()
         for mux in muxes:  # their nodes too are given on only when the job's engines are gone
             mux.members(engines)
         return Growth(
             self._config.growth,
-            [unit for unit in self._units() if unit not in others],
+            mine,
             others,
             muxes,
             workers=lambda: trainer.agent_loop_manager.agent_loop_workers,
@@ -191,9 +199,9 @@ class RolloutSide:
             room=self._room(),
         )
 
-    def _units(self) -> list[Unit]:
+    def _units(self, asked: str) -> list[Unit]:
         manager = self._trainer.rollout_server_manager
-        return units([replica.nodes for replica in manager.get_replicas()], manager.server_addresses)
+        return units([replica.nodes for replica in manager.get_replicas()], manager.server_addresses, asked)
 
     def _handles(self) -> dict[str, Any]:
         manager = self._trainer.rollout_server_manager

@@ -15,7 +15,7 @@ from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.control import growth as module
 from verl_mux.rollout.control.growth import Growth
 from verl_mux.rollout.control.growth_plan import GrowthPolicy
-from verl_mux.rollout.control.tail_migration import Room, Unit
+from verl_mux.rollout.control.units import Room, Unit
 from verl_mux.rollout.messages import RunningSample
 
 OWN, OTHER = Unit(("r0",), (0,), ("a",)), Unit(("r1",), (1,), ("b",))

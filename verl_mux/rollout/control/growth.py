@@ -24,7 +24,7 @@ from verl_mux.coordinator.bus.local import Lease, LeaseLost, LocalMux
 from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.control.growth_plan import GrowthPolicy, pull, seconds_won
 from verl_mux.rollout.control.migration_plan import estimated_speed
-from verl_mux.rollout.control.tail_migration import Room, Unit, empty_servers, sample_name
+from verl_mux.rollout.control.units import Room, Unit, empty_servers, look, sample_name
 
 # A node that a rollout would not end sooner for is asked for again after so long: what is left of it is known better then.
 _AGAIN_S = 2.0
@@ -161,12 +161,9 @@ class Growth:
 
     def _targets(self, unit: Unit) -> dict[tuple[str, int], tuple[str, Any]] | None:
         """Samples that go on in these engines: name and handle of the server of each. None: the rollout would not end sooner."""
-        reports = ray.get([worker.running_samples.remote() for worker in self._workers()])
-        samples = [sample for its, _ in reports for sample in its]
-        speeds = sorted(seconds for _, seconds in reports if seconds)
-        if not speeds or not samples:
+        samples, token_s = look(self._workers())
+        if token_s is None or not samples:
             return None
-        token_s = speeds[len(speeds) // 2]
         replicas = self._room.replicas([*self._own, *self._joined], samples, token_s)
         (joining,) = self._room.replicas([unit], (), token_s)
         speed = estimated_speed(token_s, replicas)
