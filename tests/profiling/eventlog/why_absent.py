@@ -44,6 +44,7 @@ LACKING: dict[str, tuple[str, ...]] = {
     "nobody is told of nodes": (events.NODES_WANTED, events.NODES_IDLE, events.HOOK_FAILED),
     "jobs name their nodes": (events.PLACED, events.GROUP_PREDICTED, events.ESTIMATE_ERROR),
     "no promise was in danger": (events.SLO_AT_RISK,),
+    "there was room for all on the hosts": (events.EVICTION_ASKED, events.EVICTED_TO_DISK, events.ROOM_FOUND),
     "no job was moved": (events.MOVE_ASKED, events.JOB_MOVED),
     "every move was made": (events.MOVE_GIVEN_UP,),
 }
