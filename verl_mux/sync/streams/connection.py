@@ -82,6 +82,7 @@ class Connection:
     def __init__(self, sock: socket.socket, seal: Seal, whom: str, timeout_s: float) -> None:
         self._socket, self._seal, self.whom, self._timeout_s = sock, seal, whom, timeout_s
         self._writing = threading.Lock()
+        self._over = False
         self.introduced = False
         self._written = self._read = 0
         self._ours, self._theirs = b"<", b">"  # direction, so that no frame can be sent back to its sender
@@ -210,6 +211,8 @@ class Connection:
             self._write(header, payload)
 
     def _write(self, header: Header, payload: Iterable[memoryview | bytes]) -> None:
+        if self._over:
+            raise Lost(f"nothing more is sent to {self.whom}")
         self._put([self._sealed(header), *payload])
 
     def _sealed(self, header: Header) -> bytes:
@@ -237,18 +240,27 @@ class Connection:
         body = text.encode()
         self.write(Header(kind, nbytes=len(body)), [body] if body else ())
 
-    def try_to_say(self, kind: Kind, text: str = "") -> None:
-        """Unless another thread is in the middle of a frame, or there is no room: then the other end will see it end."""
-        if self.introduced and self._writing.acquire(blocking=False):
-            try:
-                body = text.encode()
-                frame = self._sealed(Header(kind, nbytes=len(body))) + body
-                if self._socket.send(frame, socket.MSG_DONTWAIT) < len(frame):
-                    self.shut()
-            except OSError:
-                pass  # whoever reads will see it
-            finally:
-                self._writing.release()
+    def write_no_more(self) -> None:
+        """Whoever is about to write gets Lost, so that only `try_to_say` has to wait for the frame that is on its way."""
+        self._over = True
+
+    def try_to_say(self, kind: Kind, text: str = "", patience_s: float = 0.0) -> bool:
+        """Unless there is no room: then the other end will see it end. False: another thread was in the middle of a frame, also
+        after so many seconds, and nothing was said."""
+        if not self.introduced:
+            return True
+        if not self._writing.acquire(timeout=patience_s):
+            return False
+        try:
+            body = text.encode()
+            frame = self._sealed(Header(kind, nbytes=len(body))) + body
+            if self._socket.send(frame, socket.MSG_DONTWAIT) < len(frame):
+                self.shut()
+        except OSError:
+            pass  # whoever reads will see it
+        finally:
+            self._writing.release()
+        return True
 
     def read(self) -> Header:
         """The next header.

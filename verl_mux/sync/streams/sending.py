@@ -92,14 +92,26 @@ class Streams:
                 return
             self.error = error
             connections = list(self.connections)
-        for connection in connections:
-            if connection.introduced:
-                connection.try_to_say(Kind.FAILED, str(error))
-                connection.shut()
+        self._tell([it for it in connections if it.introduced], str(error))
         self._on_error(error)
         last_call = threading.Timer(LAST_CALL_S, self._shut)
         last_call.daemon = True
         last_call.start()
+
+    def _tell(self, connections: list[Connection], text: str) -> None:
+        """And shut them. Most hear it at once; a frame on its way, which may be a beat, gets time to end."""
+        busy = []
+        for connection in connections:
+            connection.write_no_more()
+        for connection in connections:
+            if connection.try_to_say(Kind.FAILED, text):
+                connection.shut()
+            else:
+                busy.append(connection)
+        until = time.perf_counter() + LAST_CALL_S
+        for connection in busy:
+            connection.try_to_say(Kind.FAILED, text, max(until - time.perf_counter(), 0.0))
+            connection.shut()
 
     def _shut(self) -> None:
         for connection in list(self.connections):

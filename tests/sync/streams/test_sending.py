@@ -1,0 +1,90 @@
+"""Streams that stand or fall together: what the other ends hear at the end."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from verl_mux.sync.failure import SyncError
+from verl_mux.sync.streams import sending
+from verl_mux.sync.streams.connection import Connection, Header, Hello, Kind
+from verl_mux.sync.streams.seal import Seal, new_key
+from verl_mux.sync.streams.sending import Streams
+
+
+class InAFrame:
+    """The lock of a connection that another thread has until somebody waits for it."""
+
+    def __init__(self, ends: bool) -> None:
+        self.ends, self._lock = ends, threading.Lock()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        return self.ends and blocking and timeout > 0 and self._lock.acquire()
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+@contextlib.contextmanager
+def pair() -> Iterator[tuple[Connection, Connection]]:
+    key = new_key()
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
+        server.settimeout(10.0)
+        there = pool.submit(Connection.to, server.getsockname(), "here", Seal(key), Hello("there", 0, 1), 10.0)
+        accepted = Connection.accepted(server.accept()[0], Seal(key), 10.0)
+        assert accepted is not None
+        yield accepted[0], there.result(10.0)
+        accepted[0].close()
+        there.result().close()
+
+
+def test_one_that_stands_still_takes_no_last_word_from_one_that_is_sent_to(monkeypatch):
+    """Whose frames follow one another: when the first has had its time, it would be in the middle of one."""
+    monkeypatch.setattr(sending, "LAST_CALL_S", 0.5)
+    payload = memoryview(bytearray(4 << 20))
+    with pair() as (still, _), pair() as (here, there), ThreadPoolExecutor() as pool:
+        streams, begun = Streams("here"), threading.Event()
+        still._writing.acquire()
+        streams.add(still)
+        streams.add(here)
+        writing, hearing = pool.submit(_write_on, here, payload), pool.submit(_read_on, there, begun)
+        assert begun.wait(10.0)
+        streams.fail(SyncError("rank 1 did not come"))
+        assert hearing.result(10.0) == "rank 1 did not come"
+        writing.result(10.0)
+
+
+def _write_on(connection: Connection, payload: memoryview) -> None:
+    with contextlib.suppress(SyncError):
+        while True:
+            connection.write(Header(Kind.PIECE, nbytes=len(payload)), [payload])
+
+
+def _read_on(connection: Connection, begun: threading.Event) -> str:
+    try:
+        while True:
+            header = connection.read()
+            if header.kind == Kind.FAILED:
+                connection.expect_nothing_else(header)
+            begun.set()
+            connection.body(header)
+    except SyncError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("ends", "heard"), [(True, "rank 1 did not come"), (False, "here is gone: its connection ended")])
+def test_the_reason_comes_after_a_frame_that_was_on_its_way_where_that_one_ends(ends, heard, monkeypatch):
+    monkeypatch.setattr(sending, "LAST_CALL_S", 0.2)
+    with pair() as (here, there), pair() as (other, beyond):
+        streams = Streams("here")
+        here._writing = InAFrame(ends)  # type: ignore[assignment]
+        streams.add(here)
+        streams.add(other)
+        streams.fail(SyncError("rank 1 did not come"))
+        with pytest.raises(SyncError, match=heard):
+            there.wait_for(Kind.GO)
+        with pytest.raises(SyncError, match="rank 1 did not come"):
+            beyond.wait_for(Kind.GO)
