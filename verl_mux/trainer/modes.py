@@ -323,7 +323,8 @@ class PPOTrainerMux(PPOTrainer):
         self.phases.log.log(events.STEP, time.perf_counter() - self._step_began, extra=extra, step=global_steps)
         tell = functools.partial(log_tables, self.logger, self.phases.log, step=global_steps, every=self.settings.tables)
         metrics.update(metrics_of_step(self.phases.log, global_steps, also=tell))
-        self.phases.mux.report_step(global_steps, {k: v for k, v in extra.items() if isinstance(v, (int, float))})
+        told = {k: v for k, v in extra.items() if isinstance(v, (int, float))}
+        self.phases.mux.report_step(global_steps, told, self.total_training_steps)
 
     def on_validate_begin(self) -> None:
         # A validation follows an update (or comes before the first), so it runs on the newest weights, in a lease of its own.

@@ -96,11 +96,9 @@ def test_a_group_at_the_limit_has_a_seat_and_the_step_waits_for_it():
     it.say(("p0", 0), "paused", 5, "abort")
     it.say(("p3", 0), "paused", 5, "abort")
     it.begin()
-    it.say(("p4", 0), "done", 5, "eos")
-    it.say(("p5", 0), "done", 5, "eos")
-    assert it.in_step
-    assert not it.aborted, "their tokens are one step old: they are trained now or never"
+    assert set(it.running) == {("p0", 0), ("p3", 0)}, "their tokens are one step old: they are trained now or never"
     it.say(("p0", 0), "done", 5, "eos")
+    assert it.in_step and not it.aborted
     it.say(("p3", 0), "done", 5, "eos")
     assert set(it.trained[2:]) == {"p0", "p3"}
 

@@ -16,7 +16,7 @@ from verl_mux.rollout.control.oversampling import Oversampler, OversamplingPolic
 from verl_mux.rollout.control.rollout_control import RolloutControl
 from verl_mux.rollout.control.segment_steps import SegmentSteps
 from verl_mux.rollout.control.segments import SegmentLimits
-from verl_mux.rollout.messages import Report
+from verl_mux.rollout.messages import Abort, Report
 
 SAMPLES = 2
 LIMITS = SegmentLimits(10, 4, 40)
@@ -284,3 +284,28 @@ def test_a_checkpoints_group_that_is_too_old_is_dropped_before_any_worker_has_it
     job.drawn = 1
     assert job.step(2) == ["g1", "g2"]
     assert (job.manager.dropped, job.cleared, job.control.to_dict(["g0"])["calls"]) == ([], {"g0"}, {})
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 4])
+@pytest.mark.parametrize("strategy", ["protect", "wait", "drop"])
+@pytest.mark.parametrize("kind", ["oversample", "segments"])
+def test_whatever_the_limit_of_lag_each_step_trains_its_groups(kind, strategy, most):
+    lag = LagLimit(most, strategy)
+    if kind == "oversample":
+        machine = Oversampler(OversamplingPolicy(rate=1.0, max_cuts=99), SAMPLES, lag)
+    else:
+        machine = SegmentSteps(LIMITS, SAMPLES, rate=1.0, lag=lag)
+    job = Job(machine, length, longest=LIMITS.longest)
+    trained = [group for _ in range(8) for group in job.step(4)]
+    assert len(trained) == 32 == len(set(trained))
+
+
+def test_new_groups_are_cut_off_only_when_a_worker_has_them():
+    """A machine may give up what it has just drawn."""
+    job = Job(Cutting(OversamplingPolicy(), SAMPLES), length)
+    assert len(job.step(4)) == 4
+
+
+class Cutting(Oversampler):
+    def drawn(self, groups):
+        return [*super().drawn(groups), Abort(groups[0], 0)]

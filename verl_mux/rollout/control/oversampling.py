@@ -133,6 +133,8 @@ class Oversampler:
         size = size if self._lag is None else min(size, self._lag.under_way(wanted))
         out = self._drop_stale(self._step)
         self._find_due()
+        if sum(map(self._protected, self._groups.values())) >= wanted and not self._waits:
+            size = wanted  # whoever else began would be cut off at once
         chosen = self._left_over(size)
         out += [instruction for group in chosen for instruction in self._launch(group)]
         # Protected groups without a seat are under way too: did new ones take their places, there would be ever more of them.
@@ -211,14 +213,19 @@ class Oversampler:
         return out
 
     def _left_over(self, size: int) -> list[_Group]:
-        """Up to `size` waiting groups, the oldest first, and of protected ones no more than there are seats."""
+        """At most `size` waiting groups: who is due, who else is protected, as far as they have seats, then the oldest."""
         chosen: list[_Group] = []
         seats = self._wanted
-        for group in sorted(self._groups.values(), key=lambda group: group.name not in self._due):
+        for group in sorted(self._groups.values(), key=lambda group: (group.name not in self._due, not self._protected(group))):
             if len(chosen) < size and (seats > 0 or not self._protected(group)):
                 chosen.append(group)
                 seats -= self._protected(group)
         return chosen
+
+    @property
+    def _waits(self) -> bool:
+        """Is nobody cut off while a group runs that has to be trained now?"""
+        return self._lag is not None and self._lag.strategy == "wait"
 
     def _protected(self, group: _Group) -> bool:
         return group.cuts >= self.policy.max_cuts or group.name in self._due
@@ -284,7 +291,7 @@ class Oversampler:
                 out += self._place(group)
         running = self._in_state(State.RUNNING)
         taken = len(self._in_state(State.COMPLETE)) + sum(map(self._protected, running))
-        waits = self._lag is not None and self._lag.strategy == "wait" and any(group.name in self._due for group in running)
+        waits = self._waits and any(group.name in self._due for group in running)
         if taken >= self._wanted and not waits:
             for group in running:
                 out += [] if self._protected(group) else self._cut(group)

@@ -148,9 +148,11 @@ class RolloutControl:
         place = {uid: len(uids) - at for at, uid in enumerate(uids)}
         mine = [it for it in instructions if isinstance(it, Launch) and it.group in place]
         self._launched |= {(it.group, it.sample) for it in mine}
-        # Those that go on reach the engine before the new.
-        self._carry_out([it for it in instructions if not (isinstance(it, Launch) and it.group in place)])
+        rest = [it for it in instructions if not (isinstance(it, Launch) and it.group in place)]
+        # Those that go on reach the engine before the new; what becomes of the new is for workers that know them.
+        self._carry_out([it for it in rest if isinstance(it, Launch)])
         self._submit(batch, [self._completed(it, priority=place[it.group]) for it in mine])
+        self._carry_out([it for it in rest if not isinstance(it, Launch)])
 
     def _completed(self, it: Launch, priority: int, restart: bool = False) -> Launch:
         return replace(it, step=self._step, longest=self._longest, priority=priority, restart=restart)
