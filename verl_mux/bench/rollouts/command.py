@@ -91,8 +91,8 @@ def bench_migration(
     directory: Annotated[Path, typer.Option("--dir", help="Where the two runs go.")] = Path("runs/bench_migration"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Two jobs with long-tail migration, or with growth (--file examples/growth.yaml), and without: makespan, and whether the
-    responses are equal.
+    """Two jobs with long-tail migration, or with tail rounds and growth (--file examples/growth.yaml), and without: makespan,
+    cores kept busy, and whether the responses are equal.
 
     About twelve minutes.
     """
@@ -102,9 +102,10 @@ def bench_migration(
     if as_json:
         print(json.dumps(result, indent=2))
         return
-    spans = result["makespan_s"]
+    spans, cores = result["makespan_s"], result["cores"]
     print(
-        f"makespan {spans['with']} s with it, {spans['without']} s without: {result['ratio']}x; nodes went back early "
+        f"makespan {spans['with']} s with it, {spans['without']} s without: {result['ratio']}x; cores busy: {cores['with']} and "
+        f"{cores['without']}, so with none ever idle it would be {result['ratio_at_full_cores']}x; nodes went back early "
         f"{result['freed']} times and were lent {result['grown']} times, {result['migrated_requests']} requests moved; "
         f"{result['equal_responses']} of {result['responses']} responses are equal"
     )

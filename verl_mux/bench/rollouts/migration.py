@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from verl_mux.errors import UserError
+from verl_mux.launcher.cores import busy, cores_of, read
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.lines import read_directory
 
@@ -19,14 +20,18 @@ from verl_mux.profiling.plain.lines import read_directory
 _OFF = {
     "mux.rollout.migration.enable=true": "mux.rollout.migration.enable=false",
     "mux.rollout.growth.own=": "mux.rollout.growth.own=null",
+    "mux.rollout.tail=defer": "mux.rollout.tail=none",
 }
 
 
 def measure(file: Path, directory: Path) -> dict[str, Any]:
-    """{"makespan_s": {"with", "without"}, "ratio", "freed", "grown", "migrated_requests", "responses", "equal_responses"}.
+    """{"makespan_s", "cores": {"with", "without"}, "ratio", "ratio_at_full_cores", "freed", "grown", "migrated_requests",
+    "responses", "equal_responses"}.
 
-    makespan_s: from when every job has finished a step (start-up is over) to the last report of one. equal_responses: of those
-    that both runs wrote, step by step and prompt by prompt; under greedy decoding all should be.
+    makespan_s: from when every job has finished a step (start-up is over) to the last report of one. cores: busy on the mean in
+    that time. ratio_at_full_cores: what `ratio` would be if the processor time of the run without were done on all cores of the
+    nodes, none of them ever idle; None where nothing was looked up. equal_responses: of those that both runs wrote, prompt by
+    prompt, the first response to it with the first, and so on; under greedy decoding on the same weights all should be.
     """
     from verl_mux.launcher import run_file
     from verl_mux.launcher.command import run_jobs
@@ -39,21 +44,25 @@ def measure(file: Path, directory: Path) -> dict[str, Any]:
     jobs = {name: msgspec.structs.replace(job, overrides=[*job.overrides, *off[name]]) for name, job in without.jobs.items()}
     run_jobs(msgspec.structs.replace(without, jobs=jobs))
     run_jobs(run)
-    return compare(directory / "with", directory / "without", list(run.jobs))
+    return compare(directory / "with", directory / "without", list(run.jobs), cores_of(run.coordinator_config()))
 
 
 def _off(overrides: list[str]) -> list[str]:
     return [off for on, off in _OFF.items() if any(on in key for key in overrides)]
 
 
-def compare(with_: Path, without: Path, jobs: list[str]) -> dict[str, Any]:
-    """The figures, from what two runs wrote."""
-    spans = {"with": makespan(with_), "without": makespan(without)}
+def compare(with_: Path, without: Path, jobs: list[str], cores: int) -> dict[str, Any]:
+    """The figures, from what two runs wrote. cores: of the nodes."""
+    windows = {"with": measured(with_), "without": measured(without)}
+    spans = {name: end - start for name, (start, end) in windows.items()}
+    used = {"with": busy(read(with_), [windows["with"]])[0], "without": busy(read(without), [windows["without"]])[0]}
     told = Counter(line.event for job in jobs for line in read_directory(with_ / job / "events"))
     pairs = [pair for job in jobs for pair in _pairs(with_ / job / "responses", without / job / "responses")]
     return {
         "makespan_s": {name: round(seconds, 2) for name, seconds in spans.items()},
+        "cores": {name: None if count is None else round(count, 3) for name, count in used.items()},
         "ratio": round(spans["with"] / spans["without"], 3),
+        "ratio_at_full_cores": None if used["without"] is None else round(used["without"] / cores, 3),
         "freed": told[events.MIGRATION],
         "grown": told[events.GROWTH],
         "migrated_requests": told[events.REQUEST_MIGRATED],
@@ -62,28 +71,26 @@ def compare(with_: Path, without: Path, jobs: list[str]) -> dict[str, Any]:
     }
 
 
-def makespan(directory: Path) -> float:
-    """Seconds from when every job has finished a step to the last report of one, by the coordinator's event log."""
+def measured(directory: Path) -> tuple[float, float]:
+    """From when every job has finished a step to the last report of one, in seconds since the epoch; of the coordinator's log."""
     ends: dict[str, list[float]] = {}
     for line in read_directory(directory / "coordinator" / "events"):
         if line.event == events.STEP_REPORT:
             ends.setdefault(line.extra["job"], []).append(line.end)
-    return max(map(max, ends.values())) - max(map(min, ends.values()))
+    return max(map(min, ends.values())), max(map(max, ends.values()))
 
 
 def _pairs(first: Path, second: Path) -> list[tuple[str, str]]:
-    """The outputs that both runs dumped (trainer.rollout_data_dir), prompt by prompt of each step."""
-    out = []
-    for path in sorted(first.glob("*.jsonl")):
-        if (second / path.name).exists():
-            mine, others = _by_prompt(path), _by_prompt(second / path.name)
-            out += [pair for prompt in mine for pair in zip(mine[prompt], others.get(prompt, []), strict=False)]
-    return out
+    """The outputs that both runs dumped (trainer.rollout_data_dir), prompt by prompt: tail rounds have them in other steps."""
+    mine, others = _by_prompt(first), _by_prompt(second)
+    return [pair for prompt in mine for pair in zip(mine[prompt], others.get(prompt, []), strict=False)]
 
 
-def _by_prompt(path: Path) -> dict[str, list[str]]:
-    """In verl's dump the rows of a step are in the order in which they were trained, which is by length."""
+def _by_prompt(dumps: Path) -> dict[str, list[str]]:
+    """Step by step. In verl's dump the rows of a step are in the order in which they were trained, which is by length."""
     out: dict[str, list[str]] = {}
-    for row in map(json.loads, path.read_text().splitlines()):
-        out.setdefault(row["input"], []).append(row["output"])
-    return {prompt: sorted(outputs) for prompt, outputs in out.items()}
+    for path in sorted(dumps.glob("*.jsonl"), key=lambda path: int(path.stem)):
+        rows = sorted((row["input"], row["output"]) for row in map(json.loads, path.read_text().splitlines()))
+        for prompt, output in rows:
+            out.setdefault(prompt, []).append(output)
+    return out
