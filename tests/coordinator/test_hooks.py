@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -108,8 +110,26 @@ def test_one_that_does_not_end_is_ended_with_all_that_it_started(tmp_path, event
 def _runs(pid):
     try:
         return "\nState:\tZ" not in open(f"/proc/{pid}/status").read()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second one: it ended between the opening and the reading
         return False
+
+
+def test_a_command_that_starts_while_all_is_closed_is_ended_too(monkeypatch):
+    def popen(*args, **options):
+        started.append(real(*args, **options))
+        hooks.close()
+        return started[0]
+
+    async def run():
+        nonlocal hooks
+        hooks = Hooks(asyncio.get_running_loop(), lambda _: None, {})
+        hooks.call(CALL, "sleep 600")
+        await asyncio.get_running_loop().run_in_executor(None, hooks._thread.shutdown)
+
+    started, hooks, real = [], None, subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert started[0].returncode == -signal.SIGKILL
 
 
 def test_a_coordinator_tells_of_idle_nodes_and_grants_while_it_does(serve, join, event_log, eventually, tmp_path):

@@ -85,13 +85,15 @@ def assert_invariants(placer: Placer) -> None:
     for group in groups:
         assert len(group.pins) <= placer.rules.cap
         assert not overfull_nodes(group, cluster)
-        prices = [cluster.rollout.kind.usd_per_hour for _ in group.rollout_nodes]
-        prices += [cluster.train.kind.usd_per_hour for _ in group.train_nodes]
+        own = cluster.spot_usd
+        prices = [own.get(node, cluster.rollout.kind.usd_per_hour) for node in group.rollout_nodes]
+        prices += [own.get(node, cluster.train.kind.usd_per_hour) for node in group.train_nodes]
         assert abs(group.usd_per_hour(cluster) - sum(prices)) < 1e-6
         for job in group.jobs:
             assert (COLOCATED if job.colocated else SEPARATE) in job.modes
             assert not job.colocated or placer.rules.colocate or job.modes == (COLOCATED,)
             assert periods_by_job(group)[job.name].mean_s <= job.limit_s * (1 + 1e-6)
+    assert abs(placer.groups.usd_per_hour - sum(group.usd_per_hour(cluster) for group in groups)) < 1e-6
     alone = sum(_apart_usd(pin, placer) for group in groups for pin in group.pins)
     assert placer.groups.usd_per_hour <= alone + 1e-6
 
@@ -99,5 +101,7 @@ def assert_invariants(placer: Placer) -> None:
 def _apart_usd(pin: Pin, placer: Placer) -> float:
     """What the job would cost alone. Where groups train on their whole pool, who stays may be left with training nodes that a
     wider job brought: only moving it to fewer would save them."""
-    train_nodes = len(pin.train) if placer.rules.whole_pool else pin.job.train_nodes
-    return isolated_usd(msgspec.structs.replace(pin.job, train_nodes=train_nodes), placer.cluster)
+    job, train_nodes = pin.job, len(pin.train) if placer.rules.whole_pool else pin.job.train_nodes
+    rollout_nodes, mode = (train_nodes, COLOCATED) if job.colocated else (job.rollout_nodes, SEPARATE)
+    alone = msgspec.structs.replace(job, modes=(mode,), rollout_nodes=rollout_nodes, train_nodes=train_nodes)
+    return isolated_usd(alone, placer.cluster)

@@ -22,7 +22,7 @@ def test_all_policies_side_by_side_and_the_same_bytes_in_one_process_and_in_thre
     assert code == 0 and run_main(*arguments, "--processes", 3)[1] == out
     report = json.loads(out)
     assert (report["seeds"], report["jobs"]) == (2, 12)
-    names = ["live", "solo", "colocated", "random", "most-idle", "rollmux", "ours", "optimum"]
+    names = ["live", "solo", "colocated", "gavel", "random", "most-idle", "rollmux", "ours", "optimum", "ideal"]
     assert list(report["policies"]) == names
     for found in report["policies"].values():
         keys = {
@@ -38,7 +38,13 @@ def test_all_policies_side_by_side_and_the_same_bytes_in_one_process_and_in_thre
     assert optimum["usd_per_hour_mean"] <= ours["usd_per_hour_mean"] <= solo["usd_per_hour_mean"]
     assert ours["slo_attainment"] == ours["slo_attainment_real"] == 1.0
     assert 1.0 <= optimum["cost_over_optimum_mean"] <= ours["cost_over_optimum_mean"]  # of the moment, by the hour
-    live = report["policies"]["live"]
+    gavel, live = (report["policies"][name] for name in ("gavel", "live"))
+    ideal = report["policies"]["ideal"]
+    assert all(
+        ideal["usd_per_hour_mean"] < found["usd_per_hour_mean"] for found in report["policies"].values() if found is not ideal
+    )
+    assert ideal["idle"] == {"rollout": 0.0, "train": 0.0} and ideal["cost_over_optimum_mean"] is None
+    assert gavel["usd_per_hour_mean"] < solo["usd_per_hour_mean"] and gavel["slo_attainment_real"] == 1.0
     assert live["moves_mean"] == live["lost_work_h"] == 0 < live["profile_s_mean"]  # nobody can be moved, and looking costs
     assert live["usd_per_hour_mean"] > optimum["usd_per_hour_mean"]
 
@@ -59,6 +65,33 @@ def test_with_noise_and_drift_live_pays_for_its_moves(run_main, trace):
     live, solo = json.loads(out)["policies"].values()
     assert code == 0 and solo["slo_attainment_real"] == 1.0 and live["slo_attainment_real"] >= 0.9
     assert live["lost_work_h"] >= live["moves_mean"] * 300 / 3600
+
+
+def test_live_counts_on_what_jobs_say_and_the_others_do_not(run_main, trace):
+    given = ("--policies", "live,ours", "--max-jobs", 0, "--move-cost", 300, "--movable", "--seeds", 2)
+    truly, never = (
+        json.loads(run_main("simulate", trace, *given, "--stop-early", share, "--json")[1])["policies"] for share in (0, 1)
+    )
+    assert truly["live"] != never["live"] and truly["ours"] == never["ours"]
+
+
+def test_a_sweep_gives_for_each_value_what_a_run_of_its_own_would(run_main, trace):
+    arguments = ("simulate", trace, "--policies", "solo,rollmux,ours", "--max-jobs", 0)
+    for option, values in (("slo", ("1.1", "2")), ("cap", ("1", "3"))):
+        code, out, _ = run_main(*arguments, "--sweep", f"{option}={','.join(values)}", "--json")
+        report = json.loads(out)
+        assert code == 0 and report["sweep"] == option and [run[option] for run in report["runs"]] == [float(v) for v in values]
+        for value, run in zip(values, report["runs"], strict=True):
+            assert {option: float(value), **json.loads(run_main(*arguments, f"--{option}", value, "--json")[1])} == run
+        first, last = (run["policies"]["rollmux"]["usd_per_hour_mean"] for run in report["runs"])
+        assert first > last  # more room to be slower, or more jobs in a group, and so fewer nodes
+
+
+def test_a_sweep_as_a_table_has_a_line_for_each_value(run_main, trace):
+    code, out, _ = run_main("simulate", trace, "--policies", "solo,gavel", "--max-jobs", 0, "--sweep", "cap=1, 5,5")
+    head, *lines, foot = out.splitlines()
+    assert code == 0 and head.split() == ["cap", "solo", "gavel"] and [line.split()[0] for line in lines] == ["1", "5"]
+    assert all(line.split()[2] == "100.0%" for line in lines) and foot == "USD/h and SLO real; 12 jobs, 1 seeds"
 
 
 def test_pictures_and_a_table(run_main, trace, tmp_path):
@@ -119,7 +152,7 @@ def test_a_picture_that_has_no_place_is_refused_before_the_simulation(run_main, 
     [
         (
             ("--policies", "solo,best"),
-            "policy 'best' is not known; allowed: solo, colocated, random, most-idle, rollmux, live, o",
+            "policy 'best' is not known; allowed: solo, colocated, gavel, random, most-idle, rollmux, l",
         ),
         (("--policies", ","), "no policy given"),
         (("--shapes", "round"), "shapes 'round' are not known; allowed: balanced, rollout-heavy, train-heavy, mixed"),
@@ -130,9 +163,16 @@ def test_a_picture_that_has_no_place_is_refused_before_the_simulation(run_main, 
         (("--rule", "speed=on"), "rule 'speed=on' is not known"),
         (("--estimates", "guess"), "estimates 'guess' are not known"),
         (("--policies", "optimum", "--max-jobs", "0"), "needs the optimum"),
+        (("--sweep", "speed=1"), "--sweep is 'speed=1'; allowed: slo=NUMBER,NUMBER,... or cap=JOBS,JOBS,..."),
+        (("--sweep", "slo"), "--sweep is 'slo'; allowed"),
+        (("--sweep", "slo=1.5,0.9"), "SLO '0.9' is out of range"),
+        (("--sweep", "cap=2,x"), "--sweep cap: 'x' is not a whole number of jobs"),
+        (("--sweep", "cap=0"), "cap is 0"),
+        (("--sweep", "cap=2", "--plot", "p"), "it cannot be given with --sweep"),
         (("--move-cost", "soon"), "--move-cost is 'soon'; seconds of at least 0 are needed, or the word measured"),
         (("--policies", "live", "--train-nodes", "9"), "policy 'live' does not queue"),
         (("--policies", "random", "--rollout-nodes", "9"), "policy 'random' does not queue"),
+        (("--policies", "gavel", "--rollout-nodes", "9"), "policy 'gavel' does not queue"),
         (("--policies", "ours", "--train-nodes", "1"), "needs 2 train nodes; pool 'train' has 1"),
     ],
 )
@@ -180,7 +220,7 @@ def test_a_plan_for_a_full_cluster_says_who_waits(run_main, tmp_path):
     ("text", "words"),
     [
         ("jobs: []", "jobs is empty"),
-        ("jobs: [{name: a, rollout_s: 10}]", "missing required field `train_s`"),
+        ("jobs: [{name: a, rollout_s: 10}]", "job 'a': train_s is missing; give it, or what a step computes"),
         (JOB.replace("train_s: 10", "train_s: -10"), "job 'a': train_s is -10"),
         (JOB.replace("train_s: 10", "train_s: 10, slo: 0.5"), "slo is 0.5"),
         (JOB.replace("train_s: 10", "train_s: 10, gpu: 8"), "unknown field `gpu`"),

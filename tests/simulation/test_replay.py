@@ -8,7 +8,7 @@ from verl_mux.scheduling.model import COLOCATED, SEPARATE, TESTBED
 from verl_mux.scheduling.placer.placer import NOTHING_KNOWN, Placer
 from verl_mux.scheduling.search.rules import LIVE, OURS, Rules
 from verl_mux.simulation.replay import Replay
-from verl_mux.simulation.workload.noise import Varying, with_varying_phases
+from verl_mux.simulation.workload.noise import Varying, profiled, with_varying_phases
 from verl_mux.simulation.workload.shapes import find_shapes
 from verl_mux.simulation.workload.trace import TraceRow
 from verl_mux.simulation.workload.workload import Arrival, draw_workload
@@ -32,6 +32,34 @@ def test_a_colocated_job_pays_for_training_nodes_alone():
     (job,) = found.finished
     assert job.ended_s - job.placed_s == job.solo_s == 1010 and found.ledger.usd == pytest.approx(42.24 * 1010 / 3600)
     assert found.ledger.busy_s == pytest.approx([0, 1010]) and found.ledger.held_s == pytest.approx([0, 1010])
+
+
+def profiled_run(*arrivals):
+    """Under the coordinator's rules, profiled first."""
+    cluster = make_cluster()
+    placer = Placer(cluster, LIVE)
+    return Replay([profiled(arrival, movable=False) for arrival in arrivals], placer, cluster, placer).run()
+
+
+def test_who_stays_on_the_nodes_of_its_profile_does_no_step_twice_and_starts_once():
+    found = profiled_run(Arrival(make_job("a", 60, 40, sync_s=1, cold_start_s=30), 3600.0, 10))
+    (job,) = found.finished
+    assert (job.arrived_s, job.placed_s, job.profile_s) == (3600, 3600, 0) and job.stay_s == job.solo_s == 1040
+    assert found.ledger.usd == pytest.approx(57.04 * 1040 / 3600)
+
+
+def test_who_joins_others_after_its_profile_begins_anew():
+    jobs = [Arrival(make_job(name, 100, 100, slo=2.0, cold_start_s=30), at_s, 20) for name, at_s in (("a", 0.0), ("b", 100.0))]
+    found = {job.job: job for job in profiled_run(*jobs).finished}
+    assert (found["a"].placed_s, found["a"].profile_s) == (0, 0)
+    assert (found["b"].placed_s, found["b"].profile_s) == (730, 630) and found["b"].stay_s >= 30 + 20 * 200
+
+
+def test_a_job_that_its_profile_brings_to_its_end_is_placed_nowhere():
+    found = profiled_run(Arrival(make_job("a", 60, 40, cold_start_s=30), 0.0, 2))
+    (job,) = found.finished
+    assert (job.placed_s, job.ended_s, job.solo_s) == (0, 230, 230)
+    assert found.ledger.usd == pytest.approx(57.04 * 230 / 3600) and found.ledger.peak_nodes == [0, 0]
 
 
 def test_two_colocated_jobs_take_turns_on_one_node():
@@ -89,7 +117,7 @@ def test_live_is_told_of_jobs_what_the_coordinator_tells():
     """Nothing before a job's first step, its time from there on, and that one on its way is not to be moved again."""
     cluster = make_cluster()
     jobs = [make_job(f"j{i}", 100, 60, slo=1.9, cold_start_s=100.0, move_s=900.0, modes=EITHER) for i in range(6)]
-    arrivals = with_varying_phases([Arrival(job, 1500.0 * i, 400) for i, job in enumerate(jobs)], Varying(0.1, 2.0), 1)
+    arrivals = with_varying_phases([Arrival(job, 1500.0 * i, 120) for i, job in enumerate(jobs)], Varying(0.1, 2.0), 1)
     placer = Told(cluster)
     found = Replay(arrivals, placer, cluster, placer).run()
     assert sum(job.moves for job in found.finished) >= 1 and any(held for _, _, held in placer.told)

@@ -70,6 +70,8 @@ class Hooks:
         except OSError as error:
             return f"{command[0]} cannot be started: {error.strerror}"
         self._running = running
+        if self._closed:  # meanwhile: `close` did not see it yet
+            _kill(running)
         try:
             said, _ = running.communicate(body, timeout=self._command_s)
         except subprocess.TimeoutExpired:

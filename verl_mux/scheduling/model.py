@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
@@ -67,15 +67,30 @@ class Pool(_Value, frozen=True):
     def size(self) -> float:
         return math.inf if self.nodes is None else len(self.nodes)
 
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """Of its nodes, as far as they are named."""
+        return frozenset(self.nodes or ())
+
 
 class Cluster(_Value, frozen=True):
     """A rollout pool and a training pool. closed: nodes that nobody new is placed on. spot: nodes that may vanish, which are for
-    jobs that somebody starts again."""
+    jobs that somebody starts again; spot_usd: USD per hour of those that have a price of their own."""
 
     rollout: Pool
     train: Pool
     closed: frozenset[str] = frozenset()
     spot: frozenset[str] = frozenset()
+    spot_usd: Mapping[str, float] = {}
+
+    def usd_per_hour(self, rollout: Collection[str], train: Collection[str]) -> float:
+        """Of these nodes."""
+        usd = 0.0
+        for pool, nodes in ((self.rollout, rollout), (self.train, train)):
+            usd += len(nodes) * pool.kind.usd_per_hour
+            if self.spot_usd:
+                usd += sum(self.spot_usd[node] - pool.kind.usd_per_hour for node in nodes if node in self.spot_usd)
+        return usd
 
     def shared_with(self, job: JobSpec, nodes: Iterable[str]) -> list[str]:
         """Those of the nodes that the job may share."""
@@ -277,9 +292,7 @@ class Group(_Value, frozen=True):
         return sum(used[0] if used else 1.0 for used in (self.rollout_used, self.train_used))
 
     def usd_per_hour(self, cluster: Cluster) -> float:
-        return (
-            len(self.rollout_nodes) * cluster.rollout.kind.usd_per_hour + len(self.train_nodes) * cluster.train.kind.usd_per_hour
-        )
+        return cluster.usd_per_hour(self.rollout_nodes, self.train_nodes)
 
     def on_rollout(self, node: str) -> tuple[JobSpec, ...]:
         return tuple(pin.job for pin in self.pins if node in pin.rollout)

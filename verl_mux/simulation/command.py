@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as jsonlib
 import os
+from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,9 +18,9 @@ if TYPE_CHECKING:
     from verl_mux.scheduling.model import Cluster
     from verl_mux.simulation.simulate import Comparison, Study
 
-DEFAULT_POLICIES = "live,solo,colocated,random,most-idle,rollmux,ours,optimum"
+DEFAULT_POLICIES = "live,solo,colocated,gavel,random,most-idle,rollmux,ours,optimum,ideal"
 # They have no queue: what a full cluster would do to them is not defined.
-UNBOUNDED = ("colocated", "random", "most-idle", "optimum", "live")
+UNBOUNDED = ("colocated", "gavel", "random", "most-idle", "optimum", "ideal", "live")
 
 
 def simulate(
@@ -41,12 +43,18 @@ def simulate(
     ] = "exact",
     noise: Annotated[float, typer.Option(help="Standard deviation over mean of each phase.", min=0.0, max=1.0)] = 0.0,
     drift: Annotated[float, typer.Option(help="Factor by which phases grow over 300 steps.", min=0.1, max=10.0)] = 1.0,
+    stop_early: Annotated[
+        float, typer.Option(help="Part of the jobs that end before they have done the steps that they say.", min=0.0, max=1.0)
+    ] = 0.3,
     move_cost: Annotated[
         str, typer.Option(help="Seconds that a move takes a job, or measured: its cold start in the paper.")
     ] = "900",
     movable: Annotated[
         bool, typer.Option("--movable", help="Under live whoever started jobs starts them again elsewhere.")
     ] = False,
+    sweep: Annotated[
+        str | None, typer.Option(help="All of it for each value of one option: slo=1.1,1.5,2 or cap=1,2,3,5.", show_default=False)
+    ] = None,
     processes: Annotated[int | None, typer.Option(help="Policies and seeds that run at a time; as many as cores.", min=1)] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write pictures into this directory.")] = None,
@@ -55,6 +63,7 @@ def simulate(
     from verl_mux.scheduling.search.rules import parse_rules
     from verl_mux.simulation.policies import find_policies
     from verl_mux.simulation.simulate import Study
+    from verl_mux.simulation.simulate import simulate as run
     from verl_mux.simulation.workload.noise import Varying
     from verl_mux.simulation.workload.shapes import find_shapes
     from verl_mux.simulation.workload.uncertainty import parse_estimates
@@ -70,17 +79,34 @@ def simulate(
         varying=Varying(noise, drift),
         move_s=_move_s(move_cost),
         movable=movable,
+        stop_early=stop_early,
         rows=_rows(trace),
         seeds=seeds,
         max_optimum_jobs=max_jobs,
     )
     _check_finite(study, rollout_nodes is not None or train_nodes is not None)
+    processes = processes or len(os.sched_getaffinity(0))
+    if sweep is not None:
+        _sweep(sweep, study, processes, json, plot)
+        return
     if plot is not None:
         _make_directory(plot)
-    comparison = _run(study, processes or len(os.sched_getaffinity(0)))
+    with _bar([study]) as advance:
+        comparison = run(study, advance, processes)
     if plot is not None:
         _plot(comparison, plot)
     print(jsonlib.dumps(comparison.report) if json else _table(comparison.report))
+
+
+def _sweep(spec: str, study: Study, processes: int, json: bool, plot: Path | None) -> None:
+    from verl_mux.simulation.sweep import parse_sweep, run_sweep, sweep_table
+
+    if plot is not None:
+        raise UserError("--plot draws one study; it cannot be given with --sweep")
+    sweep = parse_sweep(spec, study)
+    with _bar(list(sweep.studies.values())) as advance:
+        report = run_sweep(sweep, advance, processes)
+    print(jsonlib.dumps(report) if json else sweep_table(report))
 
 
 def _move_s(given: str) -> float | None:
@@ -124,17 +150,16 @@ def _check_finite(study: Study, finite: bool) -> None:
         raise UserError(f"policy {unable[0]!r} does not queue; in a finite cluster allowed are: solo, rollmux, ours")
 
 
-def _run(study: Study, processes: int) -> Comparison:
-    """With a progress bar on stderr, one unit per simulated job."""
+@contextlib.contextmanager
+def _bar(studies: Sequence[Study]) -> Iterator[Callable[[], None]]:
+    """A progress bar on stderr, one unit per simulated job; gives what advances it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from verl_mux.simulation.simulate import simulate as run
-
     columns = TextColumn("simulated jobs"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=len(study.rows) * study.seeds * len(study.policies))
-        return run(study, lambda: progress.advance(task), processes)
+        task = progress.add_task("", total=sum(len(study.rows) * study.seeds * len(study.policies) for study in studies))
+        yield lambda: progress.advance(task)
 
 
 def _make_directory(path: Path) -> None:

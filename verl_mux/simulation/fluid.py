@@ -20,9 +20,10 @@ from verl_mux.simulation.workload.workload import Arrival
 
 
 class Holding(msgspec.Struct, frozen=True):
-    """What is held at a time. periods: seconds per iteration of every job. busy: nodes' worth of phases, per side."""
+    """What is held at a time. nodes: per side, or parts. periods: seconds per iteration of every job. busy: nodes' worth of
+    phases, per side."""
 
-    nodes: tuple[int, int]
+    nodes: tuple[float, float]
     usd_per_hour: float
     periods: Mapping[str, float]
     busy: tuple[float, float]

@@ -39,17 +39,17 @@ class Ledger:
         self.usd = 0.0
         self.held_s = [0.0, 0.0]
         self.busy_s = [0.0, 0.0]
-        self.peak_nodes = [0, 0]
+        self.peak_nodes: list[float] = [0, 0]
         self.peak_usd_per_hour = 0.0
         self.samples: list[tuple[float, float]] = []
 
-    def add(self, seconds: float, nodes: tuple[int, int], usd_per_hour: float) -> None:
+    def add(self, seconds: float, nodes: tuple[float, float], usd_per_hour: float) -> None:
         """What was held beside all that `hold` was told of; it is in no peak."""
         self.usd += usd_per_hour * seconds / 3600
         for side in (0, 1):
             self.held_s[side] += nodes[side] * seconds
 
-    def hold(self, since: float, until: float, nodes: tuple[int, int], usd_per_hour: float) -> None:
+    def hold(self, since: float, until: float, nodes: tuple[float, float], usd_per_hour: float) -> None:
         hours = (until - since) / 3600
         if hours <= 0:
             return

@@ -28,8 +28,8 @@ class Outcome(msgspec.Struct, frozen=True):
     optimum_covers: float
     idle_rollout: float | None
     idle_train: float | None
-    peak_gpus_rollout: int
-    peak_gpus_train: int
+    peak_gpus_rollout: float
+    peak_gpus_train: float
     slowdown_mean: float
     moves: int
     lost_work_h: float

@@ -12,12 +12,13 @@ if TYPE_CHECKING:
 
 def make_plan(given: JobsFile) -> dict[str, Any]:
     """usd_per_hour of all groups; beside it, of every job alone, and of the cheapest division of them
-    (None: the cluster is finite)."""
+    (None: the cluster is finite). kinds: what other kinds of GPUs would cost (other_kinds.py)."""
     from verl_mux.scheduling.placer import sentences
     from verl_mux.scheduling.placer.explain import alternatives, lost_to
     from verl_mux.scheduling.placer.placer import Placer
     from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
     from verl_mux.simulation.optimum.optimum import Optimum
+    from verl_mux.simulation.other_kinds import other_kinds
 
     placer = Placer(given.cluster, given.rules)
     decisions, reasons = [], []
@@ -38,6 +39,7 @@ def make_plan(given: JobsFile) -> dict[str, Any]:
         "usd_per_hour": usd,
         "usd_per_hour_isolated": sum(isolated_usd(job, given.cluster) for job in given.jobs),
         "usd_per_hour_optimum": None if best is None else min(best.usd, usd),
+        "kinds": other_kinds(given),
     }
 
 
@@ -86,6 +88,8 @@ def _group(group: Any, given: JobsFile) -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
+    from verl_mux.simulation import other_kinds
+
     lines = []
     for job in found["jobs"]:
         if job["outcome"] == "queued":
@@ -106,4 +110,5 @@ def lines(found: dict[str, Any]) -> list[str]:
         lines.append(f"group {group['name']}: {group['usd_per_hour']:.2f} USD/h; an iteration of {members}")
     optimum = found["usd_per_hour_optimum"]
     beside = "" if optimum is None else f"; at the cheapest {optimum:.2f}"
-    return [*lines, f"{found['usd_per_hour']:.2f} USD/h; every job alone {found['usd_per_hour_isolated']:.2f}{beside}"]
+    lines.append(f"{found['usd_per_hour']:.2f} USD/h; every job alone {found['usd_per_hour_isolated']:.2f}{beside}")
+    return [*lines, *other_kinds.lines(found["kinds"])]

@@ -13,6 +13,7 @@ from verl_mux.scheduling.search.cheapest_nodes import cheapest_alone
 from verl_mux.scheduling.search.rules import LIVE, PAPER, Rules
 from verl_mux.simulation.baselines import MemoryOnly, most_idle, random_choice
 from verl_mux.simulation.fluid import colocated, optimal, run_fluid
+from verl_mux.simulation.fractions import gavel, ideal
 from verl_mux.simulation.ledger import Run
 from verl_mux.simulation.optimum.optimum import Optimum
 from verl_mux.simulation.replay import Policy, Replay
@@ -57,6 +58,8 @@ POLICIES: dict[str, Callable[[Case], Run]] = {
     "solo": _replayed(lambda case: Placer(case.cluster, Rules(cap=1, colocate=False))),
     # Every job on training nodes of its own, both phases there, at the same speed.
     "colocated": lambda case: run_fluid(case.arrivals, case.moments, colocated(case.cluster)),
+    # Gavel+ of the paper: GPUs of both kinds for every job alone, as many of each as are cheapest.
+    "gavel": lambda case: run_fluid(case.arrivals, case.moments, gavel(case.cluster)),
     # Any group with room in host memory.
     "random": _replayed(lambda case: MemoryOnly(case.cluster, case.rules.cap, random_choice(case.seed))),
     # The idlest group with room in host memory.
@@ -69,7 +72,11 @@ POLICIES: dict[str, Callable[[Case], Run]] = {
     "ours": _replayed(lambda case: Placer(case.cluster, case.rules)),
     # The cheapest division of the jobs as they are at any time, moving for nothing.
     "optimum": lambda case: run_fluid(case.arrivals, case.moments, optimal(case.optimum)),
+    # Phases packed without a gap.
+    "ideal": lambda case: run_fluid(case.arrivals, case.moments, ideal(case.cluster, case.rules)),
 }
+# No division of whole nodes, so not to be held against the cheapest one.
+BOUNDS = ("ideal",)
 
 
 def find_policies(names: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ from verl_mux.scheduling.estimate.learning import LEAST, corrected
 from verl_mux.scheduling.model import Cluster, Group, JobSpec, Pin
 from verl_mux.scheduling.repack.repack import ASK_AGAIN_S
 from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
-from verl_mux.scheduling.search.decision import Decision, Move, Revision
+from verl_mux.scheduling.search.decision import OWN_NODES, Decision, Move, Revision
 from verl_mux.scheduling.search.search import Search
 from verl_mux.scheduling.time.forecast import PHASES, Progress
 from verl_mux.scheduling.time.group_run import LOADING, ROLLOUT, TRAIN, GroupRun, Member
@@ -55,9 +55,10 @@ class Learner(Protocol):
 
 
 class _Live:
-    """A job that was placed: its part in a run, and the nodes it is pinned to there. Neither before it is set up."""
+    """A job that was placed: its part in a run, and the nodes it is pinned to there. Neither before it is set up. done:
+    iterations of its profile that count; it then goes on where it did them, and was placed when they began."""
 
-    __slots__ = ("arrival", "phases", "times", "member", "nodes", "placed_s", "moves", "lost_s", "spec", "observed")
+    __slots__ = ("arrival", "phases", "times", "member", "nodes", "done", "placed_s", "moves", "lost_s", "spec", "observed")
 
     def __init__(self, arrival: Arrival, placed_s: float) -> None:
         self.arrival = arrival
@@ -65,11 +66,24 @@ class _Live:
         self.times = self.phases.times()
         self.member: Member | None = None
         self.nodes: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+        self.done = 0
         self.placed_s = placed_s
         self.moves = 0
         self.lost_s = 0.0
         self.spec = arrival.job
         self.observed = Observed()
+
+    def keep_profile(self) -> None:
+        """It goes on where it was profiled, with what it did there."""
+        self.done = self.arrival.profiled
+        self.placed_s -= self.arrival.profile_s
+        self.phases.begin_after(self.done)
+        for iteration in range(self.done):
+            self.see(iteration)
+
+    def see(self, iteration: int) -> None:
+        rollout, train = self.phases.history[iteration]
+        self.observed = self.observed.seen("rollout", rollout + self.spec.sync_s).seen("train", train)
 
 
 class _Running:
@@ -113,7 +127,8 @@ class Replay:
         while arrival or self._live:
             event = self._events[0][0] if self._events else math.inf
             if arrival and arrival.at_s <= min(event, self._tick):
-                self._arrive(arrival)
+                if self._arrive(arrival):
+                    on_finish()
                 arrival = next(coming, None)
             elif self._tick <= event:
                 self._follow(self._tick, self.policy.repack(self._progress(self._tick), self._tick))
@@ -121,16 +136,25 @@ class Replay:
                 on_finish()
         return Run(self.finished, self.ledger, self.spans)
 
-    def _arrive(self, arrival: Arrival) -> None:
+    def _arrive(self, arrival: Arrival) -> bool:
+        """True if it has ended already, as its profile was all of it."""
         now = arrival.at_s
+        if arrival.profile_s:
+            self.ledger.add(arrival.profile_s, arrival.job.nodes, isolated_usd(arrival.job, self.cluster))
+        live = _Live(arrival, now)
+        if arrival.profiled >= arrival.iterations:
+            live.keep_profile()
+            self._finish(live, now)
+            return True
         decision = self.policy.admit(arrival.job, self._progress(now))
         if decision.outcome == "queued":
             self._queued[arrival.job.name] = arrival
         else:
-            self._live[arrival.job.name] = _Live(arrival, now)
-        self._follow(now, [], arrival.job)
-        if arrival.profile_s:
-            self.ledger.add(arrival.profile_s, arrival.job.nodes, isolated_usd(arrival.job, self.cluster))
+            self._live[arrival.job.name] = live
+        if decision.strategy == OWN_NODES[arrival.job.colocated]:
+            live.keep_profile()
+        self._follow(now, [], live)
+        return False
 
     def _step(self) -> bool:
         """The next end of a phase anywhere; True if it was the last of a job."""
@@ -150,8 +174,7 @@ class Replay:
     def _learn(self, learner: Learner, name: str, now: float) -> None:
         """One more iteration of the job was seen."""
         live = self._live[name]
-        rollout, train = live.phases.history[live.member.done - 1 if live.member else 0]
-        live.observed = live.observed.seen("rollout", rollout + live.spec.sync_s).seen("train", train)
+        live.see(live.member.done - 1 if live.member else 0)
         if (seen := corrected(live.spec, live.observed)) is not None:
             live.spec = seen
         elif live.observed.steps != LEAST:  # from here on others of its group may be moved
@@ -161,11 +184,14 @@ class Replay:
         self._follow(now, revision.moves)
 
     def _depart(self, name: str, now: float) -> None:
-        live = self._live.pop(name)
+        self._finish(self._live.pop(name), now)
+        self._follow(now, self.policy.depart(name, self._progress(now), now))
+
+    def _finish(self, live: _Live, now: float) -> None:
         arrival = live.arrival
         self.finished.append(
             Finished(
-                job=name,
+                job=arrival.job.name,
                 slo=arrival.job.slo,
                 arrived_s=arrival.at_s - arrival.profile_s,
                 placed_s=live.placed_s,
@@ -175,10 +201,9 @@ class Replay:
                 planned_solo_s=self._start_s(arrival.job) + arrival.iterations * arrival.job.iteration_s,
                 moves=live.moves,
                 lost_s=live.lost_s,
-                profile_s=arrival.profile_s,
+                profile_s=0.0 if live.done else arrival.profile_s,
             )
         )
-        self._follow(now, self.policy.depart(name, self._progress(now), now))
 
     def _progress(self, now: float) -> dict[str, Progress]:
         """As the coordinator tells it: nothing of a job before its first step, nor is one moved that is on its way."""
@@ -187,13 +212,14 @@ class Replay:
             for member, ends in zip(running.run.members, running.run.ends, strict=True):
                 if (live := self._live.get(member.name)) is None:
                     continue
-                age_s, solo_s = now - live.placed_s, None
+                age_s, solo_s, left = now - live.placed_s, None, None
                 if self.learner is not None:
                     if member.phase == LOADING and not live.moves:
                         continue
                     away += [member.name] if member.phase == LOADING else []
                     age_s, solo_s = age_s - self._start_s(live.arrival.job), live.phases.solo_s(member.done)
-                found[member.name] = _progress_of(member, ends, now, age_s, self._warm(member, live), solo_s)
+                    left = live.arrival.says_left(member.done)
+                found[member.name] = _progress_of(member, ends, now, age_s, self._warm(member, live), solo_s, left)
         if self.learner is not None:
             self.learner.search.held = frozenset(away)
         return found
@@ -208,12 +234,13 @@ class Replay:
     def _resident(self, member: Member, side: str, nodes: Sequence[str]) -> tuple[str, ...]:
         return tuple(node for node in nodes if member.resident >> self._bits[f"{side} {node}"] & 1)
 
-    def _follow(self, now: float, moves: Sequence[Move], newcomer: JobSpec | None = None) -> None:
+    def _follow(self, now: float, moves: Sequence[Move], newcomer: _Live | None = None) -> None:
         """Brings the runs in line with the policy's groups."""
         self._book(now)
         loads = {move.job: move.load_s for move in moves}
         if newcomer is not None:
-            loads[newcomer.name] = self._start_s(newcomer)
+            job = newcomer.arrival.job
+            loads[job.name] = 0.0 if newcomer.done else self._start_s(job)
         for move in moves:
             if move.kind == "start":
                 live = self._live[move.job] = _Live(self._queued.pop(move.job), now)
@@ -242,8 +269,8 @@ class Replay:
                 running.run.resume(before, ends[pin.job.name])
                 continue
             member = self._member(pin, live, rank)
+            member.done = before.done if before else live.done
             if before:
-                member.done = before.done
                 live.lost_s += loads.get(pin.job.name, 0.0)
                 self._abort(live, before, ends[pin.job.name], now)
             live.member, live.nodes = member, (pin.rollout, pin.train)
@@ -293,6 +320,7 @@ def _progress_of(
     age_s: float,
     warm: tuple[tuple[str, ...], tuple[str, ...]],
     solo_s: float | None,
+    left: int | None,
 ) -> Progress:
     running = ends < math.inf
     return Progress(
@@ -303,4 +331,5 @@ def _progress_of(
         waited_s=0.0 if running else now - member.since,
         warm=warm,
         solo_s=solo_s,
+        left=left,
     )

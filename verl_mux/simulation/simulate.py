@@ -13,9 +13,9 @@ from verl_mux.simulation.ledger import Run
 from verl_mux.simulation.optimum.optimum import MAX_JOBS, Optimum
 from verl_mux.simulation.outcome import Outcome, assess, summarise
 from verl_mux.simulation.parallel import in_processes
-from verl_mux.simulation.policies import POLICIES, Case
+from verl_mux.simulation.policies import BOUNDS, POLICIES, Case
 from verl_mux.simulation.workload.moments import Moments
-from verl_mux.simulation.workload.noise import STEADY, Varying, with_varying_phases
+from verl_mux.simulation.workload.noise import STEADY, STOP_EARLY, Varying, with_said_lengths, with_varying_phases
 from verl_mux.simulation.workload.shapes import Shape
 from verl_mux.simulation.workload.trace import TraceRow
 from verl_mux.simulation.workload.uncertainty import EXACT, Estimates, with_real_lengths
@@ -24,7 +24,7 @@ from verl_mux.simulation.workload.workload import Arrival, draw_workload
 
 class Study(msgspec.Struct, frozen=True, kw_only=True):
     """What to simulate. max_optimum_jobs: 0 to do without the optimum. move_s: of every job; None: as its cold start. movable:
-    see Case."""
+    see Case. stop_early: the part of jobs that end before they have done as much as they said."""
 
     rows: Sequence[TraceRow]
     shapes: Sequence[Shape]
@@ -36,6 +36,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     varying: Varying = STEADY
     move_s: float | None = None
     movable: bool = False
+    stop_early: float = STOP_EARLY
     seeds: int = 1
     max_optimum_jobs: int = MAX_JOBS
 
@@ -90,7 +91,7 @@ class _Runs:
             self._seeds[task.seed] = _case(self.study, task.seed)
         case, by_the_hour = self._seeds[task.seed]
         run = POLICIES[task.policy](msgspec.structs.replace(case, on_finish=on_finish))
-        optimum = by_the_hour if self.study.max_optimum_jobs else None
+        optimum = by_the_hour if self.study.max_optimum_jobs and task.policy not in BOUNDS else None
         return assess(run, case.cluster, case.moments, optimum), None if task.seed else run
 
 
@@ -113,5 +114,6 @@ def arrivals_of(study: Study, seed: int) -> list[Arrival]:
         arrivals = with_real_lengths(arrivals, study.estimates, seed)
     if study.varying != STEADY:
         arrivals = with_varying_phases(arrivals, study.varying, seed)
+    arrivals = with_said_lengths(arrivals, study.stop_early, seed)
     told = {"move_s": study.move_s, "modes": (SEPARATE, COLOCATED)}
     return [msgspec.structs.replace(a, job=msgspec.structs.replace(a.job, **told)) for a in arrivals]

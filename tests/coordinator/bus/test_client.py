@@ -163,11 +163,11 @@ def test_what_jobs_report_shows_in_the_status(serve, join, eventually):
         a.note("wake")
         a.memory("r0", {"weights": 100, "kv_cache": 50})
         a.memory("r0", {"kv_cache": 0})
-        a.report_step(1, {"reward": 0.25})
+        a.report_step(1, {"reward": 0.25}, 12)
         eventually(lambda: coordinator.snapshot()["jobs"]["a"]["metrics"])
         seen = fetch_status(coordinator.address, 60)
         job, node = seen["jobs"]["a"], seen["pools"]["rollout"]["nodes"]["r0"]
-        assert (job["state"], job["step"], job["steps"], job["steps_done"]) == ("live", 2, 9, 1)
+        assert (job["state"], job["step"], job["steps"], job["steps_done"]) == ("live", 2, 12, 1)
         assert (job["progress"], job["metrics"], job["note"]) == ([8, 8], {"reward": 0.25}, "wake")
         assert (node["memory"], node["peak_bytes"]) == ({"a": {"weights": 100}}, 150)
         assert [(held["job"], held["phase"], held["step"]) for held in node["holders"]] == [("a", "rollout", 2)]

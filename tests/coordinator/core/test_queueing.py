@@ -128,6 +128,14 @@ def test_a_job_that_is_over_holds_up_no_barrier_and_keeps_no_turn(make, leave):
     world.run("a", 2, 3, 4)
 
 
+def test_a_job_that_goes_on_beyond_the_steps_that_it_says_keeps_to_its_turn(make):
+    world = World(make(schedule=[{"mode": "sequential"}]), "a", "b")
+    world.ask("a", "rollout", 1)
+    world.ask("b", "rollout", 1)
+    world.do(m.StepReport(**world.who("b"), step=0, metrics={}, steps=0))
+    assert world.running("b") == [] and world.why_not("b") == ["turn"]
+
+
 def test_a_job_through_with_its_steps_may_still_validate_out_of_turn(make):
     world = World(make(schedule=[{"mode": "sequential"}]), "a", "b", steps=1)
     world.run("a", 1)

@@ -1,5 +1,6 @@
 """The placer's promises, on random histories of arrivals and departures."""
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -7,9 +8,11 @@ from hypothesis import strategies as st
 from tests.exploring import examples
 from tests.scheduling.made_jobs import ANY_MODES, EITHER, assert_invariants, jobs, make_cluster, make_job
 from verl_mux.errors import UserError
-from verl_mux.scheduling.model import COLOCATED, SEPARATE
+from verl_mux.scheduling.model import COLOCATED, SEPARATE, Cluster
 from verl_mux.scheduling.placer.placer import Placer
 from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
+from verl_mux.scheduling.search.extension import isolated
+from verl_mux.scheduling.search.groups import Groups
 from verl_mux.scheduling.search.rules import LIVE, OURS, PAPER, Rules
 from verl_mux.scheduling.time.forecast import Progress
 
@@ -25,10 +28,15 @@ def old(placer: Placer) -> dict[str, Progress]:
 
 # With the paper's rules j1 trains on both nodes that j0 needs, and keeps them when j0 has left.
 SMALL = [make_job(f"j{i}", 5, 5, train_nodes=nodes, slo=1.0) for i, nodes in enumerate((2, 1, 1))]
+# The same of jobs that could be colocated and are not.
+SEPARATED = [
+    make_job(f"j{i}", 5, 5, rollout_nodes=nodes, train_nodes=nodes, slo=1.0, modes=EITHER) for i, nodes in enumerate((2, 1, 1))
+]
 
 
 @settings(max_examples=examples(40))
 @example(given_jobs=SMALL, leaving=range(7), rules=PAPER)
+@example(given_jobs=SEPARATED, leaving=range(7), rules=PAPER)
 @given(
     given_jobs=jobs(most=7, modes=ANY_MODES),
     leaving=st.permutations(range(7)),
@@ -186,6 +194,89 @@ def test_a_saving_must_pay_so_many_times():
         return bool(placer.repack({name: Progress(age_s=20_000, done=100) for name in young}))
 
     assert moved_at(1.0) and not moved_at(1000.0)
+
+
+@pytest.mark.parametrize(
+    ("lefts", "moves"),
+    [
+        ((1000, 1000), True),
+        ((1000, 2), False),  # what is saved for 400 s pays for no move of 60, ten times over
+        ((1000, None), False),  # who does not say is expected to stay as long as it has: 30 s
+        ((None, 2), False),
+    ],
+)
+def test_nobody_is_moved_beside_a_job_that_ends_soon(lefts, moves):
+    placer = Placer(make_cluster(), Rules(hysteresis=10.0))
+    for name in ("a", "x", "b", "y"):
+        placer.admit(make_job(name, 100, 100, slo=1.3, cold_start_s=60))
+    homes = placer.groups.home
+    pairs: dict[str, list[str]] = {}
+    for name, group in homes.items():
+        pairs.setdefault(group, []).append(name)
+    told = {stays: Progress(age_s=30, solo_s=10_000, left=left) for (_, stays), left in zip(pairs.values(), lefts, strict=True)}
+    moved = [move.job for goes, _ in list(pairs.values()) for move in placer.depart(goes, told)]
+    assert bool(moved) is moves
+    pending = placer.pending
+    assert not placer.repack(told) and pending is (None in lefts and 2 not in lefts)
+
+
+def with_spot(**usd: float) -> Cluster:
+    """Three nodes a side, of which these may vanish (rollout_0=USD an hour)."""
+    own = {name.replace("_", "-"): each for name, each in usd.items()}
+    return msgspec.structs.replace(make_cluster(3, 3), spot=frozenset(own), spot_usd=own)
+
+
+def test_nodes_of_its_own_that_may_vanish_are_taken_where_they_cost_less_than_to_share():
+    """By work: two that share take longer, so a place for nothing is not free of cost."""
+    joins, own = [], {"rollout_2": 1.0, "train_2": 1.0}
+    for cluster, movable in ((make_cluster(3, 3), True), (with_spot(**own), True), (with_spot(**own), False)):
+        placer = Placer(cluster, LIVE)
+        placer.admit(make_job("a", 100, 60, slo=2.0, movable=False))
+        decision = placer.admit(make_job("b", 100, 60, slo=2.0, movable=movable))
+        joins.append((decision.strategy, decision.rollout, decision.usd_per_hour))
+        assert_invariants(placer)
+    shares = ("direct packing", ("rollout-0",), 0.0)
+    assert joins == [shares, ("isolated", ("rollout-2",), pytest.approx(2.0)), shares]
+
+
+def test_what_a_move_saves_is_counted_at_the_prices_of_the_nodes_that_are_held():
+    """Alone on dear nodes two would share them; on cheap ones that saves too little."""
+
+    def moved(**usd: float) -> int:
+        placer = Placer(with_spot(**usd), LIVE)
+        apart = Groups(placer.cluster).replace(
+            [], [isolated(make_job(name, 100, 100, slo=1.3, cold_start_s=60)) for name in "ab"]
+        )
+        placer.adopt(apart, 2, ())
+        return len(placer.repack({name: Progress(age_s=5_000, done=25) for name in "ab"}))
+
+    assert moved() == 1 and moved(rollout_0=0.5, rollout_1=0.5, train_0=0.5, train_1=0.5) == 0
+
+
+@settings(max_examples=examples(30))
+@given(
+    given_jobs=jobs(most=6, modes=ANY_MODES),
+    movable=st.lists(st.booleans(), min_size=6, max_size=6),
+    usd=st.dictionaries(st.sampled_from(("rollout_0", "rollout_2", "train_0", "train_1")), st.sampled_from((0.0, 5.0, 12.0))),
+    leaving=st.permutations(range(6)),
+)
+def test_with_nodes_that_may_vanish_every_promise_holds(given_jobs, movable, usd, leaving):
+    placer = Placer(with_spot(**usd), LIVE)
+    for job, moves in zip(given_jobs, movable, strict=False):
+        job = msgspec.structs.replace(job, movable=moves)
+        alone = [placer.groups.alone_usd(placed) for placed in job.in_modes]
+        decision = placer.admit(job, old(placer))
+        assert decision.outcome == "queued" or decision.usd_per_hour <= max(alone) + 1e-6
+        assert_invariants(placer)
+    for _ in given_jobs:
+        last = placer.repack(old(placer))
+        assert_invariants(placer)
+    assert not last, "it comes to rest"
+    for index in leaving:
+        if index < len(given_jobs):
+            placer.depart(given_jobs[index].name, old(placer))
+            assert_invariants(placer)
+    assert not placer.groups and placer.groups.usd_per_hour == 0
 
 
 @pytest.mark.parametrize("rules", [OURS, LIVE])

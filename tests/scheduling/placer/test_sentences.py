@@ -26,7 +26,8 @@ def test_where_it_is():
 def test_the_first_has_nobody_to_share_with():
     said = sentence(Placer(make_cluster()), make_job("a", 100, 100, modes=EITHER))
     assert (
-        said == "which added 42.24 USD/h, as there was nobody to share with; on nodes of its own it would have cost 57.04 USD/h"
+        said
+        == "which added 42.24 USD/h, as nobody was there yet to share with; on nodes of its own it would have cost 57.04 USD/h"
     )
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from tests.exploring import examples
 from tests.scheduling.made_jobs import ANY_MODES, EITHER, jobs, make_cluster, make_job
-from verl_mux.scheduling.model import COLOCATED
+from verl_mux.scheduling.model import COLOCATED, Cluster, NodeKind, Pool
 from verl_mux.scheduling.placer.explain import alternatives, lost_to
 from verl_mux.scheduling.placer.placer import Placer
 from verl_mux.scheduling.search.cheapest_nodes import cheapest_nodes, isolated_usd
@@ -45,6 +45,23 @@ def test_the_price_is_of_the_same_work():
     shared = twice(OURS)
     assert Price(shared.cluster, OURS).of_group(shared.groups["g1"]) == pytest.approx(NODE_USD)
     assert Price(shared.cluster, COUNTED).of_group(shared.groups["g1"]) == pytest.approx(2 * NODE_USD)
+
+
+@pytest.mark.parametrize("spot_usd", [0.0, 3.0])
+def test_nodes_that_cost_nothing_are_shared_where_there_are_no_others(spot_usd):
+    free = NodeKind(name="own", host_memory_gb=1000)
+    cluster = Cluster(
+        rollout=Pool(name="rollout", kind=free, nodes=("r0",)),
+        train=Pool(name="train", kind=free, nodes=("t0",)),
+        spot=frozenset({"t0"}),
+        spot_usd={"t0": spot_usd},
+    )
+    placer = Placer(cluster, LIVE)
+    placer.admit(make_job("a", 100, 60, slo=2.0))
+    job = make_job("b", 60, 100, slo=2.0)
+    (found, _) = alternatives(placer, job)
+    assert (found.strategy, found.usd_per_hour, found.why) == ("direct packing", 0.0, "")
+    assert placer.admit(job).strategy == "direct packing"
 
 
 def test_a_place_that_is_cheaper_by_the_hour_and_not_taken_says_why():

@@ -125,8 +125,9 @@ class Mux(LocalMux):
             self._progress_sent = now
             self._tell(m.Progress, done=done, total=total, token=token)
 
-    def report_step(self, step: int, metrics: dict[str, float]) -> None:
-        self._tell(m.StepReport, step=int(step), metrics={name: float(value) for name, value in metrics.items()})
+    def report_step(self, step: int, metrics: dict[str, float], steps: int | None = None) -> None:
+        values = {name: float(value) for name, value in metrics.items()}
+        self._tell(m.StepReport, step=int(step), metrics=values, steps=None if steps is None else int(steps))
 
     def memory(self, node: str, tags: dict[str, int]) -> None:
         self._tell(m.MemoryReport, node=node, tags={tag: int(num_bytes) for tag, num_bytes in tags.items()})

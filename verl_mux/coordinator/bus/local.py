@@ -97,8 +97,8 @@ class LocalMux:
     def progress(self, done: int, total: int) -> None:
         """Samples completed in the running rollout. Raises LeaseLost if its lease was lost."""
 
-    def report_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Step `step` is finished; metrics such as the mean reward are shown and logged."""
+    def report_step(self, step: int, metrics: dict[str, float], steps: int | None = None) -> None:
+        """Step `step` is finished; metrics such as the mean reward are shown and logged. steps: how many the job runs in all."""
 
     def memory(self, node: str, tags: dict[str, int]) -> None:
         """Device bytes that the job holds on `node` now under these tags; what was said of other tags stands."""

@@ -167,8 +167,11 @@ class Progress(FromJob, kw_only=True, frozen=True, tag="PROGRESS"):
 
 
 class StepReport(FromJob, kw_only=True, frozen=True, tag="STEP_REPORT"):
+    """`step` is finished. `steps`: how many the job will run in all, which it may not have known when it registered."""
+
     step: limits.Count
     metrics: limits.Metrics
+    steps: limits.Count | None = None
 
 
 class MemoryReport(FromJob, kw_only=True, frozen=True, tag="MEMORY_REPORT"):

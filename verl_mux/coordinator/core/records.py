@@ -176,7 +176,8 @@ class Job(msgspec.Struct, kw_only=True):
     def running(self) -> bool:
         """Counts for turns and barriers: no filler, neither gone nor through with all its steps."""
         alive = self.state in (JobState.LIVE, JobState.SILENT)
-        return alive and not self.filler and (self.steps is None or self.reported < self.steps)
+        # Who asks for more steps than it said goes on, whatever it said.
+        return alive and not self.filler and (self.steps is None or self.reported < max(self.steps, self.asked))
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ Pure: nothing here reads a file (`coordinator/config.py` does).
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Literal, get_args
@@ -13,6 +14,7 @@ from typing import Literal, get_args
 import msgspec
 
 from verl_mux.coordinator.bus import limits
+from verl_mux.coordinator.bus.messages import SIDES
 from verl_mux.errors import UserError
 from verl_mux.places.place import Place
 from verl_mux.scheduling.estimate.gpu_kinds import GPU_KINDS, GpuKind, find_kind
@@ -72,19 +74,25 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class PlacementConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`placement: scheduler`, or this. rollout, train: names of the pools. cap: jobs in a co-execution group. slo: of jobs
+    """`placement: scheduler`, or this. rollout, train: names of the pools, of one or of several each. A job is placed in a pair
+    of them; what is told of its phases is of the first pair that can hold it. cap: jobs in a co-execution group. slo: of jobs
     that name none. kinds: GPU kinds of one's own, by name. observe: steps of every job of a group that are seen before
     its period is predicted from them. move_s: seconds that a job's first move is taken to last. move_timeout: seconds for which
     its nodes are kept for one that left to move."""
 
-    rollout: str = "rollout"
-    train: str = "train"
+    rollout: str | list[str] = "rollout"
+    train: str | list[str] = "train"
     cap: int = 5
     slo: float = 2.0
     kinds: dict[str, GpuKind] = {}
     observe: int = 5
     move_s: float = 900.0
     move_timeout: float = 1800.0
+
+    def pools(self, side: str) -> list[str]:
+        """Their names."""
+        names = getattr(self, side)
+        return [names] if isinstance(names, str) else list(names)
 
     def rules(self) -> Rules:
         """The very rules that `simulate` runs as `live`."""
@@ -143,9 +151,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return {node.name: _price(node, pool.kind, kinds) for pool in self.pools.values() for node in pool.nodes}
 
     @functools.cached_property
-    def cluster(self) -> Cluster:
-        """The two pools as the scheduler sees them, where jobs are placed."""
-        return cluster(self.placing, self.pools)
+    def clusters(self) -> dict[str, Cluster]:
+        """Each pair of pools as the scheduler sees it, where jobs are placed."""
+        both = itertools.product(self.placing.pools("rollout"), self.placing.pools("train"))
+        return {f"{rollout}+{train}": cluster(rollout, train, self.placing, self.pools) for rollout, train in both}
+
+    @functools.cached_property
+    def scheduled_pools(self) -> dict[str, SchedulingPool]:
+        """Those of the pairs."""
+        return {pool.name: pool for cluster in self.clusters.values() for pool in (cluster.rollout, cluster.train)}
 
     def node(self, name: str) -> Node | None:
         return self.nodes.get(name)
@@ -266,12 +280,17 @@ def _check_schedule(config: Config) -> None:
 
 def _check_placement(placement: PlacementConfig, pools: Mapping[str, Pool]) -> None:
     where = "coordinator configuration: placement"
-    for side in ("rollout", "train"):
-        if (name := getattr(placement, side)) not in pools:
+    named = [(side, name) for side in SIDES for name in placement.pools(side)]
+    for side, name in named:
+        if name not in pools:
             raise UserError(f"{where}.{side} is {name!r}; it must be a pool: {', '.join(pools)}")
         _check_alike(name, pools[name], placement)
-    if placement.rollout == placement.train:
-        raise UserError(f"{where}: rollout and train are both {placement.rollout!r}; two pools are needed")
+    for side in SIDES:
+        if not placement.pools(side):
+            raise UserError(f"{where}.{side} names no pool; one of these is needed, or several: {', '.join(pools)}")
+    names = [name for _, name in named]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{where}: rollout and train name pool {twice[0]!r} twice; two pools are needed, each for one of them")
     if not 1 <= placement.slo < math.inf:
         raise UserError(f"{where}.slo is {placement.slo:g}; an SLO is a factor of at least 1")
     if placement.observe < 1:
@@ -303,7 +322,7 @@ def _price(node: Node, kind: str | None, kinds: dict[str, GpuKind]) -> float | N
     if node.usd_per_hour is not None or kind is None:
         return node.usd_per_hour
     rent = find_kind(kind, kinds).usd_per_gpu_hour if kind in {*GPU_KINDS, *kinds} else 0.0
-    return node.gpus * rent if rent else None
+    return max(node.gpus, 1) * rent if rent else None
 
 
 def ordinary(nodes: list[Node]) -> list[Node]:
@@ -318,13 +337,14 @@ def kind_name(name: str, pool: Pool) -> str:
     return pool.kind
 
 
-def cluster(placement: PlacementConfig, pools: Mapping[str, Pool]) -> Cluster:
-    """The two pools as the scheduler sees them."""
-    return Cluster(
-        rollout=_pool(placement.rollout, pools[placement.rollout], placement),
-        train=_pool(placement.train, pools[placement.train], placement),
-        spot=frozenset(node.name for pool in pools.values() for node in pool.nodes if node.spot),
-    )
+def cluster(rollout: str, train: str, placement: PlacementConfig, pools: Mapping[str, Pool]) -> Cluster:
+    """Two pools as the scheduler sees them. Nodes that may vanish and cost more than others count as these: whoever gets one, as
+    no other is free, would else seem to save by a move, and get such a one again."""
+    both = _pool(rollout, pools[rollout], placement), _pool(train, pools[train], placement)
+    spot = [(node, pool) for pool in both for node in pools[pool.name].nodes if node.spot]
+    prices = {node.name: _price(node, pool.kind.name, placement.kinds) for node, pool in spot}
+    cheaper = {node.name: usd for node, pool in spot if (usd := prices[node.name]) is not None and usd < pool.kind.usd_per_hour}
+    return Cluster(rollout=both[0], train=both[1], spot=frozenset(prices), spot_usd=cheaper)
 
 
 def _pool(name: str, pool: Pool, placement: PlacementConfig) -> SchedulingPool:

@@ -1,4 +1,5 @@
-"""What jobs report for people to see; nothing of it decides who runs, except that a finished step counts for turns."""
+"""What jobs report for people to see; nothing of it decides who runs, except that finished steps count for turns, and those that
+are left for turns and for whether a move pays."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ def progress(state: State, job: Job, what: m.Progress) -> list[Instruction]:
 
 def step_report(state: State, job: Job, what: m.StepReport) -> list[Instruction]:
     job.reported, job.metrics = max(job.reported, what.step), what.metrics
+    job.steps = job.steps if what.steps is None else what.steps
     return [Log(events.STEP_REPORT, {"job": job.name, **what.metrics}, step=what.step)]
 
 

@@ -61,11 +61,9 @@ def _trained_bytes(needs: JobNeeds) -> float:
 def _decode_s(needs: JobNeeds, kind: GpuKind) -> float:
     """A token of each running request costs one read of the weights and of all their keys and values."""
     requests = math.ceil(needs.responses / needs.replicas)
-    weights = needs.model.params * needs.weight_bytes
     per_token = needs.model.kv_values_per_token * needs.weight_bytes
-    longest = needs.prompt_tokens + needs.response_tokens
     # Requests beyond what the device holds run in a second wave, and so on.
-    room = max(1, int((0.8 * kind.memory_gb * 1e9 * needs.replica_gpus - weights) // (per_token * longest)))
+    room = max(1, requests_held(needs, kind))
     rate = kind.tb_per_s * 1e12 * kind.decode * needs.replica_gpus
 
     def wave_s(running: int) -> float:
@@ -76,6 +74,13 @@ def _decode_s(needs: JobNeeds, kind: GpuKind) -> float:
 
     waves, rest = divmod(requests, room)
     return waves * wave_s(room) + (wave_s(rest) if rest else 0.0)
+
+
+def requests_held(needs: JobNeeds, kind: GpuKind) -> int:
+    """Requests at their token limits that an engine holds at once; below 1, and the model does not fit on its GPUs."""
+    weights = needs.model.params * needs.weight_bytes
+    request = needs.model.kv_values_per_token * needs.weight_bytes * (needs.prompt_tokens + needs.response_tokens)
+    return int((0.8 * kind.memory_gb * 1e9 * needs.replica_gpus - weights) // request)
 
 
 def _prefill_s(needs: JobNeeds, kind: GpuKind) -> float:
@@ -114,6 +119,19 @@ def job_spec(name: str, needs: JobNeeds, found: Bounds, slo: float = 2.0, owner:
         slo=slo,
         owner=owner,
     )
+
+
+def on_other_kinds(job: JobSpec, before: Bounds, after: Bounds) -> JobSpec:
+    """The job with phases as many times as long as their bounds are. before: on the kinds that its estimates are of; after: on
+    the others."""
+    longer = after.rollout_s / before.rollout_s
+    rollout, train = _scaled(job.rollout, longer), _scaled(job.train, after.train_s / before.train_s)
+    return msgspec.structs.replace(job, rollout=rollout, tail_s=job.tail_s * longer, train=train)
+
+
+def _scaled(phase: Estimate, times: float) -> Estimate:
+    bound = None if phase.bound_s is None else phase.bound_s * times
+    return msgspec.structs.replace(phase, seconds=phase.seconds * times, bound_s=bound)
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):

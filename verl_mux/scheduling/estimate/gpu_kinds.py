@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 
@@ -52,3 +53,17 @@ def find_kind(name: str, given: dict[str, GpuKind]) -> GpuKind:
     if name not in kinds:
         raise UserError(f"GPU kind {name!r} is not known; allowed: {', '.join(kinds)}, or one given under `kinds`")
     return kinds[name]
+
+
+def with_given(given: Mapping[str, Mapping[str, float]]) -> dict[str, GpuKind]:
+    """All kinds of the table, and those of a file, of which what is left out is as in the table, where they stand there. Raises
+    UserError."""
+    kinds = dict(GPU_KINDS)
+    for name, said in given.items():
+        known = msgspec.structs.asdict(kinds[name]) if name in kinds else {}
+        try:
+            kinds[name] = msgspec.convert({**known, **said}, GpuKind)
+        except msgspec.ValidationError as error:
+            allowed = ", ".join(GpuKind.__struct_fields__)
+            raise UserError(f"kinds.{name}: {error}; allowed: {allowed}, of which {', '.join(GPU_KINDS)} have all") from None
+    return kinds

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from verl_mux.scheduling.model import Group, JobSpec, NodeKind, cycle_time, load_time
 from verl_mux.scheduling.placer.placer import Placer
-from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
 from verl_mux.scheduling.search.decision import OWN_NODES, Alternative
 from verl_mux.scheduling.search.extension import Extension, extensions, pairs_of_pins
 from verl_mux.scheduling.search.modes import allowed, too_large
@@ -52,7 +52,7 @@ def _alone(placer: Placer, job: JobSpec) -> Alternative:
     fits = need[0] <= free[0] and need[1] <= free[1]
     short = "" if fits else f"needs {need[0]} + {need[1]} nodes; free are {free[0]:g} + {free[1]:g}"
     why = too_large(job, placer.cluster) or short
-    return Alternative(group=None, strategy=OWN_NODES[job.colocated], usd_per_hour=isolated_usd(job, placer.cluster), why=why)
+    return Alternative(group=None, strategy=OWN_NODES[job.colocated], usd_per_hour=placer.groups.alone_usd(job), why=why)
 
 
 def _at(placer: Placer, modes: Sequence[JobSpec], group: Group) -> Alternative:
@@ -71,6 +71,11 @@ def price(way: Alternative) -> float:
     return way.work_usd_per_hour if way.work_usd_per_hour is not None else way.usd_per_hour or 0.0
 
 
+def cheapest(ways: Iterable[Alternative]) -> float:
+    """The same of the cheapest that the job could take; infinite: it could take none now."""
+    return min((price(way) for way in ways if not way.why), default=math.inf)
+
+
 def _in_mode(placer: Placer, job: JobSpec, group: Group) -> Alternative:
     rules = placer.rules
     found = extensions(group, job, placer.cluster, rules)
@@ -81,11 +86,13 @@ def _in_mode(placer: Placer, job: JobSpec, group: Group) -> Alternative:
     for ask in found:
         if order := placer.feasibility.order((*group.jobs, job), rollout | ask.rollout.pairs, train | ask.train.pairs):
             way = Alternative(group=group.name, strategy=ask.strategy, usd_per_hour=ask.usd, why=_short(placer, ask))
-            if not rules.count_stays:
+            if rules.count_stays:
+                way = msgspec.structs.replace(way, work_usd_per_hour=placer.search.priced(job, group, ask, order).usd)
+            elif not way.why:
                 return way
-            ways.append(msgspec.structs.replace(way, work_usd_per_hour=placer.search.priced(job, group, ask, order).usd))
+            ways.append(way)
     if ways:
-        return min(ways, key=price)
+        return min(ways, key=lambda way: (bool(way.why), price(way)))
     return _refused(group, _too_slow(job, group, found[0], rules.orders[0]), found[0])
 
 

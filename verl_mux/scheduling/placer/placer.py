@@ -45,6 +45,15 @@ FIRST_AID = "tightest-first"
 NOTHING_KNOWN: Mapping[str, Progress] = {}
 
 
+class Offer(msgspec.Struct, frozen=True):
+    """A place that a job may have: `usd`, by which places are compared (price.py); the group that it `joins`, None: nodes of its
+    own; and the `group` as it would be, whose new nodes are yet to be taken."""
+
+    usd: float
+    joins: Group | None
+    group: Group
+
+
 class Placer:
     """groups: as they are, by name. waiting: jobs that a finite cluster has no room for."""
 
@@ -76,52 +85,63 @@ class Placer:
     def depart(self, name: str, progress: Mapping[str, Progress] = NOTHING_KNOWN, now: float = 0.0) -> list[Move]:
         """Drops the job and the nodes nobody else is pinned to. Returns who starts or moves in consequence."""
         if name in self.waiting:
+            overdue = self.waiting.overdue
             self.waiting.remove(name)
-            return []
+            return self.start_waiting(progress) if overdue is not None and overdue.name == name else []
+        moves = self.drop(name, progress)
+        progress = unmoved(progress, moves)
+        return moves + self.start_waiting(progress) + self.repack(progress, now)
+
+    def drop(self, name: str, progress: Mapping[str, Progress]) -> list[Move]:
+        """Of `depart` what comes before anybody starts: who has to move, since the group would be late without the job."""
         if name not in self.groups.home:
             raise UserError(f"job {name!r} is not placed; placed are: {', '.join(sorted(self.groups.home)) or 'none'}")
         self._forget(name)
         group = self.groups.group_of(name)
         left = self._changed(self.groups.replace([group], groups_without(group, [name])))
-        moves = self._relieve(left, progress) if self.rules.repack and self.rules.guard else []
-        progress = _unmoved(progress, moves)
-        return moves + self.start_waiting(progress) + self.repack(progress, now)
+        return self._relieve(left, progress) if self.rules.repack and self.rules.guard else []
 
     def revise(self, job: JobSpec, progress: Mapping[str, Progress] = NOTHING_KNOWN, now: float = 0.0) -> Revision:
         """Takes over a placed job's new estimates. If its group no longer keeps everybody's SLO: another order, if all keep
         theirs under it; else jobs move out, the cheapest to keep alone first; else whoever has the least room goes first. If it
         has become easier to place, repacking may follow. While anybody in the group has yet to be seen for LEAST steps, only the
         order may change: to be asked again then, by this with the job as it is."""
+        done = self.correct(job, progress)
+        progress = unmoved(progress, done.moves)
+        started = self.start_waiting(progress)
+        return Revision((*done.moves, *started, *self.repack(progress, now)), done.actions)
+
+    def correct(self, job: JobSpec, progress: Mapping[str, Progress]) -> Revision:
+        """Of `revise` what comes before anybody starts."""
         self._forget(job.name)
         self.groups.update(job)
         taken: list[Action] = []
         moves: list[Move] = []
-        while (why := self._at_risk(group := self.groups.group_of(job.name), _unmoved(progress, moves))) is not None:
+        while (why := self._at_risk(group := self.groups.group_of(job.name), unmoved(progress, moves))) is not None:
             if (ordered := self._reorder(group, progress, why)) is not None:
                 taken.append(ordered)
                 break
             if not _seen(group, progress):
                 break
-            if (evicted := self._rescue(group, _unmoved(progress, moves))) is None:
+            if (evicted := self._rescue(group, unmoved(progress, moves))) is None:
                 if group.order != FIRST_AID:
                     taken.append(self._prefer(group, why))
                 break
             moves.append(evicted)
             taken.append(Action(kind="move", group=group.name, job=evicted.job, reason=why))
         self._changed([self.groups.group_of(job.name)])
-        started = self.start_waiting(_unmoved(progress, moves))
-        return Revision(tuple(moves + started + self.repack(_unmoved(progress, moves), now)), tuple(taken))
+        return Revision(tuple(moves), tuple(taken))
 
     def repack(self, progress: Mapping[str, Progress] = NOTHING_KNOWN, now: float = 0.0) -> list[Move]:
         """Moves jobs where what that saves pays for the moves. To be asked again from time to time: what does
         not pay for young jobs pays later. `now`: seconds of any clock, for the limit of moves an hour."""
         moves: list[Move] = []
         self._repack.begin()
-        while self.rules.repack and self._may_move(now) and (found := self._repack.next(_unmoved(progress, moves))):
+        while self.rules.repack and self._may_move(now) and (found := self._repack.next(unmoved(progress, moves))):
             carried = self._carry_out(found)
             self.moved_at += [now] * len(carried)
             moves += carried
-        return moves + (self.start_waiting(_unmoved(progress, moves)) if moves else [])
+        return moves + (self.start_waiting(unmoved(progress, moves)) if moves else [])
 
     def vacate(self, node: str, progress: Mapping[str, Progress] = NOTHING_KNOWN) -> list[Move]:
         """Moves whoever can be moved off a closed node, while there is room elsewhere. Returns who moves or starts in
@@ -131,12 +151,12 @@ class Placer:
         for job in [job for job in there if self.search.may_move(job)]:
             group = self.groups.group_of(job.name)
             rest = self.groups.replace([group], groups_without(group, [job.name]))
-            if home := self._place(job, _unmoved(progress, moves), job.load_s):
+            if home := self._place(job, unmoved(progress, moves), job.load_s):
                 self._changed([g for g in rest if self.groups.get(g.name) is g])
                 moves.append(self._move(job, "move", home))
             else:
                 self.groups.replace(rest, [group])
-        return moves + (self.start_waiting(_unmoved(progress, moves)) if moves else [])
+        return moves + (self.start_waiting(unmoved(progress, moves)) if moves else [])
 
     def start_waiting(self, progress: Mapping[str, Progress]) -> list[Move]:
         """Starts who waits and now has room, as after nodes came free that others had. Returns who starts."""
@@ -200,16 +220,28 @@ class Placer:
         """Whether `repack` has something in view that may pay later, or did not come to an end."""
         return self.rules.repack and bool(self._repack.dirty)
 
-    def _place(self, job: JobSpec, progress: Mapping[str, Progress], load_s: float = 0.0) -> Group | None:
-        """The group it was put in, at the least cost; None if a finite cluster has no room."""
+    def offer(self, job: JobSpec, progress: Mapping[str, Progress], load_s: float = 0.0) -> Offer | None:
+        """The cheapest place for the job; None if a finite cluster has no room."""
         free = self.groups.free
         modes = modes_of(job, self.cluster, self.rules)
         fits = [placed for placed in modes if placed.nodes[0] <= free[0] and placed.nodes[1] <= free[1]]
-        alone = min(fits, key=lambda placed: isolated_usd(placed, self.cluster), default=None)
-        below = math.inf if alone is None else isolated_usd(alone, self.cluster)
+        alone = min(fits, key=self.groups.alone_usd, default=None)
+        below = math.inf if alone is None else self.groups.alone_usd(alone)
         if place := self.search.find(job, self.groups.table, below, free, progress, load_s):
-            return self._changed(self.groups.replace([place.group], [group_at(place)]))[0]
-        return None if alone is None else self._changed(self.groups.replace([], [isolated(alone)]))[0]
+            return Offer(place.usd, place.group, group_at(place))
+        return None if alone is None else Offer(below, None, isolated(alone))
+
+    def start(self, job: JobSpec, offer: Offer) -> Move:
+        """Somebody who waited goes where he was just offered to."""
+        return self._move(job, "start", self._taken(offer))
+
+    def _taken(self, offer: Offer) -> Group:
+        return self._changed(self.groups.replace([offer.joins] if offer.joins else [], [offer.group]))[0]
+
+    def _place(self, job: JobSpec, progress: Mapping[str, Progress], load_s: float = 0.0) -> Group | None:
+        """The group it was put in."""
+        found = self.offer(job, progress, load_s)
+        return None if found is None else self._taken(found)
 
     def _changed(self, groups: list[Group]) -> list[Group]:
         self._repack.dirty.update((group.name, None) for group in groups)
@@ -220,13 +252,14 @@ class Placer:
         self.partitioner.forget(name)
 
     def _start_one(self, progress: Mapping[str, Progress]) -> Move | None:
-        for job in self.waiting.candidates(self._usd_by_owner()):
-            if group := self._place(job, progress):
+        for job in self.waiting.candidates(self.usd_by_owner()):
+            if found := self.offer(job, progress):
                 self.waiting.started(job.name)
-                return self._move(job, "start", group)
+                return self.start(job, found)
         return None
 
-    def _usd_by_owner(self) -> dict[str, float]:
+    def usd_by_owner(self) -> dict[str, float]:
+        """USD per hour of what each owner's jobs would cost alone."""
         usd: dict[str, float] = defaultdict(float)
         for job in (job for group in self.groups.values() for job in group.jobs):
             usd[job.owner] += isolated_usd(job, self.cluster)
@@ -257,7 +290,7 @@ class Placer:
         while unchecked:
             group = unchecked.pop()
             alright = len(group.pins) < 2 or _in_time([group], progress, {})
-            if not alright and (found := self._move_out(group, _unmoved(progress, moves))):
+            if not alright and (found := self._move_out(group, unmoved(progress, moves))):
                 moves.append(found[0])
                 unchecked += found[1]
         return moves
@@ -305,6 +338,6 @@ def _seen(group: Group, progress: Mapping[str, Progress]) -> bool:
     return all(it is not None and (it.done if it.seen is None else it.seen) >= LEAST for it in found)
 
 
-def _unmoved(progress: Mapping[str, Progress], moves: list[Move]) -> Mapping[str, Progress]:
+def unmoved(progress: Mapping[str, Progress], moves: Sequence[Move]) -> Mapping[str, Progress]:
     """Nobody is moved twice in one answer."""
     return Without(progress, {move.job for move in moves}) if moves else progress

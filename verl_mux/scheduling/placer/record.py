@@ -13,9 +13,11 @@ from verl_mux.scheduling.search.rules import Rules
 
 
 class Arrive(msgspec.Struct, frozen=True, tag=True):
-    """Where is this job to go?"""
+    """Where is this job to go? `pair`, `elsewhere`: as of one that waits."""
 
     job: JobSpec
+    pair: str = ""
+    elsewhere: dict[str, JobSpec] = {}
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
@@ -48,10 +50,13 @@ Question = Arrive | Leave | Correct | Open | Vacate | Again
 
 
 class Queued(msgspec.Struct, frozen=True):
-    """A job that waits for room. passed: younger jobs that started before it."""
+    """A job that waits for room. passed: younger jobs that started before it. pair: of pools, in which it is as `job` says, ""
+    for the first; elsewhere: as it is in others that could hold it."""
 
     job: JobSpec
     passed: int = 0
+    pair: str = ""
+    elsewhere: dict[str, JobSpec] = {}
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for the index

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
 from verl_mux.scheduling.model import COLOCATED, SEPARATE, JobSpec
-from verl_mux.scheduling.placer.explain import alternatives, price
+from verl_mux.scheduling.placer.explain import alternatives, cheapest, price
 from verl_mux.scheduling.placer.placer import Placer
 from verl_mux.scheduling.search.cheapest_nodes import EPSILON_USD
 from verl_mux.scheduling.search.decision import OWN_NODES, Alternative, Decision
@@ -27,8 +28,8 @@ class Advice(msgspec.Struct, frozen=True):
 def advice(placer: Placer, job: JobSpec, could: Sequence[Alternative], most: int | None = None) -> Advice | None:
     """The change after which the job could be placed cheapest, if it is cheaper than the places that it `could` take. To be asked
     before it is admitted. most: as of alternatives()."""
-    now = min((price(place) for place in could if not place.why), default=None)
-    if now is not None and now <= EPSILON_USD:
+    now = cheapest(could)
+    if now <= EPSILON_USD:
         return None
     best: Advice | None = None
     least = now
@@ -36,9 +37,9 @@ def advice(placer: Placer, job: JobSpec, could: Sequence[Alternative], most: int
         if not modes_of(other, placer.cluster, placer.rules):
             continue
         placer.feasibility.forget(job.name)  # verdicts are remembered by name
-        then = min((price(place) for place in alternatives(placer, other, most) if not place.why), default=None)
-        if then is not None and (least is None or then < least - EPSILON_USD):
-            best, least = Advice(how, None if now is None else now - then), then
+        then = cheapest(alternatives(placer, other, most))
+        if then < least - EPSILON_USD:
+            best, least = Advice(how, now - then if now < math.inf else None), then
     placer.feasibility.forget(job.name)
     return best
 
@@ -72,6 +73,16 @@ def because(decision: Decision, job: JobSpec, could: Sequence[Alternative], foun
     return "; ".join(part for part in parts if part)
 
 
+def in_other_pairs(pair: str, usd: Mapping[str, float]) -> str:
+    """The end of it, where jobs could go to other pairs of pools. usd: by pair, of as much work an hour (by_price)."""
+    said = [
+        f"on {other} as much work would have cost {cost:.2f} USD/h"
+        for other, cost in usd.items()
+        if other != pair and cost < math.inf
+    ]
+    return "".join(f"; {it}" for it in said)
+
+
 def _reason(decision: Decision, could: Sequence[Alternative]) -> str:
     if decision.outcome == "queued":
         return decision.wait
@@ -81,7 +92,7 @@ def _reason(decision: Decision, could: Sequence[Alternative]) -> str:
     if decision.strategy not in OWN_NODES.values() or (groups and refused is None):
         return f"{added}, and no other place added less"
     if refused is None:
-        return f"{added}, as there was nobody to share with"
+        return f"{added}, as nobody was there yet to share with"
     return f"{added}, as group {refused.group} could not take it: {refused.why.replace('; ', ', and ')}"
 
 

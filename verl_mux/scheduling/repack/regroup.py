@@ -1,12 +1,13 @@
 """Dividing the jobs of a few groups anew: who would have to move, what it saves, and whether that pays.
 
-A job that has stayed for some time is expected to stay as long again (job lengths are heavy-tailed). So the saving is
-counted over the age of the youngest job concerned, against what the moved jobs' nodes cost while those load, and while
-they did that part of an iteration which a move throws away.
+The saving is counted until the first of the jobs concerned ends: whoever is left is then divided anew. A job that does not say
+how many iterations it has left is expected to stay as long again as it has stayed (job lengths are heavy-tailed). Against it
+stands what the moved jobs' nodes cost while those load, and while they did that part of an iteration which a move throws away.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
@@ -29,11 +30,14 @@ class Regrouping(msgspec.Struct, frozen=True):
     saving_usd: float
 
     def pays_in_s(self, cluster: Cluster, progress: Mapping[str, Progress], hysteresis: float) -> float:
-        """Seconds until the youngest job concerned is old enough for the saving to pay for the moves so many times; 0: it is."""
-        changed = [group for group in self.groups if group not in self.old]
-        age_s = min(progress[job.name].age_s for group in changed for job in group.jobs)
+        """Seconds after which the saving can be expected to pay for the moves so many times; 0: now; infinite: some job concerned
+        says that it ends before."""
+        concerned = [(job, progress[job.name]) for group in self.groups if group not in self.old for job in group.jobs]
         loss = sum(isolated_usd(job, cluster) * _lost_s(job, progress[job.name]) for job in self.movers)
-        return max(hysteresis * loss / self.saving_usd - age_s, 0.0)
+        needed_s = hysteresis * loss / self.saving_usd
+        wait_s = max([0.0, *(needed_s - at.age_s for _, at in concerned if at.left is None)])
+        lefts_s = [left_s for job, at in concerned if (left_s := at.left_s(job)) is not None]
+        return math.inf if min(lefts_s, default=math.inf) - wait_s < needed_s else wait_s
 
     def in_time(self, progress: Mapping[str, Progress]) -> bool:
         """Whether everybody keeps within the SLO over its whole life, cold starts of the movers included."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from verl_mux.scheduling.model import Cluster, Group, JobSpec, Pin
+from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
 from verl_mux.scheduling.search.extension import NEW
 from verl_mux.scheduling.search.nodes import Nodes
 
@@ -24,8 +25,8 @@ class Groups(Mapping[str, Group]):
 
         self.table = GroupTable()
         self.home: dict[str, str] = {}
-        self._rollout = Nodes(cluster.rollout, cluster.closed, cluster.spot)
-        self._train = Nodes(cluster.train, cluster.closed, cluster.spot)
+        self._rollout = Nodes(cluster.rollout, cluster.closed, cluster.spot, cluster.spot_usd)
+        self._train = Nodes(cluster.train, cluster.closed, cluster.spot, cluster.spot_usd)
         self._held = [0, 0]
         self.named = 0
         self.touched: set[str] = set()
@@ -47,7 +48,16 @@ class Groups(Mapping[str, Group]):
     @property
     def usd_per_hour(self) -> float:
         pools = self.cluster.rollout, self.cluster.train
-        return sum(held * pool.kind.usd_per_hour for held, pool in zip(self._held, pools, strict=True))
+        usd = sum(held * pool.kind.usd_per_hour for held, pool in zip(self._held, pools, strict=True))
+        return usd - self._rollout.saved_usd - self._train.saved_usd
+
+    def alone_usd(self, job: JobSpec) -> float:
+        """Of nodes of its own as it is placed, USD per hour: of those that are free now, some of which may be cheaper."""
+        usd = isolated_usd(job, self.cluster)
+        if job.movable and self.cluster.spot_usd:
+            rollout, train = job.nodes
+            usd -= self._rollout.would_save_usd(rollout) + self._train.would_save_usd(train)
+        return usd
 
     def group_of(self, job: str) -> Group:
         return self._by_name[self.home[job]]

@@ -38,4 +38,6 @@ class Price:
     def _slower(self, jobs: Sequence[JobSpec], seconds: Sequence[float]) -> float:
         """By how much the jobs take longer than alone, on the mean by what each costs alone."""
         usd = [isolated_usd(job, self._cluster) for job in jobs]
+        if not any(usd):
+            usd = [1.0] * len(jobs)  # on nodes that cost nothing they count alike
         return sum(u * s / job.iteration_s for u, s, job in zip(usd, seconds, jobs, strict=True)) / sum(usd)

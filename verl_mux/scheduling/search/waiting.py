@@ -7,7 +7,7 @@ before it: what comes free is kept for it. Every job that fits the empty cluster
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from verl_mux.scheduling.model import JobSpec
 
@@ -50,6 +50,11 @@ class Waiting:
     def add(self, job: JobSpec, passed: int = 0) -> None:
         self._count += 1
         self._entries.append(_Entry(job, self._count, passed))
+
+    def refill(self, entries: Iterable[tuple[JobSpec, int]]) -> None:
+        """These wait, and nobody else: as `entries`."""
+        self._entries = [_Entry(job, number, passed) for number, (job, passed) in enumerate(entries, 1)]
+        self._count = len(self._entries)
 
     def remove(self, name: str) -> None:
         self._entries = [entry for entry in self._entries if entry.job.name != name]

@@ -26,7 +26,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     `tail` or `train`, which it runs for remaining_s more, or waits for since waited_s ago (remaining_s None).
     warm: rollout and training nodes that it was the last to hold; None if unknown. solo_s: what the finished iterations would
     have taken alone, as they really were; None: as estimated now. seen: iterations whose phases its estimates may know; None: all
-    that are done."""
+    that are done. left: iterations still to do, as the job says; None: it does not say."""
 
     age_s: float = 0.0
     done: int = 0
@@ -36,6 +36,11 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     warm: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     solo_s: float | None = None
     seen: int | None = None
+    left: int | None = None
+
+    def left_s(self, job: JobSpec) -> float | None:
+        """What it still has to do would take alone; None: it does not say."""
+        return None if self.left is None else self.left * job.iteration_s
 
     def allowed_s(self, job: JobSpec, more: int) -> float:
         """At most this may have passed since it was placed when it has done so many more iterations."""

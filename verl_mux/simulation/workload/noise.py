@@ -1,4 +1,5 @@
-"""Phases that vary from step to step and grow while a model learns, and what a short profile of a job tells of them."""
+"""Phases that vary from step to step and grow while a model learns, what a short profile of a job tells of them, and how long
+jobs say that they run."""
 
 from __future__ import annotations
 
@@ -28,6 +29,8 @@ class Varying(msgspec.Struct, frozen=True):
 
 
 STEADY = Varying()
+# So many of Philly's jobs are killed or fail (Jeon et al., Analysis of Large-Scale Multi-Tenant GPU Clusters, USENIX ATC 2019).
+STOP_EARLY = 0.3
 
 
 def with_varying_phases(arrivals: Sequence[Arrival], varying: Varying, seed: int) -> list[Arrival]:
@@ -35,18 +38,33 @@ def with_varying_phases(arrivals: Sequence[Arrival], varying: Varying, seed: int
     return [msgspec.structs.replace(a, draws=_draws(a, varying, f"{seed} {a.job.name}")) for a in arrivals]
 
 
+def with_said_lengths(arrivals: Sequence[Arrival], stop_early: float, seed: int) -> list[Arrival]:
+    """The same jobs, which say how many iterations they will run. This part of them, chosen at random, says too many: it ends on
+    the way, anywhere alike."""
+    return [msgspec.structs.replace(a, says=_said(a, stop_early, random.Random(f"{seed} {a.job.name} says"))) for a in arrivals]
+
+
+def _said(arrival: Arrival, stop_early: float, rng: random.Random) -> int:
+    if rng.random() >= stop_early:
+        return arrival.iterations
+    return math.ceil(arrival.iterations / (1 - rng.random()))
+
+
 def profiled(arrival: Arrival, movable: bool) -> Arrival:
-    """Placed after a profile of PROFILED steps on nodes of its own, on what that showed. The run then begins anew."""
+    """Placed on what its first PROFILED steps showed, which it does on nodes of its own; where it stays on those, it goes on with
+    the next. A shorter job ends there."""
     job = arrival.job
     draws = arrival.draws() if arrival.draws else itertools.repeat((job.rollout.seconds, job.train.seconds))
     steps = list(itertools.islice(draws, PROFILED))
     seen = Observed()
     for rollout, train in steps:
         seen = seen.seen("rollout", rollout + job.sync_s).seen("train", train)
-    took_s = job.cold_start_s + sum(rollout + train + job.sync_s for rollout, train in steps)
+    done = steps[: arrival.iterations]
+    took_s = job.cold_start_s + sum(rollout + train + job.sync_s for rollout, train in done)
     spec = msgspec.structs.replace(learnt(job, seen, "profile"), movable=movable)
     real = _with_sync(arrival.draws, job)
-    return msgspec.structs.replace(arrival, job=spec, at_s=arrival.at_s + took_s, draws=real, profile_s=took_s)
+    at_s = arrival.at_s + took_s
+    return msgspec.structs.replace(arrival, job=spec, at_s=at_s, draws=real, profile_s=took_s, profiled=len(done))
 
 
 def _with_sync(

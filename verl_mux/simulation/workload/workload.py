@@ -48,20 +48,32 @@ class Phases:
         """What the first `iterations` would have taken alone."""
         return self._alone_s[iterations] + iterations * self.job.sync_s
 
+    def begin_after(self, iterations: int) -> None:
+        """The first `iterations` are done."""
+        for _ in itertools.islice(self._rollouts(), iterations):
+            pass
+
     def forget(self, iterations: int) -> None:
         """What was drawn beyond the first `iterations` is thrown away."""
         del self.history[iterations:], self._alone_s[iterations + 1 :]
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """job: as it is announced. iterations: how many it runs. draws: its real phase times, None for the estimates. profile_s:
-    how long it has run on nodes of its own before, to be looked at; what it did there is thrown away."""
+    """job: as it is announced. iterations: how many it runs; says: how many it says that it will, None: it does not. draws: its
+    real phase times, None for the estimates. profile_s, profiled: how long it has run before on nodes of its own, to be looked
+    at, and how many iterations it did there."""
 
     job: JobSpec
     at_s: float
     iterations: int
     draws: Callable[[], Iterator[tuple[float, float]]] | None = None
     profile_s: float = 0.0
+    profiled: int = 0
+    says: int | None = None
+
+    def says_left(self, done: int) -> int | None:
+        """Iterations that it says are left when it has done so many."""
+        return None if self.says is None else max(self.says - done, 0)
 
 
 def parse_slo(spec: str) -> tuple[float, float]:

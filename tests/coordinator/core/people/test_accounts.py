@@ -178,6 +178,20 @@ def test_a_job_whose_profile_costs_more_than_its_budget_is_refused():
     assert isinstance(arrive(driver, "b", steps=4, budget_usd=0.1)[0], m.Registered), "bounds are no reason"
 
 
+def test_what_a_job_would_cost_is_told_by_the_cheapest_nodes_that_it_may_get():
+    driver = Driver(Machine(placing_config(2)))
+    decided, _ = decide(
+        m.NodeAdd(pool="rollout", node="r7", spot=True, usd_per_hour=0.25), driver.machine.state, driver.machine.config, str
+    )
+    driver.do(decided[0])
+    about = {"profiled": Observed(rollout=(1800.0,) * 3, train=(900.0,) * 3), "steps": 4}
+    (refused,) = arrive(driver, "a", **about, budget_usd=2.9)
+    assert "job 'a' would cost 3.00 USD by its profile" in refused.reason
+    (refused,) = arrive(driver, "a", **about, budget_usd=1.4, movable=True)
+    assert "job 'a' would cost 1.50 USD by its profile" in refused.reason
+    assert isinstance(arrive(driver, "a", **about, budget_usd=1.6, movable=True)[0], m.Registered)
+
+
 def test_a_filler_has_no_account():
     driver = driven()
     driver.register("sums", nodes={"rollout": ["r0"]}, filler=True, owner="ann")

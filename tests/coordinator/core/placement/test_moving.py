@@ -82,6 +82,22 @@ def spoilt(**keys):
     return driver
 
 
+def test_how_many_steps_are_left_stands_while_a_job_moves():
+    driver = spoilt()
+    move = driver.beat("b")
+    driver.do(m.StepReport(**driver.who("b"), step=LAST, metrics={}, steps=10))
+
+    def left():
+        return Standing(driver.state, driver.now)["b"].left
+
+    assert left() == 10 - LAST
+    driver.leave("b", move)
+    driver.come_again("b", steps=10)
+    assert left() == 10 - LAST
+    driver.ask("b", "rollout", LAST + 1, driver.state.jobs["b"].nodes["rollout"])
+    assert left() == 10 - LAST
+
+
 def test_nobody_is_moved_before_all_of_its_group_were_seen():
     driver = Jobs(Machine(placing_config(count=2)))
     driver.come("a")

@@ -52,6 +52,25 @@ def test_what_steps_would_have_taken_alone_is_what_they_took_then_without_waitin
     assert at.done == 20 and at.solo_s == pytest.approx(took) and at.solo_s < 0.8 * 20 * spec.iteration_s
 
 
+def test_how_many_steps_are_left_is_as_the_job_says():
+    driver = Driver(Machine(placing_config()))
+    arrive(driver, "a")
+    arrive(driver, "b", steps=30)
+    for number in range(1, 4):
+        for job in "ab":
+            step(driver, job, number)
+
+    def left():
+        return {job: at.left for job, at in Standing(driver.machine.state, driver.now).items()}
+
+    assert left() == {"a": None, "b": 28}, "of 30 steps two are known to be done"
+    driver.do(m.StepReport(**driver.who("a"), step=3, metrics={}, steps=10))
+    driver.do(m.StepReport(**driver.who("b"), step=3, metrics={}))
+    assert left() == {"a": 7, "b": 27}
+    driver.do(m.StepReport(**driver.who("a"), step=12, metrics={}))
+    assert left() == {"a": 0, "b": 27}
+
+
 def test_a_validation_is_not_taken_for_the_steps_rollout(driver):
     arrive(driver, "a")
     step(driver, "a", 1)

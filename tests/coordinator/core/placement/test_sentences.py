@@ -30,7 +30,7 @@ def driver():
 
 def test_who_was_placed_is_told_with_whom_and_what_it_added(driver):
     arrive(driver, "a", slo=1.3)
-    assert told(driver)["a"].startswith("a has r0, t0 to itself, which added 2.00 USD/h, as there was nobody to share with")
+    assert told(driver)["a"].startswith("a has r0, t0 to itself, which added 2.00 USD/h, as nobody was there yet to share with")
     arrive(driver, "b", slo=1.3)
     found = told(driver)
     assert found["a"].startswith("a shares t0 with b and has r0 to itself, which added 2.00 USD/h")
@@ -64,7 +64,7 @@ def test_who_lacks_nodes_is_told_how_many():
     driver = Driver(Machine(msgspec.structs.replace(placing_config(), on_nodes_wanted="start")))
     for job in "ab":
         arrive(driver, job, slo=1.0)
-    assert told(driver)["b"].endswith("; 1 rollout nodes more would start it")
+    assert told(driver)["b"].endswith("; more nodes would start it: 1 of 'rollout'")
 
 
 def test_who_moved_is_told_so():

@@ -159,8 +159,28 @@ def test_a_node_that_may_vanish_has_a_price_of_its_own(placed):
     add(placed, "rollout", "r8")
     found = placed.machine.config.nodes
     assert [(found[name].usd_per_hour, found[name].spot) for name in ("r7", "r8")] == [(0.3, True), (1.0, False)]
-    assert placed.machine.config.cluster.spot == {"r7"}
-    assert placed.machine.config.cluster.rollout.kind.usd_per_hour == 1.0
+    cluster = placed.machine.config.clusters["rollout+train"]
+    assert (cluster.spot, cluster.spot_usd, cluster.rollout.kind.usd_per_hour) == ({"r7"}, {"r7": 0.3}, 1.0)
+    arrive(placed, "a", slo=1.0, movable=True)
+    (group,) = describe(placed.machine.state, placed.machine.config, placed.now, {})["placement"]["groups"].values()
+    assert group["usd_per_hour"] == lines(placed, "placed")[-1]["usd_per_hour"] == pytest.approx(1.3)
+
+
+def test_one_without_a_price_costs_its_kinds_rent():
+    nodes = [{"name": "r0", "usd_per_hour": 1.0}, {"name": "r1", "spot": True}]
+    pools = {"rollout": {"kind": "H20", "nodes": nodes}, "train": {"kind": "H800", "nodes": [{"name": "t0", "gpus": 0}]}}
+    found = make_config({"pools": pools, "placement": {}})
+    cluster = found.clusters["rollout+train"]
+    assert found.price("r1") == pytest.approx(1.85) and cluster.usd_per_hour(["r1"], []) == 1.0, "as one of the others"
+    assert found.price("t0") == cluster.usd_per_hour([], ["t0"]) == pytest.approx(5.28)
+
+
+def test_one_that_costs_more_than_others_counts_as_these():
+    nodes = [{"name": "r0", "usd_per_hour": 1.0}, {"name": "r1", "spot": True, "usd_per_hour": 3.0}]
+    pools = {"rollout": {"kind": "H20", "nodes": nodes}, "train": {"kind": "H800", "nodes": [{"name": "t0"}]}}
+    found = make_config({"pools": pools, "placement": {}})
+    cluster = found.clusters["rollout+train"]
+    assert (cluster.spot, cluster.spot_usd) == ({"r1"}, {}) and found.price("r1") == 3.0
 
 
 def test_nodes_that_may_vanish_go_to_who_is_started_again(placed):

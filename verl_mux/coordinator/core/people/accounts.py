@@ -7,15 +7,17 @@ until one of them has finished, so a restart or a move begins no new budget.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from statistics import fmean
 
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.inputs_and_instructions import Log
 from verl_mux.coordinator.core.records import Account, Job, JobState, Lease, Request, Served, State
-from verl_mux.coordinator.core.settings import Config
+from verl_mux.coordinator.core.settings import Config, ordinary
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
 from verl_mux.scheduling.estimate.learning import LEAST
+from verl_mux.scheduling.model import Cluster
 
 # The part of a budget at which somebody is told.
 NEAR = 0.8
@@ -41,16 +43,25 @@ def check(asked: m.Register, state: State, config: Config, nodes: Iterable[str])
 
 
 def _expected_usd(asked: m.Register, config: Config) -> float | None:
-    """By its profile, alone on the nodes that it asks for; None: it has none, or does not say how long it runs."""
+    """By its profile, alone on as many nodes as it asks for, the cheapest that it may get; None: it has none, or does not say how
+    long it runs."""
     needs, seen = asked.needs, asked.profiled
     if needs is None or asked.steps is None or min(len(seen.rollout), len(seen.train)) < LEAST:
         return None
-    pools = config.cluster.train if asked.colocated else config.cluster.rollout, config.cluster.train
-    counts, phases = (needs.rollout_nodes, needs.train_nodes), (seen.rollout, seen.train)
-    return sum(
-        asked.steps * sum(seconds) / len(seconds) * count * pool.kind.usd_per_hour / 3600
-        for pool, count, seconds in zip(pools, counts, phases, strict=True)
-    )
+    counts, means = (needs.rollout_nodes, needs.train_nodes), (fmean(seen.rollout), fmean(seen.train))
+
+    def usd(cluster: Cluster) -> float:
+        names = cluster.train.name if asked.colocated else cluster.rollout.name, cluster.train.name
+        prices = [_least_usd(config, name, asked.movable) for name in names]
+        return sum(s * count * price / 3600 for s, count, price in zip(means, counts, prices, strict=True))
+
+    return asked.steps * min(map(usd, config.clusters.values()))
+
+
+def _least_usd(config: Config, pool: str, movable: bool) -> float:
+    """Per hour of a node of a pool that jobs are placed on. Nodes that may vanish are for who can be moved."""
+    nodes = config.pools[pool].nodes
+    return min(config.price(node.name) or 0.0 for node in (nodes if movable else ordinary(nodes)))
 
 
 def opened(state: State, job: Job, asked: m.Register, now: float) -> None:

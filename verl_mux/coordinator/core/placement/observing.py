@@ -90,8 +90,9 @@ class Standing(Mapping[str, Progress]):
         if spec is None or watched.began is None:
             raise KeyError(name)
         if moving is not None:
-            done = (job.finished if job is not None and moving.left_at is None else moving.done) - watched.first_step + 1
-            return _on_its_way(moving, watched, watched.began, max(done, 0), spec, self._now)
+            finished = job.finished if job is not None and moving.left_at is None else moving.done
+            stands = _on_its_way(moving, watched, watched.began, max(finished - watched.first_step + 1, 0), spec, self._now)
+            return stands if job is None else msgspec.structs.replace(stands, left=_left(job, finished))
         if job is None:
             raise KeyError(name)
         return _progress(job, watched, watched.began, spec, self._now)
@@ -117,8 +118,14 @@ def _on_its_way(moving: Moving, watched: Watched, began: float, done: int, spec:
 def _progress(job: Job, watched: Watched, began: float, spec: JobSpec, now: float) -> Progress:
     phase, since, runs = watched.doing
     age_s, done = now - began, max(job.finished - watched.first_step + 1, 0)
-    stands = Progress(age_s=age_s, done=done, phase=phase, seen=watched.observed.steps, solo_s=watched.alone_s)
+    stands = Progress(
+        age_s=age_s, done=done, phase=phase, seen=watched.observed.steps, solo_s=watched.alone_s, left=_left(job, job.finished)
+    )
     if not runs:
         return msgspec.structs.replace(stands, waited_s=max(now - since, 0.0))
     planned = spec.rollout_hold_s if phase == "rollout" else spec.train.seconds
     return msgspec.structs.replace(stands, remaining_s=max(planned - (now - since), 0.0))
+
+
+def _left(job: Job, finished: int) -> int | None:
+    return None if job.steps is None else max(job.steps - finished, 0)

@@ -16,24 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
-
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.hosts import fences, memory
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Planned
 from verl_mux.coordinator.core.people import precedence
-from verl_mux.coordinator.core.placement import moving
+from verl_mux.coordinator.core.placement import moving, specs
 from verl_mux.coordinator.core.placement.planner import Asked
 from verl_mux.coordinator.core.placement.prediction import predicted
 from verl_mux.coordinator.core.records import Job, JobState, State, Watched
-from verl_mux.coordinator.core.settings import Config, kind_name
+from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import UserError
-from verl_mux.scheduling.estimate.estimator import WINDOW, bounds, job_spec
-from verl_mux.scheduling.estimate.gpu_kinds import find_kind
+from verl_mux.scheduling.estimate.estimator import WINDOW
 from verl_mux.scheduling.estimate.job_needs import JobNeeds
-from verl_mux.scheduling.estimate.learning import learnt
-from verl_mux.scheduling.model import COLOCATED, SEPARATE, Group, JobSpec, Pin
-from verl_mux.scheduling.placer.placer import check_fits
+from verl_mux.scheduling.model import Cluster, Group, JobSpec, Pin
 from verl_mux.scheduling.placer.record import Again, Arrive, Correct, Leave, Open, Record, Vacate
 from verl_mux.scheduling.placer.shortage import STARTS
 from verl_mux.scheduling.repack.repack import ASK_AGAIN_S
@@ -60,36 +55,28 @@ def check(asked: m.Register, state: State, config: Config) -> None:
         raise UserError(f"job {asked.job!r} leaves its nodes to the coordinator but does not say what it needs")
     if asked.slo is not None and not asked.slo >= 1:
         raise UserError(f"job {asked.job!r}: slo is {asked.slo:g}; an SLO is a factor of at least 1")
-    for side, pool in zip(m.SIDES, _pools(asked, config), strict=True):
+    for side in m.SIDES:
         seconds = getattr(asked.profiled, side)
         if len(seconds) > WINDOW or not all(0 < each < MOST_S for each in seconds):
             raise UserError(
                 f"job {asked.job!r}: profiled {side} phases {list(seconds)[:5]}; at most {WINDOW} of more than 0 and less than"
                 f" {MOST_S:g} s are allowed"
             )
-        gpus, least = getattr(asked.needs, f"{side}_gpus"), min(node.gpus for node in config.pools[pool].nodes)
-        if gpus > least:
-            raise UserError(f"job {asked.job!r} asks for {gpus} GPUs on each {side} node; those of pool {pool!r} have {least}")
     if asked.colocated and asked.needs.rollout_nodes != asked.needs.train_nodes:
         raise UserError(
             f"job {asked.job!r} runs both phases on the same nodes, but asks for {asked.needs.rollout_nodes} for rollout and"
             f" {asked.needs.train_nodes} for train"
         )
     if asked.placed:
-        _check_claimed(asked, asked.needs, config)
-    check_fits(_spec(asked, config), config.cluster, config.placing.rules())
+        _check_claimed(asked, asked.needs, config.clusters[specs.claimed_pair(asked, config)])
+    specs.of_job(asked, config)
 
 
-def _pools(asked: m.Register, config: Config) -> tuple[str, str]:
-    """Names of the pools on which it rolls out and trains."""
-    return config.placing.train if asked.colocated else config.placing.rollout, config.placing.train
-
-
-def _check_claimed(asked: m.Register, needs: JobNeeds, config: Config) -> None:
+def _check_claimed(asked: m.Register, needs: JobNeeds, cluster: Cluster) -> None:
     """Whether a job can have been placed where it says it was. Raises UserError."""
-    for side, name in zip(m.SIDES, _pools(asked, config), strict=True):
+    for side, pool_there in zip(m.SIDES, specs.pools(asked, cluster), strict=True):
         names, count = asked.placed.get(side, []), getattr(needs, f"{side}_nodes")
-        pool = [node.name for node in config.pools[name].nodes]
+        pool = pool_there.nodes or ()
         if len(set(names)) != count or len(names) != count or not set(names) <= set(pool):
             raise UserError(
                 f"job {asked.job!r} says it was placed on {names[: count + 1]} for {side}; allowed: {count} of {', '.join(pool)}"
@@ -119,11 +106,12 @@ def arrive(state: State, config: Config, job: Job, asked: m.Register) -> list[In
         _pin(state, job)
         return []
     job.watched = Watched()
-    spec = _spec(asked, config)
+    found = specs.of_job(asked, config)
+    first, spec = next(iter(found.items()))
     if asked.placed:
-        return _readopt(state, config, job, spec, asked.placed)
+        return _readopt(state, config, job, found.get(specs.claimed_pair(asked, config), spec), asked.placed)
     out = give_up(state, job.name, "another job came under its name")
-    state.questions.append(Arrive(spec))
+    state.questions.append(Arrive(spec, pair=first, elsewhere={pair: it for pair, it in found.items() if pair != first}))
     return out
 
 
@@ -247,17 +235,6 @@ def told_late(state: State) -> list[Job]:
     for job in waited:
         _pin(state, job)
     return [job for job in waited if job.nodes]
-
-
-def _spec(asked: m.Register, config: Config) -> JobSpec:
-    """Of a job that `check` lets pass."""
-    placement, needs = config.placing, asked.needs
-    assert needs is not None
-    kinds = [find_kind(kind_name(pool, config.pools[pool]), placement.kinds) for pool in _pools(asked, config)]
-    slo = placement.slo if asked.slo is None else asked.slo
-    spec = learnt(job_spec(asked.job, needs, bounds(needs, *kinds), slo, asked.owner), asked.profiled, "profile")
-    modes = (COLOCATED if asked.colocated else SEPARATE,)
-    return msgspec.structs.replace(spec, movable=asked.movable, move_s=placement.move_s, modes=modes, colocated=asked.colocated)
 
 
 def _readopt(state: State, config: Config, job: Job, spec: JobSpec, placed: dict[str, list[str]]) -> list[Instruction]:

@@ -1,7 +1,7 @@
 """Answers what placement is asked, outside the path of leases: whatever this takes, phases are granted meanwhile. Pure.
 
-A placer is kept between answers, and made anew only where the record is not the one that its last answer made. So what it answers
-may depend on what it remembers; that is why an answer is an input of the state machine, and as such in the journal.
+Placers are kept between answers, and made anew only where the record is not the one that their last answer made. So what they
+answer may depend on what they remember; that is why an answer is an input of the state machine, and as such in the journal.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from verl_mux.coordinator.core.settings import Config, Pool
 from verl_mux.profiling.eventlog import events
 from verl_mux.scheduling.model import JobSpec
 from verl_mux.scheduling.placer import sentences, shortage
-from verl_mux.scheduling.placer.explain import alternatives, lost_to
-from verl_mux.scheduling.placer.placer import Placer
-from verl_mux.scheduling.placer.record import Again, Arrive, Correct, Leave, Open, Question, Queued, Record, Vacate, restore
+from verl_mux.scheduling.placer.explain import lost_to, price
+from verl_mux.scheduling.placer.pool_pairs import PoolPairs, by_price
+from verl_mux.scheduling.placer.record import Again, Arrive, Leave, Open, Question, Record, Vacate
 from verl_mux.scheduling.search.decision import Action, Alternative, Decision, Move
 from verl_mux.scheduling.time.forecast import Progress
 
@@ -44,55 +44,46 @@ class Planner:
     """One question at a time, in the order in which they were asked."""
 
     def __init__(self) -> None:
-        self._placer: Placer | None = None
+        self._pairs: PoolPairs | None = None
         self._made_for: tuple[Config, frozenset[str], int] | None = None
 
     def answer(self, asked: Asked, progress: Mapping[str, Progress]) -> Planned:
-        placer = self._kept(asked)
-        placer.search.held = asked.held
-        placer.waiting.ranks, placer.waiting.shares = asked.ranks, asked.config.shares
+        pairs = self._kept(asked)
+        pairs.held, pairs.ranks, pairs.shares = asked.held, asked.ranks, asked.config.shares
         self._made_for = None  # until the answer is whole
-        said, moves, because = _decide(placer, asked.question, progress, asked.now)
-        touched = [placer.groups.get(name) for name in sorted(placer.groups.touched)]
-        gone = sorted(name for name in placer.groups.touched if name not in placer.groups)
-        placer.groups.touched.clear()
+        pairs.touched.clear()
+        said, moves, because = _decide(pairs, asked.question, progress, asked.now)
+        touched = {name: pairs.group(name) for name in sorted(pairs.touched)}
         self._made_for = (asked.config, asked.closed, asked.record.version + 1)
         return Planned(
             version=asked.record.version,
-            changed=[group for group in touched if group is not None],
-            gone=gone,
-            waiting=[Queued(job, passed) for job, passed in placer.waiting.entries],
-            named=placer.groups.named,
+            changed=[group for group in touched.values() if group is not None],
+            gone=[name for name, group in touched.items() if group is None],
+            waiting=list(pairs.waiting),
+            named=pairs.named,
             moves=moves,
             said=said,
-            moved_at=list(placer.moved_at),
-            pending=placer.pending,
-            wants=_wants(asked, placer, progress),
+            moved_at=list(pairs.moved_at),
+            pending=pairs.pending,
+            wants=_wants(asked, pairs, progress),
             because=because,
         )
 
-    def _kept(self, asked: Asked) -> Placer:
+    def _kept(self, asked: Asked) -> PoolPairs:
         before = self._made_for
         config, closed, version = before if before is not None else (None, None, None)
-        if self._placer is None or config is not asked.config or (closed, version) != (asked.closed, asked.record.version):
-            cluster = msgspec.structs.replace(asked.config.cluster, closed=asked.closed)
-            self._placer = restore(asked.record, cluster, asked.config.placing.rules())
-        return self._placer
+        if self._pairs is None or config is not asked.config or (closed, version) != (asked.closed, asked.record.version):
+            self._pairs = PoolPairs(asked.config.clusters, asked.config.placing.rules(), asked.record, asked.closed)
+        return self._pairs
 
 
-def _wants(asked: Asked, placer: Placer, progress: Mapping[str, Progress]) -> list[shortage.Want] | None:
+def _wants(asked: Asked, pairs: PoolPairs, progress: Mapping[str, Progress]) -> list[shortage.Want] | None:
     """Nodes that are lacking, where somebody is to be told: for who waits with every answer, for moves when these are due."""
     config, moves = asked.config, isinstance(asked.question, Again)
-    if config.on_nodes_wanted is None or not (moves or len(placer.waiting)):
+    if config.on_nodes_wanted is None or not (moves or pairs.waiting):
         return None if config.on_nodes_wanted is None else []
-    record = Record(
-        groups=tuple(placer.groups.values()),
-        waiting=tuple(Queued(job, passed) for job, passed in placer.waiting.entries),
-        named=placer.groups.named,
-        moved_at=tuple(placer.moved_at),
-    )
-    more = _more(config.pools[config.placing.rollout]), _more(config.pools[config.placing.train])
-    return shortage.wants(record, placer.cluster, placer.rules, more, progress, asked.now, asked.held, moves)
+    more = {name: _more(config.pools[name]) for name in config.scheduled_pools}
+    return shortage.wants(pairs, more, progress, asked.now, moves)
 
 
 def _more(pool: Pool) -> shortage.More:
@@ -114,24 +105,24 @@ def nothing_follows(asked: Asked) -> Planned:
 
 
 def _decide(
-    placer: Placer, question: Question, progress: Mapping[str, Progress], now: float
+    pairs: PoolPairs, question: Question, progress: Mapping[str, Progress], now: float
 ) -> tuple[list[Said], list[Move], str]:
     """What to log, who starts or moves, and of who came, why it is where it is."""
     if isinstance(question, Arrive):
-        arrived, because = _arrive(placer, question.job, progress)
+        arrived, because = _arrive(pairs, question, progress)
         return [arrived], [], because
     moves: Sequence[Move] = ()
     actions: Sequence[Action] = ()
     if isinstance(question, Open):
-        moves = placer.start_waiting(progress)
+        moves = pairs.start_waiting(progress)
     elif isinstance(question, Vacate):
-        moves = placer.vacate(question.node, progress)
+        moves = pairs.vacate(question.node, progress)
     elif isinstance(question, Again):
-        moves = placer.repack(progress, now)
-    elif isinstance(question, Leave) and (question.name in placer.groups.home or question.name in placer.waiting):
-        moves = placer.depart(question.name, progress, now)
-    elif isinstance(question, Correct) and question.job.name in placer.groups.home:
-        revision = placer.revise(question.job, progress, now)
+        moves = pairs.repack(progress, now)
+    elif isinstance(question, Leave):
+        moves = pairs.depart(question.name, progress, now)
+    else:
+        revision = pairs.revise(question.job, progress, now)
         moves, actions = revision.moves, revision.actions
     said = [Said(events.SLO_AT_RISK, _about(action)) for action in actions]
     started = [move for move in moves if move.kind == "start"]
@@ -139,12 +130,28 @@ def _decide(
     return [*said, *(Said(events.PLACED, about) for about in placed)], list(moves), ""
 
 
-def _arrive(placer: Placer, spec: JobSpec, progress: Mapping[str, Progress]) -> tuple[Said, str]:
-    could = alternatives(placer, spec, TOLD)
-    found = sentences.advice(placer, spec, could, TOLD)
-    decision = placer.admit(spec, progress)
-    others = [place for place in could if (place.group, place.strategy) != decision.was]
-    return _said(decision, spec, lost_to(decision.usd_per_hour, others)), sentences.because(decision, spec, could, found)
+def _arrive(pairs: PoolPairs, came: Arrive, progress: Mapping[str, Progress]) -> tuple[Said, str]:
+    specs = {came.pair or next(iter(pairs.clusters)): came.job, **came.elsewhere}
+    could = pairs.ways(specs, TOLD)
+    usd = by_price(specs, could)
+    best = next(iter(usd))
+    with pairs.of(best) as placer:
+        found = sentences.advice(placer, specs[best], could[best], TOLD)
+    pair, decision = pairs.admit(specs, usd, progress)
+    others = [place for place in could[pair] if (place.group, place.strategy) != decision.was]
+    lost = [*lost_to(decision.usd_per_hour, others), *_in_other_pairs(pair, could, usd)]
+    because = sentences.because(decision, specs[pair], could[pair], found if pair == best else None)
+    return _said(decision, specs[pair], lost), because + sentences.in_other_pairs(pair, usd)
+
+
+def _in_other_pairs(pair: str, could: Mapping[str, Sequence[Alternative]], usd: Mapping[str, float]) -> list[Alternative]:
+    """Of each the cheapest place, with why that was not taken."""
+    found = []
+    for other in [other for other in could if other != pair]:
+        place = min(could[other], key=lambda place: (bool(place.why), price(place)))
+        why = place.why or f"as much work costs {usd[other]:.2f} USD/h there"
+        found.append(msgspec.structs.replace(place, why=f"on {other}: {why}"))
+    return found
 
 
 def _about(action: Action) -> dict[str, str]:

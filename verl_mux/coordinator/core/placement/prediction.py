@@ -12,6 +12,7 @@ from verl_mux.coordinator.core.settings import Config
 from verl_mux.profiling.eventlog import events
 from verl_mux.scheduling.estimate.estimator import Observed, expected
 from verl_mux.scheduling.model import Group, JobSpec, Pin
+from verl_mux.scheduling.placer.pool_pairs import pair_of
 from verl_mux.scheduling.time.periods import group_periods
 
 
@@ -56,10 +57,11 @@ def predicted(group: Group, state: State, config: Config) -> Log:
 
 def about(group: Group, state: State, config: Config) -> dict[str, Any]:
     """A group in figures: seconds per step of every job, predicted and at most allowed, and USD per hour."""
+    pair = pair_of(group.rollout_nodes, group.train_nodes, config.clusters)
     return {
         "nodes": {"rollout": list(group.rollout_nodes), "train": list(group.train_nodes)},
         "order": group.order,
-        "usd_per_hour": group.usd_per_hour(config.cluster),
+        "usd_per_hour": group.usd_per_hour(config.clusters[pair]),
         "source": source(group, state, config),
         "periods": predict(group, state),
         "limits": {job.name: job.limit_s for job in group.jobs},

@@ -53,8 +53,8 @@ def _lacking(job: Job, state: State) -> str:
     want = next((want for want in state.scaling.wants if want.job == job.name and want.why == STARTS), None)
     if want is None:
         return ""
-    sides = [f"{count} {side}" for side, count in (("rollout", want.rollout), ("training", want.train)) if count]
-    return f"; {' and '.join(sides)} nodes more would start it"
+    nodes = [f"{count} of {pool!r}" for pool, count in want.nodes.items()]
+    return f"; more nodes would start it: {' and '.join(nodes)}"
 
 
 def _colon(reason: str) -> str:

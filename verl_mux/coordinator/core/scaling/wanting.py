@@ -20,7 +20,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import Call, HookFailed, 
 from verl_mux.coordinator.core.records import AskedFor, JobState, State
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.profiling.eventlog import events
-from verl_mux.scheduling.model import Pool
+from verl_mux.scheduling.model import Cluster
 from verl_mux.scheduling.placer.shortage import STARTS, Want
 from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
 
@@ -68,7 +68,7 @@ def _tell_wanted(state: State, config: Config, now: float) -> Iterator[Instructi
         state.scaling.asked_for[name] = AskedFor(count=coming + more, at=now)
         pool = config.pools[name]
         jobs = [{"job": w.job, "why": w.why, "nodes": count, "saves_usd_per_hour": w.saves_usd_per_hour} for w, count in wants]
-        price = _side(config, name).kind.usd_per_hour
+        price = config.scheduled_pools[name].kind.usd_per_hour
         total = len(pool.nodes) + coming + more
         nodes = {"pool": name, "kind": pool.kind, "more": more, "coming": coming, "total": total}
         about = {**nodes, "usd_per_hour": price, "delay_s": pool.delay, "jobs": jobs}
@@ -81,7 +81,7 @@ def _more(state: State, config: Config, now: float) -> dict[str, tuple[int, list
     if config.on_nodes_wanted is None or not state.scaling.wants:
         return {}
     found = {}
-    for name in (config.placing.rollout, config.placing.train):
+    for name in config.scheduled_pools:
         wants = _lacking(state, config, now, name)
         lacking = sum(count for _, count in wants)
         asked = state.scaling.asked_for.get(name)
@@ -91,7 +91,7 @@ def _more(state: State, config: Config, now: float) -> dict[str, tuple[int, list
 
 
 def _lacking(state: State, config: Config, now: float, pool: str) -> list[tuple[Want, int]]:
-    wants = [(w, w.rollout if pool == config.placing.rollout else w.train) for w in state.scaling.wants]
+    wants = [(want, want.nodes.get(pool, 0)) for want in state.scaling.wants]
     return [(want, count) for want, count in wants if count and _pays(want, state, config, now)]
 
 
@@ -108,13 +108,16 @@ def _pays(want: Want, state: State, config: Config, now: float) -> bool:
         return False
     if want.why != STARTS:
         return True
-    sides = ((want.rollout, config.placing.rollout), (want.train, config.placing.train))
-    price = sum(count * _side(config, name).kind.usd_per_hour * config.pools[name].delay for count, name in sides)
-    return isolated_usd(spec, config.cluster) * (now - job.came) >= price
+    known = [(count, pool, config.pools[name].delay) for name, pool in config.scheduled_pools.items()
+             if (count := want.nodes.get(name, 0))]  # fmt: skip
+    price = sum(count * pool.kind.usd_per_hour * delay_s for count, pool, delay_s in known)
+    return isolated_usd(spec, _cluster_of(want.job, state, config)) * (now - job.came) >= price
 
 
-def _side(config: Config, pool: str) -> Pool:
-    return config.cluster.rollout if pool == config.placing.rollout else config.cluster.train
+def _cluster_of(job: str, state: State, config: Config) -> Cluster:
+    """The pools that its estimates are of."""
+    pair = next((entry.pair for entry in state.placed.waiting if entry.job.name == job), "")
+    return config.clusters[pair or next(iter(config.clusters))]
 
 
 # --- nodes that nobody uses ---
@@ -157,10 +160,5 @@ def _idle(state: State, config: Config) -> set[str]:
     used |= {node for group in state.placed.groups for node in (*group.rollout_nodes, *group.train_nodes)}
     used |= {node for room in state.rooms.values() for node in room.all_nodes}
     used |= {*state.fenced, *state.leaving}
-    lacking = {
-        name
-        for want in state.scaling.wants
-        for name, count in ((config.placing.rollout, want.rollout), (config.placing.train, want.train))
-        if count
-    }
+    lacking = {name for want in state.scaling.wants for name in want.nodes}
     return {node.name for name, pool in config.pools.items() if name not in lacking for node in pool.nodes} - used
