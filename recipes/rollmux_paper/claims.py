@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from recipes.rollmux_paper import schedules, syncs, tails, testbed_trace, theorem, traces
+from recipes.rollmux_paper import others, schedules, syncs, tails, testbed_trace, theorem, traces
 from recipes.rollmux_paper.figure import Figure
 from verl_mux.errors import UserError
 
@@ -29,6 +29,9 @@ CLAIMS: dict[str, Claim] = {
     "R10": Claim("decision latency, table 5", traces.latencies),
     "R11": Claim("theorem 1", theorem.theorem_1),
     "R12": Claim("estimates while real lengths vary (not in the paper)", traces.uncertain_estimates),
+    "R13": Claim("interference, table 4", others.interference),
+    "R14": Claim("Gavel+ and veRL, figure 10", others.other_systems),
+    "R15": Claim("other SLOs and caps, figure 14", traces.sweeps),
 }
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
+# How near a figure is reproduced if the row asks for nothing else, relative to the paper's.
+NEAR = 0.10
+
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """`paper` None: the paper gives none. `ours` None: not run here. within: the relative difference that this project
-    asks for, None where it asks for none. remark: what the paper's text leaves open."""
+    asks for, None where it asks for none. basis: `fitted` if the model was fitted to this very figure, `assumed` if the paper's
+    text does not say what to run. at_most: less than the paper's is as good. remark: what the paper's text leaves open."""
 
     claim: str
     name: str
@@ -15,6 +19,8 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     ours: float | None
     unit: str = ""
     within: float | None = None
+    basis: str = ""
+    at_most: bool = False
     remark: str = ""
 
     @property
@@ -27,10 +33,21 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the difference is as small as asked for; None where nothing is asked for."""
         return None if self.within is None or self.difference is None else abs(self.difference) <= self.within
 
+    @property
+    def tag(self) -> str:
+        """`fitted`; `missed` if it is not near the paper's; else `assumed` or `reproduced`. Empty without a figure of either."""
+        if self.paper is None or self.ours is None:
+            return ""
+        if self.basis == "fitted":
+            return "fitted"
+        room = self.paper * (NEAR if self.within is None else self.within)
+        off = self.ours - self.paper
+        return "missed" if (off if self.at_most else abs(off)) > room else self.basis or "reproduced"
+
     def as_row(self) -> dict:
         """Plain data for JSON."""
         return {
-            **{name: getattr(self, name) for name in ("claim", "name", "paper", "ours", "unit", "within", "remark")},
+            **{name: getattr(self, name) for name in ("claim", "name", "paper", "ours", "unit", "within", "tag", "remark")},
             "difference": self.difference,
             "met": self.met,
         }

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from recipes.rollmux_paper.figure import Figure
 
-COLUMNS = ("", "what", "paper", "ours", "difference", "remark")
+COLUMNS = ("", "what", "paper", "ours", "difference", "tag", "remark")
 
 
 def row(figure: Figure) -> tuple[str, ...]:
@@ -23,6 +23,7 @@ def row(figure: Figure) -> tuple[str, ...]:
         _number(figure.paper, figure.unit),
         _number(figure.ours, figure.unit),
         difference,
+        figure.tag,
         figure.remark,
     )
 

@@ -65,5 +65,5 @@ def migrations() -> list[Figure]:
         cap = max(1.0, 2 * rollout / (rollout + train))
         name = f"throughput with migration, {' + '.join(names)}"
         remark = REMARK.format(cap=cap) if names[0] == names[1] else ""
-        found.append(Figure(claim="R5", name=name, paper=paper, ours=ours, unit="x", remark=remark))
+        found.append(Figure(claim="R5", name=name, paper=paper, ours=ours, unit="x", basis="assumed", remark=remark))
     return found
