@@ -7,6 +7,9 @@ import sys
 from verl_mux.launcher.processes.marked_process import MarkedProcess
 from verl_mux.launcher.run_file import FillerSpec, RunFile, fill
 
+# How long a process that has left its exit code has to be gone.
+_ENDING_S = 10.0
+
 
 class FillerProcess(MarkedProcess):
     """Its end is no job's end: one that fails is told of, and the run goes on."""
@@ -21,6 +24,8 @@ class FillerProcess(MarkedProcess):
     def finish(self) -> str | None:
         """Ends it, if it has not ended by itself. Returns in words what went wrong with it."""
         went_wrong = None
+        if self.returncode is None and self.exit_code_path.exists():
+            self._wait(_ENDING_S)  # its command has ended; a signal now would make it look as if we had ended it
         if self.returncode is None:
             self.stop()
         elif self.returncode != 0:
