@@ -21,8 +21,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     effort: groups simulated per decision; a repack goes on where it stopped when it is asked again. shortlist: groups
     looked at per decision. max_bypass: younger jobs that may start before a waiting one. hysteresis: a saving must pay for its
     moves so many times. moves_per_hour: in all, those that rescue an SLO apart; 0: no limit. keep: probability with which
-    everybody keeps the SLO while phases vary together; 0: phases are taken to last as estimated. count_stays: places are compared
-    by what the same work costs there, not by the hour (price.py).
+    everybody keeps the SLO over ten iterations while phases vary together; 0: phases are taken to last as estimated.
+    count_stays: places are compared by what the same work costs there, not by the hour (price.py).
     """
 
     cap: int = 5
@@ -59,7 +59,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 OURS = Rules()
 # What the coordinator runs, and `simulate` as `live`: moves cost what they take, phases vary, and nobody knows them beforehand.
 # New training nodes beside shared rollout nodes, and the fullest group of equals, pay only where jobs are moved afterwards.
-LIVE = Rules(training_scaling=False, best_fit=False, effort=64, hysteresis=1.5, moves_per_hour=60, keep=0.95, count_stays=True)
+# Even odds over ten iterations (chance.py) are enough: over a job's hundreds what varies evens out, and what drifts is corrected.
+LIVE = Rules(training_scaling=False, best_fit=False, effort=256, hysteresis=1.5, moves_per_hour=60, keep=0.5, count_stays=True)
 PAPER = Rules(
     training_scaling=False, colocate=False, whole_pool=True, prune_saturated=True, best_fit=False, guard=False, repack=False
 )
