@@ -32,7 +32,9 @@ class Ending(FillerProcess):
 
 def test_one_that_has_just_failed_is_told_of_although_its_process_is_not_gone_yet(tmp_path):
     spec = FillerSpec(pool="rollout", command=["true"])
-    filler = Ending("sums", spec, RunFile(dir=str(tmp_path), coordinator={}, jobs={}, fillers={"sums": spec}), "tcp://127.0.0.1:1")
+    filler = Ending(
+        "sums", spec, RunFile(dir=str(tmp_path), coordinator={}, jobs={}, fillers={"sums": spec}), "tcp://127.0.0.1:1"
+    )
     filler.pipe = tmp_path / "pipe"
     os.mkfifo(filler.pipe)
     filler._command = [sys.executable, "-c", ENDING, str(filler.pipe)]
