@@ -53,8 +53,8 @@ $(INSTALLED): requirements/lock.txt pyproject.toml
 	@touch $@
 
 lint: $(INSTALLED)
-	$(BIN)/ruff check verl_mux tests examples
-	$(BIN)/ruff format --check verl_mux tests examples
+	$(BIN)/ruff check verl_mux bench research tests examples recipes
+	$(BIN)/ruff format --check verl_mux bench research tests examples recipes
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m tests.lint.dead_code
 	$(BIN)/mypy

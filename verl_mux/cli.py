@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -28,45 +30,19 @@ COMMANDS = {
     "agent": ("verl_mux.agent.command", "agent", "Look at this host for a coordinator: processes and memory of jobs."),
     "keys": ("verl_mux.coordinator.command", "keys", "Make the keys of a coordinator and of those who talk to it."),
     "plan": ("verl_mux.launcher.plan.command", "plan", "Say where jobs would go, what memory they need, or how weights go."),
-    "simulate": ("verl_mux.simulation.command", "simulate", "Compare placement policies on a trace of jobs."),
     "top": ("verl_mux.top_command", "top", "Show what a run does now: jobs, replicas, requests, who waits."),
     "report": ("verl_mux.report_command", "report", "Say where the time of a run went, from its event log."),
     "doctor": ("verl_mux.launcher.doctor", "doctor", "Check this machine: plugin, versions, platform, memory, ports."),
-}
-BENCHES = {
-    "mux": ("verl_mux.bench.mux", "bench_mux", "Two jobs: one after the other, uncoordinated, interleaved."),
-    "forged": ("verl_mux.bench.hostile", "bench_forged", "Forged registrations: which strangers' processes are ended for them."),
-    "hostile": ("verl_mux.bench.hostile", "bench_hostile", "Malformed frames and hostile messages at a coordinator."),
-    "load": ("verl_mux.bench.load", "bench_load", "Thousands of jobs at one coordinator."),
-    "leases": ("verl_mux.bench.leases", "bench_leases", "Hand-over of a node between two jobs: release to grant."),
-    "filler": ("verl_mux.bench.filler", "bench_filler", "Fillers beside two jobs: what they cost, and what they use."),
-    "chaos": ("verl_mux.bench.chaos.command", "bench_chaos", "Leases while processes, connections and disks fail."),
-    "scheduler": ("verl_mux.bench.scheduler", "bench_scheduler", "Placement decisions among many running jobs."),
-    "log": ("verl_mux.bench.log_cost", "bench_log", "The event log: microseconds an event, percent of a real step."),
-    "memory": ("verl_mux.bench.memory", "bench_memory", "Sleep and wake of a real engine: tokens, bytes, and time."),
-    "report": ("verl_mux.bench.report", "bench_report", "The report on a made log: seconds and memory."),
-    "rollout": (
-        "verl_mux.bench.rollouts.command",
-        "bench_rollout",
-        "Over-sampling and segments beside plain steps, on real jobs.",
-    ),
-    "tail": (
-        "verl_mux.bench.rollouts.tail",
-        "bench_tail",
-        "Recorded lengths through every way to cut a rollout's tail; no engine.",
-    ),
-    "migration": ("verl_mux.bench.rollouts.command", "bench_migration", "Long-tail migration beside none, on two real jobs."),
-    "predictor": ("verl_mux.bench.rollouts.command", "bench_predictor", "Length predictors on a file of prompts and lengths."),
-    "sync": ("verl_mux.bench.sync.command", "bench_sync", "Weight syncs over shaped links, by every way and by the chosen one."),
 }
 NODES = {
     "add": ("verl_mux.coordinator.by_hand_command", "node_add", "Bring a node to a pool of a running coordinator."),
     "remove": ("verl_mux.coordinator.by_hand_command", "node_remove", "Take a node out of its pool as soon as no job needs it."),
 }
 GROUPS = {
-    "bench": (BENCHES, "Measure one part, with the figure as JSON."),
     "node": (NODES, "Nodes that come to a running coordinator, or leave it."),
 }
+# Commands of a checkout, which no installed package has: name -> the folder that holds them.
+CHECKOUT_COMMANDS = {"bench": "bench", "simulate": "research"}
 # What is wrong with the words of a command line. typer names this kind alone, and carries or imports it by version.
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 # package -> how to get it. Whatever else is missing is a fault, and shows its traceback.
@@ -117,10 +93,28 @@ def _group(table: dict[str, tuple[str, str, str]], asked: str | None, help: str)
 def _app(arguments: list[str]) -> typer.Typer:
     """Arguments as on the command line, without the program. No group takes options before a command, but --help."""
     first, second, *_ = [*(word for word in arguments if not word.startswith("-")), None, None]
-    app = _group(COMMANDS, first, "Run several verl RL jobs on the same GPUs.")
-    for name, (table, line) in GROUPS.items():
+    commands, groups = dict(COMMANDS), dict(GROUPS)
+    if first in CHECKOUT_COMMANDS:
+        _find_checkout(first)
+        commands |= importlib.import_module("research").COMMANDS
+        groups |= importlib.import_module("bench").GROUPS
+    app = _group(commands, first, "Run several verl RL jobs on the same GPUs.")
+    for name, (table, line) in groups.items():
         app.add_typer(_group(table, second if first == name else None, line), name=name)
     return app
+
+
+def _find_checkout(command: str) -> None:
+    """Let this process and its children import the checkout's folders.
+
+    Raises:
+        UserError: verl_mux was installed from a wheel, which has none of them.
+    """
+    root = Path(__file__).resolve().parents[1]
+    if not (root / CHECKOUT_COMMANDS[command] / "__init__.py").is_file():
+        raise UserError(f"`verl-mux {command}` is not in the installed package: run it from a checkout of verl_mux")
+    sys.path.insert(0, str(root))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
 
 
 def main() -> None:
@@ -143,7 +137,7 @@ def main() -> None:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:
             raise
-        words = " ".join(["verl-mux", *sys.argv[1 : 3 if sys.argv[1] in GROUPS else 2]])
+        words = " ".join(["verl-mux", *sys.argv[1 : 3 if sys.argv[1] in (*GROUPS, "bench") else 2]])
         print(f"{words} needs {package}: {EXTRAS[package]}", file=sys.stderr)
         sys.exit(2)
 

@@ -34,7 +34,7 @@ ENGINES = {"sglang": "verl_mux.rollout.engine.sglang.record"}
 AGENT_LOOP_MANAGER = "verl_mux.rollout.worker.agent_loop.MuxAgentLoopManager"
 TRIGGERED_BUFFER = {"path": "pkg://verl_mux.trainer.stock_trigger", "name": "TriggeredReplayBuffer"}
 # What `verl-mux bench sync --beside` starts as a process: a job's workers without its trainer.
-SYNC_ROUNDS = "verl_mux.trainer.sync_rounds"
+SYNC_ROUNDS = "bench.sync_rounds"
 
 
 def register() -> None:

@@ -54,7 +54,7 @@ def report(
     if other is not None:
         summary["against"] = {"directory": str(against), "figures": comparison.compare(summary, summarise(other))}
     if advise or tried:
-        from verl_mux.simulation.recorded.advice import advise as run_again
+        from verl_mux.what_if.advice import advise as run_again
 
         summary["advice"] = run_again(analysis, tried)
     _write(analysis, summary, other, html, png, trace)

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from verl_mux.bench import memory
+from bench import memory
 from verl_mux.errors import Failure
 
 

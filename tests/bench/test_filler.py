@@ -5,7 +5,7 @@ from datetime import datetime
 
 import pytest
 
-from verl_mux.bench.filler import _median_step, _share_filled, made_jobs
+from bench.filler import _median_step, _share_filled, made_jobs
 from verl_mux.errors import Failure
 from verl_mux.launcher.timeline import Span, Timeline
 from verl_mux.profiling.plain.lines import Line

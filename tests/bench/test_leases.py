@@ -1,6 +1,6 @@
 """The measurement of hand-overs runs; what it finds is no test's business."""
 
-from verl_mux.bench.leases import grant_latency
+from bench.leases import grant_latency
 
 
 def test_hand_overs_are_timed_one_by_one():

@@ -1,7 +1,7 @@
 """The two benches that load a coordinator and do it harm, on a small scale."""
 
-from verl_mux.bench.hostile import forged, hostile
-from verl_mux.bench.load import load
+from bench.hostile import forged, hostile
+from bench.load import load
 
 
 def test_a_few_jobs_take_turns_and_come_back_after_an_outage():

@@ -9,8 +9,8 @@ import time
 import psutil
 import pytest
 
-from verl_mux.bench.log_cost import measure
-from verl_mux.bench.log_cost_in_run import ProcessorTime, between, compare_steps, engine_cost, generated, own_cost, step_ends
+from bench.log_cost import measure
+from bench.log_cost_in_run import ProcessorTime, between, compare_steps, engine_cost, generated, own_cost, step_ends
 from verl_mux.errors import Failure
 from verl_mux.profiling.eventlog.log import EventLog
 

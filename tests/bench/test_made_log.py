@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from bench.made_log import make_log
 from tests.profiling.made_logs import read_run
-from verl_mux.bench.made_log import make_log
 from verl_mux.errors import UserError
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.profiling.report.output.summary import summarise

@@ -1,6 +1,6 @@
 """The bench of decisions: what it reports, not how fast this machine is."""
 
-from verl_mux.bench.scheduler import decision_latency, log_log_slope
+from bench.scheduler import decision_latency, log_log_slope
 
 
 def test_arrivals_and_departures_are_timed_apart_and_together():

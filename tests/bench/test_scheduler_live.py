@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from verl_mux.bench import scheduler_live
+from bench import scheduler_live
 from verl_mux.errors import Failure
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from verl_mux.bench.sync.beside import beside_verl, compared, lines
-from verl_mux.bench.sync.cases import CASES, Case, limit_seconds
-from verl_mux.bench.sync.command import bench_sync, over_links, together
-from verl_mux.bench.sync.links import can_shape
-from verl_mux.bench.sync.participant import digest_of, entries_of
+from bench.sync.beside import beside_verl, compared, lines
+from bench.sync.cases import CASES, Case, limit_seconds
+from bench.sync.command import bench_sync, over_links, together
+from bench.sync.links import can_shape
+from bench.sync.participant import digest_of, entries_of
 from verl_mux.errors import UserError
 from verl_mux.sync.planning.plan import METHODS
 
@@ -104,7 +104,7 @@ def test_what_does_not_fit_into_memory_is_not_begun():
 @pytest.mark.parametrize("links", ["netns", "buckets"])
 def test_a_small_run_of_it(links, monkeypatch):
     if links == "buckets":
-        monkeypatch.setattr("verl_mux.bench.sync.links.can_shape", lambda: "root")
+        monkeypatch.setattr("bench.sync.links.can_shape", lambda: "root")
     elif (lacking := can_shape()) is not None:
         pytest.skip(f"lacks {lacking}")
     found = over_links(["1_to_2x2_per_pair"], 1 << 20)

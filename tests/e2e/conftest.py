@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bench.coordinator_process import CoordinatorProcess
 from tests.e2e import tiny
-from verl_mux.bench.coordinator_process import CoordinatorProcess
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.launcher.processes.marked_process import read_note
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.rollouts.modes import read_run
 from tests.e2e import tiny
 from tests.gpu.scenes import weights_agree
-from verl_mux.bench.rollouts.modes import read_run
 from verl_mux.profiling.eventlog import events
 
 STEPS = 3

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from bench.rollouts.modes import read_run
 from tests.e2e import tiny
 from tests.e2e.conftest import CONTROLLED_STEPS as STEPS
 from tests.gpu import scenes
-from verl_mux.bench.rollouts.modes import read_run
 from verl_mux.profiling.eventlog import events
 
 pytestmark = pytest.mark.e2e

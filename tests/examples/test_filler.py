@@ -44,7 +44,7 @@ def test_the_held_form_leaves_a_checkpoint_at_sigterm_and_ends_well_when_it_is_t
 
 
 def test_the_form_by_phase_runs_in_a_lease(tmp_path):
-    from verl_mux.bench.coordinator_process import CoordinatorProcess
+    from bench.coordinator_process import CoordinatorProcess
 
     with CoordinatorProcess({"pools": {"train": {"nodes": [{"name": "t0"}]}}}) as coordinator:
         command = [sys.executable, str(FOLDER / "train_by_phase.py"), "--out", str(tmp_path), "--steps", "3"]

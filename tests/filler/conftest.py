@@ -11,7 +11,7 @@ import uuid
 import psutil
 import pytest
 
-from verl_mux.bench.coordinator_process import CoordinatorProcess
+from bench.coordinator_process import CoordinatorProcess
 from verl_mux.coordinator.bus.connect import connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.command import fetch_status

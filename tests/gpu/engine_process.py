@@ -39,7 +39,7 @@ class Sglang:
     """Two requests at once, an untrained Qwen2 of some million parameters."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        from verl_mux.rollout.engine.sglang.memory_cycles import make_model
+        from bench.memory_cycles import make_model
         from verl_mux.rollout.engine.sglang.region_loader import LOADER
 
         self._model, self._ranks = Path(options["folder"]) / "model", options["ranks"]
@@ -86,7 +86,7 @@ class Sglang:
         self._engine.loop.run_until_complete(ask(self._engine.tokenizer_manager, verb, tags, level, self._wait_s))
 
     def sync(self) -> None:
-        from verl_mux.rollout.engine.sglang import memory_cycles
+        from bench import memory_cycles
 
         memory_cycles.sync(self._engine, self._model, self._ranks)
 

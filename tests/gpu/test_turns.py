@@ -4,9 +4,9 @@ import pytest
 import torch
 
 pytest.importorskip("sglang")
+from bench.memory_cycles import make_model
 from tests.gpu.engine_process import PARAMETERS
 from tests.gpu.turns import limits, turns_on
-from verl_mux.rollout.engine.sglang.memory_cycles import make_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(torch.cuda.is_available(), reason="the bed is for machines without CUDA")]
 NAMES = ("first", "second")

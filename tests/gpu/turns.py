@@ -17,13 +17,13 @@ from typing import Any
 
 import msgspec
 
+from bench.memory_cycles import make_model
 from tests.gpu.engine_process import CPU_CHARGES, CPU_PREFILL, CPU_TOKENS, PARAMETERS, REQUESTS
 from tests.gpu.engines import Bed, Engine, EngineEnded, opened
 from tests.memory.certificate.models import verl
 from verl_mux.memory.certificate.certify import Capacity, Certificate, certify
 from verl_mux.memory.certificate.job import Job, read_job
 from verl_mux.memory.sleep_states import KV_CACHE, WEIGHTS
-from verl_mux.rollout.engine.sglang.memory_cycles import make_model
 
 SHARE = 0.95
 PLENTY = 10**12

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from bench.sync.group import Group
 from tests.hosts.conftest import NAME
 from tests.hosts.interfaces import EVERY_S, Counters, Sync, bytes_received, copies, read, summary, weights_bytes, whole_lines
-from verl_mux.bench.sync.group import Group
 from verl_mux.sync.planning.plan import make_plan
 from verl_mux.sync.planning.topology import RolloutHost, Topology, Trainer
 

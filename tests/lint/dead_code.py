@@ -14,7 +14,7 @@ from vulture import Vulture
 from vulture.core import Item
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "verl_mux"
+SEEN = ("verl_mux", "bench", "research")
 # Whole modules whose names are another package's interface.
 INTERFACES = ("platform/verl_cpu.py",)
 REGISTERED = ["@register_trainer", "@CheckpointEngineRegistry.register"]
@@ -42,7 +42,7 @@ ALLOWED = VERL_TRAINER | VERL_ENGINE | TRAINER_BY_VERB | SGLANG_SAVER | STANDARD
 
 def named_in_strings() -> set[str]:
     """Every last part of a string that looks like a dotted name, with a colon or without."""
-    trees = (ast.parse(path.read_text()) for path in [*PACKAGE.rglob("*.py")])
+    trees = (ast.parse(path.read_text()) for name in SEEN for path in (ROOT / name).rglob("*.py"))
     texts = {n.value for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
     texts |= set((ROOT / "pyproject.toml").read_text().replace('"', " ").split())
     return {text.replace(":", ".").rpartition(".")[2] for text in texts if not text.strip().count(" ")}
@@ -51,7 +51,7 @@ def named_in_strings() -> set[str]:
 def dead() -> list[str]:
     """One line a find."""
     vulture = Vulture(ignore_decorators=REGISTERED)
-    vulture.scavenge([str(PACKAGE)])
+    vulture.scavenge([str(ROOT / name) for name in SEEN])
     used = ALLOWED | named_in_strings()
     return [
         f"{item.filename.relative_to(ROOT)}:{item.first_lineno}: {item.typ} {item.name} is used by nothing in verl_mux"

@@ -7,8 +7,8 @@ import signal
 import msgspec
 import pytest
 
+from bench.sync.group import Group
 from tests.sync.faulty_link import Fault, FaultyLink
-from verl_mux.bench.sync.group import Group
 from verl_mux.errors import Failure
 from verl_mux.sync.planning.plan import make_plan
 from verl_mux.sync.planning.topology import RolloutHost, Topology, Trainer

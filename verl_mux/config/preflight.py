@@ -23,12 +23,12 @@ from verl_mux.coordinator.bus.local import LocalMux
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.bus.messages import AUTO
 from verl_mux.errors import UserError
+from verl_mux.placement.estimate.estimator import Observed
 from verl_mux.places.here import this_host
 from verl_mux.places.place import is_host, resource_of
 from verl_mux.platform.choose import cpu_platform_wanted, joined_cluster
 from verl_mux.rollout.control.units import Unit
 from verl_mux.rollout.engine.record import engines
-from verl_mux.scheduling.estimate.estimator import Observed
 
 # An engine has given a node back when its requests have left it, each at the end of a step of the engine.
 _GRACE_S = 20.0

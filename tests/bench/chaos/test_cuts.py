@@ -1,4 +1,4 @@
-from verl_mux.bench.chaos import cuts
+from bench.chaos import cuts
 
 
 def test_a_node_is_given_on_when_nothing_of_the_job_that_was_cut_off_is_left():

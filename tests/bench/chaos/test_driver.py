@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from verl_mux.bench.chaos import driver
+from bench.chaos import driver
 from verl_mux.coordinator.bus.client import Mux
 
 

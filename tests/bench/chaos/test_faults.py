@@ -1,4 +1,4 @@
-from verl_mux.bench.chaos.faults import KINDS, POINTS, TYPES, draw
+from bench.chaos.faults import KINDS, POINTS, TYPES, draw
 
 JOBS = ["a", "b"]
 

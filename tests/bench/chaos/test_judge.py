@@ -2,9 +2,9 @@
 
 import pytest
 
-from verl_mux.bench.chaos.faults import LEASE_S
-from verl_mux.bench.chaos.judge import judge
-from verl_mux.bench.chaos.ledger import Ledger, Line, read
+from bench.chaos.faults import LEASE_S
+from bench.chaos.judge import judge
+from bench.chaos.ledger import Ledger, Line, read
 
 LONG, SHORT = 0.9 * LEASE_S, 0.3 * LEASE_S
 

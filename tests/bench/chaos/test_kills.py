@@ -1,8 +1,8 @@
 from collections import Counter
 
-from verl_mux.bench.chaos.faults import POINTS, TYPES
-from verl_mux.bench.chaos.judge import judge
-from verl_mux.bench.chaos.kills import deaths, reached, run_kills
+from bench.chaos.faults import POINTS, TYPES
+from bench.chaos.judge import judge
+from bench.chaos.kills import deaths, reached, run_kills
 
 
 def test_every_point_of_every_message_comes_as_often_as_asked_for():

@@ -1,9 +1,9 @@
 """Schedules of a few seconds with real processes."""
 
-from verl_mux.bench.chaos import ledger
-from verl_mux.bench.chaos.faults import Fault
-from verl_mux.bench.chaos.judge import judge
-from verl_mux.bench.chaos.schedule import Schedule
+from bench.chaos import ledger
+from bench.chaos.faults import Fault
+from bench.chaos.judge import judge
+from bench.chaos.schedule import Schedule
 
 JOBS = ["a", "b"]
 

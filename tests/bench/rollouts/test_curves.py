@@ -2,9 +2,9 @@
 
 import pytest
 
-from verl_mux.bench.rollouts.curves import compare, curves_of, draw
-from verl_mux.bench.rollouts.jobs import run_all
-from verl_mux.bench.rollouts.modes import Run
+from bench.rollouts.curves import compare, curves_of, draw
+from bench.rollouts.jobs import run_all
+from bench.rollouts.modes import Run
 from verl_mux.launcher.run_file import JobSpec, RunFile
 
 PLAIN = {1: [0.1, 0.3], 2: [0.3, 0.5]}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_mux.bench.rollouts.jobs import run_all
+from bench.rollouts.jobs import run_all
 from verl_mux.errors import UserError
 from verl_mux.launcher.run_file import JobSpec, RunFile
 

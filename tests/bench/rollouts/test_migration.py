@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_mux.bench.rollouts.migration import compare, measure
+from bench.rollouts.migration import compare, measure
 from verl_mux.errors import UserError
 
 START = datetime(2026, 1, 1, tzinfo=timezone.utc).timestamp()
@@ -76,7 +76,7 @@ def test_what_all_jobs_share_is_switched_off_in_the_other_run(tmp_path, monkeypa
     (tmp_path / "run.yaml").write_text(RUN.replace("SHARED", on))
     runs = []
     monkeypatch.setattr("verl_mux.launcher.command.run_jobs", runs.append)
-    monkeypatch.setattr("verl_mux.bench.rollouts.migration.compare", lambda *_: {})
+    monkeypatch.setattr("bench.rollouts.migration.compare", lambda *_: {})
     measure(tmp_path / "run.yaml", tmp_path / "out")
     last = [[*run.overrides, *run.jobs["wide"].overrides][-1] for run in runs]
     assert last == [off, on.strip('"')]

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from verl_mux.bench.rollouts.modes import EPOCH_STEPS, GROUPS, MODES, SAMPLES, Run, figures, overrides, read_run
+from bench.rollouts.modes import EPOCH_STEPS, GROUPS, MODES, SAMPLES, Run, figures, overrides, read_run
 
 
 def made_run(mode, seed, step_s, reward, **rollout) -> Run:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from verl_mux.bench.coordinator_process import CoordinatorProcess
+from bench.coordinator_process import CoordinatorProcess
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.access.handshake import pending
 from verl_mux.coordinator.bus.access.keys import JOB, for_address

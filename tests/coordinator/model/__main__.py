@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.progress import track
 
-from verl_mux.bench.protocol_model.explore import PLANTED, explore
+from bench.protocol_model.explore import PLANTED, explore
 
 
 def main(

@@ -1,8 +1,8 @@
 """The coordinator killed at each kind of message: nobody notices; and the measure finds what it must."""
 
+from bench.protocol_model import kill_points
+from bench.protocol_model.kill_points import TYPES, kill_at_each
 from tests.exploring import examples
-from verl_mux.bench.protocol_model import kill_points
-from verl_mux.bench.protocol_model.kill_points import TYPES, kill_at_each
 from verl_mux.coordinator.bus import messages as m
 
 

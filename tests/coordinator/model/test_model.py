@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.protocol_model.explore import PLANTED, explore, run
 from tests.exploring import examples
-from verl_mux.bench.protocol_model.explore import PLANTED, explore, run
 
 
 def test_no_schedule_violates_anything():

@@ -1,6 +1,6 @@
 """Jobs that are cut off: no call under a lease that has expired is taken, and calls that would be there are."""
 
-from verl_mux.bench.protocol_model.partitions import cut_off
+from bench.protocol_model.partitions import cut_off
 
 
 def test_no_call_under_an_expired_lease_maps_memory():

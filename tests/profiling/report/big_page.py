@@ -18,8 +18,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from bench.made_log import LAYOUTS, Layout, our_step
 from tests.profiling.browser import Browser
-from verl_mux.bench.made_log import LAYOUTS, Layout, our_step
 
 READY = 'document.documentElement.dataset.ready === "yes"'
 RUN_REPORT = "import typer; from verl_mux.report_command import report; typer.run(report)"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_mux.bench.rollouts.predictor import simulate
+from bench.rollouts.predictor import simulate
 from verl_mux.rollout.control.launch_order import ORDERS, turns
 
 SCORES = np.array([5.0, 1.0, 9.0, 3.0])

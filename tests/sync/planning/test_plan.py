@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from verl_mux.bench.sync.cases import CASES, FAST_OVER_SLOW, Case
-from verl_mux.bench.sync.cases import topology_of as topology_of_case
+from bench.sync.cases import CASES, FAST_OVER_SLOW, Case
+from bench.sync.cases import topology_of as topology_of_case
 from verl_mux.errors import UserError
 from verl_mux.launcher.plan.command import plan as plan_command
 from verl_mux.sync.planning.plan import METHODS, choose, cost, make_plan, possible

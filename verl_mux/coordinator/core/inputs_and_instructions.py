@@ -12,10 +12,10 @@ import msgspec
 
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.settings import Node, Pool
-from verl_mux.scheduling.model import Group
-from verl_mux.scheduling.placer.record import Queued
-from verl_mux.scheduling.placer.shortage import Want
-from verl_mux.scheduling.search.decision import Move
+from verl_mux.placement.model import Group
+from verl_mux.placement.placer.record import Queued
+from verl_mux.placement.placer.shortage import Want
+from verl_mux.placement.search.decision import Move
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):

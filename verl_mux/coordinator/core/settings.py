@@ -16,11 +16,11 @@ import msgspec
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus.messages import SIDES
 from verl_mux.errors import UserError
+from verl_mux.placement.estimate.gpu_kinds import GPU_KINDS, GpuKind, find_kind
+from verl_mux.placement.model import Cluster, NodeKind
+from verl_mux.placement.model import Pool as SchedulingPool
+from verl_mux.placement.search.rules import LIVE, Rules
 from verl_mux.places.place import Place
-from verl_mux.scheduling.estimate.gpu_kinds import GPU_KINDS, GpuKind, find_kind
-from verl_mux.scheduling.model import Cluster, NodeKind
-from verl_mux.scheduling.model import Pool as SchedulingPool
-from verl_mux.scheduling.search.rules import LIVE, Rules
 
 # Thirty years: what is larger, or not a number, is a mistake.
 _MOST_SECONDS = 1e9

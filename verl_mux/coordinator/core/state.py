@@ -78,8 +78,8 @@ from verl_mux.coordinator.core.scaling import joining, wanting
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.tokens import claims, closing
 from verl_mux.coordinator.core.waiting import Waiting
+from verl_mux.placement.estimate.learning import corrected
 from verl_mux.profiling.eventlog import events
-from verl_mux.scheduling.estimate.learning import corrected
 
 NEVER_REGISTERED = "exited before it registered"
 LIVE, SILENT, DYING, ENDED = JobState.LIVE, JobState.SILENT, JobState.DYING, JobState.ENDED

@@ -15,9 +15,9 @@ from verl_mux.coordinator.core.inputs_and_instructions import Log
 from verl_mux.coordinator.core.records import Account, Job, JobState, Lease, Request, Served, State
 from verl_mux.coordinator.core.settings import Config, ordinary
 from verl_mux.errors import UserError
+from verl_mux.placement.estimate.learning import LEAST
+from verl_mux.placement.model import Cluster
 from verl_mux.profiling.eventlog import events
-from verl_mux.scheduling.estimate.learning import LEAST
-from verl_mux.scheduling.model import Cluster
 
 # The part of a budget at which somebody is told.
 NEAR = 0.8

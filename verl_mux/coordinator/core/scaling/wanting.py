@@ -19,10 +19,10 @@ import msgspec
 from verl_mux.coordinator.core.inputs_and_instructions import Call, HookFailed, Instruction, Log, ScalingDue, What
 from verl_mux.coordinator.core.records import AskedFor, JobState, State
 from verl_mux.coordinator.core.settings import Config
+from verl_mux.placement.model import Cluster
+from verl_mux.placement.placer.shortage import STARTS, Want
+from verl_mux.placement.search.cheapest_nodes import isolated_usd
 from verl_mux.profiling.eventlog import events
-from verl_mux.scheduling.model import Cluster
-from verl_mux.scheduling.placer.shortage import STARTS, Want
-from verl_mux.scheduling.search.cheapest_nodes import isolated_usd
 
 WANTED, IDLE = "on_nodes_wanted", "on_nodes_idle"
 # What was asked for and is not there by then does not come.

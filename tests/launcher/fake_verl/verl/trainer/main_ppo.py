@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 
 from verl_mux.coordinator.bus.connect import connect
+from verl_mux.placement.estimate.estimator import Observed
+from verl_mux.placement.estimate.job_needs import JobNeeds, model_size
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.eventlog.log import EventLog
-from verl_mux.scheduling.estimate.estimator import Observed
-from verl_mux.scheduling.estimate.job_needs import JobNeeds, model_size
 
 given = dict(word.lstrip("+").split("=", 1) for word in sys.argv[1:] if "=" in word)
 given = {key: value.strip("'") for key, value in given.items()}

@@ -1,0 +1,118 @@
+"""`verl-mux bench chaos`: what becomes of leases when processes, connections and disks fail."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bench.chaos.cuts import measure
+from bench.chaos.judge import Verdict, judge
+from bench.chaos.kills import deaths, reached, run_kills
+from bench.chaos.schedule import run_schedule
+from bench.chaos.simulated import simulate
+from bench.protocol_model.explore import PLANTED
+from verl_mux.errors import UserError
+
+
+def bench_chaos(
+    schedules: Annotated[int, typer.Option(help="How many schedules of real processes.")] = 20,
+    seconds: Annotated[float, typer.Option(help="How long one is.")] = 60.0,
+    seed: Annotated[int, typer.Option(help="Of the first schedule; each further one has the next.")] = 1,
+    side_by_side: Annotated[int | None, typer.Option(help="Schedules at once; default: one a core.", min=1)] = None,
+    plant: Annotated[str, typer.Option(help=f"A fault that must be noticed: {', '.join(PLANTED)}.")] = "",
+    simulated: Annotated[
+        int,
+        typer.Option(
+            help="So many schedules of the protocol in a made world instead (one takes 20 ms), and others (20 s).", min=0
+        ),
+    ] = 0,
+    kills: Annotated[
+        int,
+        typer.Option(help="Kill it so often at each point of each kind of message instead (20: half an hour).", min=0),
+    ] = 0,
+    cuts: Annotated[int, typer.Option(help="Cut so many jobs off instead, one after the other (one takes 10 s).", min=0)] = 0,
+    keep: Annotated[Path | None, typer.Option(help="Keep what the processes wrote, in this new folder.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Kill, stop and cut off a real coordinator and real jobs at random, and count what they did wrong."""
+    if schedules < 1 or seconds < 10:
+        raise UserError(f"--schedules {schedules} --seconds {seconds:g}: at least 1 schedule of 10 s is needed")
+    if plant and plant not in PLANTED:
+        raise UserError(f"--plant is {plant!r}; allowed: {', '.join(PLANTED)}")
+    if keep is not None and keep.exists():
+        raise UserError(f"--keep {keep} exists; name a new folder")
+    if simulated or cuts:
+        result = simulate(simulated, seed, plant) if simulated else measure(cuts)
+        print(json.dumps(result) if as_json else _in_words(result))
+        return
+    at_once = side_by_side or os.cpu_count() or 1
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (keep or Path(scratch)).absolute()
+        if kills:
+            result = _kill_everywhere(folder, kills, seed, at_once)
+        else:
+            result = figures(_run_all(folder, range(seed, seed + schedules), seconds, plant, at_once))
+    print(json.dumps(result) if as_json else _in_words(result))
+
+
+def _run_all(folder: Path, seeds: range, seconds: float, planted: str, at_once: int) -> list[Verdict]:
+    def one(seed: int) -> Verdict:
+        verdict = judge(run_schedule(folder / f"seed_{seed}", seed, seconds, planted))
+        wrong = f"{len(verdict.violations)} violations {sorted(set(verdict.violations)) or ''}"
+        print(
+            f"seed {seed}: {sum(verdict.faults.values())} faults, {len(verdict.grants_s)} quiet grants, {wrong}", file=sys.stderr
+        )
+        return verdict
+
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(one, seeds))
+
+
+def _kill_everywhere(folder: Path, times: int, seed: int, at_once: int) -> dict[str, Any]:
+    """`reached`: TYPE:POINT -> how often a coordinator died there."""
+    points = deaths(times, seed)
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        parts = [(folder / f"part_{at}", seed + at, points[at::at_once], ["job0", "job1"]) for at in range(at_once)]
+        seen = list(pool.map(lambda part: run_kills(*part), parts))
+    died = sum((reached(lines) for lines in seen), Counter())
+    return {**figures([judge(lines) for lines in seen]), "kills": died.total(), "reached": dict(sorted(died.items()))}
+
+
+def figures(verdicts: list[Verdict]) -> dict[str, Any]:
+    """`by_fault`: how often each kind came, and the violations that followed it. `back_s`: the longest time from starting the
+    coordinator again until it listened."""
+    injected: Counter[str] = sum((verdict.faults for verdict in verdicts), Counter())
+    after = Counter(kind for verdict in verdicts for _, kind in verdict.violations)
+    grants = sorted(seconds for verdict in verdicts for seconds in verdict.grants_s)
+    return {
+        "schedules": len(verdicts),
+        "violations": after.total(),
+        "survivor_lost_steps": sum(verdict.lost_steps for verdict in verdicts),
+        "grant_p50_ms": _milliseconds(grants, 0.5),
+        "grant_p99_ms": _milliseconds(grants, 0.99),
+        "grants": len(grants),
+        "back_s": round(max((seconds for verdict in verdicts for seconds in verdict.back_s), default=0.0), 2),
+        "by_violation": dict(Counter(what for verdict in verdicts for what, _ in verdict.violations)),
+        "by_fault": {kind: {"injected": injected[kind], "violations": after[kind]} for kind in sorted({*injected, *after})},
+    }
+
+
+def _milliseconds(ordered: list[float], share: float) -> float | None:
+    return round(1000 * ordered[int(share * (len(ordered) - 1))], 2) if ordered else None
+
+
+def _in_words(result: dict[str, Any]) -> str:
+    lines = [f"{name}: {value}" for name, value in result.items() if name not in ("by_fault", "reached")]
+    lines += [
+        f"  {kind}: {of['injected']} times" + (f", {of['violations']} violations after it" if "violations" in of else "")
+        for kind, of in result.get("by_fault", {}).items()
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,136 @@
+"""`verl-mux bench predictor`: length predictors on a file. `verl-mux bench rollout`: what shortens the tail, on real jobs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from verl_mux.errors import UserError
+
+
+def bench_predictor(
+    file: Annotated[Path, typer.Argument(help="JSON lines: id, prompt, epoch, length.", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    predictor: Annotated[list[str] | None, typer.Option(help="Measure only this one; may be repeated.")] = None,
+    slots: Annotated[int, typer.Option(help="Requests that run at once in the simulated engine.", min=1)] = 64,
+    skip_bad: Annotated[bool, typer.Option(help="Leave bad lines out, counted, instead of refusing the file.")] = False,
+) -> None:
+    """Order each epoch by what the earlier ones teach, and say how good the order is."""
+    from bench.rollouts.predictor import MEASURED, measure
+    from verl_mux.rollout.lengths.file import read_rows
+
+    unknown = [name for name in predictor or () if name not in MEASURED]
+    if unknown:
+        raise UserError(f"--predictor {unknown[0]}: not a predictor this can measure; allowed: {', '.join(MEASURED)}")
+    rows, bad = read_rows(file, skip_bad=skip_bad)
+    if bad:
+        print(f"verl-mux: {file}: {len(bad)} bad lines left out, the first: {bad[0]}", file=sys.stderr)
+    results = measure(rows, names=predictor or MEASURED, slots=slots, required=bool(predictor))
+    print(json.dumps(results) if as_json else _table(results))
+
+
+def bench_rollout(
+    file: Annotated[Path, typer.Option(help="A run file; its first job is run, alone.")] = Path("examples/long_tail.yaml"),
+    directory: Annotated[Path, typer.Option("--dir", help="Where the runs go.")] = Path("runs/bench_rollout"),
+    mode: Annotated[list[str] | None, typer.Option(help="Run this mode; may be repeated. Default: five.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps of each job.", min=4)] = 24,
+    warmup: Annotated[int, typer.Option(help="Steps left out of the times: pools fill, caches warm.", min=0)] = 6,
+    seeds: Annotated[int, typer.Option(help="Seeds a mode.", min=1)] = 3,
+    first_seed: Annotated[int, typer.Option(help="The first of them.", min=0)] = 1,
+    rate: Annotated[float, typer.Option(help="Over-sampling rate.", min=0)] = 1.0,
+    override: Annotated[list[str] | None, typer.Option(help="One more key=value for every job; may be repeated.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Read the runs that --dir holds already instead of running them.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the reward of each mode by step; a PNG file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Step time and reward with over-sampling and with segments, beside verl's own trainers and plain steps of ours.
+
+    About three minutes a mode and seed.
+    """
+    from bench.rollouts.curves import compare, curves_of, draw
+    from bench.rollouts.jobs import run_all
+    from bench.rollouts.modes import DEFAULT_MODES, MODES, figures
+    from verl_mux.launcher import run_file
+
+    chosen = list(dict.fromkeys(mode or DEFAULT_MODES))
+    if unknown := [name for name in chosen if name not in MODES]:
+        raise UserError(f"--mode {unknown[0]}: not a mode this can measure; allowed: {', '.join(MODES)}")
+    if warmup >= steps - 1:
+        raise UserError(f"--warmup is {warmup} of {steps} steps; at least two must be left to measure")
+    if plot:
+        _require_plotting(plot)
+    run = run_file.read(file, directory)
+    runs = run_all(run, chosen, steps, range(first_seed, first_seed + seeds), rate, override or [], keep)
+    curves = curves_of(runs)
+    result = {**figures(runs, warmup), "curves_beside_plain": compare(curves)}
+    if plot:
+        draw(curves, plot)
+    print(json.dumps(result, indent=2) if as_json else _modes_table(result["modes"], result["curves_beside_plain"]))
+
+
+def _require_plotting(path: Path) -> None:
+    """What would be missed only after the runs."""
+    import matplotlib  # noqa: F401
+
+    if path.suffix != ".png":
+        raise UserError(f"--plot {path}: the picture is a PNG; allowed: a name that ends in .png")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--plot {path}: cannot make its folder: {error.strerror}") from None
+
+
+def bench_migration(
+    file: Annotated[Path, typer.Option(help="A run file in which a job migrates its tail, or grows.")] = Path(
+        "examples/migration.yaml"
+    ),
+    directory: Annotated[Path, typer.Option("--dir", help="Where the two runs go.")] = Path("runs/bench_migration"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Two jobs with long-tail migration, or with tail rounds and growth (--file examples/growth.yaml), and without: makespan,
+    cores kept busy, and whether the responses are equal.
+
+    About twelve minutes.
+    """
+    from bench.rollouts.migration import measure
+
+    result = measure(file, directory)
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    spans, cores = result["makespan_s"], result["cores"]
+    print(
+        f"makespan {spans['with']} s with it, {spans['without']} s without: {result['ratio']}x; cores busy: {cores['with']} and "
+        f"{cores['without']}, so with none ever idle it would be {result['ratio_at_full_cores']}x; nodes went back early "
+        f"{result['freed']} times and were lent {result['grown']} times, {result['migrated_requests']} requests moved; "
+        f"{result['equal_responses']} of {result['responses']} responses are equal"
+    )
+
+
+def _modes_table(modes: dict[str, dict[str, Any]], curves: dict[str, dict[str, Any]]) -> str:
+    head = f"{'mode':<20} {'step':>7} {'rollout':>8} {'to sync':>8} {'to plain':>8} {'reward':>7} {'wasted':>7}"
+    lines = [
+        f"{name:<20} {m['step_s']:>5.2f} s {m['rollout_s']:>6.2f} s {m['time_ratio_to_sync'] or float('nan'):>8.2f} "
+        f"{m['time_ratio_to_plain'] or float('nan'):>8.2f} {m['reward_last']:>7.3f} {m['wasted_token_fraction']:>7.1%}"
+        for name, m in modes.items()
+    ]
+    lines += [
+        f"{name}: reward by step {it['apart']:.3f} from that of plain, whose seeds spread by {it['spread']:.3f}; "
+        f"{it['equal']:.0%} of the steps have the same"
+        for name, it in curves.items()
+    ]
+    return "\n".join([head, *lines])
+
+
+def _table(results: dict[str, dict[str, Any]]) -> str:
+    head = f"{'predictor':<14} {'tau':>6} {'us/prompt':>10} {'sjf mean':>9} {'ljf makespan':>13}  tau by epoch"
+    lines = [
+        f"{name:<14} {r['kendall_tau']:>6.3f} {r['us_per_prompt']:>10.1f} {r['sjf_mean_completion_ratio']:>9.3f} "
+        f"{r['ljf_makespan_ratio']:>13.3f}  {' '.join(f'{tau:.3f}' for tau in r['kendall_tau_by_epoch'])}"
+        for name, r in results.items()
+    ]
+    return "\n".join([head, *lines])

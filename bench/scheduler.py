@@ -1,0 +1,142 @@
+"""`verl-mux bench scheduler`: how long a placement decision takes among many running jobs."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json as jsonlib
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from verl_mux.errors import UserError
+
+if TYPE_CHECKING:
+    from verl_mux.placement.model import JobSpec
+    from verl_mux.placement.placer.placer import Placer
+    from verl_mux.placement.time.forecast import Progress
+
+SERIES = (5, 9, 13, 100, 500, 1000, 2000, 20000)
+
+
+def bench_scheduler(
+    jobs: Annotated[int, typer.Option(help="Jobs running while decisions are timed.", min=1)] = 2000,
+    decisions: Annotated[int, typer.Option(help="Departures, each followed by an arrival, to time.", min=2)] = 200,
+    seed: Annotated[int, typer.Option(help="Draws the jobs.")] = 0,
+    series: Annotated[bool, typer.Option("--all", help=f"Measure at {', '.join(map(str, SERIES))} jobs instead.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Through a running coordinator and its bus.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Time decisions (a job arrives, a job departs) among jobs of the mixed shapes, SLO uniform:1,2, cap 5."""
+    if live:
+        from bench.scheduler_live import MOST_JOBS, live_latency
+
+        if series or jobs + 2 * decisions > MOST_JOBS:
+            raise UserError(
+                f"--live --jobs {jobs} --decisions {decisions}{' --all' if series else ''}: without --all, and with jobs + 2 *"
+                f" decisions of at most {MOST_JOBS}, which is what a coordinator takes"
+            )
+        through = live_latency(jobs, decisions, seed)
+        print(jsonlib.dumps(through) if json else "; ".join(f"{what} {figure:g}" for what, figure in through.items()))
+        return
+    if not series:
+        found = decision_latency(jobs, decisions, seed)
+        print(jsonlib.dumps(found) if json else _line(found))
+        return
+    rows = []
+    for count in SERIES:
+        rows.append(decision_latency(count, decisions, seed))
+        if not json:
+            print(_line(rows[-1]), flush=True)
+    slope, cpu_slope = (log_log_slope([(row["jobs"], row[key]) for row in rows]) for key in ("p50_ms", "cpu_p50_ms"))
+    if json:
+        print(jsonlib.dumps({"series": rows, "slope": slope, "cpu_slope": cpu_slope}))
+    else:
+        print(f"log-log slope of p50: {slope:.2f} on the clock, {cpu_slope:.2f} in processor time")
+
+
+def _line(row: dict[str, Any]) -> str:
+    parts = [f"{what} {row[f'{what}_p50_ms']:.2f}, {row[f'{what}_p99_ms']:.2f}" for what in ("cpu", "arrival", "departure")]
+    return f"{row['jobs']:>6} jobs: p50 {row['p50_ms']:.2f} ms, p99 {row['p99_ms']:.2f} ms ({'; '.join(parts)})"
+
+
+def decision_latency(jobs: int, decisions: int = 200, seed: int = 0) -> dict[str, Any]:
+    """Milliseconds of Placer.admit and Placer.depart (repacking included), with `jobs` jobs placed and their progress
+    known. p50 and p99 are over arrivals and departures together; cpu: the same in processor time, which is what the
+    clock would show if the machine did nothing else. Decisions run in one thread."""
+    rng = random.Random(seed)
+    placer, progress = _filled(jobs, rng)
+    arrivals: list[tuple[float, float]] = []
+    departures: list[tuple[float, float]] = []
+    gc.collect()
+    for number in range(decisions):
+        leaver = rng.choice(sorted(placer.groups.home)) if jobs > 1 else next(iter(placer.groups.home))
+        progress.pop(leaver)
+        departures.append(_timed(functools.partial(placer.depart, leaver, progress)))
+        newcomer = _job(f"new{number}", rng)
+        arrivals.append(_timed(functools.partial(placer.admit, newcomer, progress)))
+        progress[newcomer.name] = _somewhere(newcomer, rng)
+    both = arrivals + departures
+    return {
+        "jobs": jobs,
+        **_quantiles("", [wall for wall, _ in both]),
+        **_quantiles("cpu_", [cpu for _, cpu in both]),
+        **_quantiles("arrival_", [wall for wall, _ in arrivals]),
+        **_quantiles("departure_", [wall for wall, _ in departures]),
+    }
+
+
+def _filled(jobs: int, rng: random.Random) -> tuple[Placer, dict[str, Progress]]:
+    """A placer with so many jobs, each somewhere in its life."""
+    from verl_mux.placement.model import TESTBED
+    from verl_mux.placement.placer.placer import Placer
+
+    placer, progress = Placer(TESTBED), {}
+    for number in range(jobs):
+        job = _job(f"job{number}", rng)
+        placer.admit(job)
+        progress[job.name] = _somewhere(job, rng)
+    return placer, progress
+
+
+def _job(name: str, rng: random.Random) -> JobSpec:
+    from research.workload.shapes import FAMILIES, draw_job
+    from research.workload.workload import GPUS_PER_NODE, NODES
+
+    shape = rng.choice(FAMILIES["mixed"])
+    return draw_job(name, shape, NODES[shape.size], GPUS_PER_NODE, rng.uniform(1, 2), rng)
+
+
+def _somewhere(job: JobSpec, rng: random.Random) -> Progress:
+    """Some hours old and half as far behind as its SLO allows."""
+    from verl_mux.placement.time.forecast import Progress
+
+    done = rng.randint(10, 400)
+    age_s = done * (job.iteration_s + job.limit_s) / 2
+    return Progress(age_s=age_s, done=done, phase="rollout", waited_s=rng.uniform(0, 10))
+
+
+def _timed(decide: Callable[[], object]) -> tuple[float, float]:
+    """Milliseconds on the clock, and of processor time."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    decide()
+    return (time.perf_counter() - wall) * 1000, (time.process_time() - cpu) * 1000
+
+
+def _quantiles(prefix: str, times: Sequence[float]) -> dict[str, float]:
+    return {f"{prefix}p50_ms": _quantile(sorted(times), 0.5), f"{prefix}p99_ms": _quantile(sorted(times), 0.99)}
+
+
+def _quantile(ordered: Sequence[float], at: float) -> float:
+    return round(ordered[min(math.ceil(at * len(ordered)), len(ordered)) - 1], 3)
+
+
+def log_log_slope(points: Sequence[tuple[float, float]]) -> float:
+    """Least squares through (log x, log y)."""
+    xs, ys = [math.log(x) for x, _ in points], [math.log(y) for _, y in points]
+    middle = sum(xs) / len(xs)
+    return round(sum((x - middle) * y for x, y in zip(xs, ys, strict=True)) / sum((x - middle) ** 2 for x in xs), 3)

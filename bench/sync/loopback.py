@@ -1,0 +1,129 @@
+"""The same ends over loopback, as fast as this machine lets them, beside plain sockets that move as many bytes the same ways."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from multiprocessing.connection import Connection as Pipe
+from typing import Any
+
+import psutil
+
+from bench.sync.group import Group
+from bench.sync.participant import digest_of, entries_of
+from verl_mux.errors import Failure, UserError
+from verl_mux.sync.planning.plan import make_plan
+from verl_mux.sync.planning.topology import RolloutHost, Topology, Trainer
+
+_SENDERS, _HOSTS, _WORKERS = 2, 2, 2
+_SETTINGS = {"piece_bytes": 4 << 20, "streams": 1, "timeout_s": 60.0}
+_ROUNDS = 3
+
+
+def over_loopback(model_bytes: int) -> dict[str, Any]:
+    """GB/s that arrive on all hosts together, of a sync and of plain sockets beside it, the best of three each, in turns; CPU
+    seconds per GiB that was sent or received by one process; bytes that a host's processes had beyond the region.
+
+    Raises:
+        UserError: there is not enough memory.
+    """
+    # Each rank's part, the region of each host, and the plain sockets' memory of the same size.
+    needed = model_bytes * (1 + _HOSTS) + (1 << 30)
+    if (free := psutil.virtual_memory().available) < needed:
+        raise UserError(f"{model_bytes} bytes over loopback need {needed} bytes of memory, and {free} are free")
+    ranks = tuple(Trainer("trainers", "train", 1 / _SENDERS, True) for _ in range(_SENDERS))
+    hosts = tuple(
+        RolloutHost(f"host{at}", "rollout", tuple(range(at * _WORKERS, (at + 1) * _WORKERS))) for at in range(_HOSTS)
+    )  # fmt: skip
+    topology = Topology(ranks, hosts)
+    trainers: list[tuple] = [([], "trainers", "127.0.0.1")] * _SENDERS
+    workers: list[tuple] = [([], f"host{at}", "127.0.0.1") for at in range(_HOSTS) for _ in range(_WORKERS)]
+    plan, found, plain = make_plan("two_stage", topology), [], []
+    with Group.of(trainers, workers, model_bytes, [1 / _SENDERS] * _SENDERS, _SETTINGS) as group:
+        for _ in range(_ROUNDS):
+            found.append(group.raw_sync(plan, topology, 1))
+    for _ in range(_ROUNDS):
+        plain.append(plain_sockets(model_bytes))
+    told, seconds = min(found, key=lambda it: it[1])
+    moved, gib = model_bytes * _HOSTS / 1e9, model_bytes / 2**30
+    send = sum(it["cpu"] for it in told[:_SENDERS]) / (gib * _HOSTS)
+    receive = [it for it in told[_SENDERS:] if "received_bytes" in it]
+    wanted = digest_of(entries_of(model_bytes), 1)
+    return {
+        "model_bytes": model_bytes,
+        "gb_per_s": moved / seconds,
+        "plain_gb_per_s": moved / min(plain),
+        "share_of_plain": min(plain) / seconds,
+        "cpu_send_per_gib": send,
+        "cpu_receive_per_gib": sum(it["cpu"] for it in receive) / (gib * _HOSTS),
+        "cpu_host_per_gib": sum(it["cpu"] for it in told[_SENDERS:]) / (gib * _HOSTS),
+        "extra_bytes": max(it["grown_bytes"] for it in receive) - model_bytes,
+        "bit_equal": all(it["digest"] == wanted for it in told[_SENDERS:]),
+    }
+
+
+def plain_sockets(model_bytes: int) -> float:
+    """Seconds for as many bytes from as many processes to as many, each pair over one connection, into memory of their size that
+    is there already; nothing else is done."""
+    processes = multiprocessing.get_context("spawn")
+    receivers = [processes.Pipe() for _ in range(_HOSTS)]
+    senders = [processes.Pipe() for _ in range(_SENDERS)]
+    part = model_bytes // _SENDERS
+    started = [processes.Process(target=_receive, args=(theirs, part), daemon=True) for _, theirs in receivers]
+    started += [processes.Process(target=_send, args=(theirs, part), daemon=True) for _, theirs in senders]
+    for process in started:
+        process.start()
+    try:
+        addresses = [ours.recv() for ours, _ in receivers]
+        for ours, _ in senders:
+            ours.send(addresses)
+        for ours, _ in senders:
+            ours.recv()
+        began = time.time()
+        for ours, _ in senders:
+            ours.send("go")
+        return max(ours.recv() for ours, _ in receivers) - began
+    except EOFError:
+        raise Failure("a process of the plain sockets ended") from None
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+
+
+def _receive(pipe: Pipe, part: int) -> None:
+    memory = memoryview(bytearray(os.urandom(1) * (part * _SENDERS)))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        pipe.send(server.getsockname())
+        connections = [server.accept()[0] for _ in range(_SENDERS)]
+        threads = [
+            threading.Thread(target=_fill, args=(connection, memory[at * part : (at + 1) * part]))
+            for at, connection in enumerate(connections)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    pipe.send(time.time())
+    pipe.recv()
+
+
+def _fill(connection: socket.socket, memory: memoryview) -> None:
+    while memory:
+        memory = memory[connection.recv_into(memory, min(len(memory), 4 << 20), socket.MSG_WAITALL) :]
+
+
+def _send(pipe: Pipe, part: int) -> None:
+    data = memoryview(os.urandom(1 << 20) * (part >> 20) + bytes(part & ((1 << 20) - 1)))
+    connections = [socket.create_connection(address) for address in pipe.recv()]
+    pipe.send("ready")
+    pipe.recv()
+    threads = [threading.Thread(target=connection.sendall, args=(data,)) for connection in connections]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pipe.recv()

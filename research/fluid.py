@@ -1,0 +1,118 @@
+"""Runs in which nothing has to be carried out phase by phase: jobs move on at the rate of their settled period.
+
+At every change jobs count as they are then: with the means of what their phases really take at that time of their lives. By how
+much a job is slower than alone then holds until the next change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from research.ledger import Finished, Ledger, Run, Span
+from research.optimum.optimum import Optimum
+from research.workload.moments import Moments
+from research.workload.workload import Arrival
+from verl_mux.placement.model import Cluster, JobSpec
+from verl_mux.placement.time.periods import periods, rollout_bits
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """What is held at a time. nodes: per side, or parts. periods: seconds per iteration of every job. busy: nodes' worth of
+    phases, per side."""
+
+    nodes: tuple[float, float]
+    usd_per_hour: float
+    periods: Mapping[str, float]
+    busy: tuple[float, float]
+
+
+# The jobs there are, as they are at the time, by name.
+Hold = Callable[[Mapping[str, JobSpec]], Holding]
+
+
+def run_fluid(arrivals: Sequence[Arrival], moments: Mapping[str, Moments], hold: Hold) -> Run:
+    """`hold` says what the jobs run on; it is asked at every arrival and departure."""
+    ledger, finished, spans = Ledger(), [], []
+    solo_s = {name: its.alone_s[-1] for name, its in moments.items()}
+    coming = sorted(arrivals, key=lambda arrival: arrival.at_s)[::-1]
+    live: dict[str, Arrival] = {}
+    left: dict[str, float] = {}  # seconds that it would still take alone
+    now = 0.0
+    while coming or live:
+        steps = {name: moments[name].step_after(solo_s[name] - left[name]) for name in live}
+        jobs = {name: moments[name].at(step) for name, step in steps.items()}
+        holding = hold(jobs)
+        slower = {name: holding.periods[name] / job.iteration_s for name, job in jobs.items()}
+        arrives = coming[-1].at_s if coming else math.inf
+        ends = {name: now + left[name] * slower[name] for name in live}
+        first = min(ends, key=ends.__getitem__, default=None)
+        until = min(arrives, ends[first]) if first else arrives
+        ledger.hold(now, until, holding.nodes, holding.usd_per_hour)
+        ledger.busy_s[0] += holding.busy[0] * (until - now)
+        ledger.busy_s[1] += holding.busy[1] * (until - now)
+        spans.append(Span(until - now, steps, holding.usd_per_hour))
+        for name in live:
+            left[name] -= (until - now) / slower[name]
+        now = until
+        if until < arrives and first:
+            finished.append(_finished(live.pop(first), now, solo_s[first]))
+        else:
+            arrival = coming.pop()
+            name = arrival.job.name
+            live[name], left[name] = arrival, solo_s[name]
+    return Run(finished, ledger, spans)
+
+
+def _finished(arrival: Arrival, now: float, solo_s: float) -> Finished:
+    return Finished(
+        job=arrival.job.name,
+        slo=arrival.job.slo,
+        arrived_s=arrival.at_s,
+        placed_s=arrival.at_s,
+        ended_s=now,
+        iterations=arrival.iterations,
+        solo_s=solo_s,
+        planned_solo_s=arrival.iterations * arrival.job.iteration_s,
+    )
+
+
+def colocated(cluster: Cluster) -> Hold:
+    """Both phases on training nodes of one's own, at the same speed, as the paper prices veRL at scale."""
+
+    def hold(jobs: Mapping[str, JobSpec]) -> Holding:
+        nodes = sum(job.train_nodes for job in jobs.values())
+        periods_s = {name: job.iteration_s for name, job in jobs.items()}
+        return Holding((0, nodes), nodes * cluster.train.kind.usd_per_hour, periods_s, (0.0, nodes))
+
+    return hold
+
+
+def optimal(optimum: Optimum) -> Hold:
+    """The cheapest division of whoever is there; moving costs nothing."""
+    cluster = optimum.cluster
+
+    def hold(present: Mapping[str, JobSpec]) -> Holding:
+        found = optimum.solve(frozenset(job.name for job in present.values()))
+        names = {job.name: name for name, job in present.items()}
+        nodes, seconds, busy = [0, 0], {}, [0.0, 0.0]
+        for jobs, shared in found.parts:
+            if shared is None:
+                held = jobs[0].nodes
+                settled = [jobs[0].iteration_s]
+            else:
+                held = shared.rollout_nodes, shared.train_nodes
+                train = [bits << shared.rollout_nodes for bits in shared.train]
+                rollout = rollout_bits(jobs, shared.rollout, train)
+                settled = [period.mean_s for period in periods(jobs, rollout, train, shared.order)]
+            nodes = [nodes[0] + held[0], nodes[1] + held[1]]
+            for job, period in zip(jobs, settled, strict=True):
+                seconds[names[job.name]] = period
+                busy[0] += job.nodes[0] * job.rollout_hold_s / period
+                busy[1] += job.nodes[1] * job.train_hold_s / period
+        usd = sum(count * pool.kind.usd_per_hour for count, pool in zip(nodes, (cluster.rollout, cluster.train), strict=True))
+        return Holding((nodes[0], nodes[1]), usd, seconds, (busy[0], busy[1]))
+
+    return hold

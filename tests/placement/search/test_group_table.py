@@ -1,0 +1,78 @@
+"""The table of groups finds what a scan of all of them finds."""
+
+import bisect
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.placement.made_jobs import ANY_MODES, jobs
+from verl_mux.placement.model import Group, Pin
+from verl_mux.placement.search.group_table import GroupTable
+
+USD = (2.0, 5.0)
+
+
+def made_groups(members, sizes) -> list[Group]:
+    """Consecutive jobs in groups of these sizes, on as many nodes as the widest needs."""
+    groups, rest = [], list(members)
+    for number, size in enumerate(sizes):
+        mine, rest = rest[:size], rest[size:]
+        if not mine:
+            break
+        rollout = tuple(f"r{number}-{i}" for i in range(max(job.nodes[0] for job in mine)))
+        train = tuple(f"t{number}-{i}" for i in range(max(job.nodes[1] for job in mine)))
+        pins = tuple(Pin(job=job, rollout=rollout[: job.nodes[0]], train=train[: job.nodes[1]]) for job in mine)
+        groups.append(Group(name=f"g{number}", pins=pins, rollout_nodes=rollout, train_nodes=train))
+    return groups
+
+
+def scanned(groups, job, cap, room, below, best_fit):
+    found = []
+    for turn, group in enumerate(groups):
+        roomy = bisect.bisect_right(group.rollout_used, room[0]), bisect.bisect_right(group.train_used, room[1])
+        shared = min(roomy[0], job.nodes[0]), min(roomy[1], job.nodes[1])
+        new = job.nodes[0] - shared[0], job.nodes[1] - shared[1]
+        least = new[0] * USD[0] + new[1] * USD[1]
+        if len(group.pins) < cap and least < below and shared != (0, 0):
+            found.append((least, -group.fullness if best_fit else 0.0, turn, group.name))
+    return [(least, name) for least, _, _, name in sorted(found)]
+
+
+@given(
+    members=jobs(most=12, nodes=3, modes=ANY_MODES).map(lambda drawn: [job.in_modes[-1] for job in drawn]),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=12),
+    gone=st.sets(st.integers(0, 11)),
+    cap=st.integers(1, 5),
+    room=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    below=st.sampled_from((3.0, 8.0, math.inf)),
+    best_fit=st.booleans(),
+)
+def test_openings_and_the_emptiest_are_those_of_a_scan(members, sizes, gone, cap, room, below, best_fit):
+    newcomer, *members = members
+    table, groups = GroupTable(), made_groups(members, sizes)
+    for group in groups:
+        table.add(group)
+    # Some leave, and every second of them comes back, as the youngest.
+    left = [group for number, group in enumerate(groups) if number in gone]
+    for group in left:
+        table.remove(group.name)
+    for group in left[::2]:
+        table.add(group)
+    there = [group for group in groups if group not in left] + left[::2]
+
+    found = [(least, group.name) for least, group in table.openings(newcomer.nodes, cap, room, USD, below, best_fit)]
+    assert found == scanned(there, newcomer, cap, room, below, best_fit)
+    for count in range(len(there) + 2):
+        assert table.emptiest(count) == sorted(there, key=lambda group: group.fullness)[:count]
+
+
+def test_a_group_keeps_its_turn_when_its_numbers_change():
+    from tests.placement.made_jobs import make_job
+
+    first, second = made_groups([make_job("a", 100, 100), make_job("b", 100, 100)], [1, 1])
+    table = GroupTable()
+    table.add(first)
+    table.add(second)
+    table.replace(first)
+    assert [group.name for group in table.emptiest(2)] == ["g0", "g1"]

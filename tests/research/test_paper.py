@@ -1,0 +1,156 @@
+"""The paper's figures beside ours: those that this project promises to reproduce are within their bounds."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from research.paper import others, schedules, syncs, tails, theorem, traces
+from research.paper.claims import CLAIMS, find_claims
+from research.paper.figure import Figure
+from research.paper.table import markdown, print_table
+from research.workload.uncertainty import read_lengths
+from verl_mux.errors import UserError
+from verl_mux.placement.estimate.sync_time import LinkModel
+from verl_mux.placement.time.periods import periods_by_job
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "research.paper", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+
+
+@pytest.mark.parametrize("claim", ["R1", "R2", "R6"])
+def test_what_is_promised_is_within_its_bound(claim):
+    figures = CLAIMS[claim].run()
+    promised = [figure for figure in figures if figure.within is not None]
+    assert len(promised) == {"R1": 8, "R2": 1, "R6": 12}[claim]
+    assert [figure.name for figure in promised if not figure.met] == []
+
+
+def test_the_cost_efficiency_of_the_third_panel_depends_on_what_alone_means():
+    """Table 3 gives a D job 8 H800, section 7.2 gives it 16: only with the latter is the printed figure reached."""
+    by_name = {figure.name: figure for figure in schedules.cost_efficiency()}
+    assert len(by_name) == 4
+    assert [name for name, figure in by_name.items() if not figure.met] == ["fig. 10c cost efficiency over solo"]
+
+
+def test_cold_starts_cost_a_fifth_to_a_third_of_the_throughput():
+    lost = [figure.ours for figure in schedules.cold_starts()]
+    assert lost[0] == max(lost) and all(15 < share < 45 for share in lost)
+
+
+def test_without_switches_and_syncs_the_longest_iteration_sets_the_period_of_figure_10c():
+    periods = periods_by_job(schedules.CASES["c"].group(free=True))
+    longest = max(job.iteration_s for job in schedules.CASES["c"].group(free=True).jobs)
+    assert all(period.mean_s == pytest.approx(longest) for period in periods.values())
+
+
+def test_a_sync_of_twice_the_weights_takes_twice_as_long_by_the_one_model():
+    link = LinkModel()
+    assert link.two_stage_s(30.4, 8, 1) == pytest.approx(2 * link.two_stage_s(15.2, 8, 1))
+    assert len(syncs.BARS) == 6
+
+
+def test_drawn_lengths_follow_the_distribution_they_are_drawn_from():
+    cdf = read_lengths()["7B-4k"]
+    drawn = tails.draw_lengths(cdf, 4000, random.Random(1))
+    assert min(drawn) >= 1 and max(drawn) <= cdf[-1][1]
+    assert sorted(drawn)[2000] == pytest.approx(718, rel=0.1)  # the median that was read off the figure
+
+
+def test_migration_never_makes_a_pair_slower():
+    assert all(figure.ours >= 1 - 1e-9 for figure in tails.migrations())
+
+
+def test_theorem_1_holds_on_one_node_and_not_on_two():
+    none, worst, example = theorem.violations(1, groups=300)
+    assert (none, worst, example) == (0, 1.0, "")
+    some, worst, example = theorem.violations(2, groups=300)
+    assert some > 0 and 1 < worst < 2 and "on r1" in example and "on r2" in example
+
+
+def test_a_figure_knows_its_difference_and_whether_that_will_do():
+    figure = Figure(claim="R1", name="x", paper=100.0, ours=104.0, unit="s", within=0.05)
+    assert figure.difference == pytest.approx(0.04) and figure.met
+    assert Figure(claim="R1", name="x", paper=None, ours=1.0).difference is None
+    assert Figure(claim="R1", name="x", paper=0.0, ours=3.0, within=0.1).met is None
+    row = figure.as_row()
+    assert row["met"] is True and row["difference"] == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tag"),
+    [
+        ({"ours": 109.0}, "reproduced"),
+        ({"ours": 111.0}, "missed"),
+        ({"ours": 109.0, "within": 0.05}, "missed"),
+        ({"ours": 109.0, "basis": "assumed"}, "assumed"),
+        ({"ours": 89.0, "basis": "assumed"}, "missed"),
+        ({"ours": 300.0, "basis": "fitted"}, "fitted"),
+        ({"ours": 1.0, "at_most": True}, "reproduced"),
+        ({"ours": 111.0, "at_most": True}, "missed"),
+        ({"ours": None}, ""),
+        ({"ours": 1.0, "paper": 0.0}, "missed"),
+        ({"ours": 0.0, "paper": 0.0}, "reproduced"),
+        ({"ours": 1.0, "paper": None}, ""),
+    ],
+)
+def test_a_figure_is_tagged_by_what_it_shows(fields, tag):
+    figure = Figure(**{"claim": "R1", "name": "x", "paper": 100.0, **fields})
+    assert figure.tag == figure.as_row()["tag"] == tag
+
+
+def test_gavel_comes_near_the_papers_in_all_three_panels_and_table_4_contradicts_figure_10():
+    assert [figure.tag for figure in others.other_systems() if "Gavel+" in figure.name] == ["assumed"] * 3
+    rollmux = [figure for figure in others.interference() if figure.name.endswith("RollMux")]
+    assert [figure.tag for figure in rollmux] == ["missed", "reproduced", "missed"]
+    for figure in rollmux:  # the paper's own bars are nearer to ours than its table is, or as near
+        assert float(figure.remark.rpartition(" ")[2]) == pytest.approx(figure.ours, abs=0.05)
+
+
+def test_what_was_fitted_is_called_so():
+    figures = syncs.syncs()
+    tags = [figure.tag for figure in figures]
+    assert tags[:12] == ["fitted"] * 12 and (tags[12:].count("reproduced"), tags[12:].count("missed")) == (7, 1)
+    assert not any("14B," in figure.name for figure in figures[12:])  # those they come from
+
+
+def test_the_table_holds_every_figure(capsys):
+    figures = [
+        Figure(claim="R1", name="x", paper=100.0, ours=110.0, unit="s", within=0.05),
+        Figure(claim="R2", name="y", paper=None, ours=2.0),
+    ]
+    print_table(figures, Console(width=120))
+    assert "beyond 5%" in capsys.readouterr().out
+    assert markdown(figures).splitlines()[2] == "| R1 | x | 100 s | 110 s | +10.0% (beyond 5%) | missed |  |"
+    assert markdown(figures).splitlines()[3] == "| R2 | y | - | 2 |  |  |  |"
+
+
+def test_claims_are_chosen_by_name():
+    assert find_claims("") == list(CLAIMS) and find_claims("r6, R1") == ["R6", "R1"]
+    with pytest.raises(UserError, match="claim 'R16' is not known; allowed: R1"):
+        find_claims("R16")
+
+
+def test_the_command_prints_json_and_draws(tmp_path):
+    result = run("--only", "R1,R6", "--json", "--plot", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout)["figures"]
+    assert {figure["claim"] for figure in figures} == {"R1", "R6"}
+    assert {path.name for path in tmp_path.iterdir()} == {"R1.png", "R6.png", "schedules.png"}
+
+
+def test_the_traces_and_lengths_that_the_simulator_carries_are_found():
+    assert len(traces.rows()) == 300 and len(read_lengths()) >= 3
+
+
+def test_an_unknown_claim_ends_with_one_line_and_exit_code_2():
+    result = run("--only", "R0")
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "'R0'" in result.stderr

@@ -1,0 +1,68 @@
+"""Real lengths beside what a job is placed on."""
+
+import itertools
+import random
+from statistics import fmean
+
+import pytest
+
+from research.outcome import assess
+from research.replay import Replay
+from research.workload.shapes import find_shapes
+from research.workload.trace import TraceRow
+from research.workload.uncertainty import lengths_by_workload, parse_estimates, upper_quantile, with_real_lengths
+from research.workload.workload import draw_workload
+from verl_mux.errors import UserError
+from verl_mux.placement.model import TESTBED
+from verl_mux.placement.placer.placer import Placer
+from verl_mux.placement.search.rules import Rules
+
+ROWS = [TraceRow(f"job{i}", float(i), 5.0) for i in range(10)]
+EXACT_JOBS = draw_workload(ROWS, find_shapes("mixed"), (1.0, 2.0), seed=0)
+
+
+def test_batches_have_the_means_they_are_measured_in_and_no_bound_is_passed():
+    for lengths in lengths_by_workload().values():
+        rollouts, trains = zip(*lengths.batches, strict=True)
+        assert fmean(rollouts) == pytest.approx(1) and fmean(trains) == pytest.approx(1)
+        assert max(rollouts) <= lengths.bound[0] and max(trains) <= lengths.bound[1]
+        assert 3 < lengths.bound[1] < 8
+
+
+@pytest.mark.parametrize("spec", ["bound", "mean", "quantile:0.9"])
+def test_real_phases_are_the_same_whatever_is_estimated(spec):
+    one, other = (with_real_lengths(EXACT_JOBS, parse_estimates(kind), seed=3) for kind in (spec, "mean"))
+    for a, b, exact in zip(one, other, EXACT_JOBS, strict=True):
+        drawn = list(itertools.islice(a.draws(), 200))
+        assert drawn == list(itertools.islice(b.draws(), 200))
+        assert fmean(train for _, train in drawn) == pytest.approx(exact.job.train.seconds, rel=0.05)
+        assert max(rollout for rollout, _ in drawn) <= a.job.rollout.bound_s * (1 + 1e-9)
+
+
+def test_bounds_raise_what_the_slo_counts_from_and_quantiles_do_not():
+    bound, quantile = (with_real_lengths(EXACT_JOBS, parse_estimates(kind), seed=3) for kind in ("bound", "quantile:0.9"))
+    for a, b, exact in zip(bound, quantile, EXACT_JOBS, strict=True):
+        assert a.job.limit_s > 1.3 * exact.job.limit_s
+        assert b.job.limit_s == pytest.approx(exact.job.limit_s, rel=0.05)
+        assert exact.job.train.seconds * 0.97 < b.job.train.seconds < a.job.train.seconds
+
+
+def test_jobs_alone_cost_the_same_whatever_is_estimated():
+    def usd_per_hour(spec: str) -> float:
+        arrivals = with_real_lengths(EXACT_JOBS, parse_estimates(spec), seed=3)
+        return assess(Replay(arrivals, Placer(TESTBED, Rules(cap=1)), TESTBED).run(), TESTBED, {}, None).usd_per_hour_mean
+
+    assert usd_per_hour("bound") == pytest.approx(usd_per_hour("mean"))
+
+
+def test_the_upper_bound_of_a_quantile_holds_as_often_as_it_promises():
+    rng = random.Random(0)
+    held = sum(upper_quantile([rng.random() for _ in range(60)], 0.8) >= 0.8 for _ in range(2000))
+    assert held / 2000 >= 0.94
+    assert upper_quantile([1.0, 2.0], 0.9) == 2.0
+
+
+@pytest.mark.parametrize("spec", ["", "quantile", "quantile:1", "quantile:x", "bound:0.5"])
+def test_an_unknown_estimate_is_refused(spec):
+    with pytest.raises(UserError, match="allowed: exact, bound, mean"):
+        parse_estimates(spec)

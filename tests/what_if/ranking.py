@@ -1,0 +1,290 @@
+"""What-if's ranking of keys on lengths of others, beside the simulation of the whole.
+
+    python -m tests.what_if.ranking FILE... [--json]
+
+FILE: rows `{"id", "prompt", "epoch", "length"}`, or a table of requests (a column GeneratedTokens, in order of time) or of length
+distributions (columns workload, length, cdf). Its lengths run through `simulation/rollouts` with everything off, and what that
+run would have logged is written as an event log. Report and what-if read the log and rank the keys; the truth is the same lengths
+through `simulation/rollouts` under each key, whose engines share no code with those of what-if.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from scipy.stats import kendalltau
+
+from research.rollouts.bed import Bed
+from research.rollouts.deferred import Deferred
+from research.rollouts.engine import Key, Replica, Request
+from research.rollouts.job import Arrival, Machine, VirtualJob
+from research.rollouts.recorded import Recording, recording
+from verl_mux.profiling.plain.files import find_log_files
+from verl_mux.profiling.report.input.run_log import read_files
+from verl_mux.profiling.report.measures.analysis import Analysis
+from verl_mux.rollout.control.length_estimates import LengthEstimates
+from verl_mux.rollout.control.oversampling import Oversampler, OversamplingPolicy
+from verl_mux.rollout.control.segment_steps import SegmentSteps
+from verl_mux.rollout.control.segments import SegmentLimits
+from verl_mux.rollout.control.tail_rounds import DeferPolicy
+from verl_mux.rollout.lengths.file import read_rows
+from verl_mux.rollout.lengths.predictor import make_predictor
+from verl_mux.rollout.lengths.rows import LengthRow, Prompt
+from verl_mux.what_if.recording import recordings, stays_of
+from verl_mux.what_if.what_if import WhatIf
+
+EPOCH = datetime(2025, 8, 11, 23, 0, 0)
+BED = Bed(batch=8, slots=1000, step_s=0.02, request_s=0.0005, prefill_s=2e-5, train_token_s=2e-3, switch_s=0.0, replicas=2)
+SAMPLES = 4
+PROMPT_TOKENS = 90
+MOST_PROMPTS = 320  # of a file: forty steps
+TRAINED_PART = 0.8  # of them: over-sampling draws ahead, and must find some at the end too
+WARM_PART = 0.25  # of the steps, in which left-overs build up, as what-if leaves them out
+SHORTEST = 1
+
+
+def lengths(file: Path) -> dict[str, list[LengthRow]]:
+    """{name: rows} of what the file holds; tables have no prompts, so consecutive requests are taken for samples of one."""
+    if file.suffix == ".jsonl":
+        return {file.stem: read_rows(file, skip_bad=False)[0]}
+    with file.open() as text:
+        rows = list(csv.DictReader(text))
+    if "GeneratedTokens" in rows[0]:
+        return {file.stem: _in_groups([int(row["GeneratedTokens"]) for row in rows])}
+    by_workload = defaultdict(list)
+    for row in rows:
+        length, cdf = (float(value) for name, value in row.items() if name != "workload")
+        by_workload[row["workload"]].append((cdf, length))
+    return {f"{file.stem}:{name}": _in_groups(_drawn(points)) for name, points in by_workload.items()}
+
+
+def _in_groups(found: Sequence[int]) -> list[LengthRow]:
+    kept = [max(SHORTEST, length) for length in found][: MOST_PROMPTS * SAMPLES]
+    return [LengthRow(Prompt(str(at // SAMPLES), ""), 0, length) for at, length in enumerate(kept)]
+
+
+def _drawn(points: Sequence[tuple[float, float]]) -> list[int]:
+    chance, table = random.Random(1), sorted(points)
+    return [
+        int(next((length for cdf, length in table if cdf >= at), table[-1][1]))
+        for at in (chance.random() for _ in range(MOST_PROMPTS * SAMPLES))
+    ]
+
+
+@dataclass(frozen=True)
+class Stay:
+    """One request in one replica, from when it was submitted until it ended: seconds of the run."""
+
+    step: int
+    key: Key
+    replica: int
+    start: float
+    end: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Ran:
+    """steps: (start, end of the rollout, end of the training, tokens trained). waits: seconds for leases by step."""
+
+    steps: list[tuple[float, float, float, int]]
+    stays: list[Stay]
+    waits: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step after the first ones."""
+        kept = self.steps[round(WARM_PART * len(self.steps)) :]
+        return (kept[-1][2] - kept[0][0]) / len(kept)
+
+
+def run(job: VirtualJob, bed: Bed, steps: int) -> Ran:
+    """So many steps of one job, alone."""
+    replicas = [Replica(bed) for _ in range(bed.replicas)]
+    began: dict[Key, tuple[float, int]] = {}
+    now, ran = 0.0, Ran([], [])
+
+    def submit(request: Request) -> None:
+        number = min(range(bed.replicas), key=lambda at: replicas[at].requests)
+        began[request.key] = now, number
+        replicas[number].submit(request)
+
+    job.submit, job.abort = submit, lambda key: next((t for r in replicas if (t := r.abort(key)) is not None), None)
+    while len(ran.steps) < steps and not job.over:
+        for replica in replicas:
+            replica.at = replica.ready = now
+        start = now
+        job.begin()
+        while not job.finished:
+            now = min(replica.next_end() for replica in replicas)
+            for request in [request for replica in replicas for request in replica.advance(now)]:
+                at, number = began.pop(request.key)
+                ran.stays.append(Stay(job.step, request.key, number, at, now, request.more))
+                job.ended(request)
+        end = now
+        now += job.batch_tokens * bed.train_token_s
+        ran.steps.append((start, end, now, job.batch_tokens))
+    return ran
+
+
+def virtual_job(recorded: Recording, machine: Machine, bed: Bed, restarts: bool = False) -> VirtualJob:
+    return VirtualJob("a", machine, Arrival(recorded), recorded, bed.batch, restarts=restarts)
+
+
+def plain(recorded: Recording, bed: Bed) -> VirtualJob:
+    return virtual_job(recorded, Oversampler(OversamplingPolicy(), recorded.samples), bed)
+
+
+def cut(recorded: Recording, longest: int) -> Recording:
+    """With no response longer."""
+    return replace(
+        recorded,
+        epochs=tuple(
+            tuple(replace(group, lengths=tuple(min(length, longest) for length in group.lengths)) for group in epoch)
+            for epoch in recorded.epochs
+        ),
+    )
+
+
+# Keys as a user types them -> the whole under them.
+Whole = Callable[[Recording, Bed], VirtualJob]
+
+
+def _deferring(recorded: Recording, bed: Bed) -> VirtualJob:
+    """Texts tell nothing, as none are in the log."""
+    bare = [Prompt(group.prompt.id, "") for group in recorded.groups]
+    by_name = {group.name: replace(group, prompt=prompt) for group, prompt in zip(recorded.groups, bare, strict=True)}
+    recorded = replace(recorded, epochs=tuple(tuple(by_name[group.name] for group in epoch) for epoch in recorded.epochs))
+    source = Deferred(recorded, DeferPolicy(), bed.batch, LengthEstimates(make_predictor("default"), recorded.samples))
+    return VirtualJob("a", Oversampler(OversamplingPolicy(), recorded.samples), source, recorded, bed.batch)
+
+
+def candidates(longest: int, recurs: bool) -> Iterator[tuple[dict[str, str], Whole]]:
+    """What advice would try, and more of it."""
+    if recurs:
+        yield {"mux.rollout.tail": "defer"}, _deferring
+    over, segments = "mux.rollout.oversample", "mux.rollout.segments"
+    for rate in (0.25, 0.5, 1.0):
+        policy = OversamplingPolicy(rate=rate, max_cuts=8)
+        yield (
+            {f"{over}.rate": f"{rate:g}", f"{over}.max_cuts": "8"},
+            lambda recorded, bed, policy=policy: virtual_job(recorded, Oversampler(policy, recorded.samples), bed),
+        )
+    for parts in (4, 2):
+        limits = SegmentLimits(-(-longest // parts), parts, longest)
+        yield (
+            {f"{segments}.segment_length": str(limits.segment_length), f"{segments}.max_segments": str(parts)},
+            lambda recorded, bed, limits=limits: virtual_job(recorded, SegmentSteps(limits, recorded.samples), bed),
+        )
+    for part in (0.75, 0.5, 0.3):
+        most = max(1, round(part * longest))
+        yield (
+            {"data.max_response_length": str(most)},
+            lambda recorded, bed, most=most: plain(cut(recorded, most), bed),
+        )
+
+
+def write_log(ran: Ran, directory: Path, job: str = "a", nodes: Sequence[str] = ("r0",)) -> None:
+    """What the run would have logged, as `docs/event_log.md` has it. nodes: replicas take turns on them."""
+    lines: dict[tuple[str, int, int], list[tuple[float, str]]] = defaultdict(list)
+
+    def log(role: str, worker: int, step: int, end: float, event: str, seconds: float | None, **extra) -> None:
+        line = {"timestamp": (EPOCH + timedelta(seconds=end)).isoformat(timespec="microseconds"), "event": event}
+        line |= {} if seconds is None else {"duration_sec": round(seconds, 6)}
+        line |= {"extra": extra, "workid": worker, "step": step, "role": role, "job": job, "run": "0a1b2c3d"}
+        lines[role, worker, step].append((end, json.dumps(line)))
+
+    for number, (start, _, end, _) in enumerate(ran.steps, 1):
+        log("trainer", 0, number, end, "step", end - start, reward=0.5)
+        if number in ran.waits:
+            log("trainer", 0, number, end, "lease_wait", ran.waits[number], phase="train", nodes=["t0"], token=0)
+    for it in ran.stays:
+        _, group, sample = it.key
+        who = {"request_id": f"{group.replace('@', 'x')}_{sample}", "turn": 1, "stay": 1, "replica": it.replica}
+        who |= {"node": nodes[it.replica % len(nodes)]}
+        told = {"prompt_tokens": PROMPT_TOKENS, "response_tokens": it.tokens, "version": it.step - 1, "held_sec": 0.0}
+        seconds = it.end - it.start
+        log("rollout", 0, it.step, it.start, "request_start", None, request_id=who["request_id"], session=0, validate=False)
+        log("rollout", 0, it.step, it.end, "turn_engine_call", seconds, finish_reason="stop", queue_sec=0.0, **who, **told)
+        times = {"queue_sec": 0.0, "prefill_sec": 0.0, "decode_sec": seconds, "retractions": 0, "cached_tokens": 0}
+        log("server", it.replica, it.step, it.end, "engine_generate", seconds, finish="stop", priority=0, **who, **told, **times)
+        whole = {"request_id": who["request_id"], "finish_reason": "stop", "turns": 1, "stays": 1, "validate": False}
+        whole["batch_data_id"] = group.partition("@")[0]
+        whole |= {"session": 0, "response_length": it.tokens, "parked_sec": 0.0, "score": 0.5}
+        log("rollout", 0, it.step, it.end, "async_rollout_request_complete", seconds, **whole)
+    for (role, worker, step), found in lines.items():
+        path = directory / job / "events" / role / f"step_{step}" / f"worker_{worker}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(text + "\n" for _, text in sorted(found)))
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Of one candidate: its keys, the change of a step's seconds as it is foretold, with its interval, and as it is."""
+
+    keys: dict[str, str]
+    foretold: float
+    interval: tuple[float, float]
+    true: float
+
+
+def rank(rows: Sequence[LengthRow], bed: Bed = BED) -> list[Ranked]:
+    """All candidates on these lengths."""
+    recorded = recording(rows, seed=0)
+    steps = int(TRAINED_PART * len(recorded.groups)) // bed.batch
+    base = run(plain(recorded, bed), bed, steps)
+    with TemporaryDirectory() as folder:
+        directory = Path(folder)
+        write_log(base, directory)
+        analysis = Analysis(read_files(directory, find_log_files(directory)))
+        (found,) = recordings(analysis)
+        model = WhatIf(found, stays_of(analysis, found.job))
+    out = []
+    for keys, whole in candidates(found.longest, found.recurs):
+        it = model.predict(keys)
+        true = run(whole(recorded, bed), bed, steps).step_s / base.step_s - 1
+        out.append(Ranked(keys, it.change, it.interval, true))
+    return out
+
+
+def agreement(ranked: Sequence[Ranked]) -> dict[str, float]:
+    """tau: Kendall's, of the foretold and the true order. lost: how much longer a step is under what was foretold as best than
+    under what is best (0: the same key). error: the largest of a step's foretold seconds over its true ones, less 1. held: part
+    of the true changes that lie within their intervals."""
+    best, chosen = min(it.true for it in ranked), min(ranked, key=lambda it: it.foretold)
+    return {
+        "tau": float(kendalltau([it.foretold for it in ranked], [it.true for it in ranked]).statistic),
+        "lost": (1 + chosen.true) / (1 + best) - 1,
+        "error": max(abs((1 + it.foretold) / (1 + it.true) - 1) for it in ranked),
+        "held": sum(it.interval[0] <= it.true <= it.interval[1] for it in ranked) / len(ranked),
+    }
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Prints a line a file and one a key."""
+    as_json = "--json" in arguments
+    for file in [Path(it) for it in arguments if it != "--json"]:
+        for name, rows in lengths(file).items():
+            ranked = rank(rows)
+            told = agreement(ranked)
+            if as_json:
+                keys = [{"keys": it.keys, "foretold": it.foretold, "interval": it.interval, "true": it.true} for it in ranked]
+                print(json.dumps({"file": name, **told, "ranked": keys}))
+                continue
+            print(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in told.items()))
+            for it in sorted(ranked, key=lambda it: it.true):
+                keys = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in it.keys.items())
+                print(f"  {it.true:+.3f}  foretold {it.foretold:+.3f} ({it.interval[0]:+.3f} to {it.interval[1]:+.3f})  {keys}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

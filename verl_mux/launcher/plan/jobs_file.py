@@ -1,0 +1,182 @@
+"""A file of jobs to plan: YAML with `jobs`, and optionally `pools`, `kinds` and `rules`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_mux.errors import UserError
+from verl_mux.memory.model_config import local_model_config
+from verl_mux.placement.estimate.estimator import Bounds, bounds
+from verl_mux.placement.estimate.gpu_kinds import GpuKind, find_kind, with_given
+from verl_mux.placement.estimate.job_needs import JobNeeds, model_size
+from verl_mux.placement.model import COLOCATED, SEPARATE, TESTBED, Cluster, Estimate, JobSpec, NodeKind, Pool
+from verl_mux.placement.search.rules import OURS, Rules
+from verl_mux.yaml_file import allowed_keys, read_yaml
+
+_MAX_POOL = 100_000
+
+
+class JobsFile(msgspec.Struct, frozen=True):
+    """kinds: all that are known, by name. needs: what a step computes, of the jobs that say it, by name."""
+
+    jobs: list[JobSpec]
+    cluster: Cluster
+    rules: Rules
+    kinds: dict[str, GpuKind]
+    needs: dict[str, JobNeeds]
+
+
+class _Computes(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a step computes, as JobNeeds has it. model: a folder with its `config.json`, or what of that counts."""
+
+    model: str | dict[str, Any]
+    responses: int
+    prompt_tokens: int
+    response_tokens: int
+    replica_gpus: int = 1
+    passes: int = 1
+    updates: int = 1
+    recompute: bool = True
+    weight_bytes: int = 2
+    critic: bool = False
+    lora_rank: int = 0
+
+    def needs(self, job: _Job, cluster: Cluster, folder: Path) -> JobNeeds:
+        """Raises UserError."""
+        nodes = {"rollout_nodes": job.rollout_nodes, "train_nodes": job.train_nodes}
+        gpus = {"rollout_gpus": cluster.rollout.kind.gpus, "train_gpus": cluster.train.kind.gpus}
+        if job.modes == (COLOCATED,):
+            gpus["rollout_gpus"] = gpus["train_gpus"]
+        try:
+            size = model_size(self._config(folder))
+            return msgspec.convert({**msgspec.structs.asdict(self), "model": size, **nodes, **gpus}, JobNeeds)
+        except (UserError, msgspec.ValidationError) as error:
+            raise UserError(f"job {job.name!r}: computes: {error}") from None
+
+    def _config(self, folder: Path) -> dict[str, Any]:
+        if not isinstance(self.model, str):
+            return self.model
+        found = local_model_config(str(folder / Path(self.model).expanduser()))
+        if not isinstance(found, dict):
+            raise UserError(f"model is {self.model!r}; a folder with a config.json, or its sizes, are needed")
+        return found
+
+
+class _Job(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """As JobSpec, with phase times as plain seconds, on the pools' kinds. computes: what a step computes; bounds from it take the
+    place of times and memory that are left out."""
+
+    name: str
+    rollout_s: float | None = None
+    train_s: float | None = None
+    sync_s: float | None = None
+    tail_s: float = 0.0
+    rollout_switch_s: float = 0.0
+    train_switch_s: float = 0.0
+    cold_start_s: float = 0.0
+    rollout_nodes: int = 1
+    train_nodes: int = 1
+    rollout_memory_gb: float | None = None
+    train_memory_gb: float | None = None
+    slo: float = 2.0
+    solo_s: float | None = None
+    owner: str = ""
+    modes: tuple[str, ...] = (SEPARATE,)
+    computes: _Computes | None = None
+
+    def spec(self, bound: Bounds | None) -> JobSpec:
+        """Raises UserError."""
+        if not self.name.strip():
+            raise UserError("a job has no name")
+        given = {**msgspec.structs.asdict(self), "colocated": self.modes == (COLOCATED,)}
+        del given["computes"]
+        for side in ("rollout", "train"):
+            given[side] = self._phase(side, given.pop(f"{side}_s"), bound)
+        for key in ("sync_s", "rollout_memory_gb", "train_memory_gb"):
+            if given[key] is None:
+                given[key] = 0.0 if bound is None else getattr(bound, key)
+        return JobSpec(**given)
+
+    def _phase(self, side: str, seconds: float | None, bound: Bounds | None) -> Estimate:
+        if seconds is None and bound is not None:
+            longest = getattr(bound, f"{side}_s")
+            return Estimate(seconds=longest, bound_s=longest, source="bound")
+        if seconds is None:
+            raise UserError(f"job {self.name!r}: {side}_s is missing; give it, or what a step computes (`computes`)")
+        if not (seconds >= 0 and math.isfinite(seconds)):
+            raise UserError(f"job {self.name!r}: {side}_s is {seconds:g}; it must be at least 0 and finite")
+        return Estimate(seconds=seconds)
+
+
+class _Pool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Unset: as the paper's testbed has it. kind: its name; unset, the price is the kind's. nodes: a number, a list of names, or
+    unset for as many as needed."""
+
+    kind: str | None = None
+    gpus_per_node: int | None = None
+    usd_per_gpu_hour: float | None = None
+    host_memory_gb: float | None = None
+    nodes: int | list[str] | None = None
+
+    def pool(self, default: Pool, kinds: dict[str, GpuKind]) -> Pool:
+        kind = default.kind
+        if isinstance(self.nodes, int) and not 1 <= self.nodes <= _MAX_POOL:
+            raise UserError(f"pools.{default.name}.nodes is {self.nodes}; it must be from 1 to {_MAX_POOL}, or a list of names")
+        made = NodeKind(
+            name=kind.name if self.kind is None else self.kind,
+            gpus=kind.gpus if self.gpus_per_node is None else self.gpus_per_node,
+            usd_per_gpu_hour=self._rent(default, kinds) if self.usd_per_gpu_hour is None else self.usd_per_gpu_hour,
+            host_memory_gb=kind.host_memory_gb if self.host_memory_gb is None else self.host_memory_gb,
+        )
+        names = [f"{default.name}-{i}" for i in range(self.nodes)] if isinstance(self.nodes, int) else self.nodes
+        return Pool(name=default.name, kind=made, nodes=None if names is None else tuple(names))
+
+    def _rent(self, default: Pool, kinds: dict[str, GpuKind]) -> float:
+        name = default.kind.name if self.kind is None else self.kind
+        if name not in kinds or not kinds[name].usd_per_gpu_hour:
+            raise UserError(f"pools.{default.name} has no price: of kind {name!r} none is known; give usd_per_gpu_hour")
+        return kinds[name].usd_per_gpu_hour
+
+
+class _Pools(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    rollout: _Pool = msgspec.field(default_factory=_Pool)
+    train: _Pool = msgspec.field(default_factory=_Pool)
+
+
+class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    jobs: list[_Job]
+    pools: _Pools = msgspec.field(default_factory=_Pools)
+    kinds: dict[str, dict[str, float]] = {}
+    rules: Rules = OURS
+
+
+_KINDS = {".computes": _Computes, ".jobs": _Job, ".rules": Rules, ".pools.": _Pool, ".pools": _Pools}
+
+
+def read_jobs(path: str | Path) -> JobsFile:
+    """Raises UserError that names the key, what was given and what is allowed."""
+    try:
+        found = msgspec.convert(read_yaml(path), _File)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{path}: {error}{allowed_keys(error, _KINDS, _File)}") from error
+    if not found.jobs:
+        raise UserError(f"{path}: jobs is empty; at least one job is needed")
+    kinds = with_given(found.kinds)
+    cluster = Cluster(
+        rollout=found.pools.rollout.pool(TESTBED.rollout, kinds), train=found.pools.train.pool(TESTBED.train, kinds)
+    )
+    folder = Path(path).parent
+    needs = {job.name: job.computes.needs(job, cluster, folder) for job in found.jobs if job.computes is not None}
+    specs = [job.spec(_bound(job, needs.get(job.name), cluster, kinds)) for job in found.jobs]
+    return JobsFile(specs, cluster, found.rules, kinds, needs)
+
+
+def _bound(job: _Job, needs: JobNeeds | None, cluster: Cluster, kinds: dict[str, GpuKind]) -> Bounds | None:
+    if needs is None:
+        return None
+    train = find_kind(cluster.train.kind.name, kinds)
+    return bounds(needs, train if job.modes == (COLOCATED,) else find_kind(cluster.rollout.kind.name, kinds), train)

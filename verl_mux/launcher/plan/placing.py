@@ -1,0 +1,114 @@
+"""`verl-mux plan`: what would go where, at what price, and why each alternative lost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl_mux.launcher.plan.jobs_file import JobsFile
+    from verl_mux.placement.placer.placer import Placer
+    from verl_mux.placement.search.decision import Alternative, Decision
+
+
+def make_plan(given: JobsFile) -> dict[str, Any]:
+    """usd_per_hour of all groups; beside it, of every job alone, and of the cheapest division of them
+    (None: the cluster is finite). kinds: what other kinds of GPUs would cost (other_kinds.py)."""
+    from research.optimum.optimum import Optimum
+    from verl_mux.launcher.plan.other_kinds import other_kinds
+    from verl_mux.placement.placer import sentences
+    from verl_mux.placement.placer.explain import alternatives, lost_to
+    from verl_mux.placement.placer.placer import Placer
+    from verl_mux.placement.search.cheapest_nodes import isolated_usd
+
+    placer = Placer(given.cluster, given.rules)
+    decisions, reasons = [], []
+    for job in given.jobs:
+        others = alternatives(placer, job)
+        found = sentences.advice(placer, job, others)
+        decision = placer.admit(job)
+        reasons.append(sentences.because(decision, job, others, found))
+        decisions.append(_as_dict(decision, lost_to(decision.usd_per_hour, _without_chosen(others, decision))))
+    for said, reason in zip(decisions, reasons, strict=True):
+        said["why"] = _sentence(placer, said["job"], reason)
+    finite = given.cluster.rollout.nodes is not None or given.cluster.train.nodes is not None
+    usd = placer.groups.usd_per_hour
+    best = None if finite else Optimum(given.jobs, given.cluster, given.rules).solve(frozenset(j.name for j in given.jobs))
+    return {
+        "jobs": decisions,
+        "groups": [_group(group, given) for group in placer.groups.values()],
+        "usd_per_hour": usd,
+        "usd_per_hour_isolated": sum(isolated_usd(job, given.cluster) for job in given.jobs),
+        "usd_per_hour_optimum": None if best is None else min(best.usd, usd),
+        "kinds": other_kinds(given),
+    }
+
+
+def _sentence(placer: Placer, name: str, reason: str) -> str:
+    """When all jobs are placed."""
+    from verl_mux.placement.placer.sentences import where
+
+    if name not in placer.groups.home:
+        return f"{name} waits: {reason}"
+    pin, group = placer.groups.pin_of(name), placer.groups.group_of(name)
+    nodes = [*pin.rollout, *pin.train]
+    others = {node: [job.name for job in (*group.on_rollout(node), *group.on_train(node)) if job.name != name] for node in nodes}
+    return f"{where(name, nodes, others)}, {reason}"
+
+
+def _without_chosen(found: list[Alternative], decision: Decision) -> list[Alternative]:
+    group, strategy = decision.was
+    return [
+        other
+        for other in found
+        if decision.outcome == "queued" or other.group != group or (group is None and other.strategy != strategy)
+    ]
+
+
+def _as_dict(decision: Decision, others: list[Alternative]) -> dict[str, Any]:
+    import msgspec
+
+    return {**msgspec.to_builtins(decision), "alternatives": msgspec.to_builtins(others)}
+
+
+def _group(group: Any, given: JobsFile) -> dict[str, Any]:
+    from verl_mux.placement.time.periods import periods_by_job
+
+    periods = periods_by_job(group)
+    return {
+        "name": group.name,
+        "rollout_nodes": list(group.rollout_nodes),
+        "train_nodes": list(group.train_nodes),
+        "order": group.order,
+        "usd_per_hour": group.usd_per_hour(given.cluster),
+        "jobs": {
+            job.name: {"period_s": periods[job.name].mean_s, "solo_s": job.iteration_s, "limit_s": job.limit_s}
+            for job in group.jobs
+        },
+    }
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    from verl_mux.launcher.plan import other_kinds
+
+    lines = []
+    for job in found["jobs"]:
+        if job["outcome"] == "queued":
+            lines.append(f"{job['job']}: waits, {job['wait']}")
+        else:
+            nodes = f"rollout on {', '.join(job['rollout'])}; training on {', '.join(job['train'])}"
+            lines.append(f"{job['job']}: {job['strategy']}, group {job['group']}, +{job['usd_per_hour']:.2f} USD/h; {nodes}")
+        lines.append(f"    {job['why']}")
+        for other in job["alternatives"]:
+            own = "alone" if other["strategy"] == "isolated" else other["strategy"]
+            where = f"group {other['group']}" if other["group"] else own
+            lines.append(f"    not {where}: {other['why']}")
+    for group in found["groups"]:
+        members = ", ".join(
+            f"{name} {job['period_s']:.0f} s (alone {job['solo_s']:.0f}, allowed {job['limit_s']:.0f})"
+            for name, job in group["jobs"].items()
+        )
+        lines.append(f"group {group['name']}: {group['usd_per_hour']:.2f} USD/h; an iteration of {members}")
+    optimum = found["usd_per_hour_optimum"]
+    beside = "" if optimum is None else f"; at the cheapest {optimum:.2f}"
+    lines.append(f"{found['usd_per_hour']:.2f} USD/h; every job alone {found['usd_per_hour_isolated']:.2f}{beside}")
+    return [*lines, *other_kinds.lines(found["kinds"])]

@@ -1,0 +1,137 @@
+"""Why a job does not go to the places it could have gone to. Read-only; asked before the job is admitted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from verl_mux.placement.model import Group, JobSpec, NodeKind, cycle_time, load_time
+from verl_mux.placement.placer.placer import Placer
+from verl_mux.placement.search.decision import OWN_NODES, Alternative
+from verl_mux.placement.search.extension import Extension, extensions, pairs_of_pins
+from verl_mux.placement.search.modes import allowed, too_large
+from verl_mux.placement.search.search import Place, group_at
+from verl_mux.placement.time.feasibility import TOLERANCE
+from verl_mux.placement.time.periods import group_periods
+
+NEAREST = 2
+
+
+def alternatives(placer: Placer, job: JobSpec, most: int | None = None) -> list[Alternative]:
+    """What every group would ask for the job, or why it cannot take it; last, what nodes of its own would cost, in each mode.
+    `most`: if there are more groups, only the NEAREST, which could ask the least."""
+    groups = list(placer.groups.values())
+    if most is not None and len(groups) > most:
+        groups = placer.search.nearest(job, placer.groups.table, NEAREST)
+    modes = allowed(job, placer.rules)
+    return [*(_at(placer, modes, group) for group in groups), *(_alone(placer, placed) for placed in modes)]
+
+
+def lost_to(chosen_usd: float, found: Sequence[Alternative]) -> list[Alternative]:
+    """The same with a reason for those that could have been taken: more expensive, or no better than the chosen one."""
+    return [
+        place if place.why or place.usd_per_hour is None else _beaten(place, place.usd_per_hour - chosen_usd) for place in found
+    ]
+
+
+def _beaten(place: Alternative, more: float) -> Alternative:
+    work = place.work_usd_per_hour
+    if more > 0.005:
+        why = f"costs {more:.2f} USD/h more"
+    elif work is not None and work > (place.usd_per_hour or 0.0) + 0.005:
+        why = f"its jobs would take longer, so that an hour of this one's work alone would cost {work:.2f} USD there"
+    else:
+        why = "costs the same; the fullest group is taken, then the oldest"
+    return msgspec.structs.replace(place, why=why)
+
+
+def _alone(placer: Placer, job: JobSpec) -> Alternative:
+    free, need = placer.groups.free, job.nodes
+    fits = need[0] <= free[0] and need[1] <= free[1]
+    short = "" if fits else f"needs {need[0]} + {need[1]} nodes; free are {free[0]:g} + {free[1]:g}"
+    why = too_large(job, placer.cluster) or short
+    return Alternative(group=None, strategy=OWN_NODES[job.colocated], usd_per_hour=placer.groups.alone_usd(job), why=why)
+
+
+def _at(placer: Placer, modes: Sequence[JobSpec], group: Group) -> Alternative:
+    """The cheapest way into the group, or what stands against the one that comes closest."""
+    search, rules = placer.search, placer.rules
+    if len(group.pins) >= rules.cap:
+        return _refused(group, f"full: {len(group.pins)} jobs, the cap")
+    if search.saturated(group):
+        return _refused(group, f"saturated: load {load_time(group):.0f} s of a cycle of {cycle_time(group):.0f} s")
+    ways = [_in_mode(placer, placed, group) for placed in modes]
+    return min((way for way in ways if not way.why), key=price, default=ways[0])
+
+
+def price(way: Alternative) -> float:
+    """USD per hour by which places are compared, of one that the job could take."""
+    return way.work_usd_per_hour if way.work_usd_per_hour is not None else way.usd_per_hour or 0.0
+
+
+def cheapest(ways: Iterable[Alternative]) -> float:
+    """The same of the cheapest that the job could take; infinite: it could take none now."""
+    return min((price(way) for way in ways if not way.why), default=math.inf)
+
+
+def _in_mode(placer: Placer, job: JobSpec, group: Group) -> Alternative:
+    rules = placer.rules
+    found = extensions(group, job, placer.cluster, rules)
+    if not found:
+        return _refused(group, _no_room(placer, job, group))
+    rollout, train = pairs_of_pins(group.pins)
+    ways = []
+    for ask in found:
+        if order := placer.feasibility.order((*group.jobs, job), rollout | ask.rollout.pairs, train | ask.train.pairs):
+            way = Alternative(group=group.name, strategy=ask.strategy, usd_per_hour=ask.usd, why=_short(placer, ask))
+            if rules.count_stays:
+                way = msgspec.structs.replace(way, work_usd_per_hour=placer.search.priced(job, group, ask, order).usd)
+            elif not way.why:
+                return way
+            ways.append(way)
+    if ways:
+        return min(ways, key=lambda way: (bool(way.why), price(way)))
+    return _refused(group, _too_slow(job, group, found[0], rules.orders[0]), found[0])
+
+
+def _refused(group: Group, why: str, ask: Extension | None = None) -> Alternative:
+    strategy, usd = (ask.strategy, ask.usd) if ask else ("direct packing", None)
+    return Alternative(group=group.name, strategy=strategy, usd_per_hour=usd, why=why)
+
+
+def _short(placer: Placer, ask: Extension) -> str:
+    free = placer.groups.free
+    if ask.rollout.new <= free[0] and ask.train.new <= free[1]:
+        return ""
+    return f"needs {ask.rollout.new} + {ask.train.new} new nodes; free are {free[0]:g} + {free[1]:g}"
+
+
+def _no_room(placer: Placer, job: JobSpec, group: Group) -> str:
+    reasons = []
+    for at, (side, pool) in enumerate((("rollout", placer.cluster.rollout), ("train", placer.cluster.train))):
+        nodes = [getattr(group, f"on_{side}")(node) for node in getattr(group, f"{side}_nodes")]
+        if job.nodes[at] and nodes:
+            reasons.append(_side_full(at, side, job, nodes, pool.kind))
+    return "; ".join(dict.fromkeys(reasons))
+
+
+def _side_full(at: int, side: str, job: JobSpec, nodes: Sequence[Sequence[JobSpec]], kind: NodeKind) -> str:
+    memory_gb, share = job.memory_gb[at], getattr(job, f"{side}_share")
+    roomy = [on for on in nodes if sum(j.memory_gb[at] for j in on) + memory_gb <= kind.host_memory_gb]
+    if not roomy:
+        return f"no {side} node has {memory_gb:.0f} GB of host memory left"
+    least = min(sum(getattr(j, f"{side}_share") for j in on) for on in roomy)
+    if least + share > TOLERANCE:
+        return f"every {side} node is busy for at least {least:.0%} of the time and the job needs {share:.0%}"
+    return f"no allowed way to share its {side} nodes"
+
+
+def _too_slow(job: JobSpec, group: Group, ask: Extension, order: str) -> str:
+    """Who would break the SLO in the cheapest layout; or that a departure could make somebody."""
+    whole = group_at(Place(job, group, ask, order, ask.usd))
+    for member, period in zip(whole.jobs, group_periods(whole), strict=True):
+        if period.mean_s > member.limit_s * TOLERANCE:
+            return f"{member.name} would take {period.mean_s:.0f} s an iteration, its SLO allows {member.limit_s:.0f} s"
+    return "within every SLO now, but not if one of its jobs left"

@@ -1,0 +1,147 @@
+"""The cheapest nodes that a given set of jobs can share within everyone's SLO and the nodes' host memory.
+
+Layouts of the jobs over both sides are tried cheapest first. Left out, as everywhere, are those that some departure would spoil:
+first those in which two jobs share what they could not share on their own. (One side may be hopeless and *both* feasible: the
+jobs then keep in step.)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from verl_mux.placement.model import Cluster, JobSpec, NodeKind
+from verl_mux.placement.search.layouts import Layout, layouts
+from verl_mux.placement.search.modes import modes_of
+from verl_mux.placement.search.rules import Rules
+from verl_mux.placement.time.conflicts import Pairs, connected
+from verl_mux.placement.time.feasibility import TOLERANCE, Feasibility
+
+EPSILON_USD = 1e-6
+EPSILON_NODES = 1e-6
+
+
+class SharedNodes(msgspec.Struct, frozen=True):
+    """The jobs as they are placed; usd_per_hour; nodes per side; for each job its nodes of each side as bits; the order; what
+    ways to share are compared by (price.py)."""
+
+    jobs: tuple[JobSpec, ...]
+    usd_per_hour: float
+    rollout_nodes: int
+    train_nodes: int
+    rollout: tuple[int, ...]
+    train: tuple[int, ...]
+    order: str
+    price: float
+
+
+# (jobs as they are placed, sorted by name, USD per hour that it must stay below) -> the cheapest nodes that they can share.
+Find = Callable[[Sequence[JobSpec], float], SharedNodes | None]
+
+
+def isolated_usd(job: JobSpec, cluster: Cluster) -> float:
+    """Of nodes of its own, as it is placed."""
+    rollout, train = job.nodes
+    return rollout * cluster.rollout.kind.usd_per_hour + train * cluster.train.kind.usd_per_hour
+
+
+def cheapest_alone(job: JobSpec, cluster: Cluster, rules: Rules) -> JobSpec:
+    """The job in the mode in which nodes of its own cost the least."""
+    return min(modes_of(job, cluster, rules), key=lambda placed: isolated_usd(placed, cluster))
+
+
+def in_cheapest_modes(jobs: Sequence[JobSpec], cluster: Cluster, rules: Rules, find: Find, below: float) -> SharedNodes | None:
+    """What `find` finds under `below` USD per hour for the jobs in the modes in which they then cost the least."""
+    ways = [
+        (least_usd(placed, cluster), placed) for placed in itertools.product(*[modes_of(job, cluster, rules) for job in jobs])
+    ]
+    best = None
+    for least, placed in sorted(ways, key=lambda way: way[0]):
+        if least >= below:
+            break
+        if (found := find(placed, below)) is not None:
+            best, below = found, found.price - EPSILON_USD
+    return best
+
+
+def cheapest_nodes(
+    jobs: Sequence[JobSpec],
+    cluster: Cluster,
+    feasibility: Feasibility,
+    below: float = math.inf,
+    price: Callable[[SharedNodes, Sequence[float]], float] | None = None,
+) -> SharedNodes | None:
+    """The cheapest way for `jobs` as they are placed, sorted by name, to share nodes as one group under `below` USD per hour.
+    price: what ways are compared by, from the mean iteration of each job, no less than USD per hour; None: just that."""
+    best = None
+    for usd, rollout, train in _by_price(jobs, cluster, feasibility, below):
+        if usd >= below:
+            break
+        if order := feasibility.order(jobs, rollout.pairs, train.pairs):
+            found = SharedNodes(tuple(jobs), usd, rollout.nodes, train.nodes, rollout.on, train.on, order, usd)
+            if price is None:
+                return found
+            if (asked := price(found, feasibility.seconds(jobs, rollout.pairs, train.pairs))) < below:
+                best, below = msgspec.structs.replace(found, price=asked), asked - EPSILON_USD
+    return best
+
+
+def least_usd(jobs: Sequence[JobSpec], cluster: Cluster) -> float:
+    """No way to share costs less."""
+    rollout, train = _least_nodes(jobs)
+    return rollout * cluster.rollout.kind.usd_per_hour + train * cluster.train.kind.usd_per_hour
+
+
+def _least_nodes(jobs: Sequence[JobSpec]) -> tuple[int, int]:
+    """Per side nodes for the largest job, and node time for everybody's least share."""
+    rollout = train = 0.0
+    most = [0, 0]
+    for job in jobs:
+        held, trained = job.nodes
+        rollout += held * job.rollout_share
+        train += trained * job.train_share
+        most = [max(most[0], held), max(most[1], trained)]
+    return max(most[0], math.ceil(rollout - 1e-6)), max(most[1], math.ceil(train - 1e-6))
+
+
+def _by_price(
+    jobs: Sequence[JobSpec], cluster: Cluster, feasibility: Feasibility, below: float
+) -> list[tuple[float, Layout, Layout]]:
+    """Layouts of both sides under `below`, cheapest first, that make one group and in which no two jobs clash."""
+    usd = cluster.rollout.kind.usd_per_hour, cluster.train.kind.usd_per_hour
+    on_rollout, on_train, on_both = feasibility.hopeless_pairs(jobs)
+    never = on_rollout & on_train & on_both
+    least = [nodes * each for nodes, each in zip(_least_nodes(jobs), usd, strict=True)]
+    rollout = [(j.nodes[0], j.rollout_share, j.memory_gb[0]) for j in jobs]
+    train = [(j.nodes[1], j.train_share, j.memory_gb[1]) for j in jobs]
+    rollouts = _fitting(rollout, cluster.rollout.kind, never | on_rollout & on_both, below - least[1])
+    trains = _fitting(train, cluster.train.kind, never | on_train & on_both, below - least[0]) if rollouts else []
+    both = [
+        (price, r, t)
+        for r in rollouts
+        for t in trains
+        if (price := r.nodes * usd[0] + t.nodes * usd[1]) < below
+        and not (r.pairs & t.pairs & on_both or r.pairs & ~t.pairs & on_rollout or t.pairs & ~r.pairs & on_train)
+        and len(connected(r.pairs | t.pairs, len(jobs))) == 1
+    ]
+    return sorted(both, key=lambda found: found[0])
+
+
+def _fitting(sizes: Sequence[tuple[int, float, float]], kind: NodeKind, hopeless: Pairs, below: float) -> list[Layout]:
+    """Layouts of nodes for at most `below` USD per hour, on each of which the jobs' shares of its time and their states in its
+    host memory both fit, and no `hopeless` pair shares one. sizes: nodes of each job, its share of their time, GB on each."""
+    sums = [(0.0, 0.0)]
+    for _, time, gb in sizes:
+        sums += [(t + time, g + gb) for t, g in sums]
+    fits = [time <= TOLERANCE and gb <= kind.host_memory_gb for time, gb in sums]
+    most = below / kind.usd_per_hour + EPSILON_NODES if kind.usd_per_hour else math.inf
+    found = []
+    for layout in layouts(tuple([nodes for nodes, _, _ in sizes])):
+        if layout.nodes > most:  # fewest nodes come first
+            break
+        if not layout.pairs & hopeless and all([fits[jobs] for jobs in layout.occupied]):
+            found.append(layout)
+    return found

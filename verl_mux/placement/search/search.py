@@ -1,0 +1,140 @@
+"""Where a job fits best among the groups there are: Algorithm 1 of the paper, with a wider choice of places.
+
+The price of a place is known before it is tried. So groups are tried in order of the least they could ask, and the
+search ends at the first price that cannot be beaten; a saturated group costs one comparison.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from verl_mux.placement.model import Cluster, Group, JobSpec, cycle_time, load_time
+from verl_mux.placement.search.extension import Extension, extensions, pairs_of_pins, with_newcomer, yet_to_take
+from verl_mux.placement.search.modes import modes_of
+from verl_mux.placement.search.price import Price
+from verl_mux.placement.search.rules import Rules
+from verl_mux.placement.time.feasibility import TOLERANCE, Feasibility
+from verl_mux.placement.time.forecast import Progress, late_job
+
+if TYPE_CHECKING:
+    from verl_mux.placement.search.group_table import GroupTable
+
+EPSILON_USD = 1e-6
+
+
+class Place(msgspec.Struct, frozen=True):
+    """The job as it is placed, a group to join, how, in which order it then runs, and how much higher that makes the price of
+    the group (price.py)."""
+
+    job: JobSpec
+    group: Group
+    extension: Extension
+    order: str
+    usd: float
+
+
+class Search:
+    """held: jobs, by name, that are not to be moved now, movable or not."""
+
+    def __init__(self, cluster: Cluster, rules: Rules, feasibility: Feasibility) -> None:
+        self.cluster = cluster
+        self.rules = rules
+        self.feasibility = feasibility
+        self.price = Price(cluster, rules)
+        self.held: frozenset[str] = frozenset()
+
+    def may_move(self, job: JobSpec) -> bool:
+        return job.movable and job.name not in self.held
+
+    def find(
+        self,
+        job: JobSpec,
+        table: GroupTable,
+        below: float,
+        free: tuple[float, float],
+        progress: Mapping[str, Progress],
+        load_s: float = 0.0,
+    ) -> Place | None:
+        """The cheapest place in any mode under `below` USD per hour that needs no more new nodes than `free` (rollout, training).
+        Jobs without progress are not looked at in their present state. `load_s`: its cold start, if it moves there."""
+        best, until = None, self.feasibility.simulated + self.rules.effort
+        for least, placed, group in self._shortlist(job, table, below):
+            if least >= below - EPSILON_USD or self.feasibility.simulated >= until:
+                break
+            if place := self.join(placed, group, below, free, progress, load_s):
+                best, below = place, place.usd
+        return best
+
+    def join(
+        self,
+        job: JobSpec,
+        group: Group,
+        below: float,
+        free: tuple[float, float],
+        progress: Mapping[str, Progress],
+        load_s: float = 0.0,
+    ) -> Place | None:
+        """The cheapest way into one group in the mode in which the job is given."""
+        rollout, train = pairs_of_pins(group.pins)
+        best = None
+        for found in extensions(group, job, self.cluster, self.rules):
+            if found.usd >= below - EPSILON_USD:
+                break
+            if found.rollout.new > free[0] or found.train.new > free[1]:
+                continue
+            jobs = (*group.jobs, job)
+            order = self.feasibility.order(jobs, rollout | found.rollout.pairs, train | found.train.pairs)
+            if not order:
+                continue
+            place = self.priced(job, group, found, order)
+            if place.usd >= below - EPSILON_USD or not self._in_time(place, progress, load_s):
+                continue
+            if not self.rules.count_stays:
+                return place
+            best, below = place, place.usd
+        return best
+
+    def priced(self, job: JobSpec, group: Group, extension: Extension, order: str) -> Place:
+        place = Place(job, group, extension, order, extension.usd)
+        if not self.rules.count_stays:
+            return place
+        return msgspec.structs.replace(place, usd=self.price.of_group(group_at(place)) - self.price.of_group(group))
+
+    def _in_time(self, place: Place, progress: Mapping[str, Progress], load_s: float) -> bool:
+        if not self.rules.guard or not all(member.name in progress for member in place.group.jobs):
+            return True
+        return late_job(group_at(place), progress, {place.job.name: load_s}) is None
+
+    def _shortlist(self, job: JobSpec, table: GroupTable, below: float) -> Iterator[tuple[float, JobSpec, Group]]:
+        """(least USD per hour it could ask, the job in one of its modes, group), cheapest first, then fullest; no more than the
+        rules allow."""
+        openings = [self._openings(placed, table, below) for placed in modes_of(job, self.cluster, self.rules)]
+        return itertools.islice(heapq.merge(*openings, key=lambda found: found[0]), self.rules.shortlist)
+
+    def _openings(self, job: JobSpec, table: GroupTable, below: float) -> Iterator[tuple[float, JobSpec, Group]]:
+        usd = self.cluster.rollout.kind.usd_per_hour, self.cluster.train.kind.usd_per_hour
+        room = TOLERANCE - job.rollout_share, TOLERANCE - job.train_share
+        openings = table.openings(job.nodes, self.rules.cap, room, usd, below - EPSILON_USD, self.rules.best_fit)
+        return ((least, job, group) for least, group in openings if not self.saturated(group))
+
+    def nearest(self, job: JobSpec, table: GroupTable, count: int) -> list[Group]:
+        """So many of the groups that could ask the least."""
+        groups = {group.name: group for _, _, group in self._shortlist(job, table, math.inf)}
+        return list(groups.values())[:count]
+
+    def saturated(self, group: Group) -> bool:
+        return self.rules.prune_saturated and load_time(group) >= cycle_time(group)
+
+
+def group_at(place: Place) -> Group:
+    """The group as it would be; its new nodes are yet to be taken."""
+    job, ask = place.job, place.extension
+    rollout = (*ask.rollout.shared, *yet_to_take(job, "rollout", ask.rollout.new))
+    train = (*ask.train.shared, *yet_to_take(job, "train", ask.train.new))
+    return with_newcomer(place.group, job, rollout, train, place.order)

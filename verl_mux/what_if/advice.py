@@ -1,0 +1,192 @@
+"""Which keys are worth trying on a recorded run, and what each would bring. Text and JSON; the sums are what_if.py's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from verl_mux.errors import UserError
+from verl_mux.profiling.report.measures.analysis import Analysis
+from verl_mux.rollout.control.launch_order import ORDERS
+from verl_mux.rollout.lengths import advice as length_advice
+from verl_mux.what_if.recording import Recording, recordings, stays_of
+from verl_mux.what_if.settings import changed
+from verl_mux.what_if.sharing import sharings
+from verl_mux.what_if.together import Makespan, Together
+from verl_mux.what_if.what_if import Outcome, Prediction, WhatIf
+
+RATES = (0.25, 0.5, 1.0)
+WORTH = 0.03  # of the step; less is not told
+MAX_AT_STAKE = 0.02  # of the reward
+FEW = 5
+MAX_LIMITS = 3
+
+
+def advise(analysis: Analysis, what_if: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """{"jobs": {job: {"recorded", "predictions", ...}}, "together", "lines"}: under `what_if`, or under whatever is worth trying.
+
+    Raises:
+        UserError: no job of the log can be run again, or a key of `what_if` cannot be tried.
+    """
+    jobs, lines, failed = {}, list[str](), list[str]()
+    models, best = dict[str, WhatIf](), dict[str, list[Prediction]]()
+    for recording in recordings(analysis):
+        try:
+            model = WhatIf(recording, stays_of(analysis, recording.job))
+        except UserError as error:  # the others' advice is worth no less
+            failed.append(str(error))
+            continue
+        found = [model.predict(what_if)] if what_if else _best(model)
+        jobs[recording.job] = _told(recording, model, found)
+        models[recording.job], best[recording.job] = model, found
+        name = f"{recording.job}: " if recording.job else ""
+        lines += [name + line(it) for it in found] or [f"{name}nothing that was tried saves {WORTH:.0%} of the step"]
+    if not jobs:
+        raise UserError("; ".join(failed))
+    shared = [
+        _together(Together(its, models), best, what_if)
+        for its in sharings(analysis, {job: model.recording for job, model in models.items()})
+    ]
+    lines += [text for its in shared for text in its["lines"]]
+    return {"jobs": jobs, "together": shared, "lines": lines + failed}
+
+
+def line(it: Prediction) -> str:
+    """As in "data.max_response_length 600: -23 % step (-26 to -20), -12 % GPU-seconds, 0.4 % of reward at stake"."""
+    low, high = it.interval
+    text = f"{_text(it.keys)}: {_signed(it.change)} % step ({_signed(low)} to {_signed(high)})"
+    text += f", {_signed(it.gpu_change)} % GPU-seconds"
+    if it.reward_at_stake is not None:
+        text += f", {100 * max(it.reward_at_stake, 0.0):.1f} % of reward at stake"
+    if it.outcome.lag > it.base.lag + 0.005:
+        text += f", tokens {it.outcome.lag:.2f} versions behind"
+    return text
+
+
+def _signed(part: float) -> str:
+    return f"{round(100 * part):+d}"
+
+
+def _best(model: WhatIf) -> list[Prediction]:
+    """One of each kind, best first: those that save WORTH of the step even by the interval's cautious end."""
+    best: dict[str, Prediction] = {}
+    for keys in _candidates(model):
+        if not changed(model.settings, keys).is_possible:
+            continue
+        it = model.predict(keys)
+        kind = next(iter(keys)).rpartition(".")[0]
+        worth = it.change <= -WORTH and it.interval[1] <= 0 and (it.reward_at_stake or 0.0) <= MAX_AT_STAKE
+        if worth and (kind not in best or it.change < best[kind].change):
+            best[kind] = it
+    return sorted(best.values(), key=lambda it: it.change)[:FEW]
+
+
+def _candidates(model: WhatIf) -> Iterator[dict[str, str]]:
+    settings = model.settings
+    for limit in _limits(model.recording):
+        yield {"data.max_response_length": str(limit)}
+    if settings.segment is None:
+        for rate in RATES:
+            if rate != settings.oversample.rate:
+                yield {"mux.rollout.oversample.rate": f"{rate:g}"}
+    if settings.oversample.rate == 0:
+        for parts in (4, 2):
+            yield {
+                "mux.rollout.segments.segment_length": str(math.ceil(settings.longest / parts)),
+                "mux.rollout.segments.max_segments": str(parts),
+            }
+    if settings.tail == "none" and model.recording.recurs:
+        yield {"mux.rollout.tail": "defer"}
+    for order in ORDERS:
+        if order != settings.launch_order:
+            yield {"mux.rollout.dispatch.order": order}
+
+
+def _limits(recording: Recording) -> list[int]:
+    """Limits of the length that put little reward at stake, by the same rule as the length advice; without scores, none."""
+    samples = [
+        length_advice.LengthSample(s.tokens, s.score, float(s.tokens), group.step)
+        for group in recording.groups
+        for s in group.samples
+        if s.score is not None
+    ]
+    if not samples:
+        return []
+    table = length_advice.advise(samples).candidates
+    fit = [row.max_response_length for row in table if row.reward <= MAX_AT_STAKE and row.max_response_length < recording.longest]
+    return fit[:MAX_LIMITS]
+
+
+def _together(model: Together, best: Mapping[str, Sequence[Prediction]], what_if: Mapping[str, str] | None) -> dict[str, Any]:
+    """What jobs that share nodes would take, all together."""
+    tried = [dict.fromkeys(model.models, what_if)] if what_if else list(_candidates_together(model, best))
+    found = sorted(map(model.predict, tried), key=lambda it: it.change)
+    kept = [it for it in found if what_if or (it.change <= -WORTH and it.interval[1] <= 0)][:FEW]
+    return {
+        "jobs": list(model.models),
+        "recorded_s": round(model.sharing.recorded_s, 4),
+        "makespan_s": round(model.base_s, 4),
+        "steps_part": round(model.part, 4),
+        "lines": [line_together(it, list(model.models)) for it in kept],
+        "predictions": [
+            {"keys": it.keys, "makespan_s": round(it.seconds, 4), "change": round(it.change, 4)}
+            | {"interval": [round(x, 4) for x in it.interval]}
+            for it in kept
+        ],
+    }
+
+
+def _candidates_together(model: Together, best: Mapping[str, Sequence[Prediction]]) -> Iterator[dict[str, dict[str, str]]]:
+    """What is best for each job alone, and what costs a job nothing but gives others its nodes."""
+    for job, alone in best.items():
+        if job in model.models:
+            yield from ({job: it.keys} for it in alone)
+    migrating = {
+        job: {"mux.rollout.migration.enable": "true"}
+        for job, its in model.models.items()
+        if model.sharing.shares[job].can_shrink and not its.settings.migration.enable
+    }
+    allowed = {job: keys for job, keys in migrating.items() if changed(model.models[job].settings, keys).is_possible}
+    if allowed:
+        yield allowed
+
+
+def line_together(it: Makespan, jobs: Sequence[str]) -> str:
+    """As in "a, b together: a's mux.rollout.oversample.rate 0.5: -8 % makespan (-10 to -6)"."""
+    alike = len({tuple(keys.items()) for keys in it.keys.values()}) == 1 and len(it.keys) == len(jobs)
+    told = [_text(keys) if alike else f"{job}'s {_text(keys)}" for job, keys in it.keys.items()][: 1 if alike else None]
+    low, high = it.interval
+    return f"{', '.join(jobs)} together: {', '.join(told)}: {_signed(it.change)} % makespan ({_signed(low)} to {_signed(high)})"
+
+
+def _text(keys: Mapping[str, str]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in keys.items())
+
+
+def _told(recording: Recording, model: WhatIf, found: list[Prediction]) -> dict[str, Any]:
+    return {
+        "recorded": {
+            "steps": len(recording.steps),
+            "samples": sum(len(group.samples) for group in recording.groups),
+            "samples_left_out": recording.unknown,
+            "keys": recording.keys,
+            **_rounded(model.base),
+        },
+        "predictions": [
+            {
+                "keys": it.keys,
+                "line": line(it),
+                "step_change": round(it.change, 4),
+                "interval": [round(x, 4) for x in it.interval],
+            }
+            | {"gpu_change": round(it.gpu_change, 4), "reward_at_stake": it.reward_at_stake}
+            | _rounded(it.outcome)
+            for it in found
+        ],
+    }
+
+
+def _rounded(outcome: Outcome) -> dict[str, Any]:
+    return {key: None if value is None else round(value, 4) for key, value in asdict(outcome).items()}
