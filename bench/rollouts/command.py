@@ -44,14 +44,12 @@ def bench_rollout(
     rate: Annotated[float, typer.Option(help="Over-sampling rate.", min=0)] = 1.0,
     override: Annotated[list[str] | None, typer.Option(help="One more key=value for every job; may be repeated.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Read the runs that --dir holds already instead of running them.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the reward of each mode by step; a PNG file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Step time and reward with over-sampling and with segments, beside verl's own trainers and plain steps of ours.
 
     About three minutes a mode and seed.
     """
-    from bench.rollouts.curves import compare, curves_of, draw
     from bench.rollouts.jobs import run_all
     from bench.rollouts.modes import DEFAULT_MODES, MODES, figures
     from verl_mux.launcher import run_file
@@ -61,27 +59,10 @@ def bench_rollout(
         raise UserError(f"--mode {unknown[0]}: not a mode this can measure; allowed: {', '.join(MODES)}")
     if warmup >= steps - 1:
         raise UserError(f"--warmup is {warmup} of {steps} steps; at least two must be left to measure")
-    if plot:
-        _require_plotting(plot)
     run = run_file.read(file, directory)
     runs = run_all(run, chosen, steps, range(first_seed, first_seed + seeds), rate, override or [], keep)
-    curves = curves_of(runs)
-    result = {**figures(runs, warmup), "curves_beside_plain": compare(curves)}
-    if plot:
-        draw(curves, plot)
-    print(json.dumps(result, indent=2) if as_json else _modes_table(result["modes"], result["curves_beside_plain"]))
-
-
-def _require_plotting(path: Path) -> None:
-    """What would be missed only after the runs."""
-    import matplotlib  # noqa: F401
-
-    if path.suffix != ".png":
-        raise UserError(f"--plot {path}: the picture is a PNG; allowed: a name that ends in .png")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--plot {path}: cannot make its folder: {error.strerror}") from None
+    result = figures(runs, warmup)
+    print(json.dumps(result, indent=2) if as_json else _modes_table(result["modes"]))
 
 
 def bench_migration(
@@ -111,17 +92,12 @@ def bench_migration(
     )
 
 
-def _modes_table(modes: dict[str, dict[str, Any]], curves: dict[str, dict[str, Any]]) -> str:
+def _modes_table(modes: dict[str, dict[str, Any]]) -> str:
     head = f"{'mode':<20} {'step':>7} {'rollout':>8} {'to sync':>8} {'to plain':>8} {'reward':>7} {'wasted':>7}"
     lines = [
         f"{name:<20} {m['step_s']:>5.2f} s {m['rollout_s']:>6.2f} s {m['time_ratio_to_sync'] or float('nan'):>8.2f} "
         f"{m['time_ratio_to_plain'] or float('nan'):>8.2f} {m['reward_last']:>7.3f} {m['wasted_token_fraction']:>7.1%}"
         for name, m in modes.items()
-    ]
-    lines += [
-        f"{name}: reward by step {it['apart']:.3f} from that of plain, whose seeds spread by {it['spread']:.3f}; "
-        f"{it['equal']:.0%} of the steps have the same"
-        for name, it in curves.items()
     ]
     return "\n".join([head, *lines])
 
