@@ -43,7 +43,9 @@ def lines(places: str) -> int:
 
 def words(places: str) -> int:
     """Words of the Markdown files in one or more folders or files."""
-    files = [file for place in places.split() for file in ([ROOT / place] if place.endswith(".md") else (ROOT / place).rglob("*.md"))]
+    files = [
+        file for place in places.split() for file in ([ROOT / place] if place.endswith(".md") else (ROOT / place).rglob("*.md"))
+    ]
     return sum(len(file.read_text().split()) for file in files)
 
 
