@@ -94,7 +94,7 @@ class Crowd:
         self.run_until(lambda: all(any(member.talk.held for member in self.on[node]) for node in self.nodes))
 
     def run(self, seconds: float, phases_per_second: float = 0.0) -> None:
-        """Each phase ends on a random node: who held it gives it back and asks again, the other is to get it."""
+        """Each phase ends on a random node: its holder gives it back and asks again, and the other job gets it."""
         until = time.monotonic() + seconds
         next_phase = time.monotonic()
         while (now := time.monotonic()) < until:

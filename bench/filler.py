@@ -93,7 +93,7 @@ def _compare(without: dict[str, float], filled: dict[str, float]) -> dict[str, A
 
 
 def _left(leaving_s: list[float]) -> dict[str, Any]:
-    """From when a filler was told to leave until its node was free: for so long a grant was delayed by it."""
+    """Seconds from asking a filler to leave until its node was free: the delay of a grant."""
     leaving = {"median": statistics.median(leaving_s), "max": max(leaving_s)} if leaving_s else None
     return {"times_left": len(leaving_s), "leaving_s": leaving}
 
@@ -210,7 +210,7 @@ def _real_jobs(file: Path, directory: Path, command: list[str], steps: int) -> d
 
 
 def _without_segments(run: RunFile, steps: int) -> RunFile:
-    """Its jobs interleave from the first step on, and do so many. Raises UserError where they are on other hosts."""
+    """Its jobs interleave from the first step on, and do `steps` steps. Raises UserError where they are on other hosts."""
     if run.hosts:
         raise UserError(
             "--file: its jobs run on hosts; fillers of this bench run on this machine, so a file without `hosts` is needed"
@@ -247,7 +247,7 @@ def _take_turns(run: RunFile, command: list[str], turns: dict[bool, list[Interva
         return min(job["steps_done"] for job in mine) if alive else None
 
     address = run.directory / COORDINATOR / "address"
-    # Who waits for an answer when the coordinator ends with the run is told that there is none.
+    # A request that is under way when the coordinator ends with the run raises.
     with contextlib.suppress(UserError, Failure):
         while not over.is_set() and not (address.exists() and done()):
             over.wait(_LOOK_EVERY_S)

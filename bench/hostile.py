@@ -1,7 +1,7 @@
 """What strangers can do to a coordinator: malformed frames and well-typed nonsense, while good clients take turns.
 
 The strangers know the protocol, the names of jobs, and nodes that no good client uses; what they may not know is a job's uid,
-which is a secret. A stranger who is let in and asks for a good client's nodes is a job like any other: only keys keep it out.
+which is a secret. A stranger with a key that asks for a good client's nodes is a job like any other: only keys keep it out.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def bench_forged(
     registrations: Annotated[int, typer.Option(help="Forged registrations.", min=1)] = 10_000,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Have a coordinator of its own told that strangers' processes are those of dead jobs, and count which it ends."""
+    """Register strangers' processes as those of dead jobs at a coordinator, and count which of them it ends."""
     found = forged(registrations)
     print(json_module.dumps(found) if json else "\n".join(f"{name}: {value}" for name, value in found.items()))
 
@@ -129,7 +129,7 @@ def _forgery(number: int, driver: m.Member, members: list[m.Member]) -> m.Regist
 
 
 def _looked_after(address: str) -> dict[str, Any]:
-    """The status when every job has ended, or it is told what its end waits for: by then what may be killed was."""
+    """The status when every job has ended, or the status says what an end waits for: by then what may be killed was."""
     while True:
         seen = fetch_status(address, 60.0)
         if all(job["state"] == "ended" or job["waits_for"] for job in seen["jobs"].values()):

@@ -1,6 +1,6 @@
 """What taking turns costs by itself: time from a release to the grant at a job that waits, over localhost.
 
-A grant is on disk before it is told, so beside each hand-over a bare fsync in the same folder is timed: the difference
+A grant is on disk before the coordinator sends it, so beside each hand-over a bare fsync in the same folder is timed: the difference
 is what the coordinator adds.
 """
 

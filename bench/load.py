@@ -78,12 +78,12 @@ def _busy(coordinator: CoordinatorProcess, crowd: Crowd, seconds: float, phases:
     cores = (coordinator.cpu_s - before) / (time.monotonic() - began)
     asked = time.monotonic()
     fetch_status(coordinator.address, 60.0)
-    told = time.monotonic() - asked
+    status_s = time.monotonic() - asked
     return {
         "cores": round(cores, 3),
         **grants(crowd),
         "rss_mib": round(coordinator.rss_mib, 1),
-        "status_ms": round(told * 1e3, 1),
+        "status_ms": round(status_s * 1e3, 1),
     }
 
 
@@ -119,14 +119,14 @@ def _idle(coordinator: CoordinatorProcess, crowd: Crowd, idle: int, seconds: flo
 
 
 def _connected(address: str, count: int, bench: Connection) -> None:
-    """Each asks once, so that it is known to be connected, and then says nothing until it is told that it is enough."""
+    """Each client asks once, so that its connection is known, and is then silent until the bench ends."""
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, count + 10)
     sockets, answered, keys = [], 0, for_address(address, None, JOB)
     for _ in range(count):
         sockets.append(socket := dealer(context, None, keys))
         connect_to(address, socket)
-        socket.send(m.encode(m.Heartbeat(job="nobody", uid="nobody", client="nobody", beat=1)))
+        socket.send(m.encode(m.Heartbeat(job="stranger", uid="stranger", client="stranger", beat=1)))
     for socket in sockets:
         answered += bool(socket.poll(60_000))
     bench.send(answered)

@@ -86,20 +86,20 @@ def bench_log(
         return print(json_module.dumps(found))
     print("an event: {call_median_us:.1f} us at the median, {call_p99_us:.1f} us at p99, {dropped} dropped".format(**found))
     if real:
-        told = (
+        line = (
             "{}: {off_s:.3f} s without the log, {on_s:.3f} s with it: {overhead_percent:+.2f} %"
             " (95 %: {interval_percent[0]:+.2f} to {interval_percent[1]:+.2f})"
         )
-        print(told.format("a step", **found["real"]))
+        print(line.format("a step", **found["real"]))
         print(
             "of which the log's own work: {lines:.0f} lines, {cost_s:.4f} s, {percent_of_step:.3f} %".format(
                 **found["real"]["own_cost"]
             )
         )
-        print(told.format("its processor time", **found["real"]["processor"]))
-        print(told.format("of which the engine's schedulers", **found["real"]["engine"]))
-        print(told.format("for 1,000 tokens", **found["real"]["engine"]["per_1000_tokens"]))
-        told = (
+        print(line.format("its processor time", **found["real"]["processor"]))
+        print(line.format("of which the engine's schedulers", **found["real"]["engine"]))
+        print(line.format("for 1,000 tokens", **found["real"]["engine"]["per_1000_tokens"]))
+        line = (
             "of which the processes that log: {off_s:.3f} s without, {on_s:.3f} s with it, {percent_of_step:+.2f} % of the step"
         )
-        print(told.format(**found["real"]["logging_processes"]))
+        print(line.format(**found["real"]["logging_processes"]))

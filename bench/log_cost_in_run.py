@@ -2,7 +2,7 @@
 
 One job of a run file trains alone, with the log on in even steps and off in odd ones (`mux.profile.every=2`). A step's seconds
 are those from the coordinator's word of one step's end to the next; the coordinator's own log is on throughout. Processor time
-is told beside, which other work on the machine lengthens much less: of all processes of the run; of the engines' schedulers,
+is reported beside it, which other work on the machine lengthens much less: of all processes of the run; of the engines' schedulers,
 where our hooks run, also by what they generated; and of the others that log more than a handful of events a step, without the
 engine's and the trainer's computing, which varies by more than any log costs. In steps without the log these return at once.
 What the clock cannot tell, the logs add up themselves: the time their callers and their writing threads took, of all processes,
@@ -49,8 +49,8 @@ def measure_run(file: Path, directory: Path, steps: int) -> dict[str, Any]:
         run_jobs(run)
     servers = tuple(f"ray::{engine.server.rpartition('.')[2]}" for engine in engines().values())
     schedulers = tuple(engine.scheduler_title for engine in engines().values())
-    job, told = Path(run.dir) / next(iter(run.jobs)) / "events", Path(run.dir) / "coordinator" / "events"
-    ends = step_ends(told)
+    job, coordinator = Path(run.dir) / next(iter(run.jobs)) / "events", Path(run.dir) / "coordinator" / "events"
+    ends = step_ends(coordinator)
     step = compare_steps(between(ends))
     logging = compare_steps(between(processor.at(ends, LOGGING + servers)))
     added_s = round(logging["on_s"] - logging["off_s"], 4)
@@ -59,7 +59,7 @@ def measure_run(file: Path, directory: Path, steps: int) -> dict[str, Any]:
         **step,
         "own_cost": own_cost(job, between(ends)),
         "processor": compare_steps(between(processor.at(ends))),
-        "engine": engine_cost(between(processor.at(ends, schedulers)), generated(told, job)),
+        "engine": engine_cost(between(processor.at(ends, schedulers)), generated(coordinator, job)),
         "logging_processes": {**logging, "added_s": added_s, "percent_of_step": share},
     }
 
@@ -136,7 +136,7 @@ def own_cost(directory: Path, seconds: dict[int, float]) -> dict[str, Any]:
             cost[line.step] += line.extra["caller_sec"] + line.extra["writer_cpu_sec"]
     steps = [step for step in cost if step > WARM_UP and step in seconds]
     if not steps:
-        raise Failure(f"no process told what its log took: no {events.LOG_COST} under {directory}")
+        raise Failure(f"no process logged what its log took: no {events.LOG_COST} under {directory}")
     return {
         "steps": len(steps),
         "lines": statistics.median(lines[step] for step in steps),
@@ -154,12 +154,12 @@ def engine_cost(seconds: dict[int, float], tokens: dict[int, float]) -> dict[str
 def generated(coordinator: Path, job: Path) -> dict[int, float]:
     """Tokens of all responses of each step, from the event logs of a coordinator and of its job.
 
-    Lengths are told of every step; how many responses a step has, of those that were logged, and all have as many.
+    Lengths are reported for every step; how many responses a step has, of those that were logged, and all have as many.
     """
     done = Counter(line.step for line in read_directory(job) if line.event == events.REQUEST_COMPLETE)
     responses = statistics.median(done.values()) if done else 0
-    told = [line for line in read_directory(coordinator) if line.event == events.STEP_REPORT]
-    return {line.step: responses * line.extra["response_length"] for line in told}
+    reports = [line for line in read_directory(coordinator) if line.event == events.STEP_REPORT]
+    return {line.step: responses * line.extra["response_length"] for line in reports}
 
 
 def between(marks: dict[int, float]) -> dict[int, float]:
@@ -175,7 +175,7 @@ def compare_steps(seconds: dict[int, float]) -> dict[str, Any]:
     on = [value for step, value in seconds.items() if step > WARM_UP and step % 2 == 0]
     off = [value for step, value in seconds.items() if step > WARM_UP and step % 2]
     if min(len(on), len(off)) < 2:
-        raise Failure(f"{len(on)} steps with the log and {len(off)} without were told: too few to compare")
+        raise Failure(f"{len(on)} steps with the log and {len(off)} without: too few to compare")
     rng = random.Random(0)
     drawn = sorted(_percent(rng.choices(on, k=len(on)), rng.choices(off, k=len(off))) for _ in range(DRAWS))
     return {

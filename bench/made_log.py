@@ -57,9 +57,9 @@ def _write(path: Path, text: list[str]) -> tuple[int, int]:
 
 def _sglang_step(rng: random.Random, of: Layout, step: int) -> Iterator[tuple[Path, list[str]]]:
     for worker in range(of.workers):
-        told = list(_sglang_worker(rng, of, STEP_S * step))
+        logged = list(_sglang_worker(rng, of, STEP_S * step))
         tail = f'"workid": {worker}, "step": {step}'
-        yield Path(f"step_{step}/worker_{worker}.jsonl"), [_line(*event, tail) for event in told]
+        yield Path(f"step_{step}/worker_{worker}.jsonl"), [_line(*event, tail) for event in logged]
 
 
 Event = tuple[float, str, "float | None", str]  # when it ended, its name, its seconds, what `extra` holds
@@ -107,22 +107,22 @@ def our_step(rng: random.Random, of: Layout, step: int) -> Iterator[tuple[Path, 
     servers: list[list[Event]] = [[] for _ in range(of.replicas)]
     last = start
     for worker in range(of.workers):
-        told: list[Event] = []
+        logged: list[Event] = []
         for number in range(of.requests):
             replica = (worker * of.requests + number + step) % of.replicas
-            told += _our_request(
+            logged += _our_request(
                 f"{rng.getrandbits(128):032x}_{number % 8}", rng, start + 0.5, step, replica, of, servers[replica]
             )
-        last = max(last, *(event[0] for event in told))
-        yield _of_role("rollout", step, worker, told)
-    for replica, told in enumerate(servers):
-        yield _of_role("server", step, replica, told + list(_counters(replica, of, start + 0.5, told)))
+        last = max(last, *(event[0] for event in logged))
+        yield _of_role("rollout", step, worker, logged)
+    for replica, logged in enumerate(servers):
+        yield _of_role("server", step, replica, logged + list(_counters(replica, of, start + 0.5, logged)))
     yield _of_role("trainer", step, 0, list(_trainer(start, last)))
 
 
-def _of_role(role: str, step: int, worker: int, told: list[Event]) -> tuple[Path, list[str]]:
+def _of_role(role: str, step: int, worker: int, logged: list[Event]) -> tuple[Path, list[str]]:
     tail = f'"workid": {worker}, "step": {step}, "role": "{role}", "job": "big", "run": "1f3a9c20"'
-    return Path(f"big/events/{role}/step_{step}/worker_{worker}.jsonl"), [_line(*event, tail) for event in sorted(told)]
+    return Path(f"big/events/{role}/step_{step}/worker_{worker}.jsonl"), [_line(*event, tail) for event in sorted(logged)]
 
 
 def _our_request(
@@ -156,9 +156,9 @@ def _our_request(
     yield at, "async_rollout_request_complete", at - start, f'{done}, "parked_sec": 0.0'
 
 
-def _counters(replica: int, of: Layout, start: float, told: list[Event]) -> Iterator[Event]:
+def _counters(replica: int, of: Layout, start: float, logged: list[Event]) -> Iterator[Event]:
     """One a second while a request is in the engine."""
-    stays = [(end - seconds, end) for end, event, seconds, _ in told if event == "engine_generate" and seconds is not None]
+    stays = [(end - seconds, end) for end, event, seconds, _ in logged if event == "engine_generate" and seconds is not None]
     for second in range(1, int(max((end for _, end in stays), default=start) - start) + 1):
         running = sum(begin <= start + second < end for begin, end in stays)
         where = f'"replica": {replica}, "node": "r{replica // of.on_node}"'

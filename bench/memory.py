@@ -42,7 +42,7 @@ def measure(cycles: int, parameters: int, stock_cycles: int) -> dict[str, Any]:
     """
     until = time.monotonic() + _WITHIN_S
     ours, stock = _run(until, cycles, parameters), _run(until, stock_cycles, parameters, "--backup")
-    seconds = {name: {verb: median(took) for verb, took in told["seconds"].items()} for name, told in
+    seconds = {name: {verb: median(took) for verb, took in measured["seconds"].items()} for name, measured in
                (("ours", ours), ("stock", stock))}  # fmt: skip
     switch = {name: took["sleep"] + took["wake"] for name, took in seconds.items()}
     return {

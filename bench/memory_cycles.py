@@ -82,10 +82,10 @@ class Cycles:
 
     def generate(self) -> list[int]:
         """Greedy tokens; also touches the whole KV cache's first pages."""
-        told = self._engine.generate(
+        answer = self._engine.generate(
             input_ids=_PROMPT, sampling_params={"temperature": 0, "max_new_tokens": _NEW_TOKENS, "ignore_eos": True}
         )
-        return told["output_ids"]
+        return answer["output_ids"]
 
     def resident(self) -> int:
         """Bytes of the processes that hold the model."""
@@ -145,12 +145,12 @@ class Cycles:
         self._sync(without=_LACKING)
         try:
             self._ask("wake", [KV_CACHE], 2)
-            told = ""
+            answer = ""
         except Refused as error:
-            told = str(error)
+            answer = str(error)
         self._sync()
         self._ask("wake", [KV_CACHE], 2)
-        return told
+        return answer
 
     def close(self) -> None:
         self._engine.shutdown()
@@ -199,7 +199,7 @@ def _in_region(model: Path, without: Collection[str]) -> Iterator[Batch]:
 
 
 def make_model(folder: Path, parameters: int, ranks: int = 1) -> None:
-    """An untrained Qwen2 of about so many parameters. A layer has 2.25 h^2 of attention (an eighth of key-value heads) and 12 h^2
+    """An untrained Qwen2 of about `parameters` parameters. A layer has 2.25 h^2 of attention (an eighth of key-value heads) and 12 h^2
     in its MLP. `ranks`: that it can be split over."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -229,13 +229,13 @@ def measure(parameters: int, cycles: int, backup: bool, hostile: int, ranks: int
             # Of a sleep at level 1 the copy is resident too, on a machine whose device is its host.
             if name in ("level 2", "again"):
                 gone.append(fraction)
-        told = {
+        figures = {
             "cycles": cycles, "tokens_equal": equal, "returned_fraction": min(gone, default=None),
             "growth": growth(after, len(kinds)), "stale_bytes": run.stale_bytes,
             "seconds": run.seconds, "tags": run.tags, "hostile": run.hostile(hostile),
         }  # fmt: skip
         run.close()
-        return told
+        return figures
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -43,8 +43,8 @@ def bench_report(
     if json:
         print(json_module.dumps(found))
     else:
-        told = "{events} events, {bytes} bytes: {seconds:.1f} s ({cpu_seconds:.1f} s of CPU), {peak_mib:.0f} MiB, {cores} cores"
-        print(told.format(**found))
+        line = "{events} events, {bytes} bytes: {seconds:.1f} s ({cpu_seconds:.1f} s of CPU), {peak_mib:.0f} MiB, {cores} cores"
+        print(line.format(**found))
 
 
 def time_report(directory: Path, cores: int) -> dict[str, Any]:
@@ -64,9 +64,9 @@ def time_report(directory: Path, cores: int) -> dict[str, Any]:
     if process.returncode:
         raise Failure(f"verl-mux report ended with {process.returncode}")
     summary = json_module.loads(output)
-    told = {"requests": summary["requests"], "findings": len(summary["findings"]), "skipped_lines": summary["skipped_lines"]}
+    counts = {"requests": summary["requests"], "findings": len(summary["findings"]), "skipped_lines": summary["skipped_lines"]}
     cpu = round(_children_seconds() - spent, 2)
-    return {"seconds": round(seconds, 2), "cpu_seconds": cpu, "peak_mib": round(peak.stop() / 2**20, 1), **told}
+    return {"seconds": round(seconds, 2), "cpu_seconds": cpu, "peak_mib": round(peak.stop() / 2**20, 1), **counts}
 
 
 def _children_seconds() -> float:

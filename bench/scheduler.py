@@ -91,7 +91,7 @@ def decision_latency(jobs: int, decisions: int = 200, seed: int = 0) -> dict[str
 
 
 def _filled(jobs: int, rng: random.Random) -> tuple[Placer, dict[str, Progress]]:
-    """A placer with so many jobs, each somewhere in its life."""
+    """A placer with `jobs` jobs, each somewhere in its life."""
     from verl_mux.placement.model import TESTBED
     from verl_mux.placement.placer.placer import Placer
 

@@ -30,7 +30,7 @@ from verl_mux.coordinator.bus.members import this_process
 from verl_mux.errors import Failure
 from verl_mux.placement.estimate.job_needs import JobNeeds, ModelSize
 
-# Beside the two that hand a node over; who has departed stays on record for a while.
+# Beside the two that hand a node over; a job that has departed stays on record for a while.
 MOST_JOBS = limits.JOBS - 2
 _AUTO = {"rollout": [m.AUTO], "train": [m.AUTO]}
 _ANSWER_MS = 120_000
@@ -41,8 +41,8 @@ _NODES = {7: 1, 14: 1, 32: 2}
 
 def live_latency(jobs: int, decisions: int, seed: int) -> dict[str, Any]:
     """Milliseconds. register: from REGISTER to the answer that names the nodes. depart: from DEREGISTER to the answer to a
-    REGISTER sent right after it, which is placed only when the departure is dealt with. grant: from a release to the grant at who
-    waits."""
+    REGISTER sent right after it, which is placed only when the departure is dealt with. grant: from a release to the grant at the
+    job that waits."""
     with CoordinatorProcess(_config(jobs + decisions)) as coordinator, _Bus(coordinator.address) as bus:
         rng = random.Random(seed)
         there = [bus.register(f"job{number}", rng)[0] for number in range(jobs)]
@@ -70,7 +70,7 @@ def _quantile_ms(seconds: list[float], at: int) -> float:
 
 
 def _config(jobs: int) -> dict[str, Any]:
-    """Nodes for twice as many as every job alone would need; and one that is nobody's business but the lease bench's."""
+    """Nodes for twice as many as every job alone would need; and one for the lease bench alone."""
     sides = {side: {"kind": kind, "nodes": [{"name": f"{side[0]}{i}", "gpus": 8} for i in range(2 * jobs + 8)]}
              for side, kind in (("rollout", "H20"), ("train", "H800"))}  # fmt: skip
     apart = {"apart": {"nodes": [{"name": "x0"}]}}
@@ -166,7 +166,7 @@ def _next(connection: Connection) -> Any:
 
 
 def _hand_over(address: str, bench: Connection) -> None:
-    """Two jobs, one node, until told that it is enough; once at least."""
+    """Two jobs, one node, until the bench ends; once at least."""
     taken: list[float] = []
     holder, waiter = (connect(address, name, {"rollout": ["x0"]}, uid=f"{name}:bench") for name in ("hand", "over"))
     lease = holder.acquire("rollout", step=1)

@@ -31,14 +31,14 @@ def bench_chaos(
     simulated: Annotated[
         int,
         typer.Option(
-            help="So many schedules of the protocol in a made world instead (one takes 20 ms), and others (20 s).", min=0
+            help="Run this many schedules of the protocol's model instead of real processes (20 ms each).", min=0
         ),
     ] = 0,
     kills: Annotated[
         int,
-        typer.Option(help="Kill it so often at each point of each kind of message instead (20: half an hour).", min=0),
+        typer.Option(help="Kill the coordinator this many times at each point of each type of message instead (20: half an hour).", min=0),
     ] = 0,
-    cuts: Annotated[int, typer.Option(help="Cut so many jobs off instead, one after the other (one takes 10 s).", min=0)] = 0,
+    cuts: Annotated[int, typer.Option(help="Cut this many jobs off instead, one after the other (10 s each).", min=0)] = 0,
     keep: Annotated[Path | None, typer.Option(help="Keep what the processes wrote, in this new folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

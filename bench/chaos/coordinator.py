@@ -1,4 +1,4 @@
-"""The coordinator of a schedule, in a process of its own: the product's, which dies where it is told to.
+"""The coordinator of a schedule, in a process of its own: the product's, which dies at the point given.
 
 python -m bench.chaos.coordinator FOLDER PORT PLANTED DIE_AT: DIE_AT is TYPE:POINT:COUNT (see `faults.py`) or empty.
 PLANTED faults must be noticed: `journal skipped` writes nothing down and says it did; `early grant` gives nodes to several.

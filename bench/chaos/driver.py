@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _be_impatient(_number: int, frame: FrameType | None) -> None:
-    """Anywhere in the client's call, but not in the driver's own lines: in the one that disarms the timer nobody expects it."""
+    """Anywhere in the client's call, but not in the driver's own lines: the line that disarms the timer does not expect it."""
     while frame is not None:
         if frame.f_code is Mux.acquire.__code__:
             raise _Impatient

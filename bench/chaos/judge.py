@@ -4,7 +4,7 @@
   taken; a token was granted twice.
 - a lease was lost, or a job was killed, although the job had never been out of touch for as long as its lease allows.
 - a step that a job which was never killed did twice, or left out.
-- somebody waits for ever.
+- a job waits for ever.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _granted_twice(lines: list[Line]) -> list[Line]:
 
 
 def _died(lines: list[Line], away: _Away) -> list[Line]:
-    """Ended by nobody's will that we know of."""
+    """Jobs that ended without a fault that explains it."""
     killed = {(line.text, n) for line in lines if line.what == "job killed" for n in (_ended_after(lines, line),)}
     lost = {(line.who, line.pid) for line in lines if line.what == "lease lost"}
     ended = [line for line in lines if line.what == "ended" and line.step != 0 and (line.text, line.at) not in killed]

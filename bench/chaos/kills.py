@@ -23,7 +23,7 @@ _TICK_S = 0.02
 
 
 def deaths(times: int, seed: int) -> list[str]:
-    """TYPE:POINT:COUNT, each type and point so many times, in random order; COUNT: it dies at the COUNTth of them."""
+    """TYPE:POINT:COUNT, each type and point `times` times, in random order; COUNT: it dies at the COUNTth of them."""
     rng = random.Random(seed)
     found = [f"{kind}:{point}:{rng.randint(1, 2)}" for kind, point in itertools.product(TYPES, POINTS) for _ in range(times)]
     rng.shuffle(found)
@@ -90,7 +90,7 @@ class _Kills(Schedule):
         self._ledger.write(what, text=self._point)
 
     def _tend_visitor(self) -> None:
-        """Somebody always comes, does a step, and goes."""
+        """A newcomer registers, does a step and leaves, again and again."""
         step, enough = self._folder / f"{_VISITOR}.step", self._folder / f"{_VISITOR}.enough"
         if _VISITOR not in self._jobs:
             enough.unlink(missing_ok=True)

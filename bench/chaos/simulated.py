@@ -54,5 +54,5 @@ def kill_points(seeds: int, plant: str = "") -> dict[str, Any]:
 
 
 def planted(schedules: int) -> dict[str, int]:
-    """Violations in so many schedules from seed 1, for each fault of our own."""
+    """Violations in `schedules` schedules from seed 1, for each planted fault."""
     return {fault: explore(schedules, 1, fault).violations.total() for fault in PLANTED}

@@ -187,7 +187,7 @@ class CoordinatorProcess:
     # --- messages ---
 
     def receive(self, message: m.FromJob, reply: Callable[[m.Message], None], heard: Callable[[], None]) -> None:
-        """`heard`: called unless nobody knows who speaks. A job that was forgotten is heard when it registers: what it said
+        """`heard`: called unless the sender is unknown. A job that was forgotten is heard when it registers: what it said
         before the connection broke may come late, while its answer, UNKNOWN, is lost."""
 
         def take() -> None:
@@ -250,14 +250,14 @@ class CoordinatorProcess:
         own = Sight("", [HOST], "", {job.uid: alive})
         verdict = judge(job, [own], self.machine.state, self._config, self._world.now)
         everything_ended = job.host != HOST and not process.members()
-        released = everything_ended and self._world.rng.random() < 0.05  # by somebody who looked there
+        released = everything_ended and self._world.rng.random() < 0.05  # by an operator who looked at the host
         if verdict.gone or released or self._planted == "early grant":
             self._take(ProcessesGone(job=job.name, uid=job.uid))
         for member in alive if verdict.end else []:
             self._world.later(0.02, lambda pid=member.pid: process.end_process(pid))  # type: ignore[misc]
 
     def told_over(self, job: str, uid: str) -> bool:
-        """By whoever started it, who says it again until somebody listens."""
+        """The launcher reports the end of a job, again and again until the coordinator answers."""
         known = self.machine.state.jobs.get(job)
         if self.is_up and self._world.now >= self._paused_until and known is not None and known.uid == uid:
             self._do(lambda: self._take(JobExited(job=job, uid=uid)))

@@ -19,19 +19,19 @@ from bench.protocol_model.job import JobProcess
 from bench.protocol_model.scene import FAULTS_S, LEASE_S, Scene
 from bench.protocol_model.world import World
 
-# Every so many-th schedule has host memory for two jobs.
+# One schedule in this many has host memory for two jobs.
 _CROWDED = 3
 PLANTED = ("journal skipped", "token unchecked", "early grant")
 
 
 class Found(NamedTuple):
-    """`seeds`: those whose schedule violated anything. `told`: the story of the last of them."""
+    """`seeds`: those whose schedule violated anything. `story`: what happened in the last of them."""
 
     schedules: int
     violations: Counter[str]
     faults: Counter[str]
     seeds: list[int]
-    told: list[str]
+    story: list[str]
 
 
 def explore(schedules: int, seed: int, planted: str = "", progress: Callable[[Iterable[int]], Iterable[int]] = iter) -> Found:
@@ -43,7 +43,7 @@ def explore(schedules: int, seed: int, planted: str = "", progress: Callable[[It
         found.faults.update(world.faults)
         if world.violations:
             found.seeds.append(number)
-            found.told[:] = world.told
+            found.story[:] = world.story
     return found
 
 

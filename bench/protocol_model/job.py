@@ -1,7 +1,7 @@
 """A job's processes in the made world: a driver around the real conversation, and an engine behind the real fence.
 
 The driver does what `client.Mux` and `trainer/phases.py` do, with a clock that the world moves. The engine is a process of
-its own: it goes on when its driver is stopped or killed, until somebody ends it.
+its own: it goes on when its driver is stopped or killed, until the coordinator or an operator ends it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Condition = Callable[[], bool]
 
 
 class Lost(Exception):
-    """The job was told that it has no leases any more."""
+    """The coordinator said that the job has no leases any more."""
 
 
 class Engine:
@@ -67,7 +67,7 @@ class Engine:
 
 
 class Crowd(Protocol):
-    """Whoever started the jobs of a schedule in which host memory is short."""
+    """The launcher of the jobs in a schedule in which host memory is short."""
 
     def came_in(self, job: JobProcess) -> None: ...
     def left(self, job: JobProcess, done: int) -> None: ...
@@ -85,7 +85,7 @@ class JobProcess:
         self.name, self.number = f"j{number}", number
         self.host = HOST if world.rng.random() < 0.7 else "elsewhere"
         self._crowd, self.start, self._done = crowd, start, done
-        self.leaves_after: int | None = None  # so many steps, to come back
+        self.leaves_after: int | None = None  # steps until it leaves, to come back
         self._is_registered = False
         self._driver_pid, self._engine_pid = 1000 * start + 10 * number, 1000 * start + 10 * number + 1
         self._where: dict[str, Any] = {"host": self.host, "pid": self._driver_pid, "started": 1, "boot": "b", "nodes": nodes}
@@ -118,11 +118,11 @@ class JobProcess:
 
     @property
     def is_in(self) -> bool:
-        """Something of it may be in its hosts' memory, by what it was told and has said."""
+        """Something of it may be in its hosts' memory, by what it has heard and said."""
         return self._is_registered and (self.driver_lives or self.engine.lives)
 
     def members(self) -> list[Member]:
-        """The processes that live, for who looks at this host."""
+        """The processes that live, as an agent on this host sees them."""
         alive = [self._driver_pid] * self.driver_lives + [self._engine_pid] * self.engine.lives
         return [Member(self.host, pid, 1, "b") for pid in alive]
 
@@ -243,7 +243,7 @@ class JobProcess:
         self._note_silence()
         self._world.tell(f"{self.name} lost its lease: {why}")
         if not self._was_silent and not self.evicted:
-            self._world.violated("lease lost", f"{self.name} was heard in time, and is told: {why}")
+            self._world.violated("lease lost", f"{self.name} was heard in time, and hears: {why}")
         self._exit()
 
     def _exit(self) -> None:

@@ -26,7 +26,7 @@ class Cut(NamedTuple):
 
 
 def cut_off(partitions: int, seed: int, planted: str = "") -> Cut:
-    """So many partitions at least, in schedules from this seed on."""
+    """At least `partitions` partitions, in schedules from `seed` on."""
     found = Cut(0, 0, 0, Counter(), [])
     for number in itertools.count(seed):
         if found.partitions >= partitions:

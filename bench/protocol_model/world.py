@@ -21,7 +21,7 @@ class World:
         self.calm = False  # no more faults from here on
         self.violations: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
-        self.told: list[str] = []
+        self.story: list[str] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
         self._users: dict[str, set[str]] = {}
@@ -47,7 +47,7 @@ class World:
         self.tell(f"fault: {kind}")
 
     def tell(self, what: str) -> None:
-        self.told.append(f"{self.now:9.3f} {what}")
+        self.story.append(f"{self.now:9.3f} {what}")
 
     def violated(self, what: str, about: str) -> None:
         self.violations[what] += 1

@@ -39,7 +39,7 @@ def run_all(
 ) -> list[Run]:
     """Every mode with every seed, seed by seed, so that a slow hour of the machine is shared by all modes.
 
-    keep: those of which `run.dir` has so many steps already are read.
+    keep: runs that `run.dir` already holds with `steps` steps are read.
 
     Raises:
         Failure: a job ended with an error. UserError: it refused its keys, or they do not say how long a response may be.

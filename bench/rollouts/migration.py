@@ -56,16 +56,16 @@ def compare(with_: Path, without: Path, jobs: list[str], cores: int) -> dict[str
     windows = {"with": measured(with_), "without": measured(without)}
     spans = {name: end - start for name, (start, end) in windows.items()}
     used = {"with": busy(read(with_), [windows["with"]])[0], "without": busy(read(without), [windows["without"]])[0]}
-    told = Counter(line.event for job in jobs for line in read_directory(with_ / job / "events"))
+    events_seen = Counter(line.event for job in jobs for line in read_directory(with_ / job / "events"))
     pairs = [pair for job in jobs for pair in _pairs(with_ / job / "responses", without / job / "responses")]
     return {
         "makespan_s": {name: round(seconds, 2) for name, seconds in spans.items()},
         "cores": {name: None if count is None else round(count, 3) for name, count in used.items()},
         "ratio": round(spans["with"] / spans["without"], 3),
         "ratio_at_full_cores": None if used["without"] is None else round(used["without"] / cores, 3),
-        "freed": told[events.MIGRATION],
-        "grown": told[events.GROWTH],
-        "migrated_requests": told[events.REQUEST_MIGRATED],
+        "freed": events_seen[events.MIGRATION],
+        "grown": events_seen[events.GROWTH],
+        "migrated_requests": events_seen[events.REQUEST_MIGRATED],
         "responses": len(pairs),
         "equal_responses": sum(first == second for first, second in pairs),
     }

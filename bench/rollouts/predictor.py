@@ -147,7 +147,7 @@ def _figures(record: _Record) -> dict[str, Any]:
 
 
 def simulate(lengths: Sequence[float], turns: np.ndarray, slots: int) -> tuple[float, float]:
-    """(mean completion, makespan) when whoever is next takes the first free of `slots`, in units of `lengths`.
+    """(mean completion, makespan) when the next response takes the first free of `slots`, in units of `lengths`.
 
     A token takes the same time everywhere and whatever else runs: a bound on what ordering gains, not a forecast.
     """

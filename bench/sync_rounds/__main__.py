@@ -128,7 +128,7 @@ def measure(backend: str, model_bytes: int, ranks: int, rounds: int) -> dict[str
         ray.init(**_RAY)
         try:
             fleet = Fleet(Path(folder), ranks, backend)
-            told: dict[str, Any] = {"model_bytes": moved, "bit_equal": True, "ways": {}}
+            result: dict[str, Any] = {"model_bytes": moved, "bit_equal": True, "ways": {}}
             version = 0
             for way in WAYS:
                 seconds: dict[str, list[float]] = {"theirs": [], "ours": []}
@@ -137,9 +137,9 @@ def measure(backend: str, model_bytes: int, ranks: int, rounds: int) -> dict[str
                         version += 1
                         each, equal = fleet.round(whose, way, version)
                         took.append(each)
-                        told["bit_equal"] = told["bit_equal"] and equal
-                told["ways"][way] = {whose: took[_FIRST:] for whose, took in seconds.items()}
-            return told
+                        result["bit_equal"] = result["bit_equal"] and equal
+                result["ways"][way] = {whose: took[_FIRST:] for whose, took in seconds.items()}
+            return result
         finally:
             ray.shutdown()
 

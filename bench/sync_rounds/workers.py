@@ -42,8 +42,8 @@ class LoadedWeights:
 
     async def update_weights_from_tensor(self, asked: UpdateWeightsFromTensorReqInput) -> None:
         """As SGLang's server, with our loader."""
-        ((told, _),) = MultiprocessingSerializer.deserialize(asked.serialized_named_tensors[0])
-        for name, tensor in region_loader.tensors(told, 0):
+        ((named, _),) = MultiprocessingSerializer.deserialize(asked.serialized_named_tensors[0])
+        for name, tensor in region_loader.tensors(named, 0):
             self.load(name, tensor)
 
     async def flush_cache(self) -> None:
