@@ -30,13 +30,13 @@ def bench_chaos(
     plant: Annotated[str, typer.Option(help=f"A fault that must be noticed: {', '.join(PLANTED)}.")] = "",
     simulated: Annotated[
         int,
-        typer.Option(
-            help="Run this many schedules of the protocol's model instead of real processes (20 ms each).", min=0
-        ),
+        typer.Option(help="Run this many schedules of the protocol's model instead of real processes (20 ms each).", min=0),
     ] = 0,
     kills: Annotated[
         int,
-        typer.Option(help="Kill the coordinator this many times at each point of each type of message instead (20: half an hour).", min=0),
+        typer.Option(
+            help="Kill the coordinator this many times at each point of each type of message instead (20: half an hour).", min=0
+        ),
     ] = 0,
     cuts: Annotated[int, typer.Option(help="Cut this many jobs off instead, one after the other (10 s each).", min=0)] = 0,
     keep: Annotated[Path | None, typer.Option(help="Keep what the processes wrote, in this new folder.")] = None,
