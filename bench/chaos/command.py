@@ -35,10 +35,10 @@ def bench_chaos(
     kills: Annotated[
         int,
         typer.Option(
-            help="Kill the coordinator this many times at each point of each type of message instead (20: half an hour).", min=0
+            help="Kill it this many times at each point of each type of message instead (20: half an hour).", min=0
         ),
     ] = 0,
-    cuts: Annotated[int, typer.Option(help="Cut this many jobs off instead, one after the other (10 s each).", min=0)] = 0,
+    cuts: Annotated[int, typer.Option(help="Cut this many jobs off instead (10 s each).", min=0)] = 0,
     keep: Annotated[Path | None, typer.Option(help="Keep what the processes wrote, in this new folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
