@@ -1,7 +1,7 @@
 """What taking turns costs by itself: time from a release to the grant at a job that waits, over localhost.
 
-A grant is on disk before the coordinator sends it, so beside each hand-over a bare fsync in the same folder is timed: the difference
-is what the coordinator adds.
+A grant is on disk before the coordinator sends it, so beside each hand-over a bare fsync in the same folder is timed: the
+difference is what the coordinator adds.
 """
 
 from __future__ import annotations

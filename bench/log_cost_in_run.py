@@ -2,8 +2,9 @@
 
 One job of a run file trains alone, with the log on in even steps and off in odd ones (`mux.profile.every=2`). A step's seconds
 are those from the coordinator's word of one step's end to the next; the coordinator's own log is on throughout. Processor time
-is reported beside it, which other work on the machine lengthens much less: of all processes of the run; of the engines' schedulers,
-where our hooks run, also by what they generated; and of the others that log more than a handful of events a step, without the
+is reported beside it, which other work on the machine lengthens much less: of all processes of the run; of the engines'
+schedulers, where our hooks run, also by what they generated; and of the others that log more than a handful of events a step,
+without the
 engine's and the trainer's computing, which varies by more than any log costs. In steps without the log these return at once.
 What the clock cannot tell, the logs add up themselves: the time their callers and their writing threads took, of all processes,
 as if none of it went on beside the step's own work.

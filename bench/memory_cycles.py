@@ -199,8 +199,8 @@ def _in_region(model: Path, without: Collection[str]) -> Iterator[Batch]:
 
 
 def make_model(folder: Path, parameters: int, ranks: int = 1) -> None:
-    """An untrained Qwen2 of about `parameters` parameters. A layer has 2.25 h^2 of attention (an eighth of key-value heads) and 12 h^2
-    in its MLP. `ranks`: that it can be split over."""
+    """An untrained Qwen2 of about `parameters` parameters. A layer has 2.25 h^2 of attention (an eighth of key-value heads) and
+    12 h^2 in its MLP. `ranks`: that it can be split over."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -31,8 +31,9 @@ _FIRST_S = 0.5
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """`at`: seconds after every job's first step. `job`: the job that it happens to. `seconds`: how long it lasts; of a coordinator that
-    is killed, how long until it is started again. `die_at`: TYPE:POINT:COUNT, for the coordinator that is started then."""
+    """`at`: seconds after every job's first step. `job`: the job that it happens to. `seconds`: how long it lasts; of a
+    coordinator that is killed, how long until it is started again. `die_at`: TYPE:POINT:COUNT, for the coordinator that is
+    started then."""
 
     at: float
     kind: str

@@ -51,7 +51,8 @@ class Scene:
     # --- as the Crowd of its jobs ---
 
     def came_in(self, job: JobProcess) -> None:
-        """A coordinator that forgot everything takes back the jobs that report in time, and does not know of those that report late."""
+        """A coordinator that forgot everything takes back the jobs that report in time, and does not know of those that report
+        late."""
         inside = [other.name for other in self.jobs if other.is_in]
         if len(inside) > _ROOM and self.coordinator.remembers:
             self.world.violated("host memory overfull", f"{', '.join(inside)} are in")

@@ -63,7 +63,8 @@ for _lag in (0, 1, 2, 4, 8):
     _limit = f"mux.rollout.max_lag={_lag}"
     MODES[f"oversample_lag{_lag}"] = ["mux.rollout.oversample.rate={rate}", "mux.rollout.oversample.max_cuts=99", _limit]
     MODES[f"segments_lag{_lag}"] = [*MODES["segments"], _limit]
-# The prompts of few steps over and over, so that predictors that learn from earlier epochs have some; each has its own base beside it.
+# The prompts of few steps over and over, so that predictors that learn from earlier epochs have some; each has its own base
+# beside it.
 _EPOCHS = ["data.train_max_samples={epoch}"]
 _ON_EPOCHS = {BASE: "sync_epochs", PLAIN: "plain_epochs", "colocate_async": "colocate_async_epochs"}
 MODES |= {name: [*_EPOCHS, *MODES[mode]] for mode, name in _ON_EPOCHS.items()}
