@@ -34,9 +34,7 @@ def bench_chaos(
     ] = 0,
     kills: Annotated[
         int,
-        typer.Option(
-            help="Kill it this many times at each point of each type of message instead (20: half an hour).", min=0
-        ),
+        typer.Option(help="Kill it this many times at each point of each type of message instead (20: half an hour).", min=0),
     ] = 0,
     cuts: Annotated[int, typer.Option(help="Cut this many jobs off instead (10 s each).", min=0)] = 0,
     keep: Annotated[Path | None, typer.Option(help="Keep what the processes wrote, in this new folder.")] = None,
