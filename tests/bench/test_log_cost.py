@@ -64,7 +64,7 @@ def test_what_the_logs_took_is_added_up_over_processes_and_told_by_step(tmp_path
         "cost_s": 0.02,
         "percent_of_step": 0.2,
     }
-    with pytest.raises(Failure, match="no process told"):
+    with pytest.raises(Failure, match="no process logged"):
         own_cost(tmp_path, {1: 10.0})
 
 
