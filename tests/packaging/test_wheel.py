@@ -122,7 +122,11 @@ def test_every_command_answers(clean, tmp_path, line, code, says):
 
 def test_every_command_is_tried():
     tried = {re.match(r"(node )?\w+", line).group() for line, _, _ in TRIED}
-    assert tried == {*CHECKOUT_COMMANDS, *COMMANDS, *(f"{group} {name}" for group, (table, _) in GROUPS.items() for name in table)}
+    assert tried == {
+        *CHECKOUT_COMMANDS,
+        *COMMANDS,
+        *(f"{group} {name}" for group, (table, _) in GROUPS.items() for name in table),
+    }
 
 
 def test_a_job_without_a_coordinator_gets_its_leases(clean, tmp_path):
