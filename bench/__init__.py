@@ -18,11 +18,6 @@ BENCHES = {
         "bench_rollout",
         "Over-sampling and segments beside plain steps, on real jobs.",
     ),
-    "tail": (
-        "bench.rollouts.tail",
-        "bench_tail",
-        "Recorded lengths through every way to cut a rollout's tail; no engine.",
-    ),
     "migration": ("bench.rollouts.command", "bench_migration", "Long-tail migration beside none, on two real jobs."),
     "predictor": ("bench.rollouts.command", "bench_predictor", "Length predictors on a file of prompts and lengths."),
     "sync": ("bench.sync.command", "bench_sync", "Weight syncs over shaped links, by every way and by the chosen one."),

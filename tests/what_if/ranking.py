@@ -3,9 +3,9 @@
     python -m tests.what_if.ranking FILE... [--json]
 
 FILE: rows `{"id", "prompt", "epoch", "length"}`, or a table of requests (a column GeneratedTokens, in order of time) or of length
-distributions (columns workload, length, cdf). Its lengths run through `simulation/rollouts` with everything off, and what that
+distributions (columns workload, length, cdf). Its lengths run through the second simulator with everything off, and what that
 run would have logged is written as an event log. Report and what-if read the log and rank the keys; the truth is the same lengths
-through `simulation/rollouts` under each key, whose engines share no code with those of what-if.
+through the second simulator under each key, whose engines share no code with those of what-if.
 """
 
 from __future__ import annotations
@@ -23,11 +23,18 @@ from tempfile import TemporaryDirectory
 
 from scipy.stats import kendalltau
 
-from research.rollouts.bed import Bed
-from research.rollouts.deferred import Deferred
-from research.rollouts.engine import Key, Replica, Request
-from research.rollouts.job import Arrival, Machine, VirtualJob
-from research.rollouts.recorded import Recording, recording
+from tests.what_if.second_simulator import (
+    Arrival,
+    Bed,
+    Deferred,
+    Key,
+    Machine,
+    Recording,
+    Replica,
+    Request,
+    VirtualJob,
+    recording,
+)
 from verl_mux.profiling.plain.files import find_log_files
 from verl_mux.profiling.report.input.run_log import read_files
 from verl_mux.profiling.report.measures.analysis import Analysis

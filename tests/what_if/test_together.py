@@ -6,10 +6,10 @@ from itertools import cycle
 
 import pytest
 
-from research.rollouts.recorded import recording
 from tests.rollout.lengths.length_generators import generate
 from tests.what_if import taking_turns
 from tests.what_if.ranking import BED, Analysis, find_log_files, read_files, run, virtual_job
+from tests.what_if.second_simulator import recording
 from verl_mux.rollout.control.oversampling import Oversampler, OversamplingPolicy
 from verl_mux.what_if.advice import advise
 from verl_mux.what_if.engines import Speed

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from research.rollouts.recorded import recording
 from tests.what_if import taking_turns
 from tests.what_if.ranking import BED, TRAINED_PART, candidates, lengths, plain, run
+from tests.what_if.second_simulator import recording
 from verl_mux.profiling.plain.files import find_log_files
 from verl_mux.profiling.report.input.run_log import read_files
 from verl_mux.profiling.report.measures.analysis import Analysis

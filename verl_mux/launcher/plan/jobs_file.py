@@ -21,13 +21,12 @@ _MAX_POOL = 100_000
 
 
 class JobsFile(msgspec.Struct, frozen=True):
-    """kinds: all that are known, by name. needs: what a step computes, of the jobs that say it, by name."""
+    """kinds: all that are known, by name."""
 
     jobs: list[JobSpec]
     cluster: Cluster
     rules: Rules
     kinds: dict[str, GpuKind]
-    needs: dict[str, JobNeeds]
 
 
 class _Computes(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -172,7 +171,7 @@ def read_jobs(path: str | Path) -> JobsFile:
     folder = Path(path).parent
     needs = {job.name: job.computes.needs(job, cluster, folder) for job in found.jobs if job.computes is not None}
     specs = [job.spec(_bound(job, needs.get(job.name), cluster, kinds)) for job in found.jobs]
-    return JobsFile(specs, cluster, found.rules, kinds, needs)
+    return JobsFile(specs, cluster, found.rules, kinds)
 
 
 def _bound(job: _Job, needs: JobNeeds | None, cluster: Cluster, kinds: dict[str, GpuKind]) -> Bounds | None:

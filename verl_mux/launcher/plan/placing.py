@@ -11,10 +11,7 @@ if TYPE_CHECKING:
 
 
 def make_plan(given: JobsFile) -> dict[str, Any]:
-    """usd_per_hour of all groups; beside it, of every job alone, and of the cheapest division of them
-    (None: the cluster is finite). kinds: what other kinds of GPUs would cost (other_kinds.py)."""
-    from research.optimum.optimum import Optimum
-    from verl_mux.launcher.plan.other_kinds import other_kinds
+    """usd_per_hour: of all groups, and of every job alone. prices: USD per GPU-hour of each known kind, None: not known."""
     from verl_mux.placement.placer import sentences
     from verl_mux.placement.placer.explain import alternatives, lost_to
     from verl_mux.placement.placer.placer import Placer
@@ -30,17 +27,18 @@ def make_plan(given: JobsFile) -> dict[str, Any]:
         decisions.append(_as_dict(decision, lost_to(decision.usd_per_hour, _without_chosen(others, decision))))
     for said, reason in zip(decisions, reasons, strict=True):
         said["why"] = _sentence(placer, said["job"], reason)
-    finite = given.cluster.rollout.nodes is not None or given.cluster.train.nodes is not None
-    usd = placer.groups.usd_per_hour
-    best = None if finite else Optimum(given.jobs, given.cluster, given.rules).solve(frozenset(j.name for j in given.jobs))
     return {
         "jobs": decisions,
         "groups": [_group(group, given) for group in placer.groups.values()],
-        "usd_per_hour": usd,
+        "usd_per_hour": placer.groups.usd_per_hour,
         "usd_per_hour_isolated": sum(isolated_usd(job, given.cluster) for job in given.jobs),
-        "usd_per_hour_optimum": None if best is None else min(best.usd, usd),
-        "kinds": other_kinds(given),
+        "prices": _prices(given),
     }
+
+
+def _prices(given: JobsFile) -> dict[str, float | None]:
+    table = {name: kind.usd_per_gpu_hour or None for name, kind in given.kinds.items()}
+    return {**table, **{pool.kind.name: pool.kind.usd_per_gpu_hour for pool in (given.cluster.train, given.cluster.rollout)}}
 
 
 def _sentence(placer: Placer, name: str, reason: str) -> str:
@@ -88,8 +86,6 @@ def _group(group: Any, given: JobsFile) -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    from verl_mux.launcher.plan import other_kinds
-
     lines = []
     for job in found["jobs"]:
         if job["outcome"] == "queued":
@@ -108,7 +104,6 @@ def lines(found: dict[str, Any]) -> list[str]:
             for name, job in group["jobs"].items()
         )
         lines.append(f"group {group['name']}: {group['usd_per_hour']:.2f} USD/h; an iteration of {members}")
-    optimum = found["usd_per_hour_optimum"]
-    beside = "" if optimum is None else f"; at the cheapest {optimum:.2f}"
-    lines.append(f"{found['usd_per_hour']:.2f} USD/h; every job alone {found['usd_per_hour_isolated']:.2f}{beside}")
-    return [*lines, *other_kinds.lines(found["kinds"])]
+    lines.append(f"{found['usd_per_hour']:.2f} USD/h; every job alone {found['usd_per_hour_isolated']:.2f}")
+    known = ", ".join(f"{name} {usd:.2f}" for name, usd in found["prices"].items() if usd is not None)
+    return [*lines, f"USD per GPU-hour: {known}"]
