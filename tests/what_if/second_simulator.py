@@ -1,4 +1,5 @@
-"""Recorded lengths through the machines that steer a rollout, in virtual time: a yardstick for what-if, with engines of its own."""
+"""Recorded lengths through the machines that steer a rollout, in virtual time: a yardstick for what-if, with engines of its
+own."""
 
 from __future__ import annotations
 
