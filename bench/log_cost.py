@@ -1,7 +1,8 @@
 """`verl-mux bench log`: what an event costs its caller, and (`--real`) what the log costs a step of a real job.
 
 An event: many asyncio requests at once log as the agent loops do, turn by turn. The cost is taken around each call, and again
-as the difference between the whole loop with the log on and off, in turns. A step: see log_cost_in_run.py.
+as the difference between the whole loop with the log on and off, in turns. A step: one job of a run file trains alone, and every
+process adds up what its log takes: the time of the callers and the processor time of the writing thread.
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ import json as json_module
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
+from verl_mux.errors import Failure, UserError
 from verl_mux.profiling.eventlog import events
-from verl_mux.profiling.eventlog.line_writer import writer
+from verl_mux.profiling.eventlog.line_writer import COST_VARIABLE, writer
 from verl_mux.profiling.eventlog.log import NULL_LOG, EventLog
+from verl_mux.profiling.plain.lines import read_directory
 
 EVENTS_A_TURN = 4
+WARM_UP = 2  # steps left out: caches and allocators still grow in them
 
 
 def measure(requests: int = 1024, turns: int = 4, rounds: int = 10) -> dict[str, Any]:
@@ -66,40 +72,76 @@ async def _request(log: Any, number: int, turns: int, calls: list[float]) -> Non
             calls.append(time.perf_counter() - began)
 
 
+def measure_run(file: Path, directory: Path, steps: int) -> dict[str, Any]:
+    """Trains `steps` steps of the run file's first job; what `own_cost` finds."""
+    from verl_mux.launcher import run_file
+    from verl_mux.launcher.command import run_jobs
+
+    if steps < WARM_UP + 2:
+        raise UserError(f"--steps is {steps}; at least {WARM_UP + 2} are needed")
+    run = _alone(run_file.read(file, directory), steps)
+    run_jobs(run)
+    return own_cost(Path(run.dir) / next(iter(run.jobs)) / "events", step_seconds(Path(run.dir) / "coordinator" / "events"))
+
+
+def _alone(run: Any, steps: int) -> Any:
+    """The run file's first job by itself."""
+    name, job = next(iter(run.jobs.items()))
+    return msgspec.structs.replace(
+        run,
+        coordinator={key: value for key, value in run.coordinator.items() if key not in ("schedule", "expect_jobs")},
+        jobs={name: job},
+        overrides=[*run.overrides, f"trainer.total_training_steps={steps}"],
+        prepare=[command for command in run.prepare if "--job" not in command or name in command],
+        environment={**run.environment, COST_VARIABLE: "1"},
+    )
+
+
+def step_seconds(directory: Path) -> dict[int, float]:
+    """From each step's predecessor to it, from a coordinator's event log of one job. The first step has none."""
+    ends = {line.step: line.end for line in read_directory(directory) if line.event == events.STEP_REPORT}
+    return {step: ends[step] - ends[step - 1] for step in sorted(ends) if step - 1 in ends}
+
+
+def own_cost(directory: Path, seconds: dict[int, float]) -> dict[str, Any]:
+    """What the logs under `directory` say they took themselves in a step, medians over the steps.
+
+    `seconds`: how long each step lasted. `lines`, `cost_s` and `percent_of_step` are of all processes together.
+    """
+    lines: dict[int, int] = defaultdict(int)
+    cost: dict[int, float] = defaultdict(float)
+    for line in read_directory(directory):
+        if line.event == events.LOG_COST:
+            lines[line.step] += line.extra["lines"]
+            cost[line.step] += line.extra["caller_sec"] + line.extra["writer_cpu_sec"]
+    steps = [step for step in cost if step > WARM_UP and step in seconds]
+    if not steps:
+        raise Failure(f"no process logged what its log took: no {events.LOG_COST} under {directory}")
+    return {
+        "steps": len(steps),
+        "lines": statistics.median(lines[step] for step in steps),
+        "cost_s": round(statistics.median(cost[step] for step in steps), 6),
+        "percent_of_step": round(statistics.median(100 * cost[step] / seconds[step] for step in steps), 4),
+    }
+
+
 def bench_log(
     requests: Annotated[int, typer.Option(help="Concurrent asyncio requests.", min=1)] = 1024,
     turns: Annotated[int, typer.Option(help="Turns a request; four events each.", min=1)] = 4,
     rounds: Annotated[int, typer.Option(help="Loops with the log on, and as many with it off.", min=1)] = 10,
-    real: Annotated[bool, typer.Option("--real", help="Train a real job with the log on in every second step.")] = False,
+    real: Annotated[bool, typer.Option("--real", help="Train a real job, too.")] = False,
     file: Annotated[Path, typer.Option(help="With --real: the run file; its first job runs.")] = Path("examples/demo.yaml"),
     directory: Annotated[Path, typer.Option("--dir", help="With --real: where the run goes.")] = Path("runs/bench_log"),
-    steps: Annotated[int, typer.Option(help="With --real: steps, half of them with the log on; two are left out.")] = 42,
+    steps: Annotated[int, typer.Option(help="With --real: steps; the first two are left out.")] = 20,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure what an event costs its caller; with --real, what the log costs a step."""
-    from bench.log_cost_in_run import measure_run
-
     found = measure(requests, turns, rounds)
     if real:
-        found["real"] = measure_run(file, directory, steps)
+        found["real"] = {"own_cost": measure_run(file, directory, steps)}
     if json:
         return print(json_module.dumps(found))
     print("an event: {call_median_us:.1f} us at the median, {call_p99_us:.1f} us at p99, {dropped} dropped".format(**found))
     if real:
-        line = (
-            "{}: {off_s:.3f} s without the log, {on_s:.3f} s with it: {overhead_percent:+.2f} %"
-            " (95 %: {interval_percent[0]:+.2f} to {interval_percent[1]:+.2f})"
-        )
-        print(line.format("a step", **found["real"]))
-        print(
-            "of which the log's own work: {lines:.0f} lines, {cost_s:.4f} s, {percent_of_step:.3f} %".format(
-                **found["real"]["own_cost"]
-            )
-        )
-        print(line.format("its processor time", **found["real"]["processor"]))
-        print(line.format("of which the engine's schedulers", **found["real"]["engine"]))
-        print(line.format("for 1,000 tokens", **found["real"]["engine"]["per_1000_tokens"]))
-        line = (
-            "of which the processes that log: {off_s:.3f} s without, {on_s:.3f} s with it, {percent_of_step:+.2f} % of the step"
-        )
-        print(line.format(**found["real"]["logging_processes"]))
+        cost = found["real"]["own_cost"]
+        print("a step: {lines:.0f} lines, {cost_s:.4f} s, {percent_of_step:.3f} % of it".format(**cost))
