@@ -17,7 +17,7 @@
       NAME: {nodes: {rollout: [r0], train: [t0]}, gpus: {rollout: 1, train: 1}, seed: 1, overrides: [...]}
       OTHER: {slo: 1.5, after: [NAME]} # no nodes: a coordinator with `placement: scheduler` chooses them
       THIRD: {nodes: ..., restarts: 2} # when it fails or is killed it is started again, at most twice, from its last checkpoint
-    fillers:                             # run where no job does, until the jobs have ended; see docs/fillers.md
+    fillers:                             # run where no job does, until the jobs have ended; see docs/hold.md
       NAME: {pool: train, command: [python, train.py]}
 
 {dir}, {job}, {seed} and {here}, the folder of the run file, are replaced in commands and overrides.

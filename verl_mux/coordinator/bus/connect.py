@@ -82,7 +82,7 @@ def connect(
         deadline_s: it is to be done in so many seconds; within_s: so many after the first start under its name.
         budget_usd: what it may cost; then it begins no other step.
         profiled: seconds of a few steps of such a job, measured before; it is placed by them rather than by bounds.
-        filler: work of a priority below the jobs, see docs/fillers.md. It may name one side only, asks for any so many of its
+        filler: work of a priority below the jobs, see docs/hold.md. It may name one side only, asks for any so many of its
             nodes, and gives a lease back as soon as its `wanted` is set.
         grace: seconds that a filler may need for that, if they are more than the coordinator's `filler_grace`.
         movable: whoever started the job starts it again, from its newest checkpoint, when it has left because it was asked to

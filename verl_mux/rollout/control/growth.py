@@ -1,6 +1,6 @@
 """A rollout grows onto nodes of its job that no other job uses, and leaves them when one asks: what growth_plan decides, done.
 
-    the rollout's own nodes are granted --> a thread asks for each other unit's, as a filler does (docs/fillers.md)
+    the rollout's own nodes are granted --> a thread asks for each other unit's, as a filler does (docs/hold.md)
     granted before anything is launched --> its engines wake with this step's weights: requests are spread over all
     granted while it runs               --> the same, and they take over what ends the rollout sooner
     a job asks for the nodes            --> what runs there goes on elsewhere, tokens kept --> asleep --> nodes back
