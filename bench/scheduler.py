@@ -17,8 +17,8 @@ from verl_mux.errors import UserError
 
 if TYPE_CHECKING:
     from verl_mux.placement.model import JobSpec
-    from verl_mux.placement.placer.placer import Placer
-    from verl_mux.placement.time.forecast import Progress
+    from verl_mux.placement.placer import Placer
+    from verl_mux.placement.feasibility import Progress
 
 SERIES = (5, 9, 13, 100, 500, 1000, 2000, 20000)
 
@@ -93,7 +93,7 @@ def decision_latency(jobs: int, decisions: int = 200, seed: int = 0) -> dict[str
 def _filled(jobs: int, rng: random.Random) -> tuple[Placer, dict[str, Progress]]:
     """A placer with `jobs` jobs, each somewhere in its life."""
     from verl_mux.placement.model import TESTBED
-    from verl_mux.placement.placer.placer import Placer
+    from verl_mux.placement.placer import Placer
 
     placer, progress = Placer(TESTBED), {}
     for number in range(jobs):
@@ -113,7 +113,7 @@ def _job(name: str, rng: random.Random) -> JobSpec:
 
 def _somewhere(job: JobSpec, rng: random.Random) -> Progress:
     """Some hours old and half as far behind as its SLO allows."""
-    from verl_mux.placement.time.forecast import Progress
+    from verl_mux.placement.feasibility import Progress
 
     done = rng.randint(10, 400)
     age_s = done * (job.iteration_s + job.limit_s) / 2

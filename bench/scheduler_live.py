@@ -28,7 +28,7 @@ from verl_mux.coordinator.bus.connect import connect
 from verl_mux.coordinator.bus.link import connect_to, dealer
 from verl_mux.coordinator.bus.members import this_process
 from verl_mux.errors import Failure
-from verl_mux.placement.estimate.job_needs import JobNeeds, ModelSize
+from verl_mux.placement.job_needs import JobNeeds, ModelSize
 
 # Beside the two that hand a node over; a job that has departed stays on record for a while.
 MOST_JOBS = limits.JOBS - 2

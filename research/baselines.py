@@ -9,10 +9,10 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 from verl_mux.placement.model import Cluster, Group, JobSpec, NodeKind
-from verl_mux.placement.search.decision import Decision, Move, decision_for
-from verl_mux.placement.search.extension import groups_without, isolated, with_newcomer, yet_to_take
-from verl_mux.placement.search.groups import Groups
-from verl_mux.placement.time.forecast import Progress
+from verl_mux.placement.search import Decision, Move, decision_for
+from verl_mux.placement.groups import groups_without, isolated, with_newcomer, yet_to_take
+from verl_mux.placement.groups import Groups
+from verl_mux.placement.feasibility import Progress
 
 Choose = Callable[[Sequence[Group]], Group]
 

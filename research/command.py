@@ -67,7 +67,7 @@ def simulate(
     from research.workload.shapes import find_shapes
     from research.workload.uncertainty import parse_estimates
     from research.workload.workload import parse_slo
-    from verl_mux.placement.search.rules import parse_rules
+    from verl_mux.placement.rules import parse_rules
 
     study = Study(
         shapes=find_shapes(shapes),

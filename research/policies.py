@@ -17,9 +17,9 @@ from research.workload.noise import profiled
 from research.workload.workload import Arrival
 from verl_mux.errors import UserError
 from verl_mux.placement.model import Cluster
-from verl_mux.placement.placer.placer import Placer
-from verl_mux.placement.search.cheapest_nodes import cheapest_alone
-from verl_mux.placement.search.rules import LIVE, PAPER, Rules
+from verl_mux.placement.placer import Placer
+from verl_mux.placement.layouts import cheapest_alone
+from verl_mux.placement.rules import LIVE, PAPER, Rules
 
 
 class Case(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from research.workload.uncertainty import EXACT, Estimates, with_real_lengths
 from research.workload.workload import Arrival, draw_workload
 from verl_mux.errors import UserError
 from verl_mux.placement.model import COLOCATED, SEPARATE, Cluster
-from verl_mux.placement.search.rules import Rules
+from verl_mux.placement.rules import Rules
 
 
 class Study(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ import msgspec
 
 from verl_mux.errors import UserError
 from verl_mux.placement.model import Cluster, JobSpec
-from verl_mux.placement.search.cheapest_nodes import (
+from verl_mux.placement.layouts import (
     EPSILON_USD,
     Find,
     SharedNodes,
@@ -21,8 +21,8 @@ from verl_mux.placement.search.cheapest_nodes import (
     in_cheapest_modes,
     isolated_usd,
 )
-from verl_mux.placement.search.partition import Part
-from verl_mux.placement.search.rules import Rules
+from verl_mux.placement.repack import Part
+from verl_mux.placement.rules import Rules
 
 # Of more jobs no groups of more than MANY are looked at: there are most of those, and they save the least.
 FEW_JOBS, MANY = 10, 4

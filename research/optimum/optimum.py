@@ -15,11 +15,11 @@ import msgspec
 from research.optimum.division import Divided, Division
 from research.optimum.sharing import Sharing
 from verl_mux.placement.model import Cluster, JobSpec
-from verl_mux.placement.search.cheapest_nodes import cheapest_nodes
-from verl_mux.placement.search.partition import Part, Partitioner
-from verl_mux.placement.search.price import Price
-from verl_mux.placement.search.rules import Rules
-from verl_mux.placement.time.feasibility import Feasibility
+from verl_mux.placement.layouts import cheapest_nodes
+from verl_mux.placement.repack import Part, Partitioner
+from verl_mux.placement.layouts import Price
+from verl_mux.placement.rules import Rules
+from verl_mux.placement.feasibility import Feasibility
 
 EXACT_JOBS = 5
 # Policies are compared where no more jobs are there at a time.

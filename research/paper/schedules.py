@@ -16,8 +16,8 @@ import msgspec
 from research.paper.figure import Figure
 from research.paper.testbed import make_job
 from verl_mux.placement.model import TESTBED, Group, JobSpec, Pin
-from verl_mux.placement.search.cheapest_nodes import isolated_usd
-from verl_mux.placement.time.periods import periods_by_job
+from verl_mux.placement.layouts import isolated_usd
+from verl_mux.placement.group_run import periods_by_job
 
 DATA = Path(__file__).parent / "data"
 

@@ -7,7 +7,7 @@ import msgspec
 
 from research.paper.figure import Figure
 from research.paper.testbed import WEIGHTS_GB
-from verl_mux.placement.estimate.sync_time import LinkModel
+from verl_mux.placement.estimator import LinkModel
 
 # GB/s of one stream, when every rollout GPU fetches a whole copy over a stream of its own (veRL's way).
 PULL = 16.0 / 8

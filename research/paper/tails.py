@@ -11,7 +11,7 @@ from research.paper.schedules import grouped
 from research.paper.testbed import WORKLOADS, make_job
 from research.workload.uncertainty import Cdf, length_at, read_lengths
 from verl_mux.placement.model import Group
-from verl_mux.placement.time.periods import periods_by_job
+from verl_mux.placement.group_run import periods_by_job
 from verl_mux.rollout.control.migration_plan import EngineSpeed, MigrationPolicy
 
 RESPONSES, PROMPT_TOKENS, DRAWS = 256, 512, 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from verl_mux.placement.estimate.sync_time import LinkModel
+from verl_mux.placement.estimator import LinkModel
 from verl_mux.placement.model import Estimate, JobSpec
 
 # bf16 weights: 2 bytes per parameter of Qwen2.5-7B/14B/32B, Qwen3-4B/8B.

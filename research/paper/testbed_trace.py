@@ -19,7 +19,7 @@ from research.policies import POLICIES, Case
 from research.workload.moments import Moments
 from research.workload.workload import Arrival
 from verl_mux.placement.model import TESTBED
-from verl_mux.placement.search.rules import OURS
+from verl_mux.placement.rules import OURS
 
 JOBS, MEAN_H, SPAN_H, LARGE = 200, 27.9, 370.0, 0.09
 # Table 2, GB of host memory per node of eight: rollout, training. 4B and 8B count as the next model there.

@@ -7,7 +7,7 @@ import random
 
 from research.paper.figure import Figure
 from verl_mux.placement.model import Estimate, JobSpec
-from verl_mux.placement.time.settled import fifo_means
+from verl_mux.placement.group_run import fifo_means
 
 GROUPS = 10_000
 

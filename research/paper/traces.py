@@ -18,7 +18,7 @@ from research.workload.shapes import find_shapes
 from research.workload.trace import TraceRow, read_trace
 from research.workload.uncertainty import EXACT, parse_estimates
 from verl_mux.placement.model import TESTBED
-from verl_mux.placement.search.rules import OURS
+from verl_mux.placement.rules import OURS
 
 SEEDS = 1
 # As in the paper, which runs no job's rollouts on its training nodes beside others.

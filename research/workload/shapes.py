@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from verl_mux.errors import UserError
-from verl_mux.placement.estimate.sync_time import LinkModel
+from verl_mux.placement.estimator import LinkModel
 from verl_mux.placement.model import Estimate, JobSpec
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.core.settings import MODES, Config, Hook, Node, PlacementConfig, Pool, Segment
-from verl_mux.placement.estimate.gpu_kinds import GpuKind
+from verl_mux.placement.job_needs import GpuKind
 
 DOC = (Path(__file__).parents[2] / "docs" / "coordinator.md").read_text()
 STRUCTS = {

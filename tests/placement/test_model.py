@@ -5,7 +5,7 @@ import pytest
 from tests.placement.made_jobs import EITHER, make_cluster, make_job, overfull_nodes
 from verl_mux.errors import UserError
 from verl_mux.placement.model import Estimate, Group, NodeKind, Pin, Pool, cycle_time, load_time
-from verl_mux.placement.search.rules import Rules, parse_rules
+from verl_mux.placement.rules import Rules, parse_rules
 
 
 @pytest.mark.parametrize(

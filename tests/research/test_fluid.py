@@ -12,8 +12,8 @@ from research.workload.moments import Moments
 from research.workload.noise import Varying, with_varying_phases
 from research.workload.workload import Arrival
 from tests.placement.made_jobs import EITHER, make_cluster, make_job
-from verl_mux.placement.placer.placer import Placer
-from verl_mux.placement.search.rules import OURS, Rules
+from verl_mux.placement.placer import Placer
+from verl_mux.placement.rules import OURS, Rules
 
 COUNTED = msgspec.structs.replace(OURS, count_stays=True)
 

@@ -10,7 +10,7 @@ from research.workload.shapes import find_shapes
 from research.workload.trace import TraceRow
 from tests.placement.made_jobs import CHEAP, EITHER, make_cluster, make_job
 from verl_mux.placement.model import TESTBED
-from verl_mux.placement.search.rules import OURS, PAPER
+from verl_mux.placement.rules import OURS, PAPER
 
 USD = 14.8, 42.24
 

@@ -6,9 +6,9 @@ from research.workload.shapes import find_shapes
 from research.workload.trace import TraceRow
 from research.workload.workload import draw_workload
 from verl_mux.placement.model import TESTBED
-from verl_mux.placement.placer.placer import Placer
-from verl_mux.placement.search.cheapest_nodes import isolated_usd
-from verl_mux.placement.search.rules import LIVE, PAPER, Rules
+from verl_mux.placement.placer import Placer
+from verl_mux.placement.layouts import isolated_usd
+from verl_mux.placement.rules import LIVE, PAPER, Rules
 
 ROWS = [TraceRow(f"job{i}", float(i), 10.0) for i in range(100)]
 

@@ -15,8 +15,8 @@ from research.paper.figure import Figure
 from research.paper.table import markdown, print_table
 from research.workload.uncertainty import read_lengths
 from verl_mux.errors import UserError
-from verl_mux.placement.estimate.sync_time import LinkModel
-from verl_mux.placement.time.periods import periods_by_job
+from verl_mux.placement.estimator import LinkModel
+from verl_mux.placement.group_run import periods_by_job
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,8 +10,8 @@ from research.workload.trace import TraceRow
 from research.workload.workload import Arrival, draw_workload
 from tests.placement.made_jobs import EITHER, assert_invariants, make_cluster, make_job
 from verl_mux.placement.model import COLOCATED, SEPARATE, TESTBED
-from verl_mux.placement.placer.placer import NOTHING_KNOWN, Placer
-from verl_mux.placement.search.rules import LIVE, OURS, Rules
+from verl_mux.placement.placer import NOTHING_KNOWN, Placer
+from verl_mux.placement.rules import LIVE, OURS, Rules
 
 
 def run(arrivals, rules=OURS, cluster=None):

@@ -7,7 +7,7 @@ from research.workload.noise import Varying
 from research.workload.shapes import find_shapes
 from research.workload.trace import TraceRow
 from verl_mux.placement.model import TESTBED
-from verl_mux.placement.search.rules import OURS
+from verl_mux.placement.rules import OURS
 
 ROWS = [TraceRow(f"job{i}", i * 0.7, 1.0 + 5 * i % 7) for i in range(7)]
 SEEDS = 2

@@ -12,7 +12,7 @@ from verl_mux.errors import UserError
 from verl_mux.memory.certificate.certify import host_states
 from verl_mux.memory.certificate.job import read_job
 from verl_mux.memory.model_config import local_model_config, read_model_config
-from verl_mux.placement.estimate.job_needs import JobNeeds, job_needs
+from verl_mux.placement.job_needs import JobNeeds, job_needs
 
 log = logging.getLogger(__name__)
 

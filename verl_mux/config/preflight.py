@@ -23,7 +23,7 @@ from verl_mux.coordinator.bus.local import LocalMux
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.bus.messages import AUTO
 from verl_mux.errors import UserError
-from verl_mux.placement.estimate.estimator import Observed
+from verl_mux.placement.estimator import Observed
 from verl_mux.places.here import this_host
 from verl_mux.places.place import is_host, resource_of
 from verl_mux.platform.choose import cpu_platform_wanted, joined_cluster

@@ -19,7 +19,7 @@ from verl_mux.config.rollout_checks import Surroundings, check_rollout
 from verl_mux.config.rollout_keys import RolloutConfig
 from verl_mux.coordinator.bus.messages import AUTO
 from verl_mux.errors import UserError
-from verl_mux.placement.estimate.learning import LEAST
+from verl_mux.placement.estimator import LEAST
 from verl_mux.platform.charges import DeviceSettings
 from verl_mux.platform.choose import cpu_platform_wanted
 from verl_mux.rollout.engine.record import engines

@@ -1,3 +1,2 @@
-"""What goes where: decisions only, no I/O and no clock. Runs in whoever asks: the coordinator, `verl-mux plan` and `simulate`.
-Imports nothing of ours but errors. model.py is the bottom; time/, search/, repack/, placer/ stand on each other in this order,
-estimate/ beside them."""
+"""Decides which jobs share which nodes. Pure: no I/O and no clock. Runs in the process that asks: the coordinator's placement
+thread, `verl-mux plan`, and the simulation in research/. Imports nothing of ours but errors and composed_config."""

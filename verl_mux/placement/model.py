@@ -265,7 +265,7 @@ class Pin(_Value, frozen=True):
 
 
 class Group(_Value, frozen=True):
-    """A co-execution group: jobs that share nodes. `order`: see scheduling/time/order.py."""
+    """A co-execution group: jobs that share nodes. `order`: see `ORDERS` in rules.py."""
 
     name: str
     pins: tuple[Pin, ...]

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from verl_mux.errors import UserError
-from verl_mux.placement.estimate.estimator import (
+from verl_mux.placement.estimator import (
     WINDOW,
     Observed,
     bounds,
@@ -12,9 +12,9 @@ from verl_mux.placement.estimate.estimator import (
     expected,
     job_spec,
 )
-from verl_mux.placement.estimate.gpu_kinds import GPU_KINDS, GpuKind, find_kind
-from verl_mux.placement.estimate.job_needs import job_needs, model_size
-from verl_mux.placement.estimate.learning import learnt
+from verl_mux.placement.job_needs import GPU_KINDS, GpuKind, find_kind
+from verl_mux.placement.job_needs import job_needs, model_size
+from verl_mux.placement.estimator import learnt
 from verl_mux.placement.model import Estimate
 
 # config.json of Qwen2.5-3B/7B/14B/32B, as far as it matters.

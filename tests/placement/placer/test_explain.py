@@ -1,9 +1,9 @@
 """Why a job does not go elsewhere."""
 
 from tests.placement.made_jobs import EITHER, make_cluster, make_job
-from verl_mux.placement.placer.explain import alternatives, lost_to
-from verl_mux.placement.placer.placer import Placer
-from verl_mux.placement.search.rules import Rules
+from verl_mux.placement.explain import alternatives, lost_to
+from verl_mux.placement.placer import Placer
+from verl_mux.placement.rules import Rules
 
 
 def reasons(placer, job) -> list[str]:

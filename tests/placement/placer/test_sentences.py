@@ -5,10 +5,10 @@ import pytest
 
 from tests.placement.made_jobs import EITHER, make_cluster, make_job
 from verl_mux.placement.model import COLOCATED, Estimate
-from verl_mux.placement.placer.explain import alternatives
-from verl_mux.placement.placer.placer import Placer
-from verl_mux.placement.placer.sentences import Advice, advice, because, where
-from verl_mux.placement.search.rules import Rules
+from verl_mux.placement.explain import alternatives
+from verl_mux.placement.placer import Placer
+from verl_mux.placement.explain import Advice, advice, because, where
+from verl_mux.placement.rules import Rules
 
 
 def sentence(placer, job):

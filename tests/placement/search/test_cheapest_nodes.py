@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from tests.exploring import examples
 from tests.placement.made_jobs import ANY_MODES, jobs, make_cluster, make_job
 from verl_mux.placement.model import Estimate
-from verl_mux.placement.search.cheapest_nodes import cheapest_nodes, isolated_usd, least_usd
-from verl_mux.placement.search.modes import modes_of
-from verl_mux.placement.search.partition import Partitioner
-from verl_mux.placement.search.price import Price
-from verl_mux.placement.search.rules import LIVE, OURS
-from verl_mux.placement.time.conflicts import pairs_of_nodes
-from verl_mux.placement.time.feasibility import Feasibility
+from verl_mux.placement.layouts import cheapest_nodes, isolated_usd, least_usd
+from verl_mux.placement.rules import modes_of
+from verl_mux.placement.repack import Partitioner
+from verl_mux.placement.layouts import Price
+from verl_mux.placement.rules import LIVE, OURS
+from verl_mux.placement.feasibility import pairs_of_nodes
+from verl_mux.placement.feasibility import Feasibility
 
 
 def divisions(items: list) -> list[list[list]]:

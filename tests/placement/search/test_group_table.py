@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.placement.made_jobs import ANY_MODES, jobs
 from verl_mux.placement.model import Group, Pin
-from verl_mux.placement.search.group_table import GroupTable
+from verl_mux.placement.groups import GroupTable
 
 USD = (2.0, 5.0)
 

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from tests.placement.made_jobs import make_cluster, make_job
-from verl_mux.placement.search.extension import isolated
-from verl_mux.placement.search.groups import Groups
+from verl_mux.placement.groups import isolated
+from verl_mux.placement.groups import Groups
 
 
 @pytest.mark.parametrize("closed", [frozenset(), frozenset(["rollout-0"])])

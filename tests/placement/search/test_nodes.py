@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.placement.made_jobs import make_cluster
-from verl_mux.placement.search.nodes import Nodes
+from verl_mux.placement.groups import Nodes
 
 POOL = make_cluster(4, 4).rollout
 

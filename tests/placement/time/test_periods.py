@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from tests.placement.made_jobs import ANY_MODES, EITHER, jobs, make_job
 from verl_mux.placement.model import Group, Pin
-from verl_mux.placement.search.extension import pairs_of_pins
-from verl_mux.placement.time import periods as module
-from verl_mux.placement.time.conflicts import nodes_of_pairs
-from verl_mux.placement.time.feasibility import Feasibility
-from verl_mux.placement.time.group_run import ROLLOUT, TRAIN
-from verl_mux.placement.time.order import ORDERS
-from verl_mux.placement.time.periods import mean_seconds, periods, periods_by_job, planned_run, rollout_bits
-from verl_mux.placement.time.settled import fifo_means
+from verl_mux.placement.groups import pairs_of_pins
+from verl_mux.placement import group_run as module
+from verl_mux.placement.feasibility import nodes_of_pairs
+from verl_mux.placement.feasibility import Feasibility
+from verl_mux.placement.group_run import ROLLOUT, TRAIN
+from verl_mux.placement.rules import ORDERS
+from verl_mux.placement.group_run import mean_seconds, periods, periods_by_job, planned_run, rollout_bits
+from verl_mux.placement.group_run import fifo_means
 
 
 @st.composite

@@ -14,8 +14,8 @@ from research.workload.uncertainty import lengths_by_workload, parse_estimates, 
 from research.workload.workload import draw_workload
 from verl_mux.errors import UserError
 from verl_mux.placement.model import TESTBED
-from verl_mux.placement.placer.placer import Placer
-from verl_mux.placement.search.rules import Rules
+from verl_mux.placement.placer import Placer
+from verl_mux.placement.rules import Rules
 
 ROWS = [TraceRow(f"job{i}", float(i), 5.0) for i in range(10)]
 EXACT_JOBS = draw_workload(ROWS, find_shapes("mixed"), (1.0, 2.0), seed=0)

@@ -25,8 +25,8 @@ from verl_mux.coordinator.bus.families.base import VERSION, FromJob, Message, Un
 from verl_mux.coordinator.bus.families.base import Member as Member
 from verl_mux.coordinator.bus.families.by_hand import Drain, Evict, Free, JobOver, NodeAdd, NodeRemove, Reload, SetBudget
 from verl_mux.coordinator.bus.families.dispatch import LearnerStateUpdate
-from verl_mux.placement.estimate.estimator import Observed
-from verl_mux.placement.estimate.job_needs import JobNeeds
+from verl_mux.placement.estimator import Observed
+from verl_mux.placement.job_needs import JobNeeds
 from verl_mux.places.place import Place
 
 SIDES = ("rollout", "train")

@@ -13,9 +13,9 @@ import msgspec
 
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.coordinator.core.settings import Node
-from verl_mux.placement.estimate.estimator import Observed
-from verl_mux.placement.placer.record import Question, Record
-from verl_mux.placement.placer.shortage import Want
+from verl_mux.placement.estimator import Observed
+from verl_mux.placement.pool_pairs import Question, Record
+from verl_mux.placement.shortage import Want
 
 
 class JobState(Enum):

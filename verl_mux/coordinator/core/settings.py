@@ -16,10 +16,10 @@ import msgspec
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus.messages import SIDES
 from verl_mux.errors import UserError
-from verl_mux.placement.estimate.gpu_kinds import GPU_KINDS, GpuKind, find_kind
+from verl_mux.placement.job_needs import GPU_KINDS, GpuKind, find_kind
 from verl_mux.placement.model import Cluster, NodeKind
 from verl_mux.placement.model import Pool as SchedulingPool
-from verl_mux.placement.search.rules import LIVE, Rules
+from verl_mux.placement.rules import LIVE, Rules
 from verl_mux.places.place import Place
 
 # Thirty years: what is larger, or not a number, is a mistake.

@@ -78,7 +78,7 @@ from verl_mux.coordinator.core.scaling import joining, wanting
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.tokens import claims, closing
 from verl_mux.coordinator.core.waiting import Waiting
-from verl_mux.placement.estimate.learning import corrected
+from verl_mux.placement.estimator import corrected
 from verl_mux.profiling.eventlog import events
 
 NEVER_REGISTERED = "exited before it registered"

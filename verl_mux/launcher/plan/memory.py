@@ -12,7 +12,7 @@ from verl_mux.errors import UserError
 from verl_mux.launcher.plan.composed import read_jobs
 from verl_mux.memory.certificate.certify import Capacity, Certificate, certify, nodes_of
 from verl_mux.memory.certificate.job import Job
-from verl_mux.placement.estimate.gpu_kinds import GpuKind, find_kind
+from verl_mux.placement.job_needs import GpuKind, find_kind
 from verl_mux.platform.charges import GB
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.lines import read_directory

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verl_mux.launcher.plan.jobs_file import JobsFile
-    from verl_mux.placement.placer.placer import Placer
-    from verl_mux.placement.search.decision import Alternative, Decision
+    from verl_mux.placement.placer import Placer
+    from verl_mux.placement.search import Alternative, Decision
 
 
 def make_plan(given: JobsFile) -> dict[str, Any]:
     """usd_per_hour: of all groups, and of every job alone. prices: USD per GPU-hour of each known kind, None: not known."""
-    from verl_mux.placement.placer import sentences
-    from verl_mux.placement.placer.explain import alternatives, lost_to
-    from verl_mux.placement.placer.placer import Placer
-    from verl_mux.placement.search.cheapest_nodes import isolated_usd
+    from verl_mux.placement import explain as sentences
+    from verl_mux.placement.explain import alternatives, lost_to
+    from verl_mux.placement.placer import Placer
+    from verl_mux.placement.layouts import isolated_usd
 
     placer = Placer(given.cluster, given.rules)
     decisions, reasons = [], []
@@ -43,7 +43,7 @@ def _prices(given: JobsFile) -> dict[str, float | None]:
 
 def _sentence(placer: Placer, name: str, reason: str) -> str:
     """When all jobs are placed."""
-    from verl_mux.placement.placer.sentences import where
+    from verl_mux.placement.explain import where
 
     if name not in placer.groups.home:
         return f"{name} waits: {reason}"
@@ -69,7 +69,7 @@ def _as_dict(decision: Decision, others: list[Alternative]) -> dict[str, Any]:
 
 
 def _group(group: Any, given: JobsFile) -> dict[str, Any]:
-    from verl_mux.placement.time.periods import periods_by_job
+    from verl_mux.placement.group_run import periods_by_job
 
     periods = periods_by_job(group)
     return {

@@ -10,7 +10,7 @@ from verl_mux.coordinator.by_hand import decide
 from verl_mux.coordinator.core.people import accounts
 from verl_mux.coordinator.core.records import State
 from verl_mux.coordinator.core.state import Machine
-from verl_mux.placement.estimate.estimator import Observed
+from verl_mux.placement.estimator import Observed
 
 NODES = {"rollout": ["r0"], "train": ["t0"]}
 POOLS = {

@@ -18,8 +18,8 @@ from verl_mux.coordinator.core.records import JobState, State
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.coordinator.status_view import plain
-from verl_mux.placement.estimate.estimator import Observed
-from verl_mux.placement.search.decision import Move
+from verl_mux.placement.estimator import Observed
+from verl_mux.placement.search import Move
 
 OLD, NEW = {"rollout": ["r0"], "train": ["t0"]}, {"rollout": ["r1"], "train": ["t1"]}
 SHORT = Observed(rollout=(3.0, 3.0, 3.0), train=(3.0, 3.0, 3.0))

@@ -30,8 +30,8 @@ from verl_mux.coordinator.journal.before import Before
 from verl_mux.coordinator.journal.journal import Journal
 from verl_mux.coordinator.status_view import plain
 from verl_mux.errors import UserError
-from verl_mux.placement.estimate.estimator import Observed
-from verl_mux.placement.placer.record import Arrive, Record
+from verl_mux.placement.estimator import Observed
+from verl_mux.placement.pool_pairs import Arrive, Record
 
 
 def test_a_job_that_comes_alone_gets_nodes_of_its_own(driver):

@@ -16,7 +16,7 @@ from verl_mux.coordinator.core.state import Machine
 from verl_mux.coordinator.journal.before import Before
 from verl_mux.coordinator.journal.journal import Journal
 from verl_mux.errors import UserError
-from verl_mux.placement.estimate.estimator import Observed
+from verl_mux.placement.estimator import Observed
 
 # In all four times as slow.
 OLD = {**CPU, "tflops": CPU["tflops"] / 4, "tb_per_s": CPU["tb_per_s"] / 4}

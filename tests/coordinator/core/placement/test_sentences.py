@@ -10,7 +10,7 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.core.placement import sentences
 from verl_mux.coordinator.core.state import Machine
-from verl_mux.placement.estimate.estimator import Observed
+from verl_mux.placement.estimator import Observed
 
 BOUNDS = "to be placed by more than bounds, every response at its limit, tell the seconds of a few steps (mux.profiled)"
 

@@ -22,7 +22,7 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.inputs_and_instructions import HostMeasured, Instruction, Log, Send
 from verl_mux.coordinator.core.records import HostMemory, Job, JobState, State
 from verl_mux.coordinator.core.settings import Config
-from verl_mux.placement.estimate.gpu_kinds import GPU_KINDS, GpuKind
+from verl_mux.placement.job_needs import GPU_KINDS, GpuKind
 from verl_mux.placement.model import JobSpec, Pin
 from verl_mux.profiling.eventlog import events
 

@@ -15,7 +15,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import Log
 from verl_mux.coordinator.core.records import Account, Job, JobState, Lease, Request, Served, State
 from verl_mux.coordinator.core.settings import Config, ordinary
 from verl_mux.errors import UserError
-from verl_mux.placement.estimate.learning import LEAST
+from verl_mux.placement.estimator import LEAST
 from verl_mux.placement.model import Cluster
 from verl_mux.profiling.eventlog import events
 

@@ -18,7 +18,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, 
 from verl_mux.coordinator.core.placement import prediction
 from verl_mux.coordinator.core.records import Job, JobState, Moving, State, Watched
 from verl_mux.coordinator.core.settings import Config
-from verl_mux.placement.search.decision import Move
+from verl_mux.placement.search import Move
 from verl_mux.profiling.eventlog import events
 
 _AT_WORK = (JobState.LIVE, JobState.SILENT)

@@ -26,13 +26,13 @@ from verl_mux.coordinator.core.placement.prediction import predicted
 from verl_mux.coordinator.core.records import Job, JobState, State, Watched
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import UserError
-from verl_mux.placement.estimate.estimator import WINDOW
-from verl_mux.placement.estimate.job_needs import JobNeeds
+from verl_mux.placement.estimator import WINDOW
+from verl_mux.placement.job_needs import JobNeeds
 from verl_mux.placement.model import Cluster, Group, JobSpec, Pin
-from verl_mux.placement.placer.record import Again, Arrive, Correct, Leave, Open, Record, Vacate
-from verl_mux.placement.placer.shortage import STARTS
-from verl_mux.placement.repack.repack import ASK_AGAIN_S
-from verl_mux.placement.time.order import ORDERS
+from verl_mux.placement.pool_pairs import Again, Arrive, Correct, Leave, Open, Record, Vacate
+from verl_mux.placement.shortage import STARTS
+from verl_mux.placement.repack import ASK_AGAIN_S
+from verl_mux.placement.rules import ORDERS
 
 # Of one phase: longer ones no clock here was made for.
 MOST_S = 1e6

@@ -5,8 +5,8 @@ from __future__ import annotations
 from verl_mux.coordinator.core.people import accounts
 from verl_mux.coordinator.core.records import Job, JobState, State
 from verl_mux.coordinator.core.settings import Config
-from verl_mux.placement.placer.sentences import where
-from verl_mux.placement.placer.shortage import STARTS
+from verl_mux.placement.explain import where
+from verl_mux.placement.shortage import STARTS
 
 
 def told(state: State, config: Config) -> dict[str, str]:

@@ -7,12 +7,12 @@ import msgspec
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.settings import Config, kind_name
 from verl_mux.errors import UserError
-from verl_mux.placement.estimate.estimator import Bounds, bounds, job_spec, on_other_kinds
-from verl_mux.placement.estimate.gpu_kinds import find_kind
-from verl_mux.placement.estimate.learning import learnt
+from verl_mux.placement.estimator import Bounds, bounds, job_spec, on_other_kinds
+from verl_mux.placement.job_needs import find_kind
+from verl_mux.placement.estimator import learnt
 from verl_mux.placement.model import COLOCATED, SEPARATE, Cluster, JobSpec, Pool
-from verl_mux.placement.placer.placer import check_fits
-from verl_mux.placement.placer.pool_pairs import pair_of
+from verl_mux.placement.placer import check_fits
+from verl_mux.placement.pool_pairs import pair_of
 
 
 def of_job(asked: m.Register, config: Config) -> dict[str, JobSpec]:

@@ -20,8 +20,8 @@ from verl_mux.coordinator.core.inputs_and_instructions import Call, HookFailed, 
 from verl_mux.coordinator.core.records import AskedFor, JobState, State
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.placement.model import Cluster
-from verl_mux.placement.placer.shortage import STARTS, Want
-from verl_mux.placement.search.cheapest_nodes import isolated_usd
+from verl_mux.placement.shortage import STARTS, Want
+from verl_mux.placement.layouts import isolated_usd
 from verl_mux.profiling.eventlog import events
 
 WANTED, IDLE = "on_nodes_wanted", "on_nodes_idle"

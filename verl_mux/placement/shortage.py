@@ -1,5 +1,4 @@
-"""What more nodes would change: placers that have them are asked who would start, and which moves would save something.
-Read-only."""
+"""What more nodes would change. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +7,11 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from verl_mux.placement.feasibility import Progress
 from verl_mux.placement.model import Cluster, Group, JobSpec, Pool
-from verl_mux.placement.placer.placer import FIRST_AID
-from verl_mux.placement.placer.pool_pairs import PoolPairs
-from verl_mux.placement.placer.record import Queued, Record
-from verl_mux.placement.search.decision import Move
-from verl_mux.placement.time.forecast import Progress
+from verl_mux.placement.placer import FIRST_AID
+from verl_mux.placement.pool_pairs import PoolPairs, Queued, Record
+from verl_mux.placement.search import Move
 
 # No name of a node in a file begins like this.
 _LENT = "\0more "

@@ -1,13 +1,57 @@
-"""What a placer may do. Each part beyond the paper is a switch, so that it can be measured on its own."""
+"""What a placer may do: its rules, the orders of waiting phases, and the modes in which a job may run. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from verl_mux.errors import UserError
-from verl_mux.placement.time.order import ORDERS
+from verl_mux.placement.model import Cluster, JobSpec
+
+# In which order the waiting phases of a group start. One function per order, one line each in ORDERS.
+#
+# An order ranks the jobs: among waiting phases the lowest rank goes first, equal ranks in order of arrival. Whatever the
+# order, a phase starts when no phase before it needs one of its nodes and all of them are free: all at once or not at all.
+
+
+def fifo(jobs: Sequence[JobSpec]) -> list[int]:
+    """One queue per node, first come first served (the paper's runtime)."""
+    return [0] * len(jobs)
+
+
+def rounds(jobs: Sequence[JobSpec]) -> list[int]:
+    """First come first served, but nobody begins a rollout before everybody has begun as many (the paper's
+    meta-iteration). Over several nodes FIFO lets a short job overtake and then stand in a long one's way."""
+    return fifo(jobs)
+
+
+def longest_first(jobs: Sequence[JobSpec]) -> list[int]:
+    """The longest iteration alone goes first: it sets the cycle, the others fit into its bubbles."""
+    return _ranks([-job.iteration_s for job in jobs])
+
+
+def tightest_first(jobs: Sequence[JobSpec]) -> list[int]:
+    """The least room between the iteration alone and its SLO goes first."""
+    return _ranks([job.limit_s - job.iteration_s for job in jobs])
+
+
+def _ranks(keys: Sequence[float]) -> list[int]:
+    ordered = sorted(keys)
+    return [ordered.index(key) for key in keys]
+
+
+ORDERS: dict[str, Callable[[Sequence[JobSpec]], list[int]]] = {
+    "fifo": fifo,
+    "rounds": rounds,
+    "longest-first": longest_first,
+    "tightest-first": tightest_first,
+}
+# Orders that GroupRun keeps in step.
+IN_ROUNDS = frozenset(("rounds",))
+
+
+# What a placer may do. Each part beyond the paper is a switch, so that it can be measured on its own.
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,3 +137,32 @@ def _parsed(change: str, value: str, default: object) -> object:
     if not value.isdigit():
         raise UserError(f"rule {change!r} is not understood; give a whole number")
     return int(value)
+
+
+# How a job may be placed: with nodes of both pools, or colocated, with both phases on its training nodes.
+
+
+def modes_of(job: JobSpec, cluster: Cluster, rules: Rules) -> list[JobSpec]:
+    """The job as it may be placed, in each allowed mode in which the empty cluster could hold it."""
+    return [placed for placed in allowed(job, rules) if too_large(placed, cluster) is None]
+
+
+def allowed(job: JobSpec, rules: Rules) -> tuple[JobSpec, ...]:
+    """The job as it may be placed, in each mode that it can run in and the rules do not rule out."""
+    if rules.colocate:
+        return job.in_modes
+    return tuple(placed for placed in job.in_modes if not placed.colocated) or job.in_modes
+
+
+def too_large(job: JobSpec, cluster: Cluster) -> str | None:
+    """Why the cluster cannot hold the job, as it is placed, even alone; None: it can."""
+    pools = (("rollout", cluster.rollout), ("train", cluster.train))
+    for (side, pool), need, memory in zip(pools, job.nodes, job.memory_gb, strict=True):
+        if need > pool.size:
+            return f"job {job.name!r} needs {need} {side} nodes; pool {pool.name!r} has {pool.size}"
+        if memory > pool.kind.host_memory_gb:
+            return (
+                f"job {job.name!r} needs {memory:g} GB of host memory per {side} node;"
+                f" a node of pool {pool.name!r} has {pool.kind.host_memory_gb:g}"
+            )
+    return None

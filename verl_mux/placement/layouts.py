@@ -1,24 +1,99 @@
-"""The cheapest nodes that a given set of jobs can share within everyone's SLO and the nodes' host memory.
-
-Layouts of the jobs over both sides are tried cheapest first. Left out, as everywhere, are those that some departure would spoil:
-first those in which two jobs share what they could not share on their own. (One side may be hopeless and *both* feasible: the
-jobs then keep in step.)
-"""
+"""Ways to lay jobs over nodes, and the cheapest nodes that a set of jobs can share. Pure."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from verl_mux.placement.model import Cluster, JobSpec, NodeKind
-from verl_mux.placement.search.layouts import Layout, layouts
-from verl_mux.placement.search.modes import modes_of
-from verl_mux.placement.search.rules import Rules
-from verl_mux.placement.time.conflicts import Pairs, connected
-from verl_mux.placement.time.feasibility import TOLERANCE, Feasibility
+from verl_mux.placement.feasibility import TOLERANCE, Feasibility, Pairs, connected, pairs_of_nodes
+from verl_mux.placement.group_run import masks, mean_seconds
+from verl_mux.placement.model import Cluster, Group, JobSpec, NodeKind
+from verl_mux.placement.rules import Rules, modes_of
+
+# Different ways to lay jobs over nodes of one side, nodes being interchangeable.
+#
+# Nodes with the same occupants form a class. A job takes whole classes, and part of one more at most, and only where it
+# asks for no new nodes: taking part of several classes, or a new node while some of a class it shares is left, brings
+# the same conflicts or more for the same nodes or more.
+
+# Nodes with the same occupants: (bits of the jobs on them, how many such nodes).
+Classes = tuple[tuple[int, int], ...]
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """nodes: how many. occupied: the different sets of jobs (bits) that share a node. on: nodes (bits) of each job.
+    pairs: jobs that share a node."""
+
+    nodes: int
+    occupied: tuple[int, ...]
+    on: tuple[int, ...]
+    pairs: Pairs
+
+
+@functools.lru_cache(maxsize=4096)
+def layouts(needs: tuple[int, ...]) -> tuple[Layout, ...]:
+    """Every layout of jobs that need that many nodes each, fewest nodes first, none twice up to renaming nodes."""
+    order = sorted(range(len(needs)), key=lambda job: -needs[job])
+    found = set(_lay((), needs, order))
+    return tuple(layout_of(classes, len(needs)) for classes in sorted(found, key=lambda c: (_count(c), c)))
+
+
+def _count(classes: Classes) -> int:
+    return sum(count for _, count in classes)
+
+
+def _lay(classes: Classes, needs: tuple[int, ...], order: list[int]) -> Iterator[Classes]:
+    if not order:
+        yield classes
+        return
+    job, *rest = order
+    for shared, left in share(classes, 1 << job, needs[job]):
+        new = shared + (((1 << job, left),) if left else ())
+        yield from _lay(tuple(sorted(new)), needs, rest)
+
+
+def share(classes: Classes, bit: int, need: int) -> Iterator[tuple[Classes, int]]:
+    """Every way to put the job on 0..need of the nodes there are: (classes afterwards, nodes it still needs)."""
+    everywhere = range(len(classes))
+    for size in range(len(classes) + 1):
+        for whole in itertools.combinations(everywhere, size):
+            left = need - sum(classes[i][1] for i in whole)
+            if left >= 0:
+                shared = tuple((o | bit, n) if i in whole else (o, n) for i, (o, n) in enumerate(classes))
+                yield shared, left
+                yield from _share_part(shared, bit, left, [i for i in everywhere if i not in whole])
+
+
+def _share_part(classes: Classes, bit: int, need: int, open_to: list[int]) -> Iterator[tuple[Classes, int]]:
+    for i in open_to if need else ():
+        occupants, count = classes[i]
+        if count > need:
+            parts = ((occupants | bit, need), (occupants, count - need))
+            yield (*classes[:i], *parts, *classes[i + 1 :]), 0
+
+
+def layout_of(classes: Classes, jobs: int) -> Layout:
+    bits = [0] * jobs
+    node = 0
+    for occupants, count in classes:
+        for _ in range(count):
+            for job in range(jobs):
+                if occupants >> job & 1:
+                    bits[job] |= 1 << node
+            node += 1
+    occupied = tuple(sorted({occupants for occupants, _ in classes}))
+    return Layout(node, occupied, tuple(bits), pairs_of_nodes(bits))
+
+
+# The cheapest nodes that a given set of jobs can share within everyone's SLO and the nodes' host memory.
+#
+# Layouts of the jobs over both sides are tried cheapest first. Left out, as everywhere, are those that some departure would spoil:
+# first those in which two jobs share what they could not share on their own. (One side may be hopeless and *both* feasible: the
+# jobs then keep in step.)
 
 EPSILON_USD = 1e-6
 EPSILON_NODES = 1e-6
@@ -145,3 +220,38 @@ def _fitting(sizes: Sequence[tuple[int, float, float]], kind: NodeKind, hopeless
         if not layout.pairs & hopeless and all([fits[jobs] for jobs in layout.occupied]):
             found.append(layout)
     return found
+
+
+# What shared nodes are compared by: USD per hour; by the rule `count_stays` USD for what the jobs would do alone in an hour.
+#
+# Jobs that take longer on shared nodes stay longer, so in the long run more of them are there at a time, and more nodes. A place
+# for two at half the price each saves nothing if both take twice as long on it, as on nodes that one of them kept busy.
+
+
+class Price:
+    """In USD per hour."""
+
+    def __init__(self, cluster: Cluster, rules: Rules) -> None:
+        self._cluster = cluster
+        self._count_stays = rules.count_stays
+
+    def of_group(self, group: Group) -> float:
+        usd = group.usd_per_hour(self._cluster)
+        if not self._count_stays or len(group.pins) < 2:
+            return usd
+        # In order of names, as feasibility.py judges: from another start a group may settle otherwise.
+        rank = sorted(range(len(group.jobs)), key=lambda i: group.jobs[i].name)
+        rollout, train = masks(group)
+        jobs = [group.jobs[i] for i in rank]
+        return usd * self._slower(jobs, mean_seconds(jobs, [rollout[i] for i in rank], [train[i] for i in rank], group.order))
+
+    def of_shared(self, shared: SharedNodes, seconds: Sequence[float]) -> float:
+        """seconds: the mean iteration of each job there."""
+        return shared.usd_per_hour * self._slower(shared.jobs, seconds)
+
+    def _slower(self, jobs: Sequence[JobSpec], seconds: Sequence[float]) -> float:
+        """By how much the jobs take longer than alone, on the mean by what each costs alone."""
+        usd = [isolated_usd(job, self._cluster) for job in jobs]
+        if not any(usd):
+            usd = [1.0] * len(jobs)  # on nodes that cost nothing they count alike
+        return sum(u * s / job.iteration_s for u, s, job in zip(usd, seconds, jobs, strict=True)) / sum(usd)
