@@ -16,9 +16,9 @@ import typer
 from verl_mux.errors import UserError
 
 if TYPE_CHECKING:
+    from verl_mux.placement.feasibility import Progress
     from verl_mux.placement.model import JobSpec
     from verl_mux.placement.placer import Placer
-    from verl_mux.placement.feasibility import Progress
 
 SERIES = (5, 9, 13, 100, 500, 1000, 2000, 20000)
 

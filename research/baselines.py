@@ -8,11 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
+from verl_mux.placement.feasibility import Progress
+from verl_mux.placement.groups import Groups, groups_without, isolated, with_newcomer, yet_to_take
 from verl_mux.placement.model import Cluster, Group, JobSpec, NodeKind
 from verl_mux.placement.search import Decision, Move, decision_for
-from verl_mux.placement.groups import groups_without, isolated, with_newcomer, yet_to_take
-from verl_mux.placement.groups import Groups
-from verl_mux.placement.feasibility import Progress
 
 Choose = Callable[[Sequence[Group]], Group]
 

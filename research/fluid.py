@@ -15,8 +15,8 @@ from research.ledger import Finished, Ledger, Run, Span
 from research.optimum.optimum import Optimum
 from research.workload.moments import Moments
 from research.workload.workload import Arrival
-from verl_mux.placement.model import Cluster, JobSpec
 from verl_mux.placement.group_run import periods, rollout_bits
+from verl_mux.placement.model import Cluster, JobSpec
 
 
 class Holding(msgspec.Struct, frozen=True):

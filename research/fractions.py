@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from research.fluid import Hold, Holding
 from verl_mux.placement.model import Cluster, JobSpec
-from verl_mux.placement.rules import modes_of
-from verl_mux.placement.rules import Rules
+from verl_mux.placement.rules import Rules, modes_of
 
 Pair = tuple[float, float]  # of (rollout, training) nodes
 

@@ -16,9 +16,9 @@ from research.workload.moments import Moments
 from research.workload.noise import profiled
 from research.workload.workload import Arrival
 from verl_mux.errors import UserError
+from verl_mux.placement.layouts import cheapest_alone
 from verl_mux.placement.model import Cluster
 from verl_mux.placement.placer import Placer
-from verl_mux.placement.layouts import cheapest_alone
 from verl_mux.placement.rules import LIVE, PAPER, Rules
 
 

@@ -15,16 +15,14 @@ from typing import Protocol
 
 from research.ledger import Finished, Ledger, Run, Span
 from research.workload.workload import Arrival, Phases
-from verl_mux.placement.estimator import Observed
-from verl_mux.placement.estimator import LEAST, corrected
-from verl_mux.placement.model import Cluster, Group, JobSpec, Pin
-from verl_mux.placement.repack import ASK_AGAIN_S
-from verl_mux.placement.layouts import isolated_usd
-from verl_mux.placement.search import OWN_NODES, Decision, Move, Revision
-from verl_mux.placement.search import Search
+from verl_mux.placement.estimator import LEAST, Observed, corrected
 from verl_mux.placement.feasibility import PHASES, Progress
 from verl_mux.placement.group_run import LOADING, ROLLOUT, TRAIN, GroupRun, Member
+from verl_mux.placement.layouts import isolated_usd
+from verl_mux.placement.model import Cluster, Group, JobSpec, Pin
+from verl_mux.placement.repack import ASK_AGAIN_S
 from verl_mux.placement.rules import IN_ROUNDS, ORDERS
+from verl_mux.placement.search import OWN_NODES, Decision, Move, Revision, Search
 
 _PHASE_NAMES = {number: name for name, number in PHASES.items()}
 

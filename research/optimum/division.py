@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from verl_mux.errors import UserError
-from verl_mux.placement.model import Cluster, JobSpec
 from verl_mux.placement.layouts import (
     EPSILON_USD,
     Find,
@@ -21,6 +20,7 @@ from verl_mux.placement.layouts import (
     in_cheapest_modes,
     isolated_usd,
 )
+from verl_mux.placement.model import Cluster, JobSpec
 from verl_mux.placement.repack import Part
 from verl_mux.placement.rules import Rules
 

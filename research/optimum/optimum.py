@@ -14,12 +14,11 @@ import msgspec
 
 from research.optimum.division import Divided, Division
 from research.optimum.sharing import Sharing
-from verl_mux.placement.model import Cluster, JobSpec
-from verl_mux.placement.layouts import cheapest_nodes
-from verl_mux.placement.repack import Part, Partitioner
-from verl_mux.placement.layouts import Price
-from verl_mux.placement.rules import Rules
 from verl_mux.placement.feasibility import Feasibility
+from verl_mux.placement.layouts import Price, cheapest_nodes
+from verl_mux.placement.model import Cluster, JobSpec
+from verl_mux.placement.repack import Part, Partitioner
+from verl_mux.placement.rules import Rules
 
 EXACT_JOBS = 5
 # Policies are compared where no more jobs are there at a time.

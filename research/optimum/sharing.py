@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from verl_mux.placement.model import Cluster, JobSpec, NodeKind
-from verl_mux.placement.layouts import EPSILON_USD, SharedNodes
-from verl_mux.placement.layouts import Classes, Layout, layout_of, layouts
-from verl_mux.placement.feasibility import Pairs, connected, nodes_of_pairs
-from verl_mux.placement.feasibility import TOLERANCE
+from verl_mux.placement.feasibility import TOLERANCE, Pairs, connected, nodes_of_pairs
 from verl_mux.placement.group_run import mean_seconds, rollout_bits
+from verl_mux.placement.layouts import EPSILON_USD, Classes, Layout, SharedNodes, layout_of, layouts
+from verl_mux.placement.model import Cluster, JobSpec, NodeKind
 
 EXACT_NODES = 2
 ORDER = "fifo"

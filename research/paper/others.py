@@ -9,8 +9,8 @@ from research.fluid import colocated
 from research.fractions import gavel
 from research.paper.figure import Figure
 from research.paper.schedules import CASES, Case
-from verl_mux.placement.model import TESTBED
 from verl_mux.placement.layouts import isolated_usd
+from verl_mux.placement.model import TESTBED
 
 # Table 4: throughput over that of the jobs alone, of RollMux and of the ideal.
 TABLE_4 = {"a": (0.98, 1.07), "b": (0.95, 1.07), "c": (0.91, 1.11)}

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from research.paper.figure import Figure
 from research.paper.schedules import CASES, Case
+from verl_mux.placement.group_run import TRAIN, masks, planned_run
 from verl_mux.placement.model import Group
-from verl_mux.placement.group_run import TRAIN
-from verl_mux.placement.group_run import masks, planned_run
 
 _COLOURS = ("#2f6fb3", "#d9822b", "#3a9d6e")
 

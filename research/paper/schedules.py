@@ -15,9 +15,9 @@ import msgspec
 
 from research.paper.figure import Figure
 from research.paper.testbed import make_job
-from verl_mux.placement.model import TESTBED, Group, JobSpec, Pin
-from verl_mux.placement.layouts import isolated_usd
 from verl_mux.placement.group_run import periods_by_job
+from verl_mux.placement.layouts import isolated_usd
+from verl_mux.placement.model import TESTBED, Group, JobSpec, Pin
 
 DATA = Path(__file__).parent / "data"
 

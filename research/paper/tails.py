@@ -10,8 +10,8 @@ from research.paper.planned_migration import Engines, Tail, choose_tails, plan_t
 from research.paper.schedules import grouped
 from research.paper.testbed import WORKLOADS, make_job
 from research.workload.uncertainty import Cdf, length_at, read_lengths
-from verl_mux.placement.model import Group
 from verl_mux.placement.group_run import periods_by_job
+from verl_mux.placement.model import Group
 from verl_mux.rollout.control.migration_plan import EngineSpeed, MigrationPolicy
 
 RESPONSES, PROMPT_TOKENS, DRAWS = 256, 512, 5

@@ -6,8 +6,8 @@ from __future__ import annotations
 import random
 
 from research.paper.figure import Figure
-from verl_mux.placement.model import Estimate, JobSpec
 from verl_mux.placement.group_run import fifo_means
+from verl_mux.placement.model import Estimate, JobSpec
 
 GROUPS = 10_000
 

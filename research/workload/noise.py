@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from research.workload.workload import Arrival
-from verl_mux.placement.estimator import Observed
-from verl_mux.placement.estimator import learnt
+from verl_mux.placement.estimator import Observed, learnt
 from verl_mux.placement.model import JobSpec
 
 # Steps over which phases grow by the whole drift; after those they stay.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 from hypothesis import strategies as st
 
+from verl_mux.placement.group_run import periods_by_job
+from verl_mux.placement.layouts import isolated_usd
 from verl_mux.placement.model import COLOCATED, SEPARATE, Cluster, Estimate, Group, JobSpec, NodeKind, Pin, Pool
 from verl_mux.placement.placer import Placer
-from verl_mux.placement.layouts import isolated_usd
-from verl_mux.placement.group_run import periods_by_job
 
 CHEAP = NodeKind(name="cheap", usd_per_gpu_hour=1.85, host_memory_gb=1000)
 DEAR = NodeKind(name="dear", usd_per_gpu_hour=5.28, host_memory_gb=1000)

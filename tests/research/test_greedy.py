@@ -5,9 +5,9 @@ import pytest
 from research.workload.shapes import find_shapes
 from research.workload.trace import TraceRow
 from research.workload.workload import draw_workload
+from verl_mux.placement.layouts import isolated_usd
 from verl_mux.placement.model import TESTBED
 from verl_mux.placement.placer import Placer
-from verl_mux.placement.layouts import isolated_usd
 from verl_mux.placement.rules import LIVE, PAPER, Rules
 
 ROWS = [TraceRow(f"job{i}", float(i), 10.0) for i in range(100)]

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from research.paper.planned_migration import THRESHOLDS, Engines, Tail, choose_tails, plan_tails, with_tail
-from verl_mux.placement.model import Estimate, Group, JobSpec, Pin
 from verl_mux.placement.group_run import group_periods
+from verl_mux.placement.model import Estimate, Group, JobSpec, Pin
 from verl_mux.rollout.control.migration_plan import EngineSpeed, MigrationPolicy
 
 # A token of every request takes a hundredth of a second, however many run; a prefill is nearly free.

@@ -221,8 +221,8 @@ def estimate_error(job: JobSpec, phase: str, observed_s: float) -> EstimateError
 
 # What is learnt of a job while it runs: how long its phases take now, how much they vary, and whether they drift. Pure.
 #
-# Estimates follow the last `RECENT` steps, since responses grow and shrink while a model learns; how much phases vary is taken from
-# the differences between neighbouring steps, which a slow drift hardly touches.
+# Estimates follow the last `RECENT` steps, since responses grow and shrink while a model learns; how much phases vary is taken
+# from the differences between neighbouring steps, which a slow drift hardly touches.
 
 RECENT = 12
 # So many steps are needed before they say more than what was known.

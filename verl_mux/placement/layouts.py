@@ -91,8 +91,9 @@ def layout_of(classes: Classes, jobs: int) -> Layout:
 
 # The cheapest nodes that a given set of jobs can share within everyone's SLO and the nodes' host memory.
 #
-# Layouts of the jobs over both sides are tried cheapest first. Left out, as everywhere, are those that some departure would spoil:
-# first those in which two jobs share what they could not share on their own. (One side may be hopeless and *both* feasible: the
+# Layouts of the jobs over both sides are tried cheapest first. Left out, as everywhere, are those that some departure would
+# spoil: first those in which two jobs share what they could not share on their own. (One side may be hopeless and *both*
+# feasible: the
 # jobs then keep in step.)
 
 EPSILON_USD = 1e-6

@@ -22,8 +22,8 @@ from verl_mux.placement.search import Action, Decision, Move, Revision, Search, 
 # Jobs that a finite cluster has no room for yet, and who is next.
 #
 # Whoever holds the least per hour for his share goes first, then by `ranks`, then whoever came first; a job may be passed by
-# younger ones that fit where it does not. But each one that starts before it counts, and once `max_bypass` have, nobody else starts
-# before it: what comes free is kept for it. Every job that fits the empty cluster therefore starts, if running jobs end.
+# younger ones that fit where it does not. But each one that starts before it counts, and once `max_bypass` have, nobody else
+# starts before it: what comes free is kept for it. Every job that fits the empty cluster therefore starts, if running jobs end.
 
 
 class _Entry:
@@ -113,7 +113,8 @@ class Waiting:
 # - no job adds more than its nodes would cost alone, and all groups together never cost more than every job alone, on as many
 #   nodes as it holds: those that it asks for (by the rule `whole_pool` all training nodes of its group, and it keeps them when
 #   the job that brought them leaves, as nobody moves);
-# - settled periods, from one start, are within every job's SLO, whoever departs (the guard runs the group on from where it stands);
+# - settled periods, from one start, are within every job's SLO, whoever departs (the guard runs the group on from where it
+# stands);
 # - in a finite cluster nobody waits for ever: at most `max_bypass` younger jobs start before a waiting one.
 
 # The order of a group in which somebody is at risk and nobody can move.

@@ -31,8 +31,9 @@ from verl_mux.placement.search import Search, group_at
 # so that a job that arrives only adds the sets it is in.
 #
 # With what probability a group keeps its SLOs is asked only of the groups of the division that would be cheapest if phases lasted
-# as estimated: the answer takes long, and few of the groups that are listed are ever chosen. Those that do not keep them are priced
-# anew by what does, and the division is sought again. Where phases vary nothing is feasible that is not where they last, so the
+# as estimated: the answer takes long, and few of the groups that are listed are ever chosen. Those that do not keep them are
+# priced anew by what does, and the division is sought again. Where phases vary nothing is feasible that is not where they last,
+# so the
 # division found in the end is the one that asking of every group would have found.
 
 Part = tuple[tuple[JobSpec, ...], SharedNodes | None]

@@ -13,8 +13,8 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.inputs_and_instructions import Input, Send
 from verl_mux.coordinator.core.records import Watched
 from verl_mux.coordinator.core.state import Machine
-from verl_mux.placement.model import Group
 from verl_mux.placement.group_run import ROLLOUT, TRAIN, GroupRun, Member
+from verl_mux.placement.model import Group
 
 SIDES = {"rollout": ["r0", "r1", "r2"], "train": ["t0", "t1", "t2"]}
 BITS = {node: 1 << i for i, node in enumerate([*SIDES["rollout"], *SIDES["train"]])}

@@ -11,10 +11,9 @@ from verl_mux.placement.estimator import (
     estimate_error,
     expected,
     job_spec,
+    learnt,
 )
-from verl_mux.placement.job_needs import GPU_KINDS, GpuKind, find_kind
-from verl_mux.placement.job_needs import job_needs, model_size
-from verl_mux.placement.estimator import learnt
+from verl_mux.placement.job_needs import GPU_KINDS, GpuKind, find_kind, job_needs, model_size
 from verl_mux.placement.model import Estimate
 
 # config.json of Qwen2.5-3B/7B/14B/32B, as far as it matters.

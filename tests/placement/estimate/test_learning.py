@@ -5,8 +5,7 @@ import random
 import pytest
 
 from tests.placement.made_jobs import make_job
-from verl_mux.placement.estimator import Observed
-from verl_mux.placement.estimator import LEAST, RECENT, drifted, learnt
+from verl_mux.placement.estimator import LEAST, RECENT, Observed, drifted, learnt
 
 
 def seen(rollouts, trains, between=()):

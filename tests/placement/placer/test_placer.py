@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 from tests.exploring import examples
 from tests.placement.made_jobs import ANY_MODES, EITHER, assert_invariants, jobs, make_cluster, make_job
 from verl_mux.errors import UserError
+from verl_mux.placement.feasibility import Progress
+from verl_mux.placement.groups import Groups, isolated
+from verl_mux.placement.layouts import isolated_usd
 from verl_mux.placement.model import COLOCATED, SEPARATE, Cluster
 from verl_mux.placement.placer import Placer
-from verl_mux.placement.layouts import isolated_usd
-from verl_mux.placement.groups import isolated
-from verl_mux.placement.groups import Groups
 from verl_mux.placement.rules import LIVE, OURS, PAPER, Rules
-from verl_mux.placement.feasibility import Progress
 
 # No two such jobs fit on one node.
 ALONE = {"rollout_memory_gb": 600.0, "train_memory_gb": 600.0}

@@ -9,11 +9,10 @@ from tests.exploring import examples
 from tests.placement.made_jobs import assert_invariants, jobs, make_job
 from tests.placement.placer.two_pairs import clusters, on_both
 from verl_mux.errors import UserError
-from verl_mux.placement.model import JobSpec
-from verl_mux.placement.pool_pairs import PoolPairs, by_price, pair_of
-from verl_mux.placement.pool_pairs import Record
-from verl_mux.placement.rules import LIVE
 from verl_mux.placement.feasibility import Progress
+from verl_mux.placement.model import JobSpec
+from verl_mux.placement.pool_pairs import PoolPairs, Record, by_price, pair_of
+from verl_mux.placement.rules import LIVE
 
 MOST = 8
 NOBODY = Record()

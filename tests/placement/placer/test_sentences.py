@@ -4,10 +4,9 @@ import msgspec
 import pytest
 
 from tests.placement.made_jobs import EITHER, make_cluster, make_job
+from verl_mux.placement.explain import Advice, advice, alternatives, because, where
 from verl_mux.placement.model import COLOCATED, Estimate
-from verl_mux.placement.explain import alternatives
 from verl_mux.placement.placer import Placer
-from verl_mux.placement.explain import Advice, advice, because, where
 from verl_mux.placement.rules import Rules
 
 

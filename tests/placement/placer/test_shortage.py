@@ -5,13 +5,12 @@ import pytest
 
 from tests.placement.made_jobs import make_cluster, make_job
 from tests.placement.placer.two_pairs import clusters, on_both
+from verl_mux.placement.feasibility import Progress
 from verl_mux.placement.model import COLOCATED
 from verl_mux.placement.placer import Placer
-from verl_mux.placement.pool_pairs import PoolPairs, by_price
-from verl_mux.placement.pool_pairs import Queued, Record
-from verl_mux.placement.shortage import More, Want, wants
+from verl_mux.placement.pool_pairs import PoolPairs, Queued, Record, by_price
 from verl_mux.placement.rules import LIVE
-from verl_mux.placement.feasibility import Progress
+from verl_mux.placement.shortage import More, Want, wants
 
 PLENTY = More(8, 300.0)
 RULES = msgspec.structs.replace(LIVE, keep=0.0)

@@ -8,14 +8,11 @@ from hypothesis import strategies as st
 
 from tests.exploring import examples
 from tests.placement.made_jobs import ANY_MODES, jobs, make_cluster, make_job
+from verl_mux.placement.feasibility import Feasibility, pairs_of_nodes
+from verl_mux.placement.layouts import Price, cheapest_nodes, isolated_usd, least_usd
 from verl_mux.placement.model import Estimate
-from verl_mux.placement.layouts import cheapest_nodes, isolated_usd, least_usd
-from verl_mux.placement.rules import modes_of
 from verl_mux.placement.repack import Partitioner
-from verl_mux.placement.layouts import Price
-from verl_mux.placement.rules import LIVE, OURS
-from verl_mux.placement.feasibility import pairs_of_nodes
-from verl_mux.placement.feasibility import Feasibility
+from verl_mux.placement.rules import LIVE, OURS, modes_of
 
 
 def divisions(items: list) -> list[list[list]]:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.placement.made_jobs import ANY_MODES, jobs
-from verl_mux.placement.model import Group, Pin
 from verl_mux.placement.groups import GroupTable
+from verl_mux.placement.model import Group, Pin
 
 USD = (2.0, 5.0)
 

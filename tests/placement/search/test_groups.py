@@ -4,8 +4,7 @@ import msgspec
 import pytest
 
 from tests.placement.made_jobs import make_cluster, make_job
-from verl_mux.placement.groups import isolated
-from verl_mux.placement.groups import Groups
+from verl_mux.placement.groups import Groups, isolated
 
 
 @pytest.mark.parametrize("closed", [frozenset(), frozenset(["rollout-0"])])

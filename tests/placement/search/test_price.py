@@ -6,15 +6,13 @@ from hypothesis import given, settings
 
 from tests.exploring import examples
 from tests.placement.made_jobs import ANY_MODES, EITHER, jobs, make_cluster, make_job
-from verl_mux.placement.model import COLOCATED, Cluster, NodeKind, Pool
 from verl_mux.placement.explain import alternatives, lost_to
-from verl_mux.placement.placer import Placer
-from verl_mux.placement.layouts import cheapest_nodes, isolated_usd
-from verl_mux.placement.rules import modes_of
-from verl_mux.placement.layouts import Price
-from verl_mux.placement.rules import LIVE, OURS
 from verl_mux.placement.feasibility import Feasibility
 from verl_mux.placement.group_run import mean_seconds, rollout_bits
+from verl_mux.placement.layouts import Price, cheapest_nodes, isolated_usd
+from verl_mux.placement.model import COLOCATED, Cluster, NodeKind, Pool
+from verl_mux.placement.placer import Placer
+from verl_mux.placement.rules import LIVE, OURS, modes_of
 
 COUNTED = msgspec.structs.replace(OURS, count_stays=True)
 NODE_USD = 8 * 5.28

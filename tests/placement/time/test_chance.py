@@ -3,9 +3,8 @@
 import msgspec
 
 from tests.placement.made_jobs import make_job
+from verl_mux.placement.feasibility import Feasibility, likely
 from verl_mux.placement.model import Estimate
-from verl_mux.placement.feasibility import likely
-from verl_mux.placement.feasibility import Feasibility
 
 
 def varying(job, cv=0.1, unsure=0.0):

@@ -1,10 +1,10 @@
 """A group run forward from where it stands."""
 
 from tests.placement.made_jobs import assert_invariants, make_cluster, make_job
-from verl_mux.placement.model import Group, Pin
-from verl_mux.placement.placer import Placer
 from verl_mux.placement import feasibility as forecast
 from verl_mux.placement.feasibility import Progress, late_job
+from verl_mux.placement.model import Group, Pin
+from verl_mux.placement.placer import Placer
 
 # `b` just makes it if `a` is slow to get back to the training node that they share.
 A = make_job("a", 66.9, 73, slo=1.8, train_switch_s=4.1)

@@ -7,15 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.placement.made_jobs import ANY_MODES, EITHER, jobs, make_job
-from verl_mux.placement.model import Group, Pin
-from verl_mux.placement.groups import pairs_of_pins
 from verl_mux.placement import group_run as module
-from verl_mux.placement.feasibility import nodes_of_pairs
-from verl_mux.placement.feasibility import Feasibility
-from verl_mux.placement.group_run import ROLLOUT, TRAIN
+from verl_mux.placement.feasibility import Feasibility, nodes_of_pairs
+from verl_mux.placement.group_run import (
+    ROLLOUT,
+    TRAIN,
+    fifo_means,
+    mean_seconds,
+    periods,
+    periods_by_job,
+    planned_run,
+    rollout_bits,
+)
+from verl_mux.placement.groups import pairs_of_pins
+from verl_mux.placement.model import Group, Pin
 from verl_mux.placement.rules import ORDERS
-from verl_mux.placement.group_run import mean_seconds, periods, periods_by_job, planned_run, rollout_bits
-from verl_mux.placement.group_run import fifo_means
 
 
 @st.composite

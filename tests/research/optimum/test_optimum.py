@@ -19,12 +19,11 @@ from tests.exploring import examples
 from tests.placement.made_jobs import ANY_MODES, EITHER, make_cluster, make_job
 from tests.placement.made_jobs import jobs as made_jobs
 from tests.research.optimum.counted_out import cheapest_usd
+from verl_mux.placement.feasibility import Feasibility, Progress
+from verl_mux.placement.layouts import cheapest_nodes
 from verl_mux.placement.model import SEPARATE
 from verl_mux.placement.placer import Placer
-from verl_mux.placement.layouts import cheapest_nodes
 from verl_mux.placement.rules import LIVE, OURS, Rules
-from verl_mux.placement.feasibility import Feasibility
-from verl_mux.placement.feasibility import Progress
 
 USD = (14.8, 42.24)
 # Two jobs that cannot share either side alone, as they fall out of step there, and can share both.

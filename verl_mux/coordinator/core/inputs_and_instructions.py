@@ -14,8 +14,8 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.settings import Node, Pool
 from verl_mux.placement.model import Group
 from verl_mux.placement.pool_pairs import Queued
-from verl_mux.placement.shortage import Want
 from verl_mux.placement.search import Move
+from verl_mux.placement.shortage import Want
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):

@@ -11,8 +11,7 @@ import msgspec
 from verl_mux.errors import UserError
 from verl_mux.memory.model_config import local_model_config
 from verl_mux.placement.estimator import Bounds, bounds
-from verl_mux.placement.job_needs import GpuKind, find_kind, with_given
-from verl_mux.placement.job_needs import JobNeeds, model_size
+from verl_mux.placement.job_needs import GpuKind, JobNeeds, find_kind, model_size, with_given
 from verl_mux.placement.model import COLOCATED, SEPARATE, TESTBED, Cluster, Estimate, JobSpec, NodeKind, Pool
 from verl_mux.placement.rules import OURS, Rules
 from verl_mux.yaml_file import allowed_keys, read_yaml

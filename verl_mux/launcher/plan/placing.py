@@ -14,8 +14,8 @@ def make_plan(given: JobsFile) -> dict[str, Any]:
     """usd_per_hour: of all groups, and of every job alone. prices: USD per GPU-hour of each known kind, None: not known."""
     from verl_mux.placement import explain as sentences
     from verl_mux.placement.explain import alternatives, lost_to
-    from verl_mux.placement.placer import Placer
     from verl_mux.placement.layouts import isolated_usd
+    from verl_mux.placement.placer import Placer
 
     placer = Placer(given.cluster, given.rules)
     decisions, reasons = [], []

@@ -8,10 +8,9 @@ import msgspec
 
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log
 from verl_mux.coordinator.core.records import Job, Lease, Moving, Request, State, Watched
-from verl_mux.placement.estimator import estimate_error
-from verl_mux.placement.estimator import LEAST
-from verl_mux.placement.model import JobSpec
+from verl_mux.placement.estimator import LEAST, estimate_error
 from verl_mux.placement.feasibility import Progress
+from verl_mux.placement.model import JobSpec
 from verl_mux.profiling.eventlog import events
 
 # The first step compiles, allocates and loads what later ones find.

@@ -30,9 +30,9 @@ from verl_mux.placement.estimator import WINDOW
 from verl_mux.placement.job_needs import JobNeeds
 from verl_mux.placement.model import Cluster, Group, JobSpec, Pin
 from verl_mux.placement.pool_pairs import Again, Arrive, Correct, Leave, Open, Record, Vacate
-from verl_mux.placement.shortage import STARTS
 from verl_mux.placement.repack import ASK_AGAIN_S
 from verl_mux.placement.rules import ORDERS
+from verl_mux.placement.shortage import STARTS
 
 # Of one phase: longer ones no clock here was made for.
 MOST_S = 1e6

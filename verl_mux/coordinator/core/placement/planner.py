@@ -12,14 +12,13 @@ import msgspec
 
 from verl_mux.coordinator.core.inputs_and_instructions import Planned, Said
 from verl_mux.coordinator.core.settings import Config, Pool
-from verl_mux.placement.model import JobSpec
 from verl_mux.placement import explain as sentences
 from verl_mux.placement import shortage
 from verl_mux.placement.explain import lost_to, price
-from verl_mux.placement.pool_pairs import PoolPairs, by_price
-from verl_mux.placement.pool_pairs import Again, Arrive, Leave, Open, Question, Record, Vacate
-from verl_mux.placement.search import Action, Alternative, Decision, Move
 from verl_mux.placement.feasibility import Progress
+from verl_mux.placement.model import JobSpec
+from verl_mux.placement.pool_pairs import Again, Arrive, Leave, Open, PoolPairs, Question, Record, Vacate, by_price
+from verl_mux.placement.search import Action, Alternative, Decision, Move
 from verl_mux.profiling.eventlog import events
 
 # Places of which the log says why they lost; all of them would take longer than the decision.

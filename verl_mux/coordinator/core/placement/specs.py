@@ -7,9 +7,8 @@ import msgspec
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.settings import Config, kind_name
 from verl_mux.errors import UserError
-from verl_mux.placement.estimator import Bounds, bounds, job_spec, on_other_kinds
+from verl_mux.placement.estimator import Bounds, bounds, job_spec, learnt, on_other_kinds
 from verl_mux.placement.job_needs import find_kind
-from verl_mux.placement.estimator import learnt
 from verl_mux.placement.model import COLOCATED, SEPARATE, Cluster, JobSpec, Pool
 from verl_mux.placement.placer import check_fits
 from verl_mux.placement.pool_pairs import pair_of

@@ -19,9 +19,9 @@ import msgspec
 from verl_mux.coordinator.core.inputs_and_instructions import Call, HookFailed, Instruction, Log, ScalingDue, What
 from verl_mux.coordinator.core.records import AskedFor, JobState, State
 from verl_mux.coordinator.core.settings import Config
+from verl_mux.placement.layouts import isolated_usd
 from verl_mux.placement.model import Cluster
 from verl_mux.placement.shortage import STARTS, Want
-from verl_mux.placement.layouts import isolated_usd
 from verl_mux.profiling.eventlog import events
 
 WANTED, IDLE = "on_nodes_wanted", "on_nodes_idle"
