@@ -74,7 +74,7 @@ def _config(jobs: int) -> dict[str, Any]:
     sides = {side: {"kind": kind, "nodes": [{"name": f"{side[0]}{i}", "gpus": 8} for i in range(2 * jobs + 8)]}
              for side, kind in (("rollout", "H20"), ("train", "H800"))}  # fmt: skip
     apart = {"apart": {"nodes": [{"name": "x0"}]}}
-    return {"pools": {**sides, **apart}, "placement": "scheduler", "lease_timeout": 3600, "silent_timeout": None}
+    return {"pools": {**sides, **apart}, "placement": "scheduler", "lease_timeout": 3600}
 
 
 class _Bus:

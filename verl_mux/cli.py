@@ -22,11 +22,8 @@ COMMANDS = {
     "coordinator": ("verl_mux.coordinator.command", "coordinator", "Serve leases to jobs until interrupted."),
     "status": ("verl_mux.coordinator.command", "status", "Ask a coordinator who runs which phase, and who waits."),
     "evict": ("verl_mux.coordinator.by_hand_command", "evict", "End a job as if it had failed."),
-    "budget": ("verl_mux.coordinator.by_hand_command", "budget", "Let a job cost so much in all."),
     "release": ("verl_mux.coordinator.by_hand_command", "release", "Free what an ending job holds where nobody can look."),
     "hold": ("verl_mux.filler.command", "hold", "Run a command on nodes that no job uses, and leave when one wants them."),
-    "drain": ("verl_mux.coordinator.by_hand_command", "drain", "Give a node to nobody any more."),
-    "reload": ("verl_mux.coordinator.by_hand_command", "reload", "Have the coordinator read the pools in its file again."),
     "agent": ("verl_mux.agent.command", "agent", "Look at this host for a coordinator: processes and memory of jobs."),
     "keys": ("verl_mux.coordinator.command", "keys", "Make the keys of a coordinator and of those who talk to it."),
     "plan": ("verl_mux.launcher.plan.command", "plan", "Say where jobs would go, what memory they need, or how weights go."),
@@ -34,13 +31,7 @@ COMMANDS = {
     "report": ("verl_mux.report_command", "report", "Say where the time of a run went, from its event log."),
     "doctor": ("verl_mux.launcher.doctor", "doctor", "Check this machine: plugin, versions, platform, memory, ports."),
 }
-NODES = {
-    "add": ("verl_mux.coordinator.by_hand_command", "node_add", "Bring a node to a pool of a running coordinator."),
-    "remove": ("verl_mux.coordinator.by_hand_command", "node_remove", "Take a node out of its pool as soon as no job needs it."),
-}
-GROUPS = {
-    "node": (NODES, "Nodes that come to a running coordinator, or leave it."),
-}
+GROUPS: dict[str, tuple[dict[str, tuple[str, str, str]], str]] = {}
 # Commands of a checkout, which no installed package has: name -> the folder that holds them.
 CHECKOUT_COMMANDS = {"bench": "bench", "simulate": "research"}
 # What is wrong with the words of a command line. typer names this kind alone, and carries or imports it by version.

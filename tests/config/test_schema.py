@@ -58,7 +58,7 @@ class TestValid:
             "profile": {
                 "enable": False, "dir": "/logs", "every": 2, "texts": 0.1, "text_chars": 100, "stalls": "trace", "tables": 5,
             },
-            "slo": 1.5, "owner": "ann", "priority": -2, "deadline": "2030-01-01T08:00", "budget": 12.5,
+            "slo": 1.5,
             "move_note": "/runs/left_to_move", "profiled": {"rollout": [9.0, 9.5, 9.0], "train": [5.0, 5.0, 5.5]},
         }  # fmt: skip
         given["sync"] = {**msgspec.to_builtins(SyncConfig()), **given["sync"]}

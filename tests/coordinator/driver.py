@@ -1,8 +1,10 @@
 """A state machine driven by hand: events by name, a clock that ticks once per event, everything kept."""
 
+import msgspec
+
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.config import make_config
-from verl_mux.coordinator.core.inputs_and_instructions import Input, Log, Send
+from verl_mux.coordinator.core.inputs_and_instructions import Input, Log, PoolsChanged, Send
 from verl_mux.coordinator.core.placement import placing
 from verl_mux.coordinator.core.placement.observing import Standing
 from verl_mux.coordinator.core.placement.planner import Planner
@@ -16,6 +18,23 @@ SIDES = {"rollout": ["r0", "r1"], "train": ["t0"]}
 
 def config(**keys):
     return make_config({"pools": POOLS, "lease_timeout": 5, **keys})
+
+
+def changed_pools(pools, drain=(), undrain=(), add=None, remove=()):
+    """The pools as a file has them in which nodes drain, drain no more, were added (name -> pool, each like the pool's first node)
+    or were removed."""
+
+    def changed(node):
+        is_draining = (node.drain or node.name in drain) and node.name not in undrain
+        return msgspec.structs.replace(node, drain=is_draining)
+
+    found = {}
+    for name, pool in pools.items():
+        nodes = [changed(node) for node in pool.nodes if node.name not in remove]
+        first = msgspec.structs.replace(pool.nodes[0], drain=False)
+        nodes += [msgspec.structs.replace(first, name=new) for new, where in (add or {}).items() if where == name]
+        found[name] = msgspec.structs.replace(pool, nodes=nodes)
+    return found
 
 
 class Driver:
@@ -39,6 +58,10 @@ class Driver:
         out = self.machine.handle(event)
         self.events.append(event)
         return out
+
+    def reload(self, **changes):
+        """The file is read again, with these changes of its nodes (see changed_pools)."""
+        return self.do(PoolsChanged(pools=changed_pools(self.machine.config.pools, **changes)))
 
     def wait(self, seconds, every=0.5):
         """Time passes; what is due is handled. Returns what it was."""

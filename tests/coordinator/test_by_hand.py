@@ -116,18 +116,3 @@ def test_without_a_terminal_nothing_is_asked_and_nothing_done(held, monkeypatch)
     with pytest.raises(UserError, match="give --yes"):
         by_hand_command.evict("a", held[0].address)
     assert holders(held[0]) == ["a"]
-
-
-def test_a_node_is_brought_to_a_running_coordinator_and_taken_away(serve, capsys):
-    coordinator = serve()
-    by_hand_command.node_add("r7", "rollout", "gpu-07", "0,1,2,3,4,5,6,7", coordinator=coordinator.address, timeout=60.0)
-    assert coordinator.snapshot()["pools"]["rollout"]["nodes"]["r7"]["gpu_ids"] == list(range(8))
-    by_hand_command.node_remove("r7", coordinator=coordinator.address, timeout=60.0)
-    assert "r7" not in coordinator.snapshot()["pools"]["rollout"]["nodes"]
-    assert capsys.readouterr().out.startswith("node 'r7' is in pool 'rollout'\n")
-
-
-@pytest.mark.parametrize("given", ["", "0,,1", "a", "-1"])
-def test_gpu_ids_that_are_none_are_refused(given):
-    with pytest.raises(UserError, match="numbers from 0 with commas between them are needed"):
-        by_hand_command.node_add("r7", "rollout", "h", given)

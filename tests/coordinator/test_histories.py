@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.coordinator.driver import SIDES, Driver, config
+from tests.coordinator.driver import SIDES, Driver, changed_pools, config
 from tests.exploring import examples
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import queueing
@@ -18,10 +18,10 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     HostSeen,
     JobExited,
     JobSilent,
-    NodeDrained,
     NodeEmpty,
     NodesOwed,
     OwedPaid,
+    PoolsChanged,
     ProcessesGone,
 )
 from verl_mux.coordinator.core.job_states import IllegalMove, UnknownJob
@@ -49,6 +49,7 @@ class AnyHistory(RuleBasedStateMachine):
     @initialize(schedule=st.sampled_from(SCHEDULES), expect_jobs=st.integers(0, 2))
     def begin(self, schedule, expect_jobs):
         self.config = config(schedule=schedule, expect_jobs=expect_jobs, pools=PLACES)
+        self.first_config = self.config
         self.driver = Driver(Machine(self.config))
         self.keys = itertools.count()
         self.shared = set()  # tokens granted where nobody is excluded
@@ -81,7 +82,7 @@ class AnyHistory(RuleBasedStateMachine):
         for token in sorted(set(self.state.leases) - set(held)):
             lease = self.state.leases[token]
             assert token > self.last_token  # 3
-            assert not set(lease.nodes) & {*self.state.fenced, *self.state.draining}  # 7
+            assert not set(lease.nodes) & {*self.state.fenced, *self.config.draining}  # 7
             self.last_token = token
             asked = waiting.get(lease.key, what)
             assert lease.nodes == asked.nodes  # 2
@@ -172,12 +173,16 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule(node=NODES, undo=st.booleans())
     def drain_node(self, node, undo):
-        self.step(NodeDrained(node=node, undo=undo))
+        self.reload(**{"undrain" if undo else "drain": [node]})
+
+    def reload(self, **changes):
+        self.step(PoolsChanged(pools=changed_pools(self.driver.machine.config.pools, **changes)))
+        self.config = self.driver.machine.config
 
     @rule()
     def restart(self):
         """The state read back from its encoding, and the one replayed from all events, equal the live one."""
-        again = Machine(self.config)
+        again = Machine(self.first_config)
         for event in self.driver.events:
             again.handle(event)
         assert again.state == self.state == msgspec.msgpack.decode(msgspec.msgpack.encode(self.state), type=State)
@@ -210,8 +215,7 @@ class AnyHistory(RuleBasedStateMachine):
             return
         for host in list(self.state.hosts):
             self.step(HostReleased(host=host))
-        for node in list(self.state.draining):
-            self.step(NodeDrained(node=node, undo=True))
+        self.reload(undrain=["r0", "r1", "t0"])
         assert not self.state.fenced
         self.drain()
         assert all(queueing.held_back(request, self.state, self.config) for request in self.state.requests)

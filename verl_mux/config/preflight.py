@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from uuid import uuid4
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_mux.config import people, ray_cluster
+from verl_mux.config import ray_cluster
 from verl_mux.config.memory_checks import check_surroundings
 from verl_mux.config.needs import host_memory_of, needs_of
 from verl_mux.config.schema import MuxConfig, check, check_rollout_keys, load
@@ -144,7 +143,6 @@ def connect_job(config: DictConfig, mux: MuxConfig, wait: bool = True) -> LocalM
     client = connect(
         mux.coordinator, str(mux.job), nodes, gpus=gpus, seed=mux.seed, steps=config.trainer.total_training_steps,
         timeout=mux.coordinator_timeout_s, needs=needs_of(config) if mux.nodes.rollout == [AUTO] else None, slo=mux.slo,
-        **people.told(mux, datetime.now().astimezone()),
         profiled=Observed(rollout=tuple(mux.profiled.rollout), train=tuple(mux.profiled.train)),
         host_memory=host_memory_of(config) if mux.coordinator else None, wait=wait, keys=mux.keys,
         movable=_is_movable(config, mux), colocated=colocated,

@@ -83,10 +83,6 @@ class MuxConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     keys: str | None = None
     nodes: NodesConfig = msgspec.field(default_factory=NodesConfig)
     slo: float | None = None
-    owner: str = ""
-    priority: int = 0
-    deadline: float | str | None = None
-    budget: float | None = None
     profiled: ProfiledConfig = msgspec.field(default_factory=ProfiledConfig)
     move_note: str | None = None
     seed: int = 0
@@ -153,10 +149,6 @@ def _check_values(mux: MuxConfig) -> None:
         raise UserError(f"mux.profile.text_chars is {mux.profile.text_chars}; it must be 2 to 100000 characters")
     if mux.profile.tables < 0:
         raise UserError(f"mux.profile.tables is {mux.profile.tables}; it must be 0 (never) or more")
-    if not -10 <= mux.priority <= 10:
-        raise UserError(f"mux.priority is {mux.priority}; it must be -10 to 10")
-    if mux.budget is not None and not 0 < mux.budget < sys.float_info.max:
-        raise UserError(f"mux.budget is {mux.budget:g}; USD above 0 are needed")
     for side in ("rollout", "train"):
         if not getattr(mux.nodes, side):
             raise UserError(f"mux.nodes.{side} is empty; name at least one node of the coordinator, e.g. [{side}0]")

@@ -53,9 +53,7 @@ def coordinator(
     metrics_port: Annotated[
         int | None, typer.Option(help="Serve /metrics for Prometheus here, instead of the file's `metrics_port`; 0: a free port.")
     ] = None,
-    metrics_host: Annotated[
-        str | None, typer.Option(help="The address for /metrics, instead of the file's `metrics_host`; 0.0.0.0: all interfaces.")
-    ] = None,
+    metrics_host: Annotated[str, typer.Option(help="The address for /metrics; 0.0.0.0: all interfaces.")] = "127.0.0.1",
 ) -> None:
     """Serve leases to jobs until interrupted."""
     if no_journal and journal is not None:
@@ -68,7 +66,7 @@ def coordinator(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: enough.set())
     port = settings.metrics_port if metrics_port is None else metrics_port
-    with _metrics_of(service, port, metrics_host or settings.metrics_host):
+    with _metrics_of(service, port, metrics_host):
         _serve(service, enough, event_log)
 
 

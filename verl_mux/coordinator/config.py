@@ -1,7 +1,11 @@
-"""Reads the coordinator's configuration, from YAML or a plain mapping, into `core/settings.py`'s structs."""
+"""Reads the coordinator's configuration, from YAML or a plain mapping, into `core/settings.py`'s structs.
+
+Runs in the coordinator and in commands that read its file; it opens that file alone.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +27,27 @@ def make_config(given: Mapping[str, Any]) -> Config:
     try:
         config = msgspec.convert(given, Config)
     except msgspec.ValidationError as error:
-        raise UserError(f"coordinator configuration: {error}{_allowed(error)}") from error
+        raise UserError(f"coordinator configuration: {_in_words(error, given)}{_allowed(error)}") from error
     check(config)
     return config
+
+
+def _in_words(error: msgspec.ValidationError, given: Mapping[str, Any]) -> str:
+    """msgspec's words, with the name of the pool (msgspec writes `pools[...]`) and with what was given there."""
+    words = str(error)
+    for name, pool in given["pools"].items() if "$.pools[...]" in words else ():
+        try:
+            msgspec.convert({**given, "pools": {name: pool}}, Config)
+        except msgspec.ValidationError as same:
+            if str(same) == words:
+                words = words.replace("pools[...]", f"pools.{name}")
+                break
+    where = re.fullmatch(r".*`\$\.([^`]*)`", words)
+    value: Any = given
+    for step in re.findall(r"[^.\[\]]+", where[1]) if where else ():
+        value = value[int(step)] if isinstance(value, list) else value[step] if step in value else {}
+    said = ", got `" in words or value is given or isinstance(value, (dict, list))
+    return words if said else f"{words}, given: {value!r}"
 
 
 def _allowed(error: msgspec.ValidationError) -> str:

@@ -26,8 +26,6 @@ METRICS = {
     "mux_node_host_capacity_bytes": ("gauge", "Host memory of the node that jobs may hold, where the configuration says."),
     "mux_node_host_bytes": ("gauge", "Host memory that counts for a job on the node: told, or measured."),
     "mux_node_host_measured_bytes": ("gauge", "Host memory of a job's processes on the node, by kind; source: whose word."),
-    "mux_job_host_memory_wait_seconds": ("gauge", "How long the job has waited for room in its hosts' memory."),
-    "mux_jobs_evicted_to_disk": ("counter", "Jobs that saved and left so that others had room in the hosts' memory."),
     "mux_node_fenced": ("gauge", "1 while nobody gets the node because nobody can say that it is empty."),
     "mux_node_draining": ("gauge", "1 while nobody gets the node because somebody took it out."),
     "mux_host_agent_up": ("gauge", "1 while the host's agent is heard, 0 while it is not."),
@@ -53,7 +51,6 @@ def prometheus_text(snapshot: Mapping[str, Any]) -> str:
         _nodes(snapshot.get("pools", {})),
         _hosts(snapshot.get("hosts", {})),
         _jobs(snapshot.get("jobs", {})),
-        _rooms(snapshot.get("host_rooms", {})),
     )
     return as_text(METRICS, itertools.chain(*parts))
 
@@ -106,12 +103,6 @@ def _host_memory(where: dict[str, str], about: Mapping[str, Any]) -> Iterator[Sa
         yield "mux_node_host_bytes", where | {"job": job}, held["counted"]
         for kind, num_bytes in held["measured"].items():
             yield "mux_node_host_measured_bytes", where | {"job": job, "kind": kind, "source": held["source"]}, num_bytes
-
-
-def _rooms(rooms: Mapping[str, Any]) -> Iterator[Sample]:
-    for job, waited_s in rooms.get("waiting", {}).items():
-        yield "mux_job_host_memory_wait_seconds", {"job": job}, waited_s
-    yield "mux_jobs_evicted_to_disk", {}, rooms.get("evicted")
 
 
 def _hosts(hosts: Mapping[str, Any]) -> Iterator[Sample]:

@@ -21,13 +21,11 @@ from verl_mux.coordinator import access, by_hand, signalling
 from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.access import keys
-from verl_mux.coordinator.bus.connect import ADDRESS_VARIABLE
 from verl_mux.coordinator.bus.router import Router
 from verl_mux.coordinator.core.hosts import memory, pools
 from verl_mux.coordinator.core.hosts.reaping import Sight, judge
 from verl_mux.coordinator.core.hosts.sights import Sights
 from verl_mux.coordinator.core.inputs_and_instructions import (
-    Call,
     DriverDied,
     Input,
     Instruction,
@@ -35,6 +33,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     Log,
     NodeEmpty,
     NodesOwed,
+    PoolsChanged,
     ProcessesGone,
     SomebodyWasBefore,
     What,
@@ -42,12 +41,10 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
 from verl_mux.coordinator.core.job_states import IllegalMove, UnknownJob
 from verl_mux.coordinator.core.records import Job, JobState
 from verl_mux.coordinator.core.rewind import Rewind
-from verl_mux.coordinator.core.scaling import joining
-from verl_mux.coordinator.core.settings import Config, check
+from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import NEVER_REGISTERED
 from verl_mux.coordinator.drivers import Drivers
-from verl_mux.coordinator.hooks import Hooks
 from verl_mux.coordinator.journal import before
 from verl_mux.coordinator.journal.delivery import Delivery
 from verl_mux.coordinator.journal.journal import Journal
@@ -175,14 +172,12 @@ class Coordinator:
         self._planning.look()
         self._router = Router(self._bind, self._keys, self._receive, self._turned_away)
         self.address = self._router.address
-        self._hooks = Hooks(self._loop, self._take, {ADDRESS_VARIABLE: self.address})
         before.note(self.address)
         watching = asyncio.create_task(self._watch())
         self._ready.set()
         await self._stopping.wait()
         watching.cancel()
         self._planning.close()
-        self._hooks.close()
         self._drivers.close()
         self._delivery.flush()
         self._router.close()
@@ -238,11 +233,6 @@ class Coordinator:
             self._take(SomebodyWasBefore())
 
     def _by_hand(self, message: m.ByHand) -> m.Message:
-        if isinstance(message, m.Reload):
-            try:
-                return m.Done(text=self._reload())
-            except UserError as error:
-                return m.Refused(about="by hand", reason=str(error))
         decided, answer = by_hand.decide(message, self._machine.state, self.config, self._seen_anywhere)
         for what in decided:
             log.warning("by hand: %s", what)
@@ -261,14 +251,11 @@ class Coordinator:
     def _reload(self) -> str:
         if self._reread is None:
             raise UserError("this coordinator was not started from a file")
-        before, state = self.config, self._machine.state
-        read = self._reread()
-        what = joining.merged(read, state)
-        check(after := msgspec.structs.replace(read, pools=what.pools))
-        refusal = pools.restart_needed(before, after) or pools.refusal(state, before, after)
+        before, after = self.config, self._reread()
+        refusal = pools.restart_needed(before, after) or pools.refusal(self._machine.state, before, after)
         if refusal is not None:
             raise UserError(refusal)
-        self._take(what)
+        self._take(PoolsChanged(pools=after.pools))
         return f"pools and their nodes: {after.describe_pools()}"
 
     def _agent(self, report: m.AgentReport) -> m.Message:
@@ -309,8 +296,6 @@ class Coordinator:
     def _do(self, instruction: Instruction) -> None:
         if isinstance(instruction, Log):
             return self._record(instruction)
-        if isinstance(instruction, Call):
-            return self._hooks.call(instruction, getattr(self.config, instruction.hook))
         message = instruction.message
         if isinstance(message, m.LeaseGrant):
             message = msgspec.structs.replace(message, granted_at=self._clock.wall(message.granted_at))

@@ -91,8 +91,8 @@ def _groups(snapshot: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _moves(snapshot: dict[str, Any]) -> list[str]:
-    told = [(snapshot.get("placement") or {}).get("moves", {}), (snapshot.get("host_rooms") or {}).get("told", {})]
-    return [f"job {name} {sentence}" for sentences in told for name, sentence in sentences.items()]
+    moves = (snapshot.get("placement") or {}).get("moves", {})
+    return [f"job {name} {sentence}" for name, sentence in moves.items()]
 
 
 def _why(snapshot: dict[str, Any]) -> list[str]:
@@ -102,7 +102,7 @@ def _why(snapshot: dict[str, Any]) -> list[str]:
 
 def _runs(node: dict[str, Any]) -> str:
     runs = ", ".join(_holder(holder) for holder in node["holders"]) or "idle"
-    marks = "".join(f" ({mark})" for mark in ("spot", "draining", "leaving") if node.get(mark))
+    marks = "".join(f" ({mark})" for mark in ("draining",) if node.get(mark))
     return f"{runs}{marks}{_fenced(node)}"
 
 

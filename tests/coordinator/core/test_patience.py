@@ -143,13 +143,6 @@ def test_a_phase_that_takes_far_longer_than_those_before_is_told_once(hung):
     assert jobs.machine.state.jobs["a"].overdue == []
 
 
-def test_a_hung_job_is_evicted_where_the_configuration_says_so(hung):
-    jobs = hung(evict_hung=True)
-    assert [type(what) for what in jobs.live(60, "a", "b")] == [PhaseOverdue, JobEvicted]
-    assert jobs.state("a") is JobState.DYING
-    assert "its rollout (step 2) has taken" in jobs.machine.state.jobs["a"].reason
-
-
 def test_the_first_phase_of_a_kind_and_short_ones_are_never_overdue():
     jobs = Jobs("a")
     jobs.ask("a", "rollout", 1, ["r0"])

@@ -40,11 +40,8 @@ LACKING: dict[str, tuple[str, ...]] = {
     "no node had to be kept from jobs": (events.NODE_FENCED, events.NODE_UNFENCED),
     "nobody took a node out": (events.NODE_DRAINING,),
     "pools stayed as they were": (events.POOLS_CHANGED,),
-    "no budget was nearly spent": (events.BUDGET_NEAR, events.BUDGET_SPENT),
-    "nobody is told of nodes": (events.NODES_WANTED, events.NODES_IDLE, events.HOOK_FAILED),
     "jobs name their nodes": (events.PLACED, events.GROUP_PREDICTED, events.ESTIMATE_ERROR),
     "no promise was in danger": (events.SLO_AT_RISK,),
-    "there was room for all on the hosts": (events.EVICTION_ASKED, events.EVICTED_TO_DISK, events.ROOM_FOUND),
     "no job was moved": (events.MOVE_ASKED, events.JOB_MOVED),
     "every move was made": (events.MOVE_GIVEN_UP,),
 }

@@ -69,7 +69,7 @@ class Mux(LocalMux):
                 talk.end("never registered")
             self._link.close()
             raise
-        welcome = self._talk.registered or self._talk.queued
+        welcome = self._talk.registered
         self.nodes, self._places = (welcome.nodes, welcome.places) if welcome is not None else ({}, {})
 
     def acquire(self, phase: str, step: int = 0, nodes: list[str] | None = None, num_nodes: int = 1, least: float = 0.0) -> Lease:

@@ -51,11 +51,6 @@ def connect(
     keys: str | None = None,
     needs: JobNeeds | None = None,
     slo: float | None = None,
-    owner: str = "",
-    priority: int = 0,
-    deadline_s: float | None = None,
-    within_s: float | None = None,
-    budget_usd: float | None = None,
     profiled: Observed | None = None,
     filler: bool = False,
     grace: float = 0.0,
@@ -69,7 +64,7 @@ def connect(
         nodes: nodes or whole pools per side, {"rollout": ["r0"], "train": ["t0"]}; the same on both when colocated.
         gpus: GPUs needed on each node, by side or by node.
         host_memory: bytes of the job's states on each node of a side, by side and kind; where nodes have a limit, a job that
-            does not fit is refused, or waits.
+            does not fit is refused.
         steps: how many steps the job will run; None if unknown.
         timeout: seconds to wait for the coordinator, here and for the answer to a release.
         uid: names this start of the job, and is its secret; default: VERL_MUX_JOB_UID, or a new one.
@@ -77,10 +72,6 @@ def connect(
         needs: what a step computes, for a job that leaves its nodes to the coordinator ({"rollout": ["auto"], "train":
             ["auto"]}); the client's `nodes` then say where it was placed.
         slo: how many times its iteration alone an iteration of such a job may last; default: the coordinator's.
-        owner: on whose behalf the job runs.
-        priority: of its requests among those of its owner, -10 to 10; higher goes first.
-        deadline_s: it is to be done in so many seconds; within_s: so many after the first start under its name.
-        budget_usd: what it may cost; then it begins no other step.
         profiled: seconds of a few steps of such a job, measured before; it is placed by them rather than by bounds.
         filler: work of a priority below the jobs, see docs/hold.md. It may name one side only, asks for any so many of its
             nodes, and gives a lease back as soon as its `wanted` is set.
@@ -88,8 +79,8 @@ def connect(
         movable: whoever started the job starts it again, from its newest checkpoint, when it has left because it was asked to
             (`Mux.move`).
         colocated: both phases of such a job run on the same nodes, for training.
-        wait: block until the job has its nodes, where it has to be placed or to wait for room; if False, it only looks, and the
-            client's `nodes` are those that it named, or empty.
+        wait: block until the job has its nodes, where it has to be placed; if False, it only looks, and the client's `nodes`
+            may be empty.
 
     Raises:
         UserError: the registration is refused, or nobody answers within `timeout` seconds.
@@ -98,9 +89,8 @@ def connect(
         return LocalMux(job, nodes, filler)
     with_keys = for_address(address, keys, JOB)
     registration: dict[str, Any] = {"gpus": gpus or {}, "seed": seed, "steps": steps, "needs": needs, "slo": slo}
-    registration |= {"host_memory": host_memory or {}, "owner": owner, "profiled": profiled or Observed()}
-    registration |= {"priority": priority, "deadline_s": deadline_s, "within_s": within_s, "budget_usd": budget_usd}
-    registration |= {"grace": grace, "movable": movable, "colocated": colocated, "only_looks": not wait}
+    registration |= {"host_memory": host_memory or {}, "profiled": profiled or Observed()}
+    registration |= {"grace": grace, "movable": movable, "colocated": colocated}
     return Mux(
         address, job, nodes, uid=uid or _uid_for(job), timeout=timeout, wait=wait, keys=with_keys, filler=filler, **registration
     )

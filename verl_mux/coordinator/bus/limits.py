@@ -45,9 +45,6 @@ Ticks = Annotated[int, Meta(ge=0, le=2**62)]
 Factor = Annotated[float, Meta(ge=0, le=1e6)]
 
 GpuIds = Annotated[list[Count], Meta(max_length=1024)]
-Priority = Annotated[int, Meta(ge=-10, le=10)]
-MOST_USD = 1e9
-Price = Annotated[float, Meta(ge=0, le=MOST_USD)]
 Nodes = Annotated[list[Name], Meta(max_length=4096)]
 Sides = Annotated[dict[Name, Nodes], Meta(max_length=8)]
 Gpus = Annotated[dict[Name, Count], Meta(max_length=4096)]

@@ -6,8 +6,7 @@ taken for its predecessor) and the `client` (one per connection; also its ZeroMQ
 
 Families, those but the first in `families/`:
 - leases: REGISTER .. JOB_ENDED, between a job's client and the coordinator;
-- by hand: JOB_OVER, from whoever started the job; EVICT, SET_BUDGET, FREE, DRAIN, NODE_ADD, NODE_REMOVE and RELOAD, from an
-  operator;
+- by hand: JOB_OVER, from the launcher of the job; EVICT and FREE, from an operator;
 - agents: AGENT_REPORT and AGENT_ANSWER, between who looks at a host and the coordinator;
 - the learner: LEARNER_STATE_UPDATE.
 """
@@ -23,7 +22,7 @@ from verl_mux.coordinator.bus.families.agents import AgentAnswer, AgentReport, M
 from verl_mux.coordinator.bus.families.agents import HostName as HostName
 from verl_mux.coordinator.bus.families.base import VERSION, FromJob, Message, Unreadable, WrongVersion
 from verl_mux.coordinator.bus.families.base import Member as Member
-from verl_mux.coordinator.bus.families.by_hand import Drain, Evict, Free, JobOver, NodeAdd, NodeRemove, Reload, SetBudget
+from verl_mux.coordinator.bus.families.by_hand import Evict, Free, JobOver
 from verl_mux.coordinator.bus.families.dispatch import LearnerStateUpdate
 from verl_mux.placement.estimator import Observed
 from verl_mux.placement.job_needs import JobNeeds
@@ -56,17 +55,13 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     """`nodes` names nodes or whole pools per side; `gpus` is needed on each node of a side (or on one named node), and
     `host_memory`, by side and kind, for the job's states on each; processes come to that.
 
-    With `auto` on both sides the coordinator places the job: by its `needs` or the steps `profiled`, within `slo`, on behalf of
-    `owner`; if it is `colocated`, on the same nodes for both phases. Of a client that registers again: `placed` is where the job
+    With `auto` on both sides the coordinator places the job: by its `needs` or the steps `profiled`, within `slo`; if it is
+    `colocated`, on the same nodes for both phases. Of a client that registers again: `placed` is where the job
     was placed, `first` that it was the job's first.
-
-    `owner`, `priority` (higher goes first), `deadline_s` (seconds from now) or `within_s` (since the first start under this
-    name), `budget_usd`: see core/people/. Coordinators that do not know them take them for absent.
 
     `filler`: its requests come behind those of all jobs, and what it holds is called back when a job wants it. `grace`: seconds
     that it may need to give it back, if more than `filler_grace`; `lease_timeout` at most. `movable`: whoever started the job
-    starts it again, from its newest checkpoint, when it leaves because it was asked to. `only_looks`: it asks whether it would be
-    taken, and goes away again. `seen`: the highest token that the client was ever given; `number`: of this registration of the
+    starts it again, from its newest checkpoint, when it leaves because it was asked to. `seen`: the highest token that the client was ever given; `number`: of this registration of the
     client, so that an answer to one from before a restart is not taken for one to this. `space`: the driver's
     PID namespace.
     """
@@ -92,18 +87,12 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     first: bool = False
     needs: JobNeeds | None = None
     slo: limits.Factor | None = None
-    owner: limits.ShownName = ""
     placed: limits.Sides = {}
     profiled: Observed = Observed()
     filler: bool = False
     grace: limits.Seconds = 0.0
     movable: bool = False
     colocated: bool = False
-    only_looks: bool = False
-    priority: limits.Priority = 0
-    deadline_s: limits.Seconds | None = None
-    within_s: limits.Seconds | None = None
-    budget_usd: limits.Price | None = None
 
     @property
     def driver(self) -> Member:
@@ -204,7 +193,7 @@ class Detach(FromJob, kw_only=True, frozen=True, tag="DETACH"):
 
 class Deregister(FromJob, kw_only=True, frozen=True, tag="DEREGISTER"):
     """The job is over and gives everything back. `reason`: why, if it is not that it has finished. `moving`: the number of the
-    move for which it leaves, or of its eviction, to come back under its name; it has saved after `step`, which took `saving_s` of
+    move for which it leaves, to come back under its name; it has saved after `step`, which took `saving_s` of
     that step."""
 
     reason: limits.Text = ""
@@ -241,14 +230,11 @@ class Registered(Message, kw_only=True, frozen=True, tag="REGISTERED"):
 
 
 class Queued(Message, kw_only=True, frozen=True, tag="QUEUED"):
-    """The job is registered and waits for nodes; `Registered` follows when it has been placed, or when there is room for it on
-    those that it named (`nodes`, with pools spelt out; `places`: where each of them is)."""
+    """The job is registered and waits for nodes; `Registered` follows when it has been placed."""
 
     reason: str
     epoch: str
     answers: int = 0
-    nodes: dict[str, list[str]] = {}
-    places: dict[str, Place] = {}
 
 
 class Refused(Message, kw_only=True, frozen=True, tag="REFUSED"):
@@ -293,7 +279,7 @@ class LeaseShrunk(Message, kw_only=True, frozen=True, tag="LEASE_SHRUNK"):
 class HeartbeatAck(Message, kw_only=True, frozen=True, tag="HEARTBEAT_ACK"):
     """`queued`: keys of this client's requests that wait, `register` among them while its job waits for nodes. `tokens`: those of
     the beat that the coordinator holds for ours too. `epoch` differs after each start of the coordinator. `move`: the number of
-    the move that the job is to make, or of its eviction to disk, with each answer until it leaves; 0: none."""
+    the move that the job is to make, with each answer until it leaves; 0: none."""
 
     beat: int
     epoch: str
@@ -364,7 +350,7 @@ _ToJob = (
     | Done
     | Status
 )
-ByHand = Evict | Free | Drain | NodeAdd | NodeRemove | Reload | SetBudget
+ByHand = Evict | Free
 AnyMessage = AnyFromJob | StatusRequest | JobOver | ByHand | AgentReport | AgentAnswer | _ToJob | LearnerStateUpdate
 
 

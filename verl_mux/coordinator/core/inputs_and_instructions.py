@@ -1,7 +1,7 @@
 """What goes into the state machine, and what comes out.
 
 In: a message of a job, or something that the server saw by itself, each with the time `now` at which it
-came, in seconds of a clock that only grows. Out: messages to send, lines for the event log, whom to tell of nodes.
+came, in seconds of a clock that only grows. Out: messages to send and lines for the event log.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from typing import Any
 import msgspec
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.settings import Node, Pool
+from verl_mux.coordinator.core.settings import Pool
 from verl_mux.placement.model import Group
 from verl_mux.placement.pool_pairs import Queued
 from verl_mux.placement.search import Move
-from verl_mux.placement.shortage import Want
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -47,12 +46,6 @@ class JobEvicted(Seen, frozen=True, kw_only=True, tag="JOB_EVICTED"):
     """Somebody who may wants the job ended, as if it had failed."""
 
     reason: str
-
-
-class BudgetSet(Seen, frozen=True, kw_only=True, tag="BUDGET_SET"):
-    """Somebody who may lets the job cost so many USD in all."""
-
-    usd: float
 
 
 class DriverDied(Seen, frozen=True, kw_only=True, tag="DRIVER_DIED"):
@@ -113,41 +106,10 @@ class HostReleased(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     host: str
 
 
-class NodeDrained(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="NODE_DRAINED"):
-    node: str
-    undo: bool = False
-
-
 class PoolsChanged(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="POOLS_CHANGED"):
-    """The configuration file was read again; pools.py allows it. `joined`: those of the nodes that came without it."""
+    """The configuration file was read again, and the change is allowed (hosts/pools.py)."""
 
     pools: dict[str, Pool]
-    joined: dict[str, list[Node]] = {}
-
-
-class NodeJoined(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="NODE_JOINED"):
-    """Somebody who may brings a node; joining.py allows it."""
-
-    pool: str
-    node: Node
-
-
-class NodeLeaving(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="NODE_LEAVING"):
-    """Somebody who may takes the node away as soon as nobody needs it."""
-
-    node: str
-
-
-class ScalingDue(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="SCALING_DUE"):
-    """There is something to tell whoever starts and ends nodes, or to remember for it (scaling/wanting.py)."""
-
-
-class HookFailed(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="HOOK_FAILED"):
-    """Who was to be told could not be. `pool`: for which `more` nodes are wanted; empty: nodes are idle."""
-
-    pool: str
-    more: int
-    reason: str
 
 
 class NodeReleased(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="NODE_RELEASED"):
@@ -184,7 +146,7 @@ class Said(msgspec.Struct, frozen=True):
 class Planned(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="PLANNED"):
     """What the placer answers to the first of its questions: groups that changed or are no more, who waits, and who is to start
     or to move. `moved_at`: as in Record. `pending`: moves may come to pay. `version`: of the record it was asked about; an answer
-    to another one is void. `wants`: nodes that are lacking; None: as before.
+    to another one is void.
     `because`: of who came, why it is where it is (scheduling/placer/sentences.py)."""
 
     version: int
@@ -196,7 +158,6 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     said: list[Said] = []
     moved_at: list[float] = []
     pending: bool = False
-    wants: list[Want] | None = None
     because: str = ""
 
 
@@ -205,7 +166,6 @@ _Seen = (
     | JobRevoked
     | PhaseOverdue
     | JobEvicted
-    | BudgetSet
     | DriverDied
     | JobExited
     | ProcessesGone
@@ -213,10 +173,9 @@ _Seen = (
     | NodesOwed
 )
 AboutJob = m.AnyFromJob | _Seen | HostMeasured
-AboutHosts = HostSeen | HostGone | OwedPaid | HostReleased | NodeReleased | NodeDrained | PoolsChanged | NodeJoined | NodeLeaving
-AboutScaling = ScalingDue | HookFailed
+AboutHosts = HostSeen | HostGone | OwedPaid | HostReleased | NodeReleased | PoolsChanged
 AboutMoves = Planned | MoveGivenUp | MovesDue
-What = AboutJob | AboutHosts | AboutMoves | AboutScaling | Settled | SomebodyWasBefore
+What = AboutJob | AboutHosts | AboutMoves | Settled | SomebodyWasBefore
 
 
 class Input(msgspec.Struct, frozen=True):
@@ -238,14 +197,4 @@ class Log(msgspec.Struct, frozen=True):
     step: int | None = None
 
 
-class Call(msgspec.Struct, frozen=True):
-    """Whoever is named under the key `hook` of the configuration is to be told `about`. `pool`: for HookFailed. `brief`: of that,
-    what fits into names and numbers."""
-
-    hook: str
-    pool: str
-    about: dict[str, Any]
-    brief: dict[str, str]
-
-
-Instruction = Send | Log | Call
+Instruction = Send | Log

@@ -5,7 +5,6 @@ from __future__ import annotations
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.inputs_and_instructions import (
     AboutJob,
-    BudgetSet,
     DriverDied,
     HostMeasured,
     JobEvicted,
@@ -39,8 +38,8 @@ _DEATHS: dict[type, JobState] = dict.fromkeys((m.Failing, DriverDied, JobExited,
 _HEARD: dict[type, JobState] = dict.fromkeys(_TALK, LIVE)
 MOVES: dict[JobState | None, dict[type, JobState]] = {
     ABSENT: {m.Register: LIVE, JobExited: ENDED},
-    LIVE: {**_HEARD, m.Deregister: ENDED, PhaseOverdue: LIVE, HostMeasured: LIVE, BudgetSet: LIVE, JobSilent: SILENT, **_DEATHS},
-    SILENT: {**_HEARD, m.Deregister: ENDED, HostMeasured: SILENT, BudgetSet: SILENT, JobRevoked: DYING, **_DEATHS},
+    LIVE: {**_HEARD, m.Deregister: ENDED, PhaseOverdue: LIVE, HostMeasured: LIVE, JobSilent: SILENT, **_DEATHS},
+    SILENT: {**_HEARD, m.Deregister: ENDED, HostMeasured: SILENT, JobRevoked: DYING, **_DEATHS},
     DYING: {JobExited: DYING, HostMeasured: DYING, NodeEmpty: DYING, NodesOwed: DYING, ProcessesGone: ENDED},
     ENDED: {m.Register: LIVE, JobExited: ENDED},
 }

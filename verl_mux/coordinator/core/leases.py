@@ -13,7 +13,6 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.fillers import usage
 from verl_mux.coordinator.core.fillers.calls import Calls
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Send
-from verl_mux.coordinator.core.people import accounts
 from verl_mux.coordinator.core.records import Job, Lease, Request, State
 from verl_mux.coordinator.core.running_time import RunningTime
 from verl_mux.coordinator.core.tokens import closing
@@ -81,7 +80,6 @@ class Leases:
 
     def _count(self, lease: Lease, nodes: list[str], now: float) -> None:
         usage.count(self._state, lease, nodes, now)
-        accounts.charge(self._state, self._waiting.config, lease, nodes, now)
 
     def take_from(self, jobs: Collection[str], node: str, now: float) -> list[Instruction]:
         """Takes the node from these jobs, which are dying, and with its last node the lease."""

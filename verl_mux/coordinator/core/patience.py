@@ -1,7 +1,7 @@
 """How long the coordinator bears with a job: one that is silent, and one whose phase takes far longer than its phases do. Pure.
 
 Silence takes nodes away when it lasted longer than the lease, by a clock that counts the time in which the coordinator itself
-ran, and another job waits; or, if nobody does, when it lasted longer by `silent_timeout` still. The silent job has by then
+ran, and another job waits; or, if nobody does, when it lasted longer by SILENT_TIMEOUT_S still. The silent job has by then
 fenced itself, see docs/protocol.md; if it cannot, because it is stopped, its processes are ended before anybody gets its nodes.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping
 
 from verl_mux.coordinator.bus.conversation import BEAT_EVERY_S, FENCED_AFTER, RECONNECTS_WITHIN_S
 from verl_mux.coordinator.core import queueing
-from verl_mux.coordinator.core.inputs_and_instructions import JobEvicted, JobRevoked, JobSilent, PhaseOverdue, What
+from verl_mux.coordinator.core.inputs_and_instructions import JobRevoked, JobSilent, PhaseOverdue, What
 from verl_mux.coordinator.core.records import Job, JobState, Lease, State
-from verl_mux.coordinator.core.settings import Config
+from verl_mux.coordinator.core.settings import OVERDUE_FACTOR, OVERDUE_LEAST_S, SILENT_TIMEOUT_S, Config
 
 
 def first_look(config: Config) -> float:
@@ -42,7 +42,7 @@ def is_nearly_late(heard: float, now: float, config: Config) -> bool:
 
 def is_lost(heard: float, now: float, config: Config) -> bool:
     """Silent for so long that nobody need wait for its nodes. Both in running time."""
-    return config.silent_timeout is not None and now - heard > config.lease_timeout + config.silent_timeout
+    return now - heard > config.lease_timeout + SILENT_TIMEOUT_S
 
 
 def silent(state: State, config: Config, heard: Mapping[str, float], now: float) -> tuple[dict[str, Job], list[What]]:
@@ -84,28 +84,25 @@ def _holds_the_schedule_up(job: Job, state: State, config: Config) -> bool:
     return queueing.takes_part(job, state) and queueing.segment_of(config.schedule, job.finished + 1) <= state.segment
 
 
-def limit(job: Job, phase: str, config: Config) -> float | None:
+def limit(job: Job, phase: str) -> float | None:
     """Seconds after which a phase of this kind counts as hung; None while the job has not shown how long it takes."""
     longest = job.longest.get(phase)
-    return None if longest is None else max(config.hung_least, config.hung_factor * longest)
+    return None if longest is None else max(OVERDUE_LEAST_S, OVERDUE_FACTOR * longest)
 
 
-def is_overdue(job: Job, lease: Lease, config: Config, now: float) -> bool:
-    after = limit(job, lease.phase, config)
+def is_overdue(job: Job, lease: Lease, now: float) -> bool:
+    after = limit(job, lease.phase)
     return job.state is JobState.LIVE and not job.filler and after is not None and now - lease.granted_at > after
 
 
-def overdue(state: State, config: Config, now: float, but: Collection[str]) -> list[What]:
+def overdue(state: State, now: float, but: Collection[str]) -> list[What]:
     """What tells of phases that have come to count as hung, once each. `but`: jobs by name, of which that is not asked."""
     out: list[What] = []
     for lease in state.leases.values():
         job = state.jobs[lease.job]
-        if job.name in but or lease.token in job.overdue or not is_overdue(job, lease, config, now):
+        if job.name in but or lease.token in job.overdue or not is_overdue(job, lease, now):
             continue
         out.append(PhaseOverdue(job=job.name, uid=job.uid, token=lease.token))
-        if config.evict_hung:
-            reason = f"its {lease.phase} (step {lease.step}) has taken {now - lease.granted_at:.0f} s and counts as hung"
-            out.append(JobEvicted(job=job.name, uid=job.uid, reason=reason))
     return out
 
 

@@ -3,8 +3,7 @@
 Requests stand in one list in order of arrival, which is a queue per node: a request heads the queue of a node when no
 earlier request that may run names it. It is granted when it heads the queues of all its nodes and all are free, so it
 gets all or waits, and, since all queue in one order, no two wait for each other. Jobs of a co-execution group that has an order
-of its own queue in that order. With shares, priorities or deadlines other jobs queue in the order of people/precedence.py, equals
-in that of arrival.
+of its own queue in that order.
 
 A request that is *held back* keeps its place but does not stand in anybody's way:
 - `settling`  the coordinator lost its memory and first lets jobs assert the leases they hold;
@@ -13,8 +12,7 @@ A request that is *held back* keeps its place but does not stand in anybody's wa
 - `draining`  one of its nodes is given to nobody any more;
 - `start`     step 1 and later wait until `expect_jobs` jobs are through with init and ask for their first step;
 - `barrier`   its step lies in a later segment of the schedule than the current one;
-- `turn`      in a sequential segment, another job has the turn;
-- `budget`    it would begin a step, and its job's budget is spent.
+- `turn`      in a sequential segment, another job has the turn.
 
 A request that could never be granted does not even get a place: see `refusal`. Requests of fillers stand in no queue: see
 fillers/granting.py.
@@ -27,7 +25,6 @@ from collections.abc import Iterable
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.hosts import fences
-from verl_mux.coordinator.core.people import accounts
 from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State
 from verl_mux.coordinator.core.settings import Config, Segment
 
@@ -53,8 +50,8 @@ def turn(state: State, config: Config) -> Job | None:
 
 
 def takes_part(job: Job, state: State) -> bool:
-    """In turns and barriers. One that waits for host memory has yet to come in."""
-    return job.running and job.name not in state.rooms and not accounts.is_paused(job, state)
+    """In turns and barriers."""
+    return job.running
 
 
 def _is_in_a_step(job: Job, state: State) -> bool:
@@ -76,8 +73,7 @@ def advance(state: State, config: Config) -> bool:
     if not state.started:
         jobs = [job for job in state.jobs.values() if not job.filler]
         gone = (JobState.DYING, JobState.ENDED)
-        # Who waits for host memory gets none before the others have begun.
-        arrived = sum(job.initialised or job.state in gone or job.name in state.rooms for job in jobs)
+        arrived = sum(job.initialised or job.state in gone for job in jobs)
         state.started = arrived >= config.expect_jobs
     if state.segment == len(config.schedule) - 1:
         return False
@@ -99,12 +95,10 @@ def held_back(request: Request, state: State, config: Config, owner: Job | None 
         return "settling"
     if state.jobs[request.job].state is not JobState.LIVE:
         return "silent"
-    if refused := fences.refused(request.nodes, state):
+    if refused := fences.refused(request.nodes, state, config):
         return refused
     if request.step == 0:
         return None
-    if accounts.is_held(request, state):
-        return "budget"
     if not state.started:
         return "start"
     if segment_of(config.schedule, request.step) > state.segment:
@@ -137,16 +131,14 @@ def refusal(asked: m.LeaseRequest, job: Job, leases: list[Lease], waiting: int) 
 
 
 def in_order(requests: Iterable[Request], state: State) -> list[Request]:
-    """By the order of their co-execution groups, others by precedence, equals in order of arrival, in which they are given."""
+    """By the order of their co-execution groups, others in order of arrival, in which they are given."""
     return sorted(requests, key=lambda request: rank(request, state))
 
 
 def rank(request: Request, state: State) -> int:
     """Of jobs that were placed, see scheduling/time/order.py; who names its nodes shares them with none of those."""
     watched = state.jobs[request.job].watched
-    if watched is None:
-        return state.precedence.get(request.job, 0)
-    return 0 if request.step == 0 else watched.rank
+    return 0 if watched is None or request.step == 0 else watched.rank
 
 
 def grantable(state: State, config: Config) -> list[Request]:

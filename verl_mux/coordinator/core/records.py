@@ -12,10 +12,8 @@ from enum import Enum
 import msgspec
 
 from verl_mux.coordinator.bus.messages import Member
-from verl_mux.coordinator.core.settings import Node
 from verl_mux.placement.estimator import Observed
 from verl_mux.placement.pool_pairs import Question, Record
-from verl_mux.placement.shortage import Want
 
 
 class JobState(Enum):
@@ -75,28 +73,6 @@ class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
     most: int = 0
 
 
-class Room(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job waits for that does not fit: its nodes, and what it will hold on them (see hosts/eviction.py). `only_looks`: it
-    is about to go away, and nobody leaves for it."""
-
-    nodes: dict[str, list[str]]
-    needs: dict[str, HostMemory]
-    since: float
-    only_looks: bool = False
-
-    @property
-    def all_nodes(self) -> list[str]:
-        return list(dict.fromkeys(node for names in self.nodes.values() for node in names))
-
-
-class Eviction(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that is to save and leave, so that there is room for another. `number`: as it is told it, as of a move."""
-
-    number: int
-    since: float
-    room_for: str
-
-
 class Job(msgspec.Struct, kw_only=True):
     """`order`: registration order. `asked`, `reported`: highest step asked for, highest step reported as finished.
     `since`: when it came into its state. `memory`: node -> tag -> bytes on the device; `host_memory`: by node. `contended`,
@@ -104,9 +80,7 @@ class Job(msgspec.Struct, kw_only=True):
     `closed`, `spent`: see tokens/closing.py.
     `longest`: seconds by phase; `overdue`: tokens whose phases take far longer. `last`: seconds of the last one, by phase.
     `condemned`: by whom its nodes were taken away, which ends its driver too. `filler`: work of a priority below the jobs, see
-    fillers/; it has no steps and nobody waits for it. `grace`: seconds that it may need to leave, as it says. `movable`: it is
-    started again when it leaves because it was asked to. `resident_since`: when it was let in, to nodes that it names.
-    `came`: when this start of it registered. `owner`, `priority`, `deadline` (a time), `budget_usd`: see people/."""
+    fillers/; it has no steps and nobody waits for it. `grace`: seconds that it may need to leave, as it says."""
 
     name: str
     uid: str
@@ -145,13 +119,6 @@ class Job(msgspec.Struct, kw_only=True):
     condemned: str = ""
     filler: bool = False
     grace: float = 0.0
-    movable: bool = False
-    resident_since: float = 0.0
-    came: float = 0.0
-    owner: str = ""
-    priority: int = 0
-    deadline: float | None = None
-    budget_usd: float | None = None
     watched: Watched | None = None  # only of a job that leaves its nodes to the coordinator
 
     @property
@@ -245,54 +212,14 @@ class Host(msgspec.Struct, kw_only=True):
         return self.names[0]
 
 
-class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """GPU-seconds that an owner was given, as they counted at the time `at`."""
-
-    gpu_s: float = 0.0
-    at: float = 0.0
-
-
-class Account(msgspec.Struct, kw_only=True):
-    """Of a job's name, since its first start came. `usd`: what its leases cost. `told`: 1: that its budget is nearly spent, 2:
-    spent."""
-
-    owner: str
-    since: float
-    usd: float = 0.0
-    told: int = 0
-
-
-class AskedFor(msgspec.Struct, frozen=True, kw_only=True):
-    """`count` nodes that were asked for at the time `at` and are not there yet. `failed`: how many were lacking when asking
-    failed."""
-
-    count: int = 0
-    at: float = 0.0
-    failed: int = 0
-
-
-class Scaling(msgspec.Struct, kw_only=True):
-    """What whoever starts and ends nodes was told. `wants`: nodes that are lacking, by the placer. `asked_for`: by pool.
-    `idle_since`: by node without residents. `idle_told`: those of them that he knows of."""
-
-    wants: list[Want] = []
-    asked_for: dict[str, AskedFor] = {}
-    idle_since: dict[str, float] = {}
-    idle_told: list[str] = []
-
-
 class State(msgspec.Struct, kw_only=True):
     """`requests` in order of arrival. `token`: the last one given out. `segment`: index into the schedule, never falls.
     `started`: all expected jobs were there. `settle_until`: no grants before it, because memory was lost, in seconds for which
     this start of the coordinator has run; `unknown_up_to`: the last token of which it may not know.
     `peaks`: node -> `init` or segment index -> highest sum of tagged bytes of all jobs. `placed`: what the scheduler
-    remembers of the jobs it placed; `questions`: what it was asked and has not answered. `moves`: by job; `num_moves` ever,
-    evictions among them; `ask_again_at`: when other moves may have come to pay. `rooms`: of jobs that wait for host memory, in
-    order of arrival; `evictions`: of jobs that are to leave; `num_evicted` ever. `usage`: by node. `hosts`: by name and PID
-    namespace. `fenced`: nodes that nobody gets now, and why; derived from `hosts`. `draining`: nodes that nobody gets any more,
-    by hand. `joined`: by pool, nodes that came without the file. `leaving`: nodes that nobody new gets, and that are no more when
-    nobody needs them. `scaling`: what was told of nodes that are lacking, or idle. `served`: by owner; `accounts`: by job;
-    `precedence`: who goes first of jobs that ask, lowest first (people/precedence.py)."""
+    remembers of the jobs it placed; `questions`: what it was asked and has not answered. `moves`: by job; `num_moves` ever;
+    `ask_again_at`: when other moves may have come to pay. `usage`: by node. `hosts`: by name and PID namespace. `fenced`: nodes
+    that no job is given now, and why; derived from `hosts`."""
 
     jobs: dict[str, Job] = {}
     requests: list[Request] = []
@@ -310,19 +237,9 @@ class State(msgspec.Struct, kw_only=True):
     moves: dict[str, Moving] = {}
     num_moves: int = 0
     ask_again_at: float | None = None
-    rooms: dict[str, Room] = {}
-    evictions: dict[str, Eviction] = {}
-    num_evicted: int = 0
     usage: dict[str, Usage] = {}
     hosts: dict[str, Host] = {}
     fenced: dict[str, str] = {}
-    draining: list[str] = []
-    joined: dict[str, list[Node]] = {}
-    leaving: list[str] = []
-    scaling: Scaling = msgspec.field(default_factory=Scaling)
-    served: dict[str, Served] = {}
-    accounts: dict[str, Account] = {}
-    precedence: dict[str, int] = {}
 
     def leases_of(self, job: str) -> list[Lease]:
         return [lease for lease in self.leases.values() if lease.job == job]

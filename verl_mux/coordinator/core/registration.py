@@ -6,13 +6,11 @@ from __future__ import annotations
 
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.hosts import eviction, memory
+from verl_mux.coordinator.core.hosts import memory
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Send
-from verl_mux.coordinator.core.people import accounts
 from verl_mux.coordinator.core.placement import placing
 from verl_mux.coordinator.core.records import Job, JobState, State
-from verl_mux.coordinator.core.scaling import joining
-from verl_mux.coordinator.core.settings import Config
+from verl_mux.coordinator.core.settings import FILLER_GRACE_S, Config
 from verl_mux.coordinator.core.tokens import claims
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
@@ -33,19 +31,13 @@ def refuse(asked: m.Register, known: Job | None, other: Job | None, state: State
             raise UserError(f"filler {asked.job!r} leaves its nodes to the coordinator; it must name pools or nodes")
         if asked.wants_placement:
             placing.check(asked, state, config)
-            accounts.check(asked, state, config, ())
             return None
         nodes = _resolve(asked, config)
-        accounts.check(asked, state, config, (name for names in nodes.values() for name in names))
         if not asked.filler:
             placing.named_by_hand(asked, nodes, state)
     except UserError as error:
         return _no(str(error))
     if _is_there(asked, known):
-        return None
-    if reason := joining.refusal([name for names in nodes.values() for name in names], state):
-        return _no(f"job {asked.job!r}: {reason}")
-    if eviction.may_wait(asked, nodes, config):
         return None
     reason = memory.refusal(asked, nodes, state, config)
     return _no(reason) if reason else None
@@ -66,9 +58,6 @@ def register(state: State, config: Config, epoch: str, now: float, what: m.Regis
         fills = {"filler": True} if job.filler else {}
         about = {"job": job.name, "nodes": job.nodes, "seed": job.seed, "steps": job.steps, "pid": job.pid, **fills}
         out.append(Log(events.JOB_REGISTERED, about))
-    elif what.placed and (room := state.rooms.pop(job.name, None)) is not None:
-        # An older registration of it came first to a coordinator that forgot everything: it is in, and does not wait.
-        job.nodes, job.host_memory, job.resident_since = room.nodes, room.needs, now
     if what.client not in job.clients:
         out += _join(state, config, job, what, epoch)
     job.members = what.members or job.members
@@ -92,10 +81,6 @@ def _join(state: State, config: Config, job: Job, what: m.Register, epoch: str) 
 
 def welcome(state: State, config: Config, job: Job, client: str, epoch: str, answers: int = 0) -> m.Registered | m.Queued:
     """The job's nodes; or, of a job that waits to be placed, that it does."""
-    if (room := state.rooms.get(job.name)) is not None:
-        places = {name: config.nodes[name].place for name in room.all_nodes if name in config.nodes}
-        reason = eviction.reason(state, job.name)
-        return m.Queued(reason=reason, epoch=epoch, answers=answers, nodes=room.nodes, places=places)
     if not job.nodes:
         queue = [entry.job.name for entry in state.placed.waiting]
         reason = f"job {job.name!r} waits to be placed"
@@ -108,7 +93,7 @@ def welcome(state: State, config: Config, job: Job, client: str, epoch: str, ans
         nodes=job.nodes,
         places={name: config.nodes[name].place for name in job.all_nodes},
         lease_timeout=config.lease_timeout,
-        filler_grace=config.filler_grace,
+        filler_grace=FILLER_GRACE_S,
         epoch=epoch,
         first=job.clients[0] == client,
         answers=answers,
@@ -117,24 +102,15 @@ def welcome(state: State, config: Config, job: Job, client: str, epoch: str, ans
 
 def _new_job(state: State, config: Config, now: float, what: m.Register) -> Job:
     state.num_registered += 1
-    job = Job(name=what.job, uid=what.uid, order=state.num_registered, since=now, came=now)
+    job = Job(name=what.job, uid=what.uid, order=state.num_registered, since=now)
     _take_for_driver(job, what)
     if not what.wants_placement:
-        _give_nodes(state, config, now, job, what)
-    accounts.opened(state, job, what, now)
-    job.seed, job.steps, job.movable = what.seed, what.steps, what.movable
+        job.nodes = _resolve(what, config)
+        job.host_memory = memory.told(what, job.nodes, config)
+    job.seed, job.steps = what.seed, what.steps
     job.filler, job.grace = what.filler, what.grace
     state.jobs[what.job] = job
     return job
-
-
-def _give_nodes(state: State, config: Config, now: float, job: Job, what: m.Register) -> None:
-    """Those that it names; none yet where its states do not fit there and others may leave for it."""
-    nodes = _resolve(what, config)
-    if not what.placed and eviction.has_to_wait(what, nodes, state, config):
-        eviction.waits(state, config, what, nodes, now)
-        return
-    job.nodes, job.host_memory, job.resident_since = nodes, memory.told(what, nodes, config), now
 
 
 def _take_for_driver(job: Job, what: m.Register) -> None:

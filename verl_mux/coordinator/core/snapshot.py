@@ -7,7 +7,6 @@ from typing import Any
 
 from verl_mux.coordinator.core import queueing
 from verl_mux.coordinator.core.fillers import usage
-from verl_mux.coordinator.core.hosts import eviction
 from verl_mux.coordinator.core.hosts import memory as host_memory
 from verl_mux.coordinator.core.placement import moving, prediction, sentences
 from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State
@@ -27,7 +26,6 @@ def describe(state: State, config: Config, now: float, waits_for: dict[str, list
         },
         "jobs": {job.name: _job(job, sorted_out, now, waits_for.get(job.name, [])) for job in state.jobs.values()},
         "placement": _placement(state, config, now),
-        "host_rooms": eviction.about(state, now),
         "why": sentences.told(state, config),
     }
 
@@ -83,9 +81,7 @@ def _node(node: Node, state: State, sorted_out: _SortedOut, now: float) -> dict[
         "usd_per_hour": node.usd_per_hour,
         "device_bytes": node.device_bytes,
         "fenced": state.fenced.get(node.name),
-        "draining": node.name in state.draining,
-        "leaving": node.name in state.leaving,
-        "spot": node.spot,
+        "draining": node.drain,
         "holders": [_holder(lease, state, now) for lease in sorted_out.leases_on[node.name]],
         "queue": [
             {

@@ -36,14 +36,12 @@ from verl_mux.coordinator.bus.conversation import REGISTER
 from verl_mux.coordinator.core import patience, queueing, registration, telemetry
 from verl_mux.coordinator.core.fillers import granting
 from verl_mux.coordinator.core.fillers.calls import Calls
-from verl_mux.coordinator.core.hosts import eviction, fences, memory, moves
+from verl_mux.coordinator.core.hosts import fences, memory, moves
 from verl_mux.coordinator.core.inputs_and_instructions import (
     AboutHosts,
     AboutJob,
     AboutMoves,
-    BudgetSet,
     DriverDied,
-    HookFailed,
     HostMeasured,
     Input,
     Instruction,
@@ -53,29 +51,23 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     JobSilent,
     Log,
     MoveGivenUp,
-    NodeDrained,
     NodeEmpty,
-    NodeJoined,
-    NodeLeaving,
     NodeReleased,
     NodesOwed,
     PhaseOverdue,
     Planned,
     PoolsChanged,
     ProcessesGone,
-    ScalingDue,
     Send,
     Settled,
     SomebodyWasBefore,
 )
 from verl_mux.coordinator.core.job_states import UnknownJob, next_state
 from verl_mux.coordinator.core.leases import Leases, about, asked_for
-from verl_mux.coordinator.core.people import accounts, precedence
 from verl_mux.coordinator.core.placement import moving, observing, placing, prediction
 from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State
 from verl_mux.coordinator.core.running_time import RunningTime
-from verl_mux.coordinator.core.scaling import joining, wanting
-from verl_mux.coordinator.core.settings import Config
+from verl_mux.coordinator.core.settings import SILENT_TIMEOUT_S, Config
 from verl_mux.coordinator.core.tokens import claims, closing
 from verl_mux.coordinator.core.waiting import Waiting
 from verl_mux.placement.estimator import corrected
@@ -112,10 +104,6 @@ class Machine:
             return []
         if isinstance(what, AboutHosts):
             return self._about_hosts(now, what) + self._settle(now)
-        if isinstance(what, ScalingDue):
-            return wanting.told(self.state, self.config, now)
-        if isinstance(what, HookFailed):
-            return wanting.failed(self.state, self.config, what, now)
         if isinstance(what, AboutMoves):
             return self._about_moves(now, what) + self._settle(now)
         job = self._job_of(what)
@@ -134,7 +122,6 @@ class Machine:
         out: list[Instruction] = []
         if isinstance(what, m.Deregister) and job is not None:
             moving.leaves(self.state, job, what, now)
-            out += eviction.leaves(self.state, job, what, now)
         out += self._enter(job, after, now) if job else []
         out += _HANDLERS[type(what)](self, now, job, what)
         return out + self._settle(now)
@@ -151,9 +138,8 @@ class Machine:
         silent, out = patience.silent(self.state, self.config, self.heard, running)
         out += patience.revoked(silent, self.state, self.config, self.heard, now, running)
         out += self.calls.slow_to_leave(self.state, self.config, running)
-        out += patience.overdue(self.state, self.config, now, but=silent)
-        out += moving.due(self.state, self.config, now, self._resumed_at)
-        out += wanting.due(self.state, self.config, now)
+        out += patience.overdue(self.state, now, but=silent)
+        out += moving.due(self.state, now, self._resumed_at)
         if self.state.settle_until is not None and running >= self.state.settle_until:
             out.append(Settled())
         return [Input(now, what) for what in out]
@@ -206,11 +192,9 @@ class Machine:
         if after is DYING:
             job.died_at = now
         if after in (DYING, ENDED):
-            eviction.gone(self.state, job.name)
             self._leases.drop(self._waiting.requests_of(job.name))
         if after is ENDED:
             self._forget_oldest_ended(but=job)
-            accounts.forget_old(self.state, self.config, now)
             job.memory, job.host_memory, job.members, job.progress, job.note = {}, {}, [], None, ""
             given_up = placing.leave(self.state, job)
             return self._start(placing.told_late(self.state), given_up)
@@ -286,7 +270,7 @@ class Machine:
         patience.phase_ended(job, lease, now)
         freed = self._leases.free(lease, now)
         done = Send(what.client, m.LeaseReleased(token=what.token))
-        return [freed, done, *accounts.told(self.state, job), *self._observe(job, lease, now)]
+        return [freed, done, *self._observe(job, lease, now)]
 
     def _shrink(self, now: float, job: Job, what: m.LeaseShrink) -> list[Instruction]:
         done = Send(what.client, m.LeaseShrunk(key=what.key))
@@ -330,7 +314,7 @@ class Machine:
         tokens = [token for token in what.tokens if token in held]
         # A grant that went astray, or one that its client no longer wants and releases.
         unheard = [self._leases.grant(lease) for lease in mine if lease.client == what.client and lease.token not in what.tokens]
-        move = moving.asked_of(self.state, job) or eviction.asked_of(self.state, job.name)
+        move = moving.asked_of(self.state, job)
         ack = m.HeartbeatAck(beat=what.beat, epoch=self.epoch, queued=queued, tokens=tokens, move=move)
         return [Send(what.client, message) for message in (*unheard, *self._call_again(now, job, mine), ack)]
 
@@ -362,7 +346,6 @@ class Machine:
     def _deregister(self, now: float, job: Job, what: m.Deregister) -> list[Instruction]:
         job.reason = what.reason or "finished"
         freed = [self._leases.free(lease, now) for lease in self._waiting.leases_of(job.name)]
-        accounts.closed(self.state, job, what)
         if not job.has_asked and not what.reason:  # it only looked whether it would be taken; an expected job is still to come
             self._forget(job)
         return [*freed, _exited(job), *_dismiss(job)]
@@ -378,7 +361,7 @@ class Machine:
 
     def _revoked(self, now: float, job: Job, what: JobRevoked) -> list[Instruction]:
         job.died_at = what.since
-        waited = "another job waited" if what.waited else f"then for {self.config.silent_timeout or 0:g} s more"
+        waited = "another job waited" if what.waited else f"then for {SILENT_TIMEOUT_S:g} s more"
         return self._condemn(job, f"it was silent beyond its lease of {self.config.lease_timeout:g} s, and {waited}")
 
     def _evicted(self, now: float, job: Job, what: JobEvicted) -> list[Instruction]:
@@ -387,11 +370,6 @@ class Machine:
     def _condemn(self, job: Job, reason: str) -> list[Instruction]:
         job.reason = job.condemned = reason
         return [_exited(job), *_dismiss(job)]
-
-    def _budget(self, now: float, job: Job, what: BudgetSet) -> list[Instruction]:
-        accounts.set_budget(self.state, job, what.usd)
-        self._waiting.look_again()
-        return [*accounts.told(self.state, job)]
 
     def _late_phase(self, now: float, job: Job, what: PhaseOverdue) -> list[Instruction]:
         lease = self.state.leases[what.token]
@@ -403,34 +381,28 @@ class Machine:
     def _about_hosts(self, now: float, what: AboutHosts) -> list[Instruction]:
         if isinstance(what, PoolsChanged):
             return self._reconfigure(what)
-        if isinstance(what, NodeJoined):
-            return self._reconfigure(joining.comes(self.state, self.config, what))
-        if isinstance(what, NodeLeaving):
-            self.state.leaving.append(what.node)
-            placing.vacate(self.state, what.node)
-            return []  # it goes when nobody needs it, which may be now
-        dying, shut = [job.name for job in self.state.jobs.values() if job.state is DYING], fences.shut(self.state)
+        dying, shut = [job.name for job in self.state.jobs.values() if job.state is DYING], fences.shut(self.state, self.config)
         out = self._leases.take_from(dying, what.node, now) if isinstance(what, NodeReleased) else []
         out += moves.change(self.state, what, now)
         out += self._fence_anew()
-        if isinstance(what, NodeDrained) and not what.undo:
-            placing.vacate(self.state, what.node)
-        if shut - fences.shut(self.state):
+        if shut - fences.shut(self.state, self.config):
             placing.open_again(self.state)
         return out
 
     def _reconfigure(self, what: PoolsChanged) -> list[Instruction]:
-        before = set(self.config.nodes)
-        self.config = self._waiting.config = msgspec.structs.replace(self.config, pools=what.pools)
-        nodes = set(self.config.nodes)
-        self.state.joined = what.joined
-        wanting.joined(self.state, self.config, before)
-        self.state.draining = [node for node in self.state.draining if node in nodes]
-        self.state.leaving = [node for node in self.state.leaving if node in nodes]
-        if nodes - before:
+        old = self.config
+        self.config = self._waiting.config = msgspec.structs.replace(old, pools=what.pools)
+        before, after = old.nodes.keys(), self.config.nodes.keys()
+        drained = sorted(self.config.draining - old.draining)
+        undrained = sorted((old.draining - self.config.draining) & after)
+        out: list[Instruction] = [Log(events.POOLS_CHANGED, {"added": sorted(after - before), "removed": sorted(before - after)})]
+        out += [Log(events.NODE_DRAINING, {"node": node, "undo": node in undrained}) for node in (*drained, *undrained)]
+        out += self._fence_anew()
+        for node in drained:
+            placing.vacate(self.state, node)
+        if undrained or after - before:
             placing.open_again(self.state)
-        told = {"added": sorted(nodes - before), "removed": sorted(before - nodes)}
-        return [Log(events.POOLS_CHANGED, told), *self._fence_anew()]
+        return out
 
     def _fence_anew(self) -> list[Instruction]:
         before, self.state.fenced = self.state.fenced, fences.fenced(self.state, self.config)
@@ -474,11 +446,7 @@ class Machine:
 
     def _settle(self, now: float) -> list[Instruction]:
         """Brings the schedule, the queues, and what clients know of contention up to date."""
-        out = self._start(*eviction.settle(self.state, self.config, now))
-        if self.state.leaving and (left := joining.let_go(self.state, self.config)) is not None:
-            out += self._reconfigure(left)
-        if precedence.update(self.state, self.config, now):
-            self._waiting.look_again()
+        out: list[Instruction] = []
         if queueing.advance(self.state, self.config):
             out.append(Log(events.SEGMENT, {"index": self.state.segment, "mode": queueing.mode(self.state, self.config)}))
             for node in self.state.peaks:
@@ -487,7 +455,7 @@ class Machine:
             out += self._leases.give(request, request.nodes, now)
             if (watched := self.state.jobs[request.job].watched) is not None:
                 observing.granted(watched, request.phase, now)
-        for request, nodes in granting.grantable(self._waiting.fillers(), self.state, self._waiting.is_open, now):
+        for request, nodes in granting.grantable(self._waiting.fillers(), self.state, self.config, self._waiting.is_open, now):
             out += self._leases.give(request, nodes, now)
         for job, nodes, gangs in self._waiting.contended():
             if job.state is LIVE and (nodes, gangs) != (job.contended, job.gangs):
@@ -536,7 +504,6 @@ _HANDLERS: dict[type, Callable[..., list[Instruction]]] = {
     JobSilent: Machine._silent,
     JobRevoked: Machine._revoked,
     JobEvicted: Machine._evicted,
-    BudgetSet: Machine._budget,
     PhaseOverdue: Machine._late_phase,
     DriverDied: Machine._died,
     JobExited: Machine._told_exited,

@@ -212,7 +212,7 @@ class Waiting:
     def _first(self, node: str) -> Request | None:
         """Whom the node goes to when it is free."""
         waiting = self._queue.get(node, {}).values()
-        ordered = queueing.in_order(waiting, self.state) if self.state.placed.groups or self.state.precedence else waiting
+        ordered = queueing.in_order(waiting, self.state) if self.state.placed.groups else waiting
         return next((each for each in ordered if not queueing.held_back(each, self.state, self.config)), None)
 
     def _wanting(self, node: str, owner: Job | None) -> tuple[str, ...]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-
 from verl_mux.coordinator.core.hosts import fences, pools
 from verl_mux.coordinator.core.records import JobState, State
-from verl_mux.coordinator.core.scaling import joining
-from verl_mux.coordinator.core.settings import Config, check
+from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.errors import UserError
 
@@ -18,15 +15,10 @@ def carried_over(machine: Machine, config: Config, path: Path | None) -> Machine
     """The machine under the new configuration: all of it where that suits the jobs on record, else the token and what is known
     of hosts, if no job is left. Raises UserError when one is."""
     state = machine.state
-    joined = joining.merged(config, state)
-    check(config := msgspec.structs.replace(config, pools=joined.pools))
     refusal = pools.refusal(state, machine.config, config)
     if refusal is not None:
         _refuse_unfinished(state, refusal, path)
-        state = State(token=state.token, hosts=state.hosts, draining=state.draining)
-    state.joined = joined.joined
-    state.draining = [node for node in state.draining if node in config.nodes]
-    state.leaving = [node for node in state.leaving if node in config.nodes]
+        state = State(token=state.token, hosts=state.hosts)
     state.fenced = fences.fenced(state, config)
     return Machine(config, machine.epoch, state)
 

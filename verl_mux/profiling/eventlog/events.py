@@ -90,11 +90,6 @@ NODE_FENCED = "node_fenced"
 NODE_UNFENCED = "node_unfenced"
 NODE_DRAINING = "node_draining"
 POOLS_CHANGED = "pools_changed"
-BUDGET_NEAR = "budget_near"
-BUDGET_SPENT = "budget_spent"
-NODES_WANTED = "nodes_wanted"
-NODES_IDLE = "nodes_idle"
-HOOK_FAILED = "hook_failed"
 JOB_REGISTERED = "job_registered"
 JOB_EXITED = "job_exited"
 JOB_SILENT = "job_silent"
@@ -106,9 +101,6 @@ SLO_AT_RISK = "slo_at_risk"
 MOVE_ASKED = "move_asked"
 JOB_MOVED = "job_moved"
 MOVE_GIVEN_UP = "move_given_up"
-EVICTION_ASKED = "eviction_asked"
-EVICTED_TO_DISK = "evicted_to_disk"
-ROOM_FOUND = "room_found"
 
 # An agent (job "agent", role "agent"; `extra.host` says whose).
 DEVICE_MEMORY = "device_memory"
@@ -332,15 +324,6 @@ TABLE: list[Event] = [
         Event(NODE_UNFENCED, "it may be given on again", "node"),
         Event(NODE_DRAINING, "somebody took the node out by hand, or took that back", "node, undo"),
         Event(POOLS_CHANGED, "nodes came or left", "added, removed"),
-        Event(
-            NODES_WANTED,
-            "more nodes would pay, and whoever starts them was told; `coming`: asked for before and not there yet",
-            "pool, kind, more, coming, total, usd_per_hour, delay_s, jobs",
-        ),
-        Event(NODES_IDLE, "nodes had no resident for long, and whoever ends them was told", "nodes"),
-        Event(HOOK_FAILED, "one of these two could not be told", "hook, pool, reason"),
-        Event(BUDGET_NEAR, "a job has cost 80 % of its budget", "job, usd, budget_usd, owner"),
-        Event(BUDGET_SPENT, "a job has cost its budget, and begins no other step", "job, usd, budget_usd, owner"),
         Event(JOB_REGISTERED, "a job came", "job, nodes, seed, steps, pid, filler"),
         Event(JOB_EXITED, "a job left", "job, reason"),
         Event(JOB_SILENT, "a job's heartbeats stopped", "job, pid, host"),
@@ -364,17 +347,6 @@ TABLE: list[Event] = [
             "job, number, nodes, before, done",
         ),
         Event(MOVE_GIVEN_UP, "a job ended instead of moving, or did not come back in time", "job, number, reason"),
-        Event(
-            EVICTION_ASKED,
-            "a job is to save and leave so that another has room in its hosts' memory; what that frees, by node",
-            "job, number, room_for, bytes",
-        ),
-        Event(
-            EVICTED_TO_DISK,
-            "it left, with a checkpoint of step `done`; duration since it was asked",
-            "job, number, done, saving_s",
-        ),
-        Event(ROOM_FOUND, "a job that waited for host memory is let in; duration: how long it waited", "job, nodes"),
     ),
     *_rows(
         "agent",

@@ -122,7 +122,7 @@ def test_it_is_told_again_at_each_heartbeat_for_a_push_may_go_astray():
 
 
 def test_one_that_does_not_leave_is_ended_after_its_grace_and_the_job_gets_the_node():
-    world = World(filler_grace=2)
+    world = World()
     world.register("a")
     world.fill(num_nodes=2)
     world.ask("a", "rollout", 1, ["r0"])
@@ -136,7 +136,7 @@ def test_one_that_does_not_leave_is_ended_after_its_grace_and_the_job_gets_the_n
 
 @pytest.mark.parametrize(("asked", "lease_timeout", "given"), [(0.5, 60, 2), (9, 60, 9), (900, 7, 7)])
 def test_one_that_says_so_has_longer_but_not_for_ever(asked, lease_timeout, given):
-    world = World(filler_grace=2, lease_timeout=lease_timeout)
+    world = World(lease_timeout=lease_timeout)
     world.register("a")
     world.fill(num_nodes=2, grace=asked)
     world.ask("a", "rollout", 1, ["r0"])
@@ -150,7 +150,7 @@ def test_one_that_says_so_has_longer_but_not_for_ever(asked, lease_timeout, give
 
 
 def test_one_that_is_silent_is_ended_at_once():
-    world = World(filler_grace=2)
+    world = World()
     world.register("a")
     world.fill(num_nodes=2)
     world.ask("a", "rollout", 1, ["r0"])
@@ -163,7 +163,7 @@ def test_one_that_is_silent_is_ended_at_once():
 
 def test_nobody_is_late_for_what_a_coordinator_said_that_is_no_more():
     """After a restart the time to leave begins when the filler speaks, and is told."""
-    world = World(filler_grace=1, lease_timeout=60)
+    world = World(lease_timeout=60)
     world.register("a")
     world.fill(num_nodes=2)
     world.ask("a", "rollout", 1, ["r0"])
@@ -171,11 +171,11 @@ def test_nobody_is_late_for_what_a_coordinator_said_that_is_no_more():
     world.machine.resume(world.now)
     assert world.wait(3) == []
     world.do(m.Heartbeat(**world.who("f"), beat=1, tokens=[1]))
-    assert [type(what) for what in world.wait(2)] == [JobEvicted]
+    assert [type(what) for what in world.wait(3)] == [JobEvicted]
 
 
 def test_a_job_that_gives_up_lets_the_filler_stay():
-    world = World(filler_grace=1)
+    world = World()
     world.register("a")
     world.fill(num_nodes=2)
     world.ask("a", "rollout", 1, ["r0"], key="k")

@@ -12,9 +12,9 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import queueing
 from verl_mux.coordinator.core.inputs_and_instructions import ProcessesGone
 from verl_mux.coordinator.core.records import JobState
+from verl_mux.coordinator.core.settings import FILLER_GRACE_S
 
 JOBS, FILLERS = st.sampled_from("ab"), st.sampled_from("fg")
-GRACE_S = 3.0
 
 
 class Filled(RuleBasedStateMachine):
@@ -22,7 +22,7 @@ class Filled(RuleBasedStateMachine):
 
     @initialize(mode=st.sampled_from(["interleaved", "sequential", "uncoordinated"]))
     def begin(self, mode):
-        self.world = World(filler_grace=GRACE_S, lease_timeout=1000, schedule=[{"mode": mode}])
+        self.world = World(lease_timeout=1000, schedule=[{"mode": mode}])
         self.mode, self.keys = mode, itertools.count()
         for job in "ab":
             self.world.register(job)
@@ -87,7 +87,7 @@ class Filled(RuleBasedStateMachine):
         """Fillers that never leave by themselves: after their grace, and the end of their processes, no job waits for one."""
         if not hasattr(self, "world"):
             return
-        self.time_passes(int(GRACE_S) + 1)
+        self.time_passes(int(FILLER_GRACE_S) + 1)
         for request in self.state.requests:
             held_back = queueing.held_back(request, self.state, self.world.machine.config)
             assert request.is_fillers or held_back or not self.in_the_way(request)

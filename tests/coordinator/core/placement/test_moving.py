@@ -185,8 +185,9 @@ def test_one_that_ends_instead_has_lost_its_place(end):
     assert driver.state.jobs["c"].nodes == NEW
 
 
-def test_a_place_is_not_kept_for_ever():
-    driver = spoilt(move_timeout=5.0)
+def test_a_place_is_not_kept_for_ever(monkeypatch):
+    monkeypatch.setattr(moving, "MOVE_TIMEOUT_S", 5.0)
+    driver = spoilt()
     driver.leave("b", 1)
     driver.come("c", slo=1.0)
     driver.wait(4)
@@ -199,8 +200,9 @@ def test_a_place_is_not_kept_for_ever():
     assert isinstance(answer, m.Registered) and not driver.state.moves
 
 
-def test_a_coordinator_that_was_down_has_waited_for_nobody():
-    driver = spoilt(move_timeout=5.0)
+def test_a_coordinator_that_was_down_has_waited_for_nobody(monkeypatch):
+    monkeypatch.setattr(moving, "MOVE_TIMEOUT_S", 5.0)
+    driver = spoilt()
     driver.leave("b", 1)
     driver.now += 1000
     driver.machine.resume(driver.now)
@@ -323,8 +325,9 @@ WORDS = st.sampled_from(["beat", "step", "leave", "back", "look", "finish", "die
 
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(history=st.lists(WORDS, max_size=20))
-def test_in_any_history_a_job_on_its_way_has_a_place_and_a_restart_knows_it(history):
-    driver = spoilt(move_timeout=20.0)
+def test_in_any_history_a_job_on_its_way_has_a_place_and_a_restart_knows_it(monkeypatch, history):
+    monkeypatch.setattr(moving, "MOVE_TIMEOUT_S", 20.0)
+    driver = spoilt()
     others = iter(range(100))
     for word in history:
         try:

@@ -4,11 +4,10 @@ import msgspec
 import pytest
 
 from tests.coordinator.core.placement.placed_jobs import CPU, arrive, lines, needs, where_told
-from tests.coordinator.core.scaling.test_joining import remove
 from tests.coordinator.driver import Driver
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.config import make_config
-from verl_mux.coordinator.core.inputs_and_instructions import ProcessesGone
+from verl_mux.coordinator.core.inputs_and_instructions import JobEvicted, ProcessesGone
 from verl_mux.coordinator.core.placement import sentences
 from verl_mux.coordinator.core.records import State
 from verl_mux.coordinator.core.snapshot import describe
@@ -105,14 +104,16 @@ def test_what_is_seen_of_it_corrects_it_where_it_is(driver):
 def test_a_node_that_is_taken_away_moves_its_job_within_the_pair(driver):
     arrive(driver, "a", slo=5.0, profiled=seen(10.0, 90.0), movable=True)
     assert driver.machine.state.jobs["a"].nodes["rollout"] == ["o0"]
-    remove(driver, "o0")
+    driver.reload(drain=["o0"])
     assert driver.machine.state.placed.group_of("a").rollout_nodes == ("o1",)
 
 
 def test_a_node_that_is_gone_leaves_its_pair_usable(driver):
     arrive(driver, "a", slo=5.0, profiled=seen(10.0, 90.0))
-    remove(driver, "o0", gone=True)
+    driver.do(JobEvicted(job="a", uid="a:1", reason="its host is gone"))
     driver.do(ProcessesGone(job="a", uid="a:1"))
+    driver.reload(drain=["o0"])
+    driver.reload(remove=["o0"])
     assert where_told(arrive(driver, "b", slo=5.0, profiled=seen(10.0, 90.0))) == [{"rollout": ["o1"], "train": ["t0"]}]
 
 
@@ -164,13 +165,3 @@ def test_bad_pools_are_refused_in_one_line(placement, words):
     with pytest.raises(UserError) as error:
         make_config({"pools": pools, "placement": {**good, **placement}})
     assert words in str(error.value) and "\n" not in str(error.value)
-
-
-def test_which_of_several_pools_is_to_grow_is_as_the_job_would_be_placed():
-    driver = Driver(Machine(several(on_nodes_wanted="start")))
-    arrive(driver, "a", slo=5.0, profiled=seen(10.0, 90.0))
-    assert driver.machine.state.jobs["a"].nodes == {"rollout": ["o0"], "train": ["t0"]}
-    arrive(driver, "cheaper-there", slo=1.5, profiled=seen(10.0, 90.0))
-    arrive(driver, "late-there", slo=1.0, profiled=seen(90.0, 10.0))
-    wants = {want.job: want.nodes for want in driver.machine.state.scaling.wants}
-    assert wants == {"cheaper-there": {"old": 1, "train": 1}, "late-there": {"train": 1}}, wants

@@ -60,13 +60,6 @@ def test_who_waits_is_told_what_would_start_it():
     assert told(driver)["b"] == "b has r0, t0 to itself, which came free while it waited"
 
 
-def test_who_lacks_nodes_is_told_how_many():
-    driver = Driver(Machine(msgspec.structs.replace(placing_config(), on_nodes_wanted="start")))
-    for job in "ab":
-        arrive(driver, job, slo=1.0)
-    assert told(driver)["b"].endswith("; more nodes would start it: 1 of 'rollout'")
-
-
 def test_who_moved_is_told_so():
     driver = spoilt()
     assert (
@@ -85,19 +78,6 @@ def test_who_names_its_nodes_is_told_what_they_cost(driver):
     plain.register("a", nodes={"rollout": ["t0"], "train": ["t0"]})
     plain.register("b", nodes={"rollout": ["t0"], "train": ["t0"]})
     assert told(plain)["a"] == "a shares t0 with b, as it names this node"
-
-
-def test_a_budget_is_told():
-    pools = {"gpus": {"nodes": [{"name": "n0", "usd_per_hour": 3600.0}]}}
-    driver = Driver(Machine(make_config({"pools": pools, "lease_timeout": 1e6})))
-    driver.register("a", nodes={"rollout": ["n0"], "train": ["n0"]}, budget_usd=6.0)
-    for number in (1, 2):
-        driver.ask("a", "rollout", number, ["n0"])
-        driver.now += 3
-        driver.release("a")
-        spent = told(driver)["a"].partition("; ")[2]
-        more = " and begins no other step: `verl-mux budget a USD`" if number == 2 else ""
-        assert spent == f"it has cost {4.0 * number:.2f} of 6.00 USD{more}"
 
 
 def test_fillers_and_who_is_gone_are_not_told(driver):

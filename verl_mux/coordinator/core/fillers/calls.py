@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from verl_mux.coordinator.core.inputs_and_instructions import JobEvicted, What
 from verl_mux.coordinator.core.records import Job, JobState, Lease, State
-from verl_mux.coordinator.core.settings import Config
+from verl_mux.coordinator.core.settings import FILLER_GRACE_S, Config
 
 
 class Calls:
@@ -48,4 +48,4 @@ class Calls:
 
 def grace_of(job: Job, config: Config) -> float:
     """Seconds that a filler has to leave."""
-    return max(config.filler_grace, min(job.grace, config.lease_timeout))
+    return max(FILLER_GRACE_S, min(job.grace, config.lease_timeout))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.hosts import fences
 from verl_mux.coordinator.core.records import Job, JobState, Request, State
+from verl_mux.coordinator.core.settings import Config
 
 
 def refusal(asked: m.LeaseRequest, job: Job) -> str | None:
@@ -45,7 +46,7 @@ def keeps_out(request: Request, state: State) -> bool:
 
 
 def grantable(
-    requests: Iterable[Request], state: State, is_open: Callable[[str], bool], now: float
+    requests: Iterable[Request], state: State, config: Config, is_open: Callable[[str], bool], now: float
 ) -> list[tuple[Request, list[str]]]:
     """The requests of fillers to grant now, in order of arrival, each with its nodes."""
     granted: list[tuple[Request, list[str]]] = []
@@ -56,7 +57,7 @@ def grantable(
         free = [
             node
             for node in dict.fromkeys(request.nodes)
-            if node not in taken and is_open(node) and not fences.refused([node], state)
+            if node not in taken and is_open(node) and not fences.refused([node], state, config)
         ]
         if request.least:
             free = [node for node in free if open_for(node, state, now) >= request.least]

@@ -15,16 +15,16 @@ def fenced(state: State, config: Config) -> dict[str, str]:
     return {node: reason for node, reason in found.items() if reason}
 
 
-def shut(state: State) -> frozenset[str]:
-    """Nodes that nobody is to be sent to."""
-    return frozenset((*state.draining, *state.leaving)) | state.fenced.keys()
+def shut(state: State, config: Config) -> frozenset[str]:
+    """Nodes on which no job is to be placed."""
+    return config.draining | state.fenced.keys()
 
 
-def refused(nodes: list[str], state: State) -> str | None:
+def refused(nodes: list[str], state: State, config: Config) -> str | None:
     """Why a request that names these nodes is held back, in one word; None: it is not."""
     if state.fenced and not state.fenced.keys().isdisjoint(nodes):
         return "fenced"
-    return "draining" if state.draining and not set(state.draining).isdisjoint(nodes) else None
+    return "draining" if not config.draining.isdisjoint(nodes) else None
 
 
 def _reason(node: Node, state: State) -> str:

@@ -9,7 +9,6 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     HostSeen,
     Instruction,
     Log,
-    NodeDrained,
     NodeReleased,
     NodesOwed,
     OwedPaid,
@@ -17,16 +16,13 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
 from verl_mux.coordinator.core.records import Host, Owed, State
 from verl_mux.profiling.eventlog import events
 
-Change = HostSeen | HostGone | OwedPaid | HostReleased | NodeReleased | NodeDrained
+Change = HostSeen | HostGone | OwedPaid | HostReleased | NodeReleased
 
 
 def change(state: State, what: Change, now: float) -> list[Instruction]:
     """What concerns no lease. An input about what is not on record, come late, changes nothing."""
     if isinstance(what, HostSeen):
         return _seen(state, what.host, now)
-    if isinstance(what, NodeDrained):
-        state.draining = [node for node in state.draining if node != what.node] + ([] if what.undo else [what.node])
-        return [Log(events.NODE_DRAINING, {"node": what.node, "undo": what.undo})]
     if isinstance(what, NodeReleased):
         return _node_released(state, what.node)
     host = state.hosts.get(what.host)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from verl_mux.coordinator.core.records import JobState, State
-from verl_mux.coordinator.core.settings import Config
+from verl_mux.coordinator.core.settings import Config, Node
 
 _ADVICE = "While jobs run, pools and nodes may be added and times changed, and nodes removed that are draining and no job's"
 
@@ -18,17 +20,21 @@ def refusal(state: State, before: Config, after: Config) -> str | None:
             return f"pool {name!r} is of another kind. {_ADVICE}"
         for node in pool.nodes:
             left = after.nodes.get(node.name)
-            if left is None and (reason := _is_needed(node.name, state)):
+            if left is None and (reason := _is_needed(node, state)):
                 return f"node {node.name!r} is missing, and {reason}. {_ADVICE}"
-            if left is not None and (left != node or node not in after.pools.get(name, pool).nodes):
+            if left is not None and (_undrained(left) != _undrained(node) or left not in after.pools.get(name, pool).nodes):
                 return f"node {node.name!r} is another. {_ADVICE}"
     return None
 
 
-def _is_needed(node: str, state: State) -> str | None:
-    if reason := needed_by(node, state):
+def _undrained(node: Node) -> Node:
+    return msgspec.structs.replace(node, drain=False)
+
+
+def _is_needed(node: Node, state: State) -> str | None:
+    if reason := needed_by(node.name, state):
         return reason
-    return None if node in state.draining else f"is not draining: `verl-mux drain {node}` first"
+    return None if node.drain else "is not draining: give it `drain: true` first"
 
 
 def needed_by(node: str, state: State) -> str | None:
@@ -39,9 +45,6 @@ def needed_by(node: str, state: State) -> str | None:
     users = [job.name for job in state.jobs.values() if job.state is not JobState.ENDED and node in job.all_nodes]
     if users:
         return f"job {users[0]!r} is registered on it: let it end, or evict it"
-    waiting = [name for name, room in state.rooms.items() if node in room.all_nodes]
-    if waiting:
-        return f"job {waiting[0]!r} waits for room on it: let it end, or evict it"
     placed = [group.jobs[0].name for group in state.placed.groups if node in (*group.rollout_nodes, *group.train_nodes)]
     return f"job {placed[0]!r} is placed on it: let it end, or evict it" if placed else None
 

@@ -4,7 +4,7 @@
     started it -> its first step there: the move is over, and what it took is known
 
 From the decision on the placer has the job on its new nodes, so they are kept for it. Who gets the old ones is told so when
-it has left them. A job that dies, finishes, or does not come back within `move_timeout` has lost its place.
+it has left them. A job that dies, finishes, or does not come back within MOVE_TIMEOUT_S has lost its place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, MoveGivenUp, MovesDue, What
 from verl_mux.coordinator.core.placement import prediction
 from verl_mux.coordinator.core.records import Job, JobState, Moving, State, Watched
-from verl_mux.coordinator.core.settings import Config
+from verl_mux.coordinator.core.settings import MOVE_TIMEOUT_S, Config
 from verl_mux.placement.search import Move
 from verl_mux.profiling.eventlog import events
 
@@ -110,13 +110,13 @@ def given_up(state: State, name: str, reason: str) -> list[Instruction]:
     return [] if moving is None else [Log(events.MOVE_GIVEN_UP, {"job": name, "number": moving.number, "reason": reason})]
 
 
-def due(state: State, config: Config, now: float, since: float) -> list[What]:
+def due(state: State, now: float, since: float) -> list[What]:
     """What time has brought about. since: when this start of the coordinator began, before which nobody could come back."""
     out: list[What] = []
     for name, moving in state.moves.items():
         job = state.jobs.get(name)
         is_away = moving.left_at is not None and (job is None or job.state is JobState.ENDED)
-        if is_away and now - max(moving.left_at or 0.0, since) > config.placing.move_timeout:
+        if is_away and now - max(moving.left_at or 0.0, since) > MOVE_TIMEOUT_S:
             out.append(MoveGivenUp(job=name))
     if state.ask_again_at is not None and now >= state.ask_again_at:
         out.append(MovesDue())

@@ -19,7 +19,6 @@ from collections.abc import Iterable
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.hosts import fences, memory
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Planned
-from verl_mux.coordinator.core.people import precedence
 from verl_mux.coordinator.core.placement import moving, specs
 from verl_mux.coordinator.core.placement.planner import Asked
 from verl_mux.coordinator.core.placement.prediction import predicted
@@ -32,7 +31,6 @@ from verl_mux.placement.model import Cluster, Group, JobSpec, Pin
 from verl_mux.placement.pool_pairs import Again, Arrive, Correct, Leave, Open, Record, Vacate
 from verl_mux.placement.repack import ASK_AGAIN_S
 from verl_mux.placement.rules import ORDERS
-from verl_mux.placement.shortage import STARTS
 
 # Of one phase: longer ones no clock here was made for.
 MOST_S = 1e6
@@ -171,9 +169,8 @@ def asked(state: State, config: Config, now: float) -> Asked | None:
         return None
     named = (job for job in state.jobs.values() if job.watched is None and not job.filler and job.state is not JobState.ENDED)
     by_hand = (node for job in named for node in job.all_nodes)
-    closed = frozenset(by_hand) | fences.shut(state)
-    ranks = precedence.of_waiting(state, config, now)
-    return Asked(state.questions[0], state.placed, config, closed, now, held=frozenset(state.moves), ranks=ranks)
+    closed = frozenset(by_hand) | fences.shut(state, config)
+    return Asked(state.questions[0], state.placed, config, closed, now, held=frozenset(state.moves))
 
 
 def carry_out(state: State, config: Config, answer: Planned, now: float) -> tuple[list[Job], list[Instruction]]:
@@ -182,10 +179,7 @@ def carry_out(state: State, config: Config, answer: Planned, now: float) -> tupl
         return [], []  # it was asked about other records, and will be asked again
     question, before = state.questions.pop(0), state.placed
     state.placed = before.changed(answer.gone, answer.changed, tuple(answer.waiting), answer.named, tuple(answer.moved_at))
-    state.ask_again_at = now + ASK_AGAIN_S if answer.pending or _may_want(state, config) else None
-    if answer.wants is not None:
-        of_moves = [] if isinstance(question, Again) else [want for want in state.scaling.wants if want.why != STARTS]
-        state.scaling.wants = [*answer.wants, *of_moves]
+    state.ask_again_at = now + ASK_AGAIN_S if answer.pending else None
     said = [Log(line.event, line.about) for line in answer.said]
     for move in answer.moves:
         state.watched_of(move.job).because = _BECAUSE[move.kind]
@@ -205,17 +199,10 @@ def carry_out(state: State, config: Config, answer: Planned, now: float) -> tupl
 
 
 def _takes_what_left(answer: Planned, state: State, config: Config) -> bool:
-    """Whether it puts somebody on a node that has left, or began to, since the question."""
+    """Whether it places a job on a node that has left, or began to drain, since the question."""
     nodes = {node for group in answer.changed for node in (*group.rollout_nodes, *group.train_nodes)}
-    had = (
-        {node for group in state.placed.groups for node in (*group.rollout_nodes, *group.train_nodes)} if state.leaving else set()
-    )
-    return not nodes <= config.nodes.keys() or not (nodes - had).isdisjoint(state.leaving)
-
-
-def _may_want(state: State, config: Config) -> bool:
-    """Whether moves may come to pay with more nodes than there are."""
-    return config.on_nodes_wanted is not None and any(job.movable for group in state.placed.groups for job in group.jobs)
+    had = {node for group in state.placed.groups for node in (*group.rollout_nodes, *group.train_nodes)}
+    return not nodes <= config.nodes.keys() or not (nodes - had).isdisjoint(config.draining)
 
 
 def waits_for(state: State, job: Job) -> list[str]:

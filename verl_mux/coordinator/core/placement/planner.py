@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from verl_mux.coordinator.core.inputs_and_instructions import Planned, Said
-from verl_mux.coordinator.core.settings import Config, Pool
+from verl_mux.coordinator.core.settings import Config
 from verl_mux.placement import explain as sentences
-from verl_mux.placement import shortage
 from verl_mux.placement.explain import lost_to, price
 from verl_mux.placement.feasibility import Progress
 from verl_mux.placement.model import JobSpec
@@ -23,13 +22,11 @@ from verl_mux.profiling.eventlog import events
 
 # Places of which the log says why they lost; all of them would take longer than the decision.
 TOLD = 8
-# Nodes of a pool that are thought of as lacking, at most.
-WANTED_AT_ONCE = 32
 
 
 class Asked(msgspec.Struct, frozen=True):
     """One question, and all that the answer depends on. closed: nodes that the placer may not give. held: jobs that it may not
-    move, as they are on their way. now: in seconds. ranks: of those who wait, see people/precedence.py."""
+    move, as they are on their way. now: in seconds."""
 
     question: Question
     record: Record
@@ -37,7 +34,6 @@ class Asked(msgspec.Struct, frozen=True):
     closed: frozenset[str]
     now: float
     held: frozenset[str] = frozenset()
-    ranks: Mapping[str, int] = {}
 
 
 class Planner:
@@ -49,7 +45,7 @@ class Planner:
 
     def answer(self, asked: Asked, progress: Mapping[str, Progress]) -> Planned:
         pairs = self._kept(asked)
-        pairs.held, pairs.ranks, pairs.shares = asked.held, asked.ranks, asked.config.shares
+        pairs.held = asked.held
         self._made_for = None  # until the answer is whole
         pairs.touched.clear()
         said, moves, because = _decide(pairs, asked.question, progress, asked.now)
@@ -65,7 +61,6 @@ class Planner:
             said=said,
             moved_at=list(pairs.moved_at),
             pending=pairs.pending,
-            wants=_wants(asked, pairs, progress),
             because=because,
         )
 
@@ -75,20 +70,6 @@ class Planner:
         if self._pairs is None or config is not asked.config or (closed, version) != (asked.closed, asked.record.version):
             self._pairs = PoolPairs(asked.config.clusters, asked.config.placing.rules(), asked.record, asked.closed)
         return self._pairs
-
-
-def _wants(asked: Asked, pairs: PoolPairs, progress: Mapping[str, Progress]) -> list[shortage.Want] | None:
-    """Nodes that are lacking, where somebody is to be told: for who waits with every answer, for moves when these are due."""
-    config, moves = asked.config, isinstance(asked.question, Again)
-    if config.on_nodes_wanted is None or not (moves or pairs.waiting):
-        return None if config.on_nodes_wanted is None else []
-    more = {name: _more(config.pools[name]) for name in config.scheduled_pools}
-    return shortage.wants(pairs, more, progress, asked.now, moves)
-
-
-def _more(pool: Pool) -> shortage.More:
-    room = WANTED_AT_ONCE if pool.most is None else max(pool.most - len(pool.nodes), 0)
-    return shortage.More(min(room, WANTED_AT_ONCE), pool.delay)
 
 
 def nothing_follows(asked: Asked) -> Planned:

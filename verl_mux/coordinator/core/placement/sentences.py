@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from verl_mux.coordinator.core.people import accounts
 from verl_mux.coordinator.core.records import Job, JobState, State
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.placement.explain import where
-from verl_mux.placement.shortage import STARTS
 
 
 def told(state: State, config: Config) -> dict[str, str]:
@@ -22,11 +20,11 @@ def told(state: State, config: Config) -> dict[str, str]:
 
 def _sentence(job: Job, on: dict[str, dict[str, None]], state: State, config: Config) -> str:
     if job.watched is None:
-        return _named(job, on, config) + _spent(job, state) if job.nodes else ""
+        return _named(job, on, config) if job.nodes else ""
     if not job.nodes:
-        return f"{job.name} waits to be placed{_colon(job.watched.because)}{_lacking(job, state)}"
+        return f"{job.name} waits to be placed{_colon(job.watched.because)}"
     reason = job.watched.because
-    return f"{_where(job, on)}{f', {reason}' if reason else ''}{_spent(job, state)}"
+    return f"{_where(job, on)}{f', {reason}' if reason else ''}"
 
 
 def _where(job: Job, on: dict[str, dict[str, None]]) -> str:
@@ -39,22 +37,6 @@ def _named(job: Job, on: dict[str, dict[str, None]], config: Config) -> str:
     cost = sum(price for price in prices if price is not None)
     said += f", which cost {cost:.2f} USD/h" if None not in prices else ""
     return f"{said}; to be put where it adds the least, let the coordinator choose (mux.nodes=auto)" if config.placement else said
-
-
-def _spent(job: Job, state: State) -> str:
-    account = state.accounts.get(job.name)
-    if account is None or job.budget_usd is None:
-        return ""
-    said = f"; it has cost {account.usd:.2f} of {job.budget_usd:.2f} USD"
-    return f"{said} and begins no other step: `verl-mux budget {job.name} USD`" if accounts.is_spent(job, state) else said
-
-
-def _lacking(job: Job, state: State) -> str:
-    want = next((want for want in state.scaling.wants if want.job == job.name and want.why == STARTS), None)
-    if want is None:
-        return ""
-    nodes = [f"{count} of {pool!r}" for pool, count in want.nodes.items()]
-    return f"; more nodes would start it: {' and '.join(nodes)}"
 
 
 def _colon(reason: str) -> str:

@@ -71,7 +71,7 @@ def _on(asked: m.Register, found: Bounds, config: Config) -> JobSpec:
     placement, needs = config.placing, asked.needs
     assert needs is not None
     slo = placement.slo if asked.slo is None else asked.slo
-    spec = learnt(job_spec(asked.job, needs, found, slo, asked.owner), asked.profiled, "profile")
+    spec = learnt(job_spec(asked.job, needs, found, slo), asked.profiled, "profile")
     modes = (COLOCATED if asked.colocated else SEPARATE,)
     return msgspec.structs.replace(spec, movable=asked.movable, move_s=placement.move_s, modes=modes, colocated=asked.colocated)
 
