@@ -21,8 +21,8 @@ def config(**keys):
 
 
 def changed_pools(pools, drain=(), undrain=(), add=None, remove=()):
-    """The pools as a file has them in which nodes drain, drain no more, were added (name -> pool, each like the pool's first node)
-    or were removed."""
+    """The pools as a file has them in which nodes drain, drain no more, were added (name -> pool, each like the pool's first
+    node) or were removed."""
 
     def changed(node):
         is_draining = (node.drain or node.name in drain) and node.name not in undrain

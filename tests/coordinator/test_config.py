@@ -67,7 +67,10 @@ PLACED = {side: {"kind": "H20", "nodes": [{"name": side[0]}]} for side in ("roll
         ),
         ({"pools": {"p": {"nodes": [{"name": "n", "gpus": 10**20}]}}}, "<= 10000.*given: 1000"),
         ({"pools": {"p": {"nodes": [{"name": "n", "cpus": [-1]}]}}}, r">= 0 - at `\$.pools.p.nodes\[0\].cpus\[0\]`, given: -1"),
-        ({"pools": {"p": {"nodes": [{"name": "n", "host_bytes": -1}]}}}, r">= 0 - at `\$.pools.p.nodes\[0\].host_bytes`, given: -1"),
+        (
+            {"pools": {"p": {"nodes": [{"name": "n", "host_bytes": -1}]}}},
+            r">= 0 - at `\$.pools.p.nodes\[0\].host_bytes`, given: -1",
+        ),
         (
             {"pools": {"p": {"nodes": [{"name": "n", "usd_per_hour": float("nan")}]}}},
             r">= 0.0 - at `\$.pools.p.nodes\[0\].usd_per_hour`, given: nan",

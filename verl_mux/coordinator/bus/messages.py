@@ -61,8 +61,9 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
 
     `filler`: its requests come behind those of all jobs, and what it holds is called back when a job wants it. `grace`: seconds
     that it may need to give it back, if more than `filler_grace`; `lease_timeout` at most. `movable`: whoever started the job
-    starts it again, from its newest checkpoint, when it leaves because it was asked to. `seen`: the highest token that the client was ever given; `number`: of this registration of the
-    client, so that an answer to one from before a restart is not taken for one to this. `space`: the driver's
+    starts it again, from its newest checkpoint, when it leaves because it was asked to. `seen`: the highest token that the
+    client was ever given; `number`: of this registration of the client, so that an answer to one from before a restart is not
+    taken for one to this. `space`: the driver's
     PID namespace.
     """
 

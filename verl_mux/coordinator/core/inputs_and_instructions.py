@@ -161,17 +161,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     because: str = ""
 
 
-_Seen = (
-    JobSilent
-    | JobRevoked
-    | PhaseOverdue
-    | JobEvicted
-    | DriverDied
-    | JobExited
-    | ProcessesGone
-    | NodeEmpty
-    | NodesOwed
-)
+_Seen = JobSilent | JobRevoked | PhaseOverdue | JobEvicted | DriverDied | JobExited | ProcessesGone | NodeEmpty | NodesOwed
 AboutJob = m.AnyFromJob | _Seen | HostMeasured
 AboutHosts = HostSeen | HostGone | OwedPaid | HostReleased | NodeReleased | PoolsChanged
 AboutMoves = Planned | MoveGivenUp | MovesDue

@@ -103,8 +103,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Times in seconds. `expect_jobs`: steps begin when this many jobs have finished init. `lease_timeout`: a job without a sign
     of life for this long is silent; clients send one every second. `kill`: end processes of dead jobs, `kill_grace` after the
     death. `remote_grace`: after this time a dead job's processes on hosts where nobody looks count as gone; None: never.
-    `metrics_port`: where Prometheus finds /metrics, 0: a free port; None: nowhere. `placement`: how jobs that leave their nodes to
-    the coordinator are placed; None: every job names its nodes."""
+    `metrics_port`: where Prometheus finds /metrics, 0: a free port; None: nowhere. `placement`: how jobs that leave their nodes
+    to the coordinator are placed; None: every job names its nodes."""
 
     pools: Annotated[dict[str, Pool], Meta(min_length=1)]
     schedule: Annotated[list[Segment], Meta(min_length=1)] = msgspec.field(default_factory=lambda: [Segment(mode="interleaved")])

@@ -69,4 +69,6 @@ def test_a_node_may_begin_and_cease_to_drain_while_it_is_held(driver):
     assert refusal(driver, pools=drained) is None
     driver.reload(drain=["r0"])
     assert refusal(driver) is None
-    assert [(line.extra["node"], line.extra["undo"]) for line in driver.logged if line.event == "node_draining"] == [("r0", False)]
+    assert [(line.extra["node"], line.extra["undo"]) for line in driver.logged if line.event == "node_draining"] == [
+        ("r0", False)
+    ]

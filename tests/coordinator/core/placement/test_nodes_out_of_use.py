@@ -10,8 +10,8 @@ from tests.coordinator.core.placement.test_moving import Jobs
 from tests.coordinator.driver import Driver, changed_pools
 from tests.exploring import examples
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.inputs_and_instructions import Input, PoolsChanged
 from verl_mux.coordinator.core.hosts import pools
+from verl_mux.coordinator.core.inputs_and_instructions import Input, PoolsChanged
 from verl_mux.coordinator.core.placement import placing
 from verl_mux.coordinator.core.placement.planner import Planner
 from verl_mux.coordinator.core.records import JobState, State

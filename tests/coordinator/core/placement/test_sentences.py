@@ -1,13 +1,11 @@
 """What `verl-mux status` says of each job, in a sentence."""
 
-import msgspec
 import pytest
 
 from tests.coordinator.core.placement.placed_jobs import arrive, placing_config
 from tests.coordinator.core.placement.test_moving import spoilt
 from tests.coordinator.driver import Driver, config
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.core.placement import sentences
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.placement.estimator import Observed

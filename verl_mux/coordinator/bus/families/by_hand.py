@@ -20,7 +20,6 @@ class Evict(Message, kw_only=True, frozen=True, tag="EVICT"):
     job: limits.Name
 
 
-
 class Free(Message, kw_only=True, frozen=True, tag="FREE"):
     """Nothing is left of jobs that ended where nobody can look: of the job `name`, or on that node or host. As Evict."""
 
