@@ -69,7 +69,7 @@ PLACED = {side: {"kind": "H20", "nodes": [{"name": side[0]}]} for side in ("roll
         ({"pools": {"p": {"nodes": [{"name": "n", "cpus": [-1]}]}}}, r">= 0 - at `\$.pools.p.nodes\[0\].cpus\[0\]`, given: -1"),
         (
             {"pools": {"p": {"nodes": [{"name": "n", "host_bytes": -1}]}}},
-            r">= 0 - at `\$.pools.p.nodes\[0\].host_bytes`, given: -1",
+            ">= 0 - at .*host_bytes`, given: -1",
         ),
         (
             {"pools": {"p": {"nodes": [{"name": "n", "usd_per_hour": float("nan")}]}}},

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from verl_mux.coordinator.config import make_config
-from verl_mux.coordinator.core.settings import MODES, Config, Hook, Node, PlacementConfig, Pool, Segment
+from verl_mux.coordinator.core.settings import MODES, Config, Node, PlacementConfig, Pool, Segment
 from verl_mux.placement.job_needs import GpuKind
 
 DOC = (Path(__file__).parents[2] / "docs" / "coordinator.md").read_text()
@@ -24,7 +24,7 @@ STRUCTS = {
 }
 WORDS = {
     str: "text",
-    typing.Union[Hook]: "text or list of texts",  # noqa: UP007
+    typing.Union[str, list[str]]: "text or list of texts",  # noqa: UP007
     int: "integer",
     float: "number",
     bool: "true or false",
@@ -32,7 +32,6 @@ WORDS = {
     list[Node]: "list of nodes",
     list[Segment]: "list of entries",
     dict[str, Pool]: "pools by name",
-    dict[str, float]: "numbers by name",
     dict[str, GpuKind]: "kinds by name",
     PlacementConfig: "`scheduler` or a mapping",
     typing.Literal[MODES]: "`sequential`, `uncoordinated` or `interleaved`",
@@ -51,8 +50,8 @@ def without_none(hint):
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = typing.Union[tuple(part for part in typing.get_args(hint) if part is not type(None))]  # noqa: UP007
     if typing.get_origin(hint) is typing.Annotated:
-        return hint.__origin__
-    return hint
+        return without_none(hint.__origin__)
+    return list[without_none(typing.get_args(hint)[0])] if typing.get_origin(hint) is list else hint
 
 
 def default_of(field):

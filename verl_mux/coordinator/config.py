@@ -45,7 +45,7 @@ def _in_words(error: msgspec.ValidationError, given: Mapping[str, Any]) -> str:
     where = re.fullmatch(r".*`\$\.([^`]*)`", words)
     value: Any = given
     for step in re.findall(r"[^.\[\]]+", where[1]) if where else ():
-        value = value[int(step)] if isinstance(value, list) else value[step] if step in value else {}
+        value = value[int(step)] if isinstance(value, list) else value.get(step, {})
     said = ", got `" in words or value is given or isinstance(value, (dict, list))
     return words if said else f"{words}, given: {value!r}"
 
