@@ -31,7 +31,6 @@ TRIED = [
     (f"evict math --yes --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
     (f"budget math 12 --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
     (f"release rollout0 --yes --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
-    (f"drain rollout0 --yes --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
     (f"reload --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
     (f"node add r7 --pool rollout --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
     (f"node remove r7 --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
