@@ -5,8 +5,8 @@ from bench.load import load
 
 
 def test_a_few_jobs_take_turns_and_come_back_after_an_outage():
-    found = load(jobs=8, seconds=1.0, phases=20.0, idle=5, outage=0.5)
-    assert found["grants"] > 0 and found["idle_clients"] == 5 and found["all_back_s"] < 60
+    found = load(jobs=8, seconds=1.0, phases=20.0, outage=0.5)
+    assert found["grants"] > 0 and found["all_back_s"] < 60
 
 
 def test_a_few_hundred_attacks_end_nothing():
