@@ -11,11 +11,10 @@ import msgspec
 import zmq
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.access.keys import JOB, ClientKeys, for_address
 from verl_mux.coordinator.bus.conversation import BEAT_EVERY_S, REGISTER, Conversation, Who
-from verl_mux.coordinator.bus.link import connect_to, dealer
+from verl_mux.coordinator.bus.curve_keys import JOB, ClientKeys, for_address
+from verl_mux.coordinator.bus.link import Outbox, connect_to, dealer
 from verl_mux.coordinator.bus.members import this_process
-from verl_mux.coordinator.bus.outbox import Outbox
 
 
 class Member:

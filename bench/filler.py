@@ -30,7 +30,7 @@ import typer
 from bench.coordinator_process import CoordinatorProcess
 from verl_mux.coordinator.bus.connect import connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE
-from verl_mux.coordinator.command import fetch_status
+from verl_mux.coordinator.commands import fetch_status
 from verl_mux.errors import Failure, UserError
 from verl_mux.launcher import run_file, timeline
 from verl_mux.launcher.command import run_jobs

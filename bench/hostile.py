@@ -24,10 +24,10 @@ from bench.coordinator_process import CoordinatorProcess
 from bench.crowd import Crowd
 from bench.load import grants
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.access.keys import JOB, for_address
+from verl_mux.coordinator.bus.curve_keys import JOB, for_address
 from verl_mux.coordinator.bus.link import connect_to, dealer
 from verl_mux.coordinator.bus.members import UID_VARIABLE, member_of, this_process
-from verl_mux.coordinator.command import fetch_status
+from verl_mux.coordinator.commands import fetch_status
 
 _NODES = ["r0", "r1", "r2", "r3"]
 _DECOYS = ["x0", "x1"]

@@ -22,8 +22,8 @@ from typing import Annotated, Any
 
 import typer
 
+from verl_mux.coordinator.bus.client import LocalMux
 from verl_mux.coordinator.bus.connect import connect
-from verl_mux.coordinator.bus.local import LocalMux
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
 from verl_mux.errors import Failure, UserError

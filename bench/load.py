@@ -10,7 +10,7 @@ import typer
 
 from bench.coordinator_process import CoordinatorProcess
 from bench.crowd import Crowd
-from verl_mux.coordinator.command import fetch_status
+from verl_mux.coordinator.commands import fetch_status
 from verl_mux.errors import UserError
 
 

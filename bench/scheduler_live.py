@@ -23,8 +23,8 @@ import zmq
 from bench.coordinator_process import CoordinatorProcess
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.access.keys import JOB, for_address
 from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.curve_keys import JOB, for_address
 from verl_mux.coordinator.bus.link import connect_to, dealer
 from verl_mux.coordinator.bus.members import this_process
 from verl_mux.errors import Failure

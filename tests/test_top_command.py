@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.profiling.made_engines import Job, Made, make
-from verl_mux.coordinator.bus.access import keys
+from verl_mux.coordinator.bus import curve_keys as keys
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
 

@@ -21,11 +21,10 @@ from rich.console import Console, Group, RenderableType
 
 from verl_mux.coordinator import status_view
 from verl_mux.coordinator.bus.connect import ADDRESS_VARIABLE
-from verl_mux.coordinator.command import DEFAULT_ADDRESS, Keys, fetch_status
-from verl_mux.coordinator.prometheus_text import as_text
+from verl_mux.coordinator.commands import DEFAULT_ADDRESS, Keys, fetch_status
 from verl_mux.errors import UserError
 from verl_mux.profiling.live.follow import Follower
-from verl_mux.profiling.live.metrics import METRICS, samples
+from verl_mux.profiling.live.metrics import METRICS, Sample, samples
 from verl_mux.profiling.live.state import State
 from verl_mux.profiling.live.terminal import watch
 from verl_mux.profiling.live.view import REPLICA_COLUMNS, Choice, Order, as_json, render
@@ -118,8 +117,8 @@ class _Run:
     def as_json(self, choice: Choice) -> dict[str, Any]:
         return as_json(self._state, choice)
 
-    def metrics(self) -> str:
-        return as_text(METRICS, samples(self._state, time.time()))
+    def samples(self) -> list[Sample]:
+        return list(samples(self._state, time.time()))
 
 
 @contextlib.contextmanager
@@ -131,17 +130,17 @@ def _metrics_of(directory: Path | None, port: int | None, host: str) -> Iterator
     if directory is None or port is None:
         yield
         return
-    from verl_mux.coordinator.prometheus_server import metrics_at
+    from verl_mux.coordinator.prometheus import Figures, serve_metrics
 
     run, one_at_a_time = _Run(directory), threading.Lock()
     run.look()  # the first one takes longest, and who scrapes does not wait long
 
-    def text() -> str:
+    def newest() -> list[Sample]:
         with one_at_a_time:
             run.look()
-            return run.metrics()
+            return run.samples()
 
-    with metrics_at(text, port, host):
+    with serve_metrics(Figures(METRICS, newest), port, host):
         yield
 
 

@@ -29,7 +29,7 @@ from verl_mux.coordinator.core.running_time import PAUSE_S
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.coordinator.core.tokens import claims, numbering
-from verl_mux.coordinator.journal.delivery import Delivery
+from verl_mux.coordinator.journal import Delivery
 
 HOST = "here"
 _LOOK_EVERY_S = 0.5

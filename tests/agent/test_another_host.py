@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from verl_mux.coordinator import by_hand_command
+from verl_mux.coordinator.bus import curve_keys as keys
 from verl_mux.coordinator.bus import members
-from verl_mux.coordinator.bus.access import keys
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
 

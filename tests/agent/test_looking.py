@@ -13,7 +13,7 @@ from verl_mux.agent.mapped import MappedLog
 from verl_mux.agent.processes import Marked
 from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.families.agents import Holder, NodeHere
+from verl_mux.coordinator.bus.messages import Holder, NodeHere
 from verl_mux.errors import UserError
 from verl_mux.platform import device_ledger
 from verl_mux.platform.host_memory import process_bytes

@@ -11,7 +11,7 @@ from tests.config.test_schema import verl_config
 from verl_mux.config import preflight
 from verl_mux.config.schema import load
 from verl_mux.config.validation_hook import checked_first
-from verl_mux.coordinator.bus.local import LocalMux
+from verl_mux.coordinator.bus.client import LocalMux
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator

@@ -4,8 +4,8 @@ import uuid
 
 import zmq
 
+from verl_mux.coordinator.bus import curve_keys as keys
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.access import keys
 
 
 def raw_dealer(context, address, role=keys.JOB, directory=None, identity=None):

@@ -8,7 +8,7 @@ import pytest
 from verl_mux.coordinator import by_hand_command
 from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.local import LeaseLost
+from verl_mux.coordinator.bus.client import LeaseLost
 from verl_mux.errors import UserError
 
 UID = "a:by-hand"

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from verl_mux.coordinator.bus import members
-from verl_mux.coordinator.drivers import Drivers
+from verl_mux.coordinator.process_watch import Drivers
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ def test_a_message_of_a_job_that_nobody_knows_is_a_sign_of_another_before(serve,
 
 def test_so_is_a_key_that_does_not_fit(serve, address, context, tmp_path, eventually):
     """As after the whole folder was deleted, with the keys that jobs hold."""
-    from verl_mux.coordinator.bus.access import keys
+    from verl_mux.coordinator.bus import curve_keys as keys
 
     first = serve(bind=address, lease_timeout=LEASE_S)
     keys.make(tmp_path / "old")

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from verl_mux.coordinator.command import fetch_status
+from verl_mux.coordinator.commands import fetch_status
 from verl_mux.coordinator.config import make_config
-from verl_mux.coordinator.journal.journal import make_empty
+from verl_mux.coordinator.journal import make_empty
 
 KEYS = {"pools": {"rollout": {"nodes": [{"name": "r0"}]}, "train": {"nodes": [{"name": "t0"}]}}, "lease_timeout": 1.5}
 HOLDER = Path(__file__).with_name("holder.py")

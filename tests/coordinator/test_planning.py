@@ -6,8 +6,7 @@ from tests.coordinator.core.placement.placed_jobs import placing_config, registe
 from tests.coordinator.driver import Driver
 from verl_mux.coordinator.core.inputs_and_instructions import Input
 from verl_mux.coordinator.core.state import Machine
-from verl_mux.coordinator.planning import Planning
-from verl_mux.coordinator.refusals import Refusals
+from verl_mux.coordinator.server import Planning, Refusals
 
 
 def test_an_answer_that_cannot_be_taken_is_counted_and_the_next_question_asked():

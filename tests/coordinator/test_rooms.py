@@ -5,7 +5,7 @@ import sys
 
 SCRIPT = """
 import sys
-import verl_mux.coordinator.command
+import verl_mux.coordinator.commands
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
 with Coordinator(make_config({"pools": {"rollout": {"nodes": [{"name": "r0"}]}}})) as coordinator:

@@ -7,7 +7,7 @@ import uuid
 import msgspec
 import pytest
 
-from verl_mux.coordinator import signalling
+from verl_mux.coordinator import process_watch as signalling
 from verl_mux.coordinator.bus import members
 
 # Of this run alone: tests beside it end what carries the marks of their dead jobs.

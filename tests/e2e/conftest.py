@@ -216,7 +216,7 @@ def _kill_in(process: subprocess.Popen, directory: Path, job: str, phase: str) -
 
     It is stopped for a second look, as the phase may have ended since the first.
     """
-    from verl_mux.coordinator.command import fetch_status
+    from verl_mux.coordinator.commands import fetch_status
 
     deadline = time.monotonic() + _LIMIT_S
     while time.monotonic() < deadline and process.poll() is None:
@@ -242,7 +242,7 @@ def _kill_in(process: subprocess.Popen, directory: Path, job: str, phase: str) -
 def _fence_in(runner: subprocess.Popen, directory: Path, job: str, phase: str) -> None:
     """The coordinator answers nobody, from somewhere in such a phase of the job until its memory sleeps; again and again until
     the job decided so by itself, since the phase may be just over."""
-    from verl_mux.coordinator.command import fetch_status
+    from verl_mux.coordinator.commands import fetch_status
 
     coordinator = read_note(directory / "coordinator").pid
     while phase not in fenced(directory, job):

@@ -14,7 +14,7 @@ import pytest
 from bench.coordinator_process import CoordinatorProcess
 from verl_mux.coordinator.bus.connect import connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE
-from verl_mux.coordinator.command import fetch_status
+from verl_mux.coordinator.commands import fetch_status
 
 # Far above what a filler needs, so that one which leaves by itself and one that is ended by force are told apart on any machine.
 FILLER_GRACE_S = 5.0

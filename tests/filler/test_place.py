@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from verl_mux.coordinator.bus.local import Lease, LocalMux
+from verl_mux.coordinator.bus.client import Lease, LocalMux
 from verl_mux.errors import UserError
 from verl_mux.filler import place
 from verl_mux.places.place import Place

@@ -16,7 +16,7 @@ import yaml
 
 from tests.launcher.runs import FAKE, ROOT, Runs
 from verl_mux.coordinator.bus.members import carriers
-from verl_mux.coordinator.command import fetch_status
+from verl_mux.coordinator.commands import fetch_status
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
 from verl_mux.launcher.cluster.mark import uid_on_hosts

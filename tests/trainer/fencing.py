@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from verl_mux.coordinator.bus.local import LeaseLost, LocalMux
+from verl_mux.coordinator.bus.client import LeaseLost, LocalMux
 
 NODES = {"rollout": ["r0"], "train": ["t0"]}
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("verl")
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from verl_mux.coordinator.bus.local import LocalMux
+from verl_mux.coordinator.bus.client import LocalMux
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.trainer import modes
 from verl_mux.trainer.host_watch import HostWatch

@@ -16,8 +16,8 @@ from ray.exceptions import RayTaskError
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from tests.trainer.fencing import Fencing
+from verl_mux.coordinator.bus.client import Lease, LeaseLost
 from verl_mux.coordinator.bus.connect import connect
-from verl_mux.coordinator.bus.local import Lease, LeaseLost
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from tests.trainer.fencing import NODES, Fencing
+from verl_mux.coordinator.bus.client import LeaseLost
 from verl_mux.coordinator.bus.connect import connect
-from verl_mux.coordinator.bus.local import LeaseLost
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
 from verl_mux.profiling.eventlog.log import NULL_LOG, EventLog

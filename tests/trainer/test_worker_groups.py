@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 pytest.importorskip("verl")
-from verl_mux.coordinator.bus.local import LocalMux
+from verl_mux.coordinator.bus.client import LocalMux
 from verl_mux.errors import UserError
 from verl_mux.places.place import Place
 from verl_mux.places.ray_nodes import PlacedPool, RayNode

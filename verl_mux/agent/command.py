@@ -13,9 +13,9 @@ import typer
 
 from verl_mux.agent.devices import open_devices
 from verl_mux.agent.loop import Agent
-from verl_mux.coordinator.bus.access.keys import AGENT, for_address
+from verl_mux.coordinator.bus.curve_keys import AGENT, for_address
 from verl_mux.coordinator.bus.members import HOST, UID_VARIABLE
-from verl_mux.coordinator.command import DEFAULT_ADDRESS, Address, Keys, make_log_folder
+from verl_mux.coordinator.commands import DEFAULT_ADDRESS, Address, Keys, make_log_folder
 from verl_mux.profiling.eventlog.log import NULL_LOG, EventLog
 
 

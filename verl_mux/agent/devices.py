@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from verl_mux.coordinator.bus import members
-from verl_mux.coordinator.bus.families.agents import NodeHere, Source
-from verl_mux.coordinator.bus.messages import Member
+from verl_mux.coordinator.bus.messages import Member, NodeHere, Source
 from verl_mux.errors import UserError
 from verl_mux.platform import device_ledger
 from verl_mux.platform.choose import accelerator_present

@@ -19,13 +19,12 @@ from verl_mux.agent.devices import Devices
 from verl_mux.agent.host_memory import HostMemory
 from verl_mux.agent.mapped import MappedLog
 from verl_mux.agent.processes import Marked
-from verl_mux.coordinator import signalling
+from verl_mux.coordinator import process_watch as signalling
 from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.access.handshake import Handshake
-from verl_mux.coordinator.bus.access.keys import ClientKeys
-from verl_mux.coordinator.bus.families.agents import MOST_ADDRESSES, Holder
-from verl_mux.coordinator.bus.link import connect_to, dealer
+from verl_mux.coordinator.bus.curve_keys import ClientKeys
+from verl_mux.coordinator.bus.link import Handshake, connect_to, dealer
+from verl_mux.coordinator.bus.messages import MOST_ADDRESSES, Holder
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
 

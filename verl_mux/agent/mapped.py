@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verl_mux.coordinator.bus.families.agents import AgentAnswer, AgentReport, Holder, NodeHere
+from verl_mux.coordinator.bus.messages import AgentAnswer, AgentReport, Holder, NodeHere
 from verl_mux.profiling.eventlog import events
 
 _Key = tuple[str, int, str]  # uid, pid, node

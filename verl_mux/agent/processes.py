@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 import psutil
 
 from verl_mux.coordinator.bus import members
-from verl_mux.coordinator.bus.families.agents import Look
-from verl_mux.coordinator.bus.messages import Member
+from verl_mux.coordinator.bus.messages import Look, Member
 
 # A process may go on as another program with another environment.
 _READ_AGAIN_S = 10.0

@@ -17,8 +17,8 @@ from verl_mux.config import ray_cluster
 from verl_mux.config.memory_checks import check_surroundings
 from verl_mux.config.needs import host_memory_of, needs_of
 from verl_mux.config.schema import MuxConfig, check, check_rollout_keys, load
+from verl_mux.coordinator.bus.client import LocalMux
 from verl_mux.coordinator.bus.connect import connect
-from verl_mux.coordinator.bus.local import LocalMux
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.bus.messages import AUTO
 from verl_mux.errors import UserError

@@ -1,4 +1,7 @@
-"""What somebody who may says by hand: a job is to end, or what it held elsewhere is free. Pure."""
+"""What follows when an operator ends a job, or says that nothing of a dead one is left where the coordinator cannot look.
+
+Runs in the coordinator's loop; called by server.py; pure.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ Seen = Callable[[str, str], str]
 
 
 def decide(asked: m.ByHand, state: State, config: Config, seen: Seen) -> Decision:
-    """What follows, and the answer. Asked twice, it is done once."""
+    """The inputs that follow, and the answer. Asked twice, it is done once."""
     if isinstance(asked, m.Evict):
         return _evict(asked, state)
     if asked.name in state.jobs:

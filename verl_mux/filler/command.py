@@ -12,11 +12,11 @@ from typing import Annotated
 import msgspec
 import typer
 
+from verl_mux.coordinator.bus.client import Lease, LocalMux
 from verl_mux.coordinator.bus.connect import connect
-from verl_mux.coordinator.bus.local import Lease, LocalMux
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.bus.messages import SIDES
-from verl_mux.coordinator.command import DEFAULT_ADDRESS, Address, Keys, check_timeout
+from verl_mux.coordinator.commands import DEFAULT_ADDRESS, Address, Keys, check_timeout
 from verl_mux.errors import UserError
 from verl_mux.filler import place
 from verl_mux.filler.held_process import HeldProcess

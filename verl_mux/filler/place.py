@@ -6,8 +6,8 @@ import contextlib
 import functools
 import socket
 
+from verl_mux.coordinator.bus.client import Lease, LocalMux
 from verl_mux.coordinator.bus.connect import ADDRESS_VARIABLE, JOB_VARIABLE
-from verl_mux.coordinator.bus.local import Lease, LocalMux
 from verl_mux.errors import UserError
 
 NODES, HOSTS, GPU_IDS, TOKEN = (f"VERL_MUX_LEASE_{what}" for what in ("NODES", "HOSTS", "GPU_IDS", "TOKEN"))

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_mux.coordinator.bus.connect import ADDRESS_VARIABLE
-from verl_mux.coordinator.command import Keys, fetch_status
+from verl_mux.coordinator.commands import Keys, fetch_status
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import Failure, UserError
 from verl_mux.launcher import cores, folders, lanes, moves, observed_hosts, predicted_periods, run_file, summary, timeline

@@ -199,7 +199,7 @@ def _ports() -> Check:
 
 
 def _coordinator(address: str) -> Check:
-    from verl_mux.coordinator.command import fetch_status
+    from verl_mux.coordinator.commands import fetch_status
 
     try:
         jobs = fetch_status(address, timeout=5.0)["jobs"]

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from verl_mux.coordinator.bus.local import LocalMux
+from verl_mux.coordinator.bus.client import LocalMux
 
 
 class LeavesToMove(Exception):

@@ -36,7 +36,7 @@ from verl_mux.config import completion
 from verl_mux.config.preflight import connect_job, connect_to_grow
 from verl_mux.config.schema import check
 from verl_mux.config.told import told
-from verl_mux.coordinator.bus.local import Lease
+from verl_mux.coordinator.bus.client import Lease
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.errors import Failure
 from verl_mux.memory.moved import Moves, total

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from verl_mux.coordinator.bus.local import Lease, LeaseLost, LocalMux
+from verl_mux.coordinator.bus.client import Lease, LeaseLost, LocalMux
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.memory.moved import Moves, total
 from verl_mux.profiling.eventlog import events

@@ -22,7 +22,7 @@ from transfer_queue import KVBatchMeta
 from verl.utils.fs import local_mkdir_safe
 
 from verl_mux.config.rollout_keys import RolloutConfig
-from verl_mux.coordinator.bus.local import Lease, LocalMux
+from verl_mux.coordinator.bus.client import Lease, LocalMux
 from verl_mux.errors import UserError
 from verl_mux.rollout.control.growth import Growth
 from verl_mux.rollout.control.lag_limit import LagLimit

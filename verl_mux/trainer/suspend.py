@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from verl_mux.coordinator.bus.local import Lease
+from verl_mux.coordinator.bus.client import Lease
 from verl_mux.platform.charges import DeviceSettings
 from verl_mux.trainer.phases import Phases
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from verl.single_controller.ray.base import ResourcePoolManager
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path, get_checkpoint_tracker_filename
 
-from verl_mux.coordinator.bus.local import LocalMux
+from verl_mux.coordinator.bus.client import LocalMux
 from verl_mux.places.place import Location, Place, check
 from verl_mux.places.ray_nodes import PlacedPool, check_cluster, in_rank_order, ray_nodes
 from verl_mux.worker_settings import WorkerSettings, node_of

@@ -15,9 +15,9 @@ import verl_mux
 from tests.coordinator.raw import raw_dealer
 from verl_mux.coordinator.bus import connect as connect_module
 from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.bus.client import Lease, LeaseLost, LocalMux
 from verl_mux.coordinator.bus.connect import connect
-from verl_mux.coordinator.bus.local import Lease, LeaseLost, LocalMux
-from verl_mux.coordinator.command import fetch_status
+from verl_mux.coordinator.commands import fetch_status
 from verl_mux.errors import UserError
 from verl_mux.places.place import Place
 

@@ -11,9 +11,8 @@ import zmq
 
 from bench.coordinator_process import CoordinatorProcess
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.access.handshake import pending
-from verl_mux.coordinator.bus.access.keys import JOB, for_address
-from verl_mux.coordinator.bus.link import connect_to, dealer
+from verl_mux.coordinator.bus.curve_keys import JOB, for_address
+from verl_mux.coordinator.bus.link import connect_to, dealer, pending
 
 CONFIG = {"pools": {"rollout": {"nodes": [{"name": "r0"}]}}}
 AT_ONCE = 300

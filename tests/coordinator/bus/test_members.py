@@ -75,7 +75,7 @@ def test_setting_the_wall_clock_makes_no_process_another(child, step_s):
 import psutil, psutil._pslinux as linux
 boot_time = linux.boot_time
 linux.boot_time = lambda: boot_time() + {step_s}
-from verl_mux.coordinator import signalling
+from verl_mux.coordinator import process_watch as signalling
 from verl_mux.coordinator.bus import members, messages
 assert members.member_of({child.pid}) == (known := messages.Member{msgspec.structs.astuple(known)!r})
 assert members.is_alive(known)

@@ -1,7 +1,7 @@
 """An outage leaves one word on each thing behind it."""
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.outbox import Outbox
+from verl_mux.coordinator.bus.link import Outbox
 
 WHO = {"job": "a", "uid": "a:1", "client": "a-1"}
 

@@ -4,8 +4,8 @@ import asyncio
 
 import zmq
 
+from verl_mux.coordinator.bus import curve_keys as keys
 from verl_mux.coordinator.bus import limits
-from verl_mux.coordinator.bus.access import keys
 from verl_mux.coordinator.bus.link import connect_to, dealer
 from verl_mux.coordinator.bus.router import Router
 

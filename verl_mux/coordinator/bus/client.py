@@ -1,44 +1,200 @@
-"""A job's side of the control bus: the calls of LocalMux through a coordinator.
+"""The calls that a job makes for its leases: LocalMux alone, Mux through a coordinator.
 
-A Mux speaks with a coordinator that may be restarted at any moment; what is said then is decided in `conversation.py`.
-Whoever waits for an answer notices nothing of it but the time.
+Runs in the processes of a job (trainer's driver, fillers); made by connect.py. A Mux opens a socket, with a thread (link.py); what
+it says there is decided in conversation.py. The coordinator may be restarted at any moment: a call that waits for an answer only
+waits longer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import logging
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.access.keys import ClientKeys
 from verl_mux.coordinator.bus.conversation import REGISTER, Conversation, Who
+from verl_mux.coordinator.bus.curve_keys import ClientKeys
 from verl_mux.coordinator.bus.link import Link
-from verl_mux.coordinator.bus.local import Lease, LeaseLost, LocalMux
 from verl_mux.coordinator.bus.members import this_process
-from verl_mux.errors import UserError
+from verl_mux.errors import Failure, UserError
+from verl_mux.places.place import Place
 
 log = logging.getLogger(__name__)
 
 _PROGRESS_INTERVAL_S = 0.05
 _GOODBYE_S = 2.0
 _RETRY_S = 0.2
-_SAY_EVERY_S = 60.0
+_LOG_EVERY_S = 60.0
 _TICK_S = 0.25
 
 
-class Mux(LocalMux):
-    """A job registered with the coordinator at `address`. What the calls mean is said in LocalMux.
+class LeaseLost(Failure):
+    """The lease ended while it was in use, or the coordinator holds the whole job for dead."""
 
-    made -> registered (or queued, with `wait` False) -> calls from any thread -> `close` or `fail`; or the coordinator ends
-    the job (JOB_ENDED). After each of these every call that needs an answer raises LeaseLost. `_changed` guards the
-    conversation, which the link's thread and the callers share.
+
+@dataclass(frozen=True)
+class Lease:
+    """Permission for one phase on `nodes`.
+
+    `token` rises with every lease ever granted; `waited_s`: seconds between asking and holding; `granted_at`: epoch seconds, by
+    the coordinator's clock. `wanted` is set as soon as another job waits for one of the nodes, or they may not be used any more;
+    a filler gives the lease back then.
+    """
+
+    token: int
+    nodes: list[str]
+    phase: str
+    step: int
+    waited_s: float
+    granted_at: float
+    wanted: threading.Event = dataclasses.field(default_factory=threading.Event, compare=False, repr=False)
+
+
+class LocalMux:
+    """Grants every lease at once: no coordinator, no socket, no thread. Has the whole interface of Mux."""
+
+    address: str | None = None
+
+    def __init__(self, job: str, nodes: dict[str, list[str]], filler: bool = False):
+        self.job, self.nodes, self.filler = job, nodes, filler
+        self._places: dict[str, Place] = {}
+        self._tokens = itertools.count(1)
+        self._steps: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def phase(
+        self, name: str, step: int | None = None, nodes: list[str] | None = None, num_nodes: int = 1, least: float = 0.0
+    ) -> Iterator[Lease]:
+        """Holds a lease for the block and gives it back on every way out. `step` None counts on from the last one; fillers have
+        none."""
+        if step is None:
+            step = 0 if name == "init" or self.filler else self._steps.get(name, 0) + 1
+        lease = self.acquire(name, step=step, nodes=nodes, num_nodes=num_nodes, least=least)
+        try:
+            yield lease
+        except BaseException:
+            with contextlib.suppress(Failure):  # what went wrong in the block matters more
+                self.release(lease)
+            raise
+        self.release(lease)
+
+    def acquire(self, phase: str, step: int = 0, nodes: list[str] | None = None, num_nodes: int = 1, least: float = 0.0) -> Lease:
+        """Blocks until all nodes (default: the job's for this phase; init: all) are granted; to a filler, any `num_nodes` of them
+        that no job uses or waits for, nor is expected to for `least` seconds.
+
+        Raises UserError for what can never be granted, LeaseLost when the coordinator holds the job for dead.
+        """
+        granted = self._nodes_for(phase, step, nodes)
+        granted = granted[:num_nodes] if self.filler else granted
+        return Lease(next(self._tokens), granted, phase, step, 0.0, time.time())
+
+    def _nodes_for(self, phase: str, step: int, nodes: list[str] | None) -> list[str]:
+        if phase not in m.PHASES:
+            raise UserError(f"phase {phase!r} is not known; allowed: {', '.join(m.PHASES)}")
+        self._steps[phase] = step
+        if nodes is not None:
+            return list(nodes)
+        sides = m.SIDES if phase == "init" else (phase,)
+        return list(dict.fromkeys(node for side in sides for node in self.nodes.get(side, [])))
+
+    def release(self, lease: Lease) -> None:
+        """Gives the lease back; a second time does nothing. Raises LeaseLost if it was lost before."""
+
+    def shrink(self, lease: Lease, nodes: list[str]) -> Lease:
+        """Gives some of the lease's nodes back before the rest. Returns the lease as it is from then on."""
+        left = [node for node in lease.nodes if node not in nodes]
+        if not left:
+            raise ValueError(f"{lease} would keep no node; release it")
+        return dataclasses.replace(lease, nodes=left)
+
+    def progress(self, done: int, total: int) -> None:
+        """Reports samples completed in the running rollout. Raises LeaseLost if its lease was lost."""
+
+    def report_step(self, step: int, metrics: dict[str, float], steps: int | None = None) -> None:
+        """Reports a finished step; metrics such as the mean reward are shown and logged. `steps`: of the job in all."""
+
+    def memory(self, node: str, tags: dict[str, int]) -> None:
+        """Reports device bytes that the job holds on `node` now under these tags; reports of other tags stand."""
+
+    def host_memory(self, node: str, kinds: dict[str, int]) -> None:
+        """Reports bytes of host memory that the job's processes hold on `node` now, by kind."""
+
+    def note(self, note: str) -> None:
+        """Reports what the job does within its phase: sync, sleep, wake..."""
+
+    def guard(self, fenced: Callable[[], None]) -> None:
+        """Has `fenced` called, in a thread of its own, when the nodes held may not be used any more, and again while that is so.
+
+        It is to stop what runs there, and may wait with `wait_until_usable`.
+        """
+
+    def wait_until_usable(self) -> None:
+        """Blocks while the nodes held may not be used. Raises LeaseLost when they never will be."""
+
+    def members(self, members: Iterable[m.Member]) -> None:
+        """Names all device-holding processes, instead of those named before: the job's nodes are granted to others only when they
+        are gone."""
+
+    def contended(self, phase: str) -> list[str]:
+        """This job's nodes of that phase for which another job waits."""
+        return []
+
+    def gangs(self, phase: str) -> list[list[str]]:
+        """Sets of this job's nodes of that phase: if all of one came back another job would begin."""
+        return []
+
+    def has_waiters(self, phase: str) -> bool:
+        """Whether another job waits for one of this job's nodes of that phase."""
+        return bool(self.contended(phase))
+
+    def place(self, node: str) -> Place:
+        """Where the node is, by the coordinator's configuration; bound to no host where that names none."""
+        return self._places.get(node, Place())
+
+    @property
+    def filler_grace(self) -> float | None:
+        """Seconds that a filler has to leave; None without a coordinator."""
+        return None
+
+    @property
+    def lease_timeout(self) -> float | None:
+        """Seconds without a sign of life after which the job counts as silent; None without a coordinator."""
+        return None
+
+    @property
+    def move(self) -> int:
+        """The number of the move that the job is to make: at the end of its step it saves, and leaves. 0: none."""
+        return 0
+
+    def leave_to_move(self, move: int, step: int, saving_s: float) -> None:
+        """As `close`, of a job that comes back under its name, on nodes that are kept for it, and goes on after `step`. Saving took
+        `saving_s` seconds of that step."""
+
+    def fail(self, reason: str) -> None:
+        """Ends the job while its memory may still be on its nodes: they come free when its processes are gone."""
+
+    def close(self, reason: str = "") -> None:
+        """Ends the job, or only this client if it is not the job's first, and gives back what it holds.
+
+        `reason`: why, if the job has not simply finished.
+        """
+
+
+class Mux(LocalMux):
+    """A job registered with the coordinator at `address`; for what the calls do see LocalMux.
+
+    made -> registered (or queued, with `wait` False) -> calls from any thread -> `close` or `fail`; or the coordinator ends the job
+    (JOB_ENDED). After each of these every call that needs an answer raises LeaseLost. `_changed` guards the conversation, which
+    the link's thread and the callers share.
     """
 
     def __init__(
@@ -47,8 +203,8 @@ class Mux(LocalMux):
     ):  # fmt: skip
         """`about`: the other fields of Register.
 
-        Raises UserError: refused, or nobody answers within `timeout` seconds. A job that is queued to be placed waits however
-        long that takes; with `wait` False it does not, and `nodes` is empty.
+        Raises UserError: refused, or no coordinator answers within `timeout` seconds. A job that is queued to be placed waits
+        however long that takes; with `wait` False it does not, and `nodes` is empty.
         """
         super().__init__(job, nodes, filler)
         self.address, self.uid = address, uid
@@ -56,14 +212,14 @@ class Mux(LocalMux):
         self._talk = Conversation(who, {**msgspec.structs.asdict(this_process()), "nodes": nodes, "filler": filler, **about})
         self._timeout = timeout
         self._changed = threading.Condition()
-        self._wanted: dict[int, threading.Event] = {}  # by token, of what is held
+        self._wanted: dict[int, threading.Event] = {}  # by token, of leases held
         self._heard_at = time.monotonic()
         self._progress_sent = 0.0
         self._link = Link(address, who["client"], self._receive, self._tick, _TICK_S, keys)
         self._link.start()
         try:
             self._register(timeout, wait)
-        except BaseException:  # not let in, as far as it knows
+        except BaseException:  # not registered, as far as it knows
             with self._talking() as talk:
                 talk.leave()
                 talk.end("never registered")
@@ -87,10 +243,10 @@ class Mux(LocalMux):
             self.wait_until_usable()  # a grant may have been long on its way
             with self._changed:
                 wanted = self._wanted.setdefault(answer.token, threading.Event())
-                self._tell_wanted()
+                self._set_wanted()
             waited = time.perf_counter() - asked
             return Lease(answer.token, answer.nodes, answer.phase, answer.step, waited, answer.granted_at, wanted)
-        except BaseException:  # nobody will ever release it: also when it has been granted meanwhile
+        except BaseException:  # the caller will never release it, though it may have been granted meanwhile
             with self._talking() as talk:
                 talk.cancel(key)
             raise
@@ -142,17 +298,17 @@ class Mux(LocalMux):
         threading.Thread(target=self._watch_fence, args=(fenced,), name="verl-mux-fence", daemon=True).start()
 
     def _watch_fence(self, fenced: Callable[[], None]) -> None:
-        told = False
+        logged = False
         while True:
             with self._changed:
                 if not self._is_fenced():
-                    told = False
+                    logged = False
                 self._changed.wait_for(lambda: self._talk.ended is not None or self._is_fenced())
                 if self._talk.ended is not None:
                     return
-            if not told:
+            if not logged:
                 log.warning("coordinator %s does not answer: job %r stops using its nodes until it does", self.address, self.job)
-            told = True
+            logged = True
             fenced()
             with self._changed:
                 self._changed.wait_for(lambda: self._talk.ended is not None or not self._is_fenced(), _TICK_S)
@@ -178,8 +334,8 @@ class Mux(LocalMux):
         return [node for node in contended if node in self.nodes.get(phase, contended)]
 
     def gangs(self, phase: str) -> list[list[str]]:
-        mine = self.nodes.get(phase)
-        return [gang for gang in self._talk.gangs if mine is None or set(gang).issubset(mine)]
+        nodes = self.nodes.get(phase)
+        return [gang for gang in self._talk.gangs if nodes is None or set(gang).issubset(nodes)]
 
     @property
     def filler_grace(self) -> float | None:
@@ -206,7 +362,7 @@ class Mux(LocalMux):
         self._leave(lambda talk: talk.leave(reason), "closed")
 
     def _leave(self, say: Callable[[Conversation], None], reason: str) -> None:
-        """Says goodbye, and waits a moment to hear that it was understood."""
+        """Says goodbye, and waits a moment for the answer."""
         with self._changed:
             if self._talk.ended is None:
                 with self._talking() as talk:
@@ -250,7 +406,7 @@ class Mux(LocalMux):
             if not answer.retry or time.monotonic() > deadline:
                 raise UserError(answer.reason)
             refused = answer
-            time.sleep(_RETRY_S)  # what holds the name is about to end
+            time.sleep(_RETRY_S)  # the job that has the name is about to end
 
     def _answer_to(self, key: str, what: str, timeout: float | None = None) -> m.Message | None:
         """Waits for it; None after `timeout` seconds: the question stays open and is repeated. `what`: in words."""
@@ -261,7 +417,7 @@ class Mux(LocalMux):
             return answer
 
     def _wait_until_over(self, key: str, what: str, timeout: float | None) -> None:
-        """A wait without end says now and then what it waits for, or that nobody is there."""
+        """A wait without a timeout logs now and then what it waits for, and that the coordinator is not heard."""
 
         def over() -> bool:
             return self._talk.is_over(key)
@@ -270,10 +426,10 @@ class Mux(LocalMux):
             self._changed.wait_for(over, timeout)
             return
         since = time.monotonic()
-        while not self._changed.wait_for(over, _SAY_EVERY_S):
+        while not self._changed.wait_for(over, _LOG_EVERY_S):
             now = time.monotonic()
             log.info("job %r has waited %.0f s for %s", self.job, now - since, what)
-            if now - self._heard_at > _SAY_EVERY_S:
+            if now - self._heard_at > _LOG_EVERY_S:
                 log.warning("coordinator %s has not been heard for %.0f s", self.address, now - self._heard_at)
 
     def _tell(self, kind: type[m.FromJob], **fields: Any) -> None:
@@ -291,15 +447,15 @@ class Mux(LocalMux):
             raise LeaseLost(self._talk.lost.pop(token))
 
     def _rollout_token(self) -> int | None:
-        """Of the rollout lease held. Raises LeaseLost if any lease was lost and nobody has been told."""
+        """Of the rollout lease held. Raises LeaseLost if any lease was lost and no call has raised that yet."""
         with self._changed:
             self._raise_if_ended()
             if self._talk.lost:
                 raise LeaseLost(next(iter(self._talk.lost.values())))
             return next((claim.token for claim in self._talk.held.values() if claim.phase == "rollout"), None)
 
-    def _tell_wanted(self) -> None:
-        """Those who hold what another job waits for, or what may not be used any more. `_changed` is held."""
+    def _set_wanted(self) -> None:
+        """Of leases for whose nodes another job waits, or that may not be used any more. `_changed` is held."""
         fenced = self._is_fenced()
         for token, wanted in list(self._wanted.items()):
             if fenced or token in self._talk.wanted or token not in self._talk.held:
@@ -313,7 +469,7 @@ class Mux(LocalMux):
         with self._talking() as talk:
             talk.tick(time.monotonic())
             if self._is_fenced():
-                self._tell_wanted()
+                self._set_wanted()
                 self._changed.notify_all()
 
     def _receive(self, message: m.AnyMessage) -> None:
@@ -323,5 +479,5 @@ class Mux(LocalMux):
             talk.receive(message, self._heard_at)
             for reason in list(talk.lost.values())[lost:]:
                 log.error("lease lost: %s", reason)
-            self._tell_wanted()
+            self._set_wanted()
             self._changed.notify_all()

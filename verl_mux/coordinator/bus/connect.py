@@ -1,11 +1,12 @@
-"""How a job comes to its client: `connect(...)` gives a Mux, whose `phase` holds a lease for the length of a block.
+"""`connect(...)` registers a job and gives its client, a Mux, whose `phase` holds a lease for the length of a block.
 
     mux = connect("tcp://127.0.0.1:5570", "math", {"rollout": ["r0"], "train": ["t0"]})
     with mux.phase("rollout", step=1) as lease:
         ...  # the nodes in lease.nodes are ours
 
-With address None every lease is granted at once, locally: no socket, no thread. All calls may come from any thread.
-The coordinator may be restarted meanwhile; calls that need an answer wait for it.
+Runs in the processes of a job; called by the trainer, by `verl-mux hold` and by users (`verl_mux.phase`). With address None every
+lease is granted at once, locally: no socket, no thread. All calls may come from any thread. The coordinator may be restarted
+meanwhile; calls that need an answer wait for it.
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from verl_mux.coordinator.bus.access.keys import JOB, for_address
-from verl_mux.coordinator.bus.client import Mux
-from verl_mux.coordinator.bus.local import Lease, LocalMux
+from verl_mux.coordinator.bus.client import Lease, LocalMux, Mux
+from verl_mux.coordinator.bus.curve_keys import JOB, for_address
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.errors import UserError
-from verl_mux.placement.estimator import Observed
-from verl_mux.placement.job_needs import JobNeeds
+from verl_mux.placement.estimate.estimator import Observed
+from verl_mux.placement.estimate.job_needs import JobNeeds
 
 ADDRESS_VARIABLE, JOB_VARIABLE, NODES_VARIABLE = "VERL_MUX_COORDINATOR", "VERL_MUX_JOB", "VERL_MUX_NODES"
 
@@ -73,27 +73,27 @@ def connect(
             ["auto"]}); the client's `nodes` then say where it was placed.
         slo: how many times its iteration alone an iteration of such a job may last; default: the coordinator's.
         profiled: seconds of a few steps of such a job, measured before; it is placed by them rather than by bounds.
-        filler: work of a priority below the jobs, see docs/hold.md. It may name one side only, asks for any so many of its
-            nodes, and gives a lease back as soon as its `wanted` is set.
+        filler: the job ranks behind all others, see docs/fillers.md. It may name one side only, asks for any number of its nodes,
+            and gives a lease back as soon as its `wanted` is set.
         grace: seconds that a filler may need for that, if they are more than the coordinator's `filler_grace`.
-        movable: whoever started the job starts it again, from its newest checkpoint, when it has left because it was asked to
-            (`Mux.move`).
+        movable: the launcher starts the job again, from its newest checkpoint, when it has left because the coordinator asked it
+            to (`Mux.move`).
         colocated: both phases of such a job run on the same nodes, for training.
-        wait: block until the job has its nodes, where it has to be placed; if False, it only looks, and the client's `nodes`
-            may be empty.
+        wait: block until a job that has to be placed has its nodes; if False, the client's `nodes` may be empty.
 
     Raises:
-        UserError: the registration is refused, or nobody answers within `timeout` seconds.
+        UserError: the registration is refused, or no coordinator answers within `timeout` seconds.
     """
     if address is None:
         return LocalMux(job, nodes, filler)
-    with_keys = for_address(address, keys, JOB)
-    registration: dict[str, Any] = {"gpus": gpus or {}, "seed": seed, "steps": steps, "needs": needs, "slo": slo}
-    registration |= {"host_memory": host_memory or {}, "profiled": profiled or Observed()}
-    registration |= {"grace": grace, "movable": movable, "colocated": colocated}
+    registration: dict[str, Any] = {
+        "gpus": gpus or {}, "host_memory": host_memory or {}, "seed": seed, "steps": steps, "needs": needs, "slo": slo,
+        "profiled": profiled or Observed(), "grace": grace, "movable": movable, "colocated": colocated,
+    }  # fmt: skip
     return Mux(
-        address, job, nodes, uid=uid or _uid_for(job), timeout=timeout, wait=wait, keys=with_keys, filler=filler, **registration
-    )
+        address, job, nodes, uid=uid or _uid_for(job), timeout=timeout, wait=wait, keys=for_address(address, keys, JOB),
+        filler=filler, **registration,
+    )  # fmt: skip
 
 
 def default_mux() -> LocalMux:
@@ -118,17 +118,15 @@ def _nodes_from_environment() -> dict[str, list[str]]:
     raise UserError(f'{NODES_VARIABLE} is {given!r}; expected JSON like {{"rollout": ["r0"], "train": ["t0"]}}')
 
 
-def _new_uid(job: str) -> str:
-    """Of one start of `job`. Everything started with it in VERL_MUX_JOB_UID counts as a process of the job, so a restart needs a
-    new one."""
-    return f"{job}:{uuid.uuid4().hex}"
-
-
 def _uid_for(job: str) -> str:
-    """The uid from the environment unless it is another job's; a new one goes there, so that children carry it."""
-    uid = os.environ.setdefault(UID_VARIABLE, _new_uid(job))
+    """The uid from the environment unless it is another job's; a new one goes there, so that children carry it.
+
+    Every process started with it in VERL_MUX_JOB_UID counts as one of the job, so each start of a job needs a new one.
+    """
+    new = f"{job}:{uuid.uuid4().hex}"
+    uid = os.environ.setdefault(UID_VARIABLE, new)
     another_job = ":" in uid and uid.rpartition(":")[0] != job
-    return _new_uid(job) if another_job else uid
+    return new if another_job else uid
 
 
 class phase(contextlib.ContextDecorator):

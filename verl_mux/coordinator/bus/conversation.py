@@ -1,20 +1,21 @@
-"""A job's half of the protocol, as a pure conversation: what is asked, what arrives and the time that passes in; messages out.
+"""A job's half of the protocol, as a pure conversation: questions, arriving messages and time go in; messages come out.
 
-No thread, no socket, no clock: `client.Mux` has those, and the tests drive thousands of conversations through a made network.
+Runs in the processes of a job, called by client.py, which has the thread, the socket and the clock; tests drive thousands of
+conversations through a made network. Pure.
 
 Theory of operation
-- A question (a registration, a request, a release...) stays open under its own key until it is answered, and is sent again
-  when a beat that was sent after it comes back and the coordinator does not have it. The coordinator answers a repeated
-  question as it answered the first, so neither a lost question nor a lost answer matters.
-- While nobody knows us, each beat is our registration. After that each beat tells which leases we hold, and its answer says
-  which of them the coordinator holds for ours too: those that it does not name are lost.
-- A coordinator of another epoch was restarted: we register again and assert what we hold. A grant that comes late from the
-  one before is none: its successor did not hear us assert it.
-- A grant that nobody asked for, or no longer wants, is released at once.
-- What we give back goes first: a request is sent when no release, shrink or cancel of ours is open, so that it never meets what
-  we held before it.
-- What we hold is good until a lease timeout after we *sent* the last thing that the coordinator is known to have heard. Long
-  before that, at FENCED_AFTER of it, we are fenced: the nodes may not be used until the coordinator has answered again.
+- A question (a registration, a request, a release...) stays open under its own key until it is answered, and is sent again when a
+  beat that was sent after it comes back and the coordinator does not have it. The coordinator answers a repeated question as it
+  answered the first, so neither a lost question nor a lost answer matters.
+- While the coordinator does not know the client, each beat is a registration. After that each beat names the leases held, and its
+  answer names those that the coordinator holds for the client too: the others are lost.
+- A coordinator of another epoch was restarted: the client registers again and asserts what it holds. A grant that comes late from
+  the coordinator before is void: its successor did not hear the client assert it.
+- A grant that was not asked for, or is not wanted any more, is released at once.
+- What is given back goes first: a request is sent when no release, shrink or cancel is open, so that it never competes with what
+  the client held before.
+- Leases are good until a lease timeout after the client *sent* the last message that the coordinator is known to have heard. Long
+  before that, at FENCED_AFTER of it, the client is fenced: the nodes may not be used until the coordinator has answered again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ RECONNECTS_WITHIN_S = 1.0  # between two tries, and as much again at random
 FENCED_AFTER = 0.7
 REGISTER, GOODBYE = "register", "goodbye"
 _GIVING_BACK = (m.LeaseRelease, m.LeaseShrink, m.LeaseCancel)
-_UNANSWERED_BEATS = 64  # after so many the oldest is taken for lost
+_UNANSWERED_BEATS = 64  # of more than these, the oldest counts as lost
 
 
 class Who(TypedDict):
@@ -59,7 +60,7 @@ class Conversation:
         self.queued: m.Queued | None = None  # stands in its place as long as the job waits for nodes
         self.contended: list[str] = []
         self.gangs: list[list[str]] = []
-        self.move = 0  # the number of the one that the job is to make
+        self.move = 0  # the number of the move that the job is to make
         self.held: dict[int, m.Claim] = {}
         self._seen = 0  # the highest token of all
         self.wanted: set[int] = set()  # tokens held for whose nodes another job waits, or waited
@@ -67,14 +68,14 @@ class Conversation:
         self.ended: str | None = None
         self._open: dict[str, m.FromJob] = {}  # key -> the question
         self._asked_at: dict[str, int] = {}  # key -> number of the last beat before it was asked
-        self._unwanted: set[str] = set()  # keys of questions that nobody waits for
+        self._unwanted: set[str] = set()  # keys of questions whose answers no caller waits for
         self._answers: dict[str, m.Message] = {}
-        self._unknown = False  # the coordinator does not know us, or not this start of it
+        self._unknown = False  # to the coordinator, or to this start of it
         self._beats = 0
-        self._heard_of_us = -math.inf  # when we sent the last thing that the coordinator is known to have heard
-        self._number = 1  # of our registration
+        self._heard_of_us = -math.inf  # when the last message was sent that the coordinator is known to have heard
+        self._number = 1  # of the registration
         self._registering_since: float | None = None
-        self._unanswered: dict[int, tuple[float, list[int]]] = {}  # beat -> when it was sent, and which tokens it told
+        self._unanswered: dict[int, tuple[float, list[int]]] = {}  # beat -> when it was sent, and its tokens
         self._next_beat = 0.0
         self._out: list[m.FromJob] = []
 
@@ -101,7 +102,7 @@ class Conversation:
         self.ask(key, m.LeaseRequest(**self.who, key=key, phase=phase, step=step, nodes=nodes, **of_a_filler))
 
     def cancel(self, key: str) -> None:
-        """Nobody waits for this lease any more, even if it was granted in this moment, or its answer taken."""
+        """The lease is not wanted any more, even if it was granted in this moment, or its answer taken."""
         self._forget(key)
         self._answers.pop(key, None)
         for token in [token for token, claim in self.held.items() if claim.key == key]:
@@ -122,7 +123,7 @@ class Conversation:
         self.ask(key, m.LeaseShrink(**self.who, key=key, token=token, nodes=nodes), wanted=False)
 
     def leave(self, reason: str = "", **to_move: Any) -> None:
-        """The whole job goes with its first client; with another, only that one. `reason`, `to_move`: see Deregister."""
+        """The whole job goes with its first client; another client goes alone. `reason`, `to_move`: see Deregister."""
         self.held.clear()
         first = self.registered is not None and self.registered.first
         self._say_goodbye(m.Deregister(**self.who, reason=reason, **to_move) if first else m.Detach(**self.who))
@@ -132,7 +133,7 @@ class Conversation:
         self._say_goodbye(m.Failing(**self.who, reason=reason))
 
     def tell(self, kind: type[m.FromJob], **fields: Any) -> None:
-        """What needs no answer."""
+        """Sends what needs no answer."""
         self._out.append(kind(**self.who, **fields))
 
     def end(self, reason: str) -> None:
@@ -153,13 +154,13 @@ class Conversation:
         return key in self._answers or self.ended is not None
 
     def take_answer(self, key: str) -> m.Message | None:
-        """None if it has not come; the question stays open then, but nobody waits for it any more."""
+        """None if it has not come; the question stays open then, but its answer will be dropped."""
         if key in self._open:
             self._unwanted.add(key)
         return self._answers.pop(key, None)
 
     def may_use(self, now: float) -> bool:
-        """Whether what is held may be used: nobody else can have it yet."""
+        """Whether what is held may be used: no other job can have it yet."""
         return self.ended is None and now < self._fenced_at()
 
     def _fenced_at(self) -> float:
@@ -197,7 +198,7 @@ class Conversation:
             receiver(self, message, now)
 
     def _is_for_us_now(self, message: m.Registered | m.Queued) -> bool:
-        """A coordinator that was restarted must answer the registration in which we asserted what we hold, not an earlier one."""
+        """A coordinator that was restarted must answer the registration that asserts what is held, not an earlier one."""
         welcome = self.registered or self.queued
         if welcome is None or message.epoch == welcome.epoch or (self._unknown and message.answers == self._number):
             return True
@@ -212,7 +213,7 @@ class Conversation:
         self._answer(REGISTER, message)
         if again:
             self._out += [question for question in self._open.values() if not self._is_held_back(question)]
-            self._beat(now)  # whose answer tells which of our leases it took over
+            self._beat(now)  # whose answer names the leases that it took over
         elif self._registering_since is not None:
             self._heard_of_us = max(self._heard_of_us, self._registering_since)
 
@@ -227,13 +228,13 @@ class Conversation:
     def _on_refused(self, message: m.Refused, now: float) -> None:
         if message.about != REGISTER or self.registered is None:
             self._answer(message.about, message)
-        elif not message.retry and self._unknown:  # given up; not a line about some message that went astray
+        elif not message.retry and self._unknown:  # a registration given up; not an answer to a message that went astray
             self._on_ended(m.JobEnded(reason=message.reason), now)
 
     def _on_grant(self, message: m.LeaseGrant, now: float) -> None:
         self._seen = max(self._seen, message.token)
         if not self._is_of_our_coordinator(message):
-            return  # if it holds, it comes again when we are registered
+            return  # if it holds, it comes again after the registration
         if message.token in self.held or _release_key(message.token) in self._open:
             return
         if self._answer(message.key, message):
@@ -259,15 +260,15 @@ class Conversation:
             self._register_again()
             return
         self.move = message.move
-        sent_at, told = beat
+        sent_at, tokens = beat
         self._heard_of_us = max(self._heard_of_us, sent_at)
-        for token in {*told, *message.tokens} - set(message.tokens):
+        for token in {*tokens, *message.tokens} - set(message.tokens):
             self._lose(token)
         for key in self._lost_on_the_way(message):
             self._out.append(self._open[key])
 
     def _lost_on_the_way(self, message: m.HeartbeatAck) -> Iterable[str]:
-        """Asked before that beat, and yet not known there."""
+        """Keys of questions asked before that beat, and yet not known to the coordinator."""
         lost = [key for key in self._open if key not in message.queued and self._asked_at[key] < message.beat]
         return [key for key in lost if not self._is_held_back(self._open[key])]
 
@@ -301,20 +302,13 @@ class Conversation:
     # --- questions ---
 
     def _registration_message(self) -> m.Register:
-        """Again, it says where the coordinator had placed the job, in case that is forgotten there."""
+        """A repeated registration names the nodes where the job was placed, in case the coordinator has lost that."""
         again = self.registered is not None or self.queued is not None
-        placed = self.registered.nodes if self.registered is not None else {}
-        held = list(self.held.values())
-        changing: dict[str, Any] = {
-            "members": self.members,
-            "held": held,
-            "seen": self._seen,
-            "number": self._number,
-            "again": again,
-            "first": self.registered is not None and self.registered.first,
-            "placed": placed,
-        }
-        return m.Register(**self.who, **self._registration, **changing)
+        return m.Register(
+            **self.who, **self._registration, members=self.members, held=list(self.held.values()), seen=self._seen,
+            number=self._number, again=again, first=self.registered is not None and self.registered.first,
+            placed=self.registered.nodes if self.registered is not None else {},
+        )  # fmt: skip
 
     def _say_goodbye(self, message: m.FromJob) -> None:
         self._open.clear()

@@ -13,14 +13,106 @@ import time
 from collections.abc import Callable
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.access.handshake import Handshake
-from verl_mux.coordinator.bus.access.keys import ClientKeys
-from verl_mux.coordinator.bus.address import check_port
 from verl_mux.coordinator.bus.conversation import RECONNECTS_WITHIN_S
-from verl_mux.coordinator.bus.outbox import Outbox
+from verl_mux.coordinator.bus.curve_keys import ClientKeys, check_port
 from verl_mux.errors import UserError
+
+FAILURES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+
+def pending(monitor: zmq.Socket) -> list[tuple[int, int]]:
+    """The events that have come: (event, value)."""
+    found = []
+    while monitor.poll(0):
+        event = recv_monitor_message(monitor)
+        found.append((event["event"], event["value"]))
+    return found
+
+
+class Handshake:
+    """Watches a client's connection. `monitor` can be polled; `refusal()` says in words why it is refused, or None.
+
+    A coordinator with another key breaks off without a word, and so does one that is just being restarted: for `patience_s` it is
+    taken for the latter.
+    """
+
+    def __init__(self, socket: zmq.Socket, address: str, keys: ClientKeys | None, patience_s: float = 0.0):
+        self._socket, self._address, self._keys, self._patience_s = socket, address, keys, patience_s
+        self.monitor = socket.get_monitor_socket(FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._broken_off, self._broken_since = 0, 0.0
+        self.has_succeeded = False
+
+    def refusal(self) -> str | None:
+        reason = None
+        for event, value in pending(self.monitor):
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._broken_off, reason, self.has_succeeded = 0, None, True
+            else:
+                reason = self._in_words(event, value)
+        return reason
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self.monitor.close(linger=0)
+
+    def _in_words(self, event: int, value: int) -> str | None:
+        at = f"the coordinator at {self._address}"
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return f"{at} does not know {self._keys.source if self._keys else 'this key'}: name the folder it was started with"
+        if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            if self._keys is not None:
+                return f"{at} takes no keys: it is another program, or of an older version"
+            return f"{at} wants a key: name the folder it was started with by --keys DIR, mux.keys=DIR or VERL_MUX_KEYS"
+        if self._broken_off == 0:
+            self._broken_since = time.monotonic()
+        self._broken_off += 1
+        if self._broken_off < 2 or self._keys is None or time.monotonic() - self._broken_since < self._patience_s:
+            return None
+        return f"{at} has another key than {self._keys.source.parent / 'server.key'}: name the folder it was started with"
+
+
+Subject = tuple[object, ...]
+
+
+class Outbox:
+    """Messages in the order in which they are to be sent. A later one about the same thing takes an earlier one's place, so an
+    outage of an hour leaves one heartbeat and one progress behind it, not thousands."""
+
+    def __init__(self) -> None:
+        self._messages: dict[Subject, m.Message] = {}
+
+    def put(self, message: m.Message) -> None:
+        subject = _subject(message)
+        self._messages.pop(subject, None)
+        self._messages[subject] = message
+
+    def take(self) -> m.Message | None:
+        if not self._messages:
+            return None
+        return self._messages.pop(next(iter(self._messages)))
+
+    def put_back(self, message: m.Message) -> None:
+        """What was taken and could not be sent is still the first, unless something newer was said about it meanwhile."""
+        self._messages = {_subject(message): message, **self._messages}
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+
+def _subject(message: m.Message) -> Subject:
+    """Questions are told apart by their key or token, steps by their number, reports on memory by what they report on."""
+    kind = type(message)
+    if isinstance(message, m.MemoryReport):
+        return kind, message.node, *message.tags
+    if isinstance(message, m.HostReport):
+        return kind, message.node
+    if isinstance(message, m.Progress):
+        return (kind,)
+    return kind, *(getattr(message, field, None) for field in ("key", "token", "step"))
+
 
 log = logging.getLogger(__name__)
 

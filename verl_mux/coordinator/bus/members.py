@@ -1,12 +1,17 @@
 """Which processes of a job are alive on this host, and ending those that outlive it.
 
-A process is known by pid, boot and when it started after that boot, in the kernel's clock ticks: a reused pid is never
-taken for it and never killed, and a wall clock that is set changes nothing. A process of a job is its driver, a member
-that the job reported, or any process whose start environment carries the job's uid in VERL_MUX_JOB_UID, where this
-user may read it.
+Runs in the coordinator, in agents, launchers and keepers, and in every process of a job that names itself; touches /proc and signals.
 
-Limit: only what has process ids of this PID namespace can be looked at. A container with process ids of its own is another
-host in this sense, also where it has this host's name. What cannot be seen is never taken for dead: an agent there looks.
+A process is known by pid, boot and when it started after that boot, in the kernel's clock ticks: a reused pid is never taken for it
+and never killed, and a wall clock that is set changes nothing. A process of a job is its driver, a member that the job reported, or
+any process whose start environment carries the job's uid in VERL_MUX_JOB_UID, where this user may read it.
+
+Which processes a job has is what its messages say, and any client may send a message. So `kill` ends a process only if that proves
+that it belongs to the job: it was started with the job's uid in VERL_MUX_JOB_UID, and it runs as the user of this process. The uid
+is a secret of the job: no output shows it, and /proc shows it to the same user alone.
+
+Limit: only what has process ids of this PID namespace can be looked at. A container with process ids of its own is another host in
+this sense, also where it has this host's name. What cannot be seen is never taken for dead: an agent there looks.
 """
 
 from __future__ import annotations
@@ -14,12 +19,35 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from pathlib import Path
 
 import psutil
 
-from verl_mux.coordinator.bus.boot import boot_id, pid_space
 from verl_mux.coordinator.bus.messages import Member
+
+
+def boot_id() -> str:
+    """Empty where the kernel does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def pid_space() -> str:
+    """Names the PID namespace of this process on this machine: containers with process ids of their own have others. Empty where
+    the kernel does not say."""
+    try:
+        return os.readlink("/proc/self/ns/pid").removeprefix("pid:").strip("[]")
+    except OSError:
+        return ""
+
+
+def seconds_since_boot() -> float:
+    """Goes on while the machine sleeps, and is the same in all processes of one boot."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
 
 UID_VARIABLE = "VERL_MUX_JOB_UID"
 HOST = socket.gethostname()
@@ -103,6 +131,26 @@ def survivors(uid: str | None, known: list[Member]) -> list[Member]:
     for member in carriers(uid) if uid else []:
         alive.setdefault(member.pid, member)
     return [alive[pid] for pid in sorted(alive)]
+
+
+def kill(member: Member, uid: str, was_marked: bool = False) -> bool:
+    """SIGKILL for exactly this process, if it is one of the job with that uid. False: it is not, or it is gone.
+
+    `was_marked`: the caller has read that uid from it before; it may have written a title over its environment since.
+    """
+    with contextlib.suppress(psutil.Error, OSError):
+        process = psutil.Process(member.pid)  # from here on psutil notices when the pid becomes another process's
+        if is_here(member) and is_alive(member) and _belongs(process, uid, was_marked):
+            end(process)
+            return True
+    return False
+
+
+def _belongs(process: psutil.Process, uid: str, was_marked: bool) -> bool:
+    """Raises psutil.Error where this user may not look, which counts as no."""
+    same_user = set(process.uids()) == {os.getuid()}
+    mark = process.environ().get(UID_VARIABLE) or (uid if was_marked else "")
+    return bool(uid) and same_user and process.pid not in own_family() and mark == uid
 
 
 def end(process: psutil.Process) -> None:

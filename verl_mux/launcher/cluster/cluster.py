@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from verl_mux.coordinator.bus.access.keys import JOB, files_of
+from verl_mux.coordinator.bus.curve_keys import JOB, files_of
 from verl_mux.errors import Failure
 from verl_mux.launcher.cluster import layout, ports
 from verl_mux.launcher.cluster import messages as m

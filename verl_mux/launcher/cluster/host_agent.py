@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from verl_mux.coordinator.bus.access.keys import KEYS_VARIABLE
+from verl_mux.coordinator.bus.curve_keys import KEYS_VARIABLE
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 
 _AGAIN_AFTER_S, _END_S = 1.0, 10.0

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from verl_mux.coordinator.bus.access.keys import KEYS_VARIABLE
+from verl_mux.coordinator.bus.curve_keys import KEYS_VARIABLE
 from verl_mux.coordinator.bus.members import UID_VARIABLE, end, family_of, is_alive
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.launcher.cluster import messages as m

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from verl_mux.coordinator.bus.access.keys import AGENT, files_of
+from verl_mux.coordinator.bus.curve_keys import AGENT, files_of
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.launcher.cluster.host_agent import AgentSetup
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 
+from verl_mux.coordinator.bus import curve_keys as keys
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.access import keys
 from verl_mux.coordinator.bus.link import ask
-from verl_mux.coordinator.journal.journal import make_empty
+from verl_mux.coordinator.journal import make_empty
 from verl_mux.errors import Failure, UserError
 from verl_mux.launcher.processes.job_process import JobProcess
 from verl_mux.launcher.processes.marked_process import MarkedProcess

@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 
-from verl_mux.coordinator.bus.local import Lease, LeaseLost, LocalMux
+from verl_mux.coordinator.bus.client import Lease, LeaseLost, LocalMux
 from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.control.growth_plan import GrowthPolicy, pull, seconds_won
 from verl_mux.rollout.control.migration_plan import estimated_speed

@@ -8,7 +8,7 @@ import pytest
 
 from tests.coordinator.driver import Driver, config
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.families.agents import Holder
+from verl_mux.coordinator.bus.messages import Holder
 from verl_mux.coordinator.core.hosts import memory
 from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, HostMeasured, HostSeen, ProcessesGone
 from verl_mux.coordinator.core.records import HostMemory, State

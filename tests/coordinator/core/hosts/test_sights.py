@@ -4,7 +4,7 @@ import pytest
 
 from tests.coordinator.driver import Driver, config
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.families.agents import Holder, Look
+from verl_mux.coordinator.bus.messages import Holder, Look
 from verl_mux.coordinator.core.hosts.reaping import Sight, judge
 from verl_mux.coordinator.core.hosts.sights import CALM_S, DYING_S, Sights
 from verl_mux.coordinator.core.inputs_and_instructions import (

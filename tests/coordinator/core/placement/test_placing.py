@@ -26,8 +26,8 @@ from verl_mux.coordinator.core.records import State
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine
-from verl_mux.coordinator.journal.before import Before
-from verl_mux.coordinator.journal.journal import Journal
+from verl_mux.coordinator.journal import Journal
+from verl_mux.coordinator.journal_files import Before
 from verl_mux.coordinator.status_view import plain
 from verl_mux.errors import UserError
 from verl_mux.placement.estimator import Observed

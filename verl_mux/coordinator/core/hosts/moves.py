@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl_mux.coordinator.bus.families.agents import HostName
+from verl_mux.coordinator.bus.messages import HostName
 from verl_mux.coordinator.core.inputs_and_instructions import (
     HostGone,
     HostReleased,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.families.agents import HostName, NodeHere
+from verl_mux.coordinator.bus.messages import HostName, NodeHere
 from verl_mux.coordinator.core.hosts.reaping import Sight
 from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, HostGone, HostSeen, OwedPaid, What
 from verl_mux.coordinator.core.records import Host, Job, JobState, Lease, State

@@ -2,8 +2,8 @@
 
 import pytest
 
-from verl_mux.coordinator.journal import before
-from verl_mux.coordinator.journal.before import Before, arrive
+from verl_mux.coordinator import journal_files as before
+from verl_mux.coordinator.journal_files import Before, arrive
 
 
 @pytest.mark.parametrize("bind", ["tcp://127.0.0.1:0", "tcp://*:*"])

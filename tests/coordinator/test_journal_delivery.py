@@ -4,10 +4,9 @@ import pytest
 
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.inputs_and_instructions import Input, Send
+from verl_mux.coordinator.journal import Delivery, Journal
 from verl_mux.coordinator.journal import delivery as delivery_module
-from verl_mux.coordinator.journal.before import Before
-from verl_mux.coordinator.journal.delivery import Delivery
-from verl_mux.coordinator.journal.journal import Journal
+from verl_mux.coordinator.journal_files import Before
 
 WHO = {"job": "a", "uid": "a:1", "client": "a"}
 REGISTER = m.Register(**WHO, host="h", pid=1, started=1, nodes={"rollout": ["r0"], "train": ["t0"]})
@@ -36,7 +35,7 @@ class World:
             write(journal, *arguments)
 
         monkeypatch.setattr(type(self.journal), "_write", counted)
-        monkeypatch.setattr("verl_mux.coordinator.journal.journal._RETRY_S", 0.0)
+        monkeypatch.setattr("verl_mux.coordinator.journal._RETRY_S", 0.0)
 
     def carry_out(self, instruction):
         if isinstance(instruction, Send):

@@ -8,13 +8,13 @@ import pytest
 import zmq
 
 from tests.coordinator.raw import Stranger, raw_dealer
+from verl_mux.coordinator.bus import curve_keys as keys
 from verl_mux.coordinator.bus import link
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.access import keys
 from verl_mux.coordinator.bus.connect import connect
 from verl_mux.coordinator.bus.link import ask
 from verl_mux.coordinator.bus.members import this_process
-from verl_mux.coordinator.command import fetch_status
+from verl_mux.coordinator.commands import fetch_status
 from verl_mux.errors import UserError
 
 NODES = {"rollout": ["r0"], "train": ["t0"]}

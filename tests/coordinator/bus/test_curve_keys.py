@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from verl_mux.coordinator.bus.access import keys
+from verl_mux.coordinator.bus import curve_keys as keys
 from verl_mux.errors import UserError
 
 

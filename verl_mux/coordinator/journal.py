@@ -1,11 +1,12 @@
 """The coordinator's memory on disk: every input that changes anything, in order.
 
-Inputs that came together are one frame of an append-only file, on disk before anybody is told what follows from them;
-so no client can know of a lease that a restarted coordinator does not, whether a process or the machine ended.
-Replaying the inputs gives the state back, because the state machine is pure. Every COMPACT_EVERY inputs, and at each
-start, a new file with a snapshot takes the place of the old one.
+Runs in the coordinator's process; server.py makes a Journal and a Delivery. Touches the files of journal_files.py.
 
-What may have been lost is never passed over: either the start is refused, or the coordinator settles (core/claims.py).
+Inputs that came together are one frame of an append-only file, on disk before any client sees what follows from them; so no client
+can know of a lease that a restarted coordinator does not, whether a process or the machine ended. Replaying the inputs gives the
+state back, because the state machine is pure. Every COMPACT_EVERY inputs, and at each start, a new file with a snapshot takes the
+place of the old one. Where something may have been lost, either the start is refused, or the coordinator settles
+(core/tokens/claims.py): it asks living jobs for their leases before it grants any.
 """
 
 from __future__ import annotations
@@ -14,25 +15,70 @@ import contextlib
 import logging
 import time
 import uuid
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from verl_mux.coordinator.core.inputs_and_instructions import Input
-from verl_mux.coordinator.core.records import State
+from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.bus.members import boot_id, seconds_since_boot
+from verl_mux.coordinator.core.hosts import fences, pools
+from verl_mux.coordinator.core.inputs_and_instructions import Input, Instruction, Send
+from verl_mux.coordinator.core.records import JobState, State
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.coordinator.core.tokens import claims, numbering
-from verl_mux.coordinator.journal import epoch as epoch_file
-from verl_mux.coordinator.journal import frames
-from verl_mux.coordinator.journal.before import Before
-from verl_mux.coordinator.journal.changed_config import carried_over
-from verl_mux.coordinator.journal.clock import Clock, new_clock
-from verl_mux.coordinator.journal.epoch import Epoch
-from verl_mux.coordinator.journal.frames import Damaged, FrameFile
-from verl_mux.coordinator.journal.lock import Lock
+from verl_mux.coordinator.journal_files import Before, Damaged, Epoch, FrameFile, Lock, parse, read_epoch, write_epoch
 from verl_mux.errors import UserError
+
+
+class Clock(msgspec.Struct, frozen=True):
+    """`offset` to the time since the boot named `boot`, so that what a journal says of an earlier boot stays comparable."""
+
+    boot: str
+    offset: float = 0.0
+
+    def now(self) -> float:
+        return seconds_since_boot() + self.offset
+
+    def wall(self, then: float) -> float:
+        """Epoch seconds of a moment of this clock: for people to read, never to reckon with."""
+        return time.time() - (self.now() - then)
+
+    def going_on(self, last: float) -> Clock:
+        """For a coordinator that starts now, where one of this clock came as far as `last`.
+
+        After a reboot it goes on from there: how long the machine was off, only the wall clock could say.
+        """
+        same_boot = self.boot == boot_id() and self.now() >= last
+        return self if same_boot else Clock(boot_id(), last - seconds_since_boot())
+
+
+def new_clock() -> Clock:
+    return Clock(boot_id())
+
+
+def carried_over(machine: Machine, config: Config, path: Path | None) -> Machine:
+    """The machine under another configuration than that of its journal: all of it where that suits the jobs on record, else the
+    token and what is known of hosts. Raises UserError where it suits them not and one is unfinished."""
+    state = machine.state
+    refusal = pools.refusal(state, machine.config, config)
+    if refusal is not None:
+        _refuse_unfinished(state, refusal, path)
+        state = State(token=state.token, hosts=state.hosts)
+    state.fenced = fences.fenced(state, config)
+    return Machine(config, machine.epoch, state)
+
+
+def _refuse_unfinished(state: State, refusal: str, path: Path | None) -> None:
+    left = [job.name for job in state.jobs.values() if job.state is not JobState.ENDED]
+    if left:
+        raise UserError(
+            f"journal {path} was written with another configuration and holds unfinished jobs ({', '.join(left)}): {refusal}."
+            " Start with the old configuration, or name another journal"
+        )
+
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +227,7 @@ class Journal:
 
     def _raise_epoch(self, number: int, unknown: int) -> None:
         raised = Epoch(self._epoch.journal, number, unknown=unknown)
-        epoch_file.write(self._beside("epoch"), raised)
+        write_epoch(self._beside("epoch"), raised)
         self._epoch = raised
 
     # --- reading ---
@@ -220,7 +266,7 @@ class Journal:
             if epoch is not None:
                 lost = f"journal {path} is {'empty' if path.exists() else 'gone'} (there was one in epoch {epoch.number})"
             return _Found(None, [], epoch, lost)
-        contents = frames.parse(data)
+        contents = parse(data)
         snapshot, inputs = _decoded(contents.frames)
         if epoch is not None and epoch.journal != snapshot.journal:
             raise Damaged(f"it belongs to another coordinator than {self._beside('epoch').name} beside it")
@@ -235,7 +281,7 @@ class Journal:
         """With why it cannot be read, in words."""
         path = self._beside("epoch")
         try:
-            return epoch_file.read(path), None
+            return read_epoch(path), None
         except Damaged as error:
             return None, f"{path} is damaged: {error}"
 
@@ -290,3 +336,74 @@ def _decoded(bodies: list[bytes]) -> tuple[_Snapshot, list[Input]]:
         return _snapshot.decode(bodies[0]), [given for body in bodies[1:] for given in _inputs.decode(body)]
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Damaged(f"another version of verl-mux wrote it ({error})") from error
+
+
+# So many inputs are written together at most, even when more come without a pause.
+MOST_TOGETHER = 256
+# Told for people to see: these may wait for the next write, and the last ones be lost.
+_FOR_PEOPLE = (m.Progress, m.PhaseNote, m.MemoryReport)
+
+
+class Delivery:
+    """`carry_out` does what an instruction says. `soon` calls a function when all that has come was taken.
+
+    While the journal cannot be written, what follows from changes waits; signs of life are answered.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        machine: Machine,
+        carry_out: Callable[[Instruction], None],
+        soon: Callable[[Callable[[], None]], object],
+    ):
+        self._journal, self._machine = journal, machine
+        self._carry_out, self._soon = carry_out, soon
+        self._waiting: list[Instruction] = []
+        self._taken = 0
+
+    def take(self, given: Input, instructions: list[Instruction], keep: bool) -> None:
+        """`keep`: the input has changed something."""
+        if keep:
+            self._journal.append(given)
+        if _can_wait(given, instructions) or (not keep and not self._taken and self._journal.blocked is None):
+            return self._do(instructions)
+        if self._journal.blocked is not None:
+            self._do(instruction for instruction in instructions if _is_ack(instruction))
+            instructions = [instruction for instruction in instructions if not _is_ack(instruction)]
+        self._waiting += instructions
+        self._taken += 1
+        if self._taken == 1:
+            self._soon(self.flush)
+        elif self._taken % MOST_TOGETHER == 0:
+            self.flush()
+
+    def flush(self) -> None:
+        """To be called now and then: it also writes what could wait, and tries again what could not be written."""
+        self._taken = 0
+        if self._journal.blocked is not None:
+            self._waiting = _each_once(self._waiting)
+        if self._journal.commit(self._machine):
+            waiting, self._waiting = self._waiting, []
+            self._do(waiting)
+
+    def _do(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            self._carry_out(instruction)
+
+
+def _can_wait(given: Input, instructions: list[Instruction]) -> bool:
+    return isinstance(given.what, _FOR_PEOPLE) and not any(isinstance(instruction, Send) for instruction in instructions)
+
+
+def _is_ack(instruction: Instruction) -> bool:
+    return isinstance(instruction, Send) and isinstance(instruction.message, m.HeartbeatAck)
+
+
+def _each_once(instructions: list[Instruction]) -> list[Instruction]:
+    """Clients ask again every second; one answer is enough."""
+    found: dict[object, Instruction] = {}
+    for number, instruction in enumerate(instructions):
+        key = (instruction.client, m.encode(instruction.message)) if isinstance(instruction, Send) else number
+        found.setdefault(key, instruction)
+    return list(found.values())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import re
 import stat
 import tempfile
 from dataclasses import dataclass
@@ -19,9 +20,32 @@ from urllib.parse import urlsplit
 
 import zmq.auth
 
-from verl_mux.coordinator.bus.address import check_port
-from verl_mux.coordinator.bus.state_folder import state_folder
 from verl_mux.errors import UserError
+
+
+def state_folder() -> Path | None:
+    """As the XDG base directories have it, whether it is there or not; None: this user has no home folder."""
+    base = os.environ.get("XDG_STATE_HOME", "")
+    try:
+        state = Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "state"
+    except RuntimeError:
+        return None
+    return state / "verl_mux"
+
+
+_PORT = re.compile(r"tcp://.*:(?P<port>[+-]?\d+)")
+_MOST = 2**16 - 1
+
+
+def check_port(address: str) -> None:
+    """Raises UserError for a port that there is none of: ZeroMQ would take another one, by its lower bits."""
+    found = _PORT.fullmatch(address)
+    if found is None:  # no tcp, or nothing like it, which ZeroMQ says
+        return
+    port = found["port"]
+    if not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > _MOST:
+        raise UserError(f"{address} names port {port}; a port is a number from 0 (any free one, to listen at) to {_MOST}")
+
 
 KEYS_VARIABLE = "VERL_MUX_KEYS"
 JOB, VIEWER, OPERATOR, AGENT = ROLES = ("job", "viewer", "operator", "agent")

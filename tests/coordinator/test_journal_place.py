@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_mux.coordinator.journal.place import default_path
+from verl_mux.coordinator.journal_files import default_path
 from verl_mux.errors import UserError
 
 

@@ -1,8 +1,13 @@
-"""`verl-mux coordinator`, `verl-mux status` and `verl-mux keys`."""
+"""`verl-mux coordinator`, `status`, `keys`, `evict` and `release`.
+
+The first runs a coordinator in this process; the others ask one over its socket, or write key files. Other commands take `Address`,
+`Keys` and `fetch_status` from here.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import resource
 import signal
 import sys
 import threading
@@ -15,19 +20,17 @@ import msgspec
 import typer
 
 from verl_mux.coordinator import status_view
+from verl_mux.coordinator.bus import curve_keys as bus_keys
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.access import keys as bus_keys
 from verl_mux.coordinator.bus.connect import ADDRESS_VARIABLE
 from verl_mux.coordinator.bus.link import ask
 from verl_mux.coordinator.config import read_config
-from verl_mux.coordinator.descriptors import clients_allowed
-from verl_mux.coordinator.journal.place import default_path
-from verl_mux.coordinator.prometheus_text import prometheus_text
-from verl_mux.coordinator.server import Coordinator
 from verl_mux.errors import Failure, UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from verl_mux.coordinator.server import Coordinator
 
 DEFAULT_ADDRESS = "tcp://127.0.0.1:5570"
 _REFRESH_S = 1.0
@@ -38,6 +41,8 @@ Keys = Annotated[
         envvar=bus_keys.KEYS_VARIABLE, help="Folder of the coordinator's keys; on one machine by default its user's own."
     ),
 ]
+_Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+_Timeout = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
 Address = Annotated[str, typer.Option("--coordinator", "--address", envvar=ADDRESS_VARIABLE, help="The coordinator's address.")]
 
 
@@ -55,7 +60,10 @@ def coordinator(
     ] = None,
     metrics_host: Annotated[str, typer.Option(help="The address for /metrics; 0.0.0.0: all interfaces.")] = "127.0.0.1",
 ) -> None:
-    """Serve leases to jobs until interrupted."""
+    """Serve leases to jobs until interrupted; SIGHUP reads the pools in the file again."""
+    from verl_mux.coordinator.journal_files import default_path
+    from verl_mux.coordinator.server import Coordinator
+
     if no_journal and journal is not None:
         raise UserError(f"--journal {journal} and --no-journal were both given; choose one")
     settings = read_config(config)
@@ -72,17 +80,18 @@ def coordinator(
 
 def _reload(service: Coordinator) -> None:
     try:
-        told = f"read again; {service.reload()}"
+        answer = f"read again; {service.reload()}"
     except (UserError, Failure) as error:
-        told = f"verl-mux: {error}"
-    with contextlib.suppress(OSError):  # the signal also says that the terminal is gone
-        print(told, file=sys.stderr, flush=True)
+        answer = f"verl-mux: {error}"
+    with contextlib.suppress(OSError):  # SIGHUP comes also when the terminal is closed
+        print(answer, file=sys.stderr, flush=True)
 
 
 def _serve(service: Coordinator, enough: threading.Event, event_log: Any) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each client's connection is an open file
     print(f"verl-mux coordinator at {service.start()} (Ctrl-C ends it)", file=sys.stderr, flush=True)
     signal.signal(signal.SIGHUP, lambda *_: _reload(service))
-    print(f"room for {clients_allowed()} clients (by the limit of open files)", file=sys.stderr, flush=True)
     print("\n".join(status_view.memory(service.snapshot())), file=sys.stderr, flush=True)
     try:
         service.wait(enough)
@@ -98,14 +107,14 @@ def _metrics_of(service: Coordinator, port: int | None, host: str) -> Iterator[N
     if port is None:
         yield
         return
-    from verl_mux.coordinator.prometheus_server import metrics_at
+    from verl_mux.coordinator.prometheus import METRICS, Figures, coordinator_samples, serve_metrics
 
-    with metrics_at(lambda: prometheus_text(service.snapshot()), port, host):
+    with serve_metrics(Figures(METRICS, lambda: coordinator_samples(service.snapshot())), port, host):
         yield
 
 
 def make_log_folder(directory: Path) -> None:
-    """Now, as a log that cannot be written stops nobody later. Raises UserError."""
+    """Raises UserError where it cannot be made; later, a log that cannot be written is no error."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -128,7 +137,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Keep showing it, every second, until Ctrl-C.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 3.0,
 ) -> None:
-    """Ask a coordinator who runs which phase, and who waits."""
+    """Ask a coordinator which job runs which phase, and which jobs wait."""
     check_timeout(timeout)
     from rich.console import Console  # the coordinator itself does without
 
@@ -154,21 +163,26 @@ def check_timeout(seconds: float) -> None:
 
 
 def fetch_status(address: str, timeout: float, keys: Path | None = None) -> dict[str, Any]:
-    """One snapshot. Raises UserError when nobody answers within `timeout` seconds, or these keys are not let in."""
-    answer = ask(address, m.StatusRequest(), timeout, bus_keys.for_address(address, keys, bus_keys.VIEWER))
-    if answer is None:
-        raise UserError(f"no coordinator answers at {address} (waited {timeout:g} s)")
+    """One snapshot. Raises UserError when no coordinator answers within `timeout` seconds, or it refuses these keys."""
+    answer = _ask(address, m.StatusRequest(), timeout, keys, bus_keys.VIEWER)
     if not isinstance(answer, m.Status):
         raise UserError(f"the coordinator at {address} refuses: {getattr(answer, 'reason', answer)}")
     return answer.snapshot
 
 
+def _ask(address: str, message: m.Message, timeout: float, keys: Path | None, role: str) -> m.AnyMessage:
+    answer = ask(address, message, timeout, bus_keys.for_address(address, keys, role))
+    if answer is None:
+        raise UserError(f"no coordinator answers at {address} (waited {timeout:g} s)")
+    return answer
+
+
 def keys(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
 ) -> None:
-    """Make the keys of a coordinator and of those who talk to it."""
+    """Make the keys of a coordinator and of its clients."""
     bus_keys.make(directory)
-    print(f"keys in {directory}: server for the coordinator, {', '.join(bus_keys.ROLES)} for who talks to it", file=sys.stderr)
+    print(f"keys in {directory}: server for the coordinator, {', '.join(bus_keys.ROLES)} for its clients", file=sys.stderr)
 
 
 def _print(console: Console, seen: dict[str, Any], as_json: bool) -> None:
@@ -187,3 +201,45 @@ def _watch_live(console: Console, address: str, timeout: float, keys: Path | Non
         while True:
             live.update(status_view.tables(fetch_status(address, timeout, keys)), refresh=True)
             time.sleep(_REFRESH_S)
+
+
+def evict(
+    job: Annotated[str, typer.Argument(help="The job's name.")],
+    coordinator: Address = DEFAULT_ADDRESS,
+    keys: Keys = None,
+    yes: _Yes = False,
+    timeout: _Timeout = 3.0,
+) -> None:
+    """End a job as if it had failed; its nodes are given on when its processes are gone."""
+    _confirm(f"End job {job!r}? What it has not saved is lost.", job, yes)
+    _say(m.Evict(job=job), coordinator, timeout, keys)
+
+
+def release(
+    name: Annotated[str, typer.Argument(help="A job that is ending, or a node or host of one.")],
+    coordinator: Address = DEFAULT_ADDRESS,
+    keys: Keys = None,
+    yes: _Yes = False,
+    timeout: _Timeout = 3.0,
+) -> None:
+    """Free what an ending job holds on hosts that the coordinator cannot see. Look there first: is none of its processes left?"""
+    _confirm(f"Is nothing of it left on the hosts of {name!r}? Others get its nodes at once.", name, yes)
+    _say(m.Free(name=name), coordinator, timeout, keys)
+
+
+def _confirm(question: str, name: str, yes: bool) -> None:
+    """Once for yes or no, once more for the name."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise UserError("this is asked twice on a terminal, and here is none: give --yes")
+    if not typer.confirm(question) or typer.prompt("Its name once more") != name:
+        raise UserError("nothing was done")
+
+
+def _say(message: m.ByHand, address: str, timeout: float, keys: Path | None) -> None:
+    check_timeout(timeout)
+    answer = _ask(address, message, timeout, keys, bus_keys.OPERATOR)
+    if not isinstance(answer, m.Done):
+        raise UserError(f"the coordinator at {address} refuses: {getattr(answer, 'reason', answer)}")
+    print(answer.text)

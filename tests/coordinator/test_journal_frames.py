@@ -6,8 +6,8 @@ import resource
 
 import pytest
 
-from verl_mux.coordinator.journal import frames
-from verl_mux.coordinator.journal.frames import Damaged, FrameFile
+from verl_mux.coordinator import journal_files as frames
+from verl_mux.coordinator.journal_files import Damaged, FrameFile
 
 BODIES = [b"snapshot", b"one", b"", b"three" * 9]
 

@@ -11,14 +11,14 @@ import msgspec
 import pytest
 
 from tests.coordinator.conftest import POOLS
+from verl_mux.coordinator import journal_files as frames
 from verl_mux.coordinator.bus import boot
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.inputs_and_instructions import Input, Settled
 from verl_mux.coordinator.core.tokens import numbering
-from verl_mux.coordinator.journal import frames
+from verl_mux.coordinator.journal import Journal
 from verl_mux.coordinator.journal import journal as journal_module
-from verl_mux.coordinator.journal.before import Before
-from verl_mux.coordinator.journal.journal import Journal
+from verl_mux.coordinator.journal_files import Before
 from verl_mux.errors import UserError
 
 SIDES = {"rollout": ["r0"], "train": ["t0"]}

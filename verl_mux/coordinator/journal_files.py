@@ -1,0 +1,282 @@
+"""The journal's files: numbered frames, the epoch beside them, the lock, and marks of addresses that coordinators used.
+
+Runs in the coordinator's process (`verl-mux run` makes an empty journal with it too); called by journal.py; touches the disk alone.
+
+    frame 0, frame 1, ..., frame n - 1, end mark
+
+Each write puts one frame over the end mark and a new end mark behind it, and is on disk before the next one begins. So
+- a file without its end mark was cut, or the power failed during a write: what is before that place is right, and no client has
+  seen anything of what came after it unless the file was cut;
+- a bad frame with a good one behind it was good once: the file was damaged.
+
+Each checksum covers the frame's mark, number, length and body, and depends on frame 0: a frame of another file does not pass.
+
+The epoch file names the journal beside it and counts the starts of coordinators with it. It is raised, and on disk, before a
+coordinator grants its first token. So tokens rise even if the journal is lost, and a journal that is gone, was emptied or comes
+from an old copy is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import fcntl
+import os
+import re
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from verl_mux.coordinator.bus.curve_keys import is_local, state_folder
+from verl_mux.errors import UserError
+
+_HEAD = struct.Struct("<4sQI16s")  # mark, number, bytes of the body, checksum
+_FRAME, _END = b"vmxF", b"vmxE"
+
+
+class Damaged(ValueError):
+    """No file of ours, or not any more what was written. The message says where."""
+
+
+class Contents(NamedTuple):
+    """`lost`: why the last frames may be missing; None: the file is whole."""
+
+    frames: list[bytes]
+    lost: str | None
+
+
+def parse(data: bytes) -> Contents:
+    """Raises Damaged unless frame 0 and all that can be read after it are as they were written."""
+    frames: list[bytes] = []
+    at, salt = 0, 0
+    while (found := _frame_at(data, at, salt)) is not None and found.number == len(frames):
+        if found.mark == _END:
+            whole = found.stop == len(data)
+            return Contents(frames, None if whole else f"{len(data) - found.stop} bytes stand behind its end")
+        frames.append(found.body)
+        salt = salt or found.checksum
+        at = found.stop
+    if not frames:
+        raise Damaged("its first record is not one of a verl-mux journal")
+    if _frames_behind(data, at, salt):
+        raise Damaged(f"it is damaged at byte {at} of {len(data)}, after {len(frames)} good records and before others")
+    return Contents(frames, f"it ends at byte {len(data)} without its end mark, after {len(frames)} good records")
+
+
+class _Frame(NamedTuple):
+    mark: bytes
+    number: int
+    body: bytes
+    checksum: int
+    stop: int
+
+
+def _frame_at(data: bytes, at: int, salt: int) -> _Frame | None:
+    if len(data) < at + _HEAD.size:
+        return None
+    mark, number, size, checksum = _HEAD.unpack_from(data, at)
+    stop = at + _HEAD.size + size
+    if mark not in (_FRAME, _END) or stop > len(data):
+        return None
+    body = data[at + _HEAD.size : stop]
+    if _checksum(mark, number, body, salt) != checksum:
+        return None
+    return _Frame(mark, number, body, int.from_bytes(checksum[:8], "little") or 1, stop)
+
+
+def _frames_behind(data: bytes, at: int, salt: int) -> bool:
+    """Whether a good frame begins anywhere behind `at`: so there was a good one at `at`."""
+    while (at := data.find(_FRAME, at + 1)) >= 0:
+        if _frame_at(data, at, salt) is not None:
+            return True
+    return False
+
+
+def _checksum(mark: bytes, number: int, body: bytes, salt: int) -> bytes:
+    return xxhash.xxh3_128_digest(struct.pack("<4sQI", mark, number, len(body)) + body, seed=salt)
+
+
+def _pack(mark: bytes, number: int, body: bytes, salt: int) -> bytes:
+    return _HEAD.pack(mark, number, len(body), _checksum(mark, number, body, salt)) + body
+
+
+class FrameFile:
+    """made, in place of what is there -> `append`... -> `close`."""
+
+    def __init__(self, path: Path, first: bytes):
+        """On disk under its name when this returns; before that, what was there stays. Raises OSError."""
+        head = _pack(_FRAME, 0, first, 0)
+        self._salt = int.from_bytes(_HEAD.unpack_from(head)[3][:8], "little") or 1
+        self._number, self._end, self._is_broken = 1, len(head), False
+        made = path.with_name(f"{path.name}.new")
+        self._file = os.open(made, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            self._write(0, head + self._end_mark(1))
+            os.replace(made, path)
+            sync_folder(path.parent)
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, body: bytes) -> None:
+        """On disk when this returns. Raises OSError; then nothing was added, and this file takes nothing more."""
+        if self._is_broken:
+            raise OSError(errno.EIO, "an earlier write failed")
+        self._is_broken = True
+        frame = _pack(_FRAME, self._number, body, self._salt)
+        try:
+            self._write(self._end, frame + self._end_mark(self._number + 1))
+        except OSError:
+            with contextlib.suppress(OSError):  # as it was: these bytes have room already
+                self._write(self._end, self._end_mark(self._number))
+                os.ftruncate(self._file, self._end + _HEAD.size)
+            raise
+        self._number, self._end, self._is_broken = self._number + 1, self._end + len(frame), False
+
+    def _end_mark(self, number: int) -> bytes:
+        return _pack(_END, number, b"", self._salt)
+
+    def _write(self, at: int, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            written = os.pwrite(self._file, left, at)
+            at, left = at + written, left[written:]
+        os.fdatasync(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def sync_folder(path: Path) -> None:
+    """So that a file made or renamed there is found after a power failure. Raises OSError."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+class Epoch(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """`number`: of this start of a coordinator; `journal` names the one that belongs to it. `unknown`: up to which token it has
+    yet to learn from clients what its predecessors granted; 0: it knows."""
+
+    journal: str
+    number: int
+    checksum: str = ""
+    unknown: int = 0
+
+
+def read_epoch(path: Path) -> Epoch | None:
+    """None: there is none. Raises Damaged, and OSError."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Epoch)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError:
+        raise Damaged("it cannot be read") from None
+    if found != _checked(found):
+        raise Damaged("its checksum is wrong")
+    return found
+
+
+def write_epoch(path: Path, epoch: Epoch) -> None:
+    """On disk when this returns; before that, what was there stays. Raises OSError."""
+    made = path.with_name(f"{path.name}.new")
+    with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(_checked(epoch)) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(made, path)
+    sync_folder(path.parent)
+
+
+def _checked(epoch: Epoch) -> Epoch:
+    told = f"{epoch.journal} {epoch.number}" + (f" {epoch.unknown}" if epoch.unknown else "")
+    return msgspec.structs.replace(epoch, checksum=xxhash.xxh3_64_hexdigest(told.encode()))
+
+
+class Lock:
+    """Held from its making to `close`, or to the end of the process, however that comes about."""
+
+    def __init__(self, path: Path, of: Path):
+        """Raises UserError when another process holds it, and OSError."""
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(self._file, 32).decode(errors="replace").strip() or "unknown"
+            self.close()
+            raise UserError(
+                f"journal {of} is in use by another coordinator (pid {holder}): stop that one, or name another --journal"
+            ) from None
+        with contextlib.suppress(OSError):  # only told to others
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class Before(enum.Enum):
+    NOBODY = "no coordinator was here"
+    NOBODY_KNOWN = "none is known to have been here, and jobs of one would be on this machine"
+    PERHAPS = "one may have been here"
+
+
+def arrive(bind: str) -> Before:
+    """What is known when a coordinator comes to listen at `bind`; from now on it is known that one was there."""
+    if bind.endswith((":0", ":*")):
+        return Before.NOBODY
+    is_known = _is_known(bind)
+    return Before.NOBODY_KNOWN if mark_address(bind) and is_local(bind) and not is_known else Before.PERHAPS
+
+
+def _is_known(address: str) -> bool:
+    file = _file(address)
+    return file is not None and file.exists()
+
+
+def mark_address(address: str) -> bool:
+    """A coordinator is here: on disk when this returns. False: it cannot be written."""
+    if (file := _file(address)) is None:
+        return False
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        sync_folder(file.parent)
+    except OSError:
+        return False
+    return True
+
+
+def forget_address(address: str) -> None:
+    """It has ended, and nobody holds a lease of it."""
+    if (file := _file(address)) is not None:
+        with contextlib.suppress(OSError):
+            file.unlink()
+
+
+def _file(address: str) -> Path | None:
+    """By port: what listens on all interfaces can be reached by the loopback address too."""
+    if (state := state_folder()) is None:
+        return None
+    port = address.rpartition(":")[2]
+    name = port if address.startswith("tcp://") and port.isdigit() else xxhash.xxh3_64_hexdigest(address.encode())
+    return state / "addresses" / name
+
+
+def default_path(config: Path, bind: str) -> Path:
+    """In the user's state folder. Raises UserError where there is none."""
+    if (state := state_folder()) is None:
+        raise UserError("there is no home folder to keep a journal in: name one with --journal, or say --no-journal")
+    file = config.resolve()
+    digest = xxhash.xxh3_64_hexdigest(f"{file} {bind}".encode())[:8]
+    return state / "coordinators" / f"{file.stem}-{_words(bind.rpartition('/')[2])}-{digest}" / "journal"
+
+
+def _words(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")
