@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from verl_mux.coordinator import by_hand_command
+from verl_mux.coordinator import commands
 from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.client import LeaseLost
@@ -35,11 +35,11 @@ def held(serve, join):
 
 
 def evict(coordinator, name):
-    by_hand_command.evict(name, coordinator.address, yes=True, timeout=60.0)
+    commands.evict(name, coordinator.address, yes=True, timeout=60.0)
 
 
 def release(coordinator, name):
-    by_hand_command.release(name, coordinator.address, yes=True, timeout=60.0)
+    commands.release(name, coordinator.address, yes=True, timeout=60.0)
 
 
 def holders(coordinator):
@@ -108,11 +108,11 @@ def test_a_name_of_nothing_is_not_released(held):
 
 def test_a_time_to_wait_that_is_none_is_refused(held):
     with pytest.raises(UserError, match="--timeout is -1; a time above 0 s is needed"):
-        by_hand_command.evict("a", held[0].address, yes=True, timeout=-1.0)
+        commands.evict("a", held[0].address, yes=True, timeout=-1.0)
 
 
 def test_without_a_terminal_nothing_is_asked_and_nothing_done(held, monkeypatch):
     monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115
     with pytest.raises(UserError, match="give --yes"):
-        by_hand_command.evict("a", held[0].address)
+        commands.evict("a", held[0].address)
     assert holders(held[0]) == ["a"]

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from verl_mux.coordinator import prometheus_text
+from verl_mux.coordinator import prometheus
 from verl_mux.profiling.live import metrics
 from verl_mux.profiling.live.state import COUNTERS, Job, Replica, State
 
@@ -29,9 +29,9 @@ def busy_run():
 
 
 def test_every_panel_asks_for_metrics_that_are_served():
-    served = prometheus_text.METRICS.keys() | metrics.METRICS.keys()
+    served = prometheus.METRICS.keys() | metrics.METRICS.keys()
     names = {name for target in targets() for name in asked(target)}
-    assert names <= served and len(names & prometheus_text.METRICS.keys()) >= 15
+    assert names <= served and len(names & prometheus.METRICS.keys()) >= 15
 
 
 def test_every_figure_of_a_run_but_whether_it_ended_has_a_place():

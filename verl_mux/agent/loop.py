@@ -19,7 +19,6 @@ from verl_mux.agent.devices import Devices
 from verl_mux.agent.host_memory import HostMemory
 from verl_mux.agent.mapped import MappedLog
 from verl_mux.agent.processes import Marked
-from verl_mux.coordinator import process_watch as signalling
 from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.curve_keys import ClientKeys
@@ -106,12 +105,12 @@ class Agent:
     # --- doing ---
 
     def _end(self, uids: list[str]) -> None:
-        """Only processes that carry the mark of such a job, or did when they were seen first, and of this user: signalling looks
+        """Only processes that carry the mark of such a job, or did when they were seen first, and of this user: `members.kill` looks
         again right before."""
         marked = self._marked.find(fresh=True) if uids else {}
         for uid in uids:
             for member in marked.get(uid, ()):
-                if signalling.kill(member, uid, was_marked=True) and member not in self._killed:
+                if members.kill(member, uid, was_marked=True) and member not in self._killed:
                     job = self._answer.jobs.get(uid, "") if self._answer else ""
                     self._killed.add(member)
                     log.warning("killed pid %d, which outlived job %r", member.pid, job)

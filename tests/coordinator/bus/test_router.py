@@ -1,13 +1,23 @@
-"""What a Router takes off the network while nobody reads."""
+"""The coordinator's socket: what it reads, and which connections it accepts."""
 
 import asyncio
+import contextlib
+import socket
+import threading
 
+import pytest
 import zmq
 
+from tests.coordinator.raw import Stranger, raw_dealer
 from verl_mux.coordinator.bus import curve_keys as keys
-from verl_mux.coordinator.bus import limits
-from verl_mux.coordinator.bus.link import connect_to, dealer
+from verl_mux.coordinator.bus import limits, link
+from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.link import ask, connect_to, dealer
+from verl_mux.coordinator.bus.members import this_process
 from verl_mux.coordinator.bus.router import Router
+from verl_mux.coordinator.commands import fetch_status
+from verl_mux.errors import UserError
 
 # What the kernel holds on both sides of a loopback connection, at most, in frames of the size allowed.
 IN_THE_KERNEL = 24
@@ -42,3 +52,171 @@ def test_what_a_client_sends_while_nobody_reads_waits_at_the_client():
         return count
 
     assert asyncio.run(sent()) <= limits.UNREAD_PER_CLIENT + IN_THE_KERNEL
+
+
+NODES = {"rollout": ["r0"], "train": ["t0"]}
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Two folders of keys."""
+    made = tmp_path / "ours", tmp_path / "others"
+    for folder in made:
+        keys.make(folder)
+    return made
+
+
+@pytest.fixture
+def context():
+    with zmq.Context() as context:
+        yield context
+
+
+def refused(coordinator):
+    return coordinator.snapshot()["refused"]
+
+
+def test_with_its_keys_a_job_works_as_ever(serve, join, folders):
+    coordinator = serve(key_directory=folders[0])
+    a = join(coordinator, "a", keys=str(folders[0]))
+    a.release(a.acquire("rollout", step=1))
+    assert fetch_status(coordinator.address, 60, folders[0])["jobs"]["a"]["state"] == "live"
+    assert refused(coordinator) == {}
+
+
+def test_who_has_no_key_at_all_is_told_so_in_one_line(serve, folders, eventually):
+    coordinator = serve(key_directory=folders[0])
+    with pytest.raises(UserError, match="wants a key: name the folder it was started with by --keys DIR"):
+        ask(coordinator.address, m.StatusRequest(), 60, None)
+    eventually(lambda: refused(coordinator).get("no key"))
+
+
+@pytest.mark.parametrize(
+    ("given", "words", "kind"),
+    [
+        ("none", r"has another key than .*nobody/verl_mux/keys/server.key", "made for another key, or replayed"),
+        ("others", r"has another key than .*others/server.key", "made for another key, or replayed"),
+        ("unknown", r"does not know .*job.key_secret", "unknown key"),
+    ],
+)
+def test_who_has_no_key_of_the_folder_is_told_so_in_one_line(
+    serve, folders, eventually, monkeypatch, tmp_path, given, words, kind
+):
+    ours, others = folders
+    coordinator = serve(key_directory=ours)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "nobody"))
+    if given == "unknown":  # the right server, and a key made by somebody else
+        (others / "server.key").write_text((ours / "server.key").read_text())
+        (others / "viewer.key_secret").unlink()
+    monkeypatch.setattr(link, "_RESTARTED_WITHIN_S", 1.0)  # a job waits for so long: the coordinator may have new keys
+    folder = None if given == "none" else others
+    with pytest.raises(UserError, match=words):
+        fetch_status(coordinator.address, 60, folder)
+    eventually(lambda: refused(coordinator).get(kind))
+    with pytest.raises(UserError, match=words):
+        connect(coordinator.address, "a", NODES, keys=folder and str(folder), timeout=60)
+    assert coordinator.snapshot()["jobs"] == {}
+
+
+def test_a_viewer_may_look_and_nothing_else(serve, folders, tmp_path):
+    ours = folders[0]
+    coordinator = serve(key_directory=ours)
+    (ours / "job.key_secret").unlink()
+    (ours / "operator.key_secret").unlink()
+    assert fetch_status(coordinator.address, 60, ours)["jobs"] == {}
+    with pytest.raises(UserError, match="the key of a viewer was used, with which nobody may send REGISTER"):
+        connect(coordinator.address, "a", NODES, keys=str(ours), timeout=60)
+    assert refused(coordinator)["not for a viewer"] >= 1
+    assert coordinator.snapshot()["jobs"] == {}
+
+
+@pytest.mark.parametrize("role", [keys.VIEWER, keys.OPERATOR])
+def test_a_lease_takes_the_key_of_a_job(serve, context, role):
+    coordinator = serve()
+    stranger = Stranger(context, coordinator.address, role=role)
+    me = this_process()
+    who = {"job": "a", "uid": "a:1", "client": stranger.identity}
+    where = {name: getattr(me, name) for name in me.__struct_fields__}
+    asked = m.Register(**who, **where, nodes=NODES), m.LeaseRequest(**who, key="k", phase="rollout", step=1, nodes=["r0"])
+    answers, seen = stranger.say(*asked)
+    assert [(type(answer), answer.about) for answer in answers] == [(m.Refused, "register"), (m.Refused, "k")]
+    assert seen["refused"] == {f"not for a {role}": 2}
+    assert seen["jobs"] == {}
+    stranger.dealer.close()
+
+
+class Recorder:
+    """Stands between a client and the coordinator, and remembers each piece that the client sent."""
+
+    def __init__(self, address):
+        self.port = int(address.rpartition(":")[2])
+        self.pieces, self.open = [], []
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            client, _ = self.listener.accept()
+            server = socket.create_connection(("127.0.0.1", self.port))
+            self.open += [client, server]
+            threading.Thread(target=self._pass_on, args=(server, client, None), daemon=True).start()
+            self._pass_on(client, server, self.pieces)
+
+    def _pass_on(self, source, target, pieces):
+        with contextlib.suppress(OSError):
+            while data := source.recv(2**16):
+                if pieces is not None:
+                    pieces.append(data)
+                target.sendall(data)
+
+    def close(self):
+        for one in (self.listener, *self.open):
+            one.close()
+
+
+@pytest.fixture
+def recorded(serve, context):
+    """A coordinator, and what a client sent to it, the last of it a status request."""
+    coordinator = serve()
+    recorder = Recorder(coordinator.address)
+    own = keys.own_directory()
+    dealer = raw_dealer(context, recorder.address, role=keys.VIEWER, directory=own)
+    dealer.send(m.encode(m.StatusRequest()))
+    assert dealer.poll(60_000)
+    dealer.recv()
+    before = len(recorder.pieces)
+    dealer.send(m.encode(m.StatusRequest()))
+    assert dealer.poll(60_000)
+    dealer.recv()
+    yield coordinator, recorder, before
+    dealer.close()
+    recorder.close()
+
+
+def test_a_frame_that_is_sent_again_is_refused(recorded, eventually):
+    coordinator, recorder, before = recorded
+    recorder.open[1].sendall(recorder.pieces[before])
+    eventually(lambda: refused(coordinator) == {"replayed": 1})
+
+
+def test_a_whole_connection_that_is_sent_again_is_refused(recorded, eventually):
+    coordinator, recorder, _ = recorded
+    with socket.create_connection(("127.0.0.1", recorder.port)) as again:
+        with contextlib.suppress(OSError):
+            for piece in recorder.pieces:
+                again.sendall(piece)
+        eventually(lambda: sum(refused(coordinator).values()))
+        assert refused(coordinator) == {"made for another key, or replayed": 1}
+
+
+def test_a_job_outlasts_a_coordinator_with_other_keys(serve, join, folders, eventually):
+    coordinator = serve(key_directory=folders[0])
+    a = join(coordinator, "a", keys=str(folders[0]))
+    coordinator.stop()
+    other = serve(bind=coordinator.address, key_directory=folders[1])
+    eventually(lambda: refused(other))
+    other.stop()
+    again = serve(bind=coordinator.address, key_directory=folders[0], lease_timeout=1.5)
+    eventually(lambda: "a" in again.snapshot()["jobs"])
+    a.release(a.acquire("rollout", step=1))

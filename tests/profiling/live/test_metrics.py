@@ -3,7 +3,7 @@
 import pytest
 
 from tests.profiling.live.conftest import EPOCH
-from verl_mux.coordinator import prometheus_text
+from verl_mux.coordinator import prometheus
 from verl_mux.profiling.live.metrics import METRICS, QUIET_S, samples
 from verl_mux.profiling.live.state import State
 
@@ -98,4 +98,4 @@ def test_of_nothing_there_is_nothing():
 
 
 def test_a_coordinator_has_none_of_these_names():
-    assert not METRICS.keys() & prometheus_text.METRICS.keys()
+    assert not METRICS.keys() & prometheus.METRICS.keys()

@@ -14,7 +14,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, HostMe
 from verl_mux.coordinator.core.records import HostMemory, State
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine
-from verl_mux.coordinator.prometheus_text import prometheus_text
+from verl_mux.coordinator.prometheus import coordinator_samples
 
 GB = 10**9
 POOLS = {
@@ -209,11 +209,11 @@ def test_status_and_prometheus_show_it(driver):
     told = {"parameters": 150 * GB, "optimizer": 300 * GB, "processes": 112 * GB}
     entry = {"counted": 562 * GB, "told": told, "measured": {"private": 100 * GB}, "source": "agent", "most": 0}
     assert node == {"capacity": 1000 * GB, "held": 562 * GB, "jobs": {"a": entry}}
-    text = prometheus_text(found)
-    assert f'mux_node_host_capacity_bytes{{pool="train",node="t0"}} {1000 * GB}' in text
-    assert f'mux_node_host_bytes{{pool="train",node="t0",job="a"}} {562 * GB}' in text
-    measured = f'mux_node_host_measured_bytes{{pool="train",node="t0",job="a",kind="private",source="agent"}} {100 * GB}'
-    assert measured in text
+    where, samples = {"pool": "train", "node": "t0"}, list(coordinator_samples(found))
+    assert ("mux_node_host_capacity_bytes", where, 1000 * GB) in samples
+    assert ("mux_node_host_bytes", where | {"job": "a"}, 562 * GB) in samples
+    measured = where | {"job": "a", "kind": "private", "source": "agent"}
+    assert ("mux_node_host_measured_bytes", measured, 100 * GB) in samples
 
 
 # --- any sequence ---

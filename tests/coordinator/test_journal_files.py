@@ -1,13 +1,15 @@
-"""A file of frames shows whether it is whole, whatever became of it."""
+"""The journal's files: cut, damaged or whole; marks of addresses; where a journal lies by default."""
 
 import contextlib
 import random
 import resource
+from pathlib import Path
 
 import pytest
 
 from verl_mux.coordinator import journal_files as frames
-from verl_mux.coordinator.journal_files import Damaged, FrameFile
+from verl_mux.coordinator.journal_files import Before, Damaged, FrameFile, arrive, default_path
+from verl_mux.errors import UserError
 
 BODIES = [b"snapshot", b"one", b"", b"three" * 9]
 
@@ -31,7 +33,7 @@ def is_noticed(data):
 
 
 def test_what_was_written_is_read(path):
-    assert frames.read(path) == (BODIES, None)
+    assert frames.parse(path.read_bytes()) == (BODIES, None)
 
 
 def test_a_cut_at_any_byte_is_noticed(path):
@@ -87,4 +89,58 @@ def test_a_write_for_which_there_is_no_room_leaves_the_file_as_it_was(tmp_path):
 def test_a_new_file_takes_the_place_of_the_old_one_only_when_it_is_complete(path):
     with pytest.raises(OSError, match="File too large"), no_room_beyond(100):
         FrameFile(path, b"y" * 1000)
-    assert frames.read(path) == (BODIES, None)
+    assert frames.parse(path.read_bytes()) == (BODIES, None)
+
+
+@pytest.mark.parametrize("bind", ["tcp://127.0.0.1:0", "tcp://*:*"])
+def test_an_address_that_the_system_chooses_is_known_to_nobody(bind):
+    assert arrive(bind) is arrive(bind) is Before.NOBODY
+
+
+@pytest.mark.parametrize("bind", ["tcp://127.0.0.1:5570", "ipc:///run/mux"])
+def test_on_one_machine_it_is_known_who_was_there_until_that_is_forgotten(bind):
+    assert [arrive(bind), arrive(bind)] == [Before.NOBODY_KNOWN, Before.PERHAPS]
+    frames.forget_address(bind)
+    assert arrive(bind) is Before.NOBODY_KNOWN
+
+
+def test_who_listened_everywhere_was_at_the_same_port_here_too():
+    assert arrive("tcp://0.0.0.0:5570") is Before.PERHAPS
+    assert arrive("tcp://127.0.0.1:5570") is Before.PERHAPS
+    assert arrive("tcp://127.0.0.1:5571") is Before.NOBODY_KNOWN
+
+
+def test_what_other_machines_reach_may_have_been_anybodys():
+    assert arrive("tcp://10.0.0.1:5570") is Before.PERHAPS
+
+
+def test_where_nothing_can_be_written_nothing_can_be_known(state_folder):
+    (state_folder / "verl_mux").write_text("")
+    assert arrive("tcp://127.0.0.1:5570") is Before.PERHAPS
+
+
+def test_one_for_each_configuration_file_and_address(state_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = default_path(Path("pools.yaml"), "tcp://127.0.0.1:5570")
+    assert path == default_path(tmp_path / "pools.yaml", "tcp://127.0.0.1:5570")
+    assert path.is_relative_to(state_folder / "verl_mux") and path.parent.name.startswith("pools-127-0-0-1-5570-")
+    assert (
+        len({path, default_path(Path("pools.yaml"), "tcp://127.0.0.1:1"), default_path(Path("x.yaml"), "tcp://127.0.0.1:5570")})
+        == 3
+    )
+
+
+def test_a_relative_state_folder_does_not_count(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_path(Path("a.yaml"), "tcp://h:1").is_relative_to(tmp_path / ".local" / "state")
+
+
+def test_where_there_is_no_home_one_has_to_say(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(UserError, match="name one with --journal, or say --no-journal"):
+        default_path(Path("a.yaml"), "tcp://h:1")
