@@ -109,12 +109,12 @@ class TestChecks:
             assert doctor._coordinator(served.address).found == f"{served.address} answers, 0 jobs"
         finally:
             served.stop()
-        from verl_mux.coordinator import command
+        from verl_mux.coordinator import commands
 
         def silent(address, timeout):
             raise Failure(f"{address} does not answer")
 
-        monkeypatch.setattr(command, "fetch_status", silent)
+        monkeypatch.setattr(commands, "fetch_status", silent)
         check = doctor._coordinator("tcp://127.0.0.1:1")
         assert check.ok is False and "verl-mux coordinator" in check.advice
 

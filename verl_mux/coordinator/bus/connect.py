@@ -26,8 +26,8 @@ from verl_mux.coordinator.bus.client import Lease, LocalMux, Mux
 from verl_mux.coordinator.bus.curve_keys import JOB, for_address
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.errors import UserError
-from verl_mux.placement.estimate.estimator import Observed
-from verl_mux.placement.estimate.job_needs import JobNeeds
+from verl_mux.placement.estimator import Observed
+from verl_mux.placement.job_needs import JobNeeds
 
 ADDRESS_VARIABLE, JOB_VARIABLE, NODES_VARIABLE = "VERL_MUX_COORDINATOR", "VERL_MUX_JOB", "VERL_MUX_NODES"
 

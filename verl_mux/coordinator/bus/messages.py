@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from verl_mux.coordinator.bus import limits
-from verl_mux.placement.estimate.estimator import Observed
-from verl_mux.placement.estimate.job_needs import JobNeeds
+from verl_mux.placement.estimator import Observed
+from verl_mux.placement.job_needs import JobNeeds
 from verl_mux.places.place import Place
 
 VERSION = 3
