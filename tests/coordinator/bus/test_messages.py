@@ -42,7 +42,7 @@ def test_what_cannot_be_read_is_refused_by_name(frame, words):
 
 REGISTERING = {**WHO, "host": "h", "pid": 1, "started": 1, "nodes": {"rollout": ["r0"]}}
 SHOWN = [
-    *(m.Register(**{**REGISTERING, field: "a\x1b[31m"}) for field in ("job", "uid", "client", "host", "owner")),
+    *(m.Register(**{**REGISTERING, field: "a\x1b[31m"}) for field in ("job", "uid", "client", "host")),
     *(m.Register(**{**REGISTERING, "job": f"a{letter}"}) for letter in "\n\x00\x7f\x9b\u202e"),
     m.Register(**REGISTERING, members=[m.Member("\x1b", 1, 1, "b")]),
     m.JobOver(job="\x1b", uid="u"),
