@@ -105,8 +105,8 @@ class Agent:
     # --- doing ---
 
     def _end(self, uids: list[str]) -> None:
-        """Only processes that carry the mark of such a job, or did when they were seen first, and of this user: `members.kill` looks
-        again right before."""
+        """Only processes that carry the mark of such a job, or did when they were seen first, and of this user: `members.kill`
+        looks again right before."""
         marked = self._marked.find(fresh=True) if uids else {}
         for uid in uids:
             for member in marked.get(uid, ()):

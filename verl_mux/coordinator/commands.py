@@ -1,7 +1,7 @@
 """`verl-mux coordinator`, `status`, `keys`, `evict` and `release`.
 
-The first runs a coordinator in this process; the others ask one over its socket, or write key files. Other commands take `Address`,
-`Keys` and `fetch_status` from here.
+The first runs a coordinator in this process; the others ask one over its socket, or write key files. Other commands take
+`Address`, `Keys` and `fetch_status` from here.
 """
 
 from __future__ import annotations

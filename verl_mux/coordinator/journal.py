@@ -2,8 +2,9 @@
 
 Runs in the coordinator's process; server.py makes a Journal and a Delivery. Touches the files of journal_files.py.
 
-Inputs that came together are one frame of an append-only file, on disk before any client sees what follows from them; so no client
-can know of a lease that a restarted coordinator does not, whether a process or the machine ended. Replaying the inputs gives the
+Inputs that came together are one frame of an append-only file, on disk before any client sees what follows from them; so no
+client can know of a lease that a restarted coordinator does not, whether a process or the machine ended. Replaying the inputs
+gives the
 state back, because the state machine is pure. Every COMPACT_EVERY inputs, and at each start, a new file with a snapshot takes the
 place of the old one. Where something may have been lost, either the start is refused, or the coordinator settles
 (core/tokens/claims.py): it asks living jobs for their leases before it grants any.

@@ -1,6 +1,7 @@
 """The journal's files: numbered frames, the epoch beside them, the lock, and marks of addresses that coordinators used.
 
-Runs in the coordinator's process (`verl-mux run` makes an empty journal with it too); called by journal.py; touches the disk alone.
+Runs in the coordinator's process (`verl-mux run` makes an empty journal with it too); called by journal.py; touches the disk
+alone.
 
     frame 0, frame 1, ..., frame n - 1, end mark
 

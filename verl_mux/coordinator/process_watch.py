@@ -1,4 +1,5 @@
-"""Looks at processes: finds jobs whose driver died, ends what outlives a dead job, and frees its nodes when nothing of it is left.
+"""Looks at processes: finds jobs whose driver died, ends what outlives a dead job, and frees its nodes when nothing of it is
+left.
 
 Runs in the coordinator's loop (looks for survivors in a thread); made by server.py, which takes what is seen as inputs. Touches
 /proc and, by `members.kill`, processes of dead jobs on this host.

@@ -1,7 +1,7 @@
 """Serves figures to Prometheus at /metrics: a coordinator's from its snapshot, or those that `verl-mux top` gives.
 
-Runs in a thread of the coordinator's process or of `verl-mux top`; called by commands.py and top_command.py; opens the port. Needs
-the package prometheus_client, so it is imported only when a port is given.
+Runs in a thread of the coordinator's process or of `verl-mux top`; called by commands.py and top_command.py; opens the port.
+Needs the package prometheus_client, so it is imported only when a port is given.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The calls that a job makes for its leases: LocalMux alone, Mux through a coordinator.
 
-Runs in the processes of a job (trainer's driver, fillers); made by connect.py. A Mux opens a socket, with a thread (link.py); what
-it says there is decided in conversation.py. The coordinator may be restarted at any moment: a call that waits for an answer only
+Runs in the processes of a job (trainer's driver, fillers); made by connect.py. A Mux opens a socket, with a thread (link.py);
+what it says there is decided in conversation.py. The coordinator may be restarted at any moment: a call that waits for an answer
+only
 waits longer.
 """
 
@@ -176,8 +177,8 @@ class LocalMux:
         return 0
 
     def leave_to_move(self, move: int, step: int, saving_s: float) -> None:
-        """As `close`, of a job that comes back under its name, on nodes that are kept for it, and goes on after `step`. Saving took
-        `saving_s` seconds of that step."""
+        """As `close`, of a job that comes back under its name, on nodes that are kept for it, and goes on after `step`. Saving
+        took `saving_s` seconds of that step."""
 
     def fail(self, reason: str) -> None:
         """Ends the job while its memory may still be on its nodes: they come free when its processes are gone."""
@@ -192,8 +193,9 @@ class LocalMux:
 class Mux(LocalMux):
     """A job registered with the coordinator at `address`; for what the calls do see LocalMux.
 
-    made -> registered (or queued, with `wait` False) -> calls from any thread -> `close` or `fail`; or the coordinator ends the job
-    (JOB_ENDED). After each of these every call that needs an answer raises LeaseLost. `_changed` guards the conversation, which
+    made -> registered (or queued, with `wait` False) -> calls from any thread -> `close` or `fail`; or the coordinator ends the
+    job (JOB_ENDED). After each of these every call that needs an answer raises LeaseLost. `_changed` guards the conversation,
+    which
     the link's thread and the callers share.
     """
 

@@ -1,7 +1,7 @@
 """The limits of the control bus: what is beyond them is refused before anything of it is kept. Data alone, for messages and core.
 
-They are far above what jobs need and low enough that no sender costs the coordinator more than a little memory and time. The limits
-of one message are part of its types, so decoding checks them.
+They are far above what jobs need and low enough that no sender costs the coordinator more than a little memory and time. The
+limits of one message are part of its types, so decoding checks them.
 """
 
 from __future__ import annotations

@@ -1,17 +1,20 @@
 """Which processes of a job are alive on this host, and ending those that outlive it.
 
-Runs in the coordinator, in agents, launchers and keepers, and in every process of a job that names itself; touches /proc and signals.
+Runs in the coordinator, in agents, launchers and keepers, and in every process of a job that names itself; touches /proc and
+signals.
 
-A process is known by pid, boot and when it started after that boot, in the kernel's clock ticks: a reused pid is never taken for it
-and never killed, and a wall clock that is set changes nothing. A process of a job is its driver, a member that the job reported, or
-any process whose start environment carries the job's uid in VERL_MUX_JOB_UID, where this user may read it.
+A process is known by pid, boot and when it started after that boot, in the kernel's clock ticks: a reused pid is never taken for
+it and never killed, and a wall clock that is set changes nothing. A process of a job is its driver, a member that the job
+reported,
+or any process whose start environment carries the job's uid in VERL_MUX_JOB_UID, where this user may read it.
 
-Which processes a job has is what its messages say, and any client may send a message. So `kill` ends a process only if that proves
-that it belongs to the job: it was started with the job's uid in VERL_MUX_JOB_UID, and it runs as the user of this process. The uid
-is a secret of the job: no output shows it, and /proc shows it to the same user alone.
+Which processes a job has is what its messages say, and any client may send a message. So `kill` ends a process only if that
+proves that it belongs to the job: it was started with the job's uid in VERL_MUX_JOB_UID, and it runs as the user of this
+process. The
+uid is a secret of the job: no output shows it, and /proc shows it to the same user alone.
 
-Limit: only what has process ids of this PID namespace can be looked at. A container with process ids of its own is another host in
-this sense, also where it has this host's name. What cannot be seen is never taken for dead: an agent there looks.
+Limit: only what has process ids of this PID namespace can be looked at. A container with process ids of its own is another host
+in this sense, also where it has this host's name. What cannot be seen is never taken for dead: an agent there looks.
 """
 
 from __future__ import annotations

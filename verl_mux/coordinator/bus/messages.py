@@ -30,7 +30,8 @@ AUTO = "auto"
 
 
 class Unreadable(ValueError):
-    """No message of this protocol, or one beyond the limits. `about`: what a Refused should name, as far as that could be read."""
+    """No message of this protocol, or one beyond the limits. `about`: what a Refused should name, as far as that could be
+    read."""
 
     about = ""
 
@@ -88,8 +89,8 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     """Asks to be taken as a job, or as one more client of it.
 
     `nodes`: nodes or whole pools per side; `auto` on both sides: the coordinator places the job by its `needs` or the steps
-    `profiled`, within `slo`, and if it is `colocated` on the same nodes for both phases. `gpus`: needed on each node of a side, or
-    on one named node. `host_memory`: bytes of the job's states on each node, by side and kind; its processes come on top.
+    `profiled`, within `slo`, and if it is `colocated` on the same nodes for both phases. `gpus`: needed on each node of a side,
+    or on one named node. `host_memory`: bytes of the job's states on each node, by side and kind; its processes come on top.
     `space`: the driver's PID namespace.
 
     `filler`: its requests come behind those of all jobs, and what it holds is called back when a job wants it. `grace`: seconds
@@ -326,8 +327,9 @@ class HeartbeatAck(Message, kw_only=True, frozen=True, tag="HEARTBEAT_ACK"):
 
 
 class Contended(Message, kw_only=True, frozen=True, tag="CONTENDED"):
-    """The job's nodes that another job waits for, pushed at each change, and to a filler with each heartbeat's answer, for it must
-    leave those that it holds. `gangs`: sets of nodes that the job holds under a lease of several; if all of one came back another
+    """The job's nodes that another job waits for, pushed at each change, and to a filler with each heartbeat's answer, for it
+    must leave those that it holds. `gangs`: sets of nodes that the job holds under a lease of several; if all of one came back
+    another
     job would begin."""
 
     nodes: list[str]
@@ -378,8 +380,8 @@ class Free(Message, kw_only=True, frozen=True, tag="FREE"):
 
 
 # --- agents ----------------------------------------------------------------------------------------------------------
-# One question, one answer; both may be lost, doubled or late. A look counts for a job only if the agent was asked for it, and it is
-# asked for a job only once that one is dying: so no look that began before the death counts as one after it.
+# One question, one answer; both may be lost, doubled or late. A look counts for a job only if the agent was asked for it, and it
+# is asked for a job only once that one is dying: so no look that began before the death counts as one after it.
 
 Source = Literal["nvml", "ledger", "unknown"]
 # kube-proxy in its IPVS mode gives every host the addresses of all services of its cluster.
@@ -421,8 +423,9 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class AgentReport(Message, kw_only=True, frozen=True, tag="AGENT_REPORT"):
-    """What an agent sees; also the question what to look for. `agent`: its ZeroMQ identity; `number` counts its reports. `source`:
-    of the device memory of processes. `looks`, `dead`: what the last answer asked for. `others`: device bytes of processes
+    """What an agent sees; also the question what to look for. `agent`: its ZeroMQ identity; `number` counts its reports.
+    `source`: of the device memory of processes. `looks`, `dead`: what the last answer asked for. `others`: device bytes of
+    processes
     without a mark, by node. Host memory in bytes."""
 
     agent: limits.Name
