@@ -116,8 +116,8 @@ def _steps(text: str | None) -> tuple[int, int] | None:
 
 
 def _analyse(directory: Path, engine_logs: list[Path], steps: tuple[int, int] | None, processes: int) -> Any:
-    from verl_mux.profiling.plain.files import find_log_files
-    from verl_mux.profiling.report.input.engine_log import read_engine_log
+    from verl_mux.profiling.plain.lines import find_log_files
+    from verl_mux.profiling.report.input.line_reader import read_engine_log
     from verl_mux.profiling.report.input.run_log import read_files
     from verl_mux.profiling.report.measures.analysis import Analysis
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from verl_mux.profiling.plain.files import find_log_files
+from verl_mux.profiling.plain.lines import find_log_files
 from verl_mux.profiling.report.input.run_log import RunLog, read_files
 
 EPOCH = datetime(2025, 8, 11, 23, 0, 0)

@@ -20,7 +20,7 @@ from rich.text import Text
 from tests.profiling.blind.runs import draw, play, write_lines
 from tests.profiling.browser import Browser
 from tests.profiling.terminal import Terminal
-from verl_mux.profiling.plain.files import find_log_files
+from verl_mux.profiling.plain.lines import find_log_files
 from verl_mux.profiling.report.input.run_log import read_files
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.profiling.report.output.page.page import make_page

@@ -35,7 +35,7 @@ from tests.what_if.second_simulator import (
     VirtualJob,
     recording,
 )
-from verl_mux.profiling.plain.files import find_log_files
+from verl_mux.profiling.plain.lines import find_log_files
 from verl_mux.profiling.report.input.run_log import read_files
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.rollout.control.length_estimates import LengthEstimates

@@ -8,7 +8,7 @@ import pytest
 from tests.profiling.made_engines import EPOCH, Job, Made, make
 from tests.what_if.drifting import Machine, held
 from verl_mux.errors import UserError
-from verl_mux.profiling.plain.files import find_log_files
+from verl_mux.profiling.plain.lines import find_log_files
 from verl_mux.profiling.report.input.run_log import read_files
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.what_if.advice import advise, line

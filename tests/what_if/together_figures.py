@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from tests.what_if import taking_turns
 from tests.what_if.ranking import BED, TRAINED_PART, candidates, lengths, plain, run
 from tests.what_if.second_simulator import recording
-from verl_mux.profiling.plain.files import find_log_files
+from verl_mux.profiling.plain.lines import find_log_files
 from verl_mux.profiling.report.input.run_log import read_files
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.what_if.recording import recordings, stays_of

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from verl_mux.profiling.report.measures.engines import MIN_TOKENS
+from verl_mux.profiling.report.measures.replicas import MIN_TOKENS
 
 MIN_STAYS = 20
 _REFITS = 3

@@ -9,7 +9,7 @@ import numpy as np
 
 from verl_mux.coordinator.core.settings import Mode
 from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.profiling.report.measures.leases import Hold, Leases, Segment
+from verl_mux.profiling.report.measures.lease_times import Hold, Leases, Segment
 from verl_mux.what_if.recording import Recording
 
 # Where nobody waits for leases, engines slow each other, which no model here says.

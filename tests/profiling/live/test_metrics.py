@@ -4,7 +4,7 @@ import pytest
 
 from tests.profiling.live.conftest import EPOCH
 from verl_mux.coordinator import prometheus
-from verl_mux.profiling.live.metrics import METRICS, QUIET_S, samples
+from verl_mux.profiling.live.screen import METRICS, QUIET_S, samples
 from verl_mux.profiling.live.state import State
 
 R0 = {"replica": 0, "node": "r0"}

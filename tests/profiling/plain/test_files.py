@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_mux.profiling.plain.files import find_log_files
+from verl_mux.profiling.plain.lines import find_log_files
 
 PATHS = {
     "step_3/worker_0.jsonl": ("", "rollout", 3, 0),

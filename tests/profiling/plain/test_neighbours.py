@@ -5,7 +5,7 @@ import os
 import pytest
 
 from verl_mux.profiling.eventlog.log import EventLog
-from verl_mux.profiling.plain.neighbours import phases_beside
+from verl_mux.profiling.plain.lines import phases_beside
 
 EPOCH = 1_700_000_000.0
 

@@ -4,9 +4,9 @@ import pytest
 
 from tests.profiling.made_engines import make
 from tests.profiling.made_mux import make_mux_run
-from verl_mux.profiling.plain.neighbours import phases_beside
+from verl_mux.profiling.plain.lines import phases_beside
 from verl_mux.profiling.plain.step_metrics import step_lines, step_metrics
-from verl_mux.profiling.plain.step_tables import POINTS, SLOWEST, step_tables
+from verl_mux.profiling.plain.step_metrics import POINTS, SLOWEST, step_tables
 
 
 @pytest.fixture

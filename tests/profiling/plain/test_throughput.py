@@ -1,6 +1,6 @@
 """The ratio that the run's summary and the report tell."""
 
-from verl_mux.profiling.plain.throughput import throughput_ratio
+from verl_mux.profiling.plain.intervals import throughput_ratio
 
 
 def test_two_equal_jobs_that_hide_each_other_completely_are_twice_as_fast():

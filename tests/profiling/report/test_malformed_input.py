@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.exploring import examples
 from tests.profiling.made_logs import SEED_LINES, Made, make_run, read_run
 from verl_mux.errors import UserError
-from verl_mux.profiling.plain.files import find_log_files
+from verl_mux.profiling.plain.lines import find_log_files
 from verl_mux.profiling.report.input.run_log import read_files
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.profiling.report.output.summary import ENDLESS, summarise

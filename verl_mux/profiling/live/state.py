@@ -1,18 +1,101 @@
-"""What the lines of a run's logs add up to now. Lines in, rows out; pure.
+"""What the growing lines of a run's event logs add up to now: jobs, replicas and their requests.
 
-A phase is logged when it ends, and a wait when it is over: a job holds its lease from the end of the wait to the end of the
-phase, and waits from what it logs when it asks. Requests are counted for their job's newest step.
+`Follower` reads the lines of each job's newest steps, `State` counts them. A phase is logged when it ends, and a wait when it is over:
+a job holds its lease from the end of the wait to the end of the phase. Runs in `verl-mux top`; called by top_command.py; reads files only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from dataclasses import dataclass, field
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
-from verl_mux.profiling.live.requests import Requests
-from verl_mux.profiling.plain.lines import Line
+from verl_mux.profiling.plain.lines import ROLES, Line, LogFile, find_step_files, parse
+
+QUEUED, RUNNING, IN_REWARD, PARKED, GIVEN_UP = "queued", "running", "in reward", "parked", "given up"
+IN_TOOL_OR_REWARD, SCORED, DONE = "in tool or reward", "scored", "done"
+STATES = (RUNNING, QUEUED, IN_TOOL_OR_REWARD, IN_REWARD, SCORED, PARKED, GIVEN_UP, DONE)
+
+_AFTER = {
+    events.REQUEST_START: QUEUED,
+    events.REQUEST_REQUEUED: QUEUED,
+    events.REQUEST_PARKED: QUEUED,
+    events.REQUEST_MIGRATED: QUEUED,
+    events.TURN_PREPROCESS: QUEUED,
+    events.TOOL_EXECUTION: QUEUED,
+    events.ENGINE_QUEUE: RUNNING,
+    events.REWARD: SCORED,
+    events.REQUEST_COMPLETE: DONE,
+    events.REQUEST_PADDED: GIVEN_UP,
+}
+
+
+@dataclass
+class Request:
+    """at: the end of the line that said so, seconds since the epoch. replica: the last one that it was seen on."""
+
+    state: str
+    at: float
+    replica: int | None = None
+
+
+class Requests:
+    """feed(line) of the newest step, from agent loops and engines in any order -> states."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Request] = {}
+        self._validating: set[str] = set()
+        self._has_tools: bool | None = None  # None: until a request is over
+
+    def next_step(self) -> None:
+        """What was cut off goes on; all the rest of the step before is over."""
+        self._known = {name: request for name, request in self._known.items() if request.state == PARKED}
+        self._validating = set()
+
+    def feed(self, line: Line) -> None:
+        name = line.extra.get("request_id")
+        if not isinstance(name, str):
+            return
+        if line.event == events.REQUEST_START and line.extra.get("validate"):
+            self._validating.add(name)
+            self._known.pop(name, None)  # an engine's line may have come before
+        state = self._after(line)
+        if state is None or name in self._validating:
+            return
+        request = self._known.setdefault(name, Request(state, line.end))
+        if isinstance(replica := line.extra.get("replica"), int):
+            request.replica = replica
+        if line.end >= request.at:  # not what another file tells late
+            request.state, request.at = state, line.end
+
+    def count(self, replica: int | None = None) -> Counter[str]:
+        """By state; of a replica, those that were last seen on it."""
+        return Counter(request.state for request in self._of(replica))
+
+    def _of(self, replica: int | None) -> Iterator[Request]:
+        return (request for request in self._known.values() if replica is None or request.replica == replica)
+
+    def _after(self, line: Line) -> str | None:
+        if line.event == events.TOOL_EXECUTION:
+            self._has_tools = True
+        elif line.event == events.REQUEST_COMPLETE:
+            self._has_tools = bool(self._has_tools)
+        if line.event == events.TURN_ENGINE_CALL:
+            if line.extra.get("finish_reason") == "abort":
+                return PARKED
+            return IN_REWARD if self._has_tools is False else IN_TOOL_OR_REWARD
+        if line.event == events.REQUEST_ABORTED:
+            return PARKED if line.extra.get("reason") == "cut off" else GIVEN_UP
+        return _AFTER.get(line.event)
+
 
 # What a job asks for next, by the last thing it logged.
 _ASKS_AFTER = {events.SAMPLE_READY: "train", events.STEP: "rollout"}
@@ -151,3 +234,83 @@ COUNTERS = ("running", "queued", "token_usage", "tokens_per_sec")
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
+
+
+STEPS = 2  # the newest ones of each job: what began in a step may be logged in the next
+FIRST_WORKER = "worker_0.jsonl"
+MOST_BYTES = 64 * 2**20  # at once, so that a first look at a large log comes soon
+_STEP = re.compile(r"step_(\d{1,9})")
+
+
+class Follower:
+    """new() again and again: what was added since. A torn last line is left until it is whole."""
+
+    def __init__(self, directory: Path) -> None:
+        if not directory.is_dir():
+            given = "is a file" if directory.exists() else "does not exist"
+            raise UserError(f"{directory} {given}: give the directory of a run, or of a job's events")
+        self._directory = directory
+        self._read: dict[str, int] = {}
+
+    def new(self) -> Iterator[Line]:
+        """In order of time, as far as one look at all files tells."""
+        lines = [line for file in self._newest() for line in self._of(file)]
+        yield from sorted(lines, key=lambda line: line.timestamp.timestamp())
+
+    def ended(self) -> set[str]:
+        """Jobs of which the launcher has written how they ended."""
+        return {events.parent.name for events in self._event_folders() if (events.parent / "exit_code").exists()}
+
+    def _newest(self) -> Iterator[LogFile]:
+        for events in self._event_folders():
+            written = _steps_in(events)
+            # A job that was started again goes on from an earlier step, in the folders that it filled before.
+            lately = sorted(written, key=lambda step: (written[step], step))[-STEPS:]
+            for step in sorted({*sorted(written)[-STEPS:], *lately}):
+                yield from (replace(file, job=_job_of(events, file)) for file in find_step_files(events, step))
+
+    def _event_folders(self) -> list[Path]:
+        """A job's `events`, in a run directory those of all jobs and of the coordinator."""
+        if _steps_in(self._directory):
+            return [self._directory]
+        return sorted(folder for folder in self._directory.glob("*/events") if folder.is_dir())
+
+    def _of(self, file: LogFile) -> Iterator[Line]:
+        start = self._read.get(file.path, max(0, file.size - MOST_BYTES))
+        if file.size < start:  # it was rotated: a new one has its name
+            start = 0
+        try:
+            with open(file.path, "rb") as raws:
+                raws.seek(start)
+                data = raws.read(MOST_BYTES)
+        except OSError:
+            return
+        whole = data.rfind(b"\n") + 1
+        self._read[file.path] = start + whole
+        for raw in data[:whole].splitlines():
+            if (line := parse(raw, file)) is not None:
+                yield line
+
+
+def _steps_in(events: Path) -> dict[int, float]:
+    """Of any role, or of the plain layout, which has no roles: when the first worker of any role last wrote there, in seconds
+    since the epoch. One file a step is looked at: a long run has thousands of steps."""
+    found: dict[int, float] = {}
+    for folder in (events, *(events / role for role in ROLES)):
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder):
+                if step := _STEP.fullmatch(name):
+                    at = _written(folder / name / FIRST_WORKER)
+                    found[int(step[1])] = max(at, found.get(int(step[1]), 0.0))
+    return found
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _job_of(events: Path, file: LogFile) -> str:
+    return file.job or (events.parent.name if events.name == "events" else "")

@@ -1,8 +1,10 @@
-"""Sets of time as sorted lists of disjoint (start, end) pairs, in seconds. Pure."""
+"""Sets of time as sorted lists of disjoint (start, end) pairs in seconds, and the throughput ratio. Called by launcher/ and report/;
+pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 Interval = tuple[float, float]
 
@@ -31,3 +33,15 @@ def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
 def overlap(one: Interval, other: Interval) -> float:
     """Seconds the two share."""
     return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
+
+
+def throughput_ratio(alone: Mapping[str, float | None], together: Mapping[str, float | None]) -> float | None:
+    """Steps per second together over one after the other: sum(1 / together) / (jobs / sum(alone)).
+
+    `alone`, `together`: seconds of a step by job. None where one of them was not measured.
+    """
+    alone_s = [period for period in alone.values() if period is not None]
+    together_s = [period for period in together.values() if period is not None]
+    if not alone or alone.keys() != together.keys() or len(alone_s) + len(together_s) < 2 * len(alone):
+        return None
+    return round(sum(1 / period for period in together_s) * sum(alone_s) / len(alone), 4)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from verl_mux.profiling.report.findings.completion_gaps import enough, find_gap, in_tools, is_common, stalled
+from verl_mux.profiling.report.findings.finding import enough, find_gap, in_tools, is_common, stalled
 
 
 def ends(*parts):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from verl_mux.profiling.report.findings.outliers import chance, expected_seconds, isolated
+from verl_mux.profiling.report.findings.finding import chance, expected_seconds, isolated
 
 TAME = {
     "normal": lambda rng, n: np.maximum(rng.normal(20, 4, n), 1.0),

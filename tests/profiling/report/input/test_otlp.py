@@ -6,7 +6,7 @@ import pytest
 
 from tests.profiling.made_engines import make
 from verl_mux.errors import UserError
-from verl_mux.profiling.plain.files import find_log_files
+from verl_mux.profiling.plain.lines import find_log_files
 from verl_mux.profiling.report.input.otlp import write_as_log
 from verl_mux.profiling.report.input.run_log import read_files
 from verl_mux.profiling.report.measures.analysis import Analysis

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.profiling.made_logs import SEED_SHARES, Lines, make_shares, read_run
-from verl_mux.profiling.report.measures.shares import event_share, step_shares
+from verl_mux.profiling.report.measures.analysis import event_share, step_shares
 
 
 def test_the_seeds_table_comes_out_to_the_digit(tmp_path):

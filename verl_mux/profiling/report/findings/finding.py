@@ -1,9 +1,24 @@
-"""What a finding is."""
+"""What a finding is, and the statistics that tell a fault from chance: isolated values, and gaps between completions.
+
+Durations have heavy tails in healthy runs (lengths have), so a fixed number of deviations would raise false alarms. A value is isolated
+when two models of the healthy tail agree that a sample of this size would not hold it:
+- a lognormal expects fewer than LOGNORMAL. Beyond the 98th percentile it continues with the slope from the 90th to the 98th, and no
+  steeper than LEAST_OF_WHOLE of the whole sample's spread (more in small samples): waits in a queue spread widely and yet
+  have an end, lengths have none;
+- a power law expects fewer than POWER_LAW. Its index comes from the large values just below the suspects, by Renyi's
+  spacings, which are not biased by leaving the top out.
+A gap counts when, at the pace of both sides, at least MISSING completions should have fallen into it. The slower side's pace is taken,
+so the thin tail of long answers makes no gap. Two bunches of short and long answers make one; `stalled` and `is_common` separate those
+from an engine that stood still. Called by the other modules of findings/; pure.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -35,3 +50,169 @@ class Finding:
         told = asdict(self)
         told["seconds"], told["cost_s"] = round(self.seconds, 6), round(self.cost_s or self.seconds, 6)
         return told
+
+
+LOGNORMAL = 1e-5
+POWER_LAW = 0.05
+MIN_RATIO = 3.0  # less than three times the expected is not worth a person's time
+MIN_SAMPLE = 8
+FEW_VALUES = 16
+MIN_RATIO_OF_FEW = 10.0
+SUSPECTS = 0.02  # more than this part of a sample is no outlier but a second mode
+TAIL = 0.10
+MIN_SPREAD = 0.05
+LEAST_OF_WHOLE = 0.5
+SECOND_MODE = 2.0  # times as wide as the rest: a tail that is no lognormal's
+Z90, Z98 = 1.2816, 2.0537  # the normal distribution's quantiles
+
+
+def isolated(ratios: np.ndarray) -> np.ndarray:
+    """Indices of isolated values, largest first. `ratios`: positive, each value over what was expected of it."""
+    count = len(ratios)
+    if count < MIN_SAMPLE:
+        return np.array([], dtype=int)
+    order = np.argsort(ratios)[::-1]
+    suspects = max(2, math.ceil(SUSPECTS * count))
+    logs = np.log(np.maximum(ratios, 1e-12))[order]
+    least = MIN_RATIO if count >= FEW_VALUES else MIN_RATIO_OF_FEW
+    large = ratios[order[:suspects]] >= least * max(1.0, float(np.median(ratios)))
+    rare = (_lognormal_count(logs, suspects) < LOGNORMAL) & (_power_law_count(logs, suspects) < POWER_LAW)
+    return order[:suspects][rare & large]
+
+
+def _lognormal_count(logs: np.ndarray, suspects: int) -> np.ndarray:
+    """How many values as large as each suspect the sample should hold. `logs` falls."""
+    body = logs[suspects:]
+    middle, high, higher = np.quantile(body, [0.5, 0.9, 0.98])
+    unsure = 1 / math.sqrt(len(logs))
+    whole = max((high - middle) / Z90, (higher - middle) / Z98, MIN_SPREAD)
+    spread = max((higher - high) / (Z98 - Z90), min(LEAST_OF_WHOLE + 3 * unsure, 1.0) * whole, MIN_SPREAD)
+    spread *= 1 + 2 * unsure  # and the top was left out
+    deviations = Z98 + (logs[:suspects] - higher) / spread
+    return np.array([len(logs) * math.erfc(z / math.sqrt(2)) / 2 for z in deviations])
+
+
+def _power_law_count(logs: np.ndarray, suspects: int) -> np.ndarray:
+    tail = logs[suspects : suspects + max(5, int(TAIL * len(logs))) + 1]
+    ranks = np.arange(suspects + 1, suspects + len(tail))
+    index = max(float(np.mean(ranks * (tail[:-1] - tail[1:]))), MIN_SPREAD)
+    return (suspects + 1) * np.exp(-np.maximum(logs[:suspects] - tail[0], 0.0) / index)
+
+
+def chance(values: np.ndarray, others: np.ndarray) -> float:
+    """A bound on the chance that values drawn from the lognormal of `others` are as large as these: the least over k of that for
+    the k largest. 0 where `others` are too few to tell. All positive.
+    """
+    if len(others) < MIN_SAMPLE:
+        return 0.0
+    middle, high, higher = np.quantile(np.log(others), [0.5, 0.9, 0.98])
+    spread = max((high - middle) / Z90, MIN_SPREAD)
+    if (higher - middle) / Z98 <= SECOND_MODE * spread:  # else the largest of the others are of another kind themselves
+        spread = max(spread, (higher - middle) / Z98)
+    least = 1.0
+    for k, value in enumerate(np.sort(np.log(values))[::-1], 1):
+        expected = len(values) * math.erfc((value - middle) / spread / math.sqrt(2)) / 2
+        least = min(least, expected**k / math.factorial(k)) if k <= MIN_SAMPLE else least
+    return least
+
+
+def expected_seconds(seconds: np.ndarray, tokens: np.ndarray | None) -> np.ndarray:
+    """What each value should be: a line in its tokens where they are known (fitted by halves' medians), else the median."""
+    middle = float(np.median(seconds))
+    if tokens is None:
+        return np.full(len(seconds), middle)
+    long = tokens > np.median(tokens)
+    if long.sum() < 4 or (~long).sum() < 4:
+        return np.full(len(seconds), middle)
+    rise = np.median(seconds[long]) - np.median(seconds[~long])
+    slope = max(rise / max(np.median(tokens[long]) - np.median(tokens[~long]), 1.0), 0.0)
+    base = max(float(np.median(seconds - slope * tokens)), 0.0)
+    return np.maximum(base + slope * tokens, 0.1 * middle)
+
+
+MISSING = 20.0
+ALIKE_MISSING = 4.0  # what is enough to say that a peer has such a gap too
+MIN_SIDE = 4  # completions needed on each side to know its pace
+FEW_COMPLETIONS = 24  # with fewer completions the pace is hardly known: twice as many must be missing
+PACE_PART = 0.05  # pace is taken over this part of the completions
+TOOLS = 0.7  # of a gap, spent in tool calls
+MIN_PART = 0.25  # of the worker's whole time; shorter ones cost too little to report
+
+
+Place = tuple[str, int, int]  # job, step, worker
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Between completion number `before` (counted from 1) and the next. Seconds; `start` and `end` as the input's clock."""
+
+    start: float
+    end: float
+    before: int
+    after: int
+    missing: float
+    pace_before: float
+    pace_after: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+def find_gap(began: float, ends: np.ndarray, least_missing: float = MISSING, least_part: float = MIN_PART) -> Gap | None:
+    """The longest gap among sorted completion times of one worker's step, or None where too few completions are missing or it
+    is less than `least_part` of the whole time."""
+    count = len(ends)
+    if count < 2 * MIN_SIDE or ends[-1] <= began:
+        return None
+    places = np.arange(MIN_SIDE, count - MIN_SIDE + 1)  # a gap lies before ends[place]
+    place = int(places[np.argmax(ends[places] - ends[places - 1])])
+    seconds = float(ends[place] - ends[place - 1])
+    if seconds < least_part * (ends[-1] - began):
+        return None
+    window = max(MIN_SIDE, int(PACE_PART * count))
+    before = _pace(ends[max(0, place - 1 - window) : place])
+    after = _pace(ends[place : place + window + 1])
+    missing = seconds * min(before, after)
+    if missing < enough(least_missing, count):
+        return None
+    return Gap(float(ends[place - 1]), float(ends[place]), place, count - place, missing, before, after)
+
+
+def enough(least_missing: float, count: int) -> float:
+    """How many completions must be missing among `count`."""
+    return least_missing * (2 if count < FEW_COMPLETIONS else 1)
+
+
+def _pace(ends: np.ndarray) -> float:
+    """Completions a second; completions at one instant count as one burst of a microsecond."""
+    return (len(ends) - 1) / max(float(ends[-1] - ends[0]), 1e-6)
+
+
+def stalled(gap: Gap, starts: np.ndarray, ends: np.ndarray, tokens: np.ndarray) -> bool | None:
+    """Whether tokens say that the engine stood still: requests open through the gap have normal speed only without it.
+
+    None when too few requests tell. `tokens`: NaN where unknown.
+    """
+    known = ~np.isnan(tokens) & (tokens > 0)
+    through = known & (starts <= gap.start) & (ends >= gap.end)
+    clear = known & (ends <= gap.start)
+    if through.sum() < MIN_SIDE or clear.sum() < MIN_SIDE:
+        return None
+    normal = np.median((ends[clear] - starts[clear]) / tokens[clear])
+    spent = ends[through] - starts[through]
+    with_gap = np.median(spent / tokens[through])
+    without = np.median(np.maximum(spent - gap.seconds, 1e-9) / tokens[through])
+    return bool(abs(np.log(without / normal)) < abs(np.log(with_gap / normal)))
+
+
+def in_tools(gap: Gap, starts: np.ndarray, ends: np.ndarray, tools: np.ndarray) -> bool:
+    """Whether most requests open through the gap spent it in tool calls. `tools`: seconds of them in each request."""
+    through = (starts <= gap.start) & (ends >= gap.end)
+    return bool(through.any() and np.mean(tools[through] >= TOOLS * gap.seconds) > 0.5)
+
+
+def is_common(gap: Gap, others: list[Gap | None], part: float = 0.25) -> bool:
+    """Whether more than `part` of other workers and steps have such a gap too: then it is how the work is made, not a stall."""
+    alike = sum(other is not None and other.seconds >= 0.5 * gap.seconds for other in others)
+    return alike > part * max(len(others), 1)

@@ -9,13 +9,11 @@ import numpy as np
 import polars as pl
 
 from verl_mux.profiling.plain.intervals import overlap
-from verl_mux.profiling.report.findings.completion_gaps import Gap, Place
-from verl_mux.profiling.report.findings.finding import Finding
-from verl_mux.profiling.report.findings.outliers import MIN_COUNT, expected_seconds, isolated
+from verl_mux.profiling.report.findings.finding import MIN_SAMPLE, Finding, Gap, Place, expected_seconds, isolated
 from verl_mux.profiling.report.findings.waits import LEAST_S, QUEUED
 from verl_mux.profiling.report.input.reduction import REQUEST_KEY
 from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.profiling.report.measures.engines import UNIT
+from verl_mux.profiling.report.measures.replicas import UNIT
 
 COST = 0.10  # of a step's usual length; a request that lost less is not worth a finding
 COST_SHARED = 0.25  # the same where SHARED or more were slow together: a hiccup of their process that all outlived is none
@@ -251,7 +249,7 @@ def _count(column: str) -> pl.Expr:
 
 def _slow(kind: str, rows: pl.DataFrame, cost: float) -> list[Finding]:
     seconds = rows["seconds"].to_numpy()
-    if len(seconds) < MIN_COUNT:
+    if len(seconds) < MIN_SAMPLE:
         return []
     expected = _expected(rows)
     found = [i for i in isolated(seconds / np.maximum(expected, 1e-9)) if seconds[i] - expected[i] >= cost]
@@ -265,7 +263,7 @@ def _expected(rows: pl.DataFrame) -> np.ndarray:
     if rows["tokens"].null_count() == 0:
         expected = expected_seconds(seconds, rows["tokens"].to_numpy().astype(float))
     else:
-        counted = pl.len().over("turn") >= MIN_COUNT
+        counted = pl.len().over("turn") >= MIN_SAMPLE
         by_turn = pl.when(counted).then(pl.col("seconds").median().over("turn")).otherwise(pl.col("seconds").median())
         expected = rows.select(by_turn).to_series().to_numpy()
     ratio = pl.Series("ratio", seconds / np.maximum(expected, 1e-9))

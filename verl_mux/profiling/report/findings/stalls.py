@@ -11,10 +11,11 @@ import numpy as np
 import polars as pl
 
 from verl_mux.profiling.plain.intervals import overlap
-from verl_mux.profiling.report.findings.completion_gaps import (
+from verl_mux.profiling.report.findings.finding import (
     ALIKE_MISSING,
     MIN_PART,
     MISSING,
+    Finding,
     Gap,
     Place,
     enough,
@@ -23,11 +24,10 @@ from verl_mux.profiling.report.findings.completion_gaps import (
     is_common,
     stalled,
 )
-from verl_mux.profiling.report.findings.finding import Finding
 from verl_mux.profiling.report.findings.slow_requests import held_up
 from verl_mux.profiling.report.input.reduction import REQUEST_KEY
 from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.profiling.report.measures.engines import UNIT, Engines, by_place, times_of_steps
+from verl_mux.profiling.report.measures.replicas import UNIT, Engines, by_place, times_of_steps
 
 SAME = 0.8  # workers whose gaps share this part of the time stood still together
 # How far the paces of both sides may differ where the log has no tokens. The work after a stall is what was slowest

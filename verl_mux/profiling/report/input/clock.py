@@ -1,21 +1,45 @@
-"""Wrong clocks, told from the order of a file: one worker writes its lines as their events end.
+"""Repair wrong clocks, recognised by the order of a file's lines: one worker writes its lines as their events end.
 
-Threads may write a little out of order, and a log may be in another order altogether (request by request). So a jump back
-is the clock's doing only where it sets a request back against its own earlier line, or where lines lie before or after all
-others of their file, or began before the file did. Then a stray line or a few are left out; what lasts is shifted, so that
-it goes on from the line before. Any other jump back is noticed and believed.
+Threads may write slightly out of order, and a log may be ordered by request. A jump back is the clock's fault only where it moves a
+request before its own earlier line, or where lines lie before or after all others of their file, or began before the file did.
+Up to STRAY_LINES such lines are left out; a longer run of them is shifted to continue from the line before. Other jumps are noted and kept.
+Runs in the report's processes; called by line_reader.py; pure.
 """
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import polars as pl
 
-from verl_mux.profiling.plain.files import LogFile
-from verl_mux.profiling.report.input.faults import Faults
+from verl_mux.profiling.plain.lines import LogFile
+
+
+@dataclass
+class Faults:
+    """What was wrong with the input. `skipped`: lines lost, by reason. `noticed`: lines kept, by what was odd."""
+
+    skipped: collections.Counter = field(default_factory=collections.Counter)
+    noticed: collections.Counter = field(default_factory=collections.Counter)
+    examples: dict[str, str] = field(default_factory=dict)  # reason -> the first place it was met
+
+    def skip(self, reason: str, where: str, count: int = 1) -> None:
+        self.skipped[reason] += count
+        self.examples.setdefault(reason, where)
+
+    def notice(self, reason: str, where: str, count: int = 1) -> None:
+        self.noticed[reason] += count
+        self.examples.setdefault(reason, where)
+
+    def add(self, other: Faults) -> None:
+        self.skipped.update(other.skipped)
+        self.noticed.update(other.noticed)
+        for reason, where in other.examples.items():
+            self.examples.setdefault(reason, where)
+
 
 BACK_SECONDS = 1.0  # less is how threads take turns
 DISORDER_SECONDS = 5.0  # a stray line is kept within this

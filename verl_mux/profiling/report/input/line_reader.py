@@ -1,8 +1,8 @@
-"""From bytes to a data frame of events, a piece of a file at a time; what cannot be read is counted by name.
+"""Turn bytes into a data frame of events, a piece of a file at a time; count what cannot be read, by reason.
 
 A line is skipped when it is no JSON object, lacks `timestamp` or `event`, has a known top-level key of the wrong type or an
 impossible value, or a wrong clock (clock.py). A value of the wrong type inside `extra` is dropped and counted; the rest of
-its line is kept.
+the line is kept. Also reads the decode lines of an SGLang server's text log. Runs in the report's processes; called by run_log.py.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
 import polars as pl
 
-from verl_mux.profiling.plain.files import LogFile, printable
-from verl_mux.profiling.report.input import runs
-from verl_mux.profiling.report.input.clock import Where, mend
-from verl_mux.profiling.report.input.faults import Faults
-from verl_mux.profiling.report.input.line import EXTRA_KEYS, EXTRA_TYPES, NO_EXTRA, Extra, Line
+from verl_mux.profiling.plain.lines import LogFile, printable
+from verl_mux.profiling.report.input.clock import Faults, Where, mend
+from verl_mux.profiling.report.input.reduction import EXTRA_KEYS, EXTRA_TYPES, NO_EXTRA, Extra, Line, marked
 
 MAX_LINE_BYTES = 2**20
 MAX_SECONDS = 1e9  # about 32 years
@@ -207,7 +206,7 @@ def to_frame(blocks: list[Block], faults: Faults) -> pl.DataFrame:
         index,
         pl.int_range(pl.len()).alias("line"),
     )
-    frame = frame.with_columns(runs.marked("job", "run")).drop("run")
+    frame = frame.with_columns(marked("job", "run")).drop("run")
     where = _finder(blocks)
     frame = _drop_impossible(frame.drop("timestamp"), where, faults)
     return mend(frame, files, where, faults).drop("file")
@@ -311,3 +310,45 @@ def _drop_impossible(frame: pl.DataFrame, where: Where, faults: Faults) -> pl.Da
             faults.skip(reason, where(frame["line"].filter(bad)[0]), int(bad.sum()))
             frame = frame.filter(~bad)
     return frame
+
+
+_DECODE_LINE = re.compile(r"Decode batch")
+_LOG_TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?)")
+_FIELDS = {
+    "running": re.compile(r"#running-req:\s*(\d+)"),
+    "queued": re.compile(r"#queue-req:\s*(\d+)"),
+    "token_usage": re.compile(r"token usage:\s*([\d.]+)"),
+    "tokens_per_sec": re.compile(r"gen throughput \(token/s\):\s*([\d.]+)"),
+}
+ENGINE_SCHEMA = {"job": pl.String, "worker": pl.Int64, "node": pl.String, "step": pl.Int64, "end": pl.Float64} | dict.fromkeys(
+    _FIELDS, pl.Float64
+)
+
+
+def read_engine_log(path: str | Path, worker: int = 0) -> pl.DataFrame:
+    """A row a decode line of one text log: ENGINE_SCHEMA; `end` null where the line has no time, fields null where it
+    lacks them.
+    """
+    rows = []
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if len(line) < 4096 and _DECODE_LINE.search(line):
+                rows.append({"job": "", "worker": worker, "node": None, "step": None, "end": _log_time(line)} | _fields(line))
+    return pl.DataFrame(rows, schema=ENGINE_SCHEMA)
+
+
+def _fields(line: str) -> dict[str, float | None]:
+    found = {name: pattern.search(line) for name, pattern in _FIELDS.items()}
+    return {name: _number(match[1]) if match else None for name, match in found.items()}
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _log_time(line: str) -> float | None:
+    match = _LOG_TIME.search(line)
+    return parse_time(match[1].replace(",", ".").replace(" ", "T")) if match else None

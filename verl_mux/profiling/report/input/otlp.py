@@ -23,7 +23,7 @@ from typing import Any
 
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
-from verl_mux.profiling.plain.files import MAX_STEP, ROLES
+from verl_mux.profiling.plain.lines import MAX_STEP, ROLES
 
 ANSWERS = ("chat", "text_completion", "generate_content")
 _KINDS = {"LLM": events.TURN_ENGINE_CALL, "TOOL": events.TOOL_EXECUTION, "EVALUATOR": events.REWARD}

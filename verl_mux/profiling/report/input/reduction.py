@@ -1,25 +1,110 @@
-"""From events to small tables that merge: a run is reduced piece by piece, in any order, on any number of processes.
+"""Reduce events to small tables that merge: a run is read piece by piece, in any order, on any number of processes.
 
     events of a piece -> Tables, and Tables + Tables -> Tables with no row lost (asserted by the tests)
 
-requests  a row a request: when it began and ended, how, its turns and tokens, the seconds of each part
+requests  a row a request: start, end, status, turns, tokens, seconds of each part
 turns     a row a turn of a request: seconds of its parts, when its engine call ended
 stays     a row a stay of a request in an engine, once as its caller and once as the engine's server saw it
 totals    a row per job, role, step, worker and event: count, seconds, the longest, tokens
-spans     a row per event that no request owns, with what `extra` says: phases, leases, sync, sleep, wake, memory, ...
+spans     a row per event that no request owns, with fields of `extra`: phases, leases, sync, sleep, wake, memory, ...
 
-All times are seconds since the epoch.
+Several runs of one job in one directory become jobs of their own, `a (run 1)`, `a (run 2)`: while files are read a job's name carries
+its run's mark, which `told_apart` turns into a number. The coordinator's events belong to the run that had begun last.
+All times are seconds since the epoch. Runs in the report's processes; called by run_log.py; pure.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import bisect
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
+from typing import Annotated, Any
 
+import msgspec
 import polars as pl
 
 from verl_mux.profiling.eventlog import events
-from verl_mux.profiling.report.input.line import NO_EXTRA, Line, TurnTiming
+
+Int = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+Small = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class TurnTiming(msgspec.Struct, gc=False):
+    """An entry of `extra.turn_timings` of a completed request; seconds."""
+
+    total_duration: float | None = None
+    engine_call_duration: float | None = None
+    post_process_duration: float | None = None
+
+
+class Extra(msgspec.Struct, gc=False):
+    request_id: str | Int | None = None
+    turn: Small | float | None = None
+    turns: Small | None = None
+    generated_tokens: Int | None = None
+    response_tokens: Int | None = None
+    actual_response_tokens: Int | None = None
+    response_length: Int | float | None = None
+    validate: bool | None = None
+    turn_timings: list[TurnTiming] | None = None
+    job: str | None = None
+    phase: str | None = None
+    pool: str | None = None
+    nodes: list[str] | dict[str, Any] | None = None
+    node: str | None = None
+    tag: str | None = None
+    side: str | None = None
+    bytes: Int | float | None = None
+    version: Int | None = None
+    running: Int | float | None = None
+    queued: Int | float | None = None
+    token_usage: float | None = None
+    tokens_per_sec: float | None = None
+    prefill_tokens_per_sec: float | None = None
+    mode: str | None = None
+    node_bytes: Int | None = None
+    reward: float | None = None
+    stay: Small | None = None
+    replica: Small | None = None
+    queue_sec: float | None = None
+    prefill_sec: float | None = None
+    decode_sec: float | None = None
+    held_sec: float | None = None
+    parked_sec: float | None = None
+    finish: str | None = None
+    finish_reason: str | None = None
+    retractions: Small | None = None
+    requests: Int | None = None
+    tool: str | None = None
+    score: float | None = None
+    batch_data_id: str | Int | None = None
+    prompt_tokens: Count | None = None
+    cached_tokens: Count | None = None
+    keys: list[str] | None = None
+    total_requests: Count | None = None
+    target_completion: Count | None = None
+    path: str | None = None
+
+
+class Line(msgspec.Struct, gc=False):
+    timestamp: str
+    event: str
+    duration_sec: float | None = None
+    extra: Extra | None = None
+    workid: Count | None = None
+    step: Count | None = None
+    role: str | None = None
+    job: str | None = None
+    run: str | None = None
+    request_id: str | Int | None = None  # the sglang logger lets callers put further keys at the top
+    turn: Small | float | None = None
+
+
+NO_EXTRA = Extra()
+EXTRA_KEYS = frozenset(Extra.__struct_fields__)
+EXTRA_TYPES = {field.name: field.type for field in msgspec.structs.fields(Extra)}
+
 
 REQUEST_KEY = ["job", "step", "worker", "request_id"]
 TOTAL_KEY = ["job", "role", "step", "worker", "event", "of_request"]
@@ -256,3 +341,49 @@ def _spans(frame: pl.DataFrame, lines: list[Line]) -> pl.DataFrame:
     # A job registers with its nodes by pool, which no span needs.
     told["nodes"] = [None if isinstance(nodes, dict) else nodes for nodes in told["nodes"]]
     return kept.with_columns(pl.Series(name, told[name], kind) for name, (kind, _) in SPAN_EXTRA.items())
+
+
+_MARK = "\x1f"
+
+
+def marked(job: str, run: str) -> pl.Expr:
+    """The column `job` with the mark of the column `run`, where a line names one."""
+    return pl.when(pl.col(run).is_null()).then(pl.col(job)).otherwise(pl.concat_str(job, run, separator=_MARK)).alias(job)
+
+
+def told_apart(tables: Tables) -> Tables:
+    """The same tables, every job under the name that people read."""
+    names, begins = _names(tables.totals)
+    frames = {field.name: getattr(tables, field.name) for field in fields(tables)}
+    renamed = {name: frame.with_columns(pl.col("job").replace(names)) for name, frame in frames.items()}
+    if begins:
+        renamed["spans"] = _of_coordinator(renamed["spans"], begins)
+    return replace(tables, **renamed)
+
+
+def _names(totals: pl.DataFrame) -> tuple[dict[str, str], dict[str, tuple[list[float], list[str]]]]:
+    """Marked name -> name; of jobs with several runs: when each run began, and its name."""
+    runs: dict[str, list[tuple[float, str]]] = {}
+    for label, first in totals.group_by("job").agg(pl.col("first").min()).sort("first").rows():
+        runs.setdefault(label.partition(_MARK)[0], []).append((first, label))
+    names, begins = {}, {}
+    for job, found in runs.items():
+        if len(found) == 1:
+            names[found[0][1]] = job
+            continue
+        told = [f"{job} (run {number})" for number in range(1, len(found) + 1)]
+        names.update(zip((label for _, label in found), told, strict=True))
+        begins[job] = ([first for first, _ in found], told)
+    return names, begins
+
+
+def _of_coordinator(spans: pl.DataFrame, begins: dict[str, tuple[list[float], list[str]]]) -> pl.DataFrame:
+    def run_of(row: dict) -> str | None:
+        job = row["of_job"]
+        if job not in begins:
+            return job
+        starts, names = begins[job]
+        return names[max(bisect.bisect_right(starts, row["end"]) - 1, 0)]
+
+    of_job = spans.select(pl.struct("of_job", "end").map_elements(run_of, pl.String, skip_nulls=False)).to_series()
+    return spans.with_columns(of_job.alias("of_job"))

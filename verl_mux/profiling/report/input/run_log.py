@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 
-from verl_mux.profiling.plain.files import LogFile
-from verl_mux.profiling.report.input import runs
-from verl_mux.profiling.report.input.clock import WHOLE_BYTES
-from verl_mux.profiling.report.input.faults import Faults
+from verl_mux.profiling.plain.lines import LogFile
+from verl_mux.profiling.report.input.clock import WHOLE_BYTES, Faults
 from verl_mux.profiling.report.input.line_reader import Block, read_lines, to_frame
-from verl_mux.profiling.report.input.reduction import Tables, reduce_events
+from verl_mux.profiling.report.input.reduction import Tables, reduce_events, told_apart
 
 PIECE_BYTES = 64 * 2**20
 PIECE_LINES = 100_000
@@ -59,7 +57,7 @@ def read_files(
         run.faults.add(faults)
         advance(size)
     if parts:
-        run.tables = runs.told_apart(Tables.merge(parts))
+        run.tables = told_apart(Tables.merge(parts))
     return run
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_mux.profiling.eventlog import events
-from verl_mux.profiling.plain.files import LogFile
-from verl_mux.profiling.plain.lines import Line, read_lines
+from verl_mux.profiling.plain.lines import Line, LogFile, read_lines
 from verl_mux.profiling.report.input.otlp import LINE
 
 BATCH = 1000

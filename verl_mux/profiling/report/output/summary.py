@@ -1,8 +1,11 @@
-"""The report as one plain dictionary: what `--json` prints, and what tables, page and comparison are made from."""
+"""The report as one plain dictionary: what `--json` prints, and the source of tables, page and comparison. Called by report_command.py;
+pure.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import polars as pl
@@ -10,12 +13,11 @@ import polars as pl
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.step_metrics import QUANTILES
 from verl_mux.profiling.report.findings.all_findings import find_all
-from verl_mux.profiling.report.input.faults import Faults
-from verl_mux.profiling.report.input.request_table import SHOWN_PARTS
-from verl_mux.profiling.report.measures import engines, shares
-from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.profiling.report.measures.leases import Segment
-from verl_mux.profiling.report.measures.pace import shared_window, throughput
+from verl_mux.profiling.report.input.clock import Faults
+from verl_mux.profiling.report.input.tables import SHOWN_PARTS
+from verl_mux.profiling.report.measures.analysis import Analysis, event_share
+from verl_mux.profiling.report.measures.lease_times import Segment, shared_window, throughput
+from verl_mux.profiling.report.measures.replicas import busy as busy_seconds
 
 SLOWEST = 10
 ENDLESS = "request without an end: counted as a request, not in completion or turns"
@@ -25,7 +27,7 @@ def summarise(analysis: Analysis) -> dict[str, Any]:
     """Everything, rounded to microseconds. Keys are described in docs/report.md; seconds unless a name says otherwise."""
     return {
         **_counts(analysis),
-        "event_share": shares.event_share(analysis.run.tables),
+        "event_share": event_share(analysis.run.tables),
         "completion": completion_figures(analysis),
         "barrier_wait": barrier_wait(analysis),
         "turns": turn_figures(analysis),
@@ -140,7 +142,7 @@ def engine_figures(analysis: Analysis) -> dict[str, Any]:
     done = analysis.finished.filter(pl.col("tokens").is_not_null())
     got: dict[str, dict[str, float | None]] = {}
     for (job, worker), rows in done.group_by("job", "worker", maintain_order=True):
-        busy = float(rows.sort("start").select(engines.busy()).item())
+        busy = float(rows.sort("start").select(busy_seconds()).item())
         got.setdefault(job, {})[str(worker)] = _round(rows["tokens"].sum() / busy) if busy > 0 else None
     told = reports.group_by("job", "worker").agg(
         pl.len().alias("reports"),
@@ -290,3 +292,40 @@ def _round_all(figures: dict[str, float]) -> dict[str, float]:
 
 def _round(value: Any) -> Any:
     return round(value, 6) if isinstance(value, float) else value
+
+
+def compare(this: dict[str, Any], that: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of `figure`, `this`, `that` and `change` (this over that, minus 1; None when one is missing or that is 0)."""
+    mine, theirs = dict(_compared_figures(this)), dict(_compared_figures(that))
+    names = [*mine, *(name for name in theirs if name not in mine)]
+    return [_row(name, mine.get(name), theirs.get(name)) for name in names]
+
+
+def _row(name: str, this: float | None, that: float | None) -> dict[str, Any]:
+    change = None if this is None or not that else round(this / that - 1, 6)
+    return {"figure": name, "this": this, "that": that, "change": change}
+
+
+def _compared_figures(summary: dict[str, Any]) -> Iterator[tuple[str, float | None]]:
+    completion = summary["completion"]
+    for name in ("total", "p50", "p80", "p95", "p99"):
+        yield f"seconds to {name}", completion.get(name)
+    yield "t80_over_total", completion["t80_over_total"]
+    yield "requests", summary["requests"]
+    yield "turns a request", summary["turns"]["mean"]
+    for event, percent in summary["event_share"].items():
+        yield f"{event} %", percent
+    yield "steps a second in turns over alone", (summary["throughput"] or {}).get("ratio")
+    for pool, bubble in summary["bubble"].items():
+        yield f"bubble {pool}", bubble
+    for job, figures in summary["jobs"].items():
+        if figures["phase_seconds"]:
+            yield from _job_figures(job, figures)
+
+
+def _job_figures(job: str, figures: dict[str, Any]) -> Iterator[tuple[str, float | None]]:
+    yield f"{job}: seconds a step", figures["step_seconds"]
+    yield f"{job}: lease wait", round(sum(figures["lease_wait_seconds"].values()), 6)
+    yield f"{job}: sync", figures["sync"]["seconds"]
+    for verb in ("sleep", "wake"):
+        yield f"{job}: {verb}", round(sum(tag["seconds"] for tag in figures[verb].values()), 6)

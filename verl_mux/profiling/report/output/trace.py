@@ -19,7 +19,7 @@ import polars as pl
 
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.profiling.report.output.page.data import extent
+from verl_mux.profiling.report.output.page.page import extent
 
 SLACK_US = 2000
 SHOWN = ["engine", "tool", "interaction", "reward"]

@@ -11,7 +11,7 @@ from tests.profiling.made_logs import read_run
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.profiling.report.output.page import lives as lives_module
 from verl_mux.profiling.report.output.page import requests
-from verl_mux.profiling.report.output.page.lives import lives
+from verl_mux.profiling.report.output.page.requests import lives
 from verl_mux.profiling.report.output.page.requests import shown
 
 NOTHING = {"findings": []}

@@ -7,7 +7,7 @@ from tests.profiling.made_logs import read_run
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.profiling.report.output.page import texts as texts_module
 from verl_mux.profiling.report.output.page.requests import shown
-from verl_mux.profiling.report.output.page.texts import texts
+from verl_mux.profiling.report.output.page.requests import texts
 
 
 def with_texts(directory, text):

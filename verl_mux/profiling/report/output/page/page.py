@@ -1,4 +1,7 @@
-"""The report as one HTML file that needs nothing beside it: styles, scripts and data are inside."""
+"""The report as one HTML file that needs nothing beside it: styles, scripts and data are inside.
+
+Times are seconds since `t0`, the run's first moment. Called by report_command.py; reads the scripts beside this file.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from verl_mux.profiling.plain.files import ROLES
+import polars as pl
+
+from verl_mux.profiling.eventlog import events
+from verl_mux.profiling.plain.lines import ROLES
+from verl_mux.profiling.report.input.run_log import RunLog
 from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.profiling.report.output.page.data import page_data
+from verl_mux.profiling.report.measures.lease_times import WORK, Hold, Leases
+from verl_mux.profiling.report.output.page.requests import columns, lives, shown, texts
 
 _HERE = Path(__file__).parent
 SCRIPTS = ["base.js", "time.js", "replay.js", "lanes.js", "life.js", "charts.js", "tables.js", "main.js"]  # in order of use
@@ -42,3 +50,139 @@ def _name(directory: Path) -> str:
 
 def _escape(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;")
+
+
+MOVES = [events.SYNC, events.SLEEP, events.WAKE, events.OLD_LOG_PROB, events.REF, events.UPDATE_ACTOR, events.UPDATE_CRITIC]
+
+
+def page_data(analysis: Analysis, summary: dict[str, Any], name: str, solo: Analysis | None = None) -> dict[str, Any]:
+    """See the module; the keys are those that the page's scripts read. `solo`: another run of the same jobs, each alone."""
+    origin, end = extent(analysis)
+    leases = analysis.leases
+    jobs = list(summary["jobs"]) or sorted(set(analysis.requests["job"]))
+    window = _turns_window(leases, origin, end)
+    return {
+        "name": name,
+        "t0": origin,
+        "length": end - origin,
+        "jobs": jobs,
+        "summary": _slim(summary),
+        "pools": leases.pools,
+        "holds": [_hold(hold, origin) for hold in leases.holds],
+        "waits": [
+            {"job": w.job, "phase": w.phase, "nodes": w.nodes, "start": w.start - origin, "end": w.end - origin}
+            | {"step": w.step, "behind": w.behind}
+            for w in leases.waits
+        ],
+        "moves": _moves(analysis, origin),
+        "segments": [{"mode": s.mode, "start": s.window[0] - origin, "end": s.window[1] - origin} for s in leases.segments],
+        "window": [window[0] - origin, window[1] - origin],
+        **_alone(leases, window, origin, solo),
+        "steps": _steps(analysis, origin),
+        "shares": analysis.step_shares.drop("seconds").rows(),
+        "requests": _requests(analysis, summary, origin),
+        "stacks": _stacks(analysis.run, summary["findings"]),
+    }
+
+
+def extent(analysis: Analysis) -> tuple[float, float]:
+    """First and last moment of the run, in seconds since the epoch."""
+    totals = analysis.run.tables.totals.filter(~pl.col("event").is_in(events.ABOUT_THE_LOG))
+    if totals.is_empty():
+        return 0.0, 1.0
+    first, last = float(totals["first"].min()), float(totals["last"].max())
+    return first, max(last, first + 1e-3)
+
+
+def _turns_window(leases: Leases, origin: float, end: float) -> tuple[float, float]:
+    """The part of the run in which jobs took turns, the longest if several; else all of it."""
+    shared = [s.window for s in leases.segments if s.mode == "interleaved"] or [s.window for s in leases.segments]
+    return max(shared, key=lambda window: window[1] - window[0], default=(origin, end))
+
+
+def _alone(leases: Leases, window: tuple[float, float], origin: float, solo: Analysis | None) -> dict[str, Any]:
+    jobs = {hold.job for hold in leases.holds}
+    measured = [] if solo is None else measured_alone(leases, window, solo.leases)
+    if measured and {hold.job for hold in measured} == jobs:
+        return {"alone": [_hold(hold, origin) for hold in measured], "alone_measured": True}
+    return {"alone": [_hold(hold, origin) for hold in alone(leases, window)], "alone_measured": False}
+
+
+def measured_alone(leases: Leases, window: tuple[float, float], solo: Leases) -> list[Hold]:
+    """Another run's phases of the same jobs, each moved to where the job begins in `window`, as many as it has here."""
+    moved = []
+    for job in sorted({hold.job for hold in leases.holds}):
+        here = [h for h in leases.holds if h.job == job and h.phase in WORK and window[0] <= h.start < window[1]]
+        there = [h for h in solo.holds if h.job == job and h.phase in WORK][: len(here)]
+        for hold in there:
+            shift = here[0].start - there[0].start
+            moved.append(Hold(job, hold.phase, hold.nodes, hold.start + shift, hold.end + shift, hold.step))
+    return moved
+
+
+def alone(leases: Leases, window: tuple[float, float]) -> list[Hold]:
+    """The same phases of the same jobs with the waiting for leases taken out: how they would have run by themselves.
+
+    Each job starts when it does in `window`; what it did between leases besides waiting stays.
+    """
+    shifted = []
+    waits = {(w.job, w.phase, w.step, round(w.end, 3)): w.end - w.start for w in leases.waits}
+    for job in sorted({hold.job for hold in leases.holds}):
+        mine = [h for h in leases.holds if h.job == job and h.phase in WORK and window[0] <= h.start < window[1]]
+        saved, before = 0.0, None
+        for hold in mine:
+            if before is not None:
+                waited = waits.get((hold.job, hold.phase, hold.step, round(hold.start, 3)), 0.0)
+                saved += min(waited, max(hold.start - before.end, 0.0))
+            shifted.append(Hold(job, hold.phase, hold.nodes, hold.start - saved, hold.end - saved, hold.step))
+            before = hold
+    return shifted
+
+
+def _hold(hold: Hold, origin: float) -> dict[str, Any]:
+    times = {"start": hold.start - origin, "end": hold.end - origin}
+    return {"job": hold.job, "phase": hold.phase, "nodes": hold.nodes, "step": hold.step} | times
+
+
+def _moves(analysis: Analysis, origin: float) -> list[dict[str, Any]]:
+    rows = analysis.spans.filter(pl.col("event").is_in(MOVES) & pl.col("seconds").is_not_null())
+    return [
+        {"job": row["job"], "event": row["event"], "start": row["start"] - origin, "end": row["end"] - origin}
+        | {key: row[key] for key in ("tag", "side", "node", "bytes", "step") if row[key] is not None}
+        for row in rows.iter_rows(named=True)
+    ]
+
+
+def _steps(analysis: Analysis, origin: float) -> list[list]:
+    """[job, step, start, end] of the requests of each step."""
+    spans = analysis.finished.group_by("job", "step").agg(pl.col("start").min(), pl.col("end").max())
+    return [[job, step, a - origin, b - origin] for job, step, a, b in spans.sort("start").rows()]
+
+
+def _slim(summary: dict[str, Any]) -> dict[str, Any]:
+    completion = {key: value for key, value in summary["completion"].items() if key != "per_worker"}
+    return summary | {"completion": completion}
+
+
+def _requests(analysis: Analysis, summary: dict[str, Any], origin: float) -> dict[str, Any]:
+    found = shown(analysis, summary)
+    return {
+        "count": found.frame.height,
+        "of": found.of,
+        "each": found.each,
+        "lanes": {"worker": found.workers, "replica": found.replicas},
+        "columns": columns(found, origin),
+        "lives": lives(analysis, found),
+        "texts": texts(analysis.run, found),
+    }
+
+
+def _stacks(run: RunLog, findings: list[dict[str, Any]]) -> dict[str, str]:
+    """Place among the findings -> address of the stacks it speaks of, where they can be found; a log may have moved since."""
+    named = {str(place): Path(path) for place, it in enumerate(findings) if (path := it["evidence"].get("stacks"))}
+    if not named:
+        return {}
+    folders = sorted({Path(file.path).parents[2] for file in run.files})
+    told = {place: [path, *(folder / path.parent.name / path.name for folder in folders)] for place, path in named.items()}
+    found = {place: next((path for path in paths if path.is_file()), None) for place, paths in told.items()}
+    return {place: path.absolute().as_uri() for place, path in found.items() if path is not None}

@@ -1,18 +1,24 @@
-"""A state as rows, as tables for a terminal, and as JSON."""
+"""`verl-mux top`: a state as rows, tables, JSON and Prometheus gauges, and the keys of its terminal. Called by top_command.py."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
+import select
+import sys
+import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from verl_mux.profiling.live.requests import IN_REWARD, IN_TOOL_OR_REWARD, PARKED, STATES
-from verl_mux.profiling.live.state import Job, Replica, State
+from verl_mux.profiling.live.state import IN_REWARD, IN_TOOL_OR_REWARD, PARKED, STATES, Job, Replica, State
 
 # Column -> what its rows are sorted by.
 JOB_COLUMNS = {
@@ -76,11 +82,11 @@ class Choice:
 
 def jobs(state: State, order: Order) -> list[dict[str, Any]]:
     """A row a job, those that `order` leaves; seconds are at the state's newest line."""
-    rows = [_job(state, job) for _, job in sorted(state.jobs.items())]
+    rows = [_job_row(state, job) for _, job in sorted(state.jobs.items())]
     return _ordered(rows, order, JOB_COLUMNS, ("job", "runs", "on", "waits_for", "behind"))
 
 
-def _job(state: State, job: Job) -> dict[str, Any]:
+def _job_row(state: State, job: Job) -> dict[str, Any]:
     return {
         "job": job.name,
         "step": job.step,
@@ -100,11 +106,11 @@ def _job(state: State, job: Job) -> dict[str, Any]:
 def replicas(state: State, order: Order) -> list[dict[str, Any]]:
     """A row a replica, those that `order` leaves. running, queued: by the engine's own counters; requests: those that were last
     seen on it, by state."""
-    rows = [_replica(state, it) for _, it in sorted(state.replicas.items())]
+    rows = [_replica_row(state, it) for _, it in sorted(state.replicas.items())]
     return _ordered(rows, order, REPLICA_COLUMNS, ("job", "replica", "node"))
 
 
-def _replica(state: State, it: Replica) -> dict[str, Any]:
+def _replica_row(state: State, it: Replica) -> dict[str, Any]:
     told = {key: it.counters.get(key) for key in ("running", "queued", "token_usage", "tokens_per_sec")}
     done = {"done": it.done, "tokens": it.tokens, "retracted": it.retracted}
     seen = state.jobs[it.job].requests.count(it.number) if it.job in state.jobs else Counter()
@@ -197,3 +203,145 @@ def _replicas_table(rows: Sequence[dict[str, Any]], choice: Choice) -> Table:
 
 def _whole(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}"
+
+
+Sample = tuple[str, Mapping[str, str], float | None]  # metric, labels, value
+# Counters come once a second while an engine works, and those of one that sleeps are no news. Files of other hosts may show late.
+QUIET_S = 15.0
+
+# metric -> (type, help)
+METRICS = {
+    "mux_top_quiet_seconds": ("gauge", "Since the newest line of the run's logs, by the clock of who reads them."),
+    "mux_top_job_ended": ("gauge", "1 when the job has ended, 0 until then."),
+    "mux_top_job_step": ("gauge", "The step that the job is at."),
+    "mux_top_job_step_seconds": ("gauge", "How long the job's last whole step took."),
+    "mux_top_job_reward": ("gauge", "Mean reward of the job's last whole step."),
+    "mux_top_job_requests": ("gauge", "Requests of the job's step, by state."),
+    "mux_top_lease_held_seconds": ("gauge", "How long a job has held its lease on the node."),
+    "mux_top_lease_waited_seconds": ("gauge", "How long a job has waited for a lease on the node."),
+    "mux_top_replica_running": ("gauge", "Requests that run in the engine."),
+    "mux_top_replica_queued": ("gauge", "Requests in the engine's queue."),
+    "mux_top_replica_kv_usage": ("gauge", "Part of the engine's KV cache that is in use, 0 to 1."),
+    "mux_top_replica_tokens_per_second": ("gauge", "Tokens that the engine writes a second."),
+    "mux_top_replica_step": ("gauge", "The step that the engine generates for."),
+    "mux_top_replica_stays_done": ("gauge", "Stays of that step that ended in the engine and were not cut off."),
+    "mux_top_replica_tokens": ("gauge", "Tokens of that step's stays that ended in the engine."),
+    "mux_top_replica_retracted": ("gauge", "Requests of that step that the engine threw out for want of KV cache."),
+}
+_COUNTERS = {
+    "running": "mux_top_replica_running",
+    "queued": "mux_top_replica_queued",
+    "token_usage": "mux_top_replica_kv_usage",
+    "tokens_per_sec": "mux_top_replica_tokens_per_second",
+}
+
+
+def samples(state: State, now: float) -> Iterator[Sample]:
+    """Of METRICS. now: seconds since the epoch; the time of the newest line where that is later.
+
+    Of jobs that have ended only that and their last step; of engines whose counters are older than QUIET_S, no counters.
+    """
+    now = max(now, state.now)
+    if state.jobs or state.replicas:
+        yield "mux_top_quiet_seconds", {}, now - state.now
+    yield from itertools.chain.from_iterable(_job_samples(job, now) for _, job in sorted(state.jobs.items()))
+    for (name, _), replica in sorted(state.replicas.items()):
+        if name not in state.jobs or not state.jobs[name].ended:
+            yield from _replica_samples(replica, now)
+
+
+def _job_samples(job: Job, now: float) -> Iterator[Sample]:
+    whose = {"job": job.name}
+    yield "mux_top_job_ended", whose, int(job.ended)
+    yield "mux_top_job_step", whose, job.step
+    yield "mux_top_job_step_seconds", whose, job.figures.get("step_sec")
+    yield "mux_top_job_reward", whose, job.figures.get("reward")
+    if job.ended:
+        return
+    requests = job.requests.count()
+    for state in STATES:
+        yield "mux_top_job_requests", {**whose, "state": state}, requests[state]
+    if job.phase:
+        for node in job.nodes:
+            yield "mux_top_lease_held_seconds", {"node": node, **whose, "phase": job.phase}, now - job.since
+    if job.asks:
+        for node in job.nodes_of.get(job.asks) or ("",):
+            yield "mux_top_lease_waited_seconds", {"node": node, **whose, "phase": job.asks}, now - job.asked
+
+
+def _replica_samples(replica: Replica, now: float) -> Iterator[Sample]:
+    where = {"job": replica.job, "replica": str(replica.number), "node": replica.node}
+    if now - replica.at <= QUIET_S:
+        for counter, metric in _COUNTERS.items():
+            yield metric, where, replica.counters.get(counter)
+    yield "mux_top_replica_step", where, replica.step
+    yield "mux_top_replica_stays_done", where, replica.done
+    yield "mux_top_replica_tokens", where, replica.tokens
+    yield "mux_top_replica_retracted", where, replica.retracted
+
+
+def watch(look: Callable[[], None], shown: Callable[[], RenderableType], choice: Choice, every: float) -> None:
+    """Until q or Ctrl-C: looks `every` so many seconds unless it pauses, and shows."""
+    with _keys_at_once(), Live(auto_refresh=False, screen=True) as live, contextlib.suppress(KeyboardInterrupt):
+        keys = Keys(choice)
+        while not keys.ended:
+            live.update(shown(), refresh=True)
+            for key in _typed(every):
+                keys.press(key)
+            if not choice.paused and not keys.ended:
+                look()
+
+
+class Keys:
+    """What each key does to the reader's choice; a text to filter by goes on until Enter."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.ended = False
+        self._choice = choice
+        self._asking = False
+
+    def press(self, key: str) -> None:
+        order = self._choice.order
+        if self._asking:
+            if key in "\r\n\x1b":
+                self._asking = False
+            else:
+                order.only = order.only[:-1] if key in "\x7f\x08" else order.only + key
+        elif key == "/":
+            self._asking, order.only = True, ""
+        elif key == "s":
+            order.column = (order.column + 1) % len(self._choice.columns)
+        elif key == "r":
+            order.falling = not order.falling
+        elif key == "\t":
+            self._choice.on_jobs = not self._choice.on_jobs
+        elif key == "p":
+            self._choice.paused = not self._choice.paused
+        elif key == "q":
+            self.ended = True
+
+
+def _typed(seconds: float) -> str:
+    """Keys typed within `seconds`; at once when there are any. Without a terminal to type in, none."""
+    if not sys.stdin.isatty():
+        time.sleep(seconds)
+        return ""
+    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    return os.read(sys.stdin.fileno(), 64).decode(errors="replace") if ready else ""
+
+
+@contextlib.contextmanager
+def _keys_at_once() -> Iterator[None]:
+    """Keys come without Enter and are not shown."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
