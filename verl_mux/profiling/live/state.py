@@ -259,15 +259,15 @@ class Follower:
 
     def ended(self) -> set[str]:
         """Jobs of which the launcher has written how they ended."""
-        return {events.parent.name for events in self._event_folders() if (events.parent / "exit_code").exists()}
+        return {folder.parent.name for folder in self._event_folders() if (folder.parent / "exit_code").exists()}
 
     def _newest(self) -> Iterator[LogFile]:
-        for events in self._event_folders():
-            written = _steps_in(events)
+        for folder in self._event_folders():
+            written = _steps_in(folder)
             # A job that was started again goes on from an earlier step, in the folders that it filled before.
             lately = sorted(written, key=lambda step: (written[step], step))[-STEPS:]
             for step in sorted({*sorted(written)[-STEPS:], *lately}):
-                yield from (replace(file, job=_job_of(events, file)) for file in find_step_files(events, step))
+                yield from (replace(file, job=_job_of(folder, file)) for file in find_step_files(folder, step))
 
     def _event_folders(self) -> list[Path]:
         """A job's `events`, in a run directory those of all jobs and of the coordinator."""

@@ -11,7 +11,7 @@ import polars as pl
 
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.intervals import length
-from verl_mux.profiling.report.findings.finding import Finding, Place, chance
+from verl_mux.profiling.report.findings.finding import Finding, chance
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.profiling.report.measures.lease_times import Leases, Wait, shared_window
 from verl_mux.profiling.report.measures.replicas import Place, was_let_in
