@@ -115,18 +115,9 @@ def test_decode_lines_of_an_engines_text_log_are_read(tmp_path):
     assert row["queued"] == 2
 
 
-def test_pictures_are_written(tmp_path):
-    make_mux_run(tmp_path / "run", alone=1, together=2)
-    call(tmp_path / "run", "--png", tmp_path / "png")
-    pictures = {path.name: path.read_bytes()[:8] for path in (tmp_path / "png").iterdir()}
-    steps = {name for name in pictures if name.startswith("cdf_")}
-    assert set(pictures) - steps == {"completion.png", "shares.png", "workers.png", "lanes.png"} and 0 < len(steps) <= 8
-    assert set(pictures.values()) == {b"\x89PNG\r\n\x1a\n"}
-
-
 def test_an_empty_run_can_be_written_in_every_form(tmp_path):
     (tmp_path / "run").mkdir()
     out = tmp_path / "out"
-    call(tmp_path / "run", "--html", out / "page.html", "--trace", out / "trace.json", "--png", out / "png")
+    call(tmp_path / "run", "--html", out / "page.html", "--trace", out / "trace.json")
     assert (out / "page.html").stat().st_size > 1000
     assert json.loads((out / "trace.json").read_text())["traceEvents"] == []

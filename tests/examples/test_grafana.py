@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from verl_mux.coordinator import prometheus
-from verl_mux.profiling.live import metrics
+from verl_mux.profiling.live import screen as metrics
 from verl_mux.profiling.live.state import COUNTERS, Job, Replica, State
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "verl_mux.json"

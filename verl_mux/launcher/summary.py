@@ -9,8 +9,7 @@ from verl_mux.coordinator.core.settings import Config, Segment
 from verl_mux.launcher import cores
 from verl_mux.launcher.cores import Interval
 from verl_mux.launcher.timeline import Span, Timeline
-from verl_mux.profiling.plain.intervals import clip, length
-from verl_mux.profiling.plain.intervals import throughput_ratio
+from verl_mux.profiling.plain.intervals import clip, length, throughput_ratio
 
 PHASES = ("rollout", "train", "sync", "sleep", "wake", "wait_rollout", "wait_train")
 _REWARD_STEPS = 3

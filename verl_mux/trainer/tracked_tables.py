@@ -6,8 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from verl_mux.profiling.plain.lines import Line
-from verl_mux.profiling.plain.lines import phases_beside
+from verl_mux.profiling.plain.lines import Line, phases_beside
 from verl_mux.profiling.plain.step_metrics import Table, step_tables, waits_for_leases
 
 WANDB = "wandb"

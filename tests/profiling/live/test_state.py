@@ -1,7 +1,6 @@
 """What a run does now, told line by line."""
 
-from verl_mux.profiling.live.screen import Keys
-from verl_mux.profiling.live.screen import JOB_COLUMNS, REPLICA_COLUMNS, Choice, Order
+from verl_mux.profiling.live.screen import JOB_COLUMNS, REPLICA_COLUMNS, Choice, Keys, Order
 
 
 def test_who_holds_which_nodes_and_who_waits_behind_whom(run):

@@ -9,8 +9,7 @@ from tests.profiling.made_logs import Made, make_run, read_run
 from tests.profiling.made_mux import make_mux_run
 from verl_mux.profiling.eventlog.log import NULL_LOG, EventLog
 from verl_mux.profiling.plain.step_metrics import metrics_of_step, step_lines, step_metrics
-from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.profiling.report.measures.analysis import step_shares
+from verl_mux.profiling.report.measures.analysis import Analysis, step_shares
 
 
 def test_completion_is_the_reports(tmp_path):

@@ -5,8 +5,7 @@ import pytest
 from tests.profiling.made_engines import make
 from tests.profiling.made_mux import make_mux_run
 from verl_mux.profiling.plain.lines import phases_beside
-from verl_mux.profiling.plain.step_metrics import step_lines, step_metrics
-from verl_mux.profiling.plain.step_metrics import POINTS, SLOWEST, step_tables
+from verl_mux.profiling.plain.step_metrics import POINTS, SLOWEST, step_lines, step_metrics, step_tables
 
 
 @pytest.fixture

@@ -7,10 +7,9 @@ import pytest
 from tests.profiling.made_engines import make
 from verl_mux.errors import UserError
 from verl_mux.profiling.plain.lines import find_log_files
-from verl_mux.profiling.report.otlp import write_as_log
 from verl_mux.profiling.report.input.run_log import read_files
 from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.profiling.report.otlp import write_otlp
+from verl_mux.profiling.report.otlp import write_as_log, write_otlp
 from verl_mux.profiling.report.output.summary import summarise
 
 SECOND = 1_000_000_000

@@ -1,7 +1,9 @@
 """What the growing lines of a run's event logs add up to now: jobs, replicas and their requests.
 
-`Follower` reads the lines of each job's newest steps, `State` counts them. A phase is logged when it ends, and a wait when it is over:
-a job holds its lease from the end of the wait to the end of the phase. Runs in `verl-mux top`; called by top_command.py; reads files only.
+`Follower` reads the lines of each job's newest steps, `State` counts them. A phase is logged when it ends, and a wait when it is
+over: a job holds its lease from the end of the wait to the end of the phase. Runs in `verl-mux top`; called by top_command.py;
+reads
+files only.
 """
 
 from __future__ import annotations

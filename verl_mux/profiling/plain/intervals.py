@@ -1,5 +1,5 @@
-"""Sets of time as sorted lists of disjoint (start, end) pairs in seconds, and the throughput ratio. Called by launcher/ and report/;
-pure.
+"""Sets of time as sorted lists of disjoint (start, end) pairs in seconds, and the throughput ratio. Called by launcher/ and
+report/; pure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A step's figures and tables while the run goes on: `mux/*` metrics for verl's Tracking, from the step's own events.
 
-Uses the definitions of the report, without its dataframe engine. Runs in the trainer's driver; called by trainer/; `step_metrics` and
-`step_tables` are pure.
+Uses the definitions of the report, without its dataframe engine. Runs in the trainer's driver; called by trainer/;
+`step_metrics` and `step_tables` are pure.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""OpenTelemetry spans (OTLP as JSON) to an event log and back. Runs on the command line; called by report_command.py; reads and writes
-files.
+"""OpenTelemetry spans (OTLP as JSON) to an event log and back. Runs on the command line; called by report_command.py; reads and
+writes files.
 
-A request is a trace, its root span the request's life; a step of the trainer is a trace too. What a span is follows from the semantic
-conventions for generative AI (`gen_ai.*`, https://opentelemetry.io/docs/specs/semconv/gen-ai/), else from OpenInference:
+A request is a trace, its root span the request's life; a step of the trainer is a trace too. What a span is follows from the
+semantic conventions for generative AI (`gen_ai.*`, https://opentelemetry.io/docs/specs/semconv/gen-ai/), else from OpenInference:
 
     a model's answer   turn_engine_call   gen_ai.operation.name chat, text_completion, generate_content; kind LLM
     a tool's           tool_execution     gen_ai.operation.name execute_tool; kind TOOL
@@ -10,8 +10,9 @@ conventions for generative AI (`gen_ai.*`, https://opentelemetry.io/docs/specs/s
     any other          under its own name
 
 `step` is the attribute of that name (`training.step`, `mux.step`) of the span, its root or its resource; else 0. A worker is a
-`service.instance.id`, a replica a `server.address` and `server.port`; both are numbered in order of appearance. Every span that verl_mux
-writes carries its line of the log (`mux.line`), so nothing is lost. Ids of other writers need not be hexadecimal, so that
+`service.instance.id`, a replica a `server.address` and `server.port`; both are numbered in order of appearance. Every span that
+verl_mux writes carries its line of the log (`mux.line`), so nothing is lost. Ids of other writers need not be hexadecimal, so
+that
 protobuf's JSON parser cannot read them.
 """
 
@@ -40,8 +41,8 @@ _INTERNAL, _CLIENT = 1, 3  # kinds of spans
 
 
 def write_as_log(source: Path, directory: Path) -> int:
-    """Write the spans of a file as `<directory>/<role>/step_<N>/worker_<R>.jsonl`; return their count. Raises UserError for a file
-    without OTLP JSON."""
+    """Write the spans of a file as `<directory>/<role>/step_<N>/worker_<R>.jsonl`; return their count. Raises UserError for a
+    file without OTLP JSON."""
     lines: dict[Path, list[tuple[str, str]]] = {}
     with _refused(source):
         for line in _as_lines(_read(source)):

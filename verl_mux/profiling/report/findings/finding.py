@@ -1,15 +1,17 @@
 """What a finding is, and the statistics that tell a fault from chance: isolated values, and gaps between completions.
 
-Durations have heavy tails in healthy runs (lengths have), so a fixed number of deviations would raise false alarms. A value is isolated
-when two models of the healthy tail agree that a sample of this size would not hold it:
-- a lognormal expects fewer than LOGNORMAL. Beyond the 98th percentile it continues with the slope from the 90th to the 98th, and no
+Durations have heavy tails in healthy runs (lengths have), so a fixed number of deviations would raise false alarms. A value is
+isolated when two models of the healthy tail agree that a sample of this size would not hold it:
+- a lognormal expects fewer than LOGNORMAL. Beyond the 98th percentile it continues with the slope from the 90th to the 98th, and
+no
   steeper than LEAST_OF_WHOLE of the whole sample's spread (more in small samples): waits in a queue spread widely and yet
   have an end, lengths have none;
 - a power law expects fewer than POWER_LAW. Its index comes from the large values just below the suspects, by Renyi's
   spacings, which are not biased by leaving the top out.
-A gap counts when, at the pace of both sides, at least MISSING completions should have fallen into it. The slower side's pace is taken,
-so the thin tail of long answers makes no gap. Two bunches of short and long answers make one; `stalled` and `is_common` separate those
-from an engine that stood still. Called by the other modules of findings/; pure.
+A gap counts when, at the pace of both sides, at least MISSING completions should have fallen into it. The slower side's pace is
+taken, so the thin tail of long answers makes no gap. Two bunches of short and long answers make one; `stalled` and `is_common`
+separate
+those from an engine that stood still. Called by the other modules of findings/; pure.
 """
 
 from __future__ import annotations

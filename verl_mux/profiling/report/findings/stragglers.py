@@ -1,9 +1,12 @@
-"""Findings about what the others of a step waited for: `straggler`, `long_tail`, `preprocessing`. Called by all_findings.py; pure.
+"""Findings about what the others of a step waited for: `straggler`, `long_tail`, `preprocessing`. Called by all_findings.py;
+pure.
 
-Where the log knows engines, a straggler is a replica, or all replicas of a node, that took longer for each token than those on other
-nodes (than all others where there is one node). More requests at once make a token slower too, but not the replica: its tokens a second
-must be fewer as well. Replicas that stood still or were short of KV cache in a step are left to those findings. Where the log knows no
-engines, a straggler is a worker whose requests all took longer than those of its peers.
+Where the log knows engines, a straggler is a replica, or all replicas of a node, that took longer for each token than those on
+other nodes (than all others where there is one node). More requests at once make a token slower too, but not the replica: its
+tokens a
+second must be fewer as well. Replicas that stood still or were short of KV cache in a step are left to those findings. Where the
+log
+knows no engines, a straggler is a worker whose requests all took longer than those of its peers.
 """
 
 from __future__ import annotations

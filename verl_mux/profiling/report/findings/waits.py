@@ -1,5 +1,5 @@
-"""Findings about time in which requests or the whole job waited: for engines, KV cache, tools, rewards, leases, other pools' work. Called
-by all_findings.py; pure.
+"""Findings about time in which requests or the whole job waited: for engines, KV cache, tools, rewards, leases, other pools'
+work. Called by all_findings.py; pure.
 """
 
 from __future__ import annotations

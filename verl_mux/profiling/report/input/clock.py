@@ -1,9 +1,10 @@
 """Repair wrong clocks, recognised by the order of a file's lines: one worker writes its lines as their events end.
 
-Threads may write slightly out of order, and a log may be ordered by request. A jump back is the clock's fault only where it moves a
-request before its own earlier line, or where lines lie before or after all others of their file, or began before the file did.
-Up to STRAY_LINES such lines are left out; a longer run of them is shifted to continue from the line before. Other jumps are noted and kept.
-Runs in the report's processes; called by line_reader.py; pure.
+Threads may write slightly out of order, and a log may be ordered by request. A jump back is the clock's fault only where it
+moves a request before its own earlier line, or where lines lie before or after all others of their file, or began before the
+file did.
+Up to STRAY_LINES such lines are left out; a longer run of them is shifted to continue from the line before. Other jumps are
+noted and kept. Runs in the report's processes; called by line_reader.py; pure.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A line is skipped when it is no JSON object, lacks `timestamp` or `event`, has a known top-level key of the wrong type or an
 impossible value, or a wrong clock (clock.py). A value of the wrong type inside `extra` is dropped and counted; the rest of
-the line is kept. Also reads the decode lines of an SGLang server's text log. Runs in the report's processes; called by run_log.py.
+the line is kept. Also reads the decode lines of an SGLang server's text log. Runs in the report's processes; called by
+run_log.py.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ stays     a row a stay of a request in an engine, once as its caller and once as
 totals    a row per job, role, step, worker and event: count, seconds, the longest, tokens
 spans     a row per event that no request owns, with fields of `extra`: phases, leases, sync, sleep, wake, memory, ...
 
-Several runs of one job in one directory become jobs of their own, `a (run 1)`, `a (run 2)`: while files are read a job's name carries
-its run's mark, which `told_apart` turns into a number. The coordinator's events belong to the run that had begun last.
+Several runs of one job in one directory become jobs of their own, `a (run 1)`, `a (run 2)`: while files are read a job's name
+carries its run's mark, which `told_apart` turns into a number. The coordinator's events belong to the run that had begun last.
 All times are seconds since the epoch. Runs in the report's processes; called by run_log.py; pure.
 """
 

@@ -1,7 +1,7 @@
 """Who held which node when, who waited, and how fast jobs stepped in turns and alone: from intervals, never from counters.
 
-A node's pool is the one its leases name; where they name none, nodes used only by rollouts form the pool "rollout", those used only
-by training "train", those used by both "shared". Called by analysis.py and findings/; pure.
+A node's pool is the one its leases name; where they name none, nodes used only by rollouts form the pool "rollout", those used
+only by training "train", those used by both "shared". Called by analysis.py and findings/; pure.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The report as one plain dictionary: what `--json` prints, and the source of tables, page and comparison. Called by report_command.py;
-pure.
+"""The report as one plain dictionary: what `--json` prints, and the source of tables, page and comparison. Called by
+report_command.py; pure.
 """
 
 from __future__ import annotations

@@ -9,10 +9,8 @@ import pytest
 from tests.profiling.made_engines import make
 from tests.profiling.made_logs import read_run
 from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.profiling.report.output.page import lives as lives_module
 from verl_mux.profiling.report.output.page import requests
-from verl_mux.profiling.report.output.page.requests import lives
-from verl_mux.profiling.report.output.page.requests import shown
+from verl_mux.profiling.report.output.page.requests import lives, shown
 
 NOTHING = {"findings": []}
 
@@ -44,7 +42,7 @@ def test_a_thinned_run_keeps_the_last_of_each_step_and_replica_and_the_slowest(a
 
 
 def test_what_a_finding_names_is_drawn_and_has_its_life_first(analysis, small, monkeypatch):
-    monkeypatch.setattr(lives_module, "MAX_STRETCHES", 12)
+    monkeypatch.setattr(requests, "MAX_STRETCHES", 12)
     fastest = analysis.requests.sort("seconds")["request_id"][0]
     found = shown(analysis, {"findings": [{"request_id": fastest}]})
     told = lives(analysis, found)

@@ -5,9 +5,8 @@ import json
 from tests.profiling.made_engines import make
 from tests.profiling.made_logs import read_run
 from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.profiling.report.output.page import texts as texts_module
-from verl_mux.profiling.report.output.page.requests import shown
-from verl_mux.profiling.report.output.page.requests import texts
+from verl_mux.profiling.report.output.page import requests as texts_module
+from verl_mux.profiling.report.output.page.requests import shown, texts
 
 
 def with_texts(directory, text):
@@ -29,7 +28,7 @@ def test_each_request_has_its_text(tmp_path):
 
 
 def test_the_slowest_come_first_where_there_is_no_room_for_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(texts_module, "MAX_BYTES", 250)
+    monkeypatch.setattr(texts_module, "MAX_TEXT_BYTES", 250)
     analysis, found = with_texts(tmp_path, {"prompt": "x" * 60, "response": "y" * 40})
     slowest = found.frame.sort("seconds", descending=True)["index"].head(2).to_list()
     assert set(texts(analysis.run, found)) == {str(index) for index in slowest}

@@ -1,8 +1,8 @@
 """What the page draws of requests: packed columns (base64 of little-endian arrays), whole lives, and texts.
 
 A run of more than MAX_REQUESTS is thinned: every n-th request of each step and replica (worker), counted back from the one that
-ended last, so that curves of completion keep their form and end; the slowest and those that findings name stay. Each request drawn has
-its life (stays in engines, tools, rewards), up to MAX_STRETCHES in all; texts are read again from the log's files.
+ended last, so that curves of completion keep their form and end; the slowest and those that findings name stay. Each request
+drawn has its life (stays in engines, tools, rewards), up to MAX_STRETCHES in all; texts are read again from the log's files.
 Called by page.py; reads files.
 """
 
