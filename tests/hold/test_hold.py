@@ -7,8 +7,7 @@ import time
 import psutil
 import pytest
 
-from tests.filler.conftest import FILLER_GRACE_S
-from verl_mux.filler.command import ASKED_TO_LEAVE
+from verl_mux.coordinator.core.settings import FILLER_GRACE_S
 
 # Says in a file that it runs, and resumes as a training script would: each start adds a line, the third one is through.
 RESUMES = """
@@ -64,11 +63,10 @@ def test_a_command_that_ignores_the_signal_is_killed_within_its_grace(hold, job,
     assert not alive(pid)
 
 
-@pytest.mark.parametrize(("options", "below"), [([], 10), (["--nice", "3"], 3)])
-def test_its_command_runs_below_the_jobs_processes(hold, pids, options, below):
-    hold(FAMILY + WAITS, *options)
+def test_its_command_runs_below_the_jobs_processes(hold, pids):
+    hold(FAMILY + WAITS)
     family = pids("pids", 3)
-    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in family} == {os.getpriority(os.PRIO_PROCESS, 0) + below}
+    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in family} == {os.getpriority(os.PRIO_PROCESS, 0) + 10}
 
 
 def test_its_grandchildren_are_gone_before_the_job_has_the_node(hold, job, pids):
@@ -88,13 +86,6 @@ def test_what_a_command_leaves_behind_when_it_ends_is_ended_too(hold, pids):
 @pytest.mark.parametrize(("script", "code"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137), ("", 0)])
 def test_the_exit_code_of_a_command_that_ends_by_itself_is_passed_on(hold, script, code):
     assert hold(script).wait(60) == code
-
-
-def test_a_command_that_is_to_run_once_says_that_it_had_to_leave(hold, job, pids):
-    process = hold(WAITS, "--once")
-    pids("pids")
-    take(job)
-    assert process.wait(60) == ASKED_TO_LEAVE
 
 
 def test_an_interrupted_one_takes_its_command_along_and_gives_the_node_back(hold, pids, holders):
@@ -161,10 +152,8 @@ def test_without_a_coordinator_it_stops_before_its_lease_is_over(hold, coordinat
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--grace", "10"], "at most 4.8 is allowed"),
+        (["--grace", "10"], "at most 1.8 is allowed"),
         (["--nodes", "2"], "'train' has 1 nodes"),
-        (["--nice", "20"], "--nice is 20; 0 to 19 are allowed"),
-        (["--signal", "NO"], "--signal is 'NO'"),
         (["--timeout", "-1"], "--timeout is -1; a time above 0 s"),
         (["--grace", "nan"], "--grace is nan; a finite number"),
     ],

@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
+from verl_mux import hold
 from verl_mux.coordinator.bus.client import Lease, LocalMux
 from verl_mux.errors import UserError
-from verl_mux.filler import place
 from verl_mux.places.place import Place
 
 
@@ -38,24 +38,23 @@ NODES = Placed(
 
 
 def test_it_holds_nodes_of_its_own_host_and_those_of_which_nobody_says_where_they_are():
-    assert place.reachable(NODES, "train", 1, anywhere=False) == ["t0", "t1", "t2", "t4"]
-    assert place.reachable(NODES, "train", 5, anywhere=True) == ["t0", "t1", "t2", "t3", "t4"]
+    assert hold.reachable(NODES, "train", 1) == ["t0", "t1", "t2", "t4"]
 
 
 @pytest.mark.parametrize("number", [0, 5])
 def test_more_nodes_than_there_are_are_refused_with_where_they_are(number):
-    with pytest.raises(UserError, match=rf"--nodes is {number}.*4 nodes on.*t3 on host.invalid.*--anywhere"):
-        place.reachable(NODES, "train", number, anywhere=False)
+    with pytest.raises(UserError, match=rf"--nodes is {number}.*4 nodes on.*t3 on host.invalid"):
+        hold.reachable(NODES, "train", number)
 
 
 def test_gpus_of_one_host_are_made_the_visible_ones():
-    told = place.environment(NODES, lease("t0", "t1"))
+    told = hold.environment(NODES, lease("t0", "t1"))
     assert told["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
-    assert (told[place.NODES], told[place.GPU_IDS], told[place.TOKEN]) == ("t0,t1", "0,1;2,3", "7")
-    assert place.cpus(NODES, lease("t0", "t1")) == [0, 1]
+    assert (told[hold.NODES], told[hold.GPU_IDS], told[hold.TOKEN]) == ("t0,t1", "0,1;2,3", "7")
+    assert hold.cpus(NODES, lease("t0", "t1")) == [0, 1]
 
 
 @pytest.mark.parametrize("nodes", [("t0", "t3"), ("t2",), ("t4",)], ids=["two hosts", "GPUs not named", "nothing named"])
 def test_otherwise_the_visible_gpus_are_left_to_the_command(nodes):
-    assert "CUDA_VISIBLE_DEVICES" not in place.environment(NODES, lease(*nodes))
-    assert place.cpus(NODES, lease(*nodes)) is None
+    assert "CUDA_VISIBLE_DEVICES" not in hold.environment(NODES, lease(*nodes))
+    assert hold.cpus(NODES, lease(*nodes)) is None

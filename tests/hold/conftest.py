@@ -16,12 +16,9 @@ from verl_mux.coordinator.bus.connect import connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.commands import fetch_status
 
-# Far above what a filler needs, so that one which leaves by itself and one that is ended by force are told apart on any machine.
-FILLER_GRACE_S = 5.0
 CONFIG = {
     "pools": {"rollout": {"nodes": [{"name": "r0"}]}, "train": {"nodes": [{"name": "t0"}]}},
     "lease_timeout": 20,
-    "filler_grace": FILLER_GRACE_S,
 }
 NODES = {"rollout": ["r0"], "train": ["t0"]}
 
