@@ -1,12 +1,15 @@
 """The two commands, as a user calls them."""
 
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
 
 from verl_mux import cli
-from verl_mux.coordinator import status_view
+from verl_mux.coordinator import commands, status_view
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 
 
@@ -105,3 +108,53 @@ def test_a_log_that_could_not_be_written_is_refused(monkeypatch, capsys, tmp_pat
     (tmp_path / "mux.yaml").write_text("pools: {rollout: {nodes: [{name: r0}]}}\n")
     assert call(monkeypatch, *arguments, "--log-dir", "mux.yaml") == 2
     assert "verl-mux: --log-dir mux.yaml" in capsys.readouterr().err
+
+
+def nodes_file(path, *nodes):
+    path.write_text(json.dumps({"pools": {"rollout": {"nodes": list(nodes)}, "train": {"nodes": [{"name": "t0"}]}}}))
+
+
+def test_sighup_drains_adds_and_removes_nodes_as_the_file_has_them(tmp_path, join, eventually):
+    """In a process of its own: a node drains, leaves when it is no job's, and another comes; a bad file changes nothing."""
+    file, r0, r1 = tmp_path / "mux.yaml", {"name": "r0"}, {"name": "r1"}
+    nodes_file(file, r0, r1)
+    command = [
+        sys.executable,
+        "-m",
+        "verl_mux",
+        "coordinator",
+        "--config",
+        str(file),
+        "--no-journal",
+        "--bind",
+        "tcp://127.0.0.1:0",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            address = process.stderr.readline().split()[3]
+            answers = iter(process.stderr.readline, "")
+
+            def reload(*nodes):
+                nodes_file(file, *nodes)
+                process.send_signal(signal.SIGHUP)
+                return next(line for line in answers if "journal" not in line)
+
+            def seen():
+                return commands.fetch_status(address, 60)["pools"]["rollout"]["nodes"]
+
+            eventually(lambda: process.poll() is None and seen())
+            a = join(address, "a", nodes={"rollout": ["r0", "r1"], "train": ["t0"]})
+            lease = a.acquire("rollout", step=1)
+            assert "job 'a' holds it" in reload(r1)
+            assert reload({**r0, "drain": True}, r1).startswith("read again; pools and their nodes: rollout (r0, r1)")
+            assert seen()["r0"]["draining"] and [held["job"] for held in seen()["r0"]["holders"]] == ["a"]
+            a.release(lease)
+            a.close()
+            b = join(address, "b", nodes={"rollout": ["r1"], "train": ["t0"]})
+            assert reload(r1, {"name": "r2"}).startswith("read again; pools and their nodes: rollout (r1, r2)")
+            assert list(seen()) == ["r1", "r2"]
+            b.release(b.acquire("rollout", step=1, nodes=["r1"]))
+            b.close()
+        finally:
+            process.kill()
+            process.communicate()

@@ -4,10 +4,9 @@ Runs in the coordinator's process; server.py makes a Journal and a Delivery. Tou
 
 Inputs that came together are one frame of an append-only file, on disk before any client sees what follows from them; so no
 client can know of a lease that a restarted coordinator does not, whether a process or the machine ended. Replaying the inputs
-gives the
-state back, because the state machine is pure. Every COMPACT_EVERY inputs, and at each start, a new file with a snapshot takes the
-place of the old one. Where something may have been lost, either the start is refused, or the coordinator settles
-(core/tokens/claims.py): it asks living jobs for their leases before it grants any.
+gives the state back, because the state machine is pure. Every COMPACT_EVERY inputs, and at each start, a new file with a
+snapshot takes the place of the old one. Where something may have been lost, either the start is refused, or the coordinator
+settles (core/tokens/claims.py): it asks living jobs for their leases before it grants any.
 """
 
 from __future__ import annotations
@@ -33,6 +32,18 @@ from verl_mux.coordinator.core.tokens import claims, numbering
 from verl_mux.coordinator.journal_files import Before, Damaged, Epoch, FrameFile, Lock, parse, read_epoch, write_epoch
 from verl_mux.errors import UserError
 
+log = logging.getLogger(__name__)
+
+COMPACT_EVERY = 20_000
+_RETRY_S = 0.5
+_ADVICE = (
+    "Put the right file back, or move this one away: the coordinator then asks living jobs for their leases before it grants any"
+)
+# At most this many inputs are written together, even when more come without a pause.
+MOST_TOGETHER = 256
+# Only shown to people: these may wait for the next write, and the last ones be lost.
+_FOR_PEOPLE = (m.Progress, m.PhaseNote, m.MemoryReport)
+
 
 class Clock(msgspec.Struct, frozen=True):
     """`offset` to the time since the boot named `boot`, so that what a journal says of an earlier boot stays comparable."""
@@ -56,40 +67,6 @@ class Clock(msgspec.Struct, frozen=True):
         return self if same_boot else Clock(boot_id(), last - seconds_since_boot())
 
 
-def new_clock() -> Clock:
-    return Clock(boot_id())
-
-
-def carried_over(machine: Machine, config: Config, path: Path | None) -> Machine:
-    """The machine under another configuration than that of its journal: all of it where that suits the jobs on record, else the
-    token and what is known of hosts. Raises UserError where it suits them not and one is unfinished."""
-    state = machine.state
-    refusal = pools.refusal(state, machine.config, config)
-    if refusal is not None:
-        _refuse_unfinished(state, refusal, path)
-        state = State(token=state.token, hosts=state.hosts)
-    state.fenced = fences.fenced(state, config)
-    return Machine(config, machine.epoch, state)
-
-
-def _refuse_unfinished(state: State, refusal: str, path: Path | None) -> None:
-    left = [job.name for job in state.jobs.values() if job.state is not JobState.ENDED]
-    if left:
-        raise UserError(
-            f"journal {path} was written with another configuration and holds unfinished jobs ({', '.join(left)}): {refusal}."
-            " Start with the old configuration, or name another journal"
-        )
-
-
-log = logging.getLogger(__name__)
-
-COMPACT_EVERY = 20_000
-_RETRY_S = 0.5
-_ADVICE = (
-    "Put the right file back, or move this one away: the coordinator then asks living jobs for their leases before it grants any"
-)
-
-
 class _Snapshot(msgspec.Struct, kw_only=True):
     """The first frame. `journal`: the same as long as the journal lives; `epoch`: of the coordinator that wrote it."""
 
@@ -107,7 +84,7 @@ _snapshot = msgspec.msgpack.Decoder(_Snapshot)
 
 
 class _Found(NamedTuple):
-    """What lies there. `lost`: in words, what may be missing of it. `is_first`: nothing at all, nor anything known elsewhere."""
+    """What lies on disk. `lost`: in words, what may be missing. `is_first`: nothing lies there, and no earlier coordinator is known."""
 
     snapshot: _Snapshot | None
     inputs: list[Input]
@@ -124,7 +101,7 @@ class Journal:
 
     def __init__(self, path: str | Path | None):
         self.path = Path(path) if path is not None else None
-        self.clock = new_clock()
+        self.clock = Clock(boot_id())
         self.lost: str | None = None
         self.blocked: str | None = None
         self._lock: Lock | None = None
@@ -161,10 +138,10 @@ class Journal:
             machine.state.token = numbering.at(time.time())
         return machine
 
-    def append(self, given: Input) -> None:
+    def append(self, taken: Input) -> None:
         """To be written at the next `commit`. A machine has handled it already."""
         if self.path is not None and self.blocked is None:
-            self._pending.append(given)
+            self._pending.append(taken)
 
     def commit(self, machine: Machine) -> bool:
         """True when everything appended, all of which `machine` has handled, is on disk. Tried again where it was not."""
@@ -243,7 +220,7 @@ class Journal:
             raise Damaged(f"its coordinator has been started {number} times, and tokens count no further")
         self.lost = found.lost
         machine.state.token = max(machine.state.token, numbering.before(number))
-        # What a predecessor that lost its memory had not learnt yet when it lost it again, nobody knows.
+        # A predecessor that settled may have lost its memory again before it had learnt everything.
         unknown = numbering.LAST if found.epoch is None else max(numbering.before(number), found.epoch.unknown)
         self._settle(machine, unknown if found.lost else None, is_first=found.is_first)
         self._epoch = Epoch(_name_of(found), number)
@@ -252,7 +229,7 @@ class Journal:
         return machine
 
     def _settle(self, machine: Machine, unknown_up_to: int | None, is_first: bool = False) -> None:
-        """None: nothing was lost. Its predecessor may have ended in the midst of settling; then all begins anew."""
+        """`unknown_up_to` None: nothing was lost. Where the predecessor ended in the midst of settling, all begins anew."""
         if unknown_up_to is not None or machine.state.settle_until is not None:
             claims.settle(machine.state, machine.config, unknown_up_to or 0, is_first)
 
@@ -291,12 +268,12 @@ class Journal:
             return Machine(config, name)
         machine = Machine(found.snapshot.config, name, found.snapshot.state)
         last = found.snapshot.now
-        for given in found.inputs:
-            last = max(last, given.now)
+        for taken in found.inputs:
+            last = max(last, taken.now)
             try:
-                machine.handle(given)
+                machine.handle(taken)
             except Exception as error:
-                raise Damaged(f"a {type(given.what).__name__} in it cannot be handled: {error!r}") from error
+                raise Damaged(f"a {type(taken.what).__name__} in it cannot be handled: {error!r}") from error
         self.clock = found.snapshot.clock.going_on(last)
         return carried_over(machine, config, self.path)
 
@@ -316,7 +293,7 @@ class Journal:
 
 
 def make_empty(path: Path, config: Config) -> None:
-    """For whoever knows that no coordinator can have been there before: the first one then grants at once."""
+    """For a launcher that knows that no coordinator can have been there before: the first one then grants at once."""
     journal = Journal(path)
     journal.restore(config, "", Before.NOBODY)
     journal.close()
@@ -334,40 +311,51 @@ def _name_of(found: _Found) -> str:
 
 def _decoded(bodies: list[bytes]) -> tuple[_Snapshot, list[Input]]:
     try:
-        return _snapshot.decode(bodies[0]), [given for body in bodies[1:] for given in _inputs.decode(body)]
+        return _snapshot.decode(bodies[0]), [taken for body in bodies[1:] for taken in _inputs.decode(body)]
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Damaged(f"another version of verl-mux wrote it ({error})") from error
 
 
-# So many inputs are written together at most, even when more come without a pause.
-MOST_TOGETHER = 256
-# Told for people to see: these may wait for the next write, and the last ones be lost.
-_FOR_PEOPLE = (m.Progress, m.PhaseNote, m.MemoryReport)
+def carried_over(machine: Machine, config: Config, path: Path | None) -> Machine:
+    """The machine under another configuration than that of its journal: all of it where that suits the jobs on record, else the
+    token and what is known of hosts. Raises UserError where it suits them not and one is unfinished."""
+    state = machine.state
+    refusal = pools.refusal(state, machine.config, config)
+    if refusal is not None:
+        _refuse_unfinished(state, refusal, path)
+        state = State(token=state.token, hosts=state.hosts)
+    state.fenced = fences.fenced(state, config)
+    return Machine(config, machine.epoch, state)
+
+
+def _refuse_unfinished(state: State, refusal: str, path: Path | None) -> None:
+    left = [job.name for job in state.jobs.values() if job.state is not JobState.ENDED]
+    if left:
+        raise UserError(
+            f"journal {path} was written with another configuration and holds unfinished jobs ({', '.join(left)}): {refusal}."
+            " Start with the old configuration, or name another journal"
+        )
 
 
 class Delivery:
-    """`carry_out` does what an instruction says. `soon` calls a function when all that has come was taken.
+    """Carries out instructions when the input that they follow from is on disk; inputs that came together share one write.
 
-    While the journal cannot be written, what follows from changes waits; signs of life are answered.
+    `carry_out` does what an instruction says. `soon` calls a function when the loop has taken all that has come. While the
+    journal cannot be written, what follows from changes waits; heartbeats are answered.
     """
 
-    def __init__(
-        self,
-        journal: Journal,
-        machine: Machine,
-        carry_out: Callable[[Instruction], None],
-        soon: Callable[[Callable[[], None]], object],
-    ):
+    def __init__(self, journal: Journal, machine: Machine, carry_out: Callable[[Instruction], None],
+                 soon: Callable[[Callable[[], None]], object]):  # fmt: skip
         self._journal, self._machine = journal, machine
         self._carry_out, self._soon = carry_out, soon
         self._waiting: list[Instruction] = []
         self._taken = 0
 
-    def take(self, given: Input, instructions: list[Instruction], keep: bool) -> None:
+    def take(self, taken: Input, instructions: list[Instruction], keep: bool) -> None:
         """`keep`: the input has changed something."""
         if keep:
-            self._journal.append(given)
-        if _can_wait(given, instructions) or (not keep and not self._taken and self._journal.blocked is None):
+            self._journal.append(taken)
+        if _can_wait(taken, instructions) or (not keep and not self._taken and self._journal.blocked is None):
             return self._do(instructions)
         if self._journal.blocked is not None:
             self._do(instruction for instruction in instructions if _is_ack(instruction))
@@ -380,7 +368,7 @@ class Delivery:
             self.flush()
 
     def flush(self) -> None:
-        """To be called now and then: it also writes what could wait, and tries again what could not be written."""
+        """Also writes what could wait, and tries again what could not be written; called at each look of the process watch."""
         self._taken = 0
         if self._journal.blocked is not None:
             self._waiting = _each_once(self._waiting)
@@ -393,8 +381,8 @@ class Delivery:
             self._carry_out(instruction)
 
 
-def _can_wait(given: Input, instructions: list[Instruction]) -> bool:
-    return isinstance(given.what, _FOR_PEOPLE) and not any(isinstance(instruction, Send) for instruction in instructions)
+def _can_wait(taken: Input, instructions: list[Instruction]) -> bool:
+    return isinstance(taken.what, _FOR_PEOPLE) and not any(isinstance(instruction, Send) for instruction in instructions)
 
 
 def _is_ack(instruction: Instruction) -> bool:
@@ -403,8 +391,8 @@ def _is_ack(instruction: Instruction) -> bool:
 
 def _each_once(instructions: list[Instruction]) -> list[Instruction]:
     """Clients ask again every second; one answer is enough."""
-    found: dict[object, Instruction] = {}
+    once: dict[object, Instruction] = {}
     for number, instruction in enumerate(instructions):
         key = (instruction.client, m.encode(instruction.message)) if isinstance(instruction, Send) else number
-        found.setdefault(key, instruction)
-    return list(found.values())
+        once.setdefault(key, instruction)
+    return list(once.values())

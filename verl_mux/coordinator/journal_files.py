@@ -40,7 +40,7 @@ _FRAME, _END = b"vmxF", b"vmxE"
 
 
 class Damaged(ValueError):
-    """No file of ours, or not any more what was written. The message says where."""
+    """Not a journal, or no longer what was written. The message says where."""
 
 
 class Contents(NamedTuple):
@@ -153,7 +153,7 @@ class FrameFile:
 
 
 def sync_folder(path: Path) -> None:
-    """So that a file made or renamed there is found after a power failure. Raises OSError."""
+    """Makes sure that a file made or renamed there is found after a power failure. Raises OSError."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
@@ -162,8 +162,8 @@ def sync_folder(path: Path) -> None:
 
 
 class Epoch(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """`number`: of this start of a coordinator; `journal` names the one that belongs to it. `unknown`: up to which token it has
-    yet to learn from clients what its predecessors granted; 0: it knows."""
+    """The epoch file. `number`: of this start of a coordinator. `journal`: the name in the journal that belongs to it.
+    `unknown`: up to this token the coordinator has yet to learn from clients what its predecessors granted; 0: it knows all."""
 
     journal: str
     number: int
@@ -196,14 +196,14 @@ def write_epoch(path: Path, epoch: Epoch) -> None:
 
 
 def _checked(epoch: Epoch) -> Epoch:
-    told = f"{epoch.journal} {epoch.number}" + (f" {epoch.unknown}" if epoch.unknown else "")
-    return msgspec.structs.replace(epoch, checksum=xxhash.xxh3_64_hexdigest(told.encode()))
+    words = f"{epoch.journal} {epoch.number}" + (f" {epoch.unknown}" if epoch.unknown else "")
+    return msgspec.structs.replace(epoch, checksum=xxhash.xxh3_64_hexdigest(words.encode()))
 
 
 class Lock:
-    """Held from its making to `close`, or to the end of the process, however that comes about."""
+    """One coordinator for one journal: two would both grant. Held from its making to `close`, or to the end of the process."""
 
-    def __init__(self, path: Path, of: Path):
+    def __init__(self, path: Path, journal: Path):
         """Raises UserError when another process holds it, and OSError."""
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -212,9 +212,9 @@ class Lock:
             holder = os.read(self._file, 32).decode(errors="replace").strip() or "unknown"
             self.close()
             raise UserError(
-                f"journal {of} is in use by another coordinator (pid {holder}): stop that one, or name another --journal"
+                f"journal {journal} is in use by another coordinator (pid {holder}): stop that one, or name another --journal"
             ) from None
-        with contextlib.suppress(OSError):  # only told to others
+        with contextlib.suppress(OSError):  # only for messages
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
 
@@ -223,6 +223,10 @@ class Lock:
 
 
 class Before(enum.Enum):
+    """What is known of earlier coordinators at an address, whose jobs may still hold leases. A file for each port says that
+    there was one; where there is none, it may have been deleted, so the coordinator still waits for a while
+    (core/patience.py)."""
+
     NOBODY = "no coordinator was here"
     NOBODY_KNOWN = "none is known to have been here, and jobs of one would be on this machine"
     PERHAPS = "one may have been here"
@@ -232,17 +236,13 @@ def arrive(bind: str) -> Before:
     """What is known when a coordinator comes to listen at `bind`; from now on it is known that one was there."""
     if bind.endswith((":0", ":*")):
         return Before.NOBODY
-    is_known = _is_known(bind)
+    file = _file(bind)
+    is_known = file is not None and file.exists()
     return Before.NOBODY_KNOWN if mark_address(bind) and is_local(bind) and not is_known else Before.PERHAPS
 
 
-def _is_known(address: str) -> bool:
-    file = _file(address)
-    return file is not None and file.exists()
-
-
 def mark_address(address: str) -> bool:
-    """A coordinator is here: on disk when this returns. False: it cannot be written."""
+    """Notes that a coordinator is there; on disk when this returns. False: it cannot be written."""
     if (file := _file(address)) is None:
         return False
     try:
@@ -255,7 +255,7 @@ def mark_address(address: str) -> bool:
 
 
 def forget_address(address: str) -> None:
-    """It has ended, and nobody holds a lease of it."""
+    """The coordinator there has ended, and no job holds a lease of it."""
     if (file := _file(address)) is not None:
         with contextlib.suppress(OSError):
             file.unlink()
@@ -271,13 +271,10 @@ def _file(address: str) -> Path | None:
 
 
 def default_path(config: Path, bind: str) -> Path:
-    """In the user's state folder. Raises UserError where there is none."""
+    """One journal for each configuration file and address, in the user's state folder. Raises UserError where there is none."""
     if (state := state_folder()) is None:
         raise UserError("there is no home folder to keep a journal in: name one with --journal, or say --no-journal")
     file = config.resolve()
     digest = xxhash.xxh3_64_hexdigest(f"{file} {bind}".encode())[:8]
-    return state / "coordinators" / f"{file.stem}-{_words(bind.rpartition('/')[2])}-{digest}" / "journal"
-
-
-def _words(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")
+    where = re.sub(r"[^A-Za-z0-9]+", "-", bind.rpartition("/")[2]).strip("-")
+    return state / "coordinators" / f"{file.stem}-{where}-{digest}" / "journal"

@@ -1,4 +1,7 @@
-"""A coordinator's snapshot for people: rich tables on a terminal, one plain line per node and job elsewhere."""
+"""A coordinator's snapshot for people: rich tables on a terminal, one plain line per node and job elsewhere.
+
+Runs in `verl-mux status`, `top` and `run`, and at the coordinator's start; called by commands.py and top_command.py; pure.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,13 @@ if TYPE_CHECKING:
 def plain(snapshot: dict[str, Any]) -> str:
     lines = [headline(snapshot), *_troubles(snapshot)]
     for pool, node, seen in _nodes(snapshot):
-        told = f"{_bytes(seen)}{_on_host(seen, '; ')}{_filled(seen, '; ')}"
-        lines.append(f"node {pool}/{node}: {_runs(seen)}; {_waits(seen)}; {told}")
+        about = [_bytes(seen), *filter(None, (_on_host(seen), _filled(seen)))]
+        lines.append(f"node {pool}/{node}: {'; '.join([_runs(seen), _waits(seen), *about])}")
     lines += [f"host {name}: {_host(host)}" for name, host in snapshot.get("hosts", {}).items()]
     for name, job in snapshot["jobs"].items():
         lines.append(f"job {name}: {_state(job)}; {_step(job)}; {_metrics(job)}")
     lines += [f"group {name}: {'; '.join(cells)}" for name, *cells in _groups(snapshot)]
-    lines += [*_why(snapshot), *_moves(snapshot)]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_sentences(snapshot)])
 
 
 def tables(snapshot: dict[str, Any]) -> Group:
@@ -44,8 +46,7 @@ def tables(snapshot: dict[str, Any]) -> Group:
         for row in _groups(snapshot):
             groups.add_row(*row)
         parts.append(groups)
-    parts += [Text(line) for line in (*_why(snapshot), *_moves(snapshot))]
-    return Group(*parts)
+    return Group(*parts, *(Text(line) for line in _sentences(snapshot)))
 
 
 def headline(snapshot: dict[str, Any]) -> str:
@@ -56,20 +57,20 @@ def headline(snapshot: dict[str, Any]) -> str:
 
 
 def memory(snapshot: dict[str, Any]) -> list[str]:
-    """Where the coordinator remembers, and what keeps it from granting."""
+    """Where the coordinator's journal lies, and what keeps it from granting."""
     path = snapshot["journal"]["path"]
     return [f"verl-mux journal: {path or 'none; a restart will know only what jobs say that they hold'}", *_troubles(snapshot)]
 
 
 def _troubles(snapshot: dict[str, Any]) -> list[str]:
     """Why nothing is granted now, a line each."""
-    found, left = snapshot["journal"], snapshot["settling_s"]
+    journal, left = snapshot["journal"], snapshot["settling_s"]
     lines = []
     if left is not None:
-        why = found["lost"] or "it was stopped while it settled"
+        why = journal["lost"] or "it was stopped while it settled"
         lines.append(f"{why}: jobs say what they hold, and grants begin in {left:.1f} s")
-    if found["blocked"] is not None:
-        lines.append(f"journal {found['path']} cannot be written ({found['blocked']}): nothing is granted until it can")
+    if journal["blocked"] is not None:
+        lines.append(f"journal {journal['path']} cannot be written ({journal['blocked']}): nothing is granted until it can")
     return lines
 
 
@@ -80,7 +81,7 @@ def _nodes(snapshot: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]
 
 
 def _groups(snapshot: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    """One row per co-execution group that the coordinator formed, and one for who waits to be placed."""
+    """One row per co-execution group that the coordinator formed, and one for jobs that wait to be placed."""
     placement = snapshot.get("placement") or {"groups": {}, "waiting": []}
     for name, group in placement["groups"].items():
         periods = [f"{job} {seconds:.1f} (at most {group['limits'][job]:.1f})" for job, seconds in group["periods"].items()]
@@ -90,37 +91,27 @@ def _groups(snapshot: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
         yield "-", "waiting for nodes", ", ".join(placement["waiting"]), "-"
 
 
-def _moves(snapshot: dict[str, Any]) -> list[str]:
+def _sentences(snapshot: dict[str, Any]) -> list[str]:
+    """Why each job is where it is, and which jobs move."""
     moves = (snapshot.get("placement") or {}).get("moves", {})
-    return [f"job {name} {sentence}" for name, sentence in moves.items()]
-
-
-def _why(snapshot: dict[str, Any]) -> list[str]:
-    """A sentence a job."""
-    return list(snapshot.get("why", {}).values())
+    return [*snapshot.get("why", {}).values(), *(f"job {name} {sentence}" for name, sentence in moves.items())]
 
 
 def _runs(node: dict[str, Any]) -> str:
-    runs = ", ".join(_holder(holder) for holder in node["holders"]) or "idle"
-    marks = "".join(f" ({mark})" for mark in ("draining",) if node.get(mark))
-    return f"{runs}{marks}{_fenced(node)}"
-
-
-def _fenced(node: dict[str, Any]) -> str:
-    return f" (fenced: {node['fenced']}; `verl-mux release` if you have looked)" if node.get("fenced") else ""
+    draining = " (draining)" if node.get("draining") else ""
+    fenced = f" (fenced: {node['fenced']}; `verl-mux release` if you have looked)" if node.get("fenced") else ""
+    return (", ".join(_holder(holder) for holder in node["holders"]) or "idle") + draining + fenced
 
 
 def _host(host: dict[str, Any]) -> str:
     age = f" {host['age_s']:.1f} s ago" if host["age_s"] is not None else ""
-    said = {"heard": f"agent heard{age}", "gone": f"agent gone, last heard{age}", "none": "no agent"}[host["agent"]]
-    parts = [said]
+    parts = [{"heard": f"agent heard{age}", "gone": f"agent gone, last heard{age}", "none": "no agent"}[host["agent"]]]
     if host["memory_total"]:
         parts.append(f"{_size(host['memory_free'])} of {_size(host['memory_total'])} host memory free")
     if host["processes"] is not None:
         held = "unknown" if host["device_bytes"] is None else _size(host["device_bytes"])
         parts.append(f"{host['processes']} processes of jobs, their device memory: {held}")
-    parts += [f"something of job {job} may be left there" for job in host["owed"]]
-    return "; ".join(parts)
+    return "; ".join([*parts, *(f"something of job {job} may be left there" for job in host["owed"])])
 
 
 def _holder(holder: dict[str, Any]) -> str:
@@ -139,22 +130,22 @@ def _request(request: dict[str, Any]) -> str:
     return f"{request['job']} {request['phase']} {request['step']} since {request['waited_s']:.1f} s{why}"
 
 
-def _filled(node: dict[str, Any], before: str = "") -> str:
-    """What share of the time that jobs left on the node fillers used; nothing where there was none."""
+def _filled(node: dict[str, Any]) -> str:
+    """What share of the time that jobs left on the node fillers used; empty where there was none."""
     usage = node["usage"]
-    return f"{before}fillers used {usage['bubble_filled']:.0%} of what jobs left" if usage["fillers_s"] else ""
+    return f"fillers used {usage['bubble_filled']:.0%} of what jobs left" if usage["fillers_s"] else ""
 
 
 def _bytes(node: dict[str, Any]) -> str:
     return f"{_size(node['bytes'])}, peak {_size(node['peak_bytes'])}"
 
 
-def _on_host(node: dict[str, Any], before: str = "") -> str:
-    """Host memory that counts for the jobs there, and of how much; nothing where nobody knows of any."""
+def _on_host(node: dict[str, Any]) -> str:
+    """Host memory that counts for the jobs there, and the limit; empty where neither is known."""
     held, capacity = node["host_memory"]["held"], node["host_memory"]["capacity"]
     if not held and capacity is None:
         return ""
-    return f"{before}{_size(held)}{f' of {_size(capacity)}' if capacity is not None else ''} on its host"
+    return f"{_size(held)}{f' of {_size(capacity)}' if capacity is not None else ''} on its host"
 
 
 def _size(num_bytes: float) -> str:
@@ -167,7 +158,7 @@ def _size(num_bytes: float) -> str:
 
 def _state(job: dict[str, Any]) -> str:
     waits = f", waits for {', '.join(job['waits_for'])}" if job["waits_for"] else ""
-    # Minutes in which a job holds nothing and has no step to show: what it does then, it says itself.
+    # A job that holds nothing and has no step to show, perhaps for minutes: its note says what it does.
     doing = job["note"] if not job["step"] and job["state"] == "live" else ""
     about = f" ({job['reason'] or doing})" if job["reason"] or doing else ""
     return f"{job['state']}{about}{waits}"

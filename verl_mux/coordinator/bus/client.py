@@ -1,9 +1,8 @@
 """The calls that a job makes for its leases: LocalMux alone, Mux through a coordinator.
 
 Runs in the processes of a job (trainer's driver, fillers); made by connect.py. A Mux opens a socket, with a thread (link.py);
-what it says there is decided in conversation.py. The coordinator may be restarted at any moment: a call that waits for an answer
-only
-waits longer.
+what it says there is decided in conversation.py. The coordinator may be restarted at any moment: a call that waits for an
+answer only waits longer.
 """
 
 from __future__ import annotations
@@ -89,8 +88,8 @@ class LocalMux:
         self.release(lease)
 
     def acquire(self, phase: str, step: int = 0, nodes: list[str] | None = None, num_nodes: int = 1, least: float = 0.0) -> Lease:
-        """Blocks until all nodes (default: the job's for this phase; init: all) are granted; to a filler, any `num_nodes` of them
-        that no job uses or waits for, nor is expected to for `least` seconds.
+        """Blocks until all nodes (default: the job's for this phase; init: all) are granted; to a filler, any `num_nodes` of
+        them that no job uses or waits for, nor is expected to for `least` seconds.
 
         Raises UserError for what can never be granted, LeaseLost when the coordinator holds the job for dead.
         """
@@ -142,8 +141,8 @@ class LocalMux:
         """Blocks while the nodes held may not be used. Raises LeaseLost when they never will be."""
 
     def members(self, members: Iterable[m.Member]) -> None:
-        """Names all device-holding processes, instead of those named before: the job's nodes are granted to others only when they
-        are gone."""
+        """Names all device-holding processes, instead of those named before: the job's nodes are granted to others only when
+        they are gone."""
 
     def contended(self, phase: str) -> list[str]:
         """This job's nodes of that phase for which another job waits."""
@@ -195,8 +194,7 @@ class Mux(LocalMux):
 
     made -> registered (or queued, with `wait` False) -> calls from any thread -> `close` or `fail`; or the coordinator ends the
     job (JOB_ENDED). After each of these every call that needs an answer raises LeaseLost. `_changed` guards the conversation,
-    which
-    the link's thread and the callers share.
+    which the link's thread and the callers share.
     """
 
     def __init__(

@@ -4,9 +4,9 @@
     with mux.phase("rollout", step=1) as lease:
         ...  # the nodes in lease.nodes are ours
 
-Runs in the processes of a job; called by the trainer, by `verl-mux hold` and by users (`verl_mux.phase`). With address None every
-lease is granted at once, locally: no socket, no thread. All calls may come from any thread. The coordinator may be restarted
-meanwhile; calls that need an answer wait for it.
+Runs in the processes of a job; called by the trainer, by `verl-mux hold` and by users (`verl_mux.phase`). With address None
+every lease is granted at once, locally: no socket, no thread. All calls may come from any thread. The coordinator may be
+restarted meanwhile; calls that need an answer wait for it.
 """
 
 from __future__ import annotations

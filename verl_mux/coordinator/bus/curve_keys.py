@@ -1,9 +1,11 @@
 """Keys of the control bus: CURVE key pairs in ZeroMQ's certificate files, one for the coordinator and one for each role.
 
-A folder of keys holds `server.key`, `job.key`, `viewer.key`, `operator.key` and `agent.key`, and beside each its
-`.key_secret`. The coordinator reads `server.key_secret` and the public keys of the roles; a client needs `server.key` and one
-`ROLE.key_secret`. On one machine nobody need name a folder: a coordinator on loopback makes one for its user, and clients of
-the same user look there.
+Runs in the coordinator and in all its clients; reads and makes key files.
+
+A folder of keys holds `server.key`, `job.key`, `viewer.key`, `operator.key` and `agent.key`, and beside each its `.key_secret`.
+The coordinator reads `server.key_secret` and the public keys of the roles; a client needs `server.key` and one
+`ROLE.key_secret`. On one machine no folder need be named: a coordinator on loopback makes one for its user, and clients of the
+same user look there.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from verl_mux.errors import UserError
 
 
 def state_folder() -> Path | None:
-    """As the XDG base directories have it, whether it is there or not; None: this user has no home folder."""
+    """Where a user's coordinators and jobs keep keys, journals and addresses, by the XDG base directories, whether it exists or
+    not; None: this user has no home folder."""
     base = os.environ.get("XDG_STATE_HOME", "")
     try:
         state = Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "state"
@@ -38,11 +41,11 @@ _MOST = 2**16 - 1
 
 
 def check_port(address: str) -> None:
-    """Raises UserError for a port that there is none of: ZeroMQ would take another one, by its lower bits."""
-    found = _PORT.fullmatch(address)
-    if found is None:  # no tcp, or nothing like it, which ZeroMQ says
+    """Raises UserError for a port beyond 65535: ZeroMQ would take another one, by its lower bits."""
+    match = _PORT.fullmatch(address)
+    if match is None:  # no tcp, or no address at all, which ZeroMQ says
         return
-    port = found["port"]
+    port = match["port"]
     if not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > _MOST:
         raise UserError(f"{address} names port {port}; a port is a number from 0 (any free one, to listen at) to {_MOST}")
 
@@ -78,7 +81,7 @@ def make(directory: Path) -> None:
     """All key pairs, in a folder for this user alone. Raises UserError where something is already."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        # Made beside it and moved there whole: whoever finds the folder finds all keys, and never others' to read.
+        # Made beside it and moved there whole: a process that finds the folder finds all keys in it.
         with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".keys-") as made:
             whole = Path(made) / "keys"
             whole.mkdir(mode=0o700)
@@ -92,8 +95,8 @@ def make(directory: Path) -> None:
 
 
 def for_bind(bind: str, directory: Path | None) -> ServerKeys:
-    """Of a coordinator that listens at `bind`. Raises UserError where others could reach it and no keys are named, and for a port
-    that is none."""
+    """Of a coordinator that listens at `bind`. Raises UserError where other machines reach it and no keys are named, and for a
+    port beyond 65535."""
     check_port(bind)
     if directory is not None:
         return _of_server(directory)
@@ -105,7 +108,7 @@ def for_bind(bind: str, directory: Path | None) -> ServerKeys:
 
 
 def for_address(address: str, directory: Path | str | None, role: str) -> ClientKeys | None:
-    """Of a client that wants to do what `role` may; None: there are none for this address."""
+    """Of a client in that role; None: this address takes keys, and none are named."""
     if directory := directory or os.environ.get(KEYS_VARIABLE):
         return _of_client(Path(directory), role)
     return _of_client(_own(), role) if is_local(address) else None
@@ -118,20 +121,16 @@ def files_of(directory: Path, role: str) -> dict[str, str]:
 
 
 def _own() -> Path:
-    """The user's own keys, made by whoever comes first: a job may be there before its coordinator."""
+    """The user's own keys, made by the first process that needs them: a job may start before its coordinator."""
     own = own_directory()
     if not own.exists():
         with contextlib.suppress(UserError):  # another process may make them in this moment
             make(own)
-    if own.exists() and not (own / f"{AGENT}.key").exists():  # made by an older version
-        with contextlib.suppress(OSError):
-            for file in zmq.auth.create_certificates(own, AGENT):
-                os.chmod(file, 0o600)
     return own
 
 
 def own_directory() -> Path:
-    """Where a user's coordinators on this machine and their clients find each other's keys."""
+    """Where a user's coordinators on this machine and their clients look for keys."""
     if (state := state_folder()) is None:
         raise UserError("this user has no home folder to keep keys in: run `verl-mux keys DIR` and name it by --keys DIR")
     return state / "keys"
@@ -149,20 +148,15 @@ def is_local(address: str) -> bool:
 
 def _of_server(directory: Path) -> ServerKeys:
     public, secret = _read_secret(directory / f"{_SERVER}.key_secret")
-    roles = [role for role in ROLES if role != AGENT or (directory / f"{role}.key").exists()]  # older folders have none
-    return ServerKeys(public, secret, {_read_public(directory / f"{role}.key"): role for role in roles})
+    return ServerKeys(public, secret, {_read(directory / f"{role}.key")[0]: role for role in ROLES})
 
 
 def _of_client(directory: Path, role: str) -> ClientKeys:
-    """With the key of the role, or else with what there is: what that one may do, the coordinator knows."""
+    """With the key of the role, or else of a role that the folder has; the coordinator knows what that may do."""
     order = sorted(ROLES, key=lambda other: (other != role, ROLES.index(other)))
     files = [directory / f"{name}.key_secret" for name in order]
     source = next((file for file in files if file.exists()), files[0])
-    return ClientKeys(*_read_secret(source), _read_public(directory / f"{_SERVER}.key"), source)
-
-
-def _read_public(file: Path) -> bytes:
-    return _read(file)[0]
+    return ClientKeys(*_read_secret(source), _read(directory / f"{_SERVER}.key")[0], source)
 
 
 def _read_secret(file: Path) -> tuple[bytes, bytes]:

@@ -1,4 +1,5 @@
-"""The limits of the control bus: what is beyond them is refused before anything of it is kept. Data alone, for messages and core.
+"""The limits of the control bus: what is beyond them is refused before anything of it is kept. Data alone, for messages and
+core.
 
 They are far above what jobs need and low enough that no sender costs the coordinator more than a little memory and time. The
 limits of one message are part of its types, so decoding checks them.
@@ -23,8 +24,8 @@ REQUESTS_OF_A_JOB = 64
 TAGS_ON_A_NODE = 64
 
 Name = Annotated[str, Meta(max_length=256)]
-# Texts that `status` shows hold nothing that terminals act upon (C0, but for tab and newline in texts, DEL, C1) or that turns the
-# direction of writing. Checked where they come in: names in a job's other messages must be those it registered.
+# Texts that `status` shows hold nothing that terminals act upon (C0, but for tab and newline in texts, DEL, C1) or that turns
+# the direction of writing. Checked where they come in: names in a job's other messages must be those it registered.
 _ALWAYS_REFUSED = r"\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
 PLAIN_NAME = rf"\A[^\x00-\x0a{_ALWAYS_REFUSED}]*\Z"
 PLAIN_TEXT = rf"\A[^\x00-\x08{_ALWAYS_REFUSED}]*\Z"

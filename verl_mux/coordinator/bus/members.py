@@ -3,15 +3,13 @@
 Runs in the coordinator, in agents, launchers and keepers, and in every process of a job that names itself; touches /proc and
 signals.
 
-A process is known by pid, boot and when it started after that boot, in the kernel's clock ticks: a reused pid is never taken for
-it and never killed, and a wall clock that is set changes nothing. A process of a job is its driver, a member that the job
-reported,
-or any process whose start environment carries the job's uid in VERL_MUX_JOB_UID, where this user may read it.
+A process is known by pid, boot and when it started after that boot, in the kernel's clock ticks: a reused pid is never taken
+for it and never killed, and a wall clock that is set changes nothing. A process of a job is its driver, a member that the job
+reported, or any process whose start environment carries the job's uid in VERL_MUX_JOB_UID, where this user may read it.
 
 Which processes a job has is what its messages say, and any client may send a message. So `kill` ends a process only if that
 proves that it belongs to the job: it was started with the job's uid in VERL_MUX_JOB_UID, and it runs as the user of this
-process. The
-uid is a secret of the job: no output shows it, and /proc shows it to the same user alone.
+process. The uid is a secret of the job: no output shows it, and /proc shows it to the same user alone.
 
 Limit: only what has process ids of this PID namespace can be looked at. A container with process ids of its own is another host
 in this sense, also where it has this host's name. What cannot be seen is never taken for dead: an agent there looks.
@@ -31,7 +29,7 @@ from verl_mux.coordinator.bus.messages import Member
 
 
 def boot_id() -> str:
-    """Empty where the kernel does not say."""
+    """Names this boot; empty where the kernel does not."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -39,8 +37,8 @@ def boot_id() -> str:
 
 
 def pid_space() -> str:
-    """Names the PID namespace of this process on this machine: containers with process ids of their own have others. Empty where
-    the kernel does not say."""
+    """Names the PID namespace of this process: containers with process ids of their own have others. Empty where the kernel does
+    not."""
     try:
         return os.readlink("/proc/self/ns/pid").removeprefix("pid:").strip("[]")
     except OSError:
@@ -48,7 +46,7 @@ def pid_space() -> str:
 
 
 def seconds_since_boot() -> float:
-    """Goes on while the machine sleeps, and is the same in all processes of one boot."""
+    """Goes on while the machine sleeps, is the same in all processes of one boot, and does not change with the wall clock."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -108,7 +106,7 @@ def carriers(uid: str) -> list[Member]:
 
 
 def family_of(uid: str) -> list[Member]:
-    """Those, and what they started: some write a title over their environment, and with it over the mark (two of Ray's do)."""
+    """Carriers of the uid, and their descendants: some write a title over the mark in their environment (two of Ray's)."""
     found: dict[Member, None] = {}
     for member in carriers(uid):
         found[member] = None
@@ -124,7 +122,7 @@ def own_family() -> set[int]:
 
 
 def mark_of(pid: int) -> str:
-    """The uid that the process was started with, empty: none. Raises psutil.Error, OSError; also where this user may not look."""
+    """The uid that the process was started with; empty: none. Raises psutil.Error, OSError, also where this user may not look."""
     return str(psutil.Process(pid).environ().get(UID_VARIABLE, ""))
 
 
@@ -157,8 +155,8 @@ def _belongs(process: psutil.Process, uid: str, was_marked: bool) -> bool:
 
 
 def end(process: psutil.Process) -> None:
-    """SIGKILL, and leave to end on any core: giving gigabytes back takes processor time, and the cores of its node may
-    all be busy with whoever comes next. Raises psutil.Error; psutil compares the creation time once more."""
+    """SIGKILL, and leave to end on any core: giving gigabytes back takes processor time, and the cores of its node may all be
+    busy with the next job. Raises psutil.Error; psutil compares the creation time once more."""
     process.kill()
     for thread in _threads(process.pid):
         with contextlib.suppress(OSError):  # it is gone, or another user's

@@ -94,12 +94,12 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     `space`: the driver's PID namespace.
 
     `filler`: its requests come behind those of all jobs, and what it holds is called back when a job wants it. `grace`: seconds
-    that it may need to give it back, if more than `filler_grace`; `lease_timeout` at most. `movable`: the launcher starts the job
-    again, from its newest checkpoint, when it leaves because the coordinator asked it to.
+    that it may need to give it back, if more than `filler_grace`; `lease_timeout` at most. `movable`: the launcher starts the
+    job again, from its newest checkpoint, when it leaves because the coordinator asked it to.
 
     Of a client that registers `again`: `placed` is where the job was placed, `first` that it was the job's first, `held` the
-    leases it asserts, `seen` the highest token that it was ever granted. `number`: of this registration of the client, so that it
-    tells the answer from one to an earlier registration.
+    leases it asserts, `seen` the highest token that it was ever granted. `number`: of this registration of the client, so that
+    it tells the answer from one to an earlier registration.
     """
 
     job: limits.ShownName
@@ -315,9 +315,9 @@ class LeaseShrunk(Message, kw_only=True, frozen=True, tag="LEASE_SHRUNK"):
 
 
 class HeartbeatAck(Message, kw_only=True, frozen=True, tag="HEARTBEAT_ACK"):
-    """`queued`: keys of this client's requests that wait, `register` among them while its job waits for nodes. `tokens`: those of
-    the beat that the coordinator holds for the client's too. `epoch` differs after each start of the coordinator. `move`: the
-    number of the move that the job is to make, with each answer until it leaves; 0: none."""
+    """`queued`: keys of this client's requests that wait, `register` among them while its job waits for nodes. `tokens`: those
+    of the beat that the coordinator holds for the client's too. `epoch` differs after each start of the coordinator. `move`:
+    the number of the move that the job is to make, with each answer until it leaves; 0: none."""
 
     beat: int
     epoch: str
@@ -329,8 +329,7 @@ class HeartbeatAck(Message, kw_only=True, frozen=True, tag="HEARTBEAT_ACK"):
 class Contended(Message, kw_only=True, frozen=True, tag="CONTENDED"):
     """The job's nodes that another job waits for, pushed at each change, and to a filler with each heartbeat's answer, for it
     must leave those that it holds. `gangs`: sets of nodes that the job holds under a lease of several; if all of one came back
-    another
-    job would begin."""
+    another job would begin."""
 
     nodes: list[str]
     gangs: list[list[str]] = []
@@ -425,8 +424,7 @@ class Holder(msgspec.Struct, frozen=True):
 class AgentReport(Message, kw_only=True, frozen=True, tag="AGENT_REPORT"):
     """What an agent sees; also the question what to look for. `agent`: its ZeroMQ identity; `number` counts its reports.
     `source`: of the device memory of processes. `looks`, `dead`: what the last answer asked for. `others`: device bytes of
-    processes
-    without a mark, by node. Host memory in bytes."""
+    processes without a mark, by node. Host memory in bytes."""
 
     agent: limits.Name
     number: limits.Beat
@@ -476,39 +474,16 @@ class LearnerStateUpdate(Message, kw_only=True, frozen=True, tag="LEARNER_STATE_
 
 # --- on the wire -----------------------------------------------------------------------------------------------------
 
+# fmt: off
 AnyFromJob = (
-    Register
-    | LeaseRequest
-    | LeaseCancel
-    | LeaseRelease
-    | LeaseShrink
-    | Heartbeat
-    | Progress
-    | StepReport
-    | MemoryReport
-    | HostReport
-    | PhaseNote
-    | MemberReport
-    | Detach
-    | Deregister
-    | Failing
+    Register | LeaseRequest | LeaseCancel | LeaseRelease | LeaseShrink | Heartbeat | Progress | StepReport | MemoryReport
+    | HostReport | PhaseNote | MemberReport | Detach | Deregister | Failing
 )
 _ToJob = (
-    Registered
-    | Queued
-    | Refused
-    | LeaseGrant
-    | LeaseReleased
-    | LeaseLost
-    | LeaseCancelled
-    | LeaseShrunk
-    | HeartbeatAck
-    | Contended
-    | Unknown
-    | JobEnded
-    | Done
-    | Status
+    Registered | Queued | Refused | LeaseGrant | LeaseReleased | LeaseLost | LeaseCancelled | LeaseShrunk | HeartbeatAck
+    | Contended | Unknown | JobEnded | Done | Status
 )
+# fmt: on
 ByHand = Evict | Free
 AnyMessage = AnyFromJob | StatusRequest | JobOver | ByHand | AgentReport | AgentAnswer | _ToJob | LearnerStateUpdate
 

@@ -1,7 +1,7 @@
-"""The coordinator's end of the bus: a ROUTER socket in an asyncio loop. Knows frames, not what they mean.
+"""The coordinator's end of the bus: a ROUTER socket, and the gate that only clients with a key of its folder pass.
 
-Takes frames in batches, since waking the loop costs more than reading one. A client that connects again takes its name
-over from the connection it lost.
+Runs in the coordinator's loop; made by server.py; knows frames, not what they mean. Takes frames in batches, since waking the
+loop costs more than reading one. A client that connects again takes its name over from the connection it lost.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from verl_mux.errors import UserError
 
 
 def _reason(event: int, value: int) -> str:
-    """Who breaks off before showing a key has shown none: a client without one may be gone before it is looked at. A connection
-    that is sent again looks like one made for another server: it opens, and then goes on with what does not fit."""
+    """A client that breaks off before it shows a key counts as one without. A connection that is sent again looks like one made
+    for another server: it opens, and then goes on with frames that do not fit."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return "unknown key"
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL or value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
@@ -41,7 +41,7 @@ class Gate:
         self._monitor = socket.get_monitor_socket(FAILURES)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._monitor.fileno(), self._count)
-        self._count()  # only who has found it empty is woken by what comes
+        self._count()  # the descriptor is edge-triggered: only after the monitor was empty does it wake the loop
 
     def close(self) -> None:
         self._loop.remove_reader(self._monitor.fileno())
@@ -52,11 +52,6 @@ class Gate:
     def _count(self) -> None:
         for event, value in pending(self._monitor):
             self._refused(_reason(event, value))
-
-
-def role_of(frame: zmq.Frame) -> str:
-    """Of whoever sent it."""
-    return str(frame["User-Id"])
 
 
 class _Roles(zmq.auth.asyncio.AsyncioAuthenticator):
@@ -76,8 +71,8 @@ class _Roles(zmq.auth.asyncio.AsyncioAuthenticator):
 
 # Frames taken before others in the loop have their turn.
 _BATCH = 64
-# Connections that wait to be taken. ZeroMQ's 100 are too few when thousands come back at once: the kernel drops the others,
-# who try again after 1, 3, 7, 15... seconds. It takes no more than its own limit (net.core.somaxconn).
+# Connections that wait to be accepted. ZeroMQ's 100 are too few when all jobs come back at once: the kernel drops the others,
+# which try again after 1, 3, 7, 15... seconds. It takes no more than its own limit (net.core.somaxconn).
 _BACKLOG = 2**16 - 1
 # Plain numbers: ZeroMQ's flags are enumerations, which cost more to put together than a frame to send.
 _AT_ONCE = int(zmq.NOBLOCK)
@@ -114,11 +109,10 @@ class Router:
         self._pump_soon()
 
     def send(self, identity: bytes, frame: bytes) -> None:
-        """Goes out at once, or is queued by ZeroMQ; dropped if the client is not there or does not read. Large frames are
-        shared, not copied, by those they go to."""
+        """Goes out at once, or is queued by ZeroMQ; dropped if the client is not connected or does not read."""
         with contextlib.suppress(zmq.Again):
             self._socket.send(identity, _FIRST_OF_SEVERAL)
-            self._socket.send(frame, _AT_ONCE, copy=len(frame) < 2**16)
+            self._socket.send(frame, _AT_ONCE)
         # Sending may have taken the socket's wake-up for what has arrived meanwhile.
         self._pump_soon()
 
@@ -141,11 +135,11 @@ class Router:
                 identity = self._socket.recv(_AT_ONCE, copy=False)  # only so it carries the role
             except zmq.Again:
                 return
-            self._take(identity.bytes, role_of(identity), self._said_with(identity))
+            self._take(identity.bytes, str(identity["User-Id"]), self._said_with(identity))
         self._pump_soon()
 
     def _said_with(self, identity: zmq.Frame) -> bytes:
-        """The frame that follows; what a stranger sends after it is left out."""
+        """The frame that follows; further ones, which no client of ours sends, are dropped."""
         frame = said = self._socket.recv(_AT_ONCE, copy=False) if identity.more else None
         while frame is not None and frame.more:
             frame = self._socket.recv(_AT_ONCE, copy=False)
