@@ -84,7 +84,8 @@ _snapshot = msgspec.msgpack.Decoder(_Snapshot)
 
 
 class _Found(NamedTuple):
-    """What lies on disk. `lost`: in words, what may be missing. `is_first`: nothing lies there, and no earlier coordinator is known."""
+    """What lies on disk. `lost`: in words, what may be missing. `is_first`: nothing lies there, and no earlier coordinator is
+    known."""
 
     snapshot: _Snapshot | None
     inputs: list[Input]
