@@ -24,7 +24,7 @@ COMMANDS = {
     "evict": ("verl_mux.coordinator.commands", "evict", "End a job as if it had failed."),
     "release": ("verl_mux.coordinator.commands", "release", "Free what an ending job holds where nobody can look."),
     "hold": ("verl_mux.hold", "hold", "Run a command on nodes that no job uses, and leave when one wants them."),
-    "agent": ("verl_mux.agent.command", "agent", "Look at this host for a coordinator: processes and memory of jobs."),
+    "agent": ("verl_mux.agent.agent", "agent", "Look at this host for a coordinator: processes and memory of jobs."),
     "keys": ("verl_mux.coordinator.commands", "keys", "Make the keys of a coordinator and of its clients."),
     "plan": ("verl_mux.launcher.plan.command", "plan", "Say where jobs would go, what memory they need, or how weights go."),
     "top": ("verl_mux.top_command", "top", "Show what a run does now: jobs, replicas, requests, who waits."),

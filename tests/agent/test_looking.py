@@ -7,10 +7,8 @@ import time
 
 import pytest
 
+from verl_mux.agent.agent import Agent, MappedLog, Marked
 from verl_mux.agent.devices import Ledger, open_devices
-from verl_mux.agent.loop import Agent
-from verl_mux.agent.mapped import MappedLog
-from verl_mux.agent.processes import Marked
 from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.messages import Holder, NodeHere

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from verl_mux.what_if.recording import Group, Recording, Sample, StepTimes
+from verl_mux.what_if.recorded_run import Group, Recording, Sample, StepTimes
 from verl_mux.what_if.what_if import WhatIf
 
 STEPS, REQUESTS, TOKEN_S, TRAIN_S = 16, 8, 0.01, 2.0

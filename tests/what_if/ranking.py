@@ -46,7 +46,7 @@ from verl_mux.rollout.control.tail_rounds import DeferPolicy
 from verl_mux.rollout.lengths.file import read_rows
 from verl_mux.rollout.lengths.predictor import make_predictor
 from verl_mux.rollout.lengths.rows import LengthRow, Prompt
-from verl_mux.what_if.recording import recordings, stays_of
+from verl_mux.what_if.recorded_run import recordings, stays_of
 from verl_mux.what_if.what_if import WhatIf
 
 EPOCH = datetime(2025, 8, 11, 23, 0, 0)

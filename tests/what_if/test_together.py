@@ -1,5 +1,6 @@
-"""Jobs that took turns, run again together: beside the same jobs through engines and a queue that share no code with what-if, and
-beside sums done by hand."""
+"""Jobs that took turns, run again together: beside engines that share no code with what-if, and beside sums done by hand."""
+
+from __future__ import annotations
 
 from dataclasses import replace
 from itertools import cycle
@@ -12,13 +13,37 @@ from tests.what_if.ranking import BED, Analysis, find_log_files, read_files, run
 from tests.what_if.second_simulator import recording
 from verl_mux.rollout.control.oversampling import Oversampler, OversamplingPolicy
 from verl_mux.what_if.advice import advise
-from verl_mux.what_if.engines import Speed
-from verl_mux.what_if.recording import Group, Recording, Sample, recordings, stays_of
-from verl_mux.what_if.rerun import Rerun
-from verl_mux.what_if.settings import recorded
-from verl_mux.what_if.sharing import Share, Sharing, sharings
-from verl_mux.what_if.together import Together
+from verl_mux.what_if.recorded_run import Group, Recording, Sample, recorded, recordings, stays_of
+from verl_mux.what_if.rerun import Rerun, Speed
+from verl_mux.what_if.together import LeaseQueue, Share, Sharing, Together, sharings
 from verl_mux.what_if.what_if import Training, WhatIf
+
+NODES = {"wide": {"rollout": ["r0", "r1"], "train": ["t0"]}, "narrow": {"rollout": ["r1"], "train": ["t0"]}}
+TURNS = dict.fromkeys(NODES, 2)
+
+
+def test_who_asks_gets_all_its_nodes_or_waits_for_them():
+    queue = LeaseQueue(NODES, TURNS, "interleaved")
+    queue.ask("wide", "rollout", 1)
+    queue.ask("narrow", "rollout", 1)
+    assert list(queue.granted()) == ["wide"] and queue.gangs("wide") == [["r1"]]
+    queue.give_back("wide", ["r0"])
+    assert not list(queue.granted())
+    queue.give_back("wide", ["r1"])
+    assert list(queue.granted()) == ["narrow"] and queue.gangs("narrow") == []
+
+
+def test_in_a_sequential_part_the_other_waits_until_the_first_is_through():
+    queue = LeaseQueue(NODES, TURNS, "sequential")
+    for step in (1, 2):
+        queue.ask("wide", "rollout", step)
+        if step == 1:
+            queue.ask("narrow", "rollout", 1)
+        assert list(queue.granted()) == ["wide"]
+        queue.give_back("wide")
+        queue.ended("wide", step)
+    assert list(queue.granted()) == ["narrow"]
+
 
 STEPS = 16
 MIGRATES = {"mux.rollout.migration.enable": "true", "mux.rollout.migration.min_gain_s": "0"}

@@ -12,7 +12,7 @@ from verl_mux.profiling.plain.lines import find_log_files
 from verl_mux.profiling.report.input.run_log import read_files
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.what_if.advice import advise, line
-from verl_mux.what_if.recording import recordings, stays_of
+from verl_mux.what_if.recorded_run import recordings, stays_of
 from verl_mux.what_if.what_if import WhatIf, drift_of, interval_of
 
 

@@ -19,9 +19,8 @@ from tests.what_if.second_simulator import recording
 from verl_mux.profiling.plain.lines import find_log_files
 from verl_mux.profiling.report.input.run_log import read_files
 from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.what_if.recording import recordings, stays_of
-from verl_mux.what_if.sharing import sharings
-from verl_mux.what_if.together import Together
+from verl_mux.what_if.recorded_run import recordings, stays_of
+from verl_mux.what_if.together import Together, sharings
 from verl_mux.what_if.what_if import WhatIf
 
 

@@ -63,7 +63,7 @@ class Ledger:
             if members.is_alive(Member(members.HOST, account.pid, account.started, members.BOOT, members.SPACE)):
                 by_pid[account.pid] = {account.node or only: sum(account.tags.values())}
             else:
-                with contextlib.suppress(OSError):  # nobody will read it again
+                with contextlib.suppress(OSError):  # it will not be read again
                     path.unlink()
         return Held(by_pid, {})
 

@@ -11,14 +11,12 @@ from verl_mux.errors import UserError
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.rollout.control.launch_order import ORDERS
 from verl_mux.rollout.lengths import advice as length_advice
-from verl_mux.what_if.recording import Recording, recordings, stays_of
-from verl_mux.what_if.settings import changed
-from verl_mux.what_if.sharing import sharings
-from verl_mux.what_if.together import Makespan, Together
+from verl_mux.what_if.recorded_run import Recording, changed, recordings, stays_of
+from verl_mux.what_if.together import Makespan, Together, sharings
 from verl_mux.what_if.what_if import Outcome, Prediction, WhatIf
 
 RATES = (0.25, 0.5, 1.0)
-WORTH = 0.03  # of the step; less is not told
+WORTH = 0.03  # of the step; less is not shown
 MAX_AT_STAKE = 0.02  # of the reward
 FEW = 5
 MAX_LIMITS = 3
@@ -39,7 +37,7 @@ def advise(analysis: Analysis, what_if: Mapping[str, str] | None = None) -> dict
             failed.append(str(error))
             continue
         found = [model.predict(what_if)] if what_if else _best(model)
-        jobs[recording.job] = _told(recording, model, found)
+        jobs[recording.job] = _as_dict(recording, model, found)
         models[recording.job], best[recording.job] = model, found
         name = f"{recording.job}: " if recording.job else ""
         lines += [name + line(it) for it in found] or [f"{name}nothing that was tried saves {WORTH:.0%} of the step"]
@@ -156,16 +154,16 @@ def _candidates_together(model: Together, best: Mapping[str, Sequence[Prediction
 def line_together(it: Makespan, jobs: Sequence[str]) -> str:
     """As in "a, b together: a's mux.rollout.oversample.rate 0.5: -8 % makespan (-10 to -6)"."""
     alike = len({tuple(keys.items()) for keys in it.keys.values()}) == 1 and len(it.keys) == len(jobs)
-    told = [_text(keys) if alike else f"{job}'s {_text(keys)}" for job, keys in it.keys.items()][: 1 if alike else None]
+    shown = [_text(keys) if alike else f"{job}'s {_text(keys)}" for job, keys in it.keys.items()][: 1 if alike else None]
     low, high = it.interval
-    return f"{', '.join(jobs)} together: {', '.join(told)}: {_signed(it.change)} % makespan ({_signed(low)} to {_signed(high)})"
+    return f"{', '.join(jobs)} together: {', '.join(shown)}: {_signed(it.change)} % makespan ({_signed(low)} to {_signed(high)})"
 
 
 def _text(keys: Mapping[str, str]) -> str:
     return ", ".join(f"{key} {value}" for key, value in keys.items())
 
 
-def _told(recording: Recording, model: WhatIf, found: list[Prediction]) -> dict[str, Any]:
+def _as_dict(recording: Recording, model: WhatIf, found: list[Prediction]) -> dict[str, Any]:
     return {
         "recorded": {
             "steps": len(recording.steps),

@@ -1,18 +1,25 @@
-"""Recorded jobs that shared nodes, run again on one clock: each by its Rerun, their leases by the coordinator's own queue, and
-the tails of those that migrate by the product's own planner.
+"""Jobs that took turns, run again on one clock, with leases by the coordinator's own rules.
 
-A job's step: rollout lease -> engines filled -> rollout -> engines asleep -> training lease -> what lies between two steps. All
-ask for their first lease at once. Foretold is the makespan, until the end of the last training; validations are left out.
+Runs on the command line; called by advice.py. Pure.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from verl_mux.coordinator.core.settings import Mode
+import msgspec
+import numpy as np
+
+from verl_mux.coordinator.core import queueing
+from verl_mux.coordinator.core.records import Job, Lease, State
+from verl_mux.coordinator.core.records import Request as LeaseRequest
+from verl_mux.coordinator.core.settings import Config, Mode
+from verl_mux.coordinator.core.settings import Segment as ScheduleSegment
+from verl_mux.profiling.report.measures.analysis import Analysis
+from verl_mux.profiling.report.measures.lease_times import Hold, Leases, Segment
 from verl_mux.rollout.control.migration_plan import (
     Migration,
     Replica,
@@ -21,11 +28,168 @@ from verl_mux.rollout.control.migration_plan import (
     expected_remaining,
     plan,
 )
-from verl_mux.what_if.lease_queue import LeaseQueue
+from verl_mux.what_if.recorded_run import Recording, Settings, changed
 from verl_mux.what_if.rerun import Key, Rerun
-from verl_mux.what_if.settings import Settings, changed
-from verl_mux.what_if.sharing import Share, Sharing
 from verl_mux.what_if.what_if import MAX_SAMPLES, RESAMPLED, WhatIf, interval_of
+
+
+class LeaseQueue:
+    """ask -> (granted -> give_back)*. nodes: of each job by side, in the order in which the jobs came. steps: of each."""
+
+    def __init__(self, nodes: Mapping[str, Mapping[str, Sequence[str]]], steps: Mapping[str, int], mode: Mode) -> None:
+        jobs = {
+            name: Job(
+                name=name, uid=name, order=order, since=0.0, nodes={side: list(its) for side, its in sides.items()},
+                steps=steps[name], asked=1, has_asked=True,
+            )
+            for order, (name, sides) in enumerate(nodes.items())
+        }  # fmt: skip
+        self._state = State(jobs=jobs, started=True)
+        self._config = Config(pools={}, schedule=[ScheduleSegment(mode=mode)])
+
+    def ask(self, job: str, phase: str, step: int) -> None:
+        """For all nodes of the phase's side."""
+        nodes = self._state.jobs[job].nodes[phase]
+        self._state.jobs[job].asked = step
+        key = f"{phase} {step}"
+        self._state.requests.append(LeaseRequest(key=key, job=job, client=job, phase=phase, step=step, nodes=nodes, asked_at=0.0))
+
+    def granted(self) -> Iterator[str]:
+        """Jobs whose requests are granted now; one after the other, since each may change what follows."""
+        while found := queueing.grantable(self._state, self._config):
+            request = found[0]
+            self._state.requests.remove(request)
+            self._state.token += 1
+            self._state.leases[self._state.token] = Lease(
+                token=self._state.token, key=request.key, job=request.job, client=request.client, phase=request.phase,
+                step=request.step, nodes=list(request.nodes), granted_at=0.0,
+            )  # fmt: skip
+            yield request.job
+
+    def give_back(self, job: str, nodes: Sequence[str] | None = None) -> None:
+        """What the job holds, or only these nodes of it."""
+        for lease in self._state.leases_of(job):
+            left = [] if nodes is None else [node for node in lease.nodes if node not in nodes]
+            if left:
+                self._state.leases[lease.token] = msgspec.structs.replace(lease, nodes=left)
+            else:
+                del self._state.leases[lease.token]
+
+    def ended(self, job: str, step: int) -> None:
+        """A step is over."""
+        self._state.jobs[job].reported = step
+
+    def gangs(self, job: str) -> list[list[str]]:
+        """Sets of nodes that it holds; if all of one came back, another job would begin."""
+        return queueing.gangs(self._state.jobs[job], self._state, self._config)
+
+
+# Where no job waits for leases, engines slow each other, which no model here says.
+ORDERLY: tuple[Mode, ...] = ("interleaved", "sequential")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one job took. rollout, train: nodes. replicas: of each rollout node, by number; empty where the log does not say.
+
+    before_s, after_s: seconds of a rollout's lease before its first request and after its last. between_s: of a step without a
+    lease, waits for one aside. steps: in the time in which the jobs took turns.
+    """
+
+    rollout: tuple[str, ...]
+    train: tuple[str, ...]
+    replicas: dict[str, tuple[int, ...]]
+    before_s: float
+    after_s: float
+    between_s: float
+    steps: int
+
+    @property
+    def can_shrink(self) -> bool:
+        """May a part of its rollout nodes go back before the others?"""
+        return len(self.replicas) > 1 and set(self.replicas) == set(self.rollout)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Jobs that share nodes. mode: of the coordinator's schedule. recorded_s: seconds in which they took turns."""
+
+    shares: dict[str, Share]
+    mode: Mode
+    recorded_s: float
+
+
+def sharings(analysis: Analysis, recordings: Mapping[str, Recording]) -> list[Sharing]:
+    """Of these jobs, those that took turns on nodes, in the last part of the run in which several did."""
+    leases = analysis.leases
+    for segment in reversed(leases.segments):
+        if together := _together(leases, segment, set(recordings)):
+            modes = [mode for mode in ORDERLY if mode == segment.mode]
+            return [_sharing(analysis, recordings, segment, mode, jobs) for jobs in together for mode in modes]
+    return []
+
+
+def _together(leases: Leases, segment: Segment, known: set[str]) -> list[list[str]]:
+    """Jobs joined by common nodes. One of which the log says too little would be missed by the others: none of those then."""
+    holds = _work(leases, segment)
+    jobs: list[set[str]] = []
+    for node in {node for hold in holds for node in hold.nodes}:
+        mine = {hold.job for hold in holds if node in hold.nodes}
+        near = [its for its in jobs if its & mine]
+        jobs = [its for its in jobs if not its & mine] + [mine.union(*near)]
+    return sorted(sorted(its) for its in jobs if len(its) > 1 and its <= known)
+
+
+def _work(leases: Leases, segment: Segment) -> list[Hold]:
+    start, end = segment.window
+    return [hold for hold in leases.holds if hold.phase in ("rollout", "train") and start <= hold.start < end]
+
+
+def _sharing(
+    analysis: Analysis, recordings: Mapping[str, Recording], segment: Segment, mode: Mode, jobs: Sequence[str]
+) -> Sharing:  # fmt: skip
+    holds = [hold for hold in _work(analysis.leases, segment) if hold.job in jobs]
+    shares = {}
+    for job in jobs:
+        mine = [hold for hold in holds if hold.job == job]
+        shares[job] = _share(recordings[job], mine, _replicas(analysis, recordings[job]))
+    recorded = max(hold.end for hold in holds) - min(hold.start for hold in holds)
+    return Sharing(shares, mode, recorded)
+
+
+def _replicas(analysis: Analysis, recording: Recording) -> dict[str, tuple[int, ...]]:
+    """Numbers of those of each node, counted from 0 as a rerun's are; none where the log does not say of each where it is."""
+    nodes = sorted((number, node) for (job, number), node in analysis.engines.node_of.items() if job == recording.job)
+    out: dict[str, tuple[int, ...]] = {}
+    for number, (_, node) in enumerate(nodes):
+        out[node] = (*out.get(node, ()), number)
+    return out if len(nodes) == recording.replicas else {}
+
+
+def _share(recording: Recording, holds: Sequence[Hold], replicas: dict[str, tuple[int, ...]]) -> Share:
+    rollout, train = ([hold for hold in holds if hold.phase == phase] for phase in ("rollout", "train"))
+    before, after, between = [], [], []
+    for step in recording.steps:
+        around = [hold for hold in rollout if hold.start <= step.start < hold.end]
+        trained = [hold.end - hold.start for hold in train if hold.step == step.step]
+        if not around or not trained:
+            continue
+        before.append(step.start - min(hold.start for hold in around))
+        after.append(max(max(hold.end for hold in around) - step.start - step.rollout_s, 0.0))
+        between.append(max(step.rest_s - before[-1] - after[-1] - sum(trained), 0.0))
+    return Share(
+        _nodes(rollout), _nodes(train), replicas, _median(before), _median(after), _median(between),
+        len({hold.step for hold in rollout}),
+    )  # fmt: skip
+
+
+def _nodes(holds: Sequence[Hold]) -> tuple[str, ...]:
+    return tuple(sorted({node for hold in holds for node in hold.nodes}))
+
+
+def _median(seconds: Sequence[float]) -> float:
+    return float(np.median(seconds)) if seconds else 0.0
+
 
 LOOKS_S = 0.5  # between two looks of a rollout at who waits for its nodes
 _PLENTY = 1 << 60  # tokens of KV cache
@@ -61,8 +225,8 @@ class Together:
         seconds, base = self._run(settings, None), self._base(None)
         ratios = [self._run(settings, world) / self._base(world) for world in range(RESAMPLED)]
         drift = math.sqrt(sum(model.drift**2 for model in self.models.values()) / len(self.models))
-        told = {job: dict(its) for job, its in keys.items()}
-        return Makespan(told, seconds, base, seconds / base - 1, interval_of(seconds / base, ratios, drift))
+        chosen = {job: dict(its) for job, its in keys.items()}
+        return Makespan(chosen, seconds, base, seconds / base - 1, interval_of(seconds / base, ratios, drift))
 
     @property
     def base_s(self) -> float:
@@ -124,7 +288,7 @@ class _Run:
                 until[name] = next(lives[name])
             name = min(until, key=lambda it: until[it])
             self._now = until[name]
-            assert self._now < math.inf, "all wait for leases and nobody holds one"
+            assert self._now < math.inf, "all jobs wait for leases and none holds one"
             if (then := next(lives[name], None)) is None:
                 del until[name]
             else:

@@ -1,8 +1,8 @@
 """What a recorded job would have taken under other keys: the recording run again with and without them, side by side.
 
-A change is told as the ratio of the two runs, times what was measured: what the model of the engine leaves out is then in both.
+A change is the ratio of the two runs, times what was measured: what the model of the engine leaves out is then in both.
 The interval (5 to 95 %) has two parts. What the recording leaves open: the change over resampled steps (of their prompts, of the
-stays that the engine's speed is fitted to, of the times of training), about the change foretold. And what two runs of one
+stays that the engine's speed is fitted to, of the times of training), about the change predicted. And what two runs of one
 machine differ by whatever their keys: how far the quarters of the recording lie apart, each quarter's rollouts over what the
 model says of the same prompts; of two runs sqrt(2) times as much.
 """
@@ -19,12 +19,9 @@ import numpy as np
 import polars as pl
 
 from verl_mux.errors import UserError
-from verl_mux.what_if import engines
-from verl_mux.what_if.engines import Speed
-from verl_mux.what_if.prompts import in_order, resampled
-from verl_mux.what_if.recording import Recording, StepTimes
-from verl_mux.what_if.rerun import Rerun, Step
-from verl_mux.what_if.settings import Settings, changed, recorded
+from verl_mux.what_if import rerun
+from verl_mux.what_if.recorded_run import Recording, Settings, StepTimes, changed, in_order, recorded, resampled
+from verl_mux.what_if.rerun import Rerun, Speed, Step
 
 LEAST_STEPS = 16
 MAX_SAMPLES = 30_000  # of one run; a long recording's steps are as many as this allows
@@ -93,14 +90,14 @@ class WhatIf:
         if speed is None:
             raise UserError(f"{recording.job or 'this log'} cannot be run again: too few stays in engines say how long they took")
         self._steps = self._count()
-        self._speed = engines.even(speed, math.exp(float(np.median(self._off(speed)))))
+        self._speed = rerun.even(speed, math.exp(float(np.median(self._off(speed)))))
         self.drift = drift_of(self._off(self._speed))
         self._training = _training(recording.steps)
         self._worlds = [self._world(seed) for seed in range(RESAMPLED)]
         self._bases: dict[int | None, Outcome] = {}
 
     def _fitted(self, stays: pl.DataFrame) -> Speed | None:
-        return engines.fit(stays)
+        return rerun.fit(stays)
 
     def _count(self) -> int:
         each = self.settings.wanted * self.settings.samples
@@ -122,7 +119,7 @@ class WhatIf:
         chance = random.Random(seed)
         stays = self._stays.sample(fraction=1.0, with_replacement=True, seed=seed)
         speed = self._fitted(stays) or self._speed
-        speed = engines.even(speed, math.exp(float(np.median(self._off(speed))))) if speed is not self._speed else speed
+        speed = rerun.even(speed, math.exp(float(np.median(self._off(speed))))) if speed is not self._speed else speed
         return speed, _training(chance.choices(self.recording.steps, k=len(self.recording.steps))), seed + 1
 
     @property

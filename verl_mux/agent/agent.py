@@ -1,0 +1,326 @@
+"""`verl-mux agent`: look at this host for a coordinator, report, do what the answer says, and again.
+
+Runs as one process a host and PID namespace; called by cli.py. Reads processes, their environments and memory; ends marked
+processes of its own user. An answer that does not come is not waited for long: the next report asks the same again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+import zmq
+
+from verl_mux.agent.devices import Devices, open_devices
+from verl_mux.coordinator.bus import members
+from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.bus.curve_keys import AGENT, ClientKeys, for_address
+from verl_mux.coordinator.bus.link import Handshake, connect_to, dealer
+from verl_mux.coordinator.bus.members import HOST, UID_VARIABLE
+from verl_mux.coordinator.bus.messages import MOST_ADDRESSES, AgentAnswer, AgentReport, Holder, Look, Member, NodeHere
+from verl_mux.coordinator.commands import DEFAULT_ADDRESS, Address, Keys, make_log_folder
+from verl_mux.errors import UserError
+from verl_mux.platform.host_memory import process_bytes
+from verl_mux.profiling.eventlog import events
+from verl_mux.profiling.eventlog.log import NULL_LOG, EventLog
+
+# A process may go on as another program with another environment.
+_READ_AGAIN_S = 10.0
+
+
+class Marked:
+    """`find` -> uid -> processes. It remembers those found: one that is ending has no environment any more, but holds memory."""
+
+    def __init__(self) -> None:
+        self._known: dict[Member, str] = {}  # with its uid; empty: none
+        self._read_at = float("-inf")
+
+    def find(self, fresh: bool) -> dict[str, list[Member]]:
+        fresh = fresh or time.monotonic() - self._read_at > _READ_AGAIN_S
+        if fresh:
+            self._read_at = time.monotonic()
+        family = members.own_family()
+        known: dict[Member, str] = {}
+        for pid in psutil.pids():
+            if pid in family:
+                continue
+            with contextlib.suppress(psutil.Error, OSError):
+                member = members.member_of(pid)
+                known[member] = self._known.get(member, "")
+                if fresh or member not in self._known:
+                    known[member] = members.mark_of(pid) or known[member]
+        self._known = known
+        found: defaultdict[str, list[Member]] = defaultdict(list)
+        for member, uid in known.items():
+            if uid and members.is_alive(member):
+                found[uid].append(member)
+        return dict(found)
+
+    def look(self, asked: Mapping[str, Sequence[Member]]) -> list[Look]:
+        """For each uid: which of these processes, and which with its mark, live. Looked for twice: what a dying process starts
+        while the first look goes on may be missed by it."""
+        first = self._look(asked)
+        unsure = {look.uid: asked[look.uid] for look in first if not look.alive}
+        again = {look.uid: look for look in self._look(unsure)} if unsure else {}
+        return [again.get(look.uid, look) for look in first]
+
+    def _look(self, asked: Mapping[str, Sequence[Member]]) -> list[Look]:
+        found = self.find(fresh=True)
+        return [
+            Look(uid, list(dict.fromkeys([*(member for member in known if members.is_alive(member)), *found.get(uid, ())])))
+            for uid, known in asked.items()
+        ]
+
+
+_Key = tuple[str, int, str]  # uid, pid, node
+
+
+class MappedLog:
+    """`tell` after each report, with the answer to it or the last one."""
+
+    def __init__(self, log: Any) -> None:
+        self._log = log
+        self._before: dict[_Key, int] = {}
+        self._names: dict[str, str] = {}
+
+    def tell(self, report: AgentReport, answer: AgentAnswer | None, seen_at: float) -> None:
+        """`seen_at`: epoch seconds of the look. A process whose job the coordinator does not know has an empty name."""
+        self._names.update(answer.jobs if answer else {})
+        nodes = answer.nodes if answer else {}
+        now = {key: held for holder in report.holders for key, held in _entries(holder) if held}
+        for key in dict.fromkeys([*self._before, *now]):
+            before, held = self._before.get(key, 0), now.get(key, 0)
+            if before != held:
+                self._say(key, before, held, report, nodes, seen_at)
+        self._before = now
+        known = {uid for uid, _, _ in now}
+        self._names = {uid: name for uid, name in self._names.items() if uid in known}
+
+    def _say(self, key: _Key, before: int, held: int, report: AgentReport, nodes: Mapping[str, NodeHere], at: float) -> None:
+        uid, pid, node = key
+        lease = nodes.get(node)
+        about = {"host": report.host.name, "node": node, "job": self._names.get(uid, ""), "pid": pid, "bytes": held}
+        leased = {"leased_to": lease.job if lease else "", "token": lease.token if lease else 0}
+        self._log.log(events.DEVICE_MEMORY, extra={**about, "before": before, **leased, "source": report.source}, timestamp=at)
+
+
+def _entries(holder: Holder) -> list[tuple[_Key, int]]:
+    return [((holder.uid, holder.member.pid, node), held) for node, held in holder.bytes.items()]
+
+
+# The kernel goes through all pages of a process for it: a second for hundreds of GB.
+_EVERY_S = 10.0
+
+_Held = dict[Member, dict[str, int]]
+
+
+class HostMemory:
+    """`of` as often as one likes."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="verl-mux-host-memory")
+        self._reading: Future[_Held] | None = None
+        self._began = float("-inf")
+        self._held: _Held = {}
+
+    def of(self, processes: Sequence[Member]) -> _Held:
+        """By process, as read last, by kind; those that came since are not in it."""
+        if self._reading is not None and self._reading.done():
+            self._held, self._reading = self._reading.result(), None
+        if self._reading is None and time.monotonic() - self._began > _EVERY_S:
+            self._began = time.monotonic()
+            self._reading = self._thread.submit(_read, list(processes))
+        return self._held
+
+
+def _read(processes: Sequence[Member]) -> _Held:
+    return {process: process_bytes(process.pid) for process in processes}
+
+
+log = logging.getLogger(__name__)
+
+_ANSWER_WITHIN_S = 2.0
+_WITHOUT_ANSWER_S = 0.5
+# Longer than libzmq's own tries to connect: where it has given up, as after a refused key, a new socket tries.
+_NEW_CONNECTION_AFTER_S = 5.0
+_HIGHEST_BYTES = 2**43  # of one message's field
+
+
+class Agent:
+    """made -> `run(enough)`. Raises UserError when the coordinator does not take it from the start."""
+
+    def __init__(self, address: str, keys: ClientKeys | None, devices: Devices, event_log: Any) -> None:
+        self._address, self._keys, self._devices, self._log = address, keys, devices, event_log
+        self._name = f"agent-{uuid.uuid4().hex}"
+        self._host = m.HostName(members.HOST, members.names_of_this_host()[1 : 1 + MOST_ADDRESSES], members.BOOT, members.SPACE)
+        self._marked, self._mapped = Marked(), MappedLog(event_log)
+        self._answer: m.AgentAnswer | None = None
+        self._number = 0
+        self._host_memory = HostMemory()
+        self._has_been_answered = False
+        self._killed: set[m.Member] = set()  # said once, done until it is gone
+
+    def run(self, enough: threading.Event) -> None:
+        with zmq.Context() as context:
+            self._connect(context)
+            heard = time.monotonic()
+            try:
+                while not enough.is_set():
+                    seen_at = time.time()
+                    report = self.look()
+                    answer = self._ask(report, enough)
+                    if answer is not None:
+                        self._answer, heard = answer, time.monotonic()
+                    self._mapped.tell(report, self._answer, seen_at)
+                    if answer is not None:
+                        self._end(answer.end)
+                    elif time.monotonic() - heard > _NEW_CONNECTION_AFTER_S:
+                        self._disconnect()
+                        self._connect(context)
+                        heard = time.monotonic()
+                    enough.wait(answer.again_s if answer else _WITHOUT_ANSWER_S)
+            finally:
+                self._disconnect()
+
+    # --- looking ---
+
+    def look(self) -> m.AgentReport:
+        answer, memory = self._answer, psutil.virtual_memory()
+        looks = self._marked.look(answer.look_for) if answer and answer.look_for else []
+        marked = self._marked.find(fresh=False)
+        held = self._devices.held(answer.nodes if answer else {})
+        carrying = {member.pid for found in marked.values() for member in found}
+        host, others = self._host_memory.of([member for found in marked.values() for member in found]), dict(held.others)
+        for pid, by_node in held.by_pid.items():
+            for node, num_bytes in by_node.items() if pid not in carrying else ():
+                others[node] = others.get(node, 0) + num_bytes
+        self._number += 1
+        return m.AgentReport(
+            agent=self._name,
+            number=self._number,
+            host=self._host,
+            source=self._devices.source,
+            looks=looks,
+            dead=[driver for driver in (answer.drivers if answer else []) if not members.is_alive(driver)],
+            holders=[
+                Holder(uid, member, held.by_pid.get(member.pid, {}), host.get(member, {}))
+                for uid, found in marked.items()
+                for member in found
+            ],
+            others=others,
+            memory_free=min(memory.available, _HIGHEST_BYTES),
+            memory_total=min(memory.total, _HIGHEST_BYTES),
+        )
+
+    # --- doing ---
+
+    def _end(self, uids: list[str]) -> None:
+        """Only processes that carry the mark of such a job, or did when they were seen first, and of this user: `members.kill`
+        looks again right before."""
+        marked = self._marked.find(fresh=True) if uids else {}
+        for uid in uids:
+            for member in marked.get(uid, ()):
+                if members.kill(member, uid, was_marked=True) and member not in self._killed:
+                    job = self._answer.jobs.get(uid, "") if self._answer else ""
+                    self._killed.add(member)
+                    log.warning("killed pid %d, which outlived job %r", member.pid, job)
+                    self._log.log(events.AGENT_KILLED, extra={"host": self._host.name, "job": job, "pid": member.pid})
+
+    # --- talking ---
+
+    def _connect(self, context: zmq.Context) -> None:
+        self._socket = dealer(context, self._name, self._keys, immediate=True)
+        self._handshake = Handshake(self._socket, self._address, self._keys)
+        try:
+            connect_to(self._address, self._socket)
+        except UserError:
+            self._disconnect()
+            raise
+
+    def _disconnect(self) -> None:
+        self._handshake.close()
+        self._socket.close(linger=0)
+
+    def _ask(self, report: m.AgentReport, enough: threading.Event) -> m.AgentAnswer | None:
+        """None: no answer came. Raises UserError where the first answer is a refusal."""
+        deadline = time.monotonic() + _ANSWER_WITHIN_S
+        sent = False
+        while time.monotonic() < deadline and not enough.is_set():
+            if not sent:
+                sent = self._send(report)
+            if self._socket.poll(50):
+                answer = self._read()
+                if isinstance(answer, m.AgentAnswer) and answer.number == report.number:
+                    self._has_been_answered = True
+                    return answer
+            self._look_at_handshake()
+        return None
+
+    def _send(self, report: m.AgentReport) -> bool:
+        try:
+            self._socket.send(m.encode(report), zmq.NOBLOCK)
+        except zmq.Again:  # no coordinator is there yet
+            return False
+        return True
+
+    def _read(self) -> m.AnyMessage | None:
+        try:
+            message = m.decode(self._socket.recv())
+        except m.Unreadable as error:
+            log.warning("the coordinator sent what this agent cannot read: %s", error)
+            return None
+        if isinstance(message, m.Refused):
+            self._refused(f"the coordinator at {self._address} refuses: {message.reason}")
+        return message
+
+    def _look_at_handshake(self) -> None:
+        if reason := self._handshake.refusal():
+            self._refused(reason)
+
+    def _refused(self, reason: str) -> None:
+        if not self._has_been_answered:
+            raise UserError(reason)
+        log.warning("%s", reason)
+
+
+def agent(
+    coordinator: Address = DEFAULT_ADDRESS,
+    keys: Keys = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Folder for its log: who held which memory here, and when.")] = None,
+    devices: Annotated[
+        str, typer.Option(help="Who says what device memory processes hold: auto, nvml, ledger (no device) or none.")
+    ] = "auto",
+) -> None:
+    """Look at this host for a coordinator, and end what outlives its job, until interrupted."""
+    opened = open_devices(devices)
+    if log_dir is not None:
+        make_log_folder(log_dir / HOST)
+    _take_off_the_mark()
+    event_log = EventLog(log_dir / HOST, role="agent", job="agent") if log_dir is not None else NULL_LOG
+    enough = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: enough.set())
+    print(f"verl-mux agent of {HOST} for {coordinator}; device memory: {opened.source}", file=sys.stderr, flush=True)
+    try:
+        Agent(coordinator, for_address(coordinator, keys, AGENT), opened, event_log).run(enough)
+    finally:
+        event_log.close()
+
+
+def _take_off_the_mark() -> None:
+    """Started by a job, it would count as a process of that job: what a process was started with, only a new start changes."""
+    if os.environ.pop(UID_VARIABLE, None) is not None:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], dict(os.environ))

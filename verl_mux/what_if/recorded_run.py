@@ -1,0 +1,526 @@
+"""A run as its log has it: responses in their order, the keys that steered them, and what is known of lengths beforehand.
+
+Runs on the command line (`report --advise`, `--what-if`); called by rerun.py and what_if.py. Pure; reads the report's tables.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import polars as pl
+
+from verl_mux.config.rollout_checks import Surroundings, check_rollout
+from verl_mux.config.rollout_keys import DispatchConfig, RolloutConfig, SegmentsConfig
+from verl_mux.errors import UserError
+from verl_mux.profiling.eventlog import events
+from verl_mux.profiling.report.measures.analysis import Analysis
+from verl_mux.rollout.control.lag_limit import STRATEGIES, LagLimit
+from verl_mux.rollout.control.launch_order import ORDERS
+from verl_mux.rollout.control.length_estimates import LengthEstimates
+from verl_mux.rollout.control.migration_plan import MigrationPolicy
+from verl_mux.rollout.control.oversampling import LEFTOVERS, TOKENS, OversamplingPolicy
+from verl_mux.rollout.control.segments import SegmentLimits
+from verl_mux.rollout.control.tail_rounds import TAILS, DeferPolicy, TailRounds
+from verl_mux.rollout.lengths.predictor import LengthPredictor, make_predictor
+from verl_mux.rollout.lengths.rows import LengthRow, Prompt
+
+MIN_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One response. tokens: of its turns, summed. prompt: tokens. away_s: seconds outside engines (tools, reward, ...)."""
+
+    tokens: int
+    prompt: int
+    away_s: float
+    score: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The responses of one prompt, and the step that first launched it. prompt: of the data set, the same in all epochs; None
+    where the log does not say."""
+
+    name: str
+    step: int
+    samples: tuple[Sample, ...]
+    prompt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of a step: its rollout (from the first launch to the last sample it waited for), the rest, and of that the waits
+    for leases. tokens: of the responses trained. start: of its rollout, since the epoch."""
+
+    step: int
+    rollout_s: float
+    rest_s: float
+    leases_s: float
+    tokens: int
+    start: float = 0.0
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A job's rollouts. keys: as the log says them. slots: requests that a replica ran at once while others queued; None where
+    none did. unknown: samples left out because how long they would be is not known."""
+
+    job: str
+    keys: dict[str, str]
+    groups: tuple[Group, ...]
+    steps: tuple[StepTimes, ...]
+    replicas: int
+    slots: int | None
+    unknown: int
+
+    @property
+    def recurs(self) -> bool:
+        """Do prompts come again, as in a second epoch?"""
+        named = [group.prompt for group in self.groups if group.prompt is not None]
+        return len(named) == len(self.groups) > len(set(named))
+
+    @property
+    def longest(self) -> int:
+        return max(sample.tokens for group in self.groups for sample in group.samples)
+
+    @property
+    def wanted(self) -> int:
+        """Prompt groups that a step trains."""
+        given = self.keys.get("data.train_batch_size")
+        return int(given) if given else max(1, round(len(self.groups) / len(self.steps)))
+
+
+def recordings(analysis: Analysis) -> Iterator[Recording]:
+    """One of each job whose log can be run again.
+
+    Raises:
+        UserError: no job of the log can; says why.
+    """
+    reasons = {}
+    found = False
+    for job in sorted(set(analysis.requests["job"])):
+        try:
+            recording = _recording(analysis, job)
+        except _Lacking as lacking:
+            reasons[job] = str(lacking)
+            continue
+        found = True
+        yield recording
+    if not found:
+        why = "; ".join(f"{job or 'the log'}: {reason}" for job, reason in reasons.items()) or "it has no requests"
+        raise UserError(f"this log cannot be run again ({why})")
+
+
+class _Lacking(Exception):
+    """What a log lacks."""
+
+
+def _recording(analysis: Analysis, job: str) -> Recording:
+    of_job = pl.col("job") == job
+    requests = analysis.requests.filter(of_job & ~pl.col("validate"))
+    done = requests.filter((pl.col("status") == "complete") & (pl.col("tokens") > 0))
+    if done.is_empty():
+        raise _Lacking("no finished request tells its tokens")
+    prompts = analysis.stays.filter(of_job).group_by("request_id").agg(pl.col("prompt").min())
+    first = analysis.stays.filter(of_job).group_by("request_id").agg(pl.col("step").min().alias("first"))
+    done = done.join(prompts, on="request_id", how="left").join(first, on="request_id", how="left")
+    steps = _steps(analysis, job, done)
+    if len(steps) < MIN_STEPS:
+        raise _Lacking(f"{len(steps)} steps with their times, {MIN_STEPS} are needed")
+    groups = _groups(done)
+    replicas = max(1, analysis.engines.stays.filter(of_job)["replica"].n_unique())
+    keys = analysis.keys(job)
+    _infer(keys, analysis, job, groups)
+    return Recording(job, keys, groups, steps, replicas, _slots(analysis, job), requests.height - done.height)
+
+
+def stays_of(analysis: Analysis, job: str) -> pl.DataFrame:
+    """The job's stays in engines, of `measures.engines.Engines.stays`, without those of validation."""
+    validated = analysis.requests.filter((pl.col("job") == job) & pl.col("validate")).select("request_id")
+    stays = analysis.engines.stays.filter(pl.col("job") == job)
+    return stays.join(validated, on="request_id", how="anti", maintain_order="left")
+
+
+def _slots(analysis: Analysis, job: str) -> int | None:
+    """Requests that ran at once, where a fifth of the counters or more saw some queued."""
+    counters = analysis.engines.counters.filter(pl.col("job") == job)
+    queued = counters.filter(pl.col("queued") > 0)
+    return int(queued["running"].max()) if queued.height >= 0.2 * counters.height > 0 else None
+
+
+def _groups(done: pl.DataFrame) -> tuple[Group, ...]:
+    """In the order in which their first sample began. A name without a number is a group of its own."""
+    named = done.with_columns(
+        pl.col("request_id").str.replace(r"_\d+$", "").alias("group"),
+        pl.coalesce("first", "step").alias("first"),
+        (pl.col("seconds") - pl.col("engine")).clip(0.0).alias("away"),
+    ).sort("start", "request_id")
+    columns = ["tokens", "prompt", "away", "score"]
+    rows = named.group_by("group", maintain_order=True).agg(pl.col("first", "prompt_id").min(), *columns)
+    return tuple(
+        Group(name, first, tuple(Sample(t, p or 0, a, s) for t, p, a, s in zip(*lists, strict=True)), prompt)
+        for name, first, prompt, *lists in rows.sort("first", maintain_order=True).iter_rows()
+    )
+
+
+def _steps(analysis: Analysis, job: str, done: pl.DataFrame) -> tuple[StepTimes, ...]:
+    trainer = analysis.spans.filter((pl.col("job") == job) & (pl.col("role") == "trainer"))
+    whole = dict(trainer.filter(pl.col("event") == events.STEP).select("step", "seconds").iter_rows())
+    validated = _seconds_by_step(trainer, events.VALIDATE)
+    waited = trainer.filter((pl.col("event") == events.LEASE_WAIT) & (pl.col("phase") != "init"))
+    leases = dict(waited.group_by("step").agg(pl.col("seconds").sum()).iter_rows())
+    monitored = _seconds_by_step(trainer, events.GENERATE_MONITORED)
+    spans = done.group_by("step").agg(pl.col("start").min(), pl.col("end").max(), pl.col("tokens").sum())
+    found = []
+    for step, start, end, tokens in spans.sort("step").iter_rows():
+        if step not in whole:
+            continue
+        rollout = monitored.get(step, end - start)
+        rest = whole[step] - rollout - leases.get(step, 0.0) - validated.get(step, 0.0)
+        found.append(StepTimes(step, rollout, max(rest, 0.0), leases.get(step, 0.0), tokens, start))
+    return tuple(found)
+
+
+def _seconds_by_step(spans: pl.DataFrame, event: str) -> dict[int, float]:
+    return dict(spans.filter(pl.col("event") == event).group_by("step").agg(pl.col("seconds").sum()).iter_rows())
+
+
+def _infer(keys: dict[str, str], analysis: Analysis, job: str, groups: tuple[Group, ...]) -> None:
+    """What an older log does not say, from what happened: sizes of batch and group, over-sampling, the longest response."""
+    if keys:
+        return
+    counted = analysis.spans.filter((pl.col("job") == job) & (pl.col("event") == events.GENERATE_MONITORED))
+    counted = counted.filter(pl.col("wanted").is_not_null() & (pl.col("launched") > 0))
+    samples = max(len(group.samples) for group in groups)
+    keys["actor_rollout_ref.rollout.n"] = str(samples)
+    if counted.height:
+        wanted = int(counted["wanted"].median())
+        keys["data.train_batch_size"] = str(wanted)
+        rate = float(counted["launched"].quantile(0.9)) / (wanted * samples) - 1
+        keys["mux.rollout.oversample.rate"] = f"{max(rate, 0.0):.2g}"
+
+
+_OFF = ("none", "null", "off")
+_PARTS = ("oversample", "defer", "migration")  # of `mux.rollout`, kept as a whole
+
+
+@dataclass(frozen=True)
+class Settings:
+    """wanted: prompt groups that a step trains. samples: of a group. longest: most tokens of a response. slots: requests that one
+    replica runs at once. segment: tokens of a round; None: off. order: fifo, sjf or auto; predictor: what
+    it is named by. threshold: verl's
+    max_off_policy_threshold; None where the log does not say. at_once: requests that all engines may run; None likewise."""
+
+    wanted: int
+    samples: int
+    longest: int
+    slots: int
+    oversample: OversamplingPolicy
+    segment: int | None = None
+    max_segments: int = 4
+    order: str = "fifo"
+    max_lag: int | None = None
+    max_lag_strategy: str = "protect"
+    predictor: str = "default"
+    mode: str = ""
+    tail: str = "none"
+    defer: DeferPolicy = DeferPolicy()
+    migration: MigrationPolicy = MigrationPolicy()
+    threshold: int | None = None
+    at_once: int | None = None
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """The same as a job's keys."""
+        return RolloutConfig(
+            oversample=self.oversample,
+            max_lag=self.max_lag,
+            max_lag_strategy=self.max_lag_strategy,
+            segments=SegmentsConfig(segment_length=self.segment, max_segments=self.max_segments),
+            dispatch=DispatchConfig(order=self.order, predictor=self.predictor),
+            migration=self.migration,
+            tail=self.tail,
+            defer=self.defer,
+        )
+
+    @property
+    def limits(self) -> SegmentLimits | None:
+        return self.rollout.segment_limits(self.longest)
+
+    @property
+    def lag(self) -> LagLimit | None:
+        return self.rollout.lag_limit(self.threshold)
+
+    @property
+    def launch_order(self) -> str:
+        return self.rollout.launch_order
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the job would start under these; one whose log names no trainer mode is taken to have one of ours."""
+        around = Surroundings(self.mode or "mux_separate", self.wanted, self.samples, self.longest, self.at_once)
+        try:
+            check_rollout(self.rollout, around)
+        except UserError:
+            return False
+        return True
+
+
+def _switch(text: str) -> bool:
+    return {"true": True, "false": False}[text.lower()]
+
+
+# What is far beyond any job: prompt groups are all drawn.
+MOST = {"data.train_batch_size": 16_384, "mux.rollout.oversample.rate": 100.0, "mux.rollout.migration.threshold": 1.0}
+LEAST = {
+    "rate": 0,
+    "max_cuts": 0,
+    "max_lag": 0,
+    "window": 2,
+    "max_mean": 1.01,
+    "threshold": 0.01,
+    "min_gain_s": 0,
+    "max_slowdown": 0,
+}
+# key -> (type, what is allowed)
+KEYS: dict[str, tuple[Callable[[str], object], str]] = {
+    "data.max_response_length": (int, "tokens, from 1 to the longest recorded response"),
+    "data.train_batch_size": (int, "prompt groups, from 1 to 16384"),
+    "actor_rollout_ref.rollout.max_num_seqs": (int, "requests, 1 or more"),
+    "mux.rollout.oversample.rate": (float, "from 0 to 100"),
+    "mux.rollout.oversample.leftover": (str, ", ".join(LEFTOVERS)),
+    "mux.rollout.oversample.tokens": (str, ", ".join(TOKENS)),
+    "mux.rollout.oversample.max_cuts": (int, "0 or more"),
+    "mux.rollout.segments.segment_length": (int, "tokens, 1 or more, or null"),
+    "mux.rollout.segments.max_segments": (int, "1 or more"),
+    "mux.rollout.max_lag": (int, "versions, 0 or more, or null"),
+    "mux.rollout.max_lag_strategy": (str, ", ".join(STRATEGIES)),
+    "mux.rollout.dispatch.order": (str, ", ".join((*ORDERS, "auto"))),
+    "mux.rollout.tail": (str, ", ".join(TAILS)),
+    "mux.rollout.defer.window": (int, "2 steps or more, or null"),
+    "mux.rollout.defer.max_mean": (float, "1.01 or more"),
+    "mux.rollout.migration.enable": (_switch, "true, false"),
+    "mux.rollout.migration.threshold": (float, "from 0.01 to 1"),
+    "mux.rollout.migration.min_gain_s": (float, "node-seconds, 0 or more"),
+    "mux.rollout.migration.max_slowdown": (float, "0 or more"),
+}
+
+
+def recorded(recording: Recording) -> Settings:
+    """The settings that the recording was made under, as far as its log says them."""
+    keys = recording.keys
+    samples = int(keys.get("actor_rollout_ref.rollout.n", max(len(group.samples) for group in recording.groups)))
+    slots = int(keys.get("actor_rollout_ref.rollout.max_num_seqs", 1 << 30))
+    threshold = keys.get("trainer.v1.sampler.max_off_policy_threshold")
+    settings = Settings(
+        recording.wanted, samples, recording.longest, min(slots, recording.slots or slots),
+        OversamplingPolicy(accept_length_bias=keys.get("mux.rollout.oversample.accept_length_bias") == "True"),
+        mode=keys.get("trainer.v1.trainer_mode", ""), predictor=keys.get("mux.rollout.dispatch.predictor", "default"),
+        threshold=int(threshold) if threshold else None,
+        at_once=slots * recording.replicas if "actor_rollout_ref.rollout.max_num_seqs" in keys else None,
+    )  # fmt: skip
+    given = {key: value for key, value in keys.items() if key in KEYS}
+    # What the log says of its own limit may lie above any response, which changes nothing.
+    given.pop("data.max_response_length", None)
+    return changed(settings, {key: value for key, value in given.items() if key != "actor_rollout_ref.rollout.max_num_seqs"})
+
+
+def changed(settings: Settings, keys: Mapping[str, str]) -> Settings:
+    """`settings` under other keys.
+
+    Raises:
+        UserError: a key that cannot be tried on a recording, or a value that is not possible.
+    """
+    for key, text in keys.items():
+        settings = _with(settings, key, text)
+    return settings
+
+
+def _with(settings: Settings, key: str, text: str) -> Settings:
+    if key not in KEYS:
+        raise UserError(f"--what-if {key}: cannot be tried on a recorded run; allowed: {', '.join(KEYS)}")
+    kind, allowed = KEYS[key]
+    off = key.endswith(("segment_length", "max_lag", "window")) and text.lower() in _OFF
+    try:
+        value: object = None if off else kind(text)
+    except (KeyError, ValueError):
+        value = text
+    if not off and not _possible(key, value, settings):
+        raise UserError(f"--what-if {key}={text} is not possible; allowed: {allowed}")
+    name = key.rpartition(".")[2]
+    for part in _PARTS:
+        if f".{part}." in key:
+            return replace(settings, **{part: msgspec.structs.replace(getattr(settings, part), **{name: value})})
+    field = {"max_response_length": "longest", "train_batch_size": "wanted", "max_num_seqs": "slots", "segment_length": "segment"}
+    other: dict[str, Any] = {field.get(name, name): value}
+    return replace(settings, **other)
+
+
+def _possible(key: str, value: object, settings: Settings) -> bool:
+    if key == "data.max_response_length":
+        return isinstance(value, int) and 1 <= value <= settings.longest
+    if key.endswith("enable"):
+        return isinstance(value, bool)
+    words = {"leftover": LEFTOVERS, "tokens": TOKENS, "order": (*ORDERS, "auto"), "max_lag_strategy": STRATEGIES, "tail": TAILS}
+    name = key.rpartition(".")[2]
+    if name in words:
+        return value in words[name]
+    return isinstance(value, (int, float)) and LEAST.get(name, 1) <= value <= MOST.get(key, math.inf)
+
+
+TAU = 0.5  # rank agreement of predicted and true lengths, as a learning predictor reaches on known data
+# Those whose order is known without the prompts' texts.
+BY_ID = ("default", "fifo", "history", "history_mean")
+
+
+class Foresight:
+    """prompt(of a drawn group) -> what a predictor of this kind may be asked about.
+
+    learns: name of the predictor that the job learns with; None: it is taken to reach an agreement of `tau`.
+    """
+
+    def __init__(self, learns: str | None, seed: int, tau: float = TAU) -> None:
+        self._learns, self._guess = learns, _Guess(tau, random.Random(seed))
+
+    def predictor(self) -> LengthPredictor:
+        """A fresh one."""
+        return self._guess if self._learns is None else make_predictor(self._learns)
+
+    def prompt(self, name: str, group: Group) -> Prompt:
+        """name: of this draw."""
+        if self._learns is not None:
+            return Prompt(group.prompt or name, "")
+        self._guess.true[name] = sum(sample.tokens for sample in group.samples) / len(group.samples)
+        return Prompt(name, "")
+
+
+class _Guess:
+    """True lengths with as much noise as leaves a rank agreement of tau (of a bivariate normal, tau = 2/pi asin r; Greiner
+    1909)."""
+
+    def __init__(self, tau: float, chance: random.Random) -> None:
+        self.true: dict[str, float] = {}  # mean tokens of a group by its name
+        self._tau, self._random = tau, chance
+        self._noise: dict[str, float] = {}  # asked twice, it says the same
+
+    def observe(self, rows: Sequence[LengthRow]) -> None:
+        """Nothing to learn."""
+
+    def predict(self, prompts: Sequence[Prompt]) -> np.ndarray:
+        """Logarithms of tokens, (prompts,)."""
+        true = np.log([max(self.true[prompt.id], 1.0) for prompt in prompts])
+        r = math.sin(math.pi * self._tau / 2)
+        noise = float(true.std()) * math.sqrt(1 / r**2 - 1) if r > 0 else 0.0
+        return true + noise * np.array([self._noise.setdefault(prompt.id, self._random.gauss(0, 1)) for prompt in prompts])
+
+
+def in_order(recording: Recording, seed: int) -> Iterator[Group]:
+    """As recorded, and when these are used up, drawn by chance."""
+    return itertools.chain(_recorded_groups(recording), resampled(recording, seed))
+
+
+def resampled(recording: Recording, seed: int) -> Iterator[Group]:
+    """Drawn by chance: what belongs together stays together. Where prompts recur that is all epochs of a prompt, under a name
+    that nothing was learnt of yet, or its responses would be known before they are drawn; else a whole step."""
+    chance = random.Random(seed)
+    draw = _epochs if recording.recurs else _in_steps
+    while True:
+        yield from draw(_recorded_groups(recording), chance)
+
+
+def _recorded_groups(recording: Recording) -> list[Group]:
+    return [group for group in recording.groups if group.samples]
+
+
+def _in_steps(groups: Sequence[Group], chance: random.Random) -> list[Group]:
+    by_step: dict[int, list[Group]] = {}
+    for group in groups:
+        by_step.setdefault(group.step, []).append(group)
+    steps = list(by_step.values())
+    return [group for step in chance.choices(steps, k=len(steps)) for group in step]
+
+
+def _epochs(groups: Sequence[Group], chance: random.Random) -> list[Group]:
+    by_prompt: dict[str | None, list[Group]] = {}
+    for group in groups:
+        by_prompt.setdefault(group.prompt, []).append(group)
+    drawn = chance.choices(list(by_prompt.values()), k=len(by_prompt))
+    again = chance.getrandbits(32)
+    out: list[Group] = []
+    for epoch in range(max(map(len, drawn))):
+        named = [replace(its[epoch], prompt=f"{again}:{at}") for at, its in enumerate(drawn) if epoch < len(its)]
+        out += chance.sample(named, len(named))
+    return out
+
+
+class Source(Protocol):
+    """draw(count) -> names and groups; trained(lengths by name) after each step."""
+
+    def draw(self, count: int) -> list[tuple[str, Group]]: ...
+    def trained(self, lengths: Mapping[str, Sequence[int]]) -> None: ...
+
+
+class Arrival:
+    """As the data loader hands them out. stream: must not end."""
+
+    def __init__(self, stream: Iterator[Group]) -> None:
+        self._stream = _named(stream)
+
+    def draw(self, count: int) -> list[tuple[str, Group]]:
+        """The next ones."""
+        return list(itertools.islice(self._stream, count))
+
+    def trained(self, lengths: Mapping[str, Sequence[int]]) -> None:
+        """Nothing to learn."""
+
+
+class Rounds:
+    """`mux.rollout.tail: defer` over a stream that does not end. longest: prompt groups of a window; it ends sooner where a
+    prompt comes again, which begins another epoch."""
+
+    def __init__(
+        self, stream: Iterator[Group], policy: DeferPolicy, batch: int, samples: int, foresight: Foresight, longest: int
+    ) -> None:  # fmt: skip
+        self._stream, self._foresight, self._longest = _named(stream), foresight, longest
+        self._rounds = TailRounds(policy, batch, LengthEstimates(foresight.predictor(), samples))
+        self._groups: dict[str, Group] = {}
+        self._next = next(self._stream)
+        self._epoch = 0
+
+    def draw(self, count: int) -> list[tuple[str, Group]]:
+        """The next round."""
+        names = self._rounds.take(count)
+        while len(names) < count:
+            self._gather()
+            names += self._rounds.take(count - len(names))
+        return [(name, self._groups.pop(name)) for name in names]
+
+    def trained(self, lengths: Mapping[str, Sequence[int]]) -> None:
+        """What these turned out to be is learnt."""
+        self._rounds.trained(lengths, self._epoch)
+
+    def _gather(self) -> None:
+        seen: set[str] = set()
+        window: dict[str, Prompt] = {}
+        while len(window) < self._longest:
+            name, group = self._next
+            if group.prompt in seen:
+                break
+            seen |= {group.prompt} if group.prompt is not None else set()
+            self._groups[name], window[name] = group, self._foresight.prompt(name, group)
+            self._next = next(self._stream)
+        self._epoch += 1
+        self._rounds.gather(list(window), list(window.values()))
+
+
+def _named(stream: Iterator[Group]) -> Iterator[tuple[str, Group]]:
+    """A name for each draw."""
+    return ((f"{group.name}#{number}", group) for number, group in enumerate(stream))
