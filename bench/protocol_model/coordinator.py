@@ -12,23 +12,21 @@ import msgspec
 
 from bench.protocol_model.world import World
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.hosts.reaping import Sight, judge
+from verl_mux.coordinator.core import tokens
 from verl_mux.coordinator.core.inputs_and_instructions import (
     DriverDied,
     Input,
     Instruction,
     JobEvicted,
-    JobExited,
     ProcessesGone,
     Send,
     What,
 )
-from verl_mux.coordinator.core.job_states import IllegalMove, UnknownJob
+from verl_mux.coordinator.core.queueing import RunningTime
+from verl_mux.coordinator.core.reaping import Sight, judge
 from verl_mux.coordinator.core.records import Job, JobState, State
-from verl_mux.coordinator.core.running_time import PAUSE_S
 from verl_mux.coordinator.core.settings import Config
-from verl_mux.coordinator.core.state import Machine
-from verl_mux.coordinator.core.tokens import claims, numbering
+from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
 from verl_mux.coordinator.journal import Delivery
 
 HOST = "here"
@@ -112,8 +110,8 @@ class CoordinatorProcess:
         if self.remembers:
             self._restore()
         elif self._starts > 1 and self._planted != "journal skipped":
-            claims.settle(self.machine.state, self._config, numbering.LAST)
-            self.machine.state.token = numbering.at(self._world.wall())
+            tokens.settle(self.machine.state, self._config, tokens.LAST)
+            self.machine.state.token = tokens.at(self._world.wall())
         self._disk.pending = []
         self._delivery = Delivery(self._disk, self.machine, self._carry_out, self._soon)  # type: ignore[arg-type]
         self.machine.resume(now)
@@ -127,9 +125,9 @@ class CoordinatorProcess:
         for body in self._disk.inputs:
             self.machine.handle(_input.decode(body))
         state = self.machine.state
-        state.token = max(state.token, numbering.before(self._starts))
+        state.token = max(state.token, tokens.before(self._starts))
         if state.settle_until is not None:
-            claims.settle(state, self._config, state.unknown_up_to)
+            tokens.settle(state, self._config, state.unknown_up_to)
         self._disk.snapshot, self._disk.inputs = msgspec.msgpack.encode(state), []
 
     def crash(self) -> None:
@@ -147,7 +145,7 @@ class CoordinatorProcess:
     def pause(self, seconds: float) -> None:
         if self.is_up and self._world.now >= self._paused_until:
             self._world.fault("coordinator paused")
-            if seconds > PAUSE_S:
+            if seconds > RunningTime.PAUSE_S:
                 self.ran, self._ran_from = self.running_time(), self._world.now + seconds
             self._paused_until = self._world.now + seconds
             self._world.later(seconds, self._catch_up)
@@ -255,13 +253,6 @@ class CoordinatorProcess:
             self._take(ProcessesGone(job=job.name, uid=job.uid))
         for member in alive if verdict.end else []:
             self._world.later(0.02, lambda pid=member.pid: process.end_process(pid))  # type: ignore[misc]
-
-    def told_over(self, job: str, uid: str) -> bool:
-        """The launcher reports the end of a job, again and again until the coordinator answers."""
-        known = self.machine.state.jobs.get(job)
-        if self.is_up and self._world.now >= self._paused_until and known is not None and known.uid == uid:
-            self._do(lambda: self._take(JobExited(job=job, uid=uid)))
-        return self.is_up and self._world.now >= self._paused_until
 
     def evict(self, job: Processes) -> None:
         def take() -> None:

@@ -1,8 +1,8 @@
 """Random schedules of faults against the protocol: `explore(schedules, seed)`; one seed is one schedule, and always the same.
 
 Faults: messages doubled and late, connections cut, drivers stopped and killed, the coordinator killed at any point of its work
-and paused, with a journal and without, newcomers at any time, evictions, the wall clock set by an hour; in some schedules host
-memory is short, and jobs leave it for the disk and come back. Then calm: everybody must get through.
+and paused, with a journal and without, newcomers at any time, evictions, the wall clock set by an hour. Then calm: every job must
+get through.
 
 Without a journal no driver is stopped or killed: a coordinator that forgot everything cannot know of a job that cannot speak,
 nor of what a dead one left behind. docs/protocol.md says so.
@@ -19,8 +19,6 @@ from bench.protocol_model.job import JobProcess
 from bench.protocol_model.scene import FAULTS_S, LEASE_S, Scene
 from bench.protocol_model.world import World
 
-# One schedule in this many has host memory for two jobs.
-_CROWDED = 3
 PLANTED = ("journal skipped", "token unchecked", "early grant")
 
 
@@ -49,7 +47,7 @@ def explore(schedules: int, seed: int, planted: str = "", progress: Callable[[It
 
 def run(seed: int, planted: str = "") -> World:
     """One schedule, from first fault to last job."""
-    scene = Scene(World(seed), planted, crowded=seed % _CROWDED == 0)
+    scene = Scene(World(seed), planted)
     world = scene.world
     rng = world.rng
     for _ in range(rng.randint(2, 3)):

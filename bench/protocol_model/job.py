@@ -7,7 +7,7 @@ its own: it goes on when its driver is stopped or killed, until the coordinator 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from bench.protocol_model.coordinator import HOST, CoordinatorProcess
 from bench.protocol_model.network import Wire
@@ -66,33 +66,19 @@ class Engine:
         self.sleep()
 
 
-class Crowd(Protocol):
-    """The launcher of the jobs in a schedule in which host memory is short."""
-
-    def came_in(self, job: JobProcess) -> None: ...
-    def left(self, job: JobProcess, done: int) -> None: ...
-
-
 class JobProcess:
-    """Starts when made. `has_ended`: well or not, nothing of its driver is left. `says_all`: it sends every message there is.
-    `crowd`: it needs host memory, and leaves when it is asked to; this is its start of that number, after `done` steps."""
+    """Starts when made. `has_ended`: well or not, nothing of its driver is left. `says_all`: it sends every message there is."""
 
     def __init__(self, world: World, coordinator: CoordinatorProcess, number: int, nodes: dict[str, list[str]], steps: int,
-                 lease_timeout: float, planted: str = "", says_all: bool = False, crowd: Crowd | None = None, start: int = 1,
-                 done: int = 0) -> None:  # fmt: skip
+                 lease_timeout: float, planted: str = "", says_all: bool = False) -> None:  # fmt: skip
         self._world, self._coordinator, self._nodes, self._steps = world, coordinator, nodes, steps
         self._lease_timeout, self._says_all, self._planted = lease_timeout, says_all, planted
         self.name, self.number = f"j{number}", number
         self.host = HOST if world.rng.random() < 0.7 else "elsewhere"
-        self._crowd, self.start, self._done = crowd, start, done
-        self.leaves_after: int | None = None  # steps until it leaves, to come back
-        self._is_registered = False
-        self._driver_pid, self._engine_pid = 1000 * start + 10 * number, 1000 * start + 10 * number + 1
+        self._driver_pid, self._engine_pid = 1000 + 10 * number, 1000 + 10 * number + 1
         self._where: dict[str, Any] = {"host": self.host, "pid": self._driver_pid, "started": 1, "boot": "b", "nodes": nodes}
-        if crowd is not None:
-            self._where |= {"host_memory": {"train": {"states": 1}}, "movable": True}
-        self.uid = f"{self.name}:{start}"
-        self.talk = Conversation({"job": self.name, "uid": self.uid, "client": f"{self.name}-c{start}"}, self._where)
+        self.uid = f"{self.name}:1"
+        self.talk = Conversation({"job": self.name, "uid": self.uid, "client": f"{self.name}-c1"}, self._where)
         self.engine = Engine(world, self.name, unchecked=planted == "token unchecked")
         self.driver_lives, self.evicted, self.has_finished = True, False, False
         self._stopped_until = 0.0
@@ -107,19 +93,9 @@ class JobProcess:
         coordinator.jobs[self.uid] = self
         world.later(0.0, self._tick)
 
-    def started_again(self, done: int) -> JobProcess:
-        """Another process, from the checkpoint of that step."""
-        return JobProcess(self._world, self._coordinator, self.number, self._nodes, self._steps, self._lease_timeout,
-                          self._planted, self._says_all, self._crowd, self.start + 1, done)  # fmt: skip
-
     @property
     def has_ended(self) -> bool:
         return not self.driver_lives
-
-    @property
-    def is_in(self) -> bool:
-        """Something of it may be in its hosts' memory, by what it has heard and said."""
-        return self._is_registered and (self.driver_lives or self.engine.lives)
 
     def members(self) -> list[Member]:
         """The processes that live, as an agent on this host sees them."""
@@ -231,11 +207,9 @@ class JobProcess:
                 self._waits_for = next(self._life)
                 self._send()
         except StopIteration:
-            self.has_finished = self.leaves_after is None
-            self._world.tell(f"{self.name} has {'finished' if self.has_finished else 'left to come back'}")
+            self.has_finished = True
+            self._world.tell(f"{self.name} has finished")
             self._exit()
-            if self._crowd is not None and self.leaves_after is not None:
-                self._crowd.left(self, self.leaves_after)
         except Lost as lost:
             self._was_lost(str(lost))
 
@@ -251,31 +225,18 @@ class JobProcess:
         self.end_process(self._driver_pid)
 
     def _live(self) -> Iterator[_Condition]:
-        if self.start > 1:
-            before = f"{self.name}:{self.start - 1}"
-            yield lambda: self._coordinator.told_over(self.name, before)
         yield from self._register()
-        for step in range(self._done + 1, self._steps + 1):
+        for step in range(1, self._steps + 1):
             for phase in ("rollout", "train"):
                 yield from self._run_phase(phase, step)
             if self._says_all:
                 self.talk.tell(m.StepReport, step=step, metrics={})
-            if self.talk.move and step < self._steps:
-                yield from self._leave_to_come_back(step)
-                return
         if self._says_all:
             yield from self._visit()
         if self._says_all and self.number % 2:
             self.talk.fail("a planned end")
         else:
             self.talk.leave()
-            self._is_registered = False
-        yield self._goodbye_is_over()
-
-    def _leave_to_come_back(self, step: int) -> Iterator[_Condition]:
-        self.leaves_after = step
-        self.talk.leave(moving=self.talk.move, step=step)
-        self._is_registered = False
         yield self._goodbye_is_over()
 
     def _goodbye_is_over(self) -> _Condition:
@@ -288,9 +249,6 @@ class JobProcess:
             yield lambda: self.talk.is_over(REGISTER)
             answer = self.talk.take_answer(REGISTER)
             if isinstance(answer, m.Registered):
-                self._is_registered = True
-                if self._crowd is not None:
-                    self._crowd.came_in(self)
                 return
             if isinstance(answer, m.Queued):
                 continue

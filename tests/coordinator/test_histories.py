@@ -24,9 +24,8 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     PoolsChanged,
     ProcessesGone,
 )
-from verl_mux.coordinator.core.job_states import IllegalMove, UnknownJob
 from verl_mux.coordinator.core.records import JobState, State
-from verl_mux.coordinator.core.state import Machine
+from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
 
 SCHEDULES = [
     [{"mode": "interleaved"}],

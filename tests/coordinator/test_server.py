@@ -15,10 +15,9 @@ from tests.coordinator.driver import Driver, config
 from tests.coordinator.raw import Stranger, raw_dealer
 from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import patience
+from verl_mux.coordinator.core import queueing, tokens
 from verl_mux.coordinator.core.inputs_and_instructions import Input, Settled, SomebodyWasBefore
 from verl_mux.coordinator.core.state import Machine
-from verl_mux.coordinator.core.tokens import claims, numbering
 from verl_mux.coordinator.server import Planning, Refusals
 
 NODES = {"rollout": ["r0"], "train": ["t0"]}
@@ -180,7 +179,7 @@ LEASE_S = 600
 @pytest.fixture
 def driver():
     driver = Driver(Machine(config(lease_timeout=30)))
-    claims.settle(driver.machine.state, driver.machine.config, numbering.LAST, is_first=True)
+    tokens.settle(driver.machine.state, driver.machine.config, tokens.LAST, is_first=True)
     return driver
 
 
@@ -189,7 +188,7 @@ def claim(token):
 
 
 def test_where_nobody_from_before_speaks_it_grants_sooner(driver):
-    assert patience.first_look(driver.machine.config) == pytest.approx(2 + 1 + 9)
+    assert queueing.first_look(driver.machine.config) == pytest.approx(2 + 1 + 9)
     driver.register("a")
     driver.ask("a", "rollout", 1, ["r0"])
     assert driver.wait(11.5) == [] and driver.holders("r0") == []

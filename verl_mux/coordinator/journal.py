@@ -23,12 +23,11 @@ import msgspec
 
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.members import boot_id, seconds_since_boot
-from verl_mux.coordinator.core.hosts import fences, pools
+from verl_mux.coordinator.core import hosts, tokens
 from verl_mux.coordinator.core.inputs_and_instructions import Input, Instruction, Send
 from verl_mux.coordinator.core.records import JobState, State
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.state import Machine
-from verl_mux.coordinator.core.tokens import claims, numbering
 from verl_mux.coordinator.journal_files import Before, Damaged, Epoch, FrameFile, Lock, parse, read_epoch, write_epoch
 from verl_mux.errors import UserError
 
@@ -135,8 +134,8 @@ class Journal:
         machine = Machine(config, name)
         if before is not Before.NOBODY:
             self.lost = f"no journal is kept{_and_nobody(before)}"
-            self._settle(machine, numbering.LAST, is_first=before is Before.NOBODY_KNOWN)
-            machine.state.token = numbering.at(time.time())
+            self._settle(machine, tokens.LAST, is_first=before is Before.NOBODY_KNOWN)
+            machine.state.token = tokens.at(time.time())
         return machine
 
     def append(self, taken: Input) -> None:
@@ -177,7 +176,7 @@ class Journal:
     # --- writing ---
 
     def _write(self, file: FrameFile, machine: Machine) -> None:
-        learnt, settled = numbering.epoch_of(machine.state.token), machine.state.settle_until is None
+        learnt, settled = tokens.epoch_of(machine.state.token), machine.state.settle_until is None
         if learnt > self._epoch.number or (settled and self._epoch.unknown):
             self._raise_epoch(max(learnt, self._epoch.number), 0 if settled else self._epoch.unknown)
         if self.blocked is not None or self._count + len(self._pending) >= COMPACT_EVERY:
@@ -215,14 +214,14 @@ class Journal:
         found = self._find(path, before)
         machine = self._replayed(found, config, name)
         known = [found.epoch.number] if found.epoch else []
-        known += [found.snapshot.epoch, numbering.epoch_of(machine.state.token)] if found.snapshot else []
+        known += [found.snapshot.epoch, tokens.epoch_of(machine.state.token)] if found.snapshot else []
         number = max(known) + 1 if known else 0
-        if number > numbering.LAST_EPOCH:
+        if number > tokens.LAST_EPOCH:
             raise Damaged(f"its coordinator has been started {number} times, and tokens count no further")
         self.lost = found.lost
-        machine.state.token = max(machine.state.token, numbering.before(number))
+        machine.state.token = max(machine.state.token, tokens.before(number))
         # A predecessor that settled may have lost its memory again before it had learnt everything.
-        unknown = numbering.LAST if found.epoch is None else max(numbering.before(number), found.epoch.unknown)
+        unknown = tokens.LAST if found.epoch is None else max(tokens.before(number), found.epoch.unknown)
         self._settle(machine, unknown if found.lost else None, is_first=found.is_first)
         self._epoch = Epoch(_name_of(found), number)
         self._raise_epoch(number, 0 if machine.state.settle_until is None else machine.state.unknown_up_to)
@@ -232,7 +231,7 @@ class Journal:
     def _settle(self, machine: Machine, unknown_up_to: int | None, is_first: bool = False) -> None:
         """`unknown_up_to` None: nothing was lost. Where the predecessor ended in the midst of settling, all begins anew."""
         if unknown_up_to is not None or machine.state.settle_until is not None:
-            claims.settle(machine.state, machine.config, unknown_up_to or 0, is_first)
+            tokens.settle(machine.state, machine.config, unknown_up_to or 0, is_first)
 
     def _find(self, path: Path, before: Before) -> _Found:
         epoch, unreadable = self._find_epoch()
@@ -321,11 +320,11 @@ def carried_over(machine: Machine, config: Config, path: Path | None) -> Machine
     """The machine under another configuration than that of its journal: all of it where that suits the jobs on record, else the
     token and what is known of hosts. Raises UserError where it suits them not and one is unfinished."""
     state = machine.state
-    refusal = pools.refusal(state, machine.config, config)
+    refusal = hosts.change_refusal(state, machine.config, config)
     if refusal is not None:
         _refuse_unfinished(state, refusal, path)
         state = State(token=state.token, hosts=state.hosts)
-    state.fenced = fences.fenced(state, config)
+    state.fenced = hosts.fenced(state, config)
     return Machine(config, machine.epoch, state)
 
 

@@ -16,13 +16,11 @@ from typing import Any
 from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.messages import Member
-from verl_mux.coordinator.core.hosts import memory
-from verl_mux.coordinator.core.hosts.reaping import Sight, judge
-from verl_mux.coordinator.core.hosts.sights import Sights
+from verl_mux.coordinator.core import hosts
 from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, Input, NodeEmpty, NodesOwed, ProcessesGone, What
-from verl_mux.coordinator.core.job_states import IllegalMove, UnknownJob
+from verl_mux.coordinator.core.reaping import Sight, Sights, judge
 from verl_mux.coordinator.core.records import Job, JobState
-from verl_mux.coordinator.core.state import Machine
+from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +55,9 @@ class ProcessWatch:
                 await self._look_around(flush)
             except Exception as error:  # out of descriptors, say: it passes, and the service goes on
                 self._count("faults", "the watch over processes", error)
-            ending = self._machine.calls or any(job.state is JobState.DYING for job in self._jobs())
-            soon = ending or self._machine.somebody_is_nearly_late(self._clock())
+            soon = self._machine.is_pressing(self._clock())
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._pause(bool(soon)))
+                await asyncio.wait_for(self._wake.wait(), self._pause(soon))
             self._wake.clear()
 
     def soon(self) -> None:
@@ -72,7 +69,7 @@ class ProcessWatch:
         state, now = self._machine.state, self._clock()
         if reason := self._sights.refusal(report, state):
             return m.Refused(about="agent", reason=reason)
-        for what in (*self._sights.take(report, state, now), *memory.seen(report, state, self._machine.config)):
+        for what in (*self._sights.take(report, state, now), *hosts.seen(report, state, self._machine.config)):
             with contextlib.suppress(IllegalMove, UnknownJob):
                 self._take(what)
         for job in self._jobs() if report.looks else []:

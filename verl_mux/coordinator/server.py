@@ -4,7 +4,7 @@ Runs in the coordinator's process, in a thread of its own; made by commands.py, 
 the journal and the event log; process_watch.py, which it starts, looks at processes.
 
     Router, a frame  ->  _receive  ->  _answer  ----.
-    ProcessWatch, 2 to 4 times a second  -----------+-->  _take(input):  Rewind(Machine) decides, Delivery keeps the input
+    ProcessWatch, 2 to 4 times a second  -----------+-->  _take(input):  Machine.attempt decides, Delivery keeps the input
     Planning, an answer of the placer's thread  ----'                      |
     reload (SIGHUP), snapshot (status, /metrics):                          | when the journal is on disk
       from other threads, through _call                                    v
@@ -35,7 +35,7 @@ from verl_mux.coordinator.bus import curve_keys, members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.curve_keys import AGENT, JOB, VIEWER
 from verl_mux.coordinator.bus.router import Router
-from verl_mux.coordinator.core.hosts import pools
+from verl_mux.coordinator.core import hosts
 from verl_mux.coordinator.core.inputs_and_instructions import (
     Input,
     Instruction,
@@ -46,15 +46,13 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     SomebodyWasBefore,
     What,
 )
-from verl_mux.coordinator.core.job_states import IllegalMove, UnknownJob
 from verl_mux.coordinator.core.placement import placing
 from verl_mux.coordinator.core.placement.observing import Standing
 from verl_mux.coordinator.core.placement.planner import Asked, Planner, nothing_follows
 from verl_mux.coordinator.core.records import JobState
-from verl_mux.coordinator.core.rewind import Rewind
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.snapshot import describe
-from verl_mux.coordinator.core.state import NEVER_REGISTERED, Machine
+from verl_mux.coordinator.core.state import NEVER_REGISTERED, IllegalMove, Machine, UnknownJob
 from verl_mux.coordinator.journal import Delivery, Journal
 from verl_mux.coordinator.process_watch import ProcessWatch
 from verl_mux.errors import Failure, UserError
@@ -86,7 +84,6 @@ class Coordinator:
         self._machine = self._journal.restore(config, uuid.uuid4().hex, journal_files.arrive(bind))
         self._clock = self._journal.clock
         self._machine.resume(self._clock.now())
-        self._deciding = Rewind(self._machine)
         self._refusals = Refusals()
         self._watch = ProcessWatch(self._machine, self._take, self._clock.now, self._refusals.count)
         self._thread = threading.Thread(target=self._main, name="verl-mux-coordinator", daemon=True)
@@ -181,7 +178,7 @@ class Coordinator:
         """The heart: decide, keep in the journal, carry out."""
         taken = what if isinstance(what, Input) else Input(self._clock.now(), what)
         keep = self._machine.changes(taken)
-        self._delivery.take(taken, self._deciding.handle(taken), keep)
+        self._delivery.take(taken, self._machine.attempt(taken), keep)
         self._planning.look()
 
     def _carry_out(self, instruction: Instruction) -> None:
@@ -280,7 +277,7 @@ class Coordinator:
         if self._reread is None:
             raise UserError("this coordinator was not started from a file")
         after, state = self._reread(), self._machine.state
-        refused = pools.restart_needed(self.config, after) or pools.refusal(state, self.config, after)
+        refused = hosts.restart_needed(self.config, after) or hosts.change_refusal(state, self.config, after)
         if refused is not None:
             raise UserError(refused)
         self._take(PoolsChanged(pools=after.pools))

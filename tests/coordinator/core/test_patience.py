@@ -12,9 +12,8 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     PhaseOverdue,
     ProcessesGone,
 )
-from verl_mux.coordinator.core.job_states import IllegalMove
 from verl_mux.coordinator.core.records import JobState
-from verl_mux.coordinator.core.state import Machine
+from verl_mux.coordinator.core.state import IllegalMove, Machine
 
 
 class Jobs(Driver):
@@ -54,7 +53,7 @@ def test_from_when_a_job_fences_itself_until_its_lease_ends_its_end_is_near(two)
     heard, near = two.now - 0.5, []
     for _ in range(60):
         two.live(0.5, "b")
-        near += [two.now - heard] * two.machine.somebody_is_nearly_late(two.now)
+        near += [two.now - heard] * two.machine.is_pressing(two.now)
     timeout = two.machine.config.lease_timeout
     assert near == [at * 0.5 for at in range(1, 61) if 0.7 * timeout < at * 0.5 <= timeout]
 

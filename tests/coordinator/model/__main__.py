@@ -19,7 +19,7 @@ def main(
 ) -> None:
     found = explore(schedules, seed, planted, progress=lambda seeds: track(list(seeds), "schedules", transient=True))
     if schedules == 1:
-        print("\n".join(found.told))
+        print("\n".join(found.story))
     print(f"{schedules} schedules from seed {seed}: {dict(found.violations) or 'no violation'}; faults {dict(found.faults)}")
     if found.seeds:
         print(f"again: python -m tests.coordinator.model --seed {found.seeds[0]} --schedules 1")

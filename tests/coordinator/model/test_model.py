@@ -11,7 +11,7 @@ from tests.exploring import examples
 def test_no_schedule_violates_anything():
     found = explore(examples(150), seed=1)
     assert not found.violations, f"python -m tests.coordinator.model --schedules 1 --seed {found.seeds[0]}\n" + "\n".join(
-        found.told
+        found.story
     )
     assert found.faults["coordinator killed"] > 100 and found.faults["stale calls"] > 100
 
@@ -22,11 +22,11 @@ def test_a_planted_fault_is_found(planted):
 
 
 def test_a_seed_is_one_schedule_and_always_the_same():
-    assert run(7).told == run(7).told != run(8).told
+    assert run(7).story == run(7).story != run(8).story
 
 
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=examples(20))
 def test_no_other_schedule_does_either(seed):
     world = run(seed)
-    assert not world.violations, "\n".join(world.told)
+    assert not world.violations, "\n".join(world.story)

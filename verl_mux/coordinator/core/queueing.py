@@ -1,32 +1,43 @@
-"""Who may go next. Pure functions over the records: no I/O, no clock, nothing changed except by `advance`.
+"""Which request may go next, and how long the coordinator waits for a silent job.
 
-Requests stand in one list in order of arrival, which is a queue per node: a request heads the queue of a node when no
-earlier request that may run names it. It is granted when it heads the queues of all its nodes and all are free, so it
-gets all or waits, and, since all queue in one order, no two wait for each other. Jobs of a co-execution group that has an order
-of its own queue in that order.
+Runs in the coordinator (called by state.py, tokens.py, hold.py, snapshot.py) and in what_if's replays; pure, and changes nothing
+but in `advance` and `phase_ended`.
 
-A request that is *held back* keeps its place but does not stand in anybody's way:
-- `settling`  the coordinator lost its memory and first lets jobs assert the leases they hold;
+Queues. Requests stand in one list in order of arrival, which is a queue per node: a request heads the queue of a node when no
+earlier request that may run names it. It is granted when it heads the queues of all its nodes and all are free, so it gets all or
+waits, and, since all queue in one order, no two wait for each other. Jobs of a co-execution group that has an order of its own
+queue in that order.
+
+A request that is *held back* keeps its place but is in no other request's way:
+- `settling`  the coordinator lost its memory and first lets jobs claim the leases they hold;
 - `silent`    its job is not heard from;
-- `fenced`    one of its nodes is on a host where nobody can look, or something of a dead job may be left there;
-- `draining`  one of its nodes is given to nobody any more;
+- `fenced`    one of its nodes is on a host where nothing looks, or something of a dead job may be left there;
+- `draining`  one of its nodes is given to no job any more;
 - `start`     step 1 and later wait until `expect_jobs` jobs are through with init and ask for their first step;
 - `barrier`   its step lies in a later segment of the schedule than the current one;
 - `turn`      in a sequential segment, another job has the turn.
 
 A request that could never be granted does not even get a place: see `refusal`. Requests of fillers stand in no queue: see
-fillers/granting.py.
+hold.py.
+
+Silence takes nodes away when it lasted longer than the lease, by a clock that counts the time in which the coordinator itself
+ran, and another job waits; or, if none does, when it lasted longer by SILENT_TIMEOUT_S still. The silent job has by then fenced
+itself, see docs/protocol.md; if it cannot, because it is stopped, its processes are ended before another job gets its nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.hosts import fences
+from verl_mux.coordinator.bus.conversation import BEAT_EVERY_S, FENCED_AFTER, RECONNECTS_WITHIN_S
+from verl_mux.coordinator.core.inputs_and_instructions import JobRevoked, JobSilent, PhaseOverdue, What
 from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State
-from verl_mux.coordinator.core.settings import Config, Segment
+from verl_mux.coordinator.core.settings import OVERDUE_FACTOR, OVERDUE_LEAST_S, SILENT_TIMEOUT_S, Config, Segment
+
+# --- the schedule ---
 
 
 def segment_of(schedule: list[Segment], step: int) -> int:
@@ -45,13 +56,8 @@ def mode(state: State, config: Config) -> str:
 
 def turn(state: State, config: Config) -> Job | None:
     """The job whose turn it is in a sequential segment: the first registered that is not through with it."""
-    running = sorted((job for job in state.jobs.values() if takes_part(job, state)), key=lambda job: job.order)
+    running = sorted((job for job in state.jobs.values() if job.running), key=lambda job: job.order)
     return next((job for job in running if _has_steps_left(job, state, config) or _is_in_a_step(job, state)), None)
-
-
-def takes_part(job: Job, state: State) -> bool:
-    """In turns and barriers."""
-    return job.running
 
 
 def _is_in_a_step(job: Job, state: State) -> bool:
@@ -71,13 +77,12 @@ def _past_the_end(job: Job, state: State, config: Config) -> bool:
 def advance(state: State, config: Config) -> bool:
     """Opens the start gate and the next segment once every job that counts has arrived. True if a segment began."""
     if not state.started:
-        jobs = [job for job in state.jobs.values() if not job.filler]
         gone = (JobState.DYING, JobState.ENDED)
-        arrived = sum(job.initialised or job.state in gone for job in jobs)
+        arrived = sum(job.initialised or job.state in gone for job in state.jobs.values() if not job.filler)
         state.started = arrived >= config.expect_jobs
     if state.segment == len(config.schedule) - 1:
         return False
-    running = [job for job in state.jobs.values() if takes_part(job, state)]
+    running = [job for job in state.jobs.values() if job.running]
     if not state.started or not running:
         return False
     reached = min(segment_of(config.schedule, job.finished + 1) for job in running)
@@ -86,33 +91,11 @@ def advance(state: State, config: Config) -> bool:
     return began
 
 
-def held_back(request: Request, state: State, config: Config, owner: Job | None = None) -> str | None:
-    """Why the request does not even stand in its queues (see the module's list), or None.
-
-    owner: whose turn it is, by whoever asks for many requests; None: it is looked up.
-    """
-    if state.settle_until is not None:
-        return "settling"
-    if state.jobs[request.job].state is not JobState.LIVE:
-        return "silent"
-    if refused := fences.refused(request.nodes, state, config):
-        return refused
-    if request.step == 0:
-        return None
-    if not state.started:
-        return "start"
-    if segment_of(config.schedule, request.step) > state.segment:
-        return "barrier"
-    if mode(state, config) == "sequential":
-        owner = owner or turn(state, config)
-        # A job through with all its steps may still validate: it takes its place in the queue like anybody.
-        if owner is not None and owner.name != request.job and state.jobs[request.job].running:
-            return "turn"
-    return None
+# --- the queues ---
 
 
 def refusal(asked: m.LeaseRequest, job: Job, leases: list[Lease], waiting: int) -> str | None:
-    """Why the request cannot even wait, or None. leases: of the job. waiting: its requests."""
+    """Why the request cannot even wait, or None. `leases`: of the job; `waiting`: how many requests it has."""
     if asked.phase not in m.PHASES:
         return f"phase {asked.phase!r} is not known; allowed: {', '.join(m.PHASES)}"
     if asked.step < 0 or (asked.phase == "init" and asked.step > 0):
@@ -130,56 +113,199 @@ def refusal(asked: m.LeaseRequest, job: Job, leases: list[Lease], waiting: int) 
     return None
 
 
+def is_shut(nodes: Collection[str], state: State, config: Config) -> str | None:
+    """Why one of these nodes is given to no job now, in one word; None: all may be given."""
+    if not state.fenced.keys().isdisjoint(nodes):
+        return "fenced"
+    return None if config.draining.isdisjoint(nodes) else "draining"
+
+
+def held_back(request: Request, state: State, config: Config, owner: Job | None = None) -> str | None:
+    """Why the request does not even stand in its queues (see the module's list), or None. `owner`: the job whose turn it is,
+    where the caller asks for many requests; None: it is looked up."""
+    if state.settle_until is not None:
+        return "settling"
+    if state.jobs[request.job].state is not JobState.LIVE:
+        return "silent"
+    if shut := is_shut(request.nodes, state, config):
+        return shut
+    if request.step == 0:
+        return None
+    if not state.started:
+        return "start"
+    if segment_of(config.schedule, request.step) > state.segment:
+        return "barrier"
+    if mode(state, config) == "sequential":
+        owner = owner or turn(state, config)
+        # A job through with all its steps may still validate: it takes its place in the queue like any other.
+        if owner is not None and owner.name != request.job and state.jobs[request.job].running:
+            return "turn"
+    return None
+
+
+def standing(state: State, config: Config) -> list[Request]:
+    """The requests of jobs that are not held back, in the order in which they may go."""
+    owner = turn(state, config) if mode(state, config) == "sequential" else None
+    requests = [request for request in state.requests if not request.is_fillers]
+    return [request for request in in_order(requests, state) if not held_back(request, state, config, owner)]
+
+
 def in_order(requests: Iterable[Request], state: State) -> list[Request]:
     """By the order of their co-execution groups, others in order of arrival, in which they are given."""
     return sorted(requests, key=lambda request: rank(request, state))
 
 
 def rank(request: Request, state: State) -> int:
-    """Of jobs that were placed, see scheduling/time/order.py; who names its nodes shares them with none of those."""
+    """Of jobs that were placed, see ORDERS in placement/rules.py; a job that names its nodes shares them with no placed job."""
     watched = state.jobs[request.job].watched
     return 0 if watched is None or request.step == 0 else watched.rank
 
 
 def grantable(state: State, config: Config) -> list[Request]:
-    """The requests of jobs to grant now, in order. Init is always exclusive; an uncoordinated segment excludes nobody but
-    fillers."""
+    """The requests of jobs to grant now, in order. Init is always exclusive; in an uncoordinated segment jobs share nodes, but
+    not with fillers."""
     shared = mode(state, config) == "uncoordinated"
-    owner = turn(state, config) if mode(state, config) == "sequential" else None
     taken = {node for lease in state.leases.values() for node in lease.nodes}
     filled = {node for lease in state.leases.values() if state.jobs[lease.job].filler for node in lease.nodes}
     granted = []
-    for request in in_order(state.requests, state):
-        if request.is_fillers or held_back(request, state, config, owner):
-            continue
+    for request in standing(state, config):
         if taken.isdisjoint(request.nodes) or (shared and request.step > 0 and filled.isdisjoint(request.nodes)):
             granted.append(request)
         taken.update(request.nodes)
     return granted
 
 
+def contention(state: State, config: Config) -> Iterator[tuple[Job, list[str], list[list[str]]]]:
+    """Each job that is heard from, in order of registration, with its nodes that another job stands in the queue for, in the
+    job's order, and its gangs."""
+    waiting = standing(state, config)
+    wanted: defaultdict[str, set[str]] = defaultdict(set)
+    for request in waiting:
+        for node in request.nodes:
+            wanted[node].add(request.job)
+    for job in sorted(state.jobs.values(), key=lambda job: job.order):
+        if job.state is JobState.LIVE:
+            nodes = [node for node in job.all_nodes if wanted.get(node, {job.name}) != {job.name}]
+            yield job, nodes, _gangs(job, waiting, state) if nodes else []
+
+
 def contended(job: Job, state: State, config: Config) -> list[str]:
     """The job's nodes that another job stands in the queue for, in the job's order."""
-    wanted = {
-        node
-        for request in state.requests
-        if request.job != job.name and not request.is_fillers and not held_back(request, state, config)
-        for node in request.nodes
-    }
+    wanted = {node for request in standing(state, config) if request.job != job.name for node in request.nodes}
     return [node for node in job.all_nodes if node in wanted]
 
 
 def gangs(job: Job, state: State, config: Config) -> list[list[str]]:
-    """What of the job's leases would let another job begin, if it alone came back: of each request that is the first on all
-    of its nodes and waits for nobody else, the nodes that this job holds. Of leases of several nodes; others cannot be parted."""
-    mine = {node for lease in state.leases.values() if lease.job == job.name and len(lease.nodes) > 1 for node in lease.nodes}
-    others = {node for lease in state.leases.values() for node in lease.nodes} - mine
+    """What of the job's leases would let another job begin, if it alone came back: of each request that is the first on all of
+    its nodes and waits for no other job, the nodes that this job holds. Of leases of several nodes; others cannot be parted."""
+    return _gangs(job, standing(state, config), state)
+
+
+def _gangs(job: Job, waiting: Iterable[Request], state: State) -> list[list[str]]:
+    own = {node for lease in state.leases.values() if lease.job == job.name and len(lease.nodes) > 1 for node in lease.nodes}
+    if not own:
+        return []
+    others = {node for lease in state.leases.values() for node in lease.nodes} - own
     found, taken = [], set[str]()
-    for request in in_order(state.requests, state) if mine else ():
-        if request.is_fillers or held_back(request, state, config):
-            continue
-        needed = [node for node in job.all_nodes if node in mine and node in request.nodes]
+    for request in waiting:
+        needed = [node for node in job.all_nodes if node in own and node in request.nodes]
         if needed and request.job != job.name and taken.isdisjoint(request.nodes) and others.isdisjoint(request.nodes):
             found.append(needed)
         taken.update(request.nodes)
     return sorted(found)
+
+
+# --- silence ---
+
+
+class RunningTime:
+    """Seconds for which the coordinator has run, by the times at which it looked at its clock: it stands still in its pauses."""
+
+    # More between two looks at the clock is a pause of the coordinator itself, or a clock that was set: no job was silent then.
+    PAUSE_S = 1.0
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._looked: float | None = None
+
+    def at(self, now: float) -> float:
+        looked = now if self._looked is None else self._looked
+        return self._seconds + (now - looked if 0 <= now - looked <= self.PAUSE_S else 0.0)
+
+    def look(self, now: float) -> float:
+        self._seconds, self._looked = self.at(now), now
+        return self._seconds
+
+
+def first_look(config: Config) -> float:
+    """Seconds of running time after which a coordinator at an address of which no earlier one is known may grant, if it can be
+    reached from its own machine only and no client from before has spoken.
+
+    Why no job then holds a lease. A job that holds one is on this machine, where no network keeps a client away. Without its
+    coordinator its client tries to connect again within twice RECONNECTS_WITHIN_S, and it beats every BEAT_EVERY_S. That a
+    running process does what is due within 1 - FENCED_AFTER of the lease is what fencing relies on as well. So each job that runs
+    has spoken by the end of the three; then all is as after a loss of memory, and the coordinator settles for the whole lease. A
+    job that is stopped says nothing, but then that does not help it for a lease either (docs/protocol.md, What may be assumed).
+    """
+    return min(config.lease_timeout, 2 * RECONNECTS_WITHIN_S + BEAT_EVERY_S + (1 - FENCED_AFTER) * config.lease_timeout)
+
+
+def is_nearly_late(heard: float, now: float, config: Config) -> bool:
+    """Whether the lease may end before the next look: the job has fenced itself by now. Both in running time."""
+    return FENCED_AFTER * config.lease_timeout < now - heard <= config.lease_timeout
+
+
+def silent(state: State, config: Config, heard: Mapping[str, float], running: float) -> tuple[dict[str, Job], list[What]]:
+    """The silent jobs by name, and the inputs for those that are silent only now. `heard`, `running`: in running time."""
+    late = [job for job in state.jobs.values() if job.state is JobState.LIVE and running - heard[job.name] > config.lease_timeout]
+    before = [job for job in state.jobs.values() if job.state is JobState.SILENT]
+    return {job.name: job for job in (*late, *before)}, [JobSilent(job=job.name, uid=job.uid) for job in late]
+
+
+def revoked(
+    silent: Mapping[str, Job], state: State, config: Config, heard: Mapping[str, float], now: float, running: float
+) -> list[What]:
+    """The inputs that take their nodes from those silent jobs for which others wait, or whose silence is too long."""
+    waited = {job.name for job in in_the_way(silent, state, config)} if silent else set()
+    longest = config.lease_timeout + SILENT_TIMEOUT_S
+    over = [job for job in silent.values() if job.name in waited or running - heard[job.name] > longest]
+    since = now - (1 - FENCED_AFTER) * config.lease_timeout  # from then on a job found silent now had to keep off its nodes
+    return [JobRevoked(job=job.name, uid=job.uid, since=since, waited=job.name in waited) for job in over]
+
+
+def in_the_way(silent: Mapping[str, Job], state: State, config: Config) -> list[Job]:
+    """The silent jobs on whose nodes a job that is not silent waits, or for whose turn, or at a barrier that they are before."""
+    waiting = [request for request in state.requests if request.job not in silent and not request.is_fillers]
+    why = [(request, held_back(request, state, config)) for request in waiting]
+    wanted = {node for request, reason in why if reason is None for node in request.nodes}
+    holders = {lease.job for lease in state.leases.values() if not wanted.isdisjoint(lease.nodes)}
+    stuck = any(reason in ("turn", "barrier") for _, reason in why)
+    return [job for job in silent.values() if job.name in holders or (stuck and _holds_the_schedule_up(job, state, config))]
+
+
+def _holds_the_schedule_up(job: Job, state: State, config: Config) -> bool:
+    if mode(state, config) == "sequential" and turn(state, config) is job:
+        return True
+    return job.running and segment_of(config.schedule, job.finished + 1) <= state.segment
+
+
+# --- phases that take far too long ---
+
+
+def overdue(state: State, now: float, but: Collection[str]) -> list[What]:
+    """The inputs for phases that have come to count as overdue, once each. `but`: names of jobs that are left out."""
+    out: list[What] = []
+    for lease in state.leases.values():
+        job, longest = state.jobs[lease.job], state.jobs[lease.job].longest.get(lease.phase)
+        if longest is None or job.state is not JobState.LIVE or job.filler or job.name in but or lease.token in job.overdue:
+            continue
+        if now - lease.granted_at > max(OVERDUE_LEAST_S, OVERDUE_FACTOR * longest):
+            out.append(PhaseOverdue(job=job.name, uid=job.uid, token=lease.token))
+    return out
+
+
+def phase_ended(job: Job, lease: Lease, now: float) -> None:
+    """Its length is what later ones are measured against."""
+    job.last[lease.phase] = now - lease.granted_at
+    job.longest[lease.phase] = max(job.longest.get(lease.phase, 0.0), now - lease.granted_at)
+    job.overdue = [token for token in job.overdue if token != lease.token]

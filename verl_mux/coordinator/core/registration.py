@@ -1,100 +1,88 @@
-"""How a job comes in: refused with what was given and what there is, or put on record; further clients join it, and
-leases held through a restart are asserted. Pure.
+"""How a job comes in: refused with what was given and what there is, or put on record; further clients join it, and leases held
+through a restart are claimed.
+
+Runs in the coordinator, called by state.py; pure.
 """
 
 from __future__ import annotations
 
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.hosts import memory
+from verl_mux.coordinator.core import tokens
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Send
-from verl_mux.coordinator.core.placement import placing
+from verl_mux.coordinator.core.leases import Leases
 from verl_mux.coordinator.core.records import Job, JobState, State
 from verl_mux.coordinator.core.settings import FILLER_GRACE_S, Config
-from verl_mux.coordinator.core.tokens import claims
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
 
 
-def refuse(asked: m.Register, known: Job | None, other: Job | None, state: State, config: Config) -> m.Refused | None:
-    """`known`: the job on record under that name, if any. `other`: the one that registered last with that uid."""
+def refuse(core: Leases, asked: m.Register) -> m.Refused | None:
+    """Why the job may not register now; None: it may."""
+    state, known = core.state, core.state.jobs.get(asked.job)
     if known is not None and known.state is not JobState.ENDED and known.uid != asked.uid:
         return _name_taken(known)
     if known is not None and known.uid == asked.uid and _given_up(known, asked):
         return _no(f"job {asked.job!r} was given up: {known.reason}")
-    if other is not None and other.name != asked.job and other.state is not JobState.ENDED:
+    others = (job for job in state.jobs.values() if job.uid == asked.uid and job.name != asked.job)
+    if any(other.state is not JobState.ENDED for other in others):
         return _no(f"job {asked.job!r} carries another job's uid; every start needs its own VERL_MUX_JOB_UID")
     if reason := _beyond_limits(asked, known, state):
         return _no(reason)
+    # It runs on its nodes already, by what is on record, or by what it says that an earlier coordinator answered.
+    is_known = bool(asked.placed) or (known is not None and known.uid == asked.uid and known.state is not JobState.ENDED)
     try:
-        if asked.filler and asked.wants_placement:
-            raise UserError(f"filler {asked.job!r} leaves its nodes to the coordinator; it must name pools or nodes")
-        if asked.wants_placement:
-            placing.check(asked, state, config)
-            return None
-        nodes = _resolve(asked, config)
-        if not asked.filler:
-            placing.named_by_hand(asked, nodes, state)
+        nodes = {} if asked.wants_placement else _resolve(asked, core.config)
+        reason = next(filter(None, [feature.refusal(asked, nodes, is_known) for feature in core.features]), None)
     except UserError as error:
         return _no(str(error))
-    if _is_there(asked, known):
-        return None
-    reason = memory.refusal(asked, nodes, state, config)
     return _no(reason) if reason else None
 
 
-def _is_there(asked: m.Register, known: Job | None) -> bool:
-    """It runs on its nodes already, by what is on record, or by what it says that an earlier coordinator answered."""
-    return bool(asked.placed) or (known is not None and known.uid == asked.uid and known.state is not JobState.ENDED)
-
-
-def register(state: State, config: Config, epoch: str, now: float, what: m.Register) -> list[Instruction]:
-    """For a registration that `refuse` lets pass."""
+def register(core: Leases, now: float, what: m.Register) -> list[Instruction]:
+    """Puts a registration on record that `refuse` lets pass."""
+    state = core.state
     out: list[Instruction] = []
     job = state.jobs.get(what.job)
     if job is None or job.uid != what.uid or not job.clients:
-        job = _new_job(state, config, now, what)
-        out += placing.arrive(state, config, job, what) if what.wants_placement else []
+        job = _new_job(state, core.config, now, what)
+        for feature in core.features:
+            out += feature.registered(now, job, what)
         fills = {"filler": True} if job.filler else {}
         about = {"job": job.name, "nodes": job.nodes, "seed": job.seed, "steps": job.steps, "pid": job.pid, **fills}
         out.append(Log(events.JOB_REGISTERED, about))
     if what.client not in job.clients:
-        out += _join(state, config, job, what, epoch)
+        out += _join(core, job, what)
     job.members = what.members or job.members
-    if not placing.is_open(state, job.name) or what.client in job.registrations:
-        out.append(Send(what.client, welcome(state, config, job, what.client, epoch, what.number)))
-    claims.take(state, config, job, what, now)
+    if what.client in job.registrations or not any(feature.answers_later(job) for feature in core.features):
+        out.append(Send(what.client, welcome(core, job, what.client, what.number)))
+    tokens.take_claims(state, core.config, job, what, now)
     return out
 
 
-def _join(state: State, config: Config, job: Job, what: m.Register, epoch: str) -> list[Instruction]:
-    """One client more. The job's first, from before the coordinator forgot everything, is so again, whoever was heard before it:
-    the job goes with it, and with its process."""
+def _join(core: Leases, job: Job, what: m.Register) -> list[Instruction]:
+    """Adds a client. The job's first client from before the coordinator forgot everything is its first again, whichever client
+    was heard before it: the job ends with it, and with its process."""
     if not (what.first and job.clients):
         job.clients.append(what.client)
         return []
     other = job.clients[0]
     job.clients.insert(0, what.client)
     _take_for_driver(job, what)
-    return [Send(other, welcome(state, config, job, other, epoch, job.registrations.get(other, 0)))]
+    return [Send(other, welcome(core, job, other, job.registrations.get(other, 0)))]
 
 
-def welcome(state: State, config: Config, job: Job, client: str, epoch: str, answers: int = 0) -> m.Registered | m.Queued:
-    """The job's nodes; or, of a job that waits to be placed, that it does."""
-    if not job.nodes:
-        queue = [entry.job.name for entry in state.placed.waiting]
-        reason = f"job {job.name!r} waits to be placed"
-        if job.name in queue:
-            reason = f"job {job.name!r} waits for nodes: no room within everybody's SLO, {queue.index(job.name)} jobs before it"
-        if before := placing.waits_for(state, job):
-            reason = f"job {job.name!r} waits until {', '.join(before)} has left for other nodes"
-        return m.Queued(reason=reason, epoch=epoch, answers=answers)
+def welcome(core: Leases, job: Job, client: str, answers: int = 0) -> m.Registered | m.Queued:
+    """The job's nodes; or, of a job that waits for nodes, why it waits."""
+    reason = next(filter(None, (feature.why_queued(job) for feature in core.features)), None)
+    if reason is not None:
+        return m.Queued(reason=reason, epoch=core.epoch, answers=answers)
     return m.Registered(
         nodes=job.nodes,
-        places={name: config.nodes[name].place for name in job.all_nodes},
-        lease_timeout=config.lease_timeout,
+        places={name: core.config.nodes[name].place for name in job.all_nodes},
+        lease_timeout=core.config.lease_timeout,
         filler_grace=FILLER_GRACE_S,
-        epoch=epoch,
+        epoch=core.epoch,
         first=job.clients[0] == client,
         answers=answers,
     )
@@ -102,14 +90,10 @@ def welcome(state: State, config: Config, job: Job, client: str, epoch: str, ans
 
 def _new_job(state: State, config: Config, now: float, what: m.Register) -> Job:
     state.num_registered += 1
-    job = Job(name=what.job, uid=what.uid, order=state.num_registered, since=now)
+    job = state.jobs[what.job] = Job(name=what.job, uid=what.uid, order=state.num_registered, since=now)
     _take_for_driver(job, what)
-    if not what.wants_placement:
-        job.nodes = _resolve(what, config)
-        job.host_memory = memory.told(what, job.nodes, config)
-    job.seed, job.steps = what.seed, what.steps
-    job.filler, job.grace = what.filler, what.grace
-    state.jobs[what.job] = job
+    job.nodes = {} if what.wants_placement else _resolve(what, config)
+    job.seed, job.steps, job.filler, job.grace = what.seed, what.steps, what.filler, what.grace
     return job
 
 

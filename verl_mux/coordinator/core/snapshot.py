@@ -1,63 +1,102 @@
-"""What `verl-mux status` shows: the records as one plain dictionary, times relative to `now`. Pure."""
+"""What jobs report for people to see, and what `verl-mux status` shows: the records as one plain dictionary.
+
+Runs in the coordinator: state.py calls `REPORTS`, server.py calls `describe`; pure. No report decides which job runs, except that
+finished steps count for turns, and those that are left for turns and for whether a move pays.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
-from verl_mux.coordinator.core import queueing
-from verl_mux.coordinator.core.fillers import usage
-from verl_mux.coordinator.core.hosts import memory as host_memory
+from verl_mux.coordinator.bus import limits
+from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.core import hold, hosts, queueing
+from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Send
 from verl_mux.coordinator.core.placement import moving, prediction, sentences
 from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State
 from verl_mux.coordinator.core.settings import Config, Node
+from verl_mux.profiling.eventlog import events
+
+# --- what jobs report ---
+
+
+def progress(state: State, job: Job, what: m.Progress) -> list[Instruction]:
+    job.progress = (what.done, what.total)
+    return []
+
+
+def step_report(state: State, job: Job, what: m.StepReport) -> list[Instruction]:
+    job.reported, job.metrics = max(job.reported, what.step), what.metrics
+    job.steps = job.steps if what.steps is None else what.steps
+    return [Log(events.STEP_REPORT, {"job": job.name, **what.metrics}, step=what.step)]
+
+
+def memory(state: State, job: Job, what: m.MemoryReport) -> list[Instruction]:
+    tags = {**job.memory.get(what.node, {}), **what.tags}
+    held = {tag: num_bytes for tag, num_bytes in tags.items() if num_bytes > 0}
+    if reason := _unbelievable(job, what.node, held):
+        return [Send(what.client, m.Refused(about="memory", reason=reason))]
+    job.memory[what.node] = held
+    count_peak(state, what.node)
+    extra = {"job": job.name, "node": what.node, "tags": what.tags, "node_bytes": state.bytes_on(what.node)}
+    return [Log(events.MEMORY, extra)]
+
+
+def _unbelievable(job: Job, node: str, tags: dict[str, int]) -> str | None:
+    """Why the report is not kept: whoever makes up nodes and tags must not fill our memory with them."""
+    if node not in job.all_nodes:
+        return f"job {job.name!r} reports memory on {node!r}; allowed: its nodes {', '.join(job.all_nodes)}"
+    if len(tags) > limits.TAGS_ON_A_NODE:
+        return f"job {job.name!r} reports {len(tags)} tags on {node!r}; at most {limits.TAGS_ON_A_NODE} are allowed"
+    return None
+
+
+def note(state: State, job: Job, what: m.PhaseNote) -> list[Instruction]:
+    job.note = what.note
+    return []
+
+
+def members(state: State, job: Job, what: m.MemberReport) -> list[Instruction]:
+    job.members = what.members
+    return []
+
+
+def count_peak(state: State, node: str) -> None:
+    """Peaks are counted apart for init and for each segment, since comparing segments is what they are for."""
+    during = str(state.segment) if state.stepping else "init"
+    peaks = state.peaks.setdefault(node, {})
+    peaks[during] = max(peaks.get(during, 0), state.bytes_on(node))
+
+
+REPORTS: dict[type[m.FromJob], Callable[..., list[Instruction]]] = {
+    m.Progress: progress,
+    m.StepReport: step_report,
+    m.MemoryReport: memory,
+    m.PhaseNote: note,
+    m.MemberReport: members,
+}
+
+
+# --- what status shows ---
 
 
 def describe(state: State, config: Config, now: float, waits_for: dict[str, list[str]]) -> dict[str, Any]:
     """`waits_for`: per silent or dying job, the processes whose end its nodes wait for, in words."""
-    sorted_out = _SortedOut(state, config)
+    owner = queueing.turn(state, config) if queueing.mode(state, config) == "sequential" else None
+    queue = [(r, queueing.held_back(r, state, config, owner)) for r in state.requests if not r.is_fillers]
     return {
         "token": state.token,
         "started": state.started or config.expect_jobs == 0,
         "segment": {"index": state.segment, "mode": queueing.mode(state, config), "of": len(config.schedule)},
         "pools": {
-            name: {"nodes": {node.name: _node(node, state, sorted_out, now) for node in pool.nodes}}
+            name: {"nodes": {node.name: _node(node, state, queue, now) for node in pool.nodes}}
             for name, pool in config.pools.items()
         },
-        "jobs": {job.name: _job(job, sorted_out, now, waits_for.get(job.name, [])) for job in state.jobs.values()},
+        "jobs": {job.name: _job(job, state, now, waits_for.get(job.name, [])) for job in state.jobs.values()},
         "placement": _placement(state, config, now),
         "why": sentences.told(state, config),
     }
-
-
-class _SortedOut:
-    """The records by node and by job: with thousands of each, none is looked at once for every other."""
-
-    def __init__(self, state: State, config: Config) -> None:
-        self.leases_on: defaultdict[str, list[Lease]] = defaultdict(list)
-        self.requests_on: defaultdict[str, list[tuple[Request, str | None]]] = defaultdict(list)
-        self.memory_on: defaultdict[str, dict[str, dict[str, int]]] = defaultdict(dict)
-        self.host_memory_on: defaultdict[str, dict[str, Job]] = defaultdict(dict)
-        self.tokens: defaultdict[str, list[int]] = defaultdict(list)
-        self.phases: defaultdict[str, list[str]] = defaultdict(list)
-        for lease in state.leases.values():
-            self.tokens[lease.job].append(lease.token)
-            for node in dict.fromkeys(lease.nodes):
-                self.leases_on[node].append(lease)
-        owner = queueing.turn(state, config) if queueing.mode(state, config) == "sequential" else None
-        for request in state.requests:
-            self.phases[request.job].append(request.phase)
-            if request.is_fillers:  # it stands in nobody's queue
-                continue
-            held_back = queueing.held_back(request, state, config, owner)
-            for node in dict.fromkeys(request.nodes):
-                self.requests_on[node].append((request, held_back))
-        for job in state.jobs.values():
-            for node, tags in job.memory.items():
-                if tags:
-                    self.memory_on[node][job.name] = tags
-            for node in job.host_memory:
-                self.host_memory_on[node][job.name] = job
 
 
 def _placement(state: State, config: Config, now: float) -> dict[str, Any] | None:
@@ -71,8 +110,10 @@ def _placement(state: State, config: Config, now: float) -> dict[str, Any] | Non
     }
 
 
-def _node(node: Node, state: State, sorted_out: _SortedOut, now: float) -> dict[str, Any]:
-    peaks, memory = state.peaks.get(node.name, {}), sorted_out.memory_on[node.name]
+def _node(node: Node, state: State, queue: list[tuple[Request, str | None]], now: float) -> dict[str, Any]:
+    peaks, jobs = state.peaks.get(node.name, {}), state.jobs.values()
+    memory = {job.name: tags for job in jobs if (tags := job.memory.get(node.name))}
+    leases = [lease for lease in state.leases.values() if node.name in lease.nodes]
     return {
         "host": node.host,
         "gpu_ids": node.gpu_ids,
@@ -82,20 +123,21 @@ def _node(node: Node, state: State, sorted_out: _SortedOut, now: float) -> dict[
         "device_bytes": node.device_bytes,
         "fenced": state.fenced.get(node.name),
         "draining": node.drain,
-        "holders": [_holder(lease, state, now) for lease in sorted_out.leases_on[node.name]],
+        "holders": [_holder(lease, state, now) for lease in leases],
         "queue": [
             {
                 **{"job": request.job, "phase": request.phase, "step": request.step},
                 **{"waited_s": now - request.asked_at, "held_back": held_back},
             }
-            for request, held_back in sorted_out.requests_on[node.name]
+            for request, held_back in queue
+            if node.name in request.nodes
         ],
-        "usage": usage.describe(state, node.name, sorted_out.leases_on[node.name], now),
+        "usage": hold.describe(state, node.name, leases, now),
         "memory": memory,
         "bytes": sum(sum(tags.values()) for tags in memory.values()),
         "peak_bytes": max(peaks.values(), default=0),
         "peak_bytes_by_segment": dict(peaks),
-        "host_memory": host_memory.about(node.name, node.host_bytes, sorted_out.host_memory_on[node.name]),
+        "host_memory": hosts.about(node.name, node.host_bytes, {job.name: job for job in jobs if node.name in job.host_memory}),
     }
 
 
@@ -110,7 +152,7 @@ def _holder(lease: Lease, state: State, now: float) -> dict[str, Any]:
     }
 
 
-def _job(job: Job, sorted_out: _SortedOut, now: float, waits_for: list[str]) -> dict[str, Any]:
+def _job(job: Job, state: State, now: float, waits_for: list[str]) -> dict[str, Any]:
     plain = ("host", "pid", "nodes", "seed", "steps", "reason", "note", "metrics", "initialised", "filler")
     return {
         **{field: getattr(job, field) for field in plain},
@@ -119,7 +161,7 @@ def _job(job: Job, sorted_out: _SortedOut, now: float, waits_for: list[str]) -> 
         "step": max(job.asked, job.reported),
         "steps_done": job.finished,
         "progress": list(job.progress) if job.progress else None,
-        "tokens": sorted_out.tokens[job.name],
-        "waiting": sorted_out.phases[job.name],
+        "tokens": [lease.token for lease in state.leases_of(job.name)],
+        "waiting": [request.phase for request in state.requests if request.job == job.name],
         "waits_for": waits_for,
     }

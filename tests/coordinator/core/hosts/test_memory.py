@@ -9,7 +9,7 @@ import pytest
 from tests.coordinator.driver import Driver, config
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.messages import Holder
-from verl_mux.coordinator.core.hosts import memory
+from verl_mux.coordinator.core import hosts
 from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, HostMeasured, HostSeen, ProcessesGone
 from verl_mux.coordinator.core.records import HostMemory, State
 from verl_mux.coordinator.core.snapshot import describe
@@ -47,7 +47,7 @@ def finish(driver, job, step):
 
 
 def counted(driver, job, node="t0"):
-    return memory.counted(driver.machine.state.jobs[job], node) / GB
+    return hosts.counted(driver.machine.state.jobs[job], node) / GB
 
 
 def test_a_job_that_names_its_nodes_is_refused_where_its_states_do_not_fit_beside_the_others(driver):
@@ -178,11 +178,11 @@ def test_a_process_counts_for_the_node_whose_device_it_uses_else_for_all_of_its_
     join(driver, "a", {"train": ["t0", "t1"]}, {"train": {"parameters": GB}})
     state, here = driver.machine.state, driver.machine.config
     held = report(("a:1", {"t0": 5}, 10 * GB), ("a:1", {"t1": 5}, 20 * GB), ("a:1", {}, 4 * GB), ("stranger", {}, 99 * GB))
-    assert memory.seen(held, state, here) == [
+    assert hosts.seen(held, state, here) == [
         HostMeasured(job="a", uid="a:1", node="t0", bytes={"private": 12 * GB}),
         HostMeasured(job="a", uid="a:1", node="t1", bytes={"private": 22 * GB}),
     ]
-    assert memory.seen(report(("a:1", {}, GB), host="hostc"), state, here) == [], "none of its nodes is there"
+    assert hosts.seen(report(("a:1", {}, GB), host="hostc"), state, here) == [], "none of its nodes is there"
 
 
 def test_small_changes_are_no_news(driver):
@@ -190,7 +190,7 @@ def test_small_changes_are_no_news(driver):
     state, here = driver.machine.state, driver.machine.config
 
     def news(num_bytes):
-        found = memory.seen(report(("a:1", {}, num_bytes)), state, here)
+        found = hosts.seen(report(("a:1", {}, num_bytes)), state, here)
         for what in found:
             driver.do(what)
         return len(found)
@@ -284,7 +284,7 @@ class Sequence:
             name, job = self.draw.choice(sorted(self.jobs.items(), key=lambda item: item[0]))
             node = self.draw.choice(sorted(job.needs))
             job.now[node] = self.draw.randint(0, job.may_hold(node) if self.honest else 120)
-            if job.steps >= memory.SETTLED:
+            if job.steps >= hosts.SETTLED:
                 job.most[node] = max(job.most[node], job.now[node])
             found = {"private": job.now[node] * GB}
             report = m.HostReport(**self.driver.who(name), node=node, bytes=found)

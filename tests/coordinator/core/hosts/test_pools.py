@@ -3,7 +3,7 @@
 import pytest
 
 from tests.coordinator.driver import POOLS, Driver, config
-from verl_mux.coordinator.core.hosts import pools
+from verl_mux.coordinator.core import hosts
 from verl_mux.coordinator.core.state import Machine
 
 ONE_LESS = {**POOLS, "rollout": {"nodes": [{"name": "r0"}]}}
@@ -17,7 +17,7 @@ def driver():
 
 
 def refusal(driver, **keys):
-    return pools.refusal(driver.machine.state, driver.machine.config, config(**keys))
+    return hosts.change_refusal(driver.machine.state, driver.machine.config, config(**keys))
 
 
 def test_nodes_may_be_added(driver):
@@ -48,8 +48,8 @@ def test_a_node_may_not_become_another(driver):
 
 def test_what_is_not_a_pool_takes_a_restart(driver):
     after = config(lease_timeout=9, kill_grace=3)
-    assert pools.restart_needed(driver.machine.config, after).startswith("lease_timeout, kill_grace changed")
-    assert pools.restart_needed(driver.machine.config, config()) is None
+    assert hosts.restart_needed(driver.machine.config, after).startswith("lease_timeout, kill_grace changed")
+    assert hosts.restart_needed(driver.machine.config, config()) is None
 
 
 def test_a_drained_node_is_given_to_nobody_and_its_holder_keeps_it(driver):

@@ -4,8 +4,8 @@ import pytest
 
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.coordinator.config import make_config
-from verl_mux.coordinator.core.hosts.reaping import Sight
-from verl_mux.coordinator.core.hosts.reaping import judge as judge_all
+from verl_mux.coordinator.core.reaping import Sight
+from verl_mux.coordinator.core.reaping import judge as judge_all
 from verl_mux.coordinator.core.records import Host, Job, JobState, Lease, Owed, State
 
 DRIVER, WORKER, AWAY = Member("here", 1, 1, "b"), Member("here", 2, 1, "b"), Member("there", 3, 1, "c")

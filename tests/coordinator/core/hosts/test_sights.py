@@ -5,8 +5,6 @@ import pytest
 from tests.coordinator.driver import Driver, config
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.messages import Holder, Look
-from verl_mux.coordinator.core.hosts.reaping import Sight, judge
-from verl_mux.coordinator.core.hosts.sights import CALM_S, DYING_S, Sights
 from verl_mux.coordinator.core.inputs_and_instructions import (
     DriverDied,
     HostGone,
@@ -19,6 +17,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     PoolsChanged,
     ProcessesGone,
 )
+from verl_mux.coordinator.core.reaping import CALM_S, DYING_S, Sight, Sights, judge
 from verl_mux.coordinator.core.state import Machine
 
 POOLS = {

@@ -10,13 +10,12 @@ from tests.coordinator.driver import Driver
 from tests.exploring import examples
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, MovesDue, ProcessesGone
-from verl_mux.coordinator.core.job_states import IllegalMove, UnknownJob
 from verl_mux.coordinator.core.placement import moving
 from verl_mux.coordinator.core.placement.observing import Standing
 from verl_mux.coordinator.core.placement.planner import Planner
 from verl_mux.coordinator.core.records import JobState, State
 from verl_mux.coordinator.core.snapshot import describe
-from verl_mux.coordinator.core.state import Machine
+from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
 from verl_mux.coordinator.status_view import plain
 from verl_mux.placement.estimator import Observed
 from verl_mux.placement.search import Move

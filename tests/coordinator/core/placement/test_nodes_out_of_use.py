@@ -10,7 +10,7 @@ from tests.coordinator.core.placement.test_moving import Jobs
 from tests.coordinator.driver import Driver, changed_pools
 from tests.exploring import examples
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.hosts import pools
+from verl_mux.coordinator.core import hosts
 from verl_mux.coordinator.core.inputs_and_instructions import Input, PoolsChanged
 from verl_mux.coordinator.core.placement import placing
 from verl_mux.coordinator.core.placement.planner import Planner
@@ -90,9 +90,9 @@ def test_a_node_that_drains_is_removed_after_its_job_and_the_status_marks_it(dri
     seen = plain({**about, **describe(driver.machine.state, driver.machine.config, driver.now, {})})
     assert "node rollout/r0: idle (draining); " in seen
     left = msgspec.structs.replace(driver.machine.config, pools=changed_pools(driver.machine.config.pools, remove=["r0"]))
-    assert "job 'a' is registered on it: let it end" in pools.refusal(driver.machine.state, driver.machine.config, left)
+    assert "job 'a' is registered on it: let it end" in hosts.change_refusal(driver.machine.state, driver.machine.config, left)
     driver.do(m.Deregister(**driver.who("a")))
-    assert pools.refusal(driver.machine.state, driver.machine.config, left) is None
+    assert hosts.change_refusal(driver.machine.state, driver.machine.config, left) is None
     driver.reload(remove=["r0"])
     assert sorted(driver.machine.config.nodes) == ["r7", "t0"]
 
@@ -180,5 +180,5 @@ def _say(driver, word, which, flag, number):
     elif word == "remove":
         changed = changed_pools(config.pools, remove=[node])
         after = msgspec.structs.replace(config, pools=changed)
-        if all(pool.nodes for pool in changed.values()) and pools.refusal(driver.machine.state, config, after) is None:
+        if all(pool.nodes for pool in changed.values()) and hosts.change_refusal(driver.machine.state, config, after) is None:
             driver.do(PoolsChanged(pools=changed))

@@ -16,7 +16,7 @@ import msgspec
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, MoveGivenUp, MovesDue, What
 from verl_mux.coordinator.core.placement import prediction
-from verl_mux.coordinator.core.records import Job, JobState, Moving, State, Watched
+from verl_mux.coordinator.core.records import Job, JobState, Moving, Request, State, Watched
 from verl_mux.coordinator.core.settings import MOVE_TIMEOUT_S, Config
 from verl_mux.placement.search import Move
 from verl_mux.profiling.eventlog import events
@@ -84,7 +84,7 @@ def returns(state: State, job: Job, asked: m.Register) -> bool:
     return True
 
 
-def begins(state: State, config: Config, job: Job, what: m.LeaseRequest, now: float) -> list[Instruction]:
+def begins(state: State, config: Config, job: Job, what: Request, now: float) -> list[Instruction]:
     """A phase is asked for: of a job that came back, the first of a step that it had not done is the end of its move."""
     moving = state.moves.get(job.name)
     validates = moving is not None and what.phase == "rollout" and what.step <= moving.done

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.hosts import fences, memory
+from verl_mux.coordinator.core import hosts
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Planned
 from verl_mux.coordinator.core.placement import moving, specs
 from verl_mux.coordinator.core.placement.planner import Asked
@@ -169,7 +169,7 @@ def asked(state: State, config: Config, now: float) -> Asked | None:
         return None
     named = (job for job in state.jobs.values() if job.watched is None and not job.filler and job.state is not JobState.ENDED)
     by_hand = (node for job in named for node in job.all_nodes)
-    closed = frozenset(by_hand) | fences.shut(state, config)
+    closed = frozenset(by_hand) | hosts.shut(state, config)
     return Asked(state.questions[0], state.placed, config, closed, now, held=frozenset(state.moves))
 
 
@@ -255,7 +255,7 @@ def _pin(state: State, job: Job) -> None:
         if waits_for(state, job):
             return
         job.nodes = {"rollout": list(pin.runs_rollouts_on), "train": list(pin.train)}
-        job.host_memory = memory.estimated(pin)
+        job.host_memory = hosts.estimated(pin)
 
 
 def _regrouped(before: Record, groups: Iterable[Group], state: State, config: Config) -> list[Instruction]:

@@ -1,0 +1,422 @@
+"""Hosts: which nodes are given to no job because of what may be left there, which changes of the configuration jobs on record
+allow, and how much of a node's host memory each job holds.
+
+Runs in the coordinator as two features of the core, `Hosts` and `HostMemory`; pure.
+
+Fences. A node is fenced while its host cannot be looked at, or something of a dying job may be left on it. A node that names no
+host, or one from which no agent ever spoke, is fenced only by what a dying job may have left on it.
+
+Host memory. A job says when it comes what it will need, by kind. From then on it is measured: by the agent of the node's host
+where one is heard, by the job itself elsewhere. What counts for it on a node is
+- while it has not finished SETTLED steps, of which the first makes the optimizer's states: the larger of the two;
+- from then on the most that was measured since, be it more or less than it said. A job that does not fit is refused, with who
+  holds what and where it would fit. A job that is there is never ended for what it holds. A node without `host_bytes` has no
+  limit. Placed jobs count as they were estimated until they are measured; the placer, which
+learns what was measured, sees that they fit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.core.inputs_and_instructions import (
+    HostGone,
+    HostMeasured,
+    HostReleased,
+    HostSeen,
+    Instruction,
+    Log,
+    NodeEmpty,
+    NodeReleased,
+    NodesOwed,
+    OwedPaid,
+    PoolsChanged,
+    Send,
+)
+from verl_mux.coordinator.core.leases import Feature, Handler
+from verl_mux.coordinator.core.records import Host, HostMemory, Job, JobState, Owed, State
+from verl_mux.coordinator.core.settings import Config, Node
+from verl_mux.placement.job_needs import GPU_KINDS, GpuKind
+from verl_mux.placement.model import JobSpec, Pin
+from verl_mux.profiling.eventlog import events
+
+GB = 10**9
+SETTLED = 2
+AGENT, ITSELF = "agent", "job"
+# What an agent sees is on record again when it differs by this much: each time is a line of the journal.
+_NEWS_BYTES, _NEWS_SHARE = 64 * 2**20, 0.02
+# Of GPUs whose kind the configuration does not name.
+_PROCESS_GB = min(kind.process_gb for kind in GPU_KINDS.values())
+_ADVICE = "While jobs run, pools and nodes may be added and times changed, and nodes removed that are draining and no job's"
+
+
+class Hosts(Feature):
+    """Keeps the records of hosts, the fences that follow from them, and the nodes of the configuration."""
+
+    def handlers(self) -> Mapping[type, Handler]:
+        return {
+            HostSeen: self._seen,
+            HostGone: self._gone,
+            OwedPaid: self._paid,
+            HostReleased: self._host_released,
+            NodeReleased: self._node_released,
+            NodeEmpty: lambda now, job, what: self.core.take_from([job.name], what.node, now),
+            NodesOwed: self._owed,
+            PoolsChanged: self._pools_changed,
+        }
+
+    def _seen(self, now: float, job: None, what: HostSeen) -> list[Instruction]:
+        hosts, name = self.core.state.hosts, what.host
+        host = hosts.setdefault(name.key, Host(names=name.names, since=now))
+        if host.boot != name.boot:
+            host.owed = []  # what ran before the boot runs no more
+        for key, other in list(hosts.items()):
+            if other is host:
+                continue
+            if not other.agent and set(other.names) <= set(name.names):  # where nothing looked before, an agent looks now
+                host.owed += other.owed
+                del hosts[key]
+            elif other.name == name.name and other.agent and other.boot != name.boot:
+                del hosts[key]
+        host.names, host.boot, host.space = name.names, name.boot, name.space
+        host.agent, host.gone, host.excused, host.since = True, False, [], now
+        said = Log(events.HOST_SEEN, {"host": host.name, "addresses": name.addresses, "boot": name.boot})
+        return [said, *self._fence_anew()]
+
+    def _gone(self, now: float, job: None, what: HostGone) -> list[Instruction]:
+        host = self.core.state.hosts.get(what.host)
+        if host is None:
+            return []
+        host.gone, host.since = True, now
+        return [Log(events.HOST_GONE, {"host": host.name}), *self._fence_anew()]
+
+    def _paid(self, now: float, job: None, what: OwedPaid) -> list[Instruction]:
+        if (host := self.core.state.hosts.get(what.host)) is not None:
+            host.owed = [owed for owed in host.owed if owed.uid != what.uid]
+        return self._fence_anew()
+
+    def _host_released(self, now: float, job: None, what: HostReleased) -> list[Instruction]:
+        if (host := self.core.state.hosts.get(what.host)) is not None:
+            host.owed, host.excused = [], []
+            host.agent = host.gone = False  # as if none had ever spoken from there
+        return self._fence_anew()
+
+    def _node_released(self, now: float, job: None, what: NodeReleased) -> list[Instruction]:
+        dying = [job.name for job in self.core.state.jobs.values() if job.state is JobState.DYING]
+        out = self.core.take_from(dying, what.node, now)
+        for host in self.core.state.hosts.values():
+            left = [(owed, [node for node in owed.nodes if node != what.node]) for owed in host.owed]
+            host.owed = [msgspec.structs.replace(owed, nodes=nodes) for owed, nodes in left if nodes or host.agent]
+            if host.gone and what.node not in host.excused:
+                host.excused.append(what.node)
+        return out + self._fence_anew()
+
+    def _owed(self, now: float, job: Job, what: NodesOwed) -> list[Instruction]:
+        host = self.core.state.hosts.setdefault(what.host, Host(names=[what.host.rstrip("/")], since=now))
+        before = next((owed for owed in host.owed if owed.uid == what.uid), Owed(job=what.job, uid=what.uid or "", since=now))
+        owed = msgspec.structs.replace(before, nodes=list(dict.fromkeys([*before.nodes, *what.nodes])))
+        host.owed = [other for other in host.owed if other.uid != what.uid] + [owed]
+        fenced = self._fence_anew()  # before another job can be given the nodes
+        return [*fenced, *(line for node in what.nodes for line in self.core.take_from([job.name], node, now))]
+
+    def _pools_changed(self, now: float, job: None, what: PoolsChanged) -> list[Instruction]:
+        old = self.core.config
+        new = self.core.config = msgspec.structs.replace(old, pools=what.pools)
+        before, after = old.nodes.keys(), new.nodes.keys()
+        drained, undrained = sorted(new.draining - old.draining), sorted((old.draining - new.draining) & after)
+        out: list[Instruction] = [Log(events.POOLS_CHANGED, {"added": sorted(after - before), "removed": sorted(before - after)})]
+        out += [Log(events.NODE_DRAINING, {"node": node, "undo": node in undrained}) for node in (*drained, *undrained)]
+        out += self._fence_anew()
+        for feature in self.core.features:
+            for node in drained:
+                feature.node_drained(node)
+            if undrained or after - before:
+                feature.nodes_opened()
+        return out
+
+    def _fence_anew(self) -> list[Instruction]:
+        state = self.core.state
+        state.hosts = {key: host for key, host in state.hosts.items() if host.agent or host.owed}  # of others nothing is known
+        before, state.fenced = state.fenced, fenced(state, self.core.config)
+        opened = [node for node in before if node not in state.fenced]
+        for feature in self.core.features if opened else ():
+            feature.nodes_opened()
+        fresh = {node: reason for node, reason in state.fenced.items() if before.get(node) != reason}
+        out: list[Instruction] = [Log(events.NODE_UNFENCED, {"node": node}) for node in opened]
+        return out + [Log(events.NODE_FENCED, {"node": node, "reason": reason}) for node, reason in fresh.items()]
+
+
+# --- fences -----------------------------------------------------------------------------------------------------------
+
+
+def fenced(state: State, config: Config) -> dict[str, str]:
+    """By node: why, in words."""
+    reasons = {node.name: [_reason(host, node) for host in state.hosts.values()] for node in config.nodes.values()}
+    return {node: "; ".join(filter(None, found)) for node, found in reasons.items() if any(found)}
+
+
+def shut(state: State, config: Config) -> frozenset[str]:
+    """Nodes on which no job is to be placed."""
+    return config.draining | state.fenced.keys()
+
+
+def _reason(host: Host, node: Node) -> str:
+    left = [repr(owed.job) for owed in host.owed if node.name in owed.nodes]
+    if host.gone and node.host in host.names and node.name not in host.excused:
+        may = f", and job {', '.join(left)} may be left there" if left else ""
+        return f"the agent of host {host.name} is not heard{may}"
+    if left and not host.agent:
+        return f"job {', '.join(left)} may be left on host {host.name}, where no agent looks"
+    return f"something of job {', '.join(left)} may be left on host {host.name}" if left else ""
+
+
+# --- changes of the configuration -------------------------------------------------------------------------------------
+
+
+def change_refusal(state: State, before: Config, after: Config) -> str | None:
+    """Why the jobs on record cannot go on under `after`, with what would be lost by name; None: they can."""
+    for key in ("schedule", "placement"):
+        if getattr(before, key) != getattr(after, key):
+            return f"its {key} is another. {_ADVICE}"
+    for name, pool in before.pools.items():
+        if name in after.pools and after.pools[name].kind != pool.kind:
+            return f"pool {name!r} is of another kind. {_ADVICE}"
+        for node in pool.nodes:
+            left = after.nodes.get(node.name)
+            if left is None and (reason := _is_needed(node, state)):
+                return f"node {node.name!r} is missing, and {reason}. {_ADVICE}"
+            if left is not None and (_undrained(left) != _undrained(node) or left not in after.pools.get(name, pool).nodes):
+                return f"node {node.name!r} is another. {_ADVICE}"
+    return None
+
+
+def restart_needed(before: Config, after: Config) -> str | None:
+    """Keys that are read at a start alone; None: nothing but pools differs."""
+    names = [name for name in before.__struct_fields__ if name != "pools" and getattr(before, name) != getattr(after, name)]
+    return f"{', '.join(names)} changed, which takes a restart of the coordinator; pools alone are read again" if names else None
+
+
+def _undrained(node: Node) -> Node:
+    return msgspec.structs.replace(node, drain=False)
+
+
+def _is_needed(node: Node, state: State) -> str | None:
+    """Which job would miss the node, in words, or that the node is not draining; None: it may go."""
+    if holders := sorted({lease.job for lease in state.leases.values() if node.name in lease.nodes}):
+        return f"job {holders[0]!r} holds it"
+    if users := [job.name for job in state.jobs.values() if job.state is not JobState.ENDED and node.name in job.all_nodes]:
+        return f"job {users[0]!r} is registered on it: let it end, or evict it"
+    if placed := [group.jobs[0].name for group in state.placed.groups if node.name in (*group.rollout_nodes, *group.train_nodes)]:
+        return f"job {placed[0]!r} is placed on it: let it end, or evict it"
+    return None if node.drain else "is not draining: give it `drain: true` first"
+
+
+# --- host memory: what a job needs ------------------------------------------------------------------------------------
+
+
+class HostLedger(Feature):
+    """Keeps what jobs hold of the hosts' memory, and refuses a job that does not fit."""
+
+    def handlers(self) -> Mapping[type, Handler]:
+        return {HostMeasured: self._measured, m.HostReport: self._measured}
+
+    def refusal(self, asked: m.Register, nodes: dict[str, list[str]], is_known: bool) -> str | None:
+        return None if is_known or asked.wants_placement else refusal(asked, nodes, self.core.state, self.core.config)
+
+    def registered(self, now: float, job: Job, asked: m.Register) -> list[Instruction]:
+        if not asked.wants_placement:
+            job.host_memory = needed(asked, job.nodes, self.core.config)
+        return []
+
+    def ended(self, now: float, job: Job) -> list[Instruction]:
+        job.host_memory = {}
+        return []
+
+    def _measured(self, now: float, job: Job, what: HostMeasured | m.HostReport) -> list[Instruction]:
+        """Puts on record what the job holds on a node. What it says of itself does not count where an agent is heard."""
+        if isinstance(what, m.HostReport):
+            if what.node not in job.all_nodes:
+                reason = f"job {job.name!r} reports host memory on {what.node!r}; allowed: its nodes {', '.join(job.all_nodes)}"
+                return [Send(what.client, m.Refused(about="host memory", reason=reason))]
+            if _is_looked_at(what.node, self.core.state, self.core.config):
+                return []
+        known = job.host_memory.get(what.node, HostMemory())
+        bytes_now = {kind: num_bytes for kind, num_bytes in what.bytes.items() if num_bytes > 0}
+        job.host_memory[what.node] = msgspec.structs.replace(
+            known,
+            measured=bytes_now,
+            source=AGENT if isinstance(what, HostMeasured) else ITSELF,
+            most=max(known.most, sum(bytes_now.values())) if job.finished >= SETTLED else 0,
+        )
+        held = held_on(what.node, self.core.state)
+        node = self.core.config.nodes.get(what.node)
+        about = {
+            **{"job": job.name, "node": what.node, "bytes": sum(bytes_now.values()), "kinds": bytes_now},
+            **{"source": job.host_memory[what.node].source, "counted": held.get(job.name, 0)},
+            **{"node_bytes": sum(held.values()), "capacity": node.host_bytes if node else None},
+        }
+        return [Log(events.HOST_MEMORY, about)]
+
+
+def needed(asked: m.Register, nodes: Mapping[str, list[str]], config: Config) -> dict[str, HostMemory]:
+    """By node, of a job that names its nodes (`nodes`: pools spelt out). A job that says nothing counts by what is measured."""
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for side, names in nodes.items():
+        if not (states := asked.host_memory.get(side)):
+            continue
+        for node in names:
+            gpus = asked.gpus.get(node, asked.gpus.get(side, 0))
+            found[node].update({**states, "processes": gpus * _process_bytes(node, config)})
+    return {node: HostMemory(told=dict(kinds)) for node, kinds in found.items()}
+
+
+def estimated(pin: Pin) -> dict[str, HostMemory]:
+    """By node, of a job that was placed."""
+    sides = zip((pin.rollout, pin.train), pin.job.memory_gb, strict=True)
+    return {node: HostMemory(told={"estimated": round(gb * GB)}) for nodes, gb in sides for node in nodes}
+
+
+def _process_bytes(node: str, config: Config) -> int:
+    pool = next(pool for pool in config.pools.values() if any(member.name == node for member in pool.nodes))
+    given: Mapping[str, GpuKind] = config.placement.kinds if config.placement is not None else {}
+    kind = {**GPU_KINDS, **given}.get(pool.kind or "")
+    return round((kind.process_gb if kind is not None else _PROCESS_GB) * GB)
+
+
+def counted(job: Job, node: str) -> int:
+    """Bytes that count for it on the node; see the module."""
+    found = job.host_memory.get(node)
+    if found is None:
+        return 0
+    return found.most or max(sum(found.told.values()), sum(found.measured.values()))
+
+
+def held_on(node: str, state: State) -> dict[str, int]:
+    """By job; those that hold nothing are left out."""
+    held = {job.name: counted(job, node) for job in state.jobs.values() if node in job.host_memory}
+    return {job: num_bytes for job, num_bytes in held.items() if num_bytes}
+
+
+# --- host memory: whether a job fits ----------------------------------------------------------------------------------
+
+
+def refusal(asked: m.Register, nodes: Mapping[str, list[str]], state: State, config: Config) -> str | None:
+    """Why a job that names its nodes does not fit beside those that are there, in words; None: it does."""
+    needs = needed(asked, nodes, config)
+    for node in dict.fromkeys(name for names in nodes.values() for name in names):
+        need = needs.get(node, HostMemory())
+        if not _fits(node, sum(need.told.values()), state, config):
+            return _does_not_fit(asked.job, node, need, state, config)
+    return None
+
+
+def _fits(node: str, need: int, state: State, config: Config) -> bool:
+    capacity = config.nodes[node].host_bytes
+    return capacity is None or sum(held_on(node, state).values()) + need <= capacity
+
+
+def _does_not_fit(job: str, node: str, need: HostMemory, state: State, config: Config) -> str:
+    held, capacity = held_on(node, state), config.nodes[node].host_bytes or 0
+    kinds, free = _list({kind: num_bytes for kind, num_bytes in need.told.items() if num_bytes}), capacity - sum(held.values())
+    left = f"{_gb(free)} are free" if free >= 0 else f"{_gb(-free)} too many are held"
+    return (
+        f"job {job!r} needs {_gb(sum(need.told.values()))} of host memory on node {node!r}{f' ({kinds})' if kinds else ''}: of"
+        f" {_gb(capacity)} there, {left}; {_holders(node, held, state)}; {_advice(node, need, held, state, config)}"
+    )
+
+
+def _holders(node: str, held: Mapping[str, int], state: State) -> str:
+    if not held:
+        return "nobody holds any"
+    words = []
+    for name, num_bytes in sorted(held.items(), key=lambda entry: -entry[1]):
+        by = {AGENT: "measured by its host's agent", ITSELF: "measured by itself"}.get(_source(state.jobs[name], node), "told")
+        words.append(f"{name} {_gb(num_bytes)} ({by})")
+    return f"held by {', '.join(words)}"
+
+
+def _source(job: Job, node: str) -> str:
+    """Whose word what counts is."""
+    found = job.host_memory[node]
+    return found.source if counted(job, node) > sum(found.told.values()) or found.most else ""
+
+
+def _advice(node: str, need: HostMemory, held: Mapping[str, int], state: State, config: Config) -> str:
+    """Where it would fit, or whose end would make room."""
+    wanted, capacity = sum(need.told.values()), config.nodes[node].host_bytes or 0
+    pool = next(pool for pool in config.pools.values() if any(member.name == node for member in pool.nodes))
+    others = [member.name for member in pool.nodes if member.name != node and _fits(member.name, wanted, state, config)]
+    if others:
+        return f"it fits on {', '.join(others)}"
+    if wanted > capacity:
+        return "it never fits there"
+    enough = [job for job, num_bytes in held.items() if sum(held.values()) - num_bytes + wanted <= capacity]
+    return f"it fits when {' or '.join(enough)} has ended" if enough else f"it fits when {' and '.join(held)} have ended"
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / GB:.1f} GB"
+
+
+def _list(kinds: Mapping[str, int]) -> str:
+    return ", ".join(f"{kind} {num_bytes / GB:.1f}" for kind, num_bytes in kinds.items())
+
+
+# --- host memory: what was measured -----------------------------------------------------------------------------------
+
+
+def seen(report: m.AgentReport, state: State, config: Config) -> list[HostMeasured]:
+    """What an agent's report says of jobs' host memory, as far as it is news. A process counts for the node whose device it
+    uses, else for all nodes of its job on that host in equal parts."""
+    here = {node.name for node in config.nodes.values() if node.host in report.host.names}
+    jobs = {job.uid: job for job in state.jobs.values() if job.state is not JobState.ENDED}
+    found: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for holder in report.holders:
+        mine = [node for node in jobs[holder.uid].all_nodes if node in here] if holder.uid in jobs else []
+        nodes = [node for node in mine if holder.bytes.get(node)] or mine
+        for node in nodes if holder.host else ():
+            found[holder.uid, node].update({kind: num_bytes // len(nodes) for kind, num_bytes in holder.host.items()})
+    news = {at: kinds for at, kinds in found.items() if _is_news(jobs[at[0]].host_memory.get(at[1]), sum(kinds.values()))}
+    return [HostMeasured(job=jobs[uid].name, uid=uid, node=node, bytes=dict(kinds)) for (uid, node), kinds in news.items()]
+
+
+def _is_news(known: HostMemory | None, total: int) -> bool:
+    if known is None or known.source != AGENT:
+        return True
+    before = sum(known.measured.values())
+    return abs(total - before) > max(_NEWS_BYTES, _NEWS_SHARE * before)
+
+
+def revised(job: Job, spec: JobSpec) -> JobSpec:
+    """The placed job with the host memory that it was seen to take, where that is other than what it is placed by."""
+    for side, gb in zip(("rollout", "train"), spec.memory_gb, strict=True):
+        most = max((job.host_memory[node].most for node in job.nodes.get(side, ()) if node in job.host_memory), default=0)
+        placed_by = round(gb * GB)
+        if not most or abs(most - placed_by) <= max(_NEWS_BYTES, _NEWS_SHARE * placed_by):
+            continue
+        if not spec.colocated:
+            spec = msgspec.structs.replace(spec, **{f"{side}_memory_gb": most / GB})
+        elif side == "train":  # where both are; nobody sees which part is whose
+            spec = msgspec.structs.replace(spec, rollout_memory_gb=0.0, train_memory_gb=most / GB)
+    return spec
+
+
+def _is_looked_at(node: str, state: State, config: Config) -> bool:
+    place = config.nodes[node].host if node in config.nodes else None
+    return any(host.agent and not host.gone and place in host.names for host in state.hosts.values())
+
+
+# --- host memory: what is shown ---------------------------------------------------------------------------------------
+
+
+def about(node: str, capacity: int | None, jobs: Mapping[str, Job]) -> dict[str, Any]:
+    """For `verl-mux status`: `jobs` are those that hold some there, by name."""
+    entries = {
+        name: {"counted": counted(job, node), **msgspec.structs.asdict(job.host_memory[node])} for name, job in jobs.items()
+    }
+    return {"capacity": capacity, "held": sum(entry["counted"] for entry in entries.values()), "jobs": entries}

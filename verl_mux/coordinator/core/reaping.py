@@ -1,0 +1,287 @@
+"""What agents say of their hosts, and what follows for a silent or dying job: what its nodes wait for, which are free, what to
+end.
+
+Runs in the coordinator, called by server.py; pure. `Sights` is not on record: after a restart nothing is known of what agents
+saw, so no agent is late yet, and nothing comes free before one has looked.
+
+The coordinator looks at its own host, an agent at its own. Looks begin after the job was dying (see families/agents.py). A node
+with a host comes free by itself, when all that look at that host saw nothing of the job there; a node that names none when
+nothing of the job is left anywhere. Where nothing looks, nothing is believed dead: such a node is owed, which fences it, and the
+job need not wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.bus.messages import HostName, Member, NodeHere
+from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, HostGone, HostSeen, OwedPaid, What
+from verl_mux.coordinator.core.queueing import RunningTime
+from verl_mux.coordinator.core.records import Host, Job, JobState, Lease, State
+from verl_mux.coordinator.core.settings import Config
+
+# Seconds between two reports: of a host where nothing ends, and of one where something should.
+CALM_S, DYING_S = 0.5, 0.1
+_RUNNING = (JobState.LIVE, JobState.SILENT)
+
+
+class Sight(NamedTuple):
+    """Who looks at a host that is called by any of `names`. `key`: of its record; empty: the coordinator itself. `looks`: by
+    the uid of a job, its living processes there; one that is not in it was not looked for. `gone`: nobody looks there now."""
+
+    key: str
+    names: Sequence[str]
+    space: str
+    looks: Mapping[str, list[Member]]
+    gone: bool = False
+
+    def covers(self, member: Member) -> bool:
+        return member.host in self.names and (not member.space or not self.space or member.space == self.space)
+
+
+class Verdict(NamedTuple):
+    """`gone`: nothing of a dying job is left where anybody can look. `waits_for`: in words. `end`: its processes may be ended.
+    `free`: nodes on which nothing of it is left. `owed`: by host, nodes where nobody can look, perhaps none."""
+
+    gone: bool
+    waits_for: list[str]
+    end: bool = False
+    free: list[str] = []
+    owed: dict[str, list[str]] = {}
+
+
+class _Fate(Enum):
+    ALIVE = "alive"
+    UNKNOWN = "not looked at yet"
+    UNSEEN = "where nobody looks"
+    CUT_OFF = "where nobody looks any more"
+    GONE = "gone"
+
+
+def judge(job: Job, sights: Sequence[Sight], state: State, config: Config, now: float) -> Verdict:
+    """`sights`: the coordinator's own first. What a silent job waits for is only told."""
+    if job.state is not JobState.DYING or job.died_at is None:
+        return Verdict(False, _words(job, sights, job.members, sights[0]))
+    return _Case(job, sights, state, config, now - job.died_at).verdict()
+
+
+class _Case:
+    """One dying job, `since` seconds after its death."""
+
+    def __init__(self, job: Job, sights: Sequence[Sight], state: State, config: Config, since: float) -> None:
+        self._job, self._sights, self._config, self._since = job, sights, config, since
+        self._own, self._looking = sights[0], [sight for sight in sights if not sight.gone]
+        self._held = list(dict.fromkeys(node for lease in state.leases_of(job.name) for node in lease.nodes))
+        self._owing = [host for host in state.hosts.values() if any(owed.uid == job.uid for owed in host.owed)]
+        self._forgiven = config.remote_grace is not None and since > config.remote_grace
+
+    def verdict(self) -> Verdict:
+        free: list[str] = []
+        owed: dict[str, list[str]] = {}
+        for node in self._held if not self._driver_is_in_the_way() else []:
+            self._sort(node, free, owed)
+        for sight in self._sights:
+            if sight.gone and any(sight.covers(member) for member in self._known()) and not self._is_owing(sight.names):
+                owed.setdefault(sight.key, [])
+        settled = {*free, *(node for nodes in owed.values() for node in nodes)}
+        left = [node for node in self._held if node not in settled and self._place(node)]
+        away = [member for member in self._known() if self._fate(member) is _Fate.UNSEEN]
+        empty = all(sight.looks.get(self._job.uid) == [] for sight in self._looking)
+        over = self._job.told or bool(self._job.condemned) or self._fate(self._job.driver) is not _Fate.ALIVE
+        # A filler was told to leave, or its driver is dead: it has had its time, and a job may wait.
+        grace = 0.0 if self._job.filler else self._config.kill_grace
+        end = self._config.kill and over and self._since > grace
+        return Verdict(empty and not away and not left, _words(self._job, self._sights, away, self._own), end, free, owed)
+
+    def _known(self) -> list[Member]:
+        return list(dict.fromkeys([self._job.driver, *self._job.members]))
+
+    def _place(self, node: str) -> str | None:
+        found = self._config.node(node)
+        return found.host if found else None
+
+    def _sort(self, node: str, free: list[str], owed: dict[str, list[str]]) -> None:
+        place = self._place(node)
+        if not place:
+            return
+        looking = [sight for sight in self._sights if place in sight.names]
+        gone = next((sight for sight in looking if sight.gone), None)
+        if gone is not None:
+            owed.setdefault(gone.key, []).append(node)
+        elif not looking and not self._forgiven:
+            owed.setdefault(f"{place}/", []).append(node)
+        elif all(sight.looks.get(self._job.uid) == [] for sight in looking) and not self._hidden(place, looking):
+            free.append(node)
+
+    def _hidden(self, place: str, looking: Sequence[Sight]) -> bool:
+        """Whether a process is known there that has process ids of another space than those who look."""
+        names = {place, *(name for sight in looking for name in sight.names)}
+        return any(member.host in names and self._fate(member) is _Fate.UNSEEN for member in self._known())
+
+    def _driver_is_in_the_way(self) -> bool:
+        """It may start others, as long as it lives and its lease may be good."""
+        fate = self._fate(self._job.driver)
+        if fate in (_Fate.ALIVE, _Fate.UNKNOWN):
+            return True
+        return fate in (_Fate.UNSEEN, _Fate.CUT_OFF) and self._since < self._config.lease_timeout
+
+    def _fate(self, member: Member) -> _Fate:
+        if member == self._job.driver and self._job.told and not self._is_seen(member):
+            return _Fate.GONE
+        covering = [sight for sight in self._sights if sight.covers(member)]
+        if self._is_seen(member):
+            return _Fate.ALIVE
+        if any(sight.gone for sight in covering) or self._is_owing([member.host]):
+            return _Fate.CUT_OFF
+        if not covering:
+            return _Fate.GONE if self._forgiven else _Fate.UNSEEN
+        return _Fate.GONE if all(self._job.uid in sight.looks for sight in covering) else _Fate.UNKNOWN
+
+    def _is_seen(self, member: Member) -> bool:
+        return any(member in sight.looks.get(self._job.uid, ()) for sight in self._looking)
+
+    def _is_owing(self, names: Iterable[str]) -> bool:
+        return any(not set(host.names).isdisjoint(names) for host in self._owing)
+
+
+def _words(job: Job, sights: Sequence[Sight], away: Sequence[Member], own: Sight) -> list[str]:
+    words = [_seen(member, sight, own) for sight in sights for member in sight.looks.get(job.uid, ())]
+    if job.state is JobState.DYING:
+        words += [
+            f"host {sight.names[0]} (not looked at yet)" for sight in sights if not sight.gone and job.uid not in sight.looks
+        ]
+    else:
+        away = [member for member in dict.fromkeys([job.driver, *away]) if not own.covers(member)]
+    return words + [f"pid {member.pid} on {member.host} (not visible from {own.names[0]})" for member in away]
+
+
+def _seen(member: Member, sight: Sight, own: Sight) -> str:
+    return f"pid {member.pid}" if sight is own else f"pid {member.pid} on {sight.names[0]}"
+
+
+class _Report(NamedTuple):
+    """`at`: in running time."""
+
+    at: float
+    report: m.AgentReport
+
+
+class Sights:
+    """`take` each report -> `answer`; `due` now and then. `on`: what agents see, for `judge`."""
+
+    def __init__(self) -> None:
+        self._running = RunningTime()
+        self._since: dict[str, float] = {}  # heard, or first missed, in running time
+        self._seen: dict[str, _Report] = {}
+
+    def refusal(self, report: m.AgentReport, state: State) -> str | None:
+        """Two machines of one name cannot be told apart by the nodes, and the word of one must not free nodes of the other."""
+        name = report.host
+        for key, other in state.hosts.items():
+            if other.agent and not other.gone and other.name == name.name and other.boot != name.boot and key in self._seen:
+                called = ", ".join(other.names)
+                return f"a host {name.name!r} of another boot is heard ({called}): names of hosts must differ"
+        return None
+
+    def take(self, report: m.AgentReport, state: State, now: float) -> list[What]:
+        """What the report brings about; one that is older than the last from there brings nothing."""
+        key, before = report.host.key, self._seen.get(report.host.key)
+        if before is not None and before.report.agent == report.agent and before.report.number >= report.number:
+            return []
+        self._since[key] = self._running.at(now)
+        self._seen[key] = _Report(self._since[key], report)
+        host = state.hosts.get(key)
+        out: list[What] = []
+        if host is None or not host.agent or host.gone or (host.boot, host.names) != (report.host.boot, report.host.names):
+            out.append(HostSeen(host=report.host))
+        empty = {look.uid for look in report.looks if not look.alive}
+        out += [OwedPaid(host=key, uid=owed.uid) for owed in (host.owed if host else []) if owed.uid in empty]
+        dead = set(report.dead)
+        running = (job for job in state.jobs.values() if job.state in _RUNNING)
+        out += [DriverDied(job=job.name, uid=job.uid) for job in running if job.driver in dead]
+        return out
+
+    def due(self, state: State, config: Config, now: float) -> list[What]:
+        running = self._running.look(now)
+        for key in self._seen.keys() - state.hosts.keys():
+            del self._seen[key]
+        out: list[What] = []
+        for key, host in state.hosts.items():
+            if host.agent and not host.gone and running - self._since.setdefault(key, running) > config.lease_timeout:
+                self._seen.pop(key, None)  # what it saw before says nothing of now
+                out.append(HostGone(host=key))
+            if not host.agent and config.remote_grace is not None:
+                late = [owed for owed in host.owed if now - owed.since > config.remote_grace]
+                out += [OwedPaid(host=key, uid=owed.uid) for owed in late]
+        return out
+
+    def on(self, state: State) -> list[Sight]:
+        return [self._sight(key, host) for key, host in state.hosts.items() if host.agent]
+
+    def _sight(self, key: str, host: Host) -> Sight:
+        seen = self._seen.get(key)
+        looks = {look.uid: look.alive for look in seen.report.looks} if seen else {}
+        return Sight(key, host.names, host.space, looks, host.gone)
+
+    def carrying(self, uid: str) -> list[str]:
+        """Names of the hosts where processes of that job were seen last."""
+        reports = [seen.report for seen in self._seen.values()]
+        return [report.host.name for report in reports if any(holder.uid == uid for holder in report.holders)]
+
+    def answer(self, report: m.AgentReport, state: State, config: Config, epoch: str, end: Sequence[str]) -> m.AgentAnswer:
+        """`end`: uids of dying jobs whose processes may be ended."""
+        host = state.hosts.get(report.host.key)
+        owed = [owed.uid for owed in host.owed] if host else []
+        dying = {job.uid: [job.driver, *job.members] for job in state.jobs.values() if job.state is JobState.DYING}
+        here = Sight("", report.host.names, report.host.space, {})
+        look_for = {uid: [member for member in dying.get(uid, []) if here.covers(member)] for uid in (*dying, *owed)}
+        is_ending = any(look.alive for look in report.looks) or look_for.keys() != {look.uid for look in report.looks}
+        told = {holder.uid for holder in report.holders}
+        return m.AgentAnswer(
+            number=report.number,
+            epoch=epoch,
+            again_s=DYING_S if is_ending else CALM_S,
+            look_for=look_for,
+            drivers=[job.driver for job in state.jobs.values() if job.state in _RUNNING and here.covers(job.driver)],
+            end=[*end, *(owed if config.kill else [])],
+            nodes=_nodes_of(report.host, state, config),
+            jobs={job.uid: job.name for job in state.jobs.values() if job.uid in told},
+        )
+
+    def about(self, state: State, now: float) -> dict[str, dict]:
+        """For `verl-mux status`: each host by name; by name and space where several have one name."""
+        names = [host.name for host in state.hosts.values()]
+        return {
+            (host.name if names.count(host.name) == 1 else key): self._about(key, host, now) for key, host in state.hosts.items()
+        }
+
+    def _about(self, key: str, host: Host, now: float) -> dict:
+        seen = self._seen.get(key)
+        report = seen.report if seen else None
+        held = sum(sum(holder.bytes.values()) for holder in report.holders) if report else None
+        return {
+            "addresses": host.names[1:],
+            "agent": "gone" if host.gone else "heard" if host.agent else "none",
+            "age_s": self._running.at(now) - self._since[key] if key in self._since and host.agent else None,
+            "owed": {owed.job: owed.nodes for owed in host.owed},
+            "memory_free": report.memory_free if report else None,
+            "memory_total": report.memory_total if report else None,
+            "device_source": report.source if report else None,
+            "device_bytes": held if report and report.source != "unknown" else None,
+            "device_bytes_of_others": sum(report.others.values()) if report else None,
+            "processes": len(report.holders) if report else None,
+        }
+
+
+def _nodes_of(name: HostName, state: State, config: Config) -> dict[str, NodeHere]:
+    here = {node.name: node for node in config.nodes.values() if node.host in name.names}
+    leases: Mapping[str, Lease] = {node: lease for lease in state.leases.values() for node in lease.nodes if node in here}
+    free = Lease(token=0, key="", job="", client="", phase="", step=0, nodes=[], granted_at=0.0)
+    found = {}
+    for node in here.values():
+        lease = leases.get(node.name, free)
+        found[node.name] = NodeHere(gpu_ids=node.gpu_ids, job=lease.job, phase=lease.phase, token=lease.token)
+    return found
