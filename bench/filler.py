@@ -32,10 +32,10 @@ from verl_mux.coordinator.bus.connect import connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.commands import fetch_status
 from verl_mux.errors import Failure, UserError
-from verl_mux.launcher import run_file, timeline
+from verl_mux.launcher import run_file, run_intervals
 from verl_mux.launcher.command import run_jobs
 from verl_mux.launcher.run_file import COORDINATOR, RunFile
-from verl_mux.launcher.timeline import Timeline
+from verl_mux.launcher.run_intervals import Timeline
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.intervals import Interval, clip, length
 from verl_mux.profiling.plain.lines import Line, read_directory
@@ -198,7 +198,7 @@ def _real_jobs(file: Path, directory: Path, command: list[str], steps: int) -> d
     run = _without_segments(run_file.read(file, directory), steps)
     with _coming_and_going(run, command) as turns:
         run_jobs(run)
-    spans, held = timeline.read(run.directory, list(run.jobs)), _held(run.directory / COORDINATOR / "events")
+    spans, held = run_intervals.read(run.directory, list(run.jobs)), _held(run.directory / COORDINATOR / "events")
     without, filled = ({job: _median_step(spans, job, turns[there]) for job in run.jobs} for there in (False, True))
     nodes = [node.name for pool in run.coordinator_config().pools.values() for node in pool.nodes]
     return {

@@ -13,10 +13,10 @@ from rich.table import Table
 
 from verl_mux.coordinator.core.settings import MODES
 from verl_mux.errors import UserError
-from verl_mux.launcher import run_file, timeline
+from verl_mux.launcher import run_file, run_intervals
 from verl_mux.launcher.command import run_jobs
 from verl_mux.launcher.run_file import RunFile
-from verl_mux.launcher.summary import median_periods, segment_steps, throughput_ratio
+from verl_mux.launcher.run_summary import median_periods, segment_steps, throughput_ratio
 
 
 def bench_mux(
@@ -43,7 +43,7 @@ def _three_ways(run: RunFile, steps: int) -> RunFile:
 def figures(run: RunFile) -> dict[str, Any]:
     """The bench's result from a finished run's files. Bytes are those of tagged device memory."""
     directory, jobs, config = run.directory, list(run.jobs), run.coordinator_config()
-    spans = timeline.read(directory, jobs)
+    spans = run_intervals.read(directory, jobs)
     peaks = json.loads((directory / "peaks.json").read_text())
     segments = segment_steps(config.schedule)
     ways: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """`verl-mux top`: what runs where now, from a run's event logs as they grow, from its coordinator, or from both.
 
-Joins two rooms that do not know each other: profiling, which reads logs, and the coordinator, which is asked.
+Runs on the command line, called by cli.py; joins profiling, which reads logs, with the coordinator's answers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -55,7 +55,7 @@ def top(
     ] = None,
     metrics_host: Annotated[str, typer.Option(help="The address for /metrics; 0.0.0.0: all interfaces.")] = "127.0.0.1",
 ) -> None:  # fmt: skip
-    """Show what runs where now: requests by state, tokens a second and KV use of each replica, who waits for whom.
+    """Show what runs where now: requests by state, tokens a second and KV use of each replica, and which job waits for which.
 
     In a terminal: s sorts by the next column, r turns the order round, / asks for a text to filter by, Tab turns these keys to
     the other table, p pauses, q ends. Elsewhere it serves /metrics until Ctrl-C or SIGTERM, where a port for that is given.
@@ -66,9 +66,9 @@ def top(
         raise UserError(f"--sort {sort}: not a column; allowed: {', '.join(REPLICA_COLUMNS)}")
     if metrics_port is not None and not sys.stdout.isatty():
         with _metrics_of(directory, metrics_port, metrics_host):
-            return _until_told()
+            return _until_stopped()
     choice = Choice(replicas=Order(column=list(REPLICA_COLUMNS).index(sort), only=only))
-    sources: list[_Source] = []
+    sources: list[_Run | _Coordinator] = []
     if directory is None or address is not None:
         sources.append(_Coordinator(address or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS, keys))
     if directory is not None:
@@ -89,12 +89,6 @@ def top(
     else:
         with _metrics_of(directory, metrics_port, metrics_host):
             watch(look, shown, choice, every)
-
-
-class _Source(Protocol):
-    def look(self) -> None: ...
-    def render(self, choice: Choice) -> RenderableType: ...
-    def as_json(self, choice: Choice) -> dict[str, Any]: ...
 
 
 class _Run:
@@ -118,39 +112,8 @@ class _Run:
         return list(samples(self._state, time.time()))
 
 
-@contextlib.contextmanager
-def _metrics_of(directory: Path | None, port: int | None, host: str) -> Iterator[None]:
-    """Serves the run's figures for Prometheus meanwhile; port None: not at all. Raises UserError for a port in use.
-
-    Each scrape looks for itself: what the screen shows may pause.
-    """
-    if directory is None or port is None:
-        yield
-        return
-    from verl_mux.coordinator.prometheus import Figures, serve_metrics
-
-    run, one_at_a_time = _Run(directory), threading.Lock()
-    run.look()  # the first one takes longest, and who scrapes does not wait long
-
-    def newest() -> list[Sample]:
-        with one_at_a_time:
-            run.look()
-            return run.samples()
-
-    with serve_metrics(Figures(METRICS, newest), port, host):
-        yield
-
-
-def _until_told() -> None:
-    """Until Ctrl-C or SIGTERM."""
-    enough = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: enough.set())
-    enough.wait()
-
-
 class _Coordinator:
-    """One that answers. What it knows is not sorted or filtered."""
+    """A coordinator that answers; its tables are neither sorted nor filtered."""
 
     def __init__(self, address: str, keys: Path | None) -> None:
         self._address, self._keys = address, keys
@@ -164,3 +127,34 @@ class _Coordinator:
 
     def as_json(self, choice: Choice) -> dict[str, Any]:
         return {"coordinator": self._seen}
+
+
+@contextlib.contextmanager
+def _metrics_of(directory: Path | None, port: int | None, host: str) -> Iterator[None]:
+    """Serve the run's figures for Prometheus meanwhile, unless port is None. Raises UserError for a port in use.
+
+    Each scrape reads the logs itself: what the screen shows may be paused.
+    """
+    if directory is None or port is None:
+        yield
+        return
+    from verl_mux.coordinator.prometheus import Figures, serve_metrics
+
+    run, one_at_a_time = _Run(directory), threading.Lock()
+    run.look()  # the first look takes longest, and a scrape must not wait for it
+
+    def newest() -> list[Sample]:
+        with one_at_a_time:
+            run.look()
+            return run.samples()
+
+    with serve_metrics(Figures(METRICS, newest), port, host):
+        yield
+
+
+def _until_stopped() -> None:
+    """Wait for Ctrl-C or SIGTERM."""
+    enough = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: enough.set())
+    enough.wait()

@@ -7,7 +7,7 @@ import pytest
 
 from bench.filler import _median_step, _share_filled, made_jobs
 from verl_mux.errors import Failure
-from verl_mux.launcher.timeline import Span, Timeline
+from verl_mux.launcher.run_intervals import Span, Timeline
 from verl_mux.profiling.plain.lines import Line
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]

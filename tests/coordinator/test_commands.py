@@ -30,7 +30,7 @@ def test_status_prints_plain_lines_where_there_is_no_terminal(monkeypatch, capsy
     where = "interleaved (segment 1 of 1, waiting for the expected jobs)"
     assert printed[0] == f"coordinator {coordinator.address}: {where}"
     assert printed[1].startswith("node rollout/r0: a init 0 for ")
-    assert printed[1].endswith("; nobody waits; 3 MiB, peak 3 MiB")
+    assert printed[1].endswith("; no job waits; 3 MiB, peak 3 MiB")
     assert printed[4] == "job a: live; step 0 of 9; -"
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from tests.launcher.made_run import ORIGIN, MadeRun
 from verl_mux.coordinator.config import make_config
-from verl_mux.launcher import cores, timeline
+from verl_mux.launcher import cores, run_intervals
 from verl_mux.launcher.cores import Account, Interval
-from verl_mux.launcher.summary import summarise
+from verl_mux.launcher.run_summary import summarise
 
 BUSY = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nprint('done', flush=True); input()"
 
@@ -54,7 +54,7 @@ def test_a_run_tells_its_limit(tmp_path):
     intervals = [Interval(start + at, start + at + 1, {"x": 1.25 if at < 66 else 1.9}) for at in range(120)]
     pools = {"rollout": {"nodes": [{"name": "r0", "cpus": [0]}]}, "train": {"nodes": [{"name": "t0", "cpus": [1]}]}}
     config = make_config({"pools": pools, "schedule": [{"mode": "sequential", "steps": 3}, {"mode": "interleaved"}]})
-    mux = summarise(timeline.read(tmp_path, ["a", "b"]), config, ["a", "b"], 0, 0.0, intervals)["mux"]
+    mux = summarise(run_intervals.read(tmp_path, ["a", "b"]), config, ["a", "b"], 0, 0.0, intervals)["mux"]
     assert (mux["cores_alone"], mux["cores_mux"], mux["limit"]) == (1.25, 1.9, 1.6)
     assert mux["cores_by_process"] == {"alone": {"x": 1.25}, "mux": {"x": 1.9}}
 

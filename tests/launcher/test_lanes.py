@@ -3,8 +3,8 @@
 import pytest
 
 from verl_mux.coordinator.config import make_config
-from verl_mux.launcher import lanes
-from verl_mux.launcher.timeline import Span, Timeline
+from verl_mux.launcher import run_summary
+from verl_mux.launcher.run_intervals import Span, Timeline
 
 pyplot = pytest.importorskip("matplotlib.pyplot")
 
@@ -14,7 +14,7 @@ def drawn(spans: list[Span], tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(pyplot, "close", figures.append)
     config = make_config({"pools": {"rollout": {"nodes": [{"name": "r0"}]}, "train": {"nodes": [{"name": "t0"}]}}})
-    lanes.draw(Timeline(spans, [], [], []), config, ["a", "b"], tmp_path / "lanes.png")
+    run_summary.draw(Timeline(spans, [], [], []), config, ["a", "b"], tmp_path / "lanes.png")
     assert (tmp_path / "lanes.png").stat().st_size > 0
     return figures[0].axes[0]
 

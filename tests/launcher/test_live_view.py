@@ -58,24 +58,39 @@ class TestPlainLines:
         assert list(view.plain_lines(0.0)) == []
 
 
+WHOLE = {"address": "tcp://c", "started": True, "settling_s": None, "journal": {"path": None, "blocked": None, "lost": None}}
+
+
+def whole_node(**changes) -> dict:
+    usage = {"bubble_filled": None, "fillers_s": 0.0}
+    return node(host_memory={"held": 0, "capacity": None}, usage=usage, **changes)
+
+
 class TestRender:
     def drawn(self, view: LiveView) -> str:
         console = Console(file=io.StringIO(), width=200, color_system=None)
         console.print(view.render(61.0, 3 << 30))
         return console.file.getvalue()
 
+    def update(self, view: LiveView, jobs: dict, **nodes: dict) -> None:
+        state = snapshot(jobs, **nodes) | WHOLE
+        view.update(state | {"segment": {"mode": "interleaved", "index": 0, "of": 1}})
+
     def test_it_shows_holders_queues_memory_steps_and_rewards(self, view):
-        queue = [{"job": "code", "phase": "rollout", "waited_s": 1.4}]
-        busy = node(holders=[HOLDS], queue=queue, bytes=5 << 20, peak_bytes=9 << 20)
+        queue = [{"job": "code", "phase": "rollout", "step": 3, "waited_s": 1.4, "held_back": None}]
+        holder = HOLDS | {"state": "held", "overdue": False, "filler": False}
+        busy = whole_node(holders=[holder], queue=queue, bytes=5 << 20, peak_bytes=9 << 20)
+        common = {"filler": False, "reason": "", "waits_for": []}
+        metrics = {"reward": 0.5, "response_length": 81.2}
         jobs = {
-            "math": job(steps_done=2, metrics={"reward": 0.5, "response_length": 81.2}, progress=[3, 64], note="generate"),
-            "code": job(steps=None),
+            "math": job(step=3, metrics=metrics, progress=[3, 64], note="generate", **common),
+            "code": job(step=0, steps=None, note="starting engines", **common),
         }
-        view.update(snapshot(jobs, rollout=busy, train=node()))
+        self.update(view, jobs, rollout=busy, train=whole_node())
         text = self.drawn(view)
         for part in (
-            "61 s", "interleaved", "3.0 GiB", "math rollout 2 s (generate)", "code 1 s", "5 MiB (peak 9)", "2/20", "0.500",
-            "81 tokens", "generate 3/64 samples", "0/?",
+            "61 s", "interleaved", "3.0 GiB", "math rollout 3 [generate] for 2.0 s", "code rollout 3 since 1.4 s",
+            "5 MiB, peak 9 MiB", "step 3 of 20", "reward=0.5", "response_length=81.2", "3/64 samples", "live (starting engines)", "step 0",
         ):  # fmt: skip
             assert part in text, part
 
@@ -83,8 +98,9 @@ class TestRender:
         assert "starting" in self.drawn(view)
 
     def test_a_lane_keeps_the_last_minute(self, view):
+        held = whole_node(holders=[HOLDS | {"state": "held", "overdue": False, "filler": False}])
         for _ in range(70):
-            view.update(snapshot({}, rollout=node(holders=[HOLDS])))
-        view.update(snapshot({}, rollout=node()))
+            self.update(view, {}, rollout=held)
+        self.update(view, {}, rollout=whole_node())
         text = self.drawn(view)
         assert text.count("█") == 59 and text.count("·") == 1

@@ -4,7 +4,7 @@ import json
 from datetime import timedelta
 
 from tests.launcher.made_run import ORIGIN, MadeRun
-from verl_mux.launcher import moves, timeline
+from verl_mux.launcher import run_intervals
 
 OLD, NEW = {"rollout": ["r0"], "train": ["t0"]}, {"rollout": ["r1"], "train": ["t0"]}
 
@@ -21,7 +21,7 @@ def asked_and_moved(run, asked, moved, number, done):
 
 
 def read(run):
-    return moves.read(run.directory, timeline.read(run.directory, ["a"]))
+    return run_intervals.read_moves(run.directory, run_intervals.read(run.directory, ["a"]))
 
 
 def test_a_move_is_told_with_what_it_took_and_the_rewards_on_both_sides_of_it(tmp_path):
@@ -34,7 +34,7 @@ def test_a_move_is_told_with_what_it_took_and_the_rewards_on_both_sides_of_it(tm
     assert (move["took_s"], move["expected_s"]) == (55.0, 60.0)
     assert (move["steps_lost"], move["steps_doubled"], move["reward_before"], move["reward_after"]) == (0, 0, 0.2, 0.5)
     told_so = "moved a after step 3 from r0, t0 to r1, t0 in 55 s (60 expected); steps lost 0, doubled 0; reward 0.20->0.50"
-    assert moves.sentence(move) == told_so
+    assert run_intervals.move_sentence(move) == told_so
 
 
 def test_a_step_that_was_done_twice_or_never_is_counted(tmp_path):

@@ -2,8 +2,8 @@
 
 from datetime import datetime, timezone
 
-from verl_mux.launcher.observed_hosts import by_side
 from verl_mux.launcher.run_file import JobSpec
+from verl_mux.launcher.run_intervals import by_side
 from verl_mux.profiling.plain.lines import Line
 
 JOBS = {

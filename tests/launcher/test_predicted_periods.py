@@ -6,8 +6,7 @@ from datetime import timedelta
 import pytest
 
 from tests.launcher.made_run import ORIGIN, MadeRun
-from verl_mux.launcher import predicted_periods as placements
-from verl_mux.launcher import timeline
+from verl_mux.launcher import run_intervals
 
 
 class Made(MadeRun):
@@ -31,7 +30,9 @@ def made(tmp_path):
 
 
 def found(made, *jobs):
-    return placements.groups(placements.read(made.directory), timeline.read(made.directory, list(jobs)))
+    return run_intervals.group_periods(
+        run_intervals.read_predictions(made.directory), run_intervals.read(made.directory, list(jobs))
+    )
 
 
 def test_a_groups_period_is_measured_from_its_prediction_on(made):
@@ -85,11 +86,11 @@ def test_groups_with_too_few_steps_or_never_observed_are_left_out(made):
     assert found(made, "a") == []
     made.predicted(1, "estimated", {"z": 10.0})
     assert found(made, "a", "z") == []
-    assert placements.groups([], timeline.read(made.directory, ["a"])) == []
+    assert run_intervals.group_periods([], run_intervals.read(made.directory, ["a"])) == []
 
 
 def test_a_torn_line_is_passed_over(made):
     made.predicted(1, "observed", {"a": 1.0})
     path = next(made.directory.rglob("worker_0.jsonl"))
     path.write_text(path.read_text() + '{"event": "group_predicted", "extr')
-    assert len(placements.read(made.directory)) == 1
+    assert len(run_intervals.read_predictions(made.directory)) == 1

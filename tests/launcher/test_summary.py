@@ -4,8 +4,8 @@ import pytest
 
 from tests.launcher.made_run import ORIGIN, MadeRun
 from verl_mux.coordinator.config import make_config
-from verl_mux.launcher import summary, timeline
-from verl_mux.launcher.summary import segment_steps
+from verl_mux.launcher import run_intervals, run_summary
+from verl_mux.launcher.run_summary import segment_steps
 from verl_mux.profiling.eventlog.events import REQUEST_COMPLETE
 
 CONFIG = make_config(
@@ -36,7 +36,7 @@ def result(tmp_path) -> dict:
     made.event("a", "sleep", 5, 99.0, 99.3)
     made.event("a", REQUEST_COMPLETE, 5, 82, 85, role="rollout", worker=1)
     made.event("a", REQUEST_COMPLETE, 5, 82, 90, role="rollout", worker=0)
-    return summary.summarise(timeline.read(tmp_path, ["a", "b", "ghost"]), CONFIG, ["a", "b", "ghost"], 7 << 30, 61.2345)
+    return run_summary.summarise(run_intervals.read(tmp_path, ["a", "b", "ghost"]), CONFIG, ["a", "b", "ghost"], 7 << 30, 61.2345)
 
 
 def test_a_job_that_never_finished_a_step_is_left_out(result):
@@ -53,7 +53,7 @@ def test_a_reward_that_was_no_number_is_left_out(tmp_path):
     made = MadeRun(tmp_path)
     made.steps("a", [10, 20, 30], tokens=100, rewards=[None, 0.2, 0.4])
     made.steps("b", [40], tokens=100, rewards=[None])
-    jobs = summary.summarise(timeline.read(tmp_path, ["a", "b"]), CONFIG, ["a", "b"], 0, 0.0)["jobs"]
+    jobs = run_summary.summarise(run_intervals.read(tmp_path, ["a", "b"]), CONFIG, ["a", "b"], 0, 0.0)["jobs"]
     assert [(job["reward_first"], job["reward_last"]) for job in jobs.values()] == [(0.3, 0.3), (0.0, 0.0)]
 
 
@@ -96,7 +96,7 @@ def test_memory_and_start_up_are_passed_on(result):
 
 
 def test_without_a_single_step_there_are_no_figures_and_no_error(tmp_path):
-    result = summary.summarise(timeline.read(tmp_path, ["a"]), CONFIG, ["a"], 0, 0.0)
+    result = run_summary.summarise(run_intervals.read(tmp_path, ["a"]), CONFIG, ["a"], 0, 0.0)
     assert result["jobs"] == {}
     assert result["mux"]["throughput_ratio"] is None and result["mux"]["bubble"] == {"rollout": None, "train": None}
 
@@ -104,7 +104,7 @@ def test_without_a_single_step_there_are_no_figures_and_no_error(tmp_path):
 def test_a_run_that_only_interleaves_has_no_ratio(tmp_path):
     MadeRun(tmp_path).steps("a", [1, 2, 3])
     config = make_config({"pools": {"rollout": {"nodes": [{"name": "r0"}]}}})
-    result = summary.summarise(timeline.read(tmp_path, ["a"]), config, ["a"], 0, 0.0)
+    result = run_summary.summarise(run_intervals.read(tmp_path, ["a"]), config, ["a"], 0, 0.0)
     assert (result["mux"]["throughput_ratio"], result["jobs"]["a"]["period_alone_s"]) == (None, None)
     assert result["jobs"]["a"]["period_mux_s"] == 1
 
@@ -134,7 +134,7 @@ def test_the_time_between_an_end_and_a_resumption_is_nobodys_step_and_nobodys_id
     for job, step, end in (("a", 3, 1010), ("a", 4, 1020), ("a", 5, 1030), ("b", 4, 1010), ("b", 5, 1030)):
         made.event(job, "step", step, end - 5, end, tokens=100)
     made.phase("a", "rollout", 4, 1010, 1015, "r0")
-    result = summary.summarise(timeline.read(tmp_path, ["a", "b"]), config, ["a", "b"], 0, 0.0)
+    result = run_summary.summarise(run_intervals.read(tmp_path, ["a", "b"]), config, ["a", "b"], 0, 0.0)
     assert (result["jobs"]["a"]["steps"], result["jobs"]["b"]["steps"]) == (5, 5)
     assert (result["jobs"]["a"]["period_mux_s"], result["jobs"]["b"]["period_mux_s"]) == (10, 10)
     assert result["mux"]["bubble"]["rollout"] == 0.75
@@ -145,4 +145,4 @@ def test_start_up_lasts_until_a_job_asks_for_its_first_step(tmp_path, since, sec
     made = MadeRun(tmp_path)
     for step, at in ((0, 10), (1, 30), (2, 70)):
         made.wait("a", "rollout", step, at, at + 1, "r0")
-    assert summary.startup(timeline.read(tmp_path, ["a"]), ORIGIN.timestamp() + since) == seconds
+    assert run_summary.startup(run_intervals.read(tmp_path, ["a"]), ORIGIN.timestamp() + since) == seconds

@@ -1,7 +1,7 @@
 import pytest
 
 from tests.launcher.made_run import ORIGIN, MadeRun
-from verl_mux.launcher import timeline
+from verl_mux.launcher import run_intervals
 from verl_mux.profiling.eventlog.events import REQUEST_COMPLETE
 
 T0 = ORIGIN.timestamp()
@@ -19,7 +19,7 @@ def test_events_become_spans_of_their_kind(made):
     made.event("a", "sleep", 1, 13, 14, role="server", tag="weights")
     made.steps("a", [20])
     made.event("a", REQUEST_COMPLETE, 1, 11, 13, role="rollout", worker=3)
-    read = timeline.read(made.directory, ["a"])
+    read = run_intervals.read(made.directory, ["a"])
     (phase,) = read.phases
     assert (phase.job, phase.name, phase.step, phase.nodes) == ("a", "rollout", 1, ("r0", "r1"))
     assert (phase.start, phase.end, phase.seconds) == (T0 + 10, T0 + 14, 4)
@@ -34,7 +34,7 @@ def test_of_the_thousands_of_lines_of_a_step_only_what_is_asked_for_is_kept(made
         made.event("a", REQUEST_COMPLETE, 1, 0, (at * 7) % 20, role="rollout", worker=at, turns=1)
         made.event("a", "async_rollout_turn_engine_call", 1, 0, at, role="rollout", worker=at)
         made.event("a", "update_actor", 1, 0, at)
-    read = timeline.read(made.directory, ["a"])
+    read = run_intervals.read(made.directory, ["a"])
     assert [s.end for s in read.requests] == [T0 + 19] and not (read.parts or read.phases or read.steps)
 
 
@@ -42,12 +42,12 @@ def test_spans_stand_in_order_of_their_ends_whatever_file_they_are_in(made):
     for step, end in ((10, 100), (9, 90), (2, 20)):
         made.phase("a", "train", step, end - 5, end, "t0")
     made.phase("b", "train", 1, 40, 55, "t0")
-    assert [s.end - T0 for s in timeline.read(made.directory, ["a", "b"]).phases] == [20, 55, 90, 100]
+    assert [s.end - T0 for s in run_intervals.read(made.directory, ["a", "b"]).phases] == [20, 55, 90, 100]
 
 
 def test_validation_is_no_step_of_training(made):
     made.event("a", REQUEST_COMPLETE, 1, 1, 2, role="rollout", validate=True)
-    assert timeline.read(made.directory, ["a"]).requests == []
+    assert run_intervals.read(made.directory, ["a"]).requests == []
 
 
 def test_torn_and_foreign_lines_are_passed_over(made):
@@ -56,12 +56,12 @@ def test_torn_and_foreign_lines_are_passed_over(made):
     made.raw("a", "trainer", 1, 0, "null")
     made.raw("a", "trainer", 1, 0, '{"event": "phase"}')
     made.phase("a", "train", 1, 5, 9, "t0")
-    assert [s.seconds for s in timeline.read(made.directory, ["a"]).phases] == [5, 4]
+    assert [s.seconds for s in run_intervals.read(made.directory, ["a"]).phases] == [5, 4]
 
 
 def test_other_jobs_and_a_job_without_a_log_are_no_spans(made):
     made.phase("other", "train", 1, 0, 5, "t0")
-    read = timeline.read(made.directory, ["a"])
+    read = run_intervals.read(made.directory, ["a"])
     assert not (read.phases or read.waits or read.parts or read.steps or read.requests)
 
 
@@ -72,7 +72,7 @@ def test_a_real_event_log_is_read(tmp_path):
     log.log("phase", 2.5, extra={"phase": "rollout", "nodes": ["r0"], "token": 4}, step=3, timestamp=T0)
     log.log("sleep", 0.5, step=3, timestamp=T0)
     log.close()
-    read = timeline.read(tmp_path, ["a"])
+    read = run_intervals.read(tmp_path, ["a"])
     assert [(s.start, s.end, s.step, s.nodes) for s in read.phases] == [(T0 - 2.5, T0, 3, ("r0",))]
     assert "sleep" in [s.name for s in read.parts]
 
@@ -83,6 +83,6 @@ def test_a_step_that_was_done_again_after_a_start_stands_once(made):
     made.start("a", 100)
     for step, end in ((3, 110), (4, 120)):
         made.event("a", "step", step, end - 5, end)
-    read = timeline.read(made.directory, ["a"])
+    read = run_intervals.read(made.directory, ["a"])
     assert [(s.step, s.end - T0) for s in read.steps] == [(1, 10), (2, 20), (3, 110), (4, 120)]
     assert read.unbroken("a", T0 + 10, T0 + 20) and not read.unbroken("a", T0 + 20, T0 + 110)

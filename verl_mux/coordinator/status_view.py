@@ -1,6 +1,6 @@
-"""A coordinator's snapshot for people: rich tables on a terminal, one plain line per node and job elsewhere.
+"""A coordinator's snapshot for people: rows that a terminal shows as tables, and elsewhere one plain line per node and job.
 
-Runs in `verl-mux status`, `top` and `run`, and at the coordinator's start; called by commands.py and top_command.py; pure.
+Runs on the command line, and `memory` in the coordinator; called by commands.py, top_command.py and launcher/live_view.py; pure.
 """
 
 from __future__ import annotations
@@ -9,44 +9,37 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.console import Group, RenderableType
+    from rich.console import Group
+
+_COLUMNS = {
+    "node": ("runs", "waits", "device memory", "host memory", "fillers"),
+    "host": ("agent", "memory", "processes of jobs", "left over"),
+    "job": ("state", "step", "metrics"),
+    "group": ("nodes", "seconds per step, predicted", "price"),
+}
 
 
 def plain(snapshot: dict[str, Any]) -> str:
+    """One line per node, host, job and group; cells without a value are left out."""
     lines = [headline(snapshot), *_troubles(snapshot)]
-    for pool, node, seen in _nodes(snapshot):
-        about = [_bytes(seen), *filter(None, (_on_host(seen), _filled(seen)))]
-        lines.append(f"node {pool}/{node}: {'; '.join([_runs(seen), _waits(seen), *about])}")
-    lines += [f"host {name}: {_host(host)}" for name, host in snapshot.get("hosts", {}).items()]
-    for name, job in snapshot["jobs"].items():
-        lines.append(f"job {name}: {_state(job)}; {_step(job)}; {_metrics(job)}")
-    lines += [f"group {name}: {'; '.join(cells)}" for name, *cells in _groups(snapshot)]
+    for kind, rows in _rows(snapshot).items():
+        lines += [f"{kind} {name}: {'; '.join(cell for cell in cells if cell)}" for name, *cells in rows]
     return "\n".join([*lines, *_sentences(snapshot)])
 
 
 def tables(snapshot: dict[str, Any]) -> Group:
-    from rich.console import Group  # the coordinator, which has its words from here too, does without
+    """A table for each kind of row that is there."""
+    from rich.console import Group  # the coordinator itself needs no rich
     from rich.table import Table
     from rich.text import Text
 
-    nodes = Table("pool", "node", "runs", "waits", "device memory", "host memory", "fillers")
-    for pool, node, seen in _nodes(snapshot):
-        nodes.add_row(pool, node, _runs(seen), _waits(seen), _bytes(seen), _on_host(seen) or "-", _filled(seen) or "-")
-    jobs = Table("job", "state", "step", "metrics")
-    for name, job in snapshot["jobs"].items():
-        jobs.add_row(name, _state(job), _step(job), _metrics(job))
-    parts: list[RenderableType] = [Text("\n".join([headline(snapshot), *_troubles(snapshot)])), nodes, jobs]
-    if snapshot.get("hosts", {}):
-        hosts = Table("host", "agent, memory, processes of jobs")
-        for name, host in snapshot.get("hosts", {}).items():
-            hosts.add_row(name, _host(host))
-        parts.insert(2, hosts)
-    if snapshot.get("placement"):
-        groups = Table("group", "nodes", "seconds per step, predicted", "price")
-        for row in _groups(snapshot):
-            groups.add_row(*row)
-        parts.append(groups)
-    return Group(*parts, *(Text(line) for line in _sentences(snapshot)))
+    shown: list[Any] = [Text("\n".join([headline(snapshot), *_troubles(snapshot)]))]
+    for kind, rows in _rows(snapshot).items():
+        table = Table(kind, *_COLUMNS[kind])
+        for row in rows:
+            table.add_row(*(Text(cell or "-") for cell in row))
+        shown += [table] if rows or kind in ("node", "job") else []
+    return Group(*shown, *(Text(line) for line in _sentences(snapshot)))
 
 
 def headline(snapshot: dict[str, Any]) -> str:
@@ -57,13 +50,12 @@ def headline(snapshot: dict[str, Any]) -> str:
 
 
 def memory(snapshot: dict[str, Any]) -> list[str]:
-    """Where the coordinator's journal lies, and what keeps it from granting."""
+    """Where the coordinator's journal is, and what keeps it from granting leases."""
     path = snapshot["journal"]["path"]
     return [f"verl-mux journal: {path or 'none; a restart will know only what jobs say that they hold'}", *_troubles(snapshot)]
 
 
 def _troubles(snapshot: dict[str, Any]) -> list[str]:
-    """Why nothing is granted now, a line each."""
     journal, left = snapshot["journal"], snapshot["settling_s"]
     lines = []
     if left is not None:
@@ -74,15 +66,59 @@ def _troubles(snapshot: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _nodes(snapshot: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    for pool, members in snapshot["pools"].items():
-        for node, seen in members["nodes"].items():
-            yield pool, node, seen
+def _sentences(snapshot: dict[str, Any]) -> list[str]:
+    """Why each job is where it is, and where it moves."""
+    moves = (snapshot.get("placement") or {}).get("moves", {})
+    return [*snapshot.get("why", {}).values(), *(f"job {name} {sentence}" for name, sentence in moves.items())]
 
 
-def _groups(snapshot: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    """One row per co-execution group that the coordinator formed, and one for jobs that wait to be placed."""
-    placement = snapshot.get("placement") or {"groups": {}, "waiting": []}
+def _rows(snapshot: dict[str, Any]) -> dict[str, list[tuple[str, ...]]]:
+    nodes = [(f"{pool}/{name}", *_node(node)) for pool, its in snapshot["pools"].items() for name, node in its["nodes"].items()]
+    return {
+        "node": nodes,
+        "host": [(name, *_host(host)) for name, host in snapshot.get("hosts", {}).items()],
+        "job": [(name, _state(job), _step(job), _metrics(job)) for name, job in snapshot["jobs"].items()],
+        "group": list(_groups(snapshot.get("placement") or {"groups": {}, "waiting": []})),
+    }
+
+
+def _node(node: dict[str, Any]) -> tuple[str, ...]:
+    runs = ", ".join(_holder(holder) for holder in node["holders"]) or "idle"
+    runs += " (draining)" if node.get("draining") else ""
+    runs += f" (fenced: {node['fenced']}; `verl-mux release` if you have looked)" if node.get("fenced") else ""
+    waits = ", ".join(_request(request) for request in node["queue"]) or "no job waits"
+    held, capacity = node["host_memory"]["held"], node["host_memory"]["capacity"]
+    whole = f" of {_size(capacity)}" if capacity is not None else ""
+    on_host = f"{_size(held)}{whole} on its host" if held or capacity is not None else ""
+    usage = node["usage"]
+    filled = f"fillers used {usage['bubble_filled']:.0%} of what jobs left" if usage["fillers_s"] else ""
+    return runs, waits, f"{_size(node['bytes'])}, peak {_size(node['peak_bytes'])}", on_host, filled
+
+
+def _holder(holder: dict[str, Any]) -> str:
+    note = f" [{holder['note']}]" if holder["note"] else ""
+    state = " (being reclaimed)" if holder["state"] == "reclaiming" else " (overdue)" if holder["overdue"] else ""
+    phase = "(filler)" if holder["filler"] else f"{holder['phase']} {holder['step']}"
+    return f"{holder['job']} {phase}{note} for {holder['held_s']:.1f} s{state}"
+
+
+def _request(request: dict[str, Any]) -> str:
+    why = f" ({request['held_back']})" if request["held_back"] else ""
+    return f"{request['job']} {request['phase']} {request['step']} since {request['waited_s']:.1f} s{why}"
+
+
+def _host(host: dict[str, Any]) -> tuple[str, ...]:
+    age = f" {host['age_s']:.1f} s ago" if host["age_s"] is not None else ""
+    agent = {"heard": f"agent heard{age}", "gone": f"agent gone, last heard{age}", "none": "no agent"}[host["agent"]]
+    total, device = host["memory_total"], host["device_bytes"]
+    free = f"{_size(host['memory_free'])} of {_size(total)} host memory free" if total else ""
+    held = "unknown" if device is None else _size(device)
+    of_jobs = f"{host['processes']} processes of jobs, their device memory: {held}" if host["processes"] is not None else ""
+    return agent, free, of_jobs, "; ".join(f"something of job {job} may be left there" for job in host["owed"])
+
+
+def _groups(placement: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """One row per co-execution group that the coordinator formed, and one for the jobs that wait to be placed."""
     for name, group in placement["groups"].items():
         periods = [f"{job} {seconds:.1f} (at most {group['limits'][job]:.1f})" for job, seconds in group["periods"].items()]
         nodes = ", ".join([*group["nodes"]["rollout"], *group["nodes"]["train"]])
@@ -91,77 +127,11 @@ def _groups(snapshot: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
         yield "-", "waiting for nodes", ", ".join(placement["waiting"]), "-"
 
 
-def _sentences(snapshot: dict[str, Any]) -> list[str]:
-    """Why each job is where it is, and which jobs move."""
-    moves = (snapshot.get("placement") or {}).get("moves", {})
-    return [*snapshot.get("why", {}).values(), *(f"job {name} {sentence}" for name, sentence in moves.items())]
-
-
-def _runs(node: dict[str, Any]) -> str:
-    draining = " (draining)" if node.get("draining") else ""
-    fenced = f" (fenced: {node['fenced']}; `verl-mux release` if you have looked)" if node.get("fenced") else ""
-    return (", ".join(_holder(holder) for holder in node["holders"]) or "idle") + draining + fenced
-
-
-def _host(host: dict[str, Any]) -> str:
-    age = f" {host['age_s']:.1f} s ago" if host["age_s"] is not None else ""
-    parts = [{"heard": f"agent heard{age}", "gone": f"agent gone, last heard{age}", "none": "no agent"}[host["agent"]]]
-    if host["memory_total"]:
-        parts.append(f"{_size(host['memory_free'])} of {_size(host['memory_total'])} host memory free")
-    if host["processes"] is not None:
-        held = "unknown" if host["device_bytes"] is None else _size(host["device_bytes"])
-        parts.append(f"{host['processes']} processes of jobs, their device memory: {held}")
-    return "; ".join([*parts, *(f"something of job {job} may be left there" for job in host["owed"])])
-
-
-def _holder(holder: dict[str, Any]) -> str:
-    note = f" [{holder['note']}]" if holder["note"] else ""
-    state = " (being reclaimed)" if holder["state"] == "reclaiming" else " (overdue)" if holder["overdue"] else ""
-    what = "(filler)" if holder["filler"] else f"{holder['phase']} {holder['step']}"
-    return f"{holder['job']} {what}{note} for {holder['held_s']:.1f} s{state}"
-
-
-def _waits(node: dict[str, Any]) -> str:
-    return ", ".join(_request(request) for request in node["queue"]) or "nobody waits"
-
-
-def _request(request: dict[str, Any]) -> str:
-    why = f" ({request['held_back']})" if request["held_back"] else ""
-    return f"{request['job']} {request['phase']} {request['step']} since {request['waited_s']:.1f} s{why}"
-
-
-def _filled(node: dict[str, Any]) -> str:
-    """What share of the time that jobs left on the node fillers used; empty where there was none."""
-    usage = node["usage"]
-    return f"fillers used {usage['bubble_filled']:.0%} of what jobs left" if usage["fillers_s"] else ""
-
-
-def _bytes(node: dict[str, Any]) -> str:
-    return f"{_size(node['bytes'])}, peak {_size(node['peak_bytes'])}"
-
-
-def _on_host(node: dict[str, Any]) -> str:
-    """Host memory that counts for the jobs there, and the limit; empty where neither is known."""
-    held, capacity = node["host_memory"]["held"], node["host_memory"]["capacity"]
-    if not held and capacity is None:
-        return ""
-    return f"{_size(held)}{f' of {_size(capacity)}' if capacity is not None else ''} on its host"
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.3g} TiB"
-
-
 def _state(job: dict[str, Any]) -> str:
     waits = f", waits for {', '.join(job['waits_for'])}" if job["waits_for"] else ""
-    # A job that holds nothing and has no step to show, perhaps for minutes: its note says what it does.
-    doing = job["note"] if not job["step"] and job["state"] == "live" else ""
-    about = f" ({job['reason'] or doing})" if job["reason"] or doing else ""
-    return f"{job['state']}{about}{waits}"
+    # Before its first step a job holds nothing for minutes; its note says what it does then.
+    doing = job["reason"] or (job["note"] if not job["step"] and job["state"] == "live" else "")
+    return f"{job['state']}{f' ({doing})' if doing else ''}{waits}"
 
 
 def _step(job: dict[str, Any]) -> str:
@@ -174,3 +144,11 @@ def _step(job: dict[str, Any]) -> str:
 
 def _metrics(job: dict[str, Any]) -> str:
     return " ".join(f"{name}={value:.4g}" for name, value in job["metrics"].items()) or "-"
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.3g} TiB"

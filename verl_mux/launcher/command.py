@@ -18,7 +18,7 @@ from verl_mux.coordinator.bus.connect import ADDRESS_VARIABLE
 from verl_mux.coordinator.commands import Keys, fetch_status
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import Failure, UserError
-from verl_mux.launcher import cores, folders, lanes, moves, observed_hosts, predicted_periods, run_file, summary, timeline
+from verl_mux.launcher import cores, folders, run_file, run_intervals, run_summary
 from verl_mux.launcher.prepare import clean_up, prepare
 from verl_mux.launcher.processes.agent_process import AgentProcess
 from verl_mux.launcher.processes.coordinator_process import AnyCoordinator, CoordinatorElsewhere, CoordinatorProcess
@@ -191,13 +191,14 @@ def _keep_peaks(snapshot: dict[str, Any], directory: Path) -> None:
 def _finish(run: RunFile, watch: Watch, started_at: float) -> dict:
     """The summary, on disk and returned."""
     names, directory, config = list(run.jobs), run.directory, run.coordinator_config()
-    spans = timeline.read(directory, names)
-    result = summary.summarise(spans, config, names, watch.peak_rss, summary.startup(spans, started_at), cores.read(directory))
+    spans = run_intervals.read(directory, names)
+    startup_s = run_summary.startup(spans, started_at)
+    result = run_summary.summarise(spans, config, names, watch.peak_rss, startup_s, cores.read(directory))
     if config.placement is not None:
-        result["groups"] = predicted_periods.groups(predicted_periods.read(directory), spans)
-        result["moves"] = moves.read(directory, spans)
+        result["groups"] = run_intervals.group_periods(run_intervals.read_predictions(directory), spans)
+        result["moves"] = run_intervals.read_moves(directory, spans)
     if run.hosts and run.agents:
-        result["hosts"] = observed_hosts.read(run)
+        result["hosts"] = run_intervals.read_hosts(run)
     if run.fillers:
         result["bubble_filled"] = _bubble_filled(watch.snapshot)
     (directory / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
@@ -213,9 +214,9 @@ def _bubble_filled(snapshot: dict[str, Any]) -> dict[str, float | None]:
     return {node: state["usage"]["bubble_filled"] for pool in pools for node, state in pool["nodes"].items()}
 
 
-def _draw(spans: timeline.Timeline, config: Config, names: list[str], directory: Path) -> None:
+def _draw(spans: run_intervals.Timeline, config: Config, names: list[str], directory: Path) -> None:
     try:
-        lanes.draw(spans, config, names, directory / "lanes.png")
+        run_summary.draw(spans, config, names, directory / "lanes.png")
     except ImportError:
         print("no picture: pip install 'verl-mux[plots]'", file=sys.stderr)
 
@@ -247,7 +248,7 @@ def print_summary(result: dict, console: Console) -> None:
         both = f"predicted {group['predicted_period_s']:.2f} s, measured {group['measured_period_s']:.2f} s"
         console.print(f"group {group['group']} ({', '.join(group['jobs'])}): {both} ({group['difference']:+.1%})")
     for move in result.get("moves", ()):
-        console.print(moves.sentence(move))
+        console.print(run_intervals.move_sentence(move))
     for line in _overall(result["mux"]):
         console.print(line)
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import psutil
 
 from verl_mux.coordinator.core.settings import Config
-from verl_mux.launcher.timeline import Timeline
+from verl_mux.launcher.run_intervals import Timeline
 
 EVERY_S = 5.0
 FILE = "cores.jsonl"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import select
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,44 +17,57 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from verl_mux.profiling.live.state import IN_REWARD, IN_TOOL_OR_REWARD, PARKED, STATES, Job, Replica, State
+from verl_mux.profiling.live.state import COUNTERS, IN_REWARD, IN_TOOL_OR_REWARD, PARKED, STATES, Job, Replica, State
 
-# Column -> what its rows are sorted by.
-JOB_COLUMNS = {
-    "job": "job",
-    "step": "step",
-    "runs": "runs",
-    "on": "on",
-    "for": "for_s",
-    "waits for": "waited_s",
-    "behind": "behind",
-    "requests": "requests",
-    "reward": "reward",
-    "step took": "step_sec",
+Row = dict[str, Any]
+Columns = Mapping[str, tuple[str, Callable[[Row], str]]]  # name -> (the key that sorts by it, its cell in a row)
+Sample = tuple[str, Mapping[str, str], float | None]  # metric, labels, value
+
+
+def _shown(key: str, form: str) -> Callable[[Row], str]:
+    return lambda row: "-" if row[key] is None else form.format(row[key])
+
+
+def _runs(row: Row) -> str:
+    # A part of a phase is logged when it ends.
+    return f"{row['runs']} (after {row['doing']})" if row["runs"] else "ended" if row["ended"] else "-"
+
+
+JOB_COLUMNS: Columns = {
+    "job": ("job", lambda row: row["job"]),
+    "step": ("step", _shown("step", "{}")),
+    "runs": ("runs", _runs),
+    "on": ("on", lambda row: ", ".join(row["on"]) or "-"),
+    "for": ("for_s", _shown("for_s", "{:.0f} s")),
+    "waits for": ("waited_s", lambda row: f"{row['waits_for']}, {row['waited_s']:.0f} s" if row["waits_for"] else "-"),
+    "behind": ("behind", lambda row: ", ".join(row["behind"]) or "-"),
+    "requests": ("requests", lambda row: ", ".join(f"{n} {state}" for state, n in row["requests"].items()) or "-"),
+    "reward": ("reward", _shown("reward", "{:.3f}")),
+    "step took": ("step_sec", _shown("step_sec", "{:.1f} s")),
 }
-REPLICA_COLUMNS = {
-    "job": "job",
-    "replica": "replica",
-    "node": "node",
-    "step": "step",
-    "running": "running",
-    "queued": "queued",
-    "tool/reward": "tool_or_reward",
-    "parked": "parked",
-    "KV use": "token_usage",
-    "tokens/s": "tokens_per_sec",
-    "done": "done",
-    "tokens": "tokens",
-    "retracted": "retracted",
-    "age": "age_s",
+REPLICA_COLUMNS: Columns = {
+    "job": ("job", lambda row: row["job"]),
+    "replica": ("replica", _shown("replica", "{}")),
+    "node": ("node", lambda row: row["node"]),
+    "step": ("step", _shown("step", "{}")),
+    "running": ("running", _shown("running", "{:.0f}")),
+    "queued": ("queued", _shown("queued", "{:.0f}")),
+    "tool/reward": ("tool_or_reward", _shown("tool_or_reward", "{}")),
+    "parked": ("parked", _shown("parked", "{}")),
+    "KV use": ("token_usage", _shown("token_usage", "{:.0%}")),
+    "tokens/s": ("tokens_per_sec", _shown("tokens_per_sec", "{:.0f}")),
+    "done": ("done", _shown("done", "{}")),
+    "tokens": ("tokens", _shown("tokens", "{}")),
+    "retracted": ("retracted", _shown("retracted", "{}")),
+    "age": ("age_s", _shown("age_s", "{:.0f} s")),
 }
-_NOTHING: tuple[Any, ...] = (None, [], {})
+_EMPTY: tuple[Any, ...] = (None, [], {})
 STALE_S = 5.0  # counters come once a second while an engine works
 
 
 @dataclass
 class Order:
-    """Of a table's rows. column: which, counted from 0. only: a text that a row must hold."""
+    """Order of a table's rows. column: its index. only: a text that a row must hold."""
 
     column: int = 0
     falling: bool = False
@@ -76,17 +88,17 @@ class Choice:
         return self.jobs if self.on_jobs else self.replicas
 
     @property
-    def columns(self) -> Mapping[str, str]:
+    def columns(self) -> Columns:
         return JOB_COLUMNS if self.on_jobs else REPLICA_COLUMNS
 
 
-def jobs(state: State, order: Order) -> list[dict[str, Any]]:
-    """A row a job, those that `order` leaves; seconds are at the state's newest line."""
+def _jobs(state: State, order: Order) -> list[Row]:
+    """A row a job that `order` leaves; seconds are at the state's newest line."""
     rows = [_job_row(state, job) for _, job in sorted(state.jobs.items())]
     return _ordered(rows, order, JOB_COLUMNS, ("job", "runs", "on", "waits_for", "behind"))
 
 
-def _job_row(state: State, job: Job) -> dict[str, Any]:
+def _job_row(state: State, job: Job) -> Row:
     return {
         "job": job.name,
         "step": job.step,
@@ -103,48 +115,42 @@ def _job_row(state: State, job: Job) -> dict[str, Any]:
     }
 
 
-def replicas(state: State, order: Order) -> list[dict[str, Any]]:
-    """A row a replica, those that `order` leaves. running, queued: by the engine's own counters; requests: those that were last
-    seen on it, by state."""
-    rows = [_replica_row(state, it) for _, it in sorted(state.replicas.items())]
+def _replicas(state: State, order: Order) -> list[Row]:
+    """A row a replica that `order` leaves. running, queued: the engine's counters; requests: those last seen on it, by state."""
+    rows = [_replica_row(state, replica) for _, replica in sorted(state.replicas.items())]
     return _ordered(rows, order, REPLICA_COLUMNS, ("job", "replica", "node"))
 
 
-def _replica_row(state: State, it: Replica) -> dict[str, Any]:
-    told = {key: it.counters.get(key) for key in ("running", "queued", "token_usage", "tokens_per_sec")}
-    done = {"done": it.done, "tokens": it.tokens, "retracted": it.retracted}
-    seen = state.jobs[it.job].requests.count(it.number) if it.job in state.jobs else Counter()
-    counted = {"tool_or_reward": seen[IN_TOOL_OR_REWARD] + seen[IN_REWARD], "parked": seen[PARKED], "requests": _by_state(seen)}
-    age = round(state.now - it.at, 3) if it.at else None
-    return {"job": it.job, "replica": it.number, "node": it.node, "step": it.step, **told, **counted, **done, "age_s": age}
+def _replica_row(state: State, replica: Replica) -> Row:
+    seen = state.jobs[replica.job].requests.count(replica.number) if replica.job in state.jobs else Counter[str]()
+    return {
+        **{"job": replica.job, "replica": replica.number, "node": replica.node, "step": replica.step},
+        **{key: replica.counters.get(key) for key in COUNTERS},
+        **{"tool_or_reward": seen[IN_TOOL_OR_REWARD] + seen[IN_REWARD], "parked": seen[PARKED], "requests": _by_state(seen)},
+        **{"done": replica.done, "tokens": replica.tokens, "retracted": replica.retracted},
+        "age_s": round(state.now - replica.at, 3) if replica.at else None,
+    }
 
 
 def _by_state(counts: Counter[str]) -> dict[str, int]:
     return {name: counts[name] for name in STATES if counts[name]}
 
 
-def _ordered(
-    rows: list[dict[str, Any]], order: Order, columns: Mapping[str, str], filtered_by: Sequence[str]
-) -> list[dict[str, Any]]:
-    """What has no value in the column comes last, either way round."""
-    key = list(columns.values())[order.column]
+def _ordered(rows: list[Row], order: Order, columns: Columns, filtered_by: Sequence[str]) -> list[Row]:
+    """Rows without a value in the column come last, either way round; requests count by their number."""
+    key = list(columns.values())[order.column][0]
     rows = [row for row in rows if order.only in " ".join(_words(row[name]) for name in filtered_by)]
-    known = [row for row in rows if row[key] not in _NOTHING]
-    known.sort(key=lambda row: _rank(row[key]), reverse=order.falling)
-    return known + [row for row in rows if row[key] in _NOTHING]
+    known = [row for row in rows if row[key] not in _EMPTY]
+    known.sort(key=lambda row: sum(row[key].values()) if isinstance(row[key], dict) else row[key], reverse=order.falling)
+    return known + [row for row in rows if row[key] in _EMPTY]
 
 
 def _words(value: Any) -> str:
     return " ".join(value) if isinstance(value, list) else "" if value is None else str(value)
 
 
-def _rank(value: Any) -> Any:
-    """Requests by how many there are."""
-    return sum(value.values()) if isinstance(value, dict) else value
-
-
 def as_json(state: State, choice: Choice) -> dict[str, Any]:
-    return {"now": state.now, "jobs": jobs(state, choice.jobs), "replicas": replicas(state, choice.replicas)}
+    return {"now": state.now, "jobs": _jobs(state, choice.jobs), "replicas": _replicas(state, choice.replicas)}
 
 
 def render(state: State, choice: Choice, name: str) -> Group:
@@ -154,64 +160,30 @@ def render(state: State, choice: Choice, name: str) -> Group:
             head.append(f"   only {table} with {order.only!r}")
     if choice.paused:
         head.append("   paused", style="yellow")
-    foot = Text(
-        f"keys are for {'jobs' if choice.on_jobs else 'replicas'}, Tab: for the other table   s sort   r the other way   "
-        "/ only rows with   p pause   q quit",
-        style="dim",
+    whose = "jobs" if choice.on_jobs else "replicas"
+    keys = "Tab: for the other table   s sort   r the other way   / only rows with   p pause   q quit"
+    jobs = _table(_jobs(state, choice.jobs), JOB_COLUMNS, choice.jobs, choice.on_jobs, JOB_COLUMNS)
+    replicas = _table(
+        _replicas(state, choice.replicas), REPLICA_COLUMNS, choice.replicas, not choice.on_jobs, {"job": 0, "node": 0}
     )
-    tables = _jobs_table(jobs(state, choice.jobs), choice), _replicas_table(replicas(state, choice.replicas), choice)
-    return Group(head, *tables, foot)
+    return Group(head, jobs, replicas, Text(f"keys are for {whose}, {keys}", style="dim"))
 
 
-def _empty(columns: Mapping[str, str], order: Order, chosen: bool, left: Collection[str]) -> Table:
-    """Its columns, with a mark at the one that it is sorted by; `left`: those that are set flush left."""
+def _table(rows: list[Row], columns: Columns, order: Order, chosen: bool, left: Mapping[str, Any]) -> Table:
+    """Mark the column that sorts; set the columns of `left` flush left; dim rows whose counters are stale."""
     table = Table(box=None, padding=(0, 1), header_style="bold cyan" if chosen else "cyan")
     for place, column in enumerate(columns):
         mark = (" v" if order.falling else " ^") if place == order.column else ""
         table.add_column(column + mark, justify="left" if column in left else "right")
-    return table
-
-
-def _jobs_table(rows: Sequence[dict[str, Any]], choice: Choice) -> Table:
-    table = _empty(JOB_COLUMNS, choice.jobs, choice.on_jobs, JOB_COLUMNS)
     for row in rows:
-        waits = f"{row['waits_for']}, {row['waited_s']:.0f} s" if row["waits_for"] else "-"
-        requests = ", ".join(f"{count} {state}" for state, count in row["requests"].items())
-        held = f"{row['for_s']:.0f} s" if row["runs"] else "-"
-        reward = "-" if row["reward"] is None else f"{row['reward']:.3f}"
-        took = "-" if row["step_sec"] is None else f"{row['step_sec']:.1f} s"
-        # A part is logged when it ends.
-        runs = f"{row['runs']} (after {row['doing']})" if row["runs"] else "ended" if row["ended"] else "-"
-        cells = [row["job"], str(row["step"]), runs, ", ".join(row["on"]) or "-", held, waits]
-        table.add_row(*cells, ", ".join(row["behind"]) or "-", requests or "-", reward, took)
+        age = row.get("age_s", 0.0)
+        table.add_row(*(cell(row) for _, cell in columns.values()), style="dim" if age is None or age > STALE_S else "")
     return table
 
 
-def _replicas_table(rows: Sequence[dict[str, Any]], choice: Choice) -> Table:
-    table = _empty(REPLICA_COLUMNS, choice.replicas, not choice.on_jobs, ("job", "node"))
-    for row in rows:
-        stale = row["age_s"] is None or row["age_s"] > STALE_S
-        usage = "-" if row["token_usage"] is None else f"{row['token_usage']:.0%}"
-        outside = [str(row["tool_or_reward"]), str(row["parked"])]
-        counters = [_whole(row["running"]), _whole(row["queued"]), *outside, usage, _whole(row["tokens_per_sec"])]
-        done = [str(row[key]) for key in ("done", "tokens", "retracted")]
-        age = "-" if row["age_s"] is None else f"{row['age_s']:.0f} s"
-        cells = [row["job"], str(row["replica"]), row["node"], str(row["step"]), *counters, *done, age]
-        table.add_row(*cells, style="dim" if stale else "")
-    return table
-
-
-def _whole(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f}"
-
-
-Sample = tuple[str, Mapping[str, str], float | None]  # metric, labels, value
-# Counters come once a second while an engine works, and those of one that sleeps are no news. Files of other hosts may show late.
-QUIET_S = 15.0
-
-# metric -> (type, help)
+# No name is one of a coordinator's metrics: both may be scraped. metric -> (type, help)
 METRICS = {
-    "mux_top_quiet_seconds": ("gauge", "Since the newest line of the run's logs, by the clock of who reads them."),
+    "mux_top_quiet_seconds": ("gauge", "Seconds since the newest line of the run's logs, by this machine's clock."),
     "mux_top_job_ended": ("gauge", "1 when the job has ended, 0 until then."),
     "mux_top_job_step": ("gauge", "The step that the job is at."),
     "mux_top_job_step_seconds": ("gauge", "How long the job's last whole step took."),
@@ -228,60 +200,56 @@ METRICS = {
     "mux_top_replica_tokens": ("gauge", "Tokens of that step's stays that ended in the engine."),
     "mux_top_replica_retracted": ("gauge", "Requests of that step that the engine threw out for want of KV cache."),
 }
-_COUNTERS = {
-    "running": "mux_top_replica_running",
-    "queued": "mux_top_replica_queued",
-    "token_usage": "mux_top_replica_kv_usage",
-    "tokens_per_sec": "mux_top_replica_tokens_per_second",
-}
+_GAUGES = dict(zip(COUNTERS, ("running", "queued", "kv_usage", "tokens_per_second"), strict=True))
+# Counters come once a second while an engine works, those of a sleeping engine are stale. Files of other hosts may arrive late.
+QUIET_S = 15.0
 
 
 def samples(state: State, now: float) -> Iterator[Sample]:
-    """Of METRICS. now: seconds since the epoch; the time of the newest line where that is later.
+    """Samples of METRICS. now: seconds since the epoch; the time of the newest line where that is later.
 
-    Of jobs that have ended only that and their last step; of engines whose counters are older than QUIET_S, no counters.
+    Jobs that have ended have only that and their last step; engines whose counters are older than QUIET_S have no counters.
     """
     now = max(now, state.now)
     if state.jobs or state.replicas:
         yield "mux_top_quiet_seconds", {}, now - state.now
-    yield from itertools.chain.from_iterable(_job_samples(job, now) for _, job in sorted(state.jobs.items()))
+    for _, job in sorted(state.jobs.items()):
+        yield from _job_samples(job, now)
     for (name, _), replica in sorted(state.replicas.items()):
         if name not in state.jobs or not state.jobs[name].ended:
             yield from _replica_samples(replica, now)
 
 
 def _job_samples(job: Job, now: float) -> Iterator[Sample]:
-    whose = {"job": job.name}
-    yield "mux_top_job_ended", whose, int(job.ended)
-    yield "mux_top_job_step", whose, job.step
-    yield "mux_top_job_step_seconds", whose, job.figures.get("step_sec")
-    yield "mux_top_job_reward", whose, job.figures.get("reward")
+    labels = {"job": job.name}
+    figures = {"ended": int(job.ended), "step": job.step, "step_seconds": job.figures.get("step_sec")}
+    for name, value in (figures | {"reward": job.figures.get("reward")}).items():
+        yield f"mux_top_job_{name}", labels, value
     if job.ended:
         return
     requests = job.requests.count()
     for state in STATES:
-        yield "mux_top_job_requests", {**whose, "state": state}, requests[state]
+        yield "mux_top_job_requests", {**labels, "state": state}, requests[state]
     if job.phase:
         for node in job.nodes:
-            yield "mux_top_lease_held_seconds", {"node": node, **whose, "phase": job.phase}, now - job.since
+            yield "mux_top_lease_held_seconds", {"node": node, **labels, "phase": job.phase}, now - job.since
     if job.asks:
         for node in job.nodes_of.get(job.asks) or ("",):
-            yield "mux_top_lease_waited_seconds", {"node": node, **whose, "phase": job.asks}, now - job.asked
+            yield "mux_top_lease_waited_seconds", {"node": node, **labels, "phase": job.asks}, now - job.asked
 
 
 def _replica_samples(replica: Replica, now: float) -> Iterator[Sample]:
-    where = {"job": replica.job, "replica": str(replica.number), "node": replica.node}
+    labels = {"job": replica.job, "replica": str(replica.number), "node": replica.node}
+    values: dict[str, float | None] = {}
     if now - replica.at <= QUIET_S:
-        for counter, metric in _COUNTERS.items():
-            yield metric, where, replica.counters.get(counter)
-    yield "mux_top_replica_step", where, replica.step
-    yield "mux_top_replica_stays_done", where, replica.done
-    yield "mux_top_replica_tokens", where, replica.tokens
-    yield "mux_top_replica_retracted", where, replica.retracted
+        values = {gauge: replica.counters.get(counter) for counter, gauge in _GAUGES.items()}
+    values |= {"step": replica.step, "stays_done": replica.done, "tokens": replica.tokens, "retracted": replica.retracted}
+    for name, value in values.items():
+        yield f"mux_top_replica_{name}", labels, value
 
 
 def watch(look: Callable[[], None], shown: Callable[[], RenderableType], choice: Choice, every: float) -> None:
-    """Until q or Ctrl-C: looks `every` so many seconds unless it pauses, and shows."""
+    """Look every `every` seconds unless paused, and show, until q or Ctrl-C."""
     with _keys_at_once(), Live(auto_refresh=False, screen=True) as live, contextlib.suppress(KeyboardInterrupt):
         keys = Keys(choice)
         while not keys.ended:
@@ -322,7 +290,7 @@ class Keys:
 
 
 def _typed(seconds: float) -> str:
-    """Keys typed within `seconds`; at once when there are any. Without a terminal to type in, none."""
+    """Keys typed within `seconds`, returned at once; none without a terminal to type in."""
     if not sys.stdin.isatty():
         time.sleep(seconds)
         return ""
