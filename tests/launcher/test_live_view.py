@@ -90,7 +90,8 @@ class TestRender:
         text = self.drawn(view)
         for part in (
             "61 s", "interleaved", "3.0 GiB", "math rollout 3 [generate] for 2.0 s", "code rollout 3 since 1.4 s",
-            "5 MiB, peak 9 MiB", "step 3 of 20", "reward=0.5", "response_length=81.2", "3/64 samples", "live (starting engines)", "step 0",
+            "5 MiB, peak 9 MiB", "step 3 of 20", "reward=0.5", "response_length=81.2", "3/64 samples",
+            "live (starting engines)", "step 0",
         ):  # fmt: skip
             assert part in text, part
 
