@@ -28,7 +28,6 @@ class WorkerSettings:
     `nodes`: names by side, in the order of ranks; `places`: where each of them is.
     `resume`: the folder of the checkpoint that the job goes on from, None: from none.
     `device`: the keys under mux.device.
-    `truncated_reward`: of a response that segment rollout cut at its longest; None: its own score.
     """
 
     job: str = "job"
@@ -45,7 +44,6 @@ class WorkerSettings:
     train_nodes: tuple[str, ...] = ()
     rollout_cpus: tuple[int, ...] = ()
     train_cpus: tuple[int, ...] = ()
-    truncated_reward: float | None = None
     places: Mapping[str, Place] = field(default_factory=dict)
     resume: str | None = None
     device: DeviceSettings = DeviceSettings()

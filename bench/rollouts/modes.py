@@ -18,7 +18,6 @@ _STOCK = ["actor_rollout_ref.rollout.nnodes=0"]
 _TRIGGER = [
     *_STOCK,
     "trainer.v1.trainer_mode=colocate_async",
-    "mux.rollout.trigger.enable=true",
     "mux.rollout.trigger.n_min=4",
     "mux.rollout.trigger.t_max_s=30",
 ]
@@ -29,30 +28,12 @@ MODES: dict[str, list[str]] = {
     "trigger": _TRIGGER,
     "trigger_entropy": [
         *_TRIGGER,
-        "mux.rollout.trigger.entropy.enable=true",
-        "mux.rollout.trigger.entropy.high=0.18",
-        "mux.rollout.trigger.entropy.low=0.13",
-        "mux.rollout.trigger.entropy.margin=0.01",
+        "mux.rollout.trigger.entropy=[0.13,0.18]",
     ],
     PLAIN: [],
     "colocate": ["trainer.v1.trainer_mode=mux_colocate"],
     "oversample": ["mux.rollout.oversample.rate={rate}", "mux.rollout.oversample.max_cuts=8"],
-    "oversample_restart": [
-        "mux.rollout.oversample.rate={rate}",
-        "mux.rollout.oversample.tokens=restart",
-        "mux.rollout.oversample.accept_length_bias=true",
-    ],
-    "oversample_drop": [
-        "mux.rollout.oversample.rate={rate}",
-        "mux.rollout.oversample.leftover=drop",
-        "mux.rollout.oversample.accept_length_bias=true",
-    ],
     "segments": ["mux.rollout.segments.segment_length={segment}", "mux.rollout.segments.max_segments=4"],
-    "segments_sais": [
-        "mux.rollout.segments.segment_length={segment}",
-        "mux.rollout.segments.max_segments=4",
-        "mux.rollout.segments.treatment=sais",
-    ],
     "segments_mask": [
         "mux.rollout.segments.segment_length={segment}",
         "mux.rollout.segments.max_segments=4",
@@ -69,7 +50,6 @@ _EPOCHS = ["data.train_max_samples={epoch}"]
 _ON_EPOCHS = {BASE: "sync_epochs", PLAIN: "plain_epochs", "colocate_async": "colocate_async_epochs"}
 MODES |= {name: [*_EPOCHS, *MODES[mode]] for mode, name in _ON_EPOCHS.items()}
 MODES["defer"] = [*_EPOCHS, "mux.rollout.tail=defer"]
-MODES["defer_wide"] = [*MODES["defer"], "mux.rollout.defer.max_mean=2.5"]
 DEFAULT_MODES = (BASE, "colocate_async", PLAIN, "oversample", "segments")
 EPOCH_STEPS = 6
 GROUPS = 8  # prompt groups of a step; only the trigger may take fewer

@@ -16,7 +16,7 @@ import msgspec
 from verl_mux.placement.feasibility import TOLERANCE
 from verl_mux.placement.group_run import group_periods
 from verl_mux.placement.model import Estimate, Group, JobSpec, Pin
-from verl_mux.rollout.control.migration_plan import EngineSpeed, Migration, MigrationPolicy, Replica, Request, plan
+from verl_mux.rollout.control.replica_plan import EngineSpeed, Migration, MigrationPolicy, Replica, Request, plan
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 MAX_TOKENS = 10**9  # of one replica: no limit, the requests are

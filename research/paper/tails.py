@@ -12,7 +12,7 @@ from research.paper.testbed import WORKLOADS, make_job
 from research.workload.uncertainty import Cdf, length_at, read_lengths
 from verl_mux.placement.group_run import periods_by_job
 from verl_mux.placement.model import Group
-from verl_mux.rollout.control.migration_plan import EngineSpeed, MigrationPolicy
+from verl_mux.rollout.control.replica_plan import EngineSpeed, MigrationPolicy
 
 RESPONSES, PROMPT_TOKENS, DRAWS = 256, 512, 5
 # A full batch of 32 a GPU makes a decoding step half as long again; a replica prefills 5000 tokens a second.

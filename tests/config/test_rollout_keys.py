@@ -11,7 +11,7 @@ from verl_mux.config.keys import convert
 from verl_mux.config.rollout_checks import Surroundings, check_rollout
 from verl_mux.config.rollout_keys import RolloutConfig
 from verl_mux.errors import UserError
-from verl_mux.rollout.control.lag_limit import LagLimit
+from verl_mux.rollout.control.oversampling import LagLimit
 from verl_mux.rollout.control.segments import SegmentLimits
 
 AROUND = Surroundings("mux_separate", train_batch_size=8, samples_per_group=4, max_response_length=1000, engine_requests=64)
@@ -31,16 +31,14 @@ def test_nothing_given_is_the_default_and_every_part_is_off():
     config = load({}, AROUND)
     assert config == RolloutConfig()
     assert config.segment_limits(1000) is None
-    assert not config.migration.enable
-    assert not config.trigger.enable
+    assert not config.migration
+    assert config.trigger.n_min is None
     assert config.oversample.rate == 0
 
 
 def test_given_keys_are_taken():
-    drop = {"rate": 1, "leftover": "drop", "accept_length_bias": True}
-    config = load({"oversample": drop, "dispatch": {"order": "sjf"}}, AROUND)
+    config = load({"oversample": {"rate": 1}, "dispatch": {"order": "sjf"}}, AROUND)
     assert config.oversample.rate == 1.0
-    assert config.oversample.leftover == "drop"
     assert config.launch_order == "sjf"
 
 
@@ -60,26 +58,19 @@ def test_segment_limits_fall_back_on_the_response_length():
     [
         ({"oversample": {"rate": -0.1}}, "mux.rollout.oversample.rate=-0.1 is not possible; allowed: 0 (off) or more"),
         ({"oversample": {"rate": 1.5}}, "would launch 80 responses and the engines hold 64 at once, so at most 1"),
-        ({"oversample": {"leftover": "keep"}}, "allowed: requeue, drop"),
-        ({"oversample": {"tokens": "keep"}}, "allowed: resume, restart"),
         ({"oversample": {"rate": "much"}}, "mux.rollout.oversample.rate must be a number, given 'much'"),
         ({"oversample": {"rate": float("nan")}}, "must be a number, given nan"),
         ({"oversample": {"max_cuts": 1.5}}, "must be a whole number, given 1.5"),
-        ({"oversample": {"ratio": 1}}, "unknown key mux.rollout.oversample.ratio; allowed here: rate, leftover"),
+        ({"oversample": {"ratio": 1}}, "unknown key mux.rollout.oversample.ratio; allowed here: rate, max_cuts"),
         ({"overSample": {}}, "unknown key mux.rollout.overSample; allowed here: oversample, max_lag"),
-        ({"oversample": 3}, "mux.rollout.oversample is 3; it holds the keys rate, leftover"),
+        ({"oversample": 3}, "mux.rollout.oversample is 3; it holds the keys rate, max_cuts"),
         ({"segments": {"segment_length": 2000}}, "segments.segment_length=2000 is not possible; allowed: 1 to 1000"),
         ({"segments": {"segment_length": 600, "max_length": 500}}, "allowed: 1 to 500, the maximum"),
         ({"segments": {"max_length": 2000}}, "1 to data.max_response_length=1000"),
         (
             {"segments": {"treatment": "tois"}},
-            "segments.treatment=tois is not possible; allowed: tis, decoupled, mask, pois, sais",
+            "segments.treatment=tois is not possible; allowed: tis, mask, pois",
         ),
-        (
-            {"oversample": {"rate": 1, "tokens": "restart"}},
-            "oversample.tokens=restart is not possible; allowed: resume; restart trains",
-        ),
-        ({"oversample": {"rate": 1, "leftover": "drop"}}, "oversample.accept_length_bias=true where that is wanted all the same"),
         ({"max_lag": 1}, "max_lag=1 is not possible; allowed: null where no response goes on under newer weights"),
         ({"max_lag": -1, "segments": {"segment_length": 9}}, "max_lag=-1 is not possible; allowed: 0 versions or more"),
         ({"max_lag_strategy": "stop"}, "max_lag_strategy=stop is not possible; allowed: protect, wait, drop"),
@@ -87,34 +78,21 @@ def test_segment_limits_fall_back_on_the_response_length():
             {"segments": {"segment_length": 9}, "oversample": {"max_cuts": 1}},
             "oversample.max_cuts=1 is not possible; allowed: its default with mux.rollout.segments.segment_length",
         ),
-        ({"speculative": "eagle"}, "speculative=eagle is not possible; allowed: none, ngram"),
         ({"tail": "cut"}, "mux.rollout.tail=cut is not possible; allowed: none, defer"),
         ({"tail": "defer", "oversample": {"rate": 1}}, "tail=defer is not possible with mux.rollout.oversample.rate=1.0"),
-        ({"defer": {"window": 1}}, "defer.window=1 is not possible; allowed: 2 steps or more, or null"),
-        ({"defer": {"max_mean": 1}}, "defer.max_mean=1.0 is not possible; allowed: above 1"),
-        ({"segments": {"truncated_reward": "none"}}, "must be a number or null, given 'none'"),
         ({"dispatch": {"order": "lifo"}}, "dispatch.order=lifo is not possible; allowed: auto, fifo, sjf"),
         ({"dispatch": {"predictor": "bert"}}, "dispatch.predictor=bert is not possible; allowed: default, fifo"),
-        ({"migration": {"enable": "yes"}}, "migration.enable must be true or false, given 'yes'"),
-        ({"migration": {"threshold": 0}}, "migration.threshold=0.0 is not possible; allowed: above 0, at most 1"),
+        ({"migration": "yes"}, "migration must be true or false, given 'yes'"),
         (
-            {"migration": {"enable": True}, "oversample": {"rate": 0.5}},
-            "mux.rollout.migration.enable=True is not possible: over-sampling and segments cut the tail off",
-        ),
-        ({"growth": {"min_gain_s": -1}}, "growth.min_gain_s=-1.0 is not possible; allowed: 0 seconds or more"),
-        ({"trigger": {"n_min": 0}}, "trigger.n_min=0 is not possible; allowed: 1 prompt group or more"),
-        ({"trigger": {"entropy": {"high": 0.1}}}, "trigger.entropy.low=0.2 is not possible; allowed: below high=0.1"),
-        ({"trigger": {"entropy": {"n_min_bounds": 3}}}, "must be two numbers, the lowest and the highest, given 3"),
-        ({"trigger": {"entropy": {"n_min_bounds": [9, 2]}}}, "n_min_bounds=[9, 2] is not possible"),
-        ({"trigger": {"enable": True}}, "mux.rollout.trigger.enable=True does not go with trainer.v1.trainer_mode=mux_separate"),
-        (
-            {"oversample": {"rate": 0.5, "leftover": "drop", "accept_length_bias": True}, "segments": {"segment_length": 100}},
-            "oversample.leftover=drop contradicts mux.rollout.segments.segment_length",
+            {"migration": True, "oversample": {"rate": 0.5}},
+            "mux.rollout.migration=True is not possible: over-sampling and segments cut the tail off",
         ),
         (
-            {"oversample": {"rate": 0.5, "tokens": "restart", "accept_length_bias": True}, "segments": {"segment_length": 100}},
-            "oversample.tokens=restart contradicts mux.rollout.segments.segment_length",
+            {"trigger": {"n_min": 0}},
+            "trigger.n_min=0 is not possible; allowed: 1 to data.train_batch_size=8 prompt groups, or null",
         ),
+        ({"trigger": {"entropy": [0.2, 0.1]}}, "trigger.entropy=[0.2, 0.1] is not possible; allowed: [low, high]"),
+        ({"trigger": {"n_min": 4}}, "mux.rollout.trigger.n_min=4 does not go with trainer.v1.trainer_mode=mux_separate"),
     ],
 )
 def test_bad_values_are_refused_in_one_line(given, said):
@@ -130,8 +108,7 @@ def test_bad_values_are_refused_in_one_line(given, said):
         ("colocate_async", {"oversample": {"rate": 0.5}}, "it cuts off and resumes unfinished responses already"),
         ("separate_async", {"segments": {"segment_length": 9}}, "it has no barrier whose tail could be cut off"),
         ("sync", {"oversample": {"rate": 1}}, "allowed trainer modes: mux_separate, mux_colocate"),
-        ("mux_colocate", {"migration": {"enable": True}}, "allowed trainer modes: mux_separate"),
-        ("sync", {"speculative": "ngram"}, "allowed trainer modes: mux_separate, mux_colocate"),
+        ("mux_colocate", {"migration": True}, "allowed trainer modes: mux_separate"),
         ("sync", {"tail": "defer"}, "allowed trainer modes: mux_separate, mux_colocate"),
         ("sync", {"dispatch": {"order": "sjf"}}, "allowed trainer modes: mux_separate, mux_colocate"),
         ("colocate_async", {"dispatch": {"order": "auto"}}, "its trainer hands prompts out"),
@@ -152,10 +129,10 @@ def test_a_missing_extra_is_said_at_start(monkeypatch):
 
 def test_migration_needs_a_second_rollout_node():
     two = dataclasses.replace(AROUND, rollout_nodes=["r0", "r1"])
-    assert load({"migration": {"enable": True}}, two).controlled
-    assert load({"migration": {"enable": True}}, dataclasses.replace(AROUND, rollout_nodes=["auto"])).controlled
+    assert load({"migration": True}, two).controlled
+    assert load({"migration": True}, dataclasses.replace(AROUND, rollout_nodes=["auto"])).controlled
     with pytest.raises(UserError, match="names one node; two or more are needed"):
-        load({"migration": {"enable": True}}, dataclasses.replace(AROUND, rollout_nodes=["r0"]))
+        load({"migration": True}, dataclasses.replace(AROUND, rollout_nodes=["r0"]))
 
 
 @pytest.mark.parametrize("own", [[], ["r2"], ["r0", "r1"], ["r0", "r2"]])
@@ -173,7 +150,7 @@ def test_a_rollout_that_grows_owns_some_of_its_nodes_and_not_all(own):
     [
         ("mux_colocate", {}, "allowed trainer modes: mux_separate"),
         ("mux_separate", {"oversample": {"rate": 0.5}}, "growth.own=['r0'] is not possible with mux.rollout.oversample.rate=0.5"),
-        ("mux_separate", {"migration": {"enable": True}}, "is not possible with mux.rollout.migration.enable=True"),
+        ("mux_separate", {"migration": True}, "is not possible with mux.rollout.migration=True"),
     ],
 )
 def test_growth_goes_with_its_own_mode_and_without_another_hand_on_the_tail(mode, given, said):
@@ -189,15 +166,6 @@ def test_the_limit_of_lag_is_the_keys_or_what_verls_threshold_leaves():
     assert load(cuts, AROUND).lag_limit(None) is None
     assert load({**cuts, "max_lag": 1, "max_lag_strategy": "wait"}, AROUND).lag_limit(8) == LagLimit(1, "wait")
     assert load({}, AROUND).lag_limit(8) is None
-
-
-def test_speculation_is_refused_by_name_without_a_gpu_and_with_seeds_of_our_own():
-    ngram = {"speculative": "ngram"}
-    assert load(ngram, AROUND).speculative == "ngram"
-    with pytest.raises(UserError, match="mux.rollout.speculative=ngram is not possible; allowed: none without a GPU"):
-        load(ngram, around(on_gpu=False))
-    with pytest.raises(UserError, match="none with mux.seeded_sampling=true"):
-        load(ngram, around(seeded_sampling=True))
 
 
 def test_an_order_is_kept_by_launching_samples_one_by_one():

@@ -12,7 +12,7 @@ def test_what_steers_a_rollout_is_told_and_nothing_else():
             "actor_rollout_ref": {"model": {"path": "secret"}},
             "mux": {
                 "rollout": {
-                    "oversample": {"rate": 0.5, "accept_length_bias": False},
+                    "oversample": {"rate": 0.5, "max_cuts": 2},
                     "segments": {"segment_length": None},
                     "max_lag": 2,
                     "max_lag_strategy": "wait",
@@ -25,7 +25,7 @@ def test_what_steers_a_rollout_is_told_and_nothing_else():
         "trainer.v1.trainer_mode=mux_separate",
         "trainer.v1.sampler.max_off_policy_threshold=8",
         "mux.rollout.oversample.rate=0.5",
-        "mux.rollout.oversample.accept_length_bias=False",
+        "mux.rollout.oversample.max_cuts=2",
         "mux.rollout.max_lag=2",
         "mux.rollout.max_lag_strategy=wait",
         "mux.rollout.tail=none",

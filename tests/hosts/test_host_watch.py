@@ -22,7 +22,7 @@ time.sleep(600)
 """
 _WATCH = """
 import sys, time
-from verl_mux.trainer.host_watch import HostWatch
+from verl_mux.trainer.job_hosts import HostWatch
 watch = HostWatch({"the host of t1": (sys.argv[1], 7070)}, float(sys.argv[2]), lambda lost: print(lost, flush=True), 0.2)
 print("ready", flush=True)
 time.sleep(600)

@@ -21,7 +21,7 @@ from verl_mux.errors import UserError
 from verl_mux.places.here import here
 from verl_mux.places.place import Location, Place
 from verl_mux.places.ray_nodes import PlacedPool, check_cluster, in_rank_order, ray_nodes
-from verl_mux.trainer.worker_groups import check_ranks
+from verl_mux.trainer.job_hosts import check_ranks
 from verl_mux.worker_settings import WorkerSettings
 
 HOSTS = {"big": "127.0.0.3", "small": "127.0.0.2"}

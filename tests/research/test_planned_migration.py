@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from research.paper.planned_migration import THRESHOLDS, Engines, Tail, choose_tails, plan_tails, with_tail
 from verl_mux.placement.group_run import group_periods
 from verl_mux.placement.model import Estimate, Group, JobSpec, Pin
-from verl_mux.rollout.control.migration_plan import EngineSpeed, MigrationPolicy
+from verl_mux.rollout.control.replica_plan import EngineSpeed, MigrationPolicy
 
 # A token of every request takes a hundredth of a second, however many run; a prefill is nearly free.
 SPEED = EngineSpeed(prefill=1e6, step_s=0.01, step_per_request_s=0.0)

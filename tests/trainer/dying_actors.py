@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import ray
 
 from verl_mux.profiling.eventlog.log import NULL_LOG
-from verl_mux.trainer.actor_watch import ActorWatch, DeadActor, actors_of_rollout, end_process
+from verl_mux.trainer.job_hosts import ActorWatch, DeadActor, actors_of_rollout, end_process
 
 TOLD = "told: "
 QUICK = {"every_s": 0.1, "patience_s": 0.2}
@@ -64,12 +64,8 @@ class Job:
         servers, self.loops, self.rewards = ([Server.remote(), Server.remote()] for _ in range(3))
         named = (("TransferQueueController", "transfer_queue"), ("TransferQueueStorageUnit#0", None))
         self._queue = [Balancer.options(name=name, namespace=space).remote() for name, space in named]
-        self.agent_loop_manager = SimpleNamespace(agent_loop_workers=self.loops)
         replicas = [SimpleNamespace(replica_rank=rank, servers=[server]) for rank, server in enumerate(servers)]
-        self.rollout_server_manager = SimpleNamespace(global_load_balancer=Balancer.remote(), get_replicas=lambda: replicas)
-
-    def get_reward_handles(self) -> list:
-        return self.rewards
+        self.engines = SimpleNamespace(global_load_balancer=Balancer.remote(), get_replicas=lambda: replicas)
 
 
 def kill(actor) -> None:
@@ -96,7 +92,7 @@ def tell(what: str) -> None:
 def main() -> None:
     ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
     job = Job()
-    alive = actors_of_rollout(job)
+    alive = actors_of_rollout(job.engines, job.loops, job.rewards)
     ray.get([actor.pid.remote() for actor in alive.values()])
     tell(", ".join(sorted(alive)))
     busy = Balancer.remote()

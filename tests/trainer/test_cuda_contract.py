@@ -18,9 +18,8 @@ from verl_mux.errors import Failure
 from verl_mux.memory.residents import Residents
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.trainer import workers
-from verl_mux.trainer.leaving import Leaving
 from verl_mux.trainer.modes import PPOTrainerMuxSeparate
-from verl_mux.trainer.phases import Phases
+from verl_mux.trainer.phases import Leaving, Phases
 from verl_mux.trainer.workers import MuxActorWorker, MuxTrainingWorker
 from verl_mux.worker_settings import WorkerSettings
 
@@ -181,7 +180,7 @@ def trainer(cuda, process):
     made = object.__new__(PPOTrainerMuxSeparate)
     made.settings = WorkerSettings(rollout_nodes=tuple(NODES["rollout"]), train_nodes=tuple(NODES["train"]))
     made.global_steps, made.curr_step_profile, made.timing_raw = 1, False, {}
-    made.leaving = Leaving(connect(None, "a", NODES), None)
+    made.total_training_steps, made.leaving = 9, Leaving(connect(None, "a", NODES), None)
     made.phases = SimpleNamespace(lease="init", mux=None)
     made.actor_rollout_wg, made.critic_wg = group(process.actor), group(process.critic)
     made.phases = Phases(Lease(cuda.calls), NULL_LOG)

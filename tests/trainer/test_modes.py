@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import time
 from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 
 pytest.importorskip("verl")
 from ray.exceptions import RayTaskError
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from tests.trainer.fencing import Fencing
+from tests.trainer.fencing import Fencing, made_ready
 from verl_mux.coordinator.bus.client import Lease, LeaseLost
 from verl_mux.coordinator.bus.connect import connect
 from verl_mux.coordinator.bus.messages import Member
@@ -27,13 +27,14 @@ from verl_mux.places.place import Location, Place
 from verl_mux.platform.device_ledger import DeviceFull
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.eventlog.log import NULL_LOG
+from verl_mux.rollout.control.replica_plan import Unit
 from verl_mux.trainer import modes
-from verl_mux.trainer.actor_watch import ActorWatch, DeadActor
-from verl_mux.trainer.host_watch import HostWatch
-from verl_mux.trainer.leaving import Leaving
+from verl_mux.trainer.job_hosts import ActorWatch, DeadActor, HostWatch
 from verl_mux.trainer.modes import PPOTrainerMuxSeparate
-from verl_mux.trainer.phases import Phases
-from verl_mux.trainer.suspend import EngineWeights
+from verl_mux.trainer.phases import Leaving, Phases
+from verl_mux.trainer.replay_buffer import MuxReplayBuffer
+from verl_mux.trainer.replica_moves import ReplicaMoves
+from verl_mux.trainer.rollout_engines import RolloutEngines
 from verl_mux.worker_settings import WorkerSettings, node_of
 
 NODES = {"rollout": ["r0", "r1"], "train": ["t0", "t1"]}
@@ -50,9 +51,8 @@ def trainer():
     """A trainer of two rollout and two training nodes that went through no set-up."""
     made = object.__new__(PPOTrainerMuxSeparate)
     made.settings = WorkerSettings(rollout_nodes=tuple(NODES["rollout"]), train_nodes=tuple(NODES["train"]))
-    made.global_steps, made.weights = 1, EngineWeights()
-    made.leaving = Leaving(connect(None, "a", NODES), None)
-    made.rollout = SimpleNamespace(is_over=lambda: None)
+    made.global_steps, made.rollout, made.moves = 1, None, ReplicaMoves()
+    made.total_training_steps, made.leaving = 9, Leaving(connect(None, "a", NODES), None)
     made.hosts = HostWatch({}, 0.0, print)
     return made
 
@@ -79,7 +79,7 @@ def memory(trainer):
 def test_each_training_node_shows_what_its_own_ranks_hold(trainer, memory):
     trainer.train_groups = lambda: [group(10, 20, 30, 40), group(1, 2, 3, 4)]
     trainer.phases.lease = Lease(1, NODES["train"], "train", 1, 0.0, 0.0)
-    trainer.wake_trainer()
+    trainer.wake_states()
     assert memory() == {"r0": {}, "r1": {}, "t0": {"params": 33}, "t1": {"params": 77}}
     # All ranks move at the same time, one group after the other.
     assert trainer.phases.take_seconds() == {"wake": 1.0}
@@ -91,19 +91,18 @@ def test_a_process_tells_what_it_holds_of_its_hosts_memory_once_whatever_groups_
     trainer.train_groups = lambda: [SimpleNamespace(mux_host_memory=lambda told=told: told) for told in (actor, critic)]
     engine = ("r1", Member("h", 9, 1, "b"), {"private": 5, "shared": 7})
     trainer.rollout_server_manager = SimpleNamespace(host_memory=lambda: [engine])
-    trainer._tell_host_memory()
+    trainer._report_host_memory()
     assert memory("host_memory") == {"t0": {"private": 20}, "t1": {"private": 20}, "r0": {}, "r1": {"private": 5, "shared": 7}}
 
 
 def test_each_rollout_node_shows_what_its_own_engines_hold(trainer, memory):
     awake = [("r0", {"weights": Moved(5, 5, 0.1)}), ("r1", {"weights": Moved(7, 7, 0.3)})]
     asleep = [("r1", {"weights": Moved(7, 0, 0.1)})]
-    trainer.rollout_server_manager = SimpleNamespace(
-        move=lambda verb, tags, ranks, token, level: asleep if ranks == [1] else awake
-    )
-    trainer._move_rollout("wake", ["weights"])
+    manager = SimpleNamespace(move=lambda verb, tags, ranks, token, level: asleep if ranks == (1,) else awake)
+    engines = RolloutEngines(manager, None, trainer.phases)
+    engines._move("wake", ["weights"])
     assert memory() == {"r0": {"weights": 5}, "r1": {"weights": 7}, "t0": {}, "t1": {}}
-    trainer._move_rollout("sleep", None, [1])
+    engines.part(Unit(("r1",), (1,), ("s1",)))
     assert memory() == {"r0": {"weights": 5}, "r1": {}, "t0": {}, "t1": {}}
     assert trainer.phases.take_seconds() == {"wake": 0.3, "sleep": 0.1}
 
@@ -113,7 +112,6 @@ def asked(trainer):
     """What is asked of the device of a trainer without a coordinator, in order."""
     asked = []
     trainer.phases = Phases(connect(None, "a", NODES), NULL_LOG)
-    trainer.rollout_server_manager = SimpleNamespace()
     return asked
 
 
@@ -135,7 +133,7 @@ def test_a_lease_fenced_while_its_memory_goes_to_sleep_goes_back_asleep(trainer,
             return []
 
         trainer.phases.guard(pause)
-        trainer.rollout_server_manager.move = sleep
+        trainer.engines = RolloutEngines(SimpleNamespace(move=sleep), None, trainer.phases)
         trainer.train_groups = lambda: [SimpleNamespace(mux_sleep=sleep)]
         mux.release = lambda given_back: asked.append(given_back)
         trainer._end_rollout() if phase == "rollout" else trainer.on_step_end()
@@ -150,17 +148,21 @@ def test_a_rollout_that_lost_an_actor_ends_its_job_instead_of_going_on_for_ever(
         self.phases.begin("rollout", 1)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            self._add_prompts_to_generate(1) if waits_by == "refilling" else self.tell_progress(0, 8)
+            self._add_prompts_to_generate(1) if waits_by == "refilling" else self.replay_buffer.report_progress(0)
 
     lost = DeadActor("no rollout can end any more: reward worker 0 died")
-    trainer.phases, trainer.rollout = Phases(Fencing(), NULL_LOG), SimpleNamespace(running=contextlib.nullcontext)
+    trainer.phases, trainer.config = Phases(Fencing(), NULL_LOG), OmegaConf.create()
     monkeypatch.setattr(PPOTrainer, "fit", rollout)
     monkeypatch.setattr(PPOTrainer, "_add_prompts_to_generate", lambda self, num_prompts: num_prompts)
-    monkeypatch.setattr(modes, "actors_of_rollout", lambda trainer: {})
+    made_ready(trainer, monkeypatch)
+    trainer.replay_buffer = MuxReplayBuffer(
+        trainer_mode="mux_separate", trainer_config=OmegaConf.create(), max_off_policy_threshold=8,
+        max_off_policy_strategy="drop", sampler_kwargs=None,
+    )  # fmt: skip
     monkeypatch.setattr(modes, "ActorWatch", functools.partial(ActorWatch, every_s=0.0))
     monkeypatch.setattr(ActorWatch, "_look", lambda self: lost)
     with pytest.raises(DeadActor):
-        trainer.fit("agent loops")
+        trainer.fit(SimpleNamespace(agent_loop_workers=[]))
     # Whoever asks the coordinator why the job ended reads who died.
     assert trainer.phases.mux.failed == str(lost)
 
@@ -258,3 +260,119 @@ def test_a_job_without_critic_has_no_group_for_it(trainer):
     trainer.phases = SimpleNamespace(lease="init", mux=None)
     trainer.actor_rollout_wg = actor = group()
     assert trainer.train_groups() == [actor]
+
+
+# ---------------------------------------------------------------- a lease that may not be used for a while
+
+MOVES = {"params": Moved(1, 1, 0.1)}
+
+
+class Job:
+    """A trainer that went through no set-up, with two replicas, actor and critic. `asked`: what it asks of them, in order."""
+
+    def __init__(self, sleep_level="auto"):
+        self.asked = []
+        self.trainer = trainer = object.__new__(PPOTrainerMuxSeparate)
+        trainer.settings = WorkerSettings(rollout_nodes=("r0", "r1"), train_nodes=("t0",))
+        trainer.global_steps, trainer._rollout_began, trainer.moves = 5, 0.0, ReplicaMoves()
+        trainer.states_are_awake, trainer.phases = False, Phases(Fencing(), NULL_LOG)
+        manager = SimpleNamespace(
+            get_replicas=lambda: [0, 1],
+            move=lambda verb, tags, ranks, token, level: self.note(verb, tags, ranks, *([level] if verb == "sleep" else [])),
+            pause=lambda ranks, level: self.note("pause", ranks, level),
+            reopen=lambda token, ranks: self.note("reopen", ranks),
+        )
+        sync = SimpleNamespace(update_weights=lambda version, token, asleep: dict(self.note("sync", version, *asleep)))
+        trainer.engines = RolloutEngines(manager, sync, trainer.phases, sleep_level)
+        trainer.train_groups = lambda: [self.group(name) for name in ("actor", "critic")]
+
+    def group(self, name):
+        told = lambda verb: lambda *token: self.note(name, verb, *token) or [MOVES]  # noqa: E731
+        return SimpleNamespace(**{f"mux_{verb}": told(verb) for verb in ("sleep", "reopen", "wake")})
+
+    def note(self, *what):
+        self.asked.append(what)
+        return []
+
+    def fenced(self):
+        """Its lease may not be used for a while. Returns what was asked then, and what afterwards."""
+        self.asked.clear()
+        go_on = self.trainer.suspend(self.trainer.phases.lease)
+        then = list(self.asked)
+        self.asked.clear()
+        go_on()
+        return then, list(self.asked)
+
+
+WAKE = [("wake", ["weights"], None), ("wake", ["kv_cache"], None)]
+
+
+def test_a_suspended_rollout_keeps_its_weights_on_the_host_and_needs_no_sync():
+    job = Job()
+    job.trainer._begin_rollout(4)
+    assert job.asked == [WAKE[0], ("sync", 4), WAKE[1]]
+    for _ in range(2):
+        assert job.fenced() == ([("pause", None, 1)], [("reopen", None), *WAKE])
+    job.trainer._end_rollout()
+    # What was on the host for its own sake is not taken for the next step's weights.
+    job.trainer._begin_rollout(5)
+    assert job.asked[-4:] == [("sleep", None, None, 2), WAKE[0], ("sync", 5), WAKE[1]]
+
+
+def test_weights_that_may_not_stay_on_the_host_come_by_a_sync():
+    job = Job(sleep_level="2")
+    job.trainer._begin_rollout(4)
+    assert job.fenced() == ([("pause", None, 2)], [("reopen", None), WAKE[0], ("sync", 4), WAKE[1]])
+
+
+def test_weights_come_by_a_sync_to_those_that_are_left_too():
+    job = Job(sleep_level="2")
+    job.trainer._begin_rollout(4)
+    job.trainer.engines.vacate(Unit(replicas=(1,), nodes=("r1",), servers=("s1",)))
+    held = [(verb, tags, [0]) for verb, tags, _ in WAKE]
+    assert job.fenced() == ([("pause", [0], 2)], [("reopen", [0]), held[0], ("sync", 4, 1), held[1]])
+
+
+def test_a_rollout_that_gave_nodes_back_comes_back_on_the_others():
+    job = Job()
+    job.trainer._begin_rollout(4)
+    job.trainer.engines.vacate(Unit(replicas=(1,), nodes=("r1",), servers=("s1",)))
+    assert job.asked[-1] == ("sleep", None, (1,), 2)
+    held = [(verb, tags, [0]) for verb, tags, _ in WAKE]
+    assert job.fenced() == ([("pause", [0], 1)], [("reopen", [0]), *held])
+    # Some of the engines have no copy, so after a validation too the next rollout begins with a sync.
+    job.trainer._end_rollout(same_weights_next=True)
+    job.trainer._begin_rollout(4)
+    assert job.asked[-4:] == [("sleep", None, None, 2), WAKE[0], ("sync", 4), WAKE[1]]
+
+
+def test_what_a_phase_has_not_taken_up_yet_is_left_to_it():
+    """A worker refuses to reopen under a lease under which it was never woken, so this ended the job."""
+    job = Job()
+    for phase in ("rollout", "train"):
+        job.trainer.phases.begin(phase, 5)
+        assert job.fenced() == ([], [])
+        job.trainer.phases.end()
+
+
+def test_after_a_validation_whose_weights_are_on_the_host_a_suspension_changes_nothing():
+    job = Job()
+    job.trainer._begin_rollout(4)
+    job.trainer._end_rollout(same_weights_next=True)
+    job.trainer.phases.begin("rollout", 5)
+    assert job.fenced() == ([], [])
+    job.trainer.phases.end()
+    job.trainer._begin_rollout(4)
+    assert job.asked == WAKE
+
+
+def test_a_suspended_training_phase_goes_to_the_host_with_all_its_models_and_comes_back_under_its_lease():
+    job = Job()
+    lease = job.trainer.phases.begin("train", 5)
+    job.trainer.wake_states()
+    slept, woken = job.fenced()
+    assert slept == [("actor", "sleep"), ("critic", "sleep")]
+    names = ("actor", "critic")
+    assert woken == [*((name, "reopen", lease.token) for name in names), *((name, "wake", lease.token) for name in names)]
+    job.trainer.sleep_states()
+    assert job.fenced() == ([], [])

@@ -350,7 +350,7 @@ def the_actors_of_transfer_queue_are_found_by_their_names():
 
 
 def a_reward_that_fails_fails_its_prompt_and_others_are_drawn_for_it():
-    # Why actor_watch.py is there.
+    # Why job_hosts.py is there.
     from verl.experimental.agent_loop import AgentLoopWorker
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
     from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync

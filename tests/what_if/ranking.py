@@ -38,11 +38,9 @@ from tests.what_if.second_simulator import (
 from verl_mux.profiling.plain.lines import find_log_files
 from verl_mux.profiling.report.input.run_log import read_files
 from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.rollout.control.length_estimates import LengthEstimates
-from verl_mux.rollout.control.oversampling import Oversampler, OversamplingPolicy
-from verl_mux.rollout.control.segment_steps import SegmentSteps
-from verl_mux.rollout.control.segments import SegmentLimits
-from verl_mux.rollout.control.tail_rounds import DeferPolicy
+from verl_mux.rollout.control.oversampling import Oversampler
+from verl_mux.rollout.control.segments import SegmentLimits, SegmentSteps
+from verl_mux.rollout.control.tail_rounds import LengthEstimates
 from verl_mux.rollout.lengths.file import read_rows
 from verl_mux.rollout.lengths.predictor import make_predictor
 from verl_mux.rollout.lengths.rows import LengthRow, Prompt
@@ -143,12 +141,12 @@ def run(job: VirtualJob, bed: Bed, steps: int) -> Ran:
     return ran
 
 
-def virtual_job(recorded: Recording, machine: Machine, bed: Bed, restarts: bool = False) -> VirtualJob:
-    return VirtualJob("a", machine, Arrival(recorded), recorded, bed.batch, restarts=restarts)
+def virtual_job(recorded: Recording, machine: Machine, bed: Bed) -> VirtualJob:
+    return VirtualJob("a", machine, Arrival(recorded), recorded, bed.batch)
 
 
 def plain(recorded: Recording, bed: Bed) -> VirtualJob:
-    return virtual_job(recorded, Oversampler(OversamplingPolicy(), recorded.samples), bed)
+    return virtual_job(recorded, Oversampler(recorded.samples), bed)
 
 
 def cut(recorded: Recording, longest: int) -> Recording:
@@ -171,8 +169,8 @@ def _deferring(recorded: Recording, bed: Bed) -> VirtualJob:
     bare = [Prompt(group.prompt.id, "") for group in recorded.groups]
     by_name = {group.name: replace(group, prompt=prompt) for group, prompt in zip(recorded.groups, bare, strict=True)}
     recorded = replace(recorded, epochs=tuple(tuple(by_name[group.name] for group in epoch) for epoch in recorded.epochs))
-    source = Deferred(recorded, DeferPolicy(), bed.batch, LengthEstimates(make_predictor("default"), recorded.samples))
-    return VirtualJob("a", Oversampler(OversamplingPolicy(), recorded.samples), source, recorded, bed.batch)
+    source = Deferred(recorded, bed.batch, LengthEstimates(make_predictor("default"), recorded.samples))
+    return VirtualJob("a", Oversampler(recorded.samples), source, recorded, bed.batch)
 
 
 def candidates(longest: int, recurs: bool) -> Iterator[tuple[dict[str, str], Whole]]:
@@ -181,10 +179,9 @@ def candidates(longest: int, recurs: bool) -> Iterator[tuple[dict[str, str], Who
         yield {"mux.rollout.tail": "defer"}, _deferring
     over, segments = "mux.rollout.oversample", "mux.rollout.segments"
     for rate in (0.25, 0.5, 1.0):
-        policy = OversamplingPolicy(rate=rate, max_cuts=8)
         yield (
             {f"{over}.rate": f"{rate:g}", f"{over}.max_cuts": "8"},
-            lambda recorded, bed, policy=policy: virtual_job(recorded, Oversampler(policy, recorded.samples), bed),
+            lambda recorded, bed, rate=rate: virtual_job(recorded, Oversampler(recorded.samples, rate, max_cuts=8), bed),
         )
     for parts in (4, 2):
         limits = SegmentLimits(-(-longest // parts), parts, longest)

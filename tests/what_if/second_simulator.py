@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from verl_mux.rollout.control.length_estimates import Expected
-from verl_mux.rollout.control.step_metrics import StepMetrics
-from verl_mux.rollout.control.tail_rounds import DeferPolicy, Estimates, TailRounds
+from verl_mux.rollout.control.oversampling import StepMetrics
+from verl_mux.rollout.control.tail_rounds import Estimates, Expected, TailRounds
 from verl_mux.rollout.lengths.rows import LengthRow, Prompt
 from verl_mux.rollout.messages import Abort, Draw, Drop, Finish, Instruction, Launch, Report
 
@@ -261,12 +260,10 @@ class _Sample:
 
 class VirtualJob:
     """begin -> (ended | aborted)* -> finished. `submit` and `abort` carry the machine's instructions out; `abort` returns the
-    tokens that the request has by then, None where it has just ended. restarts: what is launched again begins from its prompt
-    with another draw."""
+    tokens that the request has by then, None where it has just ended."""
 
     def __init__(
-        self, name: str, machine: Machine, source: Source, recording: Recording, batch: int, *, restarts: bool = False,
-        seed: int = 0,
+        self, name: str, machine: Machine, source: Source, recording: Recording, batch: int
     ) -> None:  # fmt: skip
         self.name, self.machine, self.source = name, machine, source
         self.totals = Totals()
@@ -274,13 +271,9 @@ class VirtualJob:
         self.launched = self.done = 0
         self.submit: Callable[[Request], None]
         self.abort: Callable[[Key], int | None]
-        self._batch, self._restarts = batch, restarts
-        self._rng = random.Random(seed)
+        self._batch = batch
         self._groups: dict[str, PromptGroup] = {}
         self._samples: dict[tuple[str, int], _Sample] = {}
-        self._draws: dict[str, list[int]] = {}
-        for group in recording.groups:
-            self._draws.setdefault(group.prompt.id, []).extend(group.lengths)
 
     @property
     def over(self) -> bool:
@@ -331,8 +324,6 @@ class VirtualJob:
 
     def _launch(self, it: Launch) -> None:
         sample = self._samples[it.group, it.sample]
-        if self._restarts and it.kept == 0 and sample.segments:
-            sample.target, sample.segments = self._rng.choice(self._draws[self._groups[it.group].prompt.id]), []
         more = sample.target - it.kept
         more = more if it.budget is None else min(more, it.budget)
         read = 0 if sample.read_in == self.step else it.kept
@@ -379,11 +370,10 @@ class VirtualJob:
 class Deferred:
     """A source of prompt groups: a window of an epoch is gathered, and handed out round by round."""
 
-    def __init__(self, recording: Recording, policy: DeferPolicy, batch: int, estimates: Estimates) -> None:
-        self._rounds = TailRounds(policy, batch, estimates)
+    def __init__(self, recording: Recording, batch: int, estimates: Estimates) -> None:
+        self._rounds = TailRounds(batch, estimates)
         self._groups = {group.name: group for group in recording.groups}
-        size = len(recording.groups) if policy.window is None else policy.window * batch
-        self._windows = [epoch[at : at + size] for epoch in recording.epochs for at in range(0, len(epoch), size)]
+        self._windows = list(recording.epochs)
 
     def draw(self, count: int) -> list[PromptGroup]:
         """Fewer where the data ends."""

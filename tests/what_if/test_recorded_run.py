@@ -9,7 +9,6 @@ from itertools import islice
 import pytest
 from scipy.stats import kendalltau
 
-from verl_mux.rollout.control.tail_rounds import DeferPolicy
 from verl_mux.rollout.lengths.rows import LengthRow
 from verl_mux.what_if.recorded_run import Foresight, Group, Recording, Rounds, Sample, in_order, resampled
 
@@ -69,7 +68,7 @@ def test_a_prompt_that_recurs_is_drawn_with_all_its_epochs_and_is_never_known_be
 def test_tail_rounds_gather_the_long_prompts_once_earlier_epochs_have_told_them():
     recording = _recording(named=True)
     foresight = Foresight("default", 0)
-    rounds = Rounds(iter((*recording.groups, recording.groups[0])), DeferPolicy(max_mean=9.0), BATCH, 2, foresight, PROMPTS)
+    rounds = Rounds(iter((*recording.groups, recording.groups[0])), BATCH, 2, foresight, PROMPTS, max_mean=9.0)
     long, seen = [], []
     for _ in range(PROMPTS * EPOCHS // BATCH):
         drawn = rounds.draw(BATCH)

@@ -11,7 +11,8 @@ from tests.rollout.lengths.length_generators import generate
 from tests.what_if import taking_turns
 from tests.what_if.ranking import BED, Analysis, find_log_files, read_files, run, virtual_job
 from tests.what_if.second_simulator import recording
-from verl_mux.rollout.control.oversampling import Oversampler, OversamplingPolicy
+from verl_mux.rollout.control.oversampling import Oversampler
+from verl_mux.rollout.control.replica_plan import MigrationPolicy
 from verl_mux.what_if.advice import advise
 from verl_mux.what_if.recorded_run import Group, Recording, Sample, recorded, recordings, stays_of
 from verl_mux.what_if.rerun import Rerun, Speed
@@ -46,13 +47,13 @@ def test_in_a_sequential_part_the_other_waits_until_the_first_is_through():
 
 
 STEPS = 16
-MIGRATES = {"mux.rollout.migration.enable": "true", "mux.rollout.migration.min_gain_s": "0"}
+MIGRATES = {"mux.rollout.migration": "true"}
 
 
-def whole(rows, **policy):
+def whole(rows, **keys):
     """STEPS steps of a job alone."""
     its = recording(rows, seed=0)
-    return run(virtual_job(its, Oversampler(OversamplingPolicy(**policy), its.samples), BED), BED, STEPS)
+    return run(virtual_job(its, Oversampler(its.samples, **keys), BED), BED, STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -140,13 +141,13 @@ WIDE = Share(("r0", "r1"), ("t0",), {"r0": (0,), "r1": (1,)}, 0.0, 0.0, 0.0, ste
         (("r1", True), 19.0),
     ],
 )
-def test_a_tail_gives_up_the_node_that_another_waits_for(wants, seconds):
+def test_a_tail_gives_up_the_node_that_another_waits_for(wants, seconds, monkeypatch):
+    monkeypatch.setattr("verl_mux.what_if.together.POLICY", MigrationPolicy(threshold=0.5, min_gain_s=0.0, max_slowdown=9.0))
     node, migrates = wants
     narrow = Share((node,), ("t1",), {node: (0,)}, 0.0, 0.0, 0.0, steps=1)
-    keys = MIGRATES | {"mux.rollout.migration.threshold": "0.5", "mux.rollout.migration.max_slowdown": "9"}
     models = {"wide": Known([200, 1200], {}), "narrow": Known([500], {})}
     model = Together(Sharing({"wide": WIDE, "narrow": narrow}, "interleaved", 0.0), models)
-    assert model.predict({"wide": keys} if migrates else {}).seconds == pytest.approx(seconds)
+    assert model.predict({"wide": MIGRATES} if migrates else {}).seconds == pytest.approx(seconds)
 
 
 def test_where_replicas_are_on_no_known_node_nothing_migrates():

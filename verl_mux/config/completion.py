@@ -18,7 +18,7 @@ from verl_mux.config.schema import MuxConfig
 from verl_mux.errors import UserError
 from verl_mux.places.place import Place
 from verl_mux.platform.cpu_features import has_bf16_products
-from verl_mux.rollout.control.segment_loss import WEIGHTED
+from verl_mux.rollout.control.segments import TIS_THRESHOLD
 from verl_mux.rollout.engine.record import Arguments, EngineRecord, engines
 from verl_mux.worker_settings import KEY, WorkerSettings
 
@@ -61,7 +61,7 @@ def complete_trigger(config: DictConfig) -> None:
     sampler = config.trainer.v1.sampler
     if given := OmegaConf.select(sampler, "custom_sampler.path"):
         raise UserError(
-            f"mux.rollout.trigger.enable=True is a sampler itself: trainer.v1.sampler.custom_sampler.path={given} must be null"
+            f"mux.rollout.trigger.n_min is a sampler itself: trainer.v1.sampler.custom_sampler.path={given} must be null"
         )
     with open_dict(config):
         sampler.custom_sampler = plugin.TRIGGERED_BUFFER
@@ -97,7 +97,6 @@ def hand_to_workers(
         train_nodes=tuple(mux.nodes.train),
         rollout_cpus=tuple(rollout_cpus),
         train_cpus=tuple(train_cpus),
-        truncated_reward=mux.rollout.segments.truncated_reward,
         places=places,
         resume=resume,
         device=mux.device,
@@ -159,20 +158,10 @@ def _imply_engine(config: DictConfig, mux: MuxConfig) -> None:
 def _imply_rollout(config: DictConfig, it: RolloutConfig) -> None:
     if it.needs_rollout_log_probs:
         config.actor_rollout_ref.rollout.calculate_log_probs = True
-    if it.keeps_tokens and it.segments.treatment in WEIGHTED:
-        _imply_weights(config, WEIGHTED[it.segments.treatment])
-    if it.speculative != "none":
-        _imply_speculation(config, it.speculative)
+    if it.cuts and it.segments.treatment == "tis":
+        _imply_weights(config, TIS_THRESHOLD)
     if it.launch_order != "fifo":
         _imply_arguments(config, _engine(config).priority_arguments(_engine_kwargs(config)))
-
-
-def _imply_speculation(config: DictConfig, asked: str) -> None:
-    engine = _engine(config)
-    if asked not in engine.speculative_arguments:
-        allowed = ", ".join(["none", *engine.speculative_arguments])
-        raise UserError(f"mux.rollout.speculative={asked} is not possible with {engine.name}; allowed: {allowed}")
-    _imply_arguments(config, engine.speculative_arguments[asked])
 
 
 def _imply_weights(config: DictConfig, threshold: float) -> None:

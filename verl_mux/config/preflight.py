@@ -26,7 +26,6 @@ from verl_mux.placement.estimator import Observed
 from verl_mux.places.here import this_host
 from verl_mux.places.place import is_host, resource_of
 from verl_mux.platform.choose import cpu_platform_wanted, joined_cluster
-from verl_mux.rollout.control.units import Unit
 from verl_mux.rollout.engine.record import engines
 
 # An engine has given a node back when its requests have left it, each at the end of a step of the engine.
@@ -101,7 +100,7 @@ def _offer(config: DictConfig, nodes: list[str]) -> None:
 
 def complete_stock_mode(config: DictConfig) -> None:
     """verl's own trainer modes: the event log with `mux.profile.enable=true`, the training trigger with
-    `mux.rollout.trigger.enable=true`, and what a platform without GPU needs. No mux keys on a GPU: nothing.
+    `mux.rollout.trigger.n_min`, and what a platform without GPU needs. No mux keys on a GPU: nothing.
 
     Raises:
         UserError: as `check_rollout_keys`, and for a custom sampler beside the trigger.
@@ -112,11 +111,11 @@ def complete_stock_mode(config: DictConfig) -> None:
     if OmegaConf.select(config, "mux") is not None:
         mux = load(config)
         check_rollout_keys(config, mux)
-        if mux.profile.enable or mux.rollout.trigger.enable:
+        if mux.profile.enable or mux.rollout.trigger.n_min is not None:
             completion.hand_to_workers(config, mux)
             with open_dict(config):
                 config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = plugin.AGENT_LOOP_MANAGER
-        if mux.rollout.trigger.enable:
+        if mux.rollout.trigger.n_min is not None:
             completion.complete_trigger(config)
     if cpu_platform_wanted() and OmegaConf.select(config, "actor_rollout_ref.rollout.name") in engines():
         completion.complete_stock_cpu(config)
@@ -153,11 +152,11 @@ def connect_job(config: DictConfig, mux: MuxConfig, wait: bool = True) -> LocalM
     return client
 
 
-def connect_to_grow(config: DictConfig, mux: MuxConfig, unit: Unit) -> LocalMux:
+def connect_to_grow(config: DictConfig, mux: MuxConfig, nodes: Sequence[str]) -> LocalMux:
     """A client of a connected job that asks for these nodes as a filler does, whenever no job uses them."""
-    name, gpus = f"{mux.job}-grows-onto-{unit.nodes[0]}", config.actor_rollout_ref.rollout.n_gpus_per_node
+    name, gpus = f"{mux.job}-grows-onto-{nodes[0]}", config.actor_rollout_ref.rollout.n_gpus_per_node
     return connect(
-        mux.coordinator, name, {"rollout": list(unit.nodes)}, gpus={"rollout": gpus}, timeout=mux.coordinator_timeout_s,
+        mux.coordinator, name, {"rollout": list(nodes)}, gpus={"rollout": gpus}, timeout=mux.coordinator_timeout_s,
         uid=f"{name}:{uuid4().hex}", keys=mux.keys, filler=True, grace=_GRACE_S,
     )  # fmt: skip
 

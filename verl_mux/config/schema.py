@@ -21,7 +21,6 @@ from verl_mux.coordinator.bus.messages import AUTO
 from verl_mux.errors import UserError
 from verl_mux.placement.estimator import LEAST
 from verl_mux.platform.charges import DeviceSettings
-from verl_mux.platform.choose import cpu_platform_wanted
 from verl_mux.rollout.engine.record import engines
 
 MODES = ("mux_separate", "mux_colocate")
@@ -243,8 +242,6 @@ def check_rollout_keys(config: DictConfig, mux: MuxConfig) -> None:
         engine_requests=at_once * max(1, gpus // size) if at_once else None,
         rollout_nodes=list(mux.nodes.rollout or []),
         bypasses_old_log_probs=bool(OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")),
-        on_gpu=not cpu_platform_wanted(),
-        seeded_sampling=mux.seeded_sampling,
     )
     check_rollout(mux.rollout, around)
 

@@ -17,15 +17,10 @@ KEYS = (
     "actor_rollout_ref.rollout.n_gpus_per_node",
     "actor_rollout_ref.rollout.tensor_model_parallel_size",
     "actor_rollout_ref.rollout.max_num_seqs",
-    *(
-        f"mux.rollout.oversample.{key}"
-        for key in ("rate", "leftover", "tokens", "max_cuts", "max_failures", "accept_length_bias")
-    ),
+    *(f"mux.rollout.oversample.{key}" for key in ("rate", "max_cuts")),
     *(f"mux.rollout.segments.{key}" for key in ("segment_length", "max_segments", "max_length", "treatment")),
     *(f"mux.rollout.dispatch.{key}" for key in ("order", "predictor")),
-    *(f"mux.rollout.{key}" for key in ("max_lag", "max_lag_strategy", "tail", "defer.window", "defer.max_mean")),
-    *(f"mux.rollout.migration.{key}" for key in ("enable", "threshold", "min_gain_s", "max_slowdown")),
-    *(f"mux.rollout.growth.{key}" for key in ("own", "min_gain_s")),
+    *(f"mux.rollout.{key}" for key in ("max_lag", "max_lag_strategy", "tail", "migration", "growth.own")),
 )
 
 

@@ -1,8 +1,10 @@
-"""What the trainer's rollout control and the agent loop workers say to each other, and what the deciding machines ask for.
+"""Messages of a controlled rollout, between rollout/control, the trainer that carries its instructions out, and the workers.
 
-    machine --Draw, Launch, Abort, Drop, Finish--> control --Launch, Abort, Drop--> worker --Report--> control --> machine
+    control --Draw, Launch, Abort, Drop, Finish--> trainer/step_rollout.py --Launch, Abort, Drop--> agent loop worker
+    agent loop worker --Report--> trainer/step_rollout.py --> control
 
-Plain data that Ray carries. A sample is one of the `rollout.n` responses of a prompt group.
+Plain data that Ray carries between the trainer's driver and the agent loop workers; pure. A sample is one of the `rollout.n`
+responses of a prompt group.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ class Draw:
 class Launch:
     """Let one sample of a prompt group generate, from its first `kept` tokens on; 0: from the bare prompt.
 
-    budget: it pauses after so many more tokens; None: at its end. The control adds what the worker needs besides:
+    budget: it pauses after this many more tokens; None: at its end. The trainer adds what the worker needs besides:
     step: of the training. longest: most tokens of the response; None: as verl limits it. priority: in the engine's queue,
-    higher first. restart: the whole group begins again from the prompt.
+    higher first.
     """
 
     group: str
@@ -35,7 +37,6 @@ class Launch:
     step: int = 0
     longest: int | None = None
     priority: int = 0
-    restart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The group is given up: its samples are padding, masked from the loss, logged as aborted. reason: cut | stale | failed."""
+    """The group is given up: its samples are padding, masked from the loss, logged as aborted. reason: stale | failed."""
 
     group: str
     reason: str
@@ -108,3 +109,8 @@ class RunningSample(NamedTuple):
     context: int
     tokens: int
     seconds: float
+
+    @property
+    def name(self) -> str:
+        """Of its request in a plan."""
+        return f"{self.group}_{self.sample}"

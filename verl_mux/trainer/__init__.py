@@ -1,2 +1,5 @@
-"""verl's trainer modes of ours and what its own modes take from us, in the trainer's process; workers.py in the training workers.
-May import every room of the job; nothing imports it."""
+"""Our trainer modes of verl, and what verl's own modes take from us.
+Runs in the trainer's driver; workers.py in the training workers.
+
+verl imports modes.py (see plugin.py). May import every room of the job; nothing imports this package.
+"""

@@ -1,14 +1,27 @@
 """verl's trainer modes `mux_separate` and `mux_colocate`: strictly on-policy PPO/GRPO whose phases take turns with other jobs'.
 
-One step k, both modes:
+Runs in the trainer's driver. verl imports it right after its own trainers (plugin.py) and calls the methods that override its
+own; `register_trainer` at the end is the door.
 
-    prepare_step   rollout lease -> weights mapped -> SYNC from the trainers' host copies -> KV cache mapped -> prompts out
-    on_sample_end  engines asleep -> rollout lease back -> train lease -> trainer states from host memory
-    (verl)         old log-probs, advantages, update, checkpoint
-    on_step_end    trainer states to host memory -> train lease back
+    verl's loop        ours                                                       processes it talks to
+    -----------        ----                                                       ---------------------
+    on_step_begin      leave here, if the coordinator moves the job
+    prepare_step       ROLLOUT lease -----------------------------------------    coordinator
+                       engines.fill: weight memory -> SYNC from the trainers'     engines, training workers
+                       host copies -> KV cache
+                       rollout.begin: launch the step's samples one by one        agent loop workers -> engines
+                       (or verl launches whole prompt groups)
+    replay_buffer      rollout.run: cut off, let go on, until the batch is        agent loop workers
+      .sample          complete (or verl's wait)
+    on_sample_end      engines asleep -> rollout lease back                       engines, coordinator
+                       TRAIN lease -> trainer states from host memory             coordinator, training workers
+    _balance_batch     every sample's weights are those of the step
+    _compute_...,      verl's passes, each timed and under the lease              training workers
+    _update_...
+    on_step_end        trainer states to host memory -> train lease back          training workers, coordinator
 
-mux_separate has a rollout pool and a training pool; in mux_colocate both phases run on the training pool's GPUs.
-Imported by verl right after its own trainers (see plugin.py); registers with `register_trainer`.
+mux_separate has a rollout pool and a training pool; in mux_colocate both phases run on the training pool's GPUs. Version k of
+the weights is the trainer's after step k.
 """
 
 from __future__ import annotations
@@ -17,7 +30,8 @@ import contextlib
 import functools
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -31,10 +45,11 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 from verl.utils.device import get_device_name
+from verl.utils.fs import local_mkdir_safe
 
 from verl_mux.config import completion
 from verl_mux.config.preflight import connect_job, connect_to_grow
-from verl_mux.config.schema import check
+from verl_mux.config.schema import MuxConfig, check
 from verl_mux.config.told import told
 from verl_mux.coordinator.bus.client import Lease
 from verl_mux.coordinator.bus.messages import Member
@@ -42,29 +57,30 @@ from verl_mux.errors import Failure
 from verl_mux.memory.moved import Moves, total
 from verl_mux.places.ray_nodes import ray_nodes
 from verl_mux.profiling.eventlog import events
-from verl_mux.profiling.plain.step_metrics import metrics_of_step
-from verl_mux.rollout.control.units import Unit
+from verl_mux.rollout.control.replica_plan import Room
 from verl_mux.sync.manager import MuxCheckpointManager
-from verl_mux.trainer import stock_profile  # noqa: F401  (registers at import)
-from verl_mux.trainer.actor_watch import ActorWatch, actors_of_rollout, end_process
-from verl_mux.trainer.host_watch import HostWatch, hosts_of
-from verl_mux.trainer.leaving import LeavesToMove, Leaving
-from verl_mux.trainer.phases import Phases
-from verl_mux.trainer.replay_buffer import MuxReplayBuffer
-from verl_mux.trainer.rollout_side import RolloutSide
-from verl_mux.trainer.suspend import EngineWeights, Suspension, sleep_level
-from verl_mux.trainer.tracked_tables import log_tables
-from verl_mux.trainer.worker_groups import (
-    AfterInitLease,
+from verl_mux.trainer.job_hosts import (
+    ActorWatch,
+    HostWatch,
+    actors_of_rollout,
     check_ranks,
     checkpoint_to_resume,
+    end_process,
+    hosts_of,
     placed_pools,
     settle_nodes,
 )
+from verl_mux.trainer.phases import LeavesToMove, Leaving, Phases
+from verl_mux.trainer.prompts import Prompts
+from verl_mux.trainer.replay_buffer import MuxReplayBuffer
+from verl_mux.trainer.replica_moves import ReplicaMoves, TailMigration, make_growth
+from verl_mux.trainer.rollout_engines import RolloutEngines
+from verl_mux.trainer.step_rollout import StepRollout, lag_limit, load, may_train_on
+from verl_mux.trainer.tracking import step_figures
 from verl_mux.trainer.workers import MuxActorWorker, MuxTrainingWorker
 from verl_mux.worker_settings import node_of, open_worker_log
 
-# Steps; after the first three, in which states come that were not there before.
+# Host memory is reported every this many steps; and after the first three, in which states come that were not there before.
 _HOST_MEMORY_EVERY = 10
 
 
@@ -72,25 +88,50 @@ class OffPolicyError(RuntimeError):
     """A sample was generated with other weights than the trainer's of this step."""
 
 
+class AfterInitLease:
+    """A worker group of a trainer that takes its init lease before the group touches its device.
+
+    verl's `_setup` starts all worker processes, then sets each group right before the group first touches its device (`reset` of
+    the critic, `init_model` of the actor). It calls nothing of ours in between, so setting the group is the door.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, trainer: Any, group: Any) -> None:
+        trainer.before_device(group)
+        vars(trainer)[self._name] = group
+
+    def __get__(self, trainer: Any, owner: type) -> Any:
+        if self._name not in vars(trainer):
+            raise AttributeError(self._name)
+        return vars(trainer)[self._name]
+
+
 class PPOTrainerMux(PPOTrainer):
     """What both modes share. See the module's docstring for a step's life."""
 
     _enable_hybrid_replicas = False
     _colocated = False
-    trainer_is_awake = False  # its states are on the device
     resource_pool_manager: ResourcePoolManager
+    critic_wg = AfterInitLease()
+    actor_rollout_wg = AfterInitLease()
 
     def __init__(self, config: DictConfig) -> None:
         mux = check(config)
         assert mux is not None, "only our trainer modes are registered with this class"
-        self._cpu = get_device_name() == "cpu"
-        completion.complete(config, mux, self._cpu)
-        self._connect(config, mux)
+        self._mux_config = mux
+        self.states_are_awake = False  # the trainer's, on the device
+        self.moves = ReplicaMoves()
+        self.rollout: StepRollout | None = None  # None: verl launches the samples
+        self._saved_rollout: dict[str, Any] | None = None
+        cpu = get_device_name() == "cpu"
+        completion.complete(config, mux, cpu)
+        self._connect(config, mux, cpu)
         with self._leaving_on_failure():
             super().__init__(config)
-            self.rollout = RolloutSide(self, mux.rollout)
 
-    def _connect(self, config: DictConfig, mux) -> None:
+    def _connect(self, config: DictConfig, mux: MuxConfig, cpu: bool) -> None:
         client = connect_job(config, mux)
         try:
             nodes = settle_nodes(client, config, self._colocated)
@@ -98,21 +139,18 @@ class PPOTrainerMux(PPOTrainer):
             client.close()
             raise
         mux.nodes.rollout, mux.nodes.train = nodes.rollout, nodes.train
-        self.settings = completion.hand_to_workers(config, mux, nodes.places, self._cpu, checkpoint_to_resume(config))
-        self.connect_to_grow = functools.partial(connect_to_grow, config, mux)
+        self.settings = completion.hand_to_workers(config, mux, nodes.places, cpu, checkpoint_to_resume(config))
         self.phases = Phases(client, open_worker_log(self.settings, "trainer", 0))
         self.leaving = Leaving(client, mux.move_note)
         self.hosts = self._watch_hosts({*nodes.rollout, *nodes.train})
         self.phases.log.log(events.JOB_KEYS, extra={"keys": told(config)}, step=0)
-        self._rollout_began = 0.0
-        self.weights = EngineWeights()
-        self.phases.guard(Suspension(self).suspend)
+        self.phases.guard(self.suspend)
 
     def _watch_hosts(self, nodes: Iterable[str]) -> HostWatch:
-        """One that is cut off for longer than a lease ends the job, as losing the driver's would."""
+        """A host that is cut off for longer than a lease lasts ends the job, as losing the driver's host would."""
         limit_s = self.phases.mux.lease_timeout
-        found = hosts_of(nodes, ray_nodes(), ray.util.get_node_ip_address()) if limit_s is not None else {}
-        return HostWatch(found, limit_s or 0.0, functools.partial(end_process, self.phases))
+        hosts = hosts_of(nodes, ray_nodes(), ray.util.get_node_ip_address()) if limit_s is not None else {}
+        return HostWatch(hosts, limit_s or 0.0, functools.partial(end_process, self.phases))
 
     # ---------------------------------------------------------------- set-up
 
@@ -120,6 +158,10 @@ class PPOTrainerMux(PPOTrainer):
         """verl's init; leases and event log do not outlive a failure."""
         with self._leaving_on_failure():
             super().init()
+
+    def _init_dataloader(self) -> None:
+        super()._init_dataloader()
+        self.prompts = Prompts(self, self._mux_config.rollout)
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -135,7 +177,7 @@ class PPOTrainerMux(PPOTrainer):
         custom = sampler.get("custom_sampler", None)
         if custom is not None and custom.get("path") and custom.get("name"):
             return super()._build_replay_buffer()
-        buffer = MuxReplayBuffer(
+        return MuxReplayBuffer(
             trainer_mode=self.trainer_mode,
             trainer_config=self.config.trainer.v1.get(self.trainer_mode, {}),
             max_off_policy_threshold=sampler.max_off_policy_threshold,
@@ -143,24 +185,6 @@ class PPOTrainerMux(PPOTrainer):
             sampler_kwargs=sampler.sampler_kwargs,
             refill_fn=self._add_prompts_to_generate,
         )
-        buffer.workers = lambda: self.agent_loop_manager.agent_loop_workers
-        rollout = self.config.actor_rollout_ref.rollout
-        buffer.samples_of_prompt = {"train": rollout.n, "val": rollout.val_kwargs.n}
-        buffer.on_progress = self.tell_progress
-        return buffer
-
-    def _add_prompts_to_generate(self, num_prompts: int) -> int:
-        """verl's, which also draws others in the place of prompts that failed."""
-        self.watch.check()
-        return super()._add_prompts_to_generate(num_prompts)
-
-    def tell_progress(self, done: int, total: int) -> None:
-        """Of a rollout, in samples. Raises DeadActor where one that it needs is no more: nobody else gets our nodes otherwise."""
-        self.watch.check()
-        self.phases.mux.progress(done, total)
-
-    critic_wg = AfterInitLease()
-    actor_rollout_wg = AfterInitLease()
 
     def before_device(self, group: Any) -> None:
         """Worker processes have started, imported and read their weights from disk by now: the lease is held for the seconds that
@@ -177,7 +201,7 @@ class PPOTrainerMux(PPOTrainer):
 
         self.phases.mux.note("starting workers")
         super()._setup()
-        self.sleep_trainer()
+        self.sleep_states()
         self.phases.end()
         self.phases.mux.note("starting engines")
         pool = self.resource_pool_manager.get_resource_pool(Role.Actor) if self._colocated else None
@@ -188,11 +212,12 @@ class PPOTrainerMux(PPOTrainer):
             balancer=self.llm_server_manager.global_load_balancer,
             colocate_with=pool,
         )
-        self.rollout_sync = MuxCheckpointManager(
+        sync = MuxCheckpointManager(
             config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
             actor_wg=self.actor_rollout_wg,
             replicas=self.rollout_server_manager.get_replicas(),
         )
+        self.engines = RolloutEngines(self.rollout_server_manager, sync, self.phases, self.settings.device.sleep_level)
         self.phases.mux.members(self._processes())
 
     def get_llm_client(self):
@@ -208,26 +233,65 @@ class PPOTrainerMux(PPOTrainer):
         rollout = self.config.actor_rollout_ref.rollout
         return self.resource_pool_manager.get_n_gpus() + (0 if self._colocated else rollout.n_gpus_per_node * rollout.nnodes)
 
-    # ---------------------------------------------------------------- a step
+    def _processes(self) -> list[Member]:
+        """All processes of this job that hold device memory."""
+        ranks = [process for group in self.train_groups() for _, process in group.mux_where()]
+        return list(dict.fromkeys([*ranks, *self.rollout_server_manager.processes()]))  # a process has a rank of each group
+
+    # ---------------------------------------------------------------- fit
 
     def fit(self, agent_loop_manager) -> None:
         """verl's fit; leases go back on every way out, after an exception as soon as the processes are gone."""
         with self._leaving_on_failure():
             self.agent_loop_manager = agent_loop_manager
-            watch = ActorWatch(actors_of_rollout(self), functools.partial(end_process, self.phases))
-            with self.rollout.running(), watch as self.watch:
-                say_goodbye = self._fit(agent_loop_manager)
-        self.close(say_goodbye)
+            workers = agent_loop_manager.agent_loop_workers
+            actors = actors_of_rollout(self.rollout_server_manager, workers, self.get_reward_handles() or [])
+            with self._moving_replicas(workers), ActorWatch(actors, functools.partial(end_process, self.phases)) as self.watch:
+                self._start_rollout(workers)
+                close = self._fit(agent_loop_manager)
+        self.close(close)
+
+    def _start_rollout(self, workers: list) -> None:
+        keys, rollout = self._mux_config.rollout, self.config.actor_rollout_ref.rollout
+        if keys.controlled:
+            self.rollout = StepRollout(self, keys, self.prompts, self.phases, self.watch, self.moves, self._saved_rollout)
+        if isinstance(self.replay_buffer, MuxReplayBuffer):
+            samples = {"train": rollout.n, "val": rollout.val_kwargs.n}
+            self.replay_buffer.start(workers, self.phases.mux, self.watch, self.rollout, samples)
 
     def _fit(self, agent_loop_manager) -> Callable[[], None]:
-        """Returns with what words to leave the coordinator."""
+        """Returns how to leave the coordinator."""
         try:
             super().fit(agent_loop_manager)
         except LeavesToMove:
             self._shutdown_dump_executor()
             self.leaving.leave_note()
-            return self.leaving.say_goodbye
+            return self.leaving.close_to_move
         return self.phases.mux.close
+
+    @contextlib.contextmanager
+    def _moving_replicas(self, workers: list) -> Iterator[None]:
+        """Replicas that leave a rollout early or join it late, where the keys ask for that."""
+        self.moves = self._make_moves(workers)
+        try:
+            yield
+        except BaseException as error:
+            self.moves.end(f"its job ended with {type(error).__name__}")
+            raise
+        self.moves.end(None)
+
+    def _make_moves(self, workers: list) -> ReplicaMoves:
+        keys, data, at_once = self._mux_config.rollout, self.config.data, self.config.actor_rollout_ref.rollout.max_num_seqs
+        if keys.migration:
+            room = Room(data.max_response_length, at_once, at_once * (data.max_prompt_length + data.max_response_length))
+            return TailMigration(self.engines.units("mux.rollout.migration=True"), self.engines, workers, room)
+        if keys.growth.own is not None:
+            room = Room(data.max_response_length, at_once, at_once * (data.max_prompt_length + data.max_response_length))
+            connect = functools.partial(connect_to_grow, self.config, self._mux_config)
+            return make_growth(keys.growth.own, self.engines, workers, room, connect)
+        return ReplicaMoves()
+
+    # ---------------------------------------------------------------- a step
 
     def on_step_begin(self) -> None:
         self.leaving.before_step()
@@ -235,18 +299,11 @@ class PPOTrainerMux(PPOTrainer):
         self._step_began = time.perf_counter()
 
     def prepare_step(self) -> dict:
-        self._begin_rollout(version=self.global_steps - 1, grows=True)
-        if self.rollout.control is None:
+        self._begin_rollout(version=self.global_steps - 1, moves=True)
+        if self.rollout is None:
             return super().prepare_step()
-        self.rollout.control.begin(self.global_steps, self.config.data.train_batch_size)
+        self.rollout.begin(self.global_steps, self.config.data.train_batch_size)
         return {}
-
-    def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
-        return self.rollout.next_batch(num_prompts)
-
-    def draw_from_data(self, count: int) -> TensorDict:
-        """So many new prompts, as the data loader hands them out."""
-        return super()._next_train_batch(count)
 
     def on_sample_end(self) -> None:
         ready = time.perf_counter()
@@ -256,7 +313,7 @@ class PPOTrainerMux(PPOTrainer):
         self.phases.log.log(events.SAMPLE_READY, time.perf_counter() - ready, step=self.global_steps)
         self.phases.begin("train", self.global_steps)
         with self.phases.using():
-            self.wake_trainer()
+            self.wake_states()
 
     def _balance_batch(self, batch: KVBatchMeta, metrics, **kwargs) -> KVBatchMeta:
         self._check_on_policy(batch)
@@ -265,7 +322,11 @@ class PPOTrainerMux(PPOTrainer):
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         with self.phases.part(events.OLD_LOG_PROB, self.global_steps):
             batch = super()._compute_old_log_prob(batch, metrics)
-            self.rollout.after_old_log_probs(batch, metrics)
+            self.prompts.trained(batch)
+            figures = self.prompts.figures() | (self.rollout.figures() if self.rollout is not None else {})
+            metrics.update({f"mux/rollout/{key}": value for key, value in figures.items()})
+            if self.rollout is not None:
+                self.rollout.treat_older_tokens(batch, metrics)
         return batch
 
     def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
@@ -288,29 +349,14 @@ class PPOTrainerMux(PPOTrainer):
         with self.phases.part(events.UPDATE_ACTOR, self.global_steps):
             return super()._update_actor(batch, metrics)
 
-    def _save_checkpoint(self) -> None:
-        with self.phases.part(events.SAVE_CHECKPOINT, self.global_steps):
-            self.rollout.save()
-            super()._save_checkpoint()
-        self.leaving.saved(self.global_steps)
-
-    def _load_checkpoint(self) -> None:
-        super()._load_checkpoint()
-        self.rollout.load()
-
-    def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
-        if self.rollout.control is None:
-            return super()._reissue_inflight_prompts(partition_id)
-        return self.rollout.restore_waiting(partition_id)
-
     def on_step_end(self) -> None:
-        self.leaving.save(self)
+        self.leaving.save(self.global_steps, self.total_training_steps, self._save_checkpoint)
         with self.phases.using():
             with marked_timer("mux_sleep", self.timing_raw):
-                self.sleep_trainer()
+                self.sleep_states()
             self.phases.end()  # before a fence could take the memory up again
         if self.phases.mux.address is not None and (self.global_steps <= 3 or self.global_steps % _HOST_MEMORY_EVERY == 0):
-            self._tell_host_memory()
+            self._report_host_memory()
 
     def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
@@ -321,10 +367,12 @@ class PPOTrainerMux(PPOTrainer):
                  "response_length": float(metrics.get("response_length/mean", 0.0)),
                  "tokens": int(metrics.get("perf/total_num_tokens", 0))}  # fmt: skip
         self.phases.log.log(events.STEP, time.perf_counter() - self._step_began, extra=extra, step=global_steps)
-        tell = functools.partial(log_tables, self.logger, self.phases.log, step=global_steps, every=self.settings.tables)
-        metrics.update(metrics_of_step(self.phases.log, global_steps, also=tell))
-        told = {k: v for k, v in extra.items() if isinstance(v, (int, float))}
-        self.phases.mux.report_step(global_steps, told, self.total_training_steps)
+        metrics.update(step_figures(self.logger, self.phases.log, global_steps, self.settings.tables))
+        reported = {k: v for k, v in extra.items() if isinstance(v, (int, float))}
+        self.phases.mux.report_step(global_steps, reported, self.total_training_steps)
+
+    def _consume_sync_metrics(self) -> dict:
+        return self.engines.take_sync_figures()
 
     def on_validate_begin(self) -> None:
         # A validation follows an update (or comes before the first), so it runs on the newest weights, in a lease of its own.
@@ -338,135 +386,134 @@ class PPOTrainerMux(PPOTrainer):
         with self.phases.log.span(events.VALIDATE, step=self.global_steps):
             return super()._validate()
 
+    # ---------------------------------------------------------------- prompts and checkpoints, where verl asks
+
+    def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
+        return self.prompts.next_batch(num_prompts)
+
+    def _add_prompts_to_generate(self, num_prompts: int) -> int:
+        """verl's, which also draws others in the place of prompts that failed; so it is called without end where an actor died."""
+        self.watch.check()
+        return super()._add_prompts_to_generate(num_prompts)
+
+    def _save_checkpoint(self) -> None:
+        with self.phases.part(events.SAVE_CHECKPOINT, self.global_steps):
+            folder = self._checkpoint_folder()
+            local_mkdir_safe(str(folder))
+            self.prompts.save(folder)
+            if self.rollout is not None:
+                self.rollout.save(folder)
+            super()._save_checkpoint()  # which writes, at its end, which checkpoint is the latest
+        self.leaving.saved(self.global_steps)
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        if self.global_steps:
+            trainer = self.config.trainer
+            folder = Path(trainer.resume_from_path) if trainer.resume_mode == "resume_path" else self._checkpoint_folder()
+            self.prompts.load(folder)
+            self._saved_rollout = load(folder)
+
+    def _checkpoint_folder(self) -> Path:
+        return Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+
+    def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
+        if self.rollout is None:
+            return super()._reissue_inflight_prompts(partition_id)
+        return self.rollout.restore_waiting(partition_id)
+
     # ---------------------------------------------------------------- phases
 
-    def _begin_rollout(self, version: int, grows: bool = False) -> None:
-        """Rollout lease, weights of `version` on every rollout worker, KV cache mapped.
-
-        Version k is the trainer's weights after step k.
-        """
+    def _begin_rollout(self, version: int, moves: bool = False) -> None:
+        """Rollout lease, weights of `version` on every rollout worker, KV cache mapped. moves: replicas may join later."""
         step = max(self.global_steps, 1)
-        self.phases.begin("rollout", step, nodes=self.rollout.own_nodes)
-        self.weights.begin(version, vacant=self.rollout.lent_replicas)
-        self.rollout.nodes_are_held(step, grows)
+        self.phases.begin("rollout", step, nodes=self.moves.own_nodes)
+        self.engines.begin(version, self.global_steps, vacant=self.moves.lent)
+        if moves:
+            self.moves.nodes_are_held(step)
         with self.phases.using():
-            self.fill_engines()
-        self.rollout.engines_are_back(grows)
+            self.engines.fill()
+        self.moves.engines_are_awake()
         self.phases.mux.note(events.GENERATE_PHASE)
         self._rollout_began = time.perf_counter()
-
-    def fill_engines(self) -> None:
-        """Memory mapped and filled, in the order in which it is needed; weights that come back from the host need no sync."""
-        assert self.phases.lease is not None
-        replicas = self.held_replicas()
-        self._move_rollout("wake", ["weights"], replicas)
-        if self.weights.need_sync:
-            self._sync()
-        self._move_rollout("wake", ["kv_cache"], replicas)
-        self.weights.filled()
-
-    def held_replicas(self) -> list[int] | None:
-        """Those that the rollout has nodes for; None: all."""
-        return self.weights.replicas(len(self.rollout_server_manager.get_replicas()))
-
-    def _sync(self) -> None:
-        assert self.phases.lease is not None
-        with self.phases.part(events.SYNC, self.global_steps, version=self.weights.version) as extra:
-            told = self.rollout_sync.update_weights(self.weights.version, self.phases.lease.token, self.weights.vacant)
-            self._pending_sync_metrics = {key: value for key, value in told.items() if key.startswith("mux/")}
-            of = {name.removeprefix("mux/sync/"): value for name, value in told.items()}.get
-            extra["bytes"], extra["spared_bytes"], extra["ranks"] = of("bytes"), of("spared_bytes"), of("ranks")
-            extra["slow_bytes"], extra["fast_bytes"], extra["local_bytes"] = of("slow_bytes"), of("fast_bytes"), of("local_bytes")
-            extra["gather_seconds"], extra["send_seconds"] = of("gather_seconds"), of("send_seconds")
-            extra["wait_seconds"], extra["receive_seconds"] = of("wait_seconds"), of("receive_seconds")
-            extra["load_seconds"], extra["stream_gb_per_s"] = of("load_seconds"), of("stream_gb_per_s")
 
     def _end_rollout(self, same_weights_next: bool = False) -> None:
         generated = time.perf_counter() - self._rollout_began
         self.phases.log.log(events.GENERATE_PHASE, generated, step=self.global_steps)
         self.phases.add_seconds("generate", generated)
-        self.rollout.is_over()
-        level = 2 if self.weights.vacant else sleep_level(self.settings.device, same_weights_next)
+        self.moves.rollout_ends()
         with self.phases.using():
-            self._move_rollout("sleep", None, level=level)
-            self.weights.slept(level)
+            self.engines.sleep(same_weights_next)
             self.phases.end()  # before a fence could take the memory up again
 
-    def _move_rollout(
-        self, verb: str, tags: list[str] | None, replicas: Sequence[int] | None = None, level: int = 2, lease: Lease | None = None
-    ) -> None:
-        """`lease`: under which they wake; None: the phase's."""
-        lease = lease or self.phases.lease
-        token = lease.token if verb == "wake" and lease is not None else None
-        moved = self.rollout_server_manager.move(verb, tags, replicas, token, level)
-        self.phases.moved(verb, "rollout", self.global_steps, moved, log=False)
+    def sleep_states(self) -> None:
+        """The trainer's states leave the device for host memory."""
+        self.states_are_awake = False
+        self._states_moved("sleep", [group.mux_sleep() for group in self.train_groups()])
 
-    def vacate(self, unit: Unit) -> None:
-        """These nodes' engines are idle for the rest of the rollout: others may have the nodes."""
-        with self.phases.using():
-            self.part(unit)
-            self.phases.shrink(list(unit.nodes))
-
-    def part(self, unit: Unit) -> None:
-        """Put engines to sleep before the others. Whoever calls has the device."""
-        self._move_rollout("sleep", None, unit.replicas)
-        self.weights.vacant.update(unit.replicas)
-
-    def join(self, unit: Unit, lease: Lease) -> None:
-        """Wake engines under a lease of their own while the others generate, with the same weights. Whoever calls has the
-        device."""
-        self._move_rollout("wake", ["weights"], unit.replicas, lease=lease)
-        self.rollout_server_manager.load_synced(unit.replicas, self.weights.version, lease.token)
-        self._move_rollout("wake", ["kv_cache"], unit.replicas, lease=lease)
-        self.weights.vacant.difference_update(unit.replicas)
-
-    def sleep_trainer(self) -> None:
-        self.trainer_is_awake = False
-        self._trainer_moved("sleep", [group.mux_sleep() for group in self.train_groups()])
-
-    def wake_trainer(self) -> None:
+    def wake_states(self) -> None:
+        """The trainer's states come to the device from host memory, under the held lease."""
         assert self.phases.lease is not None
         token = self.phases.lease.token
-        self._trainer_moved("wake", [group.mux_wake(token) for group in self.train_groups()])
-        self.trainer_is_awake = True
+        self._states_moved("wake", [group.mux_wake(token) for group in self.train_groups()])
+        self.states_are_awake = True
 
-    def _trainer_moved(self, verb: str, groups: list[list[Moves]]) -> None:
+    def _states_moved(self, verb: str, groups: list[list[Moves]]) -> None:
         # All groups are on the same devices: rank i of one has its node, and moves before or after rank i of the next.
         ranks = [total(moves, seconds=sum) for moves in zip(*groups, strict=True)]
         nodes = self.settings.train_nodes
         parts = [(node_of(nodes, rank, len(ranks)), moves) for rank, moves in enumerate(ranks)]
         self.phases.moved(verb, "train", self.global_steps, parts)
 
-    def _tell_host_memory(self) -> None:
-        """While all of this job sleeps and it holds no node: nobody waits for it, and all host copies are there."""
-        nodes, told = self.settings.train_nodes, self.rollout_server_manager.host_memory()
+    def suspend(self, lease: Lease) -> Callable[[], None]:
+        """The lease may not be used for a while: what its phase has on the device sleeps. Returns what takes it up again.
+
+        What the phase has not brought onto the device yet stays where it is; an init phase is not broken off.
+        """
+        if lease.phase == "rollout" and self.engines.are_awake:
+            self.moves.leave()
+            self.engines.pause()
+            return lambda: self.engines.reopen(lease)
+        if lease.phase == "train" and self.states_are_awake:
+            self.sleep_states()
+            return lambda: self._resume_training(lease)
+        return lambda: None
+
+    def _resume_training(self, lease: Lease) -> None:
+        for group in self.train_groups():
+            group.mux_reopen(lease.token)
+        self.wake_states()
+
+    def _report_host_memory(self) -> None:
+        """While all of this job sleeps and it holds no node: no other job waits for it, and all host copies are there."""
+        nodes, held = self.settings.train_nodes, self.rollout_server_manager.host_memory()
         for group in self.train_groups():
             ranks = group.mux_host_memory()
-            told += [(node_of(nodes, rank, len(ranks)), process, kinds) for rank, (process, kinds) in enumerate(ranks)]
-        self.phases.host_memory(told)
+            held += [(node_of(nodes, rank, len(ranks)), process, kinds) for rank, (process, kinds) in enumerate(ranks)]
+        self.phases.host_memory(held)
 
     def train_groups(self) -> list:
+        """verl's worker groups that train, each once."""
         groups = [self.actor_rollout_wg, getattr(self, "critic_wg", None), getattr(self, "ref_policy_wg", None)]
         return list({id(group): group for group in groups if group is not None}.values())
 
     def _check_on_policy(self, batch: KVBatchMeta) -> None:
-        """Every sample of step k was generated, from first to last token, with the weights after step k-1."""
-        expected = self.global_steps - 1
+        """Every sample of step k was generated, from first to last token, with the weights after step k-1; where responses go on
+        under newer weights, with no older ones than the limit of lag allows."""
+        expected, keys = self.global_steps - 1, self._mux_config.rollout
+        lag = lag_limit(self, keys)
         for key, tag in zip(batch.keys, batch.tags, strict=True):
-            if not tag.get("is_padding", False) and not self.rollout.was_generated_by(tag, expected):
+            if not tag.get("is_padding", False) and not may_train_on(tag, expected, keys, lag):
                 versions = (tag.get("min_global_steps"), tag.get("max_global_steps"))
                 raise OffPolicyError(
                     f"step {self.global_steps} trains on weights of version {expected}; sample {key} has {versions}"
                 )
 
-    def _processes(self) -> list[Member]:
-        """All processes of this job that hold device memory."""
-        ranks = [process for group in self.train_groups() for _, process in group.mux_where()]
-        return list(dict.fromkeys([*ranks, *self.rollout_server_manager.processes()]))  # a process has a rank of each group
+    # ---------------------------------------------------------------- leaving
 
     @contextlib.contextmanager
     def _leaving_on_failure(self) -> Iterator[None]:
-        """Nobody gets our nodes while weights, KV cache or optimizer states of a failed job are still mapped there."""
+        """No other job gets our nodes while weights, KV cache or optimizer states of a failed job are still mapped there."""
         try:
             yield
         except BaseException as error:
@@ -477,19 +524,19 @@ class PPOTrainerMux(PPOTrainer):
                 self.phases.log.close()
             raise
 
-    def close(self, say_goodbye: Callable[[], None]) -> None:
+    def close(self, close_client: Callable[[], None]) -> None:
         """Give everything back: lease, coordinator connection, event log."""
         self.hosts.close()
         try:
             self.phases.end()
         finally:
-            say_goodbye()
+            close_client()
             self.phases.log.close()
             shutil.rmtree(self.settings.directory, ignore_errors=True)
 
 
 def _reason(error: BaseException) -> str:
-    """Why a job ended, for whoever asks the coordinator: a failure's own words, an actor's among them."""
+    """Why a job ended, for users who ask the coordinator: a failure's own words, an actor's among them."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     return str(cause) if isinstance(cause, Failure) else f"its driver ended with {type(error).__name__}"
 

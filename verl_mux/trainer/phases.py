@@ -1,6 +1,7 @@
-"""Where a phase begins and ends: leases, what sleeps and wakes with them, and the events that say so.
+"""Where a phase begins and ends: leases, the events that report them, and how a job leaves that moves to other nodes.
 
-One object a job. It holds at most one lease at a time and gives it back on every way out.
+Runs in the trainer's driver; called by trainer/modes.py and its parts. Touches the coordinator's client and the event log.
+One object of each a job. `Phases` holds at most one lease at a time and gives it back on every way out.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from verl_mux.coordinator.bus.client import Lease, LeaseLost, LocalMux
@@ -24,8 +26,7 @@ log = logging.getLogger(__name__)
 class Phases:
     """Takes and gives back the job's leases, and logs each wait and each phase.
 
-    mux: the coordinator's client, or its local stand-in.
-    log: the trainer's event log.
+    mux: the coordinator's client, or its local stand-in. log: the trainer's event log.
     """
 
     def __init__(self, mux: LocalMux, log: Any) -> None:
@@ -37,9 +38,8 @@ class Phases:
         self._user: int | None = None  # the thread that has it
 
     def guard(self, pause: Callable[[Lease], Callable[[], None]]) -> None:
-        """Has `pause` put the memory of the held lease to sleep while it may not be used, and what that gives take it up again.
-
-        It is called between two uses of the device (see `using`), in a thread of its own.
+        """`pause` puts the memory of the held lease to sleep while the lease may not be used; the function that it returns takes
+        the memory up again. It is called between two uses of the device (see `using`), in a thread of its own.
         """
 
         def fenced() -> None:
@@ -99,7 +99,7 @@ class Phases:
         with self.using():  # not while what was put to sleep is taken up again
             lease, self.lease = self.lease, None
         held = time.perf_counter() - self._began
-        # Logged before the nodes go to somebody else, so that by the log too nobody shares them.
+        # Logged before another job gets the nodes, so that by the log too no two jobs share them.
         self.log.log(events.PHASE, held, extra=_about(lease), step=lease.step)
         self.add_seconds(lease.phase, held)
         self.mux.release(lease)
@@ -133,7 +133,7 @@ class Phases:
             self.add_seconds(name, seconds)
 
     def moved(self, verb: str, side: str, step: int, parts: Sequence[tuple[str, Moves]], log: bool = True) -> None:
-        """Tags went to sleep or woke: into the event log (where nobody nearer did it) and to the coordinator's memory view.
+        """Tags went to sleep or woke: into the event log (unless an engine has logged it itself) and to the coordinator's memory view.
 
         parts: (node, what moved there) of each rank or server.
         """
@@ -150,13 +150,13 @@ class Phases:
         self.add_seconds(verb, sum(moved.seconds for moved in total(moves for _, moves in parts).values()))
 
     def host_memory(self, parts: Iterable[tuple[str, Member, dict[str, int]]]) -> None:
-        """To the coordinator: what processes of the job hold of the memory of their nodes' hosts, by kind. A process that is told
+        """To the coordinator: what processes of the job hold of the memory of their nodes' hosts, by kind. A process that is named
         twice counts once."""
         by_node: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for node, kinds in {process: (node, kinds) for node, process, kinds in parts}.values():
             by_node[node].update(kinds)
-        for node, found in by_node.items():
-            self.mux.host_memory(node, dict(found))
+        for node, kinds in by_node.items():
+            self.mux.host_memory(node, dict(kinds))
 
     def take_seconds(self) -> dict[str, float]:
         """Seconds by phase and part since the last call."""
@@ -164,9 +164,56 @@ class Phases:
         return taken
 
     def add_seconds(self, name: str, seconds: float) -> None:
-        """So much of the step went to a phase or part, beside what went to it before."""
+        """Add to the seconds of the step that went to a phase or part."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
 
 def _about(lease: Lease) -> dict[str, Any]:
     return {"phase": lease.phase, "nodes": list(lease.nodes), "token": lease.token}
+
+
+class LeavesToMove(Exception):
+    """Ends verl's fit between two steps."""
+
+
+class Leaving:
+    """A job that the coordinator asks to move saves at the end of its step, and leaves before the next one begins.
+
+    asked by the coordinator -> `save` at a step's end -> `before_step` raises LeavesToMove -> `leave_note` -> `close_to_move`
+
+    `verl-mux run` finds the note and starts the job again: verl then goes on from the checkpoint (`trainer.resume_mode=auto`), on
+    the nodes that the coordinator keeps for it. note: see `mux.move_note`; without one the job stays.
+    """
+
+    def __init__(self, mux: LocalMux, note: str | None) -> None:
+        self._mux, self._note = mux, note
+        self._saved = 0  # the last step with a checkpoint
+        self._move, self._step, self._saving_s = 0, 0, 0.0
+
+    def saved(self, step: int) -> None:
+        """A checkpoint was written, for whatever reason."""
+        self._saved = step
+
+    def save(self, step: int, last: int, save_checkpoint: Callable[[], None]) -> None:
+        """At the end of a step, while the states are on the device. After the last step there is nothing to move."""
+        move = self._mux.move
+        if not move or self._note is None or step >= last:
+            return
+        began = time.perf_counter()
+        if self._saved != step:
+            save_checkpoint()
+        self._move, self._step, self._saving_s = move, step, time.perf_counter() - began
+
+    def before_step(self) -> None:
+        """All of the step before is done and reported by now."""
+        if self._move:
+            raise LeavesToMove
+
+    def leave_note(self) -> None:
+        """Raises OSError: then the job fails, and its checkpoint is there for a restart."""
+        assert self._note is not None
+        Path(self._note).write_text(f"left after step {self._step} to move\n")
+
+    def close_to_move(self) -> None:
+        """In place of the client's `close`, of a job that leaves to move."""
+        self._mux.leave_to_move(self._move, self._step, self._saving_s)

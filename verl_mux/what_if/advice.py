@@ -142,9 +142,9 @@ def _candidates_together(model: Together, best: Mapping[str, Sequence[Prediction
         if job in model.models:
             yield from ({job: it.keys} for it in alone)
     migrating = {
-        job: {"mux.rollout.migration.enable": "true"}
+        job: {"mux.rollout.migration": "true"}
         for job, its in model.models.items()
-        if model.sharing.shares[job].can_shrink and not its.settings.migration.enable
+        if model.sharing.shares[job].can_shrink and not its.settings.migration
     }
     allowed = {job: keys for job, keys in migrating.items() if changed(model.models[job].settings, keys).is_possible}
     if allowed:

@@ -17,17 +17,14 @@ import numpy as np
 import polars as pl
 
 from verl_mux.config.rollout_checks import Surroundings, check_rollout
-from verl_mux.config.rollout_keys import DispatchConfig, RolloutConfig, SegmentsConfig
+from verl_mux.config.rollout_keys import DispatchConfig, OversampleConfig, RolloutConfig, SegmentsConfig
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.rollout.control.lag_limit import STRATEGIES, LagLimit
 from verl_mux.rollout.control.launch_order import ORDERS
-from verl_mux.rollout.control.length_estimates import LengthEstimates
-from verl_mux.rollout.control.migration_plan import MigrationPolicy
-from verl_mux.rollout.control.oversampling import LEFTOVERS, TOKENS, OversamplingPolicy
+from verl_mux.rollout.control.oversampling import STRATEGIES, LagLimit
 from verl_mux.rollout.control.segments import SegmentLimits
-from verl_mux.rollout.control.tail_rounds import TAILS, DeferPolicy, TailRounds
+from verl_mux.rollout.control.tail_rounds import MAX_MEAN, TAILS, LengthEstimates, TailRounds
 from verl_mux.rollout.lengths.predictor import LengthPredictor, make_predictor
 from verl_mux.rollout.lengths.rows import LengthRow, Prompt
 
@@ -209,7 +206,6 @@ def _infer(keys: dict[str, str], analysis: Analysis, job: str, groups: tuple[Gro
 
 
 _OFF = ("none", "null", "off")
-_PARTS = ("oversample", "defer", "migration")  # of `mux.rollout`, kept as a whole
 
 
 @dataclass(frozen=True)
@@ -223,7 +219,7 @@ class Settings:
     samples: int
     longest: int
     slots: int
-    oversample: OversamplingPolicy
+    oversample: OversampleConfig
     segment: int | None = None
     max_segments: int = 4
     order: str = "fifo"
@@ -232,8 +228,7 @@ class Settings:
     predictor: str = "default"
     mode: str = ""
     tail: str = "none"
-    defer: DeferPolicy = DeferPolicy()
-    migration: MigrationPolicy = MigrationPolicy()
+    migration: bool = False
     threshold: int | None = None
     at_once: int | None = None
 
@@ -248,7 +243,6 @@ class Settings:
             dispatch=DispatchConfig(order=self.order, predictor=self.predictor),
             migration=self.migration,
             tail=self.tail,
-            defer=self.defer,
         )
 
     @property
@@ -279,25 +273,14 @@ def _switch(text: str) -> bool:
 
 
 # What is far beyond any job: prompt groups are all drawn.
-MOST = {"data.train_batch_size": 16_384, "mux.rollout.oversample.rate": 100.0, "mux.rollout.migration.threshold": 1.0}
-LEAST = {
-    "rate": 0,
-    "max_cuts": 0,
-    "max_lag": 0,
-    "window": 2,
-    "max_mean": 1.01,
-    "threshold": 0.01,
-    "min_gain_s": 0,
-    "max_slowdown": 0,
-}
+MOST = {"data.train_batch_size": 16_384, "mux.rollout.oversample.rate": 100.0}
+LEAST = {"rate": 0, "max_cuts": 0, "max_lag": 0}
 # key -> (type, what is allowed)
 KEYS: dict[str, tuple[Callable[[str], object], str]] = {
     "data.max_response_length": (int, "tokens, from 1 to the longest recorded response"),
     "data.train_batch_size": (int, "prompt groups, from 1 to 16384"),
     "actor_rollout_ref.rollout.max_num_seqs": (int, "requests, 1 or more"),
     "mux.rollout.oversample.rate": (float, "from 0 to 100"),
-    "mux.rollout.oversample.leftover": (str, ", ".join(LEFTOVERS)),
-    "mux.rollout.oversample.tokens": (str, ", ".join(TOKENS)),
     "mux.rollout.oversample.max_cuts": (int, "0 or more"),
     "mux.rollout.segments.segment_length": (int, "tokens, 1 or more, or null"),
     "mux.rollout.segments.max_segments": (int, "1 or more"),
@@ -305,12 +288,7 @@ KEYS: dict[str, tuple[Callable[[str], object], str]] = {
     "mux.rollout.max_lag_strategy": (str, ", ".join(STRATEGIES)),
     "mux.rollout.dispatch.order": (str, ", ".join((*ORDERS, "auto"))),
     "mux.rollout.tail": (str, ", ".join(TAILS)),
-    "mux.rollout.defer.window": (int, "2 steps or more, or null"),
-    "mux.rollout.defer.max_mean": (float, "1.01 or more"),
-    "mux.rollout.migration.enable": (_switch, "true, false"),
-    "mux.rollout.migration.threshold": (float, "from 0.01 to 1"),
-    "mux.rollout.migration.min_gain_s": (float, "node-seconds, 0 or more"),
-    "mux.rollout.migration.max_slowdown": (float, "0 or more"),
+    "mux.rollout.migration": (_switch, "true, false"),
 }
 
 
@@ -322,7 +300,7 @@ def recorded(recording: Recording) -> Settings:
     threshold = keys.get("trainer.v1.sampler.max_off_policy_threshold")
     settings = Settings(
         recording.wanted, samples, recording.longest, min(slots, recording.slots or slots),
-        OversamplingPolicy(accept_length_bias=keys.get("mux.rollout.oversample.accept_length_bias") == "True"),
+        OversampleConfig(),
         mode=keys.get("trainer.v1.trainer_mode", ""), predictor=keys.get("mux.rollout.dispatch.predictor", "default"),
         threshold=int(threshold) if threshold else None,
         at_once=slots * recording.replicas if "actor_rollout_ref.rollout.max_num_seqs" in keys else None,
@@ -348,7 +326,7 @@ def _with(settings: Settings, key: str, text: str) -> Settings:
     if key not in KEYS:
         raise UserError(f"--what-if {key}: cannot be tried on a recorded run; allowed: {', '.join(KEYS)}")
     kind, allowed = KEYS[key]
-    off = key.endswith(("segment_length", "max_lag", "window")) and text.lower() in _OFF
+    off = key.endswith(("segment_length", "max_lag")) and text.lower() in _OFF
     try:
         value: object = None if off else kind(text)
     except (KeyError, ValueError):
@@ -356,9 +334,8 @@ def _with(settings: Settings, key: str, text: str) -> Settings:
     if not off and not _possible(key, value, settings):
         raise UserError(f"--what-if {key}={text} is not possible; allowed: {allowed}")
     name = key.rpartition(".")[2]
-    for part in _PARTS:
-        if f".{part}." in key:
-            return replace(settings, **{part: msgspec.structs.replace(getattr(settings, part), **{name: value})})
+    if ".oversample." in key:
+        return replace(settings, oversample=msgspec.structs.replace(settings.oversample, **{name: value}))
     field = {"max_response_length": "longest", "train_batch_size": "wanted", "max_num_seqs": "slots", "segment_length": "segment"}
     other: dict[str, Any] = {field.get(name, name): value}
     return replace(settings, **other)
@@ -367,9 +344,9 @@ def _with(settings: Settings, key: str, text: str) -> Settings:
 def _possible(key: str, value: object, settings: Settings) -> bool:
     if key == "data.max_response_length":
         return isinstance(value, int) and 1 <= value <= settings.longest
-    if key.endswith("enable"):
+    if key.endswith("migration"):
         return isinstance(value, bool)
-    words = {"leftover": LEFTOVERS, "tokens": TOKENS, "order": (*ORDERS, "auto"), "max_lag_strategy": STRATEGIES, "tail": TAILS}
+    words = {"order": (*ORDERS, "auto"), "max_lag_strategy": STRATEGIES, "tail": TAILS}
     name = key.rpartition(".")[2]
     if name in words:
         return value in words[name]
@@ -487,10 +464,10 @@ class Rounds:
     prompt comes again, which begins another epoch."""
 
     def __init__(
-        self, stream: Iterator[Group], policy: DeferPolicy, batch: int, samples: int, foresight: Foresight, longest: int
+        self, stream: Iterator[Group], batch: int, samples: int, foresight: Foresight, longest: int, max_mean: float = MAX_MEAN
     ) -> None:  # fmt: skip
         self._stream, self._foresight, self._longest = _named(stream), foresight, longest
-        self._rounds = TailRounds(policy, batch, LengthEstimates(foresight.predictor(), samples))
+        self._rounds = TailRounds(batch, LengthEstimates(foresight.predictor(), samples), max_mean)
         self._groups: dict[str, Group] = {}
         self._next = next(self._stream)
         self._epoch = 0

@@ -20,7 +20,7 @@ import polars as pl
 from verl_mux.profiling.report.measures.replicas import MIN_TOKENS
 from verl_mux.rollout.control.launch_order import turns
 from verl_mux.rollout.control.oversampling import Oversampler
-from verl_mux.rollout.control.segment_steps import SegmentSteps
+from verl_mux.rollout.control.segments import SegmentSteps
 from verl_mux.rollout.lengths.rows import LengthRow, Prompt
 from verl_mux.rollout.messages import Abort, Draw, Drop, Finish, Instruction, Launch, Report
 from verl_mux.what_if.recorded_run import BY_ID, Arrival, Foresight, Group, Recording, Rounds, Sample, Settings, Source
@@ -297,14 +297,12 @@ class Rerun:
         self._order = self._foresight.predictor()
         self._source: Source = Arrival(stream)
         if settings.rollout.defers:
-            steps = settings.defer.window
-            window = len(recording.groups) if steps is None else steps * settings.wanted
-            self._source = Rounds(stream, settings.rollout.defer, settings.wanted, settings.samples, self._foresight, window)
+            self._source = Rounds(stream, settings.wanted, settings.samples, self._foresight, len(recording.groups))
         limits = settings.limits
         self._machine: Oversampler | SegmentSteps = (
-            Oversampler(settings.oversample, settings.samples, settings.lag)
+            Oversampler(settings.samples, settings.oversample.rate, settings.oversample.max_cuts, settings.lag)
             if limits is None
-            else SegmentSteps(limits, settings.samples, settings.oversample.rate, settings.oversample.max_failures, settings.lag)
+            else SegmentSteps(limits, settings.samples, settings.oversample.rate, settings.lag)
         )
         self._longest = settings.longest if limits is None else limits.longest
         self._live: dict[Key, _Live] = {}

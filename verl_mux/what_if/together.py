@@ -20,8 +20,9 @@ from verl_mux.coordinator.core.settings import Config, Mode
 from verl_mux.coordinator.core.settings import Segment as ScheduleSegment
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.profiling.report.measures.lease_times import Hold, Leases, Segment
-from verl_mux.rollout.control.migration_plan import (
+from verl_mux.rollout.control.replica_plan import (
     Migration,
+    MigrationPolicy,
     Replica,
     Request,
     estimated_speed,
@@ -191,6 +192,7 @@ def _median(seconds: Sequence[float]) -> float:
     return float(np.median(seconds)) if seconds else 0.0
 
 
+POLICY = MigrationPolicy()  # as a job migrates
 LOOKS_S = 0.5  # between two looks of a rollout at who waits for its nodes
 _PLENTY = 1 << 60  # tokens of KV cache
 
@@ -263,7 +265,7 @@ class _Job:
     def __init__(self, name: str, settings: Settings, share: Share, model: WhatIf, world: int | None, steps: int) -> None:
         self.name, self.settings, self.share, self.steps = name, settings, share, steps
         self.rerun, self.training = model.rerun(settings, world), model.training(world)
-        self.migrates = settings.migration.enable and share.can_shrink
+        self.migrates = settings.migration and share.can_shrink
 
     def train_s(self, tokens: int) -> float:
         """Seconds of the training's lease."""
@@ -328,7 +330,7 @@ class _Run:
 
 
 class _Tail:
-    """The tail of one rollout: what `rollout/control/tail_migration.py` does in a job."""
+    """The tail of one rollout: what `trainer/replica_moves.py` does in a job."""
 
     def __init__(self, job: _Job) -> None:
         self._job, self._freed = job, set[str]()
@@ -341,7 +343,7 @@ class _Tail:
 
     def consider(self, now: float, gangs: list[list[str]]) -> None:
         """Gathers it where that pays at this moment. gangs: as LeaseQueue has them."""
-        rerun, policy = self._job.rerun, self._job.settings.migration
+        rerun, policy = self._job.rerun, POLICY
         if not gangs or self.asleep_at < math.inf or not policy.threshold * rerun.launched <= rerun.done < rerun.launched:
             return
         names: dict[str, Key] = {}

@@ -347,9 +347,8 @@ class Job:
             "actor_rollout_ref.rollout.n_gpus_per_node": self.run.on_node,
             "actor_rollout_ref.rollout.tensor_model_parallel_size": 1, "actor_rollout_ref.rollout.max_num_seqs": self.run.slots,
             "mux.rollout.oversample.rate": self.run.rate if self.run.mode == "oversampled" else 0.0,
-            "mux.rollout.oversample.leftover": "requeue", "mux.rollout.oversample.tokens": "resume",
             "mux.rollout.dispatch.order": "fifo", "mux.rollout.tail": "none",
-            "mux.rollout.migration.enable": self.run.mode == "migrated",
+            "mux.rollout.migration": self.run.mode == "migrated",
         }  # fmt: skip
         if self.run.mode == "segmented":
             keys["mux.rollout.segments.segment_length"] = max(32, int(self.run.mean_tokens * 1.2))

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.exploring import examples
-from verl_mux.rollout.control.length_estimates import Expected, LengthEstimates
-from verl_mux.rollout.control.tail_rounds import DeferPolicy, TailRounds, plan
-from verl_mux.rollout.lengths.baselines import Fifo
+from verl_mux.rollout.control.tail_rounds import Expected, LengthEstimates, TailRounds, plan, ranks_of
+from verl_mux.rollout.lengths.baselines import Fifo, PromptLength
 from verl_mux.rollout.lengths.rows import Prompt
 
 
@@ -109,7 +108,7 @@ class Said:
     st.lists(st.one_of(st.floats(1, 3), st.sampled_from([1.0, 3.0])), min_size=30, max_size=90), st.integers(2, 8), st.data()
 )  # fmt: skip
 def test_steps_keep_within_the_bound_where_groups_are_lost_and_windows_fill_no_batch(lengths, batch, data):
-    rounds, kept = TailRounds(DeferPolicy(), batch, Said(lengths, [0.0] * len(lengths))), []
+    rounds, kept = TailRounds(batch, Said(lengths, [0.0] * len(lengths))), []
     half = len(lengths) // 2
     for window in (range(half), range(half, len(lengths))):
         rounds.gather([str(at) for at in window], [Prompt(str(at), "") for at in window])
@@ -126,7 +125,7 @@ def test_steps_keep_within_the_bound_where_groups_are_lost_and_windows_fill_no_b
 
 def test_a_lost_group_is_replaced_by_the_shortest_and_the_others_get_new_rounds():
     lengths = [9, 9, 9, 9, 1, 1, 1, 1, 1, 1, 1, 2]
-    rounds = TailRounds(DeferPolicy(), 4, Said(lengths, [0.0] * 12))
+    rounds = TailRounds(4, Said(lengths, [0.0] * 12))
     rounds.gather([str(at) for at in range(12)], [Prompt(str(at), "") for at in range(12)])
     first, instead = rounds.take(4), rounds.take(1)
     assert [lengths[int(name)] for name in instead] == [1]
@@ -135,7 +134,7 @@ def test_a_lost_group_is_replaced_by_the_shortest_and_the_others_get_new_rounds(
 
 
 def test_a_step_tells_its_mix_as_it_was_expected_and_as_it_was():
-    rounds = TailRounds(DeferPolicy(), 2, Said([8, 8, 2, 2, 2, 2], [0.0] * 6))
+    rounds = TailRounds(2, Said([8, 8, 2, 2, 2, 2], [0.0] * 6))
     rounds.gather(list("abcdef"), [Prompt(str(at), "") for at in range(6)])
     means = {}
     for drawn in ({"a": [8, 10], "b": [9, 9]}, {}, {}):
@@ -149,7 +148,7 @@ def test_a_step_tells_its_mix_as_it_was_expected_and_as_it_was():
 
 
 def test_what_earlier_epochs_taught_decides_and_the_bound_is_of_the_whole_window():
-    rounds = TailRounds(DeferPolicy(), 2, LengthEstimates(Fifo(), 2))
+    rounds = TailRounds(2, LengthEstimates(Fifo(), 2))
     names = [f"p{at}" for at in range(8)]
     long = {"p1", "p6"}
     for epoch in (0, 1):
@@ -171,7 +170,7 @@ class Windows(RuleBasedStateMachine):
         self.batch, self.drawn, self.handed_out, self.under_way = batch, 0, [], []
         self.prompts = {}
         self.estimates = LengthEstimates(Fifo(), 2)
-        self.rounds = TailRounds(DeferPolicy(), batch, self.estimates)
+        self.rounds = TailRounds(batch, self.estimates)
 
     @rule(count=st.integers(1, 30))
     def gather(self, count):
@@ -201,7 +200,7 @@ class Windows(RuleBasedStateMachine):
         saved, known = json.loads(json.dumps([self.rounds.to_dict(), self.estimates.to_dict()]))
         self.estimates = LengthEstimates(Fifo(), 2)
         self.estimates.restore(known)
-        self.rounds, self.under_way = TailRounds(DeferPolicy(), self.batch, self.estimates), []
+        self.rounds, self.under_way = TailRounds(self.batch, self.estimates), []
         self.rounds.restore(saved, self.prompts)
 
     @invariant()
@@ -212,3 +211,69 @@ class Windows(RuleBasedStateMachine):
 
 TestWindows = Windows.TestCase
 TestWindows.settings = settings(max_examples=examples(40), stateful_step_count=25)
+
+
+# ---------------------------------------------------------------- expected lengths in numbers
+
+PROMPTS = [Prompt(str(at), "x" * at) for at in range(200)]
+
+
+def taught(predictor=None, chance: float = 0.2, seed: int = 0) -> tuple[LengthEstimates, np.ndarray]:
+    """Estimates after one epoch of four samples a prompt, and the lengths that each prompt really has."""
+    rng = np.random.default_rng(seed)
+    own = np.exp(5 + rng.standard_normal(len(PROMPTS)))
+    estimates = LengthEstimates(predictor or Fifo(), 4)
+    for prompt, mean in zip(PROMPTS, own, strict=True):
+        estimates.observe(prompt, 0, (mean * np.exp(chance * rng.standard_normal(4))).astype(int).tolist())
+    return estimates, own
+
+
+def test_nothing_is_known_before_the_first_group():
+    expected = LengthEstimates(Fifo(), 4).expect(PROMPTS[:3])
+    assert expected.mean.tolist() == [1, 1, 1]
+
+
+def test_a_prompt_is_expected_to_be_as_long_as_it_was():
+    estimates, own = taught()
+    assert np.corrcoef(np.log(estimates.expect(PROMPTS).mean), np.log(own))[0, 1] > 0.97
+
+
+def test_where_chance_rules_prompts_are_expected_to_be_alike():
+    rng = np.random.default_rng(0)
+    estimates = LengthEstimates(Fifo(), 4)
+    for prompt in PROMPTS:
+        estimates.observe(prompt, 0, np.exp(5 + rng.standard_normal(4)).astype(int).tolist())
+    mean = estimates.expect(PROMPTS).mean
+    assert mean.std() < 0.25 * mean.mean()
+
+
+def test_the_long_ones_are_not_expected_shorter_than_they_are_on_average():
+    rng = np.random.default_rng(1)
+    estimates, own = taught(chance=0.6)
+    expected = estimates.expect(PROMPTS)
+    top = np.argsort(-expected.mean)[:40]
+    drawn = np.mean([(own[top] * np.exp(0.6 * rng.standard_normal(len(top)))).mean() for _ in range(20)])
+    assert expected.mean[top].mean() == pytest.approx(drawn, rel=0.25)
+
+
+def test_prompts_without_a_past_are_put_where_their_rank_belongs():
+    estimates = LengthEstimates(PromptLength(), 1)
+    for prompt in PROMPTS:
+        estimates.observe(prompt, 0, [10 * len(prompt.text) + 10])
+    strangers = [Prompt(f"new {at}", "x" * (2 * at)) for at in range(100)]
+    mean = estimates.expect(strangers).mean
+    assert (np.diff(mean) >= 0).all()
+    assert mean[-1] > 5 * mean[0]
+
+
+def test_ties_share_their_middle():
+    assert ranks_of(np.array([5.0, 1.0, 5.0, 9.0])) == pytest.approx([0.5, 0.125, 0.5, 0.875])
+
+
+def test_estimates_go_through_a_checkpoint():
+    estimates, _ = taught()
+    again = LengthEstimates(Fifo(), 4)
+    again.restore(json.loads(json.dumps(estimates.to_dict())))
+    assert again.expect(PROMPTS).mean == pytest.approx(estimates.expect(PROMPTS).mean)
+    assert again.knows(PROMPTS[0])
+    assert not again.knows(Prompt("other", ""))

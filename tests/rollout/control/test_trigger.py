@@ -7,14 +7,13 @@ import math
 import pytest
 
 from verl_mux.coordinator.bus.messages import LearnerStateUpdate
-from verl_mux.rollout.control.trigger import EntropyFeedback, Mood, Train, TrainingTrigger, TriggerPolicy, Wait
+from verl_mux.rollout.control.trigger import Mood, Train, TrainingTrigger, Wait
 
-NO_FEEDBACK = EntropyFeedback()
-FEEDBACK = EntropyFeedback(enable=True, high=2.0, low=0.5, margin=0.2, n_min_bounds=(6, 100), t_max_s_bounds=(1.0, 15.0))
+FEEDBACK = (0.4, 2.0)  # its margin is 0.2
 
 
-def trigger(n_min: int = 8, t_max_s: float = 10.0, feedback: EntropyFeedback = NO_FEEDBACK) -> TrainingTrigger:
-    made = TrainingTrigger(TriggerPolicy(enable=True, n_min=n_min, t_max_s=t_max_s, entropy=feedback))
+def trigger(n_min: int = 8, t_max_s: float = 10.0, feedback: tuple[float, float] | None = None) -> TrainingTrigger:
+    made = TrainingTrigger(n_min, t_max_s, feedback)
     made.waits(0.0)
     return made
 
@@ -65,9 +64,9 @@ def test_without_feedback_entropy_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("entropy", "n_min", "t_max_s"), [(2.5, 6, 5.0), (1.0, 8, 10.0), (0.3, 16, 15.0)], ids=["high", "steady", "low"]
+    ("entropy", "n_min", "t_max_s"), [(2.5, 4, 5.0), (1.0, 8, 10.0), (0.3, 16, 20.0)], ids=["high", "steady", "low"]
 )
-def test_high_entropy_lowers_both_thresholds_and_low_raises_them_within_bounds(entropy, n_min, t_max_s):
+def test_high_entropy_halves_both_thresholds_and_low_doubles_them(entropy, n_min, t_max_s):
     it = trigger(feedback=FEEDBACK)
     it.learner_state(LearnerStateUpdate(entropy=entropy, policy_version=1))
     assert (it.n_min, it.t_max_s) == (n_min, t_max_s)
@@ -76,7 +75,7 @@ def test_high_entropy_lowers_both_thresholds_and_low_raises_them_within_bounds(e
 def test_a_mood_is_left_only_beyond_the_margin():
     it = trigger(feedback=FEEDBACK)
     moods = []
-    for version, entropy in enumerate([2.0, 1.9, 1.95, 1.79, 1.9, 0.5, 0.6, 0.69, 0.71]):
+    for version, entropy in enumerate([2.0, 1.9, 1.95, 1.79, 1.9, 0.4, 0.5, 0.59, 0.61]):
         it.learner_state(LearnerStateUpdate(entropy=entropy, policy_version=version))
         moods.append(it.mood.name[0])
     assert "".join(moods) == "EEESSCCCS"
@@ -88,3 +87,9 @@ def test_late_news_and_no_number_are_ignored():
     it.learner_state(LearnerStateUpdate(entropy=0.1, policy_version=4))
     it.learner_state(LearnerStateUpdate(entropy=math.nan, policy_version=6))
     assert it.mood is Mood.EXPLORING
+
+
+def test_a_single_group_is_never_halved_to_none():
+    it = trigger(n_min=1, feedback=FEEDBACK)
+    it.learner_state(LearnerStateUpdate(entropy=2.5, policy_version=1))
+    assert it.n_min == 1

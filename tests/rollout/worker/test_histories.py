@@ -99,11 +99,11 @@ class Step:
         self.groups.announce([*launches, *again], self.known, new)
         for group in new:
             self.tasks[group] = asyncio.create_task(self._run(group))
-        await self.groups.launch([*launches, *again], lambda group, step: None)
+        self.groups.launch([*launches, *again])
         self.out |= {(it.group, it.sample) for it in (*launches, *again)}
 
     async def _run(self, group: str) -> None:
-        self.groups.started(group, asyncio.current_task(), ({},))
+        self.groups.started(group, asyncio.current_task())
         samples = [self.groups.run_sample(group, n, lambda n=n: self._loop(group, n)) for n in range(SAMPLES)]
         await asyncio.gather(*[asyncio.create_task(it) for it in samples])
         self.groups.settled(group)

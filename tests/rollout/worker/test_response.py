@@ -59,14 +59,11 @@ class Worker:
     async def launch(self, launches: list[Launch], new: bool = False, calls: dict | None = None) -> None:
         self.groups.announce(launches, calls or {}, {"g"} if new else set())
         if new:
-            self._start("g", 1)
-        await self.groups.launch(launches, self._start)
-
-    def _start(self, group: str, step: int) -> None:
-        self.task = asyncio.create_task(self._run(group))
+            self.task = asyncio.create_task(self._run("g"))
+        self.groups.launch(launches)
 
     async def _run(self, group: str) -> None:
-        self.groups.started(group, asyncio.current_task(), ({},))
+        self.groups.started(group, asyncio.current_task())
         await asyncio.gather(
             *[asyncio.create_task(self.groups.run_sample(group, s, lambda s=s: self._loop(s))) for s in range(self.samples)]
         )
@@ -157,21 +154,6 @@ def test_a_cut_keeps_the_tokens_and_a_launch_goes_on_from_them():
         done = await worker.reports(2)
         assert [r.total for r in done] == [15, 15]
         assert engine.asked[-1][0] == PROMPT + list(range(1, kept + 1))
-
-    run(story())
-
-
-def test_a_restart_begins_again_from_the_prompt():
-    async def story():
-        engine = Engine()
-        worker = Worker(engine)
-        await worker.launch(both(budget=3), new=True)
-        await worker.reports(2)
-        engine.version = 2
-        await worker.launch(both(restart=True))
-        done = await worker.reports(2)
-        assert [(r.kind, r.new, r.total, r.version) for r in done] == [("done", 10, 10, 2)] * 2
-        assert worker.outputs[1].extra_fields["mux_segments"] == [[10, 2]]
 
     run(story())
 

@@ -1,50 +1,106 @@
-"""Which prompt groups to launch, when to stop, and what becomes of those cut off. Events in, instructions out.
+"""Over-sampling: which prompt groups a step launches, when it cuts the rest off, and which of them go first in the next step.
+
+Runs in the trainer's driver; called by trainer/step_rollout.py with what the agent loop workers report. Pure: events in,
+instructions out.
 
 A step wants n prompt groups. ceil((1 + rate) * n) are launched, those left over from earlier steps first; when n are
-complete the rest is cut off. A group cut off `max_cuts` times, or whose tokens would become older than the limit of lag allows
-(lag_limit.py), is protected: one of the n seats is its own and it runs to its end, so the step waits for it.
+complete the rest is cut off and goes on, from its tokens, in the next step. A group that has been cut off `max_cuts` times, or
+whose tokens would otherwise become older than the limit of lag, is protected: it has one of the n seats and runs to its end,
+so the step waits for it.
 
     group: WAITING -> RUNNING -> COMPLETE -> TRAINED
-                      RUNNING -> CUT -> WAITING (requeue) | DROPPED (drop, too old, or failed too often)
+                      RUNNING -> CUT -> WAITING | DROPPED (too old, or failed too often)
                                  CUT -> COMPLETE (it ended before the abort reached it, and a seat was free)
 
 Invariants (asserted by the tests): a prompt drawn is in exactly one state; a step trains at most n groups, and fewer only
 when the data ended; left-over groups start before new ones; a protected group is cut only when it fails too often; no token is
-trained later than the limit of lag says.
+trained later than the limit of lag allows.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
-
-from verl_mux.rollout.control.lag_limit import LagLimit, must_train
-from verl_mux.rollout.control.step_metrics import StepMetrics
 from verl_mux.rollout.messages import Abort, Draw, Drop, Finish, Instruction, Launch, Report
 
-LEFTOVERS = ("requeue", "drop")
-TOKENS = ("resume", "restart")
+STRATEGIES = ("protect", "wait", "drop")
+MAX_CUTS = 2  # default of `mux.rollout.oversample.max_cuts`
+MAX_FAILURES = 3  # a group that has lost more samples than this is dropped
 
 
-class OversamplingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of `mux.rollout.oversample`. rate: prompt groups launched beyond those wanted, as a share; 0: none.
+class LagLimit(NamedTuple):
+    """The most versions of the weights by which a trained token may be old (`mux.rollout.max_lag`).
 
-    leftover: what becomes of the groups cut off. tokens: whether a requeued group goes on from its tokens or from its prompt.
-    max_cuts: after so many cuts a group is protected. max_failures: a group that lost more samples than this is dropped.
-    accept_length_bias: that `drop` and `restart`, which train short responses more often than long ones, are wanted all the same.
+    There is one version a step: a group whose oldest token was written k steps ago has age k, and lag k if it is trained now.
+    Each step trains `wanted` groups, so the limit holds as long as at most (most + 1) * wanted groups are under way and the
+    oldest go first whenever too many of them would be left for later.
+
+    strategy: what becomes of a group that has to be trained now and is not complete. protect: it has a seat and runs to its
+    end, the others are cut off as before. wait: no group is cut off until it is complete. drop: groups older than the limit are
+    given up, so short responses are kept and long ones lost.
     """
 
-    rate: float = 0.0
-    leftover: str = "requeue"
-    tokens: str = "resume"
-    max_cuts: int = 2
-    max_failures: int = 3
-    accept_length_bias: bool = False
+    most: int
+    strategy: str = "protect"
+
+    def under_way(self, wanted: int) -> int:
+        """Most groups that may be under way at once."""
+        return (self.most + 1) * wanted
+
+    def must_train(self, ages: Sequence[int], wanted: int) -> int:
+        """How many of the oldest groups have to be trained in this step, of groups with these ages.
+
+        A group of age a has to be trained within most - a further steps; h further steps train h * wanted groups.
+        """
+        within = sorted(self.most - age for age in ages)
+        return max((bisect_right(within, further) - further * wanted for further in range(self.most + 1)), default=0)
+
+
+@dataclass(slots=True)
+class StepMetrics:
+    """Groups and tokens of one step. A token is wasted when it is thrown away, in whichever step it was generated.
+
+    kept: tokens of each response in the batch. cut: tokens so far of each response cut off. rounds: of segment rollout.
+    reprefilled_tokens: kept tokens that the engine had to read again, their KV cache gone with the old weights.
+    """
+
+    launched_groups: int = 0
+    trained_groups: int = 0
+    requeued_groups: int = 0
+    dropped_groups: int = 0
+    failed_samples: int = 0
+    generated_tokens: int = 0
+    wasted_tokens: int = 0
+    reprefilled_tokens: int = 0
+    rounds: int = 1
+    kept: list[int] = field(default_factory=list)
+    cut: list[int] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, float]:
+        """Figures for the logger. aborted_ratio: share of the launched groups that is not in the batch. length_bias: mean length
+        kept over mean length cut off; what was cut off would have become longer still, so below 1 the batch leans short."""
+        figures = {name: value for name, value in asdict(self).items() if name not in ("kept", "cut")}
+        return figures | {
+            "aborted_ratio": (self.launched_groups - self.trained_groups) / max(1, self.launched_groups),
+            "wasted_token_fraction": self.wasted_tokens / max(1, self.generated_tokens),
+            "kept_mean_length": _mean(self.kept),
+            "cut_mean_length": _mean(self.cut),
+            "length_bias": _mean(self.kept) / _mean(self.cut) if self.kept and sum(self.cut) else 1.0,
+        }
+
+
+def _mean(values: list[int]) -> float:
+    return sum(values) / max(1, len(values))
+
+
+def groups_to_launch(rate: float, wanted: int) -> int:
+    """ceil((1 + rate) * wanted): 1.1 * 10 is 11 and not 12."""
+    return math.ceil(round((1 + rate) * wanted, 9))
 
 
 class State(str, Enum):
@@ -69,7 +125,7 @@ _MOVES = {
 @dataclass(slots=True)
 class _Sample:
     tokens: int = 0
-    kept: int = 0  # of these tokens, what it was launched with
+    kept: int = 0  # of these tokens, those with which it was launched
     running: bool = False
     ended: bool = False  # by itself
 
@@ -104,17 +160,19 @@ class _Group:
 class Oversampler:
     """begin -> drawn -> (sample_done | sample_cut | sample_failed)* -> Finish -> begin of the next step.
 
-    Group names are unique for each draw: the same prompt drawn in the next epoch has another name. A report of a sample
-    that is not running (an abort and an end that crossed, a group already settled) changes nothing.
+    samples: responses of a prompt group. Group names are unique for each draw: the same prompt drawn in the next epoch has
+    another name. A report of a sample that is not running (an abort and an end that crossed) changes nothing.
     """
 
-    def __init__(self, policy: OversamplingPolicy, samples_per_group: int, lag: LagLimit | None = None) -> None:
-        self.policy, self._lag = policy, lag
+    def __init__(
+        self, samples: int, rate: float = 0.0, max_cuts: int = MAX_CUTS, lag: LagLimit | None = None,
+        max_failures: int = MAX_FAILURES,
+    ) -> None:  # fmt: skip
+        self._samples, self._rate, self._max_cuts, self._lag, self._max_failures = samples, rate, max_cuts, lag, max_failures
         self.metrics = StepMetrics()
-        self._samples_per_group = samples_per_group
         self._groups: dict[str, _Group] = {}  # in the order they were drawn; neither trained nor dropped ones
         self._wanted = self._step = 0
-        self._due: set[str] = set()  # groups that the limit of lag wants trained in this step
+        self._due: set[str] = set()  # groups that have to be trained in this step because of the limit of lag
         self._asked_for = 0  # prompts asked for with Draw and not yet reported
         self._data_ended = False
         self._in_step = False
@@ -129,15 +187,14 @@ class Oversampler:
             raise RuntimeError("over-sampling: a step is running; the next begins after its Finish")
         self._in_step, self._wanted, self._data_ended, self.metrics = True, wanted, False, StepMetrics()
         self._step += 1
-        size = math.ceil(round((1 + self.policy.rate) * wanted, 9))  # 1.1 * 10 is 11 and not 12
+        size = groups_to_launch(self._rate, wanted)
         size = size if self._lag is None else min(size, self._lag.under_way(wanted))
-        out = self._drop_stale(self._step)
+        out: list[Instruction] = [self._drop(group, "stale") for group in self._in_state(State.WAITING) if self._is_stale(group)]
         self._find_due()
         if sum(map(self._protected, self._groups.values())) >= wanted and not self._waits:
-            size = wanted  # whoever else began would be cut off at once
-        chosen = self._left_over(size)
-        out += [instruction for group in chosen for instruction in self._launch(group)]
-        # Protected groups without a seat are under way too: did new ones take their places, there would be ever more of them.
+            size = wanted  # any other group would be cut off at once
+        out += [launch for group in self._left_over(size) for launch in self._launch(group)]
+        # Protected groups without a seat are under way too: if new ones took their places, there would be ever more of them.
         self._asked_for = max(0, size - len(self._groups))
         return [*out, Draw(self._asked_for)] if self._asked_for else [*out, *self._settle()]
 
@@ -149,9 +206,17 @@ class Oversampler:
         for name in groups:
             if name in self._groups:
                 raise RuntimeError(f"over-sampling: prompt group {name} was drawn twice")
-            self._groups[name] = _Group(name, [_Sample() for _ in range(self._samples_per_group)])
+            self._groups[name] = _Group(name, [_Sample() for _ in range(self._samples)])
             out += self._launch(self._groups[name])
         return [*out, *self._settle()]
+
+    def report(self, it: Report) -> list[Instruction]:
+        """A worker's report of one sample."""
+        if it.kind == "done":
+            return self.sample_done(it.group, it.sample, it.total)
+        if it.kind == "paused":
+            return self.sample_cut(it.group, it.sample, it.total)
+        return self.sample_failed(it.group, it.sample)
 
     def sample_done(self, group: str, sample: int, tokens: int) -> list[Instruction]:
         """A sample ended by itself, with `tokens` in all."""
@@ -166,28 +231,19 @@ class Oversampler:
         it = self._running(group, sample)
         if it is None:
             return []
-        lost = it.samples[sample]
-        self.metrics.wasted_tokens += lost.tokens
+        self.metrics.wasted_tokens += it.samples[sample].tokens
         self.metrics.failed_samples += 1
         it.samples[sample] = _Sample()
         it.failures += 1
         it.first = it.first if it.tokens else None
         if it.state is State.CUT:
             return self._settle()
-        if it.failures <= self.policy.max_failures:
+        if it.failures <= self._max_failures:
             return [self._start(it, sample)]
         return [*self._cut(it), *self._settle()]
 
-    def report(self, it: Report) -> list[Instruction]:
-        """One of the three above, from a worker's report."""
-        if it.kind == "done":
-            return self.sample_done(it.group, it.sample, it.total)
-        if it.kind == "paused":
-            return self.sample_cut(it.group, it.sample, it.total)
-        return self.sample_failed(it.group, it.sample)
-
     def to_dict(self) -> dict[str, Any]:
-        """For a checkpoint. A group that has not been trained by then will be left over: its engine will be gone."""
+        """For a checkpoint. A group that has not been trained by then is left over: its engine will be gone."""
         groups = [
             {
                 "name": g.name, "cuts": g.cuts, "failures": g.failures, "tokens": [sample.tokens for sample in g.samples],
@@ -197,23 +253,20 @@ class Oversampler:
         ]  # fmt: skip
         return {"groups": groups}
 
-    @classmethod
-    def from_dict(
-        cls, policy: OversamplingPolicy, samples_per_group: int, saved: dict[str, Any], lag: LagLimit | None = None
-    ) -> Oversampler:
-        """Resume. Left-over groups go on from their tokens or start again, in their order and with their cuts."""
-        out = cls(policy, samples_per_group, lag)
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Resume: left-over groups go on from their tokens, in their order and with their cuts."""
         for group in saved["groups"]:
-            tokens = group["tokens"] if policy.tokens == "resume" else [0] * samples_per_group
-            samples = [_Sample(tokens=kept) for kept in tokens]
-            age = group.get("age") if any(tokens) else None
-            out._groups[group["name"]] = _Group(
-                group["name"], samples, cuts=group["cuts"], failures=group["failures"], first=None if age is None else -age
+            samples = [_Sample(tokens=kept) for kept in group["tokens"]]
+            first = None if group.get("age") is None else self._step - group["age"]
+            self._groups[group["name"]] = _Group(
+                group["name"], samples, cuts=group["cuts"], failures=group["failures"], first=first
             )
-        return out
+
+    # ---------------------------------------------------------------- which groups
 
     def _left_over(self, size: int) -> list[_Group]:
-        """At most `size` waiting groups: who is due, who else is protected, as far as they have seats, then the oldest."""
+        """At most `size` waiting groups: those that are due, then other protected ones, as far as there are seats, then the
+        oldest."""
         chosen: list[_Group] = []
         seats = self._wanted
         for group in sorted(self._groups.values(), key=lambda group: (group.name not in self._due, not self._protected(group))):
@@ -224,11 +277,11 @@ class Oversampler:
 
     @property
     def _waits(self) -> bool:
-        """Is nobody cut off while a group runs that has to be trained now?"""
+        """Is no group cut off while one runs that has to be trained now?"""
         return self._lag is not None and self._lag.strategy == "wait"
 
     def _protected(self, group: _Group) -> bool:
-        return group.cuts >= self.policy.max_cuts or group.name in self._due
+        return group.cuts >= self._max_cuts or group.name in self._due
 
     def _find_due(self) -> None:
         """The oldest groups, as many as have to be trained now."""
@@ -237,29 +290,33 @@ class Oversampler:
             aged = sorted(
                 (group.first, at, name) for at, (name, group) in enumerate(self._groups.items()) if group.first is not None
             )
-            count = must_train([self._step - first for first, _, _ in aged], self._wanted, self._lag.most)
+            count = self._lag.must_train([self._step - first for first, _, _ in aged], self._wanted)
             self._due = {name for _, _, name in aged[:count]}
 
-    def _drop_stale(self, step: int) -> list[Instruction]:
-        """Waiting groups that would be too old in this step, where the limit's strategy is to drop them."""
-        out: list[Instruction] = []
-        for group in self._in_state(State.WAITING):
-            out += self._drop(group, "stale") if self._too_old(group, step) else []
-        return out
-
-    def _too_old(self, group: _Group, step: int) -> bool:
+    def _is_stale(self, group: _Group) -> bool:
+        """Too old to be trained, where the limit's strategy is to drop such groups."""
         if self._lag is None or self._lag.strategy != "drop" or group.first is None:
             return False
-        return step - group.first > self._lag.most
+        return self._step - group.first > self._lag.most
+
+    def _running(self, name: str, sample: int) -> _Group | None:
+        group = self._groups.get(name)
+        return group if group is not None and group.samples[sample].running else None
+
+    def _in_state(self, state: State) -> list[_Group]:
+        return [group for group in self._groups.values() if group.state is state]
+
+    # ---------------------------------------------------------------- what becomes of them
 
     def _launch(self, group: _Group) -> list[Instruction]:
         group.move(State.RUNNING)
         self.metrics.launched_groups += 1
         return [self._start(group, index) for index, sample in enumerate(group.samples) if not sample.ended]
 
-    def _running(self, name: str, sample: int) -> _Group | None:
-        group = self._groups.get(name)
-        return group if group is not None and group.samples[sample].running else None
+    def _start(self, group: _Group, index: int) -> Launch:
+        sample = group.samples[index]
+        sample.running, sample.kept = True, sample.tokens
+        return Launch(group.name, index, sample.kept)
 
     def _stop(self, name: str, sample: int, tokens: int, *, ended: bool) -> list[Instruction]:
         group = self._running(name, sample)
@@ -269,22 +326,12 @@ class Oversampler:
         it.running, it.ended, it.tokens = False, ended, tokens
         group.first = self._step if group.first is None and tokens else group.first
         self.metrics.generated_tokens += max(0, tokens - it.kept)
-        if not ended and group.state is State.RUNNING:  # aborted by someone else, who does not settle its group's fate
+        if not ended and group.state is State.RUNNING:  # another part of the product aborted it; its group goes on
             return [self._start(group, sample)]
         return self._settle()
 
-    def _start(self, group: _Group, index: int) -> Launch:
-        """Start a sample, from its tokens or anew as the policy says."""
-        sample = group.samples[index]
-        if self.policy.tokens == "restart":
-            self.metrics.wasted_tokens += sample.tokens
-            sample.tokens = 0
-            group.first = group.first if group.tokens else None
-        sample.running, sample.kept = True, sample.tokens
-        return Launch(group.name, index, sample.kept)
-
     def _settle(self) -> list[Instruction]:
-        """Whatever follows from the samples' states: seats taken, the rest cut off, replacements, the end of the step."""
+        """What follows from the samples' states: seats taken, the rest cut off, replacements, the end of the step."""
         out: list[Instruction] = []
         for group in list(self._groups.values()):
             if group.state in (State.RUNNING, State.CUT) and group.stopped:
@@ -298,32 +345,27 @@ class Oversampler:
         return [*out, *self._refill(), *self._finish()]
 
     def _place(self, group: _Group) -> list[Instruction]:
-        """A group none of whose samples runs any more."""
+        """A group without a running sample gets a seat, or waits for the next step, or is dropped."""
         seats = self._wanted - len(self._in_state(State.COMPLETE))
         reserved = sum(self._protected(g) for g in self._in_state(State.RUNNING) if g is not group)
-        if group.ended and seats > reserved and group.failures <= self.policy.max_failures:
+        if group.ended and seats > reserved and group.failures <= self._max_failures:
             group.move(State.COMPLETE)
             return []
         if group.state is State.RUNNING:
             group.move(State.CUT)
         self.metrics.cut += [sample.tokens for sample in group.samples]
-        if group.failures > self.policy.max_failures:
-            return self._drop(group, "failed")
-        if self.policy.leftover == "drop":
-            return self._drop(group, "cut")
+        if group.failures > self._max_failures:
+            return [self._drop(group, "failed")]
         group.move(State.WAITING)
         group.cuts += 1
         self.metrics.requeued_groups += 1
-        if self.policy.tokens == "restart":
-            self.metrics.wasted_tokens += group.tokens
-            group.samples, group.first = [_Sample() for _ in group.samples], None
         return []
 
-    def _drop(self, group: _Group, reason: str) -> list[Instruction]:
+    def _drop(self, group: _Group, reason: str) -> Drop:
         self.metrics.wasted_tokens += group.tokens
         self.metrics.dropped_groups += 1
         self._leave(group, State.DROPPED)
-        return [Drop(group.name, reason)]
+        return Drop(group.name, reason)
 
     def _cut(self, group: _Group) -> list[Instruction]:
         group.move(State.CUT)
@@ -351,6 +393,3 @@ class Oversampler:
     def _leave(self, group: _Group, state: State) -> None:
         group.move(state)
         del self._groups[group.name]
-
-    def _in_state(self, state: State) -> list[_Group]:
-        return [group for group in self._groups.values() if group.state is state]

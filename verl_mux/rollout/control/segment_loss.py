@@ -1,110 +1,84 @@
-"""How trajectories that span several versions of the weights enter the loss: `tis | decoupled | mask | pois | sais`.
+"""How trajectories that span several versions of the weights enter verl's loss: `mux.rollout.segments.treatment`.
+
+Runs in the trainer's driver; called by trainer/step_rollout.py once verl has computed old log-probs. Pure, on torch tensors.
 
 With theta the weights about to be updated, and pi_v those that generated a token:
 
-| treatment | loss on          | old log-prob of a token                                        |
+| treatment | loss on          | old log-prob of a token                                                      |
 | tis       | every segment    | that of theta; the loss of a token is weighted by pi_theta / pi_v, at most 2 |
-| decoupled | every segment    | that of theta; the same weight, at most 5 |
-| mask      | the last segment | as sais; earlier segments are context                          |
-| pois      | every segment    | that of theta: ratio 1 at the first update                     |
-| sais      | every segment    | that of pi_v; of theta where v is theta's version already      |
+| mask      | the last segment | that of pi_v; of theta where v is theta's version already                    |
+| pois      | every segment    | that of theta: ratio 1 at the first update                                   |
 
-`tis` and `decoupled` are verl's own rollout correction with weights token by token (truncated importance sampling; the decoupled
-objective of AReaL, arXiv 2505.24298): verl computes and applies the weights, nothing is changed here. `mask` is what
-slime calls masking off-policy tokens in a partial rollout; `pois` and `sais` are UloRL's (arXiv 2507.19766).
-So pois and sais agree exactly on tokens whose weights have not changed since. A segment is a run of tokens of one version:
-a boundary where the weights stayed the same is none. Arrays may be numpy or torch, (trajectories, tokens), right-padded.
+`tis` is verl's own rollout correction with weights token by token (truncated importance sampling): verl computes and applies
+the weights, nothing is changed here. `mask` is what slime calls masking off-policy tokens in a partial rollout; `pois` is UloRL's
+(arXiv 2507.19766). A segment is a run of tokens of one version: a boundary where the weights stayed the same is none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
+import torch
 
 from verl_mux.rollout.messages import Segment, merged
 
-# Treatments that are verl's: algorithm.rollout_correction.rollout_is=token with this threshold.
-WEIGHTED = {"tis": 2.0, "decoupled": 5.0}
-TREATMENTS = (*WEIGHTED, "mask", "pois", "sais")
-PADDING = -1
+_NONE = -1  # segment and version of a token that the model did not write
 
 
-class SegmentMap(NamedTuple):
-    """Which segment a token belongs to. number, version: (trajectories, tokens) int64, PADDING beyond the response.
+class Treated(NamedTuple):
+    """What to write back, nested (trajectories, response tokens); empty where nothing changes. metrics: for the logger."""
 
-    last: (trajectories, 1) int64, the number of each trajectory's last segment.
+    fields: dict[str, torch.Tensor]
+    metrics: dict[str, float]
+
+
+def treat_batch(
+    treatment: str, segments: Sequence[Sequence[Segment]], version: int, response_mask: torch.Tensor,
+    old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor | None,
+) -> Treated:  # fmt: skip
+    """Loss mask and old log-probs of a batch.
+
+    segments: of each trajectory, the oldest first, over the tokens that the model wrote. version: of the weights about to be
+    updated. response_mask (1 where the model wrote the token, 0 for tool output), old_log_probs, rollout_log_probs: nested,
+    (trajectories, response tokens); rollout_log_probs is needed by `mask` where there are tokens of older versions.
     """
-
-    number: Any
-    version: Any
-    last: Any
-
-
-class SegmentLoss(NamedTuple):
-    """loss_mask and old_log_probs, (trajectories, tokens), in the types of what was given."""
-
-    loss_mask: Any
-    old_log_probs: Any
-
-
-def segment_map(trajectories: Sequence[Sequence[Segment]], num_tokens: int) -> SegmentMap:
-    """Numpy map of trajectories given by their segments, the oldest first.
-
-    Raises:
-        ValueError: a response is longer than num_tokens.
-    """
-    number = np.full((len(trajectories), num_tokens), PADDING, dtype=np.int64)
-    version = number.copy()
-    for row, segments in enumerate(map(merged, trajectories)):
-        lengths = [segment.length for segment in segments]
-        if sum(lengths) > num_tokens:
-            raise ValueError(f"trajectory {row} has {sum(lengths)} tokens, the batch is {num_tokens} wide")
-        number[row, : sum(lengths)] = np.repeat(np.arange(len(lengths)), lengths)
-        version[row, : sum(lengths)] = np.repeat([segment.version for segment in segments], lengths)
-    return SegmentMap(number, version, number.max(axis=1, initial=PADDING, keepdims=True))
+    mask = response_mask.to_padded_tensor(padding=0)
+    number, versions = _segment_of_token(segments, mask)
+    written, stale = versions != _NONE, (versions != version) & (versions != _NONE)
+    tokens, last = max(1.0, float((mask > 0).sum())), number.amax(dim=1, keepdim=True)
+    metrics = {
+        "off_policy_token_fraction": float(stale.sum()) / tokens,
+        "mean_version_lag": float(((version - versions) * written).sum()) / tokens,
+        "segments_per_response": float((last + 1).double().mean()),
+        "oldest_version_lag": float(version - min((s.version for t in segments for s in t), default=version)),
+    }
+    if treatment != "mask" or not stale.any():
+        return Treated({}, metrics)
+    assert rollout_log_probs is not None, "treatment mask needs the log-probs of generation"
+    current = old_log_probs.to_padded_tensor(padding=0.0)
+    behaviour = rollout_log_probs.to_padded_tensor(padding=0.0).to(current.dtype)
+    loss_mask = torch.where(number == last, mask, torch.zeros_like(mask))
+    metrics["masked_token_fraction"] = 1.0 - float(loss_mask.sum()) / max(1.0, float(mask.sum()))
+    fields = {"old_log_probs": _nested(torch.where(stale, behaviour, current), response_mask)}
+    fields["response_mask"] = fields["loss_mask"] = _nested(loss_mask, response_mask)
+    return Treated(fields, metrics)
 
 
-def treat(
-    treatment: str, segments: SegmentMap, current_version: int, response_mask: Any, current: Any, behaviour: Any
-) -> SegmentLoss:
-    """Loss mask and old log-probs.
-
-    response_mask: 1 where the model wrote the token (tool output and padding are 0). current: log-probs under the weights
-    about to be updated, of `current_version`. behaviour: log-probs as generated. All of the segment map's shape and library.
-
-    Raises:
-        ValueError: an unknown treatment.
-    """
-    if treatment not in TREATMENTS:
-        raise ValueError(f"unknown segment treatment {treatment!r}; allowed: {', '.join(TREATMENTS)}")
-    if treatment == "pois" or treatment in WEIGHTED:
-        return SegmentLoss(response_mask, current)
-    unchanged = (segments.version == current_version) | (segments.version == PADDING)
-    old_log_probs = _where(unchanged, current, behaviour)
-    if treatment == "sais":
-        return SegmentLoss(response_mask, old_log_probs)
-    in_last = segments.number == segments.last
-    return SegmentLoss(_where(in_last, response_mask, response_mask * 0), old_log_probs)
+def _segment_of_token(segments: Sequence[Sequence[Segment]], mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Number of each token's segment in its trajectory, and its version: (trajectories, tokens) int64 each, _NONE for padding and
+    tool output. verl cuts a response at its longest; so are its segments here. A padding trajectory has none."""
+    number = torch.full(mask.shape, _NONE, dtype=torch.int64)
+    versions = number.clone()
+    for row, its in enumerate(map(merged, segments)):
+        lengths = torch.tensor([segment.length for segment in its], dtype=torch.int64)
+        places = mask[row].nonzero().flatten()[: int(lengths.sum())]
+        number[row, places] = torch.arange(len(its)).repeat_interleave(lengths)[: len(places)]
+        of_segment = torch.tensor([segment.version for segment in its], dtype=torch.int64)
+        versions[row, places] = of_segment.repeat_interleave(lengths)[: len(places)]
+    return number, versions
 
 
-def off_policy_share(segments: SegmentMap, current_version: int, response_mask: Any) -> float:
-    """Share of the response tokens that older weights wrote."""
-    stale = (segments.version != current_version) & (segments.version != PADDING) & (response_mask > 0)
-    return float(stale.sum()) / max(1.0, float((response_mask > 0).sum()))
-
-
-def mean_lag(segments: SegmentMap, current_version: int, response_mask: Any) -> float:
-    """Versions between the weights that wrote a response token and the current ones, the mean over all of them."""
-    written = (segments.version != PADDING) & (response_mask > 0)
-    behind = (current_version - segments.version) * written
-    return float(behind.sum()) / max(1.0, float((response_mask > 0).sum()))
-
-
-def _where(condition: Any, yes: Any, no: Any) -> Any:
-    if isinstance(condition, np.ndarray):
-        return np.where(condition, yes, no)
-    import torch
-
-    return torch.where(condition, yes, no)
+def _nested(padded: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    rows = [row[:length] for row, length in zip(padded, like.offsets().diff().tolist(), strict=True)]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)

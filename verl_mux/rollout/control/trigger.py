@@ -1,15 +1,16 @@
 """When a streaming trainer trains: enough prompt groups are ready, or it has waited long enough for at least one.
 
+Runs in the trainer's driver; called by trainer/replay_buffer.py. Pure: callers pass `now`, in seconds of any one clock.
+
     train when ready >= n_min, or when the trainer has waited for t_max_s and ready >= 1
 
-The wait begins when the trainer asks for samples: what it spends on training is no wait.
-
-With entropy feedback (off by default: nobody has shown that it helps) the trainer's mean entropy moves both thresholds:
+The wait begins when the trainer asks for samples: time spent on training is no wait. With entropy feedback (off by default: no
+measurement shows that it helps) the trainer's mean entropy moves both thresholds:
 
     EXPLORING (entropy high: half of both) <-> STEADY (as configured) <-> CONVERGED (entropy low: twice both)
 
-A mood is entered at its threshold and left only `margin` beyond it, so entropy that hovers there changes nothing. Events
-carry `now` in seconds of any one clock; nothing here reads a clock.
+A mood is left only an eighth of the way between low and high beyond the threshold at which it was entered, so entropy that hovers
+there changes nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-import msgspec
-
 from verl_mux.coordinator.bus.messages import LearnerStateUpdate
+
+_MARGIN = 0.125  # of the distance between the two thresholds of entropy
 
 
 class Mood(Enum):
@@ -29,29 +30,6 @@ class Mood(Enum):
     EXPLORING = 0.5
     STEADY = 1.0
     CONVERGED = 2.0
-
-
-class EntropyFeedback(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of `mux.rollout.trigger.entropy`. high, low, margin: in nats.
-
-    n_min (prompt groups) and t_max_s (seconds) stay within their bounds, the lowest and the highest, whatever the mood.
-    """
-
-    enable: bool = False
-    high: float = 1.0
-    low: float = 0.2
-    margin: float = 0.1
-    n_min_bounds: tuple[int, int] = (1, 1024)
-    t_max_s_bounds: tuple[float, float] = (0.1, 3600.0)
-
-
-class TriggerPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of `mux.rollout.trigger`. n_min: prompt groups. t_max_s: seconds."""
-
-    enable: bool = False
-    n_min: int = 32
-    t_max_s: float = 60.0
-    entropy: EntropyFeedback = EntropyFeedback()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +49,14 @@ class Wait:
 
 class TrainingTrigger:
     """waits when the trainer asks for samples; then ready and learner_state whenever they change, and decide after each and at
-    Wait.until, until it says Train."""
+    Wait.until, until it says Train.
 
-    def __init__(self, policy: TriggerPolicy) -> None:
-        self.policy = policy
+    least: prompt groups that are enough (`n_min`). longest_s: longest wait in seconds (`t_max_s`). entropy: (low, high) in nats;
+    None: no feedback.
+    """
+
+    def __init__(self, least: int, longest_s: float, entropy: tuple[float, float] | None = None) -> None:
+        self._least, self._longest_s, self._entropy = least, longest_s, entropy
         self.mood = Mood.STEADY
         self._ready = 0
         self._since: float | None = None  # None: the trainer trains
@@ -85,15 +67,15 @@ class TrainingTrigger:
         self._since = now if self._since is None else self._since
 
     def ready(self, groups: int) -> None:
-        """So many prompt groups are ready now."""
+        """This number of prompt groups is ready now."""
         self._ready = groups
 
     def learner_state(self, news: LearnerStateUpdate) -> None:
-        """What the trainer says of its policy. Late news of an older version is ignored."""
-        if not self.policy.entropy.enable or news.policy_version <= self._version or math.isnan(news.entropy):
+        """The trainer's report of its policy. Late news of an older version is ignored."""
+        if self._entropy is None or news.policy_version <= self._version or math.isnan(news.entropy):
             return
         self._version = news.policy_version
-        self.mood = _mood(self.mood, news.entropy, self.policy.entropy)
+        self.mood = _mood(self.mood, news.entropy, *self._entropy)
 
     def decide(self, now: float) -> Train | Wait:
         """Train, which ends the trainer's wait, or wait."""
@@ -109,33 +91,26 @@ class TrainingTrigger:
     @property
     def n_min(self) -> int:
         """Prompt groups that are enough, in the present mood."""
-        feedback = self.policy.entropy
-        if not feedback.enable:
-            return self.policy.n_min
-        low, high = feedback.n_min_bounds
-        return max(low, min(high, round(self.policy.n_min * self.mood.value)))
+        return max(1, round(self._least * self.mood.value))
 
     @property
     def t_max_s(self) -> float:
         """Longest wait in seconds, in the present mood."""
-        feedback = self.policy.entropy
-        if not feedback.enable:
-            return self.policy.t_max_s
-        low, high = feedback.t_max_s_bounds
-        return max(low, min(high, self.policy.t_max_s * self.mood.value))
+        return self._longest_s * self.mood.value
 
     def _train(self, reason: str) -> Train:
         groups, self._ready, self._since = self._ready, 0, None
         return Train(groups, reason)
 
 
-def _mood(mood: Mood, entropy: float, feedback: EntropyFeedback) -> Mood:
-    if entropy >= feedback.high:
+def _mood(mood: Mood, entropy: float, low: float, high: float) -> Mood:
+    margin = _MARGIN * (high - low)
+    if entropy >= high:
         return Mood.EXPLORING
-    if entropy <= feedback.low:
+    if entropy <= low:
         return Mood.CONVERGED
-    if mood is Mood.EXPLORING and entropy > feedback.high - feedback.margin:
+    if mood is Mood.EXPLORING and entropy > high - margin:
         return mood
-    if mood is Mood.CONVERGED and entropy < feedback.low + feedback.margin:
+    if mood is Mood.CONVERGED and entropy < low + margin:
         return mood
     return Mood.STEADY

@@ -67,7 +67,7 @@ class MuxAgentLoopWorker(_VerlWorker):
         self._settings = WorkerSettings.from_rollout_config(config.actor_rollout_ref.rollout)
         self._events = None
         self.llm_client = ResponseClient(TimedClient(self.llm_client), self.rollout_config)
-        self._groups = PromptGroups(self._settings.truncated_reward)
+        self._groups = PromptGroups()
         if "tool_agent" in _agent_loop_registry:
             _agent_loop_registry["tool_agent"] = {"_target_": "verl_mux.rollout.worker.tool_loop.MuxToolAgentLoop"}
         self._prompts = self._settled = 0
@@ -99,7 +99,7 @@ class MuxAgentLoopWorker(_VerlWorker):
         self._groups.announce(launches, calls or {}, set(batch["uid"]) if batch is not None else set())
         if batch is not None:
             await self.generate_sequences(batch)
-        await self._groups.launch(launches, self._start_prompt)
+        self._groups.launch(launches)
 
     async def cut(self, samples: list[tuple[str, int]]) -> None:
         """Cut these off, their tokens kept. Each is reported when it has left its engine."""
@@ -133,16 +133,6 @@ class MuxAgentLoopWorker(_VerlWorker):
         """For a checkpoint: the engine calls of each sample of these groups, by group and sample."""
         return self._groups.saved_calls(groups)
 
-    def _start_prompt(self, uid: str, step: int) -> None:
-        """Run a group from its prompt once more."""
-        prompt, params, trajectory = self._groups.arguments[uid]
-        self._spawn({**prompt, "global_steps": step}, params, {**trajectory, "step": step})
-
-    def _spawn(self, prompt: dict, params: dict, trajectory: dict) -> None:
-        task = asyncio.create_task(self._run_prompt(prompt, params, trajectory))
-        self.background_tasks.add(task)
-        task.add_done_callback(self.background_tasks.discard)
-
     # ---------------------------------------------------------------- verl's steps of a prompt and of a sample
 
     async def generate_sequences(self, batch) -> None:
@@ -155,7 +145,7 @@ class MuxAgentLoopWorker(_VerlWorker):
         if controlled:
             task = asyncio.current_task()
             assert task is not None
-            self._groups.started(uid, task, (dict(prompt), sampling_params, trajectory))
+            self._groups.started(uid, task)
         try:
             await super()._run_prompt(prompt, sampling_params, trajectory, trace)
         finally:
@@ -199,7 +189,6 @@ class MuxAgentLoopWorker(_VerlWorker):
     async def _compute_score(self, outputs, *args, **kwargs) -> None:
         with part(events.REWARD) as told:
             await super()._compute_score(outputs, *args, **kwargs)
-            self._groups.score(outputs[-1])
             told["score"] = scored(outputs[-1].reward_score)
 
     async def _agent_loop_postprocess(self, output, *args, **kwargs):

@@ -24,10 +24,8 @@ _GATHER_S = 0.01
 class PromptGroups:
     """Responses by group and sample, the task that runs each group, and the reports nobody has taken yet."""
 
-    def __init__(self, truncated_reward: float | None = None) -> None:
+    def __init__(self) -> None:
         self.log: Any = NULL_LOG
-        self.arguments: dict[str, tuple] = {}
-        self._truncated_reward = truncated_reward
         self._responses: dict[str, dict[int, Response]] = {}
         self._tasks: dict[str, asyncio.Task] = {}
         self._steps: dict[str, int] = {}
@@ -48,16 +46,11 @@ class PromptGroups:
                 responses = self._responses.setdefault(launch.group, {})
                 responses.setdefault(launch.sample, Response(launch.group, launch.sample, self._report, restored(known)))
 
-    async def launch(self, launches: Iterable[Launch], start_prompt: Callable[[str, int], None]) -> None:
+    def launch(self, launches: Iterable[Launch]) -> None:
         """Let samples generate, in their order."""
-        for group in dict.fromkeys(launch.group for launch in launches if launch.restart):
-            await self._stop(group)
-            samples = self._responses[group]
-            self._responses[group] = {sample: Response(group, sample, self._report) for sample in samples}
-            start_prompt(group, self._steps[group])
         for launch in launches:
             response = self._responses[launch.group][launch.sample]
-            if launch.kept and not launch.restart:
+            if launch.kept:
                 self._log(events.REQUEST_REQUEUED, response, tokens=launch.kept)
             response.launch(launch.kept, launch.budget, launch.longest, launch.priority, launch.step)
 
@@ -99,7 +92,7 @@ class PromptGroups:
     def forget(self, groups: Iterable[str]) -> None:
         """Groups that have been trained."""
         for group in groups:
-            for table in (self._responses, self._tasks, self.arguments, self._steps):
+            for table in (self._responses, self._tasks, self._steps):
                 table.pop(group, None)
 
     async def take_reports(self, timeout: float) -> list[Report]:
@@ -120,9 +113,9 @@ class PromptGroups:
 
     # ---------------------------------------------------------------- told by the worker
 
-    def started(self, group: str, task: asyncio.Task, arguments: tuple) -> None:
-        """A task runs this group; its arguments, should it have to begin again."""
-        self._tasks[group], self.arguments[group] = task, arguments
+    def started(self, group: str, task: asyncio.Task) -> None:
+        """A task runs this group."""
+        self._tasks[group] = task
 
     def settled(self, group: str) -> None:
         """verl has marked the group as finished: only now may its last sample be called done."""
@@ -164,12 +157,6 @@ class PromptGroups:
             one.extra_fields["min_global_steps"], one.extra_fields["max_global_steps"] = min(versions), max(versions)
             one.extra_fields["mux_segments"] = [list(segment) for segment in response.segments]
             one.extra_fields["mux_truncated"] = response.truncated
-
-    def score(self, output: Any) -> None:
-        """A truncated response earns `truncated_reward`, where one is set."""
-        response = current.get()
-        if response is not None and response.truncated and self._truncated_reward is not None:
-            output.reward_score = self._truncated_reward
 
     # ----------------------------------------------------------------
 

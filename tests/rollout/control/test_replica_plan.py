@@ -1,4 +1,4 @@
-"""When the tail is gathered on few replicas, and what moves where."""
+"""What moves between replicas: a tail onto few of them, or onto one that joins; and which replicas come and go together."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.exploring import examples
-from verl_mux.rollout.control.migration_plan import (
+from verl_mux.errors import UserError
+from verl_mux.rollout.control.replica_plan import (
     EngineSpeed,
     Migration,
     MigrationPolicy,
     Replica,
     Request,
+    Room,
     Stay,
+    Unit,
     plan,
+    pull,
     seconds_until_idle,
+    units,
 )
+from verl_mux.rollout.messages import RunningSample
 
 SPEED = EngineSpeed(prefill=10_000, step_s=0.01, step_per_request_s=0.0005)
 POLICY = MigrationPolicy()
@@ -128,3 +134,76 @@ def test_every_request_moves_at_most_once_and_none_is_lost(tails, capacity):
         assert not arrived or sum(q.context + q.remaining for q in held) <= capacity
     assert got.gain_s >= POLICY.min_gain_s
     assert got.tail_s <= 1.25 * got.tail_before_s
+
+
+# ---------------------------------------------------------------- growth
+
+SLOW = EngineSpeed(prefill=1000.0, step_s=0.01, step_per_request_s=0.01)
+NEW = Replica("new", ("n",), (), 4, 10**6)
+
+
+def busy(name: str, *remaining: float, context: int = 10) -> Replica:
+    return Replica(name, (name,), tuple(Request(f"{name}{at}", context, it) for at, it in enumerate(remaining)), 64, 10**6)
+
+
+def test_a_crowded_replica_gives_some_of_its_requests():
+    moves = pull([busy("a", *[100.0] * 8)], NEW, SLOW)
+    assert 2 <= len(moves) <= 4
+    assert {move.target for move in moves} == {"new"}
+
+
+def test_one_request_alone_stays_where_it_is():
+    assert pull([busy("a", 100.0)], NEW, SLOW) == ()
+
+
+def test_what_would_take_longer_to_read_again_than_it_wins_stays():
+    assert pull([busy("a", 10.0, 10.0, context=10**6)], NEW, SLOW) == ()
+
+
+@given(st.lists(st.lists(st.floats(1, 1000), max_size=8), min_size=1, max_size=3))
+def test_growing_never_makes_the_rollout_longer(loads):
+    replicas = [busy(f"r{at}", *its) for at, its in enumerate(loads)]
+    moves = pull(replicas, NEW, SLOW)
+    moved = {move.request for move in moves}
+    assert len(moved) == len(moves) <= NEW.max_requests
+    before = max(seconds_until_idle(r.requests, SLOW) for r in replicas)
+    taken = [it for r in replicas for it in r.requests if it.id in moved]
+    stall = sum(it.context / SLOW.prefill for it in taken)
+    after = [seconds_until_idle([it for it in r.requests if it.id not in moved], SLOW) for r in replicas]
+    assert max([*after, stall + seconds_until_idle(taken, SLOW) if taken else 0.0]) <= before + 1e-9
+
+
+# ---------------------------------------------------------------- units
+
+ASKED = "mux.rollout.growth.own=['r0']"
+ROOM = Room(longest=100, max_requests=4, max_tokens=1000)
+
+
+@pytest.mark.parametrize(
+    ("runs_on", "expected"),
+    [
+        (["r0", "r1"], [Unit(("r0",), (0,), ("a",)), Unit(("r1",), (1,), ("b",))]),
+        (["r0", "r1", "r1", "r0"], [Unit(("r0",), (0, 3), ("a", "d")), Unit(("r1",), (1, 2), ("b", "c"))]),
+        (["r0 r1", "r2 r3"], [Unit(("r0", "r1"), (0,), ("a",)), Unit(("r2", "r3"), (1,), ("b",))]),
+    ],
+)
+def test_what_is_given_back_are_nodes_and_the_replicas_that_run_there(runs_on, expected):
+    assert units([nodes.split() for nodes in runs_on], "abcd"[: len(runs_on)], ASKED) == expected
+
+
+@pytest.mark.parametrize("runs_on", [["r0", "r0", "r1"], ["r0", "r0 r1", "r1"], ["r0 r1", "r0 r1", "r0 r1"]])
+def test_replicas_that_cannot_leave_a_node_together_are_refused(runs_on):
+    with pytest.raises(UserError, match="3 replicas on 2 rollout nodes; allowed: whole replicas on each node") as error:
+        units([nodes.split() for nodes in runs_on], ["a", "b", "c"], ASKED)
+    assert str(error.value).startswith(f"{ASKED} is not possible with ")
+
+
+def test_what_runs_is_expected_to_last_as_long_again_within_the_limit():
+    samples = [
+        RunningSample("g", 0, "a", 50, 30, 0.1),
+        RunningSample("g", 1, "b", 20, 0, 0.9),
+        RunningSample("g", 2, None, 10, 0, 0.0),
+    ]
+    first, second = ROOM.replicas(units([["r0"], ["r1"]], ["a", "b"], ASKED), samples, token_s=0.01)
+    assert [(r.id, r.context, r.remaining) for r in first.requests] == [("g_0", 60, 40.0)]
+    assert [(r.id, r.context, r.remaining) for r in second.requests] == [("g_1", 110, 10.0)]

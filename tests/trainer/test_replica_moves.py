@@ -1,4 +1,4 @@
-"""Engines on nodes that other jobs want now and then, with a running coordinator. On real engines: tests/e2e/growing.py."""
+"""Replicas that join a rollout and leave it, with a running coordinator; a tail that is gathered. On real engines: tests/e2e."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 
+pytest.importorskip("verl")
 from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.messages import Member
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
+from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
-from verl_mux.rollout.control import growth as module
-from verl_mux.rollout.control.growth import Growth
-from verl_mux.rollout.control.growth_plan import GrowthPolicy
-from verl_mux.rollout.control.units import Room, Unit
+from verl_mux.profiling.eventlog.log import NULL_LOG
+from verl_mux.rollout.control.replica_plan import Migration, MigrationPolicy, Room, Stay, Unit, units
 from verl_mux.rollout.messages import RunningSample
+from verl_mux.trainer import replica_moves as module
+from verl_mux.trainer.replica_moves import Growth, TailMigration, make_growth
 
 OWN, OTHER = Unit(("r0",), (0,), ("a",)), Unit(("r1",), (1,), ("b",))
 _LIMIT_S = 20.0
@@ -28,9 +31,9 @@ class Engines:
     def __init__(self, monkeypatch) -> None:
         self.asked, self.awake, self.done, self.told = {"a", "b"}, {"a"}, [], []
         self.running: dict[int, str] = {}
-        self.device, self.changed = threading.RLock(), threading.Condition()
+        self.lock, self.changed = threading.RLock(), threading.Condition()
+        self.phases = SimpleNamespace(log=self, device=lambda: self.lock)
         monkeypatch.setattr(module.ray, "get", lambda answers: answers)
-        self.balancer = SimpleNamespace(add_servers=_remote(self._add), remove_servers=_remote(self._remove))
         self.worker = SimpleNamespace(
             running_samples=_remote(self._samples), evacuate=_remote(self._evacuate), redirect=_remote(self._redirect)
         )
@@ -56,12 +59,16 @@ class Engines:
             self.done.append(what)
             self.changed.notify_all()
 
-    def _add(self, servers) -> None:
-        assert set(servers) <= self.awake
-        self.asked |= set(servers)
+    def handle(self, server):
+        return server.upper()
 
-    def _remove(self, servers) -> None:
-        self.asked -= set(servers)
+    def accept_requests(self, some) -> None:
+        servers = {name for unit in some for name in unit.servers}
+        assert servers <= self.awake
+        self.asked |= servers
+
+    def refuse_requests(self, some) -> None:
+        self.asked -= {name for unit in some for name in unit.servers}
 
     def _samples(self):
         self._do("look")
@@ -102,13 +109,10 @@ def owner(pool):
 
 
 @pytest.fixture
-def growth(pool, engines):
+def growth(pool, engines, monkeypatch):
     borrower = connect(pool.address, "grower", {"rollout": ["r1"]}, uid="grower:1", filler=True)
-    it = Growth(
-        GrowthPolicy(own=["r0"], min_gain_s=0.01), [OWN], [OTHER], [borrower], workers=lambda: [engines.worker],
-        balancer=engines.balancer, handles={"a": "A", "b": "B"}, join=engines.join, part=engines.part,
-        device=lambda: engines.device, log=engines, room=Room(100, 64, 10**6),
-    )  # fmt: skip
+    it = Growth([OWN], [OTHER], [borrower], engines, [engines.worker], Room(100, 64, 10**6))
+    monkeypatch.setattr(module, "GROWTH_MIN_GAIN_S", 0.01)
     yield it
     it.end(None)
 
@@ -117,17 +121,17 @@ JOIN, PART = ("join", "b"), ("part", "b")
 
 
 def begin(growth, engines, step=1) -> None:
-    growth.ask(step)
+    growth.nodes_are_held(step)
     with growth._changed:  # its own engines take longer to wake than an answer
         assert growth._changed.wait_for(lambda: growth._granted, _LIMIT_S)
-    growth.open()
+    growth.engines_are_awake()
     assert engines.done[-1:] == [JOIN] and engines.asked == {"a", "b"}
 
 
 def test_an_idle_node_is_there_before_anything_is_launched_and_goes_back_at_the_end(growth, engines, owner):
-    assert engines.asked == {"a"} and growth.replicas == [1]
+    assert engines.asked == {"a"} and growth.lent == [1]
     begin(growth, engines)
-    growth.close()
+    growth.rollout_ends()
     assert engines.done == [JOIN, PART] and engines.asked == {"a"}
     with owner.phase("rollout", step=1) as lease:
         assert lease.nodes == ["r1"]
@@ -144,17 +148,17 @@ def test_the_owner_gets_its_node_as_soon_as_what_runs_there_has_gone_elsewhere(g
     assert engines.told[0][1]["requests"] == 2
     # Free again while the rollout goes on: what ends it sooner moves there.
     engines.wait_for("redirect")
-    growth.close()
+    growth.rollout_ends()
     assert engines.done[-1] == PART
 
 
 def test_a_node_without_which_the_rollout_ends_as_soon_is_not_kept(growth, engines, owner):
     with owner.phase("rollout", step=1):
-        growth.ask(1)
-        growth.open()
+        growth.nodes_are_held(1)
+        growth.engines_are_awake()
         engines.running = {0: "a"}
     engines.wait_for("look")
-    growth.close()
+    growth.rollout_ends()
     assert engines.done == [("look",)]
     with owner.phase("rollout", step=2):
         pass
@@ -164,7 +168,7 @@ def test_what_goes_wrong_in_an_engine_ends_the_rollout_and_the_node_stays_the_jo
     def fails(unit, lease):
         raise RuntimeError("no weights")
 
-    growth._join = fails
+    growth._engines.join = fails
     with pytest.raises(RuntimeError, match="no weights"):
         begin(growth, engines)
     (holder,) = pool.snapshot()["pools"]["rollout"]["nodes"]["r1"]["holders"]
@@ -178,14 +182,87 @@ def test_two_hundred_requests_of_the_owner_at_any_moment(growth, engines, owner)
     for turn in range(200):
         if turn % 10 == 0:
             if step:
-                growth.close()
+                growth.rollout_ends()
                 assert engines.awake == {"a"}
             step += 1
-            growth.ask(step)
+            growth.nodes_are_held(step)
             engines.running = dict.fromkeys(range(12), "a")
-            growth.open()
+            growth.engines_are_awake()
         threading.Event().wait(draw.choice([0.0, 0.0, 0.001, 0.01]))
         with owner.phase("rollout", step=turn + 1):
             assert engines.awake == {"a"}
             assert len(engines.running) == 12 and set(engines.running.values()) == {"a"}
-    growth.close()
+    growth.rollout_ends()
+
+
+def served(runs_on):
+    """Engines of a manager whose replicas run on these nodes."""
+    members, refused = [Member("h", 9, 1, "b")], []
+    return SimpleNamespace(
+        units=lambda asked: units(runs_on, "abc"[: len(runs_on)], asked), manager=SimpleNamespace(processes=lambda: members),
+        refuse_requests=refused.append, refused=refused, members=members,
+    )  # fmt: skip
+
+
+def test_a_node_that_is_lent_is_the_jobs_until_its_engines_are_gone():
+    """As its own nodes are: the client that asks for it names the engines' processes, and fails with the job."""
+    engines, told = served([["r0"], ["r1"]]), []
+    names = ("members", "close", "fail")
+    client = SimpleNamespace(job="a", **{name: lambda *it, name=name: told.append((name, *it)) for name in names})
+    made = make_growth(["r0"], engines, [], Room(100, 64, 10**6), lambda nodes: client)
+    assert made.own_nodes == ["r0"] and made.lent == [1]
+    assert told == [("members", engines.members)] and engines.refused == [[OTHER]]
+    made.end("its job ended with KeyError")
+    made.end(None)
+    assert told[1:] == [("fail", "its job ended with KeyError"), ("close",)]
+
+
+def test_a_replica_of_which_the_job_would_own_a_part_is_refused():
+    """Its engine would be woken on a node that the job was not given."""
+    with pytest.raises(UserError, match="replica 0 runs on r0, r1; allowed: all nodes of a replica, or none"):
+        make_growth(["r0"], served([["r0", "r1"]]), [], Room(100, 64, 10**6), print)
+
+
+# ---------------------------------------------------------------- migration
+
+ASKED = "mux.rollout.migration=True"
+
+
+def tail(gangs, unit_count, workers=(), room=100, policy=None, freed=None) -> TailMigration:
+    mux = SimpleNamespace(gangs=lambda phase: gangs)
+    engines = SimpleNamespace(
+        phases=SimpleNamespace(mux=mux, log=NULL_LOG), refuse_requests=lambda some: None, handle=str.upper,
+        vacate=freed.append if freed is not None else print,
+    )  # fmt: skip
+    named = units([[f"r{at}"] for at in range(unit_count)], "abc"[:unit_count], ASKED)
+    return TailMigration(named, engines, workers, Room(room, 8, 10**6), policy or MigrationPolicy())
+
+
+@pytest.mark.parametrize(("gangs", "done"), [([], 90), ([["r1"]], 79), ([["r1"]], 100)])
+def test_no_worker_is_asked_before_it_can_matter(gangs, done):
+    assert isinstance(tail(gangs, 2).consider(done, 100), Stay)
+
+
+def test_the_plans_targets_are_carried_out(monkeypatch):
+    """Three units; `a` is emptied, and each of its requests goes where the plan put it."""
+    told, freed = [], []
+
+    def remote(answer):
+        return SimpleNamespace(remote=lambda *given: (told.append(given), answer)[1])
+
+    samples = [RunningSample("g", n, "a", 40, 30, 0.0) for n in range(2)] + [
+        RunningSample("h", n, "b", 40, 20, 0.0) for n in range(3)
+    ]
+    worker = SimpleNamespace(running_samples=remote((samples, 0.01)), evacuate=remote(0))
+    monkeypatch.setattr(module.ray, "get", lambda answers: answers)
+    policy = MigrationPolicy(threshold=0.5, min_gain_s=0.0, max_slowdown=9.0)
+    it = tail([["r0"]], 3, [worker], 1000, policy, freed)
+    it.nodes_are_held(1)
+    planned = it.consider(90, 100)
+    assert isinstance(planned, Migration)
+    targets_planned = {("g", int(move.request[-1])): move.target for move in planned.moves}
+    assert set(targets_planned.values()) <= {"r1", "r2"}
+    names, targets = next(given for given in told if len(given) == 2)
+    assert names == ["a"]
+    assert targets == {sample: {"r1": ("b", "B"), "r2": ("c", "C")}[unit] for sample, unit in targets_planned.items()}
+    assert [unit.nodes for unit in freed] == [("r0",)]
