@@ -29,7 +29,7 @@ VERL = (
     Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_advantage", "timed in the event log"),
     Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._validate", "timed in the event log of verl's own modes"),
     Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._init_resource_pool_mgr", "the place to put our worker classes"),
-    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._build_replay_buffer", "our replay buffer waits on an event"),
+    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._build_replay_buffer", "our replay buffer waits on completions"),
     Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._submit_batch_to_rollout", "order of submission, for repeatable batches"),
     Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_old_log_prob", "timed in the event log"),
     Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_ref_log_prob", "timed in the event log, under the lease"),
@@ -43,7 +43,8 @@ VERL = (
         "verl.trainer.ppo.v1.trainer_base.PPOTrainer._shutdown_dump_executor", "a job that moves leaves fit between two steps"
     ),
     Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_metrics", "our metrics join verl's"),
-    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._consume_sync_metrics", "reads _pending_sync_metrics"),
+    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._consume_sync_metrics", "a sync's figures join the step's metrics"),
+    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._init_dataloader", "the step's prompts are drawn from it"),
     Symbol("verl.trainer.ppo.v1.replay_buffer.ReplayBufferAsync._wait_for_next_poll", "replaced by waiting on completions"),
     Symbol("verl.trainer.ppo.v1.replay_buffer.ReplayBufferAsync._materialize_batch", "sorted into submission order"),
     Symbol(
