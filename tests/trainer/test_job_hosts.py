@@ -1,4 +1,5 @@
-"""Where a job's ranks run; which actors are asked whether they live; when a host counts as lost. Ray and the network are stand-ins."""
+"""Where a job's ranks run; which actors are asked whether they live; when a host counts as lost. Ray and the network are
+stand-ins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the replay buffer reports of a rollout that verl carries through; how many prompt groups the trigger's buffer hands out."""
+"""What the replay buffer reports of a rollout that verl carries through; how many prompt groups the trigger's buffer hands
+out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a trainer logs beside verl's metrics: the log and figures of verl's own modes; tables and plots through verl's Tracking."""
+"""What a trainer logs beside verl's metrics: the log and figures of verl's own modes; tables and plots through verl's
+Tracking."""
 
 from __future__ import annotations
 

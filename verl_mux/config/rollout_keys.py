@@ -10,8 +10,8 @@
       tail:       none | defer
       trigger:    {n_min, t_max_s, entropy}
 
-Read in the trainer's driver and by verl_mux/what_if; pure. Every part is off, or harmless, by default. rollout_checks.py has which
-values go together.
+Read in the trainer's driver and by verl_mux/what_if; pure. Every part is off, or harmless, by default. rollout_checks.py has
+which values go together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from verl_mux.rollout.control.segments import SegmentLimits
 
 
 class OversampleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """rate: prompt groups launched beyond those wanted, as a share; 0: off. max_cuts: a group cut off this often runs to its end."""
+    """rate: prompt groups launched beyond those wanted, as a share; 0: off. max_cuts: a group cut off this often runs to its
+    end."""
 
     rate: float = 0.0
     max_cuts: int = MAX_CUTS
@@ -53,8 +54,8 @@ class GrowthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class TriggerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """n_min: prompt groups that are enough to train on; None: off. t_max_s: seconds after which one group is enough. entropy: nats
-    below which both double and above which both halve; None: neither."""
+    """n_min: prompt groups that are enough to train on; None: off. t_max_s: seconds after which one group is enough. entropy:
+    nats below which both double and above which both halve; None: neither."""
 
     n_min: int | None = None
     t_max_s: float = 60.0

@@ -1,12 +1,15 @@
-"""Where a job's processes run, and whether they live: its worker groups' hosts, the actors that a rollout needs, the hosts' network.
+"""Where a job's processes run, and whether they live: its worker groups' hosts, the actors that a rollout needs, the hosts'
+network.
 
 Runs in the trainer's driver; called by trainer/modes.py. Asks Ray where processes run and which actors have died; tries
 connections to the hosts. `ActorWatch` and `HostWatch` each have a thread.
 
-A dead actor or a cut-off host would keep its job, and the nodes that the job holds, for ever. A call to a dead engine, load balancer or
-reward worker fails, and verl draws other prompts in the place of those that failed; a call to a dead TransferQueue is never answered;
-a prompt on a dead agent loop worker never ends; a collective with a rank on a cut-off host never ends, and Ray may take five minutes to
-report a call to it as lost.
+A dead actor or a cut-off host would keep its job, and the nodes that the job holds, for ever. A call to a dead engine, load
+balancer or reward worker fails, and verl draws other prompts in the place of those that failed; a call to a dead TransferQueue
+is never
+answered; a prompt on a dead agent loop worker never ends; a collective with a rank on a cut-off host never ends, and Ray may
+take five
+minutes to report a call to it as lost.
 """
 
 from __future__ import annotations
@@ -63,8 +66,8 @@ class Nodes:
 
 
 def settle_nodes(client: LocalMux, config: DictConfig, colocated: bool) -> Nodes:
-    """The nodes that the coordinator gives the job, in the order in which Ray puts ranks on them. Without a coordinator the job is
-    alone, and nodes are names.
+    """The nodes that the coordinator gives the job, in the order in which Ray puts ranks on them. Without a coordinator the job
+    is alone, and nodes are names.
 
     Raises:
         UserError: Ray cannot put the job on its nodes, or it could not be checked whether it did.
@@ -148,8 +151,9 @@ def _transfer_queue() -> dict[str, Any]:
 class ActorWatch:
     """Looks after `actors`, by name, in a thread of its own for as long as it is entered.
 
-    A trainer that calls `check` gets a DeadActor; so does one that leaves the block with Ray's error about a dead actor. A trainer that
-    does neither within `patience_s` waits for the dead actor itself, and `end` is called, in that thread: it ends the process.
+    A trainer that calls `check` gets a DeadActor; so does one that leaves the block with Ray's error about a dead actor. A
+    trainer that does neither within `patience_s` waits for the dead actor itself, and `end` is called, in that thread: it ends
+    the process.
     """
 
     def __init__(
@@ -221,7 +225,8 @@ class HostLost(Failure):
 
 
 def hosts_of(nodes: Iterable[str], cluster: Iterable[RayNode], here: str) -> dict[str, Address]:
-    """Where Ray listens on the hosts of these mux nodes, by the names that users know. Without `here`, this host's own address."""
+    """Where Ray listens on the hosts of these mux nodes, by the names that users know. Without `here`, this host's own
+    address."""
     nodes, hosts = list(dict.fromkeys(nodes)), {}
     for it in cluster:
         on_it = [node for node in nodes if it.resources.get(resource_of(node))]

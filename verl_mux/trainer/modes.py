@@ -392,7 +392,8 @@ class PPOTrainerMux(PPOTrainer):
         return self.prompts.next_batch(num_prompts)
 
     def _add_prompts_to_generate(self, num_prompts: int) -> int:
-        """verl's, which also draws others in the place of prompts that failed; so it is called without end where an actor died."""
+        """verl's, which also draws others in the place of prompts that failed; so it is called without end where an actor
+        died."""
         self.watch.check()
         return super()._add_prompts_to_generate(num_prompts)
 

@@ -133,7 +133,8 @@ class Phases:
             self.add_seconds(name, seconds)
 
     def moved(self, verb: str, side: str, step: int, parts: Sequence[tuple[str, Moves]], log: bool = True) -> None:
-        """Tags went to sleep or woke: into the event log (unless an engine has logged it itself) and to the coordinator's memory view.
+        """Tags went to sleep or woke: into the event log (unless an engine has logged it itself) and to the coordinator's memory
+        view.
 
         parts: (node, what moved there) of each rank or server.
         """
@@ -150,8 +151,8 @@ class Phases:
         self.add_seconds(verb, sum(moved.seconds for moved in total(moves for _, moves in parts).values()))
 
     def host_memory(self, parts: Iterable[tuple[str, Member, dict[str, int]]]) -> None:
-        """To the coordinator: what processes of the job hold of the memory of their nodes' hosts, by kind. A process that is named
-        twice counts once."""
+        """To the coordinator: what processes of the job hold of the memory of their nodes' hosts, by kind. A process that is
+        named twice counts once."""
         by_node: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for node, kinds in {process: (node, kinds) for node, process, kinds in parts}.values():
             by_node[node].update(kinds)

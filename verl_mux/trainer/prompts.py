@@ -139,8 +139,8 @@ class PromptWindow:
         self._name_of = {}
 
     def figures(self) -> dict[str, float]:
-        """Mean length of the step's responses over that of its window, measured and as it was expected; steps of the window beyond
-        the bound so far; prompt groups left in it."""
+        """Mean length of the step's responses over that of its window, measured and as it was expected; steps of the window
+        beyond the bound so far; prompt groups left in it."""
         mix = self._rounds.mix
         return {
             "tail/step_mean_length_ratio": mix.measured, "tail/step_expected_length_ratio": mix.expected,

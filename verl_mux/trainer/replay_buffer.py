@@ -83,8 +83,8 @@ class MuxReplayBuffer(ReplayBufferAsync):
         return batch, {}
 
     def report_progress(self, done: int) -> None:
-        """Samples of the batch that is waited for. Raises DeadActor where an actor died that the rollout needs: the job would keep
-        its nodes for ever."""
+        """Samples of the batch that is waited for. Raises DeadActor where an actor died that the rollout needs: the job would
+        keep its nodes for ever."""
         if self._watch is not None:
             self._watch.check()
         if self._mux is not None:

@@ -3,14 +3,16 @@
 Runs in the trainer's driver; called by trainer/modes.py where a rollout begins and ends, and by trainer/step_rollout.py while it
 runs. Touches engines, the load balancer and the agent loop workers over Ray, and leases of nodes.
 
-    migration   a job waits, enough is done -> no new requests there -> those there go on elsewhere, tokens kept -> asleep -> nodes
+    migration   a job waits, enough is done -> no new requests there -> those there go on elsewhere, tokens kept -> asleep ->
+    nodes
                 back; at the next step's begin all engines are back
     growth      the rollout's own nodes are granted -> a thread asks for each other unit's, when no job uses them
                 granted before anything is launched -> its engines wake with this step's weights: requests are spread over all
                 granted while the rollout runs      -> the same, and they take over what ends the rollout sooner
                 another job asks for the nodes      -> what runs there goes on elsewhere, tokens kept -> asleep -> nodes back
 
-All tokens of a response are by the same weights, so nothing becomes off-policy; what is read again on the other engine is the price.
+All tokens of a response are by the same weights, so nothing becomes off-policy; what is read again on the other engine is the
+price.
 """
 
 from __future__ import annotations

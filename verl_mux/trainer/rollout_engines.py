@@ -1,7 +1,7 @@
 """The job's rollout engines through a step: woken, filled with weights, put to sleep; some of them later or sooner than others.
 
-Runs in the trainer's driver; called by trainer/modes.py and, within a rollout, by trainer/replica_moves.py. Touches the engines (over
-Ray), the weight sync, the load balancer's servers and the lease that `Phases` holds.
+Runs in the trainer's driver; called by trainer/modes.py and, within a rollout, by trainer/replica_moves.py. Touches the engines
+(over Ray), the weight sync, the load balancer's servers and the lease that `Phases` holds.
 
     begin(version) -> fill -> vacate | join | part of some replicas* -> sleep -> begin(...)
                        '-- pause -> reopen, in the middle of a rollout whose nodes may not be used for a while --'

@@ -40,7 +40,8 @@ _REPORT_S = 0.5
 
 
 class StepRollout:
-    """trainer: verl's, with its replay buffer and agent loop manager. saved: of the checkpoint that the job resumes, see `load`."""
+    """trainer: verl's, with its replay buffer and agent loop manager. saved: of the checkpoint that the job resumes, see
+    `load`."""
 
     def __init__(
         self, trainer: PPOTrainer, keys: RolloutConfig, prompts: Prompts, phases: Phases, watch: ActorWatch, moves: ReplicaMoves,
@@ -235,7 +236,8 @@ def load(folder: Path) -> dict[str, Any] | None:
 
 
 def lag_limit(trainer: PPOTrainer, keys: RolloutConfig) -> LagLimit | None:
-    """Of `mux.rollout.max_lag`, else of verl's own key; None where no response goes on under newer weights, or without a limit."""
+    """Of `mux.rollout.max_lag`, else of verl's own key; None where no response goes on under newer weights, or without a
+    limit."""
     return keys.lag_limit(trainer.config.trainer.v1.sampler.max_off_policy_threshold)
 
 
