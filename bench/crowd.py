@@ -11,7 +11,7 @@ import msgspec
 import zmq
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.conversation import BEAT_EVERY_S, REGISTER, Conversation, Who
+from verl_mux.coordinator.bus.conversation import BEAT_EVERY_S, REGISTER, Conversation, Sender
 from verl_mux.coordinator.bus.curve_keys import JOB, ClientKeys, for_address
 from verl_mux.coordinator.bus.link import Outbox, connect_to, dealer
 from verl_mux.coordinator.bus.members import this_process
@@ -21,12 +21,12 @@ class Member:
     """One job. `heard`: when the coordinator last said anything to it."""
 
     def __init__(self, context: zmq.Context, address: str, keys: ClientKeys | None, name: str, node: str) -> None:
-        who: Who = {"job": name, "uid": f"{name}:bench", "client": f"{name}-1"}
+        sender: Sender = {"job": name, "uid": f"{name}:bench", "client": f"{name}-1"}
         about = {**msgspec.structs.asdict(this_process()), "nodes": {"rollout": [node]}}
         self.node = node
-        self.talk = Conversation(who, about)
+        self.talk = Conversation(sender, about)
         self.outbox = Outbox()
-        self.socket = dealer(context, who["client"], keys, immediate=True)
+        self.socket = dealer(context, sender["client"], keys, immediate=True)
         connect_to(address, self.socket)
         self.asked, self.heard = 0, 0.0
 

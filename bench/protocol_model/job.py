@@ -230,7 +230,7 @@ class JobProcess:
             for phase in ("rollout", "train"):
                 yield from self._run_phase(phase, step)
             if self._says_all:
-                self.talk.tell(m.StepReport, step=step, metrics={})
+                self.talk.send(m.StepReport, step=step, metrics={})
         if self._says_all:
             yield from self._visit()
         if self._says_all and self.number % 2:
@@ -294,15 +294,15 @@ class JobProcess:
 
     def _tell_all(self, token: int, node: str) -> None:
         self.talk.members = self.members()
-        self.talk.tell(m.MemberReport, members=self.talk.members)
-        self.talk.tell(m.MemoryReport, node=node, tags={"weights": 1})
-        self.talk.tell(m.HostReport, node=node, bytes={"private": 1})
-        self.talk.tell(m.PhaseNote, note="wake")
-        self.talk.tell(m.Progress, done=1, total=2, token=token)
+        self.talk.send(m.MemberReport, members=self.talk.members)
+        self.talk.send(m.MemoryReport, node=node, tags={"weights": 1})
+        self.talk.send(m.HostReport, node=node, bytes={"private": 1})
+        self.talk.send(m.PhaseNote, note="wake")
+        self.talk.send(m.Progress, done=1, total=2, token=token)
 
     def _visit(self) -> Iterator[_Condition]:
         """One more client of the job comes and goes, over a connection of its own, while this one waits."""
-        visitor = Conversation({**self.talk.who, "client": f"{self.name}-d"}, self._where)
+        visitor = Conversation({**self.talk.sender, "client": f"{self.name}-d"}, self._where)
         up, down = Wire(self._world), Wire(self._world)
 
         def reply(message: m.Message) -> None:

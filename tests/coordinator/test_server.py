@@ -72,7 +72,7 @@ def test_only_the_connection_that_registered_speaks_for_a_job(serve, join, stran
     lease = a.acquire("rollout", step=1)
     thief = stranger(coordinator.address)
     by_name = {"job": "a", "uid": "a:known", "client": thief.identity}  # even with the uid, which nobody tells it
-    lying = {**by_name, "client": a._talk.who["client"]}
+    lying = {**by_name, "client": a._talk.sender["client"]}
     for who in (by_name, lying):
         answers, seen = thief.say(
             m.Deregister(**who), m.LeaseRelease(**who, token=lease.token), m.Detach(**who), m.Failing(**who, reason="x")

@@ -1,5 +1,4 @@
-"""Looks at processes: finds jobs whose driver died, ends what outlives a dead job, and frees its nodes when nothing of it is
-left.
+"""Finds jobs whose driver died, ends processes that outlive a dead job, and frees its nodes when none is left.
 
 Runs in the coordinator's loop (looks for survivors in a thread); made by server.py, which takes what is seen as inputs. Touches
 /proc and, by `members.kill`, processes of dead jobs on this host.

@@ -38,14 +38,17 @@ METRICS = {
     "mux_node_peak_bytes": ("gauge", "The most tagged bytes of all jobs together on the node."),
     "mux_node_host_capacity_bytes": ("gauge", "Host memory of the node that jobs may hold, where the configuration says."),
     "mux_node_host_bytes": ("gauge", "Host memory that counts for a job on the node: declared, or measured."),
-    "mux_node_host_measured_bytes": ("gauge", "Host memory of a job's processes on the node, by kind; source: measured by whom."),
+    "mux_node_host_measured_bytes": (
+        "gauge",
+        "Host memory of a job's processes on the node, by kind; source: the agent or the job.",
+    ),
     "mux_node_fenced": ("gauge", "1 while the node is not granted because nothing shows that it is empty."),
     "mux_node_draining": ("gauge", "1 while the node is not granted because the coordinator's file drains it."),
     "mux_host_agent_up": ("gauge", "1 while the host's agent is heard, 0 while it is not."),
     "mux_host_agent_age_seconds": ("gauge", "Seconds since the host's agent was heard last."),
     "mux_host_memory_free_bytes": ("gauge", "Host memory that is available, as the agent says."),
     "mux_host_memory_bytes": ("gauge", "Host memory, as the agent says."),
-    "mux_host_device_bytes": ("gauge", "Device memory on the host; label of says whose: jobs or others."),
+    "mux_host_device_bytes": ("gauge", "Device memory on the host; label of: that of jobs or of others."),
     "mux_node_usd_per_hour": ("gauge", "Price of the node."),
     "mux_lease_held_seconds": ("gauge", "How long a job has held its lease on the node."),
     "mux_lease_waited_seconds": ("gauge", "How long a job has waited for a lease on the node."),
@@ -174,12 +177,12 @@ def _host(where: dict[str, str], about: Mapping[str, Any]) -> Iterator[Sample]:
     yield "mux_host_device_bytes", where | {"of": "others"}, about.get("device_bytes_of_others")
 
 
-def _job(whose: dict[str, str], about: Mapping[str, Any]) -> Iterator[Sample]:
-    yield "mux_job_state", whose | {"state": about.get("state", "")}, 1
-    yield "mux_job_step", whose, about.get("step")
-    yield "mux_job_steps_done", whose, about.get("steps_done")
+def _job(labels: dict[str, str], about: Mapping[str, Any]) -> Iterator[Sample]:
+    yield "mux_job_state", labels | {"state": about.get("state", "")}, 1
+    yield "mux_job_step", labels, about.get("step")
+    yield "mux_job_steps_done", labels, about.get("steps_done")
     done, total = about.get("progress") or (None, None)
     if total:
-        yield "mux_job_progress", whose, done / total
+        yield "mux_job_progress", labels, done / total
     for name, value in (about.get("metrics") or {}).items():
-        yield "mux_job_metric", whose | {"name": name}, value
+        yield "mux_job_metric", labels | {"name": name}, value

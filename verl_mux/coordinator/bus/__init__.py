@@ -1,6 +1,5 @@
-"""What a job and the coordinator say to each other.
+"""The control bus: what a job, an agent or a command and the coordinator send each other.
 
-In the trainer's process (a client): `connect`, `client`, `link`. On both sides: `messages`, the words; `members`, the
-processes of a job on this host. The other end of the socket is `coordinator/server.py`. May be imported from here:
-`scheduling.estimate.job_needs`, which travels in a message; nothing of the coordinator's other folders.
+On a client's side: `connect`, `client`, `conversation`, `link`. At the coordinator: `router`. On both: `messages`, `limits`,
+`members` (processes on this host), `curve_keys`. Imports nothing of the coordinator's other modules.
 """

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.conversation import REGISTER, Conversation, Who
+from verl_mux.coordinator.bus.conversation import REGISTER, Conversation, Sender
 from verl_mux.coordinator.bus.curve_keys import ClientKeys
 from verl_mux.coordinator.bus.link import Link
 from verl_mux.coordinator.bus.members import this_process
@@ -208,14 +208,14 @@ class Mux(LocalMux):
         """
         super().__init__(job, nodes, filler)
         self.address, self.uid = address, uid
-        who: Who = {"job": job, "uid": uid, "client": f"{job}-{uuid.uuid4().hex}"}
-        self._talk = Conversation(who, {**msgspec.structs.asdict(this_process()), "nodes": nodes, "filler": filler, **about})
+        sender: Sender = {"job": job, "uid": uid, "client": f"{job}-{uuid.uuid4().hex}"}
+        self._talk = Conversation(sender, {**msgspec.structs.asdict(this_process()), "nodes": nodes, "filler": filler, **about})
         self._timeout = timeout
         self._changed = threading.Condition()
         self._wanted: dict[int, threading.Event] = {}  # by token, of leases held
         self._heard_at = time.monotonic()
         self._progress_sent = 0.0
-        self._link = Link(address, who["client"], self._receive, self._tick, _TICK_S, keys)
+        self._link = Link(address, sender["client"], self._receive, self._tick, _TICK_S, keys)
         self._link.start()
         try:
             self._register(timeout, wait)
@@ -279,20 +279,20 @@ class Mux(LocalMux):
         # At most 20 a second travel, so that it may be called for every sample; the last one always does.
         if done >= total or now - self._progress_sent >= _PROGRESS_INTERVAL_S:
             self._progress_sent = now
-            self._tell(m.Progress, done=done, total=total, token=token)
+            self._send(m.Progress, done=done, total=total, token=token)
 
     def report_step(self, step: int, metrics: dict[str, float], steps: int | None = None) -> None:
         values = {name: float(value) for name, value in metrics.items()}
-        self._tell(m.StepReport, step=int(step), metrics=values, steps=None if steps is None else int(steps))
+        self._send(m.StepReport, step=int(step), metrics=values, steps=None if steps is None else int(steps))
 
     def memory(self, node: str, tags: dict[str, int]) -> None:
-        self._tell(m.MemoryReport, node=node, tags={tag: int(num_bytes) for tag, num_bytes in tags.items()})
+        self._send(m.MemoryReport, node=node, tags={tag: int(num_bytes) for tag, num_bytes in tags.items()})
 
     def host_memory(self, node: str, kinds: dict[str, int]) -> None:
-        self._tell(m.HostReport, node=node, bytes=kinds)
+        self._send(m.HostReport, node=node, bytes=kinds)
 
     def note(self, note: str) -> None:
-        self._tell(m.PhaseNote, note=note)
+        self._send(m.PhaseNote, note=note)
 
     def guard(self, fenced: Callable[[], None]) -> None:
         threading.Thread(target=self._watch_fence, args=(fenced,), name="verl-mux-fence", daemon=True).start()
@@ -327,7 +327,7 @@ class Mux(LocalMux):
     def members(self, members: Iterable[m.Member]) -> None:
         with self._talking() as talk:
             talk.members = list(members)
-            talk.tell(m.MemberReport, members=talk.members)
+            talk.send(m.MemberReport, members=talk.members)
 
     def contended(self, phase: str) -> list[str]:
         contended = self._talk.contended
@@ -432,10 +432,10 @@ class Mux(LocalMux):
             if now - self._heard_at > _LOG_EVERY_S:
                 log.warning("coordinator %s has not been heard for %.0f s", self.address, now - self._heard_at)
 
-    def _tell(self, kind: type[m.FromJob], **fields: Any) -> None:
+    def _send(self, kind: type[m.FromJob], **fields: Any) -> None:
         """Sends what needs no answer."""
         with self._talking() as talk:
-            talk.tell(kind, **fields)
+            talk.send(kind, **fields)
 
     def _raise_if_ended(self) -> None:
         if self._talk.ended is not None:

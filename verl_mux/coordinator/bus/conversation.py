@@ -37,7 +37,7 @@ _GIVING_BACK = (m.LeaseRelease, m.LeaseShrink, m.LeaseCancel)
 _UNANSWERED_BEATS = 64  # of more than these, the oldest counts as lost
 
 
-class Who(TypedDict):
+class Sender(TypedDict):
     """The fields that every message of a job carries."""
 
     job: str
@@ -46,14 +46,14 @@ class Who(TypedDict):
 
 
 class Conversation:
-    """`ask` and `tell` -> `outgoing` -> `receive`... -> `take_answer`. `tick` often: it beats when a beat is due.
+    """`ask` and `send` -> `outgoing` -> `receive`... -> `take_answer`. `tick` often: it beats when a beat is due.
 
     Every call may leave messages in `outgoing`. Times are the caller's, in seconds, of a clock that only goes forward.
     """
 
-    def __init__(self, who: Who, registration: dict[str, Any]):
+    def __init__(self, sender: Sender, registration: dict[str, Any]):
         """`registration`: the fields of Register that stay as they are."""
-        self.who = who
+        self.sender = sender
         self._registration = registration
         self.members: list[m.Member] = []
         self.registered: m.Registered | None = None
@@ -72,7 +72,7 @@ class Conversation:
         self._answers: dict[str, m.Message] = {}
         self._unknown = False  # to the coordinator, or to this start of it
         self._beats = 0
-        self._heard_of_us = -math.inf  # when the last message was sent that the coordinator is known to have heard
+        self._last_heard = -math.inf  # when the last message was sent that the coordinator is known to have heard
         self._number = 1  # of the registration
         self._registering_since: float | None = None
         self._unanswered: dict[int, tuple[float, list[int]]] = {}  # beat -> when it was sent, and its tokens
@@ -99,7 +99,7 @@ class Conversation:
 
     def request(self, key: str, phase: str, step: int, nodes: list[str], **of_a_filler: Any) -> None:
         """`of_a_filler`: the other fields of LeaseRequest."""
-        self.ask(key, m.LeaseRequest(**self.who, key=key, phase=phase, step=step, nodes=nodes, **of_a_filler))
+        self.ask(key, m.LeaseRequest(**self.sender, key=key, phase=phase, step=step, nodes=nodes, **of_a_filler))
 
     def cancel(self, key: str) -> None:
         """The lease is not wanted any more, even if it was granted in this moment, or its answer taken."""
@@ -107,12 +107,12 @@ class Conversation:
         self._answers.pop(key, None)
         for token in [token for token, claim in self.held.items() if claim.key == key]:
             del self.held[token]
-        self.ask(f"cancel {key}", m.LeaseCancel(**self.who, key=key), wanted=False)
+        self.ask(f"cancel {key}", m.LeaseCancel(**self.sender, key=key), wanted=False)
 
     def release(self, token: int, wanted: bool = True) -> str:
         """Returns the key of its answer."""
         self.held.pop(token, None)
-        self.ask(key := _release_key(token), m.LeaseRelease(**self.who, token=token), wanted)
+        self.ask(key := _release_key(token), m.LeaseRelease(**self.sender, token=token), wanted)
         return key
 
     def shrink(self, token: int, nodes: list[str]) -> None:
@@ -120,21 +120,21 @@ class Conversation:
         left = [node for node in self.held[token].nodes if node not in nodes]
         self.held[token] = msgspec.structs.replace(self.held[token], nodes=left)
         key = f"shrink {token} to {len(left)}"  # not their names: a key has no room for those of many nodes
-        self.ask(key, m.LeaseShrink(**self.who, key=key, token=token, nodes=nodes), wanted=False)
+        self.ask(key, m.LeaseShrink(**self.sender, key=key, token=token, nodes=nodes), wanted=False)
 
     def leave(self, reason: str = "", **to_move: Any) -> None:
         """The whole job goes with its first client; another client goes alone. `reason`, `to_move`: see Deregister."""
         self.held.clear()
         first = self.registered is not None and self.registered.first
-        self._say_goodbye(m.Deregister(**self.who, reason=reason, **to_move) if first else m.Detach(**self.who))
+        self._say_goodbye(m.Deregister(**self.sender, reason=reason, **to_move) if first else m.Detach(**self.sender))
 
     def fail(self, reason: str) -> None:
         """What is held stays asserted until the coordinator knows that the job has failed."""
-        self._say_goodbye(m.Failing(**self.who, reason=reason))
+        self._say_goodbye(m.Failing(**self.sender, reason=reason))
 
-    def tell(self, kind: type[m.FromJob], **fields: Any) -> None:
+    def send(self, kind: type[m.FromJob], **fields: Any) -> None:
         """Sends what needs no answer."""
-        self._out.append(kind(**self.who, **fields))
+        self._out.append(kind(**self.sender, **fields))
 
     def end(self, reason: str) -> None:
         self.ended = self.ended or reason
@@ -165,7 +165,7 @@ class Conversation:
 
     def _fenced_at(self) -> float:
         timeout = self.registered.lease_timeout if self.registered is not None else 0.0
-        return self._heard_of_us + FENCED_AFTER * timeout
+        return self._last_heard + FENCED_AFTER * timeout
 
     # --- time passes ---
 
@@ -189,7 +189,7 @@ class Conversation:
         self._unanswered[self._beats] = now, list(self.held)
         for beat in list(self._unanswered)[:-_UNANSWERED_BEATS]:
             del self._unanswered[beat]
-        self._out.append(m.Heartbeat(**self.who, beat=self._beats, tokens=list(self.held)))
+        self._out.append(m.Heartbeat(**self.sender, beat=self._beats, tokens=list(self.held)))
 
     # --- what arrives ---
 
@@ -215,7 +215,7 @@ class Conversation:
             self._out += [question for question in self._open.values() if not self._is_held_back(question)]
             self._beat(now)  # whose answer names the leases that it took over
         elif self._registering_since is not None:
-            self._heard_of_us = max(self._heard_of_us, self._registering_since)
+            self._last_heard = max(self._last_heard, self._registering_since)
 
     def _on_queued(self, message: m.Queued, now: float) -> None:
         """The first such answer is one to the registration; from then on, `Registered` is."""
@@ -261,7 +261,7 @@ class Conversation:
             return
         self.move = message.move
         sent_at, tokens = beat
-        self._heard_of_us = max(self._heard_of_us, sent_at)
+        self._last_heard = max(self._last_heard, sent_at)
         for token in {*tokens, *message.tokens} - set(message.tokens):
             self._lose(token)
         for key in self._lost_on_the_way(message):
@@ -274,7 +274,7 @@ class Conversation:
 
     def _lose(self, token: int) -> None:
         if self.held.pop(token, None) is not None:
-            self.lost[token] = f"token {token} is stale: the coordinator does not hold it for job {self.who['job']!r} any more"
+            self.lost[token] = f"token {token} is stale: the coordinator does not hold it for job {self.sender['job']!r} any more"
 
     def _on_contended(self, message: m.Contended, now: float) -> None:
         self.contended, self.gangs = message.nodes, message.gangs
@@ -295,7 +295,7 @@ class Conversation:
             self._out.append(self._registration_message())
 
     def _on_ended(self, message: m.JobEnded, now: float) -> None:
-        self.lost |= dict.fromkeys(self.held, f"job {self.who['job']!r} has no leases any more: {message.reason}")
+        self.lost |= dict.fromkeys(self.held, f"job {self.sender['job']!r} has no leases any more: {message.reason}")
         self.held.clear()
         self.end(message.reason)
 
@@ -305,7 +305,7 @@ class Conversation:
         """A repeated registration names the nodes where the job was placed, in case the coordinator has lost that."""
         again = self.registered is not None or self.queued is not None
         return m.Register(
-            **self.who, **self._registration, members=self.members, held=list(self.held.values()), seen=self._seen,
+            **self.sender, **self._registration, members=self.members, held=list(self.held.values()), seen=self._seen,
             number=self._number, again=again, first=self.registered is not None and self.registered.first,
             placed=self.registered.nodes if self.registered is not None else {},
         )  # fmt: skip

@@ -1,8 +1,10 @@
-"""What stands before device memory, in every process that maps it: calls under any but the current lease are refused.
+"""The fence before device memory: calls under any but the current lease are refused.
+
+Runs in every process that maps device memory; called by trainer/workers.py and rollout/engine/; pure.
 
     shut -> enter(token of a newer lease) -> open -> shut() -> enter(newer), or reopen(the same)
 
-A call that was long on its way, or comes from a driver that did not notice its lease's end, carries a token that is not
+A call that was long on its way, or comes from a driver that did not notice its lease's end, carries another token than
 the current one.
 """
 
@@ -16,7 +18,7 @@ class Fenced(Failure):
 
 
 class Fence:
-    """One a process. Tokens only grow, so the highest one seen tells which lease is the newest."""
+    """One a process. Tokens only grow, so the highest one seen is that of the newest lease."""
 
     def __init__(self) -> None:
         self.highest = 0

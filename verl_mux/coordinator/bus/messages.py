@@ -99,7 +99,7 @@ class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
 
     Of a client that registers `again`: `placed` is where the job was placed, `first` that it was the job's first, `held` the
     leases it asserts, `seen` the highest token that it was ever granted. `number`: of this registration of the client, so that
-    it tells the answer from one to an earlier registration.
+    it recognises the answer to the newest one.
     """
 
     job: limits.ShownName
