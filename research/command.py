@@ -10,9 +10,11 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from verl_mux.errors import UserError
+from verl_mux.placement.rules import OURS, Rules
 
 if TYPE_CHECKING:
     from research.simulate import Comparison, Study
@@ -67,7 +69,6 @@ def simulate(
     from research.workload.shapes import find_shapes
     from research.workload.uncertainty import parse_estimates
     from research.workload.workload import parse_slo
-    from verl_mux.placement.rules import parse_rules
 
     study = Study(
         shapes=find_shapes(shapes),
@@ -197,3 +198,32 @@ def _table(report: dict) -> str:
         )
         lines.append(f"{name:<10}" + "".join(f"{cell:>10}" for cell in cells))
     return "\n".join([*lines, f"{report['jobs']} jobs, {report['seeds']} seeds; peaks are the highest over the seeds"])
+
+
+def parse_rules(cap: int, changes: Sequence[str]) -> Rules:
+    """OURS with this cap and `name=value` changes: on or off, a number, or orders joined by +. Raises UserError."""
+    fields = {field.name: field for field in msgspec.structs.fields(Rules)}
+    changed: dict[str, object] = {}
+    for change in changes:
+        name, _, value = change.partition("=")
+        if name not in fields:
+            raise UserError(f"rule {change!r} is not known; allowed: {', '.join(f'{known}=...' for known in fields)}")
+        changed[name] = _parsed(change, value, fields[name].default)
+    return msgspec.structs.replace(OURS, **{"cap": cap, **changed})
+
+
+def _parsed(change: str, value: str, default: object) -> object:
+    if isinstance(default, bool):
+        if value not in ("on", "off"):
+            raise UserError(f"rule {change!r} is not understood; give on or off")
+        return value == "on"
+    if isinstance(default, tuple):
+        return tuple(value.split("+"))
+    if isinstance(default, float):
+        try:
+            return float(value)
+        except ValueError:
+            raise UserError(f"rule {change!r} is not understood; give a number") from None
+    if not value.isdigit():
+        raise UserError(f"rule {change!r} is not understood; give a whole number")
+    return int(value)

@@ -21,7 +21,7 @@ from verl_mux.placement.group_run import LOADING, ROLLOUT, TRAIN, GroupRun, Memb
 from verl_mux.placement.layouts import isolated_usd
 from verl_mux.placement.model import Cluster, Group, JobSpec, Pin
 from verl_mux.placement.repack import ASK_AGAIN_S
-from verl_mux.placement.rules import IN_ROUNDS, ORDERS
+from verl_mux.placement.rules import ORDERS
 from verl_mux.placement.search import OWN_NODES, Decision, Move, Revision, Search
 
 _PHASE_NAMES = {number: name for name, number in PHASES.items()}
@@ -91,7 +91,7 @@ class _Running:
 
     def __init__(self, group: Group, now: float) -> None:
         self.group = group
-        self.run = GroupRun(now, group.order in IN_ROUNDS)
+        self.run = GroupRun(now)
         self.dissolved = False
 
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from verl_mux.placement.feasibility import TOLERANCE, Pairs, connected, nodes_of_pairs
-from verl_mux.placement.group_run import mean_seconds, rollout_bits
+from verl_mux.placement.feasibility import TOLERANCE, Pairs, connected, nodes_for
+from verl_mux.placement.group_run import mean_seconds
 from verl_mux.placement.layouts import EPSILON_USD, Classes, Layout, SharedNodes, layout_of, layouts
 from verl_mux.placement.model import Cluster, JobSpec, NodeKind
 
@@ -76,10 +76,7 @@ class Sharing:
 
     def _run(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> Sequence[float] | None:
         self.simulated += 1
-        count = len(jobs)
-        on_train = [bits << (count * (count - 1) // 2) for bits in nodes_of_pairs(train, count)]
-        on_rollout = rollout_bits(jobs, nodes_of_pairs(rollout, count), on_train)
-        found = mean_seconds(jobs, on_rollout, on_train, ORDER)
+        found = mean_seconds(jobs, *nodes_for(jobs, rollout, train), ORDER)
         kept = all([seconds <= job.limit_s * TOLERANCE for job, seconds in zip(jobs, found, strict=True)])
         return found if kept else None
 

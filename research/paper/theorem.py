@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 
 from research.paper.figure import Figure
-from verl_mux.placement.group_run import fifo_means
+from verl_mux.placement.group_run import planned_run, settle
 from verl_mux.placement.model import Estimate, JobSpec
 
 GROUPS = 10_000
@@ -30,7 +30,8 @@ def _job(number: int, rollout_s: float, train_s: float) -> JobSpec:
 
 def slowest(jobs: list[JobSpec], on: list[int]) -> float:
     """The longest settled period over T_cycle, from the events."""
-    return max(fifo_means(jobs, on, [1 << 8] * len(jobs))) / max(job.iteration_s for job in jobs)
+    settled = settle(planned_run(jobs, on, [1 << 8] * len(jobs), "fifo"))
+    return max(period.mean_s for period in settled) / max(job.iteration_s for job in jobs)
 
 
 def violations(rollout_nodes: int, groups: int = GROUPS) -> tuple[int, float, str]:

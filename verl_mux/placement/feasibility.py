@@ -1,4 +1,7 @@
-"""Whether the jobs of a group keep their SLOs: settled, while phases vary, and as the group stands now. Pure."""
+"""Whether the jobs of a group keep their SLOs: settled, while their phases vary, and as the group stands now.
+
+Pure. Asked by layouts.py, search.py, repack.py and placer.py; remembers verdicts, so that no case runs twice.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,11 @@ from verl_mux.placement.group_run import (
     state,
 )
 from verl_mux.placement.model import Estimate, Group, JobSpec
-from verl_mux.placement.rules import IN_ROUNDS, ORDERS
+from verl_mux.placement.rules import ORDERS
 
-# Who stands in whose way: pairs of jobs that share a node of one side, as the bits of an int.
+TOLERANCE = 1 + 1e-9
+
+# --- conflicts: pairs of jobs that share a node of one side, as the bits of an int ---
 #
 # All that FIFO queues, gangs and switches do to a group follows from these pairs and the jobs' times: a phase is held
 # back exactly by phases of jobs it shares a node with, and pays a switch exactly if one of those ran since its last.
@@ -42,13 +47,13 @@ def pair(a: int, b: int) -> Pairs:
 
 
 def pairs_of_nodes(on: Sequence[int]) -> Pairs:
-    """`on`: the nodes of each job as bits."""
+    """The pairs that share a node. on: the nodes of each job as bits."""
     return sum(pair(a, b) for a in range(len(on)) for b in range(a) if on[a] & on[b])
 
 
 @functools.lru_cache(maxsize=65536)
 def nodes_of_pairs(pairs: Pairs, count: int) -> tuple[int, ...]:
-    """For each of `count` jobs, one node (bit) per pair that it is in: nodes that bring about just these conflicts."""
+    """For each of `count` jobs, one node (bit) per pair that it is in: nodes that bring about exactly these conflicts."""
     on = [0] * count
     for a in range(count):
         for b in range(a):
@@ -60,13 +65,6 @@ def nodes_of_pairs(pairs: Pairs, count: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=65536)
-def pairs_without(pairs: Pairs, count: int, gone: int) -> Pairs:
-    """The pairs among the others, renumbered, when job number `gone` of `count` has left."""
-    kept = [job for job in range(count) if job != gone]
-    return within(pairs, tuple(kept))
-
-
-@functools.lru_cache(maxsize=65536)
 def within(pairs: Pairs, kept: tuple[int, ...]) -> Pairs:
     """The pairs among the jobs `kept`, renumbered by their place there."""
     found = ((i, j) for i in range(len(kept)) for j in range(i) if pairs & pair(kept[i], kept[j]))
@@ -75,7 +73,7 @@ def within(pairs: Pairs, kept: tuple[int, ...]) -> Pairs:
 
 @functools.lru_cache(maxsize=65536)
 def connected(pairs: Pairs, count: int) -> tuple[tuple[int, ...], ...]:
-    """The jobs, grouped by who conflicts with whom directly or through others."""
+    """The jobs, grouped by conflicts, direct or through others."""
     left, found = set(range(count)), []
     while left:
         reached = {left.pop()}
@@ -90,89 +88,29 @@ def connected(pairs: Pairs, count: int) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-# With what probability a group keeps every SLO while the phases of all its jobs vary together.
-#
-# Each path draws, for every job, how far its estimates are off and how every single step varies (log-normal, by `Estimate.unsure`
-# and `Estimate.cv`), and runs the group. A job keeps its SLO on a path if its mean iteration there is at most so many times what
-# the very same iterations take alone. Quantiles job by job would count every job slow at once; here a slow step of one may meet a
-# quick one of another, and waiting that adds up only where phases vary is seen.
-
-PATHS, ITERATIONS = 8, 10
-_TOLERANCE = 1 + 1e-9
+def nodes_for(jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> tuple[Sequence[int], Sequence[int]]:
+    """Nodes of rollouts and of training, as bits of one numbering, that bring about exactly these conflicts."""
+    count = len(jobs)
+    on_train = [bits << (count * (count - 1) // 2) for bits in nodes_of_pairs(train, count)]
+    return rollout_bits(jobs, nodes_of_pairs(rollout, count), on_train), on_train
 
 
-def likely(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int], order: str, keep: float) -> bool:
-    """Whether all keep their SLOs with a probability of at least `keep`, as far as PATHS paths tell. The same question has the
-    same answer. rollout, train: nodes of each job as bits of one numbering."""
-    if not any(estimate.cv or estimate.unsure for job in jobs for estimate in (job.rollout, job.train)):
-        return True
-    rng = random.Random("".join(job.name for job in jobs))
-    broken, most = 0, math.floor((1 - keep) * PATHS)
-    for _ in range(PATHS):
-        broken += not _kept(jobs, rollout, train, order, rng)
-        if broken > most:
-            return False
-    return True
-
-
-def _kept(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int], order: str, rng: random.Random) -> bool:
-    run = GroupRun(rounds=order in IN_ROUNDS)
-    drawn: dict[str, list[float]] = {}
-    for job, held, trained, rank in zip(jobs, rollout, train, ORDERS[order](jobs), strict=True):
-        alone = drawn[job.name] = []
-        rollouts = _draws(job.rollout, job.rollout_hold_s, rng, alone)
-        times = rollouts, itertools.repeat(job.tail_s), _draws(job.train, job.train.seconds, rng, alone)
-        run.join(Member(job.name, held, trained, times, (job.rollout_switch_s, job.train_switch_s), rank, job.tail_s > 0))
-    ends: dict[str, list[float]] = {job.name: [] for job in jobs}
-    for _ in range(2 * ITERATIONS * len(jobs) * 3):
-        if (member := run.step()) is not None:
-            ends[member.name].append(run.now)
-            if min(len(times) for times in ends.values()) >= ITERATIONS:
-                break
-    return all(_in_time(job, ends[job.name], drawn[job.name]) for job in jobs)
-
-
-def _in_time(job: JobSpec, ends: Sequence[float], drawn: Sequence[float]) -> bool:
-    """From the end of its first iteration on: how all begin at once says nothing."""
-    if len(ends) < 2:
-        return False
-    alone = sum(drawn[2 : 2 * len(ends)]) + job.tail_s * (len(ends) - 1)
-    return ends[-1] - ends[0] <= job.slo * alone * _TOLERANCE
-
-
-def _draws(estimate: Estimate, seconds: float, rng: random.Random, drawn: list[float]) -> Iterator[float]:
-    """Endless; each is written down."""
-    mean = seconds * _factor(rng, estimate.unsure)
-    while True:
-        drawn.append(mean * _factor(rng, estimate.cv))
-        yield drawn[-1]
-
-
-def _factor(rng: random.Random, cv: float) -> float:
-    """Log-normal, of mean 1 and this standard deviation."""
-    if not cv:
-        return 1.0
-    spread = math.log1p(cv * cv)
-    return math.exp(rng.gauss(-spread / 2, math.sqrt(spread)))
-
-
-# Whether jobs that share nodes in a given way all keep within their SLOs, remembered so that no case is run twice.
-#
-# A way of sharing counts as feasible only if it stays so whoever leaves: the group without any one of its jobs must be
-# feasible as well. With several nodes a departure can slow the others down (a scheduling anomaly); such groups are
-# refused. It also means that most large groups are refused by a small one, without simulating them.
+# --- settled periods, and phases that vary ---
 
 _Placed = tuple[tuple[str, bool], ...]
-
-TOLERANCE = 1 + 1e-9
-# Where planned periods take no more of what is allowed, phases may vary as they do.
+# Where planned periods take no larger part of what is allowed, phases may vary as they do.
 SURE = 0.75
 
 
 class Feasibility:
     """Remembers verdicts by the jobs as they are placed: `forget` a job when it leaves or when its estimates change.
 
-    keep: probability with which all must keep within their SLOs while phases vary (see chance.py); 0: phases last as estimated.
+    A way of sharing counts as feasible only if it stays so after every departure: the group without any one of its jobs must be
+    feasible as well. With several nodes a departure can slow the others down (a scheduling anomaly); such groups are
+    refused. It also means that most large groups are refused by a small one, without simulating them.
+
+    keep: probability with which all must keep their SLOs while phases vary (see `likely`); 0: phases last as estimated.
+    simulated: groups that were run.
     """
 
     def __init__(self, orders: Sequence[str] = ("fifo",), keep: float = 0.0) -> None:
@@ -181,27 +119,24 @@ class Feasibility:
         self.simulated = 0
         # By the jobs as they are placed, sorted by name, then by the pairs that share rollout and training nodes.
         self._known: dict[_Placed, dict[tuple[Pairs, Pairs], str | None]] = {}
-        # Of those that keep theirs, each run as one group: mean seconds of an iteration of each job.
+        # Of groups that keep their SLOs: mean seconds of an iteration of each job.
         self._seconds: dict[_Placed, dict[tuple[Pairs, Pairs], Sequence[float]]] = {}
         self._sets: dict[str, list[_Placed]] = {}
-        self._hopeless_pairs: dict[_Placed, tuple[bool, bool, bool]] = {}
+        self._hopeless_pairs: dict[_Placed, tuple[bool, ...]] = {}
 
     def order(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> str | None:
-        """The first order under which all jobs keep within their SLOs when these pairs share nodes, or None."""
+        """The first order under which all jobs keep their SLOs when these pairs share nodes, or None."""
         if not rollout | train:
             return self.orders[0]
-        # The order of arrival must not matter: from another start a group may settle otherwise (group_periods begins alike).
-        rank = tuple(sorted(range(len(jobs)), key=lambda i: jobs[i].name))
-        return self._order([jobs[i] for i in rank], within(rollout, rank), within(train, rank))
+        return self._order(*_by_name(jobs, rollout, train))
 
     def keeps(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs, order: str) -> bool:
-        """Whether all keep within their SLOs under this very order, whoever of them leaves under the first one that will do."""
+        """Whether all keep their SLOs under this very order, and after every departure under the first one that suffices."""
         found = self.order(jobs, rollout, train)
         if order in (found, *self.orders):
             return found is not None
-        rank = tuple(sorted(range(len(jobs)), key=lambda i: jobs[i].name))
-        ordered = [jobs[i] for i in rank]
-        return self._kept_under(ordered, *_masks(ordered, within(rollout, rank), within(train, rank)), order) is not None
+        ordered, on_rollout, on_train = _by_name(jobs, rollout, train)
+        return self._kept_under(ordered, *nodes_for(ordered, on_rollout, on_train), order) is not None
 
     def seconds(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> Sequence[float]:
         """The mean iteration of each job under the order that `order` found. The jobs make one group and are sorted by name."""
@@ -217,13 +152,11 @@ class Feasibility:
                 rollout, train, both = rollout | hopeless[0] * bit, train | hopeless[1] * bit, both | hopeless[2] * bit
         return rollout, train, both
 
-    def _hopeless(self, low: JobSpec, high: JobSpec) -> tuple[bool, bool, bool]:
+    def _hopeless(self, low: JobSpec, high: JobSpec) -> tuple[bool, ...]:
         """Whether the two cannot share rollout nodes, training nodes, both."""
         placed = low.placed_as, high.placed_as
         if placed not in self._hopeless_pairs:
-            ways = ((1, 0), (0, 1), (1, 1))
-            rollout, train, both = [self._order([low, high], *way) is None for way in ways]
-            self._hopeless_pairs[placed] = rollout, train, both
+            self._hopeless_pairs[placed] = tuple(self._order([low, high], *way) is None for way in ((1, 0), (0, 1), (1, 1)))
         return self._hopeless_pairs[placed]
 
     def forget(self, name: str) -> None:
@@ -240,29 +173,28 @@ class Feasibility:
             for job in jobs:
                 self._sets.setdefault(job.name, []).append(placed)
         if (rollout, train) not in known:
-            known[rollout, train] = self._judge(jobs, rollout, train, len(jobs))
+            known[rollout, train] = self._judge(jobs, rollout, train)
         return known[rollout, train]
 
-    def _judge(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs, count: int) -> str | None:
+    def _judge(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> str | None:
+        def of(kept: tuple[int, ...]) -> str | None:
+            return self._order([jobs[i] for i in kept], within(rollout, kept), within(train, kept))
+
+        count = len(jobs)
         groups = connected(rollout | train, count)
         if len(groups) > 1:
-            orders = [
-                self._order([jobs[i] for i in kept], within(rollout, kept), within(train, kept))
-                for kept in groups
-                if len(kept) > 1
-            ]
+            orders = [of(kept) for kept in groups if len(kept) > 1]
             return None if None in orders else max(orders, key=self.orders.index, default=self.orders[0])
         for gone in range(count) if count > 2 else ():
-            rest = [*jobs[:gone], *jobs[gone + 1 :]]
-            if self._order(rest, pairs_without(rollout, count, gone), pairs_without(train, count, gone)) is None:
+            if of((*range(gone), *range(gone + 1, count))) is None:
                 return None
         return self._simulate(jobs, rollout, train)
 
     def _simulate(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> str | None:
         self.simulated += 1
-        on_rollout, on_train = _masks(jobs, rollout, train)
+        nodes = nodes_for(jobs, rollout, train)
         for order in self.orders:
-            if (found := self._kept_under(jobs, on_rollout, on_train, order)) is not None:
+            if (found := self._kept_under(jobs, *nodes, order)) is not None:
                 self._seconds.setdefault(tuple([job.placed_as for job in jobs]), {})[rollout, train] = found
                 return order
         return None
@@ -270,35 +202,103 @@ class Feasibility:
     def _kept_under(
         self, jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int], order: str
     ) -> Sequence[float] | None:
-        """The mean iteration of each job under this order, if all keep theirs."""
+        """The mean iteration of each job under this order, if all keep their SLOs."""
         found = mean_seconds(jobs, rollout, train, order)
         room = max(seconds / job.limit_s for job, seconds in zip(jobs, found, strict=True))
         kept = room <= TOLERANCE and (not self.keep or room < SURE or likely(jobs, rollout, train, order, self.keep))
         return found if kept else None
 
 
-def _masks(jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> tuple[Sequence[int], Sequence[int]]:
-    """Nodes as bits of one numbering that bring about just these conflicts."""
-    count = len(jobs)
-    on_train = [bits << (count * (count - 1) // 2) for bits in nodes_of_pairs(train, count)]
-    return rollout_bits(jobs, nodes_of_pairs(rollout, count), on_train), on_train
+def _by_name(jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> tuple[list[JobSpec], Pairs, Pairs]:
+    """The order of arrival must not matter: from another start a group may settle otherwise (group_periods begins alike)."""
+    rank = tuple(sorted(range(len(jobs)), key=lambda i: jobs[i].name))
+    return [jobs[i] for i in rank], within(rollout, rank), within(train, rank)
 
 
-# A group as it stands now, run forward: will every job be within its SLO whenever it should end?
+PATHS, ITERATIONS = 8, 10
+
+
+def likely(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int], order: str, keep: float) -> bool:
+    """Whether all keep their SLOs with a probability of at least `keep`, as far as PATHS paths show.
+
+    Each path draws, for every job, how far its estimates are off and how every single step varies (log-normal, by `unsure` and
+    `cv` of its estimates), and runs the group. A job keeps its SLO on a path if its mean iteration there is at most `slo` times
+    what the very same iterations take alone. Quantiles job by job would count every job slow at once; on a path a slow step of
+    one job may meet a quick one of another, and waiting that adds up only where phases vary is seen. The same question has the
+    same answer. rollout, train: nodes of each job as bits of one numbering.
+    """
+    if not any(estimate.cv or estimate.unsure for job in jobs for estimate in (job.rollout, job.train)):
+        return True
+    rng = random.Random("".join(job.name for job in jobs))
+    broken, most = 0, math.floor((1 - keep) * PATHS)
+    for _ in range(PATHS):
+        broken += not _kept_on_a_path(jobs, rollout, train, order, rng)
+        if broken > most:
+            return False
+    return True
+
+
+def _kept_on_a_path(
+    jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int], order: str, rng: random.Random
+) -> bool:
+    run = GroupRun()
+    drawn: dict[str, list[float]] = {}
+    for job, held, trained, rank in zip(jobs, rollout, train, ORDERS[order](jobs), strict=True):
+        alone = drawn[job.name] = []
+        rollouts = _draws(job.rollout, job.rollout_hold_s, rng, alone)
+        times = rollouts, itertools.repeat(job.tail_s), _draws(job.train, job.train.seconds, rng, alone)
+        run.join(Member(job.name, held, trained, times, (job.rollout_switch_s, job.train_switch_s), rank, job.tail_s > 0))
+    ends: dict[str, list[float]] = {job.name: [] for job in jobs}
+    for _ in range(2 * ITERATIONS * len(jobs) * 3):
+        if (member := run.step()) is not None:
+            ends[member.name].append(run.now)
+            if min(len(times) for times in ends.values()) >= ITERATIONS:
+                break
+    return all(_in_time(job, ends[job.name], drawn[job.name]) for job in jobs)
+
+
+def _in_time(job: JobSpec, ends: Sequence[float], drawn: Sequence[float]) -> bool:
+    """Counted from the end of the first iteration: how all begin at once says nothing."""
+    if len(ends) < 2:
+        return False
+    alone = sum(drawn[2 : 2 * len(ends)]) + job.tail_s * (len(ends) - 1)
+    return ends[-1] - ends[0] <= job.slo * alone * TOLERANCE
+
+
+def _draws(estimate: Estimate, seconds: float, rng: random.Random, drawn: list[float]) -> Iterator[float]:
+    """Endless; each is appended to `drawn`."""
+    mean = seconds * _factor(rng, estimate.unsure)
+    while True:
+        drawn.append(mean * _factor(rng, estimate.cv))
+        yield drawn[-1]
+
+
+def _factor(rng: random.Random, cv: float) -> float:
+    """Log-normal, of mean 1 and this standard deviation."""
+    if not cv:
+        return 1.0
+    spread = math.log1p(cv * cv)
+    return math.exp(rng.gauss(-spread / 2, math.sqrt(spread)))
+
+
+# --- a group as it stands now, run forward ---
 
 ITERATIONS_AHEAD = 24
-# Two jobs whose iterations take almost the same time meet once in many of them, and then at every one. So who has little
+# Two jobs whose iterations take almost the same time meet once in many of them, and then at every one. So a job with little
 # slack in its pace is followed further.
 FAR_AHEAD, TIGHT = 400, 0.97
 PHASES = {"rollout": ROLLOUT, "tail": TAIL, "train": TRAIN, "loading": LOADING}
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a placed job stands. age_s: since it was placed. done: iterations finished. phase: `loading`, `rollout`,
-    `tail` or `train`, which it runs for remaining_s more, or waits for since waited_s ago (remaining_s None).
-    warm: rollout and training nodes that it was the last to hold; None if unknown. solo_s: what the finished iterations would
-    have taken alone, as they really were; None: as estimated now. seen: iterations whose phases its estimates may know; None: all
-    that are done. left: iterations still to do, as the job says; None: it does not say."""
+    """Where a placed job stands.
+
+    age_s: since it was placed. done: iterations finished. phase: `loading`, `rollout`, `tail` or `train`, which runs for
+    remaining_s more, or has waited for waited_s (remaining_s None). warm: rollout and training nodes that the job was the last to
+    hold; None: unknown. solo_s: what the finished iterations would have taken alone, as they really were; None: as estimated now.
+    seen: iterations whose phases its estimates may know; None: all that are done. left: iterations still to do, as the job says;
+    None: it does not say.
+    """
 
     age_s: float = 0.0
     done: int = 0
@@ -311,18 +311,18 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     left: int | None = None
 
     def left_s(self, job: JobSpec) -> float | None:
-        """What it still has to do would take alone; None: it does not say."""
+        """Seconds that the rest of the job would take alone; None: it does not say."""
         return None if self.left is None else self.left * job.iteration_s
 
     def allowed_s(self, job: JobSpec, more: int) -> float:
-        """At most this may have passed since it was placed when it has done so many more iterations."""
+        """The most that may have passed since it was placed when it has done `more` iterations more."""
         if self.solo_s is None:
             return job.limit_s * (self.done + more)
         return job.slo * self.solo_s + job.limit_s * more
 
 
 class Without(Mapping[str, Progress]):
-    """The progress of all but these jobs. What is under it may be found only when it is asked for, so nothing is copied."""
+    """The progress of all but some jobs. The mapping under it may compute each entry when it is read, so nothing is copied."""
 
     def __init__(self, under: Mapping[str, Progress], gone: Collection[str]) -> None:
         self._under = under
@@ -345,7 +345,7 @@ class Without(Mapping[str, Progress]):
 
 def late_job(group: Group, progress: Mapping[str, Progress], loads: Mapping[str, float]) -> str | None:
     """The first job that would, at the end of one of its next iterations, have taken longer over its life than its
-    SLO allows; None if all keep within it. `loads`: jobs that first start cold there, and for how long."""
+    SLO allows; None if all keep their SLOs. loads: jobs that first start cold there, and for how long."""
     run = _run(group, progress, loads)
     jobs = {job.name: job for job in group.jobs}
     first = {name: progress.get(name, Progress()) for name in jobs}
@@ -369,7 +369,7 @@ def late_job(group: Group, progress: Mapping[str, Progress], loads: Mapping[str,
                 since, before_done = seen[at]
                 return _falling_behind(group.jobs, run.now - since, before_done, done)
             seen[at] = run.now, done
-    # No cycle in sight: slack may hide that somebody loses a little of it with every iteration.
+    # No cycle in sight: slack may hide that a job loses a little of it with every iteration.
     return next((name for name, times in ends.items() if average(times) > jobs[name].limit_s * TOLERANCE), None)
 
 
@@ -383,7 +383,7 @@ def _falling_behind(jobs: Sequence[JobSpec], cycle_s: float, before: Sequence[in
 
 
 def _run(group: Group, progress: Mapping[str, Progress], loads: Mapping[str, float]) -> GroupRun:
-    run = GroupRun(rounds=group.order in IN_ROUNDS)
+    run = GroupRun()
     rollout, train = masks(group)
     for job, held, trained, rank in zip(group.jobs, rollout, train, ORDERS[group.order](group.jobs), strict=True):
         member = planned_member(job, held, trained, rank)

@@ -1,4 +1,13 @@
-"""A co-execution group in time: the events behind every predicted and every simulated period, and settled periods. Pure."""
+"""A co-execution group in virtual time: the one engine behind every predicted and every simulated period.
+
+    [LOADING] -> WAITING(rollout) -> ROLLOUT -> [TAIL] -> WAITING(train) -> TRAIN -> (one more iteration) WAITING(rollout)
+
+Pure. Run by feasibility.py and layouts.py for predictions, and by research/replay.py to carry simulated jobs out.
+Invariants (asserted by the tests):
+- a phase holds all its nodes or none, and no node is held twice;
+- no phase starts before an earlier-ranked waiting phase that needs one of its nodes;
+- a node pays the switch exactly when another job held it last.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +18,12 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from verl_mux.placement.model import Group, JobSpec
-from verl_mux.placement.rules import IN_ROUNDS, ORDERS
-
-# A co-execution group in time: the discrete events behind every predicted and every simulated period.
-#
-#     [LOADING] -> WAITING(rollout) -> ROLLOUT -> [TAIL] -> WAITING(train) -> TRAIN -> (one more iteration) WAITING(rollout)
-#
-# Invariants (asserted by the tests):
-# - a phase holds all its nodes or none, and no node is held twice;
-# - no phase starts before an earlier-ranked waiting phase that needs one of its nodes (unless that waits for its round);
-# - a node pays the switch exactly when another job held it last.
+from verl_mux.placement.rules import ORDERS
 
 # LOADING is a cold start; TAIL is the end of a rollout that no longer holds the nodes.
 ROLLOUT, TAIL, TRAIN, LOADING = 0, 1, 2, 3
+# A group that has not repeated a state after this many iterations is averaged over their second half.
+MAX_ITERATIONS = 48
 
 
 class Member:
@@ -30,13 +32,13 @@ class Member:
     needs: nodes held in each phase. times: endless seconds for ROLLOUT, TAIL and TRAIN. switch: seconds a phase lasts
     longer when another job held one of its nodes last. rank: see `ORDERS` in rules.py.
     phase: the one it runs or waits for. since: when that was asked for or, if it runs, started. planned_s: how long
-    the running phase takes. resident: nodes that it was the last to hold. done: iterations finished, the last of them
-    at `finished`. turns: rollouts begun in this run.
+    the running phase takes. resident: nodes that this job was the last to hold. done: iterations finished, the last of them
+    at `finished`.
     """
 
     __slots__ = (
         "name", "needs", "times", "switch", "rank", "has_tail",
-        "phase", "since", "planned_s", "resident", "done", "finished", "turns",
+        "phase", "since", "planned_s", "resident", "done", "finished",
     )  # fmt: skip
 
     def __init__(
@@ -57,22 +59,20 @@ class Member:
         self.has_tail = has_tail
         self.phase = ROLLOUT
         self.since = self.planned_s = self.finished = 0.0
-        self.resident = self.done = self.turns = 0
+        self.resident = self.done = 0
 
 
 class GroupRun:
-    """`step()` moves to the next end of a phase. ends[i] is when member i's phase ends, inf while it waits.
+    """`step()` moves to the next end of a phase. ends[i]: when the phase of member i ends, inf while it waits.
 
-    rounds: nobody begins a rollout before everybody has begun as many in this run.
-    busy_s: seconds times nodes that ROLLOUT and TRAIN ran, without switches, by phase; rollouts on the nodes of the job's
-    training count with that.
+    busy_s: seconds times nodes that ROLLOUT and TRAIN ran, without switches, by phase; rollouts on the training nodes of their
+    job count as TRAIN.
     """
 
-    __slots__ = ("now", "rounds", "members", "ends", "waiting", "held", "busy_s")
+    __slots__ = ("now", "members", "ends", "waiting", "held", "busy_s")
 
-    def __init__(self, now: float = 0.0, rounds: bool = False) -> None:
+    def __init__(self, now: float = 0.0) -> None:
         self.now = now
-        self.rounds = rounds
         self.members: list[Member] = []
         self.ends: list[float] = []
         self.waiting: list[Member] = []
@@ -80,9 +80,8 @@ class GroupRun:
         self.busy_s = [0.0, 0.0, 0.0]
 
     def join(self, member: Member, load_s: float = 0.0) -> None:
-        """The newcomer asks for its first rollout after `load_s`. Nodes it shares with nobody are loaded by its start."""
+        """Add a member that asks for its first rollout after `load_s`. Its start loads the nodes that no other member needs."""
         member.finished = member.since = self.now
-        member.turns = 0
         shared = 0
         for other in self.members:
             shared |= other.needs[ROLLOUT] | other.needs[TRAIN]
@@ -97,8 +96,7 @@ class GroupRun:
             self.waiting.append(member)
 
     def resume(self, member: Member, ends: float = math.inf) -> None:
-        """Takes over a member as it stands in another run: its phase ends then, or waits in order of asking."""
-        member.turns = 0
+        """Add a member as it stands in another run: its phase ends at `ends`, or waits in order of asking."""
         self.members.append(member)
         self.ends.append(ends)
         if ends < math.inf:
@@ -108,11 +106,11 @@ class GroupRun:
             self.waiting.sort(key=lambda m: m.since)
 
     def step(self) -> Member | None:
-        """To the next end of a phase. Returns the member that finished an iteration with it, if any.
+        """Move to the next end of a phase. Returns the member that finished an iteration with it, if any.
 
         Phases that may start do so only when time is about to move on, so that of several requests at one instant the
-        order decides, not the order of events; and a job may leave between its last phase and its next one. But nodes that
-        come free go to who waits for them before the job that gave them back asks for its next phase, whatever its rank.
+        order decides, not the order of events; and a job may leave between its last phase and its next one. But freed nodes
+        go to a waiting phase before the job that freed them asks for its next phase, whatever its rank.
         """
         ends = self.ends
         now = min(ends)
@@ -150,14 +148,9 @@ class GroupRun:
 
     def _start(self) -> None:
         taken, left = self.held, []
-        turn = min([member.turns for member in self.members]) if self.rounds else 0
-        ranked = any(member.rank for member in self.waiting)
+        ranked = any([member.rank for member in self.waiting])
         for member in sorted(self.waiting, key=lambda m: m.rank) if ranked else self.waiting:
             need = member.needs[member.phase]
-            if self.rounds and member.phase == ROLLOUT and member.turns > turn:
-                # Held back without a place in the queue: whoever it waits for must not wait for it.
-                left.append(member)
-                continue
             if need & taken:
                 left.append(member)
             else:
@@ -175,98 +168,12 @@ class GroupRun:
                 other.resident &= ~need
             member.resident |= need
         self.held |= need
-        member.turns += phase == ROLLOUT
         member.since = self.now
         member.planned_s = seconds
         self.ends[self.members.index(member)] = self.now + seconds
 
 
-# Settled mean periods under FIFO: the events of group_run.py in one plain loop, for the many groups a search looks at.
-#
-# Same rules and same answers as `periods.periods` for order `fifo` without tails (the tests compare them), without the
-# objects, several times faster.
-
-# A group that has not repeated a state by then is averaged over its second half.
-MAX_ITERATIONS = 48
-
-
-def fifo_means(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int]) -> list[float]:
-    """Seconds per iteration of each job; all ask for their first rollout at 0, in the order given.
-
-    rollout, train: nodes of each job as bits of one numbering; the same ones for a job that is colocated."""
-    count = len(jobs)
-    need = [*rollout, *train]
-    hold = [job.rollout_hold_s for job in jobs] + [job.train.seconds for job in jobs]
-    switch = [job.rollout_switch_s for job in jobs] + [job.train_switch_s for job in jobs]
-    resident = _loaded(rollout, train)
-    others = [[j for j in range(count) if j != i and (rollout[i] | train[i]) & (rollout[j] | train[j])] for i in range(count)]
-    never = math.inf
-    now, held = 0.0, 0
-    ends = [never] * count
-    # Which phase each job is in or waits for: i in rollout, i + count in training.
-    at = list(range(count))
-    waiting = list(range(count))
-    finished: list[list[float]] = [[] for _ in jobs]
-    seen: dict[tuple, tuple[float, list[int]]] = {}
-    for _ in range(MAX_ITERATIONS * 2 * count):
-        until = min(ends)
-        if waiting and until > now:
-            taken, left = held, []
-            for i in waiting:
-                phase = at[i]
-                nodes = need[phase]
-                if nodes & taken:
-                    left.append(i)
-                else:
-                    seconds = hold[phase]
-                    if resident[i] & nodes != nodes:
-                        seconds += switch[phase]
-                        resident[i] |= nodes
-                        for j in others[i]:
-                            resident[j] &= ~nodes
-                    held |= nodes
-                    ends[i] = now + seconds
-                taken |= nodes
-            waiting = left
-            until = min(ends)
-        now = until
-        i = ends.index(now)
-        held &= ~need[at[i]]
-        ends[i] = never
-        waiting.append(i)
-        if at[i] < count:
-            at[i] += count
-            continue
-        at[i] -= count
-        finished[i].append(now)
-        if i == 0:
-            done = [len(times) for times in finished]
-            state = (*at, *resident, *waiting, *[round(end - now, 6) for end in ends if end < never])
-            if state in seen:
-                since, before = seen[state]
-                return [(now - since) / (d - b) if d > b else never for d, b in zip(done, before, strict=True)]
-            seen[state] = now, done
-    return [average(times) for times in finished]
-
-
-def average(finished: Sequence[float]) -> float:
-    """Mean time between the later half of these ends; over all of them, from 0, if they are too few to halve."""
-    if not finished:
-        return math.inf
-    later = finished[(len(finished) - 1) // 2 :] if len(finished) > 2 else [0.0, *finished]
-    return (later[-1] - later[0]) / (len(later) - 1)
-
-
-def _loaded(rollout: Sequence[int], train: Sequence[int]) -> list[int]:
-    """Nodes that a job's start loads: those that nobody before it has taken, as GroupRun.join has it."""
-    loaded, taken = [], 0
-    for nodes in map(int.__or__, rollout, train):
-        loaded.append(nodes & ~taken)
-        taken |= nodes
-    return loaded
-
-
-# T_coexec: how long an iteration of each job of a group lasts once the group has settled.
+# --- settled periods: T_coexec, how long an iteration of each job lasts once the group has settled ---
 #
 # Strict rounds (every job once per cycle) are not what one FIFO queue per node does: with private rollout nodes a short
 # job overtakes a long one. So the period comes from the events themselves, except where any two jobs share nodes on both
@@ -282,22 +189,22 @@ class Period(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def periods_by_job(group: Group) -> dict[str, Period]:
-    """Settled period of every job of the group, by its name, under the group's own order."""
+    """The settled period of every job of the group, by its name, under the group's own order."""
     return {job.name: period for job, period in zip(group.jobs, group_periods(group), strict=True)}
 
 
 def group_periods(group: Group) -> list[Period]:
-    """Of each pin. All begin at once, in order of their names: the same course by which feasibility.py judges a group, which may
-    settle otherwise from another start."""
+    """The settled period of each pin. All begin at once, in order of their names: the same course by which feasibility.py judges a
+    group, which may settle otherwise from another start."""
     jobs, (rollout, train) = group.jobs, masks(group)
     rank = sorted(range(len(jobs)), key=lambda i: jobs[i].name)
     settled = periods([jobs[i] for i in rank], [rollout[i] for i in rank], [train[i] for i in rank], group.order)
-    found = dict(zip(rank, settled, strict=True))
-    return [found[i] for i in range(len(jobs))]
+    by_index = dict(zip(rank, settled, strict=True))
+    return [by_index[i] for i in range(len(jobs))]
 
 
 def masks(group: Group) -> tuple[list[int], list[int]]:
-    """Each pin's nodes for a rollout and for training as bits of one numbering, training nodes after the rollout nodes."""
+    """The nodes of each pin for a rollout and for training as bits of one numbering, training nodes after the rollout nodes."""
     bits = {node: 1 << i for i, node in enumerate(group.rollout_nodes)}
     train_bits = {node: 1 << i for i, node in enumerate(group.train_nodes, start=len(bits))}
     rollout = [sum(bits[node] for node in pin.rollout) for pin in group.pins]
@@ -306,7 +213,7 @@ def masks(group: Group) -> tuple[list[int], list[int]]:
 
 
 def rollout_bits(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int]) -> list[int]:
-    """The nodes (bits) on which each job's rollouts run: of one that is colocated its training nodes."""
+    """The nodes (bits) on which each job's rollouts run: the training nodes of a colocated job."""
     return [trained if job.colocated else held for job, held, trained in zip(jobs, rollout, train, strict=True)]
 
 
@@ -316,18 +223,16 @@ def periods(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int
         return [Period(mean_s=jobs[0].iteration_s, worst_s=jobs[0].iteration_s)]
     if order == "fifo" and _in_one_round(jobs, rollout, train):
         return [_one_round(jobs)] * len(jobs)
-    return _settle(planned_run(jobs, rollout, train, order))
+    return settle(planned_run(jobs, rollout, train, order))
 
 
 def mean_seconds(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int], order: str = "fifo") -> list[float]:
-    """The means of `periods`, sooner."""
-    if len(jobs) == 1 or order != "fifo" or any(job.tail_s for job in jobs) or _in_one_round(jobs, rollout, train):
-        return [period.mean_s for period in periods(jobs, rollout, train, order)]
-    return fifo_means(jobs, rollout, train)
+    """The means of `periods`."""
+    return [period.mean_s for period in periods(jobs, rollout, train, order)]
 
 
 def _in_one_round(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int]) -> bool:
-    """Whether nobody can overtake, and rollouts run beside training."""
+    """Whether no job can overtake another, and rollouts run beside training."""
     return _all_meet(rollout) and _all_meet(train) and not any(job.tail_s or job.colocated for job in jobs)
 
 
@@ -343,21 +248,22 @@ def _one_round(jobs: Sequence[JobSpec]) -> Period:
 
 
 def planned_run(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int], order: str) -> GroupRun:
-    """All jobs ask for their first rollout at 0, in the order given, and every phase takes its estimate."""
-    run = GroupRun(rounds=order in IN_ROUNDS)
+    """A run in which all jobs ask for their first rollout at 0, in the order given, and every phase takes its estimate."""
+    run = GroupRun()
     for job, held, trained, rank in zip(jobs, rollout, train, ORDERS[order](jobs), strict=True):
         run.join(planned_member(job, held, trained, rank))
     return run
 
 
 def planned_member(job: JobSpec, rollout: int, train: int, rank: int = 0) -> Member:
+    """The job as a member whose phases take their estimates."""
     repeat = itertools.repeat
     times = (repeat(job.rollout_hold_s), repeat(job.tail_s), repeat(job.train.seconds))
     return Member(job.name, rollout, train, times, (job.rollout_switch_s, job.train_switch_s), rank, job.tail_s > 0)
 
 
-def _settle(run: GroupRun) -> list[Period]:
-    """Runs until a state repeats, and averages over the cycle between; else over the second half of MAX_ITERATIONS."""
+def settle(run: GroupRun) -> list[Period]:
+    """Run until a state repeats, and average over the cycle between; else over the second half of MAX_ITERATIONS."""
     members = run.members
     ends: dict[Member, list[float]] = {member: [] for member in members}
     seen: dict[tuple, tuple[float, list[int]]] = {}
@@ -373,11 +279,11 @@ def _settle(run: GroupRun) -> list[Period]:
                 since, before = seen[at]
                 return [_cycle(run.now - since, b, ends[m]) for m, b in zip(members, before, strict=True)]
             seen[at] = run.now, done
-    return [_average(e) for e in ends.values()]
+    return [_average_period(times) for times in ends.values()]
 
 
 def _cycle(seconds: float, before: int, ends: list[float]) -> Period:
-    """A job that had done `before` iterations when the cycle began. The first gap that ends in a cycle may have begun
+    """The period of a job that had done `before` iterations when the cycle began. The first gap that ends in a cycle may have begun
     otherwise than in the cycles to come, but no gap in those is longer than it and the rest."""
     iterations = len(ends) - before
     if iterations == 0:
@@ -386,17 +292,24 @@ def _cycle(seconds: float, before: int, ends: list[float]) -> Period:
     return Period(mean_s=seconds / iterations, worst_s=max([seconds / iterations, *gaps]))
 
 
-def _average(ends: list[float]) -> Period:
+def _average_period(ends: list[float]) -> Period:
     mean_s = average(ends)
     return Period(mean_s=mean_s, worst_s=max([mean_s, *(b - a for a, b in itertools.pairwise(ends[len(ends) // 2 :]))]))
+
+
+def average(finished: Sequence[float]) -> float:
+    """Mean time between the later half of these ends; over all of them, from 0, if they are too few to halve."""
+    if not finished:
+        return math.inf
+    later = finished[(len(finished) - 1) // 2 :] if len(finished) > 2 else [0.0, *finished]
+    return (later[-1] - later[0]) / (len(later) - 1)
 
 
 def state(run: GroupRun) -> tuple:
     """What the future depends on, times relative to now and to a microsecond."""
     now = run.now
     return (
-        *((m.phase, m.resident) for m in run.members),
-        *(m.turns - run.members[0].turns for m in run.members if run.rounds),
-        *(round(end - now, 6) for end in run.ends if end < math.inf),
-        *(m.name for m in run.waiting),
+        *[(m.phase, m.resident) for m in run.members],
+        *[round(end - now, 6) for end in run.ends if end < math.inf],
+        *[m.name for m in run.waiting],
     )

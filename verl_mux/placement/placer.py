@@ -16,7 +16,7 @@ from verl_mux.placement.groups import Groups, groups_without, isolated, pairs_of
 from verl_mux.placement.layouts import isolated_usd
 from verl_mux.placement.model import Cluster, Group, JobSpec
 from verl_mux.placement.repack import Partitioner, Regrouping, Repack
-from verl_mux.placement.rules import IN_ROUNDS, ORDERS, OURS, Rules, allowed, modes_of, too_large
+from verl_mux.placement.rules import ORDERS, OURS, Rules, check_fits, modes_of
 from verl_mux.placement.search import Action, Decision, Move, Revision, Search, decision_for, group_at
 
 # Jobs that a finite cluster has no room for yet, and who is next.
@@ -272,7 +272,7 @@ class Placer:
         return found[0] if found else None
 
     def _reorder(self, group: Group, progress: Mapping[str, Progress], why: str) -> Action | None:
-        for order in [name for name in ORDERS if name not in IN_ROUNDS]:  # the queues of leases know ranks, no rounds
+        for order in ORDERS:
             other = msgspec.structs.replace(group, order=order)
             if order != group.order and self._at_risk(other, progress) is None:
                 self.groups.reorder(group.name, order)
@@ -395,12 +395,6 @@ class Placer:
         pin = self.groups.pin_of(job.name)
         load_s = job.load_s if kind == "move" else 0.0
         return Move(job=job.name, kind=kind, group=group.name, rollout=pin.runs_rollouts_on, train=pin.train, load_s=load_s)
-
-
-def check_fits(job: JobSpec, cluster: Cluster, rules: Rules) -> None:
-    """Raises UserError for a job that the cluster could not even hold alone, in any of its modes."""
-    if not modes_of(job, cluster, rules):
-        raise UserError(str(too_large(allowed(job, rules)[0], cluster)))
 
 
 def _in_time(groups: Iterable[Group], progress: Mapping[str, Progress], loads: Mapping[str, float]) -> bool:
