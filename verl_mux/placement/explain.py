@@ -1,4 +1,7 @@
-"""Why a job is where it is, and what other places would have cost. Pure."""
+"""Why a job is where it is, what other places would have cost, and what it could change to save, as data and as a sentence.
+
+Pure and read-only; called by planner.py for a job that arrives, and by the coordinator and `verl-mux plan` for the sentences.
+"""
 
 from __future__ import annotations
 
@@ -10,51 +13,33 @@ import msgspec
 from verl_mux.placement.feasibility import TOLERANCE
 from verl_mux.placement.group_run import group_periods
 from verl_mux.placement.groups import Extension, extensions, pairs_of_pins
-from verl_mux.placement.layouts import EPSILON_USD
+from verl_mux.placement.layouts import EPSILON_USD, isolated_usd
 from verl_mux.placement.model import COLOCATED, SEPARATE, Group, JobSpec, NodeKind, cycle_time, load_time
 from verl_mux.placement.placer import Placer
 from verl_mux.placement.rules import allowed, modes_of, too_large
 from verl_mux.placement.search import OWN_NODES, Alternative, Decision, Place, group_at
 
-# Why a job does not go to the places it could have gone to. Read-only; asked before the job is admitted.
-
+# Groups that are looked at where there are too many.
 NEAREST = 2
+# SLOs this many times as large are tried; a job that takes more than this is another job.
+LARGER_SLOS = (1.5, 2.0)
+
+# --- the places that a job could take; asked before it is admitted ---
 
 
 def alternatives(placer: Placer, job: JobSpec, most: int | None = None) -> list[Alternative]:
     """What every group would ask for the job, or why it cannot take it; last, what nodes of its own would cost, in each mode.
-    `most`: if there are more groups, only the NEAREST, which could ask the least."""
+    most: of more groups than this, only the NEAREST, which could ask the least."""
     groups = list(placer.groups.values())
     if most is not None and len(groups) > most:
-        groups = placer.search.nearest(job, placer.groups.table, NEAREST)
+        groups = placer.search.nearest(job, placer.groups, NEAREST)
     modes = allowed(job, placer.rules)
     return [*(_at(placer, modes, group) for group in groups), *(_alone(placer, placed) for placed in modes)]
 
 
-def lost_to(chosen_usd: float, found: Sequence[Alternative]) -> list[Alternative]:
-    """The same with a reason for those that could have been taken: more expensive, or no better than the chosen one."""
-    return [
-        place if place.why or place.usd_per_hour is None else _beaten(place, place.usd_per_hour - chosen_usd) for place in found
-    ]
-
-
-def _beaten(place: Alternative, more: float) -> Alternative:
-    work = place.work_usd_per_hour
-    if more > 0.005:
-        why = f"costs {more:.2f} USD/h more"
-    elif work is not None and work > (place.usd_per_hour or 0.0) + 0.005:
-        why = f"its jobs would take longer, so that an hour of this one's work alone would cost {work:.2f} USD there"
-    else:
-        why = "costs the same; the fullest group is taken, then the oldest"
-    return msgspec.structs.replace(place, why=why)
-
-
 def _alone(placer: Placer, job: JobSpec) -> Alternative:
-    free, need = placer.groups.free, job.nodes
-    fits = need[0] <= free[0] and need[1] <= free[1]
-    short = "" if fits else f"needs {need[0]} + {need[1]} nodes; free are {free[0]:g} + {free[1]:g}"
-    why = too_large(job, placer.cluster) or short
-    return Alternative(group=None, strategy=OWN_NODES[job.colocated], usd_per_hour=placer.groups.alone_usd(job), why=why)
+    why = too_large(job, placer.cluster) or _short(placer, job.nodes, "nodes")
+    return Alternative(group=None, strategy=OWN_NODES[job.colocated], usd_per_hour=isolated_usd(job, placer.cluster), why=why)
 
 
 def _at(placer: Placer, modes: Sequence[JobSpec], group: Group) -> Alternative:
@@ -74,7 +59,7 @@ def price(way: Alternative) -> float:
 
 
 def cheapest(ways: Iterable[Alternative]) -> float:
-    """The same of the cheapest that the job could take; infinite: it could take none now."""
+    """The price of the cheapest that the job could take; infinite: it could take none now."""
     return min((price(way) for way in ways if not way.why), default=math.inf)
 
 
@@ -87,7 +72,8 @@ def _in_mode(placer: Placer, job: JobSpec, group: Group) -> Alternative:
     ways = []
     for ask in found:
         if order := placer.feasibility.order((*group.jobs, job), rollout | ask.rollout.pairs, train | ask.train.pairs):
-            way = Alternative(group=group.name, strategy=ask.strategy, usd_per_hour=ask.usd, why=_short(placer, ask))
+            why = _short(placer, (ask.rollout.new, ask.train.new), "new nodes")
+            way = Alternative(group=group.name, strategy=ask.strategy, usd_per_hour=ask.usd, why=why)
             if rules.count_stays:
                 way = msgspec.structs.replace(way, work_usd_per_hour=placer.search.priced(job, group, ask, order).usd)
             elif not way.why:
@@ -103,11 +89,11 @@ def _refused(group: Group, why: str, ask: Extension | None = None) -> Alternativ
     return Alternative(group=group.name, strategy=strategy, usd_per_hour=usd, why=why)
 
 
-def _short(placer: Placer, ask: Extension) -> str:
+def _short(placer: Placer, need: tuple[int, int], what: str) -> str:
     free = placer.groups.free
-    if ask.rollout.new <= free[0] and ask.train.new <= free[1]:
+    if need[0] <= free[0] and need[1] <= free[1]:
         return ""
-    return f"needs {ask.rollout.new} + {ask.train.new} new nodes; free are {free[0]:g} + {free[1]:g}"
+    return f"needs {need[0]} + {need[1]} {what}; free are {free[0]:g} + {free[1]:g}"
 
 
 def _no_room(placer: Placer, job: JobSpec, group: Group) -> str:
@@ -131,7 +117,7 @@ def _side_full(at: int, side: str, job: JobSpec, nodes: Sequence[Sequence[JobSpe
 
 
 def _too_slow(job: JobSpec, group: Group, ask: Extension, order: str) -> str:
-    """Who would break the SLO in the cheapest layout; or that a departure could make somebody."""
+    """The job that would miss its SLO in the cheapest layout; or that a departure could make a job miss it."""
     whole = group_at(Place(job, group, ask, order, ask.usd))
     for member, period in zip(whole.jobs, group_periods(whole), strict=True):
         if period.mean_s > member.limit_s * TOLERANCE:
@@ -139,10 +125,45 @@ def _too_slow(job: JobSpec, group: Group, ask: Extension, order: str) -> str:
     return "within every SLO now, but not if one of its jobs left"
 
 
-# Why a job is where it is, what it would have cost elsewhere, and what it could change to save, as one sentence. Read-only.
+# --- why the job does not go there ---
 
-# An SLO so many times as large is tried; one that takes more than this is another job.
-LARGER_SLOS = (1.5, 2.0)
+
+def lost_to(decision: Decision, could: Sequence[Alternative]) -> list[Alternative]:
+    """The places that were not chosen, with a reason for those that could have been taken: more expensive, or no better."""
+    group, strategy = decision.was
+    others = [
+        place
+        for place in could
+        if decision.outcome == "queued" or place.group != group or (group is None and place.strategy != strategy)
+    ]
+    return [
+        place if place.why or place.usd_per_hour is None else _beaten(place, place.usd_per_hour - decision.usd_per_hour)
+        for place in others
+    ]
+
+
+def _beaten(place: Alternative, more: float) -> Alternative:
+    work = place.work_usd_per_hour
+    if more > 0.005:
+        why = f"costs {more:.2f} USD/h more"
+    elif work is not None and work > (place.usd_per_hour or 0.0) + 0.005:
+        why = f"its jobs would take longer, so that an hour of this one's work alone would cost {work:.2f} USD there"
+    else:
+        why = "costs the same; the fullest group is taken, then the oldest"
+    return msgspec.structs.replace(place, why=why)
+
+
+def lost_elsewhere(pair: str, could: Mapping[str, Sequence[Alternative]], usd: Mapping[str, float]) -> list[Alternative]:
+    """The cheapest place in each other pair of pools, with why it was not taken. usd: by pair, of as much work an hour."""
+    found = []
+    for other in [other for other in could if other != pair]:
+        place = min(could[other], key=lambda place: (bool(place.why), price(place)))
+        why = place.why or f"as much work costs {usd[other]:.2f} USD/h there"
+        found.append(msgspec.structs.replace(place, why=f"on {other}: {why}"))
+    return found
+
+
+# --- what the job could change ---
 
 
 class Advice(msgspec.Struct, frozen=True):
@@ -183,8 +204,11 @@ def _changes(job: JobSpec) -> Iterator[tuple[str, JobSpec]]:
         yield "run its phases on nodes of both pools (mux_separate)", other
 
 
+# --- in a sentence ---
+
+
 def where(job: str, nodes: Sequence[str], others_on: Mapping[str, Collection[str]]) -> str:
-    """The beginning of the sentence, which changes with who comes and goes. others_on: by node, who is there besides."""
+    """The beginning of the sentence, which changes as jobs come and go. others_on: by node, the other jobs there."""
     nodes = list(dict.fromkeys(nodes))
     shared = [node for node in nodes if others_on.get(node)]
     alone = [node for node in nodes if node not in shared]
@@ -195,19 +219,15 @@ def where(job: str, nodes: Sequence[str], others_on: Mapping[str, Collection[str
 
 
 def because(decision: Decision, job: JobSpec, could: Sequence[Alternative], found: Advice | None) -> str:
-    """The rest of it, as of when the job came. could: all places, with why it could not go there, if so."""
+    """The rest of the sentence, as of when the job came. could: all places, with why it could not go there, if so."""
     parts = [_reason(decision, could), _elsewhere(decision, could), _saving(job, found)]
     return "; ".join(part for part in parts if part)
 
 
 def in_other_pairs(pair: str, usd: Mapping[str, float]) -> str:
-    """The end of it, where jobs could go to other pairs of pools. usd: by pair, of as much work an hour (by_price)."""
-    said = [
-        f"on {other} as much work would have cost {cost:.2f} USD/h"
-        for other, cost in usd.items()
-        if other != pair and cost < math.inf
-    ]
-    return "".join(f"; {it}" for it in said)
+    """The end of the sentence, where jobs could go to other pairs of pools. usd: by pair, of as much work an hour."""
+    dearer = {other: cost for other, cost in usd.items() if other != pair and cost < math.inf}
+    return "".join(f"; on {other} as much work would have cost {cost:.2f} USD/h" for other, cost in dearer.items())
 
 
 def _reason(decision: Decision, could: Sequence[Alternative]) -> str:

@@ -1,103 +1,29 @@
-"""The co-execution groups and the nodes they hold, and the ways one job can join a group. Pure."""
+"""The co-execution groups and the nodes they hold, and the ways in which one job can join a group.
+
+Pure; held by a Placer (placer.py) and by the baselines in research/. Every change of the groups is one `replace`, so that no node
+is lost.
+"""
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
-import numpy as np
 
 from verl_mux.placement.feasibility import TOLERANCE, Pairs, connected, pair, pairs_of_nodes
 from verl_mux.placement.layouts import isolated_usd, share
 from verl_mux.placement.model import Cluster, Group, JobSpec, NodeKind, Pin, Pool
 from verl_mux.placement.rules import Rules
 
-# Which nodes of a pool are taken. Low numbers first, so that the same run names the same nodes.
-
-
-class Nodes:
-    """FREE -> taken by take() -> FREE by release(). A pool without node names grows as needed. closed: nodes of the pool, or
-    others, that are never free. spot: those that may vanish; spot_usd: USD per hour of those that have a price of
-    their own."""
-
-    def __init__(
-        self, pool: Pool, closed: Collection[str] = (), spot: Collection[str] = (), spot_usd: Mapping[str, float] | None = None
-    ) -> None:
-        self.pool = pool
-        self.taken: set[str] = set()
-        self._number = {name: i for i, name in enumerate(pool.nodes or ())}
-        self._names = list(pool.nodes or ())
-        self._closed = {name for name in closed if name in self._number}
-        own = spot_usd or {}
-        # How much less than the pool's price each costs.
-        self._spot = {
-            i: pool.kind.usd_per_hour - own[name] if name in own else 0.0 for name, i in self._number.items() if name in spot
-        }
-        self._free = [number for name, number in self._number.items() if name not in self._closed]
-
-    @property
-    def free(self) -> float:
-        return math.inf if self.pool.nodes is None else len(self._names) - len(self.taken | self._closed)
-
-    @property
-    def saved_usd(self) -> float:
-        """How much less than the pool's price those that are taken cost, USD per hour."""
-        return sum(less for number, less in self._spot.items() if self._names[number] in self.taken)
-
-    def would_save_usd(self, count: int) -> float:
-        """The same of so many that `take` would give, one that may vanish rather than another."""
-        return sum(heapq.nlargest(count, [self._spot[number] for number in self._free if number in self._spot]))
-
-    def take(self, spot: bool) -> str:
-        """One that is free; spot: rather one that may vanish than another, the cheapest, else rather not."""
-        assert self.free >= 1
-        if not self._free:
-            name = f"{self.pool.name}-{len(self._names)}"
-            heapq.heappush(self._free, len(self._names))
-            self._number[name] = len(self._names)
-            self._names.append(name)
-        name = self._names[self._pop(spot)]
-        self.taken.add(name)
-        return name
-
-    def _pop(self, spot: bool) -> int:
-        if not self._spot:
-            return heapq.heappop(self._free)
-        first = min(self._free, key=lambda number: ((number in self._spot) is not spot, -self._spot.get(number, 0.0), number))
-        self._free.remove(first)
-        heapq.heapify(self._free)
-        return first
-
-    def take_back(self, names: Iterable[str]) -> None:
-        """Those of them that were released meanwhile."""
-        if released := [name for name in names if name not in self.taken]:
-            self.claim(released)
-
-    def claim(self, names: Iterable[str]) -> None:
-        """Takes nodes by name, of those that this pool names."""
-        names = {name for name in names if name in self._number}
-        self.taken |= names
-        self._free = [number for number in self._free if self._names[number] not in names]
-        heapq.heapify(self._free)
-
-    def release(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.taken.remove(name)
-            if name not in self._closed:
-                heapq.heappush(self._free, self._number[name])
-
-
-# The ways one job can join a group whose jobs all stay where they are, and a group without one of its jobs.
+# --- joining and leaving one group; all other jobs of it stay where they are ---
 #
 # Between the paper's strategies (direct packing: no new node; rollout scaling: new rollout nodes, training shared;
 # isolated: a group of its own) lie those that it leaves out: new training nodes with rollout nodes shared, and some new
 # nodes beside some shared ones.
 
 NEW = "new: "
-
 # By whether the newcomer gets new rollout nodes, and new training nodes.
 STRATEGIES = {
     (False, False): "direct packing",
@@ -108,7 +34,7 @@ STRATEGIES = {
 
 
 class Side(msgspec.Struct, frozen=True):
-    """Nodes of one side for the newcomer: those shared, how many new ones, and the pairs of jobs that then share."""
+    """Nodes of one side for the newcomer: shared ones, the number of new ones, and the pairs of jobs that then share."""
 
     shared: tuple[str, ...]
     new: int
@@ -148,15 +74,13 @@ def extensions(group: Group, job: JobSpec, cluster: Cluster, rules: Rules) -> li
 
 def _rollout_sides(group: Group, job: JobSpec, cluster: Cluster) -> list[Side]:
     members = [(pin.job.rollout_share, pin.job.memory_gb[0], pin.rollout) for pin in group.pins]
-    nodes = cluster.shared_with(job, group.rollout_nodes)
-    room = _room(nodes, members, job.rollout_share, job.memory_gb[0], cluster.rollout.kind)
+    room = _room(cluster.open(group.rollout_nodes), members, job.rollout_share, job.memory_gb[0], cluster.rollout.kind)
     return _sides(room, len(members), job.nodes[0])
 
 
 def _train_sides(group: Group, job: JobSpec, cluster: Cluster, whole_pool: bool) -> list[Side]:
     members = [(pin.job.train_share, pin.job.memory_gb[1], pin.train) for pin in group.pins]
-    nodes = cluster.shared_with(job, group.train_nodes)
-    room = _room(nodes, members, job.train_share, job.memory_gb[1], cluster.train.kind)
+    room = _room(cluster.open(group.train_nodes), members, job.train_share, job.memory_gb[1], cluster.train.kind)
     if not whole_pool:
         return _sides(room, len(members), job.train_nodes)
     if sum(map(len, room.values())) < len(group.train_nodes) or job.train_nodes > len(group.train_nodes):
@@ -167,7 +91,7 @@ def _train_sides(group: Group, job: JobSpec, cluster: Cluster, whole_pool: bool)
 def _room(
     nodes: Sequence[str], members: Sequence[tuple], share_of_time: float, memory_gb: float, kind: NodeKind
 ) -> dict[int, list[str]]:
-    """Nodes with room for the newcomer, by who is on them (bits of members)."""
+    """Nodes with room for the newcomer, by the members on them (bits)."""
     room: dict[int, list[str]] = {}
     for node in nodes:
         here = [i for i, (_, _, on) in enumerate(members) if node in on]
@@ -195,8 +119,8 @@ def with_newcomer(group: Group, job: JobSpec, rollout: Sequence[str], train: Seq
     return Group(
         name=group.name,
         pins=(*group.pins, Pin(job=job, rollout=tuple(rollout), train=tuple(train))),
-        rollout_nodes=(*group.rollout_nodes, *(n for n in rollout if n not in group.rollout_nodes)),
-        train_nodes=(*group.train_nodes, *(n for n in train if n not in group.train_nodes)),
+        rollout_nodes=tuple(dict.fromkeys((*group.rollout_nodes, *rollout))),
+        train_nodes=tuple(dict.fromkeys((*group.train_nodes, *train))),
         order=order,
     )
 
@@ -205,8 +129,7 @@ def isolated(job: JobSpec) -> Group:
     """A group of its own on new nodes, as the job is placed."""
     rollout = yet_to_take(job, "rollout", job.nodes[0])
     train = yet_to_take(job, "train", job.nodes[1])
-    pin = Pin(job=job, rollout=rollout, train=train)
-    return Group(name="", pins=(pin,), rollout_nodes=rollout, train_nodes=train)
+    return Group(name="", pins=(Pin(job=job, rollout=rollout, train=train),), rollout_nodes=rollout, train_nodes=train)
 
 
 def yet_to_take(job: JobSpec, side: str, count: int) -> tuple[str, ...]:
@@ -215,24 +138,21 @@ def yet_to_take(job: JobSpec, side: str, count: int) -> tuple[str, ...]:
 
 
 def groups_without(group: Group, gone: Sequence[str]) -> Iterator[Group]:
-    """What is left when jobs go: nodes that nobody is pinned to are dropped, and jobs that no longer share a node,
-    directly or through others, are groups of their own (all under the old name). Nobody moves."""
+    """What is left when jobs go: nodes without a pinned job are dropped, and jobs that no longer share a node,
+    directly or through others, are groups of their own (all under the old name). No job moves."""
     pins = [pin for pin in group.pins if pin.job.name not in gone]
     rollout, train = pairs_of_pins(pins)
     for members in connected(rollout | train, len(pins)):
-        yield _restricted(group, tuple(pins[i] for i in members))
-
-
-def _restricted(group: Group, pins: tuple[Pin, ...]) -> Group:
-    rollout = {node for pin in pins for node in pin.rollout}
-    train = {node for pin in pins for node in pin.train}
-    return Group(
-        name=group.name,
-        pins=pins,
-        rollout_nodes=tuple(n for n in group.rollout_nodes if n in rollout),
-        train_nodes=tuple(n for n in group.train_nodes if n in train),
-        order=group.order,
-    )
+        kept = tuple(pins[i] for i in members)
+        on_rollout = {node for pin in kept for node in pin.rollout}
+        on_train = {node for pin in kept for node in pin.train}
+        yield Group(
+            name=group.name,
+            pins=kept,
+            rollout_nodes=tuple(node for node in group.rollout_nodes if node in on_rollout),
+            train_nodes=tuple(node for node in group.train_nodes if node in on_train),
+            order=group.order,
+        )
 
 
 def pairs_of_pins(pins: Sequence[Pin]) -> tuple[Pairs, Pairs]:
@@ -245,115 +165,64 @@ def _pairs(on: Sequence[tuple[str, ...]]) -> Pairs:
     return pairs_of_nodes([sum(1 << number.setdefault(node, len(number)) for node in nodes) for nodes in on])
 
 
-# All groups as rows of numbers, so that one decision looks at thousands of them at once.
-
-EMPTY = np.inf  # the share of time promised on a node that a group does not have: never room for anybody
+# --- all groups ---
 
 
-class GroupTable:
-    """Groups in the order in which they were set up; `replace` keeps a group's place in it."""
+class Nodes:
+    """FREE -> taken by take() -> FREE by release(). Low numbers first, so that the same run names the same nodes. A pool without
+    node names grows as needed. closed: nodes of the pool, or others, that are never free."""
 
-    def __init__(self) -> None:
-        self._row: dict[str, int] = {}
-        self._groups: list[Group | None] = []
-        self._unused: list[int] = []
-        self._turns = itertools.count()
-        self._turn = np.zeros(0, dtype=np.int64)
-        self._jobs = np.zeros(0, dtype=np.int64)
-        self._fullness = np.zeros(0)
-        self._used = {"rollout": np.full((0, 1), EMPTY), "train": np.full((0, 1), EMPTY)}
+    def __init__(self, pool: Pool, closed: Collection[str] = ()) -> None:
+        self.pool = pool
+        self.taken: set[str] = set()
+        self._number = {name: i for i, name in enumerate(pool.nodes or ())}
+        self._names = list(pool.nodes or ())
+        self._closed = {name for name in closed if name in self._number}
+        self._free = [number for name, number in self._number.items() if name not in self._closed]
 
-    def add(self, group: Group) -> None:
-        if not self._unused:
-            self._grow()
-        row = self._unused.pop()
-        self._row[group.name] = row
-        self._turn[row] = next(self._turns)
-        self._fill(row, group)
+    @property
+    def free(self) -> float:
+        return math.inf if self.pool.nodes is None else len(self._names) - len(self.taken | self._closed)
 
-    def replace(self, group: Group) -> None:
-        """Other numbers for a group that is there under the same name."""
-        self._fill(self._row[group.name], group)
+    def take(self) -> str:
+        """Take a free node."""
+        assert self.free >= 1
+        if not self._free:
+            name = f"{self.pool.name}-{len(self._names)}"
+            heapq.heappush(self._free, len(self._names))
+            self._number[name] = len(self._names)
+            self._names.append(name)
+        name = self._names[heapq.heappop(self._free)]
+        self.taken.add(name)
+        return name
 
-    def remove(self, name: str) -> None:
-        row = self._row.pop(name)
-        self._groups[row] = None
-        self._fullness[row] = EMPTY
-        self._unused.append(row)
-        for used in self._used.values():
-            used[row] = EMPTY
+    def claim(self, names: Iterable[str]) -> None:
+        """Take nodes by name, as far as this pool names them and they are not taken."""
+        if claimed := {name for name in names if name in self._number} - self.taken:
+            self.taken |= claimed
+            self._free = [number for number in self._free if self._names[number] not in claimed]
+            heapq.heapify(self._free)
 
-    def openings(
-        self, need: tuple[int, int], cap: int, room: tuple[float, float], usd: tuple[float, float], below: float, best_fit: bool
-    ) -> Iterator[tuple[float, Group]]:
-        """(least USD per hour it could ask, group) of the groups with fewer than `cap` jobs that share a node with a job
-        that needs so many for less than `below`, the cheapest first; of equally cheap ones the fullest (`best_fit`), then
-        the oldest.
+    def release(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.taken.remove(name)
+            if name not in self._closed:
+                heapq.heappush(self._free, self._number[name])
 
-        A node can be shared that promised no more than `room`; `usd`: of a node the group would have to add. Pairs are
-        (rollout, training).
-        """
-        sides = zip(("rollout", "train"), need, room, strict=True)
-        shared = [np.minimum((self._used[side] <= most).sum(axis=1), asked) for side, asked, most in sides]
-        new = [asked - held for asked, held in zip(need, shared, strict=True)]
-        least = new[0] * usd[0] + new[1] * usd[1]
-        rows = np.flatnonzero((self._jobs < cap) & (least < below) & (shared[0] + shared[1] > 0))
-        second = -self._fullness[rows] if best_fit else np.zeros(len(rows))
-        ordered = rows[np.lexsort((self._turn[rows], second, least[rows]))]
-        return ((float(least[row]), self._groups[row]) for row in ordered)
-
-    def emptiest(self, count: int) -> list[Group]:
-        """So many groups, the least full first, then the oldest."""
-        count = min(count, len(self._row))
-        if not count:
-            return []
-        # All that are as full as the last one counted, so that it is the oldest of them that is taken.
-        most = np.partition(self._fullness, count - 1)[count - 1]
-        rows = np.flatnonzero(self._fullness <= most)
-        ordered = rows[np.lexsort((self._turn[rows], self._fullness[rows]))]
-        return [self._groups[row] for row in ordered[:count]]
-
-    def _fill(self, row: int, group: Group) -> None:
-        self._groups[row] = group
-        self._jobs[row] = len(group.pins)
-        self._fullness[row] = group.fullness
-        for side, shares in (("rollout", group.rollout_used), ("train", group.train_used)):
-            if missing := max(len(shares) - self._used[side].shape[1], 0):
-                self._used[side] = np.pad(self._used[side], ((0, 0), (0, missing)), constant_values=EMPTY)
-            self._used[side][row] = EMPTY
-            self._used[side][row, : len(shares)] = shares
-
-    def _grow(self) -> None:
-        """Twice as many rows."""
-        old, more = len(self._groups), max(len(self._groups), 16)
-        self._groups += [None] * more
-        self._unused = list(range(old + more - 1, old - 1, -1))
-        self._turn = np.pad(self._turn, (0, more))
-        self._jobs = np.pad(self._jobs, (0, more))
-        self._fullness = np.pad(self._fullness, (0, more), constant_values=EMPTY)
-        for side, used in self._used.items():
-            self._used[side] = np.pad(used, ((0, more), (0, 0)), constant_values=EMPTY)
-
-
-# Which co-execution groups there are, and which nodes they hold. Every change is one `replace`, so no node is lost.
 
 SIDES = (lambda group: group.rollout_nodes, lambda group: group.train_nodes)
 
 
 class Groups(Mapping[str, Group]):
-    """The co-execution groups by name. table: the same as numbers. home: job name -> group name. named: groups that were ever
-    given a name. touched: names of those that changed, came or went, for whoever empties it."""
+    """The co-execution groups by name, in the order in which they were set up. home: job name -> group name. named: groups that
+    were ever given a name. touched: names of groups that changed, came or went since the caller last emptied it."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self._by_name: dict[str, Group] = {}
-        from verl_mux.placement.groups import GroupTable  # numpy: a coordinator that places nobody does without it
-
-        self.table = GroupTable()
         self.home: dict[str, str] = {}
-        self._rollout = Nodes(cluster.rollout, cluster.closed, cluster.spot, cluster.spot_usd)
-        self._train = Nodes(cluster.train, cluster.closed, cluster.spot, cluster.spot_usd)
-        self._held = [0, 0]
+        self._rollout = Nodes(cluster.rollout, cluster.closed)
+        self._train = Nodes(cluster.train, cluster.closed)
         self.named = 0
         self.touched: set[str] = set()
 
@@ -368,37 +237,56 @@ class Groups(Mapping[str, Group]):
 
     @property
     def free(self) -> tuple[float, float]:
-        """Nodes that nobody holds: rollout, training."""
+        """Free nodes: rollout, training."""
         return self._rollout.free, self._train.free
 
     @property
     def usd_per_hour(self) -> float:
         pools = self.cluster.rollout, self.cluster.train
-        usd = sum(held * pool.kind.usd_per_hour for held, pool in zip(self._held, pools, strict=True))
-        return usd - self._rollout.saved_usd - self._train.saved_usd
-
-    def alone_usd(self, job: JobSpec) -> float:
-        """Of nodes of its own as it is placed, USD per hour: of those that are free now, some of which may be cheaper."""
-        usd = isolated_usd(job, self.cluster)
-        if job.movable and self.cluster.spot_usd:
-            rollout, train = job.nodes
-            usd -= self._rollout.would_save_usd(rollout) + self._train.would_save_usd(train)
-        return usd
+        held = [sum(len(nodes(group)) for group in self._by_name.values()) for nodes in SIDES]
+        return sum(count * pool.kind.usd_per_hour for count, pool in zip(held, pools, strict=True))
 
     def group_of(self, job: str) -> Group:
         return self._by_name[self.home[job]]
 
     def pin_of(self, job: str) -> Pin:
-        return next(pin for pin in self.group_of(job).pins if pin.job.name == job)
+        return self.group_of(job).pin_of(job)
+
+    def openings(
+        self, job: JobSpec, cap: int, room: tuple[float, float], below: float, best_fit: bool
+    ) -> list[tuple[float, Group]]:
+        """(least USD per hour it could ask, group) of the groups with fewer than `cap` jobs that could share a node with the job
+        for less than `below`, the cheapest first; of equally cheap ones the fullest (`best_fit`), then the oldest. A rollout or
+        training node can be shared that has promised no more of its time than `room`."""
+        usd = self.cluster.rollout.kind.usd_per_hour, self.cluster.train.kind.usd_per_hour
+        found = []
+        for group in self._by_name.values():
+            if len(group.pins) >= cap:
+                continue
+            shared = [
+                min(sum([used <= most for used in shares]), need)
+                for shares, most, need in zip((group.rollout_used, group.train_used), room, job.nodes, strict=True)
+            ]
+            least = (job.nodes[0] - shared[0]) * usd[0] + (job.nodes[1] - shared[1]) * usd[1]
+            if least < below and any(shared):
+                found.append((least, group))
+        return sorted(found, key=lambda each: (each[0], -each[1].fullness if best_fit else 0.0))
+
+    def emptiest(self, count: int) -> list[Group]:
+        """The `count` least full groups, the least full first, then the oldest."""
+        return sorted(self._by_name.values(), key=lambda group: group.fullness)[:count]
 
     def replace(self, old: Iterable[Group], new: Iterable[Group]) -> list[Group]:
-        """Dissolves `old` and sets up `new`, whose nodes are those of `old` or yet to be taken. Returns the new groups
+        """Dissolve `old` and set up `new`, whose nodes are those of `old` or yet to be taken. Returns the new groups
         with their nodes taken and named; a new group under the name of an old one keeps it."""
         old, new = list(old), list(new)
         for group in old:
             self._drop(group.name)
-        gone = self._dropped(old, new)
-        # Where there is room, take before giving back: who is moved should not end up where it was, under a new pin.
+        kept = [{node for group in new for node in nodes(group)} for nodes in SIDES]
+        gone = [
+            [node for group in old for node in nodes(group) if node not in held] for nodes, held in zip(SIDES, kept, strict=True)
+        ]
+        # Where there is room, take before giving back: a job that moves should not end up where it was, under a new pin.
         ask = [sum(node.startswith(NEW) for group in new for node in nodes(group)) for nodes in SIDES]
         first = any(count > free for count, free in zip(ask, self.free, strict=True))
         if first:
@@ -409,60 +297,39 @@ class Groups(Mapping[str, Group]):
             self._release(gone)
         return done
 
-    def _dropped(self, old: Sequence[Group], new: Sequence[Group]) -> list[list[str]]:
-        """Nodes of each side that no new group keeps."""
-        kept = [{node for group in new for node in nodes(group)} for nodes in SIDES]
-        return [
-            [node for group in old for node in nodes(group) if node not in held] for nodes, held in zip(SIDES, kept, strict=True)
-        ]
-
     def _release(self, gone: Sequence[Sequence[str]]) -> None:
         self._rollout.release(gone[0])
         self._train.release(gone[1])
 
     def _set_up(self, group: Group, names: set[str]) -> Group:
-        name = group.name if group.name in names else self._next_name()
+        name = group.name
+        if name not in names:
+            self.named += 1
+            name = f"g{self.named}"
         names.discard(name)
-        tied = [pin for pin in group.pins if not pin.job.movable]
-        rollout = _taken(group.rollout_nodes, self._rollout, {node for pin in tied for node in pin.rollout})
-        train = _taken(group.train_nodes, self._train, {node for pin in tied for node in pin.train})
+        rollout, train = _taken(group.rollout_nodes, self._rollout), _taken(group.train_nodes, self._train)
         pins = tuple(
             Pin(job=p.job, rollout=tuple(rollout[n] for n in p.rollout), train=tuple(train[n] for n in p.train))
             for p in group.pins
         )
-        done = Group(
-            name=name,
-            pins=pins,
-            rollout_nodes=tuple(rollout.values()),
-            train_nodes=tuple(train.values()),
-            order=group.order,
-        )
+        nodes = {"rollout_nodes": tuple(rollout.values()), "train_nodes": tuple(train.values())}
+        done = Group(name=name, pins=pins, order=group.order, **nodes)
         self._enter(done)
         return done
 
     def _enter(self, group: Group) -> None:
         self._by_name[group.name] = group
         self.touched.add(group.name)
-        self.table.add(group)
         self.home.update((job.name, group.name) for job in group.jobs)
-        for side, nodes in enumerate(SIDES):
-            self._held[side] += len(nodes(group))
 
     def _drop(self, name: str) -> None:
         group = self._by_name.pop(name)
         self.touched.add(name)
-        self.table.remove(name)
         for job in group.jobs:
             del self.home[job.name]
-        for side, nodes in enumerate(SIDES):
-            self._held[side] -= len(nodes(group))
-
-    def _next_name(self) -> str:
-        self.named += 1
-        return f"g{self.named}"
 
     def adopt(self, groups: Iterable[Group], named: int) -> None:
-        """Takes over groups as they are, under their names."""
+        """Take over groups as they are, under their names."""
         self.named = named
         groups = list(groups)
         for group in groups:
@@ -472,24 +339,20 @@ class Groups(Mapping[str, Group]):
         self.touched.clear()
 
     def reorder(self, name: str, order: str) -> None:
-        """The group's waiting phases start in another order."""
-        self._by_name[name] = group = msgspec.structs.replace(self._by_name[name], order=order)
-        self.touched.add(name)
-        self.table.replace(group)
+        """Let the waiting phases of the group start in another order."""
+        self._enter(msgspec.structs.replace(self._by_name[name], order=order))
 
     def update(self, job: JobSpec) -> Group:
         """The same job with other estimates, where it is and as it is placed."""
         group, pin = self.group_of(job.name), self.pin_of(job.name)
         job = msgspec.structs.replace(job, colocated=pin.job.colocated)
         pins = tuple(Pin(job=job, rollout=p.rollout, train=p.train) if p is pin else p for p in group.pins)
-        self._by_name[group.name] = group = msgspec.structs.replace(group, pins=pins)
-        self.touched.add(group.name)
-        self.table.replace(group)
-        return group
+        self._enter(msgspec.structs.replace(group, pins=pins))
+        return self._by_name[group.name]
 
 
-def _taken(nodes: Sequence[str], pool: Nodes, tied: Collection[str]) -> dict[str, str]:
-    """Each node under its real name, taking from the pool those that are yet to be taken. tied: of jobs that nobody starts
-    again."""
-    pool.take_back([node for node in nodes if not node.startswith(NEW)])
-    return {node: pool.take(spot=node not in tied) if node.startswith(NEW) else node for node in nodes}
+def _taken(nodes: Sequence[str], pool: Nodes) -> dict[str, str]:
+    """Each node under its real name; those that are yet to be taken are taken from the pool, and so are those that were released
+    meanwhile."""
+    pool.claim(node for node in nodes if not node.startswith(NEW))
+    return {node: pool.take() if node.startswith(NEW) else node for node in nodes}

@@ -1,4 +1,7 @@
-"""Ways to lay jobs over nodes, and the cheapest nodes that a set of jobs can share. Pure."""
+"""Ways to lay jobs over nodes, the cheapest nodes that a set of jobs can share, and the price by which they are compared.
+
+Pure; used by groups.py, search.py, repack.py and the optimum in research/.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,21 @@ from verl_mux.placement.group_run import masks, mean_seconds
 from verl_mux.placement.model import Cluster, Group, JobSpec, NodeKind
 from verl_mux.placement.rules import Rules, modes_of
 
-# Different ways to lay jobs over nodes of one side, nodes being interchangeable.
+EPSILON_USD = 1e-6
+EPSILON_NODES = 1e-6
+
+# --- layouts of jobs over interchangeable nodes of one side ---
 #
 # Nodes with the same occupants form a class. A job takes whole classes, and part of one more at most, and only where it
 # asks for no new nodes: taking part of several classes, or a new node while some of a class it shares is left, brings
 # the same conflicts or more for the same nodes or more.
 
-# Nodes with the same occupants: (bits of the jobs on them, how many such nodes).
+# Nodes with the same occupants: (bits of the jobs on them, number of such nodes).
 Classes = tuple[tuple[int, int], ...]
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """nodes: how many. occupied: the different sets of jobs (bits) that share a node. on: nodes (bits) of each job.
+    """nodes: their number. occupied: the different sets of jobs (bits) that share a node. on: nodes (bits) of each job.
     pairs: jobs that share a node."""
 
     nodes: int
@@ -38,12 +44,13 @@ class Layout(msgspec.Struct, frozen=True):
 def layouts(needs: tuple[int, ...]) -> tuple[Layout, ...]:
     """Every layout of jobs that need that many nodes each, fewest nodes first, none twice up to renaming nodes."""
     order = sorted(range(len(needs)), key=lambda job: -needs[job])
-    found = set(_lay((), needs, order))
-    return tuple(layout_of(classes, len(needs)) for classes in sorted(found, key=lambda c: (_count(c), c)))
+    return laid(set(_lay((), needs, order)), len(needs))
 
 
-def _count(classes: Classes) -> int:
-    return sum(count for _, count in classes)
+def laid(found: set[Classes], jobs: int) -> tuple[Layout, ...]:
+    """These classes as layouts, fewest nodes first."""
+    ordered = sorted(found, key=lambda classes: (sum(count for _, count in classes), classes))
+    return tuple(layout_of(classes, jobs) for classes in ordered)
 
 
 def _lay(classes: Classes, needs: tuple[int, ...], order: list[int]) -> Iterator[Classes]:
@@ -57,7 +64,7 @@ def _lay(classes: Classes, needs: tuple[int, ...], order: list[int]) -> Iterator
 
 
 def share(classes: Classes, bit: int, need: int) -> Iterator[tuple[Classes, int]]:
-    """Every way to put the job on 0..need of the nodes there are: (classes afterwards, nodes it still needs)."""
+    """Every way to put the job on 0..need of the existing nodes: (classes afterwards, nodes it still needs)."""
     everywhere = range(len(classes))
     for size in range(len(classes) + 1):
         for whole in itertools.combinations(everywhere, size):
@@ -89,20 +96,21 @@ def layout_of(classes: Classes, jobs: int) -> Layout:
     return Layout(node, occupied, tuple(bits), pairs_of_nodes(bits))
 
 
-# The cheapest nodes that a given set of jobs can share within everyone's SLO and the nodes' host memory.
-#
-# Layouts of the jobs over both sides are tried cheapest first. Left out, as everywhere, are those that some departure would
-# spoil: first those in which two jobs share what they could not share on their own. (One side may be hopeless and *both*
-# feasible: the
-# jobs then keep in step.)
+def fits_on_node(sizes: Sequence[tuple[float, float]], kind: NodeKind) -> list[bool]:
+    """By the jobs on a node as bits: whether their shares of its time and their states in its host memory both have room there.
+    sizes: (share of time, GB) of each job."""
+    sums = [(0.0, 0.0)]
+    for time, gb in sizes:
+        sums += [(t + time, g + gb) for t, g in sums]
+    return [time <= TOLERANCE and gb <= kind.host_memory_gb for time, gb in sums]
 
-EPSILON_USD = 1e-6
-EPSILON_NODES = 1e-6
+
+# --- the cheapest nodes for a set of jobs ---
 
 
 class SharedNodes(msgspec.Struct, frozen=True):
-    """The jobs as they are placed; usd_per_hour; nodes per side; for each job its nodes of each side as bits; the order; what
-    ways to share are compared by (price.py)."""
+    """The jobs as they are placed; USD per hour; nodes per side; for each job its nodes of each side as bits; the order; the
+    price by which ways to share are compared."""
 
     jobs: tuple[JobSpec, ...]
     usd_per_hour: float
@@ -116,10 +124,12 @@ class SharedNodes(msgspec.Struct, frozen=True):
 
 # (jobs as they are placed, sorted by name, USD per hour that it must stay below) -> the cheapest nodes that they can share.
 Find = Callable[[Sequence[JobSpec], float], SharedNodes | None]
+# (nodes, mean iteration of each job there) -> what ways to share are compared by, no less than USD per hour.
+PriceOfShared = Callable[[SharedNodes, Sequence[float]], float]
 
 
 def isolated_usd(job: JobSpec, cluster: Cluster) -> float:
-    """Of nodes of its own, as it is placed."""
+    """USD per hour of nodes of its own, as it is placed."""
     rollout, train = job.nodes
     return rollout * cluster.rollout.kind.usd_per_hour + train * cluster.train.kind.usd_per_hour
 
@@ -130,12 +140,10 @@ def cheapest_alone(job: JobSpec, cluster: Cluster, rules: Rules) -> JobSpec:
 
 
 def in_cheapest_modes(jobs: Sequence[JobSpec], cluster: Cluster, rules: Rules, find: Find, below: float) -> SharedNodes | None:
-    """What `find` finds under `below` USD per hour for the jobs in the modes in which they then cost the least."""
-    ways = [
-        (least_usd(placed, cluster), placed) for placed in itertools.product(*[modes_of(job, cluster, rules) for job in jobs])
-    ]
+    """The result of `find` under `below` USD per hour for the jobs in the modes in which they then cost the least."""
+    modes = itertools.product(*[modes_of(job, cluster, rules) for job in jobs])
     best = None
-    for least, placed in sorted(ways, key=lambda way: way[0]):
+    for least, placed in sorted([(_least_usd(placed, cluster), placed) for placed in modes], key=lambda way: way[0]):
         if least >= below:
             break
         if (found := find(placed, below)) is not None:
@@ -148,10 +156,14 @@ def cheapest_nodes(
     cluster: Cluster,
     feasibility: Feasibility,
     below: float = math.inf,
-    price: Callable[[SharedNodes, Sequence[float]], float] | None = None,
+    price: PriceOfShared | None = None,
 ) -> SharedNodes | None:
-    """The cheapest way for `jobs` as they are placed, sorted by name, to share nodes as one group under `below` USD per hour.
-    price: what ways are compared by, from the mean iteration of each job, no less than USD per hour; None: just that."""
+    """The cheapest way for `jobs` as they are placed, sorted by name, to share nodes as one group under `below` USD per hour,
+    within every SLO and the nodes' host memory. price None: ways are compared by USD per hour.
+
+    Layouts over both sides are tried cheapest first. Left out are those that some departure would spoil: first those in which two
+    jobs share what they could not share on their own. (One side may be hopeless and *both* feasible: the jobs then keep in step.)
+    """
     best = None
     for usd, rollout, train in _by_price(jobs, cluster, feasibility, below):
         if usd >= below:
@@ -165,14 +177,14 @@ def cheapest_nodes(
     return best
 
 
-def least_usd(jobs: Sequence[JobSpec], cluster: Cluster) -> float:
+def _least_usd(jobs: Sequence[JobSpec], cluster: Cluster) -> float:
     """No way to share costs less."""
     rollout, train = _least_nodes(jobs)
     return rollout * cluster.rollout.kind.usd_per_hour + train * cluster.train.kind.usd_per_hour
 
 
 def _least_nodes(jobs: Sequence[JobSpec]) -> tuple[int, int]:
-    """Per side nodes for the largest job, and node time for everybody's least share."""
+    """Per side nodes for the largest job, and node time for the least share of every job."""
     rollout = train = 0.0
     most = [0, 0]
     for job in jobs:
@@ -207,12 +219,9 @@ def _by_price(
 
 
 def _fitting(sizes: Sequence[tuple[int, float, float]], kind: NodeKind, hopeless: Pairs, below: float) -> list[Layout]:
-    """Layouts of nodes for at most `below` USD per hour, on each of which the jobs' shares of its time and their states in its
-    host memory both fit, and no `hopeless` pair shares one. sizes: nodes of each job, its share of their time, GB on each."""
-    sums = [(0.0, 0.0)]
-    for _, time, gb in sizes:
-        sums += [(t + time, g + gb) for t, g in sums]
-    fits = [time <= TOLERANCE and gb <= kind.host_memory_gb for time, gb in sums]
+    """Layouts of nodes for at most `below` USD per hour, on each of which the jobs fit, and no `hopeless` pair shares one.
+    sizes: (nodes, share of their time, GB on each) of each job."""
+    fits = fits_on_node([(time, gb) for _, time, gb in sizes], kind)
     most = below / kind.usd_per_hour + EPSILON_NODES if kind.usd_per_hour else math.inf
     found = []
     for layout in layouts(tuple([nodes for nodes, _, _ in sizes])):
@@ -223,20 +232,19 @@ def _fitting(sizes: Sequence[tuple[int, float, float]], kind: NodeKind, hopeless
     return found
 
 
-# What shared nodes are compared by: USD per hour; by the rule `count_stays` USD for what the jobs would do alone in an hour.
-#
-# Jobs that take longer on shared nodes stay longer, so in the long run more of them are there at a time, and more nodes. A place
-# for two at half the price each saves nothing if both take twice as long on it, as on nodes that one of them kept busy.
-
-
 class Price:
-    """In USD per hour."""
+    """What shared nodes are compared by: USD per hour; by the rule `count_stays` USD for what the jobs would do alone in an hour.
+
+    Jobs that take longer on shared nodes stay longer, so in the long run more of them are there at a time, and more nodes. A place
+    for two at half the price each saves nothing if both take twice as long on it, as on nodes that one of them kept busy.
+    """
 
     def __init__(self, cluster: Cluster, rules: Rules) -> None:
         self._cluster = cluster
         self._count_stays = rules.count_stays
 
     def of_group(self, group: Group) -> float:
+        """USD per hour, or per hour of work."""
         usd = group.usd_per_hour(self._cluster)
         if not self._count_stays or len(group.pins) < 2:
             return usd
@@ -247,11 +255,11 @@ class Price:
         return usd * self._slower(jobs, mean_seconds(jobs, [rollout[i] for i in rank], [train[i] for i in rank], group.order))
 
     def of_shared(self, shared: SharedNodes, seconds: Sequence[float]) -> float:
-        """seconds: the mean iteration of each job there."""
+        """The same of nodes yet to be taken. seconds: the mean iteration of each job there."""
         return shared.usd_per_hour * self._slower(shared.jobs, seconds)
 
     def _slower(self, jobs: Sequence[JobSpec], seconds: Sequence[float]) -> float:
-        """By how much the jobs take longer than alone, on the mean by what each costs alone."""
+        """By how much the jobs take longer than alone, on the mean weighted by what each costs alone."""
         usd = [isolated_usd(job, self._cluster) for job in jobs]
         if not any(usd):
             usd = [1.0] * len(jobs)  # on nodes that cost nothing they count alike

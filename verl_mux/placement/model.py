@@ -1,10 +1,12 @@
 """The words of placement: nodes, pools, jobs, co-execution groups, and what they cost.
 
+Pure data; imported by every other module of placement, by the coordinator, `verl-mux plan` and research/.
+
 Seconds, GB (1e9 bytes) and USD per hour throughout. Everything here is frozen and serialises with
 `msgspec.to_builtins`; what can be derived is a property. Bad values raise UserError when the object is made.
 
-A job iterates rollout -> train -> sync. The sync fills the rollout engine, so it holds the job's rollout nodes and is
-counted with the rollout that follows it. A node that turns from one job to another first pays the newcomer's switch.
+A job iterates rollout -> train -> sync. The sync fills the rollout engine, so it holds the job's rollout nodes and counts
+with the rollout that follows it. A node that turns from one job to another first pays the newcomer's switch.
 A colocated job runs its rollouts on its training nodes, in turn with its training, and holds no rollout nodes.
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 
@@ -74,27 +76,15 @@ class Pool(_Value, frozen=True):
 
 
 class Cluster(_Value, frozen=True):
-    """A rollout pool and a training pool. closed: nodes that nobody new is placed on. spot: nodes that may vanish, which are for
-    jobs that somebody starts again; spot_usd: USD per hour of those that have a price of their own."""
+    """A rollout pool and a training pool. closed: nodes on which no further job is placed."""
 
     rollout: Pool
     train: Pool
     closed: frozenset[str] = frozenset()
-    spot: frozenset[str] = frozenset()
-    spot_usd: Mapping[str, float] = {}
 
-    def usd_per_hour(self, rollout: Collection[str], train: Collection[str]) -> float:
-        """Of these nodes."""
-        usd = 0.0
-        for pool, nodes in ((self.rollout, rollout), (self.train, train)):
-            usd += len(nodes) * pool.kind.usd_per_hour
-            if self.spot_usd:
-                usd += sum(self.spot_usd[node] - pool.kind.usd_per_hour for node in nodes if node in self.spot_usd)
-        return usd
-
-    def shared_with(self, job: JobSpec, nodes: Iterable[str]) -> list[str]:
-        """Those of the nodes that the job may share."""
-        return [node for node in nodes if node not in self.closed and (job.movable or node not in self.spot)]
+    def open(self, nodes: Iterable[str]) -> list[str]:
+        """Those of the nodes that one more job may share."""
+        return [node for node in nodes if node not in self.closed]
 
 
 # The paper's testbed (RollMux, arXiv 2512.11306v2, table 1): nodes of eight; it says only "1-2 TB" of host memory.
@@ -107,7 +97,7 @@ class Estimate(_Value, frozen=True):
     """Seconds of one phase as decisions count with, and the bound it cannot pass (None: none known).
 
     `source`: `given`, `bound` (every response at its maximum length), `profile` (a few steps alone), `mean`, `quantile` or
-    `median` of observed phases. cv: standard deviation over mean from one step to the next. unsure: the same of `seconds` itself.
+    `median` of observed phases. cv: standard deviation over mean from one step to the next. unsure: the same for `seconds`.
     """
 
     seconds: float
@@ -130,11 +120,11 @@ class JobSpec(_Value, frozen=True):
     rollout, train: phase times alone on nodes, without sync and switch. tail_s: the last part of the rollout, which
     runs on few nodes' worth of GPUs and lets the next job onto the rest (0: none is migrated).
     rollout_switch_s, train_switch_s: warm load when the node ran another job before. cold_start_s: on its start. move_s: from the
-    last safe step here to the first phase elsewhere, None: as cold_start_s. movable: somebody can start it again elsewhere.
+    last safe step here to the first phase elsewhere, None: as cold_start_s. movable: its launcher can start it again elsewhere.
     rollout_nodes, train_nodes: nodes it needs at once on each side; *_memory_gb: host memory on each of them.
     slo: an iteration may last `slo` times the iteration alone. solo_s: that iteration as the SLO counts it, if it is
     to be another (say a measured one) than the sum of the estimates.
-    modes: how it can be placed. colocated: so it is placed; a rollout then takes as long on its training nodes as on others.
+    modes: how it can be placed. colocated: it is placed so; a rollout then takes as long on its training nodes as on others.
     """
 
     name: str
@@ -153,7 +143,6 @@ class JobSpec(_Value, frozen=True):
     train_memory_gb: float = 0.0
     slo: float = 2.0
     solo_s: float | None = None
-    owner: str = ""
     modes: tuple[str, ...] = (SEPARATE,)
     colocated: bool = False
 
@@ -195,7 +184,7 @@ class JobSpec(_Value, frozen=True):
 
     @functools.cached_property
     def placed_as(self) -> tuple[str, bool]:
-        """Names what is remembered of it as it is placed."""
+        """The key of what is remembered about it as it is placed."""
         return self.name, self.colocated
 
     @property
@@ -292,7 +281,11 @@ class Group(_Value, frozen=True):
         return sum(used[0] if used else 1.0 for used in (self.rollout_used, self.train_used))
 
     def usd_per_hour(self, cluster: Cluster) -> float:
-        return cluster.usd_per_hour(self.rollout_nodes, self.train_nodes)
+        rollout, train = cluster.rollout.kind.usd_per_hour, cluster.train.kind.usd_per_hour
+        return len(self.rollout_nodes) * rollout + len(self.train_nodes) * train
+
+    def pin_of(self, job: str) -> Pin:
+        return next(pin for pin in self.pins if pin.job.name == job)
 
     def on_rollout(self, node: str) -> tuple[JobSpec, ...]:
         return tuple(pin.job for pin in self.pins if node in pin.rollout)

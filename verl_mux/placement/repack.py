@@ -360,7 +360,7 @@ class Repack:
         # No window holds more groups than `reach`, and the one itself is not to be among the others.
         if not any(self.search.may_move(job) for job in group.jobs):
             return
-        others = [g for g in self.groups.table.emptiest(WINDOWS * self.reach + 1) if g is not group]
+        others = [g for g in self.groups.emptiest(WINDOWS * self.reach + 1) if g is not group]
         window, size = [group], len(group.pins)
         for _ in range(WINDOWS):
             while others and size + len(others[0].pins) <= self.reach:

@@ -1,35 +1,32 @@
-"""Where a job fits best among the groups there are, and the answers of a placer as data. Pure."""
+"""Where a job fits best among the groups there are (Algorithm 1 of the paper, with a wider choice of places), and the answers of
+placement as data.
+
+Pure; asked by placer.py and repack.py.
+"""
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from verl_mux.placement.feasibility import TOLERANCE, Feasibility
-from verl_mux.placement.groups import Extension, extensions, pairs_of_pins, with_newcomer, yet_to_take
-from verl_mux.placement.layouts import Price
-from verl_mux.placement.model import Cluster, Group, JobSpec, cycle_time, load_time
-from verl_mux.placement.rules import Rules
-
-if TYPE_CHECKING:
-    from verl_mux.placement.groups import GroupTable
-import math
-
-from verl_mux.placement.feasibility import Progress, late_job
+from verl_mux.placement.feasibility import TOLERANCE, Feasibility, Progress, late_job
 from verl_mux.placement.group_run import Period, periods_by_job
-from verl_mux.placement.groups import STRATEGIES
-from verl_mux.placement.rules import modes_of
+from verl_mux.placement.groups import STRATEGIES, Extension, Groups, extensions, pairs_of_pins, with_newcomer, yet_to_take
+from verl_mux.placement.layouts import EPSILON_USD, Price
+from verl_mux.placement.model import Cluster, Group, JobSpec, cycle_time, load_time
+from verl_mux.placement.rules import Rules, modes_of
 
-# What a placer answers: where a job goes and why not elsewhere, and which jobs are to start or to move.
+# --- answers ---
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True):
     """A place that was not taken. group None: nodes of its own, by the strategy `isolated` or `colocated`. usd_per_hour: what it
-    would have added; work_usd_per_hour: the same for as much work, where that is what places are compared by (price.py)."""
+    would have added; work_usd_per_hour: the same for as much work, where places are compared by that (`Price` in layouts.py).
+    why: the reason; empty: the job could go there."""
 
     group: str | None
     strategy: str
@@ -77,8 +74,8 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):
-    """What was done for promises that were about to break. kind: `order` (of the group's phases), `move` (of `job`, to
-    elsewhere), or `priority` (of `job`, since nothing keeps all of them)."""
+    """What was done for an SLO that was about to be missed. kind: `order` (of the group's phases), `move` (of `job`, to
+    elsewhere), or `priority` (of `job`, since nothing keeps all SLOs)."""
 
     kind: str
     group: str
@@ -87,7 +84,7 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Revision(msgspec.Struct, frozen=True):
-    """What follows from new estimates: who is to move or to start, and what was done for whose sake."""
+    """What follows from new estimates: jobs that are to move or to start, and what was done for which SLO."""
 
     moves: tuple[Move, ...] = ()
     actions: tuple[Action, ...] = ()
@@ -99,7 +96,7 @@ def decision_for(group: Group, usd_per_hour: float) -> Decision:
     return Decision(
         job=pin.job.name,
         outcome="placed",
-        strategy=strategy(group),
+        strategy=_strategy(group),
         group=group.name,
         rollout=pin.runs_rollouts_on,
         train=pin.train,
@@ -109,7 +106,7 @@ def decision_for(group: Group, usd_per_hour: float) -> Decision:
     )
 
 
-def strategy(group: Group) -> str:
+def _strategy(group: Group) -> str:
     """How the last job of the group joined it."""
     *others, pin = group.pins
     if not others:
@@ -119,17 +116,12 @@ def strategy(group: Group) -> str:
     return STRATEGIES[new_rollout, new_train]
 
 
-# Where a job fits best among the groups there are: Algorithm 1 of the paper, with a wider choice of places.
-#
-# The price of a place is known before it is tried. So groups are tried in order of the least they could ask, and the
-# search ends at the first price that cannot be beaten; a saturated group costs one comparison.
-
-EPSILON_USD = 1e-6
+# --- the search ---
 
 
 class Place(msgspec.Struct, frozen=True):
     """The job as it is placed, a group to join, how, in which order it then runs, and how much higher that makes the price of
-    the group (price.py)."""
+    the group."""
 
     job: JobSpec
     group: Group
@@ -139,7 +131,11 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Search:
-    """held: jobs, by name, that are not to be moved now, movable or not."""
+    """The price of a place is known before it is tried. So groups are tried in order of the least they could ask, and the
+    search ends at the first price that cannot be beaten; a saturated group costs one comparison.
+
+    held: names of jobs that are not to be moved now, movable or not.
+    """
 
     def __init__(self, cluster: Cluster, rules: Rules, feasibility: Feasibility) -> None:
         self.cluster = cluster
@@ -154,16 +150,16 @@ class Search:
     def find(
         self,
         job: JobSpec,
-        table: GroupTable,
+        groups: Groups,
         below: float,
         free: tuple[float, float],
         progress: Mapping[str, Progress],
         load_s: float = 0.0,
     ) -> Place | None:
         """The cheapest place in any mode under `below` USD per hour that needs no more new nodes than `free` (rollout, training).
-        Jobs without progress are not looked at in their present state. `load_s`: its cold start, if it moves there."""
+        Groups with a job of unknown progress are judged by their settled periods alone. load_s: cold start of the job there."""
         best, until = None, self.feasibility.simulated + self.rules.effort
-        for least, placed, group in self._shortlist(job, table, below):
+        for least, placed, group in self._shortlist(job, groups, below):
             if least >= below - EPSILON_USD or self.feasibility.simulated >= until:
                 break
             if place := self.join(placed, group, below, free, progress, load_s):
@@ -210,22 +206,21 @@ class Search:
             return True
         return late_job(group_at(place), progress, {place.job.name: load_s}) is None
 
-    def _shortlist(self, job: JobSpec, table: GroupTable, below: float) -> Iterator[tuple[float, JobSpec, Group]]:
+    def _shortlist(self, job: JobSpec, groups: Groups, below: float) -> Iterator[tuple[float, JobSpec, Group]]:
         """(least USD per hour it could ask, the job in one of its modes, group), cheapest first, then fullest; no more than the
         rules allow."""
-        openings = [self._openings(placed, table, below) for placed in modes_of(job, self.cluster, self.rules)]
+        openings = [self._openings(placed, groups, below) for placed in modes_of(job, self.cluster, self.rules)]
         return itertools.islice(heapq.merge(*openings, key=lambda found: found[0]), self.rules.shortlist)
 
-    def _openings(self, job: JobSpec, table: GroupTable, below: float) -> Iterator[tuple[float, JobSpec, Group]]:
-        usd = self.cluster.rollout.kind.usd_per_hour, self.cluster.train.kind.usd_per_hour
+    def _openings(self, job: JobSpec, groups: Groups, below: float) -> Iterator[tuple[float, JobSpec, Group]]:
         room = TOLERANCE - job.rollout_share, TOLERANCE - job.train_share
-        openings = table.openings(job.nodes, self.rules.cap, room, usd, below - EPSILON_USD, self.rules.best_fit)
+        openings = groups.openings(job, self.rules.cap, room, below - EPSILON_USD, self.rules.best_fit)
         return ((least, job, group) for least, group in openings if not self.saturated(group))
 
-    def nearest(self, job: JobSpec, table: GroupTable, count: int) -> list[Group]:
-        """So many of the groups that could ask the least."""
-        groups = {group.name: group for _, _, group in self._shortlist(job, table, math.inf)}
-        return list(groups.values())[:count]
+    def nearest(self, job: JobSpec, groups: Groups, count: int) -> list[Group]:
+        """The `count` groups that could ask the least."""
+        found = {group.name: group for _, _, group in self._shortlist(job, groups, math.inf)}
+        return list(found.values())[:count]
 
     def saturated(self, group: Group) -> bool:
         return self.rules.prune_saturated and load_time(group) >= cycle_time(group)
