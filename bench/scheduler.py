@@ -18,7 +18,7 @@ from verl_mux.errors import UserError
 if TYPE_CHECKING:
     from verl_mux.placement.feasibility import Progress
     from verl_mux.placement.model import JobSpec
-    from verl_mux.placement.placer import Placer
+    from verl_mux.placement.planner import Planner
 
 SERIES = (5, 9, 13, 100, 500, 1000, 2000, 20000)
 
@@ -74,7 +74,7 @@ def decision_latency(jobs: int, decisions: int = 200, seed: int = 0) -> dict[str
     departures: list[tuple[float, float]] = []
     gc.collect()
     for number in range(decisions):
-        leaver = rng.choice(sorted(placer.groups.home)) if jobs > 1 else next(iter(placer.groups.home))
+        leaver = rng.choice(sorted(placer.placer.groups.home)) if jobs > 1 else next(iter(placer.placer.groups.home))
         progress.pop(leaver)
         departures.append(_timed(functools.partial(placer.depart, leaver, progress)))
         newcomer = _job(f"new{number}", rng)
@@ -90,12 +90,12 @@ def decision_latency(jobs: int, decisions: int = 200, seed: int = 0) -> dict[str
     }
 
 
-def _filled(jobs: int, rng: random.Random) -> tuple[Placer, dict[str, Progress]]:
+def _filled(jobs: int, rng: random.Random) -> tuple[Planner, dict[str, Progress]]:
     """A placer with `jobs` jobs, each somewhere in its life."""
     from verl_mux.placement.model import TESTBED
-    from verl_mux.placement.placer import Placer
+    from verl_mux.placement.planner import Planner
 
-    placer, progress = Placer(TESTBED), {}
+    placer, progress = Planner.of_one(TESTBED), {}
     for number in range(jobs):
         job = _job(f"job{number}", rng)
         placer.admit(job)

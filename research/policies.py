@@ -18,7 +18,7 @@ from research.workload.workload import Arrival
 from verl_mux.errors import UserError
 from verl_mux.placement.layouts import cheapest_alone
 from verl_mux.placement.model import Cluster
-from verl_mux.placement.placer import Placer
+from verl_mux.placement.planner import Planner
 from verl_mux.placement.rules import LIVE, PAPER, Rules
 
 
@@ -44,7 +44,7 @@ def _replayed(make: Callable[[Case], Policy]) -> Callable[[Case], Run]:
 def _live(case: Case) -> Run:
     """Jobs are profiled first, on the cheapest nodes of their own; the placer is told how long phases really take."""
     rules = _limited(LIVE, case)
-    placer = Placer(case.cluster, rules)
+    placer = Planner.of_one(case.cluster, rules)
     alone = [msgspec.structs.replace(a, job=cheapest_alone(a.job, case.cluster, rules)) for a in case.arrivals]
     return Replay([profiled(a, case.movable) for a in alone], placer, case.cluster, placer).run(case.on_finish)
 
@@ -55,7 +55,7 @@ def _limited(rules: Rules, case: Case) -> Rules:
 
 POLICIES: dict[str, Callable[[Case], Run]] = {
     # Every job on nodes of its own, both pools.
-    "solo": _replayed(lambda case: Placer(case.cluster, Rules(cap=1, colocate=False))),
+    "solo": _replayed(lambda case: Planner.of_one(case.cluster, Rules(cap=1, colocate=False))),
     # Every job on training nodes of its own, both phases there, at the same speed.
     "colocated": lambda case: run_fluid(case.arrivals, case.moments, colocated(case.cluster)),
     # Gavel+ of the paper: GPUs of both kinds for every job alone, as many of each as are cheapest.
@@ -65,11 +65,11 @@ POLICIES: dict[str, Callable[[Case], Run]] = {
     # The idlest group with room in host memory.
     "most-idle": _replayed(lambda case: MemoryOnly(case.cluster, case.rules.cap, most_idle)),
     # Algorithm 1 of the paper, nothing moved.
-    "rollmux": _replayed(lambda case: Placer(case.cluster, _limited(PAPER, case))),
+    "rollmux": _replayed(lambda case: Planner.of_one(case.cluster, _limited(PAPER, case))),
     # What the coordinator does: its placer with its rules, and all that it pays for.
     "live": _live,
     # This project's placer, to which phases are known beforehand and last as long as it thinks.
-    "ours": _replayed(lambda case: Placer(case.cluster, case.rules)),
+    "ours": _replayed(lambda case: Planner.of_one(case.cluster, case.rules)),
     # The cheapest division of the jobs as they are at any time, moving for nothing.
     "optimum": lambda case: run_fluid(case.arrivals, case.moments, optimal(case.optimum)),
     # Phases packed without a gap.

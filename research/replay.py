@@ -20,9 +20,9 @@ from verl_mux.placement.feasibility import PHASES, Progress
 from verl_mux.placement.group_run import LOADING, ROLLOUT, TRAIN, GroupRun, Member
 from verl_mux.placement.layouts import isolated_usd
 from verl_mux.placement.model import Cluster, Group, JobSpec, Pin
-from verl_mux.placement.repack import ASK_AGAIN_S
+from verl_mux.placement.planner import ASK_AGAIN_S
 from verl_mux.placement.rules import ORDERS
-from verl_mux.placement.search import OWN_NODES, Decision, Move, Revision, Search
+from verl_mux.placement.search import OWN_NODES, Decision, Move, Revision
 
 _PHASE_NAMES = {number: name for name, number in PHASES.items()}
 
@@ -46,8 +46,7 @@ class Policy(Protocol):
 class Learner(Protocol):
     """A policy that is told when a job turns out other than estimated, and who cannot be moved now."""
 
-    @property
-    def search(self) -> Search: ...
+    held: frozenset[str]
 
     def revise(self, job: JobSpec, progress: dict[str, Progress], now: float) -> Revision: ...
 
@@ -219,7 +218,7 @@ class Replay:
                     left = live.arrival.says_left(member.done)
                 found[member.name] = _progress_of(member, ends, now, age_s, self._warm(member, live), solo_s, left)
         if self.learner is not None:
-            self.learner.search.held = frozenset(away)
+            self.learner.held = frozenset(away)
         return found
 
     def _start_s(self, job: JobSpec) -> float:

@@ -7,7 +7,7 @@ from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.core.inputs_and_instructions import Input, Log, PoolsChanged, Send
 from verl_mux.coordinator.core.placement import placing
 from verl_mux.coordinator.core.placement.observing import Standing
-from verl_mux.coordinator.core.placement.planner import Planner
+from verl_mux.coordinator.core.placement.planner import Answerer
 
 POOLS = {
     "rollout": {"nodes": [{"name": "r0"}, {"name": "r1"}]},
@@ -42,7 +42,7 @@ class Driver:
 
     def __init__(self, machine):
         self.machine, self.now = machine, 0.0
-        self.planner = Planner()
+        self.planner = Answerer()
         self.events, self.sent, self.logged = [], [], []
 
     def do(self, what, after=1.0):

@@ -9,6 +9,7 @@ from verl_mux.placement.group_run import periods_by_job
 from verl_mux.placement.layouts import isolated_usd
 from verl_mux.placement.model import COLOCATED, SEPARATE, Cluster, Estimate, Group, JobSpec, NodeKind, Pin, Pool
 from verl_mux.placement.placer import Placer
+from verl_mux.placement.planner import Planner
 
 CHEAP = NodeKind(name="cheap", usd_per_gpu_hour=1.85, host_memory_gb=1000)
 DEAR = NodeKind(name="dear", usd_per_gpu_hour=5.28, host_memory_gb=1000)
@@ -49,7 +50,6 @@ def jobs(draw, most: int = 5, nodes: int = 2, modes: tuple[tuple[str, ...], ...]
             sync_s=draw(st.sampled_from((0.0, 1.0))),
             cold_start_s=40.0,
             slo=draw(st.sampled_from((1.0, 1.1, 1.3, 1.6, 2.0))),
-            owner=draw(st.sampled_from(("ann", "bob"))),
         )
         for i, (can, wide) in enumerate(drawn)
     ]
@@ -63,8 +63,9 @@ def overfull_nodes(group: Group, cluster: Cluster) -> list[str]:
     return full + [node for node, used in train.items() if used > cluster.train.kind.host_memory_gb]
 
 
-def assert_invariants(placer: Placer) -> None:
-    """Those of scheduling/placer/placer.py, and the books of the pools."""
+def assert_invariants(placer: Placer | Planner) -> None:
+    """Those of placement/placer.py, and the books of the pools."""
+    placer = placer.placer if isinstance(placer, Planner) else placer
     cluster, groups = placer.cluster, placer.groups.values()
     assert {job.name for group in groups for job in group.jobs} == set(placer.groups.home)
     for at, side in enumerate(("rollout", "train")):
@@ -85,9 +86,8 @@ def assert_invariants(placer: Placer) -> None:
     for group in groups:
         assert len(group.pins) <= placer.rules.cap
         assert not overfull_nodes(group, cluster)
-        own = cluster.spot_usd
-        prices = [own.get(node, cluster.rollout.kind.usd_per_hour) for node in group.rollout_nodes]
-        prices += [own.get(node, cluster.train.kind.usd_per_hour) for node in group.train_nodes]
+        prices = [cluster.rollout.kind.usd_per_hour for _ in group.rollout_nodes]
+        prices += [cluster.train.kind.usd_per_hour for _ in group.train_nodes]
         assert abs(group.usd_per_hour(cluster) - sum(prices)) < 1e-6
         for job in group.jobs:
             assert (COLOCATED if job.colocated else SEPARATE) in job.modes

@@ -5,7 +5,7 @@ import pytest
 from tests.placement.made_jobs import EITHER, make_cluster, make_job, overfull_nodes
 from verl_mux.errors import UserError
 from verl_mux.placement.model import Estimate, Group, NodeKind, Pin, Pool, cycle_time, load_time
-from verl_mux.placement.rules import Rules, parse_rules
+from verl_mux.placement.rules import Rules
 
 
 @pytest.mark.parametrize(
@@ -26,19 +26,11 @@ from verl_mux.placement.rules import Rules, parse_rules
         (lambda: make_job("a", 10, 10, colocated=True), "it is colocated, which is not among its modes: separate"),
         (lambda: Rules(cap=0), "cap is 0"),
         (lambda: Rules(orders=("lifo",)), "order 'lifo' is not known"),
-        (lambda: parse_rules(5, ["repak=off"]), "rule 'repak=off' is not known"),
-        (lambda: parse_rules(5, ["repack=no"]), "give on or off"),
-        (lambda: parse_rules(5, ["reach=x"]), "whole number"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_what_is_allowed(make, words):
     with pytest.raises(UserError, match=words):
         make()
-
-
-def test_rules_are_changed_by_name():
-    rules = parse_rules(3, ["repack=off", "reach=6", "orders=fifo+longest-first"])
-    assert (rules.cap, rules.repack, rules.reach, rules.orders) == (3, False, 6, ("fifo", "longest-first"))
 
 
 def test_what_a_group_takes_and_costs():

@@ -12,7 +12,7 @@ from research.workload.moments import Moments
 from research.workload.noise import Varying, with_varying_phases
 from research.workload.workload import Arrival
 from tests.placement.made_jobs import EITHER, make_cluster, make_job
-from verl_mux.placement.placer import Placer
+from verl_mux.placement.planner import Planner
 from verl_mux.placement.rules import OURS, Rules
 
 COUNTED = msgspec.structs.replace(OURS, count_stays=True)
@@ -73,7 +73,7 @@ def test_phases_that_vary_and_grow_take_a_colocated_job_as_long_as_one_alone():
     cluster = make_cluster()
     steady = [Arrival(make_job("a", 60, 40, sync_s=1), 3600.0, 400), Arrival(make_job("b", 30, 70), 0.0, 200)]
     varying = with_varying_phases(steady, Varying(0.1, 2.0), 0)
-    alone = {job.job: job for job in Replay(varying, Placer(cluster, Rules(cap=1)), cluster).run().finished}
+    alone = {job.job: job for job in Replay(varying, Planner.of_one(cluster, Rules(cap=1)), cluster).run().finished}
     for job in run_fluid(varying, moments_of(varying), colocated(cluster)).finished:
         assert job.solo_s == pytest.approx(alone[job.job].solo_s) and job.solo_s > 1.2 * job.planned_solo_s
         assert job.ended_s - job.placed_s == pytest.approx(job.solo_s)

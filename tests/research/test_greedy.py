@@ -7,7 +7,7 @@ from research.workload.trace import TraceRow
 from research.workload.workload import draw_workload
 from verl_mux.placement.layouts import isolated_usd
 from verl_mux.placement.model import TESTBED
-from verl_mux.placement.placer import Placer
+from verl_mux.placement.planner import Planner
 from verl_mux.placement.rules import LIVE, PAPER, Rules
 
 ROWS = [TraceRow(f"job{i}", float(i), 10.0) for i in range(100)]
@@ -16,7 +16,7 @@ ROWS = [TraceRow(f"job{i}", float(i), 10.0) for i in range(100)]
 def saving(rules: Rules, seed: int) -> float:
     """USD per hour of every job alone, over what they are placed for."""
     jobs = [arrival.job for arrival in draw_workload(ROWS, find_shapes("mixed"), (1.0, 2.0), seed)]
-    placer = Placer(TESTBED, rules)
+    placer = Planner.of_one(TESTBED, rules)
     for job in jobs:
         placer.admit(job)
     return sum(isolated_usd(job, TESTBED) for job in jobs) / placer.groups.usd_per_hour

@@ -2,6 +2,7 @@
 
 import pytest
 
+from research.command import parse_rules
 from research.workload.shapes import COLUMNS, find_shapes
 from research.workload.trace import read_trace
 from research.workload.workload import draw_workload, parse_slo
@@ -73,3 +74,17 @@ def test_shapes_that_are_none_are_refused(tmp_path, content, words):
     path.write_bytes((b"" if content[0] > 127 else ",".join(COLUMNS).encode() + b"\n") + content)
     with pytest.raises(UserError, match=words):
         find_shapes(str(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [("repak=off", "rule 'repak=off' is not known"), ("repack=no", "give on or off"), ("reach=x", "whole number")],
+)
+def test_a_rule_that_is_not_known_is_refused(change, words):
+    with pytest.raises(UserError, match=words):
+        parse_rules(5, [change])
+
+
+def test_rules_are_changed_by_name():
+    rules = parse_rules(3, ["repack=off", "reach=6", "orders=fifo+longest-first"])
+    assert (rules.cap, rules.repack, rules.reach, rules.orders) == (3, False, 6, ("fifo", "longest-first"))

@@ -10,13 +10,13 @@ from research.workload.trace import TraceRow
 from research.workload.workload import Arrival, draw_workload
 from tests.placement.made_jobs import EITHER, assert_invariants, make_cluster, make_job
 from verl_mux.placement.model import COLOCATED, SEPARATE, TESTBED
-from verl_mux.placement.placer import NOTHING_KNOWN, Placer
+from verl_mux.placement.planner import NOTHING_KNOWN, Planner
 from verl_mux.placement.rules import LIVE, OURS, Rules
 
 
 def run(arrivals, rules=OURS, cluster=None):
     cluster = cluster or make_cluster()
-    return Replay(arrivals, Placer(cluster, rules), cluster).run()
+    return Replay(arrivals, Planner.of_one(cluster, rules), cluster).run()
 
 
 def test_a_job_alone_takes_its_time_and_pays_for_its_nodes():
@@ -37,7 +37,7 @@ def test_a_colocated_job_pays_for_training_nodes_alone():
 def profiled_run(*arrivals):
     """Under the coordinator's rules, profiled first."""
     cluster = make_cluster()
-    placer = Placer(cluster, LIVE)
+    placer = Planner.of_one(cluster, LIVE)
     return Replay([profiled(arrival, movable=False) for arrival in arrivals], placer, cluster, placer).run()
 
 
@@ -82,7 +82,7 @@ def test_who_waits_in_a_finite_cluster_starts_when_somebody_ends():
     assert second.placed_s == first.ended_s == 600 and second.ended_s == 1200
 
 
-class Watched(Placer):
+class Watched(Planner):
     """Checks every promise after every decision."""
 
     def admit(self, *given):
@@ -101,15 +101,15 @@ class Watched(Placer):
         return moves
 
 
-class Told(Placer):
+class Told(Planner):
     """Keeps what it is told of who stands where, and whom it may not move."""
 
-    def __init__(self, cluster):
-        super().__init__(cluster, LIVE)
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
         self.told = []
 
     def repack(self, progress=NOTHING_KNOWN, now=0.0):
-        self.told.append((now, dict(progress), self.search.held))
+        self.told.append((now, dict(progress), self.held))
         return super().repack(progress, now)
 
 
@@ -118,7 +118,7 @@ def test_live_is_told_of_jobs_what_the_coordinator_tells():
     cluster = make_cluster()
     jobs = [make_job(f"j{i}", 100, 60, slo=1.9, cold_start_s=100.0, move_s=900.0, modes=EITHER) for i in range(6)]
     arrivals = with_varying_phases([Arrival(job, 1500.0 * i, 120) for i, job in enumerate(jobs)], Varying(0.1, 2.0), 1)
-    placer = Told(cluster)
+    placer = Told.of_one(cluster, LIVE)
     found = Replay(arrivals, placer, cluster, placer).run()
     assert sum(job.moves for job in found.finished) >= 1 and any(held for _, _, held in placer.told)
     for now, progress, held in placer.told:
@@ -133,6 +133,6 @@ def test_jobs_that_share_and_move_keep_within_their_slos(shapes, modes):
     rows = [TraceRow(f"job{i}", i * 0.2, 0.3 + i * 7 % 5 / 4) for i in range(16)]
     arrivals = draw_workload(rows, find_shapes(shapes), (1.0, 2.0), seed=1)
     arrivals = [structs.replace(each, job=structs.replace(each.job, modes=modes)) for each in arrivals]
-    found = Replay(arrivals, Watched(TESTBED), TESTBED).run()
+    found = Replay(arrivals, Watched.of_one(TESTBED), TESTBED).run()
     assert len(found.finished) == 16
     assert all(job.stay_s <= job.slo * job.solo_s * (1 + 1e-9) for job in found.finished)

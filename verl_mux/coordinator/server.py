@@ -48,7 +48,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
 )
 from verl_mux.coordinator.core.placement import placing
 from verl_mux.coordinator.core.placement.observing import Standing
-from verl_mux.coordinator.core.placement.planner import Asked, Planner, nothing_follows
+from verl_mux.coordinator.core.placement.planner import Answerer, Asked, nothing_follows
 from verl_mux.coordinator.core.records import JobState
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.snapshot import describe
@@ -299,7 +299,7 @@ class Planning:
 
     def __init__(self, machine: Machine, take: Callable[[Planned], None], clock: Callable[[], float], refusals: Refusals) -> None:
         self._machine, self._take, self._clock, self._refusals = machine, take, clock, refusals
-        self._planner = Planner()
+        self._planner = Answerer()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="verl-mux-placer")
         self._busy = False
 
@@ -323,7 +323,7 @@ class Planning:
             self._take(answering.result())
         except Exception as error:  # of the planner, or of the machine, which has taken it back: the next question must not wait
             self._refusals.count("faults", f"placement: {type(asked.question).__name__}", error)
-            self._planner = Planner()  # the old one remembers an answer that had no effect
+            self._planner = Answerer()  # the old one remembers an answer that had no effect
             self._take(nothing_follows(asked))
 
     def close(self) -> None:

@@ -124,7 +124,7 @@ def _forward_flops(needs: JobNeeds, tokens: int) -> float:
     return needs.responses * (2 * model.active_params * tokens + attention)
 
 
-def job_spec(name: str, needs: JobNeeds, found: Bounds, slo: float = 2.0, owner: str = "") -> JobSpec:
+def job_spec(name: str, needs: JobNeeds, found: Bounds, slo: float = 2.0) -> JobSpec:
     """The job as placement sees it before its first step."""
     return JobSpec(
         name=name,
@@ -136,7 +136,6 @@ def job_spec(name: str, needs: JobNeeds, found: Bounds, slo: float = 2.0, owner:
         rollout_memory_gb=found.rollout_memory_gb,
         train_memory_gb=found.train_memory_gb,
         slo=slo,
-        owner=owner,
     )
 
 

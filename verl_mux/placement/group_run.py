@@ -194,8 +194,8 @@ def periods_by_job(group: Group) -> dict[str, Period]:
 
 
 def group_periods(group: Group) -> list[Period]:
-    """The settled period of each pin. All begin at once, in order of their names: the same course by which feasibility.py judges a
-    group, which may settle otherwise from another start."""
+    """The settled period of each pin. All begin at once, in order of their names: the same course by which feasibility.py judges
+    a group, which may settle otherwise from another start."""
     jobs, (rollout, train) = group.jobs, masks(group)
     rank = sorted(range(len(jobs)), key=lambda i: jobs[i].name)
     settled = periods([jobs[i] for i in rank], [rollout[i] for i in rank], [train[i] for i in rank], group.order)
@@ -283,8 +283,8 @@ def settle(run: GroupRun) -> list[Period]:
 
 
 def _cycle(seconds: float, before: int, ends: list[float]) -> Period:
-    """The period of a job that had done `before` iterations when the cycle began. The first gap that ends in a cycle may have begun
-    otherwise than in the cycles to come, but no gap in those is longer than it and the rest."""
+    """The period of a job that had done `before` iterations when the cycle began. The first gap that ends in a cycle may have
+    begun otherwise than in the cycles to come, but no gap in those is longer than it and the rest."""
     iterations = len(ends) - before
     if iterations == 0:
         return Period(mean_s=math.inf, worst_s=math.inf)

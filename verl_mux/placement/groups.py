@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from verl_mux.placement.feasibility import TOLERANCE, Pairs, connected, pair, pairs_of_nodes
-from verl_mux.placement.layouts import isolated_usd, share
+from verl_mux.placement.layouts import share
 from verl_mux.placement.model import Cluster, Group, JobSpec, NodeKind, Pin, Pool
 from verl_mux.placement.rules import Rules
 

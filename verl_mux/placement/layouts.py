@@ -235,8 +235,8 @@ def _fitting(sizes: Sequence[tuple[int, float, float]], kind: NodeKind, hopeless
 class Price:
     """What shared nodes are compared by: USD per hour; by the rule `count_stays` USD for what the jobs would do alone in an hour.
 
-    Jobs that take longer on shared nodes stay longer, so in the long run more of them are there at a time, and more nodes. A place
-    for two at half the price each saves nothing if both take twice as long on it, as on nodes that one of them kept busy.
+    Jobs that take longer on shared nodes stay longer, so in the long run more of them are there at a time, and more nodes. A
+    place for two at half the price each saves nothing if both take twice as long on it, as on nodes that one of them kept busy.
     """
 
     def __init__(self, cluster: Cluster, rules: Rules) -> None:

@@ -1,5 +1,5 @@
-"""Which jobs share which nodes of one pair of pools: the groups, and their changes when a job arrives, departs, or turns out other
-than estimated.
+"""Which jobs share which nodes of one pair of pools: the groups, and their changes when a job arrives, departs, or turns out
+other than estimated.
 
 Pure; held by planner.py, which keeps the queue of waiting jobs. The caller says how far the placed jobs are (`progress`, by job
 name), carries the answers out, and asks again. Invariants (asserted by the tests):
@@ -27,7 +27,7 @@ from verl_mux.placement.groups import Groups, groups_without, isolated, pairs_of
 from verl_mux.placement.layouts import isolated_usd
 from verl_mux.placement.model import Cluster, Group, JobSpec
 from verl_mux.placement.repack import Partitioner, Repack
-from verl_mux.placement.rules import OURS, ORDERS, Rules, modes_of
+from verl_mux.placement.rules import ORDERS, OURS, Rules, modes_of
 from verl_mux.placement.search import Action, Move, Revision, Search, group_at
 
 # The order of a group in which an SLO is at risk and no job can move.
@@ -101,8 +101,9 @@ class Placer:
 
     def correct(self, job: JobSpec, progress: Mapping[str, Progress]) -> Revision:
         """Take over the new estimates of a placed job. If its group no longer keeps every SLO: another order, if all keep theirs
-        under it; else jobs move out, the cheapest to keep alone first; else the job with the least room goes first. While a job of
-        the group has yet to be seen for LEAST steps, only the order may change: to be asked again then, with the job as it is."""
+        under it; else jobs move out, the cheapest to keep alone first; else the job with the least room goes first. While a job
+        of the group has yet to be seen for LEAST steps, only the order may change: to be asked again then, with the job as it
+        is."""
         self._forget(job.name)
         self.groups.update(job)
         taken: list[Action] = []
@@ -260,8 +261,8 @@ def _in_time(groups: Iterable[Group], progress: Mapping[str, Progress], loads: M
 
 
 def _seen(group: Group, progress: Mapping[str, Progress]) -> bool:
-    """Whether all were seen for LEAST steps. A move costs minutes, and an announced phase time is no reason for one: the real time
-    is known a few steps later."""
+    """Whether all were seen for LEAST steps. A move costs minutes, and an announced phase time is no reason for one: the real
+    time is known a few steps later."""
     found = [progress.get(job.name) for job in group.jobs]
     return all(at is not None and (at.done if at.seen is None else at.seen) >= LEAST for at in found)
 

@@ -3,13 +3,15 @@ decisions and reasons.
 
 Pure. Called by the coordinator's placement thread, `verl-mux plan`, and the simulation and the paper's re-run in research/.
 
-There may be several pairs of a rollout and a training pool, each with a Placer of its own; a pool may be in more than one of them.
-A job that arrives has estimates for each pair that could hold it, as phases last otherwise on other kinds of GPUs. It goes where
+There may be several pairs of a rollout and a training pool, each with a Placer of its own; a pool may be in more than one of
+them. A job that arrives has estimates for each pair that could hold it, as phases last otherwise on other kinds of GPUs. It goes
+where
 as much of its work costs the least, of all pairs at once or, if it has to wait, of those that have room then; and stays in that
 pair: moves are within one. Nodes that the groups of one pair hold are closed to the others.
 
-In a finite cluster jobs wait in order of arrival. Younger jobs may pass a waiting one where it does not fit and they do; but after
-`max_bypass` of them no other job starts before it in its pools: what comes free is kept for it. So every job that fits the empty
+In a finite cluster jobs wait in order of arrival. Younger jobs may pass a waiting one where it does not fit and they do; but
+after `max_bypass` of them no other job starts before it in its pools: what comes free is kept for it. So every job that fits the
+empty
 cluster starts, if running jobs end.
 """
 
@@ -95,8 +97,9 @@ class Queued(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for the index
-    """The whole memory of a planner. groups: as they are. waiting: in order of arrival. named: groups that were ever named, for the
-    next one's name. moved_at: seconds, of the moves of the last hour that count against the limit. version: number of changes, so
+    """The whole memory of a planner. groups: as they are. waiting: in order of arrival. named: groups that were ever named, for
+    the next one's name. moved_at: seconds, of the moves of the last hour that count against the limit. version: number of
+    changes, so
     that a kept planner can be compared with it."""
 
     groups: tuple[Group, ...] = ()
@@ -150,8 +153,9 @@ class Planner:
     moved_at: as of a record. touched: names of groups that changed, came or went. held: jobs that may not be moved now."""
 
     def __init__(
-        self, clusters: Mapping[str, Cluster], rules: Rules, record: Record = Record(), closed: frozenset[str] = frozenset()
+        self, clusters: Mapping[str, Cluster], rules: Rules, record: Record | None = None, closed: frozenset[str] = frozenset()
     ) -> None:
+        record = record or Record()
         self.clusters, self.rules, self.closed = dict(clusters), rules, closed
         self.waiting = list(record.waiting)
         self.named, self.moved_at = record.named, list(record.moved_at)
@@ -274,8 +278,8 @@ class Planner:
         return moves + self._follow(home, unmoved(progress, moves), now)
 
     def revise(self, job: JobSpec, progress: Mapping[str, Progress] = NOTHING_KNOWN, now: float = 0.0) -> Revision:
-        """Take over the new estimates of a placed job (`Placer.correct`). If it has become easier to place, jobs may start or move
-        in consequence. Nothing, where it is not placed."""
+        """Take over the new estimates of a placed job (`Placer.correct`). If it has become easier to place, jobs may start or
+        move in consequence. Nothing, where it is not placed."""
         home = self.home(job.name)
         if home is None:
             return Revision()
@@ -394,9 +398,7 @@ def by_price(specs: Mapping[str, JobSpec], ways: Mapping[str, Sequence[Alternati
 def pair_of(rollout: Iterable[str], train: Iterable[str], clusters: Mapping[str, Cluster]) -> str:
     """The first pair whose pools have these nodes, or most of them: some may have left their pool while jobs are there."""
     rollout, train = set(rollout), set(train)
-    return max(
-        clusters, key=lambda pair: len(rollout & clusters[pair].rollout.names) + len(train & clusters[pair].train.names)
-    )
+    return max(clusters, key=lambda pair: len(rollout & clusters[pair].rollout.names) + len(train & clusters[pair].train.names))
 
 
 def _held(groups: Iterable[Group]) -> frozenset[str]:

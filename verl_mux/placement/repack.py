@@ -293,8 +293,6 @@ def _chosen(nodes: tuple[str, ...], bits: int) -> tuple[str, ...]:
 
 # A group is tried with the emptiest others first; in a large cluster the fuller ones are left alone.
 WINDOWS = 4
-# How often somebody should ask again about moves that do not pay yet.
-ASK_AGAIN_S = 120.0
 # What is too close to an SLO now is looked at again when its youngest job is older by this part, and so many seconds.
 LATER, LATER_S = 0.05, 60.0
 

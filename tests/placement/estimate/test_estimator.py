@@ -204,10 +204,10 @@ def seen(count, rollout=40.0, train=30.0, between=1.0):
 
 
 def test_before_its_first_step_a_job_is_placed_by_its_bounds():
-    spec = job_spec("a", needs(), found(needs()), slo=1.5, owner="me")
+    spec = job_spec("a", needs(), found(needs()), slo=1.5)
     assert spec.rollout.source == spec.train.source == "bound"
     assert spec.rollout.seconds == spec.rollout.bound_s == found(needs()).rollout_s
-    assert (spec.slo, spec.owner, spec.sync_s) == (1.5, "me", found(needs()).sync_s)
+    assert (spec.slo, spec.sync_s) == (1.5, found(needs()).sync_s)
     assert learnt(spec, Observed()) == expected(spec, Observed()) == spec
 
 

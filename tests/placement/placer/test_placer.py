@@ -1,6 +1,5 @@
 """The placer's promises, on random histories of arrivals and departures."""
 
-import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -9,17 +8,16 @@ from tests.exploring import examples
 from tests.placement.made_jobs import ANY_MODES, EITHER, assert_invariants, jobs, make_cluster, make_job
 from verl_mux.errors import UserError
 from verl_mux.placement.feasibility import Progress
-from verl_mux.placement.groups import Groups, isolated
 from verl_mux.placement.layouts import isolated_usd
-from verl_mux.placement.model import COLOCATED, SEPARATE, Cluster
-from verl_mux.placement.placer import Placer
+from verl_mux.placement.model import COLOCATED, SEPARATE
+from verl_mux.placement.planner import Planner
 from verl_mux.placement.rules import LIVE, OURS, PAPER, Rules
 
 # No two such jobs fit on one node.
 ALONE = {"rollout_memory_gb": 600.0, "train_memory_gb": 600.0}
 
 
-def old(placer: Placer) -> dict[str, Progress]:
+def old(placer: Planner) -> dict[str, Progress]:
     """Everybody has run for a day without delay and waits for its next rollout."""
     placed = [job for group in placer.groups.values() for job in group.jobs]
     return {job.name: Progress(age_s=100 * job.iteration_s, done=100, phase="rollout") for job in placed}
@@ -42,10 +40,10 @@ SEPARATED = [
     rules=st.sampled_from((OURS, PAPER, Rules(cap=2), Rules(colocate=False))),
 )
 def test_whoever_comes_and_goes_every_promise_holds(given_jobs, leaving, rules):
-    placer = Placer(make_cluster(), rules)
+    placer = Planner.of_one(make_cluster(), rules)
     for job in given_jobs:
         decision = placer.admit(job, old(placer))
-        assert decision.outcome == "placed" and decision.usd_per_hour <= isolated_usd(job, placer.cluster) + 1e-6
+        assert decision.outcome == "placed" and decision.usd_per_hour <= isolated_usd(job, placer.placer.cluster) + 1e-6
         assert_invariants(placer)
     for index in leaving:
         if index < len(given_jobs):
@@ -57,7 +55,7 @@ def test_whoever_comes_and_goes_every_promise_holds(given_jobs, leaving, rules):
 @settings(max_examples=examples(30))
 @given(given_jobs=jobs(most=8, modes=ANY_MODES), order=st.randoms(use_true_random=False))
 def test_in_a_finite_cluster_everybody_starts_in_the_end(given_jobs, order):
-    placer = Placer(make_cluster(2, 2), Rules(max_bypass=2))
+    placer = Planner.of_one(make_cluster(2, 2), Rules(max_bypass=2))
     started, running = set(), []
     for job in given_jobs:
         if placer.admit(job, old(placer)).outcome == "placed":
@@ -74,7 +72,7 @@ def test_in_a_finite_cluster_everybody_starts_in_the_end(given_jobs, order):
 
 
 def test_a_waiting_job_is_passed_so_often_and_no_more():
-    placer = Placer(make_cluster(2, 2), Rules(max_bypass=3))
+    placer = Planner.of_one(make_cluster(2, 2), Rules(max_bypass=3))
     assert placer.admit(make_job("small0", 100, 100, **ALONE)).outcome == "placed"
     assert placer.admit(make_job("wide", 100, 100, **ALONE, rollout_nodes=2, train_nodes=2)).outcome == "queued"
     assert placer.admit(make_job("small1", 100, 100, **ALONE)).outcome == "placed"
@@ -89,17 +87,8 @@ def test_a_waiting_job_is_passed_so_often_and_no_more():
     assert "wide" in placer.groups.home and passed == 3
 
 
-def test_of_two_owners_who_wait_the_one_who_holds_less_goes_first():
-    placer = Placer(make_cluster(2, 2), Rules())
-    for name, owner in (("a0", "ann"), ("b0", "bob")):
-        placer.admit(make_job(name, 100, 100, **ALONE, owner=owner))
-    placer.admit(make_job("a1", 100, 100, **ALONE, owner="ann"))
-    placer.admit(make_job("b1", 100, 100, **ALONE, owner="bob"))
-    assert [move.job for move in placer.depart("b0")] == ["b1"]
-
-
 def test_the_complementary_jobs_of_the_paper_share_all_nodes():
-    placer = Placer(make_cluster())
+    placer = Planner.of_one(make_cluster())
     first = placer.admit(make_job("a", 132, 104, slo=1.3))
     second = placer.admit(make_job("b", 137, 103, slo=1.3))
     assert (first.strategy, second.strategy, second.usd_per_hour) == ("isolated", "direct packing", 0)
@@ -107,14 +96,14 @@ def test_the_complementary_jobs_of_the_paper_share_all_nodes():
 
 
 def test_a_skewed_job_brings_rollout_nodes_and_shares_the_training_node():
-    placer = Placer(make_cluster())
+    placer = Planner.of_one(make_cluster())
     placer.admit(make_job("a", 200, 50, slo=1.1))
     decision = placer.admit(make_job("b", 200, 50, slo=1.1))
     assert decision.strategy == "rollout scaling" and decision.usd_per_hour == pytest.approx(14.8)
 
 
 def test_after_a_departure_those_left_share_nodes_once_it_pays():
-    placer = Placer(make_cluster())
+    placer = Planner.of_one(make_cluster())
     for name in ("a", "x", "b", "y"):
         placer.admit(make_job(name, 100, 100, slo=1.3, cold_start_s=60))
     homes = placer.groups.home
@@ -132,7 +121,7 @@ def test_after_a_departure_those_left_share_nodes_once_it_pays():
 
 
 def test_of_jobs_that_turn_out_to_need_fewer_nodes_one_moves_to_the_others():
-    placer = Placer(make_cluster())
+    placer = Planner.of_one(make_cluster())
     for name in ("a", "b"):
         placer.admit(make_job(name, 300, 50, slo=1.6))
     (group,) = placer.groups.values()
@@ -148,7 +137,7 @@ def test_of_jobs_that_turn_out_to_need_fewer_nodes_one_moves_to_the_others():
 
 
 def test_a_job_that_turns_out_longer_moves_out_of_the_group_it_would_spoil():
-    placer = Placer(make_cluster())
+    placer = Planner.of_one(make_cluster())
     placer.admit(make_job("a", 100, 100, slo=1.2))
     placer.admit(make_job("b", 100, 100, slo=1.2))
     assert len(placer.groups) == 1
@@ -160,7 +149,7 @@ def test_a_job_that_turns_out_longer_moves_out_of_the_group_it_would_spoil():
 
 
 def test_where_nobody_can_be_moved_the_tightest_goes_first_and_it_is_said_why():
-    placer = Placer(make_cluster())
+    placer = Planner.of_one(make_cluster())
     for name in ("a", "b"):
         placer.admit(make_job(name, 100, 100, slo=1.2, movable=False))
     revision = placer.revise(make_job("b", 300, 200, slo=1.2, movable=False), old(placer))
@@ -171,7 +160,7 @@ def test_where_nobody_can_be_moved_the_tightest_goes_first_and_it_is_said_why():
 
 
 def test_a_job_that_nobody_can_start_again_is_not_moved():
-    placer = Placer(make_cluster())
+    placer = Planner.of_one(make_cluster())
     for name in ("a", "x", "b", "y"):
         placer.admit(make_job(name, 100, 100, slo=1.3, movable=False))
     homes = placer.groups.home
@@ -183,7 +172,7 @@ def test_a_job_that_nobody_can_start_again_is_not_moved():
 
 def test_a_saving_must_pay_so_many_times():
     def moved_at(hysteresis: float) -> bool:
-        placer = Placer(make_cluster(), Rules(hysteresis=hysteresis))
+        placer = Planner.of_one(make_cluster(), Rules(hysteresis=hysteresis))
         for name in ("a", "x", "b", "y"):
             placer.admit(make_job(name, 100, 100, slo=1.3, cold_start_s=60))
         young = {name: Progress(age_s=30) for name in placer.groups.home}
@@ -205,7 +194,7 @@ def test_a_saving_must_pay_so_many_times():
     ],
 )
 def test_nobody_is_moved_beside_a_job_that_ends_soon(lefts, moves):
-    placer = Placer(make_cluster(), Rules(hysteresis=10.0))
+    placer = Planner.of_one(make_cluster(), Rules(hysteresis=10.0))
     for name in ("a", "x", "b", "y"):
         placer.admit(make_job(name, 100, 100, slo=1.3, cold_start_s=60))
     homes = placer.groups.home
@@ -219,68 +208,9 @@ def test_nobody_is_moved_beside_a_job_that_ends_soon(lefts, moves):
     assert not placer.repack(told) and pending is (None in lefts and 2 not in lefts)
 
 
-def with_spot(**usd: float) -> Cluster:
-    """Three nodes a side, of which these may vanish (rollout_0=USD an hour)."""
-    own = {name.replace("_", "-"): each for name, each in usd.items()}
-    return msgspec.structs.replace(make_cluster(3, 3), spot=frozenset(own), spot_usd=own)
-
-
-def test_nodes_of_its_own_that_may_vanish_are_taken_where_they_cost_less_than_to_share():
-    """By work: two that share take longer, so a place for nothing is not free of cost."""
-    joins, own = [], {"rollout_2": 1.0, "train_2": 1.0}
-    for cluster, movable in ((make_cluster(3, 3), True), (with_spot(**own), True), (with_spot(**own), False)):
-        placer = Placer(cluster, LIVE)
-        placer.admit(make_job("a", 100, 60, slo=2.0, movable=False))
-        decision = placer.admit(make_job("b", 100, 60, slo=2.0, movable=movable))
-        joins.append((decision.strategy, decision.rollout, decision.usd_per_hour))
-        assert_invariants(placer)
-    shares = ("direct packing", ("rollout-0",), 0.0)
-    assert joins == [shares, ("isolated", ("rollout-2",), pytest.approx(2.0)), shares]
-
-
-def test_what_a_move_saves_is_counted_at_the_prices_of_the_nodes_that_are_held():
-    """Alone on dear nodes two would share them; on cheap ones that saves too little."""
-
-    def moved(**usd: float) -> int:
-        placer = Placer(with_spot(**usd), LIVE)
-        apart = Groups(placer.cluster).replace(
-            [], [isolated(make_job(name, 100, 100, slo=1.3, cold_start_s=60)) for name in "ab"]
-        )
-        placer.adopt(apart, 2, ())
-        return len(placer.repack({name: Progress(age_s=5_000, done=25) for name in "ab"}))
-
-    assert moved() == 1 and moved(rollout_0=0.5, rollout_1=0.5, train_0=0.5, train_1=0.5) == 0
-
-
-@settings(max_examples=examples(30))
-@given(
-    given_jobs=jobs(most=6, modes=ANY_MODES),
-    movable=st.lists(st.booleans(), min_size=6, max_size=6),
-    usd=st.dictionaries(st.sampled_from(("rollout_0", "rollout_2", "train_0", "train_1")), st.sampled_from((0.0, 5.0, 12.0))),
-    leaving=st.permutations(range(6)),
-)
-def test_with_nodes_that_may_vanish_every_promise_holds(given_jobs, movable, usd, leaving):
-    placer = Placer(with_spot(**usd), LIVE)
-    for job, moves in zip(given_jobs, movable, strict=False):
-        job = msgspec.structs.replace(job, movable=moves)
-        alone = [placer.groups.alone_usd(placed) for placed in job.in_modes]
-        decision = placer.admit(job, old(placer))
-        assert decision.outcome == "queued" or decision.usd_per_hour <= max(alone) + 1e-6
-        assert_invariants(placer)
-    for _ in given_jobs:
-        last = placer.repack(old(placer))
-        assert_invariants(placer)
-    assert not last, "it comes to rest"
-    for index in leaving:
-        if index < len(given_jobs):
-            placer.depart(given_jobs[index].name, old(placer))
-            assert_invariants(placer)
-    assert not placer.groups and placer.groups.usd_per_hour == 0
-
-
 @pytest.mark.parametrize("rules", [OURS, LIVE])
 def test_a_job_that_can_runs_both_phases_where_that_costs_less(rules):
-    placer = Placer(make_cluster(), rules)
+    placer = Planner.of_one(make_cluster(), rules)
     first = placer.admit(make_job("a", 100, 100, slo=1.3, modes=EITHER))
     assert (first.strategy, first.rollout, first.train) == ("colocated", ("train-0",), ("train-0",))
     assert first.usd_per_hour == pytest.approx(42.24) and first.periods["a"].mean_s == 200
@@ -289,13 +219,13 @@ def test_a_job_that_can_runs_both_phases_where_that_costs_less(rules):
 
 
 def test_who_can_only_be_colocated_is_nowhere_else_whatever_the_rules():
-    placer = Placer(make_cluster(), Rules(colocate=False))
+    placer = Planner.of_one(make_cluster(), Rules(colocate=False))
     assert placer.admit(make_job("only", 100, 100, slo=1.0, modes=(COLOCATED,))).strategy == "colocated"
     assert placer.admit(make_job("either", 100, 100, slo=1.0, modes=EITHER)).strategy == "isolated"
 
 
 def test_a_colocated_job_lets_others_onto_its_node():
-    placer = Placer(make_cluster())
+    placer = Planner.of_one(make_cluster())
     placer.admit(make_job("a", 100, 20, slo=1.9, modes=EITHER))
     trains = placer.admit(make_job("b", 100, 20, slo=1.5))
     assert trains.strategy == "rollout scaling" and trains.usd_per_hour == pytest.approx(14.8)
@@ -307,7 +237,7 @@ def test_a_colocated_job_lets_others_onto_its_node():
 
 
 def test_both_states_of_a_colocated_job_must_fit_on_its_node():
-    placer = Placer(make_cluster())
+    placer = Planner.of_one(make_cluster())
     placer.admit(make_job("a", 100, 10, slo=2.0, modes=(COLOCATED,), rollout_memory_gb=400, train_memory_gb=300))
     other = placer.admit(make_job("b", 10, 10, slo=2.0, modes=(COLOCATED,), rollout_memory_gb=100, train_memory_gb=250))
     assert other.strategy == "colocated"
@@ -318,7 +248,7 @@ def test_both_states_of_a_colocated_job_must_fit_on_its_node():
 
 
 def test_a_job_moves_to_the_other_mode_when_that_pays():
-    placer = Placer(make_cluster())
+    placer = Planner.of_one(make_cluster())
     for name in ("a", "b"):
         placer.admit(make_job(name, 100, 100, slo=1.3, cold_start_s=60, modes=EITHER))
     assert placer.groups.usd_per_hour == pytest.approx(2 * 42.24)
@@ -329,7 +259,7 @@ def test_a_job_moves_to_the_other_mode_when_that_pays():
 
 
 def test_new_estimates_leave_a_colocated_job_colocated():
-    placer = Placer(make_cluster())
+    placer = Planner.of_one(make_cluster())
     placer.admit(make_job("a", 100, 100, modes=EITHER))
     placer.revise(make_job("a", 120, 100, modes=EITHER), old(placer))
     (job,) = placer.groups.group_of("a").jobs
@@ -338,7 +268,7 @@ def test_new_estimates_leave_a_colocated_job_colocated():
 
 
 def test_where_one_pool_is_too_small_the_other_mode_may_do():
-    placer = Placer(make_cluster(1, 2))
+    placer = Planner.of_one(make_cluster(1, 2))
     wide = make_job("wide", 100, 100, rollout_nodes=2, train_nodes=2, modes=EITHER)
     assert placer.admit(wide).strategy == "colocated"
     with pytest.raises(UserError, match="needs 2 rollout nodes; pool 'rollout' has 1"):
@@ -354,20 +284,21 @@ def test_where_one_pool_is_too_small_the_other_mode_may_do():
 )
 def test_a_job_that_the_cluster_can_never_hold_is_refused(job, words):
     with pytest.raises(UserError, match=words):
-        Placer(make_cluster(2, 2)).admit(job)
+        Planner.of_one(make_cluster(2, 2)).admit(job)
 
 
 def test_names_are_unique_and_only_who_is_there_departs():
-    placer = Placer(make_cluster())
+    placer = Planner.of_one(make_cluster())
     placer.admit(make_job("a", 10, 10))
     with pytest.raises(UserError, match="names are unique"):
         placer.admit(make_job("a", 10, 10))
     with pytest.raises(UserError, match="'b' is not placed"):
-        placer.depart("b")
+        placer.placer.drop("b", {})
+    assert placer.depart("b") == []
 
 
 def test_nobody_moves_for_what_another_job_of_its_group_was_only_said_to_take():
-    placer = Placer(make_cluster())
+    placer = Planner.of_one(make_cluster())
     for name in ("a", "b"):
         placer.admit(make_job(name, 100, 100, slo=1.2))
     longer = make_job("a", 100, 150, slo=1.2)
@@ -379,7 +310,7 @@ def test_nobody_moves_for_what_another_job_of_its_group_was_only_said_to_take():
 
 
 def test_nobody_moves_for_a_delay_that_a_move_would_only_make_longer():
-    placer = Placer(make_cluster())
+    placer = Planner.of_one(make_cluster())
     for name in ("a", "b"):
         placer.admit(make_job(name, 100, 100, slo=1.6, cold_start_s=300))
     (group,) = placer.groups.values()

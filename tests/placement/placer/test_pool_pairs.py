@@ -9,29 +9,36 @@ from tests.exploring import examples
 from tests.placement.made_jobs import assert_invariants, jobs, make_job
 from tests.placement.placer.two_pairs import clusters, on_both
 from verl_mux.errors import UserError
+from verl_mux.placement.explain import alternatives
 from verl_mux.placement.feasibility import Progress
 from verl_mux.placement.model import JobSpec
-from verl_mux.placement.pool_pairs import PoolPairs, Record, by_price, pair_of
+from verl_mux.placement.planner import Arrive, Planner, Record, by_price, pair_of
 from verl_mux.placement.rules import LIVE
 
 MOST = 8
 NOBODY = Record()
 
 
-def pairs(record: Record = NOBODY, closed: frozenset[str] = frozenset(), **counts: int) -> PoolPairs:
-    return PoolPairs(clusters(**counts), LIVE, record, closed)
+def pairs(record: Record = NOBODY, closed: frozenset[str] = frozenset(), **counts: int) -> Planner:
+    return Planner(clusters(**counts), LIVE, record, closed)
 
 
-def admit(its: PoolPairs, specs: dict[str, JobSpec], progress: dict[str, Progress] | None = None):
-    order = by_price(specs, its.ways(specs, MOST))
-    return its.admit(specs, order, progress or {})
+def admit(its: Planner, specs: dict[str, JobSpec], progress: dict[str, Progress] | None = None):
+    """The pair it is looked at in first or was placed in, and the decision."""
+    (first, job), *others = specs.items()
+    decision = its.answer(Arrive(job, first, dict(others)), progress or {}, 0.0, MOST).decision
+    return its.home(job.name), decision
+
+
+def ways(its: Planner, specs: dict[str, JobSpec]):
+    return {pair: alternatives(its._up_to_date(pair), spec, MOST) for pair, spec in specs.items()}
 
 
 # Of an hour of a training node for 42.24 USD and of a rollout node for 14.80 or 4.00, by the seconds of an iteration.
 @pytest.mark.parametrize(("longer", "where"), [(1.0, "old+train"), (1.2, "old+train"), (1.5, "new+train"), (3.0, "new+train")])
 def test_a_job_goes_where_its_work_costs_the_least(longer, where):
     specs = on_both(make_job("a", 100, 100), longer)
-    usd = by_price(specs, pairs().ways(specs, MOST))
+    usd = by_price(specs, ways(pairs(), specs))
     assert usd == pytest.approx({"new+train": 57.04, "old+train": 46.24 * (100 * longer + 100) / 200})
     pair, decision = admit(pairs(), specs)
     assert pair == where and decision.rollout == (f"{where.split('+')[0]}-0",) and decision.train == ("train-0",)
@@ -52,7 +59,7 @@ def test_names_are_unique_over_all_pairs():
     for name, pair, other in (("a", "old+train", "new+train"), ("b", "new+train", "old+train")):  # b waits
         admit(its, {pair: make_job(name, 100, 100, slo=1.0)})
         with pytest.raises(UserError, match=f"job '{name}' is placed or waiting already"):
-            its.admit({other: make_job(name, 100, 100, slo=1.0)}, [other], {})
+            admit(its, {other: make_job(name, 100, 100, slo=1.0)})
 
 
 def test_who_waits_starts_in_whichever_pair_has_room_first_as_it_is_there():
@@ -63,7 +70,7 @@ def test_who_waits_starts_in_whichever_pair_has_room_first_as_it_is_there():
     (entry,) = its.waiting
     assert (entry.job.name, entry.pair, list(entry.elsewhere)) == ("c", "", ["old+train"])
     (move,) = its.depart("b", {}, 0.0)
-    assert move.rollout == ("old-0",) and its.group(move.group).jobs[0].rollout.seconds == 100
+    assert move.rollout == ("old-0",) and its.groups[move.group].jobs[0].rollout.seconds == 100
 
 
 @pytest.mark.parametrize(("longer", "where"), [(1.0, "old-0"), (3.0, "new-0")])
@@ -88,7 +95,7 @@ def test_where_the_one_that_nobody_may_pass_leaves_the_others_start():
 @pytest.mark.parametrize("which", [["new+train"], ["new+train", "old+train"]])
 def test_who_waits_starts_before_anybody_is_moved_into_its_room(which):
     found = clusters(old=1, new=2, train=3)
-    its = PoolPairs({pair: found[pair] for pair in which}, LIVE, NOBODY, frozenset())
+    its = Planner({pair: found[pair] for pair in which}, LIVE, NOBODY, frozenset())
     for at, slo in enumerate((2.0, 2.0, 1.0, 1.5)):
         admit(its, {"new+train": make_job(f"j{at}", 100, 50, slo=slo, cold_start_s=40)})
     assert [entry.job.name for entry in its.waiting] == ["j2"]
@@ -116,15 +123,6 @@ def test_younger_jobs_that_pass_are_counted_in_whichever_pair():
     assert [(entry.job.name, entry.passed) for entry in its.waiting] == [("wide", 1)]
 
 
-def test_what_an_owner_holds_in_other_pairs_counts_too():
-    its = pairs(old=1, new=1, train=2)
-    admit(its, {"old+train": make_job("a", 100, 100, slo=1.0, owner="ann")})
-    admit(its, {"new+train": make_job("b", 100, 100, slo=1.0)})
-    for name, owner in (("hers", "ann"), ("his", "bob")):
-        admit(its, {"new+train": make_job(name, 100, 100, slo=1.0, owner=owner)})
-    assert [move.job for move in its.depart("b", {}, 0.0)] == ["his"]
-
-
 def test_of_groups_whose_nodes_have_left_their_pool_the_pair_is_still_found():
     found = clusters()
     assert pair_of(["old-0"], ["train-0"], found) == "old+train" and pair_of([], ["train-1"], found) == "new+train"
@@ -144,14 +142,13 @@ def test_in_all_pairs_together_every_promise_holds(given_jobs, longer, only, clo
     """kept: the same placers all along, or made anew from the record each time."""
     its = pairs(closed=frozenset(closed), old=3, new=3, train=3)
 
-    def after() -> PoolPairs:
+    def after() -> Planner:
         held = [node for group in its.record.groups for node in (*group.rollout_nodes, *group.train_nodes)]
         assert len(held) == len(set(held)) and closed.isdisjoint(held)
         names = [group.name for group in its.record.groups]
         assert len(names) == len(set(names))
         for pair in its.clusters:
-            with its.of(pair) as placer:
-                assert_invariants(placer)
+            assert_invariants(its._up_to_date(pair))
         there = [job.name for group in its.record.groups for job in group.jobs] + [entry.job.name for entry in its.waiting]
         assert sorted(there) == sorted(alive)
         return its if kept else pairs(its.record, frozenset(closed), old=3, new=3, train=3)

@@ -6,13 +6,13 @@ import pytest
 from tests.placement.made_jobs import EITHER, make_cluster, make_job
 from verl_mux.placement.explain import Advice, advice, alternatives, because, where
 from verl_mux.placement.model import COLOCATED, Estimate
-from verl_mux.placement.placer import Placer
+from verl_mux.placement.planner import Planner
 from verl_mux.placement.rules import Rules
 
 
 def sentence(placer, job):
-    could = alternatives(placer, job)
-    found = advice(placer, job, could)
+    could = alternatives(placer.placer, job)
+    found = advice(placer.placer, job, could)
     return because(placer.admit(job), job, could, found)
 
 
@@ -23,7 +23,7 @@ def test_where_it_is():
 
 
 def test_the_first_has_nobody_to_share_with():
-    said = sentence(Placer(make_cluster()), make_job("a", 100, 100, modes=EITHER))
+    said = sentence(Planner.of_one(make_cluster()), make_job("a", 100, 100, modes=EITHER))
     assert (
         said
         == "which added 42.24 USD/h, as nobody was there yet to share with; on nodes of its own it would have cost 57.04 USD/h"
@@ -31,7 +31,7 @@ def test_the_first_has_nobody_to_share_with():
 
 
 def test_who_shares_is_told_what_nodes_of_its_own_would_have_cost():
-    placer = Placer(make_cluster())
+    placer = Planner.of_one(make_cluster())
     placer.admit(make_job("a", 100, 100, slo=1.3))
     said = sentence(placer, make_job("b", 100, 100, slo=1.3))
     assert said == "which added 0.00 USD/h, and no other place added less; on nodes of its own it would have cost 57.04 USD/h"
@@ -39,7 +39,7 @@ def test_who_shares_is_told_what_nodes_of_its_own_would_have_cost():
 
 def busy():
     """A placer with one job on the nodes that it has rented, where none are rented besides shared ones."""
-    placer = Placer(make_cluster(), Rules(rollout_scaling=False, training_scaling=False))
+    placer = Planner.of_one(make_cluster(), Rules(rollout_scaling=False, training_scaling=False))
     placer.admit(make_job("a", 100, 100, slo=2.0))
     return placer
 
@@ -57,35 +57,35 @@ def test_who_is_alone_is_told_why_and_what_would_save():
 
 def test_the_advice_saves_what_it_says():
     placer = busy()
-    found = advice(placer, TIGHT, alternatives(placer, TIGHT))
+    found = advice(placer.placer, TIGHT, alternatives(placer.placer, TIGHT))
     assert placer.admit(TIGHT).usd_per_hour == pytest.approx(found.saves_usd_per_hour)
     assert busy().admit(msgspec.structs.replace(TIGHT, slo=1.5)).usd_per_hour == 0.0
 
 
 def test_it_is_asked_for_the_other_mode():
-    placer = Placer(make_cluster())
+    placer = Planner.of_one(make_cluster())
     job = make_job("a", 100, 100)
-    assert advice(placer, job, alternatives(placer, job)) == Advice(
+    assert advice(placer.placer, job, alternatives(placer.placer, job)) == Advice(
         "run both phases on the same training nodes (mux_colocate)", pytest.approx(14.80)
     )
     held = make_job("a", 10, 200, modes=(COLOCATED,), colocated=True, rollout_nodes=2, train_nodes=2)
-    placer = Placer(make_cluster(2, 2))
+    placer = Planner.of_one(make_cluster(2, 2))
     placer.admit(make_job("b", 10, 100, slo=1.1, train_nodes=1))
-    assert advice(placer, held, alternatives(placer, held)) is None, "it needs the training nodes either way"
+    assert advice(placer.placer, held, alternatives(placer.placer, held)) is None, "it needs the training nodes either way"
 
 
 def test_who_waits_is_told_what_would_start_it():
-    placer = Placer(make_cluster(1, 1))
+    placer = Planner.of_one(make_cluster(1, 1))
     placer.admit(make_job("a", 100, 100, slo=1.2))
     assert sentence(placer, make_job("b", 300, 300, slo=1.0)) == "no room within everybody's SLO"
-    placer = Placer(make_cluster(1, 1))
+    placer = Planner.of_one(make_cluster(1, 1))
     placer.admit(make_job("a", 100, 100, slo=2.0))
     said = sentence(placer, make_job("b", 100, 100, slo=1.0, rollout_switch_s=2.0))
     assert said == "no room within everybody's SLO; to start now, let an iteration take 1.5 times as long as alone (its SLO)"
 
 
 def test_who_was_placed_by_bounds_is_told_to_measure():
-    placer = Placer(make_cluster())
+    placer = Planner.of_one(make_cluster())
     placer.admit(make_job("a", 100, 100, slo=1.3))
     bound = Estimate(seconds=100.0, source="bound")
     said = sentence(placer, msgspec.structs.replace(make_job("b", 100, 100, slo=1.3), rollout=bound))
@@ -94,9 +94,9 @@ def test_who_was_placed_by_bounds_is_told_to_measure():
 
 def test_what_was_tried_is_not_remembered_of_the_job():
     """Verdicts are kept by name: the job itself is judged by its own SLO."""
-    asked, plain = Placer(make_cluster()), Placer(make_cluster())
+    asked, plain = Planner.of_one(make_cluster()), Planner.of_one(make_cluster())
     tight = make_job("b", 150, 100, slo=1.0)
     for placer in (asked, plain):
         placer.admit(make_job("a", 100, 100, slo=2.0))
-    advice(asked, tight, alternatives(asked, tight))
+    advice(asked.placer, tight, alternatives(asked.placer, tight))
     assert asked.admit(tight) == plain.admit(tight)

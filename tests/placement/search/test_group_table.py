@@ -1,4 +1,4 @@
-"""The table of groups finds what a scan of all of them finds."""
+"""Which groups are looked at first."""
 
 import bisect
 import math
@@ -6,11 +6,12 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.placement.made_jobs import ANY_MODES, jobs
-from verl_mux.placement.groups import GroupTable
+from tests.placement.made_jobs import ANY_MODES, jobs, make_cluster, make_job
+from verl_mux.placement.groups import Groups
 from verl_mux.placement.model import Group, Pin
 
-USD = (2.0, 5.0)
+CLUSTER = make_cluster()
+USD = CLUSTER.rollout.kind.usd_per_hour, CLUSTER.train.kind.usd_per_hour
 
 
 def made_groups(members, sizes) -> list[Group]:
@@ -45,34 +46,28 @@ def scanned(groups, job, cap, room, below, best_fit):
     gone=st.sets(st.integers(0, 11)),
     cap=st.integers(1, 5),
     room=st.tuples(st.floats(0, 1), st.floats(0, 1)),
-    below=st.sampled_from((3.0, 8.0, math.inf)),
+    below=st.sampled_from((20.0, 50.0, math.inf)),
     best_fit=st.booleans(),
 )
 def test_openings_and_the_emptiest_are_those_of_a_scan(members, sizes, gone, cap, room, below, best_fit):
     newcomer, *members = members
-    table, groups = GroupTable(), made_groups(members, sizes)
-    for group in groups:
-        table.add(group)
+    table, groups = Groups(CLUSTER), made_groups(members, sizes)
+    table.adopt(groups, len(groups))
     # Some leave, and every second of them comes back, as the youngest.
     left = [group for number, group in enumerate(groups) if number in gone]
     for group in left:
-        table.remove(group.name)
-    for group in left[::2]:
-        table.add(group)
+        table._drop(group.name)
+    table.adopt(left[::2], len(groups))
     there = [group for group in groups if group not in left] + left[::2]
 
-    found = [(least, group.name) for least, group in table.openings(newcomer.nodes, cap, room, USD, below, best_fit)]
+    found = [(least, group.name) for least, group in table.openings(newcomer, cap, room, below, best_fit)]
     assert found == scanned(there, newcomer, cap, room, below, best_fit)
     for count in range(len(there) + 2):
         assert table.emptiest(count) == sorted(there, key=lambda group: group.fullness)[:count]
 
 
-def test_a_group_keeps_its_turn_when_its_numbers_change():
-    from tests.placement.made_jobs import make_job
-
-    first, second = made_groups([make_job("a", 100, 100), make_job("b", 100, 100)], [1, 1])
-    table = GroupTable()
-    table.add(first)
-    table.add(second)
-    table.replace(first)
-    assert [group.name for group in table.emptiest(2)] == ["g0", "g1"]
+def test_a_group_keeps_its_turn_when_its_order_changes():
+    groups = Groups(CLUSTER)
+    groups.adopt(made_groups([make_job("a", 100, 100), make_job("b", 100, 100)], [1, 1]), 2)
+    groups.reorder("g0", "longest-first")
+    assert [group.name for group in groups.emptiest(2)] == ["g0", "g1"]

@@ -11,16 +11,16 @@ from verl_mux.placement.feasibility import Feasibility
 from verl_mux.placement.group_run import mean_seconds, rollout_bits
 from verl_mux.placement.layouts import Price, cheapest_nodes, isolated_usd
 from verl_mux.placement.model import COLOCATED, Cluster, NodeKind, Pool
-from verl_mux.placement.placer import Placer
+from verl_mux.placement.planner import Planner
 from verl_mux.placement.rules import LIVE, OURS, modes_of
 
 COUNTED = msgspec.structs.replace(OURS, count_stays=True)
 NODE_USD = 8 * 5.28
 
 
-def twice(rules) -> Placer:
+def twice(rules) -> Planner:
     """Two jobs that keep a node busy by themselves, and may take twice as long."""
-    placer = Placer(make_cluster(), rules)
+    placer = Planner.of_one(make_cluster(), rules)
     for name in "ab":
         placer.admit(make_job(name, 100, 100, slo=2.0, modes=(COLOCATED,)))
     return placer
@@ -33,7 +33,7 @@ def test_two_on_a_node_that_one_keeps_busy_save_nothing_so_each_has_its_own():
 
 
 def test_who_leaves_the_other_its_time_shares_all_the_same():
-    placer = Placer(make_cluster(), COUNTED)
+    placer = Planner.of_one(make_cluster(), COUNTED)
     for name, rollout, train in (("a", 100, 90), ("b", 90, 100)):
         placer.admit(make_job(name, rollout, train, slo=1.2))
     assert len(placer.groups) == 1 and placer.groups.usd_per_hour == pytest.approx(57.04)
@@ -41,33 +41,30 @@ def test_who_leaves_the_other_its_time_shares_all_the_same():
 
 def test_the_price_is_of_the_same_work():
     shared = twice(OURS)
-    assert Price(shared.cluster, OURS).of_group(shared.groups["g1"]) == pytest.approx(NODE_USD)
-    assert Price(shared.cluster, COUNTED).of_group(shared.groups["g1"]) == pytest.approx(2 * NODE_USD)
+    assert Price(shared.placer.cluster, OURS).of_group(shared.groups["g1"]) == pytest.approx(NODE_USD)
+    assert Price(shared.placer.cluster, COUNTED).of_group(shared.groups["g1"]) == pytest.approx(2 * NODE_USD)
 
 
-@pytest.mark.parametrize("spot_usd", [0.0, 3.0])
-def test_nodes_that_cost_nothing_are_shared_where_there_are_no_others(spot_usd):
+def test_nodes_that_cost_nothing_are_shared_where_there_are_no_others():
     free = NodeKind(name="own", host_memory_gb=1000)
     cluster = Cluster(
         rollout=Pool(name="rollout", kind=free, nodes=("r0",)),
         train=Pool(name="train", kind=free, nodes=("t0",)),
-        spot=frozenset({"t0"}),
-        spot_usd={"t0": spot_usd},
     )
-    placer = Placer(cluster, LIVE)
+    placer = Planner.of_one(cluster, LIVE)
     placer.admit(make_job("a", 100, 60, slo=2.0))
     job = make_job("b", 60, 100, slo=2.0)
-    (found, _) = alternatives(placer, job)
+    (found, _) = alternatives(placer.placer, job)
     assert (found.strategy, found.usd_per_hour, found.why) == ("direct packing", 0.0, "")
     assert placer.admit(job).strategy == "direct packing"
 
 
 def test_a_place_that_is_cheaper_by_the_hour_and_not_taken_says_why():
-    placer = Placer(make_cluster(), COUNTED)
+    placer = Planner.of_one(make_cluster(), COUNTED)
     placer.admit(make_job("a", 100, 100, slo=2.0, modes=(COLOCATED,)))
     job = make_job("b", 100, 100, slo=2.0, modes=(COLOCATED,))
-    found = alternatives(placer, job)
-    said = lost_to(placer.admit(job).usd_per_hour, found)[0]
+    found = alternatives(placer.placer, job)
+    said = lost_to(placer.admit(job), found)[0]
     assert (said.usd_per_hour, said.work_usd_per_hour) == (0.0, pytest.approx(NODE_USD))
     assert said.why == "its jobs would take longer, so that an hour of this one's work alone would cost 42.24 USD there"
 
@@ -96,10 +93,10 @@ def run(shared):
 @settings(max_examples=examples(25))
 @given(found=jobs(most=5, modes=(*ANY_MODES, EITHER)))
 def test_nobody_adds_more_than_its_own_nodes_would_cost_for_the_same_work(found):
-    placer = Placer(make_cluster(), COUNTED)
+    placer = Planner.of_one(make_cluster(), COUNTED)
     for job in found:
         before = dict(placer.groups)
         placer.admit(job)
-        own = min(isolated_usd(placed, placer.cluster) for placed in modes_of(job, placer.cluster, COUNTED))
-        priced = [sum(map(placer.search.price.of_group, groups.values())) for groups in (before, placer.groups)]
+        own = min(isolated_usd(placed, placer.placer.cluster) for placed in modes_of(job, placer.placer.cluster, COUNTED))
+        priced = [sum(map(placer.placer.search.price.of_group, groups.values())) for groups in (before, placer.groups)]
         assert priced[1] - priced[0] <= own + 1e-6

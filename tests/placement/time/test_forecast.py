@@ -4,7 +4,7 @@ from tests.placement.made_jobs import assert_invariants, make_cluster, make_job
 from verl_mux.placement import feasibility as forecast
 from verl_mux.placement.feasibility import Progress, late_job
 from verl_mux.placement.model import Group, Pin
-from verl_mux.placement.placer import Placer
+from verl_mux.placement.planner import Planner
 
 # `b` just makes it if `a` is slow to get back to the training node that they share.
 A = make_job("a", 66.9, 73, slo=1.8, train_switch_s=4.1)
@@ -61,9 +61,10 @@ def test_jobs_of_almost_equal_pace_meet_late_and_then_at_every_iteration(monkeyp
 
 def test_a_departure_moves_out_who_would_be_late_beside_those_who_stay():
     """Settled periods from a common start allow the pair; as the two stand when a third leaves, one of them would be late."""
-    placer = Placer(make_cluster(4, 4))
+    placer = Planner.of_one(make_cluster(4, 4))
     third = Pin(job=make_job("third", 50, 5), rollout=("rollout-2",), train=("train-1",))
     placer.groups.adopt([_pair(third)], named=1)
+    placer.named = 1
     moves = placer.depart("third", _meeting_in(0.0))
     assert [move.kind for move in moves] == ["move"]
     assert not set(placer.groups.pin_of("fast").train) & set(placer.groups.pin_of("slow").train)

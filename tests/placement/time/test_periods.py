@@ -1,4 +1,4 @@
-"""Settled periods: the closed form, the plain loop and the events of a run say the same."""
+"""Settled periods: the closed form and the events of a run say the same."""
 
 import itertools
 
@@ -7,17 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.placement.made_jobs import ANY_MODES, EITHER, jobs, make_job
-from verl_mux.placement import group_run as module
 from verl_mux.placement.feasibility import Feasibility, nodes_of_pairs
 from verl_mux.placement.group_run import (
     ROLLOUT,
     TRAIN,
-    fifo_means,
-    mean_seconds,
     periods,
     periods_by_job,
     planned_run,
     rollout_bits,
+    settle,
 )
 from verl_mux.placement.groups import pairs_of_pins
 from verl_mux.placement.model import Group, Pin
@@ -34,18 +32,10 @@ def shared(draw):
     return found, rollout_bits(found, nodes_of_pairs(rollout, len(found)), trained), trained
 
 
-@given(case=shared())
-def test_the_plain_loop_agrees_with_the_events(case):
-    found, rollout, train = case
-    settled = module._settle(planned_run(found, rollout, train, "fifo"))
-    assert fifo_means(found, rollout, train) == pytest.approx([period.mean_s for period in settled])
-    assert mean_seconds(found, rollout, train) == pytest.approx([period.mean_s for period in periods(found, rollout, train)])
-
-
 @given(found=jobs())
 def test_where_all_meet_on_both_sides_the_closed_form_agrees_with_the_events(found):
     everybody = [1] * len(found), [2] * len(found)
-    settled = module._settle(planned_run(found, *everybody, "fifo"))
+    settled = settle(planned_run(found, *everybody, "fifo"))
     closed = periods(found, *everybody)
     assert [p.mean_s for p in closed] == pytest.approx([p.mean_s for p in settled])
 
@@ -107,12 +97,6 @@ def test_a_tail_lets_the_next_job_onto_the_nodes():
     tails = [make_job(name, 200, 50, tail_s=tail) for name, tail in (("a", 0.0), ("b", 0.0))]
     with_tails = [make_job(name, 200, 50, tail_s=60.0) for name in ("a", "b")]
     assert periods(with_tails, [1, 1], [2, 2])[0].mean_s < periods(tails, [1, 1], [2, 2])[0].mean_s
-
-
-def test_in_rounds_a_short_job_waits_for_the_others_and_fifo_lets_it_overtake():
-    found = [make_job("short", 20, 20), make_job("long", 100, 100)]
-    fifo, rounds = (periods(found, [1, 2], [4, 4], order) for order in ("fifo", "rounds"))
-    assert fifo[0].mean_s < 200 <= rounds[0].mean_s
 
 
 def colocated(name: str, rollout: float, train: float, **fields):

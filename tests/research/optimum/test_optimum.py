@@ -22,7 +22,7 @@ from tests.research.optimum.counted_out import cheapest_usd
 from verl_mux.placement.feasibility import Feasibility, Progress
 from verl_mux.placement.layouts import cheapest_nodes
 from verl_mux.placement.model import SEPARATE
-from verl_mux.placement.placer import Placer
+from verl_mux.placement.planner import Planner
 from verl_mux.placement.rules import LIVE, OURS, Rules
 
 USD = (14.8, 42.24)
@@ -81,7 +81,7 @@ def test_without_colocated_places_it_is_the_cheapest_in_two_pools():
 @pytest.mark.parametrize("seed", range(4))
 def test_no_policy_finds_less(seed):
     jobs = drawn(seed, ANY_MODES)
-    placer = Placer(make_cluster())
+    placer = Planner.of_one(make_cluster())
     for job in jobs:
         placer.admit(job)
     assert solved(jobs).usd <= placer.groups.usd_per_hour + 1e-6
@@ -94,7 +94,7 @@ def test_at_any_moment_no_policy_finds_less_for_the_phases_that_hold_then(data):
         [Arrival(job, 0.0, 400) for job in data.draw(made_jobs(most=4, modes=ANY_MODES))], Varying(0.1, 2.0), 0
     )
     present = [Moments(arrival).at(data.draw(st.integers(0, 399))) for arrival in varying]
-    placers = [Placer(make_cluster(), rules) for rules in (OURS, LIVE)]
+    placers = [Planner.of_one(make_cluster(), rules) for rules in (OURS, LIVE)]
     for placer in placers:
         for job in present:
             placer.admit(job)

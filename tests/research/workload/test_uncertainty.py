@@ -14,7 +14,7 @@ from research.workload.uncertainty import lengths_by_workload, parse_estimates, 
 from research.workload.workload import draw_workload
 from verl_mux.errors import UserError
 from verl_mux.placement.model import TESTBED
-from verl_mux.placement.placer import Placer
+from verl_mux.placement.planner import Planner
 from verl_mux.placement.rules import Rules
 
 ROWS = [TraceRow(f"job{i}", float(i), 5.0) for i in range(10)]
@@ -50,7 +50,7 @@ def test_bounds_raise_what_the_slo_counts_from_and_quantiles_do_not():
 def test_jobs_alone_cost_the_same_whatever_is_estimated():
     def usd_per_hour(spec: str) -> float:
         arrivals = with_real_lengths(EXACT_JOBS, parse_estimates(spec), seed=3)
-        return assess(Replay(arrivals, Placer(TESTBED, Rules(cap=1)), TESTBED).run(), TESTBED, {}, None).usd_per_hour_mean
+        return assess(Replay(arrivals, Planner.of_one(TESTBED, Rules(cap=1)), TESTBED).run(), TESTBED, {}, None).usd_per_hour_mean
 
     assert usd_per_hour("bound") == pytest.approx(usd_per_hour("mean"))
 

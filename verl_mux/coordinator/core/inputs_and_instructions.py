@@ -13,7 +13,7 @@ import msgspec
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.settings import Pool
 from verl_mux.placement.model import Group
-from verl_mux.placement.pool_pairs import Queued
+from verl_mux.placement.planner import Queued
 from verl_mux.placement.search import Move
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.placement.estimator import Observed
-from verl_mux.placement.pool_pairs import Question, Record
+from verl_mux.placement.planner import Question, Record
 
 
 class JobState(Enum):

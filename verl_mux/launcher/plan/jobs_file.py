@@ -82,7 +82,6 @@ class _Job(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     train_memory_gb: float | None = None
     slo: float = 2.0
     solo_s: float | None = None
-    owner: str = ""
     modes: tuple[str, ...] = (SEPARATE,)
     computes: _Computes | None = None
 

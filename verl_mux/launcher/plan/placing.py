@@ -6,31 +6,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verl_mux.launcher.plan.jobs_file import JobsFile
-    from verl_mux.placement.placer import Placer
-    from verl_mux.placement.search import Alternative, Decision
+    from verl_mux.placement.groups import Groups
 
 
 def make_plan(given: JobsFile) -> dict[str, Any]:
     """usd_per_hour: of all groups, and of every job alone. prices: USD per GPU-hour of each known kind, None: not known."""
-    from verl_mux.placement import explain as sentences
-    from verl_mux.placement.explain import alternatives, lost_to
-    from verl_mux.placement.layouts import isolated_usd
-    from verl_mux.placement.placer import Placer
+    import msgspec
 
-    placer = Placer(given.cluster, given.rules)
-    decisions, reasons = [], []
-    for job in given.jobs:
-        others = alternatives(placer, job)
-        found = sentences.advice(placer, job, others)
-        decision = placer.admit(job)
-        reasons.append(sentences.because(decision, job, others, found))
-        decisions.append(_as_dict(decision, lost_to(decision.usd_per_hour, _without_chosen(others, decision))))
-    for said, reason in zip(decisions, reasons, strict=True):
-        said["why"] = _sentence(placer, said["job"], reason)
+    from verl_mux.placement.layouts import isolated_usd
+    from verl_mux.placement.planner import Arrive, Planner
+
+    planner = Planner.of_one(given.cluster, given.rules)
+    answers = [planner.answer(Arrive(job), {}, 0.0) for job in given.jobs]
+    groups = planner.placer.groups
     return {
-        "jobs": decisions,
-        "groups": [_group(group, given) for group in placer.groups.values()],
-        "usd_per_hour": placer.groups.usd_per_hour,
+        "jobs": [
+            {**msgspec.to_builtins(found.decision), "why": _sentence(groups, found.decision.job, found.because)}
+            for found in answers
+        ],
+        "groups": [_group(group, given) for group in groups.values()],
+        "usd_per_hour": groups.usd_per_hour,
         "usd_per_hour_isolated": sum(isolated_usd(job, given.cluster) for job in given.jobs),
         "prices": _prices(given),
     }
@@ -41,31 +36,16 @@ def _prices(given: JobsFile) -> dict[str, float | None]:
     return {**table, **{pool.kind.name: pool.kind.usd_per_gpu_hour for pool in (given.cluster.train, given.cluster.rollout)}}
 
 
-def _sentence(placer: Placer, name: str, reason: str) -> str:
+def _sentence(groups: Groups, name: str, reason: str) -> str:
     """When all jobs are placed."""
     from verl_mux.placement.explain import where
 
-    if name not in placer.groups.home:
+    if name not in groups.home:
         return f"{name} waits: {reason}"
-    pin, group = placer.groups.pin_of(name), placer.groups.group_of(name)
+    pin, group = groups.pin_of(name), groups.group_of(name)
     nodes = [*pin.rollout, *pin.train]
     others = {node: [job.name for job in (*group.on_rollout(node), *group.on_train(node)) if job.name != name] for node in nodes}
     return f"{where(name, nodes, others)}, {reason}"
-
-
-def _without_chosen(found: list[Alternative], decision: Decision) -> list[Alternative]:
-    group, strategy = decision.was
-    return [
-        other
-        for other in found
-        if decision.outcome == "queued" or other.group != group or (group is None and other.strategy != strategy)
-    ]
-
-
-def _as_dict(decision: Decision, others: list[Alternative]) -> dict[str, Any]:
-    import msgspec
-
-    return {**msgspec.to_builtins(decision), "alternatives": msgspec.to_builtins(others)}
 
 
 def _group(group: Any, given: JobsFile) -> dict[str, Any]:

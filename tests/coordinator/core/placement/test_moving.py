@@ -12,7 +12,7 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, MovesDue, ProcessesGone
 from verl_mux.coordinator.core.placement import moving
 from verl_mux.coordinator.core.placement.observing import Standing
-from verl_mux.coordinator.core.placement.planner import Planner
+from verl_mux.coordinator.core.placement.planner import Answerer
 from verl_mux.coordinator.core.records import JobState, State
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
@@ -298,7 +298,7 @@ def test_the_limit_of_moves_an_hour_outlives_the_placer():
     driver.state.placed = msgspec.structs.replace(driver.state.placed, moved_at=tuple(float(i) for i in range(60)))
     driver.come("a", movable=True)
     assert len(driver.state.placed.moved_at) == 60
-    driver.planner = Planner()  # as after a restart
+    driver.planner = Answerer()  # as after a restart
     driver.do(MovesDue())
     assert len(driver.state.placed.moved_at) == 60
 

@@ -13,7 +13,7 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import hosts
 from verl_mux.coordinator.core.inputs_and_instructions import Input, PoolsChanged
 from verl_mux.coordinator.core.placement import placing
-from verl_mux.coordinator.core.placement.planner import Planner
+from verl_mux.coordinator.core.placement.planner import Answerer
 from verl_mux.coordinator.core.records import JobState, State
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine
@@ -67,7 +67,7 @@ def test_a_job_that_named_its_nodes_leaves_while_the_placer_thinks_about_another
     driver.register("named", nodes={"rollout": ["r0"], "train": ["t0"]})
     register(driver, "a")
     machine = driver.machine
-    no_room = Planner().answer(placing.asked(machine.state, machine.config, 9.0), {})
+    no_room = Answerer().answer(placing.asked(machine.state, machine.config, 9.0), {})
     machine.handle(Input(9.1, m.Deregister(**driver.who("named"))))
     assert where_told(driver.do(no_room)) == [{"rollout": ["r0"], "train": ["t0"]}]
 
@@ -129,7 +129,7 @@ def test_nobody_is_placed_on_a_node_that_began_to_drain_while_the_placer_was_thi
         arrive(driver, "first", slo=4.0, movable=True)
     register(driver, "a")
     machine = driver.machine
-    thought = Planner().answer(placing.asked(machine.state, machine.config, 9.0), {})
+    thought = Answerer().answer(placing.asked(machine.state, machine.config, 9.0), {})
     (group,) = thought.changed
     node = group.rollout_nodes[-1]
     machine.handle(Input(9.1, PoolsChanged(pools=changed_pools(machine.config.pools, drain=[node]))))
@@ -168,7 +168,7 @@ def _say(driver, word, which, flag, number):
     elif word == "late":  # the placer thinks while a node begins to drain
         where = {"host": "here", "pid": 7, "started": 1, "nodes": AUTO}
         driver._handle(Input(driver.now, m.Register(**driver.who(f"j{number}"), **where, needs=needs())))
-        thought = Planner().answer(placing.asked(driver.machine.state, config, driver.now), {})
+        thought = Answerer().answer(placing.asked(driver.machine.state, config, driver.now), {})
         driver._handle(Input(driver.now, PoolsChanged(pools=changed_pools(config.pools, drain=[node]))))
         driver.do(thought)
     elif word == "end" and jobs:

@@ -21,7 +21,7 @@ from tests.coordinator.driver import Driver
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.core.inputs_and_instructions import Input, Send
-from verl_mux.coordinator.core.placement.planner import Asked, Planner
+from verl_mux.coordinator.core.placement.planner import Answerer, Asked
 from verl_mux.coordinator.core.records import State
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.snapshot import describe
@@ -31,7 +31,7 @@ from verl_mux.coordinator.journal_files import Before
 from verl_mux.coordinator.status_view import plain
 from verl_mux.errors import UserError
 from verl_mux.placement.estimator import Observed
-from verl_mux.placement.pool_pairs import Arrive, Record
+from verl_mux.placement.planner import Arrive, Record
 
 
 def test_a_job_that_comes_alone_gets_nodes_of_its_own(driver):
@@ -182,7 +182,7 @@ def test_after_a_loss_of_memory_a_colocated_job_is_where_it_says():
 def test_an_answer_about_other_records_is_void_and_the_question_stays(driver):
     arrive(driver, "a")
     asked = Asked(Arrive(driver.machine.state.placed.job("a")), Record(), driver.machine.config, frozenset(), 0.0)
-    stale = Planner().answer(asked, {})
+    stale = Answerer().answer(asked, {})
     before = driver.machine.state.placed
     driver.machine.state.questions.append(asked.question)
     driver.machine.handle(Input(driver.now, stale))

@@ -28,8 +28,7 @@ from verl_mux.errors import UserError
 from verl_mux.placement.estimator import WINDOW
 from verl_mux.placement.job_needs import JobNeeds
 from verl_mux.placement.model import Cluster, Group, JobSpec, Pin
-from verl_mux.placement.pool_pairs import Again, Arrive, Correct, Leave, Open, Record, Vacate
-from verl_mux.placement.repack import ASK_AGAIN_S
+from verl_mux.placement.planner import ASK_AGAIN_S, Again, Arrive, Correct, Leave, Open, Record, Vacate
 from verl_mux.placement.rules import ORDERS
 
 # Of one phase: longer ones no clock here was made for.

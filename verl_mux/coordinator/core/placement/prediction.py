@@ -12,7 +12,7 @@ from verl_mux.coordinator.core.settings import Config
 from verl_mux.placement.estimator import Observed, expected
 from verl_mux.placement.group_run import group_periods
 from verl_mux.placement.model import Group, JobSpec, Pin
-from verl_mux.placement.pool_pairs import pair_of
+from verl_mux.placement.planner import pair_of
 from verl_mux.profiling.eventlog import events
 
 

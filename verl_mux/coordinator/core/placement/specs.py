@@ -10,7 +10,7 @@ from verl_mux.errors import UserError
 from verl_mux.placement.estimator import Bounds, bounds, job_spec, learnt, on_other_kinds
 from verl_mux.placement.job_needs import find_kind
 from verl_mux.placement.model import COLOCATED, SEPARATE, Cluster, JobSpec, Pool
-from verl_mux.placement.pool_pairs import pair_of
+from verl_mux.placement.planner import pair_of
 from verl_mux.placement.rules import check_fits
 
 
