@@ -112,6 +112,10 @@ class Told(Planner):
         self.told.append((now, dict(progress), self.held))
         return super().repack(progress, now)
 
+    def _follow(self, pair, progress, now):
+        self.told.append((now, dict(progress), self.held))
+        return super()._follow(pair, progress, now)
+
 
 def test_live_is_told_of_jobs_what_the_coordinator_tells():
     """Nothing before a job's first step, its time from there on, and that one on its way is not to be moved again."""

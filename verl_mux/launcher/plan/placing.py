@@ -17,12 +17,11 @@ def make_plan(given: JobsFile) -> dict[str, Any]:
     from verl_mux.placement.planner import Arrive, Planner
 
     planner = Planner.of_one(given.cluster, given.rules)
-    answers = [planner.answer(Arrive(job), {}, 0.0) for job in given.jobs]
+    answers = [(job.name, planner.answer(Arrive(job), {}, 0.0)) for job in given.jobs]
     groups = planner.placer.groups
     return {
         "jobs": [
-            {**msgspec.to_builtins(found.decision), "why": _sentence(groups, found.decision.job, found.because)}
-            for found in answers
+            {**msgspec.to_builtins(found.decision), "why": _sentence(groups, name, found.because)} for name, found in answers
         ],
         "groups": [_group(group, given) for group in groups.values()],
         "usd_per_hour": groups.usd_per_hour,
