@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_mux.config.schema import MODES
+from verl_mux.config.job_checks import MODES
 
 ROOT = Path(__file__).parents[1]
 STOCK = ["actor_rollout_ref.rollout.name=sglang", "trainer.v1.trainer_mode=sync"]

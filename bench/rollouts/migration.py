@@ -18,7 +18,7 @@ from verl_mux.profiling.plain.lines import read_directory
 
 # What lets a rollout have other nodes in its course, and what switches it off.
 _OFF = {
-    "mux.rollout.migration.enable=true": "mux.rollout.migration.enable=false",
+    "mux.rollout.migration=true": "mux.rollout.migration=false",
     "mux.rollout.growth.own=": "mux.rollout.growth.own=null",
     "mux.rollout.tail=defer": "mux.rollout.tail=none",
 }

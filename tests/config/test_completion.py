@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import verl
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
-from verl_mux.config.completion import complete, complete_stock_cpu
+from verl_mux.config.completion import complete, complete_stock_cpu, logged_keys
 from verl_mux.config.schema import MuxConfig
 
 CONFIGS = Path(verl.__file__).parent / "trainer" / "config"
@@ -55,3 +56,29 @@ def test_between_phases_all_states_are_on_the_host_in_shards_that_a_sync_can_sen
     assert (actor.strategy, ref.strategy) == ("fsdp2", "fsdp2")
     for engine in (actor.fsdp_config, ref.fsdp_config, config.critic.fsdp):
         assert engine.param_offload and engine.optimizer_offload
+
+
+def test_the_event_log_records_what_steers_a_rollout_and_nothing_else():
+    config = OmegaConf.create(
+        {
+            "trainer": {"v1": {"trainer_mode": "mux_separate", "sampler": {"max_off_policy_threshold": 8}}},
+            "actor_rollout_ref": {"model": {"path": "secret"}},
+            "mux": {
+                "rollout": {
+                    "oversample": {"rate": 0.5},
+                    "segments": {"segment_length": None},
+                    "max_lag": 2,
+                    "max_lag_strategy": "wait",
+                    "tail": "none",
+                }
+            },
+        }
+    )
+    assert set(logged_keys(config)) == {
+        "trainer.v1.trainer_mode=mux_separate",
+        "trainer.v1.sampler.max_off_policy_threshold=8",
+        "mux.rollout.oversample.rate=0.5",
+        "mux.rollout.max_lag=2",
+        "mux.rollout.max_lag_strategy=wait",
+        "mux.rollout.tail=none",
+    }

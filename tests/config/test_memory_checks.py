@@ -6,8 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.config.test_schema import refusal, verl_config
-from verl_mux.config.memory_checks import check_surroundings, sliding_window
-from verl_mux.config.schema import check
+from verl_mux.config.job_checks import check, check_surroundings, sliding_window
 
 REF, MODEL = "actor_rollout_ref", "actor_rollout_ref__model"
 SGLANG = f"{REF}__rollout__engine_kwargs__sglang"

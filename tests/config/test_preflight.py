@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from tests.config.test_schema import verl_config
 from verl_mux.config import preflight
-from verl_mux.config.schema import load
+from verl_mux.config.job_checks import load
 from verl_mux.config.validation_hook import checked_first
 from verl_mux.coordinator.bus.client import LocalMux
 from verl_mux.coordinator.bus.members import UID_VARIABLE
@@ -44,7 +44,7 @@ def check(monkeypatch, tmp_path):
 
 
 def job(address: str | None, **mux):
-    config = verl_config({"coordinator": address, "nodes": NODES, "coordinator_timeout_s": 20, **mux})
+    config = verl_config({"coordinator": address, "nodes": NODES, **mux})
     config.trainer.total_training_steps = 3
     config.trainer.default_local_dir = "checkpoints/exp"
     return config
@@ -100,6 +100,12 @@ def test_without_a_coordinator_nobody_is_asked(check):
 def test_what_cannot_work_is_one_line_and_exit_code_2(check, coordinator, capsys, mux, words):
     text = refusal(check, job(coordinator.address, **mux), capsys)
     assert all(word in text for word in words), text
+
+
+def test_a_coordinator_that_does_not_answer(check, capsys, monkeypatch):
+    monkeypatch.setattr(preflight, "_TIMEOUT_S", 1)
+    text = refusal(check, job("tcp://127.0.0.1:1"), capsys)
+    assert "tcp://127.0.0.1:1" in text and "1 s" in text
 
 
 def test_more_gpus_than_the_node_has(check, coordinator, capsys):

@@ -15,7 +15,7 @@ pytest.importorskip("ray")
 OTHER = """
 import ray, sys
 from omegaconf import OmegaConf
-from verl_mux.config import ray_cluster
+from verl_mux.config import preflight
 ray.init(address="local", num_cpus=2, object_store_memory=80_000_000, include_dashboard=False)
 address = ray.get_runtime_context().gcs_address
 @ray.remote(num_cpus=0)
@@ -32,10 +32,10 @@ for line in sys.stdin:
 CLAIM = """
 import ray, sys
 from omegaconf import OmegaConf
-from verl_mux.config import ray_cluster
+from verl_mux.config import preflight
 from verl_mux.errors import UserError
 try:
-    ray_cluster.claim(OmegaConf.create({"ray_kwargs": {"ray_init": {"address": sys.argv[1]}}}), sys.argv[2])
+    preflight.claim_cluster(OmegaConf.create({"ray_kwargs": {"ray_init": {"address": sys.argv[1]}}}), sys.argv[2])
     print("taken")
 except UserError as error:
     print(error)

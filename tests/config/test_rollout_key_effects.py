@@ -8,8 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from verl_mux.config.keys import convert
-from verl_mux.config.rollout_keys import RolloutConfig
+from verl_mux.config.schema import RolloutConfig, convert, leaves
 from verl_mux.coordinator.bus.messages import LearnerStateUpdate
 from verl_mux.rollout.control.launch_order import LaunchOrder
 from verl_mux.rollout.control.oversampling import Oversampler
@@ -95,15 +94,6 @@ EFFECTS: dict[str, tuple[Any, Any, dict]] = {
 }
 
 
-def keys(kind: Any, before: str = "") -> list[str]:
-    """All keys of a struct, with dots."""
-    out = []
-    for field in msgspec.structs.fields(kind):
-        nested = isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)
-        out += keys(field.type, f"{before}{field.name}.") if nested else [before + field.name]
-    return out
-
-
 def config_of(given: dict, key: str | None = None, value: Any = None) -> RolloutConfig:
     merged = msgspec.json.decode(msgspec.json.encode(given))
     if key is not None:
@@ -116,7 +106,7 @@ def config_of(given: dict, key: str | None = None, value: Any = None) -> Rollout
 
 
 def test_every_key_is_here():
-    assert sorted(EFFECTS) == sorted(keys(RolloutConfig))
+    assert sorted(f"mux.rollout.{key}" for key in EFFECTS) == sorted(leaves(RolloutConfig, "mux.rollout"))
 
 
 @pytest.mark.parametrize("key", EFFECTS)

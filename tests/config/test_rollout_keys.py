@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from verl_mux.config.keys import convert
-from verl_mux.config.rollout_checks import Surroundings, check_rollout
-from verl_mux.config.rollout_keys import RolloutConfig
+from verl_mux.config.job_checks import Surroundings, check_rollout
+from verl_mux.config.schema import RolloutConfig, convert
 from verl_mux.errors import UserError
 from verl_mux.rollout.control.oversampling import LagLimit
 from verl_mux.rollout.control.segments import SegmentLimits
@@ -37,8 +36,8 @@ def test_nothing_given_is_the_default_and_every_part_is_off():
 
 
 def test_given_keys_are_taken():
-    config = load({"oversample": {"rate": 1}, "dispatch": {"order": "sjf"}}, AROUND)
-    assert config.oversample.rate == 1.0
+    config = load({"oversample": {"rate": 1, "max_cuts": 3}, "dispatch": {"order": "sjf"}}, AROUND)
+    assert (config.oversample.rate, config.oversample.max_cuts) == (1.0, 3)
     assert config.launch_order == "sjf"
 
 
@@ -56,7 +55,7 @@ def test_segment_limits_fall_back_on_the_response_length():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"oversample": {"rate": -0.1}}, "mux.rollout.oversample.rate=-0.1 is not possible; allowed: 0 (off) or more"),
+        ({"oversample": {"rate": -0.1}}, "mux.rollout.oversample.rate=-0.1 is not possible; allowed: 0 or more"),
         ({"oversample": {"rate": 1.5}}, "would launch 80 responses and the engines hold 64 at once, so at most 1"),
         ({"oversample": {"rate": "much"}}, "mux.rollout.oversample.rate must be a number, given 'much'"),
         ({"oversample": {"rate": float("nan")}}, "must be a number, given nan"),
@@ -69,29 +68,31 @@ def test_segment_limits_fall_back_on_the_response_length():
         ({"segments": {"max_length": 2000}}, "1 to data.max_response_length=1000"),
         (
             {"segments": {"treatment": "tois"}},
-            "segments.treatment=tois is not possible; allowed: tis, mask, pois",
+            "segments.treatment='tois' is not possible; allowed: tis, mask, pois",
         ),
         ({"max_lag": 1}, "max_lag=1 is not possible; allowed: null where no response goes on under newer weights"),
-        ({"max_lag": -1, "segments": {"segment_length": 9}}, "max_lag=-1 is not possible; allowed: 0 versions or more"),
-        ({"max_lag_strategy": "stop"}, "max_lag_strategy=stop is not possible; allowed: protect, wait, drop"),
+        ({"max_lag": -1, "segments": {"segment_length": 9}}, "max_lag=-1 is not possible; allowed: 0 or more"),
+        ({"max_lag_strategy": "stop"}, "max_lag_strategy='stop' is not possible; allowed: protect, wait, drop"),
         (
             {"segments": {"segment_length": 9}, "oversample": {"max_cuts": 1}},
             "oversample.max_cuts=1 is not possible; allowed: its default with mux.rollout.segments.segment_length",
         ),
-        ({"tail": "cut"}, "mux.rollout.tail=cut is not possible; allowed: none, defer"),
+        ({"tail": "cut"}, "mux.rollout.tail='cut' is not possible; allowed: none, defer"),
         ({"tail": "defer", "oversample": {"rate": 1}}, "tail=defer is not possible with mux.rollout.oversample.rate=1.0"),
-        ({"dispatch": {"order": "lifo"}}, "dispatch.order=lifo is not possible; allowed: auto, fifo, sjf"),
+        ({"dispatch": {"order": "lifo"}}, "dispatch.order='lifo' is not possible; allowed: fifo, sjf, auto"),
         ({"dispatch": {"predictor": "bert"}}, "dispatch.predictor=bert is not possible; allowed: default, fifo"),
-        ({"migration": "yes"}, "migration must be true or false, given 'yes'"),
+        ({"migration": "perhaps"}, "migration must be true or false, given 'perhaps'"),
         (
             {"migration": True, "oversample": {"rate": 0.5}},
             "mux.rollout.migration=True is not possible: over-sampling and segments cut the tail off",
         ),
+        ({"trigger": {"n_min": 0}}, "trigger.n_min=0 is not possible; allowed: 1 or more"),
+        ({"trigger": {"t_max_s": 0}}, "trigger.t_max_s=0.0 is not possible; allowed: above 0 seconds"),
         (
-            {"trigger": {"n_min": 0}},
-            "trigger.n_min=0 is not possible; allowed: 1 to data.train_batch_size=8 prompt groups, or null",
+            {"trigger": {"entropy": [0.2, 0.1]}},
+            "entropy=[0.2, 0.1] is not possible; allowed: [low, high], 0 <= low < high",
         ),
-        ({"trigger": {"entropy": [0.2, 0.1]}}, "trigger.entropy=[0.2, 0.1] is not possible; allowed: [low, high]"),
+        ({"trigger": {"entropy": 3}}, "must be two numbers, the lowest and the highest, or null, given 3"),
         ({"trigger": {"n_min": 4}}, "mux.rollout.trigger.n_min=4 does not go with trainer.v1.trainer_mode=mux_separate"),
     ],
 )

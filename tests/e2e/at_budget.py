@@ -24,6 +24,7 @@ from verl_mux.coordinator.bus import members
 from verl_mux.launcher.plan.memory import certificate_of
 from verl_mux.memory.certificate.certify import Certificate
 from verl_mux.platform import device_ledger
+from verl_mux.platform.charges import SCALE_VARIABLE
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 _LIMIT_S = 1200
@@ -38,7 +39,6 @@ _OVERRIDES = [
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
     "+actor_rollout_ref.rollout.engine_kwargs.sglang.chunked_prefill_size=128",
-    "mux.device.charges={context: 0.01, communicators: 0.01, graphs: 0.01, workspace: 0.01, worker_context: 0.01}",
 ]
 # Kinds that a run measures, by side and phase.
 _MEASURED = {("r", "rollout"): ("weights", "kv_cache"), ("t", "train"): ("weights", "optimizer")}
@@ -46,6 +46,7 @@ _MEASURED = {("r", "rollout"): ("weights", "kv_cache"), ("t", "train"): ("weight
 
 def main() -> None:
     folder, steps = Path(sys.argv[1]).absolute(), int(sys.argv[2]) if len(sys.argv) > 2 else 20
+    os.environ[SCALE_VARIABLE] = "0.01"
     needed = max(phase.total for gpu in certificate(folder / "sizes", steps, None).gpus.values() for phase in gpu.phases.values())
     told = {}
     for name, budget in {"certificate": needed, "a_tenth_less": int(0.9 * needed)}.items():
@@ -72,7 +73,7 @@ def _spec(home: Path, steps: int, budget: int | None) -> dict[str, Any]:
     del spec["coordinator"]["schedule"]
     of_device = [] if budget is None else [f"mux.device.budget={budget / 1e9}"]
     spec["overrides"] += [*_OVERRIDES, *of_device, f"trainer.total_training_steps={steps}"]
-    spec["environment"] |= {device_ledger.DIRECTORY_VARIABLE: str(home / "devices")}
+    spec["environment"] |= {device_ledger.DIRECTORY_VARIABLE: str(home / "devices"), SCALE_VARIABLE: os.environ[SCALE_VARIABLE]}
     return {**spec, "dir": str(home / "run")}
 
 

@@ -31,7 +31,7 @@ LEASE_S, FENCED = 3.0, {"rollout": "server", "train": "trainer"}
 # A rollout that lasts longer than a job goes on without its coordinator's answer.
 LONG_ROLLOUT = ["data.max_response_length=192", "+actor_rollout_ref.rollout.engine_kwargs.sglang.max_running_requests=4"]
 # Tail rounds, by windows of which a resume begins in the middle.
-DEFERRED = ["mux.rollout.tail=defer", "mux.rollout.defer.window=6"]
+DEFERRED = ["mux.rollout.tail=defer"]
 # Fewer requests run at once than are launched, so that some still wait or run when enough prompt groups are complete.
 OVERSAMPLED = ["mux.rollout.oversample.rate=0.5", "+actor_rollout_ref.rollout.engine_kwargs.sglang.max_running_requests=8"]
 # Steps of the job of verl's own streaming trainer, and how many prompt groups are enough for one of them.
@@ -77,10 +77,10 @@ def run(assets, tmp_path_factory, request) -> Run:
     # The phase in which a job is killed lasts longer than Ray takes to end its workers, a second or two, and than it takes to ask
     # the coordinator whether it still lasts.
     restarts = [*tiny.overrides(assets, STEPS), OVERSAMPLED[0], *LONG_ROLLOUT, *_keys_in_a_file(directory), "trainer.save_freq=1"]
-    restarts += ["mux.rollout.oversample.accept_length_bias=true", "actor_rollout_ref.actor.ppo_epochs=20"]
+    restarts += ["actor_rollout_ref.actor.ppo_epochs=20"]
     restarts += ["data.max_response_length=512", "trainer.max_actor_ckpt_to_keep=2"]
     jobs = {"stays": [*tiny.overrides(assets, STEPS), *checkpoints, *slowly], "rolls": restarts}
-    _write_keys(directory, "leftover: drop")
+    _write_keys(directory, "max_cuts: 2")
     file = tiny.run_file(
         directory / "run.yaml", out, jobs, {"PYTHONPATH": str(assets)}, restarts={"rolls": 1}, lease_timeout=LEASE_S
     )
@@ -136,13 +136,10 @@ def streaming(assets, tmp_path_factory) -> Iterator[tuple[Path, subprocess.Popen
     directory = tmp_path_factory.mktemp("streaming")
     keys = [
         "actor_rollout_ref.rollout.nnodes=0",
-        "mux.rollout.trigger.enable=true",
         f"mux.rollout.trigger.n_min={ENOUGH}",
         "mux.rollout.trigger.t_max_s=30",
-        "mux.rollout.trigger.entropy.enable=true",
         # Any policy is below: both thresholds double after the first step.
-        "mux.rollout.trigger.entropy.low=1000",
-        "mux.rollout.trigger.entropy.high=2000",
+        "mux.rollout.trigger.entropy=[1000,2000]",
     ]
     process = tiny.start_job("job", tiny.overrides(assets, STREAMED, mode="colocate_async"), directory, None, *keys)
     yield directory, process

@@ -42,10 +42,9 @@ _JOB = [
     f"+{_ROLLOUT}.engine_kwargs.sglang.max_running_requests=8",
     "mux.seeded_sampling=false",
     "mux.profile.texts=1.0",
-    "mux.profile.text_chars=100000",
 ]
 _BOTH = "mux.nodes.rollout=[r0, r1]"
-_GROWS = ["mux.rollout.growth={own: [r0], min_gain_s: 0.0}"]
+_GROWS = ["mux.rollout.growth={own: [r0]}"]
 _NODES = {"rollout": ["r0", "r1"], "train": ["t0", "t1"]}
 
 

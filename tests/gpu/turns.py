@@ -62,8 +62,8 @@ def _job(name: str, model: dict[str, Any]) -> Job:
     }  # fmt: skip
     config = verl(name, rollout)
     # A device with a budget has no graphs that could sleep: their charge stays.
-    config["mux"]["device"] = {"charges": msgspec.to_builtins(CPU_CHARGES), "budget": 1.0}
-    return read_job(config, model)
+    config["mux"]["device"] = {"budget": 1.0}
+    return msgspec.structs.replace(read_job(config, model), charges=CPU_CHARGES)
 
 
 def limits(model: Path, names: Sequence[str]) -> Limits:

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from verl_mux.errors import Failure, UserError
+from verl_mux.errors import Failure
 from verl_mux.memory.cpu_saver import CpuMemorySaver
 from verl_mux.platform import device_ledger as ledger
 from verl_mux.platform.charges import Charges, DeviceSettings
@@ -133,22 +133,3 @@ def test_settings_say_which_device_a_process_and_its_children_use(monkeypatch):
 def test_an_engine_alone_has_no_communicators():
     assert Charges().engine(1, graphs=False) == {"context": 1_600_000_000, "workspace": 540_000_000}
     assert Charges(graphs=0.25).engine(2, graphs=True)["graphs"] == 250_000_000
-
-
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"budget": 0}, "mux.device.budget is 0 GB; it must be above 0"),
-        ({"wake_wait_s": -1}, "mux.device.wake_wait_s is -1"),
-        ({"sleep_level": "3"}, "mux.device.sleep_level is 3; allowed: auto, 1, 2"),
-        ({"communicators": "drop"}, "mux.device.communicators is drop; allowed: keep. FSDP's parameters hold the process groups"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused_by_name(keys, words):
-    with pytest.raises(UserError, match=words):
-        DeviceSettings(**keys)
-
-
-def test_charges_that_cannot_be_are_refused_by_name():
-    with pytest.raises(UserError, match=r"mux.device.charges.context is -1; it must be a number of GB"):
-        Charges(context=-1)

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from tests.memory.certificate.models import QWEN3_8B, QWEN3_32B, QWEN25_7B
 from verl_mux.config import search_path  # noqa: F401  (registers at import)
-from verl_mux.config.schema import check
+from verl_mux.config.job_checks import check
 from verl_mux.coordinator.config import read_config
 from verl_mux.launcher.plan.memory import certificate_of
 

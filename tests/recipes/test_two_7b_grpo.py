@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from verl_mux.config.schema import check
+from verl_mux.config.job_checks import check
 from verl_mux.coordinator.config import read_config
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "two_7b_grpo"

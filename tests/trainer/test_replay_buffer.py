@@ -13,8 +13,7 @@ from verl.trainer.ppo.v1 import replay_buffer as of_verl
 
 from tests.config.test_schema import verl_config
 from verl_mux.config.preflight import complete_stock_mode
-from verl_mux.config.rollout_keys import RolloutConfig, TriggerConfig
-from verl_mux.config.schema import MuxConfig
+from verl_mux.config.schema import MuxConfig, RolloutConfig, TriggerConfig
 from verl_mux.errors import UserError
 from verl_mux.rollout.control.trigger import TrainingTrigger
 from verl_mux.trainer import replay_buffer as module

@@ -22,7 +22,7 @@ from transfer_queue.storage.simple_storage import SimpleStorageUnit
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils as tu
 
-from verl_mux.config.rollout_keys import OversampleConfig, RolloutConfig, SegmentsConfig
+from verl_mux.config.schema import OversampleConfig, RolloutConfig, SegmentsConfig
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.rollout.control.oversampling import Oversampler
 from verl_mux.rollout.messages import Abort, Report

@@ -1,6 +1,6 @@
-"""Completes a verl config for our trainer modes: what a mode implies, and what a platform without GPU needs.
+"""Complete a verl config: what our trainer modes imply, what a platform without GPU needs, and the settings of the workers.
 
-Runs in the trainer before verl reads the config. Each function changes the config in place.
+Runs in the job's driver: called by trainer/modes.py, and by preflight.py for verl's own modes. Changes the config in place.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from uuid import uuid4
 
+import msgspec
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_mux import plugin
-from verl_mux.config.rollout_keys import RolloutConfig
-from verl_mux.config.schema import MuxConfig
+from verl_mux.config.schema import MuxConfig, RolloutConfig, leaves
 from verl_mux.errors import UserError
 from verl_mux.places.place import Place
 from verl_mux.platform.cpu_features import has_bf16_products
@@ -90,7 +90,6 @@ def hand_to_workers(
         events_dir=str(events_dir(config, mux)) if mux.profile.enable else None,
         events_every=mux.profile.every,
         texts=mux.profile.texts,
-        text_chars=mux.profile.text_chars,
         stalls=mux.profile.stalls,
         tables=mux.profile.tables,
         rollout_nodes=tuple(mux.nodes.rollout),
@@ -105,6 +104,30 @@ def hand_to_workers(
         custom = dict(config.actor_rollout_ref.rollout.get("custom") or {})
         config.actor_rollout_ref.rollout.custom = {**custom, KEY: settings.to_dict()}
     return settings
+
+
+# Keys of a job that its event log records: the report's advice reasons about them.
+_LOGGED = (
+    "trainer.v1.trainer_mode",
+    "trainer.v1.sampler.max_off_policy_threshold",
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "data.train_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.rollout.nnodes",
+    "actor_rollout_ref.rollout.n_gpus_per_node",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "actor_rollout_ref.rollout.max_num_seqs",
+)
+
+
+def logged_keys(config: DictConfig) -> list[str]:
+    """`key=value` of the keys above and of all under mux.rollout but the trigger's, where they are set and not null."""
+    ours = leaves(RolloutConfig, "mux.rollout")
+    values = {key: OmegaConf.select(config, key) for key in (*_LOGGED, *ours) if ".trigger." not in key}
+    return [f"{key}={value}" for key, value in values.items() if value is not None]
 
 
 def events_dir(config: DictConfig, mux: MuxConfig) -> Path:
@@ -147,20 +170,16 @@ def _imply_engine(config: DictConfig, mux: MuxConfig) -> None:
     _imply_arguments(config, _engine(config).arguments)
     engine = config.actor_rollout_ref.rollout.checkpoint_engine
     kwargs = OmegaConf.to_container(engine.get("engine_kwargs") or OmegaConf.create({}))
-    it = mux.sync
-    links = {"fast_gbps": it.fast_gbps, "slow_gbps": it.slow_gbps, "slow_link": it.slow_link}
-    ours = {"verify": it.verify, "delta": it.delta, "timeout_s": it.timeout_s, "streams": it.streams, "method": it.method}
-    by = {"transport": it.transport, "mooncake_protocol": it.mooncake_protocol, "mooncake_device": it.mooncake_device}
-    kwargs["mux"] = {**ours, **by, "links": links, "interface": it.interface, **kwargs.get("mux", {})}
+    kwargs["mux"] = {**msgspec.to_builtins(mux.sync), **kwargs.get("mux", {})}
     engine.engine_kwargs = kwargs
 
 
-def _imply_rollout(config: DictConfig, it: RolloutConfig) -> None:
-    if it.needs_rollout_log_probs:
+def _imply_rollout(config: DictConfig, keys: RolloutConfig) -> None:
+    if keys.needs_rollout_log_probs:
         config.actor_rollout_ref.rollout.calculate_log_probs = True
-    if it.cuts and it.segments.treatment == "tis":
+    if keys.cuts and keys.segments.treatment == "tis":
         _imply_weights(config, TIS_THRESHOLD)
-    if it.launch_order != "fifo":
+    if keys.launch_order != "fifo":
         _imply_arguments(config, _engine(config).priority_arguments(_engine_kwargs(config)))
 
 

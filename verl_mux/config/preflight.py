@@ -1,33 +1,43 @@
-"""Our keys are checked where verl checks its own, in the driver before Ray starts: one line on stderr and exit code 2.
+"""Check our keys where verl checks its own, in the driver before Ray starts, and connect the job to its coordinator.
 
-`validation_hook` puts `check_job` in front of verl's `validate_config`.
+Runs in the job's driver: `validation_hook` puts `check_job` in front of verl's `validate_config`, and trainer/modes.py connects
+through here. Talks to the coordinator and, where the job joins a Ray cluster, to that; writes the mark in the checkpoint folder.
+A refusal is one line on stderr and exit code 2.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_mux.config import ray_cluster
-from verl_mux.config.memory_checks import check_surroundings
-from verl_mux.config.needs import host_memory_of, needs_of
-from verl_mux.config.schema import MuxConfig, check, check_rollout_keys, load
+from verl_mux.config.job_checks import check, check_rollout_keys, check_surroundings, load
+from verl_mux.config.schema import MuxConfig
 from verl_mux.coordinator.bus.client import LocalMux
 from verl_mux.coordinator.bus.connect import connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.bus.messages import AUTO
 from verl_mux.errors import UserError
+from verl_mux.memory.certificate.certify import host_states
+from verl_mux.memory.certificate.job import read_job
+from verl_mux.memory.model_config import local_model_config, read_model_config
 from verl_mux.placement.estimator import Observed
+from verl_mux.placement.job_needs import JobNeeds, job_needs
 from verl_mux.places.here import this_host
 from verl_mux.places.place import is_host, resource_of
 from verl_mux.platform.choose import cpu_platform_wanted, joined_cluster
 from verl_mux.rollout.engine.record import engines
 
+log = logging.getLogger(__name__)
+
+# How long a job waits at start for its coordinator's answer.
+_TIMEOUT_S = 30.0
 # An engine has given a node back when its requests have left it, each at the end of a step of the engine.
 _GRACE_S = 20.0
 # In `trainer.default_local_dir`: the name of the job whose checkpoints these are.
@@ -45,7 +55,7 @@ def check_job(config: DictConfig) -> None:
             ask_coordinator(config, mux)
             if mux.move_note is not None:
                 Path(mux.move_note).unlink(missing_ok=True)  # from now on it has not left
-            ray_cluster.claim(config, str(mux.job))
+            claim_cluster(config, str(mux.job))
             claim_folder(Path(config.trainer.default_local_dir), str(mux.job))
         else:
             complete_stock_mode(config)
@@ -111,18 +121,19 @@ def complete_stock_mode(config: DictConfig) -> None:
     if OmegaConf.select(config, "mux") is not None:
         mux = load(config)
         check_rollout_keys(config, mux)
-        if mux.profile.enable or mux.rollout.trigger.n_min is not None:
+        triggered = mux.rollout.trigger.n_min is not None
+        if mux.profile.enable or triggered:
             completion.hand_to_workers(config, mux)
             with open_dict(config):
                 config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = plugin.AGENT_LOOP_MANAGER
-        if mux.rollout.trigger.n_min is not None:
+        if triggered:
             completion.complete_trigger(config)
     if cpu_platform_wanted() and OmegaConf.select(config, "actor_rollout_ref.rollout.name") in engines():
         completion.complete_stock_cpu(config)
 
 
 def _is_movable(config: DictConfig, mux: MuxConfig) -> bool:
-    """Somebody would start it again, and it keeps checkpoints that are whole when it ends."""
+    """Would its launcher start it again, and does it keep checkpoints that are whole when it ends?"""
     in_background = OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save")
     saves = (OmegaConf.select(config, "trainer.save_freq") or 0) > 0 and not in_background
     return mux.move_note is not None and saves
@@ -141,7 +152,7 @@ def connect_job(config: DictConfig, mux: MuxConfig, wait: bool = True) -> LocalM
     gpus = {"rollout": rollout.n_gpus_per_node, "train": config.trainer.n_gpus_per_node}
     client = connect(
         mux.coordinator, str(mux.job), nodes, gpus=gpus, seed=mux.seed, steps=config.trainer.total_training_steps,
-        timeout=mux.coordinator_timeout_s, needs=needs_of(config) if mux.nodes.rollout == [AUTO] else None, slo=mux.slo,
+        timeout=_TIMEOUT_S, needs=needs_of(config) if mux.nodes.rollout == [AUTO] else None, slo=mux.slo,
         profiled=Observed(rollout=tuple(mux.profiled.rollout), train=tuple(mux.profiled.train)),
         host_memory=host_memory_of(config) if mux.coordinator else None, wait=wait, keys=mux.keys,
         movable=_is_movable(config, mux), colocated=colocated,
@@ -156,7 +167,7 @@ def connect_to_grow(config: DictConfig, mux: MuxConfig, nodes: Sequence[str]) ->
     """A client of a connected job that asks for these nodes as a filler does, whenever no job uses them."""
     name, gpus = f"{mux.job}-grows-onto-{nodes[0]}", config.actor_rollout_ref.rollout.n_gpus_per_node
     return connect(
-        mux.coordinator, name, {"rollout": list(nodes)}, gpus={"rollout": gpus}, timeout=mux.coordinator_timeout_s,
+        mux.coordinator, name, {"rollout": list(nodes)}, gpus={"rollout": gpus}, timeout=_TIMEOUT_S,
         uid=f"{name}:{uuid4().hex}", keys=mux.keys, filler=True, grace=_GRACE_S,
     )  # fmt: skip
 
@@ -176,3 +187,78 @@ def _other_than_asked(nodes: Mapping[str, Sequence[str]], config: DictConfig, co
             f" {', '.join(nodes['rollout'])} for rollout and {', '.join(nodes['train'])} for train: it is too old for such jobs"
         )
     return None
+
+
+# ---------------------------------------------------------------- what a job says of itself
+
+
+def needs_of(config: DictConfig) -> JobNeeds:
+    """What a step computes, for a job that is to be placed.
+
+    Raises:
+        UserError: a key that the estimate needs is missing, or there is no model config at the model's path.
+    """
+    plain = _sections(config, "data", "algorithm", "trainer", "actor_rollout_ref")
+    model = plain["actor_rollout_ref"].get("model") or {}
+    if OmegaConf.select(config, "trainer.v1.trainer_mode") == "mux_colocate":  # its engines are on the trainer's GPUs
+        plain["actor_rollout_ref"]["rollout"] |= {key: plain["trainer"][key] for key in ("nnodes", "n_gpus_per_node")}
+    return job_needs(plain, {**read_model_config(str(model.get("path"))), **(model.get("override_config") or {})})
+
+
+def host_memory_of(config: DictConfig) -> dict[str, dict[str, int]]:
+    """Bytes of the job's states on each node of a side, by side and kind. Empty where the formulas do not know the model: then
+    the coordinator counts only what is measured."""
+    plain = _sections(config, "data", "algorithm", "trainer", "actor_rollout_ref", "critic")
+    model = local_model_config(str(plain["actor_rollout_ref"].get("model", {}).get("path")))
+    if model is None:
+        return {}
+    try:
+        job = read_job(plain, model)
+    except UserError as error:
+        log.info("host memory is not estimated: %s", error)
+        return {}
+    return {side: host_states(job, side) for side in ("rollout", "train")}
+
+
+def _sections(config: DictConfig, *names: str) -> dict[str, Any]:
+    parts = {name: OmegaConf.select(config, name) for name in names}
+    return {name: OmegaConf.to_container(part, resolve=True) for name, part in parts.items() if part is not None}
+
+
+# ---------------------------------------------------------------- its Ray cluster
+
+# Where a job leaves its name in its cluster's own store.
+_KEY, _SPACE = b"verl_mux_job", b"verl_mux"
+_CONTROLLER = {"name": "TransferQueueController", "namespace": "transfer_queue"}
+
+
+def claim_cluster(config: DictConfig, job: str) -> None:
+    """Leave the job's name in the Ray cluster that it would join; nothing where it starts one of its own.
+
+    Two jobs in one Ray cluster end each other: the second attaches to the first one's TransferQueue controller, and closes it
+    when it fails.
+
+    Raises:
+        UserError: another job runs there.
+    """
+    import ray
+    from ray._private.services import canonicalize_bootstrap_address
+    from ray.experimental import internal_kv
+
+    address = canonicalize_bootstrap_address(OmegaConf.select(config, "ray_kwargs.ray_init.address"))
+    if address is None or ray.is_initialized():
+        return
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except ConnectionError:  # a cluster that is gone; verl's own connecting reports it
+        return
+    try:
+        owner = (internal_kv._internal_kv_get(_KEY, namespace=_SPACE) or b"another job").decode()
+        if _CONTROLLER in ray.util.list_named_actors(all_namespaces=True):
+            raise UserError(
+                f"the Ray cluster at {address} is {owner}'s, and two jobs in one cluster end each other: start one for job {job}"
+                " (`ray start --head --port=...`), and name it by ray_kwargs.ray_init.address, or `local` for one on this machine"
+            )
+        internal_kv._internal_kv_put(_KEY, job.encode(), overwrite=True, namespace=_SPACE)
+    finally:
+        ray.shutdown()

@@ -1,275 +1,386 @@
-"""The keys under `mux.*`, checked once at the edge.
+"""Declare every key under `mux`: its type, bound, default and meaning stand here and nowhere else.
 
-The YAML beside this file (`mux/default.yaml`) is what Hydra composes; these dataclasses say what is allowed.
+`mux/default.yaml`, which Hydra composes, is written from this file: `python -m verl_mux.config.schema`.
+Runs in the job's driver before Ray starts, and in `verl-mux report --what-if`; reads a config and writes nothing.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from typing import Any, Literal
+import math
+from collections.abc import Mapping
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from msgspec import Meta
 
-from verl_mux.config.keys import convert
-from verl_mux.config.memory_checks import check_memory
-from verl_mux.config.rollout_checks import Surroundings, check_rollout
-from verl_mux.config.rollout_keys import RolloutConfig
-from verl_mux.coordinator.bus.messages import AUTO
 from verl_mux.errors import UserError
-from verl_mux.placement.estimator import LEAST
 from verl_mux.platform.charges import DeviceSettings
-from verl_mux.rollout.engine.record import engines
+from verl_mux.rollout.control.oversampling import MAX_CUTS, LagLimit
+from verl_mux.rollout.control.segments import SegmentLimits
 
-MODES = ("mux_separate", "mux_colocate")
-# Packages of the transports that read the weights out of the other host's memory.
-_READERS = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}
+_T = TypeVar("_T")
+
+
+def _doc(text: str, **bounds: float) -> Meta:
+    return Meta(description=text, **bounds)  # type: ignore[call-overload]
+
+
+class Keys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A section of keys."""
 
 
 class NodesConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Names of the coordinator's nodes this job was placed on; [auto] on both sides: the coordinator places it."""
+    """The coordinator's nodes this job runs on. A colocated job names the same nodes on both sides. `mux.nodes=auto`: a
+    coordinator with `placement: scheduler` chooses them."""
 
     rollout: list[str] = msgspec.field(default_factory=lambda: ["rollout0"])
     train: list[str] = msgspec.field(default_factory=lambda: ["train0"])
 
 
-class ProfiledConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of the phases of a few steps of this job, measured before, for the coordinator that places it."""
+class ProfiledConfig(Keys, frozen=True):
+    """Seconds of each phase of at least three steps of this job alone, measured before: the coordinator places the job by these
+    figures instead of by bounds. The weight sync and the engines' wake-up count as part of the rollout."""
 
     rollout: list[float] = msgspec.field(default_factory=list)
     train: list[float] = msgspec.field(default_factory=list)
 
 
-class ProfileConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The event log. `every`: only steps that are multiples of it. `texts`: share of the requests whose text is logged,
-    `text_chars`: of a prompt and of a response, at most. `stalls`: what is written down when an engine stands still again.
-    `tables`: of which steps tables go to wandb, where verl logs there: multiples of it; 0: none."""
+class ProfileConfig(Keys, frozen=True):
+    """The event log, which `verl-mux report DIR` reads."""
 
-    enable: bool = True
-    dir: str | None = None
-    every: int = 1
-    texts: float = 0.0
-    text_chars: int = 4000
-    stalls: Literal["off", "stacks", "trace"] = "stacks"
-    tables: int = 10
+    enable: Annotated[bool, _doc("Write the log.")] = True
+    dir: Annotated[str | None, _doc("Its folder; null: <trainer.default_local_dir>/events.")] = None
+    every: Annotated[int, _doc("Log only steps that are multiples of this; 1: all.", ge=1)] = 1
+    texts: Annotated[float, _doc("Share of the requests whose prompt and response are logged as text.", ge=0, le=1)] = 0.0
+    stalls: Annotated[
+        Literal["off", "stacks", "trace"],
+        _doc(
+            "What to record when an engine with requests stands still, from the second time on. stacks: the stacks of its"
+            " processes (by py-spy where it is installed). trace: also SGLang's own profile of the next passes."
+        ),
+    ] = "stacks"
+    tables: Annotated[
+        int,
+        _doc(
+            "Steps between uploads of tables to wandb, where trainer.logger has it: slowest requests, replicas, waits. 0: none.",
+            ge=0,
+        ),
+    ] = 10
 
 
-class SyncConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The weight sync from trainer to rollout workers. `fast_gbps`, `slow_gbps`, `slow_link`: see sync/planning/topology.py."""
+class SyncConfig(Keys, frozen=True):
+    """The weight sync from the trainer to the rollout engines; docs/sync.md."""
 
-    verify: bool = True
-    timeout_s: float = 120.0
-    streams: int = 2
-    method: Literal["auto", "two_stage", "relay", "root", "chain", "pull"] = "auto"
-    interface: str | None = None
-    fast_gbps: float = 100.0
-    slow_gbps: float | None = None
-    slow_link: Literal["per_pair", "shared"] = "per_pair"
-    delta: bool = False
-    transport: Literal["sockets", "nixl", "mooncake"] = "sockets"
-    mooncake_protocol: Literal["rdma", "tcp"] = "rdma"
-    mooncake_device: str = ""
+    verify: Annotated[bool, _doc("Check every piece of the weights by digest on arrival.")] = True
+    timeout_s: Annotated[float, _doc("A peer that is silent for this long is lost: the sync names it and fails.", gt=0)] = 120.0
+    interface: Annotated[
+        str | None, _doc("Network interface by whose address other hosts reach this one; null: the one that Ray uses.")
+    ] = None
+    transport: Annotated[
+        Literal["sockets", "nixl"],
+        _doc("What carries the weights between hosts. nixl: RDMA where there is some, by the package of this name."),
+    ] = "sockets"
+
+
+class OversampleConfig(Keys, frozen=True):
+    """Launch more prompt groups than a step trains, and cut off those that are not complete in time. They go first in the next
+    step and go on from their tokens."""
+
+    rate: Annotated[float, _doc("Prompt groups beyond data.train_batch_size, as a share of it; 0: off.", ge=0)] = 0.0
+    max_cuts: Annotated[int, _doc("A group that was cut off this often runs to its end; the step waits for it.", ge=0)] = MAX_CUTS
+
+
+class SegmentsConfig(Keys, frozen=True):
+    """Let each response grow by a bounded number of tokens a step."""
+
+    segment_length: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        _doc("Tokens a response may grow in one step; an unfinished one goes on in the next. null: off."),
+    ] = None
+    max_segments: Annotated[int, _doc("Segments of a response, at most.", ge=1)] = 4
+    max_length: Annotated[
+        Annotated[int, Meta(ge=1)] | None, _doc("Tokens of a response, at most; null: data.max_response_length.")
+    ] = None
+    treatment: Annotated[
+        Literal["tis", "mask", "pois"],
+        _doc(
+            "Tokens that older weights wrote, here and with over-sampling. tis: weighted by verl's rollout correction, at most 2."
+            " mask: no loss on earlier segments. pois: the old policy is taken for the current one; nothing is corrected."
+        ),
+    ] = "tis"
+
+
+class DispatchConfig(Keys, frozen=True):
+    """Which prompts start first."""
+
+    order: Annotated[
+        Literal["fifo", "sjf", "auto"], _doc("sjf: shortest first. auto: sjf where the tail is cut off, else fifo.")
+    ] = "fifo"
+    predictor: Annotated[str, _doc("The length predictor that orders them.")] = "default"
+
+
+class GrowthConfig(Keys, frozen=True):
+    """Use nodes that no other job wants."""
+
+    own: Annotated[
+        list[str] | None,
+        _doc("Those of mux.nodes.rollout that every rollout waits for; the others are used while they are idle. null: all."),
+    ] = None
+
+
+class TriggerConfig(Keys, frozen=True):
+    """When a streaming trainer mode (colocate_async, separate_async) trains."""
+
+    n_min: Annotated[
+        Annotated[int, Meta(ge=1)] | None, _doc("Train as soon as this many prompt groups are ready; null: verl's own way.")
+    ] = None
+    t_max_s: Annotated[float, _doc("Train after this long with at least one.", gt=0)] = 60.0
+    entropy: Annotated[
+        tuple[float, float] | None,
+        _doc("[low, high] in nats: below low both thresholds double, above high they are halved. null: entropy changes nothing."),
+    ] = None
+
+
+class RolloutConfig(Keys, frozen=True):
+    """What shortens the rollout's tail; docs/rollout.md. Every part is off by default."""
+
+    oversample: OversampleConfig = OversampleConfig()
+    max_lag: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        _doc(
+            "Versions of the weights by which a trained token may be old, where responses go on under newer weights."
+            " null: trainer.v1.sampler.max_off_policy_threshold less one."
+        ),
+    ] = None
+    max_lag_strategy: Annotated[
+        Literal["protect", "wait", "drop"],
+        _doc(
+            "A group that must be trained in this step. protect: it has a seat and runs to its end. wait: until then nothing is"
+            " cut off. drop: it is given up."
+        ),
+    ] = "protect"
+    segments: SegmentsConfig = SegmentsConfig()
+    dispatch: DispatchConfig = DispatchConfig()
+    migration: Annotated[
+        bool, _doc("Gather a rollout's last responses on few replicas when another job waits for the nodes.")
+    ] = False
+    growth: GrowthConfig = GrowthConfig()
+    tail: Annotated[
+        Literal["none", "defer"],
+        _doc("defer: prompts whose responses are likely to be long share rounds of their own. On-policy; no length is selected."),
+    ] = "none"
+    trigger: TriggerConfig = TriggerConfig()
+
+    @property
+    def cuts(self) -> bool:
+        """Are responses cut off before their end, to go on under newer weights?"""
+        return self.oversample.rate > 0 or self.segments.segment_length is not None
+
+    @property
+    def defers(self) -> bool:
+        """Are prompts with long responses gathered into rounds of their own?"""
+        return self.tail == "defer"
+
+    @property
+    def controlled(self) -> bool:
+        """Does the trainer launch samples one by one, instead of verl? An order needs that too: priorities go with launches."""
+        return self.cuts or self.migration or self.growth.own is not None or self.dispatch.order != "fifo"
+
+    @property
+    def needs_rollout_log_probs(self) -> bool:
+        """Does the treatment of older tokens read the log-probs they were generated with?"""
+        return self.cuts and self.segments.treatment != "pois"
+
+    @property
+    def launch_order(self) -> str:
+        """fifo or sjf."""
+        return self.dispatch.order if self.dispatch.order != "auto" else "sjf" if self.cuts else "fifo"
+
+    def lag_limit(self, max_off_policy_threshold: int | None) -> LagLimit | None:
+        """How old tokens may be; None without a limit. verl's threshold counts the versions that a trajectory spans."""
+        most = self.max_lag
+        if most is None and max_off_policy_threshold is not None:
+            most = max_off_policy_threshold - 1
+        return None if most is None or not self.cuts else LagLimit(most, self.max_lag_strategy)
+
+    def segment_limits(self, max_response_length: int) -> SegmentLimits | None:
+        """None where segments are off."""
+        if self.segments.segment_length is None:
+            return None
+        longest = self.segments.max_length or max_response_length
+        return SegmentLimits(self.segments.segment_length, self.segments.max_segments, longest)
 
 
 class MuxConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Everything under `mux`. See config/mux/default.yaml for what each key means."""
+    """Keys of verl_mux. `python -m verl.trainer.main_ppo +mux=default ...` or `--config-name mux_ppo_trainer` brings them in."""
 
-    job: str | None = None
-    coordinator: str | None = None
-    coordinator_timeout_s: float = 30.0
-    keys: str | None = None
+    job: Annotated[str | None, _doc("Name of this job at the coordinator; null: trainer.experiment_name.")] = None
+    coordinator: Annotated[
+        str | None,
+        _doc("Address of `verl-mux coordinator`, e.g. tcp://10.0.0.1:5570. null: the job runs alone, every lease is granted."),
+    ] = None
+    keys: Annotated[
+        str | None,
+        _doc(
+            "Folder of the coordinator's keys (`verl-mux keys DIR`), on every host where the trainer may run: server.key and"
+            " job.key_secret. null: VERL_MUX_KEYS, or on the coordinator's machine the user's own."
+        ),
+    ] = None
     nodes: NodesConfig = msgspec.field(default_factory=NodesConfig)
-    slo: float | None = None
-    profiled: ProfiledConfig = msgspec.field(default_factory=ProfiledConfig)
-    move_note: str | None = None
-    seed: int = 0
-    seeded_sampling: bool = False
-    profile: ProfileConfig = msgspec.field(default_factory=ProfileConfig)
-    sync: SyncConfig = msgspec.field(default_factory=SyncConfig)
+    slo: Annotated[
+        Annotated[float, Meta(ge=1)] | None,
+        _doc("With mux.nodes=auto: how many times its iteration alone an iteration may last; null: the coordinator's."),
+    ] = None
+    profiled: ProfiledConfig = ProfiledConfig()
+    move_note: Annotated[
+        str | None,
+        _doc(
+            "Absolute path of a file that the job writes when the coordinator has asked it to leave its nodes: it has saved, and"
+            " its launcher starts it again with trainer.resume_mode=auto. null, or trainer.save_freq not above 0, or checkpoints"
+            " saved in the background: the job is never asked. `verl-mux run` sets it."
+        ),
+    ] = None
+    seed: Annotated[int, _doc("Seed of the sampling where seeded_sampling is on.")] = 0
+    seeded_sampling: Annotated[
+        bool,
+        _doc(
+            "One seed per request, from (seed, step, prompt, sample): the job samples the same tokens whatever runs beside it."
+            " CPU engine only; SGLang's own deterministic mode serves GPUs."
+        ),
+    ] = False
+    profile: ProfileConfig = ProfileConfig()
+    sync: SyncConfig = SyncConfig()
     device: DeviceSettings = DeviceSettings()
-    rollout: RolloutConfig = msgspec.field(default_factory=RolloutConfig)
+    rollout: RolloutConfig = RolloutConfig()
 
 
-def load(config: DictConfig) -> MuxConfig:
-    """The checked `mux` part of a whole verl config; defaults where there is none. See `check_rollout_keys` for `mux.rollout`.
+# ---------------------------------------------------------------- plain mappings to structs
+
+_WORDS = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "str | None": "text or null",
+    "int | None": "a whole number or null",
+    "float | None": "a number or null",
+    "list[str]": "a list of names",
+    "tuple[float, float] | None": "two numbers, the lowest and the highest, or null",
+}
+
+
+def convert(values: Any, kind: type[_T], root: str) -> _T:
+    """Return `values` as a struct of this kind, whose keys lie under `root`; "3" is a number too, as an environment has it.
 
     Raises:
-        UserError: an unknown key or a value of the wrong kind, with what was given and what is allowed.
+        UserError: an unknown key, a value of the wrong kind or out of its bounds, or a number that is not finite.
     """
-    mux = convert(_plain(config), MuxConfig, "mux")
-    _check_values(mux)
-    mux.job = mux.job or str(OmegaConf.select(config, "trainer.experiment_name") or "job")
-    return mux
+    _check_keys(values, kind, root)
+    return msgspec.convert(values, kind, strict=False)
 
 
-def _plain(config: DictConfig) -> Any:
-    """What stands under `mux`, interpolations resolved; names that look like numbers are names all the same."""
+def _check_keys(values: Any, kind: type, path: str) -> None:
+    types = _types(kind)
+    if not isinstance(values, Mapping):
+        raise UserError(f"{path} is {values!r}; it holds the keys {', '.join(types)}")
+    for key, value in values.items():
+        if key not in types:
+            raise UserError(f"unknown key {path}.{key}; allowed here: {', '.join(types)}")
+        if _is_section(types[key]):
+            _check_keys(value, types[key], f"{path}.{key}")
+        else:
+            _check_value(value, types[key], f"{path}.{key}")
+
+
+def _types(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: hints[name] for name in kind.__struct_fields__}  # type: ignore[attr-defined]
+
+
+def leaves(kind: type, root: str) -> list[str]:
+    """All keys of a struct, with dots."""
+    out: list[str] = []
+    for name, annotation in _types(kind).items():
+        key = f"{root}.{name}"
+        out += leaves(annotation, key) if _is_section(annotation) else [key]
+    return out
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, msgspec.Struct)
+
+
+def _check_value(value: Any, annotation: Any, path: str) -> None:
+    bare, bounds, _ = _split(annotation)
     try:
-        node = OmegaConf.select(config, "mux")
-        given = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-    except OmegaConfBaseException as error:
-        raise UserError(f"mux: {str(error).splitlines()[0]}") from None
-    if not isinstance(given, dict):
-        return {} if given is None else given
-    if given.get("nodes") == AUTO:
-        given["nodes"] = {"rollout": [AUTO], "train": [AUTO]}
-    if isinstance(given.get("job"), int):
-        given["job"] = str(given["job"])
-    if isinstance(given.get("device"), dict) and isinstance(given["device"].get("sleep_level"), int):
-        given["device"]["sleep_level"] = str(given["device"]["sleep_level"])
-    return given
+        converted = msgspec.convert(value, bare, strict=False)
+    except msgspec.ValidationError:
+        converted = math.nan
+    if isinstance(converted, float) and not math.isfinite(converted):
+        if choices := _choices(bare):
+            raise UserError(f"{path}={value!r} is not possible; allowed: {', '.join(choices)}")
+        name = bare.__name__ if isinstance(bare, type) and not get_args(bare) else str(bare)
+        raise UserError(f"{path} must be {_WORDS.get(name, name)}, given {value!r}; allowed: {name}")
+    try:
+        msgspec.convert(converted, annotation)
+    except msgspec.ValidationError:
+        raise UserError(f"{path}={converted} is not possible; allowed: {_bounds(bounds, path)}") from None
 
 
-def _check_values(mux: MuxConfig) -> None:
-    for key, seconds in (("coordinator_timeout_s", mux.coordinator_timeout_s), ("sync.timeout_s", mux.sync.timeout_s)):
-        if not seconds > 0:
-            raise UserError(f"mux.{key} is {seconds}; it must be above 0 seconds")
-    for key in ("fast_gbps", "slow_gbps"):
-        gbps = getattr(mux.sync, key)
-        if gbps is not None and not gbps > 0:
-            raise UserError(f"mux.sync.{key} is {gbps}; it must be above 0 Gbit/s")
-    if mux.sync.delta and not mux.sync.verify:
-        raise UserError("mux.sync.delta=True relies on digests: mux.sync.verify is False and must be True")
-    if package := _READERS.get(transport := mux.sync.transport):
-        if not mux.sync.verify:
-            raise UserError(f"mux.sync.transport={transport} relies on digests: mux.sync.verify is False and must be True")
-        if importlib.util.find_spec(transport) is None:
-            given = f"mux.sync.transport={transport}"
-            raise UserError(f"{given}: the package {package} is not installed here; install it, or use sockets")
-    if not 1 <= mux.sync.streams <= 32:
-        raise UserError(f"mux.sync.streams is {mux.sync.streams}; it must be between 1 and 32")
-    if mux.profile.every < 1:
-        raise UserError(f"mux.profile.every is {mux.profile.every}; it must be 1 (all steps) or more")
-    if not 0 <= mux.profile.texts <= 1:
-        raise UserError(f"mux.profile.texts is {mux.profile.texts:g}; it must be a share of the requests, 0 to 1")
-    if not 2 <= mux.profile.text_chars <= 100_000:
-        raise UserError(f"mux.profile.text_chars is {mux.profile.text_chars}; it must be 2 to 100000 characters")
-    if mux.profile.tables < 0:
-        raise UserError(f"mux.profile.tables is {mux.profile.tables}; it must be 0 (never) or more")
-    for side in ("rollout", "train"):
-        if not getattr(mux.nodes, side):
-            raise UserError(f"mux.nodes.{side} is empty; name at least one node of the coordinator, e.g. [{side}0]")
-    _check_auto(mux)
+def _split(annotation: Any) -> tuple[Any, Meta, str]:
+    """The type without its annotations, its bounds, and its description."""
+    if get_origin(annotation) is Annotated:
+        bare, meta = get_args(annotation)
+        inner, bounds, _ = _split(bare)
+        return inner, meta if inner is bare else bounds, meta.description or ""
+    if get_origin(annotation) is UnionType or get_origin(annotation) is Union:
+        bare, bounds, _ = _split(get_args(annotation)[0])
+        return bare | None, bounds, ""
+    return annotation, Meta(), ""
 
 
-def _check_auto(mux: MuxConfig) -> None:
-    """Both sides are left to the coordinator, or none."""
-    if mux.slo is not None and not mux.slo >= 1:
-        raise UserError(f"mux.slo is {mux.slo}; it must be at least 1 (times the iteration alone)")
-    counts = len(mux.profiled.rollout), len(mux.profiled.train)
-    if counts[0] != counts[1] or 0 < counts[0] < LEAST:
-        raise UserError(
-            f"mux.profiled has {counts[0]} rollouts and {counts[1]} training phases; as many of both are needed, at least {LEAST}"
-        )
-    if AUTO not in (*mux.nodes.rollout, *mux.nodes.train):
-        return
-    if mux.nodes.rollout != [AUTO] or mux.nodes.train != [AUTO]:
-        raise UserError(
-            f"mux.nodes.rollout is {mux.nodes.rollout} and mux.nodes.train is {mux.nodes.train}; the coordinator chooses both"
-            " (mux.nodes=auto) or none"
-        )
-    if not mux.coordinator:
-        raise UserError("mux.nodes=auto leaves the nodes to a coordinator, but mux.coordinator is not set")
+def _choices(bare: Any) -> tuple[str, ...]:
+    return get_args(bare) if get_origin(bare) is Literal else ()
 
 
-def check(config: DictConfig) -> MuxConfig | None:
-    """Check a verl config that asks for one of our trainer modes; None for any other.
-
-    Raises:
-        UserError: naming the key, what was given and what is allowed.
-    """
-    mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
-    if not str(mode).startswith("mux_"):
-        return None
-    if mode not in MODES:
-        raise UserError(f"trainer.v1.trainer_mode={mode} is unknown; ours are {', '.join(MODES)}")
-    mux = load(config)
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name not in engines():
-        known = " or ".join(engines())
-        raise UserError(f"trainer.v1.trainer_mode={mode} needs actor_rollout_ref.rollout.name={known}, given {rollout.name}")
-    if mode == "mux_separate" and (rollout.nnodes < 1 or rollout.n_gpus_per_node < 1):
-        raise UserError(
-            "trainer.v1.trainer_mode=mux_separate needs a rollout pool: set actor_rollout_ref.rollout.nnodes and "
-            f".n_gpus_per_node to 1 or more, given {rollout.nnodes} and {rollout.n_gpus_per_node}"
-        )
-    check_memory(config, mode)
-    _check_roles(config, mode)
-    _check_replicas(config, mode)
-    _check_turns(config, mode, mux)
-    check_rollout_keys(config, mux)
-    if mux.rollout.controlled and OmegaConf.select(config, "actor_rollout_ref.rollout.enable_rollout_routing_replay"):
-        raise UserError(
-            "mux.rollout.oversample and mux.rollout.segments do not keep routed experts: "
-            "actor_rollout_ref.rollout.enable_rollout_routing_replay must be False"
-        )
-    if mux.rollout.controlled and OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path"):
-        raise UserError(
-            "mux.rollout.oversample, segments and migration choose the batch themselves: trainer.v1.sampler.custom_sampler.path "
-            "must be null"
-        )
-    if config.algorithm.get("filter_groups", None) and config.algorithm.filter_groups.enable:
-        raise UserError(f"algorithm.filter_groups.enable=True is not supported by trainer.v1.trainer_mode={mode}; use sync")
-    return mux
+def _bounds(meta: Meta, path: str) -> str:
+    unit = " seconds" if path.endswith("_s") else ""
+    if meta.gt is not None:
+        return f"above {meta.gt:g}{unit}"
+    if meta.le is not None:
+        return f"{meta.ge or 0:g} to {meta.le:g}{unit}"
+    return f"{meta.ge or 0:g}{unit} or more"
 
 
-def _check_roles(config: DictConfig, mode: str) -> None:
-    """Roles that hold GPUs outside a job's leases: verl keeps them awake, and no phase of ours covers them."""
-    for key in ("reward.reward_model.enable", "reward.reward_model.enable_resource_pool", "distillation.enabled"):
-        if OmegaConf.select(config, key):
-            raise UserError(
-                f"{key}=True is not supported by trainer.v1.trainer_mode={mode}, whose leases do not cover it; allowed: False"
-            )
+# ---------------------------------------------------------------- the YAML
 
 
-def check_rollout_keys(config: DictConfig, mux: MuxConfig) -> None:
-    """Check `mux.rollout` against the rest of the job's config.
-
-    Raises:
-        UserError: naming the key, what was given and what is allowed.
-    """
-    rollout = config.actor_rollout_ref.rollout
-    mode = str(config.trainer.v1.trainer_mode)
-    at_once = OmegaConf.select(rollout, "max_num_seqs")
-    gpus, size = _rollout_gpus(config, mode)
-    around = Surroundings(
-        trainer_mode=mode,
-        train_batch_size=OmegaConf.select(config, "data.train_batch_size") or 1,
-        samples_per_group=OmegaConf.select(rollout, "n") or 1,
-        max_response_length=OmegaConf.select(config, "data.max_response_length") or sys.maxsize,
-        engine_requests=at_once * max(1, gpus // size) if at_once else None,
-        rollout_nodes=list(mux.nodes.rollout or []),
-        bypasses_old_log_probs=bool(OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")),
-    )
-    check_rollout(mux.rollout, around)
+def default_yaml() -> str:
+    """What `mux/default.yaml` says: every key with its default, under its description."""
+    return "\n".join(_lines(MuxConfig, "")) + "\n"
 
 
-def _rollout_gpus(config: DictConfig, mode: str) -> tuple[int, int]:
-    """GPUs that generate, and GPUs of one replica."""
-    rollout = config.actor_rollout_ref.rollout
-    side = rollout if mode == "mux_separate" else config.trainer
-    size = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
-    return side.nnodes * side.n_gpus_per_node, size
+def _lines(kind: type, indent: str) -> list[str]:
+    out, plain = [], msgspec.to_builtins(kind())
+    for name, annotation in _types(kind).items():
+        bare, _, description = _split(annotation)
+        text = " ".join((bare.__doc__ if _is_section(bare) else description).split())
+        if choices := _choices(bare):
+            text = f"{', '.join(choices)}. {text}"
+        out += _comment(text, indent)
+        if _is_section(bare):
+            out += [f"{indent}{name}:", *_lines(bare, indent + "  ")]
+        else:
+            out += [f"{indent}{name}: {msgspec.json.encode(plain[name]).decode()}"]
+    return out
 
 
-def _check_replicas(config: DictConfig, mode: str) -> None:
-    gpus, size = _rollout_gpus(config, mode)
-    if gpus % size:
-        raise UserError(
-            f"actor_rollout_ref.rollout: {gpus} rollout GPUs cannot hold replicas of {size} GPUs (tensor x data x pipeline "
-            "parallel size); the number of GPUs must be a multiple of it"
-        )
+def _comment(text: str, indent: str) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(text, 128, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
 
 
-def _check_turns(config: DictConfig, mode: str, mux: MuxConfig) -> None:
-    """Refuse what contradicts the mode: phases that follow one another, on weights of the step before."""
-    updates = OmegaConf.select(config, f"trainer.v1.{mode}.parameter_sync_step")
-    if updates not in (None, 1):
-        raise UserError(f"trainer.v1.{mode}.parameter_sync_step is {updates}; {mode} is strictly on-policy, 1 is allowed")
-    if mode == "mux_colocate" and mux.coordinator and sorted(mux.nodes.rollout) != sorted(mux.nodes.train):
-        raise UserError(
-            f"trainer.v1.trainer_mode=mux_colocate runs both phases on the same nodes: mux.nodes.rollout is {mux.nodes.rollout} "
-            f"and mux.nodes.train is {mux.nodes.train}; they must be equal"
-        )
+if __name__ == "__main__":
+    print(default_yaml(), end="")

@@ -48,9 +48,9 @@ from verl.utils.device import get_device_name
 from verl.utils.fs import local_mkdir_safe
 
 from verl_mux.config import completion
+from verl_mux.config.job_checks import check
 from verl_mux.config.preflight import connect_job, connect_to_grow
-from verl_mux.config.schema import MuxConfig, check
-from verl_mux.config.told import told
+from verl_mux.config.schema import MuxConfig
 from verl_mux.coordinator.bus.client import Lease
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.errors import Failure
@@ -143,7 +143,7 @@ class PPOTrainerMux(PPOTrainer):
         self.phases = Phases(client, open_worker_log(self.settings, "trainer", 0))
         self.leaving = Leaving(client, mux.move_note)
         self.hosts = self._watch_hosts({*nodes.rollout, *nodes.train})
-        self.phases.log.log(events.JOB_KEYS, extra={"keys": told(config)}, step=0)
+        self.phases.log.log(events.JOB_KEYS, extra={"keys": completion.logged_keys(config)}, step=0)
         self.phases.guard(self.suspend)
 
     def _watch_hosts(self, nodes: Iterable[str]) -> HostWatch:

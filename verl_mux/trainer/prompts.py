@@ -18,7 +18,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils as tu
 
-from verl_mux.config.rollout_keys import RolloutConfig
+from verl_mux.config.schema import RolloutConfig
 from verl_mux.rollout.control.launch_order import LaunchOrder, prompts_of
 from verl_mux.rollout.control.tail_rounds import LengthEstimates, TailRounds
 from verl_mux.rollout.lengths.predictor import LengthPredictor, make_predictor

@@ -21,7 +21,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync, _accumulate_eviction_metrics
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from verl_mux.config.schema import load
+from verl_mux.config.job_checks import load
 from verl_mux.coordinator.bus.client import LocalMux
 from verl_mux.coordinator.bus.messages import LearnerStateUpdate
 from verl_mux.rollout.control.trigger import Mood, Train, TrainingTrigger

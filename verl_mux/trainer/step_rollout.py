@@ -24,7 +24,7 @@ from tensordict import NonTensorData, TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from verl_mux.config.rollout_keys import RolloutConfig
+from verl_mux.config.schema import RolloutConfig
 from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.control.oversampling import LagLimit, Oversampler
 from verl_mux.rollout.control.segment_loss import treat_batch

@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from verl_mux.config.told import told
+from verl_mux.config.completion import logged_keys
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.lines import Line, phases_beside
 from verl_mux.profiling.plain.step_metrics import Table, metrics_of_step, step_tables, waits_for_leases
@@ -49,7 +49,7 @@ def instrument(trainer: PPOTrainer) -> Any | None:
     if mode.startswith("mux_") or not OmegaConf.select(trainer.config, "mux") or not settings.events_dir:
         return None
     log = open_worker_log(settings, "trainer", 0)
-    log.log(events.JOB_KEYS, extra={"keys": told(trainer.config)}, step=0)
+    log.log(events.JOB_KEYS, extra={"keys": logged_keys(trainer.config)}, step=0)
     for name, event in _PARTS.items():
         setattr(trainer, name, _timed(getattr(trainer, name), trainer, log, event))
     sample = trainer.replay_buffer.sample

@@ -10,14 +10,14 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
 import polars as pl
 
-from verl_mux.config.rollout_checks import Surroundings, check_rollout
-from verl_mux.config.rollout_keys import DispatchConfig, OversampleConfig, RolloutConfig, SegmentsConfig
+from verl_mux.config.job_checks import Surroundings, check_rollout
+from verl_mux.config.schema import DispatchConfig, OversampleConfig, RolloutConfig, SegmentsConfig
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.report.measures.analysis import Analysis
@@ -222,12 +222,12 @@ class Settings:
     oversample: OversampleConfig
     segment: int | None = None
     max_segments: int = 4
-    order: str = "fifo"
+    order: Literal["fifo", "sjf", "auto"] = "fifo"
     max_lag: int | None = None
-    max_lag_strategy: str = "protect"
+    max_lag_strategy: Literal["protect", "wait", "drop"] = "protect"
     predictor: str = "default"
     mode: str = ""
-    tail: str = "none"
+    tail: Literal["none", "defer"] = "none"
     migration: bool = False
     threshold: int | None = None
     at_once: int | None = None

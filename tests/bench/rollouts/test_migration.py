@@ -67,7 +67,7 @@ jobs:
 @pytest.mark.parametrize(
     ("on", "off"),
     [
-        ("mux.rollout.migration.enable=true", "mux.rollout.migration.enable=false"),
+        ("mux.rollout.migration=true", "mux.rollout.migration=false"),
         ('"mux.rollout.growth.own=[r0]"', "mux.rollout.growth.own=null"),
         ("mux.rollout.tail=defer", "mux.rollout.tail=none"),
     ],
@@ -83,5 +83,5 @@ def test_what_all_jobs_share_is_switched_off_in_the_other_run(tmp_path, monkeypa
 
 
 def test_a_run_file_without_migration_is_refused(tmp_path):
-    with pytest.raises(UserError, match="no job has mux.rollout.migration.enable=true"):
+    with pytest.raises(UserError, match="no job has mux.rollout.migration=true"):
         measure(Path("examples/demo.yaml"), tmp_path)

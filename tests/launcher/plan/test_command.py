@@ -120,7 +120,6 @@ def test_options_of_the_certificate_need_it(run_main, tmp_path):
         ("actor_rollout_ref", None, "model.path is None"),
         ("mux.nodes.train", 5, "mux.nodes.train is 5; a list of nodes is needed, or auto"),
         ("mux.device", {"budget": float("nan")}, "mux.device.budget is nan; GB of a GPU, above 0"),
-        ("mux.device", {"charges": {"context_gb": 1}}, "unknown field `context_gb`; allowed: context, communicators"),
         ("mux", 3, "mux is 3; keys are needed there"),
         ("data", "x", "data is 'x'; keys are needed there"),
     ],

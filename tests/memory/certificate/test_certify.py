@@ -87,11 +87,10 @@ def test_graphs_that_sleep_stand_beside_the_phases_in_which_their_engine_is_awak
     assert graphs(found, "rollout") == graphs(found, "sync") == (GRAPHS, 2 * ENGINE_KEEPS)
 
 
-@pytest.mark.parametrize("given", [{"sleep_graphs": False}, {"budget": 96}])
-def test_graphs_that_stay_are_kept_by_the_sleeping_too(given):
+def test_graphs_that_stay_are_kept_by_the_sleeping_too():
     def job(name):
         config = verl(name, {"tensor_model_parallel_size": 2})
-        config["mux"]["device"] = given
+        config["mux"]["device"] = {"budget": 96}
         return read_job(config, QWEN25_7B)
 
     found = certificate(*(job(name) for name in "abc"))

@@ -104,15 +104,8 @@ def read_job(config: Mapping[str, Any], model: Mapping[str, Any]) -> Job:
         rollout_nodes=both if colocated else _names(config, "rollout", engine.nodes, name),
         train_nodes=both,
         colocated=colocated,
-        charges=_charges(config),
+        charges=Charges(),
     )
-
-
-def _charges(config: Mapping[str, Any]) -> Charges:
-    try:
-        return msgspec.convert(section(config, "mux.device.charges"), Charges, strict=False)
-    except msgspec.ValidationError as error:
-        raise UserError(f"mux.device.charges: {error}; allowed: {', '.join(Charges.__struct_fields__)}") from None
 
 
 def _names(config: Mapping[str, Any], side: str, count: int, job: str) -> tuple[str, ...]:
@@ -150,7 +143,7 @@ def _engine(config: Mapping[str, Any], colocated: bool, job: str) -> Engine:
         longest=longest,
         graphs=graphs,
         # On a device with a budget, which is host memory, there are none: what they would take is charged throughout.
-        graphs_sleep=graphs and bool(at(config, "mux.device.sleep_graphs", True)) and at(config, "mux.device.budget") is None,
+        graphs_sleep=graphs and at(config, "mux.device.budget") is None,
         keeps_weights=str(at(config, "mux.device.sleep_level", "auto")) != "2",
         nodes=_count(config, f"{side}.nnodes"),
         gpus_per_node=_count(config, f"{side}.n_gpus_per_node"),

@@ -83,9 +83,9 @@ def make(engine, monkeypatch, tmp_path):
     monkeypatch.setattr(server.priority_requests, "install", lambda manager: None)
     monkeypatch.setattr(server.stop_tokens, "eos_token_ids", lambda manager: set())
 
-    def made(device="cpu", gpus=1, eager=False, sleep_graphs=True, launched=True) -> MuxSGLangHttpServer:
+    def made(device="cpu", gpus=1, eager=False, launched=True) -> MuxSGLangHttpServer:
         monkeypatch.setattr(server, "get_device_name", lambda: device)
-        settings = WorkerSettings(rollout_nodes=("r0",), device=DeviceSettings(sleep_graphs=sleep_graphs))
+        settings = WorkerSettings(rollout_nodes=("r0",), device=DeviceSettings())
         config = Config(custom={KEY: settings.to_dict()}, enforce_eager=eager, n_gpus_per_node=gpus)
         it = MuxSGLangHttpServer(config, gpus)
         if launched:
@@ -221,7 +221,6 @@ def test_what_runs_is_aborted_before_the_engine_is_asked_to_sleep(make, engine):
     [
         ({"device": "cuda"}, True),
         ({"device": "cuda", "eager": True}, False),
-        ({"device": "cuda", "sleep_graphs": False}, False),
         ({"device": "cpu"}, False),
     ],
 )

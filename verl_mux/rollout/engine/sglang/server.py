@@ -74,7 +74,7 @@ class MuxSGLangHttpServer(SGLangHttpServer):
         os.environ[CHARGES_VARIABLE] = msgspec.json.encode(device.charges.engine(gpus, graphs)).decode()
         # Free memory differs between GPUs as long as other jobs share them, and it is measured again behind the gate.
         os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
-        self._sleeping_graphs = device.sleep_graphs and get_device_name() == "cuda" and not self.config.enforce_eager
+        self._sleeping_graphs = get_device_name() == "cuda" and not self.config.enforce_eager
         if self._sleeping_graphs:
             os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
             # A graph over memory that came back must not use NCCL's registration of what was there before.
