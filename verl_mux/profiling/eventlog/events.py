@@ -1,8 +1,7 @@
-"""Every event name, with what it means: the table of record (docs/event_log.md is made from it).
+"""Every event name and its meaning: the table of record, printed in docs/event_log.md.
 
-Names of the sglang multi-turn profiling logs are kept where the same thing is meant (`origin` says "sglang"); ours
-stand beside them ("mux"). A name may be logged by anyone; what the report knows of it is written here and nowhere else, and so is
-whether verl_mux itself logs it.
+Names of the sglang multi-turn profiling logs are kept where the same thing is meant (`origin` says "sglang"); ours are "mux".
+Imported by every process that writes or reads a log; pure.
 """
 
 from __future__ import annotations
@@ -115,10 +114,10 @@ ABOUT_THE_LOG = (LOG_OPEN, LOG_DROPPED, LOG_COST)
 
 @dataclass(frozen=True)
 class Event:
-    """One row of the table: what it means, the keys of its `extra`, who logs it, and whose name it is.
+    """One row of the table: what it means, the keys of its `extra`, which process logs it, and where its name comes from.
 
-    written: False where verl_mux logs none: it is read in others' logs. unwritten: keys of `extra` of which the same is true,
-    of an event that it does log.
+    written: False where verl_mux does not log the event but reads it in other logs. unwritten: keys of `extra` that verl_mux
+    reads but does not write.
     """
 
     name: str
@@ -150,12 +149,14 @@ TABLE: list[Event] = [
         _foreign("main_loop", "all turns of a request", "request_id"),
         _foreign("turn_start", "a turn begins", "request_id, turn"),
         Event(
-            TURN_PREPROCESS, "from the request's start, or what came before in it, to the turn's engine call", "request_id, turn"
+            TURN_PREPROCESS,
+            "from the request's start, or the end of its previous part, to the turn's engine call",
+            "request_id, turn",
         ),
         _foreign("engine_generate_setup", "sampling parameters are made, inside the engine call", "request_id, turn"),
         Event(
             TURN_ENGINE_CALL,
-            "one stay in an engine, as its caller waits for it: a turn's generation, or a part of it where it was cut off",
+            "one stay in an engine, as the caller waits for it: a turn's generation, or a part of it where it was cut off",
             "request_id, turn, stay, prompt_tokens, response_tokens, finish_reason, replica, node, queue_sec, held_sec, version",
             "generated_tokens",
         ),
@@ -197,8 +198,7 @@ TABLE: list[Event] = [
         ),
         Event(
             REQUEST_TEXT,
-            "what a request was given and what it answered with, tools' results included; of a share of them"
-            " (`mux.profile.texts`)",
+            "a request's prompt and response, tools' results included; for a share of them (`mux.profile.texts`)",
             "request_id, prompt, response, left_out (characters)",
         ),
     ),
@@ -261,7 +261,7 @@ TABLE: list[Event] = [
         Event(UPDATE_ACTOR, "the policy's update"),
         Event(SAVE_CHECKPOINT, "a checkpoint is written"),
         Event(VALIDATE, "validation"),
-        Event(JOB_KEYS, "the job begins: those of its keys that say how it rolls out, each `key=value`", "keys"),
+        Event(JOB_KEYS, "the job begins: its keys about rollout, each `key=value`", "keys"),
         Event(
             STEP,
             "a training step is over; duration of all of it",
@@ -294,7 +294,7 @@ TABLE: list[Event] = [
         ),
         Event(
             ENGINE_STALLED,
-            "an engine with requests stood still, not for the first time; duration: until then",
+            "an engine with requests stood still, from the second time on; duration: so far",
             "replica, node, running, path (of the stacks of its processes), how (py-spy/kernel)",
         ),
     ),
@@ -304,11 +304,11 @@ TABLE: list[Event] = [
         Event(LEASE_WAIT, "a job waited for a lease", "job, phase, nodes, token"),
         Event(
             LEASE_HELD,
-            "a job held a lease; duration from grant to return; `leaving_s` of a filler: since it was told to leave",
+            "a job held a lease; duration from grant to return; `leaving_s` of a filler: since it was asked to leave",
             "job, phase, nodes, token, filler, leaving_s",
             "pool",
         ),
-        Event(LEASE_RECLAIMED, "a lease ended without its job's word", "job, phase, nodes, token"),
+        Event(LEASE_RECLAIMED, "a lease ended although its job did not return it", "job, phase, nodes, token"),
         Event(MEMORY, "bytes held on a node: this job's by tag, and all jobs' together", "job, node, tags, node_bytes"),
         Event(
             HOST_MEMORY,
@@ -316,18 +316,18 @@ TABLE: list[Event] = [
             "job, node, bytes, kinds, source (agent/job), counted, node_bytes, capacity",
         ),
         Event(SEGMENT, "a part of the run begins in which jobs take turns in one manner", "index, mode"),
-        Event(STEP_REPORT, "a job told the figures of a step", "job, reward, response_length, tokens, loss, grad_norm"),
-        Event(PHASE_OVERDUE, "a phase takes far longer than such phases of its job did", "job, phase, nodes, token"),
-        Event(HOST_SEEN, "an agent began to speak, or spoke again", "host, addresses, boot"),
-        Event(HOST_GONE, "an agent was not heard for as long as a lease is good", "host"),
-        Event(NODE_FENCED, "nobody gets the node from here on", "node, reason"),
-        Event(NODE_UNFENCED, "it may be given on again", "node"),
-        Event(NODE_DRAINING, "somebody took the node out by hand, or took that back", "node, undo"),
-        Event(POOLS_CHANGED, "nodes came or left", "added, removed"),
+        Event(STEP_REPORT, "a job reported the figures of a step", "job, reward, response_length, tokens, loss, grad_norm"),
+        Event(PHASE_OVERDUE, "a phase takes far longer than earlier phases of its kind in the job", "job, phase, nodes, token"),
+        Event(HOST_SEEN, "an agent's first message, or its first after a silence", "host, addresses, boot"),
+        Event(HOST_GONE, "an agent was silent for as long as a lease lasts", "host"),
+        Event(NODE_FENCED, "the node is not granted from here on", "node, reason"),
+        Event(NODE_UNFENCED, "the node may be granted again", "node"),
+        Event(NODE_DRAINING, "the coordinator's file takes the node out of use, or takes that back", "node, undo"),
+        Event(POOLS_CHANGED, "nodes came or left by the coordinator's file", "added, removed"),
         Event(JOB_REGISTERED, "a job came", "job, nodes, seed, steps, pid, filler"),
         Event(JOB_EXITED, "a job left", "job, reason"),
         Event(JOB_SILENT, "a job's heartbeats stopped", "job, pid, host"),
-        Event(JOB_RESUMED, "its heartbeats came back", "job"),
+        Event(JOB_RESUMED, "the job's heartbeats came back", "job"),
         Event(
             PLACED,
             "a job got nodes of the coordinator's choice, or waits for them",
@@ -335,7 +335,7 @@ TABLE: list[Event] = [
         ),
         Event(GROUP_PREDICTED, "a co-execution group's periods", "group, nodes, order, source, periods, limits, usd_per_hour"),
         Event(ESTIMATE_ERROR, "a phase beside its estimate", "job, phase, source, estimated_s, observed_s, ratio"),
-        Event(SLO_AT_RISK, "a promise was about to break, and what was done for it", "kind, group, job, reason"),
+        Event(SLO_AT_RISK, "a period limit was about to be exceeded, and what was done about it", "kind, group, job, reason"),
         Event(
             MOVE_ASKED,
             "a running job is to go to other nodes; what that is expected to take",
@@ -365,7 +365,7 @@ TABLE: list[Event] = [
         Event(LOG_DROPPED, "events lost because the queue was full", "count"),
         Event(
             LOG_COST,
-            "what this process's log took since it last said so (VERL_MUX_LOG_COST=1)",
+            "what this process's log cost since the last such line (VERL_MUX_LOG_COST=1)",
             "lines, caller_sec, writer_cpu_sec",
         ),
     ),

@@ -172,10 +172,9 @@ _REQUEST_MERGE = {
     "score": pl.col("score").max(),
     "prompt_id": pl.col("prompt_id").max(),
 }
-_TURN_MERGE = {
-    "engine_end": pl.col("engine_end").max(),
-    "turn_tokens": pl.col("turn_tokens").sum(),
-} | {part: pl.col(part).sum() for part in TURN_PARTS}
+_TURN_MERGE = {"engine_end": pl.col("engine_end").max(), "turn_tokens": pl.col("turn_tokens").sum()} | {
+    part: pl.col(part).sum() for part in TURN_PARTS
+}
 _TOTAL_MERGE = {
     "count": pl.col("count").sum(),
     "seconds": pl.col("seconds").sum(),
@@ -218,8 +217,7 @@ def _merge(frames: list[pl.DataFrame], key: list[str], columns: dict[str, pl.Exp
 def reduce_events(frame: pl.DataFrame, lines: list[Line]) -> Tables:
     """`frame` as `line_reader.to_frame` makes it from `lines`."""
     frame = frame.with_columns(
-        pl.col("event").replace(events.ALIASES),
-        (pl.col("end") - pl.col("seconds").fill_null(0.0)).alias("start"),
+        pl.col("event").replace(events.ALIASES), (pl.col("end") - pl.col("seconds").fill_null(0.0)).alias("start")
     )
     owned = frame.filter(pl.col("request_id").is_not_null() & (pl.col("role") != "server"))
     owned = owned.with_columns(pl.col("event").replace_strict(events.REQUEST_PARTS, default=None).alias("part"))

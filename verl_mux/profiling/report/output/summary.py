@@ -87,12 +87,7 @@ def completion_figures(analysis: Analysis) -> dict[str, Any]:
     names = ["t80_over_total", "total", *QUANTILES, "beyond_cut", "cut_saves"]
     means = {name: _round(steps[name].mean()) for name in names} if steps.height else {}
     means["t80_over_total_by_worker"] = _round(workers["t80_over_total"].mean()) if workers.height else None
-    return {
-        "t80_over_total": None,
-        **means,
-        "per_step": _rows(steps.drop("start")),
-        "per_worker": _rows(workers.drop("start")),
-    }
+    return {"t80_over_total": None, **means, "per_step": _rows(steps.drop("start")), "per_worker": _rows(workers.drop("start"))}
 
 
 def barrier_wait(analysis: Analysis) -> dict[str, dict[str, float]]:
