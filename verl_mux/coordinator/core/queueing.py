@@ -183,10 +183,10 @@ def contention(state: State, config: Config) -> Iterator[tuple[Job, list[str], l
     for request in waiting:
         for node in request.nodes:
             wanted[node].add(request.job)
+    found = _gangs(waiting, state)
     for job in sorted(state.jobs.values(), key=lambda job: job.order):
         if job.state is JobState.LIVE:
-            nodes = [node for node in job.all_nodes if wanted.get(node, {job.name}) != {job.name}]
-            yield job, nodes, _gangs(job, waiting, state) if nodes else []
+            yield job, [node for node in job.all_nodes if wanted.get(node, {job.name}) != {job.name}], found.get(job.name, [])
 
 
 def contended(job: Job, state: State, config: Config) -> list[str]:
@@ -196,23 +196,29 @@ def contended(job: Job, state: State, config: Config) -> list[str]:
 
 
 def gangs(job: Job, state: State, config: Config) -> list[list[str]]:
-    """What of the job's leases would let another job begin, if it alone came back: of each request that is the first on all of
-    its nodes and waits for no other job, the nodes that this job holds. Of leases of several nodes; others cannot be parted."""
-    return _gangs(job, standing(state, config), state)
+    """What of the job's leases would let another job begin, if it alone came back: of each request that is the first on all
+    of its nodes and waits for no other job, the nodes that this job holds. Of leases of several nodes; others cannot be
+    parted."""
+    return _gangs(standing(state, config), state).get(job.name, [])
 
 
-def _gangs(job: Job, waiting: Iterable[Request], state: State) -> list[list[str]]:
-    own = {node for lease in state.leases.values() if lease.job == job.name and len(lease.nodes) > 1 for node in lease.nodes}
-    if not own:
-        return []
-    others = {node for lease in state.leases.values() for node in lease.nodes} - own
-    found, taken = [], set[str]()
+def _gangs(waiting: Iterable[Request], state: State) -> dict[str, list[list[str]]]:
+    """By job; see `gangs`."""
+    taken, firsts = set[str](), []
     for request in waiting:
-        needed = [node for node in job.all_nodes if node in own and node in request.nodes]
-        if needed and request.job != job.name and taken.isdisjoint(request.nodes) and others.isdisjoint(request.nodes):
-            found.append(needed)
+        if taken.isdisjoint(request.nodes):
+            firsts.append(request)
         taken.update(request.nodes)
-    return sorted(found)
+    held = {node for lease in state.leases.values() for node in lease.nodes}
+    own: defaultdict[str, set[str]] = defaultdict(set)
+    for lease in state.leases.values():
+        own[lease.job].update(lease.nodes if len(lease.nodes) > 1 else [])
+    found: defaultdict[str, list[list[str]]] = defaultdict(list)
+    for name, nodes in own.items():
+        for request in firsts:
+            if request.job != name and not nodes.isdisjoint(request.nodes) and (held - nodes).isdisjoint(request.nodes):
+                found[name].append([n for n in state.jobs[name].all_nodes if n in nodes and n in request.nodes])
+    return {name: sorted(sets) for name, sets in found.items()}
 
 
 # --- silence ---

@@ -14,7 +14,7 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import hold, hosts, queueing
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Send
 from verl_mux.coordinator.core.placement import moving, prediction, sentences
-from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State
+from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State, Usage
 from verl_mux.coordinator.core.settings import Config, Node
 from verl_mux.profiling.eventlog import events
 
@@ -132,13 +132,26 @@ def _node(node: Node, state: State, queue: list[tuple[Request, str | None]], now
             for request, held_back in queue
             if node.name in request.nodes
         ],
-        "usage": hold.describe(state, node.name, leases, now),
+        "usage": _usage(state, node.name, leases, now),
         "memory": memory,
         "bytes": sum(sum(tags.values()) for tags in memory.values()),
         "peak_bytes": max(peaks.values(), default=0),
         "peak_bytes_by_segment": dict(peaks),
         "host_memory": hosts.about(node.name, node.host_bytes, {job.name: job for job in jobs if node.name in job.host_memory}),
     }
+
+
+def _usage(state: State, node: str, leases: list[Lease], now: float) -> dict[str, Any]:
+    """Seconds since the first lease on the node, and for how many jobs and fillers used it; `bubble_filled`: the share that
+    fillers used of the time that jobs left, None where they left none. `leases`: those on the node now."""
+    known = state.usage.get(node)
+    since = known.since if known else min((lease.granted_at for lease in leases), default=now)
+    total = Usage(since=since, jobs=known.jobs if known else 0.0, fillers=known.fillers if known else 0.0)
+    for lease in leases:
+        hold.count(total, lease, state, now)
+    bubble = now - total.since - total.jobs
+    filled = min(total.fillers / bubble, 1.0) if bubble > 0 else None
+    return {"seconds": now - total.since, "jobs_s": total.jobs, "fillers_s": total.fillers, "bubble_filled": filled}
 
 
 def _holder(lease: Lease, state: State, now: float) -> dict[str, Any]:

@@ -1,12 +1,20 @@
-"""When fillers get nodes, when they are called back, and that no job ever waits behind one."""
+"""When fillers get nodes and are called back, what share of the idle time they use, and that no job ever waits behind one."""
+
+import itertools
 
 import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.coordinator.driver import Driver, config
+from tests.exploring import examples
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import queueing
 from verl_mux.coordinator.core.inputs_and_instructions import JobEvicted, JobRevoked, JobSilent, ProcessesGone
 from verl_mux.coordinator.core.records import JobState
+from verl_mux.coordinator.core.settings import FILLER_GRACE_S
+from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.profiling.eventlog import events
 
@@ -270,3 +278,127 @@ def test_a_filler_names_its_nodes():
     world = World()
     (refused,) = world.register("f", {"rollout": ["auto"], "train": ["auto"]}, filler=True)
     assert "must name pools or nodes" in refused.reason
+
+
+def used(world, node="r0"):
+    seen = describe(world.machine.state, world.machine.config, world.now, {})
+    return seen["pools"]["rollout"]["nodes"][node]["usage"]
+
+
+def test_seconds_of_jobs_and_fillers_count_from_the_first_lease_on_the_node():
+    world = World()
+    world.register("a", {"rollout": ["r0"], "train": ["t0"]})
+    world.step("a", 10, 20, 1)
+    world.fill(nodes={"rollout": ["r0"]})
+    world.now += 10
+    world.release("f")
+    found = used(world)
+    assert (found["jobs_s"], found["fillers_s"]) == (10.0, 11.0)
+    assert found["bubble_filled"] == pytest.approx(11.0 / (found["seconds"] - 10.0))
+
+
+def test_a_lease_that_is_held_counts_too():
+    world = World()
+    world.fill()
+    world.now += 5
+    assert used(world)["fillers_s"] == 5.0 and used(world)["bubble_filled"] == 1.0
+
+
+def test_of_a_node_that_nobody_used_nothing_is_said():
+    assert used(World()) == {"seconds": 0.0, "jobs_s": 0.0, "fillers_s": 0.0, "bubble_filled": None}
+
+
+def test_nodes_that_go_back_before_the_rest_count_until_then():
+    world = World()
+    world.register("a")
+    world.ask("a", "rollout", 1, ["r0", "r1"])
+    world.now += 4
+    world.do(m.LeaseShrink(**world.who("a"), key="s", token=1, nodes=["r0"]))
+    world.now += 4
+    world.release("a")
+    assert (used(world, "r0")["jobs_s"], used(world, "r1")["jobs_s"]) == (5.0, 10.0)
+
+
+JOBS, FILLERS = st.sampled_from("ab"), st.sampled_from("fg")
+
+
+class Filled(RuleBasedStateMachine):
+    """Jobs come and go as they like; fillers leave when they are told, or do not. Each event is a second after the one before."""
+
+    @initialize(mode=st.sampled_from(["interleaved", "sequential", "uncoordinated"]))
+    def begin(self, mode):
+        self.world = World(lease_timeout=1000, schedule=[{"mode": mode}])
+        self.mode, self.keys = mode, itertools.count()
+        for job in "ab":
+            self.world.register(job)
+
+    @property
+    def state(self):
+        return self.world.machine.state
+
+    def in_the_way(self, request):
+        """Leases of fillers that are all that keeps this request from its nodes."""
+        meets = [lease for lease in self.state.leases.values() if set(lease.nodes) & set(request.nodes)]
+        return meets if all(self.state.jobs[lease.job].filler for lease in meets) else []
+
+    @rule(job=JOBS, nodes=st.sampled_from([["r0"], ["r1"], ["r0", "r1"], ["t0"]]))
+    def ask(self, job, nodes):
+        step = max(1, self.state.jobs[job].asked)
+        self.world.ask(job, "rollout", step, nodes, key=str(next(self.keys)))
+
+    @precondition(lambda self: self.state.leases)
+    @rule(data=st.data())
+    def release(self, data):
+        lease = data.draw(st.sampled_from(list(self.state.leases.values())))
+        if self.state.jobs[lease.job].state is JobState.LIVE:
+            self.world.release(lease.job, lease.token)
+
+    @rule(job=JOBS)
+    def give_up(self, job):
+        for request in [request for request in self.state.requests if request.job == job]:
+            self.world.do(m.LeaseCancel(**self.world.who(job), key=request.key))
+
+    @rule(filler=FILLERS, num_nodes=st.integers(1, 2), pool=st.sampled_from(["rollout", "train"]))
+    def fill(self, filler, num_nodes, pool):
+        known = self.state.jobs.get(filler)
+        if known is None or known.state is JobState.ENDED:
+            self.world.register(filler, {pool: [pool]}, filler=True)
+            known = self.state.jobs[filler]
+        if known.state is JobState.LIVE and not self.state.leases_of(filler) and len(known.all_nodes) >= num_nodes:
+            key = str(next(self.keys))
+            self.world.ask_as_filler(filler, nodes=known.all_nodes, num_nodes=num_nodes, key=key)
+
+    @rule(seconds=st.integers(1, 4))
+    def time_passes(self, seconds):
+        self.world.wait(seconds)
+        for job in list(self.state.jobs.values()):
+            if job.state is JobState.DYING:
+                self.world.do(ProcessesGone(job=job.name, uid=job.uid))
+
+    @invariant()
+    def a_filler_shares_no_node(self):
+        for first, second in itertools.combinations(self.state.leases.values(), 2):
+            if self.state.jobs[first.job].filler or self.state.jobs[second.job].filler:
+                assert not set(first.nodes) & set(second.nodes)
+
+    @invariant()
+    def whoever_is_in_a_jobs_way_is_called_back(self):
+        for request in self.state.requests:
+            if not request.is_fillers and not queueing.held_back(request, self.state, self.world.machine.config):
+                for lease in self.in_the_way(request):
+                    assert set(self.state.jobs[lease.job].contended) & set(lease.nodes)
+
+    def teardown(self):
+        """Fillers that never leave by themselves: after their grace, and the end of their processes, no job waits for one."""
+        if not hasattr(self, "world"):
+            return
+        self.time_passes(int(FILLER_GRACE_S) + 1)
+        for request in self.state.requests:
+            held_back = queueing.held_back(request, self.state, self.world.machine.config)
+            assert request.is_fillers or held_back or not self.in_the_way(request)
+
+
+Filled.TestCase.settings = settings(
+    max_examples=examples(100), stateful_step_count=40, suppress_health_check=list(HealthCheck), deadline=None
+)
+TestFilled = Filled.TestCase

@@ -1,4 +1,4 @@
-"""The host ledger: what counts for a job, who fits beside whom, and in which words one that does not is refused."""
+"""Host memory: which job fits beside which; and which changes of the configuration jobs on record can live with."""
 
 import os
 import random
@@ -6,6 +6,7 @@ import random
 import msgspec
 import pytest
 
+from tests.coordinator.driver import POOLS as DRIVER_POOLS
 from tests.coordinator.driver import Driver, config
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.messages import Holder
@@ -337,3 +338,69 @@ def test_a_record_without_anything_measured_is_what_was_told(driver):
     assert driver.machine.state.jobs["a"].host_memory["t0"] == HostMemory(
         told={"parameters": 150 * GB, "optimizer": 300 * GB, "processes": 112 * GB}
     )
+
+
+ONE_LESS = {**DRIVER_POOLS, "rollout": {"nodes": [{"name": "r0"}]}}
+
+
+@pytest.fixture
+def named():
+    named = Driver(Machine(config()))
+    named.register("a", nodes={"rollout": ["r0"], "train": ["t0"]})
+    return named
+
+
+def refusal(named, **keys):
+    return hosts.change_refusal(named.machine.state, named.machine.config, config(**keys))
+
+
+def test_nodes_may_be_added(named):
+    assert refusal(named, pools={**DRIVER_POOLS, "more": {"nodes": [{"name": "m0"}]}}) is None
+
+
+def test_a_node_may_be_removed_when_it_is_draining_and_nobodys(named):
+    assert "node 'r1' is missing, and is not draining: give it `drain: true` first" in refusal(named, pools=ONE_LESS)
+    named.reload(drain=["r1"])
+    assert refusal(named, pools=ONE_LESS) is None
+
+
+def test_a_node_that_is_held_or_a_jobs_is_refused_by_name(named):
+    less = {**DRIVER_POOLS, "rollout": {"nodes": [{"name": "r1"}]}}
+    named.reload(drain=["r0"])
+    assert "node 'r0' is missing, and job 'a' is registered on it" in refusal(named, pools=less)
+    named.reload(undrain=["r0"])
+    named.ask("a", "rollout", 1, ["r0"])
+    assert "node 'r0' is missing, and job 'a' holds it" in refusal(named, pools=less)
+
+
+def test_a_node_may_not_become_another(named):
+    moved = {**DRIVER_POOLS, "rollout": {"nodes": [{"name": "r0", "gpus": 4}, {"name": "r1"}]}}
+    assert "node 'r0' is another" in refusal(named, pools=moved)
+    swapped = {"rollout": {"nodes": [{"name": "r0"}, {"name": "t0"}]}, "train": {"nodes": [{"name": "r1"}]}}
+    assert "is another" in refusal(named, pools=swapped)
+
+
+def test_what_is_not_a_pool_takes_a_restart(named):
+    after = config(lease_timeout=9, kill_grace=3)
+    assert hosts.restart_needed(named.machine.config, after).startswith("lease_timeout, kill_grace changed")
+    assert hosts.restart_needed(named.machine.config, config()) is None
+
+
+def test_a_drained_node_is_given_to_nobody_and_its_holder_keeps_it(named):
+    named.ask("a", "rollout", 1, ["r0"])
+    named.reload(drain=["r0"])
+    assert named.holders("r0") == ["a"]
+    named.release("a")
+    named.ask("a", "rollout", 2, ["r0"])
+    assert named.holders("r0") == []
+    named.reload(undrain=["r0"])
+    assert named.holders("r0") == ["a"]
+
+
+def test_a_node_may_begin_and_cease_to_drain_while_it_is_held(named):
+    named.ask("a", "rollout", 1, ["r0"])
+    drained = {**DRIVER_POOLS, "rollout": {"nodes": [{"name": "r0", "drain": True}, {"name": "r1"}]}}
+    assert refusal(named, pools=drained) is None
+    named.reload(drain=["r0"])
+    assert refusal(named) is None
+    assert [(line.extra["node"], line.extra["undo"]) for line in named.logged if line.event == "node_draining"] == [("r0", False)]

@@ -1,4 +1,4 @@
-"""What a coordinator that lost its memory believes of what jobs say that they hold."""
+"""What clients claim after a loss of memory."""
 
 import pytest
 
