@@ -46,9 +46,9 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     SomebodyWasBefore,
     What,
 )
-from verl_mux.coordinator.core.placement import placing
-from verl_mux.coordinator.core.placement.observing import Standing
-from verl_mux.coordinator.core.placement.planner import Answerer, Asked, nothing_follows
+from verl_mux.coordinator.core import placing
+from verl_mux.coordinator.core.observing import Standing
+from verl_mux.coordinator.core.asking import Answerer, Asked, nothing_follows
 from verl_mux.coordinator.core.records import JobState
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.snapshot import describe

@@ -8,6 +8,6 @@ line here.
 from verl_mux.coordinator.core.hold import Hold
 from verl_mux.coordinator.core.hosts import HostLedger, Hosts
 from verl_mux.coordinator.core.leases import Feature
-from verl_mux.coordinator.core.placement.feature import Placement
+from verl_mux.coordinator.core.placing import Placement
 
 FEATURES: tuple[type[Feature], ...] = (Hosts, HostLedger, Hold, Placement)

@@ -11,9 +11,8 @@ from typing import Any
 
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import hold, hosts, queueing
+from verl_mux.coordinator.core import hold, hosts, moving, observing, queueing
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Send
-from verl_mux.coordinator.core.placement import moving, prediction, sentences
 from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State, Usage
 from verl_mux.coordinator.core.settings import Config, Node
 from verl_mux.profiling.eventlog import events
@@ -95,7 +94,7 @@ def describe(state: State, config: Config, now: float, waits_for: dict[str, list
         },
         "jobs": {job.name: _job(job, state, now, waits_for.get(job.name, [])) for job in state.jobs.values()},
         "placement": _placement(state, config, now),
-        "why": sentences.told(state, config),
+        "why": observing.reasons(state, config),
     }
 
 
@@ -104,7 +103,7 @@ def _placement(state: State, config: Config, now: float) -> dict[str, Any] | Non
     if config.placement is None:
         return None
     return {
-        "groups": {group.name: prediction.about(group, state, config) for group in state.placed.groups},
+        "groups": {group.name: observing.about(group, state, config) for group in state.placed.groups},
         "waiting": [entry.job.name for entry in state.placed.waiting],
         "moves": moving.told(state, now),
     }

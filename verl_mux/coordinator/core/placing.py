@@ -1,35 +1,47 @@
-"""What placement is asked, and how its answers get into the coordinator's records. Pure.
+"""Jobs that leave their nodes to the coordinator are placed when they come, the rest planned anew when they go.
 
-Jobs that leave their nodes to the coordinator are placed when they come, the rest planned anew when they go:
-
-    asked for `auto` -> estimated from its needs -> placed | waits -> placed when somebody leaves -> gone
+    asked for `auto` -> estimated from its needs -> placed | waits -> placed when a job leaves -> gone
                                                         observed step by step: estimates corrected, errors recorded
-                                                        moved, if whoever started it starts it again (moving.py)
+                                                        moved, if its launcher starts it again (moving.py)
 
-A question is put on record; `planner.py` answers it, beside the leases; the answer is an input like any other, so a restart finds
-every placement as it was, and the questions that were open. The decisions are the same that `verl-mux plan` and the policy `live`
-of `verl-mux simulate` ask. Closed to the placer are nodes that jobs name themselves, as long as those jobs live, and those that
-are draining or fenced.
+A question is put on record; the Answerer (asking.py) answers it, beside the leases; the answer is an input like any other, so a
+restart finds every placement as it was, and the questions that were open. `verl-mux plan` and the policy `live` of `simulate` ask
+the same planner. Closed to it are nodes that jobs name themselves, as long as those jobs live, and those that are draining or
+fenced. Runs in the coordinator: `Placement` is called by state.py at the moments of `Feature`; pure.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-
-from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import hosts
-from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Planned
-from verl_mux.coordinator.core.placement import moving, specs
-from verl_mux.coordinator.core.placement.planner import Asked
-from verl_mux.coordinator.core.placement.prediction import predicted
+from verl_mux.coordinator.core.records import Job, Lease, Request
 from verl_mux.coordinator.core.records import Job, JobState, State, Watched
-from verl_mux.coordinator.core.settings import Config
-from verl_mux.errors import UserError
+from verl_mux.coordinator.core.leases import Feature, Handler
+from verl_mux.coordinator.core import hosts, registration
+from verl_mux.coordinator.core import hosts
+from verl_mux.coordinator.core import asking, moving
+from verl_mux.coordinator.core.asking import Asked
+from verl_mux.coordinator.core.inputs_and_instructions import (
+    HostMeasured,
+    Instruction,
+    MoveGivenUp,
+    MovesDue,
+    Planned,
+    Send,
+    What,
+)
+from verl_mux.placement.estimator import corrected
+from verl_mux.coordinator.core.observing import predicted
+from collections.abc import Iterable
 from verl_mux.placement.estimator import WINDOW
-from verl_mux.placement.job_needs import JobNeeds
+from verl_mux.errors import UserError
+from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Planned
 from verl_mux.placement.model import Cluster, Group, JobSpec, Pin
+from verl_mux.placement.job_needs import JobNeeds
 from verl_mux.placement.planner import ASK_AGAIN_S, Again, Arrive, Correct, Leave, Open, Record, Vacate
+from verl_mux.coordinator.core.settings import Config
+from verl_mux.coordinator.core import moving, observing
 from verl_mux.placement.rules import ORDERS
+from verl_mux.coordinator.bus import messages as m
+from collections.abc import Mapping
+
 
 # Of one phase: longer ones no clock here was made for.
 MOST_S = 1e6
@@ -65,13 +77,13 @@ def check(asked: m.Register, state: State, config: Config) -> None:
             f" {asked.needs.train_nodes} for train"
         )
     if asked.placed:
-        _check_claimed(asked, asked.needs, config.clusters[specs.claimed_pair(asked, config)])
-    specs.of_job(asked, config)
+        _check_claimed(asked, asked.needs, config.clusters[asking.claimed_pair(asked, config)])
+    asking.of_job(asked, config)
 
 
 def _check_claimed(asked: m.Register, needs: JobNeeds, cluster: Cluster) -> None:
     """Whether a job can have been placed where it says it was. Raises UserError."""
-    for side, pool_there in zip(m.SIDES, specs.pools(asked, cluster), strict=True):
+    for side, pool_there in zip(m.SIDES, asking.pools(asked, cluster), strict=True):
         names, count = asked.placed.get(side, []), getattr(needs, f"{side}_nodes")
         pool = pool_there.nodes or ()
         if len(set(names)) != count or len(names) != count or not set(names) <= set(pool):
@@ -103,10 +115,10 @@ def arrive(state: State, config: Config, job: Job, asked: m.Register) -> list[In
         _pin(state, job)
         return []
     job.watched = Watched()
-    found = specs.of_job(asked, config)
+    found = asking.of_job(asked, config)
     first, spec = next(iter(found.items()))
     if asked.placed:
-        return _readopt(state, config, job, found.get(specs.claimed_pair(asked, config), spec), asked.placed)
+        return _readopt(state, config, job, found.get(asking.claimed_pair(asked, config), spec), asked.placed)
     out = give_up(state, job.name, "another job came under its name")
     state.questions.append(Arrive(spec, pair=first, elsewhere={pair: it for pair, it in found.items() if pair != first}))
     return out
@@ -268,3 +280,108 @@ def _regrouped(before: Record, groups: Iterable[Group], state: State, config: Co
                 state.watched_of(name).fresh = 0
             out.append(predicted(group, state, config))
     return out
+
+
+class Placement(Feature):
+    _resumed_at = 0.0
+
+    def handlers(self) -> Mapping[type, Handler]:
+        return {
+            Planned: lambda now, job, what: self._start(*carry_out(self.core.state, self.core.config, what, now)),
+            MoveGivenUp: lambda now, job, what: give_up(self.core.state, what.job, "it did not come back in time"),
+            MovesDue: self._ask_again,
+            **dict.fromkeys((HostMeasured, m.HostReport), self._measured),
+        }
+
+    def refusal(self, asked: m.Register, nodes: dict[str, list[str]], is_known: bool) -> str | None:
+        if asked.wants_placement:
+            check(asked, self.core.state, self.core.config)
+        elif not asked.filler:
+            named_by_hand(asked, nodes, self.core.state)
+        return None
+
+    def registered(self, now: float, job: Job, asked: m.Register) -> list[Instruction]:
+        return arrive(self.core.state, self.core.config, job, asked) if asked.wants_placement else []
+
+    def why_queued(self, job: Job) -> str | None:
+        if job.nodes:
+            return None
+        queue = [entry.job.name for entry in self.core.state.placed.waiting]
+        if before := waits_for(self.core.state, job):
+            return f"job {job.name!r} waits until {', '.join(before)} has left for other nodes"
+        if job.name in queue:
+            return f"job {job.name!r} waits for nodes: no room within everybody's SLO, {queue.index(job.name)} jobs before it"
+        return f"job {job.name!r} waits to be placed"
+
+    def answers_later(self, job: Job) -> bool:
+        return is_open(self.core.state, job.name)
+
+    def leaves(self, now: float, job: Job, what: m.Deregister) -> None:
+        moving.leaves(self.core.state, job, what, now)
+
+    def ended(self, now: float, job: Job) -> list[Instruction]:
+        given_up = leave(self.core.state, job)
+        return self._start(told_late(self.core.state), given_up)
+
+    def requested(self, now: float, job: Job, request: Request) -> list[Instruction]:
+        moved = moving.begins(self.core.state, self.core.config, job, request, now)
+        observing.asked(job, request)
+        if moved:
+            self._correct(job)
+        return moved
+
+    def granted(self, now: float, lease: Lease) -> None:
+        if (watched := self.core.state.jobs[lease.job].watched) is not None:
+            observing.granted(watched, lease.phase, now)
+
+    def released(self, now: float, job: Job, lease: Lease) -> list[Instruction]:
+        """What the phase took, and what that changes."""
+        state, spec = self.core.state, self.core.state.placed.job(job.name)
+        if job.watched is None or spec is None:
+            return []
+        observing.counted(job.watched, lease, now)
+        if job.name in state.moves:  # a phase that ends with a checkpoint for it says nothing of others
+            job.watched.free_since = now
+            return []
+        out = observing.released(job.watched, lease, spec, now)
+        self._correct(job, anyway=observing.is_known(job.watched, lease))
+        group = state.placed.group_of(job.name)
+        if group is not None and lease.phase == "train" and observing.is_due(group, job, state, self.core.config):
+            out.append(observing.predicted(group, state, self.core.config))
+        return out
+
+    def resumed(self, now: float) -> None:
+        self._resumed_at = now
+
+    def due(self, now: float, running: float) -> list[What]:
+        return moving.due(self.core.state, now, self._resumed_at)
+
+    def move_of(self, job: Job) -> int:
+        return moving.asked_of(self.core.state, job)
+
+    def nodes_opened(self) -> None:
+        open_again(self.core.state)
+
+    def node_drained(self, node: str) -> None:
+        vacate(self.core.state, node)
+
+    def _ask_again(self, now: float, job: None, what: MovesDue) -> list[Instruction]:
+        ask_again(self.core.state)
+        return []
+
+    def _measured(self, now: float, job: Job, what: HostMeasured | m.HostReport) -> list[Instruction]:
+        self._correct(job)
+        return []
+
+    def _start(self, started: list[Job], out: list[Instruction]) -> list[Instruction]:
+        """Sends their nodes to jobs that asked for nodes, or that they wait."""
+        return [*out, *(Send(c, registration.welcome(self.core, job, c)) for job in started for c in job.clients)]
+
+    def _correct(self, job: Job, anyway: bool = False) -> None:
+        """The placer learns of a job that turns out other than it was placed by; `anyway`: also of one that does not."""
+        spec = self.core.state.placed.job(job.name)
+        if job.watched is not None and spec is not None:
+            revised = hosts.revised(job, corrected(spec, job.watched.observed) or spec)
+            revised = observing.with_move_cost(job.watched, revised)
+            if revised is not spec or anyway:
+                correct(self.core.state, revised)

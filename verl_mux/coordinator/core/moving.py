@@ -1,25 +1,24 @@
-"""Running jobs that go to other nodes. Pure.
+"""Running jobs that go to other nodes.
 
-    decided -> told with every answer to a heartbeat -> it saved at the end of its step, and left -> started again by whoever
-    started it -> its first step there: the move is over, and what it took is known
+    decided -> sent with every answer to a heartbeat -> it saved at the end of its step, and left -> started again by its launcher
+    -> its first step there: the move is over, and its duration is known
 
-From the decision on the placer has the job on its new nodes, so they are kept for it. Who gets the old ones is told so when
-it has left them. A job that dies, finishes, or does not come back within MOVE_TIMEOUT_S has lost its place.
+From the decision on the placer has the job on its new nodes, so they are kept for it. The job that gets the old ones learns of them
+when it has left them. A job that dies, finishes, or does not come back within MOVE_TIMEOUT_S has lost its place.
+Runs in the coordinator, called by placing.py; pure, changes `State.moves`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Collection
-
-import msgspec
-
-from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, MoveGivenUp, MovesDue, What
-from verl_mux.coordinator.core.placement import prediction
-from verl_mux.coordinator.core.records import Job, JobState, Moving, Request, State, Watched
-from verl_mux.coordinator.core.settings import MOVE_TIMEOUT_S, Config
-from verl_mux.placement.search import Move
+from verl_mux.coordinator.core import observing
 from verl_mux.profiling.eventlog import events
+from verl_mux.placement.search import Move
+from verl_mux.coordinator.bus import messages as m
+import msgspec
+from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, MoveGivenUp, MovesDue, What
+from verl_mux.coordinator.core.settings import MOVE_TIMEOUT_S, Config
+from collections.abc import Collection
+from verl_mux.coordinator.core.records import Job, JobState, Moving, Request, State, Watched
+
 
 _AT_WORK = (JobState.LIVE, JobState.SILENT)
 
@@ -100,7 +99,7 @@ def begins(state: State, config: Config, job: Job, what: Request, now: float) ->
     if (group := state.placed.group_of(job.name)) is not None:
         for each in group.jobs:  # the group is together from here on
             state.watched_of(each.name).fresh = 0
-        out.append(prediction.predicted(group, state, config))
+        out.append(observing.predicted(group, state, config))
     return out
 
 

@@ -1,17 +1,29 @@
-"""What leases tell about a placed job's phases: how long it held its nodes, and where it stands now. Pure."""
+"""What leases show about a placed job: how long its phases take, where it stands, which periods its group should have, and why it
+is where it is.
+
+Runs in the coordinator, called by placing.py, moving.py and snapshot.py; pure, writes to the `Watched` of a job alone.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
-
 import msgspec
-
-from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log
+from verl_mux.coordinator.core.records import Job, JobState, State
+from verl_mux.profiling.eventlog import events
+from verl_mux.placement.group_run import group_periods
 from verl_mux.coordinator.core.records import Job, Lease, Moving, Request, State, Watched
+from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log
+from verl_mux.coordinator.core.records import Job, State, Watched
+from verl_mux.placement.explain import where
+from typing import Any
+from collections.abc import Iterator, Mapping
 from verl_mux.placement.estimator import LEAST, estimate_error
 from verl_mux.placement.feasibility import Progress
+from verl_mux.placement.planner import pair_of
+from verl_mux.coordinator.core.inputs_and_instructions import Log
 from verl_mux.placement.model import JobSpec
-from verl_mux.profiling.eventlog import events
+from verl_mux.coordinator.core.settings import Config
+from verl_mux.placement.model import Group, JobSpec, Pin
+from verl_mux.placement.estimator import Observed, expected
+
 
 # The first step compiles, allocates and loads what later ones find.
 FIRST = 2
@@ -128,3 +140,91 @@ def _progress(job: Job, watched: Watched, began: float, spec: JobSpec, now: floa
 
 def _left(job: Job, finished: int) -> int | None:
     return None if job.steps is None else max(job.steps - finished, 0)
+
+
+def expected_job(job: JobSpec, watched: Watched) -> JobSpec:
+    """With the median times of the steps since its group changed; with those it is placed by, where there are none."""
+    seen, last = watched.observed, watched.fresh
+    if last == 0:
+        return job
+    recent = Observed(rollout=seen.rollout[-last:], train=seen.train[-last:], between=seen.between[-last:])
+    return expected(job, recent)
+
+
+def expected_group(group: Group, state: State) -> Group:
+    pins = tuple(
+        Pin(job=expected_job(pin.job, state.watched_of(pin.job.name)), rollout=pin.rollout, train=pin.train) for pin in group.pins
+    )
+    return msgspec.structs.replace(group, pins=pins)
+
+
+def predict(group: Group, state: State) -> dict[str, float]:
+    """Seconds per step of each job, by name."""
+    return {job.name: period.mean_s for job, period in zip(group.jobs, group_periods(expected_group(group, state)), strict=True)}
+
+
+def source(group: Group, state: State, config: Config) -> str:
+    """`observed` once every job of the group was seen for as many steps as the configuration asks; else `estimated`."""
+    fresh = (state.watched_of(job.name).fresh for job in group.jobs)
+    return "observed" if all(steps >= config.placing.observe for steps in fresh) else "estimated"
+
+
+def is_due(group: Group, job: Job, state: State, config: Config) -> bool:
+    """Whether this step of the job was the last that the first prediction from observations waited for."""
+    mine = state.watched_of(job.name).fresh == config.placing.observe
+    others_later = all(state.watched_of(other.name).fresh >= config.placing.observe for other in group.jobs)
+    return mine and others_later
+
+
+def predicted(group: Group, state: State, config: Config) -> Log:
+    """The line for the event log, against which the periods that follow are held."""
+    return Log(events.GROUP_PREDICTED, {"group": group.name, **about(group, state, config)})
+
+
+def about(group: Group, state: State, config: Config) -> dict[str, Any]:
+    """A group in figures: seconds per step of every job, predicted and at most allowed, and USD per hour."""
+    pair = pair_of(group.rollout_nodes, group.train_nodes, config.clusters)
+    return {
+        "nodes": {"rollout": list(group.rollout_nodes), "train": list(group.train_nodes)},
+        "order": group.order,
+        "usd_per_hour": group.usd_per_hour(config.clusters[pair]),
+        "source": source(group, state, config),
+        "periods": predict(group, state),
+        "limits": {job.name: job.limit_s for job in group.jobs},
+    }
+
+
+def reasons(state: State, config: Config) -> dict[str, str]:
+    """Of all jobs that run or wait to be placed, by name."""
+    on: dict[str, dict[str, None]] = {}
+    jobs = [job for job in state.jobs.values() if job.state in (JobState.LIVE, JobState.SILENT) and not job.filler]
+    for job in jobs:
+        for node in job.all_nodes:
+            on.setdefault(node, {})[job.name] = None
+    found = {job.name: _sentence(job, on, state, config) for job in jobs}
+    return {name: sentence for name, sentence in found.items() if sentence}
+
+
+def _sentence(job: Job, on: dict[str, dict[str, None]], state: State, config: Config) -> str:
+    if job.watched is None:
+        return _named(job, on, config) if job.nodes else ""
+    if not job.nodes:
+        return f"{job.name} waits to be placed{_colon(job.watched.because)}"
+    reason = job.watched.because
+    return f"{_where_on(job, on)}{f', {reason}' if reason else ''}"
+
+
+def _where_on(job: Job, on: dict[str, dict[str, None]]) -> str:
+    return where(job.name, job.all_nodes, {node: [name for name in on[node] if name != job.name] for node in job.all_nodes})
+
+
+def _named(job: Job, on: dict[str, dict[str, None]], config: Config) -> str:
+    said = f"{_where_on(job, on)}, as it names {'these nodes' if len(job.all_nodes) > 1 else 'this node'}"
+    prices = [config.price(node) for node in job.all_nodes]
+    cost = sum(price for price in prices if price is not None)
+    said += f", which cost {cost:.2f} USD/h" if None not in prices else ""
+    return f"{said}; to be put where it adds the least, let the coordinator choose (mux.nodes=auto)" if config.placement else said
+
+
+def _colon(reason: str) -> str:
+    return f": {reason}" if reason else ""
