@@ -35,7 +35,8 @@ from verl_mux.coordinator.bus import curve_keys, members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.curve_keys import AGENT, JOB, VIEWER
 from verl_mux.coordinator.bus.router import Router
-from verl_mux.coordinator.core import hosts
+from verl_mux.coordinator.core import hosts, placing
+from verl_mux.coordinator.core.asking import Answerer, Asked, nothing_follows
 from verl_mux.coordinator.core.inputs_and_instructions import (
     Input,
     Instruction,
@@ -46,9 +47,7 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     SomebodyWasBefore,
     What,
 )
-from verl_mux.coordinator.core import placing
 from verl_mux.coordinator.core.observing import Standing
-from verl_mux.coordinator.core.asking import Answerer, Asked, nothing_follows
 from verl_mux.coordinator.core.records import JobState
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.snapshot import describe

@@ -6,23 +6,23 @@ its last answer made. So an answer may depend on what it remembers; that is why 
 """
 
 from __future__ import annotations
-from verl_mux.placement.model import JobSpec
-from verl_mux.errors import UserError
-from verl_mux.coordinator.core.settings import Config
-from verl_mux.placement.planner import Answer, Planner, Question, Record
-from verl_mux.coordinator.core.settings import Config, kind_name
-from verl_mux.coordinator.core.inputs_and_instructions import Planned, Said
-from verl_mux.profiling.eventlog import events
-from verl_mux.placement.search import Alternative, Decision, Move
-from verl_mux.coordinator.bus import messages as m
+
+from collections.abc import Mapping, Sequence
+
 import msgspec
+
+from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.core.inputs_and_instructions import Planned, Said
+from verl_mux.coordinator.core.settings import Config, kind_name
+from verl_mux.errors import UserError
 from verl_mux.placement.estimator import Bounds, bounds, job_spec, learnt, on_other_kinds
 from verl_mux.placement.feasibility import Progress
-from verl_mux.placement.model import COLOCATED, SEPARATE, Cluster, JobSpec, Pool
-from verl_mux.placement.planner import pair_of
-from verl_mux.placement.rules import check_fits
-from collections.abc import Mapping, Sequence
 from verl_mux.placement.job_needs import find_kind
+from verl_mux.placement.model import COLOCATED, SEPARATE, Cluster, JobSpec, Pool
+from verl_mux.placement.planner import Answer, Planner, Question, Record, pair_of
+from verl_mux.placement.rules import check_fits
+from verl_mux.placement.search import Alternative, Decision, Move
+from verl_mux.profiling.eventlog import events
 
 
 def of_job(asked: m.Register, config: Config) -> dict[str, JobSpec]:

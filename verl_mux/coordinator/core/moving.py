@@ -9,16 +9,18 @@ Runs in the coordinator, called by placing.py; pure, changes `State.moves`.
 """
 
 from __future__ import annotations
-from verl_mux.coordinator.core import observing
-from verl_mux.profiling.eventlog import events
-from verl_mux.placement.search import Move
-from verl_mux.coordinator.bus import messages as m
-import msgspec
-from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, MoveGivenUp, MovesDue, What
-from verl_mux.coordinator.core.settings import MOVE_TIMEOUT_S, Config
-from collections.abc import Collection
-from verl_mux.coordinator.core.records import Job, JobState, Moving, Request, State, Watched
 
+from collections.abc import Collection
+
+import msgspec
+
+from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.core import observing
+from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, MoveGivenUp, MovesDue, What
+from verl_mux.coordinator.core.records import Job, JobState, Moving, Request, State, Watched
+from verl_mux.coordinator.core.settings import MOVE_TIMEOUT_S, Config
+from verl_mux.placement.search import Move
+from verl_mux.profiling.eventlog import events
 
 _AT_WORK = (JobState.LIVE, JobState.SILENT)
 

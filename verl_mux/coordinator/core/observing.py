@@ -5,25 +5,22 @@ Runs in the coordinator, called by placing.py, moving.py and snapshot.py; pure, 
 """
 
 from __future__ import annotations
-import msgspec
-from verl_mux.coordinator.core.records import Job, JobState, State
-from verl_mux.profiling.eventlog import events
-from verl_mux.placement.group_run import group_periods
-from verl_mux.coordinator.core.records import Job, Lease, Moving, Request, State, Watched
-from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log
-from verl_mux.coordinator.core.records import Job, State, Watched
-from verl_mux.placement.explain import where
-from typing import Any
-from collections.abc import Iterator, Mapping
-from verl_mux.placement.estimator import LEAST, estimate_error
-from verl_mux.placement.feasibility import Progress
-from verl_mux.placement.planner import pair_of
-from verl_mux.coordinator.core.inputs_and_instructions import Log
-from verl_mux.placement.model import JobSpec
-from verl_mux.coordinator.core.settings import Config
-from verl_mux.placement.model import Group, JobSpec, Pin
-from verl_mux.placement.estimator import Observed, expected
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log
+from verl_mux.coordinator.core.records import Job, JobState, Lease, Moving, Request, State, Watched
+from verl_mux.coordinator.core.settings import Config
+from verl_mux.placement.estimator import LEAST, Observed, estimate_error, expected
+from verl_mux.placement.explain import where
+from verl_mux.placement.feasibility import Progress
+from verl_mux.placement.group_run import group_periods
+from verl_mux.placement.model import Group, JobSpec, Pin
+from verl_mux.placement.planner import pair_of
+from verl_mux.profiling.eventlog import events
 
 # The first step compiles, allocates and loads what later ones find.
 FIRST = 2

@@ -11,37 +11,32 @@ fenced. Runs in the coordinator: `Placement` is called by state.py at the moment
 """
 
 from __future__ import annotations
-from verl_mux.coordinator.core.records import Job, Lease, Request
-from verl_mux.coordinator.core.records import Job, JobState, State, Watched
-from verl_mux.coordinator.core.leases import Feature, Handler
-from verl_mux.coordinator.core import hosts, registration
-from verl_mux.coordinator.core import hosts
-from verl_mux.coordinator.core import asking, moving
+
+from collections.abc import Iterable, Mapping
+
+from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.core import asking, hosts, moving, observing, registration
 from verl_mux.coordinator.core.asking import Asked
 from verl_mux.coordinator.core.inputs_and_instructions import (
     HostMeasured,
     Instruction,
+    Log,
     MoveGivenUp,
     MovesDue,
     Planned,
     Send,
     What,
 )
-from verl_mux.placement.estimator import corrected
+from verl_mux.coordinator.core.leases import Feature, Handler
 from verl_mux.coordinator.core.observing import predicted
-from collections.abc import Iterable
-from verl_mux.placement.estimator import WINDOW
-from verl_mux.errors import UserError
-from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Planned
-from verl_mux.placement.model import Cluster, Group, JobSpec, Pin
-from verl_mux.placement.job_needs import JobNeeds
-from verl_mux.placement.planner import ASK_AGAIN_S, Again, Arrive, Correct, Leave, Open, Record, Vacate
+from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State, Watched
 from verl_mux.coordinator.core.settings import Config
-from verl_mux.coordinator.core import moving, observing
+from verl_mux.errors import UserError
+from verl_mux.placement.estimator import WINDOW, corrected
+from verl_mux.placement.job_needs import JobNeeds
+from verl_mux.placement.model import Cluster, Group, JobSpec, Pin
+from verl_mux.placement.planner import ASK_AGAIN_S, Again, Arrive, Correct, Leave, Open, Record, Vacate
 from verl_mux.placement.rules import ORDERS
-from verl_mux.coordinator.bus import messages as m
-from collections.abc import Mapping
-
 
 # Of one phase: longer ones no clock here was made for.
 MOST_S = 1e6

@@ -9,10 +9,10 @@ from tests.coordinator.core.placement.test_placing import AUTO, lines, needs, pl
 from tests.coordinator.driver import Driver
 from tests.exploring import examples
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, MovesDue, ProcessesGone
 from verl_mux.coordinator.core import moving
-from verl_mux.coordinator.core.observing import Standing
 from verl_mux.coordinator.core.asking import Answerer
+from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, MovesDue, ProcessesGone
+from verl_mux.coordinator.core.observing import Standing
 from verl_mux.coordinator.core.records import JobState, State
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob

@@ -10,10 +10,9 @@ from tests.coordinator.core.placement.test_moving import Jobs
 from tests.coordinator.driver import Driver, changed_pools
 from tests.exploring import examples
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import hosts
-from verl_mux.coordinator.core.inputs_and_instructions import Input, PoolsChanged
-from verl_mux.coordinator.core import placing
+from verl_mux.coordinator.core import hosts, placing
 from verl_mux.coordinator.core.asking import Answerer
+from verl_mux.coordinator.core.inputs_and_instructions import Input, PoolsChanged
 from verl_mux.coordinator.core.records import JobState, State
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine
