@@ -1,4 +1,5 @@
-"""A job as the placer sees it in each pair of pools, the questions that the placer is asked, and its answers as input of the core.
+"""A job as the placer sees it in each pair of pools, the questions that the placer is asked, and its answers as input of the
+core.
 
 Pure. `of_job` runs in the coordinator's loop; the Answerer in its placement thread, outside the path of leases: however long it
 takes, phases are granted meanwhile. The planner is kept between answers, and made anew only where the record is not the one that

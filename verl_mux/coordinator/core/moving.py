@@ -3,8 +3,8 @@
     decided -> sent with every answer to a heartbeat -> it saved at the end of its step, and left -> started again by its launcher
     -> its first step there: the move is over, and its duration is known
 
-From the decision on the placer has the job on its new nodes, so they are kept for it. The job that gets the old ones learns of them
-when it has left them. A job that dies, finishes, or does not come back within MOVE_TIMEOUT_S has lost its place.
+From the decision on the placer has the job on its new nodes, so they are kept for it. The job that gets the old ones learns of
+them when it has left them. A job that dies, finishes, or does not come back within MOVE_TIMEOUT_S has lost its place.
 Runs in the coordinator, called by placing.py; pure, changes `State.moves`.
 """
 
