@@ -18,7 +18,6 @@ from verl_mux.errors import Failure, UserError
 # name -> (module, function, one line of help); the module is imported when the command runs or asks for its own --help.
 COMMANDS = {
     "run": ("verl_mux.launcher.command", "run", "Start a coordinator and several jobs from one YAML file, and watch them."),
-    "submit": ("verl_mux.launcher.command", "submit", "Start the jobs of a run file for a coordinator that runs already."),
     "coordinator": ("verl_mux.coordinator.commands", "coordinator", "Serve leases to jobs until interrupted."),
     "status": ("verl_mux.coordinator.commands", "status", "Ask a coordinator which job runs which phase, and which jobs wait."),
     "evict": ("verl_mux.coordinator.commands", "evict", "End a job as if it had failed."),

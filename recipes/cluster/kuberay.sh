@@ -16,5 +16,4 @@ kubectl wait --for=condition=Ready pod --selector="${workers}" --timeout=30m
 mapfile -t pods < <(kubectl get pods --selector="${workers}" -o jsonpath='{range .items[*]}{.metadata.name}{"\n"}{end}')
 mkdir -p "${DIR}"
 bash "${here}/fill.sh" "${here}/jobs.yaml" kubectl "${BIND}" "${DIR}" "${pods[@]}" >"${DIR}/run.yaml"
-verl-mux doctor --cluster "${DIR}/run.yaml"
 exec verl-mux run "${DIR}/run.yaml"

@@ -21,7 +21,6 @@ mapfile -t hosts < <(scontrol show hostnames "${SLURM_JOB_NODELIST}")
 mkdir -p "${DIR}"
 bind="$(getent ahostsv4 "$(hostname)" | awk '$1 !~ /^127\./ {print $1; exit}')"
 bash "${RECIPE}/fill.sh" "${RECIPE}/jobs.yaml" srun "${bind}" "${DIR}" "${hosts[@]}" >"${DIR}/run.yaml"
-verl-mux doctor --cluster "${DIR}/run.yaml"
 verl-mux run "${DIR}/run.yaml" --resume &
 launcher=$!
 trap 'kill -INT "${launcher}"' INT TERM

@@ -74,7 +74,7 @@ class World:
             **{"hosts": {host: {"via": [*via, host]} for host in HOSTS}},
         }
         (self.folder / "run.yaml").write_text(yaml.safe_dump(run))
-        command = [sys.executable, "-m", "verl_mux", "submit", str(self.folder / "run.yaml")]
+        command = [sys.executable, "-m", "verl_mux", "run", str(self.folder / "run.yaml")]
         log = (self.folder / "launcher.log").open("a")
         self._launcher = subprocess.Popen(command, stdout=log, stderr=log)
         for job in jobs:

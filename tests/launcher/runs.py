@@ -35,8 +35,8 @@ class Runs:
         given = {"dir": str(self.out), "coordinator": {"pools": POOLS}, "environment": environment, "jobs": specs, **keys}
         self.file.write_text(yaml.safe_dump(given))
 
-    def start(self, *options: str, command: str = "run") -> subprocess.Popen:
-        words = [sys.executable, "-m", "verl_mux", command, str(self.file), *options]
+    def start(self, *options: str) -> subprocess.Popen:
+        words = [sys.executable, "-m", "verl_mux", "run", str(self.file), *options]
         self.started.append(subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=ROOT))
         return self.started[-1]
 

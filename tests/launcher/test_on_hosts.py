@@ -136,12 +136,12 @@ def test_when_its_process_here_ends_so_does_the_job_on_its_hosts(runs, number):
     runs.until(lambda: not _left(runs, "a"))
 
 
-def test_submit_gives_its_jobs_to_a_coordinator_that_runs_already(runs, tmp_path):
+def test_a_run_gives_its_jobs_to_a_coordinator_that_runs_already(runs, tmp_path):
     served = Coordinator(make_config({"pools": POOLS}))
     address = served.start()
     try:
         _write(runs, {"a": {"overrides": ["+steps=2"]}}, coordinator=address, bind=None)
-        told = runs.ends(launcher := runs.start(command="submit"))
+        told = runs.ends(launcher := runs.start())
         assert launcher.returncode == 0, told
         assert runs.steps("a") == [1, 2] and served.snapshot()["jobs"]["a"]["steps_done"] == 2
     finally:
@@ -160,7 +160,7 @@ def test_a_run_waits_for_who_was_submitted_to_its_coordinator(runs, tmp_path):
     }
     guest = {"jobs": {"b": {**given["jobs"]["a"], "overrides": [f"+until={later.go}"]}}}
     later.file.write_text(yaml.safe_dump({**given, **guest, "dir": str(later.out), "bind": None}))
-    second = later.start(command="submit")
+    second = later.start("--at", given["coordinator"])
     later.until_step("b", 1)
     runs.go.touch()
     told = ""
@@ -170,12 +170,6 @@ def test_a_run_waits_for_who_was_submitted_to_its_coordinator(runs, tmp_path):
     later.ends(second)
     runs.ends(first)
     assert (first.returncode, second.returncode) == (0, 0)
-
-
-def test_submit_without_a_coordinator_is_one_line(runs):
-    _write(runs, {"a": {}})
-    told = runs.ends(launcher := runs.start(command="submit"))
-    assert launcher.returncode == 2 and "names no coordinator (`coordinator: tcp://HOST:PORT`)" in told
 
 
 def test_two_names_of_one_machine_are_refused(runs):

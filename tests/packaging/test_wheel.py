@@ -44,7 +44,6 @@ TRIED = [
     ("run {root}/examples/demo.yaml --dir run", 2, "verl-mux run needs verl: uv pip install"),
     ("bench leases --json", 2, "`verl-mux bench` is not in the installed package: run it from a checkout"),
     ("simulate trace.csv", 2, "`verl-mux simulate` is not in the installed package: run it from a checkout"),
-    ("submit {root}/examples/hosts.yaml --dir run", 2, "names no coordinator"),
 ]
 
 

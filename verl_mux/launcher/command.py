@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from verl_mux.coordinator.bus.connect import ADDRESS_VARIABLE
 from verl_mux.coordinator.commands import Keys, fetch_status
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import Failure, UserError
@@ -35,51 +34,43 @@ _ANSWER_S = 10.0
 def run(
     file: Annotated[Path, typer.Argument(help="The run file, e.g. examples/demo.yaml.")],
     directory: Annotated[Path | None, typer.Option("--dir", help="Write here instead of the file's `dir`.")] = None,
+    at: Annotated[
+        str | None, typer.Option("--at", help="Start the jobs for the coordinator at this address; the run starts none.")
+    ] = None,
+    keys: Keys = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the checkpoints of the run there, as `resume: true`.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Start a coordinator and several verl jobs on this machine, and watch them. Ctrl-C stops all of them cleanly.
+    """Start a coordinator and several verl jobs, and watch them. Ctrl-C stops all of them cleanly.
 
     Where the jobs of this file still run because only the watching ended, they are taken up again.
     """
-    result = run_jobs(run_file.read(file, directory, resume))
-    print(json.dumps(result, indent=2)) if as_json else print_summary(result, Console())
-
-
-def submit(
-    file: Annotated[Path, typer.Argument(help="A run file; its coordinator's address stands in it, `coordinator: tcp://...`.")],
-    address: Annotated[
-        str | None,
-        typer.Option("--coordinator", "--address", envvar=ADDRESS_VARIABLE, help="Its address, instead of the file's."),
-    ] = None,
-    keys: Keys = None,
-    directory: Annotated[Path | None, typer.Option("--dir", help="Write here instead of the file's `dir`.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the jobs' checkpoints, as `resume: true`.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
-) -> None:
-    """Start the jobs of a run file for a coordinator that runs already, and watch them. Otherwise as `run`."""
-    result = run_jobs(run_file.read(file, directory, resume, _elsewhere(file, address, keys)))
+    result = run_jobs(run_file.read(file, directory, resume, _elsewhere(file, at, keys)))
     print(json.dumps(result, indent=2)) if as_json else print_summary(result, Console())
 
 
 def _elsewhere(file: Path, address: str | None, keys: Path | None) -> dict[str, Any]:
-    """What the coordinator says of its nodes, in a run file's words. Raises UserError where none is named, or none answers."""
-    given = read_yaml(file)
-    given = given if isinstance(given, dict) else {}
-    named = given.get("coordinator")
+    """The nodes of a coordinator that runs already, in a run file's words; nothing where neither `--at` nor the file names one.
+
+    Raises:
+        UserError: it does not answer.
+    """
+    keys_of_file = read_yaml(file)
+    keys_of_file = keys_of_file if isinstance(keys_of_file, dict) else {}
+    named = keys_of_file.get("coordinator")
     at = address or (named if isinstance(named, str) else None)
     if at is None:
-        raise UserError(f"{file} names no coordinator (`coordinator: tcp://HOST:PORT`), and --coordinator was not given")
-    folder = keys or (Path(given["keys"]) if isinstance(given.get("keys"), str) else None)
+        return {}
+    folder = keys or (Path(keys_of_file["keys"]) if isinstance(keys_of_file.get("keys"), str) else None)
     pools = fetch_status(at, _ANSWER_S, folder)["pools"]
     known = ("host", "gpu_ids", "gpus", "cpus")
-    told = {
+    described = {
         name: {"nodes": [{"name": node, **{key: seen[key] for key in known}} for node, seen in pool["nodes"].items()]}
         for name, pool in pools.items()
     }
-    return {"at": at, "coordinator": {"pools": told}, **({"keys": str(folder)} if folder else {})}
+    return {"at": at, "coordinator": {"pools": described}, **({"keys": str(folder)} if folder else {})}
 
 
 class UnderWay(msgspec.Struct, frozen=True):

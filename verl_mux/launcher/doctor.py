@@ -1,4 +1,7 @@
-"""`verl-mux doctor`: is everything here that a multiplexed job needs? One line a check, with what to do about it."""
+"""`verl-mux doctor`: is everything on this machine that a multiplexed job needs? One line a check, with what to do about it.
+
+Runs on the command line; starts one Python interpreter and, where given, asks a coordinator; writes nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
@@ -53,17 +54,9 @@ def doctor(
     coordinator: Annotated[
         str | None, typer.Option(help="Also check that this coordinator answers, e.g. tcp://host:5570.")
     ] = None,
-    cluster: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Instead of this machine, check the hosts of this run file.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
 ) -> None:
-    """Check this machine: plugin, versions, platform, memory, ports. Exit code 1 if the demo could not run.
-
-    With --cluster: each host's reach, clock, GPUs, network, free ports and versions. Exit code 1 if something is wrong.
-    """
-    if cluster is not None:
-        return _check_hosts(cluster, as_json)
+    """Check this machine: plugin, versions, platform, memory, ports. Exit code 1 if the demo could not run."""
     checks = list(run_checks(coordinator))
     if as_json:
         print(json.dumps({"ok": all(c.ok is not False for c in checks), "checks": [asdict(c) for c in checks]}, indent=2))
@@ -72,26 +65,6 @@ def doctor(
     bad = [check.name for check in checks if check.ok is False]
     if bad:
         raise Failure(f"the demo could not run here: {', '.join(bad)}")
-
-
-def _check_hosts(file: Path, as_json: bool) -> None:
-    """Raises UserError where the file names no hosts, Failure where something is wrong with one."""
-    from verl_mux.launcher import run_file
-    from verl_mux.launcher.cluster import check
-
-    run = run_file.read(file)
-    if not run.hosts:
-        raise UserError(f"{file} has no `hosts`; without --cluster this machine is checked")
-    gpus: dict[str, int] = {}
-    for node in run.coordinator_config().nodes.values():
-        gpus[str(node.host)] = gpus.get(str(node.host), 0) + node.gpus
-    without_gpus = run.environment.get("VERL_PLATFORM") == "cpu"
-    at = urlsplit(run.at or "")
-    coordinator = (at.hostname, at.port) if at.hostname and at.port else None
-    seen = check.check(run_file.reached(run), gpus, run.towards, without_gpus, run.directory, coordinator)
-    print(json.dumps(check.as_json(seen), indent=2)) if as_json else check.show(seen, Console())
-    if bad := [one.host for one in seen if one.wrong]:
-        raise Failure(f"jobs could not run on: {', '.join(bad)}")
 
 
 def run_checks(coordinator: str | None = None) -> Iterator[Check]:

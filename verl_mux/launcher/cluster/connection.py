@@ -57,8 +57,7 @@ class Connection:
         if answer is None:
             code = self._process.wait(5)
             words = " ".join(self.part.command[:2])
-            hint = "`verl-mux doctor --cluster FILE` says what is wrong with a host"
-            raise Failure(f"host {self.part.host}: {words} ... ended with exit code {code} before it answered; {hint}")
+            raise Failure(f"host {self.part.host}: {words} ... ended with exit code {code} before it answered")
         if isinstance(answer, m.Failed):
             raise Failure(f"host {self.part.host}: {answer.reason}")
         return answer
