@@ -32,7 +32,6 @@ TRIED = [
     (f"budget math 12 --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
     (f"release rollout0 --yes --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
     (f"reload --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
-    (f"node add r7 --pool rollout --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
     (f"node remove r7 --coordinator {NOBODY} --timeout 0.2", 2, "no coordinator answers"),
     ("agent --devices abacus", 2, "allowed: auto"),
     (f"hold --pool train --coordinator {NOBODY} --timeout 0.2 -- true", 2, "no coordinator answers"),
