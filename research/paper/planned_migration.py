@@ -1,6 +1,6 @@
 """Whether jobs of a group gather their rollouts' tails, planned ahead: at which threshold, on how many nodes, at what gain.
 
-The rollout decides at run time, from the requests it has, with `rollout/control/migration_plan.py`; the very same function is
+The rollout decides at run time, from the requests it has, with `rollout/control/replica_plan.py`; the very same function is
 asked here about a rollout of expected lengths. What it answers becomes a job's `tail_s`: the time its rollout no longer
 holds its nodes. While the tail runs, the next job has only the nodes that were freed; so of a tail of t seconds that
 keeps k of n nodes, (n - k) / n of it count as freed, and node-seconds are the same.
