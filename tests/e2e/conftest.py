@@ -66,8 +66,7 @@ def run(assets, tmp_path_factory, request) -> Run:
     hears nothing in a phase of each kind; `rolls` is killed in a training phase, then the launcher. A second one takes `stays`
     up, while the next test's job starts.
 
-    `rolls` over-samples. It drops what is cut off; after its first kill, which its user takes for a moment to change that key, it
-    begins it again in its next step.
+    `rolls` over-samples: what is cut off goes on in its next step, after its kills too.
     """
     directory = tmp_path_factory.mktemp("run")
     out = directory / "out"
@@ -76,11 +75,10 @@ def run(assets, tmp_path_factory, request) -> Run:
     slowly += ["actor_rollout_ref.model.external_lib=slow_loss", "actor_rollout_ref.actor.policy_loss.loss_mode=slow"]
     # The phase in which a job is killed lasts longer than Ray takes to end its workers, a second or two, and than it takes to ask
     # the coordinator whether it still lasts.
-    restarts = [*tiny.overrides(assets, STEPS), OVERSAMPLED[0], *LONG_ROLLOUT, *_keys_in_a_file(directory), "trainer.save_freq=1"]
+    restarts = [*tiny.overrides(assets, STEPS), OVERSAMPLED[0], *LONG_ROLLOUT, "trainer.save_freq=1"]
     restarts += ["actor_rollout_ref.actor.ppo_epochs=20"]
     restarts += ["data.max_response_length=512", "trainer.max_actor_ckpt_to_keep=2"]
     jobs = {"stays": [*tiny.overrides(assets, STEPS), *checkpoints, *slowly], "rolls": restarts}
-    _write_keys(directory, "max_cuts: 2")
     file = tiny.run_file(
         directory / "run.yaml", out, jobs, {"PYTHONPATH": str(assets)}, restarts={"rolls": 1}, lease_timeout=LEASE_S
     )
@@ -96,7 +94,6 @@ def run(assets, tmp_path_factory, request) -> Run:
             # What the new coordinator says of it is true when it has heard it.
             _until(lambda: _since(result.coordinator_killed, out, "rolls", "lease_wait", "trainer"), runner)
             result.killed["rollout"] = _kill_in(runner, out, "rolls", "rollout")
-            _write_keys(directory, "tokens: restart")
             checkpoint = out / "stays" / "checkpoints" / f"global_step_{SAVED}"
             _until(checkpoint.exists, runner)
             for phase in FENCED:
@@ -116,17 +113,6 @@ def run(assets, tmp_path_factory, request) -> Run:
             result.returncode = runner.wait(120)
     result.log = (directory / "log").read_text()
     return result
-
-
-def _keys_in_a_file(directory: Path) -> list[str]:
-    """Overrides that make the keys of over-sampling those of a file, which may be another at the job's next start."""
-    return [f"hydra.searchpath=[file://{directory}/keys]", "+oversampling@mux.rollout.oversample=now"]
-
-
-def _write_keys(directory: Path, line: str) -> None:
-    file = directory / "keys" / "oversampling" / "now.yaml"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f"{line}\n")
 
 
 @pytest.fixture(scope="session")
@@ -159,7 +145,7 @@ def controlling(assets, tmp_path_factory) -> Iterator[tuple[Path, dict[str, subp
             "mux.profile.texts=0.5",
             f"data.max_response_length={LONGEST}",
             f"mux.rollout.segments.segment_length={SEGMENT}",
-            "mux.rollout.segments.treatment=sais",
+            "mux.rollout.segments.treatment=mask",
             "actor_rollout_ref.model.lora_rank=4",
             "actor_rollout_ref.model.lora.merge=true",
             f"data.val_max_samples={VALIDATED}",

@@ -111,14 +111,8 @@ def _requests(run: Run, name: str) -> tuple[set[tuple[int, str]], set[tuple[int,
     return before, after
 
 
-def test_prompt_groups_beyond_the_batch_are_given_up_where_the_keys_say_so(run):
-    (started, _), (dropped, _) = (_requests(run, name) for name in (events.REQUEST_START, events.REQUEST_PADDED))
-    assert dropped and dropped <= started
-    assert max(step for step, _ in started) > min(step for step, _ in dropped)
-    assert not any((step + 1, request) in started for step, request in dropped)
-
-
-def test_prompt_groups_beyond_the_batch_begin_again_where_the_keys_say_so(run):
-    _, started = _requests(run, events.REQUEST_START)
-    assert any((step - 1, request) in started for step, request in started)
-    assert not any(_requests(run, events.REQUEST_REQUEUED))
+@pytest.mark.parametrize("after", [False, True], ids=["before its first kill", "after it"])
+def test_prompt_groups_beyond_the_batch_go_on_in_the_next_step(run, after):
+    started, requeued = (_requests(run, name)[after] for name in (events.REQUEST_START, events.REQUEST_REQUEUED))
+    assert requeued and not _requests(run, events.REQUEST_PADDED)[after]
+    assert after or all(any(step < again and request == name for step, name in started) for again, request in requeued)
