@@ -182,8 +182,7 @@ def _in_region(model: Path, without: Collection[str]) -> Iterator[Batch]:
 
     from verl_mux.sync.engine import Batch
     from verl_mux.sync.export import as_bytes
-    from verl_mux.sync.layout import Entry, Layout
-    from verl_mux.sync.region import Region
+    from verl_mux.sync.layout import Entry, Layout, Region
 
     tensors = {name: it for name, it in load_file(model / "model.safetensors").items() if name not in without}
     layout = Layout(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from verl_mux.sync.planning.topology import Links, RolloutHost, Topology, Trainer
-
 
 class Case(NamedTuple):
     """`slow_link`: "per_pair" or "shared"; `slow`: bytes a second of it; the fast class has 20 times as many. `uneven`: ranks
@@ -48,16 +46,6 @@ CASES = (
     Case(4, 3, 2, "shared", _SHARED, uneven=True),
     Case(2, 4, 2, "shared", _SHARED),
 )
-
-
-def topology_of(case: Case, trainers: list[str], hosts: list[str]) -> Topology:
-    """`trainers`, `hosts`: names of the machines, one rank on each of the first. Every rank could send all of the model."""
-    gbps = case.slow * 8 / 1e9
-    links = Links(fast_gbps=FAST_OVER_SLOW * gbps, slow_gbps=gbps, slow_link=case.slow_link)  # type: ignore[arg-type]
-    ranks = tuple(Trainer(name, "train", share, True) for name, share in zip(trainers, case.shares, strict=True))
-    each = case.workers_per_host
-    places = tuple(RolloutHost(name, "rollout", tuple(range(at * each, (at + 1) * each))) for at, name in enumerate(hosts))
-    return Topology(ranks, places, links)
 
 
 def limit_seconds(case: Case, model_bytes: int) -> float:

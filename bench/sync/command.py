@@ -1,7 +1,7 @@
-"""`verl-mux bench sync`: each way of a weight sync over links of known speed, and what the plan chose among them.
+"""`verl-mux bench sync`: the weight sync over links of known speed, beside `pull`: each worker takes the whole model.
 
 The ends are the product's own, each in a process of its own on a host out of a network namespace. Both classes of link are
-shaped by the kernel, the fast one 20 times as fast as the slow one; without root by token buckets in this process.
+shaped by the kernel, the fast one 20 times as fast as the slow one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import typer
 
 from verl_mux.errors import Failure, UserError
 from verl_mux.launcher.processes.job_process import require_verl
-from verl_mux.sync.planning.plan import METHODS, choose, make_plan
 
 _MODEL_MIB, _MOST_MIB = 32, 2**20
 # Between what the ends have counted and what the kernel has: its own headers, openings, and what it sent again.
@@ -38,7 +37,7 @@ def bench_sync(
     ranks: Annotated[int, typer.Option(help="With --beside: trainer ranks, and as many engines.", min=1, max=64)] = 2,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Time every way of a weight sync over shaped links, and say what the plan chose; or over loopback, or beside verl's own."""
+    """Time the weight sync and `pull`, its yardstick, over shaped links; or over loopback, or beside verl's own."""
     if sum((bool(case), loopback is not None, beside)) > 1:
         raise UserError("--case, --loopback and --beside are measurements of their own; give one of them")
     if loopback is not None:
@@ -61,46 +60,40 @@ def bench_sync(
 
 
 def over_links(names: list[str] | None, model_bytes: int) -> dict[str, Any]:
-    """Raises UserError: there is no such case."""
-    from bench.sync.buckets import Buckets
+    """Raises UserError: there is no such case, or shaped links cannot be made here."""
     from bench.sync.cases import CASES
     from bench.sync.links import Bed, can_shape
 
     known = {case.name: case for case in CASES}
     if unknown := set(names or []) - set(known):
         raise UserError(f"there is no case {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    bed: type[Bed | Buckets] = Bed
     if (lacking := can_shape()) is not None:
-        print(f"bench sync cannot make hosts with shaped links, it lacks {lacking}: token buckets instead", file=sys.stderr)
-        bed = Buckets
+        raise UserError(f"bench sync cannot make hosts with shaped links here, it lacks {lacking}; try --loopback or --beside")
     cases = {}
     for name in names or known:
-        cases[name] = _case(known[name], model_bytes, bed)
+        cases[name] = _case(known[name], model_bytes)
         print("\n".join(_lines({"cases": {name: cases[name]}})), file=sys.stderr, flush=True)
-    return {"links": bed.kind, "model_bytes": model_bytes, "cases": cases}
+    return {"links": Bed.kind, "model_bytes": model_bytes, "cases": cases}
 
 
-def _case(case: Any, model_bytes: int, bed_of: Any) -> dict[str, Any]:
-    from bench.sync.cases import FAST_OVER_SLOW, limit_seconds, topology_of
-    from bench.sync.group import HOP_BYTES, Group
-    from bench.sync.links import Shape
+def _case(case: Any, model_bytes: int) -> dict[str, Any]:
+    from bench.sync.cases import FAST_OVER_SLOW, limit_seconds
+    from bench.sync.group import METHODS, Group
+    from bench.sync.links import Bed, Shape
 
-    with bed_of(case.senders, case.hosts, Shape(FAST_OVER_SLOW * case.slow, case.slow, case.slow_link)) as bed:
-        topology = topology_of(case, list(bed.trainers), list(bed.hosts))
+    with Bed(case.senders, case.hosts, Shape(FAST_OVER_SLOW * case.slow, case.slow, case.slow_link)) as bed:
         with Group.on(bed, case.workers_per_host, model_bytes, case.shares) as group:
             runs: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
             for version, method in enumerate(METHODS * _ROUNDS[case.slow_link]):
-                plan, before = make_plan(method, topology), bed.crossed()
-                runs[method].append(group.sync(plan, topology, version))
+                before = bed.crossed()
+                runs[method].append(group.sync(method, version))
                 _check(runs[method][-1]["slow_bytes"], bed.crossed() - before, method)
-    chosen = choose(topology, model_bytes, HOP_BYTES)[0].method
     return {
         "senders": case.senders,
         "hosts": case.hosts,
         "workers_per_host": case.workers_per_host,
         "slow_link": case.slow_link,
         "methods": {method: together(its) for method, its in runs.items()},
-        "chosen": chosen,
         "limit_seconds": limit_seconds(case, model_bytes),
     }
 
@@ -127,7 +120,7 @@ def _check(told: int, counted: int, method: str) -> None:
 def _lines(found: dict[str, Any]) -> list[str]:
     lines = []
     for name, case in found["cases"].items():
-        lines.append(f"{name}: chosen {case['chosen']}, no faster than {case['limit_seconds']:.2f} s")
+        lines.append(f"{name}: no faster than {case['limit_seconds']:.2f} s")
         for method, it in case["methods"].items():
             same = "" if it["bit_equal"] else ", WRONG WEIGHTS"
             lines.append(

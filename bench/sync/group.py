@@ -8,26 +8,38 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
-from bench.sync.buckets import Buckets
 from bench.sync.links import Bed
 from bench.sync.participant import digest_of, entries_of
 from verl_mux.errors import Failure
-from verl_mux.sync.planning.plan import Plan
-from verl_mux.sync.planning.routes import Meeting, SenderPart, WorkerPart, parts
-from verl_mux.sync.planning.topology import Topology
-from verl_mux.sync.streams.connection import Address
-from verl_mux.sync.streams.seal import new_key
-from verl_mux.sync.streams.sending import Target
+from verl_mux.sync.connection import new_key
+from verl_mux.sync.ends import Meeting, SenderPart, WorkerPart, link_between, two_stage
+from verl_mux.sync.receiving import Role
+from verl_mux.sync.sending import Target
 
 # Of a pair: over a link that is shaped for the pair more streams gain nothing.
 _PIECE_BYTES, _STREAMS = 256 << 10, 2
 _SETTINGS = {"piece_bytes": _PIECE_BYTES, "streams": _STREAMS, "timeout_s": 300.0}
-HOP_BYTES = _PIECE_BYTES * _STREAMS
+METHODS = ("two_stage", "pull")
+
+
+def parts(method: str, trainers: Sequence[Meeting], workers: Sequence[Meeting]) -> tuple[list[SenderPart], list[WorkerPart]]:
+    """The product's plan, or `pull`, its yardstick: each worker takes the whole model from one trainer rank."""
+    if method == "two_stage":
+        return two_stage(trainers, workers)
+    ranks = [f"trainer rank {rank} on {it.name}" for rank, it in enumerate(trainers)]
+    labels = [f"rollout worker {number} on {it.name}" for number, it in enumerate(workers)]
+    targets: list[list[Target]] = [[] for _ in ranks]
+    receiving = []
+    for number, worker in enumerate(workers):
+        rank = number % len(ranks)
+        targets[rank].append(Target(worker.address, labels[number], link_between(trainers[rank], worker)))
+        receiving.append(WorkerPart(labels[number], Role(labels[number], {ranks[rank]: rank})))
+    return [SenderPart(*it) for it in zip(ranks, targets, strict=True)], receiving
 
 
 class _Process:
@@ -54,13 +66,10 @@ class _Process:
 
 
 class Group:
-    """`processes`, `meetings`: of the trainer ranks, then of the workers; `shares`: of the model, that each rank sends;
-    `through`: where a host reaches what listens at an address."""
+    """`processes`, `meetings`: of the trainer ranks, then of the workers; `shares`: of the model, that each rank sends."""
 
-    def __init__(
-        self, processes: list[_Process], model_bytes: int, shares: Sequence[float], through: Callable[[str, Address], Address]
-    ) -> None:
-        self.processes, self._shares, self._through = processes, shares, through
+    def __init__(self, processes: list[_Process], model_bytes: int, shares: Sequence[float]) -> None:
+        self.processes, self._shares = processes, shares
         self._entries, self._model_bytes = entries_of(model_bytes), model_bytes
         self.answers()
         for process in processes:
@@ -69,17 +78,16 @@ class Group:
 
     @classmethod
     @contextlib.contextmanager
-    def on(cls, bed: Bed | Buckets, workers_per_host: int, model_bytes: int, shares: Sequence[float]) -> Iterator[Group]:
+    def on(cls, bed: Bed, workers_per_host: int, model_bytes: int, shares: Sequence[float]) -> Iterator[Group]:
         trainers = [(bed.inside(name), name, address) for name, address in bed.trainers.items()]
         hosts = [(bed.inside(name), name, address) for name, address in bed.hosts.items() for _ in range(workers_per_host)]
-        with cls.of(trainers, hosts, model_bytes, shares, _SETTINGS, bed.through) as group:
+        with cls.of(trainers, hosts, model_bytes, shares, _SETTINGS) as group:
             yield group
 
     @classmethod
     @contextlib.contextmanager
     def of(
         cls, trainers: Sequence[tuple], workers: Sequence[tuple], model_bytes: int, shares: Sequence[float], settings: dict,
-        through: Callable[[str, Address], Address] = lambda _, address: address,
     ) -> Iterator[Group]:  # fmt: skip
         """`trainers`, `workers`: of each the words that lead to its host, the host's name and address."""
         processes: list[_Process] = []
@@ -87,15 +95,15 @@ class Group:
             for cluster, places in (("train", trainers), ("rollout", workers)):
                 for words, host, address in places:
                     processes.append(_Process(words, host, address, cluster, model_bytes, settings))
-            yield cls(processes, model_bytes, shares, through)
+            yield cls(processes, model_bytes, shares)
         finally:
             for it in processes:
                 it.process.kill()
                 it.process.communicate()
 
-    def sync(self, plan: Plan, topology: Topology, version: int) -> dict[str, Any]:
-        """One, by this plan; seconds from the first order until the last worker has everything."""
-        told, seconds = self.raw_sync(plan, topology, version)
+    def sync(self, method: str, version: int) -> dict[str, Any]:
+        """One, by this method; seconds from the first order until the last worker has everything."""
+        told, seconds = self.raw_sync(method, version)
         slow = round(sum(it.get("slow_bytes", 0.0) for it in told))
         wanted = digest_of(self._entries, version)
         same = all(it["digest"] == wanted for it in told[len(self._shares) :])
@@ -106,24 +114,24 @@ class Group:
             "bit_equal": same,
         }
 
-    def raw_sync(self, plan: Plan, topology: Topology, version: int) -> tuple[list[dict[str, Any]], float]:
+    def raw_sync(self, method: str, version: int) -> tuple[list[dict[str, Any]], float]:
         """What trainers, then workers say of it, and the seconds."""
-        began = self.begin(plan, topology, version)
+        began = self.begin(method, version)
         told = self.answers()
         return told, max(it["ended"] for it in told[len(self._shares) :]) - began
 
-    def begin(self, plan: Plan, topology: Topology, version: int) -> float:
-        """Everybody is told to take part. Returns when."""
+    def begin(self, method: str, version: int) -> float:
+        """Order all processes to take part. Returns when."""
         split = len(self._shares)
         trainers, workers = self.processes[:split], self.processes[split:]
-        senders, receivers = parts(plan, topology, self.meetings[:split], self.meetings[split:])
+        senders, receivers = parts(method, self.meetings[:split], self.meetings[split:])
         roles: list[SenderPart | WorkerPart] = [*senders, *receivers]
         key = new_key().hex()
-        for process, meeting, part in zip(self.processes, self.meetings, roles, strict=True):
-            process.order("join", part=msgspec.to_builtins(self._routed(part, meeting.host)), key=key)
+        for process, part in zip(self.processes, roles, strict=True):
+            process.order("join", part=msgspec.to_builtins(part), key=key)
         at = 0.0
         for rank, (process, share) in enumerate(zip(trainers, self._shares, strict=True)):
-            whole = plan.method == "pull"
+            whole = method == "pull"
             process.order("hold", version=version, rank=rank, start=0.0 if whole else at, end=1.0 if whole else at + share)
             at += share
         for process in (*self.processes, *trainers):
@@ -134,18 +142,6 @@ class Group:
         for process in trainers:
             process.order("send", version=version)
         return began
-
-    def _routed(self, part: SenderPart | WorkerPart, host: str) -> SenderPart | WorkerPart:
-        """With the addresses at which this host reaches the others."""
-
-        def routed(targets: list[Target]) -> list[Target]:
-            return [msgspec.structs.replace(it, address=self._through(host, it.address)) for it in targets]
-
-        if isinstance(part, SenderPart):
-            return msgspec.structs.replace(part, targets=routed(part.targets))
-        if part.role is None:
-            return part
-        return msgspec.structs.replace(part, role=msgspec.structs.replace(part.role, downstream=routed(part.role.downstream)))
 
     def answers(self, without: Sequence[int] = ()) -> list[Any]:
         """Of all processes but these. Raises Failure, with what each says."""

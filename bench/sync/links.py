@@ -14,12 +14,10 @@ import subprocess
 from typing import NamedTuple
 
 from verl_mux.errors import UserError
-from verl_mux.sync.streams.connection import Address
 
 # Large packets, as networks for this have: their headers are below a thousandth.
 _MTU = 65535
-BURST_BYTES = 192 << 10
-_BURST = f"burst {BURST_BYTES}"
+_BURST = f"burst {192 << 10}"
 
 
 class Shape(NamedTuple):
@@ -63,10 +61,6 @@ class Bed:
     def inside(self, name: str) -> list[str]:
         """The words before a command that is to run there."""
         return ["ip", "netns", "exec", name]
-
-    def through(self, source: str, address: Address) -> Address:
-        """Where `source` reaches what listens at `address`."""
-        return address
 
     def crossed(self) -> int:
         """Bytes that the joint has carried from trainers to rollout hosts, with all headers, by its own counter."""

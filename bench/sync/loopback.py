@@ -15,8 +15,6 @@ import psutil
 from bench.sync.group import Group
 from bench.sync.participant import digest_of, entries_of
 from verl_mux.errors import Failure, UserError
-from verl_mux.sync.planning.plan import make_plan
-from verl_mux.sync.planning.topology import RolloutHost, Topology, Trainer
 
 _SENDERS, _HOSTS, _WORKERS = 2, 2, 2
 _SETTINGS = {"piece_bytes": 4 << 20, "streams": 1, "timeout_s": 60.0}
@@ -34,17 +32,12 @@ def over_loopback(model_bytes: int) -> dict[str, Any]:
     needed = model_bytes * (1 + _HOSTS) + (1 << 30)
     if (free := psutil.virtual_memory().available) < needed:
         raise UserError(f"{model_bytes} bytes over loopback need {needed} bytes of memory, and {free} are free")
-    ranks = tuple(Trainer("trainers", "train", 1 / _SENDERS, True) for _ in range(_SENDERS))
-    hosts = tuple(
-        RolloutHost(f"host{at}", "rollout", tuple(range(at * _WORKERS, (at + 1) * _WORKERS))) for at in range(_HOSTS)
-    )  # fmt: skip
-    topology = Topology(ranks, hosts)
     trainers: list[tuple] = [([], "trainers", "127.0.0.1")] * _SENDERS
     workers: list[tuple] = [([], f"host{at}", "127.0.0.1") for at in range(_HOSTS) for _ in range(_WORKERS)]
-    plan, found, plain = make_plan("two_stage", topology), [], []
+    found, plain = [], []
     with Group.of(trainers, workers, model_bytes, [1 / _SENDERS] * _SENDERS, _SETTINGS) as group:
         for _ in range(_ROUNDS):
-            found.append(group.raw_sync(plan, topology, 1))
+            found.append(group.raw_sync("two_stage", 1))
     for _ in range(_ROUNDS):
         plain.append(plain_sockets(model_bytes))
     told, seconds = min(found, key=lambda it: it[1])

@@ -17,11 +17,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from verl_mux.sync.ends import End
+from verl_mux.sync.ends import End, part_of
 from verl_mux.sync.layout import Entry
-from verl_mux.sync.planning.routes import part_of
-from verl_mux.sync.shard import Part, Shard
-from verl_mux.sync.streams.sending import Settings
+from verl_mux.sync.sending import Part, Settings, Shard
 
 TENSORS = 24
 

@@ -32,7 +32,7 @@ from bench.memory_cycles import make_model
 from bench.sync_rounds.workers import WAYS, Rank, Worker
 from verl_mux.config.completion import complete, hand_to_workers
 from verl_mux.config.schema import MuxConfig
-from verl_mux.sync.manager import MuxCheckpointManager
+from verl_mux.sync.engine import MuxCheckpointManager
 
 _RAY = {"address": "local", "num_cpus": 64, "include_dashboard": False, "object_store_memory": 80_000_000, "log_to_driver": False}
 # Of each way, before those that count: groups are built, memory is mapped.

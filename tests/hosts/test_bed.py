@@ -32,7 +32,7 @@ def test_hosts_see_their_own_processes_alone(bed):
 
 
 def test_a_weight_sync_tells_hosts_apart_and_knows_its_own(bed):
-    ask = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-c", "from verl_mux.sync.machine import this_machine as it; print(it())"]
+    ask = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-c", "from verl_mux.sync.ends import this_machine as it; print(it())"]
     first, again, other = (_on(host, *ask) for host in ("hosta", "hosta", "hostb"))
     assert first == again != other
 

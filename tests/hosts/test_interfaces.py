@@ -15,8 +15,6 @@ from safetensors.torch import save_file
 from bench.sync.group import Group
 from tests.hosts.conftest import NAME
 from tests.hosts.interfaces import EVERY_S, Counters, Sync, bytes_received, copies, read, summary, weights_bytes, whole_lines
-from verl_mux.sync.planning.plan import make_plan
-from verl_mux.sync.planning.topology import RolloutHost, Topology, Trainer
 
 MODEL = 10_000_000
 
@@ -83,17 +81,13 @@ def test_a_sync_brings_every_byte_to_each_host_once(bed, tmp_path):
     file, names, trainers = tmp_path / "interfaces.jsonl", ("hosta", "hostb"), ("hostb", "hostc")
     at = {name: (bed.enter(name), name, host.address) for name, host in bed.hosts().items()}
     workers = [at["hosta"], at["hosta"], at["hostb"]]
-    topology = Topology(
-        tuple(Trainer(name, "train", 0.5) for name in trainers),
-        (RolloutHost("hosta", "rollout", (0, 1)), RolloutHost("hostb", "rollout", (2,))),
-    )
     settings = {"piece_bytes": 1 << 20, "streams": 2, "timeout_s": 60.0}
     recorder = subprocess.Popen([sys.executable, "-m", "tests.hosts.interfaces", str(file), NAME])
     try:
         with Group.of([at[name] for name in trainers], workers, MODEL, [0.5, 0.5], settings) as group:
             _wait_until(file, 0.0)  # it has begun
             _wait_until(file, time.time() + 1)
-            began = group.begin(make_plan("two_stage", topology), topology, 1)
+            began = group.begin("two_stage", 1)
             told = group.answers()
         ended = max(it["ended"] for it in told)
         _wait_until(file, ended + 1)

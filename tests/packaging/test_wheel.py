@@ -37,7 +37,7 @@ TRIED = [
     (f"hold --pool train --coordinator {NOBODY} --timeout 0.2 -- true", 2, "no coordinator answers"),
     ("keys made/keys", 0, "keys in made/keys"),
     ("plan {root}/examples/placement/jobs.yaml --json", 0, '"group"'),
-    ("plan --sync none.yaml", 2, "cannot read none.yaml"),
+    ("plan none.yaml", 2, "cannot read none.yaml"),
     ("report .", 2, "verl-mux report needs polars: pip install 'verl-mux[report]'"),
     ("doctor", 1, "bad  verl: not installed"),
     ("run {root}/examples/demo.yaml --dir run", 2, "verl-mux run needs verl: uv pip install"),

@@ -8,13 +8,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from verl_mux.sync.ends import End
+from verl_mux.sync.connection import new_key
+from verl_mux.sync.ends import End, two_stage
 from verl_mux.sync.layout import Entry
-from verl_mux.sync.planning.routes import Wish, parts, plan_for, topology_of
-from verl_mux.sync.planning.topology import Links
-from verl_mux.sync.shard import Part, Shard
-from verl_mux.sync.streams.seal import new_key
-from verl_mux.sync.streams.sending import Settings
+from verl_mux.sync.sending import Part, Settings, Shard
 
 Model = dict[str, bytes]
 
@@ -40,11 +37,11 @@ def stripe_of(model: Model, rank: int, ranks: int, piece_bytes: int) -> Shard:
 class Ends:
     """`machines`: of each worker, by name."""
 
-    def __init__(self, senders: int, machines: Sequence[str], method: str = "auto", **settings) -> None:
+    def __init__(self, senders: int, machines: Sequence[str], plan: Callable = two_stage, **settings) -> None:
         self.settings = Settings(**{"piece_bytes": 4096, "timeout_s": 10.0, **settings})
         self.senders = [self.end("trainers", "train") for _ in range(senders)]
         self.workers = [self.end(machine, "rollout") for machine in machines]
-        self.method = method
+        self.plan = plan
         self.addresses: dict[int, tuple[str, int]] = {}  # of workers, by which others reach them instead of directly
         self.join()
 
@@ -60,11 +57,9 @@ class Ends:
         trainers, workers = [end.meeting for end in self.senders], [end.meeting for end in self.workers]
         for at, address in self.addresses.items():
             workers[at] = msgspec.structs.replace(workers[at], address=address)
-        self.topology = topology_of(trainers, workers, Links())
         key = new_key()
-        plan = plan_for(self.topology, Wish(self.method))
-        for group, its in zip((self.senders, self.workers), parts(plan, self.topology, trainers, workers), strict=True):
-            for end, part in zip(group, its, strict=True):
+        for group, parts in zip((self.senders, self.workers), self.plan(trainers, workers), strict=True):
+            for end, part in zip(group, parts, strict=True):
                 end.join(part, key)
 
     def sync(

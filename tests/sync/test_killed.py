@@ -10,15 +10,9 @@ import pytest
 from bench.sync.group import Group
 from tests.sync.faulty_link import Fault, FaultyLink
 from verl_mux.errors import Failure
-from verl_mux.sync.planning.plan import make_plan
-from verl_mux.sync.planning.topology import RolloutHost, Topology, Trainer
 
 # More than the sockets' buffers hold: who is met still has something to send.
 MODEL = 64 << 20
-TOPOLOGY = Topology(
-    (Trainer("trainers", "train", 0.5), Trainer("trainers", "train", 0.5)),
-    (RolloutHost("a", "rollout", (0, 1)), RolloutHost("b", "rollout", (2,))),
-)
 # Trainer ranks 0 and 1, then workers 0 to 2.
 NAMES = ("trainer rank 0", "trainer rank 1", "rollout worker 0 on a", "rollout worker 1 on a", "rollout worker 2 on b")
 
@@ -38,7 +32,7 @@ def sync_with_a_stall(group: Group, victim: int, what: signal.Signals) -> str:
     straight = list(group.meetings)
     group.meetings[2] = msgspec.structs.replace(straight[2], address=link.address)
     try:
-        group.begin(make_plan("two_stage", TOPOLOGY), TOPOLOGY, 1)
+        group.begin("two_stage", 1)
         assert link.reached.wait(60.0)
         group.processes[victim].process.send_signal(what)
         link.unstall.set()
@@ -62,4 +56,4 @@ def test_who_stands_still_is_named_and_the_next_sync_works(group):
     assert "trainer rank 1 on trainers stands still: nothing moved for 4 s" in told
     with pytest.raises(Failure):
         group.processes[1].answer()  # it goes on, and hears that it is over
-    assert group.sync(make_plan("relay", TOPOLOGY), TOPOLOGY, 2)["bit_equal"]
+    assert group.sync("two_stage", 2)["bit_equal"]

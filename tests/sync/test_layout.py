@@ -1,12 +1,12 @@
-"""Every byte of the model has one place and one sender, and what does not is named."""
+"""Every byte of the model has one place and one sender; pieces arrive in any order, each once; a tensor with a hole is never ready."""
 
+import os
 import random
 
 import msgspec
 import pytest
 
-from verl_mux.sync.failure import SyncError
-from verl_mux.sync.layout import ALIGN, Entry, Layout, Manifest, Manifests, cut, joined
+from verl_mux.sync.layout import ALIGN, Assembly, Entry, Held, Layout, Manifest, Manifests, SyncError, cut, joined
 
 
 def entries(*sizes: int) -> list[Entry]:
@@ -77,3 +77,70 @@ def test_ranks_that_name_the_same_tensors_share_one_list_of_them():
     assert first == Manifest(0, found, [(0, 3)], 4096) and second.source == 1
     assert second.entries is first.entries
     assert reader.read(msgspec.msgpack.encode(Manifest(2, entries(4), [], 4096))).entries == entries(4)
+
+
+def assembly_of(ranks: int, sizes: list[int], piece_bytes: int = 64) -> Assembly:
+    """Every rank has an even part of each tensor."""
+    entries = [Entry(f"t{at}", "uint8", (size,), size) for at, size in enumerate(sizes)]
+    offsets = Layout(entries).offsets
+    found = Assembly(range(ranks))
+    for rank in range(ranks):
+        cuts = [(at + size * rank // ranks, at + size * (rank + 1) // ranks) for at, size in zip(offsets, sizes, strict=True)]
+        found.manifest(Manifest(rank, entries, [(a, b - a) for a, b in cuts if b > a], piece_bytes))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_tensors_are_ready_in_order_and_only_when_whole(seed):
+    draw = random.Random(seed)
+    sizes = [draw.randrange(400) for _ in range(8)]
+    it = assembly_of(draw.randrange(1, 4), sizes)
+    left = [(source, number) for source, pieces in it.pieces.items() for number in range(len(pieces))]
+    draw.shuffle(left)
+    arrived = set()
+    ends = [start + size for start, size in zip(Layout(it.layout.entries).offsets, sizes, strict=True)]
+    while left:
+        assert not it.complete and it.ready < len(sizes)
+        source, number = left.pop()
+        arrived |= {byte for start, nbytes in it.spans(source, number) for byte in range(start, start + nbytes)}
+        it.place(source, number)
+        for end, size in zip(ends[: it.ready], sizes, strict=False):
+            assert arrived >= set(range(end - size, end))
+    assert it.complete and it.ready == len(sizes)
+
+
+def test_a_model_of_nothing_is_complete_at_once():
+    it = assembly_of(2, [0, 0])
+    assert it.complete and it.ready == 2
+
+
+def test_nothing_goes_anywhere_before_all_ranks_have_said_what_they_send():
+    it = Assembly([0, 1])
+    it.manifest(Manifest(0, [Entry("t", "uint8", (4,), 4)], [(0, 2)], 64))
+    assert it.layout is None and it.waiting_for == [1] and not it.complete
+    with pytest.raises(SyncError, match="trainer rank 0 has no piece 0"):
+        it.spans(0, 0)
+
+
+def test_what_comes_twice_or_from_nobody_is_an_error():
+    it = assembly_of(1, [200])
+    it.place(0, 1)
+    for source, number, error in ((0, 1, "arrived twice"), (0, 4, "has no piece 4"), (3, 0, "rank 3 has no piece")):
+        with pytest.raises(SyncError, match=error):
+            it.place(source, number)
+    for source in (0, 5):
+        with pytest.raises(SyncError, match=f"trainer rank {source} sent an unexpected manifest"):
+            it.manifest(Manifest(source, [], [], 64))
+
+
+def test_memory_of_another_process_is_not_received_into():
+    """Its owner relies on what is in it."""
+    owner, reader = Held(), Held()
+    theirs = owner.of(100)
+    theirs.view[:2] = b"ab"
+    reader.mapped(os.dup(theirs.fd), 100)
+    mine = reader.of(100)
+    mine.view[:2] = b"cd"
+    assert bytes(theirs.view[:2]) == b"ab" and reader.of(100) is mine
+    for held in (owner, reader):
+        held.close()

@@ -1,3 +1,3 @@
-"""Weights from the trainer's host copies to the engines: sent in trainer workers, received in rollout workers, steered from the
-trainer. `planning/` decides who sends what to whom, `streams/` carries it. Of ours it imports errors and the reading of YAML.
+"""Weights from the trainers' host copies to the engines: sent in trainer workers, received in rollout workers, started by the
+trainer's driver. Of the package it imports errors only.
 """

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from verl_mux.sync.layout import Entry
-from verl_mux.sync.shard import Part, Shard
+from verl_mux.sync.sending import Part, Shard
 
 
 class Range(NamedTuple):

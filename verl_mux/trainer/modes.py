@@ -58,7 +58,7 @@ from verl_mux.memory.moved import Moves, total
 from verl_mux.places.ray_nodes import ray_nodes
 from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.control.replica_plan import Room
-from verl_mux.sync.manager import MuxCheckpointManager
+from verl_mux.sync.engine import MuxCheckpointManager
 from verl_mux.trainer.job_hosts import (
     ActorWatch,
     HostWatch,

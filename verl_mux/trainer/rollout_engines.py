@@ -20,7 +20,7 @@ from verl_mux.rollout.control.replica_plan import Unit, units
 from verl_mux.trainer.phases import Phases
 
 _SYNC_FIGURES = (
-    "bytes", "spared_bytes", "ranks", "slow_bytes", "fast_bytes", "local_bytes", "gather_seconds", "send_seconds", "wait_seconds",
+    "bytes", "ranks", "slow_bytes", "fast_bytes", "local_bytes", "gather_seconds", "send_seconds", "wait_seconds",
     "receive_seconds", "load_seconds", "stream_gb_per_s",
 )  # fmt: skip
 

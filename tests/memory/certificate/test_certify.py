@@ -146,16 +146,14 @@ def test_hosts_that_are_too_small_are_named():
     assert not found.fits and found.why_not == ["t0: the jobs need 407 GB of host memory, of 390 GB"]
 
 
-def test_a_host_holds_what_was_synced_and_with_delta_what_was_sent():
+def test_a_host_holds_what_was_synced():
     model = 2 * 7_615_616_512
     assert certificate(seven_billion()).hosts["r0"].bytes["synced"] == model
     kept = device.weights(seven_billion()) * seven_billion().engine.gpus_per_node
     assert certificate(seven_billion()).hosts["r0"].bytes["kept"] == kept
-    assert "last sent" not in certificate(seven_billion()).hosts["t0"].bytes
     config = verl()
-    config["mux"] |= {"sync": {"delta": True}, "device": {"sleep_level": 2}}
+    config["mux"] |= {"device": {"sleep_level": 2}}
     assert "kept" not in certificate(read_job(config, QWEN25_7B)).hosts["r0"].bytes
-    assert certificate(read_job(config, QWEN25_7B)).hosts["t0"].bytes["last sent"] == model
 
 
 def test_the_shape_that_is_promised():

@@ -22,9 +22,6 @@ def plan(
     memory: Annotated[
         bool, typer.Option("--memory", help="Say what the jobs need of GPUs and hosts that they share, and whether it fits.")
     ] = False,
-    sync: Annotated[
-        Path | None, typer.Option(help="Instead: a YAML file of a weight sync: model_bytes, senders, hosts, links.")
-    ] = None,
     pools: Annotated[Path | None, typer.Option(help="With --memory: a coordinator's file, for what its nodes have.")] = None,
     observed: Annotated[
         Path | None, typer.Option(help="With --memory: the folder of a run whose measured bytes correct it.")
@@ -33,16 +30,12 @@ def plan(
 ) -> None:
     """Place the jobs of a file and say where each goes and why; or, with --memory, certify what they need before they run.
 
-    The certificate's exit code is 1 where they do not fit. With --sync: who sends what to whom in a weight sync, and what every
-    way of it costs.
+    The certificate's exit code is 1 where they do not fit.
     """
     if not memory and (pools is not None or observed is not None):
         raise UserError("--pools and --observed belong to --memory")
-    if sync is not None:
-        _plan_sync(sync, json, files, memory)
-        return
     if not files:
-        raise UserError("give a file of jobs; or --sync and a file of a weight sync")
+        raise UserError("give a file of jobs")
     if memory:
         from verl_mux.launcher.plan.memory import certificate_of
 
@@ -58,15 +51,6 @@ def plan(
 
     placed = placing.make_plan(read_jobs(files[0]))
     print(jsonlib.dumps(placed) if json else "\n".join(placing.lines(placed)))
-
-
-def _plan_sync(file: Path, json: bool, files: list[Path] | None, memory: bool) -> None:
-    from verl_mux.sync.planning.command import sync_plan, sync_plan_lines
-
-    if files or memory:
-        raise UserError("--sync takes one file of its own, and neither files of jobs nor --memory")
-    found = sync_plan(file)
-    print(jsonlib.dumps(found) if json else "\n".join(sync_plan_lines(found)))
 
 
 def _lines(found: Certificate) -> list[str]:

@@ -175,8 +175,6 @@ def host_states(job: Job, side: str) -> dict[str, int]:
     kinds = {"parameters": states["weights"] * training.gpus_per_node, "optimizer": states["optimizer"] * training.gpus_per_node}
     if training.lora or job.model.experts:  # what is not sent from the shards is exported before they sleep
         kinds["exported"] = job.model.total * engine.bytes // training.nodes
-    if training.delta:
-        kinds["last sent"] = job.model.total * engine.bytes // training.nodes
     return kinds
 
 

@@ -50,8 +50,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
     """The trainer. shards: ranks that states are split over (FSDP; fsdp_size). gathered_bytes: of a parameter while a layer
-    computes. tokens: of a micro-batch on one GPU. lora: rank of adapters, 0: all parameters are trained. delta: the sync
-    keeps what it sent."""
+    computes. tokens: of a micro-batch on one GPU. lora: rank of adapters, 0: all parameters are trained."""
 
     nodes: int
     gpus_per_node: int
@@ -64,7 +63,6 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     reference: bool
     critic: bool
     lora: int
-    delta: bool
 
     @property
     def ranks(self) -> int:
@@ -178,7 +176,6 @@ def _training(config: Mapping[str, Any], job: str) -> Training:
         reference=bool(at(config, f"{_ACTOR}.use_kl_loss") or at(config, "algorithm.use_kl_in_reward")),
         critic=at(config, "algorithm.adv_estimator") == "gae",
         lora=next((_count(config, key) for key in (f"{model}.lora.rank", f"{model}.lora_rank") if at(config, key)), 0),
-        delta=bool(at(config, "mux.sync.delta")),
     )
 
 

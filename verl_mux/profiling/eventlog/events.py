@@ -234,10 +234,10 @@ TABLE: list[Event] = [
         Event(LEASE_FENCED, "the coordinator did not answer: memory slept, until it was taken up again", "phase, nodes, token"),
         Event(
             SYNC,
-            "weights go from trainer to rollout; bytes that trainers sent and that delta left out (spared), bytes by class of"
+            "weights go from trainer to rollout; bytes that trainers sent, bytes by class of"
             " link (slow: between pools); seconds of the slowest end: until a rank's weights lay ready (gather), of all its"
             " streams in sending, until the first byte (wait), from it to the last (receive), in the engine (load)",
-            "bytes, spared_bytes, version, ranks, slow_bytes, fast_bytes, local_bytes, gather_seconds, send_seconds,"
+            "bytes, version, ranks, slow_bytes, fast_bytes, local_bytes, gather_seconds, send_seconds,"
             " wait_seconds, receive_seconds, load_seconds, stream_gb_per_s",
         ),
         Event(SLEEP, "tagged memory is released (an engine's by its server)", "tag, bytes, mapped, node, side (rollout/train)"),

@@ -14,8 +14,7 @@ pytest.importorskip("sglang")
 from verl_mux.rollout.engine.sglang import region_loader
 from verl_mux.rollout.engine.sglang.region_loader import Mapped, Place
 from verl_mux.sync.export import as_bytes
-from verl_mux.sync.layout import Entry, Layout
-from verl_mux.sync.region import Region
+from verl_mux.sync.layout import Entry, Layout, Region
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)}
 

@@ -14,8 +14,7 @@ pytest.importorskip("sglang")
 from verl_mux.rollout.engine.sglang import region_weights
 from verl_mux.rollout.engine.sglang.region_loader import LOADER, Mapped, Place
 from verl_mux.sync.engine import Batch
-from verl_mux.sync.failure import SyncError
-from verl_mux.sync.layout import Entry, Layout
+from verl_mux.sync.layout import Entry, Layout, SyncError
 
 LAYOUT = Layout([Entry(name, "float32", (2,), 8) for name in "abc"])
 WITHIN_S = 30

@@ -14,8 +14,7 @@ import msgspec
 import torch
 
 from verl_mux.sync.engine import tensor_at
-from verl_mux.sync.layout import Entry
-from verl_mux.sync.region import NAME, Region
+from verl_mux.sync.layout import NAME, Entry, Region
 
 LOADER = "verl_mux.rollout.engine.sglang.region_loader.load"
 

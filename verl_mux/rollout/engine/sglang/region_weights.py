@@ -17,9 +17,8 @@ import msgspec
 import torch
 
 from verl_mux.rollout.engine.sglang.region_loader import LOADER, Mapped, Place
-from verl_mux.sync.engine import Batch
-from verl_mux.sync.failure import SyncError
-from verl_mux.sync.streams.aside import aside
+from verl_mux.sync.engine import Batch, aside
+from verl_mux.sync.layout import SyncError
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput

@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from verl_mux.sync.failure import SyncError
-from verl_mux.sync.streams import sending
-from verl_mux.sync.streams.connection import Connection, Header, Hello, Kind
-from verl_mux.sync.streams.seal import Seal, new_key
-from verl_mux.sync.streams.sending import Streams
+from verl_mux.sync import sending
+from verl_mux.sync.connection import Connection, Header, Hello, Kind, Seal, new_key
+from verl_mux.sync.layout import SyncError
+from verl_mux.sync.sending import Streams
 
 
 class InAFrame:

@@ -1,19 +1,22 @@
-"""One stream between two ends of a sync: a TCP connection, or a local one, with frames of a header and payload.
+"""One stream between two ends of a sync: a TCP or local connection that carries frames of a header and payload.
 
-    who connects:          hello -->                    manifests -->                  frames of pieces -->
-    who accepts:  nonce -->          go (or failed) -->               beats, room -->                      beats, then done -->
+    connecting end:              hello -->                    manifests -->                  frames of pieces -->
+    accepting end:    nonce -->          go (or failed) -->               beats, room -->                      beats, then done -->
 
-Either may say instead that it failed. Nothing is sent between manifests and room: however long who accepts takes to make room for
-the model, its beats say that it lives, and no call that sends stands still.
+Either end may report a failure instead. Nothing is sent between manifests and room; while the accepting end makes room for the
+model, its beats show that it is alive.
 
-Blocking sockets with the kernel's own time limits: a payload goes between the socket and the memory where it lies, in one call
-for as much as there is, and no copy of ours is in between. One thread reads a connection; several may write.
+Runs in trainer workers and rollout workers; called by sending.py and receiving.py; touches its socket only. Sockets block, with
+the kernel's time limits, and a payload goes between socket and memory without a copy. One thread reads a connection; several may
+write. Each header carries a code that only processes of the job can make (keyed BLAKE2b); nothing is encrypted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import hashlib
+import hmac
 import os
 import secrets
 import select
@@ -21,23 +24,55 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import msgspec
 
-from verl_mux.sync.failure import Lost, SyncError
-from verl_mux.sync.streams.seal import CODE_BYTES, Seal
+from verl_mux.sync.layout import Lost, SyncError
 
-_MAGIC = b"VMX5"
+CODE_BYTES = 16
+_MAGIC = b"VMX6"
 _NONCE_BYTES = 16
 _LENGTH = struct.Struct("!I")
 _HEADER = struct.Struct("!BBHIQQQ")
-# Of a hello, from whoever reaches the socket; of a text or a manifest, from one of ours.
+# Of a hello, which any process that reaches the socket may send; of a text or a manifest, which come from the job's processes.
 _HELLO_BYTES, _BODY_BYTES = 4096, 1 << 30
 # Vectors that one call takes.
 _VECTORS = 512
 Address = str | tuple[str, int]
+
+
+def new_key() -> bytes:
+    return secrets.token_bytes(32)
+
+
+class Seal:
+    """Makes and checks the codes of frames: a keyed BLAKE2b digest, with a key of its own for each connection.
+
+    The trainer draws the job's key with the plan and hands it out over Ray, so it is in no configuration and no log. It keeps out
+    processes that reach the sockets, and frames recorded on another connection; not an attacker who changes packets on their way.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def of_connection(self, *known_to_both: bytes) -> Seal:
+        """The seal of one connection, derived from values that only its two ends share."""
+        return Seal(self._digest(known_to_both, 32))
+
+    def code(self, *parts: bytes) -> bytes:
+        return self._digest(parts, CODE_BYTES)
+
+    def is_ours(self, code: bytes, *parts: bytes) -> bool:
+        return hmac.compare_digest(code, self.code(*parts))
+
+    def _digest(self, parts: tuple[bytes, ...], nbytes: int) -> bytes:
+        hasher = hashlib.blake2b(digest_size=nbytes, key=self._key)
+        for part in parts:
+            hasher.update(len(part).to_bytes(8, "big"))
+            hasher.update(part)
+        return hasher.digest()
 
 
 class Kind(enum.IntEnum):
@@ -55,8 +90,8 @@ class Kind(enum.IntEnum):
 
 
 class Header(NamedTuple):
-    """`source` and `number`: whose piece, and which; `nbytes` of payload follow; `digest`: of the bytes that the piece has in the
-    region, 0 where none is made. `encoding`: of the payload, see delta.py."""
+    """`source` and `number`: trainer rank and number of a piece; `nbytes` of payload follow; `digest`: of the bytes that the piece
+    has in the region, 0 where none is made; `encoding`: of the payload, see remote_reads.py."""
 
     kind: int
     encoding: int = 0
@@ -67,7 +102,7 @@ class Header(NamedTuple):
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True):
-    """Who connects: `peer` and `stream`, for the sync of `version`. `attempt` tells two tries of one sync apart."""
+    """The connecting end: its name `peer`, its `stream`, the sync's `version`; `attempt` tells two tries of one sync apart."""
 
     peer: str
     stream: int
@@ -76,8 +111,8 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Connection:
-    """`whom`: for messages. `introduced`: both ends know each other. `sent`, `received`: bytes, with headers; `waited_s`:
-    seconds in calls that send."""
+    """`whom`: name of the other end, for messages. `introduced`: hello and nonce are exchanged. `sent`, `received`: bytes, with
+    headers; `waited_s`: seconds in calls that send."""
 
     def __init__(self, sock: socket.socket, seal: Seal, whom: str, timeout_s: float) -> None:
         self._socket, self._seal, self.whom, self._timeout_s = sock, seal, whom, timeout_s
@@ -102,11 +137,7 @@ class Connection:
         cls, address: Address, whom: str, seal: Seal, hello: Hello, timeout_s: float,
         opened: Callable[[Connection], None] = lambda _: None,
     ) -> Connection:  # fmt: skip
-        """Connect and introduce oneself; the go comes next. `opened`: gets the connection as soon as it can be shut.
-
-        Raises:
-            Lost: nobody is there.
-        """
+        """Connect and send the hello; the go comes next. `opened`: gets the connection as soon as it can be shut. Raises Lost."""
         family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -131,9 +162,9 @@ class Connection:
 
     @classmethod
     def accepted(cls, sock: socket.socket, seal: Seal, timeout_s: float) -> tuple[Connection, Hello] | None:
-        """Who connected; None where it is nobody of ours, or gone already."""
+        """The connection and its hello; None where the peer lacks the job's key, or is gone already."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        self = cls(sock, seal, "whoever connected", timeout_s)
+        self = cls(sock, seal, "a new connection", timeout_s)
         try:
             self._put([_MAGIC, nonce])
             (length,) = _LENGTH.unpack(self._take(_LENGTH.size))
@@ -156,34 +187,22 @@ class Connection:
             self._ours, self._theirs = self._theirs, self._ours
 
     def wait_for(self, kind: Kind) -> bytes:
-        """Its body. Beats are passed over. Raises SyncError with what the other end says, or Lost."""
+        """Return the body of the next frame of `kind`, passing over beats. Raises SyncError with the other end's reason, or Lost."""
         while (header := self.read()).kind != kind:
             self.expect_nothing_else(header)
         return self.body(header)
 
-    def go(self, held: Mapping[int, bytes]) -> None:
-        """Let the other end send. `held`: the stamps of what is here from those trainer ranks, see delta.py."""
-        body = msgspec.msgpack.encode(held)
-        self.write(Header(Kind.GO, nbytes=len(body)), [body])
-
-    def wait_for_go(self) -> dict[int, bytes]:
-        """What the other end has told with it. Raises as `wait_for`."""
-        return msgspec.msgpack.decode(self.wait_for(Kind.GO), type=dict[int, bytes])
-
     def expect_nothing_else(self, header: Header) -> None:
-        """Than a beat. Raises SyncError."""
+        """Raise SyncError unless the frame is a beat: with the other end's reason where it failed."""
         if header.kind == Kind.FAILED:
             raise SyncError(self.body(header).decode("utf-8", "replace"))
         if header.kind != Kind.BEAT:
-            raise SyncError(f"{self.whom} sent what nobody expected now (frame {header.kind})")
+            raise SyncError(f"{self.whom} sent an unexpected frame ( {header.kind})")
 
     def is_waiting(self) -> bool:
         """Is there something to read?"""
-        flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
         try:
-            return bool(self._socket.recv(1, flags))
-        except BlockingIOError:
-            return False
+            return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
         except OSError:
             return False
 
@@ -192,7 +211,7 @@ class Connection:
         return self._shows(select.POLLIN)
 
     def has_ended(self) -> bool:
-        """Has the other end closed it, whatever lies there to be read?"""
+        """Has the other end closed the connection, even if data is left to be read?"""
         return self._shows(select.POLLRDHUP)
 
     def _shows(self, event: int) -> bool:
@@ -206,7 +225,7 @@ class Connection:
     # ------------------------------------------------------------ frames
 
     def write(self, header: Header, payload: Iterable[memoryview | bytes] = ()) -> None:
-        """Raises Lost: the other end is gone, or takes nothing any more."""
+        """Raises Lost: the other end is gone, or takes nothing for `timeout_s`."""
         with self._writing:
             self._write(header, payload)
 
@@ -222,14 +241,14 @@ class Connection:
         return plain + code
 
     def hand(self, header: Header, fd: int, body: bytes) -> None:
-        """A frame with a descriptor, to a process of this host."""
+        """Send a frame and a file descriptor to a process of this host."""
         with self._writing:
             self._write(header, ())
             socket.send_fds(self._socket, [b"f"], [fd])
             self._put([body])
 
     def take_fd(self) -> int:
-        """What `hand` sent, after its header."""
+        """Receive the descriptor of `hand`, after its header."""
         _, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
         if not fds:
             raise Lost(f"{self.whom} sent no memory")
@@ -241,12 +260,12 @@ class Connection:
         self.write(Header(kind, nbytes=len(body)), [body] if body else ())
 
     def write_no_more(self) -> None:
-        """Whoever is about to write gets Lost, so that only `try_to_say` has to wait for the frame that is on its way."""
+        """Let later writes raise Lost, so that `try_to_say` waits for the frame in progress only."""
         self._over = True
 
     def try_to_say(self, kind: Kind, text: str = "", patience_s: float = 0.0) -> bool:
-        """Unless there is no room: then the other end will see it end. False: another thread was in the middle of a frame, also
-        after so many seconds, and nothing was said."""
+        """Send without blocking; where the socket is full, shut it. False: another thread was in the middle of a frame for
+        `patience_s`, and nothing was sent."""
         if not self.introduced:
             return True
         if not self._writing.acquire(timeout=patience_s):
@@ -257,7 +276,7 @@ class Connection:
             if self._socket.send(frame, socket.MSG_DONTWAIT) < len(frame):
                 self.shut()
         except OSError:
-            pass  # whoever reads will see it
+            pass  # the reading thread will see it
         finally:
             self._writing.release()
         return True
@@ -279,11 +298,11 @@ class Connection:
 
     def body(self, header: Header) -> bytes:
         if header.nbytes > _BODY_BYTES:
-            raise SyncError(f"{self.whom} announces {header.nbytes} bytes where nobody expects as many")
+            raise SyncError(f"{self.whom} announces {header.nbytes} bytes, too many for such a frame")
         return self._take(header.nbytes)
 
     def into(self, views: Iterable[memoryview]) -> None:
-        """Fill these with what comes next."""
+        """Fill the views with the next bytes. Raises Lost."""
         left = [view for view in views if len(view)]
         while left:
             try:
@@ -322,18 +341,17 @@ class Connection:
 
     def close(self) -> None:
         """Also wakes a thread that waits in it."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self.shut()
         self._socket.close()
 
     def shut(self) -> None:
-        """As `close`, for another thread than the one that reads: the number of the socket is not given to the next one yet."""
+        """As `close`, for threads that do not read it: the descriptor's number is not reused yet."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
 def _after(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """What is left of the views after their first `nbytes`."""
+    """The views without their first `nbytes`."""
     for at, view in enumerate(views):
         if nbytes < len(view):
             return [view[nbytes:], *views[at + 1 :]]

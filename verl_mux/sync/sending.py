@@ -1,26 +1,107 @@
-"""One sync at one trainer rank: its pieces go to every place that wants them, over several streams each, one thread a stream."""
+"""Send one trainer rank's part of the model to every rollout host, over several streams each, one thread a stream.
+
+Runs in trainer workers; called by ends.py; touches sockets. `Streams` also serves receiving.py.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 from uuid import uuid4
 
 import msgspec
+import xxhash
 
-from verl_mux.sync.delta import WHOLE
-from verl_mux.sync.failure import Lost, SyncError
-from verl_mux.sync.last_sent import Changes, Encoded, LastSent
-from verl_mux.sync.shard import Shard
-from verl_mux.sync.streams.connection import Address, Connection, Header, Hello, Kind
-from verl_mux.sync.streams.remote_reads import Offering, RemoteReads
-from verl_mux.sync.streams.seal import Seal
+from verl_mux.sync.connection import Address, Connection, Header, Hello, Kind, Seal
+from verl_mux.sync.layout import Entry, Layout, Lost, Manifest, Span, SyncError, cut
+from verl_mux.sync.remote_reads import WHOLE, Offering, RemoteReads
+
+# Cast pieces kept for the other hosts while one host after the other is sent them.
+_KEPT = 2
+# After a failure: seconds in which ends that are just connecting still hear that it failed, and why.
+LAST_CALL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes [offset, offset + nbytes) of tensor `index`. `read(start, end)` returns bytes counted from the part's first."""
+
+    index: int
+    offset: int
+    nbytes: int
+    read: Callable[[int, int], memoryview]
+
+
+class Shard:
+    """What one trainer rank sends: its manifest, and the bytes of its pieces where they lie. `made`: reading a part makes a copy
+    (it is cast), so a piece is read once for all hosts. Thread-safe."""
+
+    def __init__(
+        self, source: int, entries: Sequence[Entry], parts: Iterable[Part], piece_bytes: int, made: bool = False
+    ) -> None:
+        layout = Layout(entries)
+        self._parts = sorted((part for part in parts if part.nbytes), key=lambda part: (part.index, part.offset))
+        spans = [(layout.offsets[part.index] + part.offset, part.nbytes) for part in self._parts]
+        self.manifest = Manifest(source, list(entries), spans, piece_bytes)
+        self.pieces = cut(spans, piece_bytes)
+        self._where = self._places(spans)
+        self._made = made
+        self._kept: OrderedDict[int, list[memoryview]] = OrderedDict()
+        self._digests: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.manifest.spans)
+
+    def _places(self, spans: Sequence[Span]) -> list[list[tuple[int, int]]]:
+        """For each piece and each of its spans: the part's number, and the first byte in that part."""
+        at, places = 0, []
+        for piece in self.pieces:
+            found = []
+            for offset, nbytes in piece:
+                found.append((at, offset - spans[at][0]))
+                if offset + nbytes == sum(spans[at]):
+                    at += 1
+            places.append(found)
+        return places
+
+    def payload(self, number: int) -> list[memoryview]:
+        """A piece's bytes, span by span."""
+        if not self._made:
+            return self._read(number)
+        with self._lock:
+            if number not in self._kept:
+                self._kept[number] = self._read(number)
+                while len(self._kept) > _KEPT:
+                    self._kept.popitem(last=False)
+            return self._kept[number]
+
+    def _read(self, number: int) -> list[memoryview]:
+        spans = zip(self._where[number], self.pieces[number], strict=True)
+        return [self._parts[part].read(start, start + nbytes) for (part, start), (_, nbytes) in spans]
+
+    def digest(self, number: int, payload: Sequence[memoryview]) -> int:
+        """Digest of a piece, computed once for all hosts."""
+        if number not in self._digests:
+            self._digests[number] = digest(payload)
+        return self._digests[number]
+
+
+def digest(views: Iterable[memoryview]) -> int:
+    """xxh3-64 of the views' bytes, one view after the other; never 0, which stands for no digest."""
+    hasher = xxhash.xxh3_64()
+    for view in views:
+        hasher.update(view)
+    return hasher.intdigest() or 1
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Where a copy of the model comes together. `link`: the class of the way there, see topology.py."""
+    """A worker that receives a copy of the model. `link`: class of the way there, one of LINKS."""
 
     address: Address
     whom: str
@@ -28,31 +109,23 @@ class Target(msgspec.Struct, frozen=True):
 
     @property
     def is_here(self) -> bool:
-        """By a socket of this host."""
+        """Reached over a local socket."""
         return isinstance(self.address, str)
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """`streams`: connections a pair; `timeout_s`: who is silent for so long is lost; `verify`: a digest for each piece; `delta`:
-    what did not change since the last sync is not sent. `transport`: what carries pieces between hosts; of the others
-    than sockets, and of Mooncake's protocol and devices, see transfer_engines.py."""
+    """`streams`: connections of a pair; `timeout_s`: an end that is silent for this long is lost; `verify`: a digest for each piece;
+    `transport`: what carries pieces between hosts."""
 
     piece_bytes: int = 4 << 20
     streams: int = 2
     timeout_s: float = 120.0
     verify: bool = True
-    delta: bool = False
-    transport: Literal["sockets", "nixl", "mooncake"] = "sockets"
-    mooncake_protocol: str = "rdma"
-    mooncake_device: str = ""
-
-
-# In which those who are just being connected to hear that it failed, and why.
-LAST_CALL_S = 1.0
+    transport: Literal["sockets", "nixl"] = "sockets"
 
 
 class Streams:
-    """Threads over connections that stand or fall together: the first error ends all, and is what the others are told."""
+    """Threads over connections that fail together: the first error ends all, and is sent to the other ends."""
 
     def __init__(self, me: str, on_error: Callable[[SyncError], None] = lambda _: None) -> None:
         self._me, self._on_error = me, on_error
@@ -68,12 +141,12 @@ class Streams:
         thread.start()
 
     def add(self, connection: Connection) -> None:
-        """One that is being opened."""
+        """Register a connection that is being opened."""
         with self._lock:
             self.connections.append(connection)
 
     def opened(self, connection: Connection) -> None:
-        """Raises SyncError where it is over already: then the other end has been told so."""
+        """Raises SyncError where the sync failed meanwhile, after sending the reason to the other end."""
         if self.error:
             connection.try_to_say(Kind.FAILED, str(self.error))
             raise self.error
@@ -83,7 +156,7 @@ class Streams:
             run(*args)
         except SyncError as error:
             self.fail(error)
-        except Exception as error:  # an own fault: told like any other, so that nobody waits
+        except Exception as error:  # a fault of this code is sent like any other, so that no end waits
             self.fail(SyncError(f"{self._me}: {type(error).__name__}: {error}"))
 
     def fail(self, error: SyncError) -> None:
@@ -99,7 +172,7 @@ class Streams:
         last_call.start()
 
     def _tell(self, connections: list[Connection], text: str) -> None:
-        """And shut them. Most hear it at once; a frame on its way, which may be a beat, gets time to end."""
+        """Send the reason and shut them. Most get it at once; a frame in progress, maybe a beat, gets time to end."""
         busy = []
         for connection in connections:
             connection.write_no_more()
@@ -118,7 +191,7 @@ class Streams:
             connection.shut()
 
     def join(self) -> None:
-        """Until all threads have ended, also those that were started meanwhile. Raises SyncError."""
+        """Wait until all threads have ended, also those started meanwhile. Raises SyncError."""
         at = 0
         while at < len(self._threads):
             self._threads[at].join()
@@ -133,12 +206,11 @@ class Streams:
 
 
 class Sending:
-    """Made for one sync. `me`: this rank, as others name it; `last`: what the one before kept. `kept`: after `run`, for the next;
-    None before it, where that failed and without delta."""
+    """The sending of one sync at one trainer rank. `me`: this rank's name in messages."""
 
     def __init__(
         self, shard: Shard, targets: Sequence[Target], me: str, version: int, seal: Seal, settings: Settings,
-        last: LastSent | None = None, reads: RemoteReads | None = None,
+        reads: RemoteReads | None = None,
     ) -> None:  # fmt: skip
         self._shard, self._targets, self._me, self._version = shard, targets, me, version
         self._seal, self._settings, self._reads = seal, settings, reads
@@ -147,22 +219,18 @@ class Sending:
         self._by_link: list[tuple[str, Connection]] = []
         self._reading_s = [0.0]
         self._sent_bytes = [0]
-        self._changes = Changes(shard, last) if settings.delta else None
-        self.kept: LastSent | None = None
 
     def run(self) -> dict[str, float]:
-        """Returns when everybody has everything. bytes of weights that were sent and (with delta) that need not be, and by class
-        of link with headers; seconds: of all, in reading the weights (casting, comparing, digests), and in calls that send, each
-        summed over the streams; GB/s of a stream.
+        """Return when every target has everything: bytes of weights sent, bytes by class of link with headers; seconds: of all, in
+        reading the weights (casting, digests), and in calls that send, each summed over the streams; GB/s of a stream.
 
         Raises:
-            SyncError: somebody did not get it, with the reason.
+            SyncError: a target did not get it, with the reason.
         """
         try:
             return self._run()
         finally:
-            # This object is there until the next sync, the weights' memory is their owner's.
-            del self._shard, self._changes
+            del self._shard  # this object stays until the next sync, the weights' memory may not
 
     def _run(self) -> dict[str, float]:
         began = time.perf_counter()
@@ -176,12 +244,9 @@ class Sending:
             found[f"{link}_bytes"] += connection.sent
         waited = sum(connection.waited_s for _, connection in self._by_link)
         rate = sum(connection.sent for _, connection in self._by_link) / max(len(self._by_link), 1) / seconds / 1e9
-        if self._changes is not None:
-            self.kept = self._changes.sent()
         return {
             **found,
             "sent_bytes": float(sent),
-            "spared_bytes": float(self._shard.nbytes * len(self._targets) - sent),
             "seconds": seconds,
             "read_seconds": sum(self._reading_s),
             "send_seconds": waited,
@@ -189,7 +254,7 @@ class Sending:
         }
 
     def stop(self) -> None:
-        """From another thread: `run` ends with an error."""
+        """Let `run` end with an error; called from another thread."""
         self._streams.fail(SyncError(f"{self._me} stopped sending"))
 
     def _send(self, target: Target, stream: int) -> None:
@@ -199,14 +264,14 @@ class Sending:
         self._by_link.append((target.link, connection))
         self._streams.opened(connection)
         try:
-            held = connection.wait_for_go().get(self._shard.manifest.source)
+            connection.wait_for(Kind.GO)
             if stream == 0:
                 body = msgspec.msgpack.encode(self._shard.manifest)
                 connection.write(Header(Kind.MANIFEST, nbytes=len(body)), [body])
             connection.wait_for(Kind.ROOM)
             offering = self._offering(connection, target, stream)
             for number in range(stream, len(self._shard.pieces), self._settings.streams):
-                self._piece(connection, number, held, offering)
+                self._piece(connection, number, offering)
             if offering:
                 offering.end()
             connection.write(Header(Kind.END))
@@ -220,30 +285,27 @@ class Sending:
         largest = max([sum(nbytes for _, nbytes in piece) for piece in self._shard.pieces], default=1)
         return Offering(self._reads, connection, self._reads.slots((target.whom, stream), largest))
 
-    def _piece(self, connection: Connection, number: int, held: bytes | None, offering: Offering | None) -> None:
+    def _piece(self, connection: Connection, number: int, offering: Offering | None) -> None:
         began = time.perf_counter()
-        encoding, payload, code = self._changes.piece(number, held) if self._changes else self._whole(number)
+        payload = self._shard.payload(number)
+        code = self._shard.digest(number, payload) if self._settings.verify else 0
         self._reading_s.append(time.perf_counter() - began)
         nbytes = sum(map(len, payload))
-        header = Header(Kind.PIECE, encoding, self._shard.manifest.source, number, nbytes, code)
-        if offering and encoding == WHOLE:
+        header = Header(Kind.PIECE, WHOLE, self._shard.manifest.source, number, nbytes, code)
+        if offering:
             offering.piece(header, payload)
         else:
             connection.write(header, payload)
         self._sent_bytes.append(nbytes)
 
-    def _whole(self, number: int) -> Encoded:
-        payload = self._shard.payload(number)
-        return WHOLE, [*payload], self._shard.digest(number, payload) if self._settings.verify else 0
-
 
 def said_before(connection: Connection, error: SyncError) -> SyncError:
-    """Why the other end left, where it said so before; else what is seen here."""
+    """The reason that the other end sent before it left, or else `error`."""
     try:
         while connection.is_waiting():
             connection.expect_nothing_else(connection.read())
     except Lost:
         pass
-    except SyncError as told:
-        return told
+    except SyncError as reason:
+        return reason
     return error
