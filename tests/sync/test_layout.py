@@ -1,4 +1,5 @@
-"""Every byte of the model has one place and one sender; pieces arrive in any order, each once; a tensor with a hole is never ready."""
+"""Every byte of the model has one place and one sender; pieces arrive in any order, each once; a tensor with a hole is never
+ready."""
 
 import os
 import random

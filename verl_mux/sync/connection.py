@@ -1,7 +1,8 @@
 """One stream between two ends of a sync: a TCP or local connection that carries frames of a header and payload.
 
     connecting end:              hello -->                    manifests -->                  frames of pieces -->
-    accepting end:    nonce -->          go (or failed) -->               beats, room -->                      beats, then done -->
+    accepting end:    nonce -->          go (or failed) -->               beats, room -->                      beats, then done
+    -->
 
 Either end may report a failure instead. Nothing is sent between manifests and room; while the accepting end makes room for the
 model, its beats show that it is alive.
@@ -90,8 +91,8 @@ class Kind(enum.IntEnum):
 
 
 class Header(NamedTuple):
-    """`source` and `number`: trainer rank and number of a piece; `nbytes` of payload follow; `digest`: of the bytes that the piece
-    has in the region, 0 where none is made; `encoding`: of the payload, see remote_reads.py."""
+    """`source` and `number`: trainer rank and number of a piece; `nbytes` of payload follow; `digest`: of the bytes that the
+    piece has in the region, 0 where none is made; `encoding`: of the payload, see remote_reads.py."""
 
     kind: int
     encoding: int = 0
@@ -187,7 +188,8 @@ class Connection:
             self._ours, self._theirs = self._theirs, self._ours
 
     def wait_for(self, kind: Kind) -> bytes:
-        """Return the body of the next frame of `kind`, passing over beats. Raises SyncError with the other end's reason, or Lost."""
+        """Return the body of the next frame of `kind`, passing over beats. Raises SyncError with the other end's reason, or
+        Lost."""
         while (header := self.read()).kind != kind:
             self.expect_nothing_else(header)
         return self.body(header)

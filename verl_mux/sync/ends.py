@@ -28,8 +28,8 @@ LINKS = ("slow", "fast", "local")
 
 
 class Meeting(msgspec.Struct, frozen=True):
-    """Where one end listens. `address`: for other hosts, `local`: for its own host; `host`: id of the machine, `name`: its name in
-    messages; `cluster`: "train" or "rollout"."""
+    """Where one end listens. `address`: for other hosts, `local`: for its own host; `host`: id of the machine, `name`: its name
+    in messages; `cluster`: "train" or "rollout"."""
 
     address: tuple[str, int]
     local: str

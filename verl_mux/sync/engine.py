@@ -121,8 +121,8 @@ class MuxCheckpointEngine(CheckpointEngine):
         return {f"mux/sync/{name}": value for name, value in figures.items()}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield (name, full tensor) in export order. The tensors lie in the host's region: they are valid until the next sync, and
-        read-only. The last one comes only after all of the model has arrived and was checked.
+        """Yield (name, full tensor) in export order. The tensors lie in the host's region: they are valid until the next sync,
+        and read-only. The last one comes only after all of the model has arrived and was checked.
 
         Raises:
             SyncError: another version than asked for, damaged or missing bytes, or a lost end.
@@ -133,8 +133,8 @@ class MuxCheckpointEngine(CheckpointEngine):
                     yield pair
 
     async def receive_batches(self, global_steps: int | None, nbytes: int) -> AsyncGenerator[Batch, None]:
-        """As `receive_weights`, in runs of tensors of at most `nbytes` or of one tensor, for engines that map the region in another
-        process. All workers get the same runs."""
+        """As `receive_weights`, in runs of tensors of at most `nbytes` or of one tensor, for engines that map the region in
+        another process. All workers get the same runs."""
         assert self._end is not None
         began, load = time.perf_counter(), 0.0
         reception = self._end.receiving(int(global_steps or 0))
@@ -254,8 +254,8 @@ class MuxCheckpointManager(CheckpointEngineManager):
     async def update_weights(
         self, global_steps: int | None = None, token: int | None = None, asleep: Collection[int] = ()
     ) -> dict[str, Any]:
-        """Fill every replica's weights with the trainer's, under the lease `token`. The weights of replicas `asleep` (ranks) come to
-        their hosts only.
+        """Fill every replica's weights with the trainer's, under the lease `token`. The weights of replicas `asleep` (ranks)
+        come to their hosts only.
 
         Returns figures: bytes by class of link, seconds of each part at the slowest end, ranks.
 
@@ -272,8 +272,8 @@ class MuxCheckpointManager(CheckpointEngineManager):
 
 
 async def settled(taking_part: Sequence[Awaitable]) -> list[Any]:
-    """The result or the error of each. Where the sync itself fails, all end soon and are waited for. After any other error (a lost
-    actor, a lease that is gone) the result is None for the ends that still take part: the next sync ends them.
+    """The result or the error of each. Where the sync itself fails, all end soon and are waited for. After any other error (a
+    lost actor, a lease that is gone) the result is None for the ends that still take part: the next sync ends them.
     """
     tasks = [asyncio.ensure_future(it) for it in taking_part]
     left = set(tasks)

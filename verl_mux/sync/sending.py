@@ -114,8 +114,8 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """`streams`: connections of a pair; `timeout_s`: an end that is silent for this long is lost; `verify`: a digest for each piece;
-    `transport`: what carries pieces between hosts."""
+    """`streams`: connections of a pair; `timeout_s`: an end that is silent for this long is lost; `verify`: a digest for each
+    piece; `transport`: what carries pieces between hosts."""
 
     piece_bytes: int = 4 << 20
     streams: int = 2
@@ -221,8 +221,8 @@ class Sending:
         self._sent_bytes = [0]
 
     def run(self) -> dict[str, float]:
-        """Return when every target has everything: bytes of weights sent, bytes by class of link with headers; seconds: of all, in
-        reading the weights (casting, digests), and in calls that send, each summed over the streams; GB/s of a stream.
+        """Return when every target has everything: bytes of weights sent, bytes by class of link with headers; seconds: of all,
+        in reading the weights (casting, digests), and in calls that send, each summed over the streams; GB/s of a stream.
 
         Raises:
             SyncError: a target did not get it, with the reason.
