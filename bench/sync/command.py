@@ -81,13 +81,15 @@ def _case(case: Any, model_bytes: int) -> dict[str, Any]:
     from bench.sync.group import METHODS, Group
     from bench.sync.links import Bed, Shape
 
-    with Bed(case.senders, case.hosts, Shape(FAST_OVER_SLOW * case.slow, case.slow, case.slow_link)) as bed:
-        with Group.on(bed, case.workers_per_host, model_bytes, case.shares) as group:
-            runs: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
-            for version, method in enumerate(METHODS * _ROUNDS[case.slow_link]):
-                before = bed.crossed()
-                runs[method].append(group.sync(method, version))
-                _check(runs[method][-1]["slow_bytes"], bed.crossed() - before, method)
+    with (
+        Bed(case.senders, case.hosts, Shape(FAST_OVER_SLOW * case.slow, case.slow, case.slow_link)) as bed,
+        Group.on(bed, case.workers_per_host, model_bytes, case.shares) as group,
+    ):
+        runs: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
+        for version, method in enumerate(METHODS * _ROUNDS[case.slow_link]):
+            before = bed.crossed()
+            runs[method].append(group.sync(method, version))
+            _check(runs[method][-1]["slow_bytes"], bed.crossed() - before, method)
     return {
         "senders": case.senders,
         "hosts": case.hosts,
