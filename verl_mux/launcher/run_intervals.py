@@ -113,9 +113,9 @@ class Prediction(msgspec.Struct, frozen=True):
 
 def read_predictions(directory: Path) -> list[Prediction]:
     """In order of time, from the coordinator's event log of a run."""
-    told = ("group", "source", "periods", "nodes", "usd_per_hour")
+    lines = ("group", "source", "periods", "nodes", "usd_per_hour")
     found = [
-        Prediction(at=line.end, **{name: line.extra[name] for name in told})
+        Prediction(at=line.end, **{name: line.extra[name] for name in lines})
         for line in read_directory(directory / "coordinator" / "events")
         if line.event == events.GROUP_PREDICTED
     ]
@@ -196,15 +196,15 @@ def _group_entry(first: Prediction, observed: Prediction, measured: Mapping[str,
     }
 
 
-# Steps before and after a move whose mean reward is told.
+# Steps before and after a move whose mean reward is lines.
 _STEPS = 3
 
 
 def read_moves(directory: Path, timeline: Timeline) -> list[dict[str, Any]]:
     """One entry for each move that came to its end, in order of time. Times in seconds."""
-    told = [line for line in read_directory(directory / "coordinator" / "events") if line.event in _MOVE_EVENTS]
-    expected = {line.extra["number"]: line.extra["expected_s"] for line in told if line.event == events.MOVE_ASKED}
-    moved = sorted((line for line in told if line.event == events.JOB_MOVED), key=lambda line: line.end)
+    lines = [line for line in read_directory(directory / "coordinator" / "events") if line.event in _MOVE_EVENTS]
+    expected = {line.extra["number"]: line.extra["expected_s"] for line in lines if line.event == events.MOVE_ASKED}
+    moved = sorted((line for line in lines if line.event == events.JOB_MOVED), key=lambda line: line.end)
     return [_move_entry(line, expected.get(line.extra["number"]), directory, timeline) for line in moved]
 
 

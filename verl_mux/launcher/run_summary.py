@@ -114,8 +114,8 @@ def bubble(timeline: Timeline, config: Config, pool: str, jobs: list[str], segme
 
 def _job(timeline: Timeline, job: str, alone: float | None, both: float | None, first: int) -> dict:
     steps = timeline.of(job, "steps")
-    told = (span.extra.get("reward") for span in steps)  # null: it was no number
-    rewards = [reward for reward in told if isinstance(reward, (int, float))] or [0.0]
+    given = (span.extra.get("reward") for span in steps)  # null: it was no number
+    rewards = [reward for reward in given if isinstance(reward, (int, float))] or [0.0]
     return {
         "steps": len(steps),
         "reward_first": round(mean(rewards[:_REWARD_STEPS]), 4),

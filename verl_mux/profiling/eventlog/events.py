@@ -77,7 +77,7 @@ ENGINE_DECODE = "engine_decode"
 ENGINE_RETRACT = "engine_retract"
 ENGINE_STALLED = "engine_stalled"
 
-# The coordinator (job "coordinator", role "coordinator"; `extra.job` says whose).
+# The coordinator (job "coordinator", role "coordinator"; `extra.job` names the job).
 LEASE_HELD = "lease_held"
 LEASE_RECLAIMED = "lease_reclaimed"
 SEGMENT = "segment"
@@ -101,7 +101,7 @@ MOVE_ASKED = "move_asked"
 JOB_MOVED = "job_moved"
 MOVE_GIVEN_UP = "move_given_up"
 
-# An agent (job "agent", role "agent"; `extra.host` says whose).
+# An agent (job "agent", role "agent"; `extra.host` names its host).
 DEVICE_MEMORY = "device_memory"
 AGENT_KILLED = "agent_killed"
 

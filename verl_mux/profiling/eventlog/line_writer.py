@@ -3,7 +3,7 @@
     line: put() -> queue -> grouped by file -> one O_APPEND write    (queue full or disk error: counted, never raised)
 
 Invariants (asserted by the tests)
-- `put` does no I/O and waits for nobody: it appends to a deque or counts a refusal.
+- `put` does no I/O and never waits: it appends to a deque or counts a refusal.
 - A file holds whole lines. Only a process that dies inside a write leaves a torn one, and it is the last of its run.
 - A child made by fork starts with an empty queue and files of its own; the parent writes what the parent queued.
 - What one worker keeps on disk is bounded: a file rotates at `max_bytes`, the oldest files go when the total passes
@@ -163,7 +163,7 @@ class LineWriter:
             self._append(owner.files, owner.step, [owner.refusal_line(count)])
 
     def _tell_cost(self, owner, step: int) -> None:
-        """Among the lines of `owner`, whose were the last: the cost is the process's, whosever lines it wrote."""
+        """Log the process's cost among the lines of `owner`, which wrote last."""
         now = (time.monotonic(), self.caller_seconds, time.thread_time())
         caller, thread = now[1] - self._cost_told[1], now[2] - self._cost_told[2]
         self._append(owner.files, step, [owner.cost_line(step, self._written, caller, thread)])

@@ -76,7 +76,7 @@ class EventLog:
     """One worker's event log. Safe from threads and asyncio; pickles to a log on the same files; survives fork.
 
     max_bytes: a file rotates there. max_total_bytes: what this worker keeps on disk, oldest files go first. every: only steps
-    that are multiples of it are logged; 1 logs all. run: tells this run of the job from others into the same directory.
+    that are multiples of it are logged; 1 logs all. run: separates this run of the job from others into the same directory.
     """
 
     enabled = True

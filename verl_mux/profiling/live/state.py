@@ -75,7 +75,7 @@ class Requests:
         request = self._known.setdefault(name, Request(state, line.end))
         if isinstance(replica := line.extra.get("replica"), int):
             request.replica = replica
-        if line.end >= request.at:  # not what another file tells late
+        if line.end >= request.at:  # a line of another file may come late
             request.state, request.at = state, line.end
 
     def count(self, replica: int | None = None) -> Counter[str]:
@@ -203,8 +203,8 @@ class State:
         elif line.event in _ASKS_AFTER:
             job.asks, job.asked = (_ASKS_AFTER[line.event], line.end) if job.nodes_of else (None, 0.0)
         if line.event == events.STEP:
-            told = {key: line.extra.get(key) for key in ("reward", "response_length", "tokens")}
-            job.figures = {key: float(value) for key, value in told.items() if isinstance(value, (int, float))}
+            figures = {key: line.extra.get(key) for key in ("reward", "response_length", "tokens")}
+            job.figures = {key: float(value) for key, value in figures.items() if isinstance(value, (int, float))}
             job.figures["step_sec"] = line.seconds
         if line.event not in (events.LOG_OPEN, events.LOG_COST):
             job.doing = line.event
@@ -255,7 +255,7 @@ class Follower:
         self._read: dict[str, int] = {}
 
     def new(self) -> Iterator[Line]:
-        """In order of time, as far as one look at all files tells."""
+        """In order of time, as far as one look at all files shows."""
         lines = [line for file in self._newest() for line in self._of(file)]
         yield from sorted(lines, key=lambda line: line.timestamp.timestamp())
 

@@ -35,10 +35,10 @@ def metrics_of_step(log: Any, step: int, also: Callable[[list[Line]], None] | No
     log.flush(1.0)
     try:
         lines = step_lines(log.files.directory.parent, step)
-        mine = [line for line in lines if line.run in (None, log.run)]  # an earlier run may have left its own there
-        if also is not None and mine:
-            also(mine)
-        return step_metrics(mine)
+        own = [line for line in lines if line.run in (None, log.run)]  # an earlier run may have left its own there
+        if also is not None and own:
+            also(own)
+        return step_metrics(own)
     except (OSError, ValueError, OverflowError):  # a time stamp may be of no time
         return {}
     finally:
@@ -95,9 +95,9 @@ def _completion(lines: list[Line]) -> dict[str, float]:
 def _shares(lines: list[Line]) -> dict[str, float]:
     found: dict[str, float] = {}
     for role, whole in (("rollout", events.TOTAL_STEP), ("trainer", events.STEP)):
-        mine = [line for line in lines if line.role == role and "request_id" not in line.extra]
+        own = [line for line in lines if line.role == role and "request_id" not in line.extra]
         spent: dict[str, float] = defaultdict(float)
-        for line in mine:
+        for line in own:
             spent[line.event] += line.seconds
         inside = {event: seconds for event, seconds in spent.items() if event not in events.ENCLOSING}
         total = spent.get(whole) or sum(inside.values())
@@ -116,10 +116,10 @@ def _waits(lines: list[Line]) -> dict[str, float]:
 
 
 def _unused(lines: list[Line]) -> dict[str, float]:
-    mine = [line for line in lines if line.role == "trainer"]
-    whole = sum(line.seconds for line in mine if line.event == events.STEP)
+    own = [line for line in lines if line.role == "trainer"]
+    whole = sum(line.seconds for line in own if line.event == events.STEP)
     busy: dict[str, float] = defaultdict(float)
-    for line in mine:
+    for line in own:
         pool = events.POOL_OF_PHASE.get(str(line.extra.get("phase")))
         if line.event == events.PHASE and pool:
             busy[pool] += line.seconds
@@ -139,7 +139,7 @@ def _switches(lines: list[Line]) -> dict[str, float]:
 SLOWEST = 20
 POINTS = 100  # of a curve
 _PARTS = {events.TOOL_EXECUTION: "tool_s", events.REWARD: "reward_s", events.REQUEST_PARKED: "parked_s"}
-_NOBODY = [(None, 0.0)]
+_NO_JOB = [(None, 0.0)]
 _STAYED = ("queue_sec", "prefill_sec", "decode_sec")
 
 Value = str | float | int | None
@@ -161,12 +161,12 @@ def step_tables(lines: Iterable[Line], beside: Iterable[Line] = ()) -> dict[str,
     """
     known = list(lines)
     validated = {line.extra.get("request_id") for line in known if line.extra.get("validate")}
-    mine = [line for line in known if not (line.extra.get("request_id") in validated and "request_id" in line.extra)]
+    own = [line for line in known if not (line.extra.get("request_id") in validated and "request_id" in line.extra)]
     tables = {
-        "slowest_requests": _slowest(mine),
-        "replicas": _replicas(mine),
-        "completion": _completion_table(mine),
-        "lease_waits": _lease_waits(waits_for_leases(mine), list(beside)),
+        "slowest_requests": _slowest(own),
+        "replicas": _replicas(own),
+        "completion": _completion_table(own),
+        "lease_waits": _lease_waits(waits_for_leases(own), list(beside)),
     }
     return {name: table for name, table in tables.items() if table.rows}
 
@@ -191,8 +191,8 @@ def _slowest(lines: list[Line]) -> Table:
         name, of = str(line.extra.get("request_id")), line.extra.get
         spent = [round(parts[name][key], 4) for key in (*_STAYED, *_PARTS.values())]
         went = " ".join(dict.fromkeys(replicas[name]))
-        told = name, round(line.seconds, 4), of("turns"), of("stays"), of("response_length")
-        rows.append((*told, *spent, of("finish_reason"), went))
+        cells = name, round(line.seconds, 4), of("turns"), of("stays"), of("response_length")
+        rows.append((*cells, *spent, of("finish_reason"), went))
     return Table(columns, rows)
 
 
@@ -241,8 +241,8 @@ def waits_for_leases(lines: Iterable[Line]) -> list[Line]:
 def _lease_waits(waits: list[Line], beside: list[Line]) -> Table:
     rows = []
     for wait in waits:
-        told = (str(wait.extra.get("phase")), " ".join(_nodes(wait)), round(wait.seconds, 4))
-        rows += [(*told, job, round(seconds, 4)) for job, seconds in _behind(wait, beside) or _NOBODY]
+        cells = (str(wait.extra.get("phase")), " ".join(_nodes(wait)), round(wait.seconds, 4))
+        rows += [(*cells, job, round(seconds, 4)) for job, seconds in _behind(wait, beside) or _NO_JOB]
     return Table(("phase", "nodes", "seconds", "behind", "behind_s"), rows)
 
 

@@ -43,7 +43,7 @@ class Sifted:
 
     @cached_property
     def awaited(self) -> pl.DataFrame:
-        """`of_even_engines`, of jobs whose steps wait for their last request: a tail costs nobody else."""
+        """`of_even_engines`, of jobs whose steps wait for their last request: elsewhere a tail delays no other request."""
         return self.of_even_engines.filter(~pl.col("job").is_in(list(self.analysis.unawaited)))
 
     @cached_property

@@ -49,9 +49,9 @@ class Finding:
     evidence: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        told = asdict(self)
-        told["seconds"], told["cost_s"] = round(self.seconds, 6), round(self.cost_s or self.seconds, 6)
-        return told
+        fields = asdict(self)
+        fields["seconds"], fields["cost_s"] = round(self.seconds, 6), round(self.cost_s or self.seconds, 6)
+        return fields
 
 
 LOGNORMAL = 1e-5

@@ -18,7 +18,7 @@ from verl_mux.profiling.report.measures.replicas import UNIT
 COST = 0.10  # of a step's usual length; a request that lost less is not worth a finding
 COST_SHARED = 0.25  # the same where SHARED or more were slow together: a hiccup of their process that all outlived is none
 MOST = 5  # of each kind and job
-SHARED = 3  # so many requests slowed alike by one gap are that gap's, not abnormal
+SHARED = 3  # this many requests slowed alike by one gap count as the gap
 MANY = 10
 BLAME = 0.5  # of what a request lost, in one part of it
 MIN_LOCAL = 8  # requests of one place (a replica's or worker's step) that tell its usual speed
@@ -49,7 +49,8 @@ class Part:
 
 
 def find(analysis: Analysis, gaps: dict[Place, Gap], starved: Collection[Place] = ()) -> list[Finding]:
-    """At most MOST of each kind and job, the slowest. `gaps`: the stalls, whose time is taken off who sat through them.
+    """At most MOST of each kind and job, the slowest. `gaps`: the stalls, whose time is subtracted
+    from the requests that sat through them.
 
     Slow turns on engines short of KV cache (`starved`) are that finding's, as the wait in a queue is where all wait in it.
     """
@@ -65,8 +66,8 @@ def find(analysis: Analysis, gaps: dict[Place, Gap], starved: Collection[Place] 
     findings: list[Finding] = []
     for step, slow in found:
         findings += _together([f for f in slow if _key(f) not in early], COST_SHARED * step)[:MOST]
-    told = {(f.job, f.step, f.worker, f.request_id) for f in findings if f.kind != "slow_request"}
-    slow = [f for f in findings if f.kind != "slow_request" or (f.job, f.step, f.worker, f.request_id) not in told]
+    kept = {(f.job, f.step, f.worker, f.request_id) for f in findings if f.kind != "slow_request"}
+    slow = [f for f in findings if f.kind != "slow_request" or (f.job, f.step, f.worker, f.request_id) not in kept]
     blamed = [_blamed(f, parts) if f.kind == "slow_request" else f for f in slow]
     blamed = [f for f in blamed if f.job not in analysis.engines.jobs or not _is_its_engines(f, gaps, starved)]
     return [replace(f, **{"replica": None, **analysis.engines.where(f.job, f.replica)}) for f in blamed]
@@ -131,8 +132,8 @@ def _together(found: list[Finding], cost: float) -> list[Finding]:
             shared.append((finding, [finding.request_id]))
         else:
             names.append(finding.request_id)
-    told = [(finding, names) for finding, names in shared if len(names) < SHARED or finding.cost_s >= cost]
-    return [_with_others(finding, names) for finding, names in told]
+    kept = [(finding, names) for finding, names in shared if len(names) < SHARED or finding.cost_s >= cost]
+    return [_with_others(finding, names) for finding, names in kept]
 
 
 def _same_time(one: Finding, other: Finding) -> bool:
@@ -253,8 +254,8 @@ def _slow(kind: str, rows: pl.DataFrame, cost: float) -> list[Finding]:
         return []
     expected = _expected(rows)
     found = [i for i in isolated(seconds / np.maximum(expected, 1e-9)) if seconds[i] - expected[i] >= cost]
-    told = [_finding(kind, rows.row(int(i), named=True), float(expected[i])) for i in found]
-    return sorted(told, key=lambda finding: -finding.seconds)
+    kept = [_finding(kind, rows.row(int(i), named=True), float(expected[i])) for i in found]
+    return sorted(kept, key=lambda finding: -finding.seconds)
 
 
 def _expected(rows: pl.DataFrame) -> np.ndarray:

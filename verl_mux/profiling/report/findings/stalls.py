@@ -1,4 +1,4 @@
-"""Finding `silent_gap`: an engine that stood still in a step, told from gaps between completions and from its own counters.
+"""Finding `silent_gap`: an engine that stood still in a step, recognised by gaps between completions and by its own counters.
 
 A place is (job, step, unit): the unit is a replica where the log says on which one a stay was, and a worker elsewhere.
 """
@@ -36,7 +36,7 @@ ALIKE_PACE = 8.0
 ALIKE_PACE_WITH_PEERS = 25.0
 PEERS = 3
 HELD_S = 0.5  # a stay that waited longer for its job's lease was not in the engine all the time
-# An engine that works says so once a second; one that says nothing for so long, with requests in it, stands still.
+# A working engine logs counters once a second; one with requests that logs nothing for SILENT_S stands still.
 SILENT_S = 5.0
 MIN_REPORTS = 4
 SILENT_PART = 0.10  # of the step's rollout
@@ -104,10 +104,10 @@ def _silent(all_stays: pl.DataFrame, engines: Engines) -> dict[Place, Gap]:
 
 def counter_times(engines: Engines) -> dict[tuple[str, int], np.ndarray]:
     """(job, replica) -> when its counters were written, of engines that write them regularly."""
-    told = engines.counters.group_by("job", "replica").agg(pl.col("end"), pl.col("seconds").median().alias("usual"))
+    grouped = engines.counters.group_by("job", "replica").agg(pl.col("end"), pl.col("seconds").median().alias("usual"))
     return {
         (job, replica): np.array(ends)
-        for job, replica, ends, usual in told.rows()
+        for job, replica, ends, usual in grouped.rows()
         if len(ends) >= MIN_REPORTS and (usual or 0.0) <= SILENT_S / 2
     }
 
@@ -126,11 +126,11 @@ def _is_stall(place: Place, gap: Gap, found: dict, frame: pl.DataFrame, analysis
     if in_tools(gap, starts, ends, frame["tool"].fill_null(0.0).to_numpy()):
         return False
     tokens = frame["tokens"].cast(pl.Float64).fill_null(float("nan")).to_numpy()
-    told = stalled(gap, starts, ends, tokens)
-    if told is not None:
-        # Where requests wait for a slot, their speed tells nothing; a wave of them ends in every step.
+    verdict = stalled(gap, starts, ends, tokens)
+    if verdict is not None:
+        # Where requests wait for a slot, their speed shows nothing; a wave of them ends in every step.
         elsewhere = [other for where, other in found.items() if where[0] == place[0] and where[1] != place[1]]
-        return told and not (len(elsewhere) >= PEERS and is_common(gap, elsewhere, WAVES))
+        return verdict and not (len(elsewhere) >= PEERS and is_common(gap, elsewhere, WAVES))
     others = [other for where, other in found.items() if where[0] == place[0] and where != place]
     most = ALIKE_PACE_WITH_PEERS if len(others) >= PEERS else ALIKE_PACE
     alike = max(gap.pace_before, gap.pace_after) <= most * min(gap.pace_before, gap.pace_after)

@@ -135,7 +135,7 @@ def _worker_finding(job: str, step: int, worker: int, ratio: float, lost: float,
 MIN_STAYS = 4
 THROUGHPUT = 0.85  # of its peers' tokens a second
 ENGINE_ADVICE = (
-    "a token took {ratio:.1f} times as long on {who} as on {others}, with no more requests at once: compare clocks, power and "
+    "a token took {ratio:.1f} times as long on {place} as on {others}, with no more requests at once: compare clocks, power and "
     "temperature, other users of the GPUs and of the host's cores and memory, and links; until then take it out of the pool"
 )
 
@@ -190,10 +190,10 @@ def _slow(judged: list[_Judged]) -> list[Finding]:
 
 def _engines(stays: pl.DataFrame) -> dict[Place, _Engine]:
     """Of each place with MIN_STAYS that tell a pace, or more."""
-    told = pl.col("pace").is_not_null()
+    known = pl.col("pace").is_not_null()
     rows = stays.sort("start").group_by("job", "step", "replica", maintain_order=True).agg(
-        told.sum().alias("stays"), pl.col("pace").median(), pl.col("tokens").sum(), busy(),
-        pl.col("end").filter(told).max(), pl.col("work").filter(told).median().alias("usual"),
+        known.sum().alias("stays"), pl.col("pace").median(), pl.col("tokens").sum(), busy(),
+        pl.col("end").filter(known).max(), pl.col("work").filter(known).median().alias("usual"),
     ).filter(pl.col("stays") >= MIN_STAYS)  # fmt: skip
     return {
         (job, step, replica): _Engine(n, pace, float(tokens) / max(used, 1e-9), end, usual)
@@ -248,14 +248,14 @@ def _judge(job: str, step: int, replica: int, it: _Engine, peers: _Peers, engine
 def _engine_finding(job: str, step: int, replica: int, lost: float, ratio: float, usual: float, engines: Engines) -> Finding:
     node = engines.node_of.get((job, replica))
     text = f"replica {replica} on {node} took {ratio:.1f} times as long for a token as its peers; it cost the step {lost:.1f} s"
-    advice = ENGINE_ADVICE.format(ratio=ratio, who=f"replica {replica}", others="its peers")
+    advice = ENGINE_ADVICE.format(ratio=ratio, place=f"replica {replica}", others="its peers")
     evidence = {"times_slower": round(ratio, 3), "seconds_per_token": round(ratio * usual, 6), "of_peers": round(usual, 6)}
     return Finding("straggler", job, step, None, lost, text, advice, evidence=evidence, **engines.where(job, replica))
 
 
 def _by_node(findings: list[Finding], engines: Engines) -> list[Finding]:
     """Where all of a node's replicas, two or more, were slow beside other nodes, the node is."""
-    left, told = list(findings), []
+    left, known = list(findings), []
     for job, node in {(f.job, f.node) for f in findings if f.node is not None}:
         here = [f for f in left if (f.job, f.node) == (job, node)]
         of_node = {replica for (of, replica), on in engines.node_of.items() if (of, on) == (job, node)}
@@ -263,8 +263,8 @@ def _by_node(findings: list[Finding], engines: Engines) -> list[Finding]:
         if alone or len(of_node) < 2 or {f.replica for f in here} != of_node:
             continue
         left = [f for f in left if f not in here]
-        told.append(_node_finding(here))
-    return left + told
+        known.append(_node_finding(here))
+    return left + known
 
 
 def _node_finding(here: list[Finding]) -> Finding:
@@ -276,7 +276,7 @@ def _node_finding(here: list[Finding]) -> Finding:
     )
     steps = sorted({step for f in here for step in f.evidence["steps"]})
     return replace(
-        worst, text=text, advice=ENGINE_ADVICE.format(ratio=ratio, who=f"node {worst.node}", others="other nodes"),
+        worst, text=text, advice=ENGINE_ADVICE.format(ratio=ratio, place=f"node {worst.node}", others="other nodes"),
         cost_s=max(f.cost_s for f in here), evidence=worst.evidence | {"replicas": replicas, "steps": steps},
     )  # fmt: skip
 
@@ -309,8 +309,8 @@ def _in_the_lengths(rows: pl.DataFrame) -> bool:
     steps = rows.drop_nulls("tokens").group_by("step").agg(
         pl.len().alias("requests"), part=pl.col("tokens").quantile(0.8, "nearest") / pl.col("tokens").max().cast(pl.Float64)
     )  # fmt: skip
-    told = steps.filter(pl.col("requests") >= MIN_REQUESTS)["part"]
-    return told.is_empty() or bool(told.median() <= LONG_LENGTHS)
+    known = steps.filter(pl.col("requests") >= MIN_REQUESTS)["part"]
+    return known.is_empty() or bool(known.median() <= LONG_LENGTHS)
 
 
 def _long_tail(job: str, rows: pl.DataFrame, shapes: pl.DataFrame) -> Finding:

@@ -70,10 +70,10 @@ def find_part(analysis: Analysis, slow: list[Finding], part: str) -> list[Findin
     """`tool_wait` or `reward_wait`: single requests (from `slow`), jobs whose requests spend too much on it, or too unevenly."""
     kind = f"{part}_wait"
     single = [finding for finding in slow if finding.kind == kind]
-    told = {(finding.job, finding.step, finding.request_id) for finding in single}
+    seen = {(finding.job, finding.step, finding.request_id) for finding in single}
     findings = list(single)
     for (job,), rows in analysis.finished.group_by("job", maintain_order=True):
-        names = {request for of, _, request in told if of == job}
+        names = {request for of, _, request in seen if of == job}
         rest = rows.filter(~pl.col("request_id").is_in(list(names)))
         if rest.height >= MIN_REQUESTS and (rest[part] > 0).any():
             findings += _of_job(job, rest, kind, part, _each(analysis, job, part, names), job not in analysis.unawaited)
@@ -136,11 +136,11 @@ def _of_job(job: str, rows: pl.DataFrame, kind: str, part: str, each: pl.DataFra
 
 
 def _not_by_chance(rows: pl.DataFrame, part: str, costly: pl.DataFrame) -> list[int]:
-    """Of these steps, those whose calls are longer than the calls of the other steps would have some of them be."""
+    """Of these steps, those whose longest calls the other steps' calls do not explain."""
     calls = rows.filter(pl.col(part) > 0)
     others = calls.filter(~pl.col("step").is_in(costly["step"].to_list()))[part].to_numpy()
     by_step = {step: calls.filter(pl.col("step") == step)[part].to_numpy() for step in costly["step"]}
-    return [step for step, mine in by_step.items() if chance(mine, others) < BY_CHANCE]
+    return [step for step, values in by_step.items() if chance(values, others) < BY_CHANCE]
 
 
 def find_lease_wait(analysis: Analysis) -> list[Finding]:
@@ -149,13 +149,13 @@ def find_lease_wait(analysis: Analysis) -> list[Finding]:
     steps = analysis.spans.filter((pl.col("event") == events.STEP) & (pl.col("role") == "trainer"))
     waits_of = {job: _Waits(job, rows, analysis.leases) for (job,), rows in steps.group_by("job", maintain_order=True)}
     findings = []
-    for job, mine in waits_of.items():
-        if len(mine.steps) < MIN_STEPS or not mine.waits:
+    for job, own_waits in waits_of.items():
+        if len(own_waits.steps) < MIN_STEPS or not own_waits.waits:
             continue
         others = max((it.share for other, it in waits_of.items() if other != job), default=0.0)
-        bad = list(mine.spent) if mine.share >= max(LEASES, UNEQUAL * others) else mine.long()
+        bad = list(own_waits.spent) if own_waits.share >= max(LEASES, UNEQUAL * others) else own_waits.long()
         if bad:
-            findings.append(_lease_finding(job, bad, mine.spent, mine.waits))
+            findings.append(_lease_finding(job, bad, own_waits.spent, own_waits.waits))
     return findings
 
 
@@ -163,7 +163,7 @@ class _Waits:
     """A job's waits for leases in its steps.
 
     steps, spent: seconds of each step, and those of them that it waited. in_turn: of these, what one usual phase of each job
-    that it waited behind took: so long waits who comes when they have just begun.
+    that it waited behind took: a job that comes when such a phase has just begun waits that long.
     """
 
     def __init__(self, job: str, rows: pl.DataFrame, leases: Leases) -> None:
@@ -206,8 +206,8 @@ def _lease_finding(job: str, bad: list[int], spent: dict[int, float], waits: lis
 UNEVEN = 0.45
 THRASHING = 0.20  # of the phases' time
 FULL = 0.95  # of the KV cache
-# An engine lets nobody in for whom there is no room by its own forecast of what those inside will still write, so its cache may
-# be far from full while requests wait for it.
+# An engine admits a request only if its forecast of what running requests will still write leaves room, so requests may wait
+# for a cache that is far from full.
 FORECAST_FULL = 0.50
 FREE_SLOTS = 0.10  # of what it may run at once: with fewer free, requests may wait for a slot
 PREFILLING = 0.5  # of its highest rate: requests may wait for those before them to be prefilled
@@ -275,11 +275,11 @@ def starved_places(analysis: Analysis) -> dict[tuple[str, int | None, int], dict
     stays = {tuple(place): count for *place, count in analysis.engines.stays.group_by("job", "step", "replica").len().rows()}
     full = ((pl.col("token_usage") >= FULL) & (pl.col("queued") > 0)).fill_null(False)
     queues = {place for place, part in analysis.engines.queue_parts.items() if part >= QUEUED}
-    told = reports.group_by("job", "step", "worker").agg(
+    seen = reports.group_by("job", "step", "worker").agg(
         pl.len().alias("reports"), full.sum().alias("starved"),
         ((pl.col("end").max() - pl.col("end").min()) * full.mean()).alias("seconds"),
     )  # fmt: skip
-    places = {tuple(place): {"reports": n, "starved": s, "out": 0, "seconds": t or 0.0} for *place, n, s, t in told.rows()}
+    places = {tuple(place): {"reports": n, "starved": s, "out": 0, "seconds": t or 0.0} for *place, n, s, t in seen.rows()}
     for place, (count, seconds) in _held_back(analysis).items():
         if place in queues and place in places and count > places[place]["starved"]:
             places[place]["starved"], places[place]["seconds"] = count, seconds
@@ -293,7 +293,7 @@ def starved_places(analysis: Analysis) -> dict[tuple[str, int | None, int], dict
 
 def _held_back(analysis: Analysis) -> dict[Place, tuple[int, float]]:
     """Place -> in how many of a replica's reports requests waited for nothing but KV cache, and for how many seconds in all."""
-    told = analysis.engines.counters
+    seen = analysis.engines.counters
     most = pl.col("running").max().over("job")
     slots = pl.coalesce(pl.col("job").replace_strict(_slots(analysis), default=None, return_dtype=pl.Float64), most)
     rate = pl.col("prefill_tokens_per_sec").fill_null(0.0)
@@ -301,7 +301,7 @@ def _held_back(analysis: Analysis) -> dict[Place, tuple[int, float]]:
         (pl.col("queued") > 0) & (pl.col("token_usage") >= FORECAST_FULL) & (pl.col("running") <= (1 - FREE_SLOTS) * slots)
         & ~(rate > PREFILLING * rate.max().over("job", "replica"))
     )  # fmt: skip
-    held = told.with_columns(waits.fill_null(False).alias("waits")).group_by("job", "step", "replica").agg(
+    held = seen.with_columns(waits.fill_null(False).alias("waits")).group_by("job", "step", "replica").agg(
         pl.col("waits").sum().alias("count"), (pl.col("end").max() - pl.col("end").min()) * pl.col("waits").mean()
     )  # fmt: skip
     return {(job, step, replica): (count, seconds or 0.0) for job, step, replica, count, seconds in held.rows()}
@@ -309,8 +309,8 @@ def _held_back(analysis: Analysis) -> dict[Place, tuple[int, float]]:
 
 def _slots(analysis: Analysis) -> dict[str, float]:
     """Requests that a job's replica may run at once, where its log says so."""
-    told = {job: analysis.keys(job).get("actor_rollout_ref.rollout.max_num_seqs", "") for job in analysis.engines.jobs}
-    return {job: float(slots) for job, slots in told.items() if slots.isdigit()}
+    seen = {job: analysis.keys(job).get("actor_rollout_ref.rollout.max_num_seqs", "") for job in analysis.engines.jobs}
+    return {job: float(slots) for job, slots in seen.items() if slots.isdigit()}
 
 
 def _is_starved(it: dict[str, float], stays: int, queues: bool) -> bool:
@@ -332,8 +332,8 @@ def _starved(analysis: Analysis, job: str, worker: int, found: list[tuple[int | 
     step, worst = max(found, key=lambda item: (item[1]["seconds"], item[1]["out"]))
     where = analysis.engines.where(job, worker)
     total = {key: sum(it[key] for _, it in found) for key in worst}
-    who = f"replica {worker} on {where['node']}" if where else "the engine"
-    text = f"{who}: requests waited for KV cache in {total['starved']} of {total['reports']} reports"
+    place = f"replica {worker} on {where['node']}" if where else "the engine"
+    text = f"{place}: requests waited for KV cache in {total['starved']} of {total['reports']} reports"
     if total["out"]:
         text += f"; {total['out']} running requests were thrown out"
     advice = (

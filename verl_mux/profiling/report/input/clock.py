@@ -57,11 +57,11 @@ SHIFTED = "clock went back: what follows was shifted to go on from the line befo
 BELIEVED = "clock went back by more than a second"
 
 _OWN = ~pl.col("event").str.starts_with("log_")  # the log writes of itself whenever it can
-Where = Callable[[int], str]  # a row's `line` -> what a reader is told
+Where = Callable[[int], str]  # a row's `line` -> the place that a message names
 
 
 def mend(frame: pl.DataFrame, files: list[LogFile], where: Where, faults: Faults) -> pl.DataFrame:
-    """Rows of files in order (columns `file`, `line`, `end`, `zoned`, ...) without their wrong times; `faults` is told.
+    """Rows of files in order (columns `file`, `line`, `end`, `zoned`, ...) without their wrong times; `faults` counts them.
 
     `file` is a place in `files`, `line` grows.
     """

@@ -234,13 +234,13 @@ def _requests(owned: pl.DataFrame, lines: list[Line]) -> pl.DataFrame:
     extras = [lines[index].extra or NO_EXTRA for index in ends["line"]]
     scores = pl.Series("score", [extra.score for extra in extras], pl.Float64)
     prompts = pl.Series("prompt_id", [_prompt_id(extra.batch_data_id) for extra in extras], pl.String)
-    told = ends.select(REQUEST_KEY).with_columns(scores, prompts).group_by(REQUEST_KEY).agg(pl.col("score", "prompt_id").max())
-    return _reduced(owned).join(told, on=REQUEST_KEY, how="left", nulls_equal=True)
+    values = ends.select(REQUEST_KEY).with_columns(scores, prompts).group_by(REQUEST_KEY).agg(pl.col("score", "prompt_id").max())
+    return _reduced(owned).join(values, on=REQUEST_KEY, how="left", nulls_equal=True)
 
 
-def _prompt_id(told: str | int | None) -> str | None:
+def _prompt_id(values: str | int | None) -> str | None:
     """Of the data set's row; a data set without an index has none."""
-    return None if told in (None, "None") else str(told)
+    return None if values in (None, "None") else str(values)
 
 
 def _reduced(owned: pl.DataFrame) -> pl.DataFrame:
@@ -335,10 +335,10 @@ def _spans(frame: pl.DataFrame, lines: list[Line]) -> pl.DataFrame:
     free = frame.filter(pl.col("request_id").is_null() & known)
     extras = [lines[index].extra or NO_EXTRA for index in free["line"]]
     kept = free.select("job", "role", "step", "worker", "event", "start", "end", "seconds", "tokens")
-    told = {name: list(map(attrgetter(key), extras)) for name, (_, key) in SPAN_EXTRA.items()}
+    values = {name: list(map(attrgetter(key), extras)) for name, (_, key) in SPAN_EXTRA.items()}
     # A job registers with its nodes by pool, which no span needs.
-    told["nodes"] = [None if isinstance(nodes, dict) else nodes for nodes in told["nodes"]]
-    return kept.with_columns(pl.Series(name, told[name], kind) for name, (kind, _) in SPAN_EXTRA.items())
+    values["nodes"] = [None if isinstance(nodes, dict) else nodes for nodes in values["nodes"]]
+    return kept.with_columns(pl.Series(name, values[name], kind) for name, (kind, _) in SPAN_EXTRA.items())
 
 
 _MARK = "\x1f"
@@ -369,9 +369,9 @@ def _names(totals: pl.DataFrame) -> tuple[dict[str, str], dict[str, tuple[list[f
         if len(found) == 1:
             names[found[0][1]] = job
             continue
-        told = [f"{job} (run {number})" for number in range(1, len(found) + 1)]
-        names.update(zip((label for _, label in found), told, strict=True))
-        begins[job] = ([first for first, _ in found], told)
+        values = [f"{job} (run {number})" for number in range(1, len(found) + 1)]
+        names.update(zip((label for _, label in found), values, strict=True))
+        begins[job] = ([first for first, _ in found], values)
     return names, begins
 
 

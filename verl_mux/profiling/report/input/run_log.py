@@ -43,7 +43,7 @@ class _Piece:
 def read_files(
     directory: str | os.PathLike, files: list[LogFile], processes: int = 1, advance: Callable[[int], None] = lambda nbytes: None
 ) -> RunLog:
-    """Reads some event logs of a run; whatever they hold, it does not raise. `advance` is told the bytes read.
+    """Reads some event logs of a run; whatever they hold, it does not raise. `advance` is called with the bytes read.
 
     With more than one process, call it below `if __name__ == "__main__"`, as multiprocessing asks.
     """

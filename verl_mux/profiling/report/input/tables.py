@@ -101,7 +101,7 @@ _FIGURES = ["replica", "node", "queue", "held", "prefill", "decode", "retraction
 
 
 def make_stays(tables: Tables) -> pl.DataFrame:
-    """A row a stay, in order of its end: STAY_KEY, worker (the agent loop's, null if only the server told of it), turn,
+    """A row a stay, in order of its end: STAY_KEY, worker (the agent loop's, null if only the server logged it), turn,
     start, end, seconds, tokens, cut (it was no end of its turn), _FIGURES; null where neither side says so.
 
     Times are the engine's where its server logged the stay, else its caller's.

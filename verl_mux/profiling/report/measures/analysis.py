@@ -168,8 +168,8 @@ class Analysis:
 
     def keys(self, job: str) -> dict[str, str]:
         """What the job's log says of its keys; of its last run, where it says so."""
-        told = self.spans.filter((pl.col("job") == job) & (pl.col("event") == events.JOB_KEYS))["keys"].drop_nulls()
-        return dict(key.split("=", 1) for key in (told[-1] if told.len() else ()) if "=" in key)
+        logged = self.spans.filter((pl.col("job") == job) & (pl.col("event") == events.JOB_KEYS))["keys"].drop_nulls()
+        return dict(key.split("=", 1) for key in (logged[-1] if logged.len() else ()) if "=" in key)
 
     @cached_property
     def unawaited(self) -> set[str]:

@@ -1,4 +1,4 @@
-"""Who held which node when, who waited, and how fast jobs stepped in turns and alone: from intervals, never from counters.
+"""Which job held which node when, which waited, and how fast jobs stepped: from intervals, never from counters.
 
 A node's pool is the one its leases name; where they name none, nodes used only by rollouts form the pool "rollout", those used
 only by training "train", those used by both "shared". Called by analysis.py and findings/; pure.
@@ -175,7 +175,7 @@ def _segments(coordinator: pl.DataFrame, holds: list[Hold]) -> list[Segment]:
 
 
 def _mode(holds: list[Hold]) -> str:
-    """`alone` for one job; else how several shared the nodes, told from the order of their phases."""
+    """`alone` for one job; else how several shared the nodes, by the order of their phases."""
     if len({hold.job for hold in holds}) == 1:
         return "alone"
     for one, other in ((a, b) for i, a in enumerate(holds) for b in holds[i + 1 : i + 9]):

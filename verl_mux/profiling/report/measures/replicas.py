@@ -15,8 +15,8 @@ from verl_mux.profiling.eventlog import events
 
 UNIT = ["job", "step", "unit"]
 Place = tuple[str, int, int]  # job, step, replica
-MIN_TOKENS = 4  # of a stay that tells its engine's pace
-MIN_LET_IN = 8  # stays that tell how long its queue is
+MIN_TOKENS = 4  # of a stay, to measure its engine's pace
+MIN_LET_IN = 8  # stays, to measure a queue
 
 
 def busy() -> pl.Expr:
@@ -38,7 +38,7 @@ def with_unit(frame: pl.DataFrame, stays: pl.DataFrame, key: list[str]) -> pl.Da
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines of a run, from their stays (stay_table.make_stays) and their counters. Empty where the log tells of none.
+    """The engines of a run, from their stays (tables.make_stays) and their counters. Empty where the log names no engine.
 
     validating: `job` and `request_id` of the requests that did not train.
     """
@@ -68,21 +68,21 @@ class Engines:
 
     @cached_property
     def jobs(self) -> set[str]:
-        """Those whose log knows engines."""
+        """Jobs whose log names engines."""
         return set(self.known["job"])
 
     @cached_property
     def node_of(self) -> dict[tuple[str, int], str]:
         """(job, replica) -> node."""
-        told = [self.known.select("job", "replica", "node"), self.counters.select("job", "replica", "node")]
-        rows = pl.concat(told).drop_nulls().unique(["job", "replica"], keep="last").rows()
+        parts = [self.known.select("job", "replica", "node"), self.counters.select("job", "replica", "node")]
+        rows = pl.concat(parts).drop_nulls().unique(["job", "replica"], keep="last").rows()
         return {(job, replica): node for job, replica, node in rows}
 
     @cached_property
     def counters(self) -> pl.DataFrame:
         """Their schedulers' counters, a row a line, in order of time."""
-        told = self.spans.filter((pl.col("event") == events.ENGINE_DECODE) & (pl.col("role") == "server"))
-        return told.with_columns(pl.coalesce("replica", "worker").alias("replica")).sort("end")
+        logged = self.spans.filter((pl.col("event") == events.ENGINE_DECODE) & (pl.col("role") == "server"))
+        return logged.with_columns(pl.coalesce("replica", "worker").alias("replica")).sort("end")
 
     def stacks(self, job: str, replica: int, start: float, end: float) -> str | None:
         """Where the stacks of a replica's processes were written that were taken between these times."""
@@ -108,8 +108,8 @@ class Engines:
         let_in = was_let_in(self.stays).group_by("job", "step", "replica", maintain_order=True)
         held, queue = pl.col("held").fill_null(0.0), pl.col("queue").sum()
         parts = let_in.agg(pl.len().alias("n"), (pl.col("seconds") - held).sum().alias("whole"), queue)
-        told = parts.filter((pl.col("n") >= MIN_LET_IN) & (pl.col("whole") > 0))
-        return {(job, step, replica): queue / whole for job, step, replica, _, whole, queue in told.rows()}
+        enough = parts.filter((pl.col("n") >= MIN_LET_IN) & (pl.col("whole") > 0))
+        return {(job, step, replica): queue / whole for job, step, replica, _, whole, queue in enough.rows()}
 
     def where(self, job: str, replica: int | None) -> dict[str, Any]:
         """`replica` and `node` for a finding; none where the job's log knows no engines."""
@@ -123,11 +123,11 @@ class Engines:
             pl.len().alias("reports"), pl.col("token_usage").max(), pl.col("queued").max(), pl.col("running").max(),
             pl.col("tokens_per_sec").median().alias("reported_tokens_per_sec"),
         )  # fmt: skip
-        told = {(job, unit): row for job, unit, *row in counters.rows()}
+        by_engine = {(job, unit): row for job, unit, *row in counters.rows()}
         keys = [name for name in counters.columns if name not in ("job", by)]
         rows = []
         for (job, unit), stays in sorted(self.known.group_by("job", by), key=lambda item: (item[0][0], str(item[0][1]).zfill(9))):
-            extra = dict(zip(keys, told.get((job, unit), [None] * len(keys)), strict=True))
+            extra = dict(zip(keys, by_engine.get((job, unit), [None] * len(keys)), strict=True))
             rows.append({"job": job, by: unit, **_figures(stays, by), **extra})
         return rows
 

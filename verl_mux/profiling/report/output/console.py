@@ -42,8 +42,8 @@ def _count(number: int, what: str) -> str:
 
 
 def _reasons(counts: dict[str, int]) -> str:
-    told = [f"{reason} ({count})" for reason, count in list(counts.items())[:6]]
-    return "; ".join(told) + ("; ..." if len(counts) > 6 else "")
+    texts = [f"{reason} ({count})" for reason, count in list(counts.items())[:6]]
+    return "; ".join(texts) + ("; ..." if len(counts) > 6 else "")
 
 
 def findings_table(findings: list[dict[str, Any]]) -> RenderableType:

@@ -139,14 +139,14 @@ def engine_figures(analysis: Analysis) -> dict[str, Any]:
     for (job, worker), rows in done.group_by("job", "worker", maintain_order=True):
         busy = float(rows.sort("start").select(busy_seconds()).item())
         got.setdefault(job, {})[str(worker)] = _round(rows["tokens"].sum() / busy) if busy > 0 else None
-    told = reports.group_by("job", "worker").agg(
+    by_worker = reports.group_by("job", "worker").agg(
         pl.len().alias("reports"),
         pl.col("tokens_per_sec").mean().alias("tokens_per_sec"),
         pl.col("tokens_per_sec").max().alias("best_tokens_per_sec"),
         pl.col("token_usage").max().alias("token_usage"),
         pl.col("queued").max().alias("queued"),
     )
-    return {"tokens_per_sec_by_worker": got, "reports": _rows(told.sort("job", "worker"))}
+    return {"tokens_per_sec_by_worker": got, "reports": _rows(by_worker.sort("job", "worker"))}
 
 
 def bubble_figures(analysis: Analysis) -> dict[str, float]:
@@ -250,14 +250,14 @@ def memory_figures(analysis: Analysis) -> dict[str, int]:
 def missing_workers(analysis: Analysis) -> dict[str, int]:
     """Workers that a step should have and lacks: `missing worker: job a, step 3, worker 2` -> 1. At most 100."""
     rollout = analysis.run.tables.totals.filter(pl.col("role") == "rollout").select("job", "step", "worker").unique()
-    told = {}
+    missing = {}
     for (job,), rows in rollout.group_by("job", maintain_order=True):
         workers = _expected_workers(set(rows["worker"]))
         for (step,), here in rows.group_by("step", maintain_order=True):
             for worker in sorted(workers - set(here["worker"])):
                 about = f"job {job}, " if job else ""
-                told[f"missing worker: {about}step {step}, worker {worker}"] = 1
-    return dict(sorted(told.items())[:100])
+                missing[f"missing worker: {about}step {step}, worker {worker}"] = 1
+    return dict(sorted(missing.items())[:100])
 
 
 def _expected_workers(seen: set[int]) -> set[int]:
@@ -291,9 +291,9 @@ def _round(value: Any) -> Any:
 
 def compare(this: dict[str, Any], that: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of `figure`, `this`, `that` and `change` (this over that, minus 1; None when one is missing or that is 0)."""
-    mine, theirs = dict(_compared_figures(this)), dict(_compared_figures(that))
-    names = [*mine, *(name for name in theirs if name not in mine)]
-    return [_row(name, mine.get(name), theirs.get(name)) for name in names]
+    own, theirs = dict(_compared_figures(this)), dict(_compared_figures(that))
+    names = [*own, *(name for name in theirs if name not in own)]
+    return [_row(name, own.get(name), theirs.get(name)) for name in names]
 
 
 def _row(name: str, this: float | None, that: float | None) -> dict[str, Any]:

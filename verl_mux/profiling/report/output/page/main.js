@@ -225,6 +225,6 @@ function start() {
   wire();
   drawAll();
   followLink();
-  document.documentElement.dataset.ready = "yes"; // for whoever drives the page from outside
+  document.documentElement.dataset.ready = "yes"; // for tests that drive the page
 }
 start();

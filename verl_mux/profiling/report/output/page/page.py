@@ -128,9 +128,9 @@ def alone(leases: Leases, window: tuple[float, float]) -> list[Hold]:
     shifted = []
     waits = {(w.job, w.phase, w.step, round(w.end, 3)): w.end - w.start for w in leases.waits}
     for job in sorted({hold.job for hold in leases.holds}):
-        mine = [h for h in leases.holds if h.job == job and h.phase in WORK and window[0] <= h.start < window[1]]
+        own = [h for h in leases.holds if h.job == job and h.phase in WORK and window[0] <= h.start < window[1]]
         saved, before = 0.0, None
-        for hold in mine:
+        for hold in own:
             if before is not None:
                 waited = waits.get((hold.job, hold.phase, hold.step, round(hold.start, 3)), 0.0)
                 saved += min(waited, max(hold.start - before.end, 0.0))
@@ -183,6 +183,6 @@ def _stacks(run: RunLog, findings: list[dict[str, Any]]) -> dict[str, str]:
     if not named:
         return {}
     folders = sorted({Path(file.path).parents[2] for file in run.files})
-    told = {place: [path, *(folder / path.parent.name / path.name for folder in folders)] for place, path in named.items()}
-    found = {place: next((path for path in paths if path.is_file()), None) for place, paths in told.items()}
+    places = {place: [path, *(folder / path.parent.name / path.name for folder in folders)] for place, path in named.items()}
+    found = {place: next((path for path in paths if path.is_file()), None) for place, paths in places.items()}
     return {place: path.absolute().as_uri() for place, path in found.items() if path is not None}
