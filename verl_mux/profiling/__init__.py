@@ -1,3 +1,1 @@
-"""The event log of jobs and coordinator: eventlog/ writes it, plain/ reads it without a library for readers, report/ reads it in
-bulk. Arrows run report -> plain -> eventlog.
-"""
+"""The event log of jobs and coordinator: eventlog/ writes it, plain/ reads it line by line, report/ in bulk, live/ as it grows."""

@@ -1,3 +1,1 @@
-"""From the files of a run to tables of requests, turns and spans; what cannot be read is counted by name. Runs in the report's
-processes; imports plain/ and eventlog/ only.
-"""
+"""From a run's files to tables; unreadable lines are counted by reason. Runs in the report's processes; imports plain/, eventlog/."""

@@ -185,7 +185,7 @@ def _salvage_extra(extra: dict, where: str, faults: Faults) -> Extra:
 def to_frame(blocks: list[Block], faults: Faults) -> pl.DataFrame:
     """A row an event, files in order: the columns above, with `end` (epoch seconds) for `timestamp`.
 
-    `line` is the row's index among all lines given; `job` is marked with its run (runs.py).
+    `line` is the row's index among all lines given; `job` is marked with its run (`marked`).
     Local time is read as UTC, for the format does not say where it was
     local. Where a line is silent, its path speaks. Lines with impossible values are counted and left out.
     """

@@ -1,3 +1,1 @@
-"""What was measured, with no opinion on it: completion, shares, leases, pace; `Analysis` holds it all, computed once. Pure, over
-the tables of input/.
-"""
+"""What was measured, without judging: `Analysis` holds it all, computed once from input/'s tables. Runs in the report; pure."""

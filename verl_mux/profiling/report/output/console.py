@@ -211,7 +211,7 @@ def _engine(summary: dict[str, Any]) -> Table | None:
 
 
 def render_comparison(rows: list[dict[str, Any]], one: str, other: str) -> Table:
-    """Two runs side by side, as `comparison.compare` gives them."""
+    """Two runs side by side, as `summary.compare` gives them."""
     table = _table(f"{one} against {other}", "figure", "this", "that", "change")
     for row in rows:
         change = "" if row["change"] is None else f"{100 * row['change']:+.1f} %"

@@ -1,1 +1,1 @@
-"""The report as one HTML file: what it shows (data.py and its neighbours), and the scripts that draw it."""
+"""The report as one HTML file: page.py and requests.py gather what it shows, the scripts draw it."""
