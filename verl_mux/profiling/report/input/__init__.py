@@ -1,1 +1,2 @@
-"""From a run's files to tables; unreadable lines are counted by reason. Runs in the report's processes; imports plain/, eventlog/."""
+"""From a run's files to tables; unreadable lines are counted by reason. Runs in the report's processes; imports plain/,
+eventlog/."""
