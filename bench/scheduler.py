@@ -104,8 +104,7 @@ def _filled(jobs: int, rng: random.Random) -> tuple[Planner, dict[str, Progress]
 
 
 def _job(name: str, rng: random.Random) -> JobSpec:
-    from research.workload.shapes import FAMILIES, draw_job
-    from research.workload.workload import GPUS_PER_NODE, NODES
+    from research.workload.workload import FAMILIES, GPUS_PER_NODE, NODES, draw_job
 
     shape = rng.choice(FAMILIES["mixed"])
     return draw_job(name, shape, NODES[shape.size], GPUS_PER_NODE, rng.uniform(1, 2), rng)

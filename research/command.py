@@ -65,10 +65,8 @@ def simulate(
     from research.policies import find_policies
     from research.simulate import Study
     from research.simulate import simulate as run
-    from research.workload.noise import Varying
-    from research.workload.shapes import find_shapes
-    from research.workload.uncertainty import parse_estimates
-    from research.workload.workload import parse_slo
+    from research.workload.varying import Varying, parse_estimates
+    from research.workload.workload import find_shapes, parse_slo
 
     study = Study(
         shapes=find_shapes(shapes),
@@ -100,7 +98,7 @@ def simulate(
 
 
 def _sweep(spec: str, study: Study, processes: int, json: bool, plot: Path | None) -> None:
-    from research.sweep import parse_sweep, run_sweep, sweep_table
+    from research.simulate import parse_sweep, run_sweep, sweep_table
 
     if plot is not None:
         raise UserError("--plot draws one study; it cannot be given with --sweep")
@@ -123,7 +121,7 @@ def _move_s(given: str) -> float | None:
 
 
 def _rows(trace: Path | None):
-    from research.workload.trace import read_trace
+    from research.workload.workload import read_trace
 
     if trace is not None:
         return read_trace(trace)

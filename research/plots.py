@@ -9,7 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from research.ledger import Run
+from research.outcome import Run
 from research.simulate import Comparison
 
 

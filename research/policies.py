@@ -1,25 +1,89 @@
-"""The placement policies a simulation can compare, by name."""
+"""The placement policies a simulation can compare, by name, and the baselines Random and MostIdle.
+
+Called by simulate.py; pure."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from research.baselines import MemoryOnly, most_idle, random_choice
-from research.fluid import colocated, optimal, run_fluid
-from research.fractions import gavel, ideal
-from research.ledger import Run
-from research.optimum.optimum import Optimum
+from research.fluid import colocated, gavel, ideal, optimal, run_fluid
+from research.optimum import Optimum
+from research.outcome import Run
 from research.replay import Policy, Replay
-from research.workload.moments import Moments
-from research.workload.noise import profiled
+from research.workload.varying import Moments, profiled
 from research.workload.workload import Arrival
 from verl_mux.errors import UserError
+from verl_mux.placement.feasibility import Progress
+from verl_mux.placement.groups import Groups, groups_without, isolated, with_newcomer, yet_to_take
 from verl_mux.placement.layouts import cheapest_alone
-from verl_mux.placement.model import Cluster
+from verl_mux.placement.model import Cluster, Group, JobSpec, NodeKind
 from verl_mux.placement.planner import Planner
 from verl_mux.placement.rules import LIVE, PAPER, Rules
+from verl_mux.placement.search import Decision, Move, decision_for
+
+Choose = Callable[[Sequence[Group]], Group]
+
+
+class MemoryOnly:
+    """A placer that lets `choose` pick one of the groups with room in host memory."""
+
+    pending = False
+
+    def __init__(self, cluster: Cluster, cap: int, choose: Choose) -> None:
+        self.cluster = cluster
+        self.cap = cap
+        self.choose = choose
+        self.groups = Groups(cluster)
+
+    def admit(self, job: JobSpec, progress: Mapping[str, Progress]) -> Decision:
+        before = self.groups.usd_per_hour
+        tried = [(group, joined) for group in self.groups.values() if (joined := self._joined(group, job))]
+        if tried:
+            chosen = self.choose([group for group, _ in tried])
+            (group,) = self.groups.replace([chosen], [next(j for g, j in tried if g is chosen)])
+        else:
+            (group,) = self.groups.replace([], [isolated(job)])
+        return decision_for(group, self.groups.usd_per_hour - before)
+
+    def depart(self, name: str, progress: Mapping[str, Progress], now: float) -> list[Move]:
+        group = self.groups.group_of(name)
+        self.groups.replace([group], groups_without(group, [name]))
+        return []
+
+    def repack(self, progress: Mapping[str, Progress], now: float) -> list[Move]:
+        return []
+
+    def _joined(self, group: Group, job: JobSpec) -> Group | None:
+        if len(group.pins) >= self.cap:
+            return None
+        rollout, train = self.cluster.rollout.kind, self.cluster.train.kind
+        used = {n: sum(j.rollout_memory_gb for j in group.on_rollout(n)) for n in group.rollout_nodes}
+        used_train = {n: sum(j.train_memory_gb for j in group.on_train(n)) for n in group.train_nodes}
+        on = _with_room(used, job.rollout_memory_gb, rollout)[: job.rollout_nodes]
+        on_train = _with_room(used_train, job.train_memory_gb, train)[: job.train_nodes]
+        if not on and not on_train:
+            return None
+        on += yet_to_take(job, "rollout", job.rollout_nodes - len(on))
+        on_train += yet_to_take(job, "train", job.train_nodes - len(on_train))
+        return with_newcomer(group, job, on, on_train, group.order)
+
+
+def _with_room(used_gb: Mapping[str, float], need_gb: float, kind: NodeKind) -> list[str]:
+    """Emptiest first."""
+    room = [node for node, used in used_gb.items() if used + need_gb <= kind.host_memory_gb]
+    return sorted(room, key=lambda node: used_gb[node])
+
+
+def random_choice(seed: int) -> Choose:
+    return random.Random(seed).choice
+
+
+def most_idle(groups: Sequence[Group]) -> Group:
+    """The one whose nodes are promised the least of their time."""
+    return min(groups, key=lambda group: sum(group.rollout_used) + sum(group.train_used))
 
 
 class Case(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from research.ledger import Finished, Ledger, Run, Span
+from research.outcome import Finished, Ledger, Run, Span
 from research.workload.workload import Arrival, Phases
 from verl_mux.placement.estimator import LEAST, Observed, corrected
 from verl_mux.placement.feasibility import PHASES, Progress

@@ -1,25 +1,96 @@
-"""Several policies on the same workloads, over several seeds."""
+"""Several policies on the same workloads, over several seeds, values of a setting, and processes. Called by command.py and the
+paper's re-run; starts processes.
+"""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from multiprocessing.sharedctypes import Synchronized
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from research.ledger import Run
-from research.optimum.optimum import MAX_JOBS, Optimum
-from research.outcome import Outcome, assess, summarise
-from research.parallel import in_processes
+from research.optimum import MAX_JOBS, Optimum
+from research.outcome import Outcome, Run, assess, summarise
 from research.policies import BOUNDS, POLICIES, Case
-from research.workload.moments import Moments
-from research.workload.noise import STEADY, STOP_EARLY, Varying, with_said_lengths, with_varying_phases
-from research.workload.shapes import Shape
-from research.workload.trace import TraceRow
-from research.workload.uncertainty import EXACT, Estimates, with_real_lengths
-from research.workload.workload import Arrival, draw_workload
-from verl_mux.errors import UserError
+from research.workload.varying import (
+    EXACT,
+    STEADY,
+    STOP_EARLY,
+    Estimates,
+    Moments,
+    Varying,
+    with_real_lengths,
+    with_said_lengths,
+    with_varying_phases,
+)
+from research.workload.workload import Arrival, Shape, TraceRow, draw_workload, parse_slo
+from verl_mux.errors import Failure, UserError
 from verl_mux.placement.model import COLOCATED, SEPARATE, Cluster
 from verl_mux.placement.rules import Rules
+
+POLL_S = 0.2
+
+T = TypeVar("T")
+R = TypeVar("R")
+# (a task, what to call whenever something of it is done) -> its result. It and its results are pickled.
+Work = Callable[[T, Callable[[], None]], R]
+
+
+def in_processes(work: Work[T, R], tasks: Sequence[T], on_progress: Callable[[], None], processes: int) -> list[R]:
+    """Results in the order of the tasks, which begin in that order. With one process or one task all is done in this process.
+    Raises the first error that a task raises, and Failure if a process dies."""
+    if min(processes, len(tasks)) < 2:
+        return [work(task, on_progress) for task in tasks]
+    context = get_context("spawn")  # a progress bar has a thread, which does not survive a fork
+    done = context.Value("Q")
+    with ProcessPoolExecutor(min(processes, len(tasks)), context, _begin, (work, done)) as pool:
+        futures = [pool.submit(_run, task) for task in tasks]
+        try:
+            _follow(futures, done, on_progress)
+            return [future.result() for future in futures]
+        except BrokenProcessPool as error:
+            raise Failure("a process of the simulation has died; was there enough memory? fewer processes need less") from error
+        except BaseException:  # what still runs is of no use; else all are waited for, those too that have hardly started
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _follow(futures: Sequence[Future], done: Synchronized, on_progress: Callable[[], None]) -> None:
+    """Until all are done or one has failed, whose error is raised."""
+    told, pending = 0, set(futures)
+    while pending:
+        ended, pending = wait(pending, POLL_S)
+        for future in [future for future in futures if future in ended]:
+            future.result()
+        for _ in range(done.value - told):
+            on_progress()
+            told += 1
+
+
+class _Worker:
+    """What one of the processes was begun with."""
+
+    work: ClassVar[Work]
+    done: ClassVar[Synchronized]
+
+
+def _begin(work: Work, done: Synchronized) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever interrupts wants one line, not one traceback from each process
+    _Worker.work, _Worker.done = staticmethod(work), done
+
+
+def _run(task: Any) -> Any:
+    return _Worker.work(task, _count)
+
+
+def _count() -> None:
+    with _Worker.done.get_lock():
+        _Worker.done.value += 1
 
 
 class Study(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,3 +188,56 @@ def arrivals_of(study: Study, seed: int) -> list[Arrival]:
     arrivals = with_said_lengths(arrivals, study.stop_early, seed)
     told = {"move_s": study.move_s, "modes": (SEPARATE, COLOCATED)}
     return [msgspec.structs.replace(a, job=msgspec.structs.replace(a.job, **told)) for a in arrivals]
+
+
+class Sweep(msgspec.Struct, frozen=True):
+    """setting: a key of SETTINGS. studies: by the value as given."""
+
+    setting: str
+    studies: dict[str, Study]
+
+
+def _with_slo(study: Study, value: str) -> Study:
+    return msgspec.structs.replace(study, slo=parse_slo(value))
+
+
+def _with_cap(study: Study, value: str) -> Study:
+    try:
+        cap = int(value)
+    except ValueError as error:
+        raise UserError(f"--sweep cap: {value!r} is not a whole number of jobs") from error
+    return msgspec.structs.replace(study, rules=msgspec.structs.replace(study.rules, cap=cap))
+
+
+SETTINGS: dict[str, Callable[[Study, str], Study]] = {"slo": _with_slo, "cap": _with_cap}
+
+
+def parse_sweep(spec: str, study: Study) -> Sweep:
+    """`slo=1.1,1.5,2` or `cap=1,2,3,5`. Raises UserError, for a bad value too."""
+    setting, _, given = spec.partition("=")
+    values = [value.strip() for value in given.split(",") if value.strip()]
+    if setting not in SETTINGS or not values:
+        raise UserError(f"--sweep is {spec!r}; allowed: slo=NUMBER,NUMBER,... or cap=JOBS,JOBS,...")
+    return Sweep(setting, {value: SETTINGS[setting](study, value) for value in values})
+
+
+def run_sweep(sweep: Sweep, on_finish: Callable[[], None], processes: int) -> dict[str, object]:
+    """What `--json` prints: the report of each study, with its value in front."""
+    studies = sweep.studies.items()
+    runs = [{sweep.setting: float(value), **simulate(study, on_finish, processes).report} for value, study in studies]
+    return {"sweep": sweep.setting, "runs": runs}
+
+
+def sweep_table(report: dict) -> str:
+    """USD per hour and real SLO attainment of each policy, a line for each value."""
+    setting, runs = report["sweep"], report["runs"]
+    policies = runs[0]["policies"]
+    lines = [_line([setting, *policies])]
+    for run in runs:
+        cells = (f"{found['usd_per_hour_mean']:.1f} {found['slo_attainment_real']:6.1%}" for found in run["policies"].values())
+        lines.append(_line([f"{run[setting]:g}", *cells]))
+    return "\n".join([*lines, f"USD/h and SLO real; {runs[0]['jobs']} jobs, {runs[0]['seeds']} seeds"])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"{cells[0]:<6}" + "".join(f"{cell:>16}" for cell in cells[1:])

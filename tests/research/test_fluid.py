@@ -6,10 +6,9 @@ import msgspec
 import pytest
 
 from research.fluid import colocated, optimal, run_fluid
-from research.optimum.optimum import Optimum
+from research.optimum import Optimum
 from research.replay import Replay
-from research.workload.moments import Moments
-from research.workload.noise import Varying, with_varying_phases
+from research.workload.varying import Moments, Varying, with_varying_phases
 from research.workload.workload import Arrival
 from tests.placement.made_jobs import EITHER, make_cluster, make_job
 from verl_mux.placement.planner import Planner

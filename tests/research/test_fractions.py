@@ -3,11 +3,10 @@
 import msgspec
 import pytest
 
-from research.fractions import gavel, ideal, own_split
+from research.fluid import gavel, ideal, own_split
 from research.simulate import Study, simulate
-from research.workload.noise import Varying
-from research.workload.shapes import find_shapes
-from research.workload.trace import TraceRow
+from research.workload.varying import Varying
+from research.workload.workload import TraceRow, find_shapes
 from tests.placement.made_jobs import CHEAP, EITHER, make_cluster, make_job
 from verl_mux.placement.model import TESTBED
 from verl_mux.placement.rules import OURS, PAPER

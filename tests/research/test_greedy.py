@@ -2,9 +2,7 @@
 
 import pytest
 
-from research.workload.shapes import find_shapes
-from research.workload.trace import TraceRow
-from research.workload.workload import draw_workload
+from research.workload.workload import TraceRow, draw_workload, find_shapes
 from verl_mux.placement.layouts import isolated_usd
 from verl_mux.placement.model import TESTBED
 from verl_mux.placement.planner import Planner

@@ -3,9 +3,7 @@
 import pytest
 
 from research.command import parse_rules
-from research.workload.shapes import COLUMNS, find_shapes
-from research.workload.trace import read_trace
-from research.workload.workload import draw_workload, parse_slo
+from research.workload.workload import COLUMNS, draw_workload, find_shapes, parse_slo, read_trace
 from verl_mux.errors import UserError
 
 

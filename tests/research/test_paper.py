@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from research.paper import others, schedules, syncs, tails, theorem, traces
-from research.paper.claims import CLAIMS, find_claims
-from research.paper.figure import Figure
-from research.paper.table import markdown, print_table
-from research.workload.uncertainty import read_lengths
+from research.paper import others, schedules, tails, traces
+from research.paper.__main__ import CLAIMS, find_claims
+from research.paper.figure import Figure, markdown, print_table
+from research.workload.varying import read_lengths
 from verl_mux.errors import UserError
 from verl_mux.placement.estimator import LinkModel
 from verl_mux.placement.group_run import periods_by_job
@@ -55,7 +54,7 @@ def test_without_switches_and_syncs_the_longest_iteration_sets_the_period_of_fig
 def test_a_sync_of_twice_the_weights_takes_twice_as_long_by_the_one_model():
     link = LinkModel()
     assert link.two_stage_s(30.4, 8, 1) == pytest.approx(2 * link.two_stage_s(15.2, 8, 1))
-    assert len(syncs.BARS) == 6
+    assert len(others.BARS) == 6
 
 
 def test_drawn_lengths_follow_the_distribution_they_are_drawn_from():
@@ -70,9 +69,9 @@ def test_migration_never_makes_a_pair_slower():
 
 
 def test_theorem_1_holds_on_one_node_and_not_on_two():
-    none, worst, example = theorem.violations(1, groups=300)
+    none, worst, example = others.violations(1, groups=300)
     assert (none, worst, example) == (0, 1.0, "")
-    some, worst, example = theorem.violations(2, groups=300)
+    some, worst, example = others.violations(2, groups=300)
     assert some > 0 and 1 < worst < 2 and "on r1" in example and "on r2" in example
 
 
@@ -116,7 +115,7 @@ def test_gavel_comes_near_the_papers_in_all_three_panels_and_table_4_contradicts
 
 
 def test_what_was_fitted_is_called_so():
-    figures = syncs.syncs()
+    figures = others.syncs()
     tags = [figure.tag for figure in figures]
     assert tags[:12] == ["fitted"] * 12 and (tags[12:].count("reproduced"), tags[12:].count("missed")) == (7, 1)
     assert not any("14B," in figure.name for figure in figures[12:])  # those they come from

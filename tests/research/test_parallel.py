@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from research.parallel import in_processes
+from research.simulate import in_processes
 from verl_mux.errors import Failure, UserError
 
 

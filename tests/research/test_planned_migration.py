@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from research.paper.planned_migration import THRESHOLDS, Engines, Tail, choose_tails, plan_tails, with_tail
+from research.paper.tails import THRESHOLDS, Engines, Tail, choose_tails, plan_tails, with_tail
 from verl_mux.placement.group_run import group_periods
 from verl_mux.placement.model import Estimate, Group, JobSpec, Pin
 from verl_mux.rollout.control.replica_plan import EngineSpeed, MigrationPolicy

@@ -4,10 +4,8 @@ import pytest
 from msgspec import structs
 
 from research.replay import Replay
-from research.workload.noise import Varying, profiled, with_varying_phases
-from research.workload.shapes import find_shapes
-from research.workload.trace import TraceRow
-from research.workload.workload import Arrival, draw_workload
+from research.workload.varying import Varying, profiled, with_varying_phases
+from research.workload.workload import Arrival, TraceRow, draw_workload, find_shapes
 from tests.placement.made_jobs import EITHER, assert_invariants, make_cluster, make_job
 from verl_mux.placement.model import COLOCATED, SEPARATE, TESTBED
 from verl_mux.placement.planner import NOTHING_KNOWN, Planner

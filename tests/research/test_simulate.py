@@ -3,9 +3,8 @@
 import pytest
 
 from research.simulate import Study, simulate
-from research.workload.noise import Varying
-from research.workload.shapes import find_shapes
-from research.workload.trace import TraceRow
+from research.workload.varying import Varying
+from research.workload.workload import TraceRow, find_shapes
 from verl_mux.placement.model import TESTBED
 from verl_mux.placement.rules import OURS
 

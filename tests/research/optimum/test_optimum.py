@@ -8,12 +8,9 @@ import scipy.optimize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from research.optimum import division
-from research.optimum.division import Division
-from research.optimum.optimum import Optimum
-from research.optimum.sharing import Sharing
-from research.workload.moments import Moments
-from research.workload.noise import Varying, with_varying_phases
+from research import optimum as division
+from research.optimum import Division, Optimum, Sharing
+from research.workload.varying import Moments, Varying, with_varying_phases
 from research.workload.workload import Arrival
 from tests.exploring import examples
 from tests.placement.made_jobs import ANY_MODES, EITHER, make_cluster, make_job

@@ -2,7 +2,7 @@
 
 import pytest
 
-from research.workload.noise import with_said_lengths
+from research.workload.varying import with_said_lengths
 from research.workload.workload import Arrival
 from tests.placement.made_jobs import make_job
 

@@ -8,10 +8,8 @@ import pytest
 
 from research.outcome import assess
 from research.replay import Replay
-from research.workload.shapes import find_shapes
-from research.workload.trace import TraceRow
-from research.workload.uncertainty import lengths_by_workload, parse_estimates, upper_quantile, with_real_lengths
-from research.workload.workload import draw_workload
+from research.workload.varying import lengths_by_workload, parse_estimates, upper_quantile, with_real_lengths
+from research.workload.workload import TraceRow, draw_workload, find_shapes
 from verl_mux.errors import UserError
 from verl_mux.placement.model import TESTBED
 from verl_mux.placement.planner import Planner
