@@ -282,11 +282,10 @@ class PPOTrainerMux(PPOTrainer):
 
     def _make_moves(self, workers: list) -> ReplicaMoves:
         keys, data, at_once = self._mux_config.rollout, self.config.data, self.config.actor_rollout_ref.rollout.max_num_seqs
+        room = Room(data.max_response_length, at_once, (at_once or 0) * (data.max_prompt_length + data.max_response_length))
         if keys.migration:
-            room = Room(data.max_response_length, at_once, at_once * (data.max_prompt_length + data.max_response_length))
             return TailMigration(self.engines.units("mux.rollout.migration=True"), self.engines, workers, room)
         if keys.growth.own is not None:
-            room = Room(data.max_response_length, at_once, at_once * (data.max_prompt_length + data.max_response_length))
             connect = functools.partial(connect_to_grow, self.config, self._mux_config)
             return make_growth(keys.growth.own, self.engines, workers, room, connect)
         return ReplicaMoves()

@@ -1,5 +1,8 @@
 """verl's training workers, able to leave the device and to sync from the host copy they leave behind.
 
+Runs in the training workers; modes.py puts these classes in place of verl's and calls the methods named mux_*. Touches the device and
+host memory.
+
 trains (states on the device) --sleep--> host copy only --wake--> trains
                                           '-- update_weights: this rank's part goes out from here, no device involved
 """
@@ -136,7 +139,28 @@ def _read_ahead(model: str, resume: str | None) -> None:
     read_ahead([*(weights_of(model) if first_here else []), *shards])
 
 
-class MuxActorWorker(ActorRolloutRefWorker):
+class _Multiplexed:
+    """What every training worker answers a trainer of ours."""
+
+    _fence: Fence
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def mux_reopen(self, token: int) -> None:
+        """The lease could not be used for a while, and holds. Raises Fenced for any but the newest."""
+        self._fence.reopen(token)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def mux_where(self) -> tuple[Location, Member]:
+        """Where this worker runs, and as which process."""
+        return here(), this_process()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def mux_host_memory(self) -> tuple[Member, dict[str, int]]:
+        """This process, and what it holds of its host's memory."""
+        return this_process(), process_bytes()
+
+
+class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
     """verl's actor (or reference) worker of a multiplexed job."""
 
     def __init__(self, config, role: str, **kwargs) -> None:
@@ -168,27 +192,12 @@ class MuxActorWorker(ActorRolloutRefWorker):
     def mux_wake(self, token: int) -> Moves:
         """Come back to the device from the host copy, under the lease `token`.
 
-        Raises Fenced for any but the newest; Failure where there is no room, with who holds what.
+        Raises Fenced for any but the newest; Failure where there is no room, with which process holds what.
         """
         self._fence.enter(token)
         moves = residents.wake(self._who, self._states(), _device())
         self._exported = None
         return moves
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def mux_reopen(self, token: int) -> None:
-        """The lease could not be used for a while, and holds. Raises Fenced for any but the newest."""
-        self._fence.reopen(token)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def mux_where(self) -> tuple[Location, Member]:
-        """Where this worker runs, and as which process."""
-        return here(), this_process()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def mux_host_memory(self) -> tuple[Member, dict[str, int]]:
-        """This process, and what it holds of its host's memory."""
-        return this_process(), process_bytes()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, float]:
@@ -223,7 +232,7 @@ class MuxActorWorker(ActorRolloutRefWorker):
         return [DeviceStates(role, worker.engine) for role, worker in held.items() if worker is not None]
 
 
-class MuxTrainingWorker(TrainingWorker):
+class MuxTrainingWorker(_Multiplexed, TrainingWorker):
     """verl's training worker (the critic) of a multiplexed job."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -238,18 +247,6 @@ class MuxTrainingWorker(TrainingWorker):
         return residents.sleep("critic", [DeviceStates("critic", self.engine)], _device())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def mux_reopen(self, token: int) -> None:
-        self._fence.reopen(token)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_wake(self, token: int) -> Moves:
         self._fence.enter(token)
         return residents.wake("critic", [DeviceStates("critic", self.engine)], _device())
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def mux_where(self) -> tuple[Location, Member]:
-        return here(), this_process()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def mux_host_memory(self) -> tuple[Member, dict[str, int]]:
-        return this_process(), process_bytes()

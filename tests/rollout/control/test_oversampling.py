@@ -179,15 +179,6 @@ def test_the_last_step_of_the_data_is_short():
     assert set(rollout.batch) == {"p0", "p1", "p2"}
 
 
-def test_without_a_rate_what_is_wanted_is_launched_and_nothing_cut():
-    rollout = Rollout(Oversampler(1))
-    rollout.begin(5)
-    assert len(rollout.running) == 5
-    for name, _ in list(rollout.running):
-        rollout.end(name)
-    assert len(rollout.batch) == 5
-
-
 def test_length_bias_says_that_the_batch_leans_short():
     rollout = started(rate=0.5, wanted=2)
     rollout.end("p1", 10)

@@ -1,13 +1,8 @@
-"""In which order new prompt groups are launched: as they come, or by response lengths predicted online.
+"""In which order new prompt groups are launched: as they come (`fifo`), or by response lengths predicted online (`sjf`).
 
-`fifo` as they came, `sjf` shortest first. Where the last ones are cut off, the shortest go first. With known lengths and 64
-slots (`verl-mux bench predictor`'s simulation, 1024 requests, 20 draws), as a share of FIFO:
-
-| lengths                                  | sjf mean completion | sjf makespan | ljf mean completion | ljf makespan |
-| Azure LLM inference 2023, conversation   | 0.64                | 1.06         | 1.44                | 0.89         |
-| ServeGen, DeepSeek-R1, all clients       | 0.57                | 1.03         | 1.81                | 0.68         |
-
-`ljf`, longest first, would be right before a barrier, and is measured but not offered: what can be predicted gains nothing there.
+Runs in the trainer's driver; called by trainer/prompts.py, `turns` also by verl_mux/what_if and the benches. Pure but for the
+thread in which a predictor is fitted. `ljf`, longest first, is measured by the benches and not offered: it would be right before a
+barrier, but lengths as they can be predicted gain nothing there.
 """
 
 from __future__ import annotations
@@ -42,7 +37,7 @@ def turns(order: str, scores: np.ndarray) -> np.ndarray:
 
 
 class LaunchOrder:
-    """place(prompts) -> who goes first; observe(lengths) whenever responses are trained. Fits in a thread, one at a time.
+    """place(prompts) -> which go first; observe(lengths) whenever responses are trained. Fits in a thread, one at a time.
 
     order: fifo | sjf. While a fit runs, prompts keep their order.
     """

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -59,6 +59,18 @@ class LagLimit(NamedTuple):
         """
         within = sorted(self.most - age for age in ages)
         return max((bisect_right(within, further) - further * wanted for further in range(self.most + 1)), default=0)
+
+    def due(self, first: Mapping[str, int], step: int, wanted: int) -> set[str]:
+        """The oldest groups, as many as have to be trained in this step. first: of each group, in the order in which they were
+        drawn, the step in which its oldest token was written."""
+        if self.strategy == "drop":
+            return set()
+        oldest = sorted(first, key=first.__getitem__)
+        return set(oldest[: self.must_train([step - first[name] for name in oldest], wanted)])
+
+    def is_stale(self, first: int | None, step: int) -> bool:
+        """Is a group with this oldest token too old to be trained in this step, where the strategy is to drop such groups?"""
+        return self.strategy == "drop" and first is not None and step - first > self.most
 
 
 @dataclass(slots=True)
@@ -189,8 +201,12 @@ class Oversampler:
         self._step += 1
         size = groups_to_launch(self._rate, wanted)
         size = size if self._lag is None else min(size, self._lag.under_way(wanted))
-        out: list[Instruction] = [self._drop(group, "stale") for group in self._in_state(State.WAITING) if self._is_stale(group)]
-        self._find_due()
+        out: list[Instruction] = []
+        if self._lag is not None:
+            stale = [group for group in self._in_state(State.WAITING) if self._lag.is_stale(group.first, self._step)]
+            out += [self._drop(group, "stale") for group in stale]
+            first = {name: group.first for name, group in self._groups.items() if group.first is not None}
+            self._due = self._lag.due(first, self._step, wanted)
         if sum(map(self._protected, self._groups.values())) >= wanted and not self._waits:
             size = wanted  # any other group would be cut off at once
         out += [launch for group in self._left_over(size) for launch in self._launch(group)]
@@ -282,22 +298,6 @@ class Oversampler:
 
     def _protected(self, group: _Group) -> bool:
         return group.cuts >= self._max_cuts or group.name in self._due
-
-    def _find_due(self) -> None:
-        """The oldest groups, as many as have to be trained now."""
-        self._due = set()
-        if self._lag is not None and self._lag.strategy != "drop":
-            aged = sorted(
-                (group.first, at, name) for at, (name, group) in enumerate(self._groups.items()) if group.first is not None
-            )
-            count = self._lag.must_train([self._step - first for first, _, _ in aged], self._wanted)
-            self._due = {name for _, _, name in aged[:count]}
-
-    def _is_stale(self, group: _Group) -> bool:
-        """Too old to be trained, where the limit's strategy is to drop such groups."""
-        if self._lag is None or self._lag.strategy != "drop" or group.first is None:
-            return False
-        return self._step - group.first > self._lag.most
 
     def _running(self, name: str, sample: int) -> _Group | None:
         group = self._groups.get(name)

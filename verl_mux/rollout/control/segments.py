@@ -255,8 +255,12 @@ class SegmentSteps:
             raise RuntimeError("segments: a step is running; the next begins after its Finish")
         self._in_step, self._wanted, self._data_ended, self.metrics = True, wanted, False, StepMetrics(rounds=0)
         self._step += 1
-        out = self._drop_stale()
-        self._find_due()
+        out: list[Instruction] = []
+        if self._lag is not None:
+            stale = [group for group, first in self._first.items() if self._lag.is_stale(first, self._step)]
+            out += [self._drop(group, "stale") for group in stale]
+            first = {name: self._first[name] for name in self.pools.names() if name in self._first}
+            self._due = self._lag.due(first, self._step, wanted)
         return [*out, *self._next()]
 
     def drawn(self, groups: Sequence[str]) -> list[Instruction]:
@@ -315,20 +319,6 @@ class SegmentSteps:
         self._first.pop(group, None)
         self._due.discard(group)
         return Drop(group, reason)
-
-    def _drop_stale(self) -> list[Instruction]:
-        if self._lag is None or self._lag.strategy != "drop":
-            return []
-        stale = [group for group, first in self._first.items() if self._step - first > self._lag.most]
-        return [self._drop(group, "stale") for group in stale]
-
-    def _find_due(self) -> None:
-        """The oldest groups, as many as have to be trained now."""
-        self._due = set()
-        if self._lag is not None and self._lag.strategy != "drop":
-            order = {name: at for at, name in enumerate(self.pools.names())}
-            aged = sorted(self._first, key=lambda group: (self._first[group], order[group]))
-            self._due = set(aged[: self._lag.must_train([self._step - self._first[group] for group in aged], self._wanted)])
 
     def _may_cut(self, running: SampleKey) -> bool:
         if running.group in self._due:
