@@ -1,7 +1,7 @@
 """verl's training workers, able to leave the device and to sync from the host copy they leave behind.
 
-Runs in the training workers; modes.py puts these classes in place of verl's and calls the methods named mux_*. Touches the device and
-host memory.
+Runs in the training workers; modes.py puts these classes in place of verl's and calls the methods named mux_*. Touches the
+device and host memory.
 
 trains (states on the device) --sleep--> host copy only --wake--> trains
                                           '-- update_weights: this rank's part goes out from here, no device involved

@@ -1,8 +1,8 @@
 """In which order new prompt groups are launched: as they come (`fifo`), or by response lengths predicted online (`sjf`).
 
 Runs in the trainer's driver; called by trainer/prompts.py, `turns` also by verl_mux/what_if and the benches. Pure but for the
-thread in which a predictor is fitted. `ljf`, longest first, is measured by the benches and not offered: it would be right before a
-barrier, but lengths as they can be predicted gain nothing there.
+thread in which a predictor is fitted. `ljf`, longest first, is measured by the benches and not offered: it would be right before
+a barrier, but lengths as they can be predicted gain nothing there.
 """
 
 from __future__ import annotations
