@@ -1,4 +1,4 @@
-"""Settled periods: the closed form and the events of a run say the same."""
+"""Groups in virtual time, and their settled periods."""
 
 import itertools
 

@@ -1,13 +1,19 @@
-"""Estimates: bounds from a verl config, quantiles from observed phases, and what both are worth."""
+"""Estimates before the first step of a job, and after some."""
+
+import random
 
 import msgspec
 import pytest
 
+from tests.placement.made_jobs import make_job
 from verl_mux.errors import UserError
 from verl_mux.placement.estimator import (
+    LEAST,
+    RECENT,
     WINDOW,
     Observed,
     bounds,
+    drifted,
     estimate_error,
     expected,
     job_spec,
@@ -230,3 +236,29 @@ def test_errors_are_recorded_with_what_was_counted_on():
     assert errors[0].ratio == pytest.approx((100.0 + bounded().sync_s) / 50.0)  # a rollout holds the sync
     assert errors[1].ratio == 0.5
     assert [error.source for error in errors] == ["bound", "bound", "mean"] and errors[2].ratio == 1.0
+
+
+def steps_seen(rollouts, trains, between=()):
+    return Observed(rollout=tuple(rollouts), train=tuple(trains), between=tuple(between))
+
+
+def test_a_few_steps_are_needed_and_the_time_between_phases_holds_no_node():
+    job = make_job("a", 100, 100, sync_s=5)
+    assert learnt(job, steps_seen([50.0] * (LEAST - 1), [40.0] * (LEAST - 1))) is job
+    now = learnt(job, steps_seen([50.0] * LEAST, [40.0] * LEAST, [2.0]))
+    assert (now.rollout_hold_s, now.train.seconds, now.iteration_s) == (50.0, 40.0, 92.0)
+
+
+def test_only_the_last_steps_count_and_a_drift_does_not_look_like_noise():
+    grown = [100.0 * (1 + step / 300) for step in range(300)]
+    now = learnt(make_job("a", 100, 100), steps_seen(grown, grown))
+    assert now.rollout.seconds == pytest.approx(sum(grown[-RECENT:]) / RECENT) and now.rollout.cv < 0.06
+
+
+def test_noise_alone_is_no_drift_and_twice_the_length_is():
+    rng = random.Random(1)
+    noisy = [100 * rng.lognormvariate(0, 0.1) for _ in range(RECENT)]
+    job = learnt(make_job("a", 100, 100), steps_seen(noisy, noisy))
+    again = [100 * rng.lognormvariate(0, 0.1) for _ in range(RECENT)]
+    assert not drifted(job, learnt(job, steps_seen(again, again)))
+    assert drifted(job, learnt(job, steps_seen([2 * s for s in again], again)))

@@ -1,4 +1,4 @@
-"""The optimum beside a count of all divisions that shares no code with it, and beside what policies find."""
+"""The optimum is what counting out all divisions finds."""
 
 import os
 import random
@@ -15,7 +15,7 @@ from research.workload.workload import Arrival
 from tests.exploring import examples
 from tests.placement.made_jobs import ANY_MODES, EITHER, make_cluster, make_job
 from tests.placement.made_jobs import jobs as made_jobs
-from tests.research.optimum.counted_out import cheapest_usd
+from tests.research.counted_out import cheapest_usd
 from verl_mux.placement.feasibility import Feasibility, Progress
 from verl_mux.placement.layouts import cheapest_nodes
 from verl_mux.placement.model import SEPARATE

@@ -6,14 +6,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.exploring import examples
-from tests.placement.made_jobs import assert_invariants, jobs, make_job
-from tests.placement.placer.two_pairs import clusters, on_both
+from tests.placement.made_jobs import CHEAP, DEAR, assert_invariants, jobs, make_job
 from verl_mux.errors import UserError
 from verl_mux.placement.explain import alternatives
 from verl_mux.placement.feasibility import Progress
-from verl_mux.placement.model import JobSpec
+from verl_mux.placement.model import Cluster, Estimate, JobSpec, NodeKind, Pool
 from verl_mux.placement.planner import Arrive, Planner, Record, by_price, pair_of
 from verl_mux.placement.rules import LIVE
+
+SLOW = NodeKind(name="slow", usd_per_gpu_hour=0.5, host_memory_gb=1000)
+
+
+def clusters(old: int = 2, new: int = 2, train: int = 2) -> dict[str, Cluster]:
+    """Two rollout pools beside one training pool."""
+
+    def pool(name: str, kind: NodeKind, count: int) -> Pool:
+        return Pool(name=name, kind=kind, nodes=tuple(f"{name}-{i}" for i in range(count)))
+
+    trains = pool("train", DEAR, train)
+    return {f"{name}+train": Cluster(rollout=pool(name, kind, count), train=trains)
+            for name, kind, count in (("new", CHEAP, new), ("old", SLOW, old))}  # fmt: skip
+
+
+def on_both(job: JobSpec, longer: float = 1.0) -> dict[str, JobSpec]:
+    """longer: how many times as long a rollout takes on the old ones."""
+    rollout = Estimate(seconds=job.rollout.seconds * longer)
+    return {"new+train": job, "old+train": msgspec.structs.replace(job, rollout=rollout)}
+
 
 MOST = 8
 NOBODY = Record()

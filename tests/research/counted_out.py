@@ -1,8 +1,4 @@
-"""The cheapest division of a few jobs of one or two nodes a side, counted out by itself: it shares no code with what it checks.
-
-Every way to put jobs on nodes of both sides is tried at once, for all jobs together and in all their modes, and each is run as
-queues of phases.
-"""
+"""Divisions counted out one by one, for the optimum to be compared with."""
 
 from __future__ import annotations
 

@@ -1,14 +1,54 @@
-"""Which groups are looked at first."""
+"""The groups, their nodes, and which of them are looked at first."""
 
 import bisect
 import math
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.placement.made_jobs import ANY_MODES, jobs, make_cluster, make_job
-from verl_mux.placement.groups import Groups
+from verl_mux.placement.groups import Groups, Nodes, isolated
 from verl_mux.placement.model import Group, Pin
+
+
+@pytest.mark.parametrize("closed", [frozenset(), frozenset(["rollout-0"])])
+def test_a_group_that_was_taken_back_holds_its_nodes(closed):
+    cluster = make_cluster(2, 2)
+    before = Groups(cluster)
+    (group,) = before.replace([], [isolated(make_job("a", 9, 9))])
+    groups = Groups(msgspec.structs.replace(cluster, closed=closed))
+    groups.adopt([group], 1)
+    free = groups.free
+    groups.replace([group], [])
+    (again,) = groups.replace([], [group])
+    assert groups.free == free
+    (other,) = groups.replace([], [isolated(make_job("b", 9, 9))])
+    assert set(other.rollout_nodes).isdisjoint(again.rollout_nodes)
+    groups.replace([again], [])
+
+
+POOL = make_cluster(4, 4).rollout
+
+
+def test_low_numbers_go_first():
+    nodes = Nodes(POOL)
+    assert [nodes.take() for _ in range(2)] == ["rollout-0", "rollout-1"]
+    nodes.release(["rollout-0"])
+    assert nodes.take() == "rollout-0"
+
+
+@given(
+    takes=st.integers(0, 4),
+    closed=st.sets(st.sampled_from(POOL.nodes)),
+)
+def test_each_node_that_is_not_closed_is_taken_once(takes, closed):
+    nodes = Nodes(POOL, closed)
+    taken = [nodes.take() for _ in range(min(takes, int(nodes.free)))]
+    assert len(set(taken)) == len(taken) and closed.isdisjoint(taken)
+    assert nodes.free == 4 - len(closed) - len(taken)
+
 
 CLUSTER = make_cluster()
 USD = CLUSTER.rollout.kind.usd_per_hour, CLUSTER.train.kind.usd_per_hour

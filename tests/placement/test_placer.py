@@ -1,4 +1,4 @@
-"""The placer's promises, on random histories of arrivals and departures."""
+"""The promises of placement, on random histories of arrivals and departures."""
 
 import pytest
 from hypothesis import example, given, settings
