@@ -1,10 +1,9 @@
 """Fillers (`verl-mux hold`): work that takes nodes which no job uses or waits for, and leaves when a job wants one.
 
-Runs in the coordinator as a feature of the core; pure. A filler asks for any `num_nodes` of the nodes that it names. It gets them
-when that many are *open*: no lease names them, no job that is heard from has asked for them (though its request may be held
-back), and they are neither fenced nor draining. Requests of fillers stand in no queue, so no job ever waits behind one. With
-`least` a node must be expected to stay open for that many seconds: a job that uses other nodes comes back when its phase there is
-over, by its last phase of that kind; where that is unknown, or the job is between two phases, it counts as coming at once.
+Runs in the coordinator as a feature of the core; pure. A filler gets any `num_nodes` of the nodes that it names when that many
+are open: no lease names them, no job that is heard from has asked for them, and they are neither fenced nor draining. Requests of
+fillers stand in no queue, so no job waits behind one. With `least` a node must be expected to stay open for that many seconds: a
+job that uses other nodes comes back when its phase there is over, by its last of that kind; else it counts as coming at once.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from verl_mux.errors import UserError
 
 
 class Hold(Feature):
-    """`_called`: by token, the running time at which a filler was told to leave. It is not on record: after a restart the time to
-    leave begins when the filler speaks again (`_unheard`: those that have not)."""
+    """`_called`: by token, the running time at which a filler was asked to leave. It is not on record: after a restart the time
+    to leave begins when the filler speaks again (`_unheard`: those that have not)."""
 
     _called: dict[int, float] = {}
     _unheard: frozenset[str] = frozenset()
@@ -48,8 +47,8 @@ class Hold(Feature):
 
     def after_grants(self, now: float) -> list[Instruction]:
         state, out = self.core.state, list[Instruction]()
-        for request in [request for request in state.requests if request.is_fillers]:
-            if state.settle_until is None and state.jobs[request.job].state is JobState.LIVE:
+        for request in [r for r in state.requests if r.is_fillers and state.settle_until is None]:
+            if state.jobs[request.job].state is JobState.LIVE:
                 nodes = [node for node in dict.fromkeys(request.nodes) if self._is_open(node, request.least, now)]
                 if len(nodes) >= request.num_nodes:
                     out += self.core.give(request, nodes[: request.num_nodes], now)
@@ -80,8 +79,8 @@ class Hold(Feature):
         for token, since in self._called.items():
             job = self.core.state.jobs[self.core.state.leases[token].job]
             grace = max(FILLER_GRACE_S, min(job.grace, self.core.config.lease_timeout))
+            reason = f"a job waited for what it held, and it had not left after {grace:g} s"
             if running - since > grace and job.state in (JobState.LIVE, JobState.SILENT):
-                reason = f"a job waited for what it held, and it had not left after {grace:g} s"
                 late[job.name] = JobEvicted(job=job.name, uid=job.uid, reason=reason)
         return list(late.values())
 
@@ -93,9 +92,9 @@ class Hold(Feature):
             count(self.core.state.usage.setdefault(node, Usage(since=lease.granted_at)), lease, self.core.state, now)
 
     def about_lease(self, now: float, lease: Lease) -> dict[str, Any]:
-        since = self._called.pop(lease.token, None)
-        leaving_s = None if since is None else self.core.running.at(now) - since
-        return {"filler": True, "leaving_s": leaving_s} if self.core.state.jobs[lease.job].filler else {}
+        since, running = self._called.pop(lease.token, None), self.core.running.at(now)
+        of_filler = {"filler": True, "leaving_s": None if since is None else running - since}
+        return of_filler if self.core.state.jobs[lease.job].filler else {}
 
 
 def open_for(node: str, state: State, now: float) -> float:
@@ -107,7 +106,5 @@ def open_for(node: str, state: State, now: float) -> float:
 
 
 def count(usage: Usage, lease: Lease, state: State, now: float) -> None:
-    if state.jobs[lease.job].filler:
-        usage.fillers += now - lease.granted_at
-    else:
-        usage.jobs += now - lease.granted_at
+    kind = "fillers" if state.jobs[lease.job].filler else "jobs"
+    setattr(usage, kind, getattr(usage, kind) + now - lease.granted_at)

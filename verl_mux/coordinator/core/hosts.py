@@ -1,7 +1,7 @@
 """Hosts: which nodes are given to no job because of what may be left there, which changes of the configuration jobs on record
 allow, and how much of a node's host memory each job holds.
 
-Runs in the coordinator as two features of the core, `Hosts` and `HostMemory`; pure.
+Runs in the coordinator as two features of the core, `Hosts` and `HostLedger`; pure.
 
 Fences. A node is fenced while its host cannot be looked at, or something of a dying job may be left on it. A node that names no
 host, or one from which no agent ever spoke, is fenced only by what a dying job may have left on it.
@@ -341,13 +341,13 @@ def _holders(node: str, held: Mapping[str, int], state: State) -> str:
 
 
 def _source(job: Job, node: str) -> str:
-    """Whose word what counts is."""
+    """Where the figure that counts comes from."""
     found = job.host_memory[node]
     return found.source if counted(job, node) > sum(found.told.values()) or found.most else ""
 
 
 def _advice(node: str, need: HostMemory, held: Mapping[str, int], state: State, config: Config) -> str:
-    """Where it would fit, or whose end would make room."""
+    """Where it would fit, or which jobs' end would make room."""
     wanted, capacity = sum(need.told.values()), config.nodes[node].host_bytes or 0
     pool = next(pool for pool in config.pools.values() if any(member.name == node for member in pool.nodes))
     others = [member.name for member in pool.nodes if member.name != node and _fits(member.name, wanted, state, config)]
@@ -371,14 +371,14 @@ def _list(kinds: Mapping[str, int]) -> str:
 
 
 def seen(report: m.AgentReport, state: State, config: Config) -> list[HostMeasured]:
-    """What an agent's report says of jobs' host memory, as far as it is news. A process counts for the node whose device it
-    uses, else for all nodes of its job on that host in equal parts."""
+    """The inputs that an agent's report gives rise to: host memory of jobs, where it has changed noticeably. A process counts for
+    the node whose device it uses, else for all nodes of its job on that host in equal parts."""
     here = {node.name for node in config.nodes.values() if node.host in report.host.names}
     jobs = {job.uid: job for job in state.jobs.values() if job.state is not JobState.ENDED}
     found: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for holder in report.holders:
-        mine = [node for node in jobs[holder.uid].all_nodes if node in here] if holder.uid in jobs else []
-        nodes = [node for node in mine if holder.bytes.get(node)] or mine
+        own = [node for node in jobs[holder.uid].all_nodes if node in here] if holder.uid in jobs else []
+        nodes = [node for node in own if holder.bytes.get(node)] or own
         for node in nodes if holder.host else ():
             found[holder.uid, node].update({kind: num_bytes // len(nodes) for kind, num_bytes in holder.host.items()})
     news = {at: kinds for at, kinds in found.items() if _is_news(jobs[at[0]].host_memory.get(at[1]), sum(kinds.values()))}
@@ -401,7 +401,7 @@ def revised(job: Job, spec: JobSpec) -> JobSpec:
             continue
         if not spec.colocated:
             spec = msgspec.structs.replace(spec, **{f"{side}_memory_gb": most / GB})
-        elif side == "train":  # where both are; nobody sees which part is whose
+        elif side == "train":  # which has both; which part is rollout's cannot be seen
             spec = msgspec.structs.replace(spec, rollout_memory_gb=0.0, train_memory_gb=most / GB)
     return spec
 

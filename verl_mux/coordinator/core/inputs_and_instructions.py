@@ -1,4 +1,4 @@
-"""What goes into the state machine, and what comes out.
+"""What goes into the state machine, and what comes out. Data alone, made by server.py, the journal and the core.
 
 In: a message of a job, or something that the server saw by itself, each with the time `now` at which it
 came, in seconds of a clock that only grows. Out: messages to send and lines for the event log.
@@ -43,7 +43,7 @@ class PhaseOverdue(Seen, frozen=True, kw_only=True, tag="PHASE_OVERDUE"):
 
 
 class JobEvicted(Seen, frozen=True, kw_only=True, tag="JOB_EVICTED"):
-    """Somebody who may wants the job ended, as if it had failed."""
+    """An operator, or the coordinator itself, wants the job ended, as if it had failed."""
 
     reason: str
 
@@ -53,7 +53,8 @@ class DriverDied(Seen, frozen=True, kw_only=True, tag="DRIVER_DIED"):
 
 
 class JobExited(Seen, frozen=True, kw_only=True, tag="JOB_EXITED"):
-    """Whoever started the job says that it is over. One that never registered counts as arrived, where jobs are expected."""
+    """The job's launcher says that the job is over. A job that never registered then counts as arrived, where jobs are
+    expected."""
 
 
 class ProcessesGone(Seen, frozen=True, kw_only=True, tag="PROCESSES_GONE"):
@@ -61,21 +62,21 @@ class ProcessesGone(Seen, frozen=True, kw_only=True, tag="PROCESSES_GONE"):
 
 
 class NodeEmpty(Seen, frozen=True, kw_only=True, tag="NODE_EMPTY"):
-    """Who looks at the node's host saw no process of the dying job there."""
+    """All that look at the node's host saw no process of the dying job there."""
 
     node: str
 
 
 class NodesOwed(Seen, frozen=True, kw_only=True, tag="NODES_OWED"):
-    """Nobody can look at `host` (its name and PID namespace, or the name alone): these nodes of the dying job are fenced from now
-    on, and what may be left of it there keeps the job no longer."""
+    """Nothing looks at `host` (its name and PID namespace, or the name alone): these nodes of the dying job are fenced from now
+    on, and what may be left of the job there keeps it on record no longer."""
 
     host: str
     nodes: list[str]
 
 
 class HostMeasured(Seen, frozen=True, kw_only=True, tag="HOST_MEASURED"):
-    """The agent of the node's host saw so many bytes of host memory of the job's processes, by kind."""
+    """Host memory of the job's processes on the node, in bytes by kind, as the agent of the node's host saw it."""
 
     node: str
     bytes: dict[str, int]
@@ -101,7 +102,7 @@ class OwedPaid(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
 
 
 class HostReleased(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="HOST_RELEASED"):
-    """Somebody who may says that nothing of dying jobs is left on this host."""
+    """An operator says that nothing of dying jobs is left on this host."""
 
     host: str
 
@@ -113,7 +114,7 @@ class PoolsChanged(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
 
 
 class NodeReleased(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="NODE_RELEASED"):
-    """Somebody who may says that nothing of a dying job is left on this node, where nobody else can look."""
+    """An operator says that nothing of a dying job is left on this node, where nothing looks."""
 
     node: str
 
@@ -133,7 +134,7 @@ class MovesDue(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
 
 
 class SomebodyWasBefore(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="SOMEBODY_WAS_BEFORE"):
-    """Somebody spoke who has met an earlier coordinator at this address, of which nothing was known."""
+    """A client spoke that has met an earlier coordinator at this address, of which nothing was known."""
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -147,7 +148,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     """What the placer answers to the first of its questions: groups that changed or are no more, who waits, and who is to start
     or to move. `moved_at`: as in Record. `pending`: moves may come to pay. `version`: of the record it was asked about; an answer
     to another one is void.
-    `because`: of who came, why it is where it is (scheduling/placer/sentences.py)."""
+    `because`: why the job that came is where it is (placement/explain.py)."""
 
     version: int
     changed: list[Group]

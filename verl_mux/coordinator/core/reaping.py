@@ -29,8 +29,9 @@ _RUNNING = (JobState.LIVE, JobState.SILENT)
 
 
 class Sight(NamedTuple):
-    """Who looks at a host that is called by any of `names`. `key`: of its record; empty: the coordinator itself. `looks`: by
-    the uid of a job, its living processes there; one that is not in it was not looked for. `gone`: nobody looks there now."""
+    """What one looker (the coordinator or an agent) saw of a host that is called by any of `names`. `key`: of its record; empty:
+    the coordinator itself. `looks`: by the uid of a job, its living processes there; a job that is not in it was not looked for.
+    `gone`: nothing looks there now."""
 
     key: str
     names: Sequence[str]
@@ -43,8 +44,8 @@ class Sight(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """`gone`: nothing of a dying job is left where anybody can look. `waits_for`: in words. `end`: its processes may be ended.
-    `free`: nodes on which nothing of it is left. `owed`: by host, nodes where nobody can look, perhaps none."""
+    """`gone`: nothing of a dying job is left where something looks. `waits_for`: in words. `end`: its processes may be ended.
+    `free`: nodes on which nothing of it is left. `owed`: by host, nodes where nothing looks, perhaps none."""
 
     gone: bool
     waits_for: list[str]
@@ -56,13 +57,13 @@ class Verdict(NamedTuple):
 class _Fate(Enum):
     ALIVE = "alive"
     UNKNOWN = "not looked at yet"
-    UNSEEN = "where nobody looks"
-    CUT_OFF = "where nobody looks any more"
+    UNSEEN = "where nothing looks"
+    CUT_OFF = "where nothing looks any more"
     GONE = "gone"
 
 
 def judge(job: Job, sights: Sequence[Sight], state: State, config: Config, now: float) -> Verdict:
-    """`sights`: the coordinator's own first. What a silent job waits for is only told."""
+    """`sights`: the coordinator's own first. Of a silent job only the words are of use."""
     if job.state is not JobState.DYING or job.died_at is None:
         return Verdict(False, _words(job, sights, job.members, sights[0]))
     return _Case(job, sights, state, config, now - job.died_at).verdict()
@@ -91,7 +92,7 @@ class _Case:
         away = [member for member in self._known() if self._fate(member) is _Fate.UNSEEN]
         empty = all(sight.looks.get(self._job.uid) == [] for sight in self._looking)
         over = self._job.told or bool(self._job.condemned) or self._fate(self._job.driver) is not _Fate.ALIVE
-        # A filler was told to leave, or its driver is dead: it has had its time, and a job may wait.
+        # A filler was asked to leave before, or its driver is dead; a job may wait for its nodes.
         grace = 0.0 if self._job.filler else self._config.kill_grace
         end = self._config.kill and over and self._since > grace
         return Verdict(empty and not away and not left, _words(self._job, self._sights, away, self._own), end, free, owed)
@@ -117,7 +118,7 @@ class _Case:
             free.append(node)
 
     def _hidden(self, place: str, looking: Sequence[Sight]) -> bool:
-        """Whether a process is known there that has process ids of another space than those who look."""
+        """Whether a process is known there that has process ids of another namespace than those that look."""
         names = {place, *(name for sight in looking for name in sight.names)}
         return any(member.host in names and self._fate(member) is _Fate.UNSEEN for member in self._known())
 
@@ -178,7 +179,7 @@ class Sights:
         self._seen: dict[str, _Report] = {}
 
     def refusal(self, report: m.AgentReport, state: State) -> str | None:
-        """Two machines of one name cannot be told apart by the nodes, and the word of one must not free nodes of the other."""
+        """Nodes name a machine by its name, so what an agent says of one must not free nodes of another with the same name."""
         name = report.host
         for key, other in state.hosts.items():
             if other.agent and not other.gone and other.name == name.name and other.boot != name.boot and key in self._seen:
@@ -239,7 +240,7 @@ class Sights:
         here = Sight("", report.host.names, report.host.space, {})
         look_for = {uid: [member for member in dying.get(uid, []) if here.covers(member)] for uid in (*dying, *owed)}
         is_ending = any(look.alive for look in report.looks) or look_for.keys() != {look.uid for look in report.looks}
-        told = {holder.uid for holder in report.holders}
+        seen = {holder.uid for holder in report.holders}
         return m.AgentAnswer(
             number=report.number,
             epoch=epoch,
@@ -248,7 +249,7 @@ class Sights:
             drivers=[job.driver for job in state.jobs.values() if job.state in _RUNNING and here.covers(job.driver)],
             end=[*end, *(owed if config.kill else [])],
             nodes=_nodes_of(report.host, state, config),
-            jobs={job.uid: job.name for job in state.jobs.values() if job.uid in told},
+            jobs={job.uid: job.name for job in state.jobs.values() if job.uid in seen},
         )
 
     def about(self, state: State, now: float) -> dict[str, dict]:

@@ -1,5 +1,7 @@
 """What the coordinator remembers: jobs, requests, leases, and where the schedule stands. Plain data, no behaviour.
 
+Kept in the coordinator; the core alone changes it, the journal writes it.
+
 All of it is msgspec structs, so a snapshot for the journal is one encode, and two histories are compared with `==`.
 What can be derived is not stored: a node is free when no lease names it; a lease is being reclaimed when its job is
 SILENT or DYING.
@@ -30,7 +32,7 @@ class Watched(msgspec.Struct, kw_only=True):
     `alone_s`: what its finished steps took without waiting, `step_s`: the same of the step that it is in.
     `fresh`: steps seen since its co-execution group changed. `doing`: the phase that it is in or waits for (asked for or, if it
     runs, granted at this time). `rank`: among those of its group that wait, see
-    scheduling/time/order.py. `because`: why it is where it is, the end of a sentence."""
+    ORDERS in placement/rules.py. `because`: why it is where it is, the end of a sentence."""
 
     observed: Observed = Observed()
     steps: dict[str, int] = {}
@@ -48,7 +50,7 @@ class Watched(msgspec.Struct, kw_only=True):
 
 
 class Moving(msgspec.Struct, kw_only=True):
-    """A running job on its way to the nodes on which `State.placed` has it by now. `number`: of the move, as the job is told it.
+    """A running job on its way to the nodes on which `State.placed` has it by now. `number`: of the move, as the job hears it.
     `since`: decided. `before`: the nodes that its start `uid` leaves. `left_at`: when, None: not yet. Then `done`: its last
     step; `ended_at`: when that ended; `saving_s`: the part of it that a checkpoint for the move took; `watched`: as it was."""
 
@@ -64,8 +66,8 @@ class Moving(msgspec.Struct, kw_only=True):
 
 
 class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a job on one node, bytes by kind: as it told when it came, and as measured last, by the agent of the node's host or by
-    itself (`source`; empty: not yet). `most`: of all kinds together, measured since it has settled (see hosts/memory.py)."""
+    """Bytes of one job on one node, by kind: `told` by the job when it came, and `measured` last, by the agent of the node's host
+    or by the job (`source`; empty: not yet). `most`: of all kinds together, measured since it has settled (see hosts.py)."""
 
     told: dict[str, int] = {}
     measured: dict[str, int] = {}
@@ -74,13 +76,12 @@ class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Job(msgspec.Struct, kw_only=True):
-    """`order`: registration order. `asked`, `reported`: highest step asked for, highest step reported as finished.
-    `since`: when it came into its state. `memory`: node -> tag -> bytes on the device; `host_memory`: by node. `contended`,
-    `gangs`: as last pushed to its clients. `has_asked` for any lease. `registrations`: the number of each client's newest one.
-    `closed`, `spent`: see tokens/closing.py.
-    `longest`: seconds by phase; `overdue`: tokens whose phases take far longer. `last`: seconds of the last one, by phase.
-    `condemned`: by whom its nodes were taken away, which ends its driver too. `filler`: work of a priority below the jobs, see
-    fillers/; it has no steps and nobody waits for it. `grace`: seconds that it may need to leave, as it says."""
+    """`order`: registration order. `asked`, `reported`: highest step asked for, highest step reported as finished. `since`: when
+    it came into its state. `memory`: node -> tag -> bytes on the device; `host_memory`: by node. `contended`, `gangs`: as last
+    pushed to its clients. `has_asked` for any lease. `registrations`: the number of each client's newest one. `closed`, `spent`:
+    see tokens.py. `longest`: seconds by phase; `overdue`: tokens whose phases take far longer. `last`: seconds of the last one,
+    by phase. `condemned`: why its nodes were taken away, which ends its driver too. `filler`: see hold.py; it has no steps, and
+    no job waits for it. `grace`: seconds that it may need to leave, as it says."""
 
     name: str
     uid: str
@@ -103,7 +104,7 @@ class Job(msgspec.Struct, kw_only=True):
     reported: int = 0
     died_at: float | None = None
     reason: str = ""
-    told: bool = False  # its end was told by whoever started it, rather than found out
+    told: bool = False  # its launcher said that it ended
     note: str = ""
     progress: tuple[int, int] | None = None
     metrics: dict[str, float] = {}
@@ -143,13 +144,13 @@ class Job(msgspec.Struct, kw_only=True):
     def running(self) -> bool:
         """Counts for turns and barriers: no filler, neither gone nor through with all its steps."""
         alive = self.state in (JobState.LIVE, JobState.SILENT)
-        # Who asks for more steps than it said goes on, whatever it said.
+        # A job that asks for more steps than it said goes on.
         return alive and not self.filler and (self.steps is None or self.reported < max(self.steps, self.asked))
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """`num_nodes`: of a filler, any so many of `nodes`; 0: of a job, all of them. `least`: seconds for which a filler wants
-    to be left alone, as far as one can tell."""
+    """`num_nodes`: how many of `nodes` a filler asks for; 0: a job, which asks for all. `least`: seconds for which a filler wants
+    to keep them, as far as can be expected."""
 
     key: str
     job: str
@@ -186,7 +187,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class Owed(msgspec.Struct, frozen=True, kw_only=True):
-    """What may be left of a job where nobody could look. `nodes`: what it held there, fenced until somebody has looked."""
+    """What may be left of a job where nothing could look. `nodes`: what it held there, fenced until an agent has looked."""
 
     job: str
     uid: str

@@ -23,7 +23,7 @@ from verl_mux.placement.model import Pool as SchedulingPool
 from verl_mux.placement.rules import LIVE, Rules
 from verl_mux.places.place import Place
 
-# Thirty years, or a price that nobody pays: what is larger, or not a number, is a mistake.
+# Thirty years, or a price beyond all prices: what is larger, or not a number, is a mistake.
 _MOST = 1e9
 Seconds = Annotated[float, Meta(gt=0, le=_MOST)]
 Bytes = Annotated[int, Meta(ge=0, le=2**60)]
@@ -102,7 +102,7 @@ class PlacementConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):  # dict: for what is cached
     """Times in seconds. `expect_jobs`: steps begin when this many jobs have finished init. `lease_timeout`: a job without a sign
     of life for this long is silent; clients send one every second. `kill`: end processes of dead jobs, `kill_grace` after the
-    death. `remote_grace`: after this time a dead job's processes on hosts where nobody looks count as gone; None: never.
+    death. `remote_grace`: after this time a dead job's processes on hosts without an agent count as gone; None: never.
     `metrics_port`: where Prometheus finds /metrics, 0: a free port; None: nowhere. `placement`: how jobs that leave their nodes
     to the coordinator are placed; None: every job names its nodes."""
 

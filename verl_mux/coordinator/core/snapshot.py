@@ -43,7 +43,7 @@ def memory(state: State, job: Job, what: m.MemoryReport) -> list[Instruction]:
 
 
 def _unbelievable(job: Job, node: str, tags: dict[str, int]) -> str | None:
-    """Why the report is not kept: whoever makes up nodes and tags must not fill our memory with them."""
+    """Why the report is not kept: made-up nodes and tags must not fill the memory."""
     if node not in job.all_nodes:
         return f"job {job.name!r} reports memory on {node!r}; allowed: its nodes {', '.join(job.all_nodes)}"
     if len(tags) > limits.TAGS_ON_A_NODE:
@@ -99,7 +99,7 @@ def describe(state: State, config: Config, now: float, waits_for: dict[str, list
 
 
 def _placement(state: State, config: Config, now: float) -> dict[str, Any] | None:
-    """Who shares which nodes by the coordinator's own decision, the periods predicted for them, who waits, who moves."""
+    """The co-execution groups with their predicted periods, the jobs that wait to be placed, and those that move."""
     if config.placement is None:
         return None
     return {
