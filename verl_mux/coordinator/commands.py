@@ -88,8 +88,9 @@ def _reload(service: Coordinator) -> None:
 
 
 def _serve(service: Coordinator, enough: threading.Event, event_log: Any) -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each client's connection is an open file
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # each client's connection is an open file
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))
     print(f"verl-mux coordinator at {service.start()} (Ctrl-C ends it)", file=sys.stderr, flush=True)
     signal.signal(signal.SIGHUP, lambda *_: _reload(service))
     print("\n".join(status_view.memory(service.snapshot())), file=sys.stderr, flush=True)
