@@ -36,7 +36,7 @@ def simulate(
     policies: Annotated[str, typer.Option(help="Names, separated by commas.")] = DEFAULT_POLICIES,
     rollout_nodes: Annotated[int | None, typer.Option(help="A finite rollout pool.", min=1)] = None,
     train_nodes: Annotated[int | None, typer.Option(help="A finite training pool.", min=1)] = None,
-    max_jobs: Annotated[int, typer.Option(help="Solve the optimum up to so many jobs at a time.", min=0)] = 9,
+    max_jobs: Annotated[int, typer.Option(help="Solve the optimum for at most this number of jobs at a time.", min=0)] = 9,
     rule: Annotated[
         list[str] | None, typer.Option(help="Change a rule of `ours`, as in repack=off; may be repeated.", show_default=False)
     ] = None,
@@ -52,7 +52,7 @@ def simulate(
         str, typer.Option(help="Seconds that a move takes a job, or measured: its cold start in the paper.")
     ] = "900",
     movable: Annotated[
-        bool, typer.Option("--movable", help="Under live whoever started jobs starts them again elsewhere.")
+        bool, typer.Option("--movable", help="Under live the launcher of a job can start it again elsewhere.")
     ] = False,
     sweep: Annotated[
         str | None, typer.Option(help="All of it for each value of one option: slo=1.1,1.5,2 or cap=1,2,3,5.", show_default=False)

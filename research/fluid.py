@@ -93,7 +93,7 @@ def colocated(cluster: Cluster) -> Hold:
 
 
 def optimal(optimum: Optimum) -> Hold:
-    """The cheapest division of whoever is there; moving costs nothing."""
+    """The cheapest division of the jobs present; moving costs nothing."""
     cluster = optimum.cluster
 
     def hold(present: Mapping[str, JobSpec]) -> Holding:

@@ -229,7 +229,7 @@ def _cheapest_cover(columns: Sequence[tuple[float, Part]], jobs: Sequence[JobSpe
 EXACT_JOBS = 5
 # Policies are compared where no more jobs are there at a time.
 MAX_JOBS = 9
-# Beyond so many the sets alone are too many.
+# Beyond this number of jobs the sets alone are too many.
 MOST_JOBS = 20
 
 
@@ -254,7 +254,7 @@ class Optimum:
         self._known: dict[frozenset[str], Divided] = {}
 
     def solve(self, names: frozenset[str]) -> Divided:
-        """Beyond MOST_JOBS, blocks of so many by name, each on its own, and nothing proven."""
+        """Beyond MOST_JOBS, blocks of that size by name, each on its own, and nothing proven."""
         if names not in self._known:
             jobs = [self.jobs[name] for name in sorted(names)]
             self._known[names] = self._solve(jobs) if len(jobs) <= MOST_JOBS else self._in_blocks(jobs)

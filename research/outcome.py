@@ -53,7 +53,7 @@ class Ledger:
         self.samples: list[tuple[float, float]] = []
 
     def add(self, seconds: float, nodes: tuple[float, float], usd_per_hour: float) -> None:
-        """What was held beside all that `hold` was told of; it is in no peak."""
+        """Nodes held beside those given to `hold`; they are in no peak."""
         self.usd += usd_per_hour * seconds / 3600
         for side in (0, 1):
             self.held_s[side] += nodes[side] * seconds
@@ -71,7 +71,7 @@ class Ledger:
 
 
 class Span(msgspec.Struct, frozen=True):
-    """seconds in which nobody came, went or moved. steps: of the jobs placed, how many each had done when it began."""
+    """seconds in which no job came, went or moved. steps: of the jobs placed, how many each had done when it began."""
 
     seconds: float
     steps: Mapping[str, int]

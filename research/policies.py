@@ -89,7 +89,7 @@ def most_idle(groups: Sequence[Group]) -> Group:
 class Case(msgspec.Struct, frozen=True):
     """One workload on one cluster. moments: of its jobs, by name. optimum: of jobs as they are in those, by what the same work
     costs. rules: of `ours`; their cap holds for every policy, and for `live` and `optimum` whether jobs are colocated. movable:
-    under `live` whoever started running jobs starts them again elsewhere."""
+    under `live` the launcher of a running job can start it again elsewhere."""
 
     arrivals: Sequence[Arrival]
     moments: Mapping[str, Moments]
@@ -106,7 +106,7 @@ def _replayed(make: Callable[[Case], Policy]) -> Callable[[Case], Run]:
 
 
 def _live(case: Case) -> Run:
-    """Jobs are profiled first, on the cheapest nodes of their own; the placer is told how long phases really take."""
+    """Jobs are profiled first, on the cheapest nodes of their own; the planner is given how long phases really take."""
     rules = _limited(LIVE, case)
     placer = Planner.of_one(case.cluster, rules)
     alone = [msgspec.structs.replace(a, job=cheapest_alone(a.job, case.cluster, rules)) for a in case.arrivals]

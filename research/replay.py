@@ -44,7 +44,7 @@ class Policy(Protocol):
 
 
 class Learner(Protocol):
-    """A policy that is told when a job turns out other than estimated, and who cannot be moved now."""
+    """A policy that learns when a job turns out other than estimated, and which jobs cannot be moved now."""
 
     held: frozenset[str]
 
@@ -95,7 +95,7 @@ class _Running:
 
 
 class Replay:
-    """One run; `run` is called once. learner: the policy, if it is to be told how long phases really take; jobs then also pay for
+    """One run; `run` is called once. learner: the policy, if it is to learn how long phases really take; jobs then also pay for
     their own cold start."""
 
     def __init__(self, arrivals: Sequence[Arrival], policy: Policy, cluster: Cluster, learner: Learner | None = None) -> None:

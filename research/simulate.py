@@ -62,14 +62,14 @@ def in_processes(work: Work[T, R], tasks: Sequence[T], on_progress: Callable[[],
 
 def _follow(futures: Sequence[Future], done: Synchronized, on_progress: Callable[[], None]) -> None:
     """Until all are done or one has failed, whose error is raised."""
-    told, pending = 0, set(futures)
+    reported, pending = 0, set(futures)
     while pending:
         ended, pending = wait(pending, POLL_S)
         for future in [future for future in futures if future in ended]:
             future.result()
-        for _ in range(done.value - told):
+        for _ in range(done.value - reported):
             on_progress()
-            told += 1
+            reported += 1
 
 
 class _Worker:
@@ -80,7 +80,7 @@ class _Worker:
 
 
 def _begin(work: Work, done: Synchronized) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever interrupts wants one line, not one traceback from each process
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt gives one line, not one traceback from each process
     _Worker.work, _Worker.done = staticmethod(work), done
 
 
@@ -127,8 +127,8 @@ class Task(msgspec.Struct, frozen=True):
 
 
 def simulate(study: Study, on_finish: Callable[[], None] = lambda: None, processes: int = 1) -> Comparison:
-    """Runs all policies on all seeds, in at most so many processes. `on_finish` is called whenever a simulated job ends, and once
-    for each job of a policy that is not run phase by phase. Raises UserError for a job the cluster cannot hold.
+    """Runs all policies on all seeds, in at most `processes` processes. `on_finish` is called whenever a simulated job ends, and
+    once for each job of a policy that is not run phase by phase. Raises UserError for a job the cluster cannot hold.
 
     With more than one process, call it below `if __name__ == "__main__"`, as multiprocessing asks."""
     if "optimum" in study.policies and not study.max_optimum_jobs:
@@ -186,8 +186,8 @@ def arrivals_of(study: Study, seed: int) -> list[Arrival]:
     if study.varying != STEADY:
         arrivals = with_varying_phases(arrivals, study.varying, seed)
     arrivals = with_said_lengths(arrivals, study.stop_early, seed)
-    told = {"move_s": study.move_s, "modes": (SEPARATE, COLOCATED)}
-    return [msgspec.structs.replace(a, job=msgspec.structs.replace(a.job, **told)) for a in arrivals]
+    announced = {"move_s": study.move_s, "modes": (SEPARATE, COLOCATED)}
+    return [msgspec.structs.replace(a, job=msgspec.structs.replace(a.job, **announced)) for a in arrivals]
 
 
 class Sweep(msgspec.Struct, frozen=True):

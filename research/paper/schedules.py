@@ -23,7 +23,7 @@ DATA = Path(__file__).parent / "data"
 
 
 class Case:
-    """One panel of figure 10: who is pinned where. jobs: bar name -> (type, model, rollout nodes, training nodes)."""
+    """One panel of figure 10, with the nodes of each job. jobs: bar name -> (type, model, rollout nodes, training nodes)."""
 
     def __init__(self, panel: str, jobs: dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]]) -> None:
         self.panel = panel

@@ -145,9 +145,9 @@ def with_tail(job: JobSpec, tail: Tail) -> JobSpec:
 
 def choose_tails(group: Group, tails: Mapping[str, Sequence[Tail]]) -> tuple[Group, dict[str, Tail]]:
     """Which jobs of the group migrate their tails, and at which threshold: what brings down the sum of periods over the
-    jobs' times alone, and nobody beyond the SLO who kept it before. Returns the group with their times, and the choice.
+    jobs' times alone, and no job beyond an SLO that it kept before. Returns the group with their times, and the choice.
 
-    Improves one job's choice at a time, from nobody migrating and from everybody migrating at one threshold.
+    Improves one job's choice at a time, from no job migrating and from all jobs migrating at one threshold.
     """
     starts = [{}] + [
         {name: options[min(i, len(options) - 1)] for name, options in tails.items() if options} for i in range(len(THRESHOLDS))

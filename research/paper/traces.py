@@ -108,9 +108,9 @@ SWEPT = {
     ("cap", 3): (1.07, 1.91, 1.59, 51, 58),
     ("cap", 4): (1.06, 2.15, 1.71, 48, 61),
 }
-# Of 300 jobs nobody's SLO may be missed where the paper says that all were kept.
+# Of 300 jobs no SLO may be missed where the paper says that all were kept.
 ALL_KEPT = 0.001
-# Table 5: milliseconds of one decision among so many jobs.
+# Table 5: milliseconds of one decision, by the number of jobs.
 LARGEST = 500
 LATENCY_MS = {5: 5.6, 9: 6.5, 13: 7.6, 100: 41.9, 500: 198.0, 1000: 318.0, 2000: 591.0}
 

@@ -31,7 +31,7 @@ from verl_mux.errors import UserError
 from verl_mux.placement.estimator import Observed, learnt
 from verl_mux.placement.model import Estimate, JobSpec
 
-# Phases are compared by their means over so many steps; those that differ by more than CHANGE are others.
+# Phases are compared by their means over STRIDE steps; those that differ by more than CHANGE are others.
 STRIDE, CHANGE = 20, 0.1
 
 Steps = Sequence[tuple[float, float]]  # seconds of rollout, without sync, and training
@@ -54,7 +54,7 @@ class Moments:
         self.alone_s = list(itertools.accumulate((job.sync_s + sum(step) for step in steps), initial=0.0))
 
     def at(self, step: int) -> JobSpec:
-        """The job when it has done so many steps."""
+        """The job when it has done `step` steps."""
         return self.jobs[bisect.bisect_right(self._first, step) - 1]
 
     def step_after(self, alone_s: float) -> int:
@@ -97,7 +97,7 @@ class Varying(msgspec.Struct, frozen=True):
 
 
 STEADY = Varying()
-# So many of Philly's jobs are killed or fail (Jeon et al., Analysis of Large-Scale Multi-Tenant GPU Clusters, USENIX ATC 2019).
+# The part of Philly's jobs that are killed or fail (Jeon et al., Analysis of Large-Scale Multi-Tenant GPU Clusters, ATC 2019).
 STOP_EARLY = 0.3
 
 

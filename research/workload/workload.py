@@ -256,7 +256,7 @@ class Arrival(msgspec.Struct, frozen=True):
     says: int | None = None
 
     def says_left(self, done: int) -> int | None:
-        """Iterations that it says are left when it has done so many."""
+        """Iterations that it says are left when it has done `done`."""
         return None if self.says is None else max(self.says - done, 0)
 
 

@@ -233,9 +233,9 @@ def test_only_the_last_observations_are_kept():
 def test_errors_are_recorded_with_what_was_counted_on():
     errors = [estimate_error(bounded(), "rollout", 50.0), estimate_error(bounded(), "train", 160.0)]
     errors.append(estimate_error(learnt(bounded(), seen(3)), "rollout", 40.0))
-    assert errors[0].ratio == pytest.approx((100.0 + bounded().sync_s) / 50.0)  # a rollout holds the sync
-    assert errors[1].ratio == 0.5
-    assert [error.source for error in errors] == ["bound", "bound", "mean"] and errors[2].ratio == 1.0
+    assert errors[0]["ratio"] == pytest.approx((100.0 + bounded().sync_s) / 50.0)  # a rollout holds the sync
+    assert errors[1]["ratio"] == 0.5
+    assert [error["source"] for error in errors] == ["bound", "bound", "mean"] and errors[2]["ratio"] == 1.0
 
 
 def steps_seen(rollouts, trains, between=()):

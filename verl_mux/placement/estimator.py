@@ -1,4 +1,7 @@
-"""How long the phases of a job take and how much host memory they need, before its first step and after some. Pure."""
+"""How long the phases of a job take and how much host memory they need: bounds before its first step, means of its steps later.
+
+Pure; called by the coordinator when a job registers and after each of its phases, by `verl-mux plan`, and by research/.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,14 @@ import msgspec
 from verl_mux.placement.job_needs import GpuKind, JobNeeds
 from verl_mux.placement.model import Estimate, JobSpec
 
-# Seconds a weight sync takes between the pools, from a model of the links (fitted to figure 12 of the paper).
-#
-# Two stages: each training GPU sends its part of the one copy to a rollout GPU over a stream of its own, then the rollout
-# GPUs broadcast among themselves. The paper's "20 Gbps" between the clusters must be per stream: one shared link of 20 Gbps
-# could not bring its times.
-
 
 class LinkModel(msgspec.Struct, frozen=True, kw_only=True):
-    """GB/s. scatter: one stream between the pools.
-    broadcast_in: among the GPUs of one rollout node. broadcast_across: as soon as there are several nodes."""
+    """Seconds of a weight sync between the pools, fitted to figure 12 of the paper. Two stages: each training GPU sends its part
+    of the one copy to a rollout GPU over a stream of its own, then the rollout GPUs broadcast among themselves.
+
+    GB/s. scatter: one stream between the pools (the paper's "20 Gbps": one shared link of that could not bring its times).
+    broadcast_in: among the GPUs of one rollout node. broadcast_across: as soon as there are several nodes.
+    """
 
     scatter: float = 18.9 / 8
     broadcast_in: float = 220.0
@@ -31,10 +32,7 @@ class LinkModel(msgspec.Struct, frozen=True, kw_only=True):
         return weights_gb / (streams * self.scatter) + weights_gb / broadcast
 
 
-# How long a job's phases take and how much host memory they need: before its first step, and after some.
-#
-# Before: bounds, every response at its token limit, at speeds that every job of the paper reached (see GpuKind). After some:
-# learning.py. What an estimate was off by is an `EstimateError`, to be written down by whoever asked for it.
+# --- before the first step: every response at its token limit, at speeds that every job of the paper reached (GpuKind) ---
 
 # Older observations say little: responses grow and shrink while a job learns.
 WINDOW = 40
@@ -57,7 +55,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bounds(needs: JobNeeds, rollout: GpuKind, train: GpuKind) -> Bounds:
-    """Of one step on nodes of these kinds."""
+    """The bounds of one step on nodes of these kinds."""
     weights_gb = needs.model.params * needs.weight_bytes / 1e9
     on_node = needs.rollout_gpus / needs.replica_gpus * weights_gb
     params_gb = (_trained_bytes(needs) + needs.critic * needs.model.params * TRAIN_BYTES) / needs.train_nodes / 1e9
@@ -196,39 +194,29 @@ def _median(seconds: Sequence[float]) -> float:
     return median(seconds) if seconds else 0.0
 
 
-class EstimateError(msgspec.Struct, frozen=True, kw_only=True):
-    """One phase beside the estimate that placement counted with. `source` as in Estimate."""
-
-    job: str
-    phase: str
-    source: str
-    estimated_s: float
-    observed_s: float
-
-    @property
-    def ratio(self) -> float:
-        """Estimated over observed: above 1 is on the safe side."""
-        return self.estimated_s / self.observed_s if self.observed_s > 0 else math.inf
-
-
-def estimate_error(job: JobSpec, phase: str, observed_s: float) -> EstimateError:
-    """Of one observed phase, `rollout` (sync included) or `train`."""
+def estimate_error(job: JobSpec, phase: str, observed_s: float) -> dict[str, float | str]:
+    """One observed phase, `rollout` (sync included) or `train`, beside the estimate that placement counted with, as the event log
+    has it. ratio: estimated over observed; above 1 is on the safe side."""
     estimate = job.rollout if phase == "rollout" else job.train
     seconds = job.rollout_hold_s if phase == "rollout" else estimate.seconds
-    return EstimateError(job=job.name, phase=phase, source=estimate.source, estimated_s=seconds, observed_s=observed_s)
+    ratio = seconds / observed_s if observed_s > 0 else math.inf
+    return {
+        "job": job.name, "phase": phase, "source": estimate.source,
+        "estimated_s": seconds, "observed_s": observed_s, "ratio": ratio,
+    }  # fmt: skip
 
 
-# What is learnt of a job while it runs: how long its phases take now, how much they vary, and whether they drift. Pure.
+# --- while the job runs: how long its phases take now, how much they vary, and whether they drift ---
 #
-# Estimates follow the last `RECENT` steps, since responses grow and shrink while a model learns; how much phases vary is taken
-# from the differences between neighbouring steps, which a slow drift hardly touches.
+# Estimates follow the last RECENT steps, since responses grow and shrink while a model learns. How much phases vary comes from
+# the differences between neighbouring steps, which a slow drift hardly touches.
 
 RECENT = 12
-# So many steps are needed before they say more than what was known.
+# Steps after which observations count more than what was known before.
 LEAST = 3
-# How much phases vary before anybody has seen it (as RollMux, arXiv 2512.11306v2, figure 10), and so many steps' worth of it.
+# How much phases vary before it was observed (RollMux, arXiv 2512.11306v2, figure 10), weighted as this number of steps.
 PRIOR_CV, PRIOR_STEPS = 0.1, 4
-# A change by less, or by less than so many standard errors, is no drift.
+# A change by less than WORTH, or by less than ERRORS standard errors, is no drift.
 WORTH, ERRORS = 0.03, 3.0
 
 

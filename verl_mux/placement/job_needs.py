@@ -115,7 +115,7 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
         return self._sparse_layers * self.experts * 3 * self.hidden_size * self.expert_size
 
     def params_read(self, tokens: int) -> float:
-        """Parameters of which so many tokens, each of another request, need at least one: experts chosen evenly."""
+        """Parameters that `tokens` tokens, each of another request, need together: experts chosen evenly."""
         if not self.experts:
             return float(self.params)
         touched = 1 - (1 - self.experts_per_token / self.experts) ** tokens

@@ -1,4 +1,7 @@
-"""Cheaper divisions of jobs into groups, and whether the moves that lead there pay. Pure."""
+"""Cheaper divisions of the jobs of a few groups, the moves that lead there, and whether they pay.
+
+Pure; held by a Placer (placer.py); `Partitioner` also serves the optimum in research/.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +28,14 @@ from verl_mux.placement.model import Cluster, Group, JobSpec, Pin
 from verl_mux.placement.rules import Rules
 from verl_mux.placement.search import Search, group_at
 
-# The cheapest way to divide jobs into co-execution groups: a dynamic programme over sets of jobs.
+# --- the cheapest way to divide jobs into groups: a dynamic programme over sets of jobs ---
 #
-# Exact given what cheapest_nodes.py says a group costs, and tractable to about 16 jobs at a time: those costs are remembered,
+# Exact given what `cheapest_nodes` says a group costs, and tractable to about 16 jobs at a time: those costs are remembered,
 # so that a job that arrives only adds the sets it is in.
 #
-# With what probability a group keeps its SLOs is asked only of the groups of the division that would be cheapest if phases lasted
-# as estimated: the answer takes long, and few of the groups that are listed are ever chosen. Those that do not keep them are
-# priced anew by what does, and the division is sought again. Where phases vary nothing is feasible that is not where they last,
-# so the
-# division found in the end is the one that asking of every group would have found.
+# The probability that a group keeps its SLOs takes long to compute. It is asked only for the groups of the division that would be
+# cheapest if phases lasted as estimated. Groups that fail are priced anew, and the division is sought again. A group that is
+# feasible while phases vary is also feasible while they last, so the result is the one that asking for every group would find.
 
 Part = tuple[tuple[JobSpec, ...], SharedNodes | None]
 
@@ -48,7 +49,7 @@ class Partitioner:
     job when it leaves or when its estimates change.
 
     until: the number of groups (`simulated`) from which on it gives up with OutOfEffort.
-    find: what jobs in given modes cost; None: as cheapest_nodes.py has it, within what `feasibility` allows."""
+    find: the cheapest nodes of jobs in given modes; None: `cheapest_nodes` within what `feasibility` allows."""
 
     def __init__(self, cluster: Cluster, feasibility: Feasibility, rules: Rules, find: Find | None = None) -> None:
         self.cluster = cluster
@@ -138,9 +139,8 @@ class _Division:
     def solve(self) -> tuple[float, list[Part]]:
         for low in range(len(self.jobs) - 1, -1, -1):
             self._list_groups(low)
-        everybody = (1 << len(self.jobs)) - 1
-        usd, _ = self._cheapest(everybody)
-        return usd, self._read_off(everybody)
+        all_jobs = (1 << len(self.jobs)) - 1
+        return self._cheapest(all_jobs)[0], self._read_off(all_jobs)
 
     def _list_groups(self, low: int) -> None:
         """All groups of use whose lowest job is `low`, small ones first, as larger ones must beat them."""
@@ -183,11 +183,12 @@ class _Division:
         return parts
 
 
-# Dividing the jobs of a few groups anew: who would have to move, what it saves, and whether that pays.
+# --- regrouping ---
 #
-# The saving is counted until the first of the jobs concerned ends: whoever is left is then divided anew. A job that does not say
-# how many iterations it has left is expected to stay as long again as it has stayed (job lengths are heavy-tailed). Against it
-# stands what the moved jobs' nodes cost while those load, and while they did that part of an iteration which a move throws away.
+# The saving is counted until the first of the jobs concerned ends: the others are then divided anew. A job that does not say
+# how many iterations it has left is expected to stay as long again as it has stayed (job lengths are heavy-tailed). Against the
+# saving stands the cost of the moved jobs' nodes while those load, and while they did that part of an iteration which a move
+# throws away.
 
 
 class Regrouping(msgspec.Struct, frozen=True):
@@ -200,7 +201,7 @@ class Regrouping(msgspec.Struct, frozen=True):
     saving_usd: float
 
     def pays_in_s(self, cluster: Cluster, progress: Mapping[str, Progress], hysteresis: float) -> float:
-        """Seconds after which the saving can be expected to pay for the moves so many times; 0: now; infinite: some job concerned
+        """Seconds after which the saving should pay for the moves `hysteresis` times; 0: now; infinite: some job concerned
         says that it ends before."""
         concerned = [(job, progress[job.name]) for group in self.groups if group not in self.old for job in group.jobs]
         loss = sum(isolated_usd(job, cluster) * _lost_s(job, progress[job.name]) for job in self.movers)
@@ -210,7 +211,7 @@ class Regrouping(msgspec.Struct, frozen=True):
         return math.inf if min(lefts_s, default=math.inf) - wait_s < needed_s else wait_s
 
     def in_time(self, progress: Mapping[str, Progress]) -> bool:
-        """Whether everybody keeps within the SLO over its whole life, cold starts of the movers included."""
+        """Whether every job keeps its SLO over its whole life, cold starts of the movers included."""
         loads = {job.name: job.load_s for job in self.movers}
         return all(late_job(group, progress, loads) is None for group in self.groups if group not in self.old)
 
@@ -228,7 +229,7 @@ def _lost_s(job: JobSpec, at: Progress) -> float:
 
 
 def regroup(old: Sequence[Group], parts: Sequence[Part], search: Search) -> Regrouping | None:
-    """What turns the groups `old` into the given parts with few moves; None if it would save nothing, or move who cannot be."""
+    """What turns the groups `old` into the given parts with few moves; None: it saves nothing, or moves a job that cannot move."""
     claimed: set[str] = set()
     groups = [_settle(jobs, shared, old, search, claimed) for jobs, shared in sorted(parts, key=lambda p: -len(p[0]))]
     homes = {pin.job.name: pin for group in old for pin in group.pins}
@@ -250,8 +251,8 @@ def _settle(
 
 
 def _bases(jobs: tuple[JobSpec, ...], old: Sequence[Group], claimed: set[str]) -> Iterator[Group]:
-    """Old groups without those who are not among `jobs`, or there in another mode, who would take longest to move first; then
-    those without one more, whoever came last first: it is to join the others anew, as where the same jobs need fewer nodes."""
+    """Old groups without the jobs that are not among `jobs` or there in another mode, those that take longest to move first; then
+    the same without one more job, the youngest first: it is to join the others anew, as where they need fewer nodes by now."""
     rests = [rest for group in old for rest in groups_without(group, [j.name for j in group.jobs if j not in jobs])]
     rests = [rest for rest in rests if claimed.isdisjoint((*rest.rollout_nodes, *rest.train_nodes))]
     shared = [rest for rest in rests if len(rest.pins) > 1]
@@ -289,11 +290,11 @@ def _chosen(nodes: tuple[str, ...], bits: int) -> tuple[str, ...]:
     return tuple(node for i, node in enumerate(nodes) if bits >> i & 1)
 
 
-# Looking for a cheaper division of the groups that changed, together with some of the others.
+# --- looking for a regrouping that pays ---
 
 # A group is tried with the emptiest others first; in a large cluster the fuller ones are left alone.
 WINDOWS = 4
-# What is too close to an SLO now is looked at again when its youngest job is older by this part, and so many seconds.
+# A regrouping too close to an SLO now is looked at again when its youngest job is older by this part plus these seconds.
 LATER, LATER_S = 0.05, 60.0
 
 
@@ -315,7 +316,7 @@ class Repack:
         self.partitioner.until = self.partitioner.simulated + self.effort
 
     def next(self, progress: Mapping[str, Progress]) -> Regrouping | None:
-        """A regrouping that pays now, or None. Jobs of unknown progress are not moved, nor is anybody moved to them."""
+        """A regrouping that pays now, or None. Jobs of unknown progress are not moved, nor are others moved to them."""
         seen: set[frozenset[str]] = set()
         try:
             for name in [name for name, at in self.dirty.items() if _due(at, progress)]:
@@ -324,8 +325,7 @@ class Repack:
                 if name not in self.groups:
                     del self.dirty[name]
         except OutOfEffort:
-            # Who was not reached stays dirty, and comes first next time.
-            pass
+            pass  # groups that were not reached stay dirty, and come first next time
         return None
 
     def _look(self, group: Group, progress: Mapping[str, Progress], seen: set[frozenset[str]]) -> Regrouping | None:

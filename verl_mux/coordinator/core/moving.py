@@ -26,7 +26,7 @@ _AT_WORK = (JobState.LIVE, JobState.SILENT)
 
 
 def decided(state: State, move: Move, now: float) -> list[Instruction]:
-    """The job is to leave, unless it is over, or has been told no nodes yet, or the nodes are those that it has: then what
+    """The job is to leave, unless it is over, or has no nodes yet, or the nodes are those that it has: then what
     changed is with whom it shares them and in which order, and it goes on."""
     job = state.jobs.get(move.job)
     to = {"rollout": list(move.rollout), "train": list(move.train)}
@@ -112,7 +112,7 @@ def given_up(state: State, name: str, reason: str) -> list[Instruction]:
 
 
 def due(state: State, now: float, since: float) -> list[What]:
-    """What time has brought about. since: when this start of the coordinator began, before which nobody could come back."""
+    """What is due by now. since: when this start of the coordinator began, before which no job could come back."""
     out: list[What] = []
     for name, moving in state.moves.items():
         job = state.jobs.get(name)

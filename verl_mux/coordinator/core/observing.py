@@ -65,9 +65,7 @@ def released(watched: Watched, lease: Lease, spec: JobSpec, now: float) -> list[
     watched.observed = watched.observed.seen(lease.phase, held)
     if lease.phase == "train":
         watched.fresh += 1
-    error = estimate_error(spec, lease.phase, held)
-    about = {name: getattr(error, name) for name in ("job", "phase", "source", "estimated_s", "observed_s", "ratio")}
-    return [Log(events.ESTIMATE_ERROR, about, step=lease.step)]
+    return [Log(events.ESTIMATE_ERROR, estimate_error(spec, lease.phase, held), step=lease.step)]
 
 
 def is_known(watched: Watched, lease: Lease) -> bool:
@@ -83,7 +81,7 @@ def with_move_cost(watched: Watched, spec: JobSpec) -> JobSpec:
 
 
 class Standing(Mapping[str, Progress]):
-    """Where the placed jobs stand, found out job by job when it is asked for. A job before its first step is not in it: nobody
+    """Where the placed jobs stand, computed job by job when it is read. A job before its first step is not in it: it is not
     knows how long it still loads. It may be read while the records go on changing: what is forecast from it is as good as when
     it was read."""
 

@@ -152,13 +152,13 @@ def ask_again(state: State) -> None:
 
 
 def open_again(state: State) -> None:
-    """Nodes can be had that were closed to the placer: who waits, or is about to, may go there."""
+    """Nodes are open that were closed to the placer: jobs that wait, or are about to, may go there."""
     if (state.placed.waiting or state.questions) and Open() not in state.questions[1:]:
         state.questions.append(Open())
 
 
 def vacate(state: State, node: str) -> None:
-    """Nobody is to be on this node any more: who is placed there and can be moved goes elsewhere."""
+    """This node is to be emptied: the jobs placed there that can be moved go elsewhere."""
     if any(node in (*group.rollout_nodes, *group.train_nodes) for group in state.placed.groups):
         state.questions.append(Vacate(node))
 
@@ -180,7 +180,7 @@ def asked(state: State, config: Config, now: float) -> Asked | None:
 
 
 def carry_out(state: State, config: Config, answer: Planned, now: float) -> tuple[list[Job], list[Instruction]]:
-    """Takes over what the placer answered. Returns the jobs that are to be told where they are, and what to log."""
+    """Takes over what the placer answered. Returns the jobs that learn their nodes now, and what to log."""
     if answer.version != state.placed.version or not state.questions or _takes_what_left(answer, state, config):
         return [], []  # it was asked about other records, and will be asked again
     question, before = state.questions.pop(0), state.placed
@@ -195,13 +195,13 @@ def carry_out(state: State, config: Config, answer: Planned, now: float) -> tupl
     names = [move.job for move in answer.moves if move.kind == "start"]
     names += [question.job.name] if isinstance(question, Arrive) else []
     # One that left and came again waits for its own answer.
-    told = [state.jobs[name] for name in names if name in state.jobs and not is_open(state, name)]
-    for job in told:
+    placed = [state.jobs[name] for name in names if name in state.jobs and not is_open(state, name)]
+    for job in placed:
         _pin(state, job)
     for group in answer.changed:
         for spec, rank in zip(group.jobs, ORDERS[group.order](group.jobs), strict=True):
             state.watched_of(spec.name).rank = rank
-    return told, [*said, *asked, *_regrouped(before, answer.changed, state, config)]
+    return placed, [*said, *asked, *_regrouped(before, answer.changed, state, config)]
 
 
 def _takes_what_left(answer: Planned, state: State, config: Config) -> bool:
@@ -212,14 +212,14 @@ def _takes_what_left(answer: Planned, state: State, config: Config) -> bool:
 
 
 def waits_for(state: State, job: Job) -> list[str]:
-    """Those who have yet to leave the nodes on which the job was placed."""
+    """Jobs that have yet to leave the nodes on which this one was placed."""
     group = state.placed.group_of(job.name)
     pins = [pin for pin in group.pins if pin.job.name == job.name] if group is not None else []
     return [name for pin in pins for name in moving.in_the_way(state, job.name, {*pin.rollout, *pin.train})]
 
 
-def told_late(state: State) -> list[Job]:
-    """Jobs whose nodes somebody else had yet to leave, and has left by now."""
+def free_by_now(state: State) -> list[Job]:
+    """Jobs whose nodes another job had yet to leave, and has left by now."""
     waited = [
         job
         for job in state.jobs.values()
@@ -231,7 +231,7 @@ def told_late(state: State) -> list[Job]:
 
 
 def _readopt(state: State, config: Config, job: Job, spec: JobSpec, placed: dict[str, list[str]]) -> list[Instruction]:
-    """After a loss of memory: the job is where it says, with all who share a node with it."""
+    """After a loss of memory: the job is where it says, with all jobs that share a node with it."""
     pin = Pin(job=spec, rollout=() if spec.colocated else tuple(placed["rollout"]), train=tuple(placed["train"]))
     mine = {*pin.rollout, *pin.train}
     near = [group for group in state.placed.groups if mine & {*group.rollout_nodes, *group.train_nodes}]
@@ -316,7 +316,7 @@ class Placement(Feature):
 
     def ended(self, now: float, job: Job) -> list[Instruction]:
         given_up = leave(self.core.state, job)
-        return self._start(told_late(self.core.state), given_up)
+        return self._start(free_by_now(self.core.state), given_up)
 
     def requested(self, now: float, job: Job, request: Request) -> list[Instruction]:
         moved = moving.begins(self.core.state, self.core.config, job, request, now)
