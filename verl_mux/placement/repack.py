@@ -229,7 +229,8 @@ def _lost_s(job: JobSpec, at: Progress) -> float:
 
 
 def regroup(old: Sequence[Group], parts: Sequence[Part], search: Search) -> Regrouping | None:
-    """What turns the groups `old` into the given parts with few moves; None: it saves nothing, or moves a job that cannot move."""
+    """What turns the groups `old` into the given parts with few moves; None: it saves nothing, or moves a job that cannot
+    move."""
     claimed: set[str] = set()
     groups = [_settle(jobs, shared, old, search, claimed) for jobs, shared in sorted(parts, key=lambda p: -len(p[0]))]
     homes = {pin.job.name: pin for group in old for pin in group.pins}
