@@ -18,9 +18,8 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.single_controller.ray.base import RayResourcePool
 
 from verl_mux.errors import UserError
-from verl_mux.places.here import here
 from verl_mux.places.place import Location, Place
-from verl_mux.places.ray_nodes import PlacedPool, check_cluster, in_rank_order, ray_nodes
+from verl_mux.places.ray_nodes import PlacedPool, check_cluster, here, in_rank_order, ray_nodes
 from verl_mux.trainer.job_hosts import check_ranks
 from verl_mux.worker_settings import WorkerSettings
 

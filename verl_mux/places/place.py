@@ -1,6 +1,6 @@
-"""Whether what works for a node runs where the node is: places by the coordinator's file, locations as processes find them.
+"""Check that the processes of a node run on it: places come from the coordinator's file, locations from the processes.
 
-Pure.
+Runs in the coordinator and in the processes of a job. Pure.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from verl_mux.errors import UserError
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's. `host`: name or address of its machine, None: nobody said, and it is not bound. `gpu_ids`: which of that host's
-    GPUs it is, counted as the driver counts them, None: all. `cpus`: the cores on which its work stays where there is no GPU."""
+    """The place of a node. `host`: name or address of its machine, None: not bound. `gpu_ids`: which of that host's GPUs it is, in
+    the driver's numbers, None: all. `cpus`: the cores on which its work stays where there is no GPU."""
 
     host: str | None = None
     gpu_ids: list[int] | None = None
@@ -27,8 +27,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Location:
-    """A process's. `host`: its machine's own name; `addresses`: that machine's on its networks; `devices`: ids of the GPUs that
-    it may use, None where the platform has none."""
+    """Where a process runs. `host`: its machine's own name; `addresses`: the machine's; `devices`: ids of the GPUs that the process
+    may use, None where the platform has none."""
 
     host: str
     addresses: tuple[str, ...] = ()
@@ -40,12 +40,12 @@ class Location:
 
 
 def resource_of(node: str) -> str:
-    """The custom resource of Ray, 1 of which the Ray node of this node offers."""
+    """The custom Ray resource that only the Ray node of this node offers, 1 of it."""
     return f"mux_{node}"
 
 
 def is_host(name: str, at: Location) -> bool:
-    """Is the machine that goes by this name or address the one at `at`? A name without its domain is enough on either side."""
+    """Is `name`, a name or an address, the machine at `at`? A name without its domain is enough on either side."""
     if name in at.addresses:
         return True
     one, other = name.lower(), at.host.lower()
@@ -53,7 +53,7 @@ def is_host(name: str, at: Location) -> bool:
 
 
 def mismatch(who: str, node: str, place: Place, at: Location) -> str | None:
-    """What is wrong about `who` working for `node` at `at`, in one clause that names both; None: nothing, or it is not bound."""
+    """Why `who` must not work for `node` at `at`, as a clause that names both; None: it may, or the node is not bound."""
     if place.host is None:
         return None
     there = is_host(place.host, at)
@@ -63,11 +63,7 @@ def mismatch(who: str, node: str, place: Place, at: Location) -> str | None:
 
 
 def check(found: Iterable[tuple[str, str, Location]], places: Mapping[str, Place]) -> None:
-    """`found`: who, the node that it works for, where it runs.
-
-    Raises:
-        UserError: naming everybody that runs elsewhere than on its node.
-    """
+    """Raise UserError naming every process of `found` (name, its node, where it runs) that does not run on its node."""
     wrong = [text for who, node, at in found if (text := mismatch(who, node, places.get(node, Place()), at))]
     if wrong:
         raise UserError(

@@ -1,27 +1,60 @@
-"""A job's pools on the Ray nodes of its mux nodes.
+"""Find where a process of a job runs, and bind a job's pools to the Ray nodes of its mux nodes.
 
-The Ray node of mux node N is started with the custom resource `mux_N`, 1 of it; every bundle of a placement group for N asks for
-a crumb of that beside its GPU. So Ray can put it nowhere else.
+Runs in the processes of a job; called by trainer/, rollout/engine/ and config/preflight.py; asks Ray. The Ray node of mux node N
+is started with the custom resource `mux_N`, 1 of it; each bundle of a placement group for N asks for a fraction of that beside
+its GPU, so Ray can put it nowhere else.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import psutil
 import ray
 from ray.util.placement_group import PlacementGroup
 from verl.plugin.platform import get_platform
 from verl.single_controller.ray.base import RayResourcePool
 
 from verl_mux.errors import UserError
-from verl_mux.places.place import Place, resource_of
+from verl_mux.places.place import Location, Place, resource_of
+
+
+def here() -> Location:
+    """The location of this worker or server of a job."""
+    return Location(socket.gethostname(), _addresses(), _devices())
+
+
+def this_host() -> Location:
+    """The location of this process, which uses no device."""
+    return Location(socket.gethostname(), _addresses())
+
+
+def _addresses() -> tuple[str, ...]:
+    """The address by which Ray knows this machine, then its others but for loopback."""
+    given = [it.address.partition("%")[0] for card in psutil.net_if_addrs().values() for it in card
+             if it.family in (socket.AF_INET, socket.AF_INET6)]  # fmt: skip
+    others = [address for address in given if not ipaddress.ip_address(address).is_loopback]
+    return tuple(dict.fromkeys([ray.util.get_node_ip_address().strip("[]"), *others]))
+
+
+def _devices() -> tuple[str, ...] | None:
+    """The GPUs that Ray gave this process; a server asks Ray for none and has those of its workers, which verl sets."""
+    platform = get_platform()
+    if platform.device_name == "cpu":
+        return None
+    given = ray.get_runtime_context().get_accelerator_ids().get(platform.ray_resource_name()) or []
+    visible = os.environ.get(platform.visible_devices_envvar(), "")
+    return tuple(given) or tuple(word.strip() for word in visible.split(",") if word.strip())
 
 
 @dataclass(frozen=True)
 class RayNode:
-    """One that is alive. `resources`: all that it offers, used or not; `gpus`: of those, what the platform counts as GPUs.
-    `port`: where its raylet listens."""
+    """A live Ray node. `resources`: all that it offers, used or not; `gpus`: those that the platform counts as GPUs; `port`: of
+    its raylet."""
 
     address: str
     gpus: int
@@ -30,7 +63,7 @@ class RayNode:
 
 
 def ray_nodes() -> list[RayNode]:
-    """Of the cluster that this process is connected to."""
+    """The live nodes of the cluster that this process is connected to."""
     name = get_platform().ray_resource_name()
     alive = [node for node in ray.nodes() if node["Alive"]]
     return [
@@ -40,10 +73,10 @@ def ray_nodes() -> list[RayNode]:
 
 
 def check_cluster(places: Mapping[str, Place], gpus: Mapping[str, int], cluster: Sequence[RayNode]) -> None:
-    """Can Ray put what is asked for where the job's nodes are? `gpus`: asked for on each node.
+    """Check that Ray can put the job's `gpus` (by node) where its nodes are.
 
     Raises:
-        UserError: a Ray node lacks, is there twice or is too small; or nodes have no host where Ray could choose among several.
+        UserError: a Ray node is missing, doubled or too small; or nodes have no host where Ray could choose among several.
     """
     unbound = [node for node in gpus if places[node].host is None]
     with_gpus = [it for it in cluster if it.gpus]
@@ -82,10 +115,10 @@ def _option(node: str) -> str:
 
 
 def in_rank_order(nodes: Sequence[str], places: Mapping[str, Place], cluster: Sequence[RayNode]) -> list[str]:
-    """verl numbers ranks by their hosts' addresses, as texts, whatever order their pool has.
+    """Sort nodes as verl numbers ranks: by their hosts' addresses, as texts.
 
     Raises:
-        UserError: some of the nodes have a host and others none, so that nobody knows which ranks get which.
+        UserError: some of the nodes have a host and others none, so the ranks of a node are unknown.
     """
     bound = [node for node in nodes if places[node].host is not None]
     if bound and len(bound) < len(nodes):

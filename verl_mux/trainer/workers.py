@@ -30,8 +30,8 @@ from verl_mux.memory.cpu_saver import cpu_memory_saver
 from verl_mux.memory.moved import Moved, Moves
 from verl_mux.memory.read_ahead import read_ahead, weights_of
 from verl_mux.memory.residents import residents
-from verl_mux.places.here import here
 from verl_mux.places.place import Location
+from verl_mux.places.ray_nodes import here
 from verl_mux.platform import device_ledger
 from verl_mux.platform.host_memory import process_bytes
 from verl_mux.sync.export import Range, are_row_shards, row_shards, stripes, tied_names

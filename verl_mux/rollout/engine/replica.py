@@ -25,9 +25,8 @@ from verl_mux.coordinator.bus.members import this_process
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.errors import Failure
 from verl_mux.memory.moved import Moves
-from verl_mux.places.here import here
 from verl_mux.places.place import Location, check
-from verl_mux.places.ray_nodes import PlacedPool
+from verl_mux.places.ray_nodes import PlacedPool, here
 from verl_mux.platform import device_ledger
 from verl_mux.platform.host_memory import process_bytes
 from verl_mux.rollout.engine import launch_gate

@@ -21,8 +21,8 @@ from verl_mux.coordinator.bus.messages import Member
 from verl_mux.memory.moved import Moved, Moves
 from verl_mux.memory.sleep_states import CUDA_GRAPH, KV_CACHE, LEVELS, TAGS, WEIGHTS, SleepState, SleepStates
 from verl_mux.memory.tag_report import DIRECTORY_VARIABLE, mapped_bytes
-from verl_mux.places.here import here
 from verl_mux.places.place import check
+from verl_mux.places.ray_nodes import here
 from verl_mux.platform.host_memory import process_bytes
 from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.engine.passage import Passage
