@@ -14,8 +14,8 @@ from verl_mux.errors import UserError
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """The place of a node. `host`: name or address of its machine, None: not bound. `gpu_ids`: which of that host's GPUs it is, in
-    the driver's numbers, None: all. `cpus`: the cores on which its work stays where there is no GPU."""
+    """The place of a node. `host`: name or address of its machine, None: not bound. `gpu_ids`: which of that host's GPUs it is,
+    in the driver's numbers, None: all. `cpus`: the cores on which its work stays where there is no GPU."""
 
     host: str | None = None
     gpu_ids: list[int] | None = None
@@ -27,8 +27,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Location:
-    """Where a process runs. `host`: its machine's own name; `addresses`: the machine's; `devices`: ids of the GPUs that the process
-    may use, None where the platform has none."""
+    """Where a process runs. `host`: its machine's own name; `addresses`: the machine's; `devices`: ids of the GPUs that the
+    process may use, None where the platform has none."""
 
     host: str
     addresses: tuple[str, ...] = ()
