@@ -42,19 +42,19 @@ explore: $(INSTALLED)
 
 install: $(INSTALLED)
 
-$(INSTALLED): requirements/lock.txt pyproject.toml
+$(INSTALLED): requirements/lock.txt pyproject.toml verl_mux_cpu/pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 12) else f"$(PYTHON) is {v[0]}.{v[1]}; verl_mux needs 3.10 to 3.12: make PYTHON=python3.11 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 	$(if $(PIP_INDEX),UV_DEFAULT_INDEX=$(PIP_INDEX)) $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r requirements/lock.txt
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e . -e ./verl_mux_cpu
 	cd $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])') && \
 	  env -u PYTHONDONTWRITEBYTECODE $(CURDIR)/$(BIN)/python -m compileall -q -j 0 $(HEAVY) >/dev/null 2>&1 || true
 	@touch $@
 
 lint: $(INSTALLED)
-	$(BIN)/ruff check verl_mux bench research tests examples recipes
-	$(BIN)/ruff format --check verl_mux bench research tests examples recipes
+	$(BIN)/ruff check verl_mux verl_mux_cpu bench research tests examples recipes
+	$(BIN)/ruff format --check verl_mux verl_mux_cpu bench research tests examples recipes
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m tests.lint.dead_code
 	$(BIN)/mypy

@@ -26,8 +26,8 @@ import psutil
 from verl_mux.memory.sleep_states import KV_CACHE, WEIGHTS
 from verl_mux.memory.tag_report import DIRECTORY_VARIABLE, mapped_bytes
 from verl_mux.rollout.engine.launch_gate import open_gate
-from verl_mux.rollout.engine.sglang import cpu_ranks
 from verl_mux.rollout.engine.sglang.plugin import ENGINE_MARK
+from verl_mux_cpu import cpu_engine
 
 if TYPE_CHECKING:
     from verl_mux.sync.engine import Batch
@@ -63,7 +63,7 @@ class Cycles:
         self._reports.mkdir()
         open_gate(self._reports)
         os.environ |= {ENGINE_MARK: "1", DIRECTORY_VARIABLE: str(self._reports), "VERL_PLATFORM": "cpu"}
-        os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", **cpu_ranks.environment(ranks)}
+        os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", **cpu_engine.environment(ranks)}
         import sglang
 
         from verl_mux.rollout.engine.sglang.region_loader import LOADER

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 
-from verl_mux.platform import choose
 from verl_mux.post_import import after_import
 
 logger = logging.getLogger(__name__)
@@ -20,13 +19,6 @@ REGISTRATIONS = {
     "verl.trainer.ppo.v1": "verl_mux.trainer.modes",
     "verl.checkpoint_engine": "verl_mux.sync.engine",
     "verl.utils.config": "verl_mux.config.validation_hook",
-}
-# The same, on the CPU platform alone.
-CPU_REGISTRATIONS = {
-    "verl.plugin.platform.platform_manager": "verl_mux.platform.verl_cpu",
-    "verl.utils.distributed": "verl_mux.platform.verl_distributed",
-    "verl.workers.engine": "verl_mux.platform.verl_engine",
-    "verl.workers.rollout.base": "verl_mux.rollout.engine.sglang.on_cpu",
 }
 # actor_rollout_ref.rollout.name -> where our record of that engine is; read by verl_mux/rollout/engine/record.py.
 ENGINES = {"sglang": "verl_mux.rollout.engine.sglang.record"}
@@ -39,7 +31,7 @@ SYNC_ROUNDS = "bench.sync_rounds"
 
 def register() -> None:
     """Register everything of ours with verl and Hydra. Idempotent, imports neither torch nor ray by itself."""
-    for upstream, ours in (REGISTRATIONS | (CPU_REGISTRATIONS if choose.take_cpu_platform() else {})).items():
+    for upstream, ours in REGISTRATIONS.items():
         after_import(upstream, ours)
 
 

@@ -12,8 +12,6 @@ from muon import Muon
 from task import Flavour, draw, solve
 from torch.nn import functional
 
-from verl_mux.platform.cpu_features import has_bf16_products
-
 IGNORED = -100
 BATCHES_SORTED_TOGETHER = 8  # of equal length each, so that little is padding
 RAMP, DECAY = 5, 0.4  # learning rate: updates to reach its height; share of all updates in which it falls to 0
@@ -78,8 +76,13 @@ def _padded(pairs: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.T
     return stack(rows, batch_first=True, padding_value=pad), stack(labels, batch_first=True, padding_value=IGNORED)
 
 
+def _has_bf16_products() -> bool:
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
 def _loss(model, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     # bf16 products are nearly twice as fast on CPUs that have them, and slow where they are emulated; the weights stay fp32.
-    with torch.autocast("cpu", torch.bfloat16, enabled=has_bf16_products()):
+    with torch.autocast("cpu", torch.bfloat16, enabled=_has_bf16_products()):
         logits = model(input_ids=ids[:, :-1]).logits
     return functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED)

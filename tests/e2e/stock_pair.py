@@ -62,7 +62,8 @@ def bare_python(folder: Path) -> Path:
     for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
         if "verl_mux" not in entry.name:
             (site / entry.name).symlink_to(entry)
-    (site / "verl_mux").symlink_to(_REPOSITORY / "verl_mux")
+    for package in ("verl_mux", "verl_mux_cpu"):
+        (site / package).symlink_to(_REPOSITORY / package)
     (site / "cpu_bed.py").symlink_to(Path(__file__).with_name("cpu_bed.py"))
     about = site / "cpu_bed-0.dist-info"
     about.mkdir()

@@ -117,9 +117,10 @@ class Bed:
         import torch
         import torch.distributed as dist
 
-        from verl_mux.rollout.engine.sglang.memory_saver import MeteredCpu
+        from verl_mux.rollout.engine.sglang.memory_saver import _report
+        from verl_mux_cpu.cpu_engine import SavingAdapter
 
-        adapter = MeteredCpu()
+        adapter = SavingAdapter(_report)
         with adapter.region(WEIGHTS):
             self._model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
         with adapter.region(KV_CACHE):

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from verl_mux.memory.cpu_saver import cpu_memory_saver
 from verl_mux.trainer.workers import DeviceStates, host_copy
+from verl_mux_cpu.cpu_saver import cpu_memory_saver
 
 WIDTH, LAYERS = 512, 4
 

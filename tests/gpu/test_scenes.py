@@ -7,9 +7,10 @@ pytest.importorskip("sglang")
 pytest.importorskip("verl")
 from tests.gpu import killed_jobs, scenes, states
 from tests.gpu.engines import BUDGET, opened
-from verl_mux.memory.cpu_saver import CpuMemorySaver
 from verl_mux.memory.sleep_states import KV_CACHE
 from verl_mux.trainer import workers
+from verl_mux_cpu import cpu_saver
+from verl_mux_cpu.cpu_saver import CpuMemorySaver
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the bed is for machines without CUDA")
 
@@ -81,7 +82,7 @@ def test_one_that_ends_without_room_is_found(bed, engine):
 def host_is_device(monkeypatch):
     monkeypatch.setattr(workers, "get_device_name", lambda: "cpu")
     saver = CpuMemorySaver()
-    for module in (workers, states):
+    for module in (cpu_saver, states):
         monkeypatch.setattr(module, "cpu_memory_saver", saver)
 
 

@@ -14,9 +14,9 @@ from vulture import Vulture
 from vulture.core import Item
 
 ROOT = Path(__file__).parents[2]
-SEEN = ("verl_mux", "bench", "research")
+SEEN = ("verl_mux", "verl_mux_cpu", "bench", "research")
 # Whole modules whose names are another package's interface.
-INTERFACES = ("platform/verl_cpu.py",)
+INTERFACES = ("verl_mux_cpu/verl_cpu.py",)
 REGISTERED = ["@register_trainer", "@CheckpointEngineRegistry.register"]
 KINDS = ("class", "function", "method", "property", "import", "unreachable_code")
 
@@ -44,7 +44,8 @@ def named_in_strings() -> set[str]:
     """Every last part of a string that looks like a dotted name, with a colon or without."""
     trees = (ast.parse(path.read_text()) for name in SEEN for path in (ROOT / name).rglob("*.py"))
     texts = {n.value for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-    texts |= set((ROOT / "pyproject.toml").read_text().replace('"', " ").split())
+    for place in (ROOT, ROOT / "verl_mux_cpu"):
+        texts |= set((place / "pyproject.toml").read_text().replace('"', " ").split())
     return {text.replace(":", ".").rpartition(".")[2] for text in texts if not text.strip().count(" ")}
 
 

@@ -84,6 +84,7 @@ def clean(wheel, tmp_path_factory) -> Path:
 def test_it_holds_every_file_of_the_package(wheel):
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("verl_mux/")}
     kept = (path for path in (ROOT / "verl_mux").rglob("*") if path.is_file() and path.suffix != ".pyc")
+    assert not any(name.startswith("verl_mux_cpu") for name in zipfile.ZipFile(wheel).namelist())
     assert packed == {path.relative_to(ROOT).as_posix() for path in kept}
     assert {path.rpartition(".")[2] for path in packed} >= {"yaml", "html", "js", "css", "typed"}
     tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}

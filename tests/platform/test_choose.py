@@ -1,5 +1,3 @@
-import os
-
 import pytest
 
 from verl_mux.platform import choose
@@ -78,11 +76,3 @@ def test_one_device_file_is_an_accelerator(machine):
     assert not choose.accelerator_present()
     machine(True)
     assert choose.accelerator_present()
-
-
-def test_where_it_is_not_wanted_nothing_is_set_or_registered(machine, monkeypatch):
-    machine(False)
-    monkeypatch.setattr("sys.argv", ["pytest"])
-    meta_path = list(choose.sys.meta_path)
-    assert not choose.take_cpu_platform()
-    assert "VERL_PLATFORM" not in os.environ and choose.sys.meta_path == meta_path

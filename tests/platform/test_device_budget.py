@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from verl_mux.errors import Failure
-from verl_mux.memory.cpu_saver import CpuMemorySaver
 from verl_mux.platform import device_ledger as ledger
 from verl_mux.platform.charges import Charges, DeviceSettings
+from verl_mux_cpu.cpu_saver import CpuMemorySaver
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +116,7 @@ def test_without_a_budget_nothing_is_charged_and_nothing_refused(monkeypatch):
 
 
 def test_verls_platform_tells_the_budget():
-    from verl_mux.platform.verl_cpu import CpuPlatform
+    from verl_mux_cpu.verl_cpu import CpuPlatform
 
     ledger.charge({"context": 4000})
     assert CpuPlatform().device_module.mem_get_info() == (6000, 10000)

@@ -38,7 +38,7 @@ def test_an_account_that_cannot_be_written_stops_nobody(folder):
 
 def test_the_saver_of_this_process_keeps_it(folder):
     script = (
-        "import torch\nfrom verl_mux.memory.cpu_saver import cpu_memory_saver as saver\n"
+        "import torch\nfrom verl_mux_cpu.cpu_saver import cpu_memory_saver as saver\n"
         "with saver.region('weights'):\n    kept = torch.zeros(1000)\n"
         "saver.pause('weights')\nsaver.resume('weights')\ninput()"
     )

@@ -11,9 +11,10 @@ from torch.distributed.fsdp import fully_shard
 pytest.importorskip("verl")
 from verl.workers.engine.base import BaseEngineCtx
 
-from verl_mux.memory.cpu_saver import CpuMemorySaver
 from verl_mux.trainer import workers
 from verl_mux.trainer.workers import DeviceStates, host_copy
+from verl_mux_cpu import cpu_saver
+from verl_mux_cpu.cpu_saver import CpuMemorySaver
 
 WIDTH = 64
 
@@ -21,7 +22,7 @@ WIDTH = 64
 @pytest.fixture
 def made(monkeypatch):
     """Makes the states of an engine in a role, with an optimizer that has stepped once or without one."""
-    monkeypatch.setattr(workers, "cpu_memory_saver", CpuMemorySaver())
+    monkeypatch.setattr(cpu_saver, "cpu_memory_saver", CpuMemorySaver())
     monkeypatch.setattr(workers, "get_device_name", lambda: "cpu")
 
     def states(role: str, trains: bool = True) -> tuple[DeviceStates, torch.nn.Module]:
@@ -148,7 +149,7 @@ class Twin:
 
 
 def test_a_job_that_was_suspended_is_what_it_was_and_its_next_step_is_that_of_one_that_was_not(one_rank_mesh, monkeypatch):
-    monkeypatch.setattr(workers, "cpu_memory_saver", CpuMemorySaver())
+    monkeypatch.setattr(cpu_saver, "cpu_memory_saver", CpuMemorySaver())
     monkeypatch.setattr(workers, "get_device_name", lambda: "cpu")
     roles = ("actor", "ref", "critic")
     stays, leaves = ({role: Twin(one_rank_mesh) for role in roles} for _ in range(2))
@@ -160,7 +161,7 @@ def test_a_job_that_was_suspended_is_what_it_was_and_its_next_step_is_that_of_on
         before = {role: twin.whole() for role, twin in leaves.items()}
         for asleep in states.values():
             asleep.sleep()
-        assert sum(workers.cpu_memory_saver.mapped_bytes().values()) == 0
+        assert sum(cpu_saver.cpu_memory_saver.mapped_bytes().values()) == 0
         for awake in states.values():
             awake.wake()
         for role in roles:

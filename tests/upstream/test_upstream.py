@@ -149,7 +149,7 @@ def test_what_a_job_makes_of_an_engine(probe):
     assert found["server"] == ["abort_requests", "generate", "processes", "sleep", "wake_up"]
     # The third of four replicas of one GPU, on two nodes.
     assert found["node"] == "r1"
-    assert found["adapter"] == "verl_mux.rollout.engine.sglang.cpu_server_adapter"
+    assert found["adapter"] == "verl_mux_cpu.cpu_server_adapter"
 
 
 def test_a_job_of_ours_runs_on_the_cpu_where_there_is_no_accelerator(probe):

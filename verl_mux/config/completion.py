@@ -17,7 +17,7 @@ from verl_mux import plugin
 from verl_mux.config.schema import MuxConfig, RolloutConfig, leaves
 from verl_mux.errors import UserError
 from verl_mux.places.place import Place
-from verl_mux.platform.cpu_features import has_bf16_products
+from verl_mux.platform.choose import cpu_part
 from verl_mux.rollout.control.segments import TIS_THRESHOLD
 from verl_mux.rollout.engine.record import Arguments, EngineRecord, engines
 from verl_mux.worker_settings import KEY, WorkerSettings
@@ -197,7 +197,7 @@ def _imply_cpu(config: DictConfig) -> None:
         role.strategy = "fsdp2"
         role.use_torch_compile = False
         role.fsdp_config.use_torch_compile = False
-        if not has_bf16_products() and not role.fsdp_config.get("mixed_precision"):
+        if not cpu_part("has_bf16_products")() and not role.fsdp_config.get("mixed_precision"):
             role.fsdp_config.mixed_precision = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
     config.actor_rollout_ref.model.use_remove_padding = False
     overrides = dict(config.actor_rollout_ref.model.get("override_config") or {})

@@ -31,7 +31,7 @@ from verl_mux.placement.estimator import Observed
 from verl_mux.placement.job_needs import JobNeeds, job_needs
 from verl_mux.places.place import is_host, resource_of
 from verl_mux.places.ray_nodes import this_host
-from verl_mux.platform.choose import cpu_platform_wanted, joined_cluster
+from verl_mux.platform.choose import CPU_PACKAGE_MISSING, cpu_package_missing, cpu_platform_wanted, joined_cluster
 from verl_mux.rollout.engine.record import engines
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,8 @@ def check_job(config: DictConfig) -> None:
     try:
         mux = check(config)
         if mux is not None:
+            if cpu_platform_wanted() and cpu_package_missing():
+                raise UserError(CPU_PACKAGE_MISSING)
             # All processes of this run carry one mark, so that the coordinator can tell when the last is gone.
             os.environ.setdefault(UID_VARIABLE, uuid4().hex)
             check_surroundings(config)

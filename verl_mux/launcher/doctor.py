@@ -21,7 +21,7 @@ from rich.console import Console
 
 from verl_mux import upstream
 from verl_mux.errors import Failure, UserError
-from verl_mux.platform.choose import accelerator_present, cpu_platform_wanted
+from verl_mux.platform.choose import accelerator_present, cpu_package_missing, cpu_platform_wanted
 from verl_mux.rollout.engine.record import engines
 
 _DEMO_HOST_GIB, _DEMO_SHM_GIB, _DEMO_DISK_GIB = 16, 1, 2
@@ -123,6 +123,9 @@ def _plugin() -> Check:
 
 
 def _platform() -> Check:
+    if not accelerator_present() and cpu_package_missing():
+        told = "no accelerator, and verl-mux-cpu is not installed"
+        return Check("platform", False, told, "to run jobs on this CPU, `pip install ./verl_mux_cpu` in a checkout of verl_mux")
     if not accelerator_present():
         return Check("platform", True, "no accelerator: verl and the engine run on the CPU platform")
     if cpu_platform_wanted([]):

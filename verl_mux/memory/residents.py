@@ -79,5 +79,5 @@ class Residents:
             raise Failure(f"the training states sleep, but {left / 1e9:.2f} of {had / 1e9:.2f} GB did not leave the device")
 
 
-# One per process, as the saver of memory/cpu_saver.py.
+# One per process, as the saver of verl_mux_cpu/cpu_saver.py.
 residents = Residents()

@@ -1,2 +1,2 @@
-"""The CPU as a platform of verl's, in every process of a job that runs without GPU. Imports nothing of ours; plugin.py names what
-verl loads of it."""
+"""What a job knows of devices: which platform it runs on, what processes keep there, and the ledger where host memory is the
+device. Runs in every process of a job and in agents; the CPU platform itself is the package verl_mux_cpu."""

@@ -7,14 +7,25 @@ processes inherit the variable, so they agree with their parent.
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
+
+from verl_mux.errors import UserError
 
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/davinci_manager", "/dev/dxg")
 _OUR_MODES = ("trainer_mode=mux_", "mux_ppo_trainer")
 _ADDRESS = "ray_init.address="
+# The group of entry points through which verl-mux-cpu comes in.
+CPU_GROUP = "verl_mux.cpu"
+CPU_PACKAGE_MISSING = (
+    "no accelerator here, and verl-mux-cpu is not installed: `pip install ./verl_mux_cpu` in a checkout of verl_mux"
+    " (VERL_PLATFORM names another platform)"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +64,21 @@ def joined_cluster(words: list[str]) -> str | None:
         return None
 
 
-def take_cpu_platform() -> bool:
-    """Where the CPU platform is wanted, make this process and its children use it. Says whether."""
-    wanted = cpu_platform_wanted()
-    if wanted and not os.environ.get("VERL_PLATFORM"):
-        logger.warning("no accelerator here: verl and its engine run on the CPU (set VERL_PLATFORM to choose another platform)")
-    if wanted:
-        os.environ["VERL_PLATFORM"] = "cpu"
-    return wanted
+def cpu_package_missing() -> bool:
+    """Whether verl-mux-cpu is not installed in this Python."""
+    return not _cpu_parts()
+
+
+def cpu_part(name: str) -> Any:
+    """What verl-mux-cpu registers under `name`: an entry point in verl_mux_cpu/pyproject.toml.
+
+    Raises UserError where it is not installed.
+    """
+    if (entry := _cpu_parts().get(name)) is None:
+        raise UserError(CPU_PACKAGE_MISSING)
+    return entry.load()
+
+
+@functools.cache
+def _cpu_parts() -> dict[str, importlib.metadata.EntryPoint]:
+    return {entry.name: entry for entry in importlib.metadata.entry_points(group=CPU_GROUP)}

@@ -26,13 +26,13 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl_mux.coordinator.bus.fence import Fence
 from verl_mux.coordinator.bus.members import this_process
 from verl_mux.coordinator.bus.messages import Member
-from verl_mux.memory.cpu_saver import cpu_memory_saver
 from verl_mux.memory.moved import Moved, Moves
 from verl_mux.memory.read_ahead import read_ahead, weights_of
 from verl_mux.memory.residents import residents
 from verl_mux.places.place import Location
 from verl_mux.places.ray_nodes import here
 from verl_mux.platform import device_ledger
+from verl_mux.platform.choose import cpu_part
 from verl_mux.platform.host_memory import process_bytes
 from verl_mux.sync.export import Range, are_row_shards, row_shards, stripes, tied_names
 from verl_mux.worker_settings import WorkerSettings, node_of, pin
@@ -59,14 +59,14 @@ class DeviceStates:
         """Leave the device; what has left already stays where it is."""
         if get_device_name() != "cpu":
             return {"params": self._offload()}
-        return {tag: self._pause(tag) for tag in TRAIN_TAGS if not cpu_memory_saver.is_paused((self._role, tag))}
+        return {tag: self._pause(tag) for tag in TRAIN_TAGS if not _cpu_saver().is_paused((self._role, tag))}
 
     def wake(self) -> Moves:
         """Come back from the host copy; what has come back already stays where it is."""
         if get_device_name() != "cpu":
             return {"params": self._load()}
         keys = {tag: (self._role, tag) for tag in TRAIN_TAGS}
-        return {tag: cpu_memory_saver.resume(key) for tag, key in keys.items() if cpu_memory_saver.is_paused(key)}
+        return {tag: _cpu_saver().resume(key) for tag, key in keys.items() if _cpu_saver().is_paused(key)}
 
     def _load(self) -> Moved:
         started, before = time.perf_counter(), get_torch_device().memory_allocated()
@@ -94,8 +94,8 @@ class DeviceStates:
         return Moved(max(before - get_torch_device().memory_allocated(), 0), 0, time.perf_counter() - started)
 
     def _pause(self, tag: str) -> Moved:
-        cpu_memory_saver.track((self._role, tag), [_local(t) for t in self._states(tag) if isinstance(t, torch.Tensor)])
-        return cpu_memory_saver.pause((self._role, tag))
+        _cpu_saver().track((self._role, tag), [_local(t) for t in self._states(tag) if isinstance(t, torch.Tensor)])
+        return _cpu_saver().pause((self._role, tag))
 
     def _states(self, tag: str) -> list[Any]:
         if tag == "params":
@@ -109,6 +109,11 @@ def _empty_host_cache() -> None:
     torch._C._host_emptyCache()
 
 
+def _cpu_saver() -> Any:
+    """The saver of this process where host memory is the device."""
+    return cpu_part("saver")
+
+
 def _device() -> Any | None:
     """As memory/residents.py wants it."""
     return None if get_device_name() == "cpu" else get_torch_device()
@@ -116,7 +121,7 @@ def _device() -> Any | None:
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a local tensor, from the host copy while its states sleep."""
-    return cpu_memory_saver.host_copy(tensor) if tensor.device.type == "cpu" else tensor.cpu()
+    return _cpu_saver().host_copy(tensor) if get_device_name() == "cpu" else tensor.cpu()
 
 
 def _cast(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:

@@ -31,7 +31,6 @@ class EngineRecord:
     load_weights: dotted name of `async (verl's adapter, batches of a sync, version)`, which loads them into the engine.
     arguments: of every engine of ours; a list is added to the user's.
     priority_arguments: where requests have priorities, by the arguments given; none where those forbid it.
-    speculative_arguments: by what `mux.rollout.speculative` may be with it.
     cpu_arguments: where there is no GPU. stock_cpu_arguments: there, in verl's own trainer modes, where no engine sleeps.
 
     The server keeps to one way of saying things, whatever its engine's is: `sleep(tags)` and `wake_up(tags)` take the tags of
@@ -49,7 +48,6 @@ class EngineRecord:
     load_weights: str
     arguments: Arguments = field(default_factory=dict)
     priority_arguments: Callable[[Arguments], Arguments] = lambda given: {}
-    speculative_arguments: Mapping[str, Arguments] = field(default_factory=dict)
     cpu_arguments: Arguments = field(default_factory=dict)
     stock_cpu_arguments: Arguments = field(default_factory=dict)
 

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_mux.memory.cpu_saver import CpuMemorySaver
 from verl_mux.memory.metered import Metered
 from verl_mux.memory.tag_report import DIRECTORY_VARIABLE, mapped_bytes
 from verl_mux.rollout.engine.sglang import memory_saver as sglang_adapter
+from verl_mux_cpu import cpu_engine
+from verl_mux_cpu.cpu_saver import CpuMemorySaver
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU adapter is for machines without CUDA")
 
@@ -18,12 +19,12 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU ada
 def directory(tmp_path, monkeypatch):
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     monkeypatch.setattr(sglang_adapter, "_mapped", {})
-    monkeypatch.setattr(sglang_adapter, "cpu_memory_saver", CpuMemorySaver())
+    monkeypatch.setattr(cpu_engine, "cpu_memory_saver", CpuMemorySaver())
     return tmp_path
 
 
 def test_the_report_follows_what_is_mapped(directory):
-    adapter = sglang_adapter.MeteredCpu()
+    adapter = cpu_engine.SavingAdapter(sglang_adapter._report)
     with adapter.region("weights"):
         weights = torch.ones(4096)
     with adapter.region("kv_cache"):
@@ -42,9 +43,9 @@ def test_the_report_follows_what_is_mapped(directory):
 
 
 def test_memory_that_cannot_be_given_back_is_reported_as_mapped(directory):
-    adapter = sglang_adapter.MeteredCpu()
+    adapter = cpu_engine.SavingAdapter(sglang_adapter._report)
     shared = torch.ones(4096).share_memory_()
-    sglang_adapter.cpu_memory_saver.track("weights", [shared])
+    cpu_engine.cpu_memory_saver.track("weights", [shared])
     adapter.pause("weights")
     assert mapped_bytes(directory) == {"weights": shared.nbytes}
 
@@ -60,8 +61,8 @@ def test_without_cuda_the_adapter_is_ours_and_sglangs_is_not_made():
     def original(enable):
         raise AssertionError("torch_memory_saver needs libcuda")
 
-    assert isinstance(sglang_adapter.create_adapter(original, enable=True), sglang_adapter.MeteredCpu)
-    assert isinstance(sglang_adapter.create_adapter(original, True), sglang_adapter.MeteredCpu)
+    assert isinstance(sglang_adapter.create_adapter(original, enable=True), cpu_engine.SavingAdapter)
+    assert isinstance(sglang_adapter.create_adapter(original, True), cpu_engine.SavingAdapter)
 
 
 def test_all_of_a_process_on_cuda_is_one_meter_around_sglangs_adapter(monkeypatch):
@@ -87,4 +88,4 @@ def test_on_cuda_memory_that_others_let_go_counts_as_free_before_a_wake_is_refus
 
 def test_it_has_every_method_of_sglangs_adapter():
     names = {"check_validity", "configure_subprocess", "region", "cuda_graph", "disable", "pause", "resume", "enabled"}
-    assert names <= set(dir(sglang_adapter.MeteredCpu))
+    assert names <= set(dir(cpu_engine.SavingAdapter))

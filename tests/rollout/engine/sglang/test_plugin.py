@@ -1,12 +1,10 @@
-"""SGLang calls our two entry points in every process that imports it: most of them are not ours."""
+"""SGLang calls our entry point in every process that imports it: most of them are not ours."""
 
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from verl_mux.platform import choose
-from verl_mux.rollout.engine.sglang import kernel_placeholders
 from verl_mux.rollout.engine.sglang import plugin as sglang_plugin
 
 SAVER = "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create"
@@ -30,7 +28,7 @@ def hooks(monkeypatch) -> list[tuple[str, str]]:
     for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    for name in (sglang_plugin.ENGINE_MARK, sglang_plugin.SEEDED_VARIABLE, sglang_plugin.DRAFTS_VARIABLE):
+    for name in (sglang_plugin.ENGINE_MARK, sglang_plugin.SEEDED_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     return registered
 
@@ -69,23 +67,3 @@ def test_the_sampler_is_replaced_on_request_only(hooks, in_a_child, monkeypatch)
         ("sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", "after"),
         ("sglang.srt.layers.sampler.sampling_from_probs_torch", "replace"),
     ]
-
-
-def test_drafts_outlive_a_flush_on_request_only(hooks, in_a_child, monkeypatch):
-    monkeypatch.setenv(sglang_plugin.ENGINE_MARK, "1")
-    monkeypatch.setenv(sglang_plugin.DRAFTS_VARIABLE, "1")
-    sglang_plugin.register()
-    assert hooks[1 + len(MEMORY) :] == [("sglang.srt.speculative.ngram_worker.NGRAMWorker.clear_cache_pool", "replace")]
-
-
-@pytest.mark.parametrize("wanted", [True, False])
-def test_the_kernel_placeholders_come_with_the_cpu_platform_alone(monkeypatch, wanted):
-    calls = []
-    monkeypatch.setattr(kernel_placeholders, "install", lambda: calls.append(1))
-    monkeypatch.setattr(choose, "_DEVICE_FILES", ("/no/such/device",))
-    monkeypatch.setattr(sys, "argv", ["launch_server"])
-    monkeypatch.delenv("VERL_PLATFORM", raising=False)
-    if wanted:
-        monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    sglang_plugin.activate()
-    assert calls == [1] * wanted

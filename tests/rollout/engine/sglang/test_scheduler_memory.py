@@ -9,12 +9,13 @@ import torch.distributed as dist
 from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
 from sglang.srt.managers.scheduler_update_weights_mixin import SchedulerUpdateWeightsMixin
 
-from verl_mux.memory.cpu_saver import CpuMemorySaver
 from verl_mux.memory.tag_report import DIRECTORY_VARIABLE
 from verl_mux.platform import device_ledger
 from verl_mux.rollout.engine.launch_gate import open_gate, word_left
 from verl_mux.rollout.engine.sglang import memory_saver, scheduler_memory
 from verl_mux.rollout.engine.sglang.scheduler_memory import REPORT, Ask, release, resume
+from verl_mux_cpu import cpu_engine
+from verl_mux_cpu.cpu_saver import CpuMemorySaver
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU adapter is for machines without CUDA")
 TAGS = ("weights", "kv_cache", "cuda_graph")
@@ -33,7 +34,7 @@ class Engine:
     """A scheduler with a model and a KV cache of our CPU saver's. `busy`: a request runs."""
 
     def __init__(self, group, saver):
-        self.adapter = memory_saver.MeteredCpu()
+        self.adapter = cpu_engine.SavingAdapter(memory_saver._report)
         with self.adapter.region("weights"):
             self.model = torch.nn.Linear(64, 64)
             self.model.register_buffer("table", torch.ones(32))
@@ -79,7 +80,7 @@ def engine(one_rank, monkeypatch, tmp_path):
     for name in ("_tags", "_charges"):
         monkeypatch.setattr(device_ledger, name, {})
     saver = CpuMemorySaver(device_ledger.hold, device_ledger.reserve)
-    monkeypatch.setattr(memory_saver, "cpu_memory_saver", saver)
+    monkeypatch.setattr(cpu_engine, "cpu_memory_saver", saver)
     for name in ("_mapped", "sizes"):
         monkeypatch.setattr(memory_saver, name, {})
     monkeypatch.setattr(scheduler_memory, "sizes", memory_saver.sizes)

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("verl")
 
 from verl_mux.platform.choose import accelerator_present
-from verl_mux.rollout.engine.sglang import kernel_placeholders
+from verl_mux_cpu import kernel_placeholders
 
 if not accelerator_present():
     kernel_placeholders.install()
@@ -64,7 +64,7 @@ def make(engine, monkeypatch, tmp_path):
     """Makes a server on a device of this name, whose engine has started."""
     names = ("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "NCCL_GRAPH_REGISTER", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", CHARGES_VARIABLE,
              "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_NCCL_SO_PATH", tag_report.DIRECTORY_VARIABLE, server.ENGINE_MARK,
-             server.SEEDED_VARIABLE, server.DRAFTS_VARIABLE)  # fmt: skip
+             server.SEEDED_VARIABLE)  # fmt: skip
     for name in names:  # which come back as they were
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

@@ -1,4 +1,4 @@
-"""SGLang's memory-saver adapter, with every tag's bytes reported, and our saver where there is no GPU.
+"""SGLang's memory-saver adapter, with every tag's bytes reported; that of verl_mux_cpu where there is no GPU.
 
 Hooked around `TorchMemorySaverAdapter.create` in the scheduler processes of engines that our replicas launch (see plugin.py).
 On CUDA the work stays with torch_memory_saver.
@@ -6,15 +6,14 @@ On CUDA the work stays with torch_memory_saver.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from typing import Any
 
 import torch
 
 from verl_mux.memory import tag_report
-from verl_mux.memory.cpu_saver import cpu_memory_saver
 from verl_mux.memory.metered import Metered
+from verl_mux.platform.choose import cpu_part
 
 _mapped: dict[str, int] = {}  # bytes that this process has on the device, by tag
 sizes: dict[str, int] = {}  # the same while all is awake: what a wake needs
@@ -29,7 +28,7 @@ def create_adapter(original, *args: Any, **kwargs: Any):
     if not enable:
         return original(*args, **kwargs)
     if not torch.cuda.is_available():
-        return MeteredCpu()
+        return cpu_part("engine_saver")(_report)
     global _cuda
     # SGLang asks for one adapter a pool; pauses are of the process.
     _cuda = _cuda or Metered(original(*args, **kwargs), CudaDevice(), _report)
@@ -40,44 +39,6 @@ def _report(tag: str, mapped: int) -> None:
     _mapped[tag] = mapped
     sizes[tag] = max(sizes.get(tag, 0), mapped)
     tag_report.write(_mapped, os.getpid())
-
-
-class MeteredCpu:
-    """The CPU saver behind SGLang's adapter interface."""
-
-    enabled = True
-
-    def check_validity(self, caller_name: str) -> None:
-        return None
-
-    @contextlib.contextmanager
-    def configure_subprocess(self):
-        # torch_memory_saver's preload library needs libcuda: every child would exit with 127.
-        yield
-
-    @contextlib.contextmanager
-    def region(self, tag: str, enable_cpu_backup: bool = False):
-        with cpu_memory_saver.region(tag, enable_cpu_backup):
-            yield
-        _report(tag, cpu_memory_saver.mapped_bytes()[tag])
-
-    @contextlib.contextmanager
-    def cuda_graph(self, **kwargs):
-        yield
-
-    @contextlib.contextmanager
-    def disable(self):
-        yield
-
-    def pause(self, tag: str) -> None:
-        _report(tag, cpu_memory_saver.pause(tag).mapped)
-
-    def resume(self, tag: str) -> None:
-        if self.is_paused(tag):  # as on CUDA, it may be asked twice
-            _report(tag, cpu_memory_saver.resume(tag).mapped)
-
-    def is_paused(self, tag: str) -> bool:
-        return cpu_memory_saver.is_paused(tag)
 
 
 class CudaDevice:

@@ -1,31 +1,18 @@
-"""SGLang's entry points, which it calls in every process that imports it: most of these are not ours."""
+"""SGLang's entry point, which it calls in every process that imports it: most of these are not ours."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from typing import Any
+
+from verl_mux.platform.choose import cpu_part
 
 ENGINE_MARK = "VERL_MUX_ENGINE"
 SEEDED_VARIABLE = "VERL_MUX_SEEDED_SAMPLING"
-DRAFTS_VARIABLE = "VERL_MUX_KEEP_DRAFTS"
-
-
-def activate() -> None:
-    """`sglang.srt.platforms`: make `sgl_kernel` importable where the CPU platform is wanted, before SGLang's first use of it.
-
-    It declares no platform of its own: SGLang's base platform serves the CPU.
-    """
-    from verl_mux.platform.choose import cpu_platform_wanted
-
-    if cpu_platform_wanted():
-        from verl_mux.rollout.engine.sglang import kernel_placeholders
-
-        kernel_placeholders.install()
 
 
 def register() -> None:
-    """`sglang.srt.plugins`: hook the memory saver (bytes per tag, a saver for the CPU), the launch, sleep and wake, what the
+    """`sglang.srt.plugins`: hook the memory saver (bytes per tag), the launch, sleep and wake, what the
     scheduler counts and, on request, the sampler.
 
     Only in the processes of an engine that one of our servers has launched (VERL_MUX_ENGINE is set for it).
@@ -46,13 +33,4 @@ def register() -> None:
     scheduler_memory.register(HookRegistry, HookType)
     scheduler_log.register(HookRegistry, HookType)
     if os.environ.get(SEEDED_VARIABLE) == "1":
-        from verl_mux.rollout.engine.sglang import seeded_sampling
-
-        seeded_sampling.register(HookRegistry, HookType)
-    if os.environ.get(DRAFTS_VARIABLE) == "1":
-        HookRegistry.register("sglang.srt.speculative.ngram_worker.NGRAMWorker.clear_cache_pool", _keep_drafts, HookType.REPLACE)
-
-
-def _keep_drafts(worker: Any) -> None:
-    """SGLang forgets its trie of drafts whenever the KV cache is flushed, which is after every sync. New weights write other
-    tokens more or less often; a draft is verified by them all the same, and an epoch's prompts come again."""
+        cpu_part("seeded_sampling")(HookRegistry, HookType)

@@ -34,7 +34,6 @@ SYMBOLS = (
     Symbol(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", "hooked on CPU: one seed per request"
     ),
-    Symbol("sglang.srt.speculative.ngram_worker.NGRAMWorker.clear_cache_pool", "replaced: drafts outlive a sync"),
     Symbol("sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id", "whether an aborted response had ended"),
     Symbol("sglang.srt.layers.sampler.sampling_from_probs_torch", "hooked on CPU: one seed per request"),
     Symbol("sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill", "hooked: how long requests waited"),
@@ -75,8 +74,6 @@ RECORD = EngineRecord(
     # An idle scheduler that spins takes CPU time from the job that has the lease.
     arguments={"sleep_on_idle": True, "custom_weight_loader": ["verl_mux.rollout.engine.sglang.region_loader.load"]},
     priority_arguments=priority_arguments,
-    # Drafts come from a trie of what this engine has read and generated; an epoch's prompts come again in the next (plugin.py).
-    speculative_arguments={"ngram": {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8}},
     cpu_arguments={
         "device": "cpu",
         "attention_backend": "torch_native",

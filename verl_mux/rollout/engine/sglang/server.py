@@ -23,12 +23,12 @@ from verl_mux.memory.sleep_states import CUDA_GRAPH, KV_CACHE, LEVELS, TAGS, WEI
 from verl_mux.memory.tag_report import DIRECTORY_VARIABLE, mapped_bytes
 from verl_mux.places.place import check
 from verl_mux.places.ray_nodes import here
+from verl_mux.platform.choose import cpu_part
 from verl_mux.platform.host_memory import process_bytes
 from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.engine.passage import Passage
 from verl_mux.rollout.engine.record import ABORTED, STOPPED
 from verl_mux.rollout.engine.sglang import (
-    cpu_ranks,
     memory_requests,
     priority_requests,
     scheduler_log,
@@ -36,7 +36,7 @@ from verl_mux.rollout.engine.sglang import (
     stop_tokens,
 )
 from verl_mux.rollout.engine.sglang.memory_requests import EngineFailed, Refused
-from verl_mux.rollout.engine.sglang.plugin import DRAFTS_VARIABLE, ENGINE_MARK, SEEDED_VARIABLE
+from verl_mux.rollout.engine.sglang.plugin import ENGINE_MARK, SEEDED_VARIABLE
 from verl_mux.rollout.engine.sglang.priority_requests import FIGURES
 from verl_mux.rollout.engine.sglang.scheduler_memory import CHARGES_VARIABLE
 from verl_mux.rollout.engine.stall_watch import StallWatch, write_stacks
@@ -80,12 +80,10 @@ class MuxSGLangHttpServer(SGLangHttpServer):
             # A graph over memory that came back must not use NCCL's registration of what was there before.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         if get_device_name() == "cpu":
-            os.environ.update(cpu_ranks.environment(gpus))
+            os.environ.update(cpu_part("engine_environment")(gpus))
         os.environ[ENGINE_MARK] = "1"
         os.environ[DIRECTORY_VARIABLE] = str(self._directory)
         os.environ[SEEDED_VARIABLE] = "1" if self._settings.seeded_sampling else "0"
-        drafts = ((self.config.engine_kwargs or {}).get("sglang") or {}).get("speculative_algorithm")
-        os.environ[DRAFTS_VARIABLE] = "1" if drafts == "NGRAM" else "0"
         scheduler_log.ask_for(self._settings, self.replica_rank, self._node())
 
     async def sleep(self, tags: list[str] | None = None, level: int = 2) -> tuple[str, Moves]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-NAME = "verl_mux.rollout.engine.sglang.cpu_server_adapter"
+NAME = "verl_mux_cpu.cpu_server_adapter"
 TIED = torch.arange(6.0).reshape(2, 3)
 
 

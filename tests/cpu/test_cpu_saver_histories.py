@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from tests.exploring import examples
-from verl_mux.memory.cpu_saver import CpuMemorySaver
+from verl_mux_cpu.cpu_saver import CpuMemorySaver
 
 
 class AgainstAModel(RuleBasedStateMachine):

@@ -4,7 +4,7 @@ import torch
 pytest.importorskip("verl")
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
-from verl_mux.platform.verl_cpu import CpuPlatform, register
+from verl_mux_cpu.verl_cpu import CpuPlatform, register
 
 
 @pytest.fixture

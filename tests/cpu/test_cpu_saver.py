@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 
 from tests.exploring import examples
-from verl_mux.memory import cpu_saver
-from verl_mux.memory.cpu_saver import CpuMemorySaver
+from verl_mux_cpu import cpu_saver
+from verl_mux_cpu.cpu_saver import CpuMemorySaver
 
 MIB = 1 << 20
 ELEMENTS = 16 * MIB // 4

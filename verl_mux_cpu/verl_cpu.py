@@ -1,6 +1,6 @@
 """verl's platform "cpu": gloo, logical GPUs declared to Ray, host memory as device memory.
 
-Imported after `verl.plugin.platform.platform_manager` (see plugin.py); registers at import.
+Imported after `verl.plugin.platform.platform_manager` (see verl_mux_cpu/plugin.py); registers at import.
 """
 
 from __future__ import annotations

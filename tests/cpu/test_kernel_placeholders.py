@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from verl_mux.rollout.engine.sglang import kernel_placeholders
+from verl_mux_cpu import kernel_placeholders
 
 
 @pytest.fixture

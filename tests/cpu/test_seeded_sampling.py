@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 
 from tests.exploring import examples
-from verl_mux.rollout.engine.sglang import seeded_sampling
-from verl_mux.rollout.engine.sglang.seeded_sampling import add_seeds, gumbel, sample
+from verl_mux_cpu import seeded_sampling
+from verl_mux_cpu.seeded_sampling import add_seeds, gumbel, sample
 
 # Upper 0.1 % points of chi-square, from any table: with fixed seeds these tests cannot flicker.
 CHI_SQUARE = {1: 10.83, 3: 16.27, 7: 24.32, 15: 37.70, 63: 103.44}
