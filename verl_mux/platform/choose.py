@@ -21,7 +21,7 @@ _DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/davinci_manager", "/dev/dxg
 _OUR_MODES = ("trainer_mode=mux_", "mux_ppo_trainer")
 _ADDRESS = "ray_init.address="
 # The group of entry points through which verl-mux-cpu comes in.
-CPU_GROUP = "verl_mux.cpu"
+CPU_GROUP = "verl_mux_cpu"
 CPU_PACKAGE_MISSING = (
     "no accelerator here, and verl-mux-cpu is not installed: `pip install ./verl_mux_cpu` in a checkout of verl_mux"
     " (VERL_PLATFORM names another platform)"
