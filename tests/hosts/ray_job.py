@@ -21,10 +21,7 @@ import psutil
 from tests.hosts.conftest import HOSTS, NAME, SUBNET, Bed, via
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.core.settings import Node
-from verl_mux.launcher.cluster import layout
-from verl_mux.launcher.cluster.layout import ClusterSpec, RayOptions
-from verl_mux.launcher.cluster.mark import uid_on_hosts
-from verl_mux.launcher.cluster.reach import HostSpec
+from verl_mux.launcher.hosts import HostSpec, OnHosts, RayOptions, parts, uid_on_hosts
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 400
@@ -36,11 +33,11 @@ class RayJob:
     def __init__(self, folder: Path, nodes: list[Node], *driver: str) -> None:
         hosts = {host: HostSpec(via=via(host)) for host in HOSTS}
         ray = RayOptions(num_cpus=4, object_store_memory=80_000_000)
-        spec = ClusterSpec(parts=layout.parts(nodes, hosts), folder=str(folder), towards=f"{SUBNET}.254", ray=ray)
+        spec = OnHosts(parts=parts(nodes, hosts), folder=str(folder), towards=f"{SUBNET}.254", role="job", ray=ray)
         self.mark, self.out, self.log = uuid4().hex, folder / "out.json", folder / "job.log"
         folder.mkdir()
         environment = {**os.environ, UID_VARIABLE: self.mark, "PYTHONPATH": str(ROOT), "RAY_enable_metrics_collection": "0"}
-        command = [sys.executable, "-m", "verl_mux.launcher.cluster", msgspec.json.encode(spec).decode()]
+        command = [sys.executable, "-m", "verl_mux.launcher.on_hosts", msgspec.json.encode(spec).decode()]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*command, "tests.hosts.ray_driver", str(self.out), *driver], stdout=log, stderr=log, env=environment

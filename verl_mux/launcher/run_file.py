@@ -6,7 +6,7 @@
     coordinator: {pools: ..., schedule: ...}
     config_name: mux_ppo_trainer         # verl's primary config
     overrides: [key=value, ...]          # for all jobs
-    hosts: {gpu-07: {via: ssh}}          # the nodes' hosts and how a command is started there (cluster/reach.py); none: all here
+    hosts: {gpu-07: {via: ssh}}          # the nodes' hosts and how a command is started there (hosts.py); none: all here
     bind: 10.0.0.1                       # with hosts: where they reach the coordinator
     keys: /secure/mux_keys               # of the coordinator, on this machine; default: made for the run
     ray: {num_cpus: 64}                  # with hosts: what Ray is told of each node
@@ -38,9 +38,7 @@ from verl_mux.coordinator.bus.messages import SIDES
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import UserError
-from verl_mux.launcher.cluster import layout
-from verl_mux.launcher.cluster.layout import RayOptions
-from verl_mux.launcher.cluster.reach import HostSpec, Way
+from verl_mux.launcher.hosts import HostSpec, Part, RayOptions, Way, parts
 from verl_mux.yaml_file import read_yaml
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -218,12 +216,12 @@ def _check_hosts(path: Path, run: RunFile) -> None:
         )
 
 
-def parts_of(job: JobSpec, run: RunFile) -> list[layout.Part]:
+def parts_of(job: JobSpec, run: RunFile) -> list[Part]:
     """The job's part on each of its hosts. The first of its training nodes is Ray's head. Raises UserError."""
     assert job.nodes != "auto"
     config = run.coordinator_config()
     names = dict.fromkeys([*job.nodes["train"], *job.nodes["rollout"]])
-    return layout.parts([config.nodes[name] for name in names], reached(run))
+    return parts([config.nodes[name] for name in names], reached(run))
 
 
 def agent_folder(host: str) -> str:

@@ -1,7 +1,7 @@
 """Which processes of a job are alive on this host, and ending those that outlive it.
 
-Runs in the coordinator, in agents, launchers and keepers, and in every process of a job that names itself; touches /proc and
-signals.
+Runs in the coordinator, in agents, in launchers and their ends on hosts, and in every process of a job that
+names itself; touches /proc and signals.
 
 A process is known by pid, boot and when it started after that boot, in the kernel's clock ticks: a reused pid is never taken
 for it and never killed, and a wall clock that is set changes nothing. A process of a job is its driver, a member that the job

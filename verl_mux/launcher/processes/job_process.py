@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from verl_mux.launcher.cluster.layout import ClusterSpec
-from verl_mux.launcher.cluster.mark import uid_on_hosts
+from verl_mux.coordinator.bus.curve_keys import JOB
+from verl_mux.launcher.hosts import OnHosts, uid_on_hosts
 from verl_mux.launcher.processes.marked_process import MarkedProcess, left_exit_code, processes_with, read_note
 from verl_mux.launcher.run_file import JobSpec, RunFile, fill, parts_of
 
@@ -112,17 +112,18 @@ def _command(name: str, spec: JobSpec, run: RunFile, address: str | None, direct
     if not run.hosts:  # a Ray of its own; without this, any that somebody started on this machine
         return [*door, *job, *([] if any("ray_init.address=" in word for word in overrides) else [_OWN_RAY])]
     spec_of_cluster = _cluster(spec, run, directory)
-    return [*door, "verl_mux.launcher.cluster", msgspec.json.encode(spec_of_cluster).decode(), *job]
+    return [*door, "verl_mux.launcher.on_hosts", msgspec.json.encode(spec_of_cluster).decode(), *job]
 
 
-def _cluster(spec: JobSpec, run: RunFile, directory: Path) -> ClusterSpec:
+def _cluster(spec: JobSpec, run: RunFile, directory: Path) -> OnHosts:
     keys = run.keys_folder()
-    return ClusterSpec(
+    return OnHosts(
         parts=parts_of(spec, run),
         folder=str(directory),
         towards=run.towards,
         keys=str(keys) if keys else None,
         forward=list({**run.environment, **spec.environment}),
+        role=JOB,
         ray=run.ray,
     )
 
