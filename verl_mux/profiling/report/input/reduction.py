@@ -111,46 +111,23 @@ TOTAL_KEY = ["job", "role", "step", "worker", "event", "of_request"]
 PARTS = list(dict.fromkeys(events.REQUEST_PARTS.values()))
 TURN_PARTS = ["engine", "preprocess", "tool_parse", "tool", "tool_response", "interaction", "postprocess"]
 
-# `spans` columns read from extra: column -> (type, field of Extra)
+
+def _columns(kind: Any, *names: str, **renamed: str) -> dict[str, tuple[Any, str]]:
+    return {name: (kind, name) for name in names} | {name: (kind, field) for name, field in renamed.items()}
+
+
+# Columns read from extra: column -> (type, field of Extra).
 SPAN_EXTRA = {
-    "of_job": (pl.String, "job"),
-    "phase": (pl.String, "phase"),
-    "pool": (pl.String, "pool"),
-    "nodes": (pl.List(pl.String), "nodes"),
-    "node": (pl.String, "node"),
-    "tag": (pl.String, "tag"),
-    "side": (pl.String, "side"),
-    "bytes": (pl.Float64, "bytes"),
-    "node_bytes": (pl.Float64, "node_bytes"),
-    "version": (pl.Int64, "version"),
-    "running": (pl.Float64, "running"),
-    "queued": (pl.Float64, "queued"),
-    "token_usage": (pl.Float64, "token_usage"),
-    "tokens_per_sec": (pl.Float64, "tokens_per_sec"),
-    "prefill_tokens_per_sec": (pl.Float64, "prefill_tokens_per_sec"),
-    "mode": (pl.String, "mode"),
-    "reward": (pl.Float64, "reward"),
-    "replica": (pl.Int64, "replica"),
-    "requests": (pl.Int64, "requests"),
-    "keys": (pl.List(pl.String), "keys"),
-    "launched": (pl.Int64, "total_requests"),
-    "wanted": (pl.Int64, "target_completion"),
-    "path": (pl.String, "path"),
+    **_columns(pl.String, "phase", "pool", "node", "tag", "side", "mode", "path", of_job="job"),
+    **_columns(pl.Float64, "bytes", "node_bytes", "running", "queued", "token_usage", "tokens_per_sec", "prefill_tokens_per_sec"),
+    **_columns(pl.Float64, "reward"),
+    **_columns(pl.Int64, "version", "replica", "requests", launched="total_requests", wanted="target_completion"),
+    **_columns(pl.List(pl.String), "nodes", "keys"),
 }
-# `stays` columns read from extra: column -> (type, field of Extra)
 STAY_EXTRA = {
-    "replica": (pl.Int64, "replica"),
-    "node": (pl.String, "node"),
-    "queue": (pl.Float64, "queue_sec"),
-    "held": (pl.Float64, "held_sec"),
-    "prefill": (pl.Float64, "prefill_sec"),
-    "decode": (pl.Float64, "decode_sec"),
-    "retractions": (pl.Int64, "retractions"),
-    "finish": (pl.String, "finish"),
-    "finish_reason": (pl.String, "finish_reason"),
-    "version": (pl.Int64, "version"),
-    "prompt": (pl.Int64, "prompt_tokens"),
-    "cached": (pl.Int64, "cached_tokens"),
+    **_columns(pl.Float64, queue="queue_sec", held="held_sec", prefill="prefill_sec", decode="decode_sec"),
+    **_columns(pl.Int64, "replica", "retractions", "version", prompt="prompt_tokens", cached="cached_tokens"),
+    **_columns(pl.String, "node", "finish", "finish_reason"),
 }
 _SUMS = {part: pl.col(part).sum() for part in PARTS}
 _REQUEST_MERGE = {
