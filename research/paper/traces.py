@@ -82,7 +82,7 @@ def two_weeks() -> list[Figure]:
         ("training nodes idle, shared", 16.0, 100 * ours.idle_train, "%"),
         ("peak H800, alone over shared", 2.16, solo.peak_gpus_train / ours.peak_gpus_train, "x"),
     ]
-    remark = "the trace is private: jobs drawn from figure 2, see testbed_trace.py"
+    remark = "the trace is private: jobs drawn from figure 2, see traces.py"
     return [
         Figure(claim="R9", name=name, paper=paper, ours=value, unit=unit, basis="assumed", remark="" if i else remark)
         for i, (name, paper, value, unit) in enumerate(found)
