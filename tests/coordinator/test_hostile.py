@@ -154,7 +154,7 @@ def test_what_the_machine_fails_at_is_taken_back_and_never_journaled(serve, spea
 def test_a_failing_watch_does_not_end_the_service(serve, speak, monkeypatch, eventually):
     coordinator = serve()
     with monkeypatch.context() as patch:
-        patch.setattr(coordinator, "_look_for_dead_drivers", lambda: 1 / 0)
+        patch.setattr(coordinator._watch, "_look_for_dead_drivers", lambda: 1 / 0)
         eventually(lambda: coordinator.snapshot()["refused"].get("faults"))
     assert speak(coordinator).status()["jobs"] == {}
 
