@@ -43,7 +43,6 @@ EXTRAS = {
     "polars": "pip install 'verl-mux[report]'",
     "matplotlib": "pip install 'verl-mux[plots]'",
     "prometheus_client": "pip install 'verl-mux[metrics]'",
-    "lightgbm": "pip install 'verl-mux[predictor]'",
     "scipy": "pip install 'verl-mux[predictor]'",
 }
 

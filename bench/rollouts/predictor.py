@@ -26,7 +26,7 @@ from verl_mux.rollout.lengths.rank_agreement import kendall_tau
 from verl_mux.rollout.lengths.rows import LengthRow, Prompt
 
 # group_early is not here: it learns within an epoch, and here an epoch is ordered before any of it is known.
-MEASURED = ("fifo", "oracle", "prompt_length", "history_mean", "default", "heuristic", "history", "ranker")
+MEASURED = ("fifo", "oracle", "prompt_length", "history_mean", "default", "heuristic", "history")
 BATCH = 1024
 _ARRIVALS = 20
 _SIMULATED_REQUESTS = 200_000

@@ -24,7 +24,7 @@ from verl_mux.memory.model_config import known_model_config
 from verl_mux.placement.estimator import LEAST
 from verl_mux.rollout.control.oversampling import MAX_CUTS, groups_to_launch
 from verl_mux.rollout.engine.record import engines
-from verl_mux.rollout.lengths.predictor import PREDICTORS, make_predictor
+from verl_mux.rollout.lengths.predictor import PREDICTORS
 
 MODES = ("mux_separate", "mux_colocate")
 _STREAMING_MODES = ("colocate_async", "separate_async")
@@ -404,10 +404,6 @@ def _check_lag(keys: RolloutConfig) -> None:
 
 def _check_predictor(name: str) -> None:
     _require(name in PREDICTORS, "dispatch.predictor", name, ", ".join(PREDICTORS))
-    try:
-        make_predictor(name)
-    except UserError as error:
-        raise UserError(f"{_ROOT}.dispatch.predictor: {error}") from None
 
 
 def _check_own(own: list[str] | None, nodes: list[str]) -> None:

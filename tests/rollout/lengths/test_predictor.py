@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -62,8 +60,6 @@ def test_chance_leaves_the_default_with_the_running_means_own_order():
 
 @pytest.mark.parametrize("name", PREDICTORS)
 def test_odd_prompts_are_scored_like_any_other(name):
-    if name == "ranker":
-        pytest.importorskip("lightgbm")
     prompts = [
         Prompt("empty", ""),
         Prompt("blank", " \n\t"),
@@ -126,18 +122,6 @@ def test_the_heuristic_reads_what_is_asked_for_and_the_token_limit():
     word, essay, story = predictor.predict([Prompt(t, t) for t in texts])
     assert word < story < essay
     assert predictor.predict([Prompt("x", texts[1], token_limit=50)])[0] == 50
-
-
-def test_the_ranker_learns_classes_online():
-    pytest.importorskip("lightgbm")
-    assert taus("ranker", generate("keyword", seed=1, epochs=3))[2] > 0.25
-
-
-def test_a_missing_extra_is_one_clear_line_and_the_default_needs_none(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lightgbm", None)
-    with pytest.raises(UserError, match=r"'ranker' cannot be loaded .*pip install 'verl-mux\[predictor\]'"):
-        make_predictor("ranker")
-    make_predictor("default")
 
 
 def test_an_unknown_name_is_refused():

@@ -26,30 +26,21 @@ class LengthPredictor(Protocol):
         """(prompts,) float64, higher for longer; equal where it cannot tell, so that a stable sort is FIFO."""
 
 
-# name -> (module, class, extra it needs)
-PREDICTORS: dict[str, tuple[str, str, str | None]] = {
-    "default": ("default", "DefaultPredictor", None),
-    "fifo": ("baselines", "Fifo", None),
-    "prompt_length": ("baselines", "PromptLength", None),
-    "history_mean": ("baselines", "HistoryMean", None),
-    "heuristic": ("heuristic", "Heuristic", None),
-    "history": ("history", "History", None),
-    "group_early": ("group_early", "GroupEarly", None),
-    "ranker": ("ranker", "Ranker", "predictor"),
+# name -> (module, class)
+PREDICTORS: dict[str, tuple[str, str]] = {
+    "default": ("default", "DefaultPredictor"),
+    "fifo": ("baselines", "Fifo"),
+    "prompt_length": ("baselines", "PromptLength"),
+    "history_mean": ("baselines", "HistoryMean"),
+    "heuristic": ("heuristic", "Heuristic"),
+    "history": ("history", "History"),
+    "group_early": ("group_early", "GroupEarly"),
 }
 
 
 def make_predictor(name: str) -> LengthPredictor:
-    """A fresh predictor of this name.
-
-    Raises:
-        UserError: an unknown name, or an extra that is not installed.
-    """
+    """A fresh predictor of this name. Raises UserError: there is none."""
     if name not in PREDICTORS:
         raise UserError(f"unknown length predictor {name!r}; allowed: {', '.join(PREDICTORS)}")
-    module, class_name, extra = PREDICTORS[name]
-    try:
-        return getattr(importlib.import_module(f"verl_mux.rollout.lengths.{module}"), class_name)()
-    except (ImportError, OSError) as error:  # OSError: lightgbm is there, its OpenMP library is not
-        needed = f"pip install 'verl-mux[{extra}]'" if extra else "pip install numpy"
-        raise UserError(f"length predictor {name!r} cannot be loaded ({error}); {needed}, or choose another") from None
+    module, class_name = PREDICTORS[name]
+    return getattr(importlib.import_module(f"verl_mux.rollout.lengths.{module}"), class_name)()
