@@ -20,8 +20,8 @@ def bench_predictor(
     skip_bad: Annotated[bool, typer.Option(help="Leave bad lines out, counted, instead of refusing the file.")] = False,
 ) -> None:
     """Order each epoch by what the earlier ones teach, and say how good the order is."""
+    from bench.rollouts.length_rows import read_rows
     from bench.rollouts.predictor import MEASURED, measure
-    from verl_mux.rollout.lengths.file import read_rows
 
     unknown = [name for name in predictor or () if name not in MEASURED]
     if unknown:

@@ -20,17 +20,42 @@ from rich.progress import track
 
 from verl_mux.errors import UserError
 from verl_mux.rollout.control.launch_order import turns
-from verl_mux.rollout.lengths.baselines import Oracle
-from verl_mux.rollout.lengths.predictor import LengthPredictor, make_predictor
-from verl_mux.rollout.lengths.rank_agreement import kendall_tau
-from verl_mux.rollout.lengths.rows import LengthRow, Prompt
+from verl_mux.rollout.lengths.predictors import LengthPredictor, LengthRow, Prompt, make_predictor
 
-# group_early is not here: it learns within an epoch, and here an epoch is ordered before any of it is known.
-MEASURED = ("fifo", "oracle", "prompt_length", "history_mean", "default", "heuristic", "history")
+MEASURED = ("fifo", "oracle", "history", "default", "heuristic")
 BATCH = 1024
 _ARRIVALS = 20
 _SIMULATED_REQUESTS = 200_000
 _TIMED_CALLS = 5
+
+
+class Oracle:
+    """Knows the answers: `reveal` is called with the lengths to come."""
+
+    def __init__(self) -> None:
+        self._lengths = np.zeros(0)
+
+    def reveal(self, lengths: Sequence[int]) -> None:
+        """Lengths of the prompts that the next `predict` is asked for, in that order."""
+        self._lengths = np.array(lengths, dtype=np.float64)
+
+    def observe(self, rows: Sequence[LengthRow]) -> None:
+        """Nothing to learn."""
+
+    def predict(self, prompts: Sequence[Prompt]) -> np.ndarray:
+        """Tokens, (prompts,). Raises ValueError: not the prompts that were revealed."""
+        if len(prompts) != len(self._lengths):
+            raise ValueError(f"{len(self._lengths)} lengths were revealed, and {len(prompts)} are asked for")
+        return self._lengths
+
+
+def kendall_tau(scores: np.ndarray, lengths: np.ndarray) -> float:
+    """Kendall's tau-b of two (n,) arrays, in [-1, 1]. 0 where one of them is constant: such an order says nothing."""
+    from scipy.stats import kendalltau
+
+    if len(scores) < 2 or np.ptp(scores) == 0 or np.ptp(lengths) == 0:
+        return 0.0
+    return float(kendalltau(scores, lengths).statistic)
 
 
 @dataclass(slots=True)

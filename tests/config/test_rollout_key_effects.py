@@ -15,8 +15,7 @@ from verl_mux.rollout.control.oversampling import Oversampler
 from verl_mux.rollout.control.segment_loss import treat_batch
 from verl_mux.rollout.control.segments import SegmentSteps
 from verl_mux.rollout.control.trigger import TrainingTrigger
-from verl_mux.rollout.lengths.predictor import make_predictor
-from verl_mux.rollout.lengths.rows import Prompt
+from verl_mux.rollout.lengths.predictors import Prompt, make_predictor
 from verl_mux.rollout.messages import Launch, Segment
 
 
@@ -83,8 +82,8 @@ EFFECTS: dict[str, tuple[Any, Any, dict]] = {
     "segments.max_segments": (segment, 2, ON),
     "segments.max_length": (segment, 50, {"segments": {"segment_length": 40}}),
     "segments.treatment": (treated, "mask", ON),
-    "dispatch.order": (order, "sjf", {"dispatch": {"predictor": "prompt_length"}}),
-    "dispatch.predictor": (order, "prompt_length", {"dispatch": {"order": "sjf"}}),
+    "dispatch.order": (order, "sjf", {"dispatch": {"predictor": "heuristic"}}),
+    "dispatch.predictor": (order, "heuristic", {"dispatch": {"order": "sjf"}}),
     "migration": (lambda config: config.controlled, True, {}),
     "growth.own": (lambda config: config.controlled, ["r0"], {}),
     "tail": (lambda config: config.defers, "defer", {}),

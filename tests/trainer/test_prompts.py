@@ -11,7 +11,7 @@ pytest.importorskip("verl")
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.utils import tensordict_utils as tu
 
-from verl_mux.rollout.lengths.baselines import Fifo
+from verl_mux.rollout.lengths.predictors import Fifo
 from verl_mux.trainer.prompts import PromptWindow, stamped
 
 BATCH, PROMPTS = 4, 18

@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 
 from scipy.stats import kendalltau
 
+from bench.rollouts.length_rows import read_rows
 from tests.what_if.second_simulator import (
     Arrival,
     Bed,
@@ -41,9 +42,7 @@ from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.rollout.control.oversampling import Oversampler
 from verl_mux.rollout.control.segments import SegmentLimits, SegmentSteps
 from verl_mux.rollout.control.tail_rounds import LengthEstimates
-from verl_mux.rollout.lengths.file import read_rows
-from verl_mux.rollout.lengths.predictor import make_predictor
-from verl_mux.rollout.lengths.rows import LengthRow, Prompt
+from verl_mux.rollout.lengths.predictors import LengthRow, Prompt, make_predictor
 from verl_mux.what_if.recorded_run import recordings, stays_of
 from verl_mux.what_if.what_if import WhatIf
 

@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 from scipy.stats import kendalltau
 
-from verl_mux.rollout.lengths.rows import LengthRow
+from verl_mux.rollout.lengths.predictors import LengthRow
 from verl_mux.what_if.recorded_run import Foresight, Group, Recording, Rounds, Sample, in_order, resampled
 
 CHANCE = random.Random(2)

@@ -24,7 +24,7 @@ from verl_mux.memory.model_config import known_model_config
 from verl_mux.placement.estimator import LEAST
 from verl_mux.rollout.control.oversampling import MAX_CUTS, groups_to_launch
 from verl_mux.rollout.engine.record import engines
-from verl_mux.rollout.lengths.predictor import PREDICTORS
+from verl_mux.rollout.lengths.predictors import PREDICTORS
 
 MODES = ("mux_separate", "mux_colocate")
 _STREAMING_MODES = ("colocate_async", "separate_async")

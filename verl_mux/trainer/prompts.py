@@ -21,8 +21,7 @@ from verl.utils import tensordict_utils as tu
 from verl_mux.config.schema import RolloutConfig
 from verl_mux.rollout.control.launch_order import LaunchOrder, prompts_of
 from verl_mux.rollout.control.tail_rounds import LengthEstimates, TailRounds
-from verl_mux.rollout.lengths.predictor import LengthPredictor, make_predictor
-from verl_mux.rollout.lengths.rows import Prompt
+from verl_mux.rollout.lengths.predictors import LengthPredictor, Prompt, make_predictor
 
 _FILE = "mux_tail.pt"
 _STEP = "global_steps"  # verl's note of the step for which a batch was drawn

@@ -10,7 +10,7 @@ from typing import Any
 from verl_mux.errors import UserError
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.rollout.control.launch_order import ORDERS
-from verl_mux.rollout.lengths import advice as length_advice
+from verl_mux.what_if import length_limit
 from verl_mux.what_if.recorded_run import Recording, changed, recordings, stays_of
 from verl_mux.what_if.together import Makespan, Together, sharings
 from verl_mux.what_if.what_if import Outcome, Prediction, WhatIf
@@ -105,14 +105,14 @@ def _candidates(model: WhatIf) -> Iterator[dict[str, str]]:
 def _limits(recording: Recording) -> list[int]:
     """Limits of the length that put little reward at stake, by the same rule as the length advice; without scores, none."""
     samples = [
-        length_advice.LengthSample(s.tokens, s.score, float(s.tokens), group.step)
+        length_limit.LengthSample(s.tokens, s.score, float(s.tokens), group.step)
         for group in recording.groups
         for s in group.samples
         if s.score is not None
     ]
     if not samples:
         return []
-    table = length_advice.advise(samples).candidates
+    table = length_limit.advise(samples).candidates
     fit = [row.max_response_length for row in table if row.reward <= MAX_AT_STAKE and row.max_response_length < recording.longest]
     return fit[:MAX_LIMITS]
 

@@ -25,8 +25,7 @@ from verl_mux.rollout.control.launch_order import ORDERS
 from verl_mux.rollout.control.oversampling import STRATEGIES, LagLimit
 from verl_mux.rollout.control.segments import SegmentLimits
 from verl_mux.rollout.control.tail_rounds import MAX_MEAN, TAILS, LengthEstimates, TailRounds
-from verl_mux.rollout.lengths.predictor import LengthPredictor, make_predictor
-from verl_mux.rollout.lengths.rows import LengthRow, Prompt
+from verl_mux.rollout.lengths.predictors import LengthPredictor, LengthRow, Prompt, make_predictor
 
 MIN_STEPS = 3
 
@@ -355,7 +354,7 @@ def _possible(key: str, value: object, settings: Settings) -> bool:
 
 TAU = 0.5  # rank agreement of predicted and true lengths, as a learning predictor reaches on known data
 # Those whose order is known without the prompts' texts.
-BY_ID = ("default", "fifo", "history", "history_mean")
+BY_ID = ("default", "fifo", "history")
 
 
 class Foresight:

@@ -14,7 +14,7 @@ from tests.rollout.lengths.length_generators import generate
 from verl_mux import cli
 
 REQUIRED = {"kendall_tau", "kendall_tau_by_epoch", "us_per_prompt", "sjf_mean_completion_ratio", "ljf_makespan_ratio"}
-FAST = ["--predictor", "fifo", "--predictor", "oracle", "--predictor", "history_mean", "--predictor", "default"]
+FAST = ["--predictor", "fifo", "--predictor", "oracle", "--predictor", "history", "--predictor", "default"]
 
 
 class Done(NamedTuple):
@@ -50,7 +50,7 @@ def test_prints_one_json_object_with_every_figure(bench, tmp_path):
     done = bench(lines(tmp_path, *as_rows(generate("keyword", 1, prompts=120, epochs=3))), "--json")
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
-    assert {"fifo", "oracle", "prompt_length", "history_mean", "default"} <= set(results)
+    assert {"fifo", "oracle", "history", "default", "heuristic"} <= set(results)
     for name, figures in results.items():
         assert set(figures) >= REQUIRED, name
         assert len(figures["kendall_tau_by_epoch"]) == 3
@@ -74,7 +74,7 @@ def test_prints_one_json_object_with_every_figure(bench, tmp_path):
 def test_odd_but_valid_files_are_measured(bench, tmp_path, rows):
     done = bench(lines(tmp_path, *rows), "--json", *FAST)
     assert done.returncode == 0, done.stderr
-    assert set(json.loads(done.stdout)) == {"fifo", "oracle", "history_mean", "default"}
+    assert set(json.loads(done.stdout)) == {"fifo", "oracle", "history", "default"}
 
 
 GOOD = {"id": 1, "prompt": "a", "epoch": 0, "length": 5}
@@ -97,8 +97,8 @@ GOOD = {"id": 1, "prompt": "a", "epoch": 0, "length": 5}
     ],
 )
 def test_a_bad_line_is_refused_by_its_number_or_left_out_and_counted(tmp_path, row, said):
+    from bench.rollouts.length_rows import read_rows
     from verl_mux.errors import UserError
-    from verl_mux.rollout.lengths.file import read_rows
 
     file = Path(lines(tmp_path, GOOD, row))
     with pytest.raises(UserError, match="line 2: ") as error:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from bench.rollouts.predictor import simulate
 from verl_mux.rollout.control.launch_order import ORDERS, LaunchOrder, prompts_of, turns
-from verl_mux.rollout.lengths.predictor import make_predictor
-from verl_mux.rollout.lengths.rows import Prompt
+from verl_mux.rollout.lengths.predictors import GroupEarly, Prompt, make_predictor
 
 PROMPTS = [Prompt(str(i), f"task {i}") for i in range(4)]
 UIDS = [f"u{i}" for i in range(4)]
@@ -20,7 +19,7 @@ LENGTHS = {"u0": [50, 60], "u1": [10, 12], "u2": [400], "u3": [90]}
 
 
 def learnt(order: str) -> LaunchOrder:
-    it = LaunchOrder(order, make_predictor("history_mean"))
+    it = LaunchOrder(order, make_predictor("history"))
     it.place(UIDS, PROMPTS)
     it.observe(LENGTHS, epoch=0)
     if it._fit is not None:
@@ -40,7 +39,7 @@ def test_shortest_first():
 
 
 def test_lengths_of_prompts_it_never_placed_are_ignored():
-    it = LaunchOrder("sjf", make_predictor("history_mean"))
+    it = LaunchOrder("sjf", make_predictor("history"))
     it.observe({"stranger": [5]}, epoch=0)
     assert it._fit is None
     assert it.place(UIDS, PROMPTS).tolist() == [0, 1, 2, 3]
@@ -49,7 +48,7 @@ def test_lengths_of_prompts_it_never_placed_are_ignored():
 @pytest.mark.parametrize("order", ["fifo", "sjf"])
 def test_weeks_of_steps_leave_nothing_behind(order):
     """Neither of prompts that were trained nor of those that were dropped."""
-    it = LaunchOrder(order, make_predictor("history_mean"))
+    it = LaunchOrder(order, make_predictor("history"))
     for step in range(5):
         uids = [f"{step}/{uid}" for uid in UIDS]
         it.place(uids, PROMPTS)
@@ -63,7 +62,7 @@ def test_weeks_of_steps_leave_nothing_behind(order):
 
 def test_what_was_not_read_while_a_group_ran_is_read_when_it_is_trained():
     """A fit may hold the predictor when a response ends; a sibling's that was read must not hide it."""
-    predictor = make_predictor("group_early")
+    predictor = GroupEarly()
     it = LaunchOrder("sjf", predictor)
     it.place(UIDS, PROMPTS)
     it.observe_early("u0", 50, epoch=0)

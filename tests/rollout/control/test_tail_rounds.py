@@ -12,8 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.exploring import examples
 from verl_mux.rollout.control.tail_rounds import Expected, LengthEstimates, TailRounds, plan, ranks_of
-from verl_mux.rollout.lengths.baselines import Fifo, PromptLength
-from verl_mux.rollout.lengths.rows import Prompt
+from verl_mux.rollout.lengths.predictors import Fifo, Prompt
 
 
 def sure(*lengths: float) -> Expected:
@@ -257,6 +256,10 @@ def test_the_long_ones_are_not_expected_shorter_than_they_are_on_average():
 
 
 def test_prompts_without_a_past_are_put_where_their_rank_belongs():
+    class PromptLength(Fifo):
+        def predict(self, prompts):
+            return np.array([float(len(prompt.text)) for prompt in prompts])
+
     estimates = LengthEstimates(PromptLength(), 1)
     for prompt in PROMPTS:
         estimates.observe(prompt, 0, [10 * len(prompt.text) + 10])

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from verl_mux.rollout.lengths.rows import LengthRow, Prompt
+from verl_mux.rollout.lengths.predictors import LengthRow, Prompt
 
 _VOCABULARY = [
     a + b + c for a in ("ba", "ke", "lo", "mi", "nu", "ra", "se", "ti") for b in "nrstl" for c in ("a", "e", "or", "ix")

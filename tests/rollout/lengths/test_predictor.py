@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from bench.rollouts.predictor import kendall_tau
 from tests.rollout.lengths.length_generators import KINDS, generate
 from verl_mux.errors import UserError
-from verl_mux.rollout.lengths.predictor import PREDICTORS, make_predictor
-from verl_mux.rollout.lengths.rank_agreement import agreement, concordance, kendall_tau
-from verl_mux.rollout.lengths.rows import LengthRow, Prompt
+from verl_mux.rollout.lengths.predictors import PREDICTORS, GroupEarly, LengthRow, Prompt, make_predictor
 
 
 def taus(name: str, epochs: list[list[LengthRow]]) -> list[float]:
@@ -31,14 +30,14 @@ def row(name: str, length: int, epoch: int = 0, text: str | None = None) -> Leng
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_default_orders_no_epoch_worse_than_the_running_mean(kind):
     epochs = generate(kind, seed=1)
-    for number, (ours, running) in enumerate(zip(taus("default", epochs), taus("history_mean", epochs), strict=True)):
+    for number, (ours, running) in enumerate(zip(taus("default", epochs), taus("history", epochs), strict=True)):
         assert ours >= running - 0.005, f"epoch {number}"
 
 
 @pytest.mark.parametrize("kind", ["story", "keyword", "keyword_half_attending", "keyword_samples"])
 def test_the_default_orders_better_where_text_tells_and_history_is_short(kind):
     epochs = generate(kind, seed=2)
-    assert taus("default", epochs[:2])[1] > taus("history_mean", epochs[:2])[1] + 0.005
+    assert taus("default", epochs[:2])[1] > taus("history", epochs[:2])[1] + 0.005
 
 
 def test_the_default_orders_prompts_it_never_saw_by_their_text():
@@ -55,7 +54,7 @@ def test_the_default_keeps_the_order_of_arrival_before_it_has_seen_anything():
 
 def test_chance_leaves_the_default_with_the_running_means_own_order():
     epochs = generate("chance", seed=4)
-    assert taus("default", epochs) == taus("history_mean", epochs)
+    assert taus("default", epochs) == taus("history", epochs)
 
 
 @pytest.mark.parametrize("name", PREDICTORS)
@@ -100,16 +99,8 @@ def test_epochs_may_be_missing_or_come_late():
     assert kendall_tau(scores, np.arange(80)) > 0.95
 
 
-def test_history_falls_back_on_the_most_similar_prompts():
-    predictor = make_predictor("history")
-    predictor.observe([row(f"long{i}", 900, text=f"prove the lemma {i} at length") for i in range(20)])
-    predictor.observe([row(f"short{i}", 9, text=f"name one river {i}") for i in range(20)])
-    long, short = predictor.predict([Prompt("x", "prove the lemma 77 at length"), Prompt("y", "name one river 77")])
-    assert long > short
-
-
 def test_group_early_follows_the_samples_of_the_latest_epoch():
-    predictor = make_predictor("group_early")
+    predictor = GroupEarly()
     predictor.observe([row("a", 1000, 0), row("b", 10, 0), row("c", 100, 0)])
     predictor.observe([row("a", 10, 1), row("b", 1000, 1)])
     a, b, c = predictor.predict([Prompt(name, "") for name in "abc"])
@@ -127,10 +118,3 @@ def test_the_heuristic_reads_what_is_asked_for_and_the_token_limit():
 def test_an_unknown_name_is_refused():
     with pytest.raises(UserError, match="'bert'; allowed: default, fifo"):
         make_predictor("bert")
-
-
-def test_concordance_is_tau_item_by_item():
-    scores, lengths = np.array([1.0, 3.0, 2.0, 4.0]), np.array([1.0, 2.0, 3.0, 4.0])
-    assert concordance(scores, lengths).mean() == pytest.approx(kendall_tau(scores, lengths))
-    assert agreement(concordance(lengths, lengths)).mean == 1
-    assert kendall_tau(np.ones(4), lengths) == 0

@@ -14,9 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_mux.rollout.lengths.group_early import GroupEarly
-from verl_mux.rollout.lengths.predictor import LengthPredictor
-from verl_mux.rollout.lengths.rows import LengthRow, Prompt
+from verl_mux.rollout.lengths.predictors import GroupEarly, LengthPredictor, LengthRow, Prompt
 
 ORDERS = ("fifo", "sjf")
 _LONGEST_FIRST = "ljf"

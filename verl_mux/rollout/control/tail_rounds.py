@@ -34,8 +34,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from verl_mux.rollout.lengths.predictor import LengthPredictor
-from verl_mux.rollout.lengths.rows import LengthRow, Prompt
+from verl_mux.rollout.lengths.predictors import LengthPredictor, LengthRow, Prompt
 
 TAILS = ("none", "defer")
 MAX_MEAN = 2.0  # most that a round's mean length may be expected to be, as a multiple of its window's

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from verl_mux.rollout.lengths.rows import LengthRow, Prompt
+from verl_mux.rollout.lengths.predictors import LengthRow, Prompt
 
 # Effect on log length. Stems, matched at a word's start; the escaped ones are Chinese.
 KEYWORDS = {

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from verl_mux.errors import UserError
-from verl_mux.rollout.lengths.rows import LengthRow, Prompt
+from verl_mux.rollout.lengths.predictors import LengthRow, Prompt
 
 _MAX_LENGTH = 2**31
 

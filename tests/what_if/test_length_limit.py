@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl_mux.rollout.lengths.advice import LengthSample, advise
+from verl_mux.what_if.length_limit import LengthSample, advise
 
 
 def samples(*rows: tuple[int, float, float, int]) -> list[LengthSample]:
