@@ -83,8 +83,8 @@ class _Recorder(TorchDispatchMode):
 class CpuMemorySaver:
     """Tags of one process: any hashable keys. Not thread-safe: pause and resume while nothing computes on the tensors.
 
-    `account` is told the bytes on the device by tag, whenever they may have changed; `reserve` what they would be, before. It
-    raises DeviceFull where there is no room, which is torch's OutOfMemoryError for whoever asked.
+    The saver calls `account` with the bytes on the device by tag whenever they may have changed, and `reserve` with what
+    they will be, before they change. `reserve` raises DeviceFull where there is no room; the caller gets OutOfMemoryError.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""One seed per request on SGLang's CPU engine, so that the same job samples the same tokens whoever runs beside it.
+"""One seed per request on SGLang's CPU engine, so that a job samples the same tokens whichever jobs run beside it.
 
 SGLang passes `sampling_seed` to its sampler in deterministic mode only, and refuses that mode for the torch_native backend. These
-hooks let the seed through and draw each token with noise that depends on (seed, position) alone, not on who shares the batch
+hooks let the seed through and draw each token with noise that depends on (seed, position) alone, not on the rest of the batch
 (Gumbel-max: argmax(logp + g) samples from p; g from a counter-based hash, splitmix64, of seed, position and token id).
 """
 

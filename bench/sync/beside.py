@@ -43,11 +43,11 @@ def _one(name: str, lacks: str | None, model_bytes: int, ranks: int) -> dict[str
         return {"why_not": str(error)}
 
 
-def compared(told: Mapping[str, Any]) -> dict[str, Any]:
+def compared(answer: Mapping[str, Any]) -> dict[str, Any]:
     """Of engines that load a tensor as it comes; `by_engine`: of those that load as engines without a GPU do.
     model_bytes: of the model that came nearest to what was asked for."""
-    memory, engine = (_medians(told["ways"][way]) for way in ("memory", "engine"))
-    return {**memory, "bit_equal": told["bit_equal"], "model_bytes": told["model_bytes"], "by_engine": engine}
+    memory, engine = (_medians(answer["ways"][way]) for way in ("memory", "engine"))
+    return {**memory, "bit_equal": answer["bit_equal"], "model_bytes": answer["model_bytes"], "by_engine": engine}
 
 
 def _medians(took: Mapping[str, list[float]]) -> dict[str, Any]:
@@ -71,12 +71,12 @@ def _ask(*arguments: str) -> dict[str, Any]:
 
 def lines(found: Mapping[str, Any]) -> list[str]:
     """For people."""
-    told = []
+    text = []
     for name, it in found["beside"].items():
         if "why_not" in it:
-            told.append(f"{name}: does not run here: {it['why_not']}")
+            text.append(f"{name}: does not run here: {it['why_not']}")
             continue
         same = "" if it["bit_equal"] else ", WRONG WEIGHTS"
         for way, its in (("", it), (" by an engine", it["by_engine"])):
-            told.append(f"{name}{way}: {its['seconds']:.3f} s, ours {its['ours_seconds']:.3f} s, {its['ratio']:.2f} of it{same}")
-    return told
+            text.append(f"{name}{way}: {its['seconds']:.3f} s, ours {its['ours_seconds']:.3f} s, {its['ratio']:.2f} of it{same}")
+    return text

@@ -113,10 +113,10 @@ def together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _check(told: int, counted: int, method: str) -> None:
+def _check(sent: int, counted: int, method: str) -> None:
     """What the ends say that they sent over the slow class is what the interface carried. Raises Failure."""
-    if not told <= counted <= told * _HEADERS + 2**17:
-        raise Failure(f"{method} says that it sent {told} bytes over the slow links, and their interface counted {counted}")
+    if not sent <= counted <= sent * _HEADERS + 2**17:
+        raise Failure(f"{method} says that it sent {sent} bytes over the slow links, and their interface counted {counted}")
 
 
 def _lines(found: dict[str, Any]) -> list[str]:

@@ -59,10 +59,10 @@ class _Process:
         """Raises Failure."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        told = json.loads(line) if line else {"error": "it ended"}
-        if "error" in told:
-            raise Failure(f"{self.name}: {told['error']}")
-        return told["ok"]
+        reply = json.loads(line) if line else {"error": "it ended"}
+        if "error" in reply:
+            raise Failure(f"{self.name}: {reply['error']}")
+        return reply["ok"]
 
 
 class Group:
@@ -103,10 +103,10 @@ class Group:
 
     def sync(self, method: str, version: int) -> dict[str, Any]:
         """One, by this method; seconds from the first order until the last worker has everything."""
-        told, seconds = self.raw_sync(method, version)
-        slow = round(sum(it.get("slow_bytes", 0.0) for it in told))
+        results, seconds = self.raw_sync(method, version)
+        slow = round(sum(it.get("slow_bytes", 0.0) for it in results))
         wanted = digest_of(self._entries, version)
-        same = all(it["digest"] == wanted for it in told[len(self._shares) :])
+        same = all(it["digest"] == wanted for it in results[len(self._shares) :])
         return {
             "seconds": seconds,
             "slow_bytes": slow,
@@ -117,8 +117,8 @@ class Group:
     def raw_sync(self, method: str, version: int) -> tuple[list[dict[str, Any]], float]:
         """What trainers, then workers say of it, and the seconds."""
         began = self.begin(method, version)
-        told = self.answers()
-        return told, max(it["ended"] for it in told[len(self._shares) :]) - began
+        results = self.answers()
+        return results, max(it["ended"] for it in results[len(self._shares) :]) - began
 
     def begin(self, method: str, version: int) -> float:
         """Order all processes to take part. Returns when."""

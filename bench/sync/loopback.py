@@ -40,10 +40,10 @@ def over_loopback(model_bytes: int) -> dict[str, Any]:
             found.append(group.raw_sync("two_stage", 1))
     for _ in range(_ROUNDS):
         plain.append(plain_sockets(model_bytes))
-    told, seconds = min(found, key=lambda it: it[1])
+    answers, seconds = min(found, key=lambda it: it[1])
     moved, gib = model_bytes * _HOSTS / 1e9, model_bytes / 2**30
-    send = sum(it["cpu"] for it in told[:_SENDERS]) / (gib * _HOSTS)
-    receive = [it for it in told[_SENDERS:] if "received_bytes" in it]
+    send = sum(it["cpu"] for it in answers[:_SENDERS]) / (gib * _HOSTS)
+    receive = [it for it in answers[_SENDERS:] if "received_bytes" in it]
     wanted = digest_of(entries_of(model_bytes), 1)
     return {
         "model_bytes": model_bytes,
@@ -52,9 +52,9 @@ def over_loopback(model_bytes: int) -> dict[str, Any]:
         "share_of_plain": min(plain) / seconds,
         "cpu_send_per_gib": send,
         "cpu_receive_per_gib": sum(it["cpu"] for it in receive) / (gib * _HOSTS),
-        "cpu_host_per_gib": sum(it["cpu"] for it in told[_SENDERS:]) / (gib * _HOSTS),
+        "cpu_host_per_gib": sum(it["cpu"] for it in answers[_SENDERS:]) / (gib * _HOSTS),
         "extra_bytes": max(it["grown_bytes"] for it in receive) - model_bytes,
-        "bit_equal": all(it["digest"] == wanted for it in told[_SENDERS:]),
+        "bit_equal": all(it["digest"] == wanted for it in answers[_SENDERS:]),
     }
 
 

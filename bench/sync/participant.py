@@ -1,4 +1,4 @@
-"""One end of a sync in a process of its own: `python -m bench.sync.participant`, told what to do line by line.
+"""One end of a sync in a process of its own: `python -m bench.sync.participant`. The bench sends it one order a line.
 
 The bytes of the model are made of their places, so that every process knows them all without a file.
 """
@@ -119,10 +119,10 @@ def main() -> None:
                 participant, result = Participant(**order), None
             else:
                 result = getattr(participant, what)(**order)
-            told = {"ok": result}
+            reply = {"ok": result}
         except Exception as error:
-            told = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(told), flush=True)
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), flush=True)
 
 
 if __name__ == "__main__":

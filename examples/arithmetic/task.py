@@ -15,7 +15,7 @@ Each line of the worked solution combines the last two numbers, keeps the remain
 One wrong sum spoils everything after it, so long problems are hard, and the length of a solution is given by its
 problem. The counts follow a geometric law: most are small, a few several times larger.
 Demonstrations are written by a hasty hand: some sums it works out, others it only guesses, which it marks by writing
-~ for =, and half of its guesses are wrong. Whoever imitates it guesses as often, and so is right only some of the time.
+~ for =, and half of its guesses are wrong. A model that imitates it guesses as often, and is right only some of the time.
 """
 
 from __future__ import annotations

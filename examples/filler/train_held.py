@@ -2,7 +2,7 @@
 
     verl-mux hold --pool train -- python examples/filler/train_held.py --out runs/sums
 
-The checkpoint of every so many steps is what counts; the one at SIGTERM is extra, for half a second is not much.
+The checkpoint that it writes every few steps is what counts. The one at SIGTERM is extra: half a second may be too short for it.
 """
 
 from __future__ import annotations

@@ -179,11 +179,11 @@ def _start(name: str, address: str, link: str, folder: Path) -> Host:
         _between(name, folder, writing)
     os.close(writing)
     with os.fdopen(reading) as pipe:
-        told = pipe.read().split("\n", 1)
+        report = pipe.read().split("\n", 1)
     os.waitpid(between, 0)
-    if len(told) < 2 or told[1].strip() != "ready":
-        raise BedError(f"cannot make host {name!r}: {''.join(told[1:]).strip() or told[0] or 'its first process died'}")
-    pid = int(told[0])
+    if len(report) < 2 or report[1].strip() != "ready":
+        raise BedError(f"cannot make host {name!r}: {''.join(report[1:]).strip() or report[0] or 'its first process died'}")
+    pid = int(report[0])
     return Host(name, address, link, pid, _started(pid))
 
 

@@ -48,7 +48,7 @@ def leave_word(word: str) -> None:
 
 
 def word_left(directory: Path) -> str | None:
-    """In a process on the server's node: why the engine ended as it started; None: nobody left a word."""
+    """Why the engine ended during its start. None: no engine process left a word. Runs in a process on the server's node."""
     path = directory / _WORD
     return path.read_text() if path.exists() else None
 

@@ -2,7 +2,7 @@
 
     shut -> enter(token) -> open -> pause() -> reopen(token), passed() -> open -> ... -> shut()
 
-What a pause cuts off begins again from its prompt when it is over; whoever asked for it notices nothing but the time.
+When a pause ends, each request that it cut off begins again from its prompt. The client sees only that the request takes longer.
 """
 
 from __future__ import annotations

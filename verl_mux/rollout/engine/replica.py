@@ -257,7 +257,7 @@ class MuxReplica(RolloutReplica):
         found = await asyncio.gather(*[server.host_memory.remote() for server in self.servers])
         workers = await asyncio.gather(*[worker.mux_host_memory.remote() for worker in self.workers])
         nodes = [self.nodes[at // self.gpus_per_replica_node] for at in range(len(workers))]
-        return [*(told for server in found for told in server), *((n, *told) for n, told in zip(nodes, workers, strict=True))]
+        return [*(usage for server in found for usage in server), *((n, *usage) for n, usage in zip(nodes, workers, strict=True))]
 
 
 def nodes_of_replicas(nodes: Sequence[str], replicas: int, servers: int) -> list[tuple[str, ...]]:
@@ -341,10 +341,10 @@ class MuxLLMServerManager(LLMServerManager):
     async def processes(self) -> list[Member]:
         """All processes of all replicas."""
         found = await asyncio.gather(*[replica.processes() for replica in self.rollout_replicas])
-        return [process for replica in found for process in replica]
+        return [usage for replica in found for usage in replica]
 
     @auto_await
     async def host_memory(self) -> list[tuple[str, Member, dict[str, int]]]:
         """Of all processes of all replicas: node, process, and what it holds of its host's memory."""
         found = await asyncio.gather(*[replica.host_memory() for replica in self.rollout_replicas])
-        return [told for replica in found for told in replica]
+        return [usage for replica in found for usage in replica]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-# No answer for so long, and for so many times as long as usual.
+# An engine stalls when it answers nothing for LEAST_S, and for TIMES its median gap between answers.
 LEAST_S = 10.0
 TIMES = 8.0
 _REMEMBERED = 200
@@ -35,7 +35,7 @@ class StallWatch:
         self._since, self._standing = now, False
 
     def look(self, now: float, running: int) -> float | None:
-        """Seconds for which it has stood still: told once a stall, from the second one on."""
+        """Seconds for which the engine has stood still: once a stall, from the second stall on. Else None."""
         if not running:
             self._since, self._standing = None, False
             return None
@@ -53,13 +53,13 @@ def write_stacks(pids: Sequence[int], path: Path) -> str:
     """Of all threads of these processes: Python's by py-spy where it is installed and may look, else where the kernel has them.
     Returns which, "py-spy" or "kernel"."""
     spy = shutil.which("py-spy")
-    told, by = [], "kernel"
+    stacks, by = [], "kernel"
     for pid in pids:
         text = _python_stacks(spy, pid) if spy else None
         by = "py-spy" if text else by
-        told.append(f"process {pid}: {_command(pid)}\n{text or _kernel_states(pid)}")
+        stacks.append(f"process {pid}: {_command(pid)}\n{text or _kernel_states(pid)}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n\n".join(told) + "\n")
+    path.write_text("\n\n".join(stacks) + "\n")
     return by
 
 

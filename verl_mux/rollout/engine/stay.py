@@ -32,7 +32,7 @@ class Stay(NamedTuple):
 
 
 def stay_of(name: str) -> Stay | None:
-    """The stay of that name; None where somebody else named the request."""
+    """The stay of that name; None where another client than our agent loops named the request."""
     request_id, *numbers = name.rsplit("/", 4)
     if len(numbers) != 4 or not all(number.isdigit() for number in numbers[:3]):
         return None

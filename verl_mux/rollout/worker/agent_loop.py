@@ -58,7 +58,7 @@ def request_seed(*parts: Any) -> int:
 
 
 class MuxAgentLoopWorker(_VerlWorker):
-    """One agent loop worker. `wait_progress` answers when a prompt has settled, so nobody has to poll."""
+    """One agent loop worker. `wait_progress` answers when a prompt has settled, so the trainer need not poll."""
 
     llm_client: Any
 
@@ -187,9 +187,9 @@ class MuxAgentLoopWorker(_VerlWorker):
             return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
 
     async def _compute_score(self, outputs, *args, **kwargs) -> None:
-        with part(events.REWARD) as told:
+        with part(events.REWARD) as extra:
             await super()._compute_score(outputs, *args, **kwargs)
-            told["score"] = scored(outputs[-1].reward_score)
+            extra["score"] = scored(outputs[-1].reward_score)
 
     async def _agent_loop_postprocess(self, output, *args, **kwargs):
         self._groups.ending(output)

@@ -22,7 +22,7 @@ _GATHER_S = 0.01
 
 
 class PromptGroups:
-    """Responses by group and sample, the task that runs each group, and the reports nobody has taken yet."""
+    """Responses by group and sample, the task that runs each group, and the reports that the trainer has not taken yet."""
 
     def __init__(self) -> None:
         self.log: Any = NULL_LOG
@@ -111,7 +111,7 @@ class PromptGroups:
         """Engine calls by group and sample, plain lists."""
         return {g: {sample: saved(response) for sample, response in self._responses[g].items()} for g in groups if g in self}
 
-    # ---------------------------------------------------------------- told by the worker
+    # ---------------------------------------------------------------- called by the worker
 
     def started(self, group: str, task: asyncio.Task) -> None:
         """A task runs this group."""

@@ -132,7 +132,7 @@ class TimedClient:
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
         output = await self._client.generate(*args, **kwargs)
-        told = (output.extra_fields or {}).pop(ANSWER, {})
+        answer = (output.extra_fields or {}).pop(ANSWER, {})
         record = current.get()
         if record is not None:
             record.response_tokens += len(output.token_ids)
@@ -140,8 +140,8 @@ class TimedClient:
             record.event(
                 events.TURN_ENGINE_CALL, time.perf_counter() - started, turn=record.turns, stay=record.stays,
                 prompt_tokens=len(kwargs.get("prompt_ids", ())), response_tokens=len(output.token_ids),
-                finish_reason=output.stop_reason, replica=told.get("replica"), node=told.get("node"),
-                queue_sec=told.get("queue_sec"), held_sec=told.get("held_sec"), version=told.get("version"),
+                finish_reason=output.stop_reason, replica=answer.get("replica"), node=answer.get("node"),
+                queue_sec=answer.get("queue_sec"), held_sec=answer.get("held_sec"), version=answer.get("version"),
             )  # fmt: skip
             record.idle_since = time.perf_counter()
         return output

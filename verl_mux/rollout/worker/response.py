@@ -176,7 +176,7 @@ class Response:
         return self.calls[self._next - 1]
 
     async def may_generate(self) -> None:
-        """Until there is a budget and nobody has cut it off."""
+        """Waits until the response has a budget and the trainer lets it run."""
         while True:
             if self.is_open:
                 if self.budget is None or self.budget > 0:

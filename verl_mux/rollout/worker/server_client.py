@@ -22,7 +22,7 @@ from verl_mux.rollout.worker.response import Call, Response, Stage, current
 
 _LIMITS = ("max_tokens", "max_new_tokens")
 _RETRY_S = 0.05
-_RECENT = 64  # stays in the engine from which its speed is told
+_RECENT = 64  # the client measures an engine's speed on its last stays
 _engine_request: ContextVar[str | None] = ContextVar("verl_mux_engine_request", default=None)
 
 
@@ -129,7 +129,7 @@ class ResponseClient:
         call.add(list(output.token_ids), output.log_probs, int(output.extra_fields.get("global_steps") or 0))
         response.spend(len(output.token_ids))
         if output.stop_reason == ABORTED:
-            if response.is_open:  # somebody else's abort, an engine that paused say
+            if response.is_open:  # another abort than ours: of an engine that paused, say
                 await asyncio.sleep(_RETRY_S)
         elif output.stop_reason != LENGTH or asked == room:
             call.stop_reason = output.stop_reason

@@ -11,7 +11,7 @@ from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, Resum
 from verl_mux.rollout.engine.sglang.scheduler_memory import REPORT, Answer, Ask
 
 _BUSY_AGAIN_S = 0.05
-# What was aborted has left the engine within this; else somebody else's requests run there.
+# Aborted requests leave the engine within this time. An engine that is busy for longer runs another client's requests.
 _BUSY_S = 30.0
 
 
@@ -30,7 +30,7 @@ async def ask(manager: Any, verb: str, tags: list[str], level: int, wait_s: floa
 
     Raises:
         Refused: no room, still busy, a wrong order; nothing has changed.
-        EngineFailed: nobody knows what changed.
+        EngineFailed: a rank failed half-way, and its tags may be in any state.
     """
     manager.auto_create_handle_loop()
     kind = ReleaseMemoryOccupationReqInput if verb == "sleep" else ResumeMemoryOccupationReqInput

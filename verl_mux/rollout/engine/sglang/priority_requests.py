@@ -47,13 +47,13 @@ def install(tokenizer_manager: Any) -> None:
         if tokenizer_manager.server_args.enable_priority_scheduling:
             request.priority = _priority.get()
         async for output in generate_request(request, *args, **kwargs):
-            answer, told = _answer.get(), output.get("meta_info") or {}
+            answer, meta = _answer.get(), output.get("meta_info") or {}
             if answer is not None:
-                answer.update({ours: told.get(theirs) for ours, theirs in OF_ANSWER.items()})
-                answer.update(times.pop(str(told.get("id")), {}))
-            if (told.get("finish_reason") or {}).get("type") == "abort":
+                answer.update({ours: meta.get(theirs) for ours, theirs in OF_ANSWER.items()})
+                answer.update(times.pop(str(meta.get("id")), {}))
+            if (meta.get("finish_reason") or {}).get("type") == "abort":
                 # SGLang keeps the name of a request that was aborted in its queue, and refuses it when it comes again.
-                tokenizer_manager.rid_to_state.pop(told.get("id"), None)
+                tokenizer_manager.rid_to_state.pop(meta.get("id"), None)
             yield output
 
     async def with_times(received):

@@ -46,7 +46,7 @@ class _Mapping:
         """Raises RuntimeError: there is no such memory."""
         path = f"/proc/{place.pid}/fd/{place.fd}"
         try:
-            # Whoever reaches the engine's port can name any open file of this user.
+            # A client that reaches the engine's port can name any open file of this user.
             is_region = os.readlink(path).startswith(f"/memfd:{NAME}")
             fd = os.open(path, os.O_RDWR)
         except OSError as error:
@@ -87,13 +87,13 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """As SGLang calls it. Raises RuntimeError: the region cannot be mapped or pinned."""
     from sglang.srt.distributed.parallel_state import get_tensor_model_parallel_rank
 
-    ((told, _),) = named_tensors
-    model.load_weights(tensors(told, get_tensor_model_parallel_rank()))
+    ((body, _),) = named_tensors
+    model.load_weights(tensors(body, get_tensor_model_parallel_rank()))
 
 
-def tensors(told: str, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors(body: str, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, full tensor) of what a request has in the place of a name, for this rank of the engine. Raises as `load`."""
-    asked = msgspec.json.decode(told, type=Mapped)
+    asked = msgspec.json.decode(body, type=Mapped)
     region = _mapping.of(asked.places[rank])
     for entry, offset in zip(asked.entries, asked.offsets, strict=True):
         yield entry.name, tensor_at(region.view, entry, offset)

@@ -60,11 +60,11 @@ class _Ranks:
 
     def exchange(self, place: Place | None) -> list[Place]:
         """Where the batch lies at each rank, once it is there at all of them. Raises SyncError: one of them has failed."""
-        told = self._gather(place)
-        if failed := next((it for it in told if isinstance(it, str)), None):
+        places = self._gather(place)
+        if failed := next((it for it in places if isinstance(it, str)), None):
             self._left = True
             raise SyncError(f"another worker of this engine failed: {failed}")
-        return told
+        return places
 
     def leave(self, error: Exception) -> None:
         """The others hear of it when they come to the next batch."""
@@ -74,10 +74,10 @@ class _Ranks:
                 self._gather(f"{type(error).__name__}: {error}")
 
     def _gather(self, said: Any) -> list[Any]:
-        told = [said] * self._count
+        everyone = [said] * self._count
         if self._count > 1:
-            torch.distributed.all_gather_object(told, said, group=self._group)
-        return told
+            torch.distributed.all_gather_object(everyone, said, group=self._group)
+        return everyone
 
 
 class _NoTensor:
@@ -93,6 +93,6 @@ def request(batch: Batch, places: list[Place]) -> UpdateWeightsFromTensorReqInpu
     from sglang.srt.utils import MultiprocessingSerializer
 
     of = slice(batch.first, batch.last)
-    told = Mapped(places, batch.layout.entries[of], batch.layout.offsets[of])
-    body = MultiprocessingSerializer.serialize([(msgspec.json.encode(told).decode(), _NoTensor())])
+    mapped = Mapped(places, batch.layout.entries[of], batch.layout.offsets[of])
+    body = MultiprocessingSerializer.serialize([(msgspec.json.encode(mapped).decode(), _NoTensor())])
     return UpdateWeightsFromTensorReqInput(serialized_named_tensors=[body] * len(places), load_format=LOADER, flush_cache=False)

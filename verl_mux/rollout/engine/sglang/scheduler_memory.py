@@ -61,8 +61,8 @@ def register(registry: Any, kinds: Any) -> None:
 
 
 def initialize(original: Callable, runner: Any, _measured_before: float) -> Any:
-    """Waits at the gate, where nobody else's memory is awake any more, and measures what is free there: SGLang did it while
-    others may have run, and sizes its KV cache by it. What goes wrong ends the process, so it leaves word."""
+    """Waits at the gate until the other jobs' memory sleeps, then measures what is free. SGLang sizes its KV cache by that, and
+    measured it while other jobs may have run. An error ends the process, so the process leaves word first."""
     try:
         return _initialize(original, runner)
     except Exception as error:
@@ -170,8 +170,8 @@ def resume(original: Callable, scheduler: Any, request: Any) -> Any:
 
 
 def _map(scheduler: Any, tag: str) -> str | None:
-    """Maps a tag on all ranks; why it could not on one of them. SGLang's own resume finds it mapped then: it maps and then waits
-    for all ranks, for ever for one whose room somebody else took meanwhile."""
+    """Maps a tag on all ranks; returns why one of them could not. SGLang's own resume then finds the tag mapped. Alone, it would
+    map and wait for all ranks: for ever, if another job has taken the room of one."""
     error = None
     try:
         scheduler.memory_saver_adapter.resume(tag)

@@ -45,7 +45,7 @@ from verl_mux.worker_settings import WorkerSettings, node_of, open_worker_log, p
 
 _ABORT_AGAIN_S = 0.05
 _LOOK_S = 1.0  # between two looks at whether the engine stands still
-# Of a tag's bytes, so many may stay on the device when it sleeps: the edges of pages.
+# The share of a tag's bytes that may stay on the device when the tag sleeps: the edges of pages.
 _LEFT = 0.05
 
 
@@ -174,12 +174,12 @@ class MuxSGLangHttpServer(SGLangHttpServer):
             self._running.add(request_id)
             entered = time.perf_counter()
             try:
-                with priority_requests.priority(engine_priority) as told:
+                with priority_requests.priority(engine_priority) as figures:
                     output = await generate(prompt_ids, dict(sampling_params), request_id, **kwargs)  # verl empties them
             finally:
                 self._running.discard(request_id)
                 inside += time.perf_counter() - entered
-            answer.update(told)
+            answer.update(figures)
             return output
 
         generate = super().generate
@@ -191,20 +191,20 @@ class MuxSGLangHttpServer(SGLangHttpServer):
         self._log_stay(request_id, seconds, len(prompt_ids), output, answer)
         return output
 
-    def _log_stay(self, name: str, seconds: float, prompt_tokens: int, output: TokenOutput, told: dict[str, Any]) -> None:
-        """A request has left: into the event log, and with the answer to whoever gave it its name."""
+    def _log_stay(self, name: str, seconds: float, prompt_tokens: int, output: TokenOutput, answer: dict[str, Any]) -> None:
+        """Writes a request that has left to the event log, and puts its figures into the answer for our agent loop."""
         stay = stay_of(name)
         where = {"replica": self.replica_rank, "node": self._node(), "version": output.extra_fields.get("global_steps")}
-        if told["finish"] == ABORTED and not output.token_ids:
-            told.setdefault("queue_sec", round(seconds - told["held_sec"], 6))  # it never left the queue
+        if answer["finish"] == ABORTED and not output.token_ids:
+            answer.setdefault("queue_sec", round(seconds - answer["held_sec"], 6))  # it never left the queue
         extra = {
             **keys_of(name), **where, "prompt_tokens": prompt_tokens, "response_tokens": len(output.token_ids),
-            **{key: told[key] for key in ("finish", "held_sec", "priority", *FIGURES) if told.get(key) is not None},
+            **{key: answer[key] for key in ("finish", "held_sec", "priority", *FIGURES) if answer.get(key) is not None},
         }  # fmt: skip
         step = (self.global_steps or 0) + 1 if stay is None else stay.step
         self._events.log(events.ENGINE_GENERATE, seconds, extra=extra, step=step)
         if stay is not None:
-            output.extra_fields[ANSWER] = {**where, **{key: told.get(key) for key in ("queue_sec", "held_sec")}}
+            output.extra_fields[ANSWER] = {**where, **{key: answer.get(key) for key in ("queue_sec", "held_sec")}}
 
     async def _watch_stalls(self, folder: Path) -> None:
         while True:
@@ -215,14 +215,14 @@ class MuxSGLangHttpServer(SGLangHttpServer):
             path = folder / f"{self._settings.job}_replica{self.replica_rank}_{self._stalls.stalls}.txt"
             pids = [process.pid for process in this_process_and_children()]
             how = await asyncio.to_thread(write_stacks, pids, path)
-            told = {
+            stall = {
                 "replica": self.replica_rank,
                 "node": self._node(),
                 "running": len(self._running),
                 "path": str(path),
                 "how": how,
             }
-            self._events.log(events.ENGINE_STALLED, stood, extra=told, step=(self.global_steps or 0) + 1)
+            self._events.log(events.ENGINE_STALLED, stood, extra=stall, step=(self.global_steps or 0) + 1)
             if self._settings.stalls == "trace":
                 await stall_profile.trace(self.tokenizer_manager, path.with_suffix(""))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def has_ended(token_ids: Sequence[int], sampling_params: dict[str, Any], eos_token_ids: Collection[int]) -> bool:
-    """Did an abort cross a response's end? Whoever went on with it would write past its end of sequence."""
+    """Did an abort cross a response's end? The engine would write past its end of sequence if it went on."""
     stops = set(sampling_params.get("stop_token_ids") or ())
     if not sampling_params.get("ignore_eos"):
         stops.update(eos_token_ids)
