@@ -22,17 +22,12 @@ def command(monkeypatch):
 
 def test_help_lists_every_command_without_importing_one(run_main):
     code, out, _ = run_main("--help")
-    assert code == 0 and all(name in out for name in (*cli.COMMANDS, *cli.GROUPS))
-    for group, (table, _) in cli.GROUPS.items():
-        code, out, _ = run_main(group, "--help")
-        assert code == 0 and all(name in out for name in table)
+    assert code == 0 and all(name in out for name in cli.COMMANDS)
 
 
-@pytest.mark.parametrize(
-    ("table", "name"), [(t, name) for t in (cli.COMMANDS, *(t for t, _ in cli.GROUPS.values())) for name in t]
-)
-def test_every_commands_module_is_in_the_package(table, name):
-    assert importlib.util.find_spec(table[name][0]) is not None
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_commands_module_is_in_the_package(name):
+    assert importlib.util.find_spec(cli.COMMANDS[name][0]) is not None
 
 
 @pytest.mark.parametrize("error", [UserError, Failure])

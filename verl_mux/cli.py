@@ -30,7 +30,6 @@ COMMANDS = {
     "report": ("verl_mux.report_command", "report", "Say where the time of a run went, from its event log."),
     "doctor": ("verl_mux.launcher.doctor", "doctor", "Check this machine: plugin, versions, platform, memory, ports."),
 }
-GROUPS: dict[str, tuple[dict[str, tuple[str, str, str]], str]] = {}
 # Commands of a checkout, which no installed package has: name -> the folder that holds them.
 CHECKOUT_COMMANDS = {"bench": "bench", "simulate": "research"}
 # What is wrong with the words of a command line. typer names this kind alone, and carries or imports it by version.
@@ -83,11 +82,11 @@ def _group(table: dict[str, tuple[str, str, str]], asked: str | None, help: str)
 def _app(arguments: list[str]) -> typer.Typer:
     """Arguments as on the command line, without the program. No group takes options before a command, but --help."""
     first, second, *_ = [*(word for word in arguments if not word.startswith("-")), None, None]
-    commands, groups = dict(COMMANDS), dict(GROUPS)
+    commands, groups = dict(COMMANDS), {}
     if first in CHECKOUT_COMMANDS:
         _find_checkout(first)
         commands |= importlib.import_module("research").COMMANDS
-        groups |= importlib.import_module("bench").GROUPS
+        groups = importlib.import_module("bench").GROUPS
     app = _group(commands, first, "Run several verl RL jobs on the same GPUs.")
     for name, (table, line) in groups.items():
         app.add_typer(_group(table, second if first == name else None, line), name=name)
@@ -127,7 +126,7 @@ def main() -> None:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:
             raise
-        words = " ".join(["verl-mux", *sys.argv[1 : 3 if sys.argv[1] in (*GROUPS, "bench") else 2]])
+        words = " ".join(["verl-mux", *sys.argv[1 : 3 if sys.argv[1] == "bench" else 2]])
         print(f"{words} needs {package}: {EXTRAS[package]}", file=sys.stderr)
         sys.exit(2)
 

@@ -27,7 +27,7 @@ from verl_mux.coordinator.bus.client import Lease, LocalMux
 from verl_mux.coordinator.bus.connect import ADDRESS_VARIABLE, JOB_VARIABLE, connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.bus.messages import SIDES, Member
-from verl_mux.coordinator.commands import DEFAULT_ADDRESS, Address, Keys, check_timeout
+from verl_mux.coordinator.commands import DEFAULT_ADDRESS, Address, Keys
 from verl_mux.errors import UserError
 
 NODES, HOSTS, GPU_IDS, TOKEN = (f"VERL_MUX_LEASE_{what}" for what in ("NODES", "HOSTS", "GPU_IDS", "TOKEN"))
@@ -53,7 +53,8 @@ def hold(
     """Run a command on nodes of a pool while no job uses or wants them. Its exit code is passed on."""
     if grace < 0 or least < 0:
         raise UserError(f"--grace is {grace:g} and --least {least:g}; 0 s or more is needed")
-    check_timeout(timeout)
+    if not timeout > 0:
+        raise UserError(f"--timeout is {timeout:g}; a time above 0 s is needed")
     name = name or f"hold-{socket.gethostname()}-{os.getpid()}"
     uid = _carried_uid(name)
     side = pool if pool in SIDES else SIDES[-1]  # only what the status shows the nodes to be used for

@@ -35,11 +35,11 @@ def held(serve, join):
 
 
 def evict(coordinator, name):
-    commands.evict(name, coordinator.address, yes=True, timeout=60.0)
+    commands.evict(name, coordinator.address, yes=True)
 
 
 def release(coordinator, name):
-    commands.release(name, coordinator.address, yes=True, timeout=60.0)
+    commands.release(name, coordinator.address, yes=True)
 
 
 def holders(coordinator):
@@ -104,11 +104,6 @@ def test_what_cannot_be_seen_is_released_by_hand_alone(serve, eventually, capsys
 def test_a_name_of_nothing_is_not_released(held):
     with pytest.raises(UserError, match=r"no job, node or host 'r9' is known here; jobs: a; .*rollout \(r0, r1\), train \(t0\)"):
         release(held[0], "r9")
-
-
-def test_a_time_to_wait_that_is_none_is_refused(held):
-    with pytest.raises(UserError, match="--timeout is -1; a time above 0 s is needed"):
-        commands.evict("a", held[0].address, yes=True, timeout=-1.0)
 
 
 def test_without_a_terminal_nothing_is_asked_and_nothing_done(held, monkeypatch):

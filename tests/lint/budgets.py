@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import inspect
 import re
 import sys
 from collections import defaultdict
@@ -69,11 +68,15 @@ def _types(hint: Any) -> Iterator[Any]:
 
 
 def commands() -> dict[str, int]:
-    """Options and arguments of each command of the installed package."""
+    """Options of each command of the installed package, without its arguments and `--help`."""
     from verl_mux.cli import COMMANDS
 
     functions = {name: getattr(importlib.import_module(module), function) for name, (module, function, _) in COMMANDS.items()}
-    return {name: len(inspect.signature(function).parameters) for name, function in functions.items()}
+    return {name: sum("OptionInfo" in repr(hint) for hint in _hints(function)) for name, function in functions.items()}
+
+
+def _hints(function: Any) -> Iterator[Any]:
+    return iter(get_type_hints(function, include_extras=True).values())
 
 
 def over(budgets: dict[str, Any]) -> Iterator[str]:

@@ -42,7 +42,7 @@ Keys = Annotated[
     ),
 ]
 _Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
-_Timeout = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
+ANSWER_S = 5.0  # to wait for a coordinator's answer
 Address = Annotated[str, typer.Option("--coordinator", "--address", envvar=ADDRESS_VARIABLE, help="The coordinator's address.")]
 
 
@@ -136,31 +136,24 @@ def status(
     keys: Keys = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Keep showing it, every second, until Ctrl-C.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 3.0,
 ) -> None:
     """Ask a coordinator which job runs which phase, and which jobs wait."""
-    check_timeout(timeout)
     from rich.console import Console  # the coordinator itself does without
 
     console = Console()
-    seen = fetch_status(address, timeout, keys)
+    seen = fetch_status(address, ANSWER_S, keys)
     if not watch:
         _print(console, seen, json)
         return
     try:
         if console.is_terminal and not json:
-            _watch_live(console, address, timeout, keys)
+            _watch_live(console, address, keys)
         while True:
             _print(console, seen, json)
             time.sleep(_REFRESH_S)
-            seen = fetch_status(address, timeout, keys)
+            seen = fetch_status(address, ANSWER_S, keys)
     except KeyboardInterrupt:
         return
-
-
-def check_timeout(seconds: float) -> None:
-    if not seconds > 0:
-        raise UserError(f"--timeout is {seconds:g}; a time above 0 s is needed")
 
 
 def fetch_status(address: str, timeout: float, keys: Path | None = None) -> dict[str, Any]:
@@ -195,12 +188,12 @@ def _print(console: Console, seen: dict[str, Any], as_json: bool) -> None:
         print(status_view.plain(seen), flush=True)
 
 
-def _watch_live(console: Console, address: str, timeout: float, keys: Path | None) -> None:
+def _watch_live(console: Console, address: str, keys: Path | None) -> None:
     from rich.live import Live
 
     with Live(console=console, screen=False, auto_refresh=False) as live:
         while True:
-            live.update(status_view.tables(fetch_status(address, timeout, keys)), refresh=True)
+            live.update(status_view.tables(fetch_status(address, ANSWER_S, keys)), refresh=True)
             time.sleep(_REFRESH_S)
 
 
@@ -209,11 +202,10 @@ def evict(
     coordinator: Address = DEFAULT_ADDRESS,
     keys: Keys = None,
     yes: _Yes = False,
-    timeout: _Timeout = 3.0,
 ) -> None:
     """End a job as if it had failed; its nodes are given on when its processes are gone."""
     _confirm(f"End job {job!r}? What it has not saved is lost.", job, yes)
-    _say(m.Evict(job=job), coordinator, timeout, keys)
+    _say(m.Evict(job=job), coordinator, keys)
 
 
 def release(
@@ -221,11 +213,10 @@ def release(
     coordinator: Address = DEFAULT_ADDRESS,
     keys: Keys = None,
     yes: _Yes = False,
-    timeout: _Timeout = 3.0,
 ) -> None:
     """Free what an ending job holds on hosts that the coordinator cannot see. Look there first: is none of its processes left?"""
     _confirm(f"Is nothing of it left on the hosts of {name!r}? Others get its nodes at once.", name, yes)
-    _say(m.Free(name=name), coordinator, timeout, keys)
+    _say(m.Free(name=name), coordinator, keys)
 
 
 def _confirm(question: str, name: str, yes: bool) -> None:
@@ -238,9 +229,8 @@ def _confirm(question: str, name: str, yes: bool) -> None:
         raise UserError("nothing was done")
 
 
-def _say(message: m.ByHand, address: str, timeout: float, keys: Path | None) -> None:
-    check_timeout(timeout)
-    answer = _ask(address, message, timeout, keys, bus_keys.OPERATOR)
+def _say(message: m.ByHand, address: str, keys: Path | None) -> None:
+    answer = _ask(address, message, ANSWER_S, keys, bus_keys.OPERATOR)
     if not isinstance(answer, m.Done):
         raise UserError(f"the coordinator at {address} refuses: {getattr(answer, 'reason', answer)}")
     print(answer.text)
