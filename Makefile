@@ -18,7 +18,7 @@ help:
 	@echo "make test   all tests but those marked gpu"
 	@echo "make test-gpu   the tests marked gpu: engines and jobs on one CUDA device, tensor parallelism on two"
 	@echo "make test-hosts   two real jobs on three hosts, which are namespaces of this machine; needs root (half an hour)"
-	@echo "make lint   style, types, arrows between rooms, dead code"
+	@echo "make lint   style, types, arrows between rooms, dead code, sizes and plain words"
 	@echo "make explore   for EXPLORE_SECONDS (600) the tests that draw random examples, with new ones"
 
 demo: $(INSTALLED)
@@ -57,6 +57,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check verl_mux verl_mux_cpu bench research tests examples recipes
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m tests.lint.dead_code
+	$(BIN)/python -m tests.lint.budgets
 	$(BIN)/mypy
 
 # Resolve requirements/lock.in again. No index address is written.

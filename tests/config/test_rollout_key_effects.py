@@ -16,7 +16,7 @@ from verl_mux.rollout.control.segment_loss import treat_batch
 from verl_mux.rollout.control.segments import SegmentSteps
 from verl_mux.rollout.control.trigger import TrainingTrigger
 from verl_mux.rollout.lengths.predictors import Prompt, make_predictor
-from verl_mux.rollout.messages import Launch, Segment
+from verl_mux.rollout.instructions import Launch, Segment
 
 
 def over(config: RolloutConfig) -> Any:

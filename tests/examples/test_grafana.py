@@ -6,7 +6,7 @@ from pathlib import Path
 
 from verl_mux.coordinator import prometheus
 from verl_mux.profiling.live import screen as metrics
-from verl_mux.profiling.live.state import COUNTERS, Job, Replica, State
+from verl_mux.profiling.live.job_states import COUNTERS, Job, Replica, State
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "verl_mux.json"
 

@@ -29,7 +29,7 @@ import yaml
 from tests.e2e import tiny
 from tests.hosts.conftest import EXAMPLE, HOSTS, Bed
 from verl_mux.coordinator.commands import fetch_status
-from verl_mux.launcher.hosts import uid_on_hosts
+from verl_mux.launcher.host_parts import uid_on_hosts
 from verl_mux.launcher.processes.marked_process import read_note
 from verl_mux.profiling.plain.lines import read_directory
 

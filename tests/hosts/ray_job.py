@@ -21,7 +21,7 @@ import psutil
 from tests.hosts.conftest import HOSTS, NAME, SUBNET, Bed, via
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.core.settings import Node
-from verl_mux.launcher.hosts import HostSpec, OnHosts, RayOptions, parts, uid_on_hosts
+from verl_mux.launcher.host_parts import HostSpec, OnHosts, RayOptions, parts, uid_on_hosts
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 400

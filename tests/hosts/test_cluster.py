@@ -10,7 +10,7 @@ import pytest
 from tests.hosts.conftest import HOSTS
 from tests.hosts.ray_job import LIMIT_S, RayJob
 from verl_mux.coordinator.core.settings import Node
-from verl_mux.launcher.hosts import uid_on_hosts
+from verl_mux.launcher.host_parts import uid_on_hosts
 
 pytestmark = pytest.mark.e2e
 NODES = [Node(name="t0", host="hostb", gpu_ids=[1]), Node(name="r0", host="hosta"), Node(name="r1", host="hostb", gpu_ids=[0])]

@@ -12,7 +12,7 @@ import psutil
 import yaml
 
 from verl_mux.coordinator.bus.members import carriers
-from verl_mux.launcher.hosts import uid_on_hosts
+from verl_mux.launcher.host_parts import uid_on_hosts
 from verl_mux.launcher.processes.marked_process import read_note
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ from verl_mux.coordinator.bus.members import carriers
 from verl_mux.coordinator.commands import fetch_status
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
-from verl_mux.launcher.hosts import uid_on_hosts
+from verl_mux.launcher.host_parts import uid_on_hosts
 
 FAKE_RAY = Path(__file__).with_name("fake_ray")
 POOLS = {

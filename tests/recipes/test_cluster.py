@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from verl_mux.launcher import run_file
-from verl_mux.launcher.hosts import words
+from verl_mux.launcher.host_parts import words
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cluster"
 SCRIPTS = sorted(RECIPE.glob("*.sh"))

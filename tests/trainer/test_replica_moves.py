@@ -17,7 +17,7 @@ from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.rollout.control.replica_plan import Migration, MigrationPolicy, Room, Stay, Unit, units
-from verl_mux.rollout.messages import RunningSample
+from verl_mux.rollout.instructions import RunningSample
 from verl_mux.trainer import replica_moves as module
 from verl_mux.trainer.replica_moves import Growth, TailMigration, make_growth
 

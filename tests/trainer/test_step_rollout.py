@@ -25,7 +25,7 @@ from verl.utils import tensordict_utils as tu
 from verl_mux.config.schema import OversampleConfig, RolloutConfig, SegmentsConfig
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.rollout.control.oversampling import Oversampler
-from verl_mux.rollout.messages import Abort, Report
+from verl_mux.rollout.instructions import Abort, Report
 from verl_mux.rollout.worker.agent_loop import MuxAgentLoopWorker
 from verl_mux.trainer import step_rollout as module
 from verl_mux.trainer.prompts import Prompts, stamped

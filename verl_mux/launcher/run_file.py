@@ -6,7 +6,7 @@
     coordinator: {pools: ..., schedule: ...}
     config_name: mux_ppo_trainer         # verl's primary config
     overrides: [key=value, ...]          # for all jobs
-    hosts: {gpu-07: {via: ssh}}          # the nodes' hosts and how a command is started there (hosts.py); none: all here
+    hosts: {gpu-07: {via: ssh}}          # the nodes' hosts and how a command is started there (host_parts.py); none: all here
     bind: 10.0.0.1                       # with hosts: where they reach the coordinator
     keys: /secure/mux_keys               # of the coordinator, on this machine; default: made for the run
     ray: {num_cpus: 64}                  # with hosts: what Ray is told of each node
@@ -38,7 +38,7 @@ from verl_mux.coordinator.bus.messages import SIDES
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import UserError
-from verl_mux.launcher.hosts import HostSpec, Part, RayOptions, Way, parts
+from verl_mux.launcher.host_parts import HostSpec, Part, RayOptions, Way, parts
 from verl_mux.yaml_file import read_yaml
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

@@ -41,7 +41,7 @@ from verl_mux.rollout.control.replica_plan import (
     pull,
     seconds_won,
 )
-from verl_mux.rollout.messages import RunningSample
+from verl_mux.rollout.instructions import RunningSample
 from verl_mux.trainer.rollout_engines import RolloutEngines
 
 # A node for which a rollout would not end sooner is asked for again after these seconds: what is left is known better then.

@@ -29,7 +29,7 @@ from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.control.oversampling import LagLimit, Oversampler
 from verl_mux.rollout.control.segment_loss import treat_batch
 from verl_mux.rollout.control.segments import SegmentSteps
-from verl_mux.rollout.messages import Abort, Draw, Drop, Finish, Instruction, Launch, Report, Segment
+from verl_mux.rollout.instructions import Abort, Draw, Drop, Finish, Instruction, Launch, Report, Segment
 from verl_mux.trainer.job_hosts import ActorWatch
 from verl_mux.trainer.phases import Phases
 from verl_mux.trainer.prompts import Prompts, stamped

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.exploring import examples
 from verl_mux.rollout.control.oversampling import LagLimit, Oversampler, State
 from verl_mux.rollout.control.segments import SegmentLimits, SegmentSteps
-from verl_mux.rollout.messages import Abort, Draw, Drop, Finish, Launch, Report
+from verl_mux.rollout.instructions import Abort, Draw, Drop, Finish, Launch, Report
 
 
 class Rollout:

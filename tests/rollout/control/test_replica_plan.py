@@ -25,7 +25,7 @@ from verl_mux.rollout.control.replica_plan import (
     seconds_until_idle,
     units,
 )
-from verl_mux.rollout.messages import RunningSample
+from verl_mux.rollout.instructions import RunningSample
 
 SPEED = EngineSpeed(prefill=10_000, step_s=0.01, step_per_request_s=0.0005)
 POLICY = MigrationPolicy()

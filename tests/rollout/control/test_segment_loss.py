@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl_mux.rollout.control.segment_loss import treat_batch
-from verl_mux.rollout.messages import Segment
+from verl_mux.rollout.instructions import Segment
 
 NOW = 5
 # Three responses of 4, 3 and 6 tokens; the last has two tokens of tool output in the middle.

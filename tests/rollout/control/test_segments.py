@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.exploring import examples
 from verl_mux.rollout.control.segments import End, SampleKey, SegmentLimits, SegmentPools, SegmentSteps, State
-from verl_mux.rollout.messages import Abort, Draw, Drop, Finish, Launch, Segment, merged
+from verl_mux.rollout.instructions import Abort, Draw, Drop, Finish, Launch, Segment, merged
 
 LIMITS = SegmentLimits(segment_length=10, max_segments=4, max_length=35)
 

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 
-from verl_mux.rollout.messages import Launch
+from verl_mux.rollout.instructions import Launch
 from verl_mux.rollout.worker import agent_loop
 from verl_mux.rollout.worker.agent_loop import MuxAgentLoopManager, MuxAgentLoopWorker, make_agent_loop
 

@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_mux.rollout.messages import Launch
+from verl_mux.rollout.instructions import Launch
 from verl_mux.rollout.worker.prompt_groups import PromptGroups
 from verl_mux.rollout.worker.response import current
 from verl_mux.rollout.worker.server_client import CutBeforeEngine, ResponseClient

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_mux.rollout.messages import Launch, Segment
+from verl_mux.rollout.instructions import Launch, Segment
 from verl_mux.rollout.worker.prompt_groups import PromptGroups
 from verl_mux.rollout.worker.response import Call, Response, Stage, restored, saved
 from verl_mux.rollout.worker.server_client import ResponseClient

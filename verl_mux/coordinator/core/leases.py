@@ -1,7 +1,7 @@
 """The leases and requests on record: given out, made smaller, given back; and the moments at which features are called.
 
 Runs in the coordinator; state.py subclasses `Leases`, and features call it; pure. Which request may go is decided in queueing.py
-and hold.py.
+and fillers.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which request may go next, and how long the coordinator waits for a silent job.
 
-Runs in the coordinator (called by state.py, tokens.py, hold.py, snapshot.py) and in what_if's replays; pure, and changes nothing
+Runs in the coordinator (called by state.py, tokens.py, fillers.py, snapshot.py) and in what_if's replays; pure, and changes nothing
 but in `advance` and `phase_ended`.
 
 Queues. Requests stand in one list in order of arrival, which is a queue per node: a request heads the queue of a node when no
@@ -18,7 +18,7 @@ A request that is *held back* keeps its place but is in no other request's way:
 - `turn`      in a sequential segment, another job has the turn.
 
 A request that could never be granted does not even get a place: see `refusal`. Requests of fillers stand in no queue: see
-hold.py.
+fillers.py.
 
 Silence takes nodes away when it lasted longer than the lease, by a clock that counts the time in which the coordinator itself
 ran, and another job waits; or, if none does, when it lasted longer by SILENT_TIMEOUT_S still. The silent job has by then fenced

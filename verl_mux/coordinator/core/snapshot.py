@@ -11,7 +11,7 @@ from typing import Any
 
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import hold, hosts, moving, observing, queueing
+from verl_mux.coordinator.core import fillers, hosts, moving, observing, queueing
 from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Send
 from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State, Usage
 from verl_mux.coordinator.core.settings import Config, Node
@@ -147,7 +147,7 @@ def _usage(state: State, node: str, leases: list[Lease], now: float) -> dict[str
     since = known.since if known else min((lease.granted_at for lease in leases), default=now)
     total = Usage(since=since, jobs=known.jobs if known else 0.0, fillers=known.fillers if known else 0.0)
     for lease in leases:
-        hold.count(total, lease, state, now)
+        fillers.count(total, lease, state, now)
     bubble = now - total.since - total.jobs
     filled = min(total.fillers / bubble, 1.0) if bubble > 0 else None
     return {"seconds": now - total.since, "jobs_s": total.jobs, "fillers_s": total.fillers, "bubble_filled": filled}

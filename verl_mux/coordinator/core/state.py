@@ -13,7 +13,7 @@ Theory of operation
 - The nodes of a dying job come free once its processes are gone, and not before: each when nothing of the job is left on its
   host, and a node that names no host when nothing is left at all. Where nothing can look a node is fenced, and the job lets go of
   it.
-- After each input all requests that can be granted are granted; see queueing.py for the jobs that may go, and hold.py for what
+- After each input all requests that can be granted are granted; see queueing.py for the jobs that may go, and fillers.py for what
   takes the nodes that jobs leave.
 
                      Register                 silence                   (sign of life: back to LIVE)

@@ -7,7 +7,7 @@ import sys
 import msgspec
 
 from verl_mux.coordinator.bus.curve_keys import AGENT
-from verl_mux.launcher.hosts import OnHosts, part_on
+from verl_mux.launcher.host_parts import OnHosts, part_on
 from verl_mux.launcher.processes.marked_process import MarkedProcess
 from verl_mux.launcher.run_file import RunFile, agent_folder, reached
 

@@ -13,7 +13,7 @@ import msgspec
 import psutil
 
 from verl_mux.coordinator.bus.curve_keys import JOB
-from verl_mux.launcher.hosts import OnHosts, uid_on_hosts
+from verl_mux.launcher.host_parts import OnHosts, uid_on_hosts
 from verl_mux.launcher.processes.marked_process import MarkedProcess, left_exit_code, processes_with, read_note
 from verl_mux.launcher.run_file import JobSpec, RunFile, fill, parts_of
 

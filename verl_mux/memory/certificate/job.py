@@ -9,7 +9,7 @@ import msgspec
 
 from verl_mux.composed_config import at, count, section
 from verl_mux.errors import UserError
-from verl_mux.memory.certificate.model import Decoder, decoder
+from verl_mux.memory.certificate.decoder import Decoder, decoder
 from verl_mux.platform.charges import Charges
 
 _ROLLOUT, _ACTOR, _REF = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.ref"

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from verl_mux.profiling.live.state import COUNTERS, IN_REWARD, IN_TOOL_OR_REWARD, PARKED, STATES, Job, Replica, State
+from verl_mux.profiling.live.job_states import COUNTERS, IN_REWARD, IN_TOOL_OR_REWARD, PARKED, STATES, Job, Replica, State
 
 Row = dict[str, Any]
 Columns = Mapping[str, tuple[str, Callable[[Row], str]]]  # name -> (the key that sorts by it, its cell in a row)

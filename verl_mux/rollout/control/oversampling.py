@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from verl_mux.rollout.messages import Abort, Draw, Drop, Finish, Instruction, Launch, Report
+from verl_mux.rollout.instructions import Abort, Draw, Drop, Finish, Instruction, Launch, Report
 
 STRATEGIES = ("protect", "wait", "drop")
 MAX_CUTS = 2  # default of `mux.rollout.oversample.max_cuts`

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from verl_mux.errors import UserError
-from verl_mux.rollout.messages import RunningSample
+from verl_mux.rollout.instructions import RunningSample
 
 # Not measured: a prefill computes this many tokens in the time in which decoding the present batch computes as many steps.
 _PREFILL_PER_DECODE = 8.0

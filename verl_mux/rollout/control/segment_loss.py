@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from verl_mux.rollout.messages import Segment, merged
+from verl_mux.rollout.instructions import Segment, merged
 
 _NONE = -1  # segment and version of a token that the model did not write
 

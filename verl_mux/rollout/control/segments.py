@@ -31,7 +31,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from verl_mux.rollout.control.oversampling import MAX_FAILURES, LagLimit, StepMetrics, groups_to_launch
-from verl_mux.rollout.messages import Abort, Draw, Drop, Finish, Instruction, Launch, Report, Segment
+from verl_mux.rollout.instructions import Abort, Draw, Drop, Finish, Instruction, Launch, Report, Segment
 
 # What tokens of older weights count for in the loss: segment_loss.py. `tis` is verl's rollout correction with this threshold.
 TREATMENTS = ("tis", "mask", "pois")

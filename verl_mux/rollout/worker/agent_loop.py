@@ -20,7 +20,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from verl.utils.rollout_trace import rollout_trace_attr
 
 from verl_mux.profiling.eventlog import events
-from verl_mux.rollout.messages import Launch, Report, RunningSample
+from verl_mux.rollout.instructions import Launch, Report, RunningSample
 from verl_mux.rollout.worker.prompt_groups import PromptGroups
 from verl_mux.rollout.worker.request_log import TimedClient, part, request, scored, text
 from verl_mux.rollout.worker.server_client import ResponseClient

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.eventlog.log import NULL_LOG
-from verl_mux.rollout.messages import Launch, Report, RunningSample
+from verl_mux.rollout.instructions import Launch, Report, RunningSample
 from verl_mux.rollout.worker import request_log
 from verl_mux.rollout.worker.response import Response, Stage, current, restored, saved
 from verl_mux.rollout.worker.server_client import abort, evacuate

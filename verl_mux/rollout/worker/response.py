@@ -19,7 +19,7 @@ from typing import Any
 
 import xxhash
 
-from verl_mux.rollout.messages import Report, Segment, merged
+from verl_mux.rollout.instructions import Report, Segment, merged
 
 
 @dataclass

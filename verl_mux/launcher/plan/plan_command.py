@@ -46,11 +46,11 @@ def plan(
         return
     if len(files) != 1:
         raise UserError(f"{len(files)} files are given; without --memory one is allowed")
-    from verl_mux.launcher.plan import placing
+    from verl_mux.launcher.plan import places
     from verl_mux.launcher.plan.jobs_file import read_jobs
 
-    placed = placing.make_plan(read_jobs(files[0]))
-    print(jsonlib.dumps(placed) if json else "\n".join(placing.lines(placed)))
+    placed = places.make_plan(read_jobs(files[0]))
+    print(jsonlib.dumps(placed) if json else "\n".join(places.lines(placed)))
 
 
 def _lines(found: Certificate) -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 
 from verl_mux.coordinator.core.settings import Node
 from verl_mux.errors import UserError
-from verl_mux.launcher.hosts import (
+from verl_mux.launcher.host_parts import (
     BLOCK_SIZE,
     FIRST_PORT,
     HostSpec,

@@ -4,7 +4,7 @@ import pytest
 
 from tests.memory.certificate.models import QWEN3_30B_A3B, QWEN3_32B, QWEN25_7B
 from verl_mux.errors import UserError
-from verl_mux.memory.certificate.model import decoder
+from verl_mux.memory.certificate.decoder import decoder
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from verl_mux.launcher.plan.jobs_file import read_jobs
-from verl_mux.launcher.plan.placing import lines, make_plan
+from verl_mux.launcher.plan.places import lines, make_plan
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "placement" / "jobs.yaml"
 
