@@ -23,8 +23,8 @@ from verl_mux.coordinator import status_view
 from verl_mux.coordinator.bus.connect import ADDRESS_VARIABLE
 from verl_mux.coordinator.commands import DEFAULT_ADDRESS, Keys, fetch_status
 from verl_mux.errors import UserError
-from verl_mux.profiling.live.screen import METRICS, REPLICA_COLUMNS, Choice, Order, Sample, as_json, render, samples, watch
 from verl_mux.profiling.live.job_states import Follower, State
+from verl_mux.profiling.live.screen import METRICS, REPLICA_COLUMNS, Choice, Order, Sample, as_json, render, samples, watch
 
 _ANSWER_S = 3.0
 _NO_METRICS = (

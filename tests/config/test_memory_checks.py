@@ -20,7 +20,7 @@ SGLANG = f"{REF}__rollout__engine_kwargs__sglang"
         ({f"{SGLANG}__torchao_config": "int8wo"}, "engine_kwargs.sglang.torchao_config=int8wo is not supported"),
         ({f"{SGLANG}__json_model_override_args": '{"quantization_config": {}}'}, "override_args has a quantization_config"),
         ({f"{SGLANG}__speculative_algorithm": "EAGLE"}, "speculative_algorithm=EAGLE is not supported"),
-        ({f"{SGLANG}__speculative_algorithm": "STANDALONE"}, "allowed: NGRAM (mux.rollout.speculative=ngram), null"),
+        ({f"{SGLANG}__speculative_algorithm": "STANDALONE"}, "allowed: NGRAM, null"),
         ({f"{MODEL}__mtp": {"enable": True, "enable_rollout": True}}, "model.mtp.enable_rollout=True is not supported"),
         ({f"{SGLANG}__enable_memory_saver": False}, "enable_memory_saver=False: a sleeping engine"),
         ({f"{MODEL}__lora_rank": 8}, "model.lora_rank=8 needs actor_rollout_ref.model.lora.merge=true"),

@@ -15,8 +15,8 @@ from verl_mux.rollout.control.oversampling import Oversampler
 from verl_mux.rollout.control.segment_loss import treat_batch
 from verl_mux.rollout.control.segments import SegmentSteps
 from verl_mux.rollout.control.trigger import TrainingTrigger
-from verl_mux.rollout.lengths.predictors import Prompt, make_predictor
 from verl_mux.rollout.instructions import Launch, Segment
+from verl_mux.rollout.lengths.predictors import Prompt, make_predictor
 
 
 def over(config: RolloutConfig) -> Any:

@@ -21,7 +21,8 @@ import psutil
 from tests.hosts.conftest import HOSTS, NAME, SUBNET, Bed, via
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.core.settings import Node
-from verl_mux.launcher.host_parts import HostSpec, OnHosts, RayOptions, parts, uid_on_hosts
+from verl_mux.launcher.host_parts import HostSpec, OnHosts, parts, uid_on_hosts
+from verl_mux.launcher.host_setup import RayOptions
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 400

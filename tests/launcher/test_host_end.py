@@ -17,7 +17,8 @@ from verl_mux.coordinator.bus.members import UID_VARIABLE, carriers, is_alive, m
 from verl_mux.errors import Failure
 from verl_mux.launcher import host_end
 from verl_mux.launcher.host_end import HostEnd
-from verl_mux.launcher.host_parts import BLOCK_SIZE, FIRST_PORT, OnHosts, Part, Raylet, RayOptions, Setup, blocks
+from verl_mux.launcher.host_parts import OnHosts
+from verl_mux.launcher.host_setup import BLOCK_SIZE, FIRST_PORT, Part, Raylet, RayOptions, Setup, blocks
 from verl_mux.launcher.on_hosts import Run, _Host
 
 PART = Part(host="here", command=[sys.executable, "-m", "verl_mux.launcher.host_end"], python=sys.executable)

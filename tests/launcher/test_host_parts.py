@@ -14,19 +14,8 @@ import pytest
 
 from verl_mux.coordinator.core.settings import Node
 from verl_mux.errors import UserError
-from verl_mux.launcher.host_parts import (
-    BLOCK_SIZE,
-    FIRST_PORT,
-    HostSpec,
-    Part,
-    RayOptions,
-    Setup,
-    blocks,
-    head_address,
-    parts,
-    ray_commands,
-    words,
-)  # fmt: skip
+from verl_mux.launcher.host_parts import HostSpec, parts, words
+from verl_mux.launcher.host_setup import BLOCK_SIZE, FIRST_PORT, Part, RayOptions, Setup, blocks, head_address, ray_commands
 
 HOSTS = {"a": HostSpec(via="local"), "b": HostSpec(via="ssh", address="10.0.0.2")}
 NODES = [

@@ -3,7 +3,7 @@
 import pytest
 
 from research.command import parse_rules
-from research.workload.workload import COLUMNS, draw_workload, find_shapes, parse_slo, read_trace
+from research.workload.workload import SHAPE_COLUMNS, draw_workload, find_shapes, parse_slo, read_trace
 from verl_mux.errors import UserError
 
 
@@ -38,10 +38,10 @@ def test_an_slo_is_a_number_or_a_range(spec, found):
 )
 def test_a_shape_of_ones_own(tmp_path, row, words):
     path = tmp_path / "shapes.csv"
-    path.write_text(",".join(COLUMNS) + "\nsmall,1,2,3,4\n")
+    path.write_text(",".join(SHAPE_COLUMNS) + "\nsmall,1,2,3,4\n")
     (shape,) = find_shapes(str(path))
     assert (shape.size, shape.rollout, shape.train) == ("small", (1, 2), (3, 4))
-    path.write_text(",".join(COLUMNS) + f"\n{row}\n")
+    path.write_text(",".join(SHAPE_COLUMNS) + f"\n{row}\n")
     with pytest.raises(UserError, match=words):
         find_shapes(str(path))
 
@@ -69,7 +69,7 @@ def test_a_number_that_no_job_has_is_refused(tmp_path, row, words):
 )
 def test_shapes_that_are_none_are_refused(tmp_path, content, words):
     path = tmp_path / "shapes.csv"
-    path.write_bytes((b"" if content[0] > 127 else ",".join(COLUMNS).encode() + b"\n") + content)
+    path.write_bytes((b"" if content[0] > 127 else ",".join(SHAPE_COLUMNS).encode() + b"\n") + content)
     with pytest.raises(UserError, match=words):
         find_shapes(str(path))
 

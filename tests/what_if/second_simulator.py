@@ -14,8 +14,8 @@ import numpy as np
 
 from verl_mux.rollout.control.oversampling import StepMetrics
 from verl_mux.rollout.control.tail_rounds import Estimates, Expected, TailRounds
-from verl_mux.rollout.lengths.predictors import LengthRow, Prompt
 from verl_mux.rollout.instructions import Abort, Draw, Drop, Finish, Instruction, Launch, Report
+from verl_mux.rollout.lengths.predictors import LengthRow, Prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from verl_mux.coordinator.bus.curve_keys import KEYS_VARIABLE
 from verl_mux.coordinator.bus.members import UID_VARIABLE, end, family_of, is_alive
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.errors import Failure
-from verl_mux.launcher.host_parts import BLOCK_SIZE, FIRST_PORT, LAST_PORT, Setup, blocks, head_address, ray_commands
+from verl_mux.launcher.host_setup import BLOCK_SIZE, FIRST_PORT, LAST_PORT, Setup, blocks, head_address, ray_commands
 
 _RAY_S, _SWEEP_S = 120.0, 20.0
 # Ray gives its own helpers 15 s to come up, which they miss where many start at once; so it has several tries.

@@ -25,7 +25,8 @@ import msgspec
 from verl_mux.coordinator.bus.curve_keys import files_of
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.errors import Failure, UserError
-from verl_mux.launcher.host_parts import OnHosts, Part, Setup, uid_on_hosts
+from verl_mux.launcher.host_parts import OnHosts, uid_on_hosts
+from verl_mux.launcher.host_setup import Part, Setup
 
 # An answer takes the way there too: a login, or a job step that waits for a free slot; and `ray start` a minute or two.
 _ANSWER_S, _END_S = 600.0, 30.0

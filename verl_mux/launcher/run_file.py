@@ -38,7 +38,8 @@ from verl_mux.coordinator.bus.messages import SIDES
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import UserError
-from verl_mux.launcher.host_parts import HostSpec, Part, RayOptions, Way, parts
+from verl_mux.launcher.host_parts import HostSpec, Way, parts
+from verl_mux.launcher.host_setup import Part, RayOptions
 from verl_mux.yaml_file import read_yaml
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

@@ -21,8 +21,8 @@ from verl_mux.profiling.report.measures.replicas import MIN_TOKENS
 from verl_mux.rollout.control.launch_order import turns
 from verl_mux.rollout.control.oversampling import Oversampler
 from verl_mux.rollout.control.segments import SegmentSteps
-from verl_mux.rollout.lengths.predictors import LengthRow, Prompt
 from verl_mux.rollout.instructions import Abort, Draw, Drop, Finish, Instruction, Launch, Report
+from verl_mux.rollout.lengths.predictors import LengthRow, Prompt
 from verl_mux.what_if.recorded_run import BY_ID, Arrival, Foresight, Group, Recording, Rounds, Sample, Settings, Source
 
 MIN_STAYS = 20

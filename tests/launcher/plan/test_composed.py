@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.launcher.plan.test_command import RUN
+from tests.launcher.plan.test_plan_command import RUN
 from verl_mux.errors import Failure
 from verl_mux.launcher.plan import composed
 

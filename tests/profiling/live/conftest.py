@@ -3,8 +3,8 @@
 import pytest
 
 from verl_mux.profiling.eventlog.log import EventLog
-from verl_mux.profiling.live.screen import Choice, as_json
 from verl_mux.profiling.live.job_states import Follower, State
+from verl_mux.profiling.live.screen import Choice, as_json
 
 EPOCH = 4_000_000_000.0  # after whatever the logs say of themselves
 

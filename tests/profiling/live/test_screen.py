@@ -10,8 +10,8 @@ from tests.profiling.live.conftest import EPOCH
 from tests.profiling.made_engines import make
 from tests.profiling.terminal import Terminal
 from verl_mux.coordinator import prometheus
-from verl_mux.profiling.live.screen import METRICS, QUIET_S, samples
 from verl_mux.profiling.live.job_states import State
+from verl_mux.profiling.live.screen import METRICS, QUIET_S, samples
 
 R0 = {"replica": 0, "node": "r0"}
 COUNTED = {"running": 4, "queued": 1, "token_usage": 0.5, "tokens_per_sec": 900.0, "retracted": 2}

@@ -168,7 +168,10 @@ def _events(found: Answer) -> list[Said]:
     """What the event log says about an answer."""
     if found.decision is not None and found.spec is not None:
         return [_placed(found.decision, found.spec, found.decision.alternatives)]
-    risks = [Said(events.SLO_AT_RISK, msgspec.structs.asdict(action)) for action in found.actions]
+    risks = [
+        Said(events.SLO_AT_RISK, {"kind": done.kind, "group": done.group, "job": done.job, "reason": done.reason})
+        for done in found.actions
+    ]
     started = [
         {"job": move.job, "outcome": "placed", "group": move.group, "nodes": _sides(move)}
         for move in found.moves

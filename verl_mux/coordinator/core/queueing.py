@@ -1,7 +1,7 @@
 """Which request may go next, and how long the coordinator waits for a silent job.
 
-Runs in the coordinator (called by state.py, tokens.py, fillers.py, snapshot.py) and in what_if's replays; pure, and changes nothing
-but in `advance` and `phase_ended`.
+Runs in the coordinator (called by state.py, tokens.py, fillers.py, snapshot.py) and in what_if's replays; pure, and changes
+nothing but in `advance` and `phase_ended`.
 
 Queues. Requests stand in one list in order of arrival, which is a queue per node: a request heads the queue of a node when no
 earlier request that may run names it. It is granted when it heads the queues of all its nodes and all are free, so it gets all or

@@ -80,8 +80,8 @@ class Job(msgspec.Struct, kw_only=True):
     it came into its state. `memory`: node -> tag -> bytes on the device; `host_memory`: by node. `contended`, `gangs`: as last
     pushed to its clients. `has_asked` for any lease. `registrations`: the number of each client's newest one. `closed`, `spent`:
     see tokens.py. `longest`: seconds by phase; `overdue`: tokens whose phases take far longer. `last`: seconds of the last one,
-    by phase. `condemned`: why its nodes were taken away, which ends its driver too. `filler`: see fillers.py; it has no steps, and
-    no job waits for it. `grace`: seconds that it may need to leave, as it says."""
+    by phase. `condemned`: why its nodes were taken away, which ends its driver too. `filler`: see fillers.py; it has no steps,
+    and no job waits for it. `grace`: seconds that it may need to leave, as it says."""
 
     name: str
     uid: str

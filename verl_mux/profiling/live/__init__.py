@@ -1,1 +1,2 @@
-"""`verl-mux top`: what a run does now. job_states.py reads new lines of the newest steps, screen.py shows them. Changes nothing."""
+"""`verl-mux top`: what a run does now. job_states.py reads new lines of the newest steps, screen.py shows them. Changes
+nothing."""

@@ -33,8 +33,7 @@ from typing import Any, NamedTuple
 from verl_mux.rollout.control.oversampling import MAX_FAILURES, LagLimit, StepMetrics, groups_to_launch
 from verl_mux.rollout.instructions import Abort, Draw, Drop, Finish, Instruction, Launch, Report, Segment
 
-# What tokens of older weights count for in the loss: segment_loss.py. `tis` is verl's rollout correction with this threshold.
-TREATMENTS = ("tis", "mask", "pois")
+# The loss of tokens of older weights is verl's rollout correction with this threshold; see segment_loss.py.
 TIS_THRESHOLD = 2.0
 
 
