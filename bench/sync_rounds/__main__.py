@@ -31,7 +31,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from bench.memory_cycles import make_model
 from bench.sync_rounds.workers import WAYS, Rank, Worker
 from verl_mux.config.completion import complete, hand_to_workers
-from verl_mux.config.schema import MuxConfig
+from verl_mux.config.schema import MuxConfig, ProfileConfig
 from verl_mux.sync.engine import MuxCheckpointManager
 
 _RAY = {"address": "local", "num_cpus": 64, "include_dashboard": False, "object_store_memory": 80_000_000, "log_to_driver": False}
@@ -106,8 +106,7 @@ def _config(model: Path, ranks: int) -> DictConfig:
     with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
         config = compose("ppo_trainer", names)
     config.trainer.v1.trainer_mode = "mux_separate"
-    mux = MuxConfig()
-    mux.profile.enable = False
+    mux = MuxConfig(profile=ProfileConfig(enable=False))
     complete(config, mux, cpu=True)
     hand_to_workers(config, mux, cpu=True)
     with open_dict(config):
