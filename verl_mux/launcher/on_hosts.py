@@ -116,7 +116,7 @@ class Run:
                 host, answer = self._answer()
                 address = answer["address"].partition(":")[0]
                 if address in addresses:
-                    names = f"{host.part.host} and {addresses[address]}"
+                    names = f"{addresses[address]} and {host.part.host}"
                     raise Failure(f"hosts {names} are one machine ({address}): give all its nodes one host, and gpu_ids")
                 addresses[address] = host.part.host
                 head = head or answer["address"]
