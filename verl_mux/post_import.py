@@ -1,7 +1,7 @@
 """Import one module right after another one is imported, without importing either now.
 
 verl's `register_trainer` needs the class, and the class needs verl's whole trainer stack (seconds). A finder at the front of
-`sys.meta_path` lets the plugin wait until somebody imports that stack anyway.
+`sys.meta_path` lets the plugin wait until the program imports that stack anyway.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Loader(importlib.abc.Loader):
         try:
             importlib.import_module(self._follower)
         except Exception:
-            # Whoever imports the upstream module may not want us at all: say it, and leave their program alone.
+            # The program that imports the upstream module may not want verl_mux at all: say it, and let it go on.
             logger.exception("%s could not be loaded; what it registers stays unknown", self._follower)
 
     def __getattr__(self, name: str):

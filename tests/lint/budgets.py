@@ -10,6 +10,7 @@ import ast
 import importlib
 import re
 import sys
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,8 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
-HIDDEN_SUBJECTS = re.compile(r"\b(whoever|somebody|nobody|told|so many)\b", re.IGNORECASE)
+# A name in backticks, an attribute and a value in an f-string are code.
+HIDDEN_SUBJECTS = re.compile(r"(?<![.`{])\b(whoever|somebody|nobody|told|so many)\b", re.IGNORECASE)
 HAS_PROSE = ("verl_mux", "verl_mux_cpu", "bench", "research", "examples", "recipes", "docs")
 
 
@@ -116,9 +118,21 @@ def unreadable() -> Iterator[str]:
     yield from (f"{' and '.join(files)}: two modules of one name" for files in named.values() if len(files) > 1)
     texts = [file for place in HAS_PROSE for kind in ("*.py", "*.md", "*.yaml") for file in (ROOT / place).rglob(kind)]
     for file in [*texts, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
-        for number, line in enumerate(file.read_text().splitlines(), 1):
-            if found := HIDDEN_SUBJECTS.search(line):
+        for number, text in prose(file):
+            if found := HIDDEN_SUBJECTS.search(text):
                 yield f"{file.relative_to(ROOT)}:{number}: {found[0]!r}; name the rank, the job, the file"
+
+
+def prose(file: Path) -> Iterator[tuple[int, str]]:
+    """(number, text) of each line; of Python only comments and strings."""
+    if file.suffix != ".py":
+        yield from enumerate(file.read_text().splitlines(), 1)
+        return
+    kinds = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+    with file.open("rb") as content:
+        for token in tokenize.tokenize(content.readline):
+            if token.type in kinds and " " in token.string.strip():  # one word is a key or a name
+                yield from enumerate(token.string.splitlines(), token.start[0])
 
 
 def main() -> int:

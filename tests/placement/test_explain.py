@@ -65,7 +65,7 @@ def test_the_first_has_nobody_to_share_with():
     said = sentence(Planner.of_one(make_cluster()), make_job("a", 100, 100, modes=EITHER))
     assert (
         said
-        == "which added 42.24 USD/h, as nobody was there yet to share with; on nodes of its own it would have cost 57.04 USD/h"
+        == "which added 42.24 USD/h, as there was no job yet to share with; on nodes of its own it would have cost 57.04 USD/h"
     )
 
 

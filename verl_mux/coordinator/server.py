@@ -367,7 +367,7 @@ def refusal(identity: bytes, role: str, message: m.AnyMessage) -> Refusal | None
         return None
     name = str(type(message).__struct_config__.tag)
     if role == VIEWER or (isinstance(message, m.FromJob), isinstance(message, m.AgentReport)) != (role == JOB, role == AGENT):
-        return Refusal(f"not for a {role}", f"the key of a {role} was used, with which nobody may send {name}")
+        return Refusal(f"not for a {role}", f"the key of a {role} was used, with which no client may send {name}")
     if isinstance(message, m.FromJob) and message.client.encode() != identity:
         return Refusal("another's message", f"a {name} came by another connection than that of the client it names")
     if isinstance(message, m.AgentReport) and message.agent.encode() != identity:

@@ -28,7 +28,7 @@ _COORDINATOR_LOG = "events"
 
 @contextmanager
 def watched(directory: Path) -> Iterator[None]:
-    """Nobody else runs in `directory` meanwhile. The lock ends with the process, however that ends.
+    """No other launcher runs in `directory` meanwhile. The lock ends with the process, however that ends.
 
     Raises:
         UserError: another launcher does.

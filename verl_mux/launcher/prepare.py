@@ -32,7 +32,7 @@ def prepare(run: RunFile) -> None:
 
 
 def clean_up(run: RunFile) -> None:
-    """Run them one after the other. One that fails is said, and keeps nobody from the next."""
+    """Run them one after the other. The launcher reports one that fails, and runs the next."""
     for command in run.clean_up:
         try:
             code = subprocess.run(fill(command, run), stdout=sys.stderr, check=False).returncode

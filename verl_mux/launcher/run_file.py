@@ -9,8 +9,8 @@
     hosts: {gpu-07: {via: ssh}}          # the nodes' hosts and how a command is started there (host_parts.py); none: all here
     bind: 10.0.0.1                       # with hosts: where they reach the coordinator
     keys: /secure/mux_keys               # of the coordinator, on this machine; default: made for the run
-    ray: {num_cpus: 64}                  # with hosts: what Ray is told of each node
-    agents: true                         # with hosts: an agent on each while the jobs run; false: somebody else starts them
+    ray: {num_cpus: 64}                  # with hosts: `ray start` options of each node
+    agents: true                         # with hosts: an agent on each while the jobs run; false: they run already
     clean_up: [[sh, tidy.sh]]            # commands run when all is over, one after the other
     resume: true                         # jobs go on from their checkpoints in `dir` instead of starting anew
     jobs:
@@ -80,7 +80,7 @@ class FillerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 class RunFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """See the module's docstring. Times in seconds. `at`: the address of a coordinator that runs already; `coordinator` then
-    holds the pools that it told."""
+    holds the pools that it answered with."""
 
     dir: str
     coordinator: dict[str, Any]

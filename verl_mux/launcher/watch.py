@@ -142,7 +142,7 @@ class Watch:
                 self._start(job, job.start)
 
     def _start_again(self) -> None:
-        """A start has a mark of its own, and what the coordinator is told of an end names the mark."""
+        """A start has a mark of its own, and the message to the coordinator about its end names the mark."""
         for job in [job for job in self._again if job not in self._untold]:
             self._again.remove(job)
             self._start(job, job.start_again)

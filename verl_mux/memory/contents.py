@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 _CAN_BE_MARKED = (torch.float32, torch.bfloat16, torch.float16)
-# A mark is a NaN in each number of a parameter of at most so many numbers, in every 127th or 4093rd of a larger one: primes, so
+# A mark is a NaN in each number of a parameter of at most this many numbers, in every 127th or 4093rd of a larger one: primes, so
 # that marks fall on different places of each row, and fewer than any part has that a loader fills by itself (an expert's half of
 # a bias, the keys of merged projections).
 _EVERY = ((1 << 16, 1), (1 << 22, 127))
@@ -58,7 +58,7 @@ class Contents:
 
     @torch.no_grad()
     def unsynced(self) -> list[str]:
-        """Names of parameters that nobody has written since they came back, wholly or in part."""
+        """Names of parameters that no sync has written since they came back, wholly or in part."""
         return [name for name, tensor in self._marked if bool(_marks(tensor).isnan().any())]
 
     def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -77,7 +77,7 @@ class Contents:
 
 
 def mark(tensor: torch.Tensor) -> None:
-    """So that `unsynced` can tell whether somebody overwrote it."""
+    """So that `unsynced` can tell whether a sync overwrote it."""
     _marks(tensor).fill_(float("nan"))
 
 

@@ -1,6 +1,6 @@
 """Workers of one training process whose states leave its device together: verl puts the actor's and the critic's into one.
 
-Each sleeps and wakes by a call of its own, but what stays on a GPU can be told only of the whole process, once all of them sleep.
+Each sleeps and wakes by a call of its own, but what stays on a GPU is known only of the whole process, once all of them sleep.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from verl_mux.memory.room import on_all_ranks, refusal
 
 # Of what a process had awake, so much may stay while it sleeps: the edges of pages.
 _LEFT = 0.05
-# And so many bytes on a GPU, whatever it had: cuBLAS keeps its workspaces in memory of torch's allocator.
+# And this many bytes on a GPU, whatever it had: cuBLAS keeps its workspaces in memory of torch's allocator.
 _WORKSPACES = 256 << 20
 
 
@@ -69,7 +69,7 @@ class Residents:
         self._awake.add(who)
         try:
             return total([it.wake() for it in states], seconds=sum)
-        except torch.OutOfMemoryError as full:  # somebody took the room meanwhile
+        except torch.OutOfMemoryError as full:  # another process took the room meanwhile
             self.sleep(who, states, device)
             raise Failure(f"no room to wake the {who}'s states: {full}") from None
 

@@ -239,7 +239,7 @@ def _reason(decision: Decision, could: Sequence[Alternative]) -> str:
     if decision.strategy not in OWN_NODES.values() or (groups and refused is None):
         return f"{added}, and no other place added less"
     if refused is None:
-        return f"{added}, as nobody was there yet to share with"
+        return f"{added}, as there was no job yet to share with"
     return f"{added}, as group {refused.group} could not take it: {refused.why.replace('; ', ', and ')}"
 
 

@@ -134,7 +134,7 @@ class Placer:
         for job, period in zip(group.jobs, group_periods(group), strict=True):
             if period.mean_s > job.limit_s:
                 return f"{job.name} takes {period.mean_s:.0f} s an iteration, its SLO allows {job.limit_s:.0f} s"
-        return f"not every SLO is kept with a probability of {self.rules.keep:g}, or not whoever leaves"
+        return f"not every SLO is kept with a probability of {self.rules.keep:g}, or not after any job leaves"
 
     def _settles(self, group: Group) -> bool:
         """Whether all keep their SLOs once every job has had its turn a few times."""
@@ -151,7 +151,7 @@ class Placer:
     def _prefer(self, group: Group, why: str) -> Action:
         self.groups.reorder(group.name, FIRST_AID)
         first = min(group.jobs, key=lambda job: job.limit_s - job.iteration_s)
-        reason = f"{why}; nobody can move, so the tightest goes first"
+        reason = f"{why}; no job can move, so the tightest goes first"
         return Action(kind="priority", group=group.name, job=first.name, reason=reason)
 
     # --- moves ---

@@ -3,7 +3,7 @@
 One small file for each process, in a folder of its user that lies in memory; an agent reads them, and sees for itself whether
 the process lives. So the account of a process that was killed ends with it.
 
-With a budget (BUDGET_VARIABLE) the node's device has so many bytes: `reserve` and `charge` fail past it, as an allocation on a
+With a budget (BUDGET_VARIABLE) the node's device has that many bytes: `reserve` and `charge` fail past it, as an allocation on a
 GPU does.
 """
 
@@ -24,7 +24,7 @@ DIRECTORY_VARIABLE = "VERL_MUX_DEVICE_LEDGER"
 NODE_VARIABLE = "VERL_MUX_NODE"
 # Bytes of one device of the node; none: as much as there is.
 BUDGET_VARIABLE = "VERL_MUX_DEVICE_BUDGET"
-# Which device of the node, and whose process it is, for whoever is told that there is no room.
+# Which device of the node, and whose process it is: the message that there is no room names both.
 DEVICE_VARIABLE = "VERL_MUX_DEVICE"
 JOB_VARIABLE = "VERL_MUX_DEVICE_JOB"
 _IN_MEMORY = Path("/dev/shm")
@@ -61,7 +61,7 @@ _charges: dict[str, int] = {}
 
 
 def hold(tags: Mapping[Hashable, int]) -> None:
-    """This process holds so many bytes now, by tag; what it said before is replaced. Never raises: an account stops no work."""
+    """This process holds these bytes now, by tag; what it said before is replaced. Never raises: an account stops no work."""
     global _tags
     _tags = {_word(tag): held for tag, held in tags.items()}
     with contextlib.suppress(OSError, ValueError, IndexError):

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
-# What cannot be dropped: pages of files come back from where they were read, so they are nobody's.
+# What cannot be dropped: pages of files come back from where they were read, so they count for no process.
 _KINDS = {"private": "Pss_Anon", "shared": "Pss_Shmem"}
 
 

@@ -71,7 +71,7 @@ def stripe(nbytes: int, rank: int, ranks: int, align: int = 16) -> tuple[int, in
 
 def stripes(weights: Iterable[tuple[str, torch.Tensor]], rank: int, ranks: int) -> Iterator[Range]:
     """This rank's stripe of every full tensor, copied; drains `weights` on every rank, since producing them may be a collective.
-    Whoever makes them may use their memory again for the next, or give it up."""
+    The caller may use their memory again for the next, or free it."""
     for name, tensor in weights:
         start, end = stripe(tensor.nbytes, rank, ranks)
         flat = tensor.detach().reshape(-1).view(torch.uint8)[start:end].to("cpu", copy=True)

@@ -124,7 +124,7 @@ def test_a_viewer_may_look_and_nothing_else(serve, folders, tmp_path):
     (ours / "job.key_secret").unlink()
     (ours / "operator.key_secret").unlink()
     assert fetch_status(coordinator.address, 60, ours)["jobs"] == {}
-    with pytest.raises(UserError, match="the key of a viewer was used, with which nobody may send REGISTER"):
+    with pytest.raises(UserError, match="the key of a viewer was used, with which no client may send REGISTER"):
         connect(coordinator.address, "a", NODES, keys=str(ours), timeout=60)
     assert refused(coordinator)["not for a viewer"] >= 1
     assert coordinator.snapshot()["jobs"] == {}

@@ -57,15 +57,15 @@ def test_a_job_that_names_its_nodes_is_refused_where_its_states_do_not_fit_besid
     assert refused == m.Refused(
         about="register",
         reason="job 'b' needs 562.0 GB of host memory on node 't0' (parameters 150.0, optimizer 300.0, processes 112.0): of"
-        " 1000.0 GB there, 438.0 GB are free; held by a 562.0 GB (told); it fits on t1",
+        " 1000.0 GB there, 438.0 GB are free; held by a 562.0 GB (declared); it fits on t1",
     )
     assert "b" not in driver.machine.state.jobs
     assert isinstance(join(driver, "b", {"train": ["t1"]}), m.Registered)
-    assert join(driver, "c").reason.endswith("held by a 562.0 GB (told); it fits when a has ended")
+    assert join(driver, "c").reason.endswith("held by a 562.0 GB (declared); it fits when a has ended")
 
 
 def test_what_can_never_fit_is_told_so(driver):
-    assert join(driver, "a", needs={"train": {"parameters": 900 * GB}}).reason.endswith("nobody holds any; it never fits there")
+    assert join(driver, "a", needs={"train": {"parameters": 900 * GB}}).reason.endswith("no job holds any; it never fits there")
 
 
 def test_several_have_to_end_where_one_is_not_enough(driver):

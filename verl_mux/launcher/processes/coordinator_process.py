@@ -49,7 +49,7 @@ class Asked:
 
 
 class CoordinatorElsewhere(Asked):
-    """One that runs already, and that nobody here starts or ends."""
+    """One that runs already: this launcher neither starts nor ends it."""
 
     def __init__(self, address: str, keys_folder: Path | None) -> None:
         self.address, self._keys = address, keys_folder
@@ -58,7 +58,7 @@ class CoordinatorElsewhere(Asked):
         """It was asked already."""
 
     def keep_up(self) -> None:
-        """Whoever started it does."""
+        """The process that started it does."""
 
     def stop(self) -> None:
         """It goes on."""

@@ -12,7 +12,7 @@ _ENDING_S = 10.0
 
 
 class FillerProcess(MarkedProcess):
-    """Its end is no job's end: one that fails is told of, and the run goes on."""
+    """Its end is no job's end: the launcher reports one that fails, and the run goes on."""
 
     def __init__(self, name: str, spec: FillerSpec, run: RunFile, address: str) -> None:
         where = ["--coordinator", address, "--name", name, "--pool", spec.pool, "--nodes", str(spec.nodes)]

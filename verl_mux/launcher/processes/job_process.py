@@ -32,7 +32,7 @@ def require_verl() -> None:
 
 
 class JobProcess(MarkedProcess):
-    """A job of a run. Without a coordinator (`address` None) nobody can take it up again: it then ends with its launcher."""
+    """A job of a run. Without a coordinator (`address` None) no later launcher can take it up again: it then ends with its launcher."""
 
     def __init__(self, name: str, spec: JobSpec, run: RunFile, address: str | None) -> None:
         self.spec = spec
@@ -109,7 +109,7 @@ def _command(name: str, spec: JobSpec, run: RunFile, address: str | None, direct
     door = [sys.executable, "-m", "verl_mux.launcher.processes.keep_exit_code", str(directory / "exit_code")]
     if run.keys and not run.hosts:
         job.append(f"mux.keys={_quoted(Path(run.keys).absolute())}")
-    if not run.hosts:  # a Ray of its own; without this, any that somebody started on this machine
+    if not run.hosts:  # a Ray of its own; without this, any other that runs on this machine
         return [*door, *job, *([] if any("ray_init.address=" in word for word in overrides) else [_OWN_RAY])]
     spec_of_cluster = _cluster(spec, run, directory)
     return [*door, "verl_mux.launcher.on_hosts", msgspec.json.encode(spec_of_cluster).decode(), *job]

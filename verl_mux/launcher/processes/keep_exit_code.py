@@ -1,7 +1,7 @@
 """`python -m verl_mux.launcher.processes.keep_exit_code FILE MODULE ARGUMENTS...`: runs MODULE as `python -m MODULE` would,
 and leaves its exit code in FILE.
 
-In a job's driver. The exit code of a process is told to its parent only; a launcher that was killed and started again is
+In a job's driver. Only its parent learns the exit code of a process; a launcher that was killed and started again is
 not, and reads it from this file. A process that is killed leaves no file.
 """
 

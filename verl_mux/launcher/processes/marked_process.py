@@ -22,7 +22,7 @@ from verl_mux.coordinator.bus.members import UID_VARIABLE, carriers, end
 
 logger = logging.getLogger(__name__)
 
-# In the place of an exit code where none was left: it was killed, and nobody watched.
+# In the place of an exit code where none was left: it was killed while no launcher watched.
 NO_EXIT_CODE = -int(signal.SIGKILL)
 _NOTE, _EXIT_CODE = "process.json", "exit_code"
 _SWEEP_S = 10.0

@@ -28,7 +28,7 @@ def driver():
 
 def test_who_was_placed_is_told_with_whom_and_what_it_added(driver):
     arrive(driver, "a", slo=1.3)
-    assert told(driver)["a"].startswith("a has r0, t0 to itself, which added 2.00 USD/h, as nobody was there yet to share with")
+    assert told(driver)["a"].startswith("a has r0, t0 to itself, which added 2.00 USD/h, as there was no job yet to share with")
     arrive(driver, "b", slo=1.3)
     found = told(driver)
     assert found["a"].startswith("a shares t0 with b and has r0 to itself, which added 2.00 USD/h")
