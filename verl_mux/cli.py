@@ -21,7 +21,11 @@ COMMANDS = {
     "coordinator": ("verl_mux.coordinator.commands", "coordinator", "Serve leases to jobs until interrupted."),
     "status": ("verl_mux.coordinator.commands", "status", "Ask a coordinator which job runs which phase, and which jobs wait."),
     "evict": ("verl_mux.coordinator.commands", "evict", "End a job as if it had failed."),
-    "release": ("verl_mux.coordinator.commands", "release", "Free what an ending job holds on hosts that the coordinator cannot see."),
+    "release": (
+        "verl_mux.coordinator.commands",
+        "release",
+        "Free what an ending job holds on hosts that the coordinator cannot see.",
+    ),
     "hold": ("verl_mux.hold", "hold", "Run a command on nodes that no job uses, and leave when one wants them."),
     "agent": ("verl_mux.agent.agent", "agent", "Look at this host for a coordinator: processes and memory of jobs."),
     "keys": ("verl_mux.coordinator.commands", "keys", "Make the keys of a coordinator and of its clients."),

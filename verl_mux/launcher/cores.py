@@ -3,7 +3,8 @@
     Account.look() every few seconds -> <dir>/cores.jsonl, a line an interval -> busy(...) of a window of the run
 
 An interval's processor time is what the processes used that were there at its end; what one used after the last look before its
-end is lost. Threads count with their process. One that has ended and was waited for counts for no process: its own looks counted it.
+end is lost. Threads count with their process. One that has ended and was waited for counts for no process: its own looks counted
+it.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ def figures(
 
 
 def sentences(mux: dict) -> list[str]:
-    """What a summary's `mux` says of cores, for people; and whether one job alone keeps nearly all of them busy, which leaves little to gain."""
+    """What a summary's `mux` says of cores, for people; and whether one job alone keeps nearly all of them busy, which leaves
+    little to gain."""
     alone, together, limit = (mux[key] for key in ("cores_alone", "cores_mux", "limit"))
     if not alone or not together:
         return ["cores busy: not measured"]

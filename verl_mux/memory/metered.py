@@ -26,7 +26,8 @@ class Device(Protocol):
 
 
 class Metered:
-    """Tags of one process. `inner`: region, pause and resume by tag; `report`: called with a tag's bytes on the device after a move."""
+    """Tags of one process. `inner`: region, pause and resume by tag; `report`: called with a tag's bytes on the device after a
+    move."""
 
     def __init__(self, inner: Any, device: Device, report: Callable[[str, int], None]) -> None:
         self._inner, self._device, self._report = inner, device, report

@@ -335,7 +335,9 @@ def _holders(node: str, held: Mapping[str, int], state: State) -> str:
         return "no job holds any"
     words = []
     for name, num_bytes in sorted(held.items(), key=lambda entry: -entry[1]):
-        by = {AGENT: "measured by its host's agent", ITSELF: "measured by itself"}.get(_source(state.jobs[name], node), "declared")
+        by = {AGENT: "measured by its host's agent", ITSELF: "measured by itself"}.get(
+            _source(state.jobs[name], node), "declared"
+        )
         words.append(f"{name} {_gb(num_bytes)} ({by})")
     return f"held by {', '.join(words)}"
 

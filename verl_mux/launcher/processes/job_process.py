@@ -32,7 +32,8 @@ def require_verl() -> None:
 
 
 class JobProcess(MarkedProcess):
-    """A job of a run. Without a coordinator (`address` None) no later launcher can take it up again: it then ends with its launcher."""
+    """A job of a run. Without a coordinator (`address` None) no later launcher can take it up again: it then ends with its
+    launcher."""
 
     def __init__(self, name: str, spec: JobSpec, run: RunFile, address: str | None) -> None:
         self.spec = spec

@@ -64,8 +64,8 @@ def held(job: Job) -> dict[str, int]:
 
 
 def room(job: Job, capacity: int) -> int:
-    """Bytes that SGLang sees free before it loads, with no process beside it: it takes `gpu_memory_utilization` of these for weights and
-    KV cache, and leaves the rest to what comes later: graphs, workspaces, activations."""
+    """Bytes that SGLang sees free before it loads, with no process beside it: it takes `gpu_memory_utilization` of these for
+    weights and KV cache, and leaves the rest to what comes later: graphs, workspaces, activations."""
     kinds = held(job)
     return capacity - sum(kinds.values()) + kinds.get("graphs", 0) + kinds["workspace"]
 
