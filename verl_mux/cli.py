@@ -24,7 +24,7 @@ COMMANDS = {
     "release": (
         "verl_mux.coordinator.commands",
         "release",
-        "Free what an ending job holds on hosts that the coordinator cannot see.",
+        "Free what an ending job holds on hosts that are out of sight.",
     ),
     "hold": ("verl_mux.hold", "hold", "Run a command on nodes that no job uses, and leave when one wants them."),
     "agent": ("verl_mux.agent.agent", "agent", "Look at this host for a coordinator: processes and memory of jobs."),
