@@ -140,7 +140,7 @@ FEW_JOBS, MANY = 10, 4
 
 
 class Divided(msgspec.Struct, frozen=True):
-    """usd: per hour, or what else is counted (price.py). proven: no division into such groups costs less than that."""
+    """usd: per hour, or what else is counted. proven: no division into such groups costs less than that."""
 
     usd: float
     parts: list[Part]

@@ -6,7 +6,7 @@ Inputs that came together are one frame of an append-only file, on disk before a
 client can know of a lease that a restarted coordinator does not, whether a process or the machine ended. Replaying the inputs
 gives the state back, because the state machine is pure. Every COMPACT_EVERY inputs, and at each start, a new file with a
 snapshot takes the place of the old one. Where something may have been lost, either the start is refused, or the coordinator
-settles (core/tokens/claims.py): it asks living jobs for their leases before it grants any.
+settles (core/tokens.py): it asks living jobs for their leases before it grants any.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ class Lock:
 class Before(enum.Enum):
     """What is known of earlier coordinators at an address, whose jobs may still hold leases. A file for each port says that
     there was one; where there is none, it may have been deleted, so the coordinator still waits for a while
-    (core/patience.py)."""
+    (core/queueing.py)."""
 
     NOBODY = "no coordinator was here"
     NOBODY_KNOWN = "none is known to have been here, and jobs of one would be on this machine"

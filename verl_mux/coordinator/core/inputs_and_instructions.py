@@ -108,7 +108,7 @@ class HostReleased(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
 
 
 class PoolsChanged(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="POOLS_CHANGED"):
-    """The configuration file was read again, and the change is allowed (hosts/pools.py)."""
+    """The configuration file was read again, and the change is allowed (hosts.py)."""
 
     pools: dict[str, Pool]
 

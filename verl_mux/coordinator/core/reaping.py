@@ -4,7 +4,7 @@ end.
 Runs in the coordinator, called by server.py; pure. `Sights` is not on record: after a restart nothing is known of what agents
 saw, so no agent is late yet, and nothing comes free before one has looked.
 
-The coordinator looks at its own host, an agent at its own. Looks begin after the job was dying (see families/agents.py). A node
+The coordinator looks at its own host, an agent at its own. Looks begin after the job was dying (see agent/agent.py). A node
 with a host comes free by itself, when all that look at that host saw nothing of the job there; a node that names none when
 nothing of the job is left anywhere. Where nothing looks, nothing is believed dead: such a node is owed, which fences it, and the
 job need not wait for it.

@@ -1,1 +1,1 @@
-"""`verl-mux plan`: where jobs would go (simulation/plan.py), or with --memory what they need of each GPU (memory/certificate)."""
+"""`verl-mux plan`: where jobs would go (places.py), or with --memory what they need of each GPU (memory/certificate)."""
