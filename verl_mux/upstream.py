@@ -107,7 +107,7 @@ VERL = (
     Symbol("verl.workers.rollout.base._ROLLOUT_REGISTRY", "verl's own modes on the CPU: another way for the weights"),
     Symbol("verl.trainer.ppo.v1.replay_buffer._accumulate_eviction_metrics", "the trigger waits in several goes"),
     Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._add_batch_to_generate", "replaced: as many prompts as were taken"),
-    Symbol("transfer_queue.interface.TransferQueueController", "its name differs between two jobs in one Ray cluster"),
+    Symbol("transfer_queue.interface.TransferQueueController", "by its name a job finds another one in its Ray cluster"),
     Symbol("transfer_queue.storage.simple_storage.SimpleStorageUnit", "found by its name: a rollout waits for a dead one"),
     Symbol(
         "verl.trainer.ppo.v1.agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_ready__",

@@ -155,7 +155,7 @@ def test_where_nobody_can_be_moved_the_tightest_goes_first_and_it_is_said_why():
     revision = placer.revise(make_job("b", 300, 200, slo=1.2, movable=False), old(placer))
     assert revision.moves == () and len(placer.groups) == 1
     (action,) = revision.actions
-    assert (action.kind, action.job) == ("priority", "a") and "nobody can move" in action.reason
+    assert (action.kind, action.job) == ("priority", "a") and "no job can move" in action.reason
     assert placer.groups.group_of("a").order == "tightest-first"
 
 

@@ -54,7 +54,7 @@ def test_one_that_ended_holds_nothing_though_nobody_has_asked_how():
     ended = neighbour("ledger.hold({'weights': 300})")
     ended.stdin.close()
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-    assert ledger.free() == 10000 and ledger.holders() == "nobody"
+    assert ledger.free() == 10000 and ledger.holders() == "no process"
     ended.wait()
 
 
@@ -104,7 +104,7 @@ def test_states_that_join_a_saver_take_room_or_do_not_join():
 
 
 def test_a_full_device_is_a_failure_that_commands_tell_in_one_line():
-    with pytest.raises(Failure, match="out of memory on r0: .*held by nobody"):
+    with pytest.raises(Failure, match="out of memory on r0: .*held by no process"):
         ledger.charge({"context": 10001})
 
 

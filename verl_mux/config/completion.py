@@ -24,7 +24,7 @@ from verl_mux.worker_settings import KEY, WorkerSettings
 
 logger = logging.getLogger(__name__)
 
-# verl's default, which the user did not choose. An engine loads so much at a time, while the rest is still on its way.
+# verl's default, which the user did not choose. An engine loads one bucket while the next is on its way.
 _DEFAULT_BUCKET_MB, _OUR_BUCKET_MB = 2048, 256
 
 

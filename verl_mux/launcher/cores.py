@@ -141,10 +141,10 @@ def sentences(mux: dict) -> list[str]:
         return ["cores busy: not measured"]
     ratio = mux["throughput_ratio"]
     reached = f": {ratio / limit:.0%} of that" if ratio else ""
-    told = [f"cores busy: {alone:.2f} alone, {together:.2f} together, so these cores allow {limit:.2f}x{reached}"]
+    lines = [f"cores busy: {alone:.2f} alone, {together:.2f} together, so these cores allow {limit:.2f}x{reached}"]
     if limit * MUCH_ALONE < 1:
-        told.append(f"a job alone keeps {1 / limit:.0%} of the cores busy: little is left to share")
-    return told
+        lines.append(f"a job alone keeps {1 / limit:.0%} of the cores busy: little is left to share")
+    return lines
 
 
 def windows_alone(timeline: Timeline, jobs: Iterable[str], first_step: int, last_step: int) -> list[tuple[float, float]]:

@@ -101,11 +101,11 @@ def _version(name: str, tested: str, supported: str) -> Check:
     except importlib.metadata.PackageNotFoundError:
         advice = f"install {name}{supported or '==' + tested}, or `make demo`, which installs requirements/lock.txt"
         return Check(name, False, "not installed", advice)
-    told = f"{found} (supported: {supported})" if supported else found
+    version = f"{found} (supported: {supported})" if supported else found
     if not SpecifierSet(supported).contains(found, prereleases=True):
-        return Check(name, False, told, f"verl_mux does not work with this version; install {name}{supported}")
+        return Check(name, False, version, f"verl_mux does not work with this version; install {name}{supported}")
     same = found.split("+")[0] == tested
-    return Check(name, True if same else None, told, "" if same else f"tested with {tested}; run tests/upstream")
+    return Check(name, True if same else None, version, "" if same else f"tested with {tested}; run tests/upstream")
 
 
 def _plugin() -> Check:
@@ -124,8 +124,8 @@ def _plugin() -> Check:
 
 def _platform() -> Check:
     if not accelerator_present() and cpu_package_missing():
-        told = "no accelerator, and verl-mux-cpu is not installed"
-        return Check("platform", False, told, "to run jobs on this CPU, `pip install ./verl_mux_cpu` in a checkout of verl_mux")
+        found = "no accelerator, and verl-mux-cpu is not installed"
+        return Check("platform", False, found, "to run jobs on this CPU, `pip install ./verl_mux_cpu` in a checkout of verl_mux")
     if not accelerator_present():
         return Check("platform", True, "no accelerator: verl and the engine run on the CPU platform")
     if cpu_platform_wanted([]):

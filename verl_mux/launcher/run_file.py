@@ -10,7 +10,7 @@
     bind: 10.0.0.1                       # with hosts: where they reach the coordinator
     keys: /secure/mux_keys               # of the coordinator, on this machine; default: made for the run
     ray: {num_cpus: 64}                  # with hosts: `ray start` options of each node
-    agents: true                         # with hosts: an agent on each while the jobs run; false: they run already
+    agents: true                         # with hosts: an agent on each while the jobs run; false: you start them yourself
     clean_up: [[sh, tidy.sh]]            # commands run when all is over, one after the other
     resume: true                         # jobs go on from their checkpoints in `dir` instead of starting anew
     jobs:

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 _CAN_BE_MARKED = (torch.float32, torch.bfloat16, torch.float16)
-# A mark is a NaN in each number of a parameter of at most this many numbers, in every 127th or 4093rd of a larger one: primes, so
-# that marks fall on different places of each row, and fewer than any part has that a loader fills by itself (an expert's half of
-# a bias, the keys of merged projections).
+# (size, stride): a parameter of at most `size` numbers is marked by a NaN in every `stride`-th number. Strides above 1 are primes,
+# so marks fall on different places of each row. A stride is smaller than any part that a loader fills by itself (an expert's half
+# of a bias, the keys of merged projections).
 _EVERY = ((1 << 16, 1), (1 << 22, 127))
 _EVERY_OF_THE_LARGEST = 4093
 _ALIGNED = 64  # where a copy begins in its buffer: any type may
@@ -58,7 +58,7 @@ class Contents:
 
     @torch.no_grad()
     def unsynced(self) -> list[str]:
-        """Names of parameters that no sync has written since they came back, wholly or in part."""
+        """Names of parameters that a sync has yet to write, wholly or in part, since they came back."""
         return [name for name, tensor in self._marked if bool(_marks(tensor).isnan().any())]
 
     def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:

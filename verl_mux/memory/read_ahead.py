@@ -31,7 +31,7 @@ def weights_of(model: str) -> list[Path]:
 def read_ahead(files: Iterable[Path], most: int | None = None) -> int:
     """Reads them once and keeps nothing. Returns bytes; at most `most` (default: half of the memory that is free).
 
-    A file that cannot be read is left to the engine that needs it.
+    It skips a file that it cannot read: the process that loads the file reports the error.
     """
     started, left = time.perf_counter(), int(psutil.virtual_memory().available * _SHARE) if most is None else most
     total = 0

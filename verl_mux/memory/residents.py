@@ -1,6 +1,7 @@
 """Workers of one training process whose states leave its device together: verl puts the actor's and the critic's into one.
 
-Each sleeps and wakes by a call of its own, but what stays on a GPU is known only of the whole process, once all of them sleep.
+Each worker sleeps and wakes by a call of its own. What stays on a GPU is known for the whole process only, once all workers
+sleep.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from verl_mux.errors import Failure
 from verl_mux.memory.moved import Moves, total
 from verl_mux.memory.room import on_all_ranks, refusal
 
-# Of what a process had awake, so much may stay while it sleeps: the edges of pages.
+# The share of its awake bytes that a process may keep on a GPU while it sleeps: the edges of pages.
 _LEFT = 0.05
-# And this many bytes on a GPU, whatever it had: cuBLAS keeps its workspaces in memory of torch's allocator.
+# The bytes that it may keep there in any case: cuBLAS keeps its workspaces in memory of torch's allocator.
 _WORKSPACES = 256 << 20
 
 

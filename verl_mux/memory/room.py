@@ -30,8 +30,8 @@ def refusal(what: str, needed: int, wait_s: float, device: Any | None, everywher
         if everywhere(fits):
             return None
         if not everywhere(time.monotonic() < deadline):
-            told = f"{what} take {needed / 1e9:.2f} GB, {(free or 0) / 1e9:.2f} are free after {wait_s:g} s"
-            return f"no room to wake: {told}; held by {_holders(device)}"
+            shortage = f"{what} take {needed / 1e9:.2f} GB, {(free or 0) / 1e9:.2f} are free after {wait_s:g} s"
+            return f"no room to wake: {shortage}; held by {_holders(device)}"
         time.sleep(_POLL_S)
 
 

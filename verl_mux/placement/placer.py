@@ -134,7 +134,7 @@ class Placer:
         for job, period in zip(group.jobs, group_periods(group), strict=True):
             if period.mean_s > job.limit_s:
                 return f"{job.name} takes {period.mean_s:.0f} s an iteration, its SLO allows {job.limit_s:.0f} s"
-        return f"not every SLO is kept with a probability of {self.rules.keep:g}, or not after any job leaves"
+        return f"not every SLO is kept with a probability of {self.rules.keep:g}, now or after a job leaves"
 
     def _settles(self, group: Group) -> bool:
         """Whether all keep their SLOs once every job has had its turn a few times."""

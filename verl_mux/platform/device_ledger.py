@@ -109,8 +109,8 @@ def free() -> int | None:
 
 def holders() -> str:
     """Who holds what on this process's device, in words."""
-    told = [f"{a.job or 'a process'} (pid {a.pid}) {a.total / 1e9:.2f} GB" for a in _on_this_device() if a.total]
-    return ", ".join(told) or "nobody"
+    shares = [f"{a.job or 'a process'} (pid {a.pid}) {a.total / 1e9:.2f} GB" for a in _on_this_device() if a.total]
+    return ", ".join(shares) or "no process"
 
 
 def accounts(space: str) -> list[tuple[Path, Account]]:

@@ -14,8 +14,8 @@ def process_bytes(pid: int | str = "self") -> dict[str, int]:
     """Bytes by kind: `private` (heaps, copies of states), `shared` (shared memory, and what a driver pins). Empty: the process is
     gone, or this user may not look. The kernel goes through all pages for it: up to a second for hundreds of GB."""
     with contextlib.suppress(OSError, ValueError, KeyError):
-        told = _table(Path(f"/proc/{pid}/smaps_rollup").read_text())
-        return {kind: told[name] for kind, name in _KINDS.items()}
+        table = _table(Path(f"/proc/{pid}/smaps_rollup").read_text())
+        return {kind: table[name] for kind, name in _KINDS.items()}
     return {}
 
 

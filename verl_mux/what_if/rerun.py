@@ -356,7 +356,7 @@ class Rerun:
             self._report(ended.name, "eos")
 
     def token_s(self, running: float) -> float:
-        """Seconds of a token while this number of requests runs on a replica."""
+        """Seconds of a token while `running` requests run on a replica."""
         return self._speed.base + self._speed.each * running
 
     @property

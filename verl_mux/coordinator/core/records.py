@@ -66,8 +66,9 @@ class Moving(msgspec.Struct, kw_only=True):
 
 
 class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one job on one node, by kind: `told` by the job when it came, and `measured` last, by the agent of the node's host
-    or by the job (`source`; empty: not yet). `most`: of all kinds together, measured since it has settled (see hosts.py)."""
+    """Bytes of one job on one node, by kind. `told`: by the job when it registered. `measured`: last, by `source` (the agent of
+    the node's host, or the job; empty: not measured yet). `most`: the largest measured sum of all kinds since the job settled
+    (see hosts.py)."""
 
     told: dict[str, int] = {}
     measured: dict[str, int] = {}

@@ -76,10 +76,10 @@ def _measured(run: Path, jobs: list[Job]) -> dict[str, dict[str, dict[str, int]]
     """From a run's event log: by job, phase and kind the largest number of bytes that a GPU had of each tag."""
     nodes: defaultdict[tuple[str, str, str, str], int] = defaultdict(int)
     for line in read_directory(run):
-        told = line.extra
-        if line.event in (events.SLEEP, events.WAKE) and isinstance(told.get("mapped"), int):
-            key = (line.job, str(told.get("side")), str(told.get("tag")), f"{told.get('node')}/{line.workid}")
-            nodes[key] = max(nodes[key], told["mapped"], told["bytes"] if isinstance(told.get("bytes"), int) else 0)
+        extra = line.extra
+        if line.event in (events.SLEEP, events.WAKE) and isinstance(extra.get("mapped"), int):
+            key = (line.job, str(extra.get("side")), str(extra.get("tag")), f"{extra.get('node')}/{line.workid}")
+            nodes[key] = max(nodes[key], extra["mapped"], extra["bytes"] if isinstance(extra.get("bytes"), int) else 0)
     found: dict[str, dict[str, dict[str, int]]] = {}
     for job in jobs:
         for (side, tag), (phases, kind) in _CORRECTED.items():

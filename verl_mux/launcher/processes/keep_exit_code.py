@@ -1,8 +1,8 @@
 """`python -m verl_mux.launcher.processes.keep_exit_code FILE MODULE ARGUMENTS...`: runs MODULE as `python -m MODULE` would,
 and leaves its exit code in FILE.
 
-In a job's driver. Only its parent learns the exit code of a process; a launcher that was killed and started again is
-not, and reads it from this file. A process that is killed leaves no file.
+It runs in a job's driver. The kernel gives the exit code of a process to its parent only. A launcher that was killed and
+started again is no parent, and reads the code from FILE. A process that is killed leaves no file.
 """
 
 from __future__ import annotations

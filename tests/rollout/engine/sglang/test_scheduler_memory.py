@@ -125,7 +125,7 @@ def test_a_wake_without_room_maps_nothing_and_names_who_holds_what(engine, monke
     before = engine.saver.mapped_bytes()
     monkeypatch.setenv(device_ledger.BUDGET_VARIABLE, "100")
     answer = engine.wake()
-    assert "no room to wake: cuda_graph and weights and kv_cache take" in answer.error and "held by nobody" in answer.error
+    assert "no room to wake: cuda_graph and weights and kv_cache take" in answer.error and "held by no process" in answer.error
     assert engine.saver.mapped_bytes() == before
     monkeypatch.setenv(device_ledger.BUDGET_VARIABLE, "1000000")
     assert engine.wake().error is None
