@@ -16,8 +16,7 @@ import torch
 _CAN_BE_MARKED = (torch.float32, torch.bfloat16, torch.float16)
 # (size, stride): a parameter of at most `size` numbers is marked by a NaN in every `stride`-th number. Strides above 1 are
 # primes, so marks fall on different places of each row. A stride is smaller than any part that a loader fills by itself (an
-# expert's half
-# of a bias, the keys of merged projections).
+# expert's half of a bias, the keys of merged projections).
 _EVERY = ((1 << 16, 1), (1 << 22, 127))
 _EVERY_OF_THE_LARGEST = 4093
 _ALIGNED = 64  # where a copy begins in its buffer: any type may
