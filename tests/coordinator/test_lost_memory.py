@@ -165,7 +165,7 @@ def test_setting_the_wall_clock_changes_nothing(serve, join, hold, pool, eventua
 
 def test_by_default_there_is_a_journal_and_a_start_without_one_says_so_and_answers_status(serve_apart, state_folder):
     process, address = serve_apart(lease_timeout=600)
-    said = [process.stderr.readline() for _ in range(3)]
+    said = [process.stderr.readline() for _ in range(2)]
     assert fetch_status(address, 60)["settling_s"] is not None
     (journal,) = state_folder.rglob("journal")
     assert f"verl-mux journal: {journal}\n" in said
