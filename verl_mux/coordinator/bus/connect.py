@@ -73,7 +73,7 @@ def connect(
             ["auto"]}); the client's `nodes` then say where it was placed.
         slo: how many times its iteration alone an iteration of such a job may last; default: the coordinator's.
         profiled: seconds of a few steps of such a job, measured before; it is placed by them rather than by bounds.
-        filler: the job ranks behind all others, see docs/fillers.md. It may name one side only, asks for any number of its nodes,
+        filler: the job ranks behind all others, see docs/hold.md. It may name one side only, asks for any number of its nodes,
             and gives a lease back as soon as its `wanted` is set.
         grace: seconds that a filler may need for that, if they are more than the coordinator's `filler_grace`.
         movable: the launcher starts the job again, from its newest checkpoint, when it has left because the coordinator asked it
