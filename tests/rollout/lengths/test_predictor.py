@@ -40,6 +40,11 @@ def test_the_default_orders_better_where_text_tells_and_history_is_short(kind):
     assert taus("default", epochs[:2])[1] > taus("history", epochs[:2])[1] + 0.005
 
 
+def test_a_few_runaway_responses_do_not_hide_what_the_text_says():
+    epochs = generate("runaway", seed=7, prompts=1000)
+    assert taus("default", epochs)[3] > taus("history", epochs)[3] + 0.02
+
+
 def test_the_default_orders_prompts_it_never_saw_by_their_text():
     assert taus("default", generate("never_recurring", seed=3))[1] > 0.2
 

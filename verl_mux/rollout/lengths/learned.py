@@ -15,7 +15,9 @@ import numpy as np
 
 from verl_mux.rollout.lengths.predictors import LengthRow, Prompt
 
-_COLUMNS = 1024  # hashed words and word pairs
+_BUCKETS = 1 << 16  # of hashed words and word pairs
+_COLUMNS = 1024  # of a fit: the commonest of them
+_MIN_PROMPTS_WITH_WORD = 3
 _MAX_CHARS, _MAX_WORDS = 4096, 400
 _MAX_PROMPTS = 3000  # of a fit: the most recent ones
 _MIN_PROMPTS = 64  # below it text is not looked at
@@ -28,21 +30,18 @@ _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W\d_{_UNSPACED}]+|\d+(?:[.,]\d+)*|[^\w\s]")
 
 
-def describe(text: str) -> np.ndarray:
-    """(_COLUMNS + 3,) float32: words and word pairs that occur, of unit length; logs of characters, words, the largest number."""
+def describe(text: str) -> tuple[np.ndarray, np.ndarray]:
+    """Buckets of its words and word pairs, sorted, (words,); logs of its characters, words and largest number, (3,)."""
     shown = text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS // 2]} {text[-_MAX_CHARS // 2 :]}"
     words = _WORD.findall(shown.lower())
     words = words if len(words) <= _MAX_WORDS else words[: _MAX_WORDS // 2] + words[-_MAX_WORDS // 2 :]
     codes = [zlib.crc32(word.encode("utf-8", "replace")) for word in words]  # the same in every process
     pairs = [first * 0x9E3779B1 ^ second for first, second in zip(codes, codes[1:], strict=False)]
-    out = np.zeros(_COLUMNS + 3, dtype=np.float32)
-    out[np.array(codes + pairs, dtype=np.uint64) % _COLUMNS] = 1
-    out[:_COLUMNS] /= max(float(np.linalg.norm(out[:_COLUMNS])), 1.0)
     numbers = [
         float(word.replace(",", "")[:15]) for word in words if word.isascii() and word[0].isdigit() and word.count(".") < 2
     ]
-    out[_COLUMNS:] = np.log1p([len(text), len(words), max(numbers, default=0.0)])
-    return out
+    buckets = np.unique(np.array(codes + pairs, dtype=np.uint64) % _BUCKETS).astype(np.int32)
+    return buckets, np.log1p([len(text), len(words), max(numbers, default=0.0)])
 
 
 def _digest(text: str) -> int:
@@ -55,11 +54,12 @@ class Learned:
     def __init__(self) -> None:
         self._sums: dict[str, dict[int, np.ndarray]] = {}  # prompt -> epoch -> samples, sums of logs, of squared logs, of lengths
         self._epochs: dict[int, np.ndarray] = {}  # epoch -> samples, sum of logs
-        self._features: dict[str, np.ndarray] = {}
+        self._features: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self._same_text: dict[int, str] = {}
         self._rows = self._rows_at_fit = 0
         self._scores: dict[str, float] = {}
-        self._text = np.zeros(_COLUMNS + 3), np.zeros(_COLUMNS + 3), 0.0  # centre, coefficients, intercept
+        self._columns = np.zeros(0, dtype=np.int32)  # the buckets that are columns, sorted
+        self._text = np.zeros(3), np.zeros(3), 0.0  # centre, coefficients, intercept
 
     def observe(self, rows: Sequence[LengthRow]) -> None:
         """Learn from finished responses."""
@@ -89,7 +89,17 @@ class Learned:
         if same in self._scores:
             return self._scores[same]
         centre, coefficients, intercept = self._text
-        return float((describe(prompt.text) - centre) @ coefficients + intercept)
+        return float((self._row(describe(prompt.text)) - centre) @ coefficients + intercept)
+
+    def _row(self, features: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+        """(columns + 3,): words that occur, of unit length; the numbers."""
+        buckets, numbers = features
+        row = np.zeros(len(self._columns) + 3)
+        at = np.searchsorted(self._columns, buckets)
+        known = at[self._columns[np.minimum(at, len(self._columns) - 1)] == buckets] if len(self._columns) else at[:0]
+        row[known] = 1 / max(len(known), 1) ** 0.5
+        row[-3:] = numbers
+        return row
 
     def _fit(self) -> None:
         self._rows_at_fit = self._rows
@@ -97,21 +107,20 @@ class Learned:
         level = {epoch: total / count for epoch, (count, total) in self._epochs.items()}
         cells = [[total / count - level[epoch] for epoch, (count, total, *_) in self._sums[name].items()] for name in names]
         counts = np.array([len(cell) for cell in cells], dtype=np.float64)
-        means = np.array([np.log(np.mean(np.exp(cell))) for cell in cells])
+        means = np.array([np.mean(cell) for cell in cells])
         text, centre, coefficients = self._fit_text(names, means, counts / (counts + 1))
-        totals = np.array([sum(self._sums[name].values()) for name in names])
-        own = np.log1p(totals[:, 3] / totals[:, 0])  # of the mean length, which a few very long responses decide
-        shift = float(np.average(means, weights=counts) - np.average(own, weights=counts))
-        own += shift
         signal, noise = self._variances(names, cells, means, text)
         k = counts * signal / (counts * signal + noise)
-        if not coefficients.any() or not self._would_have_helped(names, text, signal, noise):
-            k = np.ones(len(names))
-        now = level[max(level)]
-        self._scores = dict(zip(names, (now + text + k * (own - text)).tolist(), strict=True))
-        stranger = float(np.average(means, weights=counts))
-        if not coefficients.any():  # the running mean's own place for it
-            stranger = shift + float(np.log1p(totals[:, 3].sum() / totals[:, 0].sum()))
+        now, middle = level[max(level)], float(np.average(means, weights=counts))
+        if coefficients.any() and self._would_have_helped(names, text, signal, noise):
+            scores, stranger = text + k * (means - text), middle
+        else:  # the running mean of lengths, which a few very long responses decide; a stranger gets the mean of all
+            totals = np.array([np.sum(list(self._sums[name].values()), axis=0) for name in names])
+            plain = np.log1p(totals[:, 3] / totals[:, 0])
+            shift = middle - float(np.average(plain, weights=counts))
+            scores = plain + shift
+            stranger = shift + float(np.log1p(totals[:, 3].sum() / totals[:, 0].sum())) if not coefficients.any() else middle
+        self._scores = dict(zip(names, (now + scores).tolist(), strict=True))
         self._text = centre, coefficients, now + stranger
 
     def _would_have_helped(self, names: list[str], text: np.ndarray, signal: float, noise: float) -> bool:
@@ -121,26 +130,29 @@ class Learned:
             past = [row for epoch, row in self._sums[name].items() if epoch != newest]
             if past and newest in self._sums[name]:
                 total = np.sum(past, axis=0)
-                own, k = float(np.log1p(total[3] / total[0])), len(past) * signal / (len(past) * signal + noise)
-                plain.append(own)
-                blended.append((said, own, k))
+                plain.append(float(total[3] / total[0]))
+                own = float(np.mean([row[1] / row[0] for row in past]))
+                blended.append((said, own, len(past) * signal / (len(past) * signal + noise)))
                 true.append(self._sums[name][newest][1] / self._sums[name][newest][0])
         if len(true) < _MIN_PROMPTS:
             return True
-        said, own, k = np.array(blended).T
-        own += said.mean() - own.mean()
-        order = np.argsort(np.argsort([said + k * (own - said), plain, true], axis=1), axis=1)
+        said, owns, k = np.array(blended).T
+        owns += said.mean() - owns.mean()
+        order = np.argsort(np.argsort([said + k * (owns - said), plain, true], axis=1), axis=1)
         return bool(np.corrcoef(order[0], order[2])[0, 1] >= np.corrcoef(order[1], order[2])[0, 1])
 
     def _fit_text(self, names: list[str], target: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What each prompt's text says of it when it is left out, (prompts,); centre and coefficients for others, (columns,)."""
-        design = np.stack([self._features[name] for name in names]).astype(np.float64)
+        found, count = np.unique(np.concatenate([self._features[name][0] for name in names]), return_counts=True)
+        common = np.flatnonzero((count >= _MIN_PROMPTS_WITH_WORD) & (count <= 0.95 * len(names)))
+        self._columns = np.sort(found[common[np.argsort(-count[common], kind="stable")[:_COLUMNS]]])
+        design = np.stack([self._row(self._features[name]) for name in names])
         centre, mean = design.mean(0), float(np.average(target, weights=weight))
         nothing = np.full(len(names), mean), centre, np.zeros(design.shape[1])
         if len(names) < _MIN_PROMPTS:
             return nothing
         scale = np.ones(design.shape[1])
-        scale[_COLUMNS:] = 0.1 / np.maximum(design[:, _COLUMNS:].std(0), 1e-3)
+        scale[-3:] = 0.1 / np.maximum(design[:, -3:].std(0), 1e-3)
         root = np.sqrt(weight / weight.max())
         rows = (design - centre) * scale * root[:, None]
         aim = (target - mean) * root
@@ -151,13 +163,13 @@ class Learned:
             without = (aim - left @ (shrink * rotated)) / (1 - np.minimum((left**2) @ shrink, 0.999))
             if (error := float(without @ without)) < least:
                 least, penalty, residual = error, float(tried), without
-        found = (aim - residual) / root
-        spread = found.std() * target.std()
-        correlation = float(np.mean((found - found.mean()) * (target - target.mean())) / spread) if spread > 0 else 0.0
+        left_out = (aim - residual) / root
+        spread = left_out.std() * target.std()
+        correlation = float(np.mean((left_out - left_out.mean()) * (target - target.mean())) / spread) if spread > 0 else 0.0
         if correlation * np.sqrt(len(names)) < _MIN_Z or correlation < 0.1:
             return nothing
         coefficients = scale * (rows.T @ (left @ (rotated / (values + penalty))))
-        return mean + found, centre, coefficients
+        return mean + left_out, centre, coefficients
 
     def _variances(self, names: list[str], cells: list[list[float]], means: np.ndarray, text: np.ndarray) -> tuple[float, float]:
         """(between prompts, of one prompt's epoch) of what text does not say."""
