@@ -46,7 +46,7 @@ EXTRAS = {
     "polars": "pip install 'verl-mux[report]'",
     "matplotlib": "pip install 'verl-mux[plots]'",
     "prometheus_client": "pip install 'verl-mux[metrics]'",
-    "scipy": "pip install 'verl-mux[predictor]'",
+    "scipy": "pip install scipy",
 }
 
 

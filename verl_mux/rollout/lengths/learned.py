@@ -16,8 +16,7 @@ import numpy as np
 from verl_mux.rollout.lengths.predictors import LengthRow, Prompt
 
 _BUCKETS = 1 << 16  # of hashed words and word pairs
-_COLUMNS = 1024  # of a fit: the commonest of them
-_MIN_PROMPTS_WITH_WORD = 3
+_COLUMNS = 1024  # of a fit: the commonest of them that three prompts or more have
 _MAX_CHARS, _MAX_WORDS = 4096, 400
 _MAX_PROMPTS = 3000  # of a fit: the most recent ones
 _MIN_PROMPTS = 64  # below it text is not looked at
@@ -44,10 +43,6 @@ def describe(text: str) -> tuple[np.ndarray, np.ndarray]:
     return buckets, np.log1p([len(text), len(words), max(numbers, default=0.0)])
 
 
-def _digest(text: str) -> int:
-    return zlib.crc32(text.encode("utf-8", "surrogatepass"))
-
-
 class Learned:
     """observe -> (a fit, when a tenth of the rows is new) -> predict. Before the first row every score is 0: FIFO."""
 
@@ -71,7 +66,7 @@ class Learned:
             self._epochs[row.epoch] = self._epochs.get(row.epoch, np.zeros(2)) + (1, log)
             if name not in self._features:
                 self._features[name] = describe(row.prompt.text)
-                self._same_text[_digest(row.prompt.text)] = name
+                self._same_text[hash(row.prompt.text)] = name
         self._rows += len(rows)
 
     def predict(self, prompts: Sequence[Prompt]) -> np.ndarray:
@@ -85,7 +80,7 @@ class Learned:
     def _score(self, prompt: Prompt) -> float:
         if prompt.id in self._scores:
             return self._scores[prompt.id]
-        same = self._same_text.get(_digest(prompt.text)) if prompt.text else None
+        same = self._same_text.get(hash(prompt.text)) if prompt.text else None
         if same in self._scores:
             return self._scores[same]
         centre, coefficients, intercept = self._text
@@ -144,7 +139,7 @@ class Learned:
     def _fit_text(self, names: list[str], target: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What each prompt's text says of it when it is left out, (prompts,); centre and coefficients for others, (columns,)."""
         found, count = np.unique(np.concatenate([self._features[name][0] for name in names]), return_counts=True)
-        common = np.flatnonzero((count >= _MIN_PROMPTS_WITH_WORD) & (count <= 0.95 * len(names)))
+        common = np.flatnonzero((count >= 3) & (count <= 0.95 * len(names)))
         self._columns = np.sort(found[common[np.argsort(-count[common], kind="stable")[:_COLUMNS]]])
         design = np.stack([self._row(self._features[name]) for name in names])
         centre, mean = design.mean(0), float(np.average(target, weights=weight))
