@@ -78,11 +78,9 @@ class Learned:
         return np.array([self._score(prompt) for prompt in prompts], dtype=np.float64)
 
     def _score(self, prompt: Prompt) -> float:
-        if prompt.id in self._scores:
-            return self._scores[prompt.id]
-        same = self._same_text.get(hash(prompt.text)) if prompt.text else None
-        if same in self._scores:
-            return self._scores[same]
+        for name in (prompt.id, self._same_text.get(hash(prompt.text)) if prompt.text else None):
+            if name in self._scores:
+                return self._scores[name]
         centre, coefficients, intercept = self._text
         return float((self._row(describe(prompt.text)) - centre) @ coefficients + intercept)
 
