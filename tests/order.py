@@ -26,7 +26,7 @@ _LONG = (
     "rollout/engine/sglang/test_scheduler_memory.py",
     "rollout/engine/sglang/test_server.py",
     "gpu/test_scenes.py",
-    "launcher/plan/test_command.py",
+    "launcher/plan/test_plan_command.py",
     "recipes/test_two_7b_grpo.py",
     "bench/chaos/test_schedule.py",
     "bench/test_sync.py",

@@ -118,7 +118,7 @@ def test_a_host_whose_agent_is_gone_is_fenced_until_one_found_it_empty(serve, ho
     left = holds(host.worker("a", "r1"))
     agent.kill()
     eventually(lambda: node(coordinator)["fenced"] == f"the agent of host {THERE} is not heard")
-    commands.evict("a", coordinator.address, yes=True, timeout=60.0)
+    commands.evict("a", coordinator.address, yes=True)
     eventually(lambda: coordinator.snapshot()["jobs"]["a"]["state"] == "ended")
     waiting = host.driver(coordinator, "c", "r1")
     eventually(lambda: [request["held_back"] for request in node(coordinator)["queue"]] == ["fenced"])
@@ -133,10 +133,10 @@ def test_a_lost_host_is_given_on_by_hand_alone_and_not_while_its_agent_is_heard(
     agent = host.agent(coordinator)
     eventually(lambda: state(coordinator) == "heard")
     with pytest.raises(UserError, match="is looked at by its agent"):
-        commands.release(THERE, coordinator.address, yes=True, timeout=60.0)
+        commands.release(THERE, coordinator.address, yes=True)
     agent.kill()
     eventually(lambda: state(coordinator) == "gone")
-    commands.release(THERE, coordinator.address, yes=True, timeout=60.0)
+    commands.release(THERE, coordinator.address, yes=True)
     assert node(coordinator)["fenced"] is None and coordinator.snapshot()["hosts"] == {}
 
 

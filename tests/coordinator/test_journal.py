@@ -46,7 +46,7 @@ def start(make):
     """Starts a coordinator's memory and ends what was started before it, as a kill would."""
     running = []
 
-    def begin(path, config=None, before=Before.NOBODY):
+    def begin(path, config=None, before=Before.NONE):
         end()
         running.append(Journal(path))
         return running[-1], running[-1].restore(config or make(), "name", before)
@@ -255,9 +255,9 @@ class PowerLoss(BaseException):
 
 @pytest.mark.parametrize("seed", range(150))
 def test_whatever_was_told_is_still_known_after_a_power_failure(start, tmp_path, monkeypatch, seed, no_disk):
-    """Of what was not synced any sectors are on the disk; the leases told before are there, or it settles."""
+    """Of what was not synced any sectors are on the disk; the leases noted before are there, or it settles."""
     draw = random.Random(seed)
-    left, told = draw.randrange(2, 12), {}
+    left, noted = draw.randrange(2, 12), {}
     journal, machine = start(tmp_path / "journal")
 
     def write(self, at, data):
@@ -279,14 +279,14 @@ def test_whatever_was_told_is_still_known_after_a_power_failure(start, tmp_path,
             take(
                 journal, machine, 2.0, m.LeaseRequest(**who, key=str(machine.state.token), phase="rollout", step=1, nodes=["r0"])
             )
-            told = dict(machine.state.leases)
-            token, told = max(told), {} if draw.random() < 0.5 else told
-            if not told:  # given back, whether the coordinator gets to write it down or not
+            noted = dict(machine.state.leases)
+            token, noted = max(noted), {} if draw.random() < 0.5 else noted
+            if not noted:  # given back, whether the coordinator gets to write it down or not
                 take(journal, machine, 3.0, m.LeaseRelease(**who, token=token))
     last = machine.state.token
     monkeypatch.undo()
     _, again = start(tmp_path / "journal")
-    assert is_settling(again) or all(again.state.leases[token] == lease for token, lease in told.items())
+    assert is_settling(again) or all(again.state.leases[token] == lease for token, lease in noted.items())
     assert again.state.token > last
 
 
@@ -361,12 +361,12 @@ def ask(key, phase="rollout", node="r0"):
 
 
 class World:
-    """A journal, a machine and a delivery; what was told, and how often something was written."""
+    """A journal, a machine and a delivery; which messages left, and how often something was written."""
 
     def __init__(self, path, config, monkeypatch):
         self.journal = Journal(path)
-        self.machine = self.journal.restore(config, "name", Before.NOBODY)
-        self.told, self.later, self.fail = [], [], None
+        self.machine = self.journal.restore(config, "name", Before.NONE)
+        self.noted, self.later, self.fail = [], [], None
         self.delivery = Delivery(self.journal, self.machine, self.carry_out, self.later.append)
         self.writes = 0
         write = type(self.journal)._write
@@ -382,7 +382,7 @@ class World:
 
     def carry_out(self, instruction):
         if isinstance(instruction, Send):
-            self.told.append(instruction.message.__struct_config__.tag)
+            self.noted.append(instruction.message.__struct_config__.tag)
 
     def take(self, what):
         keep = self.machine.changes(given := Input(1.0, what))
@@ -399,16 +399,16 @@ def world(make, tmp_path, monkeypatch):
 def test_nothing_is_told_before_it_is_written_and_what_came_together_is_one_write(world):
     for what in (REGISTER, BEAT, ask("k")):
         world.take(what)
-    assert (world.told, world.writes, len(world.later)) == ([], 0, 1)
+    assert (world.noted, world.writes, len(world.later)) == ([], 0, 1)
     world.later.pop()()
-    assert (world.told, world.writes) == (["REGISTERED", "HEARTBEAT_ACK", "LEASE_GRANT"], 1)
+    assert (world.noted, world.writes) == (["REGISTERED", "HEARTBEAT_ACK", "LEASE_GRANT"], 1)
 
 
 def test_a_sign_of_life_is_answered_without_a_write(world):
     world.take(REGISTER)
     world.later.pop()()
     world.take(BEAT)
-    assert (world.told[-1], world.writes, world.later) == ("HEARTBEAT_ACK", 1, [])
+    assert (world.noted[-1], world.writes, world.later) == ("HEARTBEAT_ACK", 1, [])
 
 
 def test_what_is_for_people_waits_for_the_next_write_in_its_place(world, make, tmp_path):
@@ -420,7 +420,7 @@ def test_what_is_for_people_waits_for_the_next_write_in_its_place(world, make, t
     assert world.writes == 2
     world.journal.close()
     again = Journal(tmp_path / "journal")
-    assert again.restore(make(), "name", Before.NOBODY).state.jobs["a"].note == "sync"
+    assert again.restore(make(), "name", Before.NONE).state.jobs["a"].note == "sync"
     again.close()
 
 
@@ -428,7 +428,7 @@ def test_a_flood_without_a_pause_is_written_all_the_same(world, monkeypatch):
     monkeypatch.setattr(journal_module, "MOST_TOGETHER", 3)
     for what in (REGISTER, ask("k"), ask("l", "train", "t0")):
         world.take(what)
-    assert world.told == ["REGISTERED", "LEASE_GRANT", "LEASE_GRANT"]
+    assert world.noted == ["REGISTERED", "LEASE_GRANT", "LEASE_GRANT"]
 
 
 def test_while_nothing_can_be_written_grants_wait_and_signs_of_life_are_answered(world, caplog, make, tmp_path):
@@ -439,16 +439,16 @@ def test_while_nothing_can_be_written_grants_wait_and_signs_of_life_are_answered
         world.take(ask("k"))  # the client asks again every second
         world.later.pop()()
     world.take(BEAT)
-    assert world.told == ["REGISTERED", "HEARTBEAT_ACK"]
+    assert world.noted == ["REGISTERED", "HEARTBEAT_ACK"]
     assert world.journal.about()["blocked"] == "No space left on device"
     assert [record.message for record in caplog.records] == [
         f"journal {tmp_path / 'journal'} cannot be written (No space left on device): nothing is granted until it can"
     ]
     world.fail = None
     world.delivery.flush()
-    assert world.told == ["REGISTERED", "HEARTBEAT_ACK", "LEASE_GRANT"]
+    assert world.noted == ["REGISTERED", "HEARTBEAT_ACK", "LEASE_GRANT"]
     assert world.journal.about()["blocked"] is None
     world.journal.close()
     again = Journal(tmp_path / "journal")
-    assert [lease.key for lease in again.restore(make(), "name", Before.NOBODY).state.leases.values()] == ["k"]
+    assert [lease.key for lease in again.restore(make(), "name", Before.NONE).state.leases.values()] == ["k"]
     again.close()

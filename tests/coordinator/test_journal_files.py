@@ -94,20 +94,20 @@ def test_a_new_file_takes_the_place_of_the_old_one_only_when_it_is_complete(path
 
 @pytest.mark.parametrize("bind", ["tcp://127.0.0.1:0", "tcp://*:*"])
 def test_an_address_that_the_system_chooses_is_known_to_nobody(bind):
-    assert arrive(bind) is arrive(bind) is Before.NOBODY
+    assert arrive(bind) is arrive(bind) is Before.NONE
 
 
 @pytest.mark.parametrize("bind", ["tcp://127.0.0.1:5570", "ipc:///run/mux"])
 def test_on_one_machine_it_is_known_who_was_there_until_that_is_forgotten(bind):
-    assert [arrive(bind), arrive(bind)] == [Before.NOBODY_KNOWN, Before.PERHAPS]
+    assert [arrive(bind), arrive(bind)] == [Before.NONE_KNOWN, Before.PERHAPS]
     frames.forget_address(bind)
-    assert arrive(bind) is Before.NOBODY_KNOWN
+    assert arrive(bind) is Before.NONE_KNOWN
 
 
 def test_who_listened_everywhere_was_at_the_same_port_here_too():
     assert arrive("tcp://0.0.0.0:5570") is Before.PERHAPS
     assert arrive("tcp://127.0.0.1:5570") is Before.PERHAPS
-    assert arrive("tcp://127.0.0.1:5571") is Before.NOBODY_KNOWN
+    assert arrive("tcp://127.0.0.1:5571") is Before.NONE_KNOWN
 
 
 def test_what_other_machines_reach_may_have_been_anybodys():

@@ -71,7 +71,7 @@ def test_only_the_connection_that_registered_speaks_for_a_job(serve, join, stran
     a, b = join(coordinator, "a", uid="a:known"), join(coordinator, "b")
     lease = a.acquire("rollout", step=1)
     thief = stranger(coordinator.address)
-    by_name = {"job": "a", "uid": "a:known", "client": thief.identity}  # even with the uid, which nobody tells it
+    by_name = {"job": "a", "uid": "a:known", "client": thief.identity}  # even with the uid, which it cannot know
     lying = {**by_name, "client": a._talk.sender["client"]}
     for who in (by_name, lying):
         answers, seen = thief.say(
@@ -124,8 +124,8 @@ def test_no_output_tells_a_jobs_uid(serve, join, stranger, event_log, caplog):
     other = stranger(coordinator.address)
     answers, seen = other.say(m.Register(job="b", uid=secret, client=other.identity, **as_driver()))
     a.close()
-    told = [repr(seen), repr(answers), repr(coordinator.snapshot()), repr(event_log.lines), caplog.text]
-    assert not any(secret in text or os.path.basename(secret) in text for text in told)
+    noted = [repr(seen), repr(answers), repr(coordinator.snapshot()), repr(event_log.lines), caplog.text]
+    assert not any(secret in text or os.path.basename(secret) in text for text in noted)
 
 
 def test_an_answer_that_cannot_be_taken_is_counted_and_the_next_question_asked():

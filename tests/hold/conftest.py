@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 
 import psutil
 import pytest
 
 from bench.coordinator_process import CoordinatorProcess
+from tests.coordinator.conftest import eventually  # noqa: F401
 from verl_mux.coordinator.bus.connect import connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.commands import fetch_status
@@ -41,18 +41,6 @@ def job(coordinator):
     mux = connect(coordinator.address, "job", NODES, uid="job:test", timeout=60.0)
     yield mux
     mux.close()
-
-
-@pytest.fixture
-def eventually():
-    def wait(condition, seconds=60.0):
-        deadline = time.monotonic() + seconds
-        while not (seen := condition()):
-            assert time.monotonic() < deadline, f"still {seen!r} after {seconds} s"
-            time.sleep(0.01)
-        return seen
-
-    return wait
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Which nodes a command may hold, and what it is told of them."""
+"""Which nodes a command may hold, and what it is noted of them."""
 
 import socket
 
@@ -48,9 +48,9 @@ def test_more_nodes_than_there_are_are_refused_with_where_they_are(number):
 
 
 def test_gpus_of_one_host_are_made_the_visible_ones():
-    told = hold.environment(NODES, lease("t0", "t1"))
-    assert told["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
-    assert (told[hold.NODES], told[hold.GPU_IDS], told[hold.TOKEN]) == ("t0,t1", "0,1;2,3", "7")
+    noted = hold.environment(NODES, lease("t0", "t1"))
+    assert noted["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert (noted[hold.NODES], noted[hold.GPU_IDS], noted[hold.TOKEN]) == ("t0,t1", "0,1;2,3", "7")
     assert hold.cpus(NODES, lease("t0", "t1")) == [0, 1]
 
 

@@ -25,9 +25,9 @@ PART = Part(host="here", command=[sys.executable, "-m", "verl_mux.launcher.host_
 TELL = """
 import json, os, sys
 keys = os.environ["VERL_MUX_KEYS"]
-told = {"environment": dict(os.environ), "keys": {name: open(f"{keys}/{name}").read() for name in os.listdir(keys)},
+noted = {"environment": dict(os.environ), "keys": {name: open(f"{keys}/{name}").read() for name in os.listdir(keys)},
         "modes": [os.stat(f"{keys}/{name}").st_mode & 0o777 for name in os.listdir(keys)], "words": sys.argv}
-json.dump(told, open(sys.argv[1], "w"))
+json.dump(noted, open(sys.argv[1], "w"))
 """
 # A driver with a child that has lost its parent, as Ray's processes have.
 FAMILY = """
@@ -84,15 +84,15 @@ def _wait_for(path: Path) -> None:
 
 
 def test_the_driver_has_the_jobs_environment_and_keys_that_are_its_users_alone(host, tmp_path):
-    _drive(host, TELL, str(tmp_path / "told"))
+    _drive(host, TELL, str(tmp_path / "noted"))
     assert host.news.get(timeout=30)[1] == {"code": 0}
-    told = json.loads((tmp_path / "told").read_text())
-    given = {name: told["environment"][name] for name in (UID_VARIABLE, "RAY_ADDRESS", "GREETING")}
+    noted = json.loads((tmp_path / "noted").read_text())
+    given = {name: noted["environment"][name] for name in (UID_VARIABLE, "RAY_ADDRESS", "GREETING")}
     assert list(given.values()) == [host.uid, "1.2.3.4:5", "hello"]
-    assert told["keys"] == {"job.key_secret": "hidden"} and told["modes"] == [0o600]
-    assert not any("hidden" in word or host.uid in word for word in told["words"])
+    assert noted["keys"] == {"job.key_secret": "hidden"} and noted["modes"] == [0o600]
+    assert not any("hidden" in word or host.uid in word for word in noted["words"])
     host.close()
-    assert not Path(told["environment"]["VERL_MUX_KEYS"]).exists()
+    assert not Path(noted["environment"]["VERL_MUX_KEYS"]).exists()
 
 
 @pytest.mark.parametrize("how", ["end", "cut off"])

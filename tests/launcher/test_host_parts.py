@@ -115,12 +115,12 @@ def recorder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("via", ["ssh", "srun", "kubectl"])
 def test_a_command_arrives_word_for_word_and_with_its_stdin(via, recorder):
-    told = recorder(via)
+    noted = recorder(via)
     odd = ["printf", "%s|", "a b", "'$HOME'", '{"x": 1}', "a;b", ""]
     assert subprocess.run(words("h1", HostSpec(via=via), odd), capture_output=True, text=True, check=True).stdout == (
         "a b|'$HOME'|{\"x\": 1}|a;b||"
     )
-    assert any("h1" in word for word in told())
+    assert any("h1" in word for word in noted())
     echoed = subprocess.run(words("h1", HostSpec(via=via), ["cat"]), input="secret", capture_output=True, text=True, check=True)
     assert echoed.stdout == "secret"
 

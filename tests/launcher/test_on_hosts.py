@@ -29,13 +29,13 @@ POOLS = {
 
 
 def _write(runs: Runs, jobs: dict, **keys) -> None:
-    environment = {"PYTHONPATH": f"{FAKE}:{FAKE_RAY}:{ROOT}", "TOLD": str(runs.out.parent / "told")}
+    environment = {"PYTHONPATH": f"{FAKE}:{FAKE_RAY}:{ROOT}", "TOLD": str(runs.out.parent / "noted")}
     given = {"coordinator": {"pools": POOLS}, "hosts": {"a": {"via": "local"}}, "bind": "127.0.0.1"}
     runs.write(jobs, **{**given, "environment": environment, **keys})
 
 
 def _told(runs: Runs) -> list[dict]:
-    return [json.loads(line) for line in (runs.out.parent / "told").read_text().splitlines()]
+    return [json.loads(line) for line in (runs.out.parent / "noted").read_text().splitlines()]
 
 
 def _left(runs: Runs, job: str) -> list:
@@ -45,8 +45,8 @@ def _left(runs: Runs, job: str) -> list:
 
 def test_a_job_runs_in_a_ray_cluster_of_its_own_and_leaves_nothing(runs):
     _write(runs, {"a": {"overrides": ["+steps=3"]}}, clean_up=[["touch", str(runs.go)]])
-    told = runs.ends(launcher := runs.start())
-    assert launcher.returncode == 0, told
+    noted = runs.ends(launcher := runs.start())
+    assert launcher.returncode == 0, noted
     assert runs.steps("a") == [1, 2, 3] and runs.summary()["jobs"]["a"]["steps"] == 3
     head, other = _told(runs)
     assert "--head" in head["words"] and '--resources={"mux_t0": 1}' in head["words"] and head["sees"] == "0"
@@ -67,8 +67,8 @@ def test_an_agent_is_kept_on_each_host_as_long_as_the_run_lasts(runs):
     runs.until(lambda: any("agent" in process.cmdline() for process in below[0].children() if process != agent))
     runs.until_step("a", 1)
     runs.go.touch()
-    told = runs.ends(launcher)
-    assert launcher.returncode == 0, told
+    noted = runs.ends(launcher)
+    assert launcher.returncode == 0, noted
     assert runs.summary()["hosts"] == {"a": {"rollout": [], "train": []}}, "no memory was held: verl is a stand-in"
     assert not any(process.is_running() for process in below)
 
@@ -101,9 +101,9 @@ def _command_lines() -> Iterator[bytes]:
 
 def test_how_the_driver_ended_is_how_the_job_ended(runs):
     _write(runs, {"refuses": {"overrides": ["+refuse=true"]}, "dies": {"overrides": ["+die_in=2"]}})
-    told = runs.ends(launcher := runs.start())
+    noted = runs.ends(launcher := runs.start())
     assert launcher.returncode == 1
-    end = told.strip().splitlines()[-1]
+    end = noted.strip().splitlines()[-1]
     assert "job refuses ended with exit code 2: unknown key mux.colour" in end and "job dies ended with exit code 137" in end
     assert not _left(runs, "refuses") and not _left(runs, "dies")
 
@@ -141,8 +141,8 @@ def test_a_run_gives_its_jobs_to_a_coordinator_that_runs_already(runs, tmp_path)
     address = served.start()
     try:
         _write(runs, {"a": {"overrides": ["+steps=2"]}}, coordinator=address, bind=None)
-        told = runs.ends(launcher := runs.start())
-        assert launcher.returncode == 0, told
+        noted = runs.ends(launcher := runs.start())
+        assert launcher.returncode == 0, noted
         assert runs.steps("a") == [1, 2] and served.snapshot()["jobs"]["a"]["steps_done"] == 2
     finally:
         served.stop()
@@ -163,9 +163,9 @@ def test_a_run_waits_for_who_was_submitted_to_its_coordinator(runs, tmp_path):
     second = later.start("--at", given["coordinator"])
     later.until_step("b", 1)
     runs.go.touch()
-    told = ""
-    while "waiting for b, which was submitted to this run's coordinator" not in told:
-        told = first.stderr.readline()
+    noted = ""
+    while "waiting for b, which was submitted to this run's coordinator" not in noted:
+        noted = first.stderr.readline()
     later.go.touch()
     later.ends(second)
     runs.ends(first)
@@ -175,5 +175,5 @@ def test_a_run_waits_for_who_was_submitted_to_its_coordinator(runs, tmp_path):
 def test_two_names_of_one_machine_are_refused(runs):
     pools = {**POOLS, "train": {"nodes": [{"name": "t0", "host": "b"}]}}
     _write(runs, {"a": {}}, coordinator={"pools": pools}, hosts={"a": {"via": "local"}, "b": {"via": ["env"]}})
-    told = runs.ends(launcher := runs.start())
-    assert launcher.returncode == 1 and "hosts b and a are one machine (127.0.0.1)" in told
+    noted = runs.ends(launcher := runs.start())
+    assert launcher.returncode == 1 and "hosts b and a are one machine (127.0.0.1)" in noted

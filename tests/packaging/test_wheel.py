@@ -15,17 +15,17 @@ from verl_mux.cli import CHECKOUT_COMMANDS, COMMANDS
 
 ROOT = Path(__file__).parents[2]
 EVERY_COMMAND = [[], *([name] for name in COMMANDS)]
-NOBODY = "tcp://127.0.0.1:1"
+NO_COORDINATOR = "tcp://127.0.0.1:1"
 
 # A line for each command: what is given, how it ends, and a part of what it says. {root} is the repository.
 TRIED = [
     ("top nowhere", 2, "nowhere does not exist: give the directory of a run"),
     ("coordinator --config none.yaml", 2, "cannot read none.yaml"),
-    (f"status --address {NOBODY}", 2, "no coordinator answers"),
-    (f"evict math --yes --coordinator {NOBODY}", 2, "no coordinator answers"),
-    (f"release rollout0 --yes --coordinator {NOBODY}", 2, "no coordinator answers"),
+    (f"status --address {NO_COORDINATOR}", 2, "no coordinator answers"),
+    (f"evict math --yes --coordinator {NO_COORDINATOR}", 2, "no coordinator answers"),
+    (f"release rollout0 --yes --coordinator {NO_COORDINATOR}", 2, "no coordinator answers"),
     ("agent --devices abacus", 2, "allowed: auto"),
-    (f"hold --pool train --coordinator {NOBODY} --timeout 0.2 -- true", 2, "no coordinator answers"),
+    (f"hold --pool train --coordinator {NO_COORDINATOR} --timeout 0.2 -- true", 2, "no coordinator answers"),
     ("keys made/keys", 0, "keys in made/keys"),
     ("plan {root}/examples/placement/jobs.yaml --json", 0, '"group"'),
     ("plan none.yaml", 2, "cannot read none.yaml"),
@@ -105,8 +105,8 @@ def test_every_command_helps(clean, tmp_path, command):
 @pytest.mark.parametrize(("line", "code", "says"), TRIED, ids=[line.partition(" -")[0] for line, _, _ in TRIED])
 def test_every_command_answers(clean, tmp_path, line, code, says):
     result = _run(clean / "verl-mux", *line.format(root=ROOT).split(), cwd=tmp_path, check=False)
-    told = result.stdout + result.stderr
-    assert result.returncode == code and says in told and "Traceback" not in told, told
+    noted = result.stdout + result.stderr
+    assert result.returncode == code and says in noted and "Traceback" not in noted, noted
 
 
 def test_every_command_is_tried():

@@ -35,10 +35,10 @@ def on_both(job: JobSpec, longer: float = 1.0) -> dict[str, JobSpec]:
 
 
 MOST = 8
-NOBODY = Record()
+NO_JOBS = Record()
 
 
-def pairs(record: Record = NOBODY, closed: frozenset[str] = frozenset(), **counts: int) -> Planner:
+def pairs(record: Record = NO_JOBS, closed: frozenset[str] = frozenset(), **counts: int) -> Planner:
     return Planner(clusters(**counts), LIVE, record, closed)
 
 
@@ -114,7 +114,7 @@ def test_where_the_one_that_nobody_may_pass_leaves_the_others_start():
 @pytest.mark.parametrize("which", [["new+train"], ["new+train", "old+train"]])
 def test_who_waits_starts_before_anybody_is_moved_into_its_room(which):
     found = clusters(old=1, new=2, train=3)
-    its = Planner({pair: found[pair] for pair in which}, LIVE, NOBODY, frozenset())
+    its = Planner({pair: found[pair] for pair in which}, LIVE, NO_JOBS, frozenset())
     for at, slo in enumerate((2.0, 2.0, 1.0, 1.5)):
         admit(its, {"new+train": make_job(f"j{at}", 100, 50, slo=slo, cold_start_s=40)})
     assert [entry.job.name for entry in its.waiting] == ["j2"]

@@ -100,19 +100,19 @@ class Watched(Planner):
         return moves
 
 
-class Told(Planner):
-    """Keeps what it is told of who stands where, and whom it may not move."""
+class Recording(Planner):
+    """Keeps which progress it is given, and which jobs it may not move."""
 
     def __init__(self, *given, **named):
         super().__init__(*given, **named)
-        self.told = []
+        self.noted = []
 
     def repack(self, progress=NOTHING_KNOWN, now=0.0):
-        self.told.append((now, dict(progress), self.held))
+        self.noted.append((now, dict(progress), self.held))
         return super().repack(progress, now)
 
     def _follow(self, pair, progress, now):
-        self.told.append((now, dict(progress), self.held))
+        self.noted.append((now, dict(progress), self.held))
         return super()._follow(pair, progress, now)
 
 
@@ -121,10 +121,10 @@ def test_live_is_told_of_jobs_what_the_coordinator_tells():
     cluster = make_cluster()
     jobs = [make_job(f"j{i}", 100, 60, slo=1.9, cold_start_s=100.0, move_s=900.0, modes=EITHER) for i in range(6)]
     arrivals = with_varying_phases([Arrival(job, 1500.0 * i, 120) for i, job in enumerate(jobs)], Varying(0.1, 2.0), 1)
-    placer = Told.of_one(cluster, LIVE)
+    placer = Recording.of_one(cluster, LIVE)
     found = Replay(arrivals, placer, cluster, placer).run()
-    assert sum(job.moves for job in found.finished) >= 1 and any(held for _, _, held in placer.told)
-    for now, progress, held in placer.told:
+    assert sum(job.moves for job in found.finished) >= 1 and any(held for _, _, held in placer.noted)
+    for now, progress, held in placer.noted:
         assert held == {name for name, at in progress.items() if at.phase == "loading"}
         for name, at in progress.items():
             assert at.age_s == pytest.approx(now - arrivals[int(name[1:])].at_s - 100) and at.age_s >= 0

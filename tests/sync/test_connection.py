@@ -7,14 +7,14 @@ from verl_mux.sync.connection import Connection, Header, Hello, Kind, Seal, new_
 
 
 def test_a_header_tells_the_sizes_of_the_largest_models():
-    key, told = new_key(), Header(Kind.ATTACH, number=2**41, nbytes=2**40, source=2**20, digest=2**64 - 1)
+    key, noted = new_key(), Header(Kind.ATTACH, number=2**41, nbytes=2**40, source=2**20, digest=2**64 - 1)
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
         server.settimeout(10.0)
         other = pool.submit(Connection.to, server.getsockname(), "the other", Seal(key), Hello("one", 0, 1), 10.0)
         accepted = Connection.accepted(server.accept()[0], Seal(key), 10.0)
         assert accepted is not None
-        other.result(10.0).write(told)
-        assert accepted[0].read() == told
+        other.result(10.0).write(noted)
+        assert accepted[0].read() == noted
 
 
 def test_only_who_has_the_key_makes_the_code():

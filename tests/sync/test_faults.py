@@ -1,4 +1,4 @@
-"""Whatever happens on the way: nobody takes wrong weights, everybody is told, and the next sync works.
+"""Whatever happens on the way: no rank takes wrong weights, each rank gets an error, and the next sync works.
 
 Two hundred schedules of faults were tried (`python -m tests.sync.test_faults 200`); the suite tries some of them.
 """
@@ -45,7 +45,7 @@ def schedule(seed: int, **settings) -> str:
     fault = Fault(draw.choice(KINDS), draw.randrange(2), draw.randrange(size // len(ends.senders) + 1))
     victim = draw.randrange(len(machines))
     link = FaultyLink(ends.workers[victim].meeting.address, fault)
-    told = f"seed {seed}: {fault} on the way to worker {victim} of {machines} from {len(ends.senders)}"
+    noted = f"seed {seed}: {fault} on the way to worker {victim} of {machines} from {len(ends.senders)}"
     try:
         ends.sync(0, before)
         ends.set(timeout_s=STALL_S if fault.kind == "stall" else TIMEOUT_S)
@@ -55,16 +55,16 @@ def schedule(seed: int, **settings) -> str:
         got, said = ends.sync(1, first)
         seconds = time.perf_counter() - began
         failed = [it for it in [*got, *said] if isinstance(it, SyncError)]
-        assert all(isinstance(it, SyncError) or it == first for it in got), f"wrong weights, {told}"
-        assert all(isinstance(it, SyncError | dict) for it in said), f"{said}, {told}"
-        assert not failed or fault.kind not in HARMLESS, f"{failed}, {told}"
-        assert not failed or any(isinstance(it, SyncError) for it in said), told
-        assert seconds < TIMEOUT_S, f"{seconds:.1f} s, {told}"
+        assert all(isinstance(it, SyncError) or it == first for it in got), f"wrong weights, {noted}"
+        assert all(isinstance(it, SyncError | dict) for it in said), f"{said}, {noted}"
+        assert not failed or fault.kind not in HARMLESS, f"{failed}, {noted}"
+        assert not failed or any(isinstance(it, SyncError) for it in said), noted
+        assert seconds < TIMEOUT_S, f"{seconds:.1f} s, {noted}"
         ends.set(timeout_s=TIMEOUT_S)
         ends.addresses.clear()
         ends.join()
         got, said = ends.sync(2, second)
-        assert all(it == second for it in got), f"the next sync: {got}, {told}"
+        assert all(it == second for it in got), f"the next sync: {got}, {noted}"
     finally:
         link.close()
         ends.close()

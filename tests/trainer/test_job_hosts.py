@@ -156,7 +156,7 @@ def test_one_that_asked_the_dead_hears_who_that_was(died):
     assert not died or str(heard.value) == "no rollout can end any more: agent loop worker 1 died"
 
 
-@pytest.mark.parametrize("refuses", [False, True], ids=["told", "nobody to tell"])
+@pytest.mark.parametrize("refuses", [False, True], ids=["reported", "no coordinator"])
 def test_the_end_of_the_process_is_told_first_and_comes_in_any_case(monkeypatch, refuses):
     mux, exits = Fencing(), []
     phases = Phases(mux, NULL_LOG)

@@ -65,7 +65,7 @@ def memory(trainer):
         trainer.phases = Phases(connect(coordinator.address, "a", NODES, uid="a:1"), NULL_LOG)
 
         def shown(where="memory"):
-            trainer.phases.mux.release(trainer.phases.mux.acquire("train", step=1))  # what was told before has arrived
+            trainer.phases.mux.release(trainer.phases.mux.acquire("train", step=1))  # earlier messages have arrived
             pools = coordinator.snapshot()["pools"].values()
             if where == "host_memory":
                 held = {name: node[where]["jobs"] for pool in pools for name, node in pool["nodes"].items()}
@@ -88,7 +88,7 @@ def test_each_training_node_shows_what_its_own_ranks_hold(trainer, memory):
 def test_a_process_tells_what_it_holds_of_its_hosts_memory_once_whatever_groups_it_is_in(trainer, memory):
     ranks = [Member("h", rank, 1, "b") for rank in range(4)]
     actor, critic = [[(process, {"private": size}) for process in ranks] for size in (10, 10)]
-    trainer.train_groups = lambda: [SimpleNamespace(mux_host_memory=lambda told=told: told) for told in (actor, critic)]
+    trainer.train_groups = lambda: [SimpleNamespace(mux_host_memory=lambda noted=noted: noted) for noted in (actor, critic)]
     engine = ("r1", Member("h", 9, 1, "b"), {"private": 5, "shared": 7})
     trainer.rollout_server_manager = SimpleNamespace(host_memory=lambda: [engine])
     trainer._report_host_memory()
@@ -171,7 +171,7 @@ FULL = DeviceFull("out of memory on r0: held by code")
 
 
 @pytest.mark.parametrize(
-    ("raised", "told"),
+    ("raised", "noted"),
     [
         (Failure("replica 0 could not start: no room"), "replica 0 could not start: no room"),
         (RayTaskError("mux_sleep", "Traceback ...", FULL).as_instanceof_cause(), "out of memory on r0: held by code"),
@@ -179,7 +179,7 @@ FULL = DeviceFull("out of memory on r0: held by code")
     ],
     ids=["of its own", "of an actor", "another"],
 )
-def test_the_coordinator_is_told_of_a_failure_in_its_words(trainer, monkeypatch, raised, told):
+def test_the_coordinator_is_told_of_a_failure_in_its_words(trainer, monkeypatch, raised, noted):
     def fail(self):
         self.phases.begin("init", 0)
         raise raised
@@ -188,7 +188,7 @@ def test_the_coordinator_is_told_of_a_failure_in_its_words(trainer, monkeypatch,
     monkeypatch.setattr(PPOTrainer, "init", fail)
     with pytest.raises(type(raised)):
         trainer.init()
-    assert trainer.phases.mux.failed == told
+    assert trainer.phases.mux.failed == noted
 
 
 PASSES = {
@@ -287,8 +287,8 @@ class Job:
         trainer.train_groups = lambda: [self.group(name) for name in ("actor", "critic")]
 
     def group(self, name):
-        told = lambda verb: lambda *token: self.note(name, verb, *token) or [MOVES]  # noqa: E731
-        return SimpleNamespace(**{f"mux_{verb}": told(verb) for verb in ("sleep", "reopen", "wake")})
+        noted = lambda verb: lambda *token: self.note(name, verb, *token) or [MOVES]  # noqa: E731
+        return SimpleNamespace(**{f"mux_{verb}": noted(verb) for verb in ("sleep", "reopen", "wake")})
 
     def note(self, *what):
         self.asked.append(what)

@@ -156,21 +156,21 @@ STEPS = 6
 
 
 class Asking(LocalMux):
-    """A coordinator that asks for move 3 while step `at` is done, and keeps what it is told."""
+    """A coordinator that asks for move 3 while step `at` is done, and keeps the messages that it gets."""
 
     def __init__(self, at: int) -> None:
         super().__init__("a", NODES)
-        self.at, self.step, self.told = at, 0, []
+        self.at, self.step, self.noted = at, 0, []
 
     @property
     def move(self) -> int:
         return 3 if self.step >= self.at else 0
 
     def leave_to_move(self, move, step, saving_s):
-        self.told.append(("left to move", move, step, saving_s >= 0))
+        self.noted.append(("left to move", move, step, saving_s >= 0))
 
     def close(self, reason=""):
-        self.told.append(("closed", reason))
+        self.noted.append(("closed", reason))
 
 
 @pytest.fixture
@@ -202,41 +202,41 @@ def made(monkeypatch, tmp_path):
                 if self.global_steps % save_every == 0:
                     self._save_checkpoint()
                 self.on_step_end()
-                happened.append("told")
+                happened.append("noted")
                 self.global_steps += 1
 
         monkeypatch.setattr(PPOTrainer, "fit", fit)
         made_ready(trainer, monkeypatch)
         PPOTrainerMuxSeparate.fit(trainer, SimpleNamespace(agent_loop_workers=[]))
         assert trainer.phases.lease is None
-        return happened, mux.told, (tmp_path / "note")
+        return happened, mux.noted, (tmp_path / "note")
 
     return run
 
 
 def test_it_saves_at_the_end_of_its_step_and_leaves_before_the_next(made):
-    happened, told, note = made(at=2)
+    happened, noted, note = made(at=2)
     assert happened == [
-        *(("step", 1), "asleep", "told"),
-        *(("step", 2), ("saved", 2, True), "asleep", "told"),
+        *(("step", 1), "asleep", "noted"),
+        *(("step", 2), ("saved", 2, True), "asleep", "noted"),
         "dumps are written",
     ]
-    assert told == [("left to move", 3, 2, True)] and "after step 2" in note.read_text()
+    assert noted == [("left to move", 3, 2, True)] and "after step 2" in note.read_text()
 
 
 def test_a_checkpoint_of_that_step_is_enough(made):
-    happened, told, _ = made(at=2, save_every=2)
+    happened, noted, _ = made(at=2, save_every=2)
     assert [what for what in happened if what[0] == "saved"] == [("saved", 2, True)]
-    assert told == [("left to move", 3, 2, True)]
+    assert noted == [("left to move", 3, 2, True)]
 
 
 def test_after_the_last_step_there_is_nothing_to_move(made):
-    happened, told, note = made(at=STEPS)
+    happened, noted, note = made(at=STEPS)
     assert ("step", STEPS) in happened and not any(what[0] == "saved" for what in happened)
-    assert told == [("closed", "")] and not note.exists()
+    assert noted == [("closed", "")] and not note.exists()
 
 
 def test_a_job_that_nobody_would_start_again_stays(made):
-    happened, told, _ = made(at=1, note=False)
+    happened, noted, _ = made(at=1, note=False)
     assert [what[1] for what in happened if what[0] == "step"] == list(range(1, STEPS + 1))
-    assert told == [("closed", "")]
+    assert noted == [("closed", "")]

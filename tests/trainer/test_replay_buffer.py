@@ -55,9 +55,9 @@ def test_the_order_of_dropped_prompts_is_forgotten(monkeypatch):
 
 def test_progress_is_of_the_samples_that_are_waited_for(monkeypatch):
     monkeypatch.setattr(module, "ray", SimpleNamespace(wait=lambda refs, num_returns: ([], [])))
-    told = []
+    noted = []
     buffer = made()
-    mux = SimpleNamespace(progress=lambda *it: told.append(it))
+    mux = SimpleNamespace(progress=lambda *it: noted.append(it))
     buffer.start([], mux=mux, samples_of_prompt={"train": 2, "val": 1})
     a_step = ["a_0_0", "a_0_1", "a_1_0", "b_0_0", "b_1_0"]  # a's first sample has two trajectories
     for partition, coming, expected in [
@@ -67,8 +67,8 @@ def test_progress_is_of_the_samples_that_are_waited_for(monkeypatch):
     ]:
         monkeypatch.setattr(of_verl, "tq", Queue(partition, list(coming)))
         buffer.sample(1, partition, batch_size=2)
-        assert told == expected
-        told.clear()
+        assert noted == expected
+        noted.clear()
 
 
 # ---------------------------------------------------------------- the training trigger

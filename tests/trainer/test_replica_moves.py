@@ -29,7 +29,7 @@ class Engines:
     """Which servers are asked, what runs where, and what was done, in order; as Ray's handles say it."""
 
     def __init__(self, monkeypatch) -> None:
-        self.asked, self.awake, self.done, self.told = {"a", "b"}, {"a"}, [], []
+        self.asked, self.awake, self.done, self.noted = {"a", "b"}, {"a"}, [], []
         self.running: dict[int, str] = {}
         self.lock, self.changed = threading.RLock(), threading.Condition()
         self.phases = SimpleNamespace(log=self, device=lambda: self.lock)
@@ -48,7 +48,7 @@ class Engines:
         self.awake.discard(unit.servers[0])
 
     def log(self, name, seconds, extra, step) -> None:
-        self.told.append((name, extra, step))
+        self.noted.append((name, extra, step))
 
     def wait_for(self, verb) -> None:
         with self.changed:
@@ -135,7 +135,7 @@ def test_an_idle_node_is_there_before_anything_is_launched_and_goes_back_at_the_
     assert engines.done == [JOIN, PART] and engines.asked == {"a"}
     with owner.phase("rollout", step=1) as lease:
         assert lease.nodes == ["r1"]
-    assert [name for name, _, _ in engines.told] == [events.GROWTH, events.PHASE]
+    assert [name for name, _, _ in engines.noted] == [events.GROWTH, events.PHASE]
     assert growth.metrics["joined_nodes"] == 1 and growth.metrics["grown_node_seconds"] > 0
 
 
@@ -145,7 +145,7 @@ def test_the_owner_gets_its_node_as_soon_as_what_runs_there_has_gone_elsewhere(g
     with owner.phase("rollout", step=1) as lease:
         assert engines.awake == {"a"} and engines.asked == {"a"} and set(engines.running.values()) == {"a"}
         assert lease.waited_s < _LIMIT_S
-    assert engines.told[0][1]["requests"] == 2
+    assert engines.noted[0][1]["requests"] == 2
     # Free again while the rollout goes on: what ends it sooner moves there.
     engines.wait_for("redirect")
     growth.rollout_ends()
@@ -206,15 +206,15 @@ def served(runs_on):
 
 def test_a_node_that_is_lent_is_the_jobs_until_its_engines_are_gone():
     """As its own nodes are: the client that asks for it names the engines' processes, and fails with the job."""
-    engines, told = served([["r0"], ["r1"]]), []
+    engines, noted = served([["r0"], ["r1"]]), []
     names = ("members", "close", "fail")
-    client = SimpleNamespace(job="a", **{name: lambda *it, name=name: told.append((name, *it)) for name in names})
+    client = SimpleNamespace(job="a", **{name: lambda *it, name=name: noted.append((name, *it)) for name in names})
     made = make_growth(["r0"], engines, [], Room(100, 64, 10**6), lambda nodes: client)
     assert made.own_nodes == ["r0"] and made.lent == [1]
-    assert told == [("members", engines.members)] and engines.refused == [[OTHER]]
+    assert noted == [("members", engines.members)] and engines.refused == [[OTHER]]
     made.end("its job ended with KeyError")
     made.end(None)
-    assert told[1:] == [("fail", "its job ended with KeyError"), ("close",)]
+    assert noted[1:] == [("fail", "its job ended with KeyError"), ("close",)]
 
 
 def test_a_replica_of_which_the_job_would_own_a_part_is_refused():
@@ -245,10 +245,10 @@ def test_no_worker_is_asked_before_it_can_matter(gangs, done):
 
 def test_the_plans_targets_are_carried_out(monkeypatch):
     """Three units; `a` is emptied, and each of its requests goes where the plan put it."""
-    told, freed = [], []
+    noted, freed = [], []
 
     def remote(answer):
-        return SimpleNamespace(remote=lambda *given: (told.append(given), answer)[1])
+        return SimpleNamespace(remote=lambda *given: (noted.append(given), answer)[1])
 
     samples = [RunningSample("g", n, "a", 40, 30, 0.0) for n in range(2)] + [
         RunningSample("h", n, "b", 40, 20, 0.0) for n in range(3)
@@ -262,7 +262,7 @@ def test_the_plans_targets_are_carried_out(monkeypatch):
     assert isinstance(planned, Migration)
     targets_planned = {("g", int(move.request[-1])): move.target for move in planned.moves}
     assert set(targets_planned.values()) <= {"r1", "r2"}
-    names, targets = next(given for given in told if len(given) == 2)
+    names, targets = next(given for given in noted if len(given) == 2)
     assert names == ["a"]
     assert targets == {sample: {"r1": ("b", "B"), "r2": ("c", "C")}[unit] for sample, unit in targets_planned.items()}
     assert [unit.nodes for unit in freed] == [("r0",)]

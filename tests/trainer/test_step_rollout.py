@@ -100,7 +100,7 @@ class Worker:
 
 
 class Ray:
-    """The two calls that the control makes; whoever has something to do answers first."""
+    """The two calls that the control makes; the side that has something to do answers first."""
 
     @staticmethod
     def wait(references, num_returns):

@@ -31,7 +31,7 @@ def lines(tmp_path):
     return list(step_lines(tmp_path / "run" / "a" / "events", 1))
 
 
-class Told:
+class Recorder:
     """verl's Tracking with other trackers."""
 
     def __init__(self, *backends: str, broken: bool = False) -> None:
@@ -68,26 +68,26 @@ def test_wandb_offline_keeps_tables_and_plots(lines, log, tmp_path, monkeypatch)
         assert text.encode() in offline.read_bytes()
 
 
-@pytest.mark.parametrize(("step", "every", "told"), [(10, 10, True), (11, 10, False), (10, 0, False), (1, 1, True)])
-def test_only_the_steps_that_are_asked_for_are_told(lines, log, step, every, told, monkeypatch):
+@pytest.mark.parametrize(("step", "every", "noted"), [(10, 10, True), (11, 10, False), (10, 0, False), (1, 1, True)])
+def test_only_the_steps_that_are_asked_for_are_told(lines, log, step, every, noted, monkeypatch):
     monkeypatch.setattr("verl_mux.trainer.tracking._as_wandb", lambda tables: tables)
-    tracking = Told("console", "wandb")
+    tracking = Recorder("console", "wandb")
     log_tables(tracking, log, lines, step, every)
-    assert tracking.calls == ([(step, ["wandb"], ["completion", "replicas", "slowest_requests"])] if told else [])
+    assert tracking.calls == ([(step, ["wandb"], ["completion", "replicas", "slowest_requests"])] if noted else [])
 
 
 def test_waits_are_told_with_the_job_that_had_the_nodes(tmp_path, monkeypatch):
     monkeypatch.setattr("verl_mux.trainer.tracking._as_wandb", lambda tables: tables)
     make_mux_run(tmp_path, alone=1, together=2)
     events = tmp_path / "products" / "events"
-    tracking = Told("wandb")
+    tracking = Recorder("wandb")
     log_tables(tracking, EventLog(events, role="trainer", job="products"), list(step_lines(events, 3)), step=3, every=1)
     table = tracking.data["lease_waits"]
     assert "fibonacci" in {row[table.columns.index("behind")] for row in table.rows}
 
 
 def test_without_wandb_nothing_is_done(lines, log):
-    tracking = Told("console", "tensorboard")
+    tracking = Recorder("console", "tensorboard")
     log_tables(tracking, log, lines, step=1, every=1)
     assert tracking.calls == []
 
@@ -95,7 +95,7 @@ def test_without_wandb_nothing_is_done(lines, log):
 def test_a_tracker_that_fails_is_a_warning(lines, log, monkeypatch, caplog):
     monkeypatch.setattr("verl_mux.trainer.tracking._as_wandb", lambda tables: tables)
     with caplog.at_level(logging.WARNING):
-        log_tables(Told("wandb", broken=True), log, lines, step=3, every=1)
+        log_tables(Recorder("wandb", broken=True), log, lines, step=3, every=1)
     assert "step 3: its tables did not reach wandb: ConnectionError: no route to the tracker" in caplog.text
 
 
@@ -115,7 +115,7 @@ def trainer(tmp_path):
     rollout = {"custom": {"verl_mux": settings.to_dict()}}
     mux = {"profile": {"enable": True}}
     config = {"trainer": {"v1": {"trainer_mode": "sync"}}, "actor_rollout_ref": {"rollout": rollout}, "mux": mux}
-    made = SimpleNamespace(config=OmegaConf.create(config), global_steps=2, logger=Told("console", "wandb"))
+    made = SimpleNamespace(config=OmegaConf.create(config), global_steps=2, logger=Recorder("console", "wandb"))
     made.replay_buffer = SimpleNamespace(sample=lambda *given: None)
     for name in METHODS:
         setattr(made, name, lambda *given: None)

@@ -39,4 +39,6 @@ def test_the_command_that_installs_an_engine_overrides_what_the_lock_overrides()
 
 def test_every_missing_package_names_an_extra_that_brings_it():
     for package, advice in cli.EXTRAS.items():
-        assert package in _extra(re.search(r"verl-mux\[(\w+)\]", advice).group(1))
+        extra = re.search(r"verl-mux\[(\w+)\]", advice)
+        # What only a checkout's benches import is in no extra of the wheel.
+        assert package in _extra(extra.group(1)) if extra else advice == f"pip install {package}"

@@ -36,7 +36,7 @@ class Bed:
     switch_s: float
     replicas: int = 1
 
-    def told(self) -> str:
+    def noted(self) -> str:
         """One line."""
         return (
             f"bed: {self.batch} prompt groups a step, {self.replicas} replicas of {self.slots} slots; a decoding step takes "
@@ -208,7 +208,7 @@ class Machine(Protocol):
 
 
 class Source(Protocol):
-    """Where new prompt groups come from. trained: told after each step."""
+    """Where new prompt groups come from. trained: called after each step."""
 
     def draw(self, count: int) -> list[PromptGroup]: ...
     def trained(self, groups: Sequence[PromptGroup]) -> None: ...

@@ -132,9 +132,9 @@ class Journal:
 
     def _without(self, config: Config, name: str, before: Before) -> Machine:
         machine = Machine(config, name)
-        if before is not Before.NOBODY:
-            self.lost = f"no journal is kept{_and_nobody(before)}"
-            self._settle(machine, tokens.LAST, is_first=before is Before.NOBODY_KNOWN)
+        if before is not Before.NONE:
+            self.lost = f"no journal is kept{_and_none_known(before)}"
+            self._settle(machine, tokens.LAST, is_first=before is Before.NONE_KNOWN)
             machine.state.token = tokens.at(time.time())
         return machine
 
@@ -237,8 +237,8 @@ class Journal:
         epoch, unreadable = self._find_epoch()
         data = path.read_bytes() if path.exists() else b""
         if not data and epoch is None and unreadable is None and not path.exists():
-            lost = None if before is Before.NOBODY else f"no journal was found at {path}{_and_nobody(before)}"
-            return _Found(None, [], epoch, lost, is_first=before is Before.NOBODY_KNOWN)
+            lost = None if before is Before.NONE else f"no journal was found at {path}{_and_none_known(before)}"
+            return _Found(None, [], epoch, lost, is_first=before is Before.NONE_KNOWN)
         if not data:
             lost = unreadable or f"journal {path} is empty"
             if epoch is not None:
@@ -295,12 +295,12 @@ class Journal:
 def make_empty(path: Path, config: Config) -> None:
     """For a launcher that knows that no coordinator can have been there before: the first one then grants at once."""
     journal = Journal(path)
-    journal.restore(config, "", Before.NOBODY)
+    journal.restore(config, "", Before.NONE)
     journal.close()
 
 
-def _and_nobody(before: Before) -> str:
-    return ", and no earlier coordinator at this address is known" if before is Before.NOBODY_KNOWN else ""
+def _and_none_known(before: Before) -> str:
+    return ", and no earlier coordinator at this address is known" if before is Before.NONE_KNOWN else ""
 
 
 def _name_of(found: _Found) -> str:

@@ -227,18 +227,18 @@ class Before(enum.Enum):
     there was one; where there is none, it may have been deleted, so the coordinator still waits for a while
     (core/queueing.py)."""
 
-    NOBODY = "no coordinator was here"
-    NOBODY_KNOWN = "none is known to have been here, and jobs of one would be on this machine"
+    NONE = "no coordinator was here"
+    NONE_KNOWN = "none is known to have been here, and jobs of one would be on this machine"
     PERHAPS = "one may have been here"
 
 
 def arrive(bind: str) -> Before:
     """What is known when a coordinator comes to listen at `bind`; from now on it is known that one was there."""
     if bind.endswith((":0", ":*")):
-        return Before.NOBODY
+        return Before.NONE
     file = _file(bind)
     is_known = file is not None and file.exists()
-    return Before.NOBODY_KNOWN if mark_address(bind) and is_local(bind) and not is_known else Before.PERHAPS
+    return Before.NONE_KNOWN if mark_address(bind) and is_local(bind) and not is_known else Before.PERHAPS
 
 
 def mark_address(address: str) -> bool:

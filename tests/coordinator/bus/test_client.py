@@ -414,7 +414,7 @@ def test_a_job_that_is_ended_while_it_waits_is_told(serve, join, pool, say_over,
     waiting = pool.submit(a.wait_until_usable)
     say_over(serve(tmp_path / "journal", bind=coordinator.address, kill=False, lease_timeout=2), "a", a.uid)
     with pytest.raises(LeaseLost):
-        waiting.result(60)  # returns where the coordinator's first answer came before it was told of the end
+        waiting.result(60)  # returns where the coordinator's first answer came before it was noted of the end
         a.wait_until_usable()
         a.acquire("train", step=1)
 
@@ -446,7 +446,7 @@ def test_a_lease_may_be_asked_for_with_a_number_of_nodes(serve, join):
 
 
 def test_a_lease_that_is_gone_is_wanted_too(serve, join):
-    """Whoever looks at `wanted` only must not go on for ever when the coordinator is gone: the lease may not be used then."""
+    """A job that looks at `wanted` only must not go on for ever when the coordinator is gone: the lease may not be used then."""
     coordinator = serve(lease_timeout=2)
     filler = join(coordinator, "sums", TRAIN, filler=True, timeout=1.0)
     lease = filler.acquire("train")

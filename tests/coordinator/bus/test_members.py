@@ -26,7 +26,7 @@ def child():
         started.append(process)
         process.stdin.write(b"\n")
         process.stdin.flush()
-        process.stdout.read(1)  # it answers, so its environment is the new program's; for an instant it is nobody's
+        process.stdout.read(1)  # it answers, so its environment is the new program's; for an instant it has no mark
         return process
 
     yield start

@@ -94,7 +94,7 @@ def test_who_has_no_key_at_all_is_told_so_in_one_line(serve, folders, eventually
 @pytest.mark.parametrize(
     ("given", "words", "kind"),
     [
-        ("none", r"has another key than .*nobody/verl_mux/keys/server.key", "made for another key, or replayed"),
+        ("none", r"has another key than .*unused/verl_mux/keys/server.key", "made for another key, or replayed"),
         ("others", r"has another key than .*others/server.key", "made for another key, or replayed"),
         ("unknown", r"does not know .*job.key_secret", "unknown key"),
     ],
@@ -104,8 +104,8 @@ def test_who_has_no_key_of_the_folder_is_told_so_in_one_line(
 ):
     ours, others = folders
     coordinator = serve(key_directory=ours)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "nobody"))
-    if given == "unknown":  # the right server, and a key made by somebody else
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "unused"))
+    if given == "unknown":  # the right server, and a key of another user
         (others / "server.key").write_text((ours / "server.key").read_text())
         (others / "viewer.key_secret").unlink()
     monkeypatch.setattr(link, "_RESTARTED_WITHIN_S", 1.0)  # a job waits for so long: the coordinator may have new keys

@@ -103,8 +103,8 @@ def test_what_it_holds_is_called_back_when_a_job_asks_and_goes_to_the_job():
     world = World()
     world.register("a")
     world.fill(num_nodes=2)
-    told = world.ask("a", "rollout", 1, ["r0"])
-    assert told == [m.Contended(nodes=["r0"], gangs=[["r0"]])]
+    noted = world.ask("a", "rollout", 1, ["r0"])
+    assert noted == [m.Contended(nodes=["r0"], gangs=[["r0"]])]
     world.fill("g", num_nodes=1)
     world.release("f")
     assert (world.holders("r0"), world.holders("r1")) == (["a"], ["g"])
@@ -125,8 +125,8 @@ def test_it_is_told_again_at_each_heartbeat_for_a_push_may_go_astray():
     world.register("a")
     world.fill(num_nodes=2)
     world.ask("a", "rollout", 1, ["r0"])
-    told = world.do(m.Heartbeat(**world.who("f"), beat=1, tokens=[1]))
-    assert m.Contended(nodes=["r0"], gangs=[["r0"]]) in told
+    noted = world.do(m.Heartbeat(**world.who("f"), beat=1, tokens=[1]))
+    assert m.Contended(nodes=["r0"], gangs=[["r0"]]) in noted
 
 
 def test_one_that_does_not_leave_is_ended_after_its_grace_and_the_job_gets_the_node():
@@ -170,7 +170,7 @@ def test_one_that_is_silent_is_ended_at_once():
 
 
 def test_nobody_is_late_for_what_a_coordinator_said_that_is_no_more():
-    """After a restart the time to leave begins when the filler speaks, and is told."""
+    """After a restart the time to leave begins when the filler speaks, and is noted."""
     world = World(lease_timeout=60)
     world.register("a")
     world.fill(num_nodes=2)
@@ -323,7 +323,7 @@ JOBS, FILLERS = st.sampled_from("ab"), st.sampled_from("fg")
 
 
 class Filled(RuleBasedStateMachine):
-    """Jobs come and go as they like; fillers leave when they are told, or do not. Each event is a second after the one before."""
+    """Jobs come and go as they like; fillers leave when the coordinator asks, or do not. Each event is a second after the one before."""
 
     @initialize(mode=st.sampled_from(["interleaved", "sequential", "uncoordinated"]))
     def begin(self, mode):

@@ -336,7 +336,7 @@ def test_nobody_is_let_in_beyond_a_nodes_memory_in_any_sequence():
 def test_a_record_without_anything_measured_is_what_was_told(driver):
     join(driver, "a")
     assert driver.machine.state.jobs["a"].host_memory["t0"] == HostMemory(
-        told={"parameters": 150 * GB, "optimizer": 300 * GB, "processes": 112 * GB}
+        declared={"parameters": 150 * GB, "optimizer": 300 * GB, "processes": 112 * GB}
     )
 
 

@@ -17,8 +17,8 @@ def judge(job, alive, host, config, now, *others, state=None):
     return judge_all(job, [Sight("", [host], "", {UID: alive}), *others], state or State(), config, now)
 
 
-def dying(*members, state=JobState.DYING, host="here", told=False):
-    job = Job(name="a", uid=UID, order=1, since=10.0, state=state, host=host, pid=1, started=1, boot="b", told=told)
+def dying(*members, state=JobState.DYING, host="here", exited=False):
+    job = Job(name="a", uid=UID, order=1, since=10.0, state=state, host=host, pid=1, started=1, boot="b", has_exited=exited)
     job.members, job.died_at = list(members), 10.0
     return job
 
@@ -42,8 +42,8 @@ def test_nothing_is_ended_while_the_driver_lives_unless_its_starter_says_that_it
     alive = [DRIVER, WORKER]
     verdict = judge(dying(WORKER), alive, "here", make(), 99.0)
     assert (verdict.gone, verdict.waits_for, verdict.end) == (False, ["pid 1", "pid 2"], False)
-    assert judge(dying(WORKER, told=True), alive, "here", make(), 99.0).end
-    assert not judge(dying(WORKER, told=True), alive, "here", make(), 11.0).end
+    assert judge(dying(WORKER, exited=True), alive, "here", make(), 99.0).end
+    assert not judge(dying(WORKER, exited=True), alive, "here", make(), 11.0).end
 
 
 def test_a_silent_job_is_described_but_neither_gone_nor_ended(make):
@@ -60,7 +60,7 @@ def test_members_on_other_hosts_are_waited_for_until_the_remote_grace(make):
 
 def test_a_driver_elsewhere_is_believed_gone_when_its_starter_says_so(make):
     assert judge(dying(host="there"), [], "here", make(), 11.0).gone is False
-    assert judge(dying(host="there", told=True), [], "here", make(), 11.0).gone is True
+    assert judge(dying(host="there", exited=True), [], "here", make(), 11.0).gone is True
 
 
 # --- nodes that are places ---

@@ -18,7 +18,7 @@ COUNTED = {"running": 4, "queued": 1, "token_usage": 0.5, "tokens_per_sec": 900.
 
 
 @pytest.fixture
-def told(run):
+def noted(run):
     """The run's gauges at a time: {(metric, its labels' values): value}."""
 
     def at(now):
@@ -28,10 +28,10 @@ def told(run):
     return at
 
 
-def test_each_replica_has_its_newest_counters_and_its_step(run, told):
+def test_each_replica_has_its_newest_counters_and_its_step(run, noted):
     run("a", "server", 1, "engine_generate", 1.0, **R0, response_tokens=40, finish="stop")
     run("a", "server", 2, "engine_decode", 1.0, **R0, **COUNTED)
-    found = told(3)
+    found = noted(3)
     assert found == {
         ("mux_top_quiet_seconds",): 1,
         ("mux_top_replica_running", "a", "0", "r0"): 4,
@@ -45,36 +45,36 @@ def test_each_replica_has_its_newest_counters_and_its_step(run, told):
     }
 
 
-def test_counters_of_an_engine_that_sleeps_are_not_told(run, told):
+def test_counters_of_an_engine_that_sleeps_are_not_told(run, noted):
     run("a", "server", 1, "engine_decode", 1.0, **R0, **COUNTED)
     running = ("mux_top_replica_running", "a", "0", "r0")
-    assert running in told(1 + QUIET_S) and running not in told(2 + QUIET_S)
-    assert told(2 + QUIET_S)["mux_top_quiet_seconds",] == 1 + QUIET_S
+    assert running in noted(1 + QUIET_S) and running not in noted(2 + QUIET_S)
+    assert noted(2 + QUIET_S)["mux_top_quiet_seconds",] == 1 + QUIET_S
 
 
-def test_who_holds_a_node_and_who_waits_for_it(run, told):
+def test_who_holds_a_node_and_who_waits_for_it(run, noted):
     run("a", "trainer", 1, "lease_wait", 0, phase="train", nodes=["t0"])
     run("a", "trainer", 2, "phase", 1, phase="train", nodes=["t0"])
     run("b", "trainer", 3, "lease_wait", 0, phase="train", nodes=["t0", "t1"])
     run("a", "trainer", 4, "sample_ready", 0.1, step=2)
-    found = told(10)  # nothing was logged meanwhile: a wait goes on by the clock
+    found = noted(10)  # nothing was logged meanwhile: a wait goes on by the clock
     assert found["mux_top_lease_waited_seconds", "t0", "a", "train"] == 6
     assert found["mux_top_lease_held_seconds", "t0", "b", "train"] == 7
     assert found["mux_top_lease_held_seconds", "t1", "b", "train"] == 7
     run("b", "trainer", 11, "phase", 8, phase="train", nodes=["t0"])
-    assert [key[1] for key in told(11) if key[0] == "mux_top_lease_held_seconds"] == ["t1"]
+    assert [key[1] for key in noted(11) if key[0] == "mux_top_lease_held_seconds"] == ["t1"]
 
 
-def test_a_wait_for_nodes_that_no_line_has_named_is_of_none(run, told):
+def test_a_wait_for_nodes_that_no_line_has_named_is_of_none(run, noted):
     run("a", "trainer", 1, "lease_wait", 0, phase="rollout", nodes=["r0"])
     run("a", "trainer", 2, "sample_ready", 0.1)
-    assert told(5)["mux_top_lease_waited_seconds", "", "a", "train"] == 3
+    assert noted(5)["mux_top_lease_waited_seconds", "", "a", "train"] == 3
 
 
-def test_a_jobs_step_and_its_requests_by_state(run, told):
+def test_a_jobs_step_and_its_requests_by_state(run, noted):
     run("a", "trainer", 1, "step", 7.5, reward=0.25)
     run("a", "rollout", 2, "request_start", step=2, request_id="p_0")
-    found = told(3)
+    found = noted(3)
     assert (found["mux_top_job_step", "a"], found["mux_top_job_step_seconds", "a"], found["mux_top_job_reward", "a"]) == (
         2,
         7.5,
@@ -83,13 +83,13 @@ def test_a_jobs_step_and_its_requests_by_state(run, told):
     assert found["mux_top_job_requests", "a", "queued"] == 1 and found["mux_top_job_requests", "a", "done"] == 0
 
 
-def test_of_a_job_that_has_ended_only_its_last_step_is_left(run, told):
+def test_of_a_job_that_has_ended_only_its_last_step_is_left(run, noted):
     run("a", "trainer", 1, "lease_wait", 0, phase="rollout", nodes=["r0"])
     run("a", "server", 2, "engine_decode", 1.0, **R0, **COUNTED)
     run("b", "trainer", 2, "lease_wait", 0, phase="train", nodes=["t0"])
     run.look()
     (run.folder / "a" / "exit_code").write_text("0")
-    found = told(3)
+    found = noted(3)
     assert found["mux_top_job_ended", "a"] == 1 and found["mux_top_job_ended", "b"] == 0
     assert {key[0] for key in found if "a" in key} == {
         "mux_top_job_ended",
@@ -135,7 +135,7 @@ def test_it_shows_sorts_filters_and_ends(terminal):
     terminal.until(lambda text: "keys are for jobs" in text)
     terminal("send-keys", "s")
     terminal.until(lambda text: "step ^" in text and "replica v" in text)
-    terminal("send-keys", "/", "nobody", "Enter")
-    terminal.until(lambda text: "only jobs with 'nobody'" in text and len(rows(text)) == 2)  # the replicas stay
+    terminal("send-keys", "/", "unknown", "Enter")
+    terminal.until(lambda text: "only jobs with 'unknown'" in text and len(rows(text)) == 2)  # the replicas stay
     terminal("send-keys", "q")
     terminal.until(lambda text: not text)  # the pane's only process has ended, and the server with it

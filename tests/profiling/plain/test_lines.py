@@ -22,12 +22,12 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize(("path", "told"), PATHS.items())
-def test_a_path_tells_job_role_step_and_worker(tmp_path, path, told):
+@pytest.mark.parametrize(("path", "noted"), PATHS.items())
+def test_a_path_tells_job_role_step_and_worker(tmp_path, path, noted):
     (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / path).write_text("{}")
     (file,) = find_log_files(tmp_path)
-    assert (file.job, file.role, file.step, file.worker) == told
+    assert (file.job, file.role, file.step, file.worker) == noted
 
 
 def test_a_jobs_own_event_directory_still_tells_the_job(tmp_path):

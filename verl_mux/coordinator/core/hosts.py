@@ -272,13 +272,13 @@ def needed(asked: m.Register, nodes: Mapping[str, list[str]], config: Config) ->
         for node in names:
             gpus = asked.gpus.get(node, asked.gpus.get(side, 0))
             found[node].update({**states, "processes": gpus * _process_bytes(node, config)})
-    return {node: HostMemory(told=dict(kinds)) for node, kinds in found.items()}
+    return {node: HostMemory(declared=dict(kinds)) for node, kinds in found.items()}
 
 
 def estimated(pin: Pin) -> dict[str, HostMemory]:
     """By node, of a job that was placed."""
     sides = zip((pin.rollout, pin.train), pin.job.memory_gb, strict=True)
-    return {node: HostMemory(told={"estimated": round(gb * GB)}) for nodes, gb in sides for node in nodes}
+    return {node: HostMemory(declared={"estimated": round(gb * GB)}) for nodes, gb in sides for node in nodes}
 
 
 def _process_bytes(node: str, config: Config) -> int:
@@ -293,7 +293,7 @@ def counted(job: Job, node: str) -> int:
     found = job.host_memory.get(node)
     if found is None:
         return 0
-    return found.most or max(sum(found.told.values()), sum(found.measured.values()))
+    return found.most or max(sum(found.declared.values()), sum(found.measured.values()))
 
 
 def held_on(node: str, state: State) -> dict[str, int]:
@@ -310,7 +310,7 @@ def refusal(asked: m.Register, nodes: Mapping[str, list[str]], state: State, con
     needs = needed(asked, nodes, config)
     for node in dict.fromkeys(name for names in nodes.values() for name in names):
         need = needs.get(node, HostMemory())
-        if not _fits(node, sum(need.told.values()), state, config):
+        if not _fits(node, sum(need.declared.values()), state, config):
             return _does_not_fit(asked.job, node, need, state, config)
     return None
 
@@ -322,11 +322,14 @@ def _fits(node: str, need: int, state: State, config: Config) -> bool:
 
 def _does_not_fit(job: str, node: str, need: HostMemory, state: State, config: Config) -> str:
     held, capacity = held_on(node, state), config.nodes[node].host_bytes or 0
-    kinds, free = _list({kind: num_bytes for kind, num_bytes in need.told.items() if num_bytes}), capacity - sum(held.values())
+    kinds, free = (
+        _list({kind: num_bytes for kind, num_bytes in need.declared.items() if num_bytes}),
+        capacity - sum(held.values()),
+    )
     left = f"{_gb(free)} are free" if free >= 0 else f"{_gb(-free)} too many are held"
     return (
-        f"job {job!r} needs {_gb(sum(need.told.values()))} of host memory on node {node!r}{f' ({kinds})' if kinds else ''}: of"
-        f" {_gb(capacity)} there, {left}; {_holders(node, held, state)}; {_advice(node, need, held, state, config)}"
+        f"job {job!r} needs {_gb(sum(need.declared.values()))} of host memory on node {node!r}{f' ({kinds})' if kinds else ''}:"
+        f" of {_gb(capacity)} there, {left}; {_holders(node, held, state)}; {_advice(node, need, held, state, config)}"
     )
 
 
@@ -345,12 +348,12 @@ def _holders(node: str, held: Mapping[str, int], state: State) -> str:
 def _source(job: Job, node: str) -> str:
     """Where the figure that counts comes from."""
     found = job.host_memory[node]
-    return found.source if counted(job, node) > sum(found.told.values()) or found.most else ""
+    return found.source if counted(job, node) > sum(found.declared.values()) or found.most else ""
 
 
 def _advice(node: str, need: HostMemory, held: Mapping[str, int], state: State, config: Config) -> str:
     """Where it would fit, or which jobs' end would make room."""
-    wanted, capacity = sum(need.told.values()), config.nodes[node].host_bytes or 0
+    wanted, capacity = sum(need.declared.values()), config.nodes[node].host_bytes or 0
     pool = next(pool for pool in config.pools.values() if any(member.name == node for member in pool.nodes))
     others = [member.name for member in pool.nodes if member.name != node and _fits(member.name, wanted, state, config)]
     if others:
@@ -418,7 +421,5 @@ def _is_looked_at(node: str, state: State, config: Config) -> bool:
 
 def about(node: str, capacity: int | None, jobs: Mapping[str, Job]) -> dict[str, Any]:
     """For `verl-mux status`: `jobs` are those that hold some there, by name."""
-    entries = {
-        name: {"counted": counted(job, node), **msgspec.structs.asdict(job.host_memory[node])} for name, job in jobs.items()
-    }
+    entries = {name: {"counted": counted(job, node), **msgspec.to_builtins(job.host_memory[node])} for name, job in jobs.items()}
     return {"capacity": capacity, "held": sum(entry["counted"] for entry in entries.values()), "jobs": entries}

@@ -124,7 +124,7 @@ def due(state: State, now: float, since: float) -> list[What]:
     return out
 
 
-def told(state: State, now: float) -> dict[str, str]:
+def sentences(state: State, now: float) -> dict[str, str]:
     """Each move in a sentence, by job."""
     return {name: _sentence(state, name, moving, now) for name, moving in state.moves.items()}
 

@@ -91,7 +91,7 @@ class _Case:
         left = [node for node in self._held if node not in settled and self._place(node)]
         away = [member for member in self._known() if self._fate(member) is _Fate.UNSEEN]
         empty = all(sight.looks.get(self._job.uid) == [] for sight in self._looking)
-        over = self._job.told or bool(self._job.condemned) or self._fate(self._job.driver) is not _Fate.ALIVE
+        over = self._job.has_exited or bool(self._job.condemned) or self._fate(self._job.driver) is not _Fate.ALIVE
         # A filler was asked to leave before, or its driver is dead; a job may wait for its nodes.
         grace = 0.0 if self._job.filler else self._config.kill_grace
         end = self._config.kill and over and self._since > grace
@@ -130,7 +130,7 @@ class _Case:
         return fate in (_Fate.UNSEEN, _Fate.CUT_OFF) and self._since < self._config.lease_timeout
 
     def _fate(self, member: Member) -> _Fate:
-        if member == self._job.driver and self._job.told and not self._is_seen(member):
+        if member == self._job.driver and self._job.has_exited and not self._is_seen(member):
             return _Fate.GONE
         covering = [sight for sight in self._sights if sight.covers(member)]
         if self._is_seen(member):

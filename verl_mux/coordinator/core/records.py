@@ -66,11 +66,11 @@ class Moving(msgspec.Struct, kw_only=True):
 
 
 class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one job on one node, by kind. `told`: by the job when it registered. `measured`: last, by `source` (the agent of
+    """Bytes of one job on one node, by kind. `declared` by the job when it registered. `measured` last, by `source` (the agent of
     the node's host, or the job; empty: not measured yet). `most`: the largest measured sum of all kinds since the job settled
     (see hosts.py)."""
 
-    told: dict[str, int] = {}
+    declared: dict[str, int] = msgspec.field(default_factory=dict, name="told")  # its name in journals and in `status --json`
     measured: dict[str, int] = {}
     source: str = ""
     most: int = 0
@@ -105,7 +105,7 @@ class Job(msgspec.Struct, kw_only=True):
     reported: int = 0
     died_at: float | None = None
     reason: str = ""
-    told: bool = False  # its launcher said that it ended
+    has_exited: bool = msgspec.field(default=False, name="told")  # by its launcher's word
     note: str = ""
     progress: tuple[int, int] | None = None
     metrics: dict[str, float] = {}

@@ -105,7 +105,7 @@ def _placement(state: State, config: Config, now: float) -> dict[str, Any] | Non
     return {
         "groups": {group.name: observing.about(group, state, config) for group in state.placed.groups},
         "waiting": [entry.job.name for entry in state.placed.waiting],
-        "moves": moving.told(state, now),
+        "moves": moving.sentences(state, now),
     }
 
 

@@ -214,7 +214,7 @@ class Machine(Leases):
         """The end of a job that never registered matters only while jobs are expected: it is not waited for any more."""
         if exited is None:
             return self.state.started or self.config.expect_jobs == 0
-        return exited.told or exited.state is ENDED
+        return exited.has_exited or exited.state is ENDED
 
     # --- moves ---
 
@@ -394,7 +394,7 @@ class Machine(Leases):
         if job is None:
             job = Job(name=what.job, uid="", order=0, since=now, state=ENDED, reason=NEVER_REGISTERED)
             self.state.jobs[what.job] = job
-        job.told = True
+        job.has_exited = True
         job.reason = job.reason or "said to have exited by what started it"
         return [_exited(job)]
 

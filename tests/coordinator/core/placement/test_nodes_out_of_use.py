@@ -1,4 +1,4 @@
-"""Nodes on which nobody is placed: those that drain, leave or are added while jobs run, and those that jobs name themselves."""
+"""Nodes on which no job is placed: those that drain, leave or are added while jobs run, and those that jobs name themselves."""
 
 import msgspec
 import pytest
@@ -39,8 +39,8 @@ def test_nobody_new_goes_to_a_draining_node_be_it_free_or_shared():
 def test_who_waits_goes_to_a_node_that_drains_no_more(driver):
     driver.reload(drain=["r0"])
     assert isinstance(arrive(driver, "a")[0], m.Queued)
-    told = where_told(driver.reload(undrain=["r0"]))
-    assert told == [{"rollout": ["r0"], "train": ["t0"]}]
+    noted = where_told(driver.reload(undrain=["r0"]))
+    assert noted == [{"rollout": ["r0"], "train": ["t0"]}]
 
 
 def test_a_node_that_drains_does_not_come_free_when_its_job_leaves(driver):
@@ -132,8 +132,8 @@ def test_nobody_is_placed_on_a_node_that_began_to_drain_while_the_placer_was_thi
     (group,) = thought.changed
     node = group.rollout_nodes[-1]
     machine.handle(Input(9.1, PoolsChanged(pools=changed_pools(machine.config.pools, drain=[node]))))
-    told = where_told(driver.do(thought))
-    assert told and node not in told[0]["rollout"]
+    noted = where_told(driver.do(thought))
+    assert noted and node not in noted[0]["rollout"]
 
 
 WORDS = st.tuples(

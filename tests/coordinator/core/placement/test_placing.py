@@ -268,14 +268,14 @@ def test_the_records_with_placements_survive_the_journals_encoding(driver):
 def test_a_restart_keeps_the_placement_and_decides_as_before(tmp_path):
     config = placing_config(count=2)
     journal = Journal(tmp_path / "journal")
-    machine = journal.restore(config, "first", Before.NOBODY)
+    machine = journal.restore(config, "first", Before.NONE)
     driver = Driver(machine)
     for job in ("a", "b"):
         arrive(driver, job, slo=1.2)
     for event in driver.events:
         journal.append(event)
     journal.close()
-    restored = Journal(tmp_path / "journal").restore(config, "second", Before.NOBODY)
+    restored = Journal(tmp_path / "journal").restore(config, "second", Before.NONE)
     assert restored.state == msgspec.structs.replace(machine.state, token=restored.state.token)
     again = Driver(restored)
     again.now = driver.now

@@ -63,8 +63,8 @@ def test_what_the_others_would_have_cost_is_told(driver):
     (placed,) = lines(driver, "placed")
     others = [place for place in placed["alternatives"] if place["why"].startswith("on new+train")]
     assert [place["why"] for place in others] == ["on new+train: as much work costs 2.00 USD/h there"]
-    (told,) = observing.reasons(driver.machine.state, driver.machine.config).values()
-    assert told.endswith("; on new+train as much work would have cost 2.00 USD/h")
+    (noted,) = observing.reasons(driver.machine.state, driver.machine.config).values()
+    assert noted.endswith("; on new+train as much work would have cost 2.00 USD/h")
 
 
 def test_who_would_be_late_on_slower_pools_does_not_go_there():
@@ -130,7 +130,7 @@ def test_a_coordinator_that_lost_its_memory_finds_jobs_in_whichever_pools_they_s
 def test_the_records_survive_the_journal_and_it_decides_as_before(tmp_path):
     config = several(count=2)
     journal = Journal(tmp_path / "journal")
-    machine = journal.restore(config, "first", Before.NOBODY)
+    machine = journal.restore(config, "first", Before.NONE)
     driver = Driver(machine)
     for job in ("a", "b", "c"):
         arrive(driver, job, slo=1.0, profiled=seen(10.0, 90.0))
@@ -142,7 +142,7 @@ def test_the_records_survive_the_journal_and_it_decides_as_before(tmp_path):
     for event in driver.events:
         journal.append(event)
     journal.close()
-    restored = Journal(tmp_path / "journal").restore(config, "second", Before.NOBODY)
+    restored = Journal(tmp_path / "journal").restore(config, "second", Before.NONE)
     again = Driver(restored)
     again.now = driver.now
     for each in (driver, again):

@@ -47,11 +47,11 @@ def test_what_a_finding_names_is_drawn_and_has_its_life_first(analysis, small, m
     monkeypatch.setattr(requests, "MAX_STRETCHES", 12)
     fastest = analysis.requests.sort("seconds")["request_id"][0]
     found = shown(analysis, {"findings": [{"request_id": fastest}]})
-    told = lives(analysis, found)
-    assert fastest in told["names"] and 1 < len(told["names"]) < found.frame.height
-    counts = np.frombuffer(base64.b64decode(told["counts"]), "<u2")
+    noted = lives(analysis, found)
+    assert fastest in noted["names"] and 1 < len(noted["names"]) < found.frame.height
+    counts = np.frombuffer(base64.b64decode(noted["counts"]), "<u2")
     assert len(counts) == found.frame.height
-    assert counts.sum() == len(base64.b64decode(told["what"])) <= 12
+    assert counts.sum() == len(base64.b64decode(noted["what"])) <= 12
 
 
 def with_texts(directory, text):
@@ -60,8 +60,8 @@ def with_texts(directory, text):
     for path in directory.rglob("rollout/step_1/*.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         ends = [line for line in lines if line["event"] == "async_rollout_request_complete"]
-        told = [end | {"event": "request_text", "extra": {"request_id": end["extra"]["request_id"], **text}} for end in ends]
-        added = [json.dumps(line) for line in told]
+        noted = [end | {"event": "request_text", "extra": {"request_id": end["extra"]["request_id"], **text}} for end in ends]
+        added = [json.dumps(line) for line in noted]
         path.write_text(path.read_text() + "\n".join([*added, added[0][:-20]]) + "\n")
     analysis = Analysis(read_run(directory))
     return analysis, shown(analysis, {"findings": []})
