@@ -82,7 +82,7 @@ def hold(coordinator, tmp_path):
 
 
 @pytest.fixture
-def pids(tmp_path, eventually):
+def pids(tmp_path, eventually):  # noqa: F811
     """The pids that a script wrote into a file, when they are all there."""
     left = []
 

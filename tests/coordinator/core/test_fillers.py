@@ -323,7 +323,8 @@ JOBS, FILLERS = st.sampled_from("ab"), st.sampled_from("fg")
 
 
 class Filled(RuleBasedStateMachine):
-    """Jobs come and go as they like; fillers leave when the coordinator asks, or do not. Each event is a second after the one before."""
+    """Jobs come and go as they like; fillers leave when the coordinator asks, or do not. Each event is a second after the one
+    before."""
 
     @initialize(mode=st.sampled_from(["interleaved", "sequential", "uncoordinated"]))
     def begin(self, mode):
