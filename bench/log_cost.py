@@ -21,8 +21,7 @@ import typer
 
 from verl_mux.errors import Failure, UserError
 from verl_mux.profiling.eventlog import events
-from verl_mux.profiling.eventlog.line_writer import COST_VARIABLE, writer
-from verl_mux.profiling.eventlog.log import NULL_LOG, EventLog
+from verl_mux.profiling.eventlog.log import COST_VARIABLE, NULL_LOG, EventLog, writer
 from verl_mux.profiling.plain.lines import read_directory
 
 EVENTS_A_TURN = 4

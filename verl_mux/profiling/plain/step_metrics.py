@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from verl_mux.profiling.eventlog import events
-from verl_mux.profiling.eventlog.line_writer import writer
+from verl_mux.profiling.eventlog.log import writer
 from verl_mux.profiling.plain.intervals import overlap
 from verl_mux.profiling.plain.lines import Line, find_step_files, read_lines
 
