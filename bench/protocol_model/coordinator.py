@@ -13,18 +13,20 @@ import msgspec
 from bench.protocol_model.world import World
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import tokens
-from verl_mux.coordinator.core.inputs_and_instructions import (
+from verl_mux.coordinator.core.queueing import RunningTime
+from verl_mux.coordinator.core.reaping import Sight, judge
+from verl_mux.coordinator.core.records import (
     DriverDied,
     Input,
     Instruction,
+    Job,
     JobEvicted,
+    JobState,
     ProcessesGone,
     Send,
+    State,
     What,
 )
-from verl_mux.coordinator.core.queueing import RunningTime
-from verl_mux.coordinator.core.reaping import Sight, judge
-from verl_mux.coordinator.core.records import Job, JobState, State
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
 from verl_mux.coordinator.journal import Delivery

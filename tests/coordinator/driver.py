@@ -6,8 +6,8 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.core import placing
 from verl_mux.coordinator.core.asking import Answerer
-from verl_mux.coordinator.core.inputs_and_instructions import Input, Log, PoolsChanged, Send
 from verl_mux.coordinator.core.observing import Standing
+from verl_mux.coordinator.core.records import Input, Log, PoolsChanged, Send
 
 POOLS = {
     "rollout": {"nodes": [{"name": "r0"}, {"name": "r1"}]},

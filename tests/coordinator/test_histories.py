@@ -11,20 +11,21 @@ from tests.coordinator.driver import SIDES, Driver, changed_pools, config
 from tests.exploring import examples
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import queueing
-from verl_mux.coordinator.core.inputs_and_instructions import (
+from verl_mux.coordinator.core.records import (
     DriverDied,
     HostGone,
     HostReleased,
     HostSeen,
     JobExited,
     JobSilent,
+    JobState,
     NodeEmpty,
     NodesOwed,
     OwedPaid,
     PoolsChanged,
     ProcessesGone,
+    State,
 )
-from verl_mux.coordinator.core.records import JobState, State
 from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
 
 SCHEDULES = [

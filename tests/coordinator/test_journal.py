@@ -16,7 +16,7 @@ from verl_mux.coordinator import journal_files as frames
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.members import seconds_since_boot
 from verl_mux.coordinator.core import tokens
-from verl_mux.coordinator.core.inputs_and_instructions import Input, Send, Settled
+from verl_mux.coordinator.core.records import Input, Send, Settled
 from verl_mux.coordinator.journal import Delivery, Journal
 from verl_mux.coordinator.journal_files import Before
 from verl_mux.errors import UserError

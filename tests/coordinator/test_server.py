@@ -16,7 +16,7 @@ from tests.coordinator.raw import Stranger, raw_dealer
 from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import queueing, tokens
-from verl_mux.coordinator.core.inputs_and_instructions import Input, Settled, SomebodyWasBefore
+from verl_mux.coordinator.core.records import Input, Settled, SomebodyWasBefore
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.coordinator.server import Planning, Refusals
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.inputs_and_instructions import (
+from verl_mux.coordinator.core.records import (
     HostReleased,
+    Job,
     JobEvicted,
+    JobState,
     NodeReleased,
     OwedPaid,
     ProcessesGone,
+    State,
     What,
 )
-from verl_mux.coordinator.core.records import Job, JobState, State
 from verl_mux.coordinator.core.settings import Config
 
 _RUNNING = (JobState.LIVE, JobState.SILENT)

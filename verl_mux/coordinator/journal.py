@@ -24,8 +24,7 @@ import msgspec
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.members import boot_id, seconds_since_boot
 from verl_mux.coordinator.core import hosts, tokens
-from verl_mux.coordinator.core.inputs_and_instructions import Input, Instruction, Send
-from verl_mux.coordinator.core.records import JobState, State
+from verl_mux.coordinator.core.records import Input, Instruction, JobState, Send, State
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.coordinator.journal_files import Before, Damaged, Epoch, FrameFile, Lock, parse, read_epoch, write_epoch

@@ -16,9 +16,8 @@ from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.coordinator.core import hosts
-from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, Input, NodeEmpty, NodesOwed, ProcessesGone, What
 from verl_mux.coordinator.core.reaping import Sight, Sights, judge
-from verl_mux.coordinator.core.records import Job, JobState
+from verl_mux.coordinator.core.records import DriverDied, Input, Job, JobState, NodeEmpty, NodesOwed, ProcessesGone, What
 from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
 
 log = logging.getLogger(__name__)

@@ -37,18 +37,18 @@ from verl_mux.coordinator.bus.curve_keys import AGENT, JOB, VIEWER
 from verl_mux.coordinator.bus.router import Router
 from verl_mux.coordinator.core import hosts, placing
 from verl_mux.coordinator.core.asking import Answerer, Asked, nothing_follows
-from verl_mux.coordinator.core.inputs_and_instructions import (
+from verl_mux.coordinator.core.observing import Standing
+from verl_mux.coordinator.core.records import (
     Input,
     Instruction,
     JobExited,
+    JobState,
     Log,
     Planned,
     PoolsChanged,
     SomebodyWasBefore,
     What,
 )
-from verl_mux.coordinator.core.observing import Standing
-from verl_mux.coordinator.core.records import JobState
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import NEVER_REGISTERED, IllegalMove, Machine, UnknownJob

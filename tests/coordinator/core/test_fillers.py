@@ -11,8 +11,7 @@ from tests.coordinator.driver import Driver, config
 from tests.exploring import examples
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import queueing
-from verl_mux.coordinator.core.inputs_and_instructions import JobEvicted, JobRevoked, JobSilent, ProcessesGone
-from verl_mux.coordinator.core.records import JobState
+from verl_mux.coordinator.core.records import JobEvicted, JobRevoked, JobSilent, JobState, ProcessesGone
 from verl_mux.coordinator.core.settings import FILLER_GRACE_S
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine

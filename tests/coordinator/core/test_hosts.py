@@ -11,8 +11,7 @@ from tests.coordinator.driver import Driver, config
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.messages import Holder
 from verl_mux.coordinator.core import hosts
-from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, HostMeasured, HostSeen, ProcessesGone
-from verl_mux.coordinator.core.records import HostMemory, State
+from verl_mux.coordinator.core.records import DriverDied, HostMeasured, HostMemory, HostSeen, ProcessesGone, State
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.coordinator.prometheus import coordinator_samples

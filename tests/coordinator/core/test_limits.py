@@ -5,7 +5,7 @@ import pytest
 from tests.coordinator.driver import SIDES, Driver, config
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.inputs_and_instructions import ProcessesGone
+from verl_mux.coordinator.core.records import ProcessesGone
 from verl_mux.coordinator.core.state import Machine
 
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tests.coordinator.driver import config
 from tests.exploring import examples
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.inputs_and_instructions import Input, Send
-from verl_mux.coordinator.core.records import Watched
+from verl_mux.coordinator.core.records import Input, Send, Watched
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.placement.group_run import ROLLOUT, TRAIN, GroupRun, Member
 from verl_mux.placement.model import Group

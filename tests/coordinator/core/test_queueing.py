@@ -5,18 +5,18 @@ import pytest
 from tests.coordinator.driver import Driver, config
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import queueing
-from verl_mux.coordinator.core.inputs_and_instructions import (
+from verl_mux.coordinator.core.records import (
     DriverDied,
     Input,
     JobEvicted,
     JobExited,
     JobRevoked,
     JobSilent,
+    JobState,
     NodeReleased,
     PhaseOverdue,
     ProcessesGone,
 )
-from verl_mux.coordinator.core.records import JobState
 from verl_mux.coordinator.core.settings import Segment
 from verl_mux.coordinator.core.state import IllegalMove, Machine
 

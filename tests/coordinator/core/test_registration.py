@@ -3,7 +3,7 @@
 import pytest
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, Input
+from verl_mux.coordinator.core.records import DriverDied, Input
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.places.place import Place
 

@@ -5,7 +5,8 @@ import pytest
 from tests.coordinator.driver import Driver, config
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.messages import Holder, Look
-from verl_mux.coordinator.core.inputs_and_instructions import (
+from verl_mux.coordinator.core.reaping import CALM_S, DYING_S, Sight, Sights, judge
+from verl_mux.coordinator.core.records import (
     DriverDied,
     HostGone,
     HostReleased,
@@ -17,7 +18,6 @@ from verl_mux.coordinator.core.inputs_and_instructions import (
     PoolsChanged,
     ProcessesGone,
 )
-from verl_mux.coordinator.core.reaping import CALM_S, DYING_S, Sight, Sights, judge
 from verl_mux.coordinator.core.state import Machine
 
 POOLS = {

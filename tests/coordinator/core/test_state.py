@@ -6,8 +6,7 @@ import pytest
 from tests.coordinator.driver import SIDES, Driver, config
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import tokens
-from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, Input, JobExited, JobSilent, ProcessesGone
-from verl_mux.coordinator.core.records import JobState, State
+from verl_mux.coordinator.core.records import DriverDied, Input, JobExited, JobSilent, JobState, ProcessesGone, State
 from verl_mux.coordinator.core.state import MOVES, IllegalMove, Machine, UnknownJob
 
 

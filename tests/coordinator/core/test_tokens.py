@@ -5,7 +5,7 @@ import pytest
 from tests.coordinator.driver import Driver, config
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import tokens
-from verl_mux.coordinator.core.inputs_and_instructions import Settled
+from verl_mux.coordinator.core.records import Settled
 from verl_mux.coordinator.core.state import Machine
 
 BEFORE = tokens.before(3)

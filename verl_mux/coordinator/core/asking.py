@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.inputs_and_instructions import Planned, Said
+from verl_mux.coordinator.core.records import Planned, Said
 from verl_mux.coordinator.core.settings import Config, kind_name
 from verl_mux.errors import UserError
 from verl_mux.placement.estimator import Bounds, bounds, job_spec, learnt, on_other_kinds

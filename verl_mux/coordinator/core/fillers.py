@@ -12,10 +12,9 @@ import math
 from typing import Any
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.inputs_and_instructions import Instruction, JobEvicted, What
 from verl_mux.coordinator.core.leases import Feature
 from verl_mux.coordinator.core.queueing import is_shut
-from verl_mux.coordinator.core.records import Job, JobState, Lease, State, Usage
+from verl_mux.coordinator.core.records import Instruction, Job, JobEvicted, JobState, Lease, State, Usage, What
 from verl_mux.coordinator.core.settings import FILLER_GRACE_S
 from verl_mux.errors import UserError
 

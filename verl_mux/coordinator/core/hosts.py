@@ -24,22 +24,27 @@ from typing import Any
 import msgspec
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.inputs_and_instructions import (
+from verl_mux.coordinator.core.leases import Feature, Handler
+from verl_mux.coordinator.core.records import (
+    Host,
     HostGone,
     HostMeasured,
+    HostMemory,
     HostReleased,
     HostSeen,
     Instruction,
+    Job,
+    JobState,
     Log,
     NodeEmpty,
     NodeReleased,
     NodesOwed,
+    Owed,
     OwedPaid,
     PoolsChanged,
     Send,
+    State,
 )
-from verl_mux.coordinator.core.leases import Feature, Handler
-from verl_mux.coordinator.core.records import Host, HostMemory, Job, JobState, Owed, State
 from verl_mux.coordinator.core.settings import Config, Node
 from verl_mux.placement.job_needs import GPU_KINDS, GpuKind
 from verl_mux.placement.model import JobSpec, Pin

@@ -13,9 +13,8 @@ import msgspec
 
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import tokens
-from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Send, What
 from verl_mux.coordinator.core.queueing import RunningTime
-from verl_mux.coordinator.core.records import Job, Lease, Request, State
+from verl_mux.coordinator.core.records import Instruction, Job, Lease, Log, Request, Send, State, What
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.profiling.eventlog import events
 

@@ -16,8 +16,19 @@ import msgspec
 
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import observing
-from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, MoveGivenUp, MovesDue, What
-from verl_mux.coordinator.core.records import Job, JobState, Moving, Request, State, Watched
+from verl_mux.coordinator.core.records import (
+    Instruction,
+    Job,
+    JobState,
+    Log,
+    MoveGivenUp,
+    MovesDue,
+    Moving,
+    Request,
+    State,
+    Watched,
+    What,
+)
 from verl_mux.coordinator.core.settings import MOVE_TIMEOUT_S, Config
 from verl_mux.placement.search import Move
 from verl_mux.profiling.eventlog import events

@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log
-from verl_mux.coordinator.core.records import Job, JobState, Lease, Moving, Request, State, Watched
+from verl_mux.coordinator.core.records import Instruction, Job, JobState, Lease, Log, Moving, Request, State, Watched
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.placement.estimator import LEAST, Observed, estimate_error, expected
 from verl_mux.placement.explain import where

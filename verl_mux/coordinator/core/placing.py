@@ -17,19 +17,24 @@ from collections.abc import Iterable, Mapping
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import asking, hosts, moving, observing, registration
 from verl_mux.coordinator.core.asking import Asked
-from verl_mux.coordinator.core.inputs_and_instructions import (
+from verl_mux.coordinator.core.leases import Feature, Handler
+from verl_mux.coordinator.core.observing import predicted
+from verl_mux.coordinator.core.records import (
     HostMeasured,
     Instruction,
+    Job,
+    JobState,
+    Lease,
     Log,
     MoveGivenUp,
     MovesDue,
     Planned,
+    Request,
     Send,
+    State,
+    Watched,
     What,
 )
-from verl_mux.coordinator.core.leases import Feature, Handler
-from verl_mux.coordinator.core.observing import predicted
-from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State, Watched
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import UserError
 from verl_mux.placement.estimator import WINDOW, corrected

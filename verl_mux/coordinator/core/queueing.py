@@ -33,8 +33,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.conversation import BEAT_EVERY_S, FENCED_AFTER, RECONNECTS_WITHIN_S
-from verl_mux.coordinator.core.inputs_and_instructions import JobRevoked, JobSilent, PhaseOverdue, What
-from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State
+from verl_mux.coordinator.core.records import Job, JobRevoked, JobSilent, JobState, Lease, PhaseOverdue, Request, State, What
 from verl_mux.coordinator.core.settings import OVERDUE_FACTOR, OVERDUE_LEAST_S, SILENT_TIMEOUT_S, Config, Segment
 
 # --- the schedule ---

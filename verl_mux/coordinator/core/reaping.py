@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.messages import HostName, Member, NodeHere
-from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, HostGone, HostSeen, OwedPaid, What
 from verl_mux.coordinator.core.queueing import RunningTime
-from verl_mux.coordinator.core.records import Host, Job, JobState, Lease, State
+from verl_mux.coordinator.core.records import DriverDied, Host, HostGone, HostSeen, Job, JobState, Lease, OwedPaid, State, What
 from verl_mux.coordinator.core.settings import Config
 
 # Seconds between two reports: of a host where nothing ends, and of one where something should.

@@ -9,9 +9,8 @@ from __future__ import annotations
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import tokens
-from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Send
 from verl_mux.coordinator.core.leases import Leases
-from verl_mux.coordinator.core.records import Job, JobState, State
+from verl_mux.coordinator.core.records import Instruction, Job, JobState, Log, Send, State
 from verl_mux.coordinator.core.settings import FILLER_GRACE_S, Config
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events

@@ -12,8 +12,7 @@ from typing import Any
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import fillers, hosts, moving, observing, queueing
-from verl_mux.coordinator.core.inputs_and_instructions import Instruction, Log, Send
-from verl_mux.coordinator.core.records import Job, JobState, Lease, Request, State, Usage
+from verl_mux.coordinator.core.records import Instruction, Job, JobState, Lease, Log, Request, Send, State, Usage
 from verl_mux.coordinator.core.settings import Config, Node
 from verl_mux.profiling.eventlog import events
 

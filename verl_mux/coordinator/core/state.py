@@ -44,27 +44,30 @@ from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.conversation import REGISTER
 from verl_mux.coordinator.core import FEATURES, queueing, registration, snapshot, tokens
-from verl_mux.coordinator.core.inputs_and_instructions import (
+from verl_mux.coordinator.core.leases import Handler, Leases, about, asked_for
+from verl_mux.coordinator.core.records import (
     AboutJob,
     DriverDied,
     HostMeasured,
     Input,
     Instruction,
+    Job,
     JobEvicted,
     JobExited,
     JobRevoked,
     JobSilent,
+    JobState,
     Log,
     NodeEmpty,
     NodesOwed,
     PhaseOverdue,
     ProcessesGone,
+    Request,
     Send,
     Settled,
     SomebodyWasBefore,
+    State,
 )
-from verl_mux.coordinator.core.leases import Handler, Leases, about, asked_for
-from verl_mux.coordinator.core.records import Job, JobState, Request, State
 from verl_mux.coordinator.core.settings import SILENT_TIMEOUT_S, Config
 from verl_mux.profiling.eventlog import events
 

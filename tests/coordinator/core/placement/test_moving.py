@@ -11,9 +11,8 @@ from tests.exploring import examples
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import moving
 from verl_mux.coordinator.core.asking import Answerer
-from verl_mux.coordinator.core.inputs_and_instructions import DriverDied, MovesDue, ProcessesGone
 from verl_mux.coordinator.core.observing import Standing
-from verl_mux.coordinator.core.records import JobState, State
+from verl_mux.coordinator.core.records import DriverDied, JobState, MovesDue, ProcessesGone, State
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
 from verl_mux.coordinator.status_view import plain

@@ -12,8 +12,7 @@ from tests.exploring import examples
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import hosts, placing
 from verl_mux.coordinator.core.asking import Answerer
-from verl_mux.coordinator.core.inputs_and_instructions import Input, PoolsChanged
-from verl_mux.coordinator.core.records import JobState, State
+from verl_mux.coordinator.core.records import Input, JobState, PoolsChanged, State
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.coordinator.status_view import plain

@@ -21,8 +21,7 @@ from tests.coordinator.driver import Driver
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.core.asking import Answerer, Asked
-from verl_mux.coordinator.core.inputs_and_instructions import Input, Send
-from verl_mux.coordinator.core.records import State
+from verl_mux.coordinator.core.records import Input, Send, State
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine

@@ -8,8 +8,7 @@ from tests.coordinator.driver import Driver
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.core import observing
-from verl_mux.coordinator.core.inputs_and_instructions import JobEvicted, ProcessesGone
-from verl_mux.coordinator.core.records import State
+from verl_mux.coordinator.core.records import JobEvicted, ProcessesGone, State
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.coordinator.journal import Journal
