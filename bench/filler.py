@@ -28,7 +28,7 @@ import msgspec
 import typer
 
 from bench.coordinator_process import CoordinatorProcess
-from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.client import connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.commands import fetch_status
 from verl_mux.errors import Failure, UserError

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from verl_mux.coordinator.bus.client import LocalMux
-from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.client import connect
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
 from verl_mux.errors import Failure, UserError
@@ -79,7 +79,7 @@ def _hand_over(
     taken, synced = [], []
     for _ in range(rounds):
         waiting = pool.submit(lambda mux: (mux.acquire("rollout", step=1), time.perf_counter()), waiter)
-        while not holder.has_waiters("rollout"):
+        while not holder.contended("rollout"):
             time.sleep(0.0005)
         released_at = time.perf_counter()
         holder.release(lease)

@@ -23,7 +23,7 @@ import zmq
 from bench.coordinator_process import CoordinatorProcess
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.client import connect
 from verl_mux.coordinator.bus.curve_keys import JOB, for_address
 from verl_mux.coordinator.bus.link import connect_to, dealer
 from verl_mux.coordinator.bus.members import this_process
@@ -174,7 +174,7 @@ def _hand_over(address: str, bench: Connection) -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as waits:
         while not (taken and bench.poll()):
             waiting = waits.submit(lambda mux: (mux.acquire("rollout", step=1), time.perf_counter()), waiter)
-            while not holder.has_waiters("rollout"):
+            while not holder.contended("rollout"):
                 time.sleep(0.0005)
             released = time.perf_counter()
             holder.release(lease)

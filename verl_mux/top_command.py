@@ -20,7 +20,7 @@ import typer
 from rich.console import Console, Group, RenderableType
 
 from verl_mux.coordinator import status_view
-from verl_mux.coordinator.bus.connect import ADDRESS_VARIABLE
+from verl_mux.coordinator.bus.client import ADDRESS_VARIABLE
 from verl_mux.coordinator.commands import DEFAULT_ADDRESS, Keys, fetch_status
 from verl_mux.errors import UserError
 from verl_mux.profiling.live.job_states import Follower, State

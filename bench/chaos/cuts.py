@@ -17,7 +17,7 @@ import uuid
 from typing import Any
 
 from bench.coordinator_process import CoordinatorProcess
-from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.client import connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE, is_alive, member_of
 from verl_mux.launcher.processes.coordinator_process import free_port
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from sums import Training
 
-from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.client import connect
 
 
 def main() -> None:

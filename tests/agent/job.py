@@ -9,7 +9,7 @@ Its uid stands in VERL_MUX_JOB_UID. Ends with its stdin.
 import os
 import sys
 
-from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.client import connect
 from verl_mux.platform import device_ledger
 
 role, *rest = sys.argv[1:]

@@ -116,7 +116,7 @@ def test_more_gpus_than_the_node_has(check, coordinator, capsys):
 
 
 def test_two_jobs_of_one_name(check, coordinator, capsys, monkeypatch):
-    from verl_mux.coordinator.bus.connect import connect
+    from verl_mux.coordinator.bus.client import connect
 
     first = connect(coordinator.address, "exp", NODES, uid="exp:first", timeout=20)
     try:

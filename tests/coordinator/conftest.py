@@ -7,7 +7,7 @@ import pytest
 
 from verl_mux.coordinator.bus import curve_keys as keys
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.client import connect
 from verl_mux.coordinator.bus.link import ask
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator

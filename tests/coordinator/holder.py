@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 
-from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.client import connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE, member_of
 
 address, membership = sys.argv[1:]

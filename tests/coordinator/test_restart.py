@@ -32,7 +32,7 @@ def test_leases_and_queues_survive_a_restart(serve, join, pool, eventually, tmp_
     a, b = join(coordinator, "a"), join(coordinator, "b")
     lease = a.acquire("rollout", step=1)
     waiting = pool.submit(b.acquire, "rollout", step=1)
-    eventually(lambda: a.has_waiters("rollout"))
+    eventually(lambda: a.contended("rollout"))
     coordinator.stop()
     again = serve(journal, bind=coordinator.address, lease_timeout=2.5)
     eventually(lambda: holders(again) == ["a"] and again.snapshot()["jobs"].get("b", {}).get("waiting"))

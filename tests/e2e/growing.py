@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from tests.e2e import tiny
-from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.client import connect
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
 from verl_mux.profiling.eventlog import events

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 
-from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.client import connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 
 SIZE = 1 << 30

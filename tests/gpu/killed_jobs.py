@@ -12,7 +12,7 @@ import psutil
 
 from tests.gpu.engines import ROOT, Bed
 from tests.gpu.scenes import still_held
-from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.client import connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator

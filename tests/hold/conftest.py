@@ -12,7 +12,7 @@ import pytest
 
 from bench.coordinator_process import CoordinatorProcess
 from tests.coordinator.conftest import eventually  # noqa: F401
-from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.client import connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.commands import fetch_status
 

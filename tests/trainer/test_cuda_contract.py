@@ -12,7 +12,7 @@ from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from tests.trainer.fencing import NODES, Fencing
-from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.client import connect
 from verl_mux.coordinator.bus.fence import Fence, Fenced
 from verl_mux.errors import Failure
 from verl_mux.memory.residents import Residents

@@ -17,7 +17,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from tests.trainer.fencing import Fencing, made_ready
 from verl_mux.coordinator.bus.client import Lease, LeaseLost
-from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.client import connect
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator

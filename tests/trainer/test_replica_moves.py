@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("verl")
-from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.client import connect
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator

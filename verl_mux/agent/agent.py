@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import signal
 import sys
 import threading
@@ -22,13 +23,12 @@ from typing import Annotated, Any
 
 import psutil
 import typer
-import zmq
 
 from verl_mux.agent.devices import Devices, open_devices
 from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.curve_keys import AGENT, ClientKeys, for_address
-from verl_mux.coordinator.bus.link import Handshake, connect_to, dealer
+from verl_mux.coordinator.bus.link import Link
 from verl_mux.coordinator.bus.members import HOST, UID_VARIABLE
 from verl_mux.coordinator.bus.messages import MOST_ADDRESSES, AgentAnswer, AgentReport, Holder, Look, Member, NodeHere
 from verl_mux.coordinator.commands import DEFAULT_ADDRESS, Address, Keys, make_log_folder
@@ -154,8 +154,7 @@ log = logging.getLogger(__name__)
 
 _ANSWER_WITHIN_S = 2.0
 _WITHOUT_ANSWER_S = 0.5
-# Longer than libzmq's own tries to connect: where it has given up, as after a refused key, a new socket tries.
-_NEW_CONNECTION_AFTER_S = 5.0
+_POLL_S = 0.05
 _HIGHEST_BYTES = 2**43  # of one message's field
 
 
@@ -167,33 +166,28 @@ class Agent:
         self._name = f"agent-{uuid.uuid4().hex}"
         self._host = m.HostName(members.HOST, members.names_of_this_host()[1 : 1 + MOST_ADDRESSES], members.BOOT, members.SPACE)
         self._marked, self._mapped = Marked(), MappedLog(event_log)
+        self._heard: queue.SimpleQueue[m.AnyMessage] = queue.SimpleQueue()
         self._answer: m.AgentAnswer | None = None
         self._number = 0
         self._host_memory = HostMemory()
-        self._has_been_answered = False
-        self._killed: set[m.Member] = set()  # said once, done until it is gone
+        self._killed: set[m.Member] = set()  # logged once, ended again until it is gone
 
     def run(self, enough: threading.Event) -> None:
-        with zmq.Context() as context:
-            self._connect(context)
-            heard = time.monotonic()
-            try:
-                while not enough.is_set():
-                    seen_at = time.time()
-                    report = self.look()
-                    answer = self._ask(report, enough)
-                    if answer is not None:
-                        self._answer, heard = answer, time.monotonic()
-                    self._mapped.tell(report, self._answer, seen_at)
-                    if answer is not None:
-                        self._end(answer.end)
-                    elif time.monotonic() - heard > _NEW_CONNECTION_AFTER_S:
-                        self._disconnect()
-                        self._connect(context)
-                        heard = time.monotonic()
-                    enough.wait(answer.again_s if answer else _WITHOUT_ANSWER_S)
-            finally:
-                self._disconnect()
+        self._link = link = Link(self._address, self._name, self._heard.put, self._keys, patience_s=0.0)
+        link.start()
+        try:
+            while not enough.is_set():
+                seen_at = time.time()
+                report = self.look()
+                link.send(report)
+                answer = self._answer_to(report, enough)
+                self._answer = answer or self._answer
+                self._mapped.tell(report, self._answer, seen_at)
+                if answer is not None:
+                    self._end(answer.end)
+                enough.wait(answer.again_s if answer else _WITHOUT_ANSWER_S)
+        finally:
+            link.close()
 
     # --- looking ---
 
@@ -239,61 +233,22 @@ class Agent:
                     log.warning("killed pid %d, which outlived job %r", member.pid, job)
                     self._log.log(events.AGENT_KILLED, extra={"host": self._host.name, "job": job, "pid": member.pid})
 
-    # --- talking ---
-
-    def _connect(self, context: zmq.Context) -> None:
-        self._socket = dealer(context, self._name, self._keys, immediate=True)
-        self._handshake = Handshake(self._socket, self._address, self._keys)
-        try:
-            connect_to(self._address, self._socket)
-        except UserError:
-            self._disconnect()
-            raise
-
-    def _disconnect(self) -> None:
-        self._handshake.close()
-        self._socket.close(linger=0)
-
-    def _ask(self, report: m.AgentReport, enough: threading.Event) -> m.AgentAnswer | None:
-        """None: no answer came. Raises UserError where the first answer is a refusal."""
+    def _answer_to(self, report: m.AgentReport, enough: threading.Event) -> m.AgentAnswer | None:
+        """None: no answer came in time. Raises UserError where the first answer is a refusal."""
         deadline = time.monotonic() + _ANSWER_WITHIN_S
-        sent = False
         while time.monotonic() < deadline and not enough.is_set():
-            if not sent:
-                sent = self._send(report)
-            if self._socket.poll(50):
-                answer = self._read()
-                if isinstance(answer, m.AgentAnswer) and answer.number == report.number:
-                    self._has_been_answered = True
-                    return answer
-            self._look_at_handshake()
+            try:
+                answer = self._heard.get(timeout=_POLL_S)
+            except queue.Empty:
+                continue
+            if isinstance(answer, m.AgentAnswer) and answer.number == report.number:
+                return answer
+            if isinstance(answer, m.Refused):
+                reason = self._link.refused or f"the coordinator at {self._address} refuses: {answer.reason}"
+                if self._answer is None:
+                    raise UserError(reason)
+                log.warning("%s", reason)
         return None
-
-    def _send(self, report: m.AgentReport) -> bool:
-        try:
-            self._socket.send(m.encode(report), zmq.NOBLOCK)
-        except zmq.Again:  # no coordinator is there yet
-            return False
-        return True
-
-    def _read(self) -> m.AnyMessage | None:
-        try:
-            message = m.decode(self._socket.recv())
-        except m.Unreadable as error:
-            log.warning("the coordinator sent what this agent cannot read: %s", error)
-            return None
-        if isinstance(message, m.Refused):
-            self._refused(f"the coordinator at {self._address} refuses: {message.reason}")
-        return message
-
-    def _look_at_handshake(self) -> None:
-        if reason := self._handshake.refusal():
-            self._refused(reason)
-
-    def _refused(self, reason: str) -> None:
-        if not self._has_been_answered:
-            raise UserError(reason)
-        log.warning("%s", reason)
 
 
 def agent(

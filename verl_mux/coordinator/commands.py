@@ -22,7 +22,7 @@ import typer
 from verl_mux.coordinator import status_view
 from verl_mux.coordinator.bus import curve_keys as bus_keys
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.connect import ADDRESS_VARIABLE
+from verl_mux.coordinator.bus.client import ADDRESS_VARIABLE
 from verl_mux.coordinator.bus.link import ask
 from verl_mux.coordinator.config import read_config
 from verl_mux.errors import Failure, UserError

@@ -34,7 +34,7 @@ from verl_mux.coordinator import by_hand, journal_files
 from verl_mux.coordinator.bus import curve_keys, members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.curve_keys import AGENT, JOB, VIEWER
-from verl_mux.coordinator.bus.router import Router
+from verl_mux.coordinator.bus.link import Router
 from verl_mux.coordinator.core import hosts, placing
 from verl_mux.coordinator.core.asking import Answerer, Asked, nothing_follows
 from verl_mux.coordinator.core.observing import Standing

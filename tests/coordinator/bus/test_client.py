@@ -13,10 +13,10 @@ import zmq
 
 import verl_mux
 from tests.coordinator.raw import raw_dealer
-from verl_mux.coordinator.bus import connect as connect_module
+from verl_mux.coordinator.bus import client as client_module
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.client import Lease, LeaseLost, LocalMux
-from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.client import connect
 from verl_mux.coordinator.commands import fetch_status
 from verl_mux.errors import UserError
 from verl_mux.places.place import Place
@@ -131,13 +131,13 @@ def test_a_holder_is_told_when_another_job_waits_for_its_nodes(serve, join, pool
     coordinator = serve()
     a, b = join(coordinator, "a"), join(coordinator, "b")
     lease = a.acquire("rollout", step=1)
-    assert not a.has_waiters("rollout")
+    assert not a.contended("rollout")
     waiting = pool.submit(b.acquire, "rollout", step=1)
-    eventually(lambda: a.has_waiters("rollout"))
-    assert not a.has_waiters("train")
+    eventually(lambda: a.contended("rollout"))
+    assert not a.contended("train")
     a.release(lease)
     waiting.result(60)
-    eventually(lambda: not a.has_waiters("rollout"))
+    eventually(lambda: not a.contended("rollout"))
 
 
 def test_a_node_may_go_back_before_the_others(serve, join, pool, eventually):
@@ -317,7 +317,7 @@ def test_a_job_may_look_in_leave_and_come_again_under_the_same_uid(serve, join):
 @pytest.fixture
 def default(monkeypatch):
     """No default client and no environment, before and after."""
-    monkeypatch.setattr(connect_module, "_default", None)
+    monkeypatch.setattr(client_module, "_default", None)
     for name in ("VERL_MUX_COORDINATOR", "VERL_MUX_JOB", "VERL_MUX_NODES", "VERL_MUX_JOB_UID"):
         monkeypatch.setenv(name, "")  # so that what `connect` puts there is taken away again
         monkeypatch.delenv(name)
@@ -334,7 +334,7 @@ def test_without_a_coordinator_every_lease_is_granted_at_once():
     mux.release(init)
     for call in (mux.progress(1, 2), mux.report_step(1, {}), mux.memory("r0", {}), mux.note(""), mux.members([])):
         assert call is None
-    assert (mux.has_waiters("rollout"), mux.place("r0"), mux.address) == (False, Place(), None)
+    assert (mux.contended("rollout"), mux.place("r0"), mux.address) == ([], Place(), None)
     with pytest.raises(UserError, match="phase 'generate' is not known; allowed: init, rollout, train"):
         mux.acquire("generate")
 
@@ -342,7 +342,7 @@ def test_without_a_coordinator_every_lease_is_granted_at_once():
 def test_the_modules_phase_is_local_when_nothing_is_configured(default):
     with verl_mux.phase("rollout") as lease:
         assert lease.token == 1
-    assert connect_module.default_mux().address is None
+    assert client_module.default_mux().address is None
 
 
 def test_the_modules_phase_takes_its_coordinator_from_the_environment(default, serve):
@@ -357,7 +357,7 @@ def test_the_modules_phase_takes_its_coordinator_from_the_environment(default, s
         return x, holder["job"], holder["step"]
 
     assert [update(1), update(2)] == [(1, "env-job", 1), (2, "env-job", 2)]
-    connect_module.default_mux().close()
+    client_module.default_mux().close()
 
 
 def test_bad_nodes_in_the_environment_are_refused(default):
@@ -385,7 +385,7 @@ def test_an_async_function_holds_its_lease_until_it_is_done(default, serve):
     with pytest.raises(ValueError, match="inside"):
         asyncio.run(fail())
     assert coordinator.snapshot()["jobs"]["a"]["tokens"] == []
-    connect_module.default_mux().close()
+    client_module.default_mux().close()
 
 
 def test_a_job_that_hears_nothing_stops_before_its_lease_is_over_and_goes_on_when_it_is_heard(serve, join, eventually, tmp_path):

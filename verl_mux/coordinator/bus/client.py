@@ -1,40 +1,51 @@
-"""The calls that a job makes for its leases: LocalMux alone, Mux through a coordinator.
+"""A job's client: `connect(...)` registers the job, and `phase` holds a lease for the length of a block.
 
-Runs in the processes of a job (trainer's driver, fillers); made by connect.py. A Mux opens a socket, with a thread (link.py);
-what it says there is decided in conversation.py. The coordinator may be restarted at any moment: a call that waits for an
-answer only waits longer.
+    mux = connect("tcp://127.0.0.1:5570", "math", {"rollout": ["r0"], "train": ["t0"]})
+    with mux.phase("rollout", step=1) as lease:
+        ...  # the nodes in lease.nodes are ours
+
+Runs in the processes of a job; called by the trainer, by `verl-mux hold` and by users (`verl_mux.phase`). With address None
+every lease is granted at once, locally (LocalMux): no socket, no thread. A Mux opens a socket, with a thread (link.py); what it
+says there is decided in conversation.py. All calls may come from any thread. The coordinator may be restarted at any moment:
+calls that need an answer wait for it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
+import functools
+import inspect
 import itertools
+import json
 import logging
+import os
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.conversation import REGISTER, Conversation, Sender
-from verl_mux.coordinator.bus.curve_keys import ClientKeys
-from verl_mux.coordinator.bus.link import Link
-from verl_mux.coordinator.bus.members import this_process
+from verl_mux.coordinator.bus.curve_keys import JOB, ClientKeys, for_address
+from verl_mux.coordinator.bus.link import TICK_S, Link
+from verl_mux.coordinator.bus.members import UID_VARIABLE, this_process
 from verl_mux.errors import Failure, UserError
 from verl_mux.places.place import Place
 
 log = logging.getLogger(__name__)
 
+ADDRESS_VARIABLE, JOB_VARIABLE, NODES_VARIABLE = "VERL_MUX_COORDINATOR", "VERL_MUX_JOB", "VERL_MUX_NODES"
 _PROGRESS_INTERVAL_S = 0.05
 _GOODBYE_S = 2.0
 _RETRY_S = 0.2
 _LOG_EVERY_S = 60.0
-_TICK_S = 0.25
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class LeaseLost(Failure):
@@ -59,10 +70,54 @@ class Lease:
     wanted: threading.Event = dataclasses.field(default_factory=threading.Event, compare=False, repr=False)
 
 
+def connect(
+    address: str | None, job: str, nodes: dict[str, list[str]], *, timeout: float = 30.0, uid: str | None = None,
+    keys: str | None = None, filler: bool = False, wait: bool = True, **about: Any,
+) -> LocalMux:  # fmt: skip
+    """Registers the job, or attaches one more client to it when the uid is the same.
+
+    Args:
+        nodes: nodes or whole pools per side, {"rollout": ["r0"], "train": ["t0"]}; the same on both when colocated; ["auto"] on
+            both: the client's `nodes` then say where the job was placed.
+        timeout: seconds to wait for the coordinator, here and for the answer to a release.
+        uid: names this start of the job, and is its secret; default: VERL_MUX_JOB_UID, or a new one.
+        keys: the folder of the coordinator's keys; default: VERL_MUX_KEYS, or on this machine its user's own.
+        filler: the job ranks behind all others, see docs/hold.md. It may name one side only, asks for any number of its nodes,
+            and gives a lease back as soon as its `wanted` is set.
+        wait: block until a job that has to be placed has its nodes; if False, the client's `nodes` may be empty.
+        about: further fields of messages.Register, None where unknown: gpus, host_memory, seed, steps, needs, slo, profiled,
+            grace, movable, colocated.
+
+    Raises:
+        UserError: the registration is refused, or no coordinator answers within `timeout` seconds.
+    """
+    if address is None:
+        return LocalMux(job, nodes, filler)
+    known = {name: value for name, value in about.items() if value is not None}
+    return Mux(
+        address, job, nodes, uid=uid or _uid_for(job), timeout=timeout, wait=wait, keys=for_address(address, keys, JOB),
+        filler=filler, **known,
+    )  # fmt: skip
+
+
+def _uid_for(job: str) -> str:
+    """The uid from the environment unless it is another job's; a new one goes there, so that children carry it.
+
+    Every process started with it in VERL_MUX_JOB_UID counts as one of the job, so each start of a job needs a new one.
+    """
+    new = f"{job}:{uuid.uuid4().hex}"
+    uid = os.environ.setdefault(UID_VARIABLE, new)
+    another_job = ":" in uid and uid.rpartition(":")[0] != job
+    return new if another_job else uid
+
+
 class LocalMux:
     """Grants every lease at once: no coordinator, no socket, no thread. Has the whole interface of Mux."""
 
     address: str | None = None
+    filler_grace: float | None = None  # seconds that a filler has to leave; None without a coordinator
+    lease_timeout: float | None = None  # seconds without a sign of life after which the job counts as silent
+    move = 0  # number of the move that the job is to make: at the end of its step it saves, and leaves; 0: none
 
     def __init__(self, job: str, nodes: dict[str, list[str]], filler: bool = False):
         self.job, self.nodes, self.filler = job, nodes, filler
@@ -152,28 +207,9 @@ class LocalMux:
         """Sets of this job's nodes of that phase: if all of one came back another job would begin."""
         return []
 
-    def has_waiters(self, phase: str) -> bool:
-        """Whether another job waits for one of this job's nodes of that phase."""
-        return bool(self.contended(phase))
-
     def place(self, node: str) -> Place:
         """Where the node is, by the coordinator's configuration; bound to no host where that names none."""
         return self._places.get(node, Place())
-
-    @property
-    def filler_grace(self) -> float | None:
-        """Seconds that a filler has to leave; None without a coordinator."""
-        return None
-
-    @property
-    def lease_timeout(self) -> float | None:
-        """Seconds without a sign of life after which the job counts as silent; None without a coordinator."""
-        return None
-
-    @property
-    def move(self) -> int:
-        """The number of the move that the job is to make: at the end of its step it saves, and leaves. 0: none."""
-        return 0
 
     def leave_to_move(self, move: int, step: int, saving_s: float) -> None:
         """As `close`, of a job that comes back under its name, on nodes that are kept for it, and goes on after `step`. Saving
@@ -201,11 +237,7 @@ class Mux(LocalMux):
         self, address: str, job: str, nodes: dict[str, list[str]], *, uid: str, timeout: float, wait: bool,
         keys: ClientKeys | None, filler: bool = False, **about: Any,
     ):  # fmt: skip
-        """`about`: the other fields of Register.
-
-        Raises UserError: refused, or no coordinator answers within `timeout` seconds. A job that is queued to be placed waits
-        however long that takes; with `wait` False it does not, and `nodes` is empty.
-        """
+        """As `connect`. A job that is queued to be placed waits without limit; with `wait` False it does not."""
         super().__init__(job, nodes, filler)
         self.address, self.uid = address, uid
         sender: Sender = {"job": job, "uid": uid, "client": f"{job}-{uuid.uuid4().hex}"}
@@ -215,7 +247,7 @@ class Mux(LocalMux):
         self._wanted: dict[int, threading.Event] = {}  # by token, of leases held
         self._heard_at = time.monotonic()
         self._progress_sent = 0.0
-        self._link = Link(address, sender["client"], self._receive, self._tick, _TICK_S, keys)
+        self._link = Link(address, sender["client"], self._receive, keys, self._tick)
         self._link.start()
         try:
             self._register(timeout, wait)
@@ -298,20 +330,17 @@ class Mux(LocalMux):
         threading.Thread(target=self._watch_fence, args=(fenced,), name="verl-mux-fence", daemon=True).start()
 
     def _watch_fence(self, fenced: Callable[[], None]) -> None:
-        logged = False
         while True:
             with self._changed:
-                if not self._is_fenced():
-                    logged = False
                 self._changed.wait_for(lambda: self._talk.ended is not None or self._is_fenced())
-                if self._talk.ended is not None:
-                    return
-            if not logged:
-                log.warning("coordinator %s does not answer: job %r stops using its nodes until it does", self.address, self.job)
-            logged = True
-            fenced()
-            with self._changed:
-                self._changed.wait_for(lambda: self._talk.ended is not None or not self._is_fenced(), _TICK_S)
+            if self._talk.ended is not None:
+                return
+            log.warning("coordinator %s does not answer: job %r stops using its nodes until it does", self.address, self.job)
+            is_usable = False
+            while not is_usable:
+                fenced()
+                with self._changed:
+                    is_usable = self._changed.wait_for(lambda: not self._is_fenced(), TICK_S)
 
     def _is_fenced(self) -> bool:
         talk = self._talk
@@ -336,20 +365,6 @@ class Mux(LocalMux):
     def gangs(self, phase: str) -> list[list[str]]:
         nodes = self.nodes.get(phase)
         return [gang for gang in self._talk.gangs if nodes is None or set(gang).issubset(nodes)]
-
-    @property
-    def filler_grace(self) -> float | None:
-        registered = self._talk.registered
-        return registered.filler_grace if registered is not None else None
-
-    @property
-    def lease_timeout(self) -> float | None:
-        registered = self._talk.registered
-        return registered.lease_timeout if registered is not None else None
-
-    @property
-    def move(self) -> int:
-        return self._talk.move
 
     def leave_to_move(self, move: int, step: int, saving_s: float) -> None:
         to_move = {"moving": move, "step": int(step), "saving_s": float(saving_s)}
@@ -385,16 +400,12 @@ class Mux(LocalMux):
     def _register(self, timeout: float, wait: bool) -> None:
         deadline, refused = time.monotonic() + timeout, None
         while True:
-            with self._talking() as talk:
-                talk.register(time.monotonic())
-            answer = self._answer_to(REGISTER, "the coordinator", max(0.0, deadline - time.monotonic()))
+            answer = self._ask_to_register("the coordinator", max(0.0, deadline - time.monotonic()))
             if isinstance(answer, m.Queued):
                 log.info("%s", answer.reason)
                 if not wait:
                     return
-                with self._talking() as talk:
-                    talk.register(time.monotonic())
-                answer = self._answer_to(REGISTER, "nodes")
+                answer = self._ask_to_register("nodes")
             if isinstance(answer, m.Registered):
                 return
             if answer is None and refused is not None:  # it was there, and perhaps had no time for an answer to the last try
@@ -408,29 +419,26 @@ class Mux(LocalMux):
             refused = answer
             time.sleep(_RETRY_S)  # the job that has the name is about to end
 
+    def _ask_to_register(self, what: str, timeout: float | None = None) -> m.Message | None:
+        with self._talking() as talk:
+            talk.register(time.monotonic())
+        return self._answer_to(REGISTER, what, timeout)
+
     def _answer_to(self, key: str, what: str, timeout: float | None = None) -> m.Message | None:
-        """Waits for it; None after `timeout` seconds: the question stays open and is repeated. `what`: in words."""
+        """Waits for it; None after `timeout` seconds: the question stays open and is repeated. `what`: in words, which a wait
+        without a timeout logs now and then, and that the coordinator is not heard."""
+        since = time.monotonic()
         with self._changed:
-            self._wait_until_over(key, what, timeout)
+            while not self._changed.wait_for(lambda: self._talk.is_over(key), _LOG_EVERY_S if timeout is None else timeout):
+                if timeout is not None:
+                    break
+                now = time.monotonic()
+                log.info("job %r has waited %.0f s for %s", self.job, now - since, what)
+                if now - self._heard_at > _LOG_EVERY_S:
+                    log.warning("coordinator %s has not been heard for %.0f s", self.address, now - self._heard_at)
             if (answer := self._talk.take_answer(key)) is None:
                 self._raise_if_ended()
             return answer
-
-    def _wait_until_over(self, key: str, what: str, timeout: float | None) -> None:
-        """A wait without a timeout logs now and then what it waits for, and that the coordinator is not heard."""
-
-        def over() -> bool:
-            return self._talk.is_over(key)
-
-        if timeout is not None:
-            self._changed.wait_for(over, timeout)
-            return
-        since = time.monotonic()
-        while not self._changed.wait_for(over, _LOG_EVERY_S):
-            now = time.monotonic()
-            log.info("job %r has waited %.0f s for %s", self.job, now - since, what)
-            if now - self._heard_at > _LOG_EVERY_S:
-                log.warning("coordinator %s has not been heard for %.0f s", self.address, now - self._heard_at)
 
     def _send(self, kind: type[m.FromJob], **fields: Any) -> None:
         """Sends what needs no answer."""
@@ -479,5 +487,67 @@ class Mux(LocalMux):
             talk.receive(message, self._heard_at)
             for reason in list(talk.lost.values())[lost:]:
                 log.error("lease lost: %s", reason)
+            if talk.registered is not None:
+                self.filler_grace, self.lease_timeout = talk.registered.filler_grace, talk.registered.lease_timeout
+            self.move = talk.move
             self._set_wanted()
             self._changed.notify_all()
+
+
+# --- the process's default client ---
+
+_default: LocalMux | None = None
+_default_lock = threading.Lock()
+
+
+def default_mux() -> LocalMux:
+    """The process's client, made at the first call from the environment; a local one where that names no coordinator.
+
+    VERL_MUX_COORDINATOR is the address, VERL_MUX_JOB the name, VERL_MUX_NODES the nodes per side as JSON, VERL_MUX_KEYS the
+    folder of the coordinator's keys.
+    """
+    global _default
+    with _default_lock:
+        if _default is None:
+            address = os.environ.get(ADDRESS_VARIABLE) or None
+            _default = connect(address, os.environ.get(JOB_VARIABLE, f"job-{os.getpid()}"), _nodes_from_environment())
+        return _default
+
+
+def _nodes_from_environment() -> dict[str, list[str]]:
+    text = os.environ.get(NODES_VARIABLE, "{}")
+    with contextlib.suppress(ValueError):
+        if isinstance(nodes := json.loads(text), dict):
+            return nodes
+    raise UserError(f'{NODES_VARIABLE} is {text!r}; expected JSON like {{"rollout": ["r0"], "train": ["t0"]}}')
+
+
+class phase(contextlib.ContextDecorator):
+    """A lease of the process's default client around a block or around each call of a function, plain or async."""
+
+    def __init__(self, name: str, step: int | None = None, nodes: list[str] | None = None):
+        self._arguments = (name, step, nodes)
+
+    def __enter__(self) -> Lease:
+        self._holding = default_mux().phase(*self._arguments)
+        return self._holding.__enter__()
+
+    def __exit__(self, *error) -> bool | None:
+        return self._holding.__exit__(*error)
+
+    def _recreate_cm(self) -> phase:
+        return phase(*self._arguments)
+
+    def __call__(self, function: _Function) -> _Function:
+        return self._around_async(function) if inspect.iscoroutinefunction(function) else super().__call__(function)
+
+    def _around_async(self, function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        async def leased(*args, **kwargs):
+            holding = self._recreate_cm()
+            await asyncio.to_thread(holding.__enter__)  # the wait for the lease must not stop the loop
+            with contextlib.ExitStack() as stack:
+                stack.push(holding.__exit__)
+                return await function(*args, **kwargs)
+
+        return leased

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from verl_mux.coordinator.bus.connect import connect
+from verl_mux.coordinator.bus.client import connect
 from verl_mux.placement.estimator import Observed
 from verl_mux.placement.job_needs import JobNeeds, model_size
 from verl_mux.profiling.eventlog import events
