@@ -22,8 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
-from verl_mux.coordinator.bus.client import LocalMux
-from verl_mux.coordinator.bus.client import connect
+from verl_mux.coordinator.bus.client import LocalMux, connect
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
 from verl_mux.errors import Failure, UserError

@@ -23,8 +23,7 @@ import psutil
 import typer
 
 from verl_mux.coordinator.bus import members
-from verl_mux.coordinator.bus.client import Lease, LocalMux
-from verl_mux.coordinator.bus.client import ADDRESS_VARIABLE, JOB_VARIABLE, connect
+from verl_mux.coordinator.bus.client import ADDRESS_VARIABLE, JOB_VARIABLE, Lease, LocalMux, connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.bus.messages import SIDES, Member
 from verl_mux.coordinator.commands import DEFAULT_ADDRESS, Address, Keys

@@ -17,8 +17,7 @@ from types import FrameType
 
 from bench.chaos.device import Device
 from bench.chaos.ledger import Ledger
-from verl_mux.coordinator.bus.client import Lease, LeaseLost, LocalMux, Mux
-from verl_mux.coordinator.bus.client import connect
+from verl_mux.coordinator.bus.client import Lease, LeaseLost, LocalMux, Mux, connect
 from verl_mux.coordinator.bus.members import this_process
 
 NODES = {"rollout": ["r0", "r1"], "train": ["t0"]}

@@ -16,8 +16,7 @@ from ray.exceptions import RayTaskError
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from tests.trainer.fencing import Fencing, made_ready
-from verl_mux.coordinator.bus.client import Lease, LeaseLost
-from verl_mux.coordinator.bus.client import connect
+from verl_mux.coordinator.bus.client import Lease, LeaseLost, connect
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator

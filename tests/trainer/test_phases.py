@@ -15,8 +15,7 @@ pytest.importorskip("verl")
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from tests.trainer.fencing import NODES, Fencing, made_ready
-from verl_mux.coordinator.bus.client import LeaseLost, LocalMux
-from verl_mux.coordinator.bus.client import connect
+from verl_mux.coordinator.bus.client import LeaseLost, LocalMux, connect
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
 from verl_mux.profiling.eventlog.log import NULL_LOG, EventLog

@@ -19,8 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_mux.config.job_checks import check, check_rollout_keys, check_surroundings, load
 from verl_mux.config.schema import MuxConfig
-from verl_mux.coordinator.bus.client import LocalMux
-from verl_mux.coordinator.bus.client import connect
+from verl_mux.coordinator.bus.client import LocalMux, connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.bus.messages import AUTO
 from verl_mux.errors import UserError

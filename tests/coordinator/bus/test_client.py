@@ -15,8 +15,7 @@ import verl_mux
 from tests.coordinator.raw import raw_dealer
 from verl_mux.coordinator.bus import client as client_module
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.client import Lease, LeaseLost, LocalMux
-from verl_mux.coordinator.bus.client import connect
+from verl_mux.coordinator.bus.client import Lease, LeaseLost, LocalMux, connect
 from verl_mux.coordinator.commands import fetch_status
 from verl_mux.errors import UserError
 from verl_mux.places.place import Place

@@ -13,9 +13,8 @@ from verl_mux.coordinator.bus import curve_keys as keys
 from verl_mux.coordinator.bus import limits, link
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.client import connect
-from verl_mux.coordinator.bus.link import ask, connect_to, dealer
+from verl_mux.coordinator.bus.link import Router, ask, connect_to, dealer
 from verl_mux.coordinator.bus.members import this_process
-from verl_mux.coordinator.bus.link import Router
 from verl_mux.coordinator.commands import fetch_status
 from verl_mux.errors import UserError
 
