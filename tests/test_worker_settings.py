@@ -1,7 +1,7 @@
-import dataclasses
 import os
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from omegaconf import OmegaConf
 
@@ -42,7 +42,7 @@ def test_a_side_is_bound_where_its_nodes_have_hosts():
 
 
 def test_servers_of_other_runs_replicas_and_nodes_meet_elsewhere():
-    other_run = dataclasses.replace(SETTINGS, uid="cd34")
+    other_run = msgspec.structs.replace(SETTINGS, uid="cd34")
     places = {s.server_directory(replica, node) for s in (SETTINGS, other_run) for replica in (0, 1) for node in (0, 1)}
     assert len(places) == 8
 
@@ -71,7 +71,7 @@ def test_without_a_directory_nothing_is_logged(tmp_path, monkeypatch):
 
 
 def test_a_workers_log_is_named_after_its_role_and_number(tmp_path):
-    log = open_worker_log(dataclasses.replace(SETTINGS, events_dir=str(tmp_path)), "server", 4)
+    log = open_worker_log(msgspec.structs.replace(SETTINGS, events_dir=str(tmp_path)), "server", 4)
     log.log("sleep", 1.0, step=2)
     log.close()
     assert [p.name for p in (tmp_path / "server" / "step_2").iterdir()] == ["worker_4.jsonl"]

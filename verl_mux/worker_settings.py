@@ -1,6 +1,7 @@
 """What a job's workers need to know of `mux`, carried in verl's extension point `rollout.custom.verl_mux`.
 
-verl hands its rollout config to trainer workers, rollout workers and servers alike, so one channel serves all three.
+verl hands its rollout config to trainer workers, rollout workers and servers alike, so one channel serves all three. Written by
+config/completion.py in the driver, read in every process of the job. `pin` changes the CPUs of the process that calls it.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
+from omegaconf import OmegaConf
 
 from verl_mux.places.place import Place
 from verl_mux.platform.charges import DeviceSettings
@@ -20,15 +21,16 @@ from verl_mux.platform.charges import DeviceSettings
 KEY = "verl_mux"
 
 
-@dataclass(frozen=True)
-class WorkerSettings:
-    """`uid`: unique to one run of a job. `cpus`: CPUs of a node by side ("rollout", "train"), where a node names them.
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """`uid`: unique to one run of a job. `rollout_cpus`, `train_cpus`: CPUs of a node of this side, where a node names them.
 
-    `events_every`: only steps that are multiples of it are logged; `texts`, `text_chars`, `stalls`, `tables`: see mux.profile.
-    `nodes`: names by side, in the order of ranks; `places`: where each of them is.
+    `events_every`: only steps that are multiples of it are logged; `texts`, `stalls`: see mux.profile.
+    `rollout_nodes`, `train_nodes`: names in the order of ranks; `places`: where each of them is.
     `resume`: the folder of the checkpoint that the job goes on from, None: from none.
     `device`: the keys under mux.device.
     """
+
+    text_chars: ClassVar[int] = 4000
 
     job: str = "job"
     uid: str = "0"
@@ -37,25 +39,24 @@ class WorkerSettings:
     events_dir: str | None = None
     events_every: int = 1
     texts: float = 0.0
-    text_chars: int = 4000
     stalls: str = "off"
-    tables: int = 0
     rollout_nodes: tuple[str, ...] = ()
     train_nodes: tuple[str, ...] = ()
     rollout_cpus: tuple[int, ...] = ()
     train_cpus: tuple[int, ...] = ()
-    places: Mapping[str, Place] = field(default_factory=dict)
+    places: dict[str, Place] = {}
     resume: str | None = None
     device: DeviceSettings = DeviceSettings()
 
     def to_dict(self) -> dict[str, Any]:
-        plain = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
-        places = {node: msgspec.structs.asdict(place) for node, place in self.places.items()}
-        return {**plain, "places": places, "device": msgspec.to_builtins(self.device)}
+        return msgspec.to_builtins(self)
 
-    def server_directory(self, replica: int, node: int) -> Path:
-        """Where the processes of one server's node meet: its memory report and the gate of its launch."""
-        return self.directory / f"server_{replica}_{node}"
+    @classmethod
+    def from_rollout_config(cls, rollout: Mapping | Any) -> WorkerSettings:
+        """Read them back from a rollout config, dataclass or mapping; defaults where there are none."""
+        custom = rollout.get("custom", None) if hasattr(rollout, "get") else getattr(rollout, "custom", None)
+        plain = OmegaConf.to_container(OmegaConf.create({KEY: (custom or {}).get(KEY) or {}}), resolve=True)
+        return msgspec.convert(plain[KEY], cls, strict=False)
 
     def is_bound(self, side: str) -> bool:
         """Have the nodes of this side, "rollout" or "train", hosts?"""
@@ -64,31 +65,12 @@ class WorkerSettings:
 
     @property
     def directory(self) -> Path:
-        """The run's place for such files on this host; removed when the job ends."""
+        """The run's place for files on this host; removed when the job ends."""
         return Path(tempfile.gettempdir()) / f"verl_mux_{self.uid}"
 
-    @classmethod
-    def from_rollout_config(cls, rollout: Mapping | Any) -> WorkerSettings:
-        """Read them back from a rollout config, dataclass or mapping; defaults where there are none."""
-        custom = rollout.get("custom", None) if hasattr(rollout, "get") else getattr(rollout, "custom", None)
-        given: dict[str, Any] = dict((custom or {}).get(KEY) or {})
-        for key, value in given.items():
-            given[key] = tuple(value) if isinstance(value, (list, tuple)) else value
-        places = given.get("places") or {}
-        device = msgspec.convert(_plain(given.get("device") or {}), DeviceSettings, strict=False)
-        return cls(**{**given, "places": {node: _place(dict(place)) for node, place in places.items()}, "device": device})
-
-
-def _plain(given: Mapping | Any) -> dict[str, Any]:
-    """Without the mappings of OmegaConf."""
-    return {
-        key: _plain(value) if isinstance(value, Mapping) or hasattr(value, "items") else value for key, value in given.items()
-    }
-
-
-def _place(plain: dict[str, Any]) -> Place:
-    lists = {key: list(plain[key]) for key in ("gpu_ids", "cpus") if plain[key] is not None}
-    return Place(host=plain["host"], **lists)
+    def server_directory(self, replica: int, node: int) -> Path:
+        """Where the processes of one server's node meet: its memory report and the gate of its launch."""
+        return self.directory / f"server_{replica}_{node}"
 
 
 def node_of(nodes: Sequence[str], place: int, places: int) -> str:

@@ -39,7 +39,7 @@ def test_auto_stands_for_nodes_that_the_coordinator_chooses():
     [
         ({"nodes": "auto"}, "mux.coordinator is not set"),
         ({"nodes": {"rollout": ["auto"], "train": ["t0"]}, "coordinator": ADDRESS}, "chooses both (mux.nodes=auto) or none"),
-        ({"nodes": "auto", "coordinator": ADDRESS, "slo": 0.5}, "mux.slo=0.5 is not possible; allowed: 1 or more"),
+        ({"nodes": "auto", "coordinator": ADDRESS, "slo": 0.5}, "mux.slo=0.5 is not possible; allowed: float | None, 1 or more"),
         ({"nodes": "any"}, "mux.nodes is 'any'"),
         ({"profiled": {"rollout": [1.0], "train": [1.0]}}, "mux.profiled has 1 rollouts and 1 training phases"),
         ({"profiled": {"rollout": [1.0, 1.0, 1.0], "train": []}}, "mux.profiled has 3 rollouts and 0 training phases"),

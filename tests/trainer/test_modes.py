@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import functools
 import time
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from omegaconf import OmegaConf
 
@@ -248,7 +248,7 @@ def started(*hosts):
 
 def test_ranks_on_other_hosts_than_their_nodes_get_no_lease(trainer):
     places = {"t0": Place(host="hosta"), "t1": Place(host="hostb")}
-    trainer.settings = dataclasses.replace(trainer.settings, places=places)
+    trainer.settings = msgspec.structs.replace(trainer.settings, places=places)
     trainer.phases = SimpleNamespace(lease=None)
     with pytest.raises(UserError, match=r"rank 1 works for node 't1' \(host hostb\), but runs on hosta"):
         trainer.actor_rollout_wg = started("hosta", "hosta")

@@ -91,12 +91,11 @@ def hand_to_workers(
         events_every=mux.profile.every,
         texts=mux.profile.texts,
         stalls=mux.profile.stalls,
-        tables=mux.profile.tables,
         rollout_nodes=tuple(mux.nodes.rollout),
         train_nodes=tuple(mux.nodes.train),
         rollout_cpus=tuple(rollout_cpus),
         train_cpus=tuple(train_cpus),
-        places=places,
+        places=dict(places),
         resume=resume,
         device=mux.device,
     )

@@ -10,14 +10,14 @@ import importlib.util
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_mux.config.schema import MuxConfig, OversampleConfig, RolloutConfig, SegmentsConfig, convert
+from verl_mux.config.schema import MuxConfig, RolloutConfig, convert
 from verl_mux.coordinator.bus.messages import AUTO
 from verl_mux.errors import UserError
 from verl_mux.memory.model_config import known_model_config
@@ -30,6 +30,7 @@ MODES = ("mux_separate", "mux_colocate")
 _STREAMING_MODES = ("colocate_async", "separate_async")
 _ROOT = "mux.rollout"
 _ROLLOUT = "actor_rollout_ref.rollout"
+_ROLES = ("reward.reward_model.enable", "reward.reward_model.enable_resource_pool", "distillation.enabled")
 
 
 def check(config: DictConfig) -> MuxConfig | None:
@@ -46,31 +47,44 @@ def check(config: DictConfig) -> MuxConfig | None:
     mux = load(config)
     rollout = config.actor_rollout_ref.rollout
     if rollout.name not in engines():
-        known = " or ".join(engines())
-        raise UserError(f"trainer.v1.trainer_mode={mode} needs {_ROLLOUT}.name={known}, given {rollout.name}")
+        raise UserError(f"trainer.v1.trainer_mode={mode} needs {_ROLLOUT}.name={' or '.join(engines())}, given {rollout.name}")
     if mode == "mux_separate" and (rollout.nnodes < 1 or rollout.n_gpus_per_node < 1):
         raise UserError(
             f"trainer.v1.trainer_mode=mux_separate needs a rollout pool: set {_ROLLOUT}.nnodes and "
             f".n_gpus_per_node to 1 or more, given {rollout.nnodes} and {rollout.n_gpus_per_node}"
         )
-    _check_memory(config, mode)
-    _check_roles(config, mode)
-    _check_replicas(config, mode)
-    _check_turns(config, mode, mux)
+    gpus, size = _rollout_gpus(config, mode)
+    if gpus % size:
+        raise UserError(
+            f"{_ROLLOUT}: {gpus} rollout GPUs cannot hold replicas of {size} GPUs (tensor x data x pipeline "
+            "parallel size); the number of GPUs must be a multiple of it"
+        )
+    unsupported = f"is not supported by trainer.v1.trainer_mode={mode}"
+    # verl keeps these roles awake on GPUs, and no phase of ours covers them.
+    _forbid(config, _ROLES, f"{unsupported}, whose leases do not cover it", "False")
+    _forbid(config, ["algorithm.filter_groups.enable"], f"{unsupported}; use sync", "False")
+    _check_memory(config, mode, unsupported)
+    updates = OmegaConf.select(config, f"trainer.v1.{mode}.parameter_sync_step")
+    if updates not in (None, 1):
+        raise UserError(f"trainer.v1.{mode}.parameter_sync_step is {updates}; {mode} is strictly on-policy, 1 is allowed")
+    if mode == "mux_colocate" and mux.coordinator and sorted(mux.nodes.rollout) != sorted(mux.nodes.train):
+        raise UserError(
+            f"trainer.v1.trainer_mode=mux_colocate runs both phases on the same nodes: mux.nodes.rollout is {mux.nodes.rollout} "
+            f"and mux.nodes.train is {mux.nodes.train}; they must be equal"
+        )
     check_rollout_keys(config, mux)
-    if mux.rollout.controlled and OmegaConf.select(config, f"{_ROLLOUT}.enable_rollout_routing_replay"):
-        raise UserError(
-            "mux.rollout.oversample and mux.rollout.segments do not keep routed experts: "
-            f"{_ROLLOUT}.enable_rollout_routing_replay must be False"
-        )
-    if mux.rollout.controlled and OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path"):
-        raise UserError(
-            "mux.rollout.oversample, segments and migration choose the batch themselves: trainer.v1.sampler.custom_sampler.path "
-            "must be null"
-        )
-    if config.algorithm.get("filter_groups", None) and config.algorithm.filter_groups.enable:
-        raise UserError(f"algorithm.filter_groups.enable=True is not supported by trainer.v1.trainer_mode={mode}; use sync")
+    if mux.rollout.controlled:
+        ours = "does not go with mux.rollout's order, moves, over-sampling and segments, which"
+        _forbid(config, [f"{_ROLLOUT}.enable_rollout_routing_replay"], f"{ours} do not keep routed experts", "False")
+        _forbid(config, ["trainer.v1.sampler.custom_sampler.path"], f"{ours} choose the batch themselves", "null")
     return mux
+
+
+def _forbid(config: DictConfig, keys: Iterable[str], why: str, allowed: str) -> None:
+    """Refuse each of these keys that is set to something true."""
+    for key in keys:
+        if value := OmegaConf.select(config, key):
+            raise UserError(f"{key}={value} {why}; allowed: {allowed}")
 
 
 def load(config: DictConfig) -> MuxConfig:
@@ -80,7 +94,12 @@ def load(config: DictConfig) -> MuxConfig:
         UserError: an unknown key, a value that is not possible, or keys that contradict one another.
     """
     mux = convert(_plain(config), MuxConfig, "mux")
-    _check_transport(mux)
+    if (transport := mux.sync.transport) != "sockets":
+        if not mux.sync.verify:
+            raise UserError(f"mux.sync.transport={transport} relies on digests: mux.sync.verify is False and must be True")
+        if importlib.util.find_spec(transport) is None:
+            missing = f"the package {transport} is not installed here; install it, or use sockets"
+            raise UserError(f"mux.sync.transport={transport}: {missing}")
     for side in ("rollout", "train"):
         if not getattr(mux.nodes, side):
             raise UserError(f"mux.nodes.{side} is empty; name at least one node of the coordinator, e.g. [{side}0]")
@@ -90,7 +109,13 @@ def load(config: DictConfig) -> MuxConfig:
             f"mux.profiled has {counts[0]} rollouts and {counts[1]} training phases; as many of both are needed, at least {LEAST}"
         )
     if AUTO in (*mux.nodes.rollout, *mux.nodes.train):
-        _check_auto(mux)
+        if mux.nodes.rollout != [AUTO] or mux.nodes.train != [AUTO]:
+            raise UserError(
+                f"mux.nodes.rollout is {mux.nodes.rollout} and mux.nodes.train is {mux.nodes.train}; the coordinator chooses both"
+                " (mux.nodes=auto) or none"
+            )
+        if not mux.coordinator:
+            raise UserError("mux.nodes=auto leaves the nodes to a coordinator, but mux.coordinator is not set")
     mux.job = mux.job or str(OmegaConf.select(config, "trainer.experiment_name") or "job")
     return mux
 
@@ -113,62 +138,12 @@ def _plain(config: DictConfig) -> Any:
     return values
 
 
-def _check_transport(mux: MuxConfig) -> None:
-    if (transport := mux.sync.transport) == "sockets":
-        return
-    if not mux.sync.verify:
-        raise UserError(f"mux.sync.transport={transport} relies on digests: mux.sync.verify is False and must be True")
-    if importlib.util.find_spec(transport) is None:
-        key = f"mux.sync.transport={transport}"
-        raise UserError(f"{key}: the package {transport} is not installed here; install it, or use sockets")
-
-
-def _check_auto(mux: MuxConfig) -> None:
-    if mux.nodes.rollout != [AUTO] or mux.nodes.train != [AUTO]:
-        raise UserError(
-            f"mux.nodes.rollout is {mux.nodes.rollout} and mux.nodes.train is {mux.nodes.train}; the coordinator chooses both"
-            " (mux.nodes=auto) or none"
-        )
-    if not mux.coordinator:
-        raise UserError("mux.nodes=auto leaves the nodes to a coordinator, but mux.coordinator is not set")
-
-
-def _check_roles(config: DictConfig, mode: str) -> None:
-    """Roles that hold GPUs outside a job's leases: verl keeps them awake, and no phase of ours covers them."""
-    for key in ("reward.reward_model.enable", "reward.reward_model.enable_resource_pool", "distillation.enabled"):
-        if OmegaConf.select(config, key):
-            raise UserError(
-                f"{key}=True is not supported by trainer.v1.trainer_mode={mode}, whose leases do not cover it; allowed: False"
-            )
-
-
 def _rollout_gpus(config: DictConfig, mode: str) -> tuple[int, int]:
     """GPUs that generate, and GPUs of one replica."""
     rollout = config.actor_rollout_ref.rollout
     side = rollout if mode == "mux_separate" else config.trainer
     size = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
     return side.nnodes * side.n_gpus_per_node, size
-
-
-def _check_replicas(config: DictConfig, mode: str) -> None:
-    gpus, size = _rollout_gpus(config, mode)
-    if gpus % size:
-        raise UserError(
-            f"{_ROLLOUT}: {gpus} rollout GPUs cannot hold replicas of {size} GPUs (tensor x data x pipeline "
-            "parallel size); the number of GPUs must be a multiple of it"
-        )
-
-
-def _check_turns(config: DictConfig, mode: str, mux: MuxConfig) -> None:
-    """Refuse what contradicts the mode: phases that follow one another, on weights of the step before."""
-    updates = OmegaConf.select(config, f"trainer.v1.{mode}.parameter_sync_step")
-    if updates not in (None, 1):
-        raise UserError(f"trainer.v1.{mode}.parameter_sync_step is {updates}; {mode} is strictly on-policy, 1 is allowed")
-    if mode == "mux_colocate" and mux.coordinator and sorted(mux.nodes.rollout) != sorted(mux.nodes.train):
-        raise UserError(
-            f"trainer.v1.trainer_mode=mux_colocate runs both phases on the same nodes: mux.nodes.rollout is {mux.nodes.rollout} "
-            f"and mux.nodes.train is {mux.nodes.train}; they must be equal"
-        )
 
 
 # ---------------------------------------------------------------- device memory
@@ -180,17 +155,36 @@ _NO_SCALES = "its scales do not survive a sleep"
 # SGLang's own arguments that quantize weights, and keys of a model's config that say its file holds quantized weights.
 _QUANTIZERS = ("quantization", "modelopt_quant", "torchao_config", "rl_quant_profile")
 _QUANTIZED = ("quantization_config", "compression_config")
-# Drafts that need no model of their own.
-_DRAFTS = (None, "NGRAM")
 
 
-def _check_memory(config: DictConfig, mode: str) -> None:
+def _check_memory(config: DictConfig, mode: str, unsupported: str) -> None:
     """Each of these is right in verl's own trainer modes, where no other job wants the device."""
-    _check_trainers(config, mode)
-    _check_lora(config, mode)
+    # verl's other training engines have offload keys of their own, and none has been seen to leave the device.
+    critic = OmegaConf.select(config, "algorithm.adv_estimator") == "gae" or OmegaConf.select(config, "critic.enable")
+    for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", *(["critic"] if critic else [])):
+        if OmegaConf.select(config, f"{role}.strategy") not in (None, *_STRATEGIES):
+            _forbid(config, [f"{role}.strategy"], unsupported, ", ".join(_STRATEGIES))
+    model = "actor_rollout_ref.model"
+    if not OmegaConf.select(config, f"{model}.lora.merge"):
+        for key in (f"{model}.lora_rank", f"{model}.lora.rank", f"{model}.lora_adapter_path"):  # three spellings of one choice
+            if value := OmegaConf.select(config, key):
+                raise UserError(
+                    f"trainer.v1.trainer_mode={mode} syncs whole weights: {key}={value} needs {model}.lora.merge=true"
+                )
     arguments = f"{_ROLLOUT}.engine_kwargs.{OmegaConf.select(config, f'{_ROLLOUT}.name')}"
-    _check_quantization(config, mode, arguments)
-    _check_drafts(config, mode, arguments)
+    quantizers = [f"{_ROLLOUT}.quantization", *(f"{arguments}.{name}" for name in _QUANTIZERS)]
+    _forbid(config, quantizers, f"{unsupported}: {_NO_SCALES}", "null")
+    overrides = f"{arguments}.json_model_override_args"
+    if "quantization_config" in str(OmegaConf.select(config, overrides)):
+        raise UserError(f"{overrides} has a quantization_config, which {unsupported}: {_NO_SCALES}; allowed: none")
+    # A draft model sleeps with the engine's weights, and neither a copy nor a sync brings it back.
+    drafts = f"{unsupported}: nothing brings a draft model back after a sleep"
+    algorithm = f"{arguments}.speculative_algorithm"
+    if OmegaConf.select(config, algorithm) != "NGRAM":  # which needs no model of its own
+        _forbid(config, [algorithm], drafts, "NGRAM, null")
+    for key in (f"{model}.mtp", f"{_ROLLOUT}.mtp"):
+        if OmegaConf.select(config, f"{key}.enable"):
+            _forbid(config, [f"{key}.enable_rollout"], drafts, "False")
     saver = f"{arguments}.enable_memory_saver"
     if OmegaConf.select(config, saver) is False:
         raise UserError(f"{saver}=False: a sleeping engine would keep all its memory; trainer.v1.trainer_mode={mode} needs True")
@@ -205,15 +199,13 @@ def check_surroundings(config: DictConfig) -> None:
                 f"{variable}={os.environ[variable]}: torch_memory_saver frees nothing with expandable segments; take them out"
             )
     path = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
-    model = known_model_config(path) or {}
+    model, named = known_model_config(path) or {}, f"actor_rollout_ref.model.path={path}"
     if quantized := next((key for key in _QUANTIZED if _language_model(model).get(key)), None):
-        raise UserError(
-            f"actor_rollout_ref.model.path={path} is quantized ({quantized}): {_NO_SCALES}; allowed: models in bf16, fp16 or fp32"
-        )
+        raise UserError(f"{named} is quantized ({quantized}): {_NO_SCALES}; allowed: models in bf16, fp16 or fp32")
     if window := sliding_window(model):
         raise UserError(
-            f"actor_rollout_ref.model.path={path} has sliding-window attention ({window}): SGLang 0.5.12 keeps its KV cache on "
-            "the device while it sleeps; allowed: models without"
+            f"{named} has sliding-window attention ({window}): SGLang 0.5.12 keeps its KV cache on the device while it sleeps;"
+            " allowed: models without"
         )
 
 
@@ -229,51 +221,6 @@ def sliding_window(model: Mapping[str, Any]) -> str | None:
 
 def _language_model(model: Mapping[str, Any]) -> dict[str, Any]:
     return {**model, **(model.get("text_config") or {})}
-
-
-def _check_quantization(config: DictConfig, mode: str, arguments: str) -> None:
-    for key in (f"{_ROLLOUT}.quantization", *(f"{arguments}.{name}" for name in _QUANTIZERS)):
-        if value := OmegaConf.select(config, key):
-            raise UserError(f"{key}={value} is not supported by trainer.v1.trainer_mode={mode}: {_NO_SCALES}; allowed: null")
-    key = f"{arguments}.json_model_override_args"
-    if "quantization_config" in str(OmegaConf.select(config, key)):
-        raise UserError(
-            f"{key} has a quantization_config, which trainer.v1.trainer_mode={mode} does not support: {_NO_SCALES}; allowed: none"
-        )
-
-
-def _check_drafts(config: DictConfig, mode: str, arguments: str) -> None:
-    """A draft model sleeps with the engine's weights, and neither a copy nor a sync brings it back."""
-    why = f"is not supported by trainer.v1.trainer_mode={mode}: nothing brings a draft model back after a sleep"
-    algorithm = f"{arguments}.speculative_algorithm"
-    if (value := OmegaConf.select(config, algorithm)) not in _DRAFTS:
-        raise UserError(f"{algorithm}={value} {why}; allowed: NGRAM, null")
-    for key in ("actor_rollout_ref.model.mtp", f"{_ROLLOUT}.mtp"):
-        if OmegaConf.select(config, f"{key}.enable") and OmegaConf.select(config, f"{key}.enable_rollout"):
-            raise UserError(f"{key}.enable_rollout=True {why}; allowed: False")
-
-
-def _check_trainers(config: DictConfig, mode: str) -> None:
-    """verl's other training engines have offload keys of their own, and none has been seen to leave the device."""
-    critic = OmegaConf.select(config, "algorithm.adv_estimator") == "gae" or bool(OmegaConf.select(config, "critic.enable"))
-    roles = {"actor_rollout_ref.actor": True, "actor_rollout_ref.ref": True, "critic": critic}
-    for role, used in roles.items():
-        strategy = OmegaConf.select(config, f"{role}.strategy")
-        if used and strategy is not None and strategy not in _STRATEGIES:
-            raise UserError(
-                f"{role}.strategy={strategy} is not supported by trainer.v1.trainer_mode={mode}; "
-                f"allowed: {', '.join(_STRATEGIES)}"
-            )
-
-
-def _check_lora(config: DictConfig, mode: str) -> None:
-    """By any of its three spellings."""
-    model = "actor_rollout_ref.model"
-    if OmegaConf.select(config, f"{model}.lora.merge"):
-        return
-    for key in (f"{model}.lora_rank", f"{model}.lora.rank", f"{model}.lora_adapter_path"):
-        if value := OmegaConf.select(config, key):
-            raise UserError(f"trainer.v1.trainer_mode={mode} syncs whole weights: {key}={value} needs {model}.lora.merge=true")
 
 
 # ---------------------------------------------------------------- mux.rollout
@@ -315,20 +262,32 @@ def check_rollout_keys(config: DictConfig, mux: MuxConfig) -> None:
 
 def check_rollout(keys: RolloutConfig, around: Surroundings) -> None:
     """Check these keys together and with the rest of the job. Raises UserError."""
-    # The mode first: elsewhere a better value would not help.
-    _check_modes(keys, around.trainer_mode)
-    _check_oversample(keys.oversample, around)
-    _check_segments(keys.segments, around)
-    _check_lag(keys)
-    _check_predictor(keys.dispatch.predictor)
-    _check_own(keys.growth.own, list(around.rollout_nodes))
-    _check_trigger(keys, around)
-    _check_together(keys, around)
-
-
-def _require(ok: bool, key: str, value: Any, allowed: str) -> None:
-    if not ok:
-        raise UserError(f"{_ROOT}.{key}={value} is not possible; allowed: {allowed}")
+    _check_modes(keys, around.trainer_mode)  # first: elsewhere a better value would not help
+    for possible, key, value, allowed in _conditions(keys, around):
+        if not possible:
+            raise UserError(f"{_ROOT}.{key}={value} is not possible; allowed: {allowed}")
+    nodes = list(around.rollout_nodes)
+    if keys.migration:
+        why = f"{_ROOT}.migration=True is not possible: "
+        if keys.cuts:
+            raise UserError(f"{why}over-sampling and segments cut the tail off that migration would gather")
+        if nodes != [AUTO] and len(nodes) == 1:
+            raise UserError(f"{why}mux.nodes.rollout={nodes} names one node; two or more are needed")
+    if keys.growth.own is not None:
+        why = "both say which engines a rollout's last responses run on"
+        _exclude("growth.own", list(keys.growth.own), {**_cuts(keys), "migration": keys.migration or None}, why)
+    if keys.defers:
+        _exclude("tail", keys.tail, _cuts(keys), "rounds of whole responses leave no tail to cut off")
+    if around.bypasses_old_log_probs:
+        bypass = "algorithm.rollout_correction.bypass_mode=True leaves out"
+        if keys.cuts:
+            what = "old log-probs of the present weights"
+            raise UserError(
+                f"{_ROOT}.segments.treatment={keys.segments.treatment} needs {what}, which {bypass}; allowed: bypass_mode=False"
+            )
+        if keys.trigger.n_min is not None and keys.trigger.entropy is not None:
+            what = "the entropy that verl computes with old log-probs"
+            raise UserError(f"{_ROOT}.trigger.entropy={list(keys.trigger.entropy)} needs {what}, which {bypass}; allowed: null")
 
 
 def _check_modes(keys: RolloutConfig, mode: str) -> None:
@@ -357,98 +316,41 @@ def _check_modes(keys: RolloutConfig, mode: str) -> None:
             )
 
 
+def _conditions(keys: RolloutConfig, around: Surroundings) -> Iterator[tuple[bool, str, Any, str]]:
+    """(holds, key, value, what is allowed) of each value that the rest of the job bounds."""
+    rate, limit, segments, own = keys.oversample.rate, around.max_response_length, keys.segments, keys.growth.own
+    if rate > 0 and around.engine_requests is not None:
+        launched = groups_to_launch(rate, around.train_batch_size) * around.samples_per_group
+        highest = around.engine_requests // around.samples_per_group / around.train_batch_size - 1
+        yield launched <= around.engine_requests, "oversample.rate", rate, (
+            f"it would launch {launched} responses and the engines hold {around.engine_requests} at once, so "
+            + (f"at most {math.floor(highest * 1000) / 1000:g}" if highest >= 0 else "only 0, or larger or more engines")
+        )  # fmt: skip
+    longest = segments.max_length or limit
+    yield longest <= limit, "segments.max_length", longest, f"1 to data.max_response_length={limit}"
+    length = segments.segment_length
+    yield length is None or length <= longest, "segments.segment_length", length, f"1 to {longest}, the maximum"
+    older = "null where no response goes on under newer weights (oversample.rate, segments.segment_length)"
+    yield keys.max_lag is None or keys.cuts, "max_lag", keys.max_lag, older
+    cuts = keys.oversample.max_cuts
+    default = f"its default with {_ROOT}.segments.segment_length, where {_ROOT}.max_lag says how old a response may become"
+    yield length is None or cuts == MAX_CUTS, "oversample.max_cuts", cuts, default
+    yield keys.dispatch.predictor in PREDICTORS, "dispatch.predictor", keys.dispatch.predictor, ", ".join(PREDICTORS)
+    if own is not None:
+        nodes = list(around.rollout_nodes)
+        alone = "null with one rollout node, or where the coordinator chooses them"
+        some = f"some of mux.nodes.rollout={nodes}, and not all" if len(nodes) > 1 else alone
+        yield 0 < len(set(own)) < len(nodes) and set(own) <= set(nodes), "growth.own", own, some
+    if (entropy := keys.trigger.entropy) is not None:
+        yield 0 <= entropy[0] < entropy[1], "trigger.entropy", list(entropy), "[low, high], 0 <= low < high"
+    n_min, most = keys.trigger.n_min, around.train_batch_size
+    yield n_min is None or n_min <= most, "trigger.n_min", n_min, f"1 to data.train_batch_size={most} prompt groups"
+
+
 def _cuts(keys: RolloutConfig) -> dict[str, Any]:
     """The keys that let requests be cut off, None where they do not."""
     rate = keys.oversample.rate if keys.oversample.rate > 0 else None
     return {"oversample.rate": rate, "segments.segment_length": keys.segments.segment_length}
-
-
-def _check_oversample(keys: OversampleConfig, around: Surroundings) -> None:
-    if keys.rate == 0 or around.engine_requests is None:
-        return
-    launched = groups_to_launch(keys.rate, around.train_batch_size) * around.samples_per_group
-    highest = around.engine_requests // around.samples_per_group / around.train_batch_size - 1
-    _require(
-        launched <= around.engine_requests,
-        "oversample.rate",
-        keys.rate,
-        f"it would launch {launched} responses and the engines hold {around.engine_requests} at once, so "
-        + (f"at most {math.floor(highest * 1000) / 1000:g}" if highest >= 0 else "only 0, or larger or more engines"),
-    )
-
-
-def _check_segments(keys: SegmentsConfig, around: Surroundings) -> None:
-    limit = around.max_response_length
-    if keys.max_length is not None:
-        allowed = f"1 to data.max_response_length={limit}"
-        _require(keys.max_length <= limit, "segments.max_length", keys.max_length, allowed)
-    if keys.segment_length is not None:
-        longest = keys.max_length or limit
-        _require(keys.segment_length <= longest, "segments.segment_length", keys.segment_length, f"1 to {longest}, the maximum")
-
-
-def _check_lag(keys: RolloutConfig) -> None:
-    _require(
-        keys.max_lag is None or keys.cuts,
-        "max_lag",
-        keys.max_lag,
-        "null where no response goes on under newer weights (oversample.rate, segments.segment_length)",
-    )
-    _require(
-        keys.segments.segment_length is None or keys.oversample.max_cuts == MAX_CUTS,
-        "oversample.max_cuts",
-        keys.oversample.max_cuts,
-        f"its default with {_ROOT}.segments.segment_length, where {_ROOT}.max_lag says how old a response may become",
-    )
-
-
-def _check_predictor(name: str) -> None:
-    _require(name in PREDICTORS, "dispatch.predictor", name, ", ".join(PREDICTORS))
-
-
-def _check_own(own: list[str] | None, nodes: list[str]) -> None:
-    if own is None:
-        return
-    allowed = (
-        f"some of mux.nodes.rollout={nodes}, and not all"
-        if len(nodes) > 1
-        else "null with one rollout node, or where the coordinator chooses them"
-    )
-    _require(0 < len(set(own)) < len(nodes) and set(own) <= set(nodes), "growth.own", own, allowed)
-
-
-def _check_trigger(keys: RolloutConfig, around: Surroundings) -> None:
-    entropy, most = keys.trigger.entropy, around.train_batch_size
-    if entropy is not None:
-        low, high = entropy
-        _require(0 <= low < high, "trigger.entropy", list(entropy), "[low, high], 0 <= low < high")
-    if (n_min := keys.trigger.n_min) is None:
-        return
-    _require(n_min <= most, "trigger.n_min", n_min, f"1 to data.train_batch_size={most} prompt groups")
-    if entropy is not None and around.bypasses_old_log_probs:
-        raise UserError(
-            f"{_ROOT}.trigger.entropy={list(entropy)} needs the entropy that verl computes with old log-probs, which "
-            "algorithm.rollout_correction.bypass_mode=True leaves out; allowed: null"
-        )
-
-
-def _check_together(keys: RolloutConfig, around: Surroundings) -> None:
-    if keys.migration:
-        why = f"{_ROOT}.migration=True is not possible: "
-        if keys.cuts:
-            raise UserError(f"{why}over-sampling and segments cut the tail off that migration would gather")
-        if list(around.rollout_nodes) != [AUTO] and len(around.rollout_nodes) == 1:
-            raise UserError(f"{why}mux.nodes.rollout={list(around.rollout_nodes)} names one node; two or more are needed")
-    if keys.growth.own is not None:
-        why = "both say which engines a rollout's last responses run on"
-        _exclude("growth.own", list(keys.growth.own), {**_cuts(keys), "migration": keys.migration or None}, why)
-    if keys.defers:
-        _exclude("tail", keys.tail, _cuts(keys), "rounds of whole responses leave no tail to cut off")
-    if around.bypasses_old_log_probs and keys.cuts:
-        raise UserError(
-            f"{_ROOT}.segments.treatment={keys.segments.treatment} needs old log-probs of the present weights, which "
-            "algorithm.rollout_correction.bypass_mode=True leaves out; allowed: bypass_mode=False"
-        )
 
 
 def _exclude(key: str, value: Any, others: Mapping[str, Any], why: str) -> None:

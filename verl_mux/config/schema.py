@@ -7,6 +7,7 @@ Runs in the job's driver before Ray starts, and in `verl-mux report --what-if`; 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -60,13 +61,6 @@ class ProfileConfig(Keys, frozen=True):
             " processes (by py-spy where it is installed). trace: also SGLang's own profile of the next passes."
         ),
     ] = "stacks"
-    tables: Annotated[
-        int,
-        _doc(
-            "Steps between uploads of tables to wandb, where trainer.logger has it: slowest requests, replicas, waits. 0: none.",
-            ge=0,
-        ),
-    ] = 10
 
 
 class SyncConfig(Keys, frozen=True):
@@ -257,18 +251,6 @@ class MuxConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 # ---------------------------------------------------------------- plain mappings to structs
 
-_WORDS = {
-    "bool": "true or false",
-    "int": "a whole number",
-    "float": "a number",
-    "str": "text",
-    "str | None": "text or null",
-    "int | None": "a whole number or null",
-    "float | None": "a number or null",
-    "list[str]": "a list of names",
-    "tuple[float, float] | None": "two numbers, the lowest and the highest, or null",
-}
-
 
 def convert(values: Any, kind: type[_T], root: str) -> _T:
     """Return `values` as a struct of this kind, whose keys lie under `root`; "3" is a number too, as an environment has it.
@@ -312,20 +294,12 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _check_value(value: Any, annotation: Any, path: str) -> None:
-    bare, bounds, _ = _split(annotation)
     try:
-        converted = msgspec.convert(value, bare, strict=False)
+        converted = msgspec.convert(value, annotation, strict=False)
     except msgspec.ValidationError:
         converted = math.nan
     if isinstance(converted, float) and not math.isfinite(converted):
-        if choices := _choices(bare):
-            raise UserError(f"{path}={value!r} is not possible; allowed: {', '.join(choices)}")
-        name = bare.__name__ if isinstance(bare, type) and not get_args(bare) else str(bare)
-        raise UserError(f"{path} must be {_WORDS.get(name, name)}, given {value!r}; allowed: {name}")
-    try:
-        msgspec.convert(converted, annotation)
-    except msgspec.ValidationError:
-        raise UserError(f"{path}={converted} is not possible; allowed: {_bounds(bounds, path)}") from None
+        raise UserError(f"{path}={value!r} is not possible; allowed: {_allowed(annotation, path)}")
 
 
 def _split(annotation: Any) -> tuple[Any, Meta, str]:
@@ -344,13 +318,15 @@ def _choices(bare: Any) -> tuple[str, ...]:
     return get_args(bare) if get_origin(bare) is Literal else ()
 
 
-def _bounds(meta: Meta, path: str) -> str:
+def _allowed(annotation: Any, path: str) -> str:
+    bare, bounds, _ = _split(annotation)
+    name = ", ".join(_choices(bare)) or (bare.__name__ if isinstance(bare, type) and not get_args(bare) else str(bare))
     unit = " seconds" if path.endswith("_s") else ""
-    if meta.gt is not None:
-        return f"above {meta.gt:g}{unit}"
-    if meta.le is not None:
-        return f"{meta.ge or 0:g} to {meta.le:g}{unit}"
-    return f"{meta.ge or 0:g}{unit} or more"
+    if bounds.gt is not None:
+        return f"{name}, above {bounds.gt:g}{unit}"
+    if bounds.le is not None:
+        return f"{name}, {bounds.ge or 0:g} to {bounds.le:g}"
+    return name if bounds.ge is None else f"{name}, {bounds.ge:g}{unit} or more"
 
 
 # ---------------------------------------------------------------- the YAML
@@ -368,18 +344,12 @@ def _lines(kind: type, indent: str) -> list[str]:
         text = " ".join((bare.__doc__ if _is_section(bare) else description).split())
         if choices := _choices(bare):
             text = f"{', '.join(choices)}. {text}"
-        out += _comment(text, indent)
+        out += textwrap.wrap(text, 128, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
         if _is_section(bare):
             out += [f"{indent}{name}:", *_lines(bare, indent + "  ")]
         else:
             out += [f"{indent}{name}: {msgspec.json.encode(plain[name]).decode()}"]
     return out
-
-
-def _comment(text: str, indent: str) -> list[str]:
-    import textwrap
-
-    return textwrap.wrap(text, 128, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
 
 
 if __name__ == "__main__":

@@ -57,8 +57,10 @@ from verl_mux.errors import Failure
 from verl_mux.memory.moved import Moves, total
 from verl_mux.places.ray_nodes import ray_nodes
 from verl_mux.profiling.eventlog import events
+from verl_mux.profiling.plain.step_metrics import metrics_of_step
 from verl_mux.rollout.control.replica_plan import Room
 from verl_mux.sync.engine import MuxCheckpointManager
+from verl_mux.trainer import stock_modes  # noqa: F401  (wraps verl's `fit`)
 from verl_mux.trainer.job_hosts import (
     ActorWatch,
     HostWatch,
@@ -76,7 +78,6 @@ from verl_mux.trainer.replay_buffer import MuxReplayBuffer
 from verl_mux.trainer.replica_moves import ReplicaMoves, TailMigration, make_growth
 from verl_mux.trainer.rollout_engines import RolloutEngines
 from verl_mux.trainer.step_rollout import StepRollout, lag_limit, load, may_train_on
-from verl_mux.trainer.tracking import step_figures
 from verl_mux.trainer.workers import MuxActorWorker, MuxTrainingWorker
 from verl_mux.worker_settings import node_of, open_worker_log
 
@@ -366,7 +367,7 @@ class PPOTrainerMux(PPOTrainer):
                  "response_length": float(metrics.get("response_length/mean", 0.0)),
                  "tokens": int(metrics.get("perf/total_num_tokens", 0))}  # fmt: skip
         self.phases.log.log(events.STEP, time.perf_counter() - self._step_began, extra=extra, step=global_steps)
-        metrics.update(step_figures(self.logger, self.phases.log, global_steps, self.settings.tables))
+        metrics.update(metrics_of_step(self.phases.log, global_steps))
         reported = {k: v for k, v in extra.items() if isinstance(v, (int, float))}
         self.phases.mux.report_step(global_steps, reported, self.total_training_steps)
 

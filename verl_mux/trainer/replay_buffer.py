@@ -1,34 +1,21 @@
-"""verl's replay buffer, woken by the agent loop workers; and the one that waits for the training trigger.
+"""verl's replay buffer, woken by the agent loop workers instead of polling.
 
 Runs in the trainer's driver; called by verl's trainer loop where it asks for a step's samples. Touches verl's TransferQueue and
 asks the agent loop workers over Ray.
-
-`TriggeredReplayBuffer` serves verl's streaming modes (`trainer.v1.trainer_mode=colocate_async` or `separate_async`) with
-`mux.rollout.trigger.n_min`. It is verl's custom sampler (`trainer.v1.sampler.custom_sampler`, set by the preflight): it hands out
-what is ready when the trigger says so, at most the batch the trainer asked for; verl pads what is missing to whole mini-batches.
-As many prompts as were taken are handed out next, so the number in flight, and with it the staleness, stays what it was.
 """
 
 from __future__ import annotations
 
-import functools
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync, _accumulate_eviction_metrics
-from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
-from verl_mux.config.job_checks import load
 from verl_mux.coordinator.bus.client import LocalMux
-from verl_mux.coordinator.bus.messages import LearnerStateUpdate
-from verl_mux.rollout.control.trigger import Mood, Train, TrainingTrigger
 from verl_mux.trainer.job_hosts import ActorWatch
 from verl_mux.trainer.step_rollout import StepRollout
-
-_MOODS = {Mood.EXPLORING: -1.0, Mood.STEADY: 0.0, Mood.CONVERGED: 1.0}
 
 
 class MuxReplayBuffer(ReplayBufferAsync):
@@ -133,80 +120,3 @@ class MuxReplayBuffer(ReplayBufferAsync):
     def _rank(self, key: str) -> tuple[int, int, int]:
         uid, session, index = key.rsplit("_", 2)
         return self._order.get(uid, 0), int(session), int(index)
-
-
-class TriggeredReplayBuffer(MuxReplayBuffer):
-    """No trigger before `use`: validation before training takes whole batches anyway."""
-
-    report_s = 0.1
-
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.trigger: TrainingTrigger | None = None
-        self._taken = 0
-        self._figures: dict[str, float] = {}
-
-    def use(self, trigger: TrainingTrigger) -> None:
-        """From now on the trigger decides."""
-        self.trigger = trigger
-
-    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
-        """verl's, of as many prompt groups as the trigger says; 1 to `batch_size`."""
-        if partition_id == "val" or self.trigger is None:
-            return super().sample(global_steps, partition_id, batch_size)
-        answer, metrics = self._wait(self.trigger, global_steps, partition_id)
-        groups = min(answer.groups, batch_size)
-        batch, more = super().sample(global_steps, partition_id, groups)
-        self._taken += groups
-        self._figures["groups"] = self._figures.get("groups", 0) + groups
-        self._figures["waited"] = self._figures.get("waited", 0) + (answer.reason == "waited")
-        return batch, metrics | more
-
-    def _wait(self, trigger: TrainingTrigger, global_steps: int, partition_id: str) -> tuple[Train, dict]:
-        metrics: dict[str, Any] = {}
-        trigger.waits(time.monotonic())
-        while True:
-            ready, more = self.wait_for_sampleable(global_steps, partition_id, 1)
-            stale = next((count for name, count in more.items() if name.endswith("/off_policy/evicted_samples")), 0)
-            _accumulate_eviction_metrics(metrics, more, stale)
-            trigger.ready(len(ready))
-            answer = trigger.decide(time.monotonic())
-            if isinstance(answer, Train):
-                return answer, metrics
-            self._wait_for_next_poll(partition_id, time.time())
-
-    def take_taken(self) -> int:
-        """Prompt groups handed out since the last call."""
-        taken, self._taken = self._taken, 0
-        return taken
-
-    def take_figures(self) -> dict[str, float]:
-        """`groups` trained on, how often it `waited` for t_max, and the thresholds and mood from here on."""
-        figures, self._figures = self._figures, {}
-        it = self.trigger
-        return figures if it is None else {**figures, "n_min": it.n_min, "t_max_s": it.t_max_s, "mood": _MOODS[it.mood]}
-
-
-def attach_trigger(trainer: PPOTrainer, agent_loop_manager: Any) -> None:
-    """Let the trigger decide when this trainer trains, where its keys ask for that; at the start of verl's `fit`."""
-    buffer = getattr(trainer, "replay_buffer", None)
-    if not isinstance(buffer, TriggeredReplayBuffer):
-        return
-    keys = load(trainer.config).rollout.trigger
-    assert keys.n_min is not None, "the preflight sets this sampler only then"
-    buffer.use(TrainingTrigger(keys.n_min, keys.t_max_s, keys.entropy))
-    buffer.start(agent_loop_manager.agent_loop_workers)
-    trainer._add_batch_to_generate = lambda: trainer._add_prompts_to_generate(
-        buffer.take_taken() or trainer.config.data.train_batch_size
-    )
-    compute_metrics = trainer._compute_metrics
-
-    @functools.wraps(compute_metrics)
-    def with_feedback(batch, metrics, *args, **kwargs):
-        """The trigger gets the step's entropy, and its figures join verl's metrics."""
-        compute_metrics(batch, metrics, *args, **kwargs)
-        if buffer.trigger is not None and (entropy := metrics.get("actor/entropy")) is not None:
-            buffer.trigger.learner_state(LearnerStateUpdate(entropy=float(entropy), policy_version=trainer.global_steps))
-        metrics.update({f"mux/rollout/trigger/{name}": value for name, value in buffer.take_figures().items()})
-
-    trainer._compute_metrics = with_feedback

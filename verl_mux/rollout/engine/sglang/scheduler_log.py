@@ -17,6 +17,8 @@ import os
 import time
 from typing import Any
 
+import msgspec
+
 from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.engine.sglang.priority_requests import TIMES
 from verl_mux.rollout.engine.stay import keys_of, stay_of
@@ -39,7 +41,7 @@ def register(registry: Any, kind: Any) -> None:
     asked = json.loads(os.environ.get(VARIABLE, "null"))
     if not asked or not asked["settings"].get("events_dir"):
         return
-    log = SchedulerLog(open_worker_log(WorkerSettings(**asked["settings"]), "server", asked["replica"]), asked)
+    log = SchedulerLog(open_worker_log(msgspec.convert(asked["settings"], WorkerSettings), "server", asked["replica"]), asked)
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     registry.register(f"{scheduler}.get_new_batch_prefill", log.admitted, kind.AFTER)
     registry.register(f"{scheduler}.report_prefill_stats", log.prefilled, kind.AFTER)
