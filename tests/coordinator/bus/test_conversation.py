@@ -121,7 +121,7 @@ def test_what_nobody_waits_for_is_repeated_until_it_is_answered_and_leaves_nothi
     (beat,) = holder.wait()
     assert holder.ack(beat.beat, [1]) == [question]
     holder.hear(m.LeaseShrunk(key=question.key) if say == "shrink" else m.LeaseCancelled(key="k2"))
-    assert (holder._open, holder._answers, holder._unwanted) == ({}, {}, set())
+    assert (holder._open, holder._answers) == ({}, {})
 
 
 def test_many_nodes_are_given_back_in_one_message(talk):

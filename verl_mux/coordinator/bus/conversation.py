@@ -21,7 +21,7 @@ Theory of operation
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypedDict
 
 import msgspec
@@ -45,6 +45,14 @@ class Sender(TypedDict):
     client: str
 
 
+class _Question(msgspec.Struct):
+    """`asked_at`: the number of the last beat before it. `wanted` False: no caller waits for the answer itself."""
+
+    message: m.FromJob
+    asked_at: int
+    wanted: bool
+
+
 class Conversation:
     """`ask` and `send` -> `outgoing` -> `receive`... -> `take_answer`. `tick` often: it beats when a beat is due.
 
@@ -66,9 +74,7 @@ class Conversation:
         self.wanted: set[int] = set()  # tokens held for whose nodes another job waits, or waited
         self.lost: dict[int, str] = {}  # token -> why
         self.ended: str | None = None
-        self._open: dict[str, m.FromJob] = {}  # key -> the question
-        self._asked_at: dict[str, int] = {}  # key -> number of the last beat before it was asked
-        self._unwanted: set[str] = set()  # keys of questions whose answers no caller waits for
+        self._open: dict[str, _Question] = {}
         self._answers: dict[str, m.Message] = {}
         self._unknown = False  # to the coordinator, or to this start of it
         self._beats = 0
@@ -82,16 +88,17 @@ class Conversation:
     # --- what the job says ---
 
     def ask(self, key: str, question: m.FromJob, wanted: bool = True) -> None:
-        """Opens a question; `wanted` False: its answer is of no interest, only that there is one."""
-        self._open[key], self._asked_at[key] = question, self._beats
-        self._unwanted.discard(key)
-        if not wanted:
-            self._unwanted.add(key)
+        self._open[key] = _Question(question, self._beats, wanted)
         if not self._is_held_back(question):
             self._out.append(question)
 
     def _is_held_back(self, question: m.FromJob) -> bool:
-        return isinstance(question, m.LeaseRequest) and any(isinstance(other, _GIVING_BACK) for other in self._open.values())
+        return isinstance(question, m.LeaseRequest) and any(isinstance(q.message, _GIVING_BACK) for q in self._open.values())
+
+    def _open_messages(self, kind: type[m.FromJob]) -> list[m.FromJob]:
+        """Of open questions that are to be sent now."""
+        messages = [question.message for question in self._open.values() if isinstance(question.message, kind)]
+        return [message for message in messages if not self._is_held_back(message)]
 
     def register(self, now: float) -> None:
         self._registering_since = now
@@ -103,7 +110,7 @@ class Conversation:
 
     def cancel(self, key: str) -> None:
         """The lease is not wanted any more, even if it was granted in this moment, or its answer taken."""
-        self._forget(key)
+        self._open.pop(key, None)
         self._answers.pop(key, None)
         for token in [token for token, claim in self.held.items() if claim.key == key]:
             del self.held[token]
@@ -156,7 +163,7 @@ class Conversation:
     def take_answer(self, key: str) -> m.Message | None:
         """None if it has not come; the question stays open then, but its answer will be dropped."""
         if key in self._open:
-            self._unwanted.add(key)
+            self._open[key].wanted = False
         return self._answers.pop(key, None)
 
     def may_use(self, now: float) -> bool:
@@ -173,7 +180,7 @@ class Conversation:
         if now < self._next_beat or self.ended is not None:
             return
         self._next_beat = now + BEAT_EVERY_S
-        goodbye = self._open.get(GOODBYE)
+        goodbye = self._goodbye()
         if goodbye is not None and not (self._is_unknown() and isinstance(goodbye, m.Failing)):
             self._out.append(goodbye)
         elif not self._is_unknown():
@@ -212,7 +219,7 @@ class Conversation:
         self.registered, self.queued, self._unknown = message, None, False
         self._answer(REGISTER, message)
         if again:
-            self._out += [question for question in self._open.values() if not self._is_held_back(question)]
+            self._out += self._open_messages(m.FromJob)
             self._beat(now)  # whose answer names the leases that it took over
         elif self._registering_since is not None:
             self._last_heard = max(self._last_heard, self._registering_since)
@@ -264,13 +271,9 @@ class Conversation:
         self._last_heard = max(self._last_heard, sent_at)
         for token in {*tokens, *message.tokens} - set(message.tokens):
             self._lose(token)
-        for key in self._lost_on_the_way(message):
-            self._out.append(self._open[key])
-
-    def _lost_on_the_way(self, message: m.HeartbeatAck) -> Iterable[str]:
-        """Keys of questions asked before that beat, and yet not known to the coordinator."""
-        lost = [key for key in self._open if key not in message.queued and self._asked_at[key] < message.beat]
-        return [key for key in lost if not self._is_held_back(self._open[key])]
+        for key, question in self._open.items():  # asked before that beat, and yet not known to the coordinator: lost on the way
+            if key not in message.queued and question.asked_at < message.beat and not self._is_held_back(question.message):
+                self._out.append(question.message)
 
     def _lose(self, token: int) -> None:
         if self.held.pop(token, None) is not None:
@@ -282,7 +285,7 @@ class Conversation:
         self.wanted = {token for token in self.wanted if token in self.held} | held
 
     def _on_unknown(self, message: m.Unknown, now: float) -> None:
-        goodbye = self._open.get(GOODBYE)
+        goodbye = self._goodbye()
         if isinstance(goodbye, (m.Deregister, m.Detach)):
             return self.end("closed")
         if goodbye is not None or not self._is_unknown():
@@ -310,29 +313,23 @@ class Conversation:
             placed=self.registered.nodes if self.registered is not None else {},
         )  # fmt: skip
 
+    def _goodbye(self) -> m.FromJob | None:
+        return self._open[GOODBYE].message if GOODBYE in self._open else None
+
     def _say_goodbye(self, message: m.FromJob) -> None:
         self._open.clear()
-        self._asked_at.clear()
         self.ask(GOODBYE, message, wanted=False)
 
     def _answer(self, key: str, message: m.Message) -> bool:
         """False if the question is not open."""
-        if key not in self._open:
+        question = self._open.pop(key, None)
+        if question is None:
             return False
-        wanted, question = key not in self._unwanted, self._open[key]
-        self._forget(key)
-        if isinstance(question, _GIVING_BACK):
-            self._out += [
-                other for other in self._open.values() if isinstance(other, m.LeaseRequest) and not self._is_held_back(other)
-            ]
-        if wanted:
+        if isinstance(question.message, _GIVING_BACK):
+            self._out += self._open_messages(m.LeaseRequest)
+        if question.wanted:
             self._answers[key] = message
         return True
-
-    def _forget(self, key: str) -> None:
-        self._open.pop(key, None)
-        self._asked_at.pop(key, None)
-        self._unwanted.discard(key)
 
 
 _RECEIVERS: dict[type, Callable[[Conversation, Any, float], None]] = {
