@@ -18,7 +18,6 @@ from verl_mux.coordinator.bus.members import seconds_since_boot
 from verl_mux.coordinator.core import tokens
 from verl_mux.coordinator.core.records import Input, Send, Settled
 from verl_mux.coordinator.journal import Delivery, Journal
-from verl_mux.coordinator.journal_files import Before
 from verl_mux.errors import UserError
 
 SIDES = {"rollout": ["r0"], "train": ["t0"]}
@@ -46,10 +45,10 @@ def start(make):
     """Starts a coordinator's memory and ends what was started before it, as a kill would."""
     running = []
 
-    def begin(path, config=None, before=Before.NONE):
+    def begin(path, config=None, is_first=True):
         end()
         running.append(Journal(path))
-        return running[-1], running[-1].restore(config or make(), "name", before)
+        return running[-1], running[-1].restore(config or make(), "name", is_first)
 
     def end():
         while running:
@@ -89,7 +88,7 @@ def is_settling(machine):
 def test_replay_gives_the_live_state_back(start, tmp_path, compaction):
     journal, machine = start(tmp_path / "journal")
     a_history(journal, machine)
-    _, again = start(tmp_path / "journal", before=Before.PERHAPS)
+    _, again = start(tmp_path / "journal", is_first=False)
     assert again.state == msgspec.structs.replace(machine.state, token=tokens.before(1))
     assert [lease.token for lease in again.state.leases.values()] == [1]
     assert [request.job for request in again.state.requests] == ["b"]
@@ -114,9 +113,9 @@ def test_inputs_that_came_together_are_written_together(start, tmp_path):
 
 
 def test_where_none_was_and_jobs_may_come_back_it_settles_and_says_so(start, tmp_path):
-    journal, machine = start(tmp_path / "journal", before=Before.PERHAPS)
+    journal, machine = start(tmp_path / "journal", is_first=False)
     assert is_settling(machine) and journal.lost == f"no journal was found at {tmp_path / 'journal'}"
-    journal, machine = start(None, before=Before.PERHAPS)
+    journal, machine = start(None, is_first=False)
     assert is_settling(machine) and journal.lost == "no journal is kept"
 
 
@@ -127,7 +126,7 @@ def test_where_nobody_can_come_back_it_begins_at_once(start, tmp_path):
 
 
 def test_a_coordinator_that_ended_while_it_settled_settles_anew(start, tmp_path):
-    start(tmp_path / "journal", before=Before.PERHAPS)
+    start(tmp_path / "journal", is_first=False)
     _, machine = start(tmp_path / "journal")
     assert is_settling(machine)
 
@@ -142,7 +141,7 @@ def test_who_lost_its_memory_twice_still_believes_what_it_had_not_learnt_in_betw
     seen = tokens.before(7) + 5
     for file in path.parent.glob("journal*"):
         file.unlink()
-    start(path, before=Before.PERHAPS)  # it ends before anybody spoke to it
+    start(path, is_first=False)  # it ends before anybody spoke to it
     start(path.with_name("another"))
     path.unlink()
     journal, machine = start(path)
@@ -153,7 +152,7 @@ def test_who_lost_its_memory_twice_still_believes_what_it_had_not_learnt_in_betw
 def test_who_settled_has_learnt_all_and_believes_nothing_later(start, path):
     for file in path.parent.glob("journal*"):
         file.unlink()
-    journal, machine = start(path, before=Before.PERHAPS)
+    journal, machine = start(path, is_first=False)
     take(journal, machine, 1.0, Settled())
     start(path.with_name("another"))
     path.unlink()
@@ -365,7 +364,7 @@ class World:
 
     def __init__(self, path, config, monkeypatch):
         self.journal = Journal(path)
-        self.machine = self.journal.restore(config, "name", Before.NONE)
+        self.machine = self.journal.restore(config, "name", is_first=True)
         self.noted, self.later, self.fail = [], [], None
         self.delivery = Delivery(self.journal, self.machine, self.carry_out, self.later.append)
         self.writes = 0
@@ -420,7 +419,7 @@ def test_what_is_for_people_waits_for_the_next_write_in_its_place(world, make, t
     assert world.writes == 2
     world.journal.close()
     again = Journal(tmp_path / "journal")
-    assert again.restore(make(), "name", Before.NONE).state.jobs["a"].note == "sync"
+    assert again.restore(make(), "name", is_first=True).state.jobs["a"].note == "sync"
     again.close()
 
 
@@ -450,5 +449,5 @@ def test_while_nothing_can_be_written_grants_wait_and_signs_of_life_are_answered
     assert world.journal.about()["blocked"] is None
     world.journal.close()
     again = Journal(tmp_path / "journal")
-    assert [lease.key for lease in again.restore(make(), "name", Before.NONE).state.leases.values()] == ["k"]
+    assert [lease.key for lease in again.restore(make(), "name", is_first=True).state.leases.values()] == ["k"]
     again.close()

@@ -1,4 +1,4 @@
-"""The journal's files: cut, damaged or whole; marks of addresses; where a journal lies by default."""
+"""The journal's files: cut, damaged or whole; where a journal lies by default."""
 
 import contextlib
 import random
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from verl_mux.coordinator import journal_files as frames
-from verl_mux.coordinator.journal_files import Before, Damaged, FrameFile, arrive, default_path
+from verl_mux.coordinator.journal_files import Damaged, FrameFile, default_path
 from verl_mux.errors import UserError
 
 BODIES = [b"snapshot", b"one", b"", b"three" * 9]
@@ -90,33 +90,6 @@ def test_a_new_file_takes_the_place_of_the_old_one_only_when_it_is_complete(path
     with pytest.raises(OSError, match="File too large"), no_room_beyond(100):
         FrameFile(path, b"y" * 1000)
     assert frames.parse(path.read_bytes()) == (BODIES, None)
-
-
-@pytest.mark.parametrize("bind", ["tcp://127.0.0.1:0", "tcp://*:*"])
-def test_an_address_that_the_system_chooses_is_known_to_nobody(bind):
-    assert arrive(bind) is arrive(bind) is Before.NONE
-
-
-@pytest.mark.parametrize("bind", ["tcp://127.0.0.1:5570", "ipc:///run/mux"])
-def test_on_one_machine_it_is_known_who_was_there_until_that_is_forgotten(bind):
-    assert [arrive(bind), arrive(bind)] == [Before.NONE_KNOWN, Before.PERHAPS]
-    frames.forget_address(bind)
-    assert arrive(bind) is Before.NONE_KNOWN
-
-
-def test_who_listened_everywhere_was_at_the_same_port_here_too():
-    assert arrive("tcp://0.0.0.0:5570") is Before.PERHAPS
-    assert arrive("tcp://127.0.0.1:5570") is Before.PERHAPS
-    assert arrive("tcp://127.0.0.1:5571") is Before.NONE_KNOWN
-
-
-def test_what_other_machines_reach_may_have_been_anybodys():
-    assert arrive("tcp://10.0.0.1:5570") is Before.PERHAPS
-
-
-def test_where_nothing_can_be_written_nothing_can_be_known(state_folder):
-    (state_folder / "verl_mux").write_text("")
-    assert arrive("tcp://127.0.0.1:5570") is Before.PERHAPS
 
 
 def test_one_for_each_configuration_file_and_address(state_folder, tmp_path, monkeypatch):

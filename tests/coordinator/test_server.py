@@ -1,4 +1,4 @@
-"""The serving loop: strangers, questions to the placer, the first start at an address, and what it imports."""
+"""The serving loop: strangers, questions to the placer, and what it imports."""
 
 import asyncio
 import os
@@ -11,12 +11,11 @@ import pytest
 import zmq
 
 from tests.coordinator.core.placement.placed_jobs import placing_config, register
-from tests.coordinator.driver import Driver, config
-from tests.coordinator.raw import Stranger, raw_dealer
+from tests.coordinator.driver import Driver
+from tests.coordinator.raw import Stranger
 from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import queueing, tokens
-from verl_mux.coordinator.core.records import Input, Settled, SomebodyWasBefore
+from verl_mux.coordinator.core.records import Input
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.coordinator.server import Planning, Refusals
 
@@ -106,14 +105,8 @@ def test_strangers_who_say_that_they_were_here_before_stop_nothing(serve, join, 
     for number in range(20):
         who = {"job": f"forged{number}", "uid": uuid.uuid4().hex, "client": forger.identity}
         forger.say(m.Register(**who, **as_driver(), again=True))
-    settling = coordinator._machine.state.settle_until
-    forger.say(m.Register(job="late", uid="late:1", client=forger.identity, **as_driver(), again=True))
-    assert coordinator._machine.state.settle_until == settling  # put off no further
     a.release(a.acquire("rollout", step=2))
-    for number in range(20, 40):
-        who = {"job": f"forged{number}", "uid": uuid.uuid4().hex, "client": forger.identity}
-        forger.say(m.Register(**who, **as_driver(), again=True))
-    assert coordinator._machine.state.settle_until is None  # it has settled once
+    assert coordinator._machine.state.settle_until is None
 
 
 def test_no_output_tells_a_jobs_uid(serve, join, stranger, event_log, caplog):
@@ -171,95 +164,3 @@ def test_a_coordinator_needs_no_library_for_tables_or_arrays():
     loaded = subprocess.run([sys.executable, "-c", SCRIPT], check=True, capture_output=True, text=True).stdout.split()
     assert "zmq" in loaded
     assert not {"numpy", "rich", "polars", "pandas"} & set(loaded)
-
-
-LEASE_S = 600
-
-
-@pytest.fixture
-def driver():
-    driver = Driver(Machine(config(lease_timeout=30)))
-    tokens.settle(driver.machine.state, driver.machine.config, tokens.LAST, is_first=True)
-    return driver
-
-
-def claim(token):
-    return m.Claim(token=token, key="k", phase="rollout", step=1, nodes=["r0"], granted_at=0.0)
-
-
-def test_where_nobody_from_before_speaks_it_grants_sooner(driver):
-    assert queueing.first_look(driver.machine.config) == pytest.approx(2 + 1 + 9)
-    driver.register("a")
-    driver.ask("a", "rollout", 1, ["r0"])
-    assert driver.wait(11.5) == [] and driver.holders("r0") == []
-    assert driver.wait(2) == [Settled()]
-    assert driver.holders("r0") == ["a"]
-
-
-@pytest.mark.parametrize("words", [{"again": True}, {"seen": 7}, {"held": [claim(7)]}], ids=str)
-def test_a_job_from_before_makes_it_wait_for_all_others(driver, words):
-    driver.register("a", **words)
-    assert driver.wait(29) == []
-    assert Settled() in driver.wait(3)
-
-
-def test_it_waits_too_for_whom_it_could_not_understand(driver):
-    assert driver.machine.takes_nobody_to_be_before()
-    driver.do(SomebodyWasBefore())
-    assert not driver.machine.takes_nobody_to_be_before()
-    assert driver.wait(29) == []
-
-
-def test_once_it_has_granted_nobody_makes_it_wait(driver):
-    driver.wait(13)
-    driver.do(SomebodyWasBefore())
-    driver.register("a", again=True)
-    driver.ask("a", "rollout", 1, ["r0"])
-    assert driver.holders("r0") == ["a"]
-
-
-@pytest.fixture
-def address():
-    return f"ipc:///tmp/verl-mux-{uuid.uuid4().hex}"
-
-
-@pytest.fixture
-def context():
-    with zmq.Context() as context:
-        yield context
-
-
-def test_it_is_sooner_the_first_time_only(serve, address):
-    first = serve(bind=address, lease_timeout=LEASE_S)
-    assert first.snapshot()["settling_s"] < LEASE_S / 2
-    assert "no earlier coordinator at this address is known" in first.snapshot()["journal"]["lost"]
-    first.stop()
-    assert serve(bind=address, lease_timeout=LEASE_S).snapshot()["settling_s"] > LEASE_S / 2
-
-
-def test_one_that_ended_while_nobody_held_anything_is_forgotten(serve, address, eventually):
-    first = serve(bind=address, lease_timeout=1.1)
-    eventually(lambda: first.snapshot()["settling_s"] is None)
-    first.stop()
-    assert serve(bind=address, lease_timeout=LEASE_S).snapshot()["settling_s"] < LEASE_S / 2
-
-
-def test_a_message_of_a_job_that_nobody_knows_is_a_sign_of_another_before(serve, address, context):
-    first = serve(bind=address, lease_timeout=LEASE_S)
-    stranger = Stranger(context, address)
-    _, seen = stranger.say()
-    assert seen["settling_s"] < LEASE_S / 2
-    stranger.say(m.Heartbeat(job="a", uid="a:1", client=stranger.identity, beat=1))
-    assert first.snapshot()["settling_s"] > LEASE_S / 2
-    stranger.dealer.close(linger=0)
-
-
-def test_so_is_a_key_that_does_not_fit(serve, address, context, tmp_path, eventually):
-    """As after the whole folder was deleted, with the keys that jobs hold."""
-    from verl_mux.coordinator.bus import curve_keys as keys
-
-    first = serve(bind=address, lease_timeout=LEASE_S)
-    keys.make(tmp_path / "old")
-    raw_dealer(context, address, directory=tmp_path / "old")
-    eventually(lambda: first.snapshot()["settling_s"] > LEASE_S / 2)
-    context.destroy(linger=0)

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from verl_mux.coordinator.core import hosts, tokens
 from verl_mux.coordinator.core.records import Input, Instruction, JobState, Send, State
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.state import Machine
-from verl_mux.coordinator.journal_files import Before, Damaged, Epoch, FrameFile, Lock, parse, read_epoch, write_epoch
+from verl_mux.coordinator.journal_files import Damaged, Epoch, FrameFile, Lock, parse, read_epoch, write_epoch
 from verl_mux.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -82,14 +82,12 @@ _snapshot = msgspec.msgpack.Decoder(_Snapshot)
 
 
 class _Found(NamedTuple):
-    """What lies on disk. `lost`: in words, what may be missing. `is_first`: nothing lies there, and no earlier coordinator is
-    known."""
+    """What lies on disk. `lost`: in words, what may be missing."""
 
     snapshot: _Snapshot | None
     inputs: list[Input]
     epoch: Epoch | None
     lost: str | None
-    is_first: bool = False
 
 
 class Journal:
@@ -114,28 +112,25 @@ class Journal:
                 self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self._lock = Lock(self._beside("lock"), self.path)
 
-    def restore(self, config: Config, name: str, before: Before) -> Machine:
-        """The machine as it was, settling if anything may be missing. `name`: of this start; `before`: what else is known of
-        earlier coordinators at its address.
+    def restore(self, config: Config, name: str, is_first: bool) -> Machine:
+        """The machine as it was, settling if anything may be missing. `name`: of this start; `is_first`: no coordinator can have
+        been at its address before.
 
         Raises UserError when the journal is damaged, or holds unfinished jobs of a configuration that does not fit.
         """
         if self.path is None:
-            return self._without(config, name, before)
+            machine = Machine(config, name)
+            if not is_first:
+                self.lost = "no journal is kept"
+                tokens.settle(machine.state, config, tokens.LAST)
+                machine.state.token = tokens.at(time.time())
+            return machine
         try:
             with self._in_words(self.path):
-                return self._restore(self.path, config, name, before)
+                return self._restore(self.path, config, name, is_first)
         except BaseException:
             self.close()
             raise
-
-    def _without(self, config: Config, name: str, before: Before) -> Machine:
-        machine = Machine(config, name)
-        if before is not Before.NONE:
-            self.lost = f"no journal is kept{_and_none_known(before)}"
-            self._settle(machine, tokens.LAST, is_first=before is Before.NONE_KNOWN)
-            machine.state.token = tokens.at(time.time())
-        return machine
 
     def append(self, taken: Input) -> None:
         """To be written at the next `commit`. A machine has handled it already."""
@@ -209,58 +204,55 @@ class Journal:
 
     # --- reading ---
 
-    def _restore(self, path: Path, config: Config, name: str, before: Before) -> Machine:
-        found = self._find(path, before)
+    def _restore(self, path: Path, config: Config, name: str, is_first: bool) -> Machine:
+        found = self._find(path, is_first)
         machine = self._replayed(found, config, name)
+        state = machine.state
         known = [found.epoch.number] if found.epoch else []
-        known += [found.snapshot.epoch, tokens.epoch_of(machine.state.token)] if found.snapshot else []
+        known += [found.snapshot.epoch, tokens.epoch_of(state.token)] if found.snapshot else []
         number = max(known) + 1 if known else 0
         if number > tokens.LAST_EPOCH:
             raise Damaged(f"its coordinator has been started {number} times, and tokens count no further")
         self.lost = found.lost
-        machine.state.token = max(machine.state.token, tokens.before(number))
-        # A predecessor that settled may have lost its memory again before it had learnt everything.
-        unknown = tokens.LAST if found.epoch is None else max(tokens.before(number), found.epoch.unknown)
-        self._settle(machine, unknown if found.lost else None, is_first=found.is_first)
-        self._epoch = Epoch(_name_of(found), number)
-        self._raise_epoch(number, 0 if machine.state.settle_until is None else machine.state.unknown_up_to)
+        state.token = max(state.token, tokens.before(number))
+        if found.lost:  # a predecessor that settled may have lost its memory again before it had learnt everything
+            unknown = tokens.LAST if found.epoch is None else max(tokens.before(number), found.epoch.unknown)
+            tokens.settle(state, config, unknown)
+        elif state.settle_until is not None:  # the predecessor ended while it settled: all begins anew
+            tokens.settle(state, config, 0)
+        known_as = found.snapshot or found.epoch
+        self._epoch = Epoch(known_as.journal if known_as is not None else uuid.uuid4().hex, number)
+        self._raise_epoch(number, 0 if state.settle_until is None else state.unknown_up_to)
         self._compact(machine)
         return machine
 
-    def _settle(self, machine: Machine, unknown_up_to: int | None, is_first: bool = False) -> None:
-        """`unknown_up_to` None: nothing was lost. Where the predecessor ended in the midst of settling, all begins anew."""
-        if unknown_up_to is not None or machine.state.settle_until is not None:
-            tokens.settle(machine.state, machine.config, unknown_up_to or 0, is_first)
-
-    def _find(self, path: Path, before: Before) -> _Found:
-        epoch, unreadable = self._find_epoch()
+    def _find(self, path: Path, is_first: bool) -> _Found:
+        epoch, lost = None, None
+        try:
+            epoch = read_epoch(self._beside("epoch"))
+        except Damaged as error:
+            lost = f"{self._beside('epoch')} is damaged: {error}"
         data = path.read_bytes() if path.exists() else b""
-        if not data and epoch is None and unreadable is None and not path.exists():
-            lost = None if before is Before.NONE else f"no journal was found at {path}{_and_none_known(before)}"
-            return _Found(None, [], epoch, lost, is_first=before is Before.NONE_KNOWN)
         if not data:
-            lost = unreadable or f"journal {path} is empty"
+            state = "empty" if path.exists() else "gone"
             if epoch is not None:
-                lost = f"journal {path} is {'empty' if path.exists() else 'gone'} (there was one in epoch {epoch.number})"
+                lost = f"journal {path} is {state} (there was one in epoch {epoch.number})"
+            elif lost is None and state == "empty":
+                lost = f"journal {path} is empty"
+            elif lost is None and not is_first:
+                lost = f"no journal was found at {path}"
             return _Found(None, [], epoch, lost)
         contents = parse(data)
         snapshot, inputs = _decoded(contents.frames)
         if epoch is not None and epoch.journal != snapshot.journal:
             raise Damaged(f"it belongs to another coordinator than {self._beside('epoch').name} beside it")
-        lost = f"journal {path} is cut: {contents.lost}" if contents.lost else unreadable
-        if epoch is None:
+        if contents.lost:
+            lost = f"journal {path} is cut: {contents.lost}"
+        elif epoch is None:
             lost = lost or f"{self._beside('epoch')} is gone, so journal {path} may be an old one"
         elif epoch.number != snapshot.epoch:
-            lost = lost or f"journal {path} is an old one (epoch {snapshot.epoch}, but there was {epoch.number})"
+            lost = f"journal {path} is an old one (epoch {snapshot.epoch}, but there was {epoch.number})"
         return _Found(snapshot, inputs, epoch, lost)
-
-    def _find_epoch(self) -> tuple[Epoch | None, str | None]:
-        """With why it cannot be read, in words."""
-        path = self._beside("epoch")
-        try:
-            return read_epoch(path), None
-        except Damaged as error:
-            return None, f"{path} is damaged: {error}"
 
     def _replayed(self, found: _Found, config: Config, name: str) -> Machine:
         if found.snapshot is None:
@@ -274,7 +266,7 @@ class Journal:
             except Exception as error:
                 raise Damaged(f"a {type(taken.what).__name__} in it cannot be handled: {error!r}") from error
         self.clock = found.snapshot.clock.going_on(last)
-        return carried_over(machine, config, self.path)
+        return _carried_over(machine, config, self.path)
 
     def _beside(self, what: str) -> Path:
         assert self.path is not None
@@ -294,18 +286,8 @@ class Journal:
 def make_empty(path: Path, config: Config) -> None:
     """For a launcher that knows that no coordinator can have been there before: the first one then grants at once."""
     journal = Journal(path)
-    journal.restore(config, "", Before.NONE)
+    journal.restore(config, "", is_first=True)
     journal.close()
-
-
-def _and_none_known(before: Before) -> str:
-    return ", and no earlier coordinator at this address is known" if before is Before.NONE_KNOWN else ""
-
-
-def _name_of(found: _Found) -> str:
-    """Of the journal, from whichever file knows it."""
-    known = found.snapshot or found.epoch
-    return known.journal if known is not None else uuid.uuid4().hex
 
 
 def _decoded(bodies: list[bytes]) -> tuple[_Snapshot, list[Input]]:
@@ -315,25 +297,21 @@ def _decoded(bodies: list[bytes]) -> tuple[_Snapshot, list[Input]]:
         raise Damaged(f"another version of verl-mux wrote it ({error})") from error
 
 
-def carried_over(machine: Machine, config: Config, path: Path | None) -> Machine:
+def _carried_over(machine: Machine, config: Config, path: Path | None) -> Machine:
     """The machine under another configuration than that of its journal: all of it where that suits the jobs on record, else the
-    token and what is known of hosts. Raises UserError where it suits them not and one is unfinished."""
+    token and what is known of hosts. Raises UserError where it does not and a job is unfinished."""
     state = machine.state
     refusal = hosts.change_refusal(state, machine.config, config)
     if refusal is not None:
-        _refuse_unfinished(state, refusal, path)
+        left = [job.name for job in state.jobs.values() if job.state is not JobState.ENDED]
+        if left:
+            raise UserError(
+                f"journal {path} was written with another configuration and holds unfinished jobs ({', '.join(left)}): {refusal}."
+                " Start with the old configuration, or name another journal"
+            )
         state = State(token=state.token, hosts=state.hosts)
     state.fenced = hosts.fenced(state, config)
     return Machine(config, machine.epoch, state)
-
-
-def _refuse_unfinished(state: State, refusal: str, path: Path | None) -> None:
-    left = [job.name for job in state.jobs.values() if job.state is not JobState.ENDED]
-    if left:
-        raise UserError(
-            f"journal {path} was written with another configuration and holds unfinished jobs ({', '.join(left)}): {refusal}."
-            " Start with the old configuration, or name another journal"
-        )
 
 
 class Delivery:
@@ -345,8 +323,7 @@ class Delivery:
 
     def __init__(self, journal: Journal, machine: Machine, carry_out: Callable[[Instruction], None],
                  soon: Callable[[Callable[[], None]], object]):  # fmt: skip
-        self._journal, self._machine = journal, machine
-        self._carry_out, self._soon = carry_out, soon
+        self._journal, self._machine, self._carry_out, self._soon = journal, machine, carry_out, soon
         self._waiting: list[Instruction] = []
         self._taken = 0
 
@@ -354,11 +331,12 @@ class Delivery:
         """`keep`: the input has changed something."""
         if keep:
             self._journal.append(taken)
-        if _can_wait(taken, instructions) or (not keep and not self._taken and self._journal.blocked is None):
+        can_wait = isinstance(taken.what, _FOR_PEOPLE) and not any(isinstance(step, Send) for step in instructions)
+        if can_wait or (not keep and not self._taken and self._journal.blocked is None):
             return self._do(instructions)
         if self._journal.blocked is not None:
-            self._do(instruction for instruction in instructions if _is_ack(instruction))
-            instructions = [instruction for instruction in instructions if not _is_ack(instruction)]
+            self._do([step for step in instructions if _is_ack(step)])
+            instructions = [step for step in instructions if not _is_ack(step)]
         self._waiting += instructions
         self._taken += 1
         if self._taken == 1:
@@ -369,29 +347,21 @@ class Delivery:
     def flush(self) -> None:
         """Also writes what could wait, and tries again what could not be written; called at each look of the process watch."""
         self._taken = 0
-        if self._journal.blocked is not None:
-            self._waiting = _each_once(self._waiting)
+        if self._journal.blocked is not None:  # clients ask again every second; one answer is enough
+            self._waiting = list({_same(step, number): step for number, step in enumerate(self._waiting)}.values())
         if self._journal.commit(self._machine):
             waiting, self._waiting = self._waiting, []
             self._do(waiting)
 
-    def _do(self, instructions: Iterable[Instruction]) -> None:
+    def _do(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
             self._carry_out(instruction)
-
-
-def _can_wait(taken: Input, instructions: list[Instruction]) -> bool:
-    return isinstance(taken.what, _FOR_PEOPLE) and not any(isinstance(instruction, Send) for instruction in instructions)
 
 
 def _is_ack(instruction: Instruction) -> bool:
     return isinstance(instruction, Send) and isinstance(instruction.message, m.HeartbeatAck)
 
 
-def _each_once(instructions: list[Instruction]) -> list[Instruction]:
-    """Clients ask again every second; one answer is enough."""
-    once: dict[object, Instruction] = {}
-    for number, instruction in enumerate(instructions):
-        key = (instruction.client, m.encode(instruction.message)) if isinstance(instruction, Send) else number
-        once.setdefault(key, instruction)
-    return list(once.values())
+def _same(instruction: Instruction, number: int) -> object:
+    """Equal for two messages that say the same to the same client."""
+    return (instruction.client, m.encode(instruction.message)) if isinstance(instruction, Send) else number

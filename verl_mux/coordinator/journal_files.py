@@ -1,4 +1,4 @@
-"""The journal's files: numbered frames, the epoch beside them, the lock, and marks of addresses that coordinators used.
+"""The journal's files: numbered frames, the epoch beside them, and the lock.
 
 Runs in the coordinator's process (`verl-mux run` makes an empty journal with it too); called by journal.py; touches the disk
 alone.
@@ -20,7 +20,6 @@ from an old copy is noticed.
 from __future__ import annotations
 
 import contextlib
-import enum
 import errno
 import fcntl
 import os
@@ -32,7 +31,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from verl_mux.coordinator.bus.curve_keys import is_local, state_folder
+from verl_mux.coordinator.bus.curve_keys import state_folder
 from verl_mux.errors import UserError
 
 _HEAD = struct.Struct("<4sQI16s")  # mark, number, bytes of the body, checksum
@@ -220,54 +219,6 @@ class Lock:
 
     def close(self) -> None:
         os.close(self._file)
-
-
-class Before(enum.Enum):
-    """What is known of earlier coordinators at an address, whose jobs may still hold leases. A file for each port says that
-    there was one; where there is none, it may have been deleted, so the coordinator still waits for a while
-    (core/queueing.py)."""
-
-    NONE = "no coordinator was here"
-    NONE_KNOWN = "none is known to have been here, and jobs of one would be on this machine"
-    PERHAPS = "one may have been here"
-
-
-def arrive(bind: str) -> Before:
-    """What is known when a coordinator comes to listen at `bind`; from now on it is known that one was there."""
-    if bind.endswith((":0", ":*")):
-        return Before.NONE
-    file = _file(bind)
-    is_known = file is not None and file.exists()
-    return Before.NONE_KNOWN if mark_address(bind) and is_local(bind) and not is_known else Before.PERHAPS
-
-
-def mark_address(address: str) -> bool:
-    """Notes that a coordinator is there; on disk when this returns. False: it cannot be written."""
-    if (file := _file(address)) is None:
-        return False
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        sync_folder(file.parent)
-    except OSError:
-        return False
-    return True
-
-
-def forget_address(address: str) -> None:
-    """The coordinator there has ended, and no job holds a lease of it."""
-    if (file := _file(address)) is not None:
-        with contextlib.suppress(OSError):
-            file.unlink()
-
-
-def _file(address: str) -> Path | None:
-    """By port: what listens on all interfaces can be reached by the loopback address too."""
-    if (state := state_folder()) is None:
-        return None
-    port = address.rpartition(":")[2]
-    name = port if address.startswith("tcp://") and port.isdigit() else xxhash.xxh3_64_hexdigest(address.encode())
-    return state / "addresses" / name
 
 
 def default_path(config: Path, bind: str) -> Path:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from verl_mux.coordinator import by_hand, journal_files
+from verl_mux.coordinator import by_hand
 from verl_mux.coordinator.bus import curve_keys, members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.curve_keys import AGENT, JOB, VIEWER
@@ -46,7 +46,6 @@ from verl_mux.coordinator.core.records import (
     Log,
     Planned,
     PoolsChanged,
-    SomebodyWasBefore,
     What,
 )
 from verl_mux.coordinator.core.settings import Config
@@ -80,7 +79,7 @@ class Coordinator:
         self.address: str | None = None
         self._bind, self._event_log = bind, event_log
         self._journal = Journal(journal_path)
-        self._machine = self._journal.restore(config, uuid.uuid4().hex, journal_files.arrive(bind))
+        self._machine = self._journal.restore(config, uuid.uuid4().hex, is_first=bind.endswith((":0", ":*")))
         self._clock = self._journal.clock
         self._machine.resume(self._clock.now())
         self._refusals = Refusals()
@@ -112,8 +111,6 @@ class Coordinator:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join()
-            if not self._machine.state.leases and self._machine.state.settle_until is None and self.address is not None:
-                journal_files.forget_address(self.address)
         self._journal.close()
 
     def __enter__(self) -> Coordinator:
@@ -162,9 +159,9 @@ class Coordinator:
         self._delivery = Delivery(self._journal, self._machine, self._carry_out, self._loop.call_soon)
         self._planning = Planning(self._machine, self._take, self._clock.now, self._refusals)
         self._planning.look()
-        self._router = Router(self._bind, self._keys, self._receive, self._turned_away)
+        self._router = Router(self._bind, self._keys, self._receive,
+                              lambda reason: self._refusals.count(reason, "a connection"))  # fmt: skip
         self.address = self._router.address
-        journal_files.mark_address(self.address)
         watching = asyncio.create_task(self._watch.run(self._delivery.flush))
         self._ready.set()
         await self._stopping.wait()
@@ -208,7 +205,6 @@ class Coordinator:
             self._answer(identity, role, message)
         except m.Unreadable as error:
             self._refusals.count("frames refused", error)
-            self._was_there_another()
             self._send(identity, m.Refused(about=error.about, reason=str(error)))
         except Exception as error:
             about = m.asks_about(message)
@@ -235,22 +231,12 @@ class Coordinator:
             self._take(message)
         except UnknownJob:
             self._send(identity, m.Unknown())
-            self._was_there_another()
         except IllegalMove:
             self._send(identity, m.JobEnded(reason=self._machine.state.jobs[message.job].reason))
 
     def _send(self, identity: bytes, message: m.Message) -> None:
         """Dropped if the client is not connected; it asks again."""
         self._router.send(identity, m.encode(message))
-
-    def _turned_away(self, reason: str) -> None:
-        self._refusals.count(reason, "a connection")
-        self._was_there_another()
-
-    def _was_there_another(self) -> None:
-        """The sender, or its keys, are of an earlier coordinator at this address: its jobs may still hold leases."""
-        if self._machine.takes_nobody_to_be_before():
-            self._take(SomebodyWasBefore())
 
     def _by_hand(self, message: m.ByHand) -> m.Message:
         decided, answer = by_hand.decide(message, self._machine.state, self.config, self._watch.where_alive)

@@ -32,7 +32,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.conversation import BEAT_EVERY_S, FENCED_AFTER, RECONNECTS_WITHIN_S
+from verl_mux.coordinator.bus.conversation import FENCED_AFTER
 from verl_mux.coordinator.core.records import Job, JobRevoked, JobSilent, JobState, Lease, PhaseOverdue, Request, State, What
 from verl_mux.coordinator.core.settings import OVERDUE_FACTOR, OVERDUE_LEAST_S, SILENT_TIMEOUT_S, Config, Segment
 
@@ -240,19 +240,6 @@ class RunningTime:
     def look(self, now: float) -> float:
         self._seconds, self._looked = self.at(now), now
         return self._seconds
-
-
-def first_look(config: Config) -> float:
-    """Seconds of running time after which a coordinator at an address of which no earlier one is known may grant, if it can be
-    reached from its own machine only and no client from before has spoken.
-
-    Why no job then holds a lease. A job that holds one is on this machine, where no network keeps a client away. Without its
-    coordinator its client tries to connect again within twice RECONNECTS_WITHIN_S, and it beats every BEAT_EVERY_S. That a
-    running process does what is due within 1 - FENCED_AFTER of the lease is what fencing relies on as well. So each job that runs
-    has spoken by the end of the three; then all is as after a loss of memory, and the coordinator settles for the whole lease. A
-    job that is stopped says nothing, but then that does not help it for a lease either (docs/protocol.md, What may be assumed).
-    """
-    return min(config.lease_timeout, 2 * RECONNECTS_WITHIN_S + BEAT_EVERY_S + (1 - FENCED_AFTER) * config.lease_timeout)
 
 
 def is_nearly_late(heard: float, now: float, config: Config) -> bool:

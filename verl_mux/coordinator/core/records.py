@@ -381,10 +381,6 @@ class MovesDue(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
     """Moves that did not pay when they were last thought of may pay by now."""
 
 
-class SomebodyWasBefore(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="SOMEBODY_WAS_BEFORE"):
-    """A client spoke that has met an earlier coordinator at this address, of which nothing was known."""
-
-
 class Said(msgspec.Struct, frozen=True):
     """A line for the event log."""
 
@@ -414,7 +410,7 @@ _Seen = JobSilent | JobRevoked | PhaseOverdue | JobEvicted | DriverDied | JobExi
 AboutJob = m.AnyFromJob | _Seen | HostMeasured
 AboutHosts = HostSeen | HostGone | OwedPaid | HostReleased | NodeReleased | PoolsChanged
 AboutMoves = Planned | MoveGivenUp | MovesDue
-What = AboutJob | AboutHosts | AboutMoves | Settled | SomebodyWasBefore
+What = AboutJob | AboutHosts | AboutMoves | Settled
 
 
 class Input(msgspec.Struct, frozen=True):

@@ -65,7 +65,6 @@ from verl_mux.coordinator.core.records import (
     Request,
     Send,
     Settled,
-    SomebodyWasBefore,
     State,
 )
 from verl_mux.coordinator.core.settings import SILENT_TIMEOUT_S, Config
@@ -201,10 +200,6 @@ class Machine(Leases):
         until = self.state.settle_until
         return None if until is None else max(until - self.running.at(now), 0.0)
 
-    def takes_nobody_to_be_before(self) -> bool:
-        """It settles for a shorter time than it would if it knew of an earlier coordinator."""
-        return self.state.settle_until is not None and self.state.settle_until < self.config.lease_timeout
-
     def changes(self, given: Input) -> bool:
         """False for a mere sign of life, and for an end that is known or is of no job: those need no place in the journal."""
         what = given.what
@@ -241,7 +236,6 @@ class Machine(Leases):
             JobExited: self._told_exited,
             ProcessesGone: self._gone,
             Settled: self._settled,
-            SomebodyWasBefore: self._somebody_was_before,
         }
 
     def _call_handlers(self, now: float, job: Job | None, what: object) -> list[Instruction]:
@@ -411,10 +405,6 @@ class Machine(Leases):
 
     def _settled(self, now: float, job: None, what: Settled) -> list[Instruction]:
         self.state.settle_until = None
-        return []
-
-    def _somebody_was_before(self, now: float, job: None, what: SomebodyWasBefore) -> list[Instruction]:
-        tokens.somebody_was_before(self.state, self.config)
         return []
 
     # --- what follows ---

@@ -85,16 +85,10 @@ def _remember(job: Job, token: int, taken_away: bool) -> None:
 # --- claims ---
 
 
-def settle(state: State, config: Config, unknown_up_to: int, is_first: bool = False) -> None:
-    """At each start anew: its running time begins at 0. `is_first`: no earlier coordinator is known here."""
-    state.settle_until = queueing.first_look(config) if is_first else config.lease_timeout
+def settle(state: State, config: Config, unknown_up_to: int) -> None:
+    """At each start anew: its running time begins at 0."""
+    state.settle_until = config.lease_timeout
     state.unknown_up_to = max(state.unknown_up_to, unknown_up_to)
-
-
-def somebody_was_before(state: State, config: Config) -> None:
-    """There was an earlier coordinator here after all: one of its jobs spoke."""
-    if state.settle_until is not None:
-        state.settle_until = config.lease_timeout
 
 
 def take_claims(state: State, config: Config, job: Job, what: m.Register, now: float) -> None:
@@ -106,8 +100,6 @@ def take_claims(state: State, config: Config, job: Job, what: m.Register, now: f
     if what.number < job.registrations.get(what.client, 0):
         return
     job.registrations[what.client] = what.number
-    if what.again or what.held or what.seen:
-        somebody_was_before(state, config)
     if what.again and state.settle_until is not None:
         held = {claim.token for claim in what.held}
         gone = [lease for lease in state.leases_of(job.name) if lease.client == what.client and lease.token not in held]

@@ -26,7 +26,6 @@ from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.coordinator.journal import Journal
-from verl_mux.coordinator.journal_files import Before
 from verl_mux.coordinator.status_view import plain
 from verl_mux.errors import UserError
 from verl_mux.placement.estimator import Observed
@@ -267,14 +266,14 @@ def test_the_records_with_placements_survive_the_journals_encoding(driver):
 def test_a_restart_keeps_the_placement_and_decides_as_before(tmp_path):
     config = placing_config(count=2)
     journal = Journal(tmp_path / "journal")
-    machine = journal.restore(config, "first", Before.NONE)
+    machine = journal.restore(config, "first", is_first=True)
     driver = Driver(machine)
     for job in ("a", "b"):
         arrive(driver, job, slo=1.2)
     for event in driver.events:
         journal.append(event)
     journal.close()
-    restored = Journal(tmp_path / "journal").restore(config, "second", Before.NONE)
+    restored = Journal(tmp_path / "journal").restore(config, "second", is_first=True)
     assert restored.state == msgspec.structs.replace(machine.state, token=restored.state.token)
     again = Driver(restored)
     again.now = driver.now

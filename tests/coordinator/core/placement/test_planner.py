@@ -12,7 +12,6 @@ from verl_mux.coordinator.core.records import JobEvicted, ProcessesGone, State
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.coordinator.journal import Journal
-from verl_mux.coordinator.journal_files import Before
 from verl_mux.errors import UserError
 from verl_mux.placement.estimator import Observed
 
@@ -129,7 +128,7 @@ def test_a_coordinator_that_lost_its_memory_finds_jobs_in_whichever_pools_they_s
 def test_the_records_survive_the_journal_and_it_decides_as_before(tmp_path):
     config = several(count=2)
     journal = Journal(tmp_path / "journal")
-    machine = journal.restore(config, "first", Before.NONE)
+    machine = journal.restore(config, "first", is_first=True)
     driver = Driver(machine)
     for job in ("a", "b", "c"):
         arrive(driver, job, slo=1.0, profiled=seen(10.0, 90.0))
@@ -141,7 +140,7 @@ def test_the_records_survive_the_journal_and_it_decides_as_before(tmp_path):
     for event in driver.events:
         journal.append(event)
     journal.close()
-    restored = Journal(tmp_path / "journal").restore(config, "second", Before.NONE)
+    restored = Journal(tmp_path / "journal").restore(config, "second", is_first=True)
     again = Driver(restored)
     again.now = driver.now
     for each in (driver, again):
