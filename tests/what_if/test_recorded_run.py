@@ -10,6 +10,7 @@ import pytest
 from scipy.stats import kendalltau
 
 from verl_mux.rollout.lengths.predictors import LengthRow
+from verl_mux.what_if.advice import _limits
 from verl_mux.what_if.recorded_run import Foresight, Group, Recording, Rounds, Sample, in_order, resampled
 
 CHANCE = random.Random(2)
@@ -79,3 +80,23 @@ def test_tail_rounds_gather_the_long_prompts_once_earlier_epochs_have_told_them(
     steps = PROMPTS // BATCH
     assert sorted(long[:steps]) == [0, 0, 1, 1, 1, 1]  # as they came
     assert sorted(long[steps : 2 * steps]) == sorted(long[2 * steps :]) == [0, 0, 0, 0, 0, 4]
+
+
+def _scored(*rows):
+    """rows: tokens and score of a response."""
+    groups = tuple(Group(f"g{at}", 0, (Sample(tokens, 0, 0.0, score),)) for at, (tokens, score) in enumerate(rows))
+    return Recording("a", {}, groups, (), replicas=1, slots=None, unknown=0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "limits"),
+    [
+        ([(300, 1.0)] * 90 + [(1000, 0.0)] * 10, [320]),  # a tail that earns nothing
+        ([(300, -1.0)] * 90 + [(1000, -1.0)] * 10, [320]),  # equal rewards put nothing at stake
+        ([(300, 0.0)] * 90 + [(1000, 1.0)] * 10, []),  # a tail that earns it all
+        ([(300, -1.0)] * 50 + [(1000, -0.5)] * 50, []),  # rewards count from the worst
+        ([(100, None)], []),
+    ],
+)
+def test_limits_are_tried_beyond_which_next_to_no_reward_lies(rows, limits):
+    assert _limits(_scored(*rows)) == limits

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from verl_mux.errors import UserError
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.rollout.control.launch_order import ORDERS
-from verl_mux.what_if import length_limit
 from verl_mux.what_if.recorded_run import Recording, changed, recordings, stays_of
 from verl_mux.what_if.together import Makespan, Together, sharings
 from verl_mux.what_if.what_if import Outcome, Prediction, WhatIf
@@ -19,6 +20,8 @@ RATES = (0.25, 0.5, 1.0)
 WORTH = 0.03  # of the step; less is not shown
 MAX_AT_STAKE = 0.02  # of the reward
 FEW = 5
+QUANTILES = (0.5, 0.75, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)
+ROUND_TO = 64  # tokens
 MAX_LIMITS = 3
 
 
@@ -83,38 +86,37 @@ def _best(model: WhatIf) -> list[Prediction]:
 
 def _candidates(model: WhatIf) -> Iterator[dict[str, str]]:
     settings = model.settings
+    keys = settings.rollout
     for limit in _limits(model.recording):
         yield {"data.max_response_length": str(limit)}
-    if settings.segment is None:
+    if keys.segments.segment_length is None:
         for rate in RATES:
-            if rate != settings.oversample.rate:
+            if rate != keys.oversample.rate:
                 yield {"mux.rollout.oversample.rate": f"{rate:g}"}
-    if settings.oversample.rate == 0:
+    if keys.oversample.rate == 0:
         for parts in (4, 2):
             yield {
                 "mux.rollout.segments.segment_length": str(math.ceil(settings.longest / parts)),
                 "mux.rollout.segments.max_segments": str(parts),
             }
-    if settings.tail == "none" and model.recording.recurs:
+    if not keys.defers and model.recording.recurs:
         yield {"mux.rollout.tail": "defer"}
     for order in ORDERS:
-        if order != settings.launch_order:
+        if order != keys.launch_order:
             yield {"mux.rollout.dispatch.order": order}
 
 
 def _limits(recording: Recording) -> list[int]:
-    """Limits of the length that put little reward at stake, by the same rule as the length advice; without scores, none."""
-    samples = [
-        length_limit.LengthSample(s.tokens, s.score, float(s.tokens), group.step)
-        for group in recording.groups
-        for s in group.samples
-        if s.score is not None
-    ]
-    if not samples:
+    """Shorter limits of a response's length, rounded quantiles of the recorded lengths, beyond which lies next to none of the
+    reward above the worst one given; without scores, none."""
+    scored = [sample for group in recording.groups for sample in group.samples if sample.score is not None]
+    if not scored:
         return []
-    table = length_limit.advise(samples).candidates
-    fit = [row.max_response_length for row in table if row.reward <= MAX_AT_STAKE and row.max_response_length < recording.longest]
-    return fit[:MAX_LIMITS]
+    tokens, scores = (np.array([getattr(sample, name) for sample in scored], dtype=float) for name in ("tokens", "score"))
+    earned = scores - scores.min()
+    tried = {max(math.ceil(tokens_at / ROUND_TO), 1) * ROUND_TO for tokens_at in np.quantile(tokens, QUANTILES)}
+    fit = [limit for limit in sorted(tried) if earned[tokens > limit].sum() <= MAX_AT_STAKE * earned.sum()]
+    return [limit for limit in fit if limit < recording.longest][:MAX_LIMITS]
 
 
 def _together(model: Together, best: Mapping[str, Sequence[Prediction]], what_if: Mapping[str, str] | None) -> dict[str, Any]:
@@ -144,7 +146,7 @@ def _candidates_together(model: Together, best: Mapping[str, Sequence[Prediction
     migrating = {
         job: {"mux.rollout.migration": "true"}
         for job, its in model.models.items()
-        if model.sharing.shares[job].can_shrink and not its.settings.migration
+        if model.sharing.shares[job].can_shrink and not its.settings.rollout.migration
     }
     allowed = {job: keys for job, keys in migrating.items() if changed(model.models[job].settings, keys).is_possible}
     if allowed:

@@ -8,22 +8,22 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Annotated
 
 import msgspec
 import numpy as np
 import polars as pl
 
 from verl_mux.config.job_checks import Surroundings, check_rollout
-from verl_mux.config.schema import DispatchConfig, OversampleConfig, RolloutConfig, SegmentsConfig
+from verl_mux.config.schema import DispatchConfig, RolloutConfig
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.rollout.control.launch_order import ORDERS
-from verl_mux.rollout.control.oversampling import STRATEGIES, LagLimit
-from verl_mux.rollout.control.segments import SegmentLimits
+from verl_mux.rollout.control.oversampling import STRATEGIES
 from verl_mux.rollout.control.tail_rounds import MAX_MEAN, TAILS, LengthEstimates, TailRounds
 from verl_mux.rollout.lengths.predictors import LengthPredictor, LengthRow, Prompt, make_predictor
 
@@ -204,57 +204,20 @@ def _infer(keys: dict[str, str], analysis: Analysis, job: str, groups: tuple[Gro
         keys["mux.rollout.oversample.rate"] = f"{max(rate, 0.0):.2g}"
 
 
-_OFF = ("none", "null", "off")
-
-
 @dataclass(frozen=True)
 class Settings:
     """wanted: prompt groups that a step trains. samples: of a group. longest: most tokens of a response. slots: requests that one
-    replica runs at once. segment: tokens of a round; None: off. order: fifo, sjf or auto; predictor: what
-    it is named by. threshold: verl's
-    max_off_policy_threshold; None where the log does not say. at_once: requests that all engines may run; None likewise."""
+    replica runs at once. rollout: the keys under mux.rollout. mode: trainer mode; empty where the log names none. threshold:
+    verl's max_off_policy_threshold, at_once: requests that all engines may run; None where the log does not say."""
 
     wanted: int
     samples: int
     longest: int
     slots: int
-    oversample: OversampleConfig
-    segment: int | None = None
-    max_segments: int = 4
-    order: Literal["fifo", "sjf", "auto"] = "fifo"
-    max_lag: int | None = None
-    max_lag_strategy: Literal["protect", "wait", "drop"] = "protect"
-    predictor: str = "default"
+    rollout: RolloutConfig
     mode: str = ""
-    tail: Literal["none", "defer"] = "none"
-    migration: bool = False
     threshold: int | None = None
     at_once: int | None = None
-
-    @property
-    def rollout(self) -> RolloutConfig:
-        """The same as a job's keys."""
-        return RolloutConfig(
-            oversample=self.oversample,
-            max_lag=self.max_lag,
-            max_lag_strategy=self.max_lag_strategy,
-            segments=SegmentsConfig(segment_length=self.segment, max_segments=self.max_segments),
-            dispatch=DispatchConfig(order=self.order, predictor=self.predictor),
-            migration=self.migration,
-            tail=self.tail,
-        )
-
-    @property
-    def limits(self) -> SegmentLimits | None:
-        return self.rollout.segment_limits(self.longest)
-
-    @property
-    def lag(self) -> LagLimit | None:
-        return self.rollout.lag_limit(self.threshold)
-
-    @property
-    def launch_order(self) -> str:
-        return self.rollout.launch_order
 
     @property
     def is_possible(self) -> bool:
@@ -267,27 +230,25 @@ class Settings:
         return True
 
 
-def _switch(text: str) -> bool:
-    return {"true": True, "false": False}[text.lower()]
-
-
-# What is far beyond any job: prompt groups are all drawn.
-MOST = {"data.train_batch_size": 16_384, "mux.rollout.oversample.rate": 100.0}
-LEAST = {"rate": 0, "max_cuts": 0, "max_lag": 0}
-# key -> (type, what is allowed)
-KEYS: dict[str, tuple[Callable[[str], object], str]] = {
-    "data.max_response_length": (int, "tokens, from 1 to the longest recorded response"),
-    "data.train_batch_size": (int, "prompt groups, from 1 to 16384"),
-    "actor_rollout_ref.rollout.max_num_seqs": (int, "requests, 1 or more"),
-    "mux.rollout.oversample.rate": (float, "from 0 to 100"),
-    "mux.rollout.oversample.max_cuts": (int, "0 or more"),
-    "mux.rollout.segments.segment_length": (int, "tokens, 1 or more, or null"),
-    "mux.rollout.segments.max_segments": (int, "1 or more"),
-    "mux.rollout.max_lag": (int, "versions, 0 or more, or null"),
-    "mux.rollout.max_lag_strategy": (str, ", ".join(STRATEGIES)),
-    "mux.rollout.dispatch.order": (str, ", ".join((*ORDERS, "auto"))),
-    "mux.rollout.tail": (str, ", ".join(TAILS)),
-    "mux.rollout.migration": (_switch, "true, false"),
+SLOTS = "actor_rollout_ref.rollout.max_num_seqs"
+_FIELDS = {"data.max_response_length": "longest", "data.train_batch_size": "wanted", SLOTS: "slots"}
+_OFF = ("none", "null", "off")
+# Prompt groups, and parts of a batch, beyond any job's: all groups of a step are drawn.
+_MOST_GROUPS, _MOST_RATE = 16_384, 100.0
+# Keys that can be tried -> what they may be.
+KEYS = {
+    "data.max_response_length": "tokens, from 1 to the longest recorded response",
+    "data.train_batch_size": f"prompt groups, from 1 to {_MOST_GROUPS}",
+    SLOTS: "requests, 1 or more",
+    "mux.rollout.oversample.rate": f"from 0 to {_MOST_RATE:g}",
+    "mux.rollout.oversample.max_cuts": "0 or more",
+    "mux.rollout.segments.segment_length": "tokens, 1 or more, or null",
+    "mux.rollout.segments.max_segments": "1 or more",
+    "mux.rollout.max_lag": "versions, 0 or more, or null",
+    "mux.rollout.max_lag_strategy": ", ".join(STRATEGIES),
+    "mux.rollout.dispatch.order": ", ".join((*ORDERS, "auto")),
+    "mux.rollout.tail": ", ".join(TAILS),
+    "mux.rollout.migration": "true, false",
 }
 
 
@@ -295,19 +256,15 @@ def recorded(recording: Recording) -> Settings:
     """The settings that the recording was made under, as far as its log says them."""
     keys = recording.keys
     samples = int(keys.get("actor_rollout_ref.rollout.n", max(len(group.samples) for group in recording.groups)))
-    slots = int(keys.get("actor_rollout_ref.rollout.max_num_seqs", 1 << 30))
+    slots = int(keys.get(SLOTS, 1 << 30))
     threshold = keys.get("trainer.v1.sampler.max_off_policy_threshold")
     settings = Settings(
         recording.wanted, samples, recording.longest, min(slots, recording.slots or slots),
-        OversampleConfig(),
-        mode=keys.get("trainer.v1.trainer_mode", ""), predictor=keys.get("mux.rollout.dispatch.predictor", "default"),
-        threshold=int(threshold) if threshold else None,
-        at_once=slots * recording.replicas if "actor_rollout_ref.rollout.max_num_seqs" in keys else None,
+        RolloutConfig(dispatch=DispatchConfig(predictor=keys.get("mux.rollout.dispatch.predictor", "default"))),
+        mode=keys.get("trainer.v1.trainer_mode", ""), threshold=int(threshold) if threshold else None,
+        at_once=slots * recording.replicas if SLOTS in keys else None,
     )  # fmt: skip
-    given = {key: value for key, value in keys.items() if key in KEYS}
-    # What the log says of its own limit may lie above any response, which changes nothing.
-    given.pop("data.max_response_length", None)
-    return changed(settings, {key: value for key, value in given.items() if key != "actor_rollout_ref.rollout.max_num_seqs"})
+    return changed(settings, {key: value for key, value in keys.items() if key in KEYS and key not in _FIELDS})
 
 
 def changed(settings: Settings, keys: Mapping[str, str]) -> Settings:
@@ -317,39 +274,30 @@ def changed(settings: Settings, keys: Mapping[str, str]) -> Settings:
         UserError: a key that cannot be tried on a recording, or a value that is not possible.
     """
     for key, text in keys.items():
-        settings = _with(settings, key, text)
+        if key not in KEYS:
+            raise UserError(f"--what-if {key}: cannot be tried on a recorded run; allowed: {', '.join(KEYS)}")
+        try:
+            settings = _with_field(settings, key, text) if key in _FIELDS else _with_rollout(settings, key, text)
+        except msgspec.ValidationError:
+            raise UserError(f"--what-if {key}={text} is not possible; allowed: {KEYS[key]}") from None
     return settings
 
 
-def _with(settings: Settings, key: str, text: str) -> Settings:
-    if key not in KEYS:
-        raise UserError(f"--what-if {key}: cannot be tried on a recorded run; allowed: {', '.join(KEYS)}")
-    kind, allowed = KEYS[key]
-    off = key.endswith(("segment_length", "max_lag")) and text.lower() in _OFF
-    try:
-        value: object = None if off else kind(text)
-    except (KeyError, ValueError):
-        value = text
-    if not off and not _possible(key, value, settings):
-        raise UserError(f"--what-if {key}={text} is not possible; allowed: {allowed}")
-    name = key.rpartition(".")[2]
-    if ".oversample." in key:
-        return replace(settings, oversample=msgspec.structs.replace(settings.oversample, **{name: value}))
-    field = {"max_response_length": "longest", "train_batch_size": "wanted", "max_num_seqs": "slots", "segment_length": "segment"}
-    other: dict[str, Any] = {field.get(name, name): value}
-    return replace(settings, **other)
+def _with_field(settings: Settings, key: str, text: str) -> Settings:
+    name = _FIELDS[key]
+    most = {"longest": settings.longest, "wanted": _MOST_GROUPS}.get(name, sys.maxsize)
+    return replace(settings, **{name: msgspec.convert(text, Annotated[int, msgspec.Meta(ge=1, le=most)], strict=False)})
 
 
-def _possible(key: str, value: object, settings: Settings) -> bool:
-    if key == "data.max_response_length":
-        return isinstance(value, int) and 1 <= value <= settings.longest
-    if key.endswith("migration"):
-        return isinstance(value, bool)
-    words = {"order": (*ORDERS, "auto"), "max_lag_strategy": STRATEGIES, "tail": TAILS}
-    name = key.rpartition(".")[2]
-    if name in words:
-        return value in words[name]
-    return isinstance(value, (int, float)) and LEAST.get(name, 1) <= value <= MOST.get(key, math.inf)
+def _with_rollout(settings: Settings, key: str, text: str) -> Settings:
+    *parents, name = key.removeprefix("mux.rollout.").split(".")
+    keys = msgspec.to_builtins(settings.rollout)
+    part = keys[parents[0]] if parents else keys
+    part[name] = None if name in ("segment_length", "max_lag") and text.lower() in _OFF else text
+    rollout = msgspec.convert(keys, RolloutConfig, strict=False)
+    if not rollout.oversample.rate <= _MOST_RATE:
+        raise msgspec.ValidationError
+    return replace(settings, rollout=rollout)
 
 
 TAU = 0.5  # rank agreement of predicted and true lengths, as a learning predictor reaches on known data
@@ -437,27 +385,6 @@ def _epochs(groups: Sequence[Group], chance: random.Random) -> list[Group]:
     return out
 
 
-class Source(Protocol):
-    """draw(count) -> names and groups; trained(lengths by name) after each step."""
-
-    def draw(self, count: int) -> list[tuple[str, Group]]: ...
-    def trained(self, lengths: Mapping[str, Sequence[int]]) -> None: ...
-
-
-class Arrival:
-    """As the data loader hands them out. stream: must not end."""
-
-    def __init__(self, stream: Iterator[Group]) -> None:
-        self._stream = _named(stream)
-
-    def draw(self, count: int) -> list[tuple[str, Group]]:
-        """The next ones."""
-        return list(itertools.islice(self._stream, count))
-
-    def trained(self, lengths: Mapping[str, Sequence[int]]) -> None:
-        """Nothing to learn."""
-
-
 class Rounds:
     """`mux.rollout.tail: defer` over a stream that does not end. longest: prompt groups of a window; it ends sooner where a
     prompt comes again, which begins another epoch."""
@@ -465,7 +392,7 @@ class Rounds:
     def __init__(
         self, stream: Iterator[Group], batch: int, samples: int, foresight: Foresight, longest: int, max_mean: float = MAX_MEAN
     ) -> None:  # fmt: skip
-        self._stream, self._foresight, self._longest = _named(stream), foresight, longest
+        self._stream, self._foresight, self._longest = named(stream), foresight, longest
         self._rounds = TailRounds(batch, LengthEstimates(foresight.predictor(), samples), max_mean)
         self._groups: dict[str, Group] = {}
         self._next = next(self._stream)
@@ -497,6 +424,6 @@ class Rounds:
         self._rounds.gather(list(window), list(window.values()))
 
 
-def _named(stream: Iterator[Group]) -> Iterator[tuple[str, Group]]:
+def named(stream: Iterator[Group]) -> Iterator[tuple[str, Group]]:
     """A name for each draw."""
     return ((f"{group.name}#{number}", group) for number, group in enumerate(stream))

@@ -23,7 +23,7 @@ from verl_mux.rollout.control.oversampling import Oversampler
 from verl_mux.rollout.control.segments import SegmentSteps
 from verl_mux.rollout.instructions import Abort, Draw, Drop, Finish, Instruction, Launch, Report
 from verl_mux.rollout.lengths.predictors import LengthRow, Prompt
-from verl_mux.what_if.recorded_run import BY_ID, Arrival, Foresight, Group, Recording, Rounds, Sample, Settings, Source
+from verl_mux.what_if.recorded_run import BY_ID, Foresight, Group, Recording, Rounds, Sample, Settings, named
 
 MIN_STAYS = 20
 _REFITS = 3
@@ -292,17 +292,19 @@ class Rerun:
     ) -> None:  # fmt: skip
         self._settings, self._speed, self._replicas, self._worst = settings, speed, recording.replicas, worst
         self._random = random.Random(seed)
-        learns = settings.predictor if recording.recurs and settings.predictor in BY_ID else None
+        keys = settings.rollout
+        learns = keys.dispatch.predictor if recording.recurs and keys.dispatch.predictor in BY_ID else None
         self._foresight = Foresight(learns, seed)
         self._order = self._foresight.predictor()
-        self._source: Source = Arrival(stream)
-        if settings.rollout.defers:
-            self._source = Rounds(stream, settings.wanted, settings.samples, self._foresight, len(recording.groups))
-        limits = settings.limits
+        self._rounds: Rounds | None = None
+        if keys.defers:
+            self._rounds = Rounds(stream, settings.wanted, settings.samples, self._foresight, len(recording.groups))
+        self._stream = named(stream)
+        limits, lag = keys.segment_limits(settings.longest), keys.lag_limit(settings.threshold)
         self._machine: Oversampler | SegmentSteps = (
-            Oversampler(settings.samples, settings.oversample.rate, settings.oversample.max_cuts, settings.lag)
+            Oversampler(settings.samples, keys.oversample.rate, keys.oversample.max_cuts, lag)
             if limits is None
-            else SegmentSteps(limits, settings.samples, settings.oversample.rate, settings.lag)
+            else SegmentSteps(limits, settings.samples, keys.oversample.rate, lag)
         )
         self._longest = settings.longest if limits is None else limits.longest
         self._live: dict[Key, _Live] = {}
@@ -428,18 +430,18 @@ class Rerun:
         self._report(key, "abort")
 
     def _draw(self, count: int) -> None:
-        drawn = self._source.draw(count)
+        drawn = self._rounds.draw(count) if self._rounds else list(itertools.islice(self._stream, count))
         for name, group in drawn:
             for number in range(self._settings.samples):
                 sample = group.samples[number % len(group.samples)]
                 self._live[name, number] = _Live(sample, sample.tokens, group)
         scores = self._scores(drawn)
-        order = np.argsort(turns(self._settings.launch_order, scores), kind="stable")
+        order = np.argsort(turns(self._settings.rollout.launch_order, scores), kind="stable")
         self._carry_out(self._machine.drawn([drawn[place][0] for place in order]))
 
     def _scores(self, drawn: Sequence[tuple[str, Group]]) -> np.ndarray:
         """Predicted lengths; nothing is predicted where that orders nothing."""
-        if self._settings.launch_order == "fifo":
+        if self._settings.rollout.launch_order == "fifo":
             return np.zeros(len(drawn))
         self._prompts |= {name: self._foresight.prompt(name, group) for name, group in drawn}
         return self._order.predict([self._prompts[name] for name, _ in drawn])
@@ -466,7 +468,8 @@ class Rerun:
         return step
 
     def _learn(self, lengths: Mapping[str, Sequence[int]]) -> None:
-        self._source.trained(lengths)
+        if self._rounds:
+            self._rounds.trained(lengths)
         rows = [
             LengthRow(self._prompts[group], self._number, length)
             for group, its in lengths.items()

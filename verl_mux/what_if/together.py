@@ -265,7 +265,7 @@ class _Job:
     def __init__(self, name: str, settings: Settings, share: Share, model: WhatIf, world: int | None, steps: int) -> None:
         self.name, self.settings, self.share, self.steps = name, settings, share, steps
         self.rerun, self.training = model.rerun(settings, world), model.training(world)
-        self.migrates = settings.migration and share.can_shrink
+        self.migrates = settings.rollout.migration and share.can_shrink
 
     def train_s(self, tokens: int) -> float:
         """Seconds of the training's lease."""

@@ -15,6 +15,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -108,7 +109,8 @@ class WhatIf:
         groups = [
             group for group in self.recording.groups if len(group.samples) == self.settings.samples
         ] or self.recording.groups
-        as_it_came = replace(self.settings, tail="none")  # recorded in the order of its tail rounds
+        # Recorded in the order of its tail rounds.
+        as_it_came = replace(self.settings, rollout=msgspec.structs.replace(self.settings.rollout, tail="none"))
         rerun = Rerun(as_it_came, self.recording, itertools.chain(groups, resampled(self.recording, 0)), speed, self._worst)
         known = self.recording.steps[: self._steps]
         said = np.array([rerun.step().rollout_s for _ in known])
