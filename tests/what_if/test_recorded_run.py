@@ -91,8 +91,8 @@ def _scored(*rows):
 @pytest.mark.parametrize(
     ("rows", "limits"),
     [
-        ([(300, 1.0)] * 90 + [(1000, 0.0)] * 10, [320]),  # a tail that earns nothing
-        ([(300, -1.0)] * 90 + [(1000, -1.0)] * 10, [320]),  # equal rewards put nothing at stake
+        ([(300, 1.0)] * 90 + [(1000, 0.0)] * 10, [320, 384]),  # a tail that earns nothing
+        ([(300, -1.0)] * 90 + [(1000, -1.0)] * 10, [320, 384]),  # equal rewards put nothing at stake
         ([(300, 0.0)] * 90 + [(1000, 1.0)] * 10, []),  # a tail that earns it all
         ([(300, -1.0)] * 50 + [(1000, -0.5)] * 50, []),  # rewards count from the worst
         ([(100, None)], []),
