@@ -21,7 +21,6 @@ import msgspec
 import zmq
 
 from bench.coordinator_process import CoordinatorProcess
-from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.client import connect
 from verl_mux.coordinator.bus.curve_keys import JOB, for_address
@@ -31,7 +30,7 @@ from verl_mux.errors import Failure
 from verl_mux.placement.job_needs import JobNeeds, ModelSize
 
 # Beside the two that hand a node over; a job that has departed stays on record for a while.
-MOST_JOBS = limits.JOBS - 2
+MOST_JOBS = m.JOBS - 2
 _AUTO = {"rollout": [m.AUTO], "train": [m.AUTO]}
 _ANSWER_MS = 120_000
 # Qwen2.5-7B, -14B and -32B, from their configs: hidden size, layers, intermediate size, heads; all have 8 (7B: 4) heads of keys.

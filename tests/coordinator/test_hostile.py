@@ -8,7 +8,6 @@ import zmq
 
 from tests.coordinator.core.placement.placed_jobs import AUTO, CPU, needs, pools
 from tests.coordinator.raw import raw_dealer
-from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
 
 WHO = {"job": "a", "uid": "a:1", "client": "a-1"}
@@ -112,7 +111,7 @@ def test_a_refused_frame_is_answered_and_counted(placing, speak):
 
 def test_a_frame_beyond_the_limit_is_not_even_read(serve, speak):
     coordinator = serve()
-    speak(coordinator).send(b"\0" * (limits.FRAME_BYTES + 1))
+    speak(coordinator).send(b"\0" * (m.FRAME_BYTES + 1))
     assert speak(coordinator, "another").status()["refused"] == {}
 
 

@@ -10,7 +10,7 @@ import zmq
 
 from tests.coordinator.raw import Stranger, raw_dealer
 from verl_mux.coordinator.bus import curve_keys as keys
-from verl_mux.coordinator.bus import limits, link
+from verl_mux.coordinator.bus import link
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.client import connect
 from verl_mux.coordinator.bus.link import Router, ask, connect_to, dealer
@@ -25,7 +25,7 @@ MANY = 200
 
 def fill(client: zmq.Socket) -> int:
     """How many of the largest frames go out, while this thread, which is the Router's, reads none."""
-    frame = bytes(limits.FRAME_BYTES - 100)
+    frame = bytes(m.FRAME_BYTES - 100)
     for count in range(MANY):
         if not client.poll(1_000, zmq.POLLOUT):
             return count
@@ -50,7 +50,7 @@ def test_what_a_client_sends_while_nobody_reads_waits_at_the_client():
         router.close()
         return count
 
-    assert asyncio.run(sent()) <= limits.UNREAD_PER_CLIENT + IN_THE_KERNEL
+    assert asyncio.run(sent()) <= m.UNREAD_PER_CLIENT + IN_THE_KERNEL
 
 
 NODES = {"rollout": ["r0"], "train": ["t0"]}

@@ -3,7 +3,6 @@
 import pytest
 
 from tests.coordinator.driver import SIDES, Driver, config
-from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.records import ProcessesGone
 from verl_mux.coordinator.core.state import Machine
@@ -15,7 +14,7 @@ def driver():
 
 
 def test_requests_of_a_job(driver, monkeypatch):
-    monkeypatch.setattr(limits, "REQUESTS_OF_A_JOB", 2)
+    monkeypatch.setattr(m, "REQUESTS_OF_A_JOB", 2)
     driver.register("other")
     driver.ask("other", "rollout", 1, ["r0"])
     driver.register("a")
@@ -25,8 +24,8 @@ def test_requests_of_a_job(driver, monkeypatch):
 
 
 def test_jobs_and_their_clients(driver, monkeypatch):
-    monkeypatch.setattr(limits, "JOBS", 1)
-    monkeypatch.setattr(limits, "CLIENTS_OF_A_JOB", 1)
+    monkeypatch.setattr(m, "JOBS", 1)
+    monkeypatch.setattr(m, "CLIENTS_OF_A_JOB", 1)
     driver.register("a")
     assert "1 jobs are on record; at most 1" in driver.register("b")[0].reason
     where = {"host": "here", "pid": 7, "started": 1, "nodes": SIDES}
@@ -35,7 +34,7 @@ def test_jobs_and_their_clients(driver, monkeypatch):
 
 
 def test_ended_jobs_are_forgotten_oldest_first(driver, monkeypatch):
-    monkeypatch.setattr(limits, "ENDED_JOBS_REMEMBERED", 2)
+    monkeypatch.setattr(m, "ENDED_JOBS_REMEMBERED", 2)
     for job in "abcde":
         driver.register(job)
         driver.ask(job, "rollout", 1, ["r0"])
@@ -51,7 +50,7 @@ def test_who_only_looked_in_leaves_nothing(driver):
 
 
 def test_memory_on_made_up_nodes_and_under_ever_new_tags(driver, monkeypatch):
-    monkeypatch.setattr(limits, "TAGS_ON_A_NODE", 2)
+    monkeypatch.setattr(m, "TAGS_ON_A_NODE", 2)
     driver.register("a")
     (refused,) = driver.do(m.MemoryReport(**driver.who("a"), node="nowhere", tags={"x": 1}))
     assert refused.reason == "job 'a' reports memory on 'nowhere'; allowed: its nodes r0, r1, t0"

@@ -1,5 +1,5 @@
-"""The control bus: what a job, an agent or a command and the coordinator send each other.
+"""The control bus: what a job, an agent or a command and the coordinator send each other. Imports none of the coordinator's modules.
 
-On a client's side: `connect`, `client`, `conversation`, `link`. At the coordinator: `router`. On both: `messages`, `limits`,
-`members` (processes on this host), `curve_keys`. Imports nothing of the coordinator's other modules.
+`client` and `conversation` run in jobs; `link` (both ends), `messages`, `members` (processes on this host) and `curve_keys` on
+both sides; `fence` in the processes that map device memory.
 """

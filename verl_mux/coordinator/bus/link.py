@@ -23,7 +23,6 @@ import zmq.auth.asyncio
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.conversation import RECONNECTS_WITHIN_S
 from verl_mux.coordinator.bus.curve_keys import ClientKeys, ServerKeys, check_port
@@ -304,9 +303,9 @@ class Router:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, limits.FRAME_BYTES)
-        self._socket.setsockopt(zmq.SNDHWM, limits.QUEUE_PER_CLIENT)
-        self._socket.setsockopt(zmq.RCVHWM, limits.UNREAD_PER_CLIENT)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, m.FRAME_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, m.QUEUE_PER_CLIENT)
+        self._socket.setsockopt(zmq.RCVHWM, m.UNREAD_PER_CLIENT)
         self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         self._socket.curve_server, self._socket.curve_publickey, self._socket.curve_secretkey = True, keys.public, keys.secret
         self._roles = _Roles(self._context, keys.roles)

@@ -4,11 +4,9 @@ Runs in every process that speaks on the bus: trainer, agent, launcher, commands
 
 Every message carries the protocol `version`; another version is refused with a line that names both. Tensors never travel here.
 Messages of a job carry its name, its `uid` (one per start of the job, so that a restarted job is not taken for its predecessor)
-and the `client` (one per connection; also its ZeroMQ identity). All may be repeated. Sections below:
-- leases: REGISTER .. JOB_ENDED, between a job's client and the coordinator;
-- by hand: JOB_OVER, from the launcher of a job; EVICT and FREE, from an operator;
-- agents: AGENT_REPORT and AGENT_ANSWER, between the agent of a host and the coordinator;
-- the learner: LEARNER_STATE_UPDATE, to the training trigger; prompts, samples and rewards travel by Ray (docs/rollout.md).
+and the `client` (one per connection; also its ZeroMQ identity). All may be repeated. What is beyond the limits of a field's type
+is refused when it is decoded, before anything of it is kept: the limits are far above what jobs need, and low enough that no
+sender costs the coordinator more than a little memory and time.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
-from verl_mux.coordinator.bus import limits
 from verl_mux.placement.estimator import Observed
 from verl_mux.placement.job_needs import JobNeeds
 from verl_mux.places.place import Place
@@ -28,10 +26,52 @@ PHASES = ("init", *SIDES)
 # In place of a side's nodes: the coordinator chooses them.
 AUTO = "auto"
 
+# --- limits ----------------------------------------------------------------------------------------------------------
+
+FRAME_BYTES = 2**20
+# Answers that wait for a client that does not read; further ones are dropped, and it asks again.
+QUEUE_PER_CLIENT = 100
+# Messages of a client taken off the network before they are read; further ones wait at the client.
+UNREAD_PER_CLIENT = 16
+
+JOBS = 20_000
+ENDED_JOBS_REMEMBERED = 1_000
+CLIENTS_OF_A_JOB = 256
+REQUESTS_OF_A_JOB = 64
+TAGS_ON_A_NODE = 64
+# kube-proxy in its IPVS mode gives every host the addresses of all services of its cluster.
+MOST_ADDRESSES = 4096
+
+Name = Annotated[str, Meta(max_length=256)]
+# Texts that `status` shows hold nothing that terminals act upon (C0, but for tab and newline in texts, DEL, C1) or that turns
+# the direction of writing. Checked where they come in: names in a job's other messages must be those it registered.
+_ALWAYS_REFUSED = r"\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
+_PLAIN_NAME = rf"\A[^\x00-\x0a{_ALWAYS_REFUSED}]*\Z"
+_PLAIN_TEXT = rf"\A[^\x00-\x08{_ALWAYS_REFUSED}]*\Z"
+ShownName = Annotated[str, Meta(max_length=256, pattern=_PLAIN_NAME)]
+Text = Annotated[str, Meta(max_length=4096, pattern=_PLAIN_TEXT)]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+# The state machine refuses a negative step, in better words.
+Step = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+# Tokens count on from the highest that a job claims to hold, so a claim stays far below what a message can carry.
+Token = Annotated[int, Meta(ge=0, le=2**62)]
+ClaimedToken = Beat = Annotated[int, Meta(ge=0, le=2**53)]
+# The sum over all jobs and tags still fits in 63 bits.
+Bytes = Annotated[int, Meta(ge=-(2**43), le=2**43)]
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]  # since 1970; excludes infinity and NaN too
+Ticks = Annotated[int, Meta(ge=0, le=2**62)]
+Factor = Annotated[float, Meta(ge=0, le=1e6)]
+Nodes = Annotated[list[Name], Meta(max_length=4096)]
+Sides = Annotated[dict[Name, Nodes], Meta(max_length=8)]
+Gpus = Annotated[dict[Name, Count], Meta(max_length=4096)]
+Metrics = Annotated[dict[ShownName, float], Meta(max_length=1024)]
+Tags = Annotated[dict[ShownName, Bytes], Meta(max_length=TAGS_ON_A_NODE)]
+HostMemory = Annotated[dict[Name, dict[ShownName, Annotated[int, Meta(ge=0, le=2**43)]]], Meta(max_length=8)]
+
 
 class Unreadable(ValueError):
-    """No message of this protocol, or one beyond the limits. `about`: what a Refused should name, as far as that could be
-    read."""
+    """No message of this protocol, or one beyond the limits. `about`: what a Refused should name, where that could be read."""
 
     about = ""
 
@@ -47,9 +87,9 @@ class Message(msgspec.Struct, kw_only=True, frozen=True, tag_field="type"):
 
 
 class FromJob(Message, kw_only=True, frozen=True):
-    job: limits.Name
-    uid: limits.Name
-    client: limits.Name
+    job: Name
+    uid: Name
+    client: Name
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -58,77 +98,70 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     Neither moves when the wall clock is set. `space`: the PID namespace in which it has that pid; empty: unknown.
     """
 
-    host: limits.ShownName
-    pid: limits.Count
-    started: limits.Ticks
-    boot: limits.Name
-    space: limits.Name = ""
+    host: ShownName
+    pid: Count
+    started: Ticks
+    boot: Name
+    space: Name = ""
 
 
-Members = Annotated[list[Member], msgspec.Meta(max_length=4096)]
+Members = Annotated[list[Member], Meta(max_length=4096)]
 
 
 class Claim(msgspec.Struct, kw_only=True, frozen=True):
     """A lease that a client holds already and asserts again after it lost the coordinator."""
 
-    token: limits.ClaimedToken
-    key: limits.Name
-    phase: limits.Name
-    step: limits.Count
-    nodes: limits.Nodes
-    granted_at: limits.Seconds
-
-
-Claims = Annotated[list[Claim], msgspec.Meta(max_length=256)]
+    token: ClaimedToken
+    key: Name
+    phase: Name
+    step: Count
+    nodes: Nodes
+    granted_at: Seconds
 
 
 # --- leases: a job's client to the coordinator -----------------------------------------------------------------------
 
 
 class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
-    """Asks to be taken as a job, or as one more client of it.
+    """Asks to be taken as a job, or as one more client of it."""
 
-    `nodes`: nodes or whole pools per side; `auto` on both sides: the coordinator places the job by its `needs` or the steps
-    `profiled`, within `slo`, and if it is `colocated` on the same nodes for both phases. `gpus`: needed on each node of a side,
-    or on one named node. `host_memory`: bytes of the job's states on each node, by side and kind; its processes come on top.
-    `space`: the driver's PID namespace.
-
-    `filler`: its requests come behind those of all jobs, and what it holds is called back when a job wants it. `grace`: seconds
-    that it may need to give it back, if more than `filler_grace`; `lease_timeout` at most. `movable`: the launcher starts the
-    job again, from its newest checkpoint, when it leaves because the coordinator asked it to.
-
-    Of a client that registers `again`: `placed` is where the job was placed, `first` that it was the job's first, `held` the
-    leases it asserts, `seen` the highest token that it was ever granted. `number`: of this registration of the client, so that
-    it recognises the answer to the newest one.
-    """
-
-    job: limits.ShownName
-    uid: limits.ShownName
-    client: limits.ShownName
-    host: limits.ShownName
-    pid: limits.Count
-    started: limits.Ticks
-    boot: limits.Name = ""
-    space: limits.Name = ""
-    nodes: limits.Sides
-    gpus: limits.Gpus = {}
-    host_memory: limits.HostMemory = {}
-    seed: limits.Seed = 0
-    steps: limits.Count | None = None
+    job: ShownName
+    uid: ShownName
+    client: ShownName
+    # Of the driver.
+    host: ShownName
+    pid: Count
+    started: Ticks
+    boot: Name = ""
+    space: Name = ""
+    # Nodes or whole pools per side; `auto` on both sides: the coordinator places the job by its `needs` or the steps `profiled`,
+    # within `slo` (how many times its iteration alone an iteration may last), and if it is `colocated` on the same nodes for both
+    # phases.
+    nodes: Sides
+    gpus: Gpus = {}  # needed on each node of a side, or on one named node
+    host_memory: HostMemory = {}  # bytes of the job's states on each node, by side and kind; its processes come on top
+    seed: Seed = 0
+    steps: Count | None = None  # in all
     members: Members = []
-    held: Claims = []
-    seen: limits.Token = 0
-    number: limits.Count = 0
-    again: bool = False
-    first: bool = False
     needs: JobNeeds | None = None
-    slo: limits.Factor | None = None
-    placed: limits.Sides = {}
+    slo: Factor | None = None
     profiled: Observed = Observed()
-    filler: bool = False
-    grace: limits.Seconds = 0.0
-    movable: bool = False
     colocated: bool = False
+    # Its requests come behind those of all jobs, and what it holds is called back when a job wants it. `grace`: seconds that it
+    # may need to give it back, if more than `filler_grace`; `lease_timeout` at most.
+    filler: bool = False
+    grace: Seconds = 0.0
+    # The launcher starts the job again, from its newest checkpoint, when it leaves because the coordinator asked it to.
+    movable: bool = False
+    # Of a client that registers `again`: where the job was placed, whether it was the job's first, the leases it asserts, and the
+    # highest token that it was ever granted.
+    again: bool = False
+    placed: Sides = {}
+    first: bool = False
+    held: Annotated[list[Claim], Meta(max_length=256)] = []
+    seen: Token = 0
+    # Of this registration of the client, so that it recognises the answer to the newest one.
+    number: Count = 0
 
     @property
     def driver(self) -> Member:
@@ -147,80 +180,72 @@ class LeaseRequest(FromJob, kw_only=True, frozen=True, tag="LEASE_REQUEST"):
     stay free for that many seconds.
     """
 
-    key: limits.Name
-    phase: limits.Name
-    step: limits.Step
-    nodes: limits.Nodes
-    number: limits.Count = 0
-    num_nodes: limits.Count = 0
-    least: limits.Seconds = 0.0
+    key: Name
+    phase: Name
+    step: Step
+    nodes: Nodes
+    number: Count = 0
+    num_nodes: Count = 0
+    least: Seconds = 0.0
 
 
 class LeaseCancel(FromJob, kw_only=True, frozen=True, tag="LEASE_CANCEL"):
-    """The client does not want the lease of this key any more, granted or not."""
-
-    key: limits.Name
+    key: Name  # its lease is not wanted any more, granted or not
 
 
 class LeaseRelease(FromJob, kw_only=True, frozen=True, tag="LEASE_RELEASE"):
-    """Nothing is done under this token any more. The same one sent twice is one release."""
-
-    token: limits.Token
+    token: Token  # nothing is done under it any more; the same one sent twice is one release
 
 
 class LeaseShrink(FromJob, kw_only=True, frozen=True, tag="LEASE_SHRINK"):
     """Gives some of a lease's nodes back; the rest stays held. The same `key` sent twice is one."""
 
-    key: limits.Name
-    token: limits.Token
-    nodes: limits.Nodes
+    key: Name
+    token: Token
+    nodes: Nodes
 
 
 class Heartbeat(FromJob, kw_only=True, frozen=True, tag="HEARTBEAT"):
-    """`beat` counts from 1; `tokens` are the leases that the client believes it holds."""
-
-    beat: limits.Beat
-    tokens: limits.Tokens = []
+    beat: Beat  # counts from 1
+    tokens: Annotated[list[Token], Meta(max_length=256)] = []  # of the leases that the client believes it holds
 
 
 class Progress(FromJob, kw_only=True, frozen=True, tag="PROGRESS"):
     """`done` of `total` samples of the rollout that runs under `token` (None: under no lease)."""
 
-    done: limits.Count
-    total: limits.Count
-    token: limits.Token | None = None
+    done: Count
+    total: Count
+    token: Token | None = None
 
 
 class StepReport(FromJob, kw_only=True, frozen=True, tag="STEP_REPORT"):
     """`step` is finished. `steps`: of the job in all, which it may not have known when it registered."""
 
-    step: limits.Count
-    metrics: limits.Metrics
-    steps: limits.Count | None = None
+    step: Count
+    metrics: Metrics
+    steps: Count | None = None
 
 
 class MemoryReport(FromJob, kw_only=True, frozen=True, tag="MEMORY_REPORT"):
     """Device bytes that the job holds on `node` now under these tags; earlier reports of other tags stand."""
 
-    node: limits.Name
-    tags: limits.Tags
+    node: Name
+    tags: Tags
 
 
 class HostReport(FromJob, kw_only=True, frozen=True, tag="HOST_REPORT"):
     """Host memory of the job's processes on `node` now, by kind; replaces the report of that node before."""
 
-    node: limits.Name
-    bytes: limits.Tags
+    node: Name
+    bytes: Tags
 
 
 class PhaseNote(FromJob, kw_only=True, frozen=True, tag="PHASE_NOTE"):
-    note: limits.Text
+    note: Text
 
 
 class MemberReport(FromJob, kw_only=True, frozen=True, tag="MEMBER_REPORT"):
-    """All device-holding processes of the job; replaces what was reported before."""
-
-    members: Members
+    members: Members  # all device-holding processes of the job, in place of those reported before
 
 
 class Detach(FromJob, kw_only=True, frozen=True, tag="DETACH"):
@@ -234,16 +259,16 @@ class Deregister(FromJob, kw_only=True, frozen=True, tag="DEREGISTER"):
     `saving_s` seconds of that step.
     """
 
-    reason: limits.Text = ""
-    moving: limits.Count = 0
-    step: limits.Count = 0
-    saving_s: limits.Seconds = 0.0
+    reason: Text = ""
+    moving: Count = 0
+    step: Count = 0
+    saving_s: Seconds = 0.0
 
 
 class Failing(FromJob, kw_only=True, frozen=True, tag="FAILING"):
     """The job ends with memory still on its nodes: they are granted again when its processes are gone, not before."""
 
-    reason: limits.Text
+    reason: Text
 
 
 class StatusRequest(Message, kw_only=True, frozen=True, tag="STATUS_REQUEST"):
@@ -254,17 +279,13 @@ class StatusRequest(Message, kw_only=True, frozen=True, tag="STATUS_REQUEST"):
 
 
 class Registered(Message, kw_only=True, frozen=True, tag="REGISTERED"):
-    """`nodes` with pools spelt out; `places`: where each of them is; `first`: this client speaks for the job. `answers`: the
-    registration with that number; 0: none, it was queued and has been placed. `filler_grace`: seconds that a filler has to
-    leave; None: the coordinator does not know fillers."""
-
-    nodes: dict[str, list[str]]
-    places: dict[str, Place]
+    nodes: dict[str, list[str]]  # with pools spelt out
+    places: dict[str, Place]  # where each of them is
     lease_timeout: float
     epoch: str
-    first: bool
-    answers: int = 0
-    filler_grace: float | None = None
+    first: bool  # this client speaks for the job
+    answers: int = 0  # the registration with that number; 0: none, it was queued and has been placed
+    filler_grace: float | None = None  # seconds that a filler has to leave; None: the coordinator does not know fillers
 
 
 class Queued(Message, kw_only=True, frozen=True, tag="QUEUED"):
@@ -276,17 +297,13 @@ class Queued(Message, kw_only=True, frozen=True, tag="QUEUED"):
 
 
 class Refused(Message, kw_only=True, frozen=True, tag="REFUSED"):
-    """`about`: the request's key, or `register`. `retry`: what stands in the way is about to end."""
-
-    about: str
+    about: str  # the request's key, or `register`
     reason: str
-    retry: bool = False
+    retry: bool = False  # what stands in the way is about to end
 
 
 class LeaseGrant(Message, kw_only=True, frozen=True, tag="LEASE_GRANT"):
-    """`epoch`: of the coordinator that granted; a later one without memory knows nothing of it."""
-
-    epoch: str
+    epoch: str  # of the coordinator that granted; a later one without memory knows nothing of it
     key: str
     token: int
     phase: str
@@ -315,15 +332,11 @@ class LeaseShrunk(Message, kw_only=True, frozen=True, tag="LEASE_SHRUNK"):
 
 
 class HeartbeatAck(Message, kw_only=True, frozen=True, tag="HEARTBEAT_ACK"):
-    """`queued`: keys of this client's requests that wait, `register` among them while its job waits for nodes. `tokens`: those
-    of the beat that the coordinator holds for the client's too. `epoch` differs after each start of the coordinator. `move`:
-    the number of the move that the job is to make, with each answer until it leaves; 0: none."""
-
     beat: int
-    epoch: str
-    queued: list[str]
-    tokens: list[int] = []
-    move: int = 0
+    epoch: str  # differs after each start of the coordinator
+    queued: list[str]  # keys of this client's requests that wait, `register` among them while its job waits for nodes
+    tokens: list[int] = []  # those of the beat that the coordinator holds for the client too
+    move: int = 0  # the number of the move that the job is to make, with each answer until it leaves; 0: none
 
 
 class Contended(Message, kw_only=True, frozen=True, tag="CONTENDED"):
@@ -346,9 +359,7 @@ class JobEnded(Message, kw_only=True, frozen=True, tag="JOB_ENDED"):
 
 
 class Done(Message, kw_only=True, frozen=True, tag="DONE"):
-    """`text`: what was done, for people."""
-
-    text: str
+    text: str  # what was done, for people
 
 
 class Status(Message, kw_only=True, frozen=True, tag="STATUS"):
@@ -359,23 +370,23 @@ class Status(Message, kw_only=True, frozen=True, tag="STATUS"):
 
 
 class JobOver(Message, kw_only=True, frozen=True, tag="JOB_OVER"):
-    """The driver of this start of the job (its `uid`) ended. Answered with JobEnded, or Unknown while another start runs. Where
-    jobs are expected (`expect_jobs`), one that never registered counts as arrived."""
+    """From a launcher: the driver of this start of the job (its `uid`) ended. Answered with JobEnded, or Unknown while another
+    start runs. Where jobs are expected (`expect_jobs`), one that never registered counts as arrived."""
 
-    job: limits.ShownName
-    uid: limits.Name
+    job: ShownName
+    uid: Name
 
 
 class Evict(Message, kw_only=True, frozen=True, tag="EVICT"):
-    """End this job as if it had failed. Answered with Done or Refused."""
+    """From an operator: end this job as if it had failed. Answered with Done or Refused."""
 
-    job: limits.Name
+    job: Name
 
 
 class Free(Message, kw_only=True, frozen=True, tag="FREE"):
-    """Nothing is left of jobs that ended where no agent looks: of the job `name`, or on that node or host. As Evict."""
+    """From an operator: nothing is left of jobs that ended where no agent looks: of the job `name`, or on that node or host."""
 
-    name: limits.Name
+    name: Name
 
 
 # --- agents ----------------------------------------------------------------------------------------------------------
@@ -383,17 +394,15 @@ class Free(Message, kw_only=True, frozen=True, tag="FREE"):
 # is asked for a job only once that one is dying: so no look that began before the death counts as one after it.
 
 Source = Literal["nvml", "ledger", "unknown"]
-# kube-proxy in its IPVS mode gives every host the addresses of all services of its cluster.
-MOST_ADDRESSES = 4096
 
 
 class HostName(msgspec.Struct, frozen=True):
     """A machine, or a part of it with process ids of its own: `space` names its PID namespace, `boot` the boot of its kernel."""
 
-    name: limits.Name
-    addresses: Annotated[list[limits.Name], msgspec.Meta(max_length=MOST_ADDRESSES)]
-    boot: limits.Name
-    space: limits.Name
+    name: Name
+    addresses: Annotated[list[Name], Meta(max_length=MOST_ADDRESSES)]
+    boot: Name
+    space: Name
 
     @property
     def key(self) -> str:
@@ -408,17 +417,17 @@ class HostName(msgspec.Struct, frozen=True):
 class Look(msgspec.Struct, frozen=True):
     """Which processes of the job with this uid live there: those asked for, and all that carry its mark."""
 
-    uid: limits.Name
+    uid: Name
     alive: Members
 
 
 class Holder(msgspec.Struct, frozen=True):
     """A process that carries a job's mark: the device bytes that it holds, by node, and those of host memory, by kind."""
 
-    uid: limits.Name
+    uid: Name
     member: Member
-    bytes: limits.Tags = {}
-    host: limits.Tags = {}
+    bytes: Tags = {}
+    host: Tags = {}
 
 
 class AgentReport(Message, kw_only=True, frozen=True, tag="AGENT_REPORT"):
@@ -426,16 +435,16 @@ class AgentReport(Message, kw_only=True, frozen=True, tag="AGENT_REPORT"):
     `source`: of the device memory of processes. `looks`, `dead`: what the last answer asked for. `others`: device bytes of
     processes without a mark, by node. Host memory in bytes."""
 
-    agent: limits.Name
-    number: limits.Beat
+    agent: Name
+    number: Beat
     host: HostName
     source: Source
-    looks: Annotated[list[Look], msgspec.Meta(max_length=1024)] = []
+    looks: Annotated[list[Look], Meta(max_length=1024)] = []
     dead: Members = []
-    holders: Annotated[list[Holder], msgspec.Meta(max_length=4096)] = []
-    others: limits.Tags = {}
-    memory_free: limits.Bytes = 0
-    memory_total: limits.Bytes = 0
+    holders: Annotated[list[Holder], Meta(max_length=4096)] = []
+    others: Tags = {}
+    memory_free: Bytes = 0
+    memory_total: Bytes = 0
 
 
 class NodeHere(msgspec.Struct, frozen=True):
@@ -448,25 +457,18 @@ class NodeHere(msgspec.Struct, frozen=True):
 
 
 class AgentAnswer(Message, kw_only=True, frozen=True, tag="AGENT_ANSWER"):
-    """To the report `number`. `again_s`: report again after that many seconds. `look_for`: jobs that are dying, by uid, with
-    processes that are known of them there. `drivers`: report which of them are dead. `end`: uids whose processes are to be
-    ended. `jobs`: names of the uids in the report."""
-
-    number: int
+    number: int  # of the report that it answers
     epoch: str
-    again_s: float
-    look_for: dict[str, list[Member]] = {}
-    drivers: list[Member] = []
-    end: list[str] = []
+    again_s: float  # report again after these seconds
+    look_for: dict[str, list[Member]] = {}  # jobs that are dying, by uid, with processes that are known of them there
+    drivers: list[Member] = []  # report which of them are dead
+    end: list[str] = []  # uids whose processes are to be ended
     nodes: dict[str, NodeHere] = {}
-    jobs: dict[str, str] = {}
-
-
-# --- the learner -----------------------------------------------------------------------------------------------------
+    jobs: dict[str, str] = {}  # names of the uids in the report
 
 
 class LearnerStateUpdate(Message, kw_only=True, frozen=True, tag="LEARNER_STATE_UPDATE"):
-    """Mean policy entropy in nats of the weights `policy_version`."""
+    """To the training trigger (docs/rollout.md): mean policy entropy in nats of the weights `policy_version`."""
 
     entropy: float
     policy_version: int
@@ -529,6 +531,6 @@ def asks_about(message: AnyMessage | None) -> str:
 
 def _in_words(error: Exception) -> str:
     words = str(error)
-    for pattern in (limits.PLAIN_NAME, limits.PLAIN_TEXT):
+    for pattern in (_PLAIN_NAME, _PLAIN_TEXT):
         words = words.replace(f"matching regex {pattern!r}", "without control characters")
     return words

@@ -30,7 +30,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.conversation import FENCED_AFTER
 from verl_mux.coordinator.core.records import Job, JobRevoked, JobSilent, JobState, Lease, PhaseOverdue, Request, State, What
@@ -101,8 +100,8 @@ def refusal(asked: m.LeaseRequest, job: Job, leases: list[Lease], waiting: int) 
         return f"phase {asked.phase!r} with step {asked.step}; steps count from 1, and 0 is init and what comes before"
     if not asked.nodes or not set(asked.nodes) <= set(job.all_nodes):
         return f"job {job.name!r} asks for nodes {asked.nodes}; it registered {job.all_nodes}"
-    if waiting >= limits.REQUESTS_OF_A_JOB:
-        return f"job {job.name!r} has {limits.REQUESTS_OF_A_JOB} requests that wait; no more are allowed"
+    if waiting >= m.REQUESTS_OF_A_JOB:
+        return f"job {job.name!r} has {m.REQUESTS_OF_A_JOB} requests that wait; no more are allowed"
     for lease in leases:
         if shared := sorted(set(lease.nodes) & set(asked.nodes)):
             return (

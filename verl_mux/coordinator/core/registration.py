@@ -6,7 +6,6 @@ Runs in the coordinator, called by state.py; pure.
 
 from __future__ import annotations
 
-from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import tokens
 from verl_mux.coordinator.core.leases import Leases
@@ -109,10 +108,10 @@ def _name_taken(known: Job) -> m.Refused:
 
 def _beyond_limits(asked: m.Register, known: Job | None, state: State) -> str | None:
     clients = known.clients if known is not None and known.uid == asked.uid else []
-    if len(clients) >= limits.CLIENTS_OF_A_JOB and asked.client not in clients:
-        return f"job {asked.job!r} has {len(clients)} clients; at most {limits.CLIENTS_OF_A_JOB} are allowed"
-    if known is None and len(state.jobs) >= limits.JOBS:
-        return f"{len(state.jobs)} jobs are on record; at most {limits.JOBS} are allowed"
+    if len(clients) >= m.CLIENTS_OF_A_JOB and asked.client not in clients:
+        return f"job {asked.job!r} has {len(clients)} clients; at most {m.CLIENTS_OF_A_JOB} are allowed"
+    if known is None and len(state.jobs) >= m.JOBS:
+        return f"{len(state.jobs)} jobs are on record; at most {m.JOBS} are allowed"
     return None
 
 

@@ -14,8 +14,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from verl_mux.coordinator.bus import limits
-from verl_mux.coordinator.bus.messages import SIDES
+from verl_mux.coordinator.bus.messages import SIDES, Name
 from verl_mux.errors import UserError
 from verl_mux.placement.job_needs import GPU_KINDS, GpuKind, find_kind
 from verl_mux.placement.model import Cluster, NodeKind
@@ -48,7 +47,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     unknown. `drain`: no job is given the node any more; a job that holds it keeps it to the end of its phase."""
 
     name: str
-    host: limits.Name | None = None
+    host: Name | None = None
     gpu_ids: list[Index] | None = None
     gpus: Annotated[int, Meta(ge=0, le=10_000)] = 1
     cpus: list[Index] | None = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import fillers, hosts, moving, observing, queueing
 from verl_mux.coordinator.core.records import Instruction, Job, JobState, Lease, Log, Request, Send, State, Usage
@@ -45,8 +44,8 @@ def _unbelievable(job: Job, node: str, tags: dict[str, int]) -> str | None:
     """Why the report is not kept: made-up nodes and tags must not fill the memory."""
     if node not in job.all_nodes:
         return f"job {job.name!r} reports memory on {node!r}; allowed: its nodes {', '.join(job.all_nodes)}"
-    if len(tags) > limits.TAGS_ON_A_NODE:
-        return f"job {job.name!r} reports {len(tags)} tags on {node!r}; at most {limits.TAGS_ON_A_NODE} are allowed"
+    if len(tags) > m.TAGS_ON_A_NODE:
+        return f"job {job.name!r} reports {len(tags)} tags on {node!r}; at most {m.TAGS_ON_A_NODE} are allowed"
     return None
 
 

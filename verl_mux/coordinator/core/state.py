@@ -40,7 +40,6 @@ from collections import defaultdict
 
 import msgspec
 
-from verl_mux.coordinator.bus import limits
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.conversation import REGISTER
 from verl_mux.coordinator.core import FEATURES, queueing, registration, snapshot, tokens
@@ -269,9 +268,9 @@ class Machine(Leases):
 
     def _forget_oldest_ended(self, but: Job) -> None:
         """Ended jobs count as arrived until all that were expected have; after that they are only there to be seen."""
-        if self.state.started and len(self.state.jobs) > limits.ENDED_JOBS_REMEMBERED:
+        if self.state.started and len(self.state.jobs) > m.ENDED_JOBS_REMEMBERED:
             ended = [name for name, job in self.state.jobs.items() if job.state is ENDED and job is not but]
-            for name in ended[: -limits.ENDED_JOBS_REMEMBERED]:
+            for name in ended[: -m.ENDED_JOBS_REMEMBERED]:
                 self._forget(name)
 
     def _forget(self, name: str) -> None:
