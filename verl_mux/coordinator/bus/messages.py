@@ -56,7 +56,8 @@ Step = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 # Tokens count on from the highest that a job claims to hold, so a claim stays far below what a message can carry.
 Token = Annotated[int, Meta(ge=0, le=2**62)]
-ClaimedToken = Beat = Annotated[int, Meta(ge=0, le=2**53)]
+ClaimedToken = Annotated[int, Meta(ge=0, le=2**53)]
+Beat = Annotated[int, Meta(ge=0, le=2**53)]
 # The sum over all jobs and tags still fits in 63 bits.
 Bytes = Annotated[int, Meta(ge=-(2**43), le=2**43)]
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]  # since 1970; excludes infinity and NaN too
