@@ -12,7 +12,7 @@ import msgspec
 
 from bench.protocol_model.world import World
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import tokens
+from verl_mux.coordinator.core.leases import LAST_TOKEN, token_at, tokens_before
 from verl_mux.coordinator.core.queueing import RunningTime
 from verl_mux.coordinator.core.reaping import Sight, judge
 from verl_mux.coordinator.core.records import (
@@ -112,8 +112,8 @@ class CoordinatorProcess:
         if self.remembers:
             self._restore()
         elif self._starts > 1 and self._planted != "journal skipped":
-            tokens.settle(self.machine.state, self._config, tokens.LAST)
-            self.machine.state.token = tokens.at(self._world.wall())
+            self.machine.settle(LAST_TOKEN)
+            self.machine.state.token = token_at(self._world.wall())
         self._disk.pending = []
         self._delivery = Delivery(self._disk, self.machine, self._carry_out, self._soon)  # type: ignore[arg-type]
         self.machine.resume(now)
@@ -127,9 +127,9 @@ class CoordinatorProcess:
         for body in self._disk.inputs:
             self.machine.handle(_input.decode(body))
         state = self.machine.state
-        state.token = max(state.token, tokens.before(self._starts))
+        state.token = max(state.token, tokens_before(self._starts))
         if state.settle_until is not None:
-            tokens.settle(state, self._config, state.unknown_up_to)
+            self.machine.settle(state.unknown_up_to)
         self._disk.snapshot, self._disk.inputs = msgspec.msgpack.encode(state), []
 
     def crash(self) -> None:

@@ -15,7 +15,7 @@ from verl_mux.coordinator import journal as journal_module
 from verl_mux.coordinator import journal_files as frames
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.members import seconds_since_boot
-from verl_mux.coordinator.core import tokens
+from verl_mux.coordinator.core.leases import tokens_before
 from verl_mux.coordinator.core.records import Input, Send, Settled
 from verl_mux.coordinator.journal import Delivery, Journal
 from verl_mux.errors import UserError
@@ -89,7 +89,7 @@ def test_replay_gives_the_live_state_back(start, tmp_path, compaction):
     journal, machine = start(tmp_path / "journal")
     a_history(journal, machine)
     _, again = start(tmp_path / "journal", is_first=False)
-    assert again.state == msgspec.structs.replace(machine.state, token=tokens.before(1))
+    assert again.state == msgspec.structs.replace(machine.state, token=tokens_before(1))
     assert [lease.token for lease in again.state.leases.values()] == [1]
     assert [request.job for request in again.state.requests] == ["b"]
 
@@ -138,7 +138,7 @@ def claiming(token):
 
 
 def test_who_lost_its_memory_twice_still_believes_what_it_had_not_learnt_in_between(start, path):
-    seen = tokens.before(7) + 5
+    seen = tokens_before(7) + 5
     for file in path.parent.glob("journal*"):
         file.unlink()
     start(path, is_first=False)  # it ends before anybody spoke to it
@@ -146,7 +146,7 @@ def test_who_lost_its_memory_twice_still_believes_what_it_had_not_learnt_in_betw
     path.unlink()
     journal, machine = start(path)
     take(journal, machine, 1.0, claiming(seen))
-    assert list(machine.state.leases) == [seen] and machine.state.token >= tokens.before(8)
+    assert list(machine.state.leases) == [seen] and machine.state.token >= tokens_before(8)
 
 
 def test_who_settled_has_learnt_all_and_believes_nothing_later(start, path):
@@ -157,7 +157,7 @@ def test_who_settled_has_learnt_all_and_believes_nothing_later(start, path):
     start(path.with_name("another"))
     path.unlink()
     journal, machine = start(path)
-    take(journal, machine, 1.0, claiming(tokens.before(7) + 5))
+    take(journal, machine, 1.0, claiming(tokens_before(7) + 5))
     assert not machine.state.leases
 
 
@@ -176,7 +176,7 @@ def test_what_is_missing_is_noticed_and_tokens_rise_all_the_same(start, path, sp
     spoil(path)
     journal, machine = start(path)
     assert is_settling(machine) and words.replace("\\", "") in journal.lost
-    assert machine.state.token == tokens.before(1)
+    assert machine.state.token == tokens_before(1)
 
 
 def test_an_old_copy_that_was_put_back_is_noticed(start, path, tmp_path):
@@ -186,7 +186,7 @@ def test_an_old_copy_that_was_put_back_is_noticed(start, path, tmp_path):
     shutil.copy(tmp_path / "copy", path)
     journal, machine = start(path)
     assert is_settling(machine) and "is an old one (epoch 0, but there was 1)" in journal.lost
-    assert machine.state.token == tokens.before(2)
+    assert machine.state.token == tokens_before(2)
 
 
 def test_the_journal_of_another_coordinator_is_refused(start, path, tmp_path):
@@ -328,7 +328,7 @@ def test_tokens_go_on_rising_when_the_configuration_changed_between_runs(make, s
     for job in "ab":
         take(journal, machine, 5.0, m.Deregister(job=job, uid=f"{job}:1", client=job))
     _, again = start(tmp_path / "journal", make(schedule=[{"mode": "sequential"}]))
-    assert (again.state.token, again.state.jobs) == (tokens.before(1), {})
+    assert (again.state.token, again.state.jobs) == (tokens_before(1), {})
 
 
 # --- time ---

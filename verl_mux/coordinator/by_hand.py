@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.records import (
+    RUNNING,
     HostReleased,
     Job,
     JobEvicted,
@@ -21,7 +22,6 @@ from verl_mux.coordinator.core.records import (
 )
 from verl_mux.coordinator.core.settings import Config
 
-_RUNNING = (JobState.LIVE, JobState.SILENT)
 Decision = tuple[list[What], m.Message]
 # Where processes of a job are seen to live, in words, by its name and uid; empty: nowhere.
 Seen = Callable[[str, str], str]
@@ -43,7 +43,7 @@ def _evict(asked: m.Evict, state: State) -> Decision:
     job = state.jobs.get(asked.job)
     if job is None:
         return [], _no(f"no job {asked.job!r} is known here; jobs: {_names(state)}")
-    if job.state not in _RUNNING:
+    if job.state not in RUNNING:
         return [], m.Done(text=f"job {job.name!r} is {job.state.value} already: {job.reason}")
     what = JobEvicted(job=job.name, uid=job.uid, reason="evicted by hand")
     return [what], m.Done(text=f"job {job.name!r} ends; its nodes come free when its processes are gone")
@@ -92,7 +92,7 @@ def _free_hosts(name: str, keys: list[str], state: State, seen: Seen) -> Decisio
 
 
 def _not_free(job: Job, seen: Seen) -> m.Refused | None:
-    if job.state in _RUNNING:
+    if job.state in RUNNING:
         return _no(f"job {job.name!r} is {job.state.value}: end it first, with `verl-mux evict {job.name}`")
     where = seen(job.name, job.uid)
     return _still_there(job.name, where) if where else None

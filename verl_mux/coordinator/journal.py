@@ -6,7 +6,7 @@ Inputs that came together are one frame of an append-only file, on disk before a
 client can know of a lease that a restarted coordinator does not, whether a process or the machine ended. Replaying the inputs
 gives the state back, because the state machine is pure. Every COMPACT_EVERY inputs, and at each start, a new file with a
 snapshot takes the place of the old one. Where something may have been lost, either the start is refused, or the coordinator
-settles (core/tokens.py): it asks living jobs for their leases before it grants any.
+settles (core/registration.py): it asks living jobs for their leases before it grants any.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import msgspec
 
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.members import boot_id, seconds_since_boot
-from verl_mux.coordinator.core import hosts, tokens
+from verl_mux.coordinator.core import hosts
+from verl_mux.coordinator.core.leases import LAST_EPOCH, LAST_TOKEN, epoch_of, token_at, tokens_before
 from verl_mux.coordinator.core.records import Input, Instruction, JobState, Send, State
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.state import Machine
@@ -122,8 +123,8 @@ class Journal:
             machine = Machine(config, name)
             if not is_first:
                 self.lost = "no journal is kept"
-                tokens.settle(machine.state, config, tokens.LAST)
-                machine.state.token = tokens.at(time.time())
+                machine.settle(LAST_TOKEN)
+                machine.state.token = token_at(time.time())
             return machine
         try:
             with self._in_words(self.path):
@@ -170,7 +171,7 @@ class Journal:
     # --- writing ---
 
     def _write(self, file: FrameFile, machine: Machine) -> None:
-        learnt, settled = tokens.epoch_of(machine.state.token), machine.state.settle_until is None
+        learnt, settled = epoch_of(machine.state.token), machine.state.settle_until is None
         if learnt > self._epoch.number or (settled and self._epoch.unknown):
             self._raise_epoch(max(learnt, self._epoch.number), 0 if settled else self._epoch.unknown)
         if self.blocked is not None or self._count + len(self._pending) >= COMPACT_EVERY:
@@ -209,17 +210,17 @@ class Journal:
         machine = self._replayed(found, config, name)
         state = machine.state
         known = [found.epoch.number] if found.epoch else []
-        known += [found.snapshot.epoch, tokens.epoch_of(state.token)] if found.snapshot else []
+        known += [found.snapshot.epoch, epoch_of(state.token)] if found.snapshot else []
         number = max(known) + 1 if known else 0
-        if number > tokens.LAST_EPOCH:
+        if number > LAST_EPOCH:
             raise Damaged(f"its coordinator has been started {number} times, and tokens count no further")
         self.lost = found.lost
-        state.token = max(state.token, tokens.before(number))
+        state.token = max(state.token, tokens_before(number))
         if found.lost:  # a predecessor that settled may have lost its memory again before it had learnt everything
-            unknown = tokens.LAST if found.epoch is None else max(tokens.before(number), found.epoch.unknown)
-            tokens.settle(state, config, unknown)
+            unknown = LAST_TOKEN if found.epoch is None else max(tokens_before(number), found.epoch.unknown)
+            machine.settle(unknown)
         elif state.settle_until is not None:  # the predecessor ended while it settled: all begins anew
-            tokens.settle(state, config, 0)
+            machine.settle(0)
         known_as = found.snapshot or found.epoch
         self._epoch = Epoch(known_as.journal if known_as is not None else uuid.uuid4().hex, number)
         self._raise_epoch(number, 0 if state.settle_until is None else state.unknown_up_to)

@@ -37,7 +37,7 @@ from verl_mux.coordinator.bus.curve_keys import AGENT, JOB, VIEWER
 from verl_mux.coordinator.bus.link import Router
 from verl_mux.coordinator.core import hosts, placing
 from verl_mux.coordinator.core.asking import Answerer, Asked, nothing_follows
-from verl_mux.coordinator.core.observing import Standing
+from verl_mux.coordinator.core.placed_jobs import Standing
 from verl_mux.coordinator.core.records import (
     Input,
     Instruction,

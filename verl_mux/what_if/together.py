@@ -82,7 +82,7 @@ class LeaseQueue:
 
     def gangs(self, job: str) -> list[list[str]]:
         """Sets of nodes that it holds; if all of one came back, another job would begin."""
-        return queueing.gangs(self._state.jobs[job], self._state, self._config)
+        return queueing.gangs(queueing.standing(self._state, self._config), self._state).get(job, [])
 
 
 # Where no job waits for leases, engines slow each other, which no model here says.

@@ -5,7 +5,7 @@ import pytest
 
 from tests.coordinator.driver import SIDES, Driver, config
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import tokens
+from verl_mux.coordinator.core.leases import tokens_before
 from verl_mux.coordinator.core.records import DriverDied, Input, JobExited, JobSilent, JobState, ProcessesGone, State
 from verl_mux.coordinator.core.state import MOVES, IllegalMove, Machine, UnknownJob
 
@@ -277,7 +277,7 @@ def test_the_name_of_an_ended_job_is_free_and_its_old_messages_are_unknown(two):
 
 def test_leases_are_believed_after_a_loss_of_memory_and_nothing_is_granted_until_all_could_speak():
     driver = Driver(Machine(config()))
-    tokens.settle(driver.machine.state, driver.machine.config, unknown_up_to=99)
+    driver.machine.settle(unknown_up_to=99)
     claim = m.Claim(token=41, key="k", phase="rollout", step=3, nodes=["r0"], granted_at=0.0)
     driver.register("b", again=True)
     driver.ask("b", "rollout", 3, ["r0"])
@@ -289,7 +289,7 @@ def test_leases_are_believed_after_a_loss_of_memory_and_nothing_is_granted_until
     driver.wait(4)
     assert driver.holders("r0") == ["a"]
     driver.release("a", 41)
-    assert driver.machine.state.leases_of("b")[0].token == tokens.before(1) + 1  # there may have been a 42
+    assert driver.machine.state.leases_of("b")[0].token == tokens_before(1) + 1  # there may have been a 42
 
 
 def test_a_late_claim_does_not_bring_a_released_lease_back(two):

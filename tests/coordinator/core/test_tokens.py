@@ -4,11 +4,11 @@ import pytest
 
 from tests.coordinator.driver import Driver, config
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import tokens
+from verl_mux.coordinator.core.leases import LAST_TOKEN, epoch_of, tokens_before
 from verl_mux.coordinator.core.records import Settled
 from verl_mux.coordinator.core.state import Machine
 
-BEFORE = tokens.before(3)
+BEFORE = tokens_before(3)
 
 
 def claim(token, nodes=("r0",), phase="rollout"):
@@ -20,7 +20,7 @@ def driver():
     """Settling, at the start of epoch 3."""
     driver = Driver(Machine(config()))
     driver.machine.state.token = BEFORE
-    tokens.settle(driver.machine.state, driver.machine.config, unknown_up_to=BEFORE)
+    driver.machine.settle(unknown_up_to=BEFORE)
     return driver
 
 
@@ -71,11 +71,11 @@ def test_registering_again_keeps_nobody_from_being_granted(driver):
 
 def test_where_the_epoch_was_lost_too_it_is_taken_from_those_who_hold():
     driver = Driver(Machine(config()))
-    tokens.settle(driver.machine.state, driver.machine.config, unknown_up_to=tokens.LAST)
+    driver.machine.settle(unknown_up_to=LAST_TOKEN)
     driver.register("a", again=True, held=[claim(BEFORE + 4)])
     driver.ask("a", "train", 3, ["t0"])
     driver.do(Settled())
-    assert [tokens.epoch_of(lease.token) for lease in driver.machine.state.leases_of("a")] == [3, 4]
+    assert [epoch_of(lease.token) for lease in driver.machine.state.leases_of("a")] == [3, 4]
 
 
 def test_a_pause_while_it_settles_takes_no_time_from_those_who_have_yet_to_speak(driver):

@@ -22,7 +22,6 @@ HANDED_IN = {
     events.REQUEST_START: [("rollout/worker/agent_loop.py", "_run_agent_loop")],
     events.REQUEST_COMPLETE: [("rollout/worker/agent_loop.py", "_run_agent_loop")],
     events.SYNC: [("trainer/rollout_engines.py", "_SYNC_FIGURES")],
-    events.LEASE_HELD: [("coordinator/core/fillers.py", "about_lease")],
     events.STEP_REPORT: [("trainer/modes.py", "_compute_metrics")],
     events.ENGINE_QUEUE: [_WHO, _WHERE],
     events.ENGINE_DECODE: [_WHERE],

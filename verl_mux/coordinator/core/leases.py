@@ -1,7 +1,13 @@
-"""The leases and requests on record: given out, made smaller, given back; and the moments at which features are called.
+"""Leases on record: given out, made smaller, given back; their fencing tokens; and the moments at which features are called.
 
-Runs in the coordinator; state.py subclasses `Leases`, and features call it; pure. Which request may go is decided in queueing.py
-and fillers.py.
+Runs in the coordinator; state.py subclasses `Leases`, and features call it; pure. queueing.py decides which request may go.
+
+Numbers of tokens: (epoch << 32) + counter, so tokens rise from one start of the coordinator to the next, whatever was lost. The
+epoch is the number of the start. Below 2 ** 52 a token is exact in JSON and in a double.
+
+Closed tokens: a release says that nothing is done under its token any more, which is true whichever coordinator hears it. So a
+token that is not on record counts as given back; only a token that was taken away, or is another job's, is answered with
+LEASE_LOST. A request that comes once more after its lease was given back, late from an old connection, is not granted again.
 """
 
 from __future__ import annotations
@@ -12,13 +18,36 @@ from typing import Any
 import msgspec
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import tokens
-from verl_mux.coordinator.core.queueing import RunningTime
-from verl_mux.coordinator.core.records import Instruction, Job, Lease, Log, Request, Send, State, What
+from verl_mux.coordinator.core import queueing
+from verl_mux.coordinator.core.records import Instruction, Job, Lease, Log, Request, Send, State, Usage, What
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.profiling.eventlog import events
 
 Handler = Callable[[float, Any, Any], list[Instruction]]
+_COUNTER_BITS = 32
+_COUNTED_FROM = 1_767_225_600  # the year 2026; 30 bits of seconds last for 34 years
+_PER_SECOND_BITS = 22
+# Closed tokens that are remembered of a job: more than it can have releases open.
+_REMEMBERED = 64
+
+
+def tokens_before(epoch: int) -> int:
+    """Lower than every token of this epoch, and not lower than any of those before."""
+    return epoch << _COUNTER_BITS
+
+
+def token_at(wall: float) -> int:
+    """For a start that knows of no earlier one: higher than the tokens of those before, by the wall clock (epoch seconds)."""
+    return int(max(0.0, wall - _COUNTED_FROM)) << _PER_SECOND_BITS
+
+
+def epoch_of(token: int) -> int:
+    return token >> _COUNTER_BITS
+
+
+LAST_EPOCH = (1 << 20) - 1
+# The last token of the last epoch but one: a start must be able to come after it.
+LAST_TOKEN = tokens_before(LAST_EPOCH) - 1
 
 
 class Feature:
@@ -57,11 +86,7 @@ class Feature:
         """The job is over; it holds nothing any more."""
         return []
 
-    # --- a lease, from request to release ---
-
-    def request_refusal(self, asked: m.LeaseRequest, job: Job) -> str | None:
-        """Why the request can never be granted; None: no reason."""
-        return None
+    # --- a lease ---
 
     def requested(self, now: float, job: Job, request: Request) -> list[Instruction]:
         """The request stands in its queues."""
@@ -69,20 +94,6 @@ class Feature:
 
     def granted(self, now: float, lease: Lease) -> None:
         """A lease was given out."""
-
-    def after_grants(self, now: float) -> list[Instruction]:
-        """All jobs that may go have their leases."""
-        return []
-
-    def contended(self, now: float, job: Job) -> None:
-        """`job.contended` has changed; the job's clients are informed."""
-
-    def nodes_back(self, now: float, lease: Lease, nodes: list[str]) -> None:
-        """These nodes of a lease come back, one by one or with the lease."""
-
-    def about_lease(self, now: float, lease: Lease) -> dict[str, Any]:
-        """What the event log says besides of a lease that is over."""
-        return {}
 
     def released(self, now: float, job: Job, lease: Lease) -> list[Instruction]:
         """The job gave the lease back because its phase is over."""
@@ -93,16 +104,8 @@ class Feature:
     def resumed(self, now: float) -> None:
         """The coordinator has started."""
 
-    def due(self, now: float, running: float) -> list[What]:
-        """What the passing of time has brought about. `running`: now, in running time."""
-        return []
-
-    def is_pressing(self) -> bool:
-        """Whether `due` should be asked more often than usual."""
-        return False
-
-    def on_heartbeat(self, now: float, job: Job) -> list[m.Message]:
-        """Messages to the client whose heartbeat came, before its acknowledgement."""
+    def due(self, now: float) -> list[What]:
+        """What the passing of time has brought about."""
         return []
 
     def move_of(self, job: Job) -> int:
@@ -116,22 +119,24 @@ class Feature:
         """The node is given to no job any more."""
 
 
-def about(lease: Lease) -> dict:
+def about(lease: Lease) -> dict[str, Any]:
     """What the event log says of a lease."""
     return {"job": lease.job, "phase": lease.phase, "nodes": lease.nodes, "token": lease.token}
 
 
-def asked_for(source: m.LeaseRequest | Request) -> dict:
+def asked_for(source: m.LeaseRequest | Request) -> dict[str, Any]:
     return {name: getattr(source, name) for name in ("key", "job", "client", "phase", "step", "nodes")}
 
 
 class Leases:
-    """The records, and what changes leases in them. `epoch` names this start of the coordinator."""
+    """The records, and what changes leases in them. `epoch` names this start of the coordinator. `called_back`: by token, the
+    running time at which a filler was asked to leave."""
 
     def __init__(self, config: Config, epoch: str, state: State) -> None:
         self.config, self.epoch, self.state = config, epoch, state
-        self.running = RunningTime()
+        self.running = queueing.RunningTime()
         self.features: list[Feature] = []
+        self.called_back: dict[int, float] = {}
 
     def lease_of(self, job: Job, token: int) -> Lease | None:
         lease = self.state.leases.get(token)
@@ -161,18 +166,18 @@ class Leases:
         """The lease goes on without these nodes, which are not all."""
         left = [node for node in lease.nodes if node not in gone]
         self.state.leases[lease.token] = msgspec.structs.replace(lease, nodes=left)
-        for feature in self.features:
-            feature.nodes_back(now, lease, gone)
+        self._count_usage(lease, gone, now)
 
     def free(self, lease: Lease, now: float) -> Log:
         """The lease is over."""
         del self.state.leases[lease.token]
-        tokens.given_back(self.state.jobs[lease.job], lease.token)
-        tokens.spent(self.state.jobs[lease.job], lease.key)
-        extra = about(lease)
-        for feature in self.features:
-            feature.nodes_back(now, lease, lease.nodes)
-            extra |= feature.about_lease(now, lease)
+        job = self.state.jobs[lease.job]
+        close(job, lease.token)
+        spent(job, lease.key)
+        self._count_usage(lease, lease.nodes, now)
+        called_at = self.called_back.pop(lease.token, None)
+        leaving_s = None if called_at is None else self.running.at(now) - called_at
+        extra = {**about(lease), **({"filler": True, "leaving_s": leaving_s} if job.filler else {})}
         return Log(events.LEASE_HELD, extra, duration=now - lease.granted_at, step=lease.step)
 
     def take_from(self, jobs: Collection[str], node: str, now: float) -> list[Instruction]:
@@ -190,3 +195,43 @@ class Leases:
         """Takes these requests out of their queues."""
         ids = {id(request) for request in unwanted}
         self.state.requests = [request for request in self.state.requests if id(request) not in ids]
+
+    def _count_usage(self, lease: Lease, nodes: list[str], now: float) -> None:
+        for node in nodes:
+            count_usage(self.state.usage.setdefault(node, Usage(since=lease.granted_at)), lease, self.state, now)
+
+    # --- after a loss of memory (registration.py takes the claims) ---
+
+    def settle(self, unknown_up_to: int) -> None:
+        """At each start anew: its running time begins at 0."""
+        self.state.settle_until = self.config.lease_timeout
+        self.state.unknown_up_to = max(self.state.unknown_up_to, unknown_up_to)
+
+
+def count_usage(usage: Usage, lease: Lease, state: State, now: float) -> None:
+    kind = "fillers" if state.jobs[lease.job].filler else "jobs"
+    setattr(usage, kind, getattr(usage, kind) + now - lease.granted_at)
+
+
+# --- closed tokens ---
+
+
+def close(job: Job, token: int, taken_away: bool = False) -> None:
+    """The job's lease under this token was given back, or taken away."""
+    job.closed[token] = taken_away
+    while len(job.closed) > _REMEMBERED:
+        del job.closed[next(iter(job.closed))]
+
+
+def spent(job: Job, key: str) -> None:
+    """What was asked for under this key was given back or cancelled."""
+    job.spent.append(key)
+    del job.spent[:-_REMEMBERED]
+
+
+def answer_to_release(job: Job, token: int, is_anothers: bool) -> m.LeaseReleased | m.LeaseLost:
+    """To the release of a token that the job does not hold."""
+    if is_anothers or job.closed.get(token):
+        return m.LeaseLost(token=token, reason=f"token {token} is stale: the lease was taken away before its release")
+    close(job, token)  # a claim that comes later, from before the release, must not bring it back
+    return m.LeaseReleased(token=token)

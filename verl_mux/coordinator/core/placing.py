@@ -2,7 +2,7 @@
 
     asked for `auto` -> estimated from its needs -> placed | waits -> placed when a job leaves -> gone
                                                         observed step by step: estimates corrected, errors recorded
-                                                        moved, if its launcher starts it again (moving.py)
+                                                        moved, if its launcher starts it again (placed_jobs.py)
 
 A question is put on record; the Answerer (asking.py) answers it, beside the leases; the answer is an input like any other, so a
 restart finds every placement as it was, and the questions that were open. `verl-mux plan` and the policy `live` of `simulate` ask
@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import asking, hosts, moving, observing, registration
+from verl_mux.coordinator.core import asking, hosts, placed_jobs, registration
 from verl_mux.coordinator.core.asking import Asked
 from verl_mux.coordinator.core.leases import Feature, Handler
-from verl_mux.coordinator.core.observing import predicted
+from verl_mux.coordinator.core.placed_jobs import predicted
 from verl_mux.coordinator.core.records import (
+    RUNNING,
     HostMeasured,
     Instruction,
     Job,
@@ -50,7 +51,6 @@ _BECAUSE = {
     "start": "which came free while it waited",
     "move": "where it was moved, as that keeps an SLO, saves more than the move costs, or its node was taken away",
 }
-_AT_WORK = (JobState.LIVE, JobState.SILENT)
 
 
 def check(asked: m.Register, state: State, config: Config) -> None:
@@ -111,7 +111,7 @@ def named_by_hand(asked: m.Register, nodes: dict[str, list[str]], state: State) 
 
 def arrive(state: State, config: Config, job: Job, asked: m.Register) -> list[Instruction]:
     """A job that has just come: the placer is asked where it goes, and `job.nodes` stays empty until it says so."""
-    if moving.returns(state, job, asked):
+    if placed_jobs.returns(state, job, asked):
         _pin(state, job)
         return []
     job.watched = Watched()
@@ -131,9 +131,9 @@ def is_open(state: State, name: str) -> bool:
 
 def leave(state: State, job: Job) -> list[Instruction]:
     """A job is over; its nodes are given on when the placer has said to whom. One that comes back keeps its place."""
-    if moving.comes_back(state, job):
+    if placed_jobs.comes_back(state, job):
         return []
-    out = moving.given_up(state, job.name, "it ended instead")
+    out = placed_jobs.given_up(state, job.name, "it ended instead")
     if job.watched is not None:
         state.questions.append(Leave(job.name))
     elif not job.filler:
@@ -143,7 +143,7 @@ def leave(state: State, job: Job) -> list[Instruction]:
 
 def give_up(state: State, name: str, reason: str) -> list[Instruction]:
     """The place of a job that is away is kept no longer."""
-    out = moving.given_up(state, name, reason)
+    out = placed_jobs.given_up(state, name, reason)
     if out:
         state.questions.append(Leave(name))
     return out
@@ -196,7 +196,7 @@ def carry_out(state: State, config: Config, answer: Planned, now: float) -> tupl
         state.watched_of(move.job).because = _BECAUSE[move.kind]
     if isinstance(question, Arrive):
         state.watched_of(question.job.name).because = answer.because
-    asked = [line for move in answer.moves if move.kind == "move" for line in moving.decided(state, move, now)]
+    asked = [line for move in answer.moves if move.kind == "move" for line in placed_jobs.move_decided(state, move, now)]
     names = [move.job for move in answer.moves if move.kind == "start"]
     names += [question.job.name] if isinstance(question, Arrive) else []
     # One that left and came again waits for its own answer.
@@ -220,7 +220,7 @@ def waits_for(state: State, job: Job) -> list[str]:
     """Jobs that have yet to leave the nodes on which this one was placed."""
     group = state.placed.group_of(job.name)
     pins = [pin for pin in group.pins if pin.job.name == job.name] if group is not None else []
-    return [name for pin in pins for name in moving.in_the_way(state, job.name, {*pin.rollout, *pin.train})]
+    return [name for pin in pins for name in placed_jobs.in_the_way(state, job.name, {*pin.rollout, *pin.train})]
 
 
 def free_by_now(state: State) -> list[Job]:
@@ -228,7 +228,7 @@ def free_by_now(state: State) -> list[Job]:
     waited = [
         job
         for job in state.jobs.values()
-        if job.watched is not None and not job.nodes and job.state in _AT_WORK and not is_open(state, job.name)
+        if job.watched is not None and not job.nodes and job.state in RUNNING and not is_open(state, job.name)
     ]
     for job in waited:
         _pin(state, job)
@@ -317,47 +317,47 @@ class Placement(Feature):
         return is_open(self.core.state, job.name)
 
     def leaves(self, now: float, job: Job, what: m.Deregister) -> None:
-        moving.leaves(self.core.state, job, what, now)
+        placed_jobs.leaves(self.core.state, job, what, now)
 
     def ended(self, now: float, job: Job) -> list[Instruction]:
         given_up = leave(self.core.state, job)
         return self._start(free_by_now(self.core.state), given_up)
 
     def requested(self, now: float, job: Job, request: Request) -> list[Instruction]:
-        moved = moving.begins(self.core.state, self.core.config, job, request, now)
-        observing.asked(job, request)
+        moved = placed_jobs.begins(self.core.state, self.core.config, job, request, now)
+        placed_jobs.asked(job, request)
         if moved:
             self._correct(job)
         return moved
 
     def granted(self, now: float, lease: Lease) -> None:
         if (watched := self.core.state.jobs[lease.job].watched) is not None:
-            observing.granted(watched, lease.phase, now)
+            placed_jobs.granted(watched, lease.phase, now)
 
     def released(self, now: float, job: Job, lease: Lease) -> list[Instruction]:
         """What the phase took, and what that changes."""
         state, spec = self.core.state, self.core.state.placed.job(job.name)
         if job.watched is None or spec is None:
             return []
-        observing.counted(job.watched, lease, now)
+        placed_jobs.counted(job.watched, lease, now)
         if job.name in state.moves:  # a phase that ends with a checkpoint for it says nothing of others
             job.watched.free_since = now
             return []
-        out = observing.released(job.watched, lease, spec, now)
-        self._correct(job, anyway=observing.is_known(job.watched, lease))
+        out = placed_jobs.released(job.watched, lease, spec, now)
+        self._correct(job, anyway=placed_jobs.is_known(job.watched, lease))
         group = state.placed.group_of(job.name)
-        if group is not None and lease.phase == "train" and observing.is_due(group, job, state, self.core.config):
-            out.append(observing.predicted(group, state, self.core.config))
+        if group is not None and lease.phase == "train" and placed_jobs.is_due(group, job, state, self.core.config):
+            out.append(placed_jobs.predicted(group, state, self.core.config))
         return out
 
     def resumed(self, now: float) -> None:
         self._resumed_at = now
 
-    def due(self, now: float, running: float) -> list[What]:
-        return moving.due(self.core.state, now, self._resumed_at)
+    def due(self, now: float) -> list[What]:
+        return placed_jobs.due(self.core.state, now, self._resumed_at)
 
     def move_of(self, job: Job) -> int:
-        return moving.asked_of(self.core.state, job)
+        return placed_jobs.move_of(self.core.state, job)
 
     def nodes_opened(self) -> None:
         open_again(self.core.state)
@@ -382,6 +382,6 @@ class Placement(Feature):
         spec = self.core.state.placed.job(job.name)
         if job.watched is not None and spec is not None:
             revised = hosts.revised(job, corrected(spec, job.watched.observed) or spec)
-            revised = observing.with_move_cost(job.watched, revised)
+            revised = placed_jobs.with_move_cost(job.watched, revised)
             if revised is not spec or anyway:
                 correct(self.core.state, revised)

@@ -1,7 +1,7 @@
 """Which request may go next, and how long the coordinator waits for a silent job.
 
-Runs in the coordinator (called by state.py, tokens.py, fillers.py, snapshot.py) and in what_if's replays; pure, and changes
-nothing but in `advance` and `phase_ended`.
+Runs in the coordinator (called by state.py, leases.py, registration.py and snapshot.py) and in what_if's replays; pure, and
+changes nothing but in `advance` and `phase_ended`.
 
 Queues. Requests stand in one list in order of arrival, which is a queue per node: a request heads the queue of a node when no
 earlier request that may run names it. It is granted when it heads the queues of all its nodes and all are free, so it gets all or
@@ -17,8 +17,10 @@ A request that is *held back* keeps its place but is in no other request's way:
 - `barrier`   its step lies in a later segment of the schedule than the current one;
 - `turn`      in a sequential segment, another job has the turn.
 
-A request that could never be granted does not even get a place: see `refusal`. Requests of fillers stand in no queue: see
-fillers.py.
+A request that could never be granted does not even get a place: see `refusal`.
+
+Fillers (`verl-mux hold`) take nodes that no job uses or waits for, and leave when a job wants one. Their requests stand in no
+queue, so no job waits behind one. A filler gets any `num_nodes` of the nodes that it names, once that many are open.
 
 Silence takes nodes away when it lasted longer than the lease, by a clock that counts the time in which the coordinator itself
 ran, and another job waits; or, if none does, when it lasted longer by SILENT_TIMEOUT_S still. The silent job has by then fenced
@@ -27,13 +29,33 @@ itself, see docs/protocol.md; if it cannot, because it is stopped, its processes
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.conversation import FENCED_AFTER
-from verl_mux.coordinator.core.records import Job, JobRevoked, JobSilent, JobState, Lease, PhaseOverdue, Request, State, What
-from verl_mux.coordinator.core.settings import OVERDUE_FACTOR, OVERDUE_LEAST_S, SILENT_TIMEOUT_S, Config, Segment
+from verl_mux.coordinator.core.records import (
+    RUNNING,
+    Job,
+    JobEvicted,
+    JobRevoked,
+    JobSilent,
+    JobState,
+    Lease,
+    PhaseOverdue,
+    Request,
+    State,
+    What,
+)
+from verl_mux.coordinator.core.settings import (
+    FILLER_GRACE_S,
+    OVERDUE_FACTOR,
+    OVERDUE_LEAST_S,
+    SILENT_TIMEOUT_S,
+    Config,
+    Segment,
+)
 
 # --- the schedule ---
 
@@ -55,21 +77,16 @@ def mode(state: State, config: Config) -> str:
 def turn(state: State, config: Config) -> Job | None:
     """The job whose turn it is in a sequential segment: the first registered that is not through with it."""
     running = sorted((job for job in state.jobs.values() if job.running), key=lambda job: job.order)
-    return next((job for job in running if _has_steps_left(job, state, config) or _is_in_a_step(job, state)), None)
-
-
-def _is_in_a_step(job: Job, state: State) -> bool:
-    return any(lease.step > 0 for lease in state.leases_of(job.name))
+    in_a_step = {lease.job for lease in state.leases.values() if lease.step > 0}
+    return next((job for job in running if job.name in in_a_step or _has_steps_left(job, state, config)), None)
 
 
 def _has_steps_left(job: Job, state: State, config: Config) -> bool:
-    return segment_of(config.schedule, job.finished + 1) <= state.segment and not _past_the_end(job, state, config)
-
-
-def _past_the_end(job: Job, state: State, config: Config) -> bool:
-    """True when the last segment has a length of its own and the job is through with it."""
-    last = state.segment == len(config.schedule) - 1
-    return last and config.schedule[-1].steps is not None and job.finished >= sum(s.steps or 0 for s in config.schedule)
+    """False also when the last segment has a length of its own and the job is through with it."""
+    last = config.schedule[-1]
+    is_past = last.steps is not None and job.finished >= sum(segment.steps or 0 for segment in config.schedule)
+    is_last = state.segment == len(config.schedule) - 1
+    return segment_of(config.schedule, job.finished + 1) <= state.segment and not (is_last and is_past)
 
 
 def advance(state: State, config: Config) -> bool:
@@ -78,22 +95,25 @@ def advance(state: State, config: Config) -> bool:
         gone = (JobState.DYING, JobState.ENDED)
         arrived = sum(job.initialised or job.state in gone for job in state.jobs.values() if not job.filler)
         state.started = arrived >= config.expect_jobs
-    if state.segment == len(config.schedule) - 1:
-        return False
     running = [job for job in state.jobs.values() if job.running]
-    if not state.started or not running:
+    if not state.started or not running or state.segment == len(config.schedule) - 1:
         return False
-    reached = min(segment_of(config.schedule, job.finished + 1) for job in running)
-    began = reached > state.segment
-    state.segment = max(state.segment, reached)
-    return began
+    before, reached = state.segment, min(segment_of(config.schedule, job.finished + 1) for job in running)
+    state.segment = max(before, reached)
+    return state.segment > before
 
 
 # --- the queues ---
 
 
 def refusal(asked: m.LeaseRequest, job: Job, leases: list[Lease], waiting: int) -> str | None:
-    """Why the request cannot even wait, or None. `leases`: of the job; `waiting`: how many requests it has."""
+    """Why the request cannot even wait, or None. `leases`: of the job; `waiting`: the number of its requests."""
+    if not job.filler and (asked.num_nodes or asked.least):
+        return f"job {job.name!r} asks for any {asked.num_nodes} nodes: only a filler may"
+    if job.filler and (asked.phase == "init" or asked.step):
+        return f"filler {job.name!r} asks for {asked.phase}, step {asked.step}; fillers have neither init nor steps"
+    if job.filler and not 1 <= asked.num_nodes <= len(set(asked.nodes)):
+        return f"filler {job.name!r} asks for any {asked.num_nodes} of {len(set(asked.nodes))} nodes"
     if asked.phase not in m.PHASES:
         return f"phase {asked.phase!r} is not known; allowed: {', '.join(m.PHASES)}"
     if asked.step < 0 or (asked.phase == "init" and asked.step > 0):
@@ -142,21 +162,16 @@ def held_back(request: Request, state: State, config: Config, owner: Job | None 
 
 
 def standing(state: State, config: Config) -> list[Request]:
-    """The requests of jobs that are not held back, in the order in which they may go."""
+    """The requests of jobs that are not held back, in the order in which they may go: by the order of their co-execution groups
+    (ORDERS in placement), others in order of arrival. A job that names its nodes shares them with no placed job."""
+
+    def rank(request: Request) -> int:
+        watched = state.jobs[request.job].watched
+        return 0 if watched is None or request.step == 0 else watched.rank
+
     owner = turn(state, config) if mode(state, config) == "sequential" else None
-    requests = [request for request in state.requests if not request.is_fillers]
-    return [request for request in in_order(requests, state) if not held_back(request, state, config, owner)]
-
-
-def in_order(requests: Iterable[Request], state: State) -> list[Request]:
-    """By the order of their co-execution groups, others in order of arrival, in which they are given."""
-    return sorted(requests, key=lambda request: rank(request, state))
-
-
-def rank(request: Request, state: State) -> int:
-    """Of jobs that were placed, see ORDERS in placement/rules.py; a job that names its nodes shares them with no placed job."""
-    watched = state.jobs[request.job].watched
-    return 0 if watched is None or request.step == 0 else watched.rank
+    requests = sorted((request for request in state.requests if not request.is_fillers), key=rank)
+    return [request for request in requests if not held_back(request, state, config, owner)]
 
 
 def grantable(state: State, config: Config) -> list[Request]:
@@ -181,27 +196,16 @@ def contention(state: State, config: Config) -> Iterator[tuple[Job, list[str], l
     for request in waiting:
         for node in request.nodes:
             wanted[node].add(request.job)
-    found = _gangs(waiting, state)
+    gangs_of = gangs(waiting, state)
     for job in sorted(state.jobs.values(), key=lambda job: job.order):
         if job.state is JobState.LIVE:
-            yield job, [node for node in job.all_nodes if wanted.get(node, {job.name}) != {job.name}], found.get(job.name, [])
+            yield job, [node for node in job.all_nodes if wanted.get(node, {job.name}) != {job.name}], gangs_of.get(job.name, [])
 
 
-def contended(job: Job, state: State, config: Config) -> list[str]:
-    """The job's nodes that another job stands in the queue for, in the job's order."""
-    wanted = {node for request in standing(state, config) if request.job != job.name for node in request.nodes}
-    return [node for node in job.all_nodes if node in wanted]
-
-
-def gangs(job: Job, state: State, config: Config) -> list[list[str]]:
-    """What of the job's leases would let another job begin, if it alone came back: of each request that is the first on all
+def gangs(waiting: Iterable[Request], state: State) -> dict[str, list[list[str]]]:
+    """By job: what of its leases would let another job begin, if it alone came back: of each request that is the first on all
     of its nodes and waits for no other job, the nodes that this job holds. Of leases of several nodes; others cannot be
     parted."""
-    return _gangs(standing(state, config), state).get(job.name, [])
-
-
-def _gangs(waiting: Iterable[Request], state: State) -> dict[str, list[list[str]]]:
-    """By job; see `gangs`."""
     taken, firsts = set[str](), []
     for request in waiting:
         if taken.isdisjoint(request.nodes):
@@ -211,12 +215,53 @@ def _gangs(waiting: Iterable[Request], state: State) -> dict[str, list[list[str]
     own: defaultdict[str, set[str]] = defaultdict(set)
     for lease in state.leases.values():
         own[lease.job].update(lease.nodes if len(lease.nodes) > 1 else [])
-    found: defaultdict[str, list[list[str]]] = defaultdict(list)
+    out: defaultdict[str, list[list[str]]] = defaultdict(list)
     for name, nodes in own.items():
         for request in firsts:
             if request.job != name and not nodes.isdisjoint(request.nodes) and (held - nodes).isdisjoint(request.nodes):
-                found[name].append([n for n in state.jobs[name].all_nodes if n in nodes and n in request.nodes])
-    return {name: sorted(sets) for name, sets in found.items()}
+                out[name].append([n for n in state.jobs[name].all_nodes if n in nodes and n in request.nodes])
+    return {name: sorted(sets) for name, sets in out.items()}
+
+
+# --- fillers ---
+
+
+def for_filler(request: Request, state: State, config: Config, now: float) -> list[str]:
+    """The nodes to grant a filler's request now; empty: it waits. A node is open when no lease names it, no job that is heard
+    from has asked for it, and it is neither fenced nor draining. With `least` it must be expected to stay open for that many
+    seconds."""
+    live = {job.name for job in state.jobs.values() if job.state is JobState.LIVE}
+    if state.settle_until is not None or request.job not in live:
+        return []
+    taken = {node for lease in state.leases.values() for node in lease.nodes}
+    taken.update(node for each in state.requests if not each.is_fillers and each.job in live for node in each.nodes)
+    nodes = [node for node in dict.fromkeys(request.nodes) if node not in taken and not is_shut([node], state, config)]
+    if request.least:
+        nodes = [node for node in nodes if _open_for(node, state, now) >= request.least]
+    return nodes[: request.num_nodes] if len(nodes) >= request.num_nodes else []
+
+
+def _open_for(node: str, state: State, now: float) -> float:
+    """Seconds until a job is expected to ask for the node, on which none runs now; infinite where none will. A job that uses
+    other nodes comes back when its phase there is over, by its last of that kind; else it counts as coming at once."""
+    coming = [job for job in state.jobs.values() if job.running and node in job.all_nodes]
+    left = {job.name: [le.granted_at + job.last.get(le.phase, 0.0) - now for le in state.leases_of(job.name)] for job in coming}
+    for job in coming:
+        left[job.name] += [job.last.get(request.phase, 0.0) for request in state.requests if request.job == job.name]
+    return min((max([*seconds, 0.0]) for seconds in left.values()), default=math.inf)
+
+
+def late_fillers(called_back: Mapping[int, float], state: State, config: Config, running: float) -> list[What]:
+    """The inputs that end fillers which were asked to leave and have not left within their grace. `called_back`: by token, in
+    running time."""
+    late: dict[str, What] = {}
+    for token, since in called_back.items():
+        job = state.jobs[state.leases[token].job]
+        grace = max(FILLER_GRACE_S, min(job.grace, config.lease_timeout))
+        reason = f"a job waited for what it held, and it had not left after {grace:g} s"
+        if running - since > grace and job.state in RUNNING:
+            late[job.name] = JobEvicted(job=job.name, uid=job.uid, reason=reason)
+    return list(late.values())
 
 
 # --- silence ---
@@ -246,22 +291,18 @@ def is_nearly_late(heard: float, now: float, config: Config) -> bool:
     return FENCED_AFTER * config.lease_timeout < now - heard <= config.lease_timeout
 
 
-def silent(state: State, config: Config, heard: Mapping[str, float], running: float) -> tuple[dict[str, Job], list[What]]:
-    """The silent jobs by name, and the inputs for those that are silent only now. `heard`, `running`: in running time."""
+def silence(state: State, config: Config, heard: Mapping[str, float], now: float, running: float) -> tuple[set[str], list[What]]:
+    """Names of the silent jobs, and the inputs: for those that are silent only now, and those that take the nodes from jobs for
+    which others wait, or whose silence is too long. `heard`, `running`: in running time."""
     late = [job for job in state.jobs.values() if job.state is JobState.LIVE and running - heard[job.name] > config.lease_timeout]
-    before = [job for job in state.jobs.values() if job.state is JobState.SILENT]
-    return {job.name: job for job in (*late, *before)}, [JobSilent(job=job.name, uid=job.uid) for job in late]
-
-
-def revoked(
-    silent: Mapping[str, Job], state: State, config: Config, heard: Mapping[str, float], now: float, running: float
-) -> list[What]:
-    """The inputs that take their nodes from those silent jobs for which others wait, or whose silence is too long."""
+    silent = {job.name: job for job in (*late, *(job for job in state.jobs.values() if job.state is JobState.SILENT))}
+    out: list[What] = [JobSilent(job=job.name, uid=job.uid) for job in late]
     waited = {job.name for job in in_the_way(silent, state, config)} if silent else set()
-    longest = config.lease_timeout + SILENT_TIMEOUT_S
-    over = [job for job in silent.values() if job.name in waited or running - heard[job.name] > longest]
     since = now - (1 - FENCED_AFTER) * config.lease_timeout  # from then on a job found silent now had to keep off its nodes
-    return [JobRevoked(job=job.name, uid=job.uid, since=since, waited=job.name in waited) for job in over]
+    for name, job in silent.items():
+        if name in waited or running - heard[name] > config.lease_timeout + SILENT_TIMEOUT_S:
+            out.append(JobRevoked(job=name, uid=job.uid, since=since, waited=name in waited))
+    return set(silent), out
 
 
 def in_the_way(silent: Mapping[str, Job], state: State, config: Config) -> list[Job]:

@@ -19,12 +19,23 @@ from typing import NamedTuple
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.messages import HostName, Member, NodeHere
 from verl_mux.coordinator.core.queueing import RunningTime
-from verl_mux.coordinator.core.records import DriverDied, Host, HostGone, HostSeen, Job, JobState, Lease, OwedPaid, State, What
+from verl_mux.coordinator.core.records import (
+    RUNNING,
+    DriverDied,
+    Host,
+    HostGone,
+    HostSeen,
+    Job,
+    JobState,
+    Lease,
+    OwedPaid,
+    State,
+    What,
+)
 from verl_mux.coordinator.core.settings import Config
 
 # Seconds between two reports: of a host where nothing ends, and of one where something should.
 CALM_S, DYING_S = 0.5, 0.1
-_RUNNING = (JobState.LIVE, JobState.SILENT)
 
 
 class Sight(NamedTuple):
@@ -200,7 +211,7 @@ class Sights:
         empty = {look.uid for look in report.looks if not look.alive}
         out += [OwedPaid(host=key, uid=owed.uid) for owed in (host.owed if host else []) if owed.uid in empty]
         dead = set(report.dead)
-        running = (job for job in state.jobs.values() if job.state in _RUNNING)
+        running = (job for job in state.jobs.values() if job.state in RUNNING)
         out += [DriverDied(job=job.name, uid=job.uid) for job in running if job.driver in dead]
         return out
 
@@ -245,7 +256,7 @@ class Sights:
             epoch=epoch,
             again_s=DYING_S if is_ending else CALM_S,
             look_for=look_for,
-            drivers=[job.driver for job in state.jobs.values() if job.state in _RUNNING and here.covers(job.driver)],
+            drivers=[job.driver for job in state.jobs.values() if job.state in RUNNING and here.covers(job.driver)],
             end=[*end, *(owed if config.kill else [])],
             nodes=_nodes_of(report.host, state, config),
             jobs={job.uid: job.name for job in state.jobs.values() if job.uid in seen},

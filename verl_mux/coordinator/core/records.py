@@ -29,6 +29,9 @@ class JobState(Enum):
     ENDED = "ended"  # holds nothing
 
 
+RUNNING = (JobState.LIVE, JobState.SILENT)
+
+
 class Watched(msgspec.Struct, kw_only=True):
     """What placement learns of a job that it placed. `steps`: the last step seen, by phase. `began`: first rollout asked
     for. `free_since`: it neither holds nor asks for nodes since then; `between`: seconds of that in this step.
@@ -84,8 +87,8 @@ class Job(msgspec.Struct, kw_only=True):
     """`order`: registration order. `asked`, `reported`: highest step asked for, highest step reported as finished. `since`: when
     it came into its state. `memory`: node -> tag -> bytes on the device; `host_memory`: by node. `contended`, `gangs`: as last
     pushed to its clients. `has_asked` for any lease. `registrations`: the number of each client's newest one. `closed`, `spent`:
-    see tokens.py. `longest`: seconds by phase; `overdue`: tokens whose phases take far longer. `last`: seconds of the last one,
-    by phase. `condemned`: why its nodes were taken away, which ends its driver too. `filler`: see fillers.py; it has no steps,
+    see leases.py. `longest`: seconds by phase; `overdue`: tokens whose phases take far longer. `last`: seconds of the last one,
+    by phase. `condemned`: why its nodes were taken away, which ends its driver too. `filler`: see queueing.py; it has no steps,
     and no job waits for it. `grace`: seconds that it may need to leave, as it says."""
 
     name: str

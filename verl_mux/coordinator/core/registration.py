@@ -2,14 +2,19 @@
 through a restart are claimed.
 
 Runs in the coordinator, called by state.py; pure.
+
+Claims: a coordinator that may not know what its predecessor granted settles: for one lease time it grants nothing, and clients,
+which register again with a coordinator that they do not know, claim their leases. Claims are believed about tokens of that time
+(`unknown_up_to`), as the predecessor kept leases apart. Where two leases meet on a node the later one is right: the other one
+must have ended before the later was granted. A pause of the coordinator does not count, as it hears no client then.
 """
 
 from __future__ import annotations
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import tokens
-from verl_mux.coordinator.core.leases import Leases
-from verl_mux.coordinator.core.records import Instruction, Job, JobState, Log, Send, State
+from verl_mux.coordinator.core import queueing
+from verl_mux.coordinator.core.leases import Leases, close, epoch_of, tokens_before
+from verl_mux.coordinator.core.records import Instruction, Job, JobState, Lease, Log, Send
 from verl_mux.coordinator.core.settings import FILLER_GRACE_S, Config
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
@@ -17,33 +22,46 @@ from verl_mux.profiling.eventlog import events
 
 def refuse(core: Leases, asked: m.Register) -> m.Refused | None:
     """Why the job may not register now; None: it may."""
-    state, known = core.state, core.state.jobs.get(asked.job)
-    if known is not None and known.state is not JobState.ENDED and known.uid != asked.uid:
-        return _name_taken(known)
-    if known is not None and known.uid == asked.uid and _given_up(known, asked):
-        return _no(f"job {asked.job!r} was given up: {known.reason}")
-    others = (job for job in state.jobs.values() if job.uid == asked.uid and job.name != asked.job)
-    if any(other.state is not JobState.ENDED for other in others):
-        return _no(f"job {asked.job!r} carries another job's uid; every start needs its own VERL_MUX_JOB_UID")
-    if reason := _beyond_limits(asked, known, state):
-        return _no(reason)
+    known = core.state.jobs.get(asked.job)
+    try:
+        reason = _refusal(core, asked, known)
+    except UserError as error:
+        reason = str(error)
+    is_ending = known is not None and known.state is JobState.DYING and known.uid != asked.uid
+    return m.Refused(about="register", reason=reason, retry=is_ending) if reason else None
+
+
+def _refusal(core: Leases, asked: m.Register, known: Job | None) -> str | None:
+    """Raises UserError, which refuses too."""
+    name, jobs = asked.job, core.state.jobs
+    clients: list[str] = []
+    if known is not None and known.uid == asked.uid:
+        clients = known.clients
+        if known.state is JobState.DYING or (known.state is JobState.ENDED and asked.again):
+            return f"job {name!r} was given up: {known.reason}"
+    elif known is not None and known.state is not JobState.ENDED:
+        doing = "is ending, but its processes are not all gone" if known.state is JobState.DYING else "is running"
+        return f"a job named {name!r} {doing} (pid {known.pid} on {known.host}); job names are unique"
+    if any(job.uid == asked.uid and job.name != name and job.state is not JobState.ENDED for job in jobs.values()):
+        return f"job {name!r} carries another job's uid; every start needs its own VERL_MUX_JOB_UID"
+    if len(clients) >= m.CLIENTS_OF_A_JOB and asked.client not in clients:
+        return f"job {name!r} has {len(clients)} clients; at most {m.CLIENTS_OF_A_JOB} are allowed"
+    if known is None and len(jobs) >= m.JOBS:
+        return f"{len(jobs)} jobs are on record; at most {m.JOBS} are allowed"
+    if asked.filler and asked.wants_placement:
+        return f"filler {name!r} leaves its nodes to the coordinator; it must name pools or nodes"
     # It runs on its nodes already, by what is on record, or by what it says that an earlier coordinator answered.
     is_known = bool(asked.placed) or (known is not None and known.uid == asked.uid and known.state is not JobState.ENDED)
-    try:
-        nodes = {} if asked.wants_placement else _resolve(asked, core.config)
-        reason = next(filter(None, [feature.refusal(asked, nodes, is_known) for feature in core.features]), None)
-    except UserError as error:
-        return _no(str(error))
-    return _no(reason) if reason else None
+    nodes = {} if asked.wants_placement else _resolve(asked, core.config)
+    return next(filter(None, [feature.refusal(asked, nodes, is_known) for feature in core.features]), None)
 
 
 def register(core: Leases, now: float, what: m.Register) -> list[Instruction]:
     """Puts a registration on record that `refuse` lets pass."""
-    state = core.state
     out: list[Instruction] = []
-    job = state.jobs.get(what.job)
+    job = core.state.jobs.get(what.job)
     if job is None or job.uid != what.uid or not job.clients:
-        job = _new_job(state, core.config, now, what)
+        job = _new_job(core, now, what)
         for feature in core.features:
             out += feature.registered(now, job, what)
         fills = {"filler": True} if job.filler else {}
@@ -54,7 +72,7 @@ def register(core: Leases, now: float, what: m.Register) -> list[Instruction]:
     job.members = what.members or job.members
     if what.client in job.registrations or not any(feature.answers_later(job) for feature in core.features):
         out.append(Send(what.client, welcome(core, job, what.client, what.number)))
-    tokens.take_claims(state, core.config, job, what, now)
+    _take_claims(core, job, what, now)
     return out
 
 
@@ -86,11 +104,11 @@ def welcome(core: Leases, job: Job, client: str, answers: int = 0) -> m.Register
     )
 
 
-def _new_job(state: State, config: Config, now: float, what: m.Register) -> Job:
-    state.num_registered += 1
-    job = state.jobs[what.job] = Job(name=what.job, uid=what.uid, order=state.num_registered, since=now)
+def _new_job(core: Leases, now: float, what: m.Register) -> Job:
+    core.state.num_registered += 1
+    job = core.state.jobs[what.job] = Job(name=what.job, uid=what.uid, order=core.state.num_registered, since=now)
     _take_for_driver(job, what)
-    job.nodes = {} if what.wants_placement else _resolve(what, config)
+    job.nodes = {} if what.wants_placement else _resolve(what, core.config)
     job.seed, job.steps, job.filler, job.grace = what.seed, what.steps, what.filler, what.grace
     return job
 
@@ -99,68 +117,79 @@ def _take_for_driver(job: Job, what: m.Register) -> None:
     job.host, job.pid, job.started, job.boot, job.space = what.host, what.pid, what.started, what.boot, what.space
 
 
-def _name_taken(known: Job) -> m.Refused:
-    ending = known.state is JobState.DYING
-    what = "is ending, but its processes are not all gone" if ending else "is running"
-    reason = f"a job named {known.name!r} {what} (pid {known.pid} on {known.host}); job names are unique"
-    return _no(reason, retry=ending)
-
-
-def _beyond_limits(asked: m.Register, known: Job | None, state: State) -> str | None:
-    clients = known.clients if known is not None and known.uid == asked.uid else []
-    if len(clients) >= m.CLIENTS_OF_A_JOB and asked.client not in clients:
-        return f"job {asked.job!r} has {len(clients)} clients; at most {m.CLIENTS_OF_A_JOB} are allowed"
-    if known is None and len(state.jobs) >= m.JOBS:
-        return f"{len(state.jobs)} jobs are on record; at most {m.JOBS} are allowed"
-    return None
-
-
-def _given_up(known: Job, asked: m.Register) -> bool:
-    return known.state is JobState.DYING or (known.state is JobState.ENDED and asked.again)
-
-
-def _no(reason: str, retry: bool = False) -> m.Refused:
-    return m.Refused(about="register", reason=reason, retry=retry)
-
-
 def _resolve(asked: m.Register, config: Config) -> dict[str, list[str]]:
     """Nodes per side with pool names spelt out. Raises UserError for what is not there or too large."""
     if not asked.nodes or any(side not in m.SIDES for side in asked.nodes):
         raise UserError(f"job {asked.job!r} names nodes for {sorted(asked.nodes)}; allowed sides: {', '.join(m.SIDES)}")
-    nodes = {side: _spell_out(asked.job, side, names, config) for side, names in asked.nodes.items()}
-    known = {*nodes, *(name for names in nodes.values() for name in names)}
+    there = {**{name: [name] for name in config.nodes}, **{name: [n.name for n in p.nodes] for name, p in config.pools.items()}}
+    nodes: dict[str, list[str]] = {}
+    for side, names in asked.nodes.items():
+        known = f"pools and their nodes: {config.describe_pools()}"
+        if unknown := [name for name in names if name not in there]:
+            raise UserError(f"job {asked.job!r} asks for {side} on {unknown[0]!r}, which is no pool or node here; {known}")
+        nodes[side] = list(dict.fromkeys(node for name in names for node in there[name]))
+        if not nodes[side]:
+            raise UserError(f"job {asked.job!r} names no node for {side}; {known}")
+    allowed = {**{node: [node] for side in nodes.values() for node in side}, **nodes}
     for where, gpus in asked.gpus.items():
-        if where not in known:
-            allowed = ", ".join(sorted(known))
-            raise UserError(f"job {asked.job!r} asks for {gpus} GPUs on {where!r}; allowed there: {allowed}")
-        for name in nodes.get(where, [where]):
-            _check_gpus(asked.job, name, gpus, config)
+        if where not in allowed:
+            words = ", ".join(sorted(allowed))
+            raise UserError(f"job {asked.job!r} asks for {gpus} GPUs on {where!r}; allowed there: {words}")
+        for node in (config.nodes[name] for name in allowed[where]):
+            if gpus > node.gpus:
+                pool, members = next((pool, p.nodes) for pool, p in config.pools.items() if node in p.nodes)
+                raise UserError(
+                    f"job {asked.job!r} asks for {gpus} GPUs on node {node.name!r}, which has {node.gpus}"
+                    f" (pool {pool!r} has {sum(member.gpus for member in members)} on {len(members)} nodes)"
+                )
     return nodes
 
 
-def _spell_out(job: str, side: str, names: list[str], config: Config) -> list[str]:
-    spelt: list[str] = []
-    for name in names:
-        if name in config.nodes:
-            spelt.append(name)
-        elif name in config.pools:
-            spelt += [node.name for node in config.pools[name].nodes]
-        else:
-            raise UserError(
-                f"job {job!r} asks for {side} on {name!r}, which is no pool or node here;"
-                f" pools and their nodes: {config.describe_pools()}"
-            )
-    if not spelt:
-        raise UserError(f"job {job!r} names no node for {side}; pools and their nodes: {config.describe_pools()}")
-    return list(dict.fromkeys(spelt))
+# --- claims ---
 
 
-def _check_gpus(job: str, name: str, gpus: int, config: Config) -> None:
-    node = config.nodes[name]
-    if gpus > node.gpus:
-        pool, members = next((pool, p.nodes) for pool, p in config.pools.items() if node in p.nodes)
-        total = sum(member.gpus for member in members)
-        raise UserError(
-            f"job {job!r} asks for {gpus} GPUs on node {name!r}, which has {node.gpus}"
-            f" (pool {pool!r} has {total} on {len(members)} nodes)"
-        )
+def _take_claims(core: Leases, job: Job, what: m.Register, now: float) -> None:
+    """Brings the record of the client's leases in line with what it holds, as far as the record may be wrong.
+
+    The answer to each client's next heartbeat says which of its leases were taken over. A registration that comes later than
+    one that was sent after it claims nothing.
+    """
+    state = core.state
+    if what.number < job.registrations.get(what.client, 0):
+        return
+    job.registrations[what.client] = what.number
+    if what.again and state.settle_until is not None:
+        held = {claim.token for claim in what.held}
+        for lease in [each for each in state.leases_of(job.name) if each.client == what.client and each.token not in held]:
+            del state.leases[lease.token]
+            close(job, lease.token)
+    if state.settle_until is not None and what.seen <= state.unknown_up_to:
+        _begin_above(core, what.seen)
+    for claim in what.held:
+        if core.lease_of(job, claim.token) is None and claim.token not in job.closed:
+            _take_claim(core, job, what.client, claim, now)
+
+
+def _take_claim(core: Leases, job: Job, client: str, claim: m.Claim, now: float) -> None:
+    """Leases that meet the claimed one on a node, and are earlier, end. What was granted since all could speak is later than
+    what is claimed only now, whatever the numbers say."""
+    state = core.state
+    may_share = queueing.mode(state, core.config) == "uncoordinated" and claim.step > 0
+    meets = [each for each in state.leases.values() if not may_share and not set(each.nodes).isdisjoint(claim.nodes)]
+    sound = claim.phase in m.PHASES and bool(claim.nodes) and set(claim.nodes) <= set(job.all_nodes)
+    is_believed = sound and 0 < claim.token <= state.unknown_up_to and claim.token not in state.leases
+    if not is_believed or any(state.settle_until is None or lease.token > claim.token for lease in meets):
+        close(job, claim.token, taken_away=True)
+        return
+    for lease in meets:
+        del state.leases[lease.token]
+        close(state.jobs[lease.job], lease.token, taken_away=True)
+    fields = {name: getattr(claim, name) for name in ("token", "key", "phase", "step", "nodes")}
+    state.leases[claim.token] = Lease(job=job.name, client=client, granted_at=now, **fields)
+    _begin_above(core, claim.token)
+
+
+def _begin_above(core: Leases, token: int) -> None:
+    """New tokens are higher than one that a client saw, though the number of this start was lost as well."""
+    if token > core.state.token:
+        core.state.token = tokens_before(epoch_of(token) + 1)

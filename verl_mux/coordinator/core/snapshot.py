@@ -1,81 +1,20 @@
-"""What jobs report for people to see, and what `verl-mux status` shows: the records as one plain dictionary.
+"""What `verl-mux status` shows: the records as one plain dictionary.
 
-Runs in the coordinator: state.py calls `REPORTS`, server.py calls `describe`; pure. No report decides which job runs, except that
-finished steps count for turns, and those that are left for turns and for whether a move pays.
+Runs in the coordinator, called by server.py; pure and read-only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
 from typing import Any
 
-from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import fillers, hosts, moving, observing, queueing
-from verl_mux.coordinator.core.records import Instruction, Job, JobState, Lease, Log, Request, Send, State, Usage
+import msgspec
+
+from verl_mux.coordinator.core import hosts, placed_jobs, queueing
+from verl_mux.coordinator.core.leases import count_usage
+from verl_mux.coordinator.core.records import RUNNING, Job, JobState, Lease, Moving, Request, State, Usage
 from verl_mux.coordinator.core.settings import Config, Node
-from verl_mux.profiling.eventlog import events
-
-# --- what jobs report ---
-
-
-def progress(state: State, job: Job, what: m.Progress) -> list[Instruction]:
-    job.progress = (what.done, what.total)
-    return []
-
-
-def step_report(state: State, job: Job, what: m.StepReport) -> list[Instruction]:
-    job.reported, job.metrics = max(job.reported, what.step), what.metrics
-    job.steps = job.steps if what.steps is None else what.steps
-    return [Log(events.STEP_REPORT, {"job": job.name, **what.metrics}, step=what.step)]
-
-
-def memory(state: State, job: Job, what: m.MemoryReport) -> list[Instruction]:
-    tags = {**job.memory.get(what.node, {}), **what.tags}
-    held = {tag: num_bytes for tag, num_bytes in tags.items() if num_bytes > 0}
-    if reason := _unbelievable(job, what.node, held):
-        return [Send(what.client, m.Refused(about="memory", reason=reason))]
-    job.memory[what.node] = held
-    count_peak(state, what.node)
-    extra = {"job": job.name, "node": what.node, "tags": what.tags, "node_bytes": state.bytes_on(what.node)}
-    return [Log(events.MEMORY, extra)]
-
-
-def _unbelievable(job: Job, node: str, tags: dict[str, int]) -> str | None:
-    """Why the report is not kept: made-up nodes and tags must not fill the memory."""
-    if node not in job.all_nodes:
-        return f"job {job.name!r} reports memory on {node!r}; allowed: its nodes {', '.join(job.all_nodes)}"
-    if len(tags) > m.TAGS_ON_A_NODE:
-        return f"job {job.name!r} reports {len(tags)} tags on {node!r}; at most {m.TAGS_ON_A_NODE} are allowed"
-    return None
-
-
-def note(state: State, job: Job, what: m.PhaseNote) -> list[Instruction]:
-    job.note = what.note
-    return []
-
-
-def members(state: State, job: Job, what: m.MemberReport) -> list[Instruction]:
-    job.members = what.members
-    return []
-
-
-def count_peak(state: State, node: str) -> None:
-    """Peaks are counted apart for init and for each segment, since comparing segments is what they are for."""
-    during = str(state.segment) if state.stepping else "init"
-    peaks = state.peaks.setdefault(node, {})
-    peaks[during] = max(peaks.get(during, 0), state.bytes_on(node))
-
-
-REPORTS: dict[type[m.FromJob], Callable[..., list[Instruction]]] = {
-    m.Progress: progress,
-    m.StepReport: step_report,
-    m.MemoryReport: memory,
-    m.PhaseNote: note,
-    m.MemberReport: members,
-}
-
-
-# --- what status shows ---
+from verl_mux.placement.explain import where
 
 
 def describe(state: State, config: Config, now: float, waits_for: dict[str, list[str]]) -> dict[str, Any]:
@@ -92,18 +31,7 @@ def describe(state: State, config: Config, now: float, waits_for: dict[str, list
         },
         "jobs": {job.name: _job(job, state, now, waits_for.get(job.name, [])) for job in state.jobs.values()},
         "placement": _placement(state, config, now),
-        "why": observing.reasons(state, config),
-    }
-
-
-def _placement(state: State, config: Config, now: float) -> dict[str, Any] | None:
-    """The co-execution groups with their predicted periods, the jobs that wait to be placed, and those that move."""
-    if config.placement is None:
-        return None
-    return {
-        "groups": {group.name: observing.about(group, state, config) for group in state.placed.groups},
-        "waiting": [entry.job.name for entry in state.placed.waiting],
-        "moves": moving.sentences(state, now),
+        "why": reasons(state, config),
     }
 
 
@@ -111,13 +39,9 @@ def _node(node: Node, state: State, queue: list[tuple[Request, str | None]], now
     peaks, jobs = state.peaks.get(node.name, {}), state.jobs.values()
     memory = {job.name: tags for job in jobs if (tags := job.memory.get(node.name))}
     leases = [lease for lease in state.leases.values() if node.name in lease.nodes]
+    shown = ("host", "gpu_ids", "gpus", "cpus", "usd_per_hour", "device_bytes")
     return {
-        "host": node.host,
-        "gpu_ids": node.gpu_ids,
-        "gpus": node.gpus,
-        "cpus": node.cpus,
-        "usd_per_hour": node.usd_per_hour,
-        "device_bytes": node.device_bytes,
+        **{field: getattr(node, field) for field in shown},
         "fenced": state.fenced.get(node.name),
         "draining": node.drain,
         "holders": [_holder(lease, state, now) for lease in leases],
@@ -134,18 +58,25 @@ def _node(node: Node, state: State, queue: list[tuple[Request, str | None]], now
         "bytes": sum(sum(tags.values()) for tags in memory.values()),
         "peak_bytes": max(peaks.values(), default=0),
         "peak_bytes_by_segment": dict(peaks),
-        "host_memory": hosts.about(node.name, node.host_bytes, {job.name: job for job in jobs if node.name in job.host_memory}),
+        "host_memory": _host_memory(node, [job for job in jobs if node.name in job.host_memory]),
     }
+
+
+def _host_memory(node: Node, jobs: list[Job]) -> dict[str, Any]:
+    """`jobs`: those that hold some there."""
+    held = {
+        job.name: {"counted": hosts.counted(job, node.name), **msgspec.to_builtins(job.host_memory[node.name])} for job in jobs
+    }
+    return {"capacity": node.host_bytes, "held": sum(entry["counted"] for entry in held.values()), "jobs": held}
 
 
 def _usage(state: State, node: str, leases: list[Lease], now: float) -> dict[str, Any]:
     """Seconds since the first lease on the node, and for how many jobs and fillers used it; `bubble_filled`: the share that
     fillers used of the time that jobs left, None where they left none. `leases`: those on the node now."""
-    known = state.usage.get(node)
-    since = known.since if known else min((lease.granted_at for lease in leases), default=now)
-    total = Usage(since=since, jobs=known.jobs if known else 0.0, fillers=known.fillers if known else 0.0)
+    known = state.usage.get(node) or Usage(since=min((lease.granted_at for lease in leases), default=now))
+    total = msgspec.structs.replace(known)
     for lease in leases:
-        fillers.count(total, lease, state, now)
+        count_usage(total, lease, state, now)
     bubble = now - total.since - total.jobs
     filled = min(total.fillers / bubble, 1.0) if bubble > 0 else None
     return {"seconds": now - total.since, "jobs_s": total.jobs, "fillers_s": total.fillers, "bubble_filled": filled}
@@ -175,3 +106,55 @@ def _job(job: Job, state: State, now: float, waits_for: list[str]) -> dict[str, 
         "waiting": [request.phase for request in state.requests if request.job == job.name],
         "waits_for": waits_for,
     }
+
+
+# --- placement ---
+
+
+def _placement(state: State, config: Config, now: float) -> dict[str, Any] | None:
+    """The co-execution groups with their predicted periods, the jobs that wait to be placed, and those that move."""
+    if config.placement is None:
+        return None
+    return {
+        "groups": {group.name: placed_jobs.about(group, state, config) for group in state.placed.groups},
+        "waiting": [entry.job.name for entry in state.placed.waiting],
+        "moves": {name: _move(state, name, moving, now) for name, moving in state.moves.items()},
+    }
+
+
+def _move(state: State, name: str, moving: Moving, now: float) -> str:
+    group, job = state.placed.group_of(name), state.jobs.get(name)
+    pin = group.pin_of(name) if group is not None else None
+    to = f"moves to {', '.join([*pin.rollout, *pin.train])}" if pin is not None else "moves"
+    if moving.left_at is None:
+        return f"{to}: asked {now - moving.since:.0f} s ago, it leaves at the end of its step"
+    if placed_jobs.is_away(moving, job):
+        return f"{to}: it left {now - moving.left_at:.0f} s ago after step {moving.done}, and its place is kept"
+    return f"{to}: it came back and has yet to begin step {moving.done + 1}"
+
+
+def reasons(state: State, config: Config) -> dict[str, str]:
+    """Why each job that runs or waits to be placed is where it is, by name."""
+    on: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    jobs = [job for job in state.jobs.values() if job.state in RUNNING and not job.filler]
+    for job in jobs:
+        for node in job.all_nodes:
+            on[node][job.name] = None
+    sentences = {job.name: _sentence(job, on, config) for job in jobs}
+    return {name: sentence for name, sentence in sentences.items() if sentence}
+
+
+def _sentence(job: Job, on: dict[str, dict[str, None]], config: Config) -> str:
+    because = job.watched.because if job.watched is not None else ""
+    if not job.nodes:
+        return f"{job.name} waits to be placed{because and f': {because}'}" if job.watched is not None else ""
+    others = {node: [name for name in on[node] if name != job.name] for node in job.all_nodes}
+    sentence = where(job.name, job.all_nodes, others)
+    if job.watched is not None:
+        return f"{sentence}{because and f', {because}'}"
+    sentence += f", as it names {'these nodes' if len(job.all_nodes) > 1 else 'this node'}"
+    prices = [config.price(node) for node in job.all_nodes]
+    cost = sum(price for price in prices if price is not None)
+    sentence += f", which cost {cost:.2f} USD/h" if None not in prices else ""
+    advice = "; to be put where it adds the least, let the coordinator choose (mux.nodes=auto)"
+    return f"{sentence}{advice if config.placement else ''}"

@@ -3,8 +3,8 @@
 Runs in the coordinator, called by server.py with every message and observation, and by the journal at a restart.
 
 Theory of operation
-- Everything that decides lives here and in the modules called from here (queueing, registration, tokens, and the features, which
-  are called at the moments listed in leases.py). No I/O, no clock: an input says when it came.
+- Everything that decides lives here and in the modules called from here (queueing, leases, registration, and the features,
+  which are called at the moments listed in leases.py). No I/O, no clock: an input says when it came.
 - A job moves by the table MOVES. A move that is not in it raises IllegalMove and changes nothing.
 - A lease is given out with a token that is higher than all before it. It ends when its client releases it, or when its
   job has ENDED; never while a process of the job may still be on the node.
@@ -13,8 +13,7 @@ Theory of operation
 - The nodes of a dying job come free once its processes are gone, and not before: each when nothing of the job is left on its
   host, and a node that names no host when nothing is left at all. Where nothing can look a node is fenced, and the job lets go of
   it.
-- After each input all requests that can be granted are granted; see queueing.py for the jobs that may go, and fillers.py for what
-  takes the nodes that jobs leave.
+- After each input all requests that can be granted are granted: first those of jobs, then those of fillers (see queueing.py).
 
                      Register                 silence                   (sign of life: back to LIVE)
     absent / ENDED -----------------> LIVE -------------------> SILENT
@@ -41,9 +40,9 @@ from collections import defaultdict
 import msgspec
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.conversation import REGISTER
-from verl_mux.coordinator.core import FEATURES, queueing, registration, snapshot, tokens
-from verl_mux.coordinator.core.leases import Handler, Leases, about, asked_for
+from verl_mux.coordinator.bus.conversation import FENCED_AFTER, REGISTER
+from verl_mux.coordinator.core import FEATURES, queueing, registration
+from verl_mux.coordinator.core.leases import Handler, Leases, about, answer_to_release, asked_for, spent
 from verl_mux.coordinator.core.records import (
     AboutJob,
     DriverDied,
@@ -73,9 +72,10 @@ NEVER_REGISTERED = "exited before it registered"
 ABSENT = None
 LIVE, SILENT, DYING, ENDED = JobState.LIVE, JobState.SILENT, JobState.DYING, JobState.ENDED
 
+_REPORTS: tuple[type[m.FromJob], ...] = (m.Progress, m.StepReport, m.MemoryReport, m.PhaseNote, m.MemberReport)
 _TALK: tuple[type[m.FromJob], ...] = (
-    *(m.Register, m.LeaseRequest, m.LeaseCancel, m.LeaseRelease, m.LeaseShrink, m.Heartbeat, m.Detach),
-    *(m.Progress, m.StepReport, m.MemoryReport, m.HostReport, m.PhaseNote, m.MemberReport),
+    *(m.Register, m.LeaseRequest, m.LeaseCancel, m.LeaseRelease, m.LeaseShrink, m.Heartbeat, m.Detach, m.HostReport),
+    *_REPORTS,
 )
 _HEARD: dict[type, JobState] = dict.fromkeys(_TALK, LIVE)
 _DEATHS: dict[type, JobState] = dict.fromkeys((m.Failing, DriverDied, JobExited, JobEvicted), DYING)
@@ -119,6 +119,7 @@ class Machine(Leases):
     def __init__(self, config: Config, epoch: str = "", state: State | None = None):
         super().__init__(config, epoch, state if state is not None else State())
         self.heard: dict[str, float] = {}
+        self._unheard: set[str] = set()  # jobs that have not spoken since the restart
         self.features = [feature(self) for feature in FEATURES]
         self._handlers: defaultdict[type, list[Handler]] = defaultdict(list)
         for handlers in (self._own_handlers(), *(feature.handlers() for feature in self.features)):
@@ -170,29 +171,30 @@ class Machine(Leases):
     def resume(self, now: float) -> None:
         """After a restart: no job has been silent yet."""
         self.heard = dict.fromkeys(self.state.jobs, self.running.look(now))
+        self.called_back, self._unheard = {}, set(self.state.jobs)
         for feature in self.features:
             feature.resumed(now)
 
     def due(self, now: float) -> list[Input]:
         """What the passing of time has brought about; to be handled like any other input, in this order."""
         running = self.running.look(now)
-        silent, out = queueing.silent(self.state, self.config, self.heard, running)
-        out += queueing.revoked(silent, self.state, self.config, self.heard, now, running)
+        silent, out = queueing.silence(self.state, self.config, self.heard, now, running)
         out += queueing.overdue(self.state, now, but=silent)
+        self.called_back = {token: since for token, since in self.called_back.items() if token in self.state.leases}
+        out += queueing.late_fillers(self.called_back, self.state, self.config, running)
         for feature in self.features:
-            out += feature.due(now, running)
+            out += feature.due(now)
         if self.state.settle_until is not None and running >= self.state.settle_until:
             out.append(Settled())
         return [Input(now, what) for what in out]
 
     def is_pressing(self, now: float) -> bool:
-        """Whether `due` should be asked more often than usual: a job is ending, or nearly late."""
-        running = self.running.at(now)
-        return (
-            any(job.state is DYING for job in self.state.jobs.values())
-            or any(feature.is_pressing() for feature in self.features)
-            or any(queueing.is_nearly_late(heard, running, self.config) for heard in self.heard.values())
-        )
+        """Whether `due` should be asked more often than usual: a job is ending, a filler is to leave, or the lease of a job,
+        which has fenced itself by now, may end before the next look."""
+        running, timeout = self.running.at(now), self.config.lease_timeout
+        is_dying = any(job.state is DYING for job in self.state.jobs.values())
+        is_late = any(FENCED_AFTER * timeout < running - heard <= timeout for heard in self.heard.values())
+        return is_dying or is_late or bool(self.called_back)
 
     def settles_for(self, now: float) -> float | None:
         """Seconds for which nothing will be granted, if the coordinator makes no pause; None: it does not settle."""
@@ -223,16 +225,16 @@ class Machine(Leases):
             m.LeaseRelease: self._release,
             m.LeaseShrink: self._shrink,
             m.Heartbeat: self._heartbeat,
-            **dict.fromkeys(snapshot.REPORTS, self._report),
+            **dict.fromkeys(_REPORTS, self._report),
             m.Detach: self._detach,
             m.Deregister: self._deregister,
-            m.Failing: self._failing,
+            m.Failing: lambda now, job, what: [self._over(job, what.reason), Send(what.client, m.JobEnded(reason=what.reason))],
             JobSilent: lambda now, job, what: [Log(events.JOB_SILENT, {"job": job.name, "pid": job.pid, "host": job.host})],
             JobRevoked: self._revoked,
             JobEvicted: lambda now, job, what: self._condemn(job, what.reason),
             PhaseOverdue: self._late_phase,
-            DriverDied: self._died,
-            JobExited: self._told_exited,
+            DriverDied: lambda now, job, what: [self._over(job, "its driver process died")],
+            JobExited: self._exited,
             ProcessesGone: self._gone,
             Settled: self._settled,
         }
@@ -290,8 +292,7 @@ class Machine(Leases):
         waiting = self._requests_of(job)
         if what.key in job.spent or any(request.key == what.key for request in waiting):
             return []
-        reason = next(filter(None, (feature.request_refusal(what, job) for feature in self.features)), None)
-        if reason := reason or queueing.refusal(what, job, self.state.leases_of(job.name), len(waiting)):
+        if reason := queueing.refusal(what, job, self.state.leases_of(job.name), len(waiting)):
             return [Send(what.client, m.Refused(about=what.key, reason=reason))]
         request = Request(asked_at=now, num_nodes=what.num_nodes, least=what.least, **asked_for(what))
         self.state.requests.append(request)
@@ -301,16 +302,16 @@ class Machine(Leases):
 
     def _cancel(self, now: float, job: Job, what: m.LeaseCancel) -> list[Instruction]:
         self.drop([request for request in self._requests_of(job) if request.key == what.key])
-        lease = self.lease_by_key(job, what.key)
-        freed = [self.free(lease, now)] if lease else []
-        if not freed:
-            tokens.spent(job, what.key)
-        return [*freed, Send(what.client, m.LeaseCancelled(key=what.key))]
+        done = Send(what.client, m.LeaseCancelled(key=what.key))
+        if lease := self.lease_by_key(job, what.key):
+            return [self.free(lease, now), done]
+        spent(job, what.key)
+        return [done]
 
     def _release(self, now: float, job: Job, what: m.LeaseRelease) -> list[Instruction]:
         lease = self.lease_of(job, what.token)
         if lease is None:
-            return [Send(what.client, tokens.answer(job, what.token, is_anothers=what.token in self.state.leases))]
+            return [Send(what.client, answer_to_release(job, what.token, is_anothers=what.token in self.state.leases))]
         queueing.phase_ended(job, lease, now)
         out: list[Instruction] = [self.free(lease, now), Send(what.client, m.LeaseReleased(token=what.token))]
         return out + [instruction for feature in self.features for instruction in feature.released(now, job, lease)]
@@ -318,10 +319,9 @@ class Machine(Leases):
     def _shrink(self, now: float, job: Job, what: m.LeaseShrink) -> list[Instruction]:
         done = Send(what.client, m.LeaseShrunk(key=what.key))
         lease = self.lease_of(job, what.token)
-        left = [node for node in lease.nodes if node not in what.nodes] if lease else []
-        if lease is None or not left or left == lease.nodes:  # the last node goes back with the lease
+        gone = [node for node in lease.nodes if node in what.nodes] if lease else []
+        if lease is None or not gone or gone == lease.nodes:  # the last node goes back with the lease
             return [done]
-        gone = [node for node in lease.nodes if node in what.nodes]
         self.shrink(lease, gone, now)
         return [done, Log(events.LEASE_HELD, {**about(lease), "nodes": gone}, duration=now - lease.granted_at, step=lease.step)]
 
@@ -336,15 +336,54 @@ class Machine(Leases):
             move=max(feature.move_of(job) for feature in self.features),
         )
         # A grant that went astray, or one that its client no longer wants and releases.
-        unheard = [self.grant(lease) for lease in leases if lease.client == what.client and lease.token not in what.tokens]
-        again = [message for feature in self.features for message in feature.on_heartbeat(now, job)]
-        return [Send(what.client, message) for message in (*unheard, *again, ack)]
+        again: list[m.Message] = [
+            self.grant(lease) for lease in leases if lease.client == what.client and lease.token not in what.tokens
+        ]
+        self._unheard.discard(job.name)
+        if job.filler and job.contended:  # what was pushed before may have gone astray
+            self._call_back(now, job)
+            again.append(m.Contended(nodes=job.contended, gangs=job.gangs))
+        return [Send(what.client, message) for message in (*again, ack)]
 
     def _report(self, now: float, job: Job, what: m.FromJob) -> list[Instruction]:
+        """For people to see; but finished steps count for turns, and those that are left for whether a move pays."""
         token = getattr(what, "token", None)
         if token is not None and self.lease_of(job, token) is None:
             return []  # late; a client that holds a stale token learns it at the next heartbeat
-        return snapshot.REPORTS[type(what)](self.state, job, what)
+        if isinstance(what, m.Progress):
+            job.progress = (what.done, what.total)
+        elif isinstance(what, m.PhaseNote):
+            job.note = what.note
+        elif isinstance(what, m.MemberReport):
+            job.members = what.members
+        elif isinstance(what, m.StepReport):
+            job.reported, job.metrics = max(job.reported, what.step), what.metrics
+            job.steps = job.steps if what.steps is None else what.steps
+            return [Log(events.STEP_REPORT, {"job": job.name, **what.metrics}, step=what.step)]
+        elif isinstance(what, m.MemoryReport):
+            return self._memory(job, what)
+        return []
+
+    def _memory(self, job: Job, what: m.MemoryReport) -> list[Instruction]:
+        """Made-up nodes and tags must not fill the memory."""
+        tags = {tag: held for tag, held in {**job.memory.get(what.node, {}), **what.tags}.items() if held > 0}
+        reason = ""
+        if what.node not in job.all_nodes:
+            reason = f"job {job.name!r} reports memory on {what.node!r}; allowed: its nodes {', '.join(job.all_nodes)}"
+        elif len(tags) > m.TAGS_ON_A_NODE:
+            reason = f"job {job.name!r} reports {len(tags)} tags on {what.node!r}; at most {m.TAGS_ON_A_NODE} are allowed"
+        if reason:
+            return [Send(what.client, m.Refused(about="memory", reason=reason))]
+        job.memory[what.node] = tags
+        self._count_peak(what.node)
+        extra = {"job": job.name, "node": what.node, "tags": what.tags, "node_bytes": self.state.bytes_on(what.node)}
+        return [Log(events.MEMORY, extra)]
+
+    def _count_peak(self, node: str) -> None:
+        """Peaks are counted apart for init and for each segment, since comparing segments is what they are for."""
+        during = str(self.state.segment) if self.state.stepping else "init"
+        peaks = self.state.peaks.setdefault(node, {})
+        peaks[during] = max(peaks.get(during, 0), self.state.bytes_on(node))
 
     def _detach(self, now: float, job: Job, what: m.Detach) -> list[Instruction]:
         self.drop([request for request in self._requests_of(job) if request.client == what.client])
@@ -354,17 +393,16 @@ class Machine(Leases):
         return [*freed, Send(what.client, m.JobEnded(reason="closed"))]
 
     def _deregister(self, now: float, job: Job, what: m.Deregister) -> list[Instruction]:
-        job.reason = what.reason or "finished"
         freed = [self.free(lease, now) for lease in self.state.leases_of(job.name)]
         if not job.has_asked and not what.reason:  # it only looked whether it would be taken; an expected job is still to come
             self._forget(job.name)
-        return [*freed, _exited(job), *_dismiss(job)]
-
-    def _failing(self, now: float, job: Job, what: m.Failing) -> list[Instruction]:
-        job.reason = what.reason
-        return [_exited(job), Send(what.client, m.JobEnded(reason=job.reason))]
+        return [*freed, self._over(job, what.reason or "finished"), *_dismiss(job)]
 
     # --- what the server saw ---
+
+    def _over(self, job: Job, reason: str) -> Log:
+        job.reason = reason
+        return Log(events.JOB_EXITED, {"job": job.name, "reason": reason})
 
     def _revoked(self, now: float, job: Job, what: JobRevoked) -> list[Instruction]:
         job.died_at = what.since
@@ -372,27 +410,22 @@ class Machine(Leases):
         return self._condemn(job, f"it was silent beyond its lease of {self.config.lease_timeout:g} s, and {waited}")
 
     def _condemn(self, job: Job, reason: str) -> list[Instruction]:
-        job.reason = job.condemned = reason
-        return [_exited(job), *_dismiss(job)]
+        job.condemned = reason
+        return [self._over(job, reason), *_dismiss(job)]
 
     def _late_phase(self, now: float, job: Job, what: PhaseOverdue) -> list[Instruction]:
         lease = self.state.leases[what.token]
         job.overdue.append(what.token)
         return [Log(events.PHASE_OVERDUE, about(lease), duration=now - lease.granted_at, step=lease.step)]
 
-    def _died(self, now: float, job: Job, what: DriverDied) -> list[Instruction]:
-        job.reason = "its driver process died"
-        return [_exited(job)]
-
-    def _told_exited(self, now: float, job: Job | None, what: JobExited) -> list[Instruction]:
+    def _exited(self, now: float, job: Job | None, what: JobExited) -> list[Instruction]:
         if self._is_no_news(job):
             return []
         if job is None:
             job = Job(name=what.job, uid="", order=0, since=now, state=ENDED, reason=NEVER_REGISTERED)
             self.state.jobs[what.job] = job
         job.has_exited = True
-        job.reason = job.reason or "said to have exited by what started it"
-        return [_exited(job)]
+        return [self._over(job, job.reason or "said to have exited by what started it")]
 
     def _gone(self, now: float, job: Job, what: ProcessesGone) -> list[Instruction]:
         out: list[Instruction] = []
@@ -410,26 +443,31 @@ class Machine(Leases):
 
     def _settle(self, now: float) -> list[Instruction]:
         """Brings the schedule, the queues, and what clients know of contention up to date."""
-        out: list[Instruction] = []
-        if queueing.advance(self.state, self.config):
-            out.append(Log(events.SEGMENT, {"index": self.state.segment, "mode": queueing.mode(self.state, self.config)}))
-            for node in self.state.peaks:
-                snapshot.count_peak(self.state, node)
-        for request in queueing.grantable(self.state, self.config):
+        state, config, out = self.state, self.config, list[Instruction]()
+        if queueing.advance(state, config):
+            out.append(Log(events.SEGMENT, {"index": state.segment, "mode": queueing.mode(state, config)}))
+            for node in state.peaks:
+                self._count_peak(node)
+        for request in queueing.grantable(state, config):
             out += self.give(request, request.nodes, now)
-        for feature in self.features:
-            out += feature.after_grants(now)
-        for job, nodes, gangs in queueing.contention(self.state, self.config):
+        for request in [request for request in state.requests if request.is_fillers]:
+            if nodes := queueing.for_filler(request, state, config, now):
+                out += self.give(request, nodes, now)
+        for job, nodes, gangs in queueing.contention(state, config):
             if (nodes, gangs) != (job.contended, job.gangs):
                 job.contended, job.gangs = nodes, gangs
-                for feature in self.features:
-                    feature.contended(now, job)
+                self._call_back(now, job)
                 out += [Send(client, m.Contended(nodes=nodes, gangs=gangs)) for client in job.clients]
         return out
 
-
-def _exited(job: Job) -> Log:
-    return Log(events.JOB_EXITED, {"job": job.name, "reason": job.reason})
+    def _call_back(self, now: float, job: Job) -> None:
+        """Notes since when a filler has been asked to leave. This is not on record: after a restart the time to leave begins
+        when the filler speaks again."""
+        for lease in self.state.leases_of(job.name) if job.filler and job.name not in self._unheard else ():
+            if set(lease.nodes).isdisjoint(job.contended):
+                self.called_back.pop(lease.token, None)
+            else:
+                self.called_back.setdefault(lease.token, self.running.at(now))
 
 
 def _dismiss(job: Job) -> list[Instruction]:

@@ -9,9 +9,9 @@ from tests.coordinator.core.placement.test_placing import AUTO, lines, needs, pl
 from tests.coordinator.driver import Driver
 from tests.exploring import examples
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import moving
+from verl_mux.coordinator.core import placed_jobs
 from verl_mux.coordinator.core.asking import Answerer
-from verl_mux.coordinator.core.observing import Standing
+from verl_mux.coordinator.core.placed_jobs import Standing
 from verl_mux.coordinator.core.records import DriverDied, JobState, MovesDue, ProcessesGone, State
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
@@ -184,7 +184,7 @@ def test_one_that_ends_instead_has_lost_its_place(end):
 
 
 def test_a_place_is_not_kept_for_ever(monkeypatch):
-    monkeypatch.setattr(moving, "MOVE_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(placed_jobs, "MOVE_TIMEOUT_S", 5.0)
     driver = spoilt()
     driver.leave("b", 1)
     driver.come("c", slo=1.0)
@@ -199,7 +199,7 @@ def test_a_place_is_not_kept_for_ever(monkeypatch):
 
 
 def test_a_coordinator_that_was_down_has_waited_for_nobody(monkeypatch):
-    monkeypatch.setattr(moving, "MOVE_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(placed_jobs, "MOVE_TIMEOUT_S", 5.0)
     driver = spoilt()
     driver.leave("b", 1)
     driver.now += 1000
@@ -237,7 +237,7 @@ def test_a_start_of_it_in_the_other_trainer_mode_is_placed_anew():
 def test_other_company_or_another_order_on_the_same_nodes_is_no_move():
     driver = spoilt()
     move = Move(job="a", kind="move", group="g1", rollout=("r0",), train=("t0",), load_s=9.0)
-    assert moving.decided(driver.state, move, driver.now) == [] and "a" not in driver.state.moves
+    assert placed_jobs.move_decided(driver.state, move, driver.now) == [] and "a" not in driver.state.moves
 
 
 def test_nobody_is_moved_whom_nobody_would_start_again():
@@ -324,7 +324,7 @@ WORDS = st.sampled_from(["beat", "step", "leave", "back", "look", "finish", "die
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(history=st.lists(WORDS, max_size=20))
 def test_in_any_history_a_job_on_its_way_has_a_place_and_a_restart_knows_it(monkeypatch, history):
-    monkeypatch.setattr(moving, "MOVE_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(placed_jobs, "MOVE_TIMEOUT_S", 20.0)
     driver = spoilt()
     others = iter(range(100))
     for word in history:

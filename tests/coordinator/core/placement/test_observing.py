@@ -5,7 +5,7 @@ import pytest
 from tests.coordinator.core.placement.placed_jobs import arrive, lines, placing_config, step
 from tests.coordinator.driver import Driver
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.observing import Standing
+from verl_mux.coordinator.core.placed_jobs import Standing
 from verl_mux.coordinator.core.state import Machine
 
 

@@ -7,7 +7,7 @@ from tests.coordinator.core.placement.placed_jobs import CPU, arrive, lines, nee
 from tests.coordinator.driver import Driver
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.config import make_config
-from verl_mux.coordinator.core import observing
+from verl_mux.coordinator.core import snapshot
 from verl_mux.coordinator.core.records import JobEvicted, ProcessesGone, State
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine
@@ -61,7 +61,7 @@ def test_what_the_others_would_have_cost_is_told(driver):
     (placed,) = lines(driver, "placed")
     others = [place for place in placed["alternatives"] if place["why"].startswith("on new+train")]
     assert [place["why"] for place in others] == ["on new+train: as much work costs 2.00 USD/h there"]
-    (noted,) = observing.reasons(driver.machine.state, driver.machine.config).values()
+    (noted,) = snapshot.reasons(driver.machine.state, driver.machine.config).values()
     assert noted.endswith("; on new+train as much work would have cost 2.00 USD/h")
 
 

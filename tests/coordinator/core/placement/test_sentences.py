@@ -6,7 +6,7 @@ from tests.coordinator.core.placement.placed_jobs import arrive, placing_config
 from tests.coordinator.core.placement.test_moving import spoilt
 from tests.coordinator.driver import Driver, config
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import observing
+from verl_mux.coordinator.core import snapshot
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.placement.estimator import Observed
 
@@ -18,7 +18,7 @@ def seen(rollout, train):
 
 
 def noted(driver):
-    return observing.reasons(driver.machine.state, driver.machine.config)
+    return snapshot.reasons(driver.machine.state, driver.machine.config)
 
 
 @pytest.fixture
