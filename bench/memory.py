@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from verl_mux.errors import Failure
-from verl_mux.launcher.processes.job_process import require_verl
+from verl_mux.launcher.run_processes import require_verl
 
 _PROCESS = "bench.memory_cycles"
 _WITHIN_S = 1500.0  # both engines together

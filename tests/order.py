@@ -8,7 +8,6 @@ _JOBS = ("e2e/test_alone_and_resumed.py", "e2e/test_multiplexed_run.py", "e2e/te
 # Ten seconds and more, the longest first: a worker that gets one of them last ends long after the others.
 _LONG = (
     "launcher/test_survival.py",
-    "launcher/test_on_hosts.py",
     "packaging/test_wheel.py",
     "bench/chaos/test_kills.py",
     "config/test_main_ppo.py",
@@ -26,7 +25,7 @@ _LONG = (
     "rollout/engine/sglang/test_scheduler_memory.py",
     "rollout/engine/sglang/test_server.py",
     "gpu/test_scenes.py",
-    "launcher/plan/test_plan_command.py",
+    "launcher/test_plan_command.py",
     "recipes/test_two_7b_grpo.py",
     "bench/chaos/test_schedule.py",
     "bench/test_sync.py",

@@ -29,7 +29,7 @@ COMMANDS = {
     "hold": ("verl_mux.hold", "hold", "Run a command on nodes that no job uses, and leave when one wants them."),
     "agent": ("verl_mux.agent.agent", "agent", "Look at this host for a coordinator: processes and memory of jobs."),
     "keys": ("verl_mux.coordinator.commands", "keys", "Make the keys of a coordinator and of its clients."),
-    "plan": ("verl_mux.launcher.plan.plan_command", "plan", "Say where jobs would go, what memory they need, or how weights go."),
+    "plan": ("verl_mux.launcher.plan_command", "plan", "Say where jobs would go, or what memory they need."),
     "top": ("verl_mux.top_command", "top", "Show what a run does now: jobs, replicas, requests, who waits."),
     "report": ("verl_mux.report_command", "report", "Say where the time of a run went, from its event log."),
     "doctor": ("verl_mux.launcher.doctor", "doctor", "Check this machine: plugin, versions, platform, memory, ports."),

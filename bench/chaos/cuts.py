@@ -19,7 +19,7 @@ from typing import Any
 from bench.coordinator_process import CoordinatorProcess
 from verl_mux.coordinator.bus.client import connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE, is_alive, member_of
-from verl_mux.launcher.processes.coordinator_process import free_port
+from verl_mux.launcher.run_processes import free_port
 
 LEASE_S, ALLOWED_S = 5.0, 1.0
 _NODES = {"rollout": ["r0"], "train": ["t0"]}

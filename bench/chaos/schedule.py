@@ -16,7 +16,7 @@ from bench.chaos.faults import LOST_FILES, Fault, draw
 from bench.chaos.ledger import Ledger, Line
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.errors import Failure
-from verl_mux.launcher.processes.coordinator_process import free_port
+from verl_mux.launcher.run_processes import free_port
 
 _HERE = "127.0.0.1"
 _TICK_S = 0.02

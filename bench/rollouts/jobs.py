@@ -10,10 +10,10 @@ import msgspec
 
 from bench.rollouts.modes import GROUPS, JOB_LOG, RESPONSES, SAMPLES, Run, overrides, read_run
 from verl_mux.errors import Failure, UserError
+from verl_mux.launcher.command import prepare
 from verl_mux.launcher.folders import make_folder
-from verl_mux.launcher.prepare import prepare
-from verl_mux.launcher.processes.job_process import JobProcess, require_verl
 from verl_mux.launcher.run_file import RunFile
+from verl_mux.launcher.run_processes import JobProcess, require_verl
 
 _TICK_S = 0.5
 # Few responses at once: a CPU engine's step costs as much as it has requests, a GPU's does not, and it is the GPU's tail that

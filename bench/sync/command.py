@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from verl_mux.errors import Failure, UserError
-from verl_mux.launcher.processes.job_process import require_verl
+from verl_mux.launcher.run_processes import require_verl
 
 _MODEL_MIB, _MOST_MIB = 32, 2**20
 # Between what the ends have counted and what the kernel has: its own headers, openings, and what it sent again.

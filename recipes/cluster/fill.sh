@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# fill.sh TEMPLATE VIA BIND DIR HOST...: the run file on stdout, with these in the place of @VIA@, @BIND@, @DIR@, @HOST0@, @HOST1@, ...
+# fill.sh TEMPLATE BIND DIR HOST...: the run file on stdout, with these in the place of @BIND@, @DIR@, @HOST0@, @HOST1@, ...
 set -euo pipefail
 
-template="$1" via="$2" bind="$3" dir="$4"
-shift 4
+template="$1" bind="$2" dir="$3"
+shift 3
 text="$(cat "${template}")"
-text="${text//@VIA@/${via}}"
 text="${text//@BIND@/${bind}}"
 text="${text//@DIR@/${dir}}"
 number=0

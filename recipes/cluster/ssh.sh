@@ -10,5 +10,7 @@ DIR="${DIR:?folder that all hosts see}"
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 mkdir -p "${DIR}"
-bash "${here}/fill.sh" "${here}/jobs.yaml" ssh "${BIND}" "${DIR}" "$@" >"${DIR}/run.yaml"
-exec verl-mux run "${DIR}/run.yaml"
+bash "${here}/fill.sh" "${here}/jobs.yaml" "${BIND}" "${DIR}" "$@" >"${DIR}/run.yaml"
+# A host that does not answer for two minutes is lost; a link that comes back before is not noticed.
+via="ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o ServerAliveCountMax=8 -- {host}"
+exec python "${here}/clusters.py" "${DIR}/run.yaml" --via "${via}" -- verl-mux run "${DIR}/run.yaml"

@@ -21,7 +21,7 @@ import yaml
 from tests.e2e import tiny
 from tests.gpu.engines import lives
 from verl_mux.coordinator.bus import members
-from verl_mux.launcher.plan.memory import certificate_of
+from verl_mux.launcher.plan_memory import certificate_of
 from verl_mux.memory.certificate.certify import Certificate
 from verl_mux.platform import device_ledger
 from verl_mux.platform.charges import SCALE_VARIABLE

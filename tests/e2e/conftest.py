@@ -22,7 +22,7 @@ import pytest
 from bench.coordinator_process import CoordinatorProcess
 from tests.e2e import tiny
 from verl_mux.coordinator.bus.members import UID_VARIABLE
-from verl_mux.launcher.processes.marked_process import read_note
+from verl_mux.launcher.marked_process import read_note
 
 # `stays` is interrupted when all is seen. It writes a checkpoint every so many steps.
 STEPS, SAVED = 400, 4

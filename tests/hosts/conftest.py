@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "hosts"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "hosts"
 sys.path.insert(0, str(EXAMPLE))
 
 from bed import Bed, BedError, require_root  # noqa: E402
@@ -35,3 +36,21 @@ def bed(tmp_path_factory) -> Iterator[Bed]:
 def via(host: str) -> list[str]:
     """The words that lead to a host, as in a run file."""
     return [sys.executable, str(EXAMPLE / "bed.py"), "--name", NAME, "enter", host]
+
+
+SMALL_RAY = ("--ray", "--num-cpus=32 --object-store-memory=100000000")
+
+
+def with_clusters(file: Path, bed: str, command: list[str], *options: str) -> list[str]:
+    """The recipe's command line that runs `command` while the jobs of `file` have their Ray clusters and agents on that bed."""
+    enter = f"{sys.executable} {EXAMPLE / 'bed.py'} --name {bed} enter {{host}}"
+    return [
+        sys.executable,
+        str(ROOT / "recipes" / "cluster" / "clusters.py"),
+        str(file),
+        "--via",
+        enter,
+        *options,
+        "--",
+        *command,
+    ]

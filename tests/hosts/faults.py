@@ -27,10 +27,9 @@ import psutil
 import yaml
 
 from tests.e2e import tiny
-from tests.hosts.conftest import EXAMPLE, HOSTS, Bed
+from tests.hosts.conftest import EXAMPLE, HOSTS, SMALL_RAY, Bed, with_clusters
 from verl_mux.coordinator.commands import fetch_status
-from verl_mux.launcher.host_parts import uid_on_hosts
-from verl_mux.launcher.processes.marked_process import read_note
+from verl_mux.launcher.marked_process import read_note
 from verl_mux.profiling.plain.lines import read_directory
 
 NAME, SUBNET = "muxfault", "10.79.0"
@@ -53,7 +52,6 @@ class World:
         (self.folder / "pools.yaml").write_text(yaml.safe_dump({**example["coordinator"], "expect_jobs": 2}))
         subprocess.run([sys.executable, "-m", "verl_mux", "keys", str(self.folder / "keys")], check=True)
         self.start_coordinator()
-        via = [sys.executable, str(EXAMPLE / "bed.py"), "--name", NAME, "enter"]
         resuming = ["trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2", "trainer.resume_mode=auto", "data.shuffle=False"]
         jobs = {name: {**job, "restarts": 100} for name, job in example["jobs"].items()}
         for name, job in jobs.items():
@@ -68,13 +66,13 @@ class World:
                 *sizes,
                 *([slow] if name == "wide" else []),
             ]
-        run = {
-            **{key: example[key] for key in ("ray", "environment")},
-            **{"dir": str(self.out), "coordinator": self.address, "keys": str(self.folder / "keys"), "jobs": jobs},
-            **{"hosts": {host: {"via": [*via, host]} for host in HOSTS}},
-        }
-        (self.folder / "run.yaml").write_text(yaml.safe_dump(run))
-        command = [sys.executable, "-m", "verl_mux", "run", str(self.folder / "run.yaml")]
+        for number, job in enumerate(jobs.values()):
+            job["ray"] = f"{self.bed.address}:{20_000 + 50 * number}"
+        run = {"dir": str(self.out), "coordinator": self.address, "keys": str(self.folder / "keys"), "jobs": jobs}
+        file = self.folder / "run.yaml"
+        file.write_text(yaml.safe_dump({**run, "environment": example["environment"]}))
+        run_it = [sys.executable, "-m", "verl_mux", "run", str(file)]
+        command = with_clusters(file, NAME, run_it, "--pools", str(self.folder / "pools.yaml"), *SMALL_RAY)
         log = (self.folder / "launcher.log").open("a")
         self._launcher = subprocess.Popen(command, stdout=log, stderr=log)
         for job in jobs:
@@ -137,7 +135,7 @@ class World:
 
     def processes(self, job: str, *words: str) -> list[psutil.Process]:
         """Of the job, on its hosts, whose command line or title has one of these words."""
-        mark = f"VERL_MUX_JOB_UID={uid_on_hosts(read_note(self.out / job).uid)}".encode()
+        mark = f"VERL_MUX_JOB_UID={read_note(self.out / job).uid}".encode()
         found = []
         for process in psutil.process_iter():
             try:
@@ -291,7 +289,7 @@ def gone(world: World) -> dict:
 
 def two_holders(out: Path) -> list[dict]:
     """By the agents' own logs: spans in which two jobs held device memory on one node. A host has one agent, a node one host."""
-    return [span for folder in out.glob("agent-*/events") for span in _two_on_a_node(folder)]
+    return [span for folder in out.glob("agents/*") for span in _two_on_a_node(folder)]
 
 
 def _two_on_a_node(folder: Path) -> list[dict]:
@@ -318,7 +316,7 @@ def _two_on_a_node(folder: Path) -> list[dict]:
 def mapped_without_lease(out: Path, coordinator: Path) -> list[dict]:
     """By the agents' own logs: memory that a process took on a node that another job, or nobody, had a lease on at that look.
     An agent that was just cut off has not heard of the last lease; that one is looked up in the coordinator's log."""
-    seen = [line for folder in out.glob("agent-*/events") for line in read_directory(folder) if line.event == "device_memory"]
+    seen = [line for folder in out.glob("agents/*") for line in read_directory(folder) if line.event == "device_memory"]
     taken = [line for line in seen if line.extra["bytes"] > line.extra["before"] and line.extra["leased_to"] != line.extra["job"]]
     leases = _leases(coordinator)
     return [

@@ -26,9 +26,7 @@ class Owner:
 
 
 def main() -> None:
-    out, *given = sys.argv[1:]
-    address = next(word.partition("=")[2] for word in given if "ray_init.address" in word).strip("'")
-    assert address == os.environ["RAY_ADDRESS"]
+    out, what, address = sys.argv[1:]
     ray.init(address=address, log_to_driver=False)
     controller = {"name": "TransferQueueController", "namespace": "transfer_queue"}
     alone = controller not in ray.util.list_named_actors(all_namespaces=True)
@@ -40,7 +38,7 @@ def main() -> None:
     half = Path(f"{out}.half")
     half.write_text(json.dumps(told))
     half.rename(out)
-    if given[0] == "wait":
+    if what == "wait":
         time.sleep(600)
 
 

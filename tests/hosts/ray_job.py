@@ -1,48 +1,52 @@
-"""A job with a Ray cluster on the bed's hosts and a stand-in for verl's driver.
+"""Jobs with Ray clusters on the bed's hosts, as recipes/cluster/clusters.py starts them, and a stand-in for verl's driver.
 
-`python -m tests.hosts.ray_job PAIRS`: so many pairs, the two of each started at the same moment; prints how many had a port taken
-from under them, and how many found themselves in a cluster that was not theirs.
+`python -m tests.hosts.ray_job PAIRS`: that many pairs, the two of each started at the same moment; prints how many had a port
+taken from under them, and how many found themselves in a cluster that was not theirs.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from uuid import uuid4
 
-import msgspec
 import psutil
+import yaml
 
-from tests.hosts.conftest import HOSTS, NAME, SUBNET, Bed, via
+from tests.hosts.conftest import HOSTS, NAME, ROOT, SUBNET, Bed, with_clusters
 from verl_mux.coordinator.bus.members import UID_VARIABLE
-from verl_mux.coordinator.core.settings import Node
-from verl_mux.launcher.host_parts import HostSpec, OnHosts, parts, uid_on_hosts
-from verl_mux.launcher.host_setup import RayOptions
+from verl_mux.launcher import run_file
+from verl_mux.launcher.run_processes import JobProcess
 
-ROOT = Path(__file__).parents[2]
 LIMIT_S = 400
+PORTS_FROM = 20_000
 
 
 class RayJob:
-    """A job's process on this machine, as `verl-mux run` starts it."""
+    """A job in a run of its own on this machine. `nodes`: (name, host, gpu_ids), the training node first."""
 
-    def __init__(self, folder: Path, nodes: list[Node], *driver: str) -> None:
-        hosts = {host: HostSpec(via=via(host)) for host in HOSTS}
-        ray = RayOptions(num_cpus=4, object_store_memory=80_000_000)
-        spec = OnHosts(parts=parts(nodes, hosts), folder=str(folder), towards=f"{SUBNET}.254", role="job", ray=ray)
-        self.mark, self.out, self.log = uuid4().hex, folder / "out.json", folder / "job.log"
+    def __init__(self, folder: Path, nodes: Sequence[tuple[str, str, list[int]]], *driver: str, number: int = 0) -> None:
+        self.out, self.log, self._driver = folder / "out.json", folder / "job.log", driver
         folder.mkdir()
-        environment = {**os.environ, UID_VARIABLE: self.mark, "PYTHONPATH": str(ROOT), "RAY_enable_metrics_collection": "0"}
-        command = [sys.executable, "-m", "verl_mux.launcher.on_hosts", msgspec.json.encode(spec).decode()]
+        given = [{"name": name, "host": host, "gpu_ids": gpus} for name, host, gpus in nodes]
+        names = {"train": [nodes[0][0]], "rollout": [name for name, _, _ in nodes[1:]] or [nodes[0][0]]}
+        run = {
+            "dir": str(folder),
+            "bind": f"tcp://{SUBNET}.254:{5600 + number}",
+            "coordinator": {"pools": {"all": {"nodes": given}}},
+            "environment": {"PYTHONPATH": str(ROOT), "RAY_enable_metrics_collection": "0"},
+            "jobs": {"job": {"ray": f"{SUBNET}.254:{PORTS_FROM + 50 * number}", "nodes": names}},
+        }
+        file = folder / "run.yaml"
+        file.write_text(yaml.safe_dump(run))
+        start = [sys.executable, "-m", "tests.hosts.ray_job", "start", str(file), str(self.out), *driver]
+        words = with_clusters(file, NAME, start, "--ray", "--num-cpus=4 --object-store-memory=80000000")
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*command, "tests.hosts.ray_driver", str(self.out), *driver], stdout=log, stderr=log, env=environment
-            )
+            self.process = subprocess.Popen(words, stdout=log, stderr=log, cwd=ROOT)
 
     def result(self) -> dict:
         """What the driver found."""
@@ -53,11 +57,13 @@ class RayJob:
         return json.loads(self.out.read_text())
 
     def carriers(self) -> list[psutil.Process]:
-        """All processes of the job on all hosts, which this machine sees too."""
+        """All processes of the job on all hosts, which this machine sees too: the marked ones, and its clusters' own."""
+        uid, token = json.loads(self.out.read_text())["uid"], str(self.out.parent / "ray_token")
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(UID_VARIABLE) == uid_on_hosts(self.mark):
+                environment = process.environ()
+                if environment.get(UID_VARIABLE) == uid or environment.get("RAY_AUTH_TOKEN_PATH") == token:
                     found.append(process)
             except (psutil.Error, OSError):
                 continue
@@ -70,21 +76,35 @@ class RayJob:
             time.sleep(0.2)
 
 
+def start(file: str, out: str, *driver: str) -> int:
+    """The job's process as `verl-mux run` starts it, with the stand-in in the place of verl."""
+    run = run_file.read(Path(file))
+    job = JobProcess("job", run.jobs["job"], run, run.bind)
+    job._command = [sys.executable, "-m", "tests.hosts.ray_driver", out, *driver, run.jobs["job"].ray]
+    job.start()
+    code = job._process.wait()
+    job.sweep()
+    print((Path(file).parent / "job" / "job.log").read_text())
+    return code
+
+
 def main() -> None:
     pairs, clashes, strangers, failed = int(sys.argv[1]), 0, 0, 0
-    nodes = [Node(name="t0", host="hosta"), Node(name="r0", host="hostb")]
+    nodes = [("t0", "hosta", [0]), ("r0", "hostb", [0])]
     with tempfile.TemporaryDirectory() as folder, Bed(NAME, SUBNET) as bed:
         bed.make(HOSTS[:2], shared=[folder])
         for pair in range(pairs):
-            jobs = [RayJob(Path(folder) / f"{pair}{name}", nodes) for name in "ab"]
+            jobs = [RayJob(Path(folder) / f"{pair}_{number}", nodes, "end", number=number) for number in range(2)]
             for job in jobs:
                 failed += job.process.wait(LIMIT_S) != 0
                 clashes += "in use" in job.log.read_text()
                 told = json.loads(job.out.read_text()) if job.out.exists() else None
-                strangers += told is not None and not (told["alone"] and told["owner"] == uid_on_hosts(job.mark))
+                strangers += told is not None and not (told["alone"] and told["owner"] == told["uid"])
             so_far = {"pairs": pair + 1, "port_clashes": clashes, "in_a_strangers_cluster": strangers, "failed": failed}
             print(json.dumps(so_far), flush=True)
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "start":
+        sys.exit(start(*sys.argv[2:]))
     main()

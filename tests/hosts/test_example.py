@@ -1,8 +1,9 @@
-"""`verl-mux run examples/hosts.yaml`: two real jobs on three hosts, as a person runs it."""
+"""`examples/hosts/run.sh`: two real jobs on three hosts, as a person runs it."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -48,8 +49,9 @@ def run(tmp_path_factory) -> Path:
 
 
 def _run(file: Path, directory: Path) -> Path:
-    command = [sys.executable, "-m", "verl_mux", "run", str(file), "--dir", str(directory)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=2 * _LIMIT_S)
+    command = ["bash", str(EXAMPLE / "run.sh"), str(directory), str(file)]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=2 * _LIMIT_S)
     assert done.returncode == 0, done.stderr
     return directory
 

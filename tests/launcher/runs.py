@@ -12,8 +12,7 @@ import psutil
 import yaml
 
 from verl_mux.coordinator.bus.members import carriers
-from verl_mux.launcher.host_parts import uid_on_hosts
-from verl_mux.launcher.processes.marked_process import read_note
+from verl_mux.launcher.marked_process import read_note
 
 ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).with_name("fake_verl")
@@ -76,6 +75,5 @@ class Runs:
             process.kill()
             process.communicate()
         for note in self.out.glob("*/process.json"):
-            uid = read_note(note.parent).uid
-            for member in (*carriers(uid), *carriers(uid_on_hosts(uid))):
+            for member in carriers(read_note(note.parent).uid):
                 psutil.Process(member.pid).kill()

@@ -184,17 +184,17 @@ def test_marks_are_filled_in_and_python_is_this_one(write, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("old", "new", "words"),
     [
-        ("bind: 10.0.0.1\nhosts: {a: {adress: 10.0.0.2}}", ["host 'a'", "`adress`", "a host has via, target, address, python"]),
         (
-            "bind: 10.0.0.1\nhosts: {a: {via: rsh}}",
-            ["host 'a'", "'rsh'", "allowed: ssh, srun, kubectl, local, or a list of words"],
+            "dir: runs/x",
+            "dir: runs/x\nbind: tcp://0.0.0.0:5570",
+            ["bind is tcp://0.0.0.0:5570; one address of this machine is needed"],
         ),
-        ("ray: {num_cpus: many}", ["ray: ", "num_cpus", "it has num_cpus, object_store_memory"]),
-        ("bind: 0.0.0.0\nhosts: {a: {}}", ["bind is 0.0.0.0; one address of this machine is needed"]),
+        ("seed: 3", "seed: 3, restarts: -1", ["'math'", "restarts is -1; 0 or more"]),
+        ("  code-7b.v2: {", "  code-7b.v2: {ray: '10.0.0.1:7', ", ["'code-7b.v2'", "10.0.0.1:7, the cluster of job 'math'"]),
     ],
 )
-def test_a_mistake_in_what_hosts_need_is_told_with_what_is_allowed_there(write, more, words):
-    text = refusal(write(f"{VALID}\n{more}\n"))
+def test_what_jobs_on_other_hosts_need_is_checked(write, old, new, words):
+    text = refusal(write(VALID.replace("seed: 3", "seed: 3, ray: '10.0.0.1:7'").replace(old, new, 1)))
     assert all(word in text for word in words), text

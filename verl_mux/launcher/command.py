@@ -1,9 +1,13 @@
-"""`verl-mux run FILE.yaml`: coordinator and jobs, a live view, and a summary of what multiplexing brought."""
+"""`verl-mux run FILE.yaml`: coordinator and jobs, a live view, and a summary of what multiplexing brought.
+
+Runs on the command line; called by cli.py and bench/; starts processes of this machine and writes the run's folder.
+"""
 
 from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,16 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_mux.coordinator.commands import Keys, fetch_status
-from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import Failure, UserError
 from verl_mux.launcher import cores, folders, run_file, run_intervals, run_summary
-from verl_mux.launcher.prepare import clean_up, prepare
-from verl_mux.launcher.processes.agent_process import AgentProcess
-from verl_mux.launcher.processes.coordinator_process import AnyCoordinator, CoordinatorElsewhere, CoordinatorProcess
-from verl_mux.launcher.processes.filler_process import FillerProcess
-from verl_mux.launcher.processes.job_process import JobProcess, require_verl
-from verl_mux.launcher.processes.marked_process import end_leftovers
-from verl_mux.launcher.run_file import RunFile
+from verl_mux.launcher.marked_process import MarkedProcess, end_leftovers
+from verl_mux.launcher.run_file import RunFile, fill
+from verl_mux.launcher.run_processes import JobProcess, RunCoordinator, filler_process, finish_filler, require_verl
 from verl_mux.launcher.watch import Watch
 from verl_mux.yaml_file import read_yaml
 
@@ -57,13 +56,12 @@ def _elsewhere(file: Path, address: str | None, keys: Path | None) -> dict[str, 
     Raises:
         UserError: it does not answer.
     """
-    keys_of_file = read_yaml(file)
-    keys_of_file = keys_of_file if isinstance(keys_of_file, dict) else {}
-    named = keys_of_file.get("coordinator")
-    at = address or (named if isinstance(named, str) else None)
+    given = read_yaml(file)
+    given = given if isinstance(given, dict) else {}
+    named, folder = (given[key] if isinstance(given.get(key), str) else None for key in ("coordinator", "keys"))
+    at, folder = address or named, keys or (Path(folder) if folder else None)
     if at is None:
         return {}
-    folder = keys or (Path(keys_of_file["keys"]) if isinstance(keys_of_file.get("keys"), str) else None)
     pools = fetch_status(at, _ANSWER_S, folder)["pools"]
     known = ("host", "gpu_ids", "gpus", "cpus")
     described = {
@@ -91,27 +89,23 @@ def run_jobs(run: RunFile) -> dict:
     require_verl()
     with folders.watched(run.directory):
         under_way = _take_up(run) or _start_anew(run)
-        coordinator = CoordinatorElsewhere(run.at, run.keys_folder()) if run.at else CoordinatorProcess(run)
+        coordinator = RunCoordinator(run)
         jobs = [JobProcess(name, spec, run, coordinator.address) for name, spec in run.jobs.items()]
-        fillers = [FillerProcess(name, spec, run, coordinator.address) for name, spec in run.fillers.items()]
-        agents = [AgentProcess(host, run, coordinator.address) for host in run_file.agent_hosts(run)]
+        fillers = [filler_process(name, spec, run, coordinator.address) for name, spec in run.fillers.items()]
         watch = Watch(coordinator, jobs, run.resume, under_way.started_at, cores.Account(run.directory))
-        try:
-            interrupted = _see_through(run, watch, coordinator, jobs, fillers, agents)
-        except (UserError, Failure):
-            if not watch.begun:
-                clean_up(run)
-            raise
+        _see_through(watch, coordinator, jobs, fillers)
+        _keep_peaks(watch.snapshot, run.directory)
         result = _finish(run, watch, under_way.started_at)
-        clean_up(run)
-    _raise_for_failed(watch)
-    if interrupted:
+    if watch.failed and watch.all_ended:  # printed once more at the end: what was printed before has scrolled away
+        text = "; ".join(f"job {name} {what}" for name, what in watch.failed.items())
+        raise UserError(text) if watch.refused.issuperset(watch.failed) else Failure(text)
+    if watch.interrupted:
         raise typer.Exit(130)
     return result
 
 
 def _take_up(run: RunFile) -> UnderWay | None:
-    """The run that a launcher which is no more began, if there is still something to see of it."""
+    """The run that an earlier launcher began, if there is still something to see of it."""
     if not (begun := folders.unfinished(run)):
         return None
     before = msgspec.json.decode(folders.under_way(run.directory).read_bytes(), type=UnderWay)
@@ -128,54 +122,70 @@ def _take_up(run: RunFile) -> UnderWay | None:
 def _start_anew(run: RunFile) -> UnderWay:
     end_leftovers(run.directory)
     folders.make_room(run)
-    try:
-        prepare(run)
-    except (UserError, Failure):
-        clean_up(run)
-        raise
+    prepare(run)
     under_way = UnderWay(started_at=time.time(), run=msgspec.structs.replace(run, resume=False))
     folders.under_way(run.directory).write_bytes(msgspec.json.encode(under_way))
     return under_way
 
 
-def _see_through(
-    run: RunFile,
-    watch: Watch,
-    coordinator: AnyCoordinator,
-    jobs: list[JobProcess],
-    fillers: list[FillerProcess],
-    agents: list[AgentProcess],
-) -> bool:
-    """Until all jobs have ended, or until Ctrl-C or SIGTERM: that ends them, and gives True. Whatever else ends the watching, a
-    lost terminal for one, leaves them alone."""
+def prepare(run: RunFile) -> None:
+    """Run the file's `prepare` commands side by side; all must succeed.
+
+    Raises:
+        UserError: a command cannot be run, or ended with exit code 2. Failure: with another one.
+    """
+    started: list[tuple[list[str], subprocess.Popen]] = []
+    try:
+        for command in run.prepare:
+            filled = fill(command, run)
+            print(f"prepare: {' '.join([*command[:1], *filled[1:]])}", file=sys.stderr)
+            try:
+                started.append((command, subprocess.Popen(filled, stdout=sys.stderr)))
+            except OSError as error:
+                raise UserError(f"prepare: cannot run {filled[0]!r}: {error.strerror}") from None
+        for command, process in started:
+            if process.wait() == 2:  # the code of commands that refuse what they were given, and have said so
+                raise UserError(f"prepare: {' '.join(command)} refused")
+            if process.returncode:
+                raise Failure(f"prepare: {' '.join(command)} ended with exit code {process.returncode}")
+    finally:
+        for process in (p for _, p in started if p.poll() is None):
+            process.kill()
+            process.wait()
+
+
+def _see_through(watch: Watch, coordinator: RunCoordinator, jobs: list[JobProcess], fillers: list[MarkedProcess]) -> None:
+    """Watch until all jobs have ended, or until Ctrl-C or SIGTERM, which end them. Whatever else ends the watching, a lost
+    terminal for one, leaves them alone."""
     # Not KeyboardInterrupt: raised within a destructor it is lost. And a second Ctrl-C must not leave processes behind.
     before = {number: signal.signal(number, watch.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         watch.take_up()
         coordinator.begin()
-        log = f" (log: {coordinator.log_path})" if isinstance(coordinator, CoordinatorProcess) else ""
+        log = f" (log: {coordinator.log_path})" if coordinator.own else ""
         print(f"coordinator at {coordinator.address}{log}", file=sys.stderr, flush=True)
-        for beside in (*agents, *fillers):
-            beside.begin()
+        for filler in fillers:
+            filler.begin()
         watch.until_all_ended()
         for filler in fillers:
-            if trouble := filler.finish():
+            if trouble := finish_filler(filler):
                 print(trouble, file=sys.stderr, flush=True)
-        for process in (*jobs, *agents):
-            process.stop()
+        for job in jobs:
+            job.stop()
         watch.snapshot = coordinator.snapshot() or watch.snapshot
-        _keep_peaks(watch.snapshot, run.directory)
         coordinator.stop()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return watch.interrupted
+
+
+def _nodes(snapshot: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {node: state for pool in snapshot.get("pools", {}).values() for node, state in pool["nodes"].items()}
 
 
 def _keep_peaks(snapshot: dict[str, Any], directory: Path) -> None:
     """Peak bytes of tagged device memory by node and schedule segment."""
-    pools = snapshot.get("pools", {}).values()
-    peaks = {node: state["peak_bytes_by_segment"] for pool in pools for node, state in pool["nodes"].items()}
+    peaks = {node: state["peak_bytes_by_segment"] for node, state in _nodes(snapshot).items()}
     (directory / "peaks.json").write_text(json.dumps(peaks, indent=2) + "\n")
 
 
@@ -188,36 +198,18 @@ def _finish(run: RunFile, watch: Watch, started_at: float) -> dict:
     if config.placement is not None:
         result["groups"] = run_intervals.group_periods(run_intervals.read_predictions(directory), spans)
         result["moves"] = run_intervals.read_moves(directory, spans)
-    if run.hosts and run.agents:
-        result["hosts"] = run_intervals.read_hosts(run)
-    if run.fillers:
-        result["bubble_filled"] = _bubble_filled(watch.snapshot)
+    if (directory / run_file.AGENTS).is_dir():
+        result["hosts"] = run_intervals.read_hosts(run, 0.0 if run.resume else started_at)
+    if run.fillers:  # by node, the share of the time without a job that fillers used, from the first lease on
+        result["bubble_filled"] = {node: state["usage"]["bubble_filled"] for node, state in _nodes(watch.snapshot).items()}
     (directory / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
-    _draw(spans, config, names, directory)
-    folders.under_way(directory).unlink(missing_ok=True)
-    print(f"summary: {directory / 'summary.json'}   picture: {directory / 'lanes.png'}", file=sys.stderr)
-    return result
-
-
-def _bubble_filled(snapshot: dict[str, Any]) -> dict[str, float | None]:
-    """By node, what share of the time in which no job held it fillers did, from the first lease on it to the end."""
-    pools = snapshot.get("pools", {}).values()
-    return {node: state["usage"]["bubble_filled"] for pool in pools for node, state in pool["nodes"].items()}
-
-
-def _draw(spans: run_intervals.Timeline, config: Config, names: list[str], directory: Path) -> None:
     try:
         run_summary.draw(spans, config, names, directory / "lanes.png")
     except ImportError:
         print("no picture: pip install 'verl-mux[plots]'", file=sys.stderr)
-
-
-def _raise_for_failed(watch: Watch) -> None:
-    """Said at the end once more, whatever was said in between has scrolled away."""
-    if not watch.failed or not watch.all_ended:
-        return
-    text = "; ".join(f"job {name} {what}" for name, what in watch.failed.items())
-    raise UserError(text) if watch.refused.issuperset(watch.failed) else Failure(text)
+    folders.under_way(directory).unlink(missing_ok=True)
+    print(f"summary: {directory / 'summary.json'}   picture: {directory / 'lanes.png'}", file=sys.stderr)
+    return result
 
 
 def print_summary(result: dict, console: Console) -> None:

@@ -16,8 +16,8 @@ from datetime import datetime
 from pathlib import Path
 
 from verl_mux.errors import UserError
-from verl_mux.launcher.processes.marked_process import left_exit_code, read_note, runs
-from verl_mux.launcher.run_file import COORDINATOR, EARLIER, RunFile, agent_folder, agent_hosts
+from verl_mux.launcher.marked_process import left_exit_code, read_note, runs
+from verl_mux.launcher.run_file import COORDINATOR, EARLIER, RunFile
 
 # In every folder that a run made, so that a later one may move it.
 _MARK = ".verl_mux_run"
@@ -52,8 +52,7 @@ def make_room(run: RunFile) -> None:
         UserError: a folder of that name is there, and no run made it.
     """
     directory = run.directory
-    agents = [agent_folder(host) for host in agent_hosts(run)]
-    folders = [directory / name for name in (COORDINATOR, *agents, *run.jobs, *run.fillers)]
+    folders = [directory / name for name in (COORDINATOR, *run.jobs, *run.fillers)]
     _refuse_others(folders)
     if run.resume:
         moving = [path for path in (directory / COORDINATOR).glob("*") if path.name not in (_MARK, _COORDINATOR_LOG)]

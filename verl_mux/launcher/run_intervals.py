@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from verl_mux.coordinator.bus.messages import SIDES
-from verl_mux.launcher.run_file import JobSpec, RunFile, agent_folder, agent_hosts
+from verl_mux.launcher.run_file import AGENTS, JobSpec, RunFile
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.lines import Line, read_directory
 
@@ -249,10 +249,10 @@ def move_sentence(move: dict[str, Any]) -> str:
 ELSEWHERE = "elsewhere"
 
 
-def read_hosts(run: RunFile) -> dict[str, dict[str, list[str]]]:
-    """By job and side, the hosts on which memory was held for a node of that side, in order of name."""
-    folders = [run.directory / agent_folder(host) / "events" for host in agent_hosts(run)]
-    return by_side((line for folder in folders for line in read_directory(folder)), run.jobs)
+def read_hosts(run: RunFile, since: float) -> dict[str, dict[str, list[str]]]:
+    """By job and side, the hosts on which memory was held for a node of that side after `since` (epoch seconds), in order of
+    name. Agents log in the run's folder where they were started with `--log-dir DIR/agents`."""
+    return by_side((line for line in read_directory(run.directory / AGENTS) if line.end >= since), run.jobs)
 
 
 def by_side(lines: Iterable[Line], jobs: Mapping[str, JobSpec]) -> dict[str, dict[str, list[str]]]:

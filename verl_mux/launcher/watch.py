@@ -16,8 +16,7 @@ from rich.live import Live
 
 from verl_mux.launcher.cores import Account
 from verl_mux.launcher.live_view import LiveView
-from verl_mux.launcher.processes.coordinator_process import AnyCoordinator, CoordinatorProcess
-from verl_mux.launcher.processes.job_process import JobProcess
+from verl_mux.launcher.run_processes import JobProcess, RunCoordinator
 
 _TICK_S = 1.0
 # Reading it costs about 0.2 s of CPU.
@@ -28,7 +27,7 @@ class Watch:
     """`failed`: what became of each job that did not end well. `refused`: those of them that did not take their keys."""
 
     def __init__(
-        self, coordinator: AnyCoordinator, jobs: list[JobProcess], resume: bool, started_at: float, account: Account
+        self, coordinator: RunCoordinator, jobs: list[JobProcess], resume: bool, started_at: float, account: Account
     ) -> None:
         self._coordinator, self._jobs, self._resume = coordinator, jobs, resume
         self._view = LiveView([job.name for job in jobs])
@@ -86,7 +85,7 @@ class Watch:
 
     def _guests(self) -> bool:
         """Whether jobs that others submitted to the run's own coordinator are still there: they would lose it."""
-        if not isinstance(self._coordinator, CoordinatorProcess):
+        if not self._coordinator.own:
             return False
         known, own = self.snapshot.get("jobs", {}), {job.name for job in self._jobs}
         left = {name for name, job in known.items() if name not in own and not job["filler"] and job["state"] != "ended"}
@@ -119,7 +118,7 @@ class Watch:
         for job in self._jobs:
             if job.name in self._begun - self._ended and job not in self._again and job.returncode is not None:
                 self._on_exit(job)
-        self._untold = [job for job in self._untold if not self._coordinator.tell_over(job)]
+        self._untold = [job for job in self._untold if not self._coordinator.report_end(job)]
         self._start_again()
         self._start_ready()
         self.snapshot = self._coordinator.snapshot() or self.snapshot
@@ -182,16 +181,16 @@ class Watch:
         print(f"job {job.name} {text}", file=sys.stderr, flush=True)
 
 
-def _resident(jobs: list[JobProcess], coordinator: AnyCoordinator) -> int:
+def _resident(jobs: list[JobProcess], coordinator: RunCoordinator) -> int:
     """Resident bytes of all jobs, the coordinator and this process; a page shared by n processes counts 1/n in each (Linux's
     Pss)."""
     pids = {process.pid for process in _processes(jobs, coordinator)}
     return sum(_proportional_bytes(pid) for pid in pids)
 
 
-def _processes(jobs: list[JobProcess], coordinator: AnyCoordinator) -> list[psutil.Process]:
+def _processes(jobs: list[JobProcess], coordinator: RunCoordinator) -> list[psutil.Process]:
     """Of the run: the jobs', the coordinator's, and this one."""
-    theirs = [*coordinator.processes(), *(process for job in jobs for process in job.seen_processes())]
+    theirs = [*coordinator.processes(), *(process for job in jobs for process in job.processes())]
     return list({process.pid: process for process in (psutil.Process(), *theirs)}.values())
 
 

@@ -1,5 +1,5 @@
-"""A process tree that outlives its launcher: own session, own log, a mark by which all of it can be found, and a note on disk
-from which a later launcher takes it up again.
+"""A process tree that outlives its launcher, with a mark by which all of it can be found, and a note from which a later launcher
+takes it up again. Runs in `verl-mux run`; called by run_processes.py and folders.py; starts and ends processes.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ logger = logging.getLogger(__name__)
 NO_EXIT_CODE = -int(signal.SIGKILL)
 _NOTE, _EXIT_CODE = "process.json", "exit_code"
 _SWEEP_S = 10.0
-# Of a log, which grows for weeks: what is looked through for why its process ended.
+# Of a log, which grows for weeks: what is searched for the reason of an end.
 _LAST_BYTES = 1 << 20
 # Begins what our commands say of a failure, and the last line of a traceback of one in an actor.
 _OURS = re.compile(r"^(verl-mux|verl_mux\.[\w.]+): ")
 
 
 class Note(msgspec.Struct, frozen=True):
-    """What a later launcher needs. `uid`: the mark; `pid` 0: noted before it was known; `log_from`: where this start's part of
-    the log begins; `restarts`: how often it has been started again; `moves`: how often besides, after it had left to
-    move."""
+    """`uid`: the mark; `pid` 0: not known yet; `log_from`: where this start's part of the log begins; `restarts`: how often the
+    process was started again; `moves`: how often after it had left to move."""
 
     uid: str
     command: list[str]
@@ -48,35 +47,37 @@ class Note(msgspec.Struct, frozen=True):
 class MarkedProcess:
     """made -> `start` or `take_up` -> runs -> ended by itself, or `stop`, which ends every process that carries the mark."""
 
-    def __init__(self, name: str, directory: Path, log: str, command: list[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, name: str, directory: Path, log: str, command: list[str], environment: Mapping[str, str] = {}) -> None:
         self.name, self.directory = name, directory
         self.uid = ""  # of this start; every start has its own
         self.log_path = directory / log
-        self.exit_code_path = directory / _EXIT_CODE
         self._command, self._environment = command, environment
         self._before_exec: Callable[[], None] | None = None  # called in the child
         self._process: subprocess.Popen | None = None
-        self._taken_up: int | None = None  # the pid of one that another launcher started
-        self._log_from = 0
-        self.restarts, self.moves = 0, 0
+        self._taken_up: int | None = None  # the pid of a process that another launcher started
         self._code: int | None = None
+        self._log_from = self.restarts = self.moves = 0
 
     def start(self) -> None:
-        """Its output goes to the end of its log. Raises OSError."""
+        """Start it; its output goes to the end of its log. Raises OSError."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.exit_code_path.unlink(missing_ok=True)
+        (self.directory / _EXIT_CODE).unlink(missing_ok=True)
         self._log_from = self.log_path.stat().st_size if self.log_path.exists() else 0
         self.uid, self._taken_up, self._code = uuid4().hex, None, None
         self._keep_note(pid=0)  # a launcher that dies in the next line leaves a process that can be found
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-                env={**os.environ, **self._environment, UID_VARIABLE: self.uid}, cwd=self.directory, preexec_fn=self._before_exec,
+                env={**os.environ, **self.environment()}, cwd=self.directory, preexec_fn=self._before_exec,
             )  # fmt: skip
         self._keep_note(self._process.pid)
 
+    def environment(self) -> dict[str, str]:
+        """Variables of this start, besides those of the launcher."""
+        return {**self._environment, UID_VARIABLE: self.uid}
+
     def take_up(self) -> bool:
-        """What an earlier launcher started, whether it still runs or not. False if none did."""
+        """Take up what an earlier launcher started, whether it still runs or not. False if none did."""
         note = read_note(self.directory)
         pid = note and (note.pid or _leader(note.uid))
         if not note or not pid:
@@ -104,8 +105,12 @@ class MarkedProcess:
         return self._code
 
     def processes(self) -> list[psutil.Process]:
-        """Every living process with the mark, the ones whose parent has died too."""
-        return processes_with(self.uid)
+        """Every living process with the mark, those whose parent has died too."""
+        found = {}
+        for member in carriers(self.uid) if self.uid else ():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found[member.pid] = psutil.Process(member.pid)
+        return list(found.values())
 
     def stop(self, patience: float = 10.0) -> None:
         """Ask it to end (SIGINT, then SIGTERM), then end what is left. Nothing happens to what was not started."""
@@ -114,7 +119,7 @@ class MarkedProcess:
         self.sweep()
 
     def ask_to_end(self, number: signal.Signals, seconds: float) -> None:
-        """Send the signal, and wait so long."""
+        """Send the signal, and wait for `seconds`."""
         if self.pid is not None and self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -122,8 +127,6 @@ class MarkedProcess:
 
     def sweep(self) -> None:
         """End every process that was left behind, and return when none is left."""
-        if self.pid is None:
-            return
         deadline = time.monotonic() + _SWEEP_S
         while left := self.processes():
             if time.monotonic() > deadline:
@@ -139,25 +142,22 @@ class MarkedProcess:
 
     def last_error(self) -> str:
         """The line of this start's log that says most about why it ended."""
-        lines = self._log_lines()
+        if not self.log_path.exists():
+            return "it wrote nothing"
+        with self.log_path.open("rb") as log:
+            log.seek(max(self._log_from, os.fstat(log.fileno()).st_size - _LAST_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
         for line in reversed(lines[-400:]):
             if _OURS.match(line) or ("Error" in line and not line.startswith(" ")):
                 return line.strip()
         return lines[-1].strip() if lines else "it wrote nothing"
 
     def how_it_ended(self) -> str:
-        """In words; of one that was killed its log says nothing."""
+        """In words; of a process that was killed its log says nothing."""
         code = self.returncode
         if code is not None and code < 0:
             return f"ended with {signal.Signals(-code).name}"
         return f"ended with exit code {code}: {_OURS.sub('', self.last_error())}"
-
-    def _log_lines(self) -> list[str]:
-        if not self.log_path.exists():
-            return []
-        with self.log_path.open("rb") as log:
-            log.seek(max(self._log_from, os.fstat(log.fileno()).st_size - _LAST_BYTES))
-            return log.read().decode(errors="replace").splitlines()
 
     def _wait(self, seconds: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired, psutil.Error):
@@ -167,20 +167,10 @@ class MarkedProcess:
                 psutil.Process(self._taken_up).wait(seconds)
 
     def _keep_note(self, pid: int) -> None:
-        counts = {"restarts": self.restarts, "moves": self.moves}
-        note = Note(uid=self.uid, command=self._command, pid=pid, log_from=self._log_from, **counts)
+        note = Note(self.uid, self._command, pid, self._log_from, self.restarts, self.moves)
         half = self.directory / f"{_NOTE}.half"
         half.write_bytes(msgspec.json.encode(note))
         half.replace(self.directory / _NOTE)
-
-
-def processes_with(uid: str) -> list[psutil.Process]:
-    """Every living process that carries the mark."""
-    found = {}
-    for member in carriers(uid):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found[member.pid] = psutil.Process(member.pid)
-    return list(found.values())
 
 
 def read_note(directory: Path) -> Note | None:
@@ -206,7 +196,7 @@ def runs(directory: Path) -> bool:
 def end_leftovers(directory: Path) -> None:
     """End whatever is alive of the processes that were noted in the folders there."""
     for note in directory.glob(f"*/{_NOTE}"):
-        process = MarkedProcess(note.parent.name, note.parent, "", [], {})
+        process = MarkedProcess(note.parent.name, note.parent, "", [])
         if process.take_up():
             process.sweep()
 
@@ -222,12 +212,8 @@ def _carries(pid: int, uid: str) -> bool:
 
 def _leader(uid: str) -> int | None:
     """The first process with the mark, which leads its session and started the others."""
-    leaders = [member for member in carriers(uid) if _leads(member.pid)]
+    leaders = []
+    for member in carriers(uid):
+        with contextlib.suppress(ProcessLookupError):
+            leaders += [member] if os.getsid(member.pid) == member.pid else []
     return min(leaders, key=lambda member: member.started).pid if leaders else None
-
-
-def _leads(pid: int) -> bool:
-    try:
-        return os.getsid(pid) == pid
-    except ProcessLookupError:
-        return False

@@ -1,11 +1,19 @@
-"""`verl-mux plan --memory` as a user meets it."""
+"""`verl-mux plan` as a user meets it."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.memory.certificate.models import QWEN25_7B, verl
+from verl_mux.errors import Failure
+from verl_mux.launcher import plan_memory
+from verl_mux.launcher.plan_command import make_plan, plan_lines
+from verl_mux.launcher.plan_jobs import read_jobs
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "placement" / "jobs.yaml"
 
 POOLS = """
 pools:
@@ -162,3 +170,34 @@ def test_whole_prompts_at_once_take_more_than_chunks(composed, run_main):
         return json.loads(told[1])["gpus"]["r0"]["phases"]["rollout"]["bytes"]["activations"]
 
     assert needs(-1) > needs(2048) > 0
+
+
+def test_a_config_that_takes_too_long_is_said_in_one_line(tmp_path, monkeypatch):
+    (tmp_path / "run.yaml").write_text(RUN.format(at=tmp_path))
+    monkeypatch.setattr(plan_memory, "composition", lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"])
+    monkeypatch.setattr(plan_memory, "_WITHIN_S", 0.1)
+    with pytest.raises(Failure, match="config of job 'math' was not composed within 0.1 s"):
+        plan_memory.certificate_of([tmp_path / "run.yaml"], None, None)
+
+
+def test_each_job_is_told_in_a_sentence_where_it_is_and_why():
+    found = make_plan(read_jobs(EXAMPLE))
+    said = {job["job"]: job["why"] for job in found["jobs"]}
+    assert said["code-7b"] == (
+        "code-7b shares rollout-0, train-0 with agent-14b, math-7b, which added 0.00 USD/h, and no other place added less;"
+        " on nodes of its own it would have cost 57.04 USD/h"
+    )
+    assert said["tools-8b"].startswith(
+        "tools-8b has rollout-2, train-1 to itself, which added 57.04 USD/h, as group g1 could not"
+    )
+    assert said["tools-8b"].endswith("to save 14.80 USD/h, run both phases on the same training nodes (mux_colocate)")
+    assert all(f"    {sentence}" in plan_lines(found) for sentence in said.values())
+
+
+def test_who_waits_is_told_why(tmp_path):
+    file = tmp_path / "jobs.yaml"
+    file.write_text(
+        "pools: {rollout: {nodes: 1}, train: {nodes: 1}}\n"
+        "jobs: [{name: a, rollout_s: 100, train_s: 100, slo: 1}, {name: b, rollout_s: 300, train_s: 30, slo: 1}]\n"
+    )
+    assert make_plan(read_jobs(file))["jobs"][1]["why"] == "b waits: no room within everybody's SLO"

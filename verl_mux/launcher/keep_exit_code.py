@@ -1,4 +1,4 @@
-"""`python -m verl_mux.launcher.processes.keep_exit_code FILE MODULE ARGUMENTS...`: runs MODULE as `python -m MODULE` would,
+"""`python -m verl_mux.launcher.keep_exit_code FILE MODULE ARGUMENTS...`: runs MODULE as `python -m MODULE` would,
 and leaves its exit code in FILE.
 
 It runs in a job's driver. The kernel gives the exit code of a process to its parent only. A launcher that was killed and

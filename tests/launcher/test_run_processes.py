@@ -1,5 +1,6 @@
 """Jobs with real child trees: whatever carries the job's mark ends with it, and nothing else does."""
 
+import json
 import os
 import signal
 import subprocess
@@ -12,8 +13,8 @@ import psutil
 import pytest
 
 from verl_mux.coordinator.bus.members import UID_VARIABLE
-from verl_mux.launcher.processes.job_process import JobProcess
-from verl_mux.launcher.run_file import JobSpec, RunFile
+from verl_mux.launcher.run_file import FillerSpec, JobSpec, RunFile
+from verl_mux.launcher.run_processes import JobProcess, filler_process, finish_filler
 
 # Says its pid through the pipe named on its command line, then waits for a signal.
 WAITER = """
@@ -196,3 +197,51 @@ def test_of_a_log_of_weeks_only_the_end_is_read(tmp_path):
     assert job.last_error() == "verl-mux: it was this"
     assert tracemalloc.get_traced_memory()[1] < 32 << 20
     tracemalloc.stop()
+
+
+def test_a_job_with_a_ray_cluster_joins_it_and_its_workers_get_the_mark_and_the_environment_but_in_no_command_line(tmp_path):
+    spec = JobSpec(nodes={"rollout": ["r0"], "train": ["t0"]}, ray="10.0.0.1:20000", environment={"COLOUR": "blue"})
+    run = RunFile(dir=str(tmp_path), coordinator={}, jobs={"a": spec}, bind="tcp://10.0.0.1:5570", environment={"COLOUR": "red"})
+    job = JobProcess("a", spec, run, "tcp://10.0.0.1:5570")
+    job.uid = "secret"
+    assert "++ray_kwargs.ray_init.address='10.0.0.1:20000'" in job._command and not any("secret" in word for word in job._command)
+    assert f"mux.keys='{tmp_path}/keys'" in job._command
+    given = job.environment()
+    workers = json.loads(given["RAY_JOB_CONFIG_JSON_ENV_VAR"])["runtime_env"]["env_vars"]
+    assert workers == {"COLOUR": "blue", UID_VARIABLE: "secret"} and given[UID_VARIABLE] == "secret"
+
+
+def test_a_job_without_one_starts_its_own(tmp_path):
+    job = JobProcess("math", *_spec_and_run(tmp_path), "tcp://127.0.0.1:5570")
+    assert job._command[-1] == "++ray_kwargs.ray_init.address=local" and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in job.environment()
+
+
+# Leaves its exit code, as `keep_exit_code` does, and is gone only when the pipe is written to.
+ENDING = """
+import pathlib, sys
+half = pathlib.Path("half")
+half.write_text("5\\n")
+half.rename("exit_code")
+open(sys.argv[1]).read()
+raise SystemExit(5)
+"""
+
+
+def test_a_filler_that_has_just_failed_is_named_although_its_process_is_not_gone_yet(tmp_path, pipe):
+    spec = FillerSpec(pool="rollout", command=["true"])
+    run = RunFile(dir=str(tmp_path), coordinator={}, jobs={}, fillers={"sums": spec})
+    filler = filler_process("sums", spec, run, "tcp://127.0.0.1:1")
+    filler._command = [sys.executable, "-c", ENDING, str(pipe)]
+    filler.start()
+    while not (filler.directory / "exit_code").exists():
+        assert filler.returncode is None
+    wait = filler._wait
+
+    def gone_when_waited_for(seconds):
+        if pipe.exists():
+            pipe.write_text("")
+            pipe.unlink()
+        wait(seconds)
+
+    filler._wait = gone_when_waited_for
+    assert (finish_filler(filler) or "").startswith("filler sums ended with exit code 5")

@@ -1,0 +1,156 @@
+"""Run a command while each job of a run file has a Ray cluster and each host an agent.
+
+    python clusters.py RUN.yaml --via "ssh {host}" -- verl-mux run RUN.yaml
+
+Without a command the clusters and agents go on until this program is ended. Runs on the machine of `verl-mux run`, which
+`bind` and each job's `ray` name; it holds the head of each cluster. `--via` is what starts a command on a host. Each node of
+a job is one `ray start` on the node's host, with the resource `mux_NODE`, the node's GPUs and ports of the job's own: the 50
+from the port of its `ray`. What runs on a host is started again when it ends, and is ended when its standard input ends: at
+the end of this program, or when this machine is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+BLOCK, PER_NODE = 50, 10  # ports of a job; of each of its nodes on one host
+SERVICES = (
+    "node-manager-port", "object-manager-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port",
+    "runtime-env-agent-port", "metrics-export-port",
+)  # fmt: skip
+OF_HEAD = ("port", "ray-client-server-port", "dashboard-port")
+# keep COMMAND...: again and again, until standard input ends.
+KEEP = """
+(trap 'kill "$child" 2>/dev/null; wait; exit' TERM; while :; do "$@" </dev/null & child=$!; wait "$child"; sleep 1; done) &
+loop=$!; cat >/dev/null; kill "$loop"; wait
+"""
+WAIT = """
+import sys, time, ray
+deadline = time.monotonic() + 600
+ray.init(address=sys.argv[1], log_to_driver=False)
+while missing := set(sys.argv[2:]) - ray.cluster_resources().keys():
+    if time.monotonic() > deadline:
+        sys.exit(f"no Ray node offers {missing} at {sys.argv[1]}")
+    time.sleep(1)
+"""
+
+
+def plan(run: dict[str, Any], pools: dict[str, Any]) -> list[tuple[str, dict[str, str], list[str]]]:
+    """(host, variables, `ray start`) of each node of each job that names a Ray cluster.
+
+    Raises:
+        SystemExit: the jobs' ports overlap, or a job has too many nodes on a host.
+    """
+    nodes = {node["name"]: node for pool in pools.values() for node in pool["nodes"]}
+    jobs = {name: job for name, job in run["jobs"].items() if "ray" in job}
+    ports = sorted(int(job["ray"].rpartition(":")[2]) for job in jobs.values())
+    if any(b - a < BLOCK for a, b in zip(ports, ports[1:], strict=False)):
+        sys.exit(f"clusters.py: the ports of the jobs' `ray` must be {BLOCK} apart; they are {', '.join(map(str, ports))}")
+    found = []
+    for name, job in jobs.items():
+        places: dict[str, int] = {}
+        for node in dict.fromkeys([*job["nodes"]["train"], *job["nodes"]["rollout"]]):
+            host, about = nodes[node]["host"], nodes[node]
+            places[host] = place = places.get(host, 0) + 1
+            if place >= BLOCK // PER_NODE:
+                sys.exit(f"clusters.py: job {name} has more than {BLOCK // PER_NODE - 1} nodes on host {host}")
+            variables = {"VERL_MUX_NODE": node}
+            if about.get("gpu_ids") is not None:
+                variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, about["gpu_ids"]))
+            resources = json.dumps({f"mux_{node}": 1})
+            options = {"address": job["ray"], "num-gpus": about.get("gpus", 1), "resources": resources}
+            found.append((host, variables, ray_start(int(job["ray"].rpartition(":")[2]) + place * PER_NODE, SERVICES, options)))
+    return found
+
+
+def head(address: str) -> list[str]:
+    """The `ray start` of a job's head, which offers nothing."""
+    ip, _, port = address.rpartition(":")
+    options = {"node-ip-address": ip, "num-cpus": 0, "num-gpus": 0, "temp-dir": f"/tmp/verl_mux_ray_{port}"}
+    return [*ray_start(int(port), OF_HEAD + SERVICES, options), "--head", "--include-dashboard=false"]
+
+
+def ray_start(first_port: int, services: tuple[str, ...], options: dict[str, Any]) -> list[str]:
+    ports = {service: first_port + number for number, service in enumerate(services)}
+    # Workers take any free port from the kernel.
+    options = {**options, **ports, "min-worker-port": 0, "max-worker-port": 0}
+    words = [f"--{name}={value}" for name, value in options.items()]
+    return [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--log-color=false", *words]
+
+
+def on_host(via: str, host: str, command: list[str], variables: dict[str, str]) -> list[str]:
+    words = [word.format(host=host) for word in shlex.split(via)]
+    kept = ["env", *(f"{name}={value}" for name, value in variables.items()), "bash", "-c", KEEP, "keep", *command]
+    # ssh hands one line to the shell of the host.
+    return [*words, shlex.join(kept)] if words and words[0] == "ssh" else [*words, *kept]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="the run file")
+    parser.add_argument("--dir", type=Path, help="the run's folder, instead of the file's `dir`")
+    parser.add_argument("--via", required=True, help="what starts a command on a host, with {host} for its name")
+    parser.add_argument(
+        "--pools", type=Path, help="the coordinator's file, where the run file names a coordinator by its address"
+    )
+    parser.add_argument("--ray", default="", help="more options of `ray start` on each node")
+    own, command = sys.argv[1:], []
+    if "--" in own:
+        own, command = own[: own.index("--")], own[own.index("--") + 1 :]
+    given, command = parser.parse_args(own), command or ["sleep", "infinity"]
+    run = yaml.safe_load(given.run.read_text())
+    folder = (given.dir or Path(run["dir"])).absolute()
+    coordinator = run["coordinator"]
+    pools = yaml.safe_load(given.pools.read_text())["pools"] if given.pools else coordinator["pools"]
+    address, keys = run.get("bind") or coordinator, Path(run.get("keys") or folder / "keys")
+    token = folder / "ray_token"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not keys.exists():
+        subprocess.run([sys.executable, "-m", "verl_mux", "keys", str(keys)], check=True)
+    if not token.exists():
+        token.touch(0o600)
+        token.write_text(secrets.token_hex(32))
+    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    of_jobs = {**{name: str(value) for name, value in (run.get("environment") or {}).items()}, **variables}
+    agent = [sys.executable, "-m", "verl_mux", "agent", "--coordinator", address, "--keys", str(keys)]
+    agent += ["--log-dir", str(folder / "agents")]
+    nodes = plan(run, pools)
+    clusters = [job["ray"] for job in run["jobs"].values() if "ray" in job]
+    started = [on_host("", "", head(cluster), of_jobs) for cluster in clusters]
+    started += [on_host(given.via, host, [*words, *shlex.split(given.ray)], {**of_jobs, **own}) for host, own, words in nodes]
+    started += [on_host(given.via, host, agent, {}) for host in dict.fromkeys(host for host, _, _ in nodes)]
+    log = (folder / "clusters.log").open("a")
+    kept = [subprocess.Popen(words, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True) for words in started]
+    try:
+        environment = {**os.environ, **variables}
+        for name, job in run["jobs"].items():
+            if "ray" in job:
+                offers = [f"mux_{node}" for node in dict.fromkeys([*job["nodes"]["train"], *job["nodes"]["rollout"]])]
+                waits = [sys.executable, "-c", WAIT, job["ray"], *offers]
+                if code := subprocess.run(waits, env=environment, stdout=log, stderr=log, check=False).returncode:
+                    print(f"clusters.py: the Ray cluster of job {name} did not come up (log: {log.name})", file=sys.stderr)
+                    return code
+        running = subprocess.Popen(command, env=environment, start_new_session=True)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: running.send_signal(number))
+        return running.wait()
+    finally:
+        for process in kept:
+            process.stdin.close()
+        for process in kept:
+            process.wait(60)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

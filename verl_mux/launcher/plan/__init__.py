@@ -1,1 +1,0 @@
-"""`verl-mux plan`: where jobs would go (places.py), or with --memory what they need of each GPU (memory/certificate)."""
