@@ -118,8 +118,7 @@ def _analyse(directory: Path, engine_logs: list[Path], steps: tuple[int, int] | 
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from verl_mux.profiling.plain.lines import find_log_files
-    from verl_mux.profiling.report.input.line_reader import read_engine_log
-    from verl_mux.profiling.report.input.run_log import read_files
+    from verl_mux.profiling.report.input.run_log import read_engine_log, read_files
     from verl_mux.profiling.report.measures.analysis import Analysis
 
     files = find_log_files(directory)

@@ -142,7 +142,7 @@ def test_lines_in_another_order_keep_their_times(healthy, order):
 
 def test_a_file_is_judged_as_a_whole_however_many_lines_are_read_at_once(healthy, monkeypatch):
     monkeypatch.setattr(run_log, "PIECE_LINES", 10)
-    monkeypatch.setattr("verl_mux.profiling.report.input.line_reader.MAX_LINE_BYTES", 2000)
+    monkeypatch.setattr("verl_mux.profiling.report.input.run_log.MAX_LINE_BYTES", 2000)
     summary = changed(healthy, lambda lines: moved(lines, len(lines) // 2, None, -3600))
     assert (summary["input"]["noticed"], summary["findings"]) == ({clock.SHIFTED: 1}, [])
 

@@ -13,7 +13,7 @@ from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.intervals import length
 from verl_mux.profiling.report.findings.finding import Finding, chance
 from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.profiling.report.measures.lease_times import Leases, Wait, shared_window
+from verl_mux.profiling.report.measures.lease_times import Hold, Leases, shared_window
 from verl_mux.profiling.report.measures.replicas import Place, was_let_in
 
 QUEUED = 0.35  # of the time of stays
@@ -184,7 +184,7 @@ class _Waits:
         return [s for s, t in self.spent.items() if s > min(self.steps) and t >= least[s]]
 
 
-def _lease_finding(job: str, bad: list[int], spent: dict[int, float], waits: list[Wait]) -> Finding:
+def _lease_finding(job: str, bad: list[int], spent: dict[int, float], waits: list[Hold]) -> Finding:
     worst = max(bad, key=spent.__getitem__)
     behind: dict[str, float] = {}
     for wait in (wait for wait in waits if wait.step in bad):

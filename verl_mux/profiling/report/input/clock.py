@@ -2,9 +2,8 @@
 
 Threads may write slightly out of order, and a log may be ordered by request. A jump back is the clock's fault only where it
 moves a request before its own earlier line, or where lines lie before or after all others of their file, or began before the
-file did.
-Up to STRAY_LINES such lines are left out; a longer run of them is shifted to continue from the line before. Other jumps are
-noted and kept. Runs in the report's processes; called by line_reader.py; pure.
+file did. Up to STRAY_LINES such lines are left out; a longer run of them is shifted to go on from the line before. Other jumps
+are noted and kept. Runs in the report's processes; called by run_log.py; pure.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -68,7 +68,7 @@ def mend(frame: pl.DataFrame, files: list[LogFile], where: Where, faults: Faults
     frame = _without_other_zones(frame, where, faults)
     if not _jumps(frame).size:
         return frame
-    own = frame.lazy().filter(_OWN).select("file", "line", "end").collect()
+    own = frame.filter(_OWN).select("file", "line", "end")
     jumps, of_file = _jumps(own), own["file"].to_numpy()
     stray, shifts = [], []
     for file, first, count in zip(*np.unique(of_file[jumps], return_index=True, return_counts=True), strict=True):
@@ -79,7 +79,13 @@ def mend(frame: pl.DataFrame, files: list[LogFile], where: Where, faults: Faults
         rows = frame.filter((pl.col("file") == file) & _OWN)
         clock = _Clock(rows, files[file].size <= WHOLE_BYTES)
         clock.set_right()
-        clock.tell(where, faults)
+        if clock.stray:
+            faults.skip(STRAY, where(clock.stray[0]), len(clock.stray))
+        if clock.shifts:
+            shift = clock.shifts[0]
+            faults.notice(SHIFTED, f"{where(shift.first)}, {shift.seconds:.3f} s", len(clock.shifts))
+        if clock.believed:
+            faults.notice(BELIEVED, where(clock.believed[0]), len(clock.believed))
         stray += clock.stray
         shifts += clock.shifts
     return _changed(frame, stray, shifts) if stray or shifts else frame
@@ -115,8 +121,7 @@ def _without_other_zones(frame: pl.DataFrame, where: Where, faults: Faults) -> p
     return frame.filter(~other).drop("zoned", "few")
 
 
-@dataclass(frozen=True)
-class Shift:
+class Shift(NamedTuple):
     """`line` of the first and the last row whose clock was wrong, and what their times lack."""
 
     first: int
@@ -139,20 +144,8 @@ class _Clock:
 
     def set_right(self) -> None:
         place = 0
-        while (jump := self._next_jump(place)) is not None:
-            place = self._treat(jump)
-
-    def tell(self, where: Where, faults: Faults) -> None:
-        if self.stray:
-            faults.skip(STRAY, where(self.stray[0]), len(self.stray))
-        if self.shifts:
-            faults.notice(SHIFTED, f"{where(self.shifts[0].first)}, {self.shifts[0].seconds:.3f} s", len(self.shifts))
-        if self.believed:
-            faults.notice(BELIEVED, where(self.believed[0]), len(self.believed))
-
-    def _next_jump(self, after: int) -> int | None:
-        jumps = np.flatnonzero(np.diff(self.end) < -BACK_SECONDS) + 1
-        return next((int(jump) for jump in jumps if jump > after), None)
+        while len(jumps := np.flatnonzero(np.diff(self.end[place:]) < -BACK_SECONDS)):
+            place = self._treat(place + int(jumps[0]) + 1)
 
     def _treat(self, jump: int) -> int:
         """Returns the place up to which all is dealt with."""

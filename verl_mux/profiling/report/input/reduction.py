@@ -9,8 +9,8 @@ totals    a row per job, role, step, worker and event: count, seconds, the longe
 spans     a row per event that no request owns, with fields of `extra`: phases, leases, sync, sleep, wake, memory, ...
 
 Several runs of one job in one directory become jobs of their own, `a (run 1)`, `a (run 2)`: while files are read a job's name
-carries its run's mark, which `told_apart` turns into a number. The coordinator's events belong to the run that had begun last.
-All times are seconds since the epoch. Runs in the report's processes; called by run_log.py; pure.
+carries the mark of the run, which `told_apart` turns into a number. All times are seconds since the epoch. Runs in the report's
+processes; called by run_log.py; pure.
 """
 
 from __future__ import annotations
@@ -86,6 +86,28 @@ class Extra(msgspec.Struct, gc=False):
     target_completion: Count | None = None
     path: str | None = None
 
+    @property
+    def request_name(self) -> str | None:
+        return None if self.request_id is None else str(self.request_id)
+
+    @property
+    def tokens(self) -> float | None:
+        """The first of its names that is there."""
+        for tokens in (self.generated_tokens, self.response_tokens, self.actual_response_tokens):
+            if tokens is not None:
+                return tokens
+        return self.response_length
+
+    @property
+    def node_names(self) -> list[str] | None:
+        """A job registers with its nodes by pool, which no span needs."""
+        return self.nodes if isinstance(self.nodes, list) else None
+
+    @property
+    def prompt_id(self) -> str | None:
+        """Of the data set's row; a data set without an index has none."""
+        return None if self.batch_data_id in (None, "None") else str(self.batch_data_id)
+
 
 class Line(msgspec.Struct, gc=False):
     timestamp: str
@@ -102,9 +124,6 @@ class Line(msgspec.Struct, gc=False):
 
 
 NO_EXTRA = Extra()
-EXTRA_KEYS = frozenset(Extra.__struct_fields__)
-EXTRA_TYPES = {field.name: field.type for field in msgspec.structs.fields(Extra)}
-
 
 REQUEST_KEY = ["job", "step", "worker", "request_id"]
 TOTAL_KEY = ["job", "role", "step", "worker", "event", "of_request"]
@@ -122,44 +141,28 @@ SPAN_EXTRA = {
     **_columns(pl.Float64, "bytes", "node_bytes", "running", "queued", "token_usage", "tokens_per_sec", "prefill_tokens_per_sec"),
     **_columns(pl.Float64, "reward"),
     **_columns(pl.Int64, "version", "replica", "requests", launched="total_requests", wanted="target_completion"),
-    **_columns(pl.List(pl.String), "nodes", "keys"),
+    **_columns(pl.List(pl.String), "keys", nodes="node_names"),
 }
 STAY_EXTRA = {
     **_columns(pl.Float64, queue="queue_sec", held="held_sec", prefill="prefill_sec", decode="decode_sec"),
     **_columns(pl.Int64, "replica", "retractions", "version", prompt="prompt_tokens", cached="cached_tokens"),
     **_columns(pl.String, "node", "finish", "finish_reason"),
 }
-_SUMS = {part: pl.col(part).sum() for part in PARTS}
-_REQUEST_MERGE = {
-    "start": pl.col("start").min(),
-    "at_work": pl.col("at_work").min(),
-    "parked": pl.col("parked").sum(),
-    "stays": pl.col("stays").sum(),
-    "last": pl.col("last").max(),
-    "completed": pl.col("completed").max(),
-    "aborted": pl.col("aborted").max(),
-    "seconds": pl.col("seconds").max(),
-    "turns": pl.col("turns").max(),
-    "final_tokens": pl.col("final_tokens").max(),
-    "engine_tokens": pl.col("engine_tokens").sum(),
-    "validate": pl.col("validate").any(),
-    "reward_end": pl.col("reward_end").max(),
-    "engine_calls": pl.col("engine_calls").sum(),
-    **_SUMS,
-    "score": pl.col("score").max(),
-    "prompt_id": pl.col("prompt_id").max(),
-}
-_TURN_MERGE = {"engine_end": pl.col("engine_end").max(), "turn_tokens": pl.col("turn_tokens").sum()} | {
-    part: pl.col(part).sum() for part in TURN_PARTS
-}
-_TOTAL_MERGE = {
-    "count": pl.col("count").sum(),
-    "seconds": pl.col("seconds").sum(),
-    "longest": pl.col("longest").max(),
-    "tokens": pl.col("tokens").sum(),
-    "first": pl.col("first").min(),
-    "last": pl.col("last").max(),
-}
+
+
+def _merged(**columns: str) -> dict[str, pl.Expr]:
+    """How rows of one key become one: method of an expression -> names of columns."""
+    return {name: getattr(pl.col(name), method)() for method, names in columns.items() for name in names.split()}
+
+
+REQUEST_MERGE = _merged(
+    min="start at_work",
+    sum=" ".join(["parked stays engine_tokens engine_calls", *PARTS]),
+    max="last completed aborted seconds turns final_tokens reward_end score prompt_id",
+    any="validate",
+)
+TURN_MERGE = _merged(max="engine_end", sum=" ".join(["turn_tokens", *TURN_PARTS]))
+_TOTAL_MERGE = _merged(sum="count seconds tokens", max="longest last", min="first")
 
 
 @dataclass
@@ -177,8 +180,8 @@ class Tables:
     def merge(cls, parts: list[Tables]) -> Tables:
         """One set of tables from several of the same run."""
         return cls(
-            _merge([part.requests for part in parts], REQUEST_KEY, _REQUEST_MERGE),
-            _merge([part.turns for part in parts], [*REQUEST_KEY, "turn"], _TURN_MERGE),
+            _merge([part.requests for part in parts], REQUEST_KEY, REQUEST_MERGE),
+            _merge([part.turns for part in parts], [*REQUEST_KEY, "turn"], TURN_MERGE),
             pl.concat([part.timings for part in parts]),
             _merge([part.totals for part in parts], TOTAL_KEY, _TOTAL_MERGE),
             pl.concat([part.spans for part in parts]),
@@ -188,11 +191,11 @@ class Tables:
 
 def _merge(frames: list[pl.DataFrame], key: list[str], columns: dict[str, pl.Expr]) -> pl.DataFrame:
     whole = pl.concat(frames)
-    return whole.group_by(key).agg(**columns) if len(frames) > 1 else whole
+    return whole.group_by(key).agg(**columns).select(whole.columns) if len(frames) > 1 else whole
 
 
 def reduce_events(frame: pl.DataFrame, lines: list[Line]) -> Tables:
-    """`frame` as `line_reader.to_frame` makes it from `lines`."""
+    """`frame` as run_log.py makes it from `lines`."""
     frame = frame.with_columns(
         pl.col("event").replace(events.ALIASES), (pl.col("end") - pl.col("seconds").fill_null(0.0)).alias("start")
     )
@@ -206,18 +209,19 @@ def _of(column: str, part: str) -> pl.Expr:
     return pl.col(column).filter(pl.col("part") == part)
 
 
+def _with_extra(frame: pl.DataFrame, lines: list[Line], columns: dict[str, tuple[Any, str]]) -> pl.DataFrame:
+    """The frame with these columns of its lines' `extra`."""
+    extras = [lines[index].extra or NO_EXTRA for index in frame["line"]]
+    return frame.with_columns(
+        pl.Series(name, list(map(attrgetter(key), extras)), kind) for name, (kind, key) in columns.items()
+    ).drop("line")
+
+
 def _requests(owned: pl.DataFrame, lines: list[Line]) -> pl.DataFrame:
-    ends = owned.filter(pl.col("event") == events.REQUEST_COMPLETE)
-    extras = [lines[index].extra or NO_EXTRA for index in ends["line"]]
-    scores = pl.Series("score", [extra.score for extra in extras], pl.Float64)
-    prompts = pl.Series("prompt_id", [_prompt_id(extra.batch_data_id) for extra in extras], pl.String)
-    values = ends.select(REQUEST_KEY).with_columns(scores, prompts).group_by(REQUEST_KEY).agg(pl.col("score", "prompt_id").max())
+    ends = owned.filter(pl.col("event") == events.REQUEST_COMPLETE).select(*REQUEST_KEY, "line")
+    named = _with_extra(ends, lines, _columns(pl.Float64, "score") | _columns(pl.String, "prompt_id"))
+    values = named.group_by(REQUEST_KEY).agg(pl.col("score", "prompt_id").max())
     return _reduced(owned).join(values, on=REQUEST_KEY, how="left", nulls_equal=True)
-
-
-def _prompt_id(values: str | int | None) -> str | None:
-    """Of the data set's row; a data set without an index has none."""
-    return None if values in (None, "None") else str(values)
 
 
 def _reduced(owned: pl.DataFrame) -> pl.DataFrame:
@@ -261,11 +265,10 @@ def _stays(frame: pl.DataFrame, lines: list[Line]) -> pl.DataFrame:
     called = (pl.col("role") == "rollout") & (pl.col("event") == events.TURN_ENGINE_CALL)
     served = (pl.col("role") == "server") & (pl.col("event") == events.ENGINE_GENERATE)
     found = frame.filter(pl.col("request_id").is_not_null() & pl.col("stay").is_not_null() & (called | served))
-    extras = [lines[index].extra or NO_EXTRA for index in found["line"]]
-    kept = found.select(*REQUEST_KEY, pl.col("role").alias("seen_by"), "turn", "stay", "start", "end", "seconds", "tokens")
-    return kept.with_columns(
-        pl.Series(name, list(map(attrgetter(key), extras)), kind) for name, (kind, key) in STAY_EXTRA.items()
+    kept = found.select(
+        *REQUEST_KEY, pl.col("role").alias("seen_by"), "turn", "stay", "start", "end", "seconds", "tokens", "line"
     )
+    return _with_extra(kept, lines, STAY_EXTRA)
 
 
 _TIMINGS = {"job": pl.String, "step": pl.Int64, "worker": pl.Int64, "request_id": pl.String}
@@ -280,16 +283,10 @@ def _timings(owned: pl.DataFrame, lines: list[Line]) -> pl.DataFrame:
             continue
         at = start
         for place, timing in enumerate(listed, 1):
-            rows.append((*key, place, timing.engine_call_duration, _engine_end(timing, at)))
-            at += timing.total_duration or 0.0
+            whole, after = timing.total_duration, timing.post_process_duration or 0.0
+            rows.append((*key, place, timing.engine_call_duration, None if whole is None else at + whole - after))
+            at += whole or 0.0
     return pl.DataFrame(rows, schema=_TIMINGS, orient="row")
-
-
-def _engine_end(timing: TurnTiming, start: float) -> float | None:
-    """When the engine was done with a turn that began at `start`; None where the list has no whole durations."""
-    if timing.total_duration is None:
-        return None
-    return start + timing.total_duration - (timing.post_process_duration or 0.0)
 
 
 def _totals(frame: pl.DataFrame) -> pl.DataFrame:
@@ -310,12 +307,8 @@ def _totals(frame: pl.DataFrame) -> pl.DataFrame:
 def _spans(frame: pl.DataFrame, lines: list[Line]) -> pl.DataFrame:
     known = pl.col("event").is_in(list(events.NAMES)) | (pl.col("role") != "rollout")
     free = frame.filter(pl.col("request_id").is_null() & known)
-    extras = [lines[index].extra or NO_EXTRA for index in free["line"]]
-    kept = free.select("job", "role", "step", "worker", "event", "start", "end", "seconds", "tokens")
-    values = {name: list(map(attrgetter(key), extras)) for name, (_, key) in SPAN_EXTRA.items()}
-    # A job registers with its nodes by pool, which no span needs.
-    values["nodes"] = [None if isinstance(nodes, dict) else nodes for nodes in values["nodes"]]
-    return kept.with_columns(pl.Series(name, values[name], kind) for name, (kind, _) in SPAN_EXTRA.items())
+    kept = free.select("job", "role", "step", "worker", "event", "start", "end", "seconds", "tokens", "line")
+    return _with_extra(kept, lines, SPAN_EXTRA)
 
 
 _MARK = "\x1f"
@@ -328,37 +321,22 @@ def marked(job: str, run: str) -> pl.Expr:
 
 def told_apart(tables: Tables) -> Tables:
     """The same tables, every job under the name that people read."""
-    names, begins = _names(tables.totals)
-    frames = {field.name: getattr(tables, field.name) for field in fields(tables)}
-    renamed = {name: frame.with_columns(pl.col("job").replace(names)) for name, frame in frames.items()}
-    if begins:
-        renamed["spans"] = _of_coordinator(renamed["spans"], begins)
-    return replace(tables, **renamed)
-
-
-def _names(totals: pl.DataFrame) -> tuple[dict[str, str], dict[str, tuple[list[float], list[str]]]]:
-    """Marked name -> name; of jobs with several runs: when each run began, and its name."""
-    runs: dict[str, list[tuple[float, str]]] = {}
-    for label, first in totals.group_by("job").agg(pl.col("first").min()).sort("first").rows():
+    runs: dict[str, list[tuple[float, str]]] = {}  # job -> when each of its runs began, and the marked name
+    for label, first in tables.totals.group_by("job").agg(pl.col("first").min()).sort("first").rows():
         runs.setdefault(label.partition(_MARK)[0], []).append((first, label))
-    names, begins = {}, {}
-    for job, found in runs.items():
-        if len(found) == 1:
-            names[found[0][1]] = job
-            continue
-        values = [f"{job} (run {number})" for number in range(1, len(found) + 1)]
-        names.update(zip((label for _, label in found), values, strict=True))
-        begins[job] = ([first for first, _ in found], values)
-    return names, begins
+    numbered = {
+        job: [f"{job} (run {n})" for n, _ in enumerate(began, 1)] if len(began) > 1 else [job] for job, began in runs.items()
+    }
+    names = {label: name for job, began in runs.items() for (_, label), name in zip(began, numbered[job], strict=True)}
+    frames = {field.name: getattr(tables, field.name) for field in fields(tables)}
+    renamed = {key: frame.with_columns(pl.col("job").replace(names)) for key, frame in frames.items()}
 
-
-def _of_coordinator(spans: pl.DataFrame, begins: dict[str, tuple[list[float], list[str]]]) -> pl.DataFrame:
-    def run_of(row: dict) -> str | None:
-        job = row["of_job"]
-        if job not in begins:
+    def run_at(job: str | None, end: float) -> str | None:
+        """What the coordinator says of a job belongs to the run that had begun last."""
+        if job not in runs:
             return job
-        starts, names = begins[job]
-        return names[max(bisect.bisect_right(starts, row["end"]) - 1, 0)]
+        return numbered[job][max(bisect.bisect_right(runs[job], end, key=lambda run: run[0]) - 1, 0)]
 
-    of_job = spans.select(pl.struct("of_job", "end").map_elements(run_of, pl.String, skip_nulls=False)).to_series()
-    return spans.with_columns(of_job.alias("of_job"))
+    of_job = [run_at(job, end) for job, end in renamed["spans"].select("of_job", "end").iter_rows()]
+    renamed["spans"] = renamed["spans"].with_columns(pl.Series("of_job", of_job, pl.String))
+    return replace(tables, **renamed)

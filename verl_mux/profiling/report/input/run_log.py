@@ -1,22 +1,63 @@
-"""A whole run from its directory: files found, cut into pieces, each read and reduced, the tables merged."""
+"""Read a run's directory: lines become data frames of events, and those the tables of reduction.py.
+
+A line is skipped and counted, by reason, when it is no JSON object, lacks `timestamp` or `event`, has a known top-level key of
+the wrong type or an impossible value, or a wrong clock (clock.py). A value of the wrong type inside `extra` is dropped and
+counted; the rest of the line is kept. Runs in the report's processes; called by report_command.py; reads files only.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from multiprocessing import get_context
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
-from verl_mux.profiling.plain.lines import LogFile
-from verl_mux.profiling.report.input.clock import WHOLE_BYTES, Faults
-from verl_mux.profiling.report.input.line_reader import Block, read_lines, to_frame
-from verl_mux.profiling.report.input.reduction import Tables, reduce_events, told_apart
+import msgspec
+import numpy as np
+import polars as pl
 
-PIECE_BYTES = 64 * 2**20
+from verl_mux.profiling.plain.lines import LogFile, printable
+from verl_mux.profiling.report.input.clock import WHOLE_BYTES, Faults, Where, mend
+from verl_mux.profiling.report.input.reduction import NO_EXTRA, Extra, Line, Tables, marked, reduce_events, told_apart
+
+MAX_LINE_BYTES = 2**20
+PIECE_BYTES = 64 * 2**20  # of the files that one process reduces at a time
 PIECE_LINES = 100_000
 PARALLEL_BYTES = 256 * 2**20  # below, a second process costs more than it saves
+MAX_SECONDS = 1e9  # about 32 years
+FAR_SECONDS = 86_400.0  # no step lasts a day: a lone line that far from its file's middle has a wrong clock
+
+_decode_lines = msgspec.json.Decoder(Line).decode_lines
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_EXTRA_TYPES = {field.name: field.type for field in msgspec.structs.fields(Extra)}
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+# column -> (type, attribute of Line or of Extra)
+_LINE_COLUMNS: dict[str, tuple[Any, str]] = {
+    "timestamp": (pl.String, "timestamp"),
+    "event": (pl.String, "event"),
+    "seconds": (pl.Float64, "duration_sec"),
+    "worker": (pl.Int64, "workid"),
+    "step": (pl.Int64, "step"),
+    "role": (pl.String, "role"),
+    "job": (pl.String, "job"),
+    "run": (pl.String, "run"),
+}
+_EXTRA_COLUMNS: dict[str, tuple[Any, str]] = {
+    "turn": (pl.Float64, "turn"),
+    "turns": (pl.Int64, "turns"),
+    "validate": (pl.Boolean, "validate"),
+    "stay": (pl.Int64, "stay"),
+    "request_id": (pl.String, "request_name"),
+    "tokens": (pl.Float64, "tokens"),
+}
 
 
 @dataclass
@@ -29,27 +70,16 @@ class RunLog:
     faults: Faults = field(default_factory=Faults)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    file: LogFile
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-
 def read_files(
     directory: str | os.PathLike, files: list[LogFile], processes: int = 1, advance: Callable[[int], None] = lambda nbytes: None
 ) -> RunLog:
-    """Reads some event logs of a run; whatever they hold, it does not raise. `advance` is called with the bytes read.
+    """Read some event logs of a run; no content of theirs makes it raise. `advance` is called with the bytes read.
 
     With more than one process, call it below `if __name__ == "__main__"`, as multiprocessing asks.
     """
-    run = RunLog(Path(directory), _empty(), files)
+    run = RunLog(Path(directory), _tables([], Faults()), files)
     parts = []
-    for size, tables, faults in _reduced(_pieces(files), processes):
+    for size, tables, faults in _reduced(_shares(files), processes):
         parts.append(tables)
         run.faults.add(faults)
         advance(size)
@@ -58,25 +88,22 @@ def read_files(
     return run
 
 
-def _pieces(files: list[LogFile]) -> list[list[_Piece]]:
-    """Shares of about PIECE_BYTES: parts of a large file, or many small files together."""
-    parts = [
-        _Piece(file, start, min(start + PIECE_BYTES, file.size)) for file in files for start in range(0, file.size, PIECE_BYTES)
-    ]
-    shares: list[list[_Piece]] = []
+def _shares(files: list[LogFile]) -> list[list[LogFile]]:
+    """Files together that have about PIECE_BYTES, or one large file."""
+    shares: list[list[LogFile]] = []
     room = 0
-    for part in parts:
-        if room < part.size:
+    for file in files:
+        if not shares or room < file.size:
             shares.append([])
             room = PIECE_BYTES
-        shares[-1].append(part)
-        room -= part.size
+        shares[-1].append(file)
+        room -= file.size
     return shares
 
 
-def _reduced(shares: list[list[_Piece]], processes: int) -> Iterator[tuple[int, Tables, Faults]]:
+def _reduced(shares: list[list[LogFile]], processes: int) -> Iterator[tuple[int, Tables, Faults]]:
     """(bytes read, tables, faults) of each share."""
-    sizes = [sum(piece.size for piece in share) for share in shares]
+    sizes = [sum(file.size for file in share) for share in shares]
     if processes < 2 or sum(sizes) < PARALLEL_BYTES:
         yield from ((size, *_reduce(share)) for size, share in zip(sizes, shares, strict=True))
         return
@@ -85,30 +112,237 @@ def _reduced(shares: list[list[_Piece]], processes: int) -> Iterator[tuple[int, 
             yield size, tables, faults
 
 
-def _reduce(share: list[_Piece]) -> tuple[Tables, Faults]:
+def _reduce(share: list[LogFile]) -> tuple[Tables, Faults]:
     faults = Faults()
     parts: list[Tables] = []
     blocks: list[Block] = []
-    waiting = 0
-    for piece in share:
-        for block in read_lines(piece.file, piece.start, piece.stop, faults):
-            if waiting >= PIECE_LINES and _may_cut(blocks[-1].file, block.file):
-                parts.append(_tables(blocks, faults))
-                blocks, waiting = [], 0
-            blocks.append(block)
-            waiting += len(block.lines)
+    for block in (block for file in share for block in _read(file, faults)):
+        # A clock is judged by its whole file, unless that is too large.
+        may_cut = blocks and (blocks[-1].file != block.file or block.file.size > WHOLE_BYTES)
+        if may_cut and sum(len(before.lines) for before in blocks) >= PIECE_LINES:
+            parts.append(_tables(blocks, faults))
+            blocks = []
+        blocks.append(block)
     parts.append(_tables(blocks, faults))
     return Tables.merge(parts), faults
 
 
-def _may_cut(file: LogFile, following: LogFile) -> bool:
-    """A clock is judged by its whole file, unless that is too large."""
-    return file != following or file.size > WHOLE_BYTES
-
-
 def _tables(blocks: list[Block], faults: Faults) -> Tables:
-    return reduce_events(to_frame(blocks, faults), [line for block in blocks for line in block.lines])
+    return reduce_events(_to_frame(blocks, faults), [line for block in blocks for line in block.lines])
 
 
-def _empty() -> Tables:
-    return _tables([], Faults())
+@dataclass(frozen=True)
+class Block:
+    """Lines of a file that were read together, and the number of each in the file."""
+
+    file: LogFile
+    lines: list[Line]
+    numbers: Sequence[int]
+
+
+def _read(file: LogFile, faults: Faults) -> Iterator[Block]:
+    """A file's lines, about a megabyte of them at a time."""
+    try:
+        for number, raw in _raw_blocks(file.path, faults):
+            yield Block(file, *_decode(raw, number, file.path, faults))
+    except OSError as error:
+        faults.skip("unreadable file", f"{printable(file.path)}: {error.strerror}")
+
+
+def _raw_blocks(path: str, faults: Faults) -> Iterator[tuple[int, bytes]]:
+    """(number of the first line, whole lines): lines over MAX_LINE_BYTES are passed over without being held in memory."""
+    number = 1
+    with open(path, "rb") as stream:
+        while block := stream.read(MAX_LINE_BYTES):
+            enormous = False
+            if not block.endswith(b"\n"):
+                whole = block.rfind(b"\n") + 1
+                line = block[whole:] + stream.readline(MAX_LINE_BYTES)
+                enormous = len(line) > MAX_LINE_BYTES
+                block = block[:whole] if enormous else block[:whole] + line
+                while enormous and not line.endswith(b"\n") and line:
+                    line = stream.readline(MAX_LINE_BYTES)
+            yield number, block
+            number += block.count(b"\n")
+            if enormous:
+                faults.skip("line over 1 MiB", _where(path, number))
+                number += 1
+
+
+def _where(path: str, number: int) -> str:
+    return printable(f"{path}, line {number}")
+
+
+def _decode(block: bytes, number: int, path: str, faults: Faults) -> tuple[list[Line], Sequence[int]]:
+    """A block's lines, the first of which is line `number` of the file, and the number of each; blank ones are no lines."""
+    try:
+        lines = _decode_lines(block)
+        if len(lines) == block.count(b"\n") + (block[-1:] not in (b"", b"\n")):
+            return lines, range(number, number + len(lines))
+        return lines, [at for at, raw in enumerate(block.split(b"\n"), number) if raw.strip()]
+    except _UNREADABLE:
+        pass
+    kept = [
+        (line, at) for at, raw in enumerate(block.split(b"\n"), number) if raw.strip()
+        for line in _decode_one(raw, _where(path, at), faults)
+    ]  # fmt: skip
+    return [line for line, _ in kept], [at for _, at in kept]
+
+
+def _decode_one(raw: bytes, where: str, faults: Faults) -> list[Line]:
+    """One line, without what is wrong in its `extra`; none where the line itself is wrong."""
+    try:
+        return _decode_lines(raw)
+    except _UNREADABLE:
+        pass
+    try:
+        logged = _plain_text(json.loads(raw), where, faults)  # knows NaN and Infinity, which Python programs write
+    except (ValueError, RecursionError):
+        faults.skip("not JSON (torn line?)", where)
+        return []
+    extra = logged.pop("extra", None) if isinstance(logged, dict) else None
+    if not isinstance(logged, dict):
+        faults.skip("not a JSON object", where)
+        return []
+    if not isinstance(extra, dict | None):
+        faults.skip("wrong type: extra", where)
+        return []
+    kept: dict[str, Any] = {}
+    for key in _EXTRA_TYPES.keys() & (extra or {}).keys():
+        try:
+            kept[key] = msgspec.convert(extra[key], _EXTRA_TYPES[key])
+        except _UNREADABLE:
+            faults.notice(f"wrong type: extra.{key}", where)
+    try:
+        return [msgspec.convert(logged if extra is None else logged | {"extra": Extra(**kept)}, Line)]
+    except _UNREADABLE as error:
+        faults.skip(_reason(logged, str(error)), where)
+        return []
+
+
+def _plain_text(logged: Any, where: str, faults: Faults) -> Any:
+    """Half of a surrogate pair is JSON, yet no text that a table or a terminal takes: it is spelled out, as `\\ud800`."""
+    text = json.dumps(logged, ensure_ascii=False)
+    if not _SURROGATE.search(text):
+        return logged
+    faults.notice("half a surrogate pair in a text", where)
+    return json.loads(_SURROGATE.sub(lambda half: f"\\\\u{ord(half[0]):04x}", text))
+
+
+def _reason(logged: dict, message: str) -> str:
+    for key in ("timestamp", "event"):
+        if key not in logged:
+            return f"missing: {key}"
+    key = message.rpartition("$.")[2].strip("`") or "line"
+    negative = type(logged.get(key)) is int and logged[key] < 0
+    return f"negative {key}" if negative else f"wrong type: {key}"
+
+
+def _to_frame(blocks: list[Block], faults: Faults) -> pl.DataFrame:
+    """A row an event, files in order: the columns above, with `end` (epoch seconds) for `timestamp`.
+
+    `line` is the row's index among all lines of the blocks; `job` is marked with its run (`marked`). Local time is read as UTC,
+    for the format does not say where it was local. What a line does not say, its path does. Lines with impossible values are
+    counted and left out.
+    """
+    files = list(dict.fromkeys(block.file for block in blocks))
+    lines = [line for block in blocks for line in block.lines]
+    for line in lines:
+        if line.request_id is not None:  # named at the top of the line
+            line.extra = line.extra or Extra()
+            line.extra.request_id = line.request_id if line.extra.request_id is None else line.extra.request_id
+            line.extra.turn = line.turn if line.extra.turn is None else line.extra.turn
+    extras = [line.extra or NO_EXTRA for line in lines]
+    columns = [
+        pl.Series(name, list(map(attrgetter(key), rows)), kind)
+        for rows, kinds in ((lines, _LINE_COLUMNS), (extras, _EXTRA_COLUMNS))
+        for name, (kind, key) in kinds.items()
+    ]
+    place = {file: place for place, file in enumerate(files)}
+    file_of = np.repeat([place[block.file] for block in blocks], [len(block.lines) for block in blocks]).astype(int)
+    numbers = np.concatenate([np.asarray(block.numbers, int) for block in blocks] or [[]])
+
+    def where(line: int) -> str:
+        return _where(files[file_of[line]].path, int(numbers[line]))
+
+    index = pl.Series("file", file_of, pl.Int64)
+    of_paths = {
+        name: pl.Series([getattr(file, name) for file in files], dtype=_LINE_COLUMNS[name][0]).gather(index)
+        for name in ("worker", "step", "role", "job")
+    }
+    frame = pl.DataFrame(columns).with_columns(
+        *(pl.col(name).fill_null(said) for name, said in of_paths.items()),
+        *_end(columns[0]),
+        pl.col("tokens").cast(pl.Int64, strict=False),
+        index,
+        pl.int_range(pl.len()).alias("line"),
+    )
+    frame = frame.with_columns(marked("job", "run")).drop("run", "timestamp")
+    return mend(_drop_impossible(frame, where, faults), files, where, faults).drop("file")
+
+
+def _end(stamps: pl.Series) -> list[pl.Series]:
+    """`end`, and `zoned`: whether the stamp names a time zone."""
+    parsed = stamps.str.to_datetime("%Y-%m-%dT%H:%M:%S%.f", time_unit="us", strict=False)
+    zoned = pl.repeat(False, len(stamps), eager=True).alias("zoned")
+    odd = parsed.is_null().arg_true()
+    if len(odd):
+        read = [_parse(stamp) for stamp in stamps.gather(odd)]
+        parsed = parsed.scatter(odd, pl.Series([time for time, _ in read], dtype=pl.Datetime("us")))
+        zoned = zoned.scatter(odd, pl.Series([named for _, named in read], dtype=pl.Boolean))
+    return [(parsed.dt.epoch("us") / 1e6).alias("end"), zoned]
+
+
+def _parse(stamp: str) -> tuple[datetime | None, bool]:
+    """Other ISO 8601 spellings, of a date with a time of day: the UTC time, and whether a zone was named."""
+    stamp = stamp.strip()
+    try:
+        if len(stamp) > len("2025-08-11"):
+            read = datetime.fromisoformat(stamp.replace("Z", "+00:00"))
+            return (read.astimezone(timezone.utc).replace(tzinfo=None), True) if read.tzinfo else (read, False)
+    except (ValueError, OverflowError):
+        pass
+    return None, False
+
+
+def _drop_impossible(frame: pl.DataFrame, where: Where, faults: Faults) -> pl.DataFrame:
+    end, seconds = pl.col("end"), pl.col("seconds")
+    far = (end - end.median().over("file")).abs() > FAR_SECONDS
+    checks = {
+        "unreadable timestamp": end.is_null(),
+        "negative duration": seconds < 0,
+        "impossible duration": (seconds > MAX_SECONDS) | ~seconds.is_finite(),
+        "timestamp a day or more from the rest of its file": far & (far.mean().over("file") <= 0.1),
+    }
+    for reason, check in checks.items():
+        bad = frame.select(check.fill_null(False)).to_series()
+        if bad.any():
+            faults.skip(reason, where(frame["line"].filter(bad)[0]), int(bad.sum()))
+            frame = frame.filter(~bad)
+    return frame
+
+
+_FIELDS = {
+    "running": r"#running-req:\s*(\d+)",
+    "queued": r"#queue-req:\s*(\d+)",
+    "token_usage": r"token usage:\s*([\d.]+)",
+    "tokens_per_sec": r"gen throughput \(token/s\):\s*([\d.]+)",
+}
+ENGINE_SCHEMA = {"job": pl.String, "worker": pl.Int64, "node": pl.String, "step": pl.Int64, "end": pl.Float64} | dict.fromkeys(
+    _FIELDS, pl.Float64
+)
+
+
+def read_engine_log(path: str | Path, worker: int = 0) -> pl.DataFrame:
+    """A row a decode line of an SGLang server's text log: ENGINE_SCHEMA; `end` null where the line has no time, fields null where
+    the line lacks them.
+    """
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        decode_lines = [line for line in lines if len(line) < 4096 and "Decode batch" in line]
+    text = pl.col("line")
+    day, clock = (text.str.extract(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d(?:[.,]\d+)?)", part) for part in (1, 2))
+    time = pl.concat_str(day, pl.lit("T"), clock.str.replace(",", ".")).str.to_datetime("%Y-%m-%dT%H:%M:%S%.f", strict=False)
+    fields = {name: text.str.extract(pattern).cast(pl.Float64, strict=False) for name, pattern in _FIELDS.items()}
+    columns = {"job": pl.lit(""), "worker": pl.lit(worker), "end": time.dt.epoch("us") / 1e6} | fields
+    read = pl.DataFrame({"line": decode_lines}, {"line": pl.String})
+    return read.select(columns.get(name, pl.lit(None)).cast(kind).alias(name) for name, kind in ENGINE_SCHEMA.items())

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import polars as pl
 
-from verl_mux.profiling.report.input.reduction import REQUEST_KEY, Tables
+from verl_mux.profiling.report.input.reduction import REQUEST_KEY, REQUEST_MERGE, TURN_MERGE, Tables
 
 # The parts a request's time divides into, in the order of its life; `other` is what no event accounts for.
 SHOWN_PARTS = [
@@ -130,29 +130,11 @@ def over_steps(tables: Tables) -> Tables:
     if spread.is_empty():
         return tables
     requests = _moved(tables.requests.with_columns(pl.col("step").alias("of_step")), spread)
-    # It counts for its last step from when it went on there.
-    last = pl.col("of_step") == pl.col("step")
-    merged = {
-        name: pl.col(name).sum()
-        if name in _SUMMED or requests.schema[name] == pl.Float64 and name in _PART_COLUMNS
-        else pl.col(name).min()
-        if name == "start"
-        else pl.col(name).any()
-        if name == "validate"
-        else pl.col(name).max()
-        for name in tables.requests.columns
-        if name not in (*REQUEST_KEY, "at_work")
-    }
-    merged["at_work"] = pl.col("at_work").filter(last).min()
+    # A request counts for its last step from when it went on there.
+    merged = REQUEST_MERGE | {"at_work": pl.col("at_work").filter(pl.col("of_step") == pl.col("step")).min()}
     whole = requests.group_by(REQUEST_KEY).agg(**merged).select(tables.requests.columns)
-    return replace(tables, requests=whole, turns=_moved_turns(tables.turns, spread), timings=_moved(tables.timings, spread))
-
-
-_SUMMED = ("parked", "stays", "engine_tokens", "engine_calls")
-_PART_COLUMNS = (
-    "pending", "preprocess", "engine", "engine_inner", "tool_parse", "tool", "tool_response", "interaction", "postprocess",
-    "reward", "finalize",
-)  # fmt: skip
+    turns = _moved(tables.turns, spread).group_by([*REQUEST_KEY, "turn"]).agg(**TURN_MERGE)
+    return replace(tables, requests=whole, turns=turns.select(tables.turns.columns), timings=_moved(tables.timings, spread))
 
 
 def _moved(frame: pl.DataFrame, spread: pl.DataFrame) -> pl.DataFrame:
@@ -161,9 +143,3 @@ def _moved(frame: pl.DataFrame, spread: pl.DataFrame) -> pl.DataFrame:
     return joined.with_columns(
         pl.coalesce("last_step", "step").alias("step"), pl.coalesce("last_worker", "worker").alias("worker")
     ).drop("last_step", "last_worker")
-
-
-def _moved_turns(turns: pl.DataFrame, spread: pl.DataFrame) -> pl.DataFrame:
-    sums = [pl.col(name).sum() for name in turns.columns if name not in (*REQUEST_KEY, "turn", "engine_end")]
-    moved = _moved(turns, spread)
-    return moved.group_by([*REQUEST_KEY, "turn"]).agg(pl.col("engine_end").max(), *sums).select(turns.columns)

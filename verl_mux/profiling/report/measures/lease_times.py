@@ -6,7 +6,9 @@ only by training "train", those used by both "shared". Called by analysis.py and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
 from typing import Any
@@ -24,7 +26,10 @@ WORK = set(events.POOL_OF_PHASE)  # `init` is not work that a pool is paid for
 
 @dataclass(frozen=True)
 class Hold:
-    """A phase of a job on its nodes. Seconds since the epoch."""
+    """A phase of a job on its nodes, or the wait for the lease of one. Seconds since the epoch.
+
+    behind: of a wait, seconds by the job that held one of the nodes meanwhile.
+    """
 
     job: str
     phase: str
@@ -33,19 +38,11 @@ class Hold:
     end: float
     step: int
     pool: str | None = None
-
-
-@dataclass(frozen=True)
-class Wait:
-    """A job waited for the lease of a phase; `behind`: seconds by the job that held one of its nodes meanwhile."""
-
-    job: str
-    phase: str
-    nodes: tuple[str, ...]
-    start: float
-    end: float
-    step: int
     behind: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class Leases:
     """The run's holds and waits in order of start, nodes by pool, and segments."""
 
     holds: list[Hold]
-    waits: list[Wait]
+    waits: list[Hold]
     pools: dict[str, list[str]]
     segments: list[Segment]
 
@@ -76,10 +73,10 @@ class Leases:
 
     @cached_property
     def _usual_holds(self) -> dict[tuple[str, str], float]:
-        held: dict[tuple[str, str], list[float]] = {}
+        held: dict[tuple[str, str], list[float]] = defaultdict(list)
         for hold in self.holds:
             for node in hold.nodes if hold.phase in WORK else ():
-                held.setdefault((hold.job, node), []).append(hold.end - hold.start)
+                held[hold.job, node].append(hold.seconds)
         return {place: float(np.quantile(seconds, LONGER)) for place, seconds in held.items()}
 
     def bubble(self, pool: str, window: Interval) -> float:
@@ -100,32 +97,22 @@ def make_leases(spans: pl.DataFrame) -> Leases:
         waited = trainer.filter(pl.col("event") == events.LEASE_WAIT)
     holds = [_hold(row) for row in held.sort("start").iter_rows(named=True)]
     holders = _Holders(holds)
-    waits = [_wait(row, holders) for row in waited.sort("start").iter_rows(named=True)]
+    waits = [replace(wait, behind=holders.during(wait)) for wait in map(_hold, waited.sort("start").iter_rows(named=True))]
     return Leases(holds, waits, _pools(holds), _segments(coordinator, holds))
 
 
 def _hold(row: dict) -> Hold:
     nodes = tuple(row["nodes"] or ([row["node"]] if row["node"] else [events.POOL_OF_PHASE.get(row["phase"], "node")]))
-    job = row["of_job"] or row["job"]
-    return Hold(job, row["phase"] or "phase", nodes, row["start"], row["end"], row["step"], row["pool"])
-
-
-def _wait(row: dict, holders: _Holders) -> Wait:
-    hold = _hold(row)
-    behind = holders.during(hold)
-    return Wait(hold.job, hold.phase, hold.nodes, hold.start, hold.end, hold.step, behind)
+    return Hold(row["of_job"] or row["job"], row["phase"] or "phase", nodes, row["start"], row["end"], row["step"], row["pool"])
 
 
 class _Holders:
-    """Who held a node in a given time; arrays, for a long run has tens of thousands of holds and waits."""
+    """Which jobs held a node in a given time; arrays, for a long run has tens of thousands of holds and waits."""
 
     def __init__(self, holds: list[Hold]) -> None:
-        self.jobs = np.array([hold.job for hold in holds])
-        self.start = np.array([hold.start for hold in holds])
-        self.end = np.array([hold.end for hold in holds])
-        self.nodes = {
-            node: np.array([node in hold.nodes for hold in holds]) for node in {n for hold in holds for n in hold.nodes}
-        }
+        self.jobs, self.start, self.end = (np.array([getattr(hold, key) for hold in holds]) for key in ("job", "start", "end"))
+        nodes = {node for hold in holds for node in hold.nodes}
+        self.nodes = {node: np.array([node in hold.nodes for hold in holds]) for node in nodes}
 
     def during(self, wait: Hold) -> dict[str, float]:
         """Seconds by job, of other jobs that held one of the wait's nodes."""
@@ -133,28 +120,22 @@ class _Holders:
         if not named:
             return {}
         shared = np.minimum(self.end, wait.end) - np.maximum(self.start, wait.start)
-        chosen = np.flatnonzero(np.logical_or.reduce(named) & (shared > 0) & (self.jobs != wait.job))
-        behind: dict[str, float] = {}
-        for index in chosen:
-            job = str(self.jobs[index])
-            behind[job] = behind.get(job, 0.0) + float(shared[index])
-        return behind
+        behind: dict[str, float] = defaultdict(float)
+        for index in np.flatnonzero(np.logical_or.reduce(named) & (shared > 0) & (self.jobs != wait.job)):
+            behind[str(self.jobs[index])] += float(shared[index])
+        return dict(behind)
 
 
 def _pools(holds: list[Hold]) -> dict[str, list[str]]:
-    phases: dict[str, set[str]] = {}
-    named: dict[str, str] = {}
+    phases: dict[str, set[str]] = defaultdict(set)
     for hold in holds:
-        for node in hold.nodes:
-            if hold.pool:
-                named[node] = hold.pool
-            if hold.phase in WORK:
-                phases.setdefault(node, set()).add(events.POOL_OF_PHASE[hold.phase])
-    pools: dict[str, list[str]] = {}
+        for node in hold.nodes if hold.phase in WORK else ():
+            phases[node].add(events.POOL_OF_PHASE[hold.phase])
+    named = {node: hold.pool for hold in holds if hold.pool for node in hold.nodes}
+    pools: dict[str, list[str]] = defaultdict(list)
     for node, kinds in sorted(phases.items()):
-        pool = named.get(node) or (kinds.pop() if len(kinds) == 1 else "shared")
-        pools.setdefault(pool, []).append(node)
-    return pools
+        pools[named.get(node) or (kinds.pop() if len(kinds) == 1 else "shared")].append(node)
+    return dict(pools)
 
 
 def _segments(coordinator: pl.DataFrame, holds: list[Hold]) -> list[Segment]:
@@ -163,10 +144,9 @@ def _segments(coordinator: pl.DataFrame, holds: list[Hold]) -> list[Segment]:
         return []
     first, last = work[0].start, max(hold.end for hold in work)
     marks = coordinator.filter(pl.col("event") == events.SEGMENT).sort("end").select("end", "mode").rows()
-    marks = [(first, None)] + [(at - MARK_SLACK, mode) for at, mode in marks if first < at - MARK_SLACK < last]
-    ends = [at for at, _ in marks[1:]] + [last]
+    marks = [(first, None)] + [(at - MARK_SLACK, mode) for at, mode in marks if first < at - MARK_SLACK < last] + [(last, None)]
     segments = []
-    for index, ((start, mode), end) in enumerate(zip(marks, ends, strict=True)):
+    for index, ((start, mode), (end, _)) in enumerate(itertools.pairwise(marks)):
         inside = [hold for hold in work if start <= hold.start < end]
         if inside:
             window = (inside[0].start, min(end, max(hold.end for hold in inside)))
@@ -181,9 +161,8 @@ def _mode(holds: list[Hold]) -> str:
     for one, other in ((a, b) for i, a in enumerate(holds) for b in holds[i + 1 : i + 9]):
         if one.job != other.job and set(one.nodes) & set(other.nodes) and other.start < one.end - 0.05:
             return "uncoordinated"
-    turns = [hold.job for hold in holds]
-    changes = sum(a != b for a, b in zip(turns, turns[1:]))  # noqa: B905 (pairs of neighbours)
-    return "sequential" if changes < len(set(turns)) else "interleaved"
+    changes = sum(one.job != other.job for one, other in itertools.pairwise(holds))
+    return "sequential" if changes < len({hold.job for hold in holds}) else "interleaved"
 
 
 Ends = dict[str, list[float]]  # job -> when its steps ended, in order
@@ -215,18 +194,16 @@ def throughput(leases: Leases, ends: Ends) -> dict[str, Any] | None:
     if set(alone) != set(ends):
         return None
     ratio = throughput_ratio(alone, together)
-    return None if ratio is None else {"ratio": ratio, "alone_s": _rounded(alone), "together_s": _rounded(together)}
+    periods = {"alone_s": alone, "together_s": together}
+    rounded = {key: {job: round(period, 4) for job, period in by_job.items()} for key, by_job in periods.items()}
+    return None if ratio is None else {"ratio": ratio, **rounded}
 
 
 def _periods(segments: list[Segment], ends: Ends, whole: bool) -> dict[str, float]:
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[float]] = defaultdict(list)
     for segment in segments:
         until = float("inf") if whole else shared_window(segment, ends)[1]
         for job, times in ends.items():
             inside = [end for end in times if _within(end, segment) and end <= until]
-            found.setdefault(job, []).extend(b - a for a, b in zip(inside, inside[1:]))  # noqa: B905 (neighbours)
+            found[job] += [b - a for a, b in itertools.pairwise(inside)]
     return {job: median(periods) for job, periods in found.items() if periods and median(periods) > 0}
-
-
-def _rounded(periods: dict[str, float]) -> dict[str, float]:
-    return {job: round(period, 4) for job, period in periods.items()}

@@ -20,8 +20,7 @@ import numpy as np
 import polars as pl
 
 from verl_mux.profiling.eventlog import events
-from verl_mux.profiling.report.input.line_reader import MAX_LINE_BYTES
-from verl_mux.profiling.report.input.run_log import RunLog
+from verl_mux.profiling.report.input.run_log import MAX_LINE_BYTES, RunLog
 from verl_mux.profiling.report.input.tables import SHOWN_PARTS
 from verl_mux.profiling.report.measures.analysis import Analysis
 
