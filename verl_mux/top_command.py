@@ -23,7 +23,7 @@ from verl_mux.coordinator import status_view
 from verl_mux.coordinator.bus.client import ADDRESS_VARIABLE
 from verl_mux.coordinator.commands import DEFAULT_ADDRESS, Keys, fetch_status
 from verl_mux.errors import UserError
-from verl_mux.profiling.live.job_states import Follower, State
+from verl_mux.profiling.live.job_states import State
 from verl_mux.profiling.live.screen import METRICS, REPLICA_COLUMNS, Choice, Order, Sample, as_json, render, samples, watch
 
 _ANSWER_S = 3.0
@@ -68,65 +68,28 @@ def top(
         with _metrics_of(directory, metrics_port, metrics_host):
             return _until_stopped()
     choice = Choice(replicas=Order(column=list(REPLICA_COLUMNS).index(sort), only=only))
-    sources: list[_Run | _Coordinator] = []
-    if directory is None or address is not None:
-        sources.append(_Coordinator(address or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS, keys))
-    if directory is not None:
-        sources.append(_Run(directory))
+    run = None if directory is None else State(directory)
+    coordinator = address or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS if run is None or address is not None else None
+    status: dict[str, Any] = {}
 
     def look() -> None:
-        for source in sources:
-            source.look()
+        if coordinator is not None:
+            status["coordinator"] = fetch_status(coordinator, _ANSWER_S, keys)
+        if run is not None:
+            run.look()
 
     def shown() -> Group:
-        return Group(*(source.render(choice) for source in sources))
+        of_coordinator: list[RenderableType] = [status_view.tables(seen) for seen in status.values()]
+        return Group(*of_coordinator, *([] if run is None else [render(run, choice)]))
 
     look()
     if json:
-        print(msgspec.json.encode({key: value for source in sources for key, value in source.as_json(choice).items()}).decode())
+        print(msgspec.json.encode(status | (as_json(run, choice) if run is not None else {})).decode())
     elif once or not sys.stdout.isatty():
         Console(width=None if sys.stdout.isatty() else 180).print(shown())
     else:
         with _metrics_of(directory, metrics_port, metrics_host):
             watch(look, shown, choice, every)
-
-
-class _Run:
-    """A directory of event logs."""
-
-    def __init__(self, directory: Path) -> None:
-        self._follower, self._state, self._name = Follower(directory), State(), directory.resolve().name
-
-    def look(self) -> None:
-        for line in self._follower.new():
-            self._state.feed(line)
-        self._state.end(self._follower.ended())
-
-    def render(self, choice: Choice) -> RenderableType:
-        return render(self._state, choice, self._name)
-
-    def as_json(self, choice: Choice) -> dict[str, Any]:
-        return as_json(self._state, choice)
-
-    def samples(self) -> list[Sample]:
-        return list(samples(self._state, time.time()))
-
-
-class _Coordinator:
-    """A coordinator that answers; its tables are neither sorted nor filtered."""
-
-    def __init__(self, address: str, keys: Path | None) -> None:
-        self._address, self._keys = address, keys
-        self._seen: dict[str, Any] = {}
-
-    def look(self) -> None:
-        self._seen = fetch_status(self._address, _ANSWER_S, self._keys)
-
-    def render(self, choice: Choice) -> RenderableType:
-        return status_view.tables(self._seen)
-
-    def as_json(self, choice: Choice) -> dict[str, Any]:
-        return {"coordinator": self._seen}
 
 
 @contextlib.contextmanager
@@ -140,13 +103,13 @@ def _metrics_of(directory: Path | None, port: int | None, host: str) -> Iterator
         return
     from verl_mux.coordinator.prometheus import Figures, serve_metrics
 
-    run, one_at_a_time = _Run(directory), threading.Lock()
+    run, one_at_a_time = State(directory), threading.Lock()
     run.look()  # the first look takes longest, and a scrape must not wait for it
 
     def newest() -> list[Sample]:
         with one_at_a_time:
             run.look()
-            return run.samples()
+            return list(samples(run, time.time()))
 
     with serve_metrics(Figures(METRICS, newest), port, host):
         yield

@@ -21,7 +21,7 @@ def asked(target):
 
 def busy_run():
     """A run that has a sample of every metric."""
-    state = State()
+    state = State(DASHBOARD.parent)
     figures = {"step_sec": 60.0, "reward": 0.5}
     state.jobs["a"] = Job("a", phase="train", nodes=("t0",), asks="rollout", nodes_of={"rollout": ("r0",)}, figures=figures)
     state.replicas["a", 0] = Replica("a", 0, node="r0", counters=dict.fromkeys(COUNTERS, 1.0))

@@ -3,7 +3,7 @@
 import pytest
 
 from verl_mux.profiling.eventlog.log import EventLog
-from verl_mux.profiling.live.job_states import Follower, State
+from verl_mux.profiling.live.job_states import State
 from verl_mux.profiling.live.screen import Choice, as_json
 
 EPOCH = 4_000_000_000.0  # after whatever the logs say of themselves
@@ -19,14 +19,12 @@ def run(tmp_path):
         logs.setdefault(key, EventLog(tmp_path / job / "events", worker, role, job, run=start))
         logs[key].log(event, seconds, extra, step, EPOCH + at)
 
-    follower, state = Follower(tmp_path), State()
+    state = State(tmp_path)
 
     def look(choice=None):
         for it in logs.values():
             it.flush()
-        for line in follower.new():
-            state.feed(line)
-        state.end(follower.ended())
+        state.look()
         return as_json(state, choice or Choice())
 
     log.look, log.folder, log.state = look, tmp_path, state

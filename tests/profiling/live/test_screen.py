@@ -99,8 +99,8 @@ def test_of_a_job_that_has_ended_only_its_last_step_is_left(run, noted):
     }
 
 
-def test_of_nothing_there_is_nothing():
-    assert list(samples(State(), EPOCH)) == []
+def test_of_nothing_there_is_nothing(tmp_path):
+    assert list(samples(State(tmp_path), EPOCH)) == []
 
 
 def test_a_coordinator_has_none_of_these_names():

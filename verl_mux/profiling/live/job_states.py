@@ -1,8 +1,7 @@
 """What the growing lines of a run's event logs add up to now: jobs, replicas and their requests.
 
-`Follower` reads the lines of each job's newest steps, `State` counts them. A phase is logged when it ends, and a wait when it is
-over: a job holds its lease from the end of the wait to the end of the phase. Runs in `verl-mux top`; called by top_command.py;
-reads
+`State` reads the lines of each job's newest steps and counts them. A phase is logged when it ends, and a wait when it is over: a
+job holds its lease from the end of the wait to the end of the phase. Runs in `verl-mux top`; called by top_command.py; reads
 files only.
 """
 
@@ -10,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
@@ -78,12 +75,10 @@ class Requests:
         if line.end >= request.at:  # a line of another file may come late
             request.state, request.at = state, line.end
 
-    def count(self, replica: int | None = None) -> Counter[str]:
-        """By state; of a replica, those that were last seen on it."""
-        return Counter(request.state for request in self._of(replica))
-
-    def _of(self, replica: int | None) -> Iterator[Request]:
-        return (request for request in self._known.values() if replica is None or request.replica == replica)
+    def count(self, replica: int | None = None) -> dict[str, int]:
+        """By state, in the order of STATES; of a replica, those that were last seen on it."""
+        found = Counter(one.state for one in self._known.values() if replica is None or one.replica == replica)
+        return {state: found[state] for state in STATES if found[state]}
 
     def _after(self, line: Line) -> str | None:
         if line.event == events.TOOL_EXECUTION:
@@ -118,7 +113,7 @@ class Job:
     doing: str = ""
     nodes_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
     requests: Requests = field(default_factory=Requests)  # of the newest step
-    figures: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float | None] = field(default_factory=dict)
     ended: bool = False
 
 
@@ -137,19 +132,66 @@ class Replica:
     retracted: int = 0
 
 
-class State:
-    """feed(line) -> jobs, replicas. now: the end of the newest line, seconds since the epoch.
+STEPS = 2  # the newest ones of each job are read: what began in a step may be logged in the next
+MOST_BYTES = 64 * 2**20  # at once, so that a first look at a large log comes soon
+_STEP = re.compile(r"step_(\d{1,9})")
 
-    A job that is started again begins anew, at whatever step it goes on from.
+
+class State:
+    """look() again and again -> jobs, replicas. now: the end of the newest line, seconds since the epoch.
+
+    A job that is started again begins anew, at whatever step it goes on from. Raises UserError for a directory that is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path) -> None:
+        if not directory.is_dir():
+            fault = "is a file" if directory.exists() else "does not exist"
+            raise UserError(f"{directory} {fault}: give the directory of a run, or of a job's events")
         self.jobs: dict[str, Job] = {}
         self.replicas: dict[tuple[str, int], Replica] = {}
         self.now = 0.0
+        self.directory = directory
+        self._read: dict[str, int] = {}  # bytes of each file
         self._starts: dict[str, tuple[str | None, float]] = {}  # the `run` of each job, and the end of its newest line
 
-    def feed(self, line: Line) -> None:
+    def look(self) -> None:
+        """Take what was added since the last look, in order of time as far as one look at all files shows."""
+        # A job's `events`, in a run directory those of all jobs and of the coordinator.
+        folders = [self.directory]
+        if not _steps_in(self.directory):
+            folders = sorted(folder for folder in self.directory.glob("*/events") if folder.is_dir())
+        lines = [line for folder in folders for file in _newest_files(folder) for line in self._new_lines(file)]
+        for line in sorted(lines, key=lambda line: line.end):
+            self._take(line)
+        ended = {folder.parent.name for folder in folders if (folder.parent / "exit_code").exists()}  # the launcher's word
+        for job in self.jobs.values():
+            job.ended = job.name in ended
+            if job.ended:
+                job.phase, job.asks, job.nodes = None, None, ()
+
+    def waits_behind(self, job: Job) -> list[str]:
+        """Jobs that hold a node of those that it asks for."""
+        wanted = set(job.nodes_of.get(job.asks or "", ()))
+        return sorted(other.name for other in self.jobs.values() if other.phase and wanted & set(other.nodes))
+
+    def _new_lines(self, file: LogFile) -> Iterator[Line]:
+        """A torn last line is left until it is whole."""
+        start = self._read.get(file.path, max(0, file.size - MOST_BYTES))
+        if file.size < start:  # it was rotated: a new one has its name
+            start = 0
+        try:
+            with open(file.path, "rb") as raws:
+                raws.seek(start)
+                data = raws.read(MOST_BYTES)
+        except OSError:
+            return
+        whole = data.rfind(b"\n") + 1
+        self._read[file.path] = start + whole
+        for raw in data[:whole].splitlines():
+            if (line := parse(raw, file)) is not None:
+                yield line
+
+    def _take(self, line: Line) -> None:
         self.now = max(self.now, line.end)
         if not self._is_of_newest_start(line):
             return
@@ -159,18 +201,6 @@ class State:
             self._request(line)
         elif line.role == "server":
             self._server(line)
-
-    def waits_behind(self, job: Job) -> list[str]:
-        """Jobs that hold a node of those that it asks for."""
-        wanted = set(job.nodes_of.get(job.asks or "", ()))
-        return sorted(other.name for other in self.jobs.values() if other.phase and wanted & set(other.nodes))
-
-    def end(self, jobs: set[str]) -> None:
-        """These run no more, and all others do."""
-        for job in self.jobs.values():
-            job.ended = job.name in jobs
-            if job.ended:
-                job.phase, job.asks, job.nodes = None, None, ()
 
     def _is_of_newest_start(self, line: Line) -> bool:
         run, newest = self._starts.get(line.job, (None, -math.inf))
@@ -203,9 +233,7 @@ class State:
         elif line.event in _ASKS_AFTER:
             job.asks, job.asked = (_ASKS_AFTER[line.event], line.end) if job.nodes_of else (None, 0.0)
         if line.event == events.STEP:
-            figures = {key: line.extra.get(key) for key in ("reward", "response_length", "tokens")}
-            job.figures = {key: float(value) for key, value in figures.items() if isinstance(value, (int, float))}
-            job.figures["step_sec"] = line.seconds
+            job.figures = {"reward": line.number("reward"), "step_sec": line.seconds}
         if line.event not in (events.LOG_OPEN, events.LOG_COST):
             job.doing = line.event
 
@@ -222,97 +250,35 @@ class State:
             replica.step, replica.tokens, replica.done, replica.retracted = line.step, 0, 0, 0
         replica.node = str(line.extra.get("node") or replica.node)
         if line.event == events.ENGINE_DECODE:
-            replica.at, replica.counters = line.end, {key: _number(line.extra.get(key)) for key in COUNTERS}
-            replica.retracted += int(_number(line.extra.get("retracted")) or 0)
+            replica.at, replica.counters = line.end, {key: line.number(key) for key in COUNTERS}
+            replica.retracted += int(line.number("retracted") or 0)
         elif line.event == events.ENGINE_QUEUE:
             self._request(line)
         elif line.event == events.ENGINE_GENERATE:
-            replica.tokens += int(_number(line.extra.get("response_tokens")) or 0)
+            replica.tokens += int(line.number("response_tokens") or 0)
             replica.done += line.extra.get("finish") != "abort"
 
 
 COUNTERS = ("running", "queued", "token_usage", "tokens_per_sec")
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None
-
-
-STEPS = 2  # the newest ones of each job: what began in a step may be logged in the next
-FIRST_WORKER = "worker_0.jsonl"
-MOST_BYTES = 64 * 2**20  # at once, so that a first look at a large log comes soon
-_STEP = re.compile(r"step_(\d{1,9})")
-
-
-class Follower:
-    """new() again and again: what was added since. A torn last line is left until it is whole."""
-
-    def __init__(self, directory: Path) -> None:
-        if not directory.is_dir():
-            given = "is a file" if directory.exists() else "does not exist"
-            raise UserError(f"{directory} {given}: give the directory of a run, or of a job's events")
-        self._directory = directory
-        self._read: dict[str, int] = {}
-
-    def new(self) -> Iterator[Line]:
-        """In order of time, as far as one look at all files shows."""
-        lines = [line for file in self._newest() for line in self._of(file)]
-        yield from sorted(lines, key=lambda line: line.timestamp.timestamp())
-
-    def ended(self) -> set[str]:
-        """Jobs of which the launcher has written how they ended."""
-        return {folder.parent.name for folder in self._event_folders() if (folder.parent / "exit_code").exists()}
-
-    def _newest(self) -> Iterator[LogFile]:
-        for folder in self._event_folders():
-            written = _steps_in(folder)
-            # A job that was started again goes on from an earlier step, in the folders that it filled before.
-            lately = sorted(written, key=lambda step: (written[step], step))[-STEPS:]
-            for step in sorted({*sorted(written)[-STEPS:], *lately}):
-                yield from (replace(file, job=_job_of(folder, file)) for file in find_step_files(folder, step))
-
-    def _event_folders(self) -> list[Path]:
-        """A job's `events`, in a run directory those of all jobs and of the coordinator."""
-        if _steps_in(self._directory):
-            return [self._directory]
-        return sorted(folder for folder in self._directory.glob("*/events") if folder.is_dir())
-
-    def _of(self, file: LogFile) -> Iterator[Line]:
-        start = self._read.get(file.path, max(0, file.size - MOST_BYTES))
-        if file.size < start:  # it was rotated: a new one has its name
-            start = 0
-        try:
-            with open(file.path, "rb") as raws:
-                raws.seek(start)
-                data = raws.read(MOST_BYTES)
-        except OSError:
-            return
-        whole = data.rfind(b"\n") + 1
-        self._read[file.path] = start + whole
-        for raw in data[:whole].splitlines():
-            if (line := parse(raw, file)) is not None:
-                yield line
+def _newest_files(events: Path) -> Iterator[LogFile]:
+    written = _steps_in(events)
+    # A job that was started again goes on from an earlier step, in the folders that it filled before.
+    lately = sorted(written, key=lambda step: (written[step], step))[-STEPS:]
+    job = events.parent.name if events.name == "events" else ""
+    for step in sorted({*sorted(written)[-STEPS:], *lately}):
+        yield from (replace(file, job=file.job or job) for file in find_step_files(events, step))
 
 
 def _steps_in(events: Path) -> dict[int, float]:
     """Of any role, or of the plain layout, which has no roles: when the first worker of any role last wrote there, in seconds
     since the epoch. One file a step is looked at: a long run has thousands of steps."""
     found: dict[int, float] = {}
-    for folder in (events, *(events / role for role in ROLES)):
-        with contextlib.suppress(OSError):
-            for name in os.listdir(folder):
-                if step := _STEP.fullmatch(name):
-                    at = _written(folder / name / FIRST_WORKER)
-                    found[int(step[1])] = max(at, found.get(int(step[1]), 0.0))
+    for path in (path for folder in (events, *(events / role for role in ROLES)) for path in folder.glob("step_*")):
+        if step := _STEP.fullmatch(path.name):
+            at = 0.0
+            with contextlib.suppress(OSError):
+                at = (path / "worker_0.jsonl").stat().st_mtime
+            found[int(step[1])] = max(at, found.get(int(step[1]), 0.0))
     return found
-
-
-def _written(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def _job_of(events: Path, file: LogFile) -> str:
-    return file.job or (events.parent.name if events.name == "events" else "")

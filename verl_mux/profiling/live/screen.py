@@ -7,7 +7,6 @@ import os
 import select
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,7 +109,7 @@ def _job_row(state: State, job: Job) -> Row:
         "waits_for": job.asks,
         "waited_s": round(state.now - job.asked, 3) if job.asks else None,
         "behind": state.waits_behind(job),
-        "requests": _by_state(job.requests.count()),
+        "requests": job.requests.count(),
         **{key: job.figures.get(key) for key in ("reward", "step_sec")},
     }
 
@@ -122,30 +121,27 @@ def _replicas(state: State, order: Order) -> list[Row]:
 
 
 def _replica_row(state: State, replica: Replica) -> Row:
-    seen = state.jobs[replica.job].requests.count(replica.number) if replica.job in state.jobs else Counter[str]()
+    seen = state.jobs[replica.job].requests.count(replica.number) if replica.job in state.jobs else {}
+    in_tool = seen.get(IN_TOOL_OR_REWARD, 0) + seen.get(IN_REWARD, 0)
     return {
         **{"job": replica.job, "replica": replica.number, "node": replica.node, "step": replica.step},
         **{key: replica.counters.get(key) for key in COUNTERS},
-        **{"tool_or_reward": seen[IN_TOOL_OR_REWARD] + seen[IN_REWARD], "parked": seen[PARKED], "requests": _by_state(seen)},
+        **{"tool_or_reward": in_tool, "parked": seen.get(PARKED, 0), "requests": seen},
         **{"done": replica.done, "tokens": replica.tokens, "retracted": replica.retracted},
         "age_s": round(state.now - replica.at, 3) if replica.at else None,
     }
 
 
-def _by_state(counts: Counter[str]) -> dict[str, int]:
-    return {name: counts[name] for name in STATES if counts[name]}
-
-
 def _ordered(rows: list[Row], order: Order, columns: Columns, filtered_by: Sequence[str]) -> list[Row]:
     """Rows without a value in the column come last, either way round; requests count by their number."""
     key = list(columns.values())[order.column][0]
-    rows = [row for row in rows if order.only in " ".join(_words(row[name]) for name in filtered_by)]
+    rows = [row for row in rows if order.only in " ".join(_text(row[name]) for name in filtered_by)]
     known = [row for row in rows if row[key] not in _EMPTY]
     known.sort(key=lambda row: sum(row[key].values()) if isinstance(row[key], dict) else row[key], reverse=order.falling)
     return known + [row for row in rows if row[key] in _EMPTY]
 
 
-def _words(value: Any) -> str:
+def _text(value: Any) -> str:
     return " ".join(value) if isinstance(value, list) else "" if value is None else str(value)
 
 
@@ -153,8 +149,8 @@ def as_json(state: State, choice: Choice) -> dict[str, Any]:
     return {"now": state.now, "jobs": _jobs(state, choice.jobs), "replicas": _replicas(state, choice.replicas)}
 
 
-def render(state: State, choice: Choice, name: str) -> Group:
-    head = Text(f"{name}: {len(state.jobs)} jobs, {len(state.replicas)} replicas", style="bold")
+def render(state: State, choice: Choice) -> Group:
+    head = Text(f"{state.directory.resolve().name}: {len(state.jobs)} jobs, {len(state.replicas)} replicas", style="bold")
     for table, order in (("jobs", choice.jobs), ("replicas", choice.replicas)):
         if order.only:
             head.append(f"   only {table} with {order.only!r}")
@@ -221,15 +217,15 @@ def samples(state: State, now: float) -> Iterator[Sample]:
 
 
 def _job_samples(job: Job, now: float) -> Iterator[Sample]:
-    labels = {"job": job.name}
-    figures = {"ended": int(job.ended), "step": job.step, "step_seconds": job.figures.get("step_sec")}
-    for name, value in (figures | {"reward": job.figures.get("reward")}).items():
+    labels, figures = {"job": job.name}, job.figures
+    values = (int(job.ended), job.step, figures.get("step_sec"), figures.get("reward"))
+    for name, value in zip(("ended", "step", "step_seconds", "reward"), values, strict=True):
         yield f"mux_top_job_{name}", labels, value
     if job.ended:
         return
     requests = job.requests.count()
     for state in STATES:
-        yield "mux_top_job_requests", {**labels, "state": state}, requests[state]
+        yield "mux_top_job_requests", {**labels, "state": state}, requests.get(state, 0)
     if job.phase:
         for node in job.nodes:
             yield "mux_top_lease_held_seconds", {"node": node, **labels, "phase": job.phase}, now - job.since

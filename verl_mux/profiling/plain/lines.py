@@ -125,6 +125,15 @@ class Line(msgspec.Struct):
         """0 for an instant."""
         return max(self.duration_sec or 0.0, 0.0)
 
+    @property
+    def start(self) -> float:
+        return self.end - self.seconds
+
+    def number(self, key: str) -> float | None:
+        """A number of `extra`, if it is one."""
+        value = self.extra.get(key)
+        return value if isinstance(value, (int, float)) else None
+
 
 _decode = msgspec.json.Decoder(_Logged).decode
 

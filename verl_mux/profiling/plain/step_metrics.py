@@ -47,7 +47,7 @@ def step_metrics(lines: Iterable[Line]) -> dict[str, float]:
     mux/unused/<pool>: the part of the step in which this job ran nothing on its nodes of the pool (alone, its bubble).
     """
     known = list(lines)
-    found = {**_completion(known), **_shares(known), **_waits(known), **_unused(known), **_switches(known)}
+    found = {**_completion(known), **_shares(known), **_sums(known), **_unused(known)}
     return {f"mux/{name}": float(value) for name, value in found.items()}
 
 
@@ -70,16 +70,16 @@ def _completion(lines: list[Line]) -> dict[str, float]:
     for line in lines:
         if "request_id" not in line.extra or line.extra.get("validate") or line.role == "server":
             continue
-        end = line.end
         if not (logs_stays and line.event in events.REACHING_BACK):
-            starts.append(end - line.seconds)
+            starts.append(line.start)
         aborted += line.event == events.REQUEST_ABORTED
         if line.event == events.REQUEST_COMPLETE:
-            ends.append(end)
+            ends.append(line.end)
             turns += [count for count in [line.extra.get("turns")] if isinstance(count, int)]
     if not ends or not starts:
         return {}
-    ends = sorted(end - min(starts) for end in ends)
+    first = min(starts)
+    ends = sorted(end - first for end in ends)
     found = {f"completion/{name}": ends[max(math.ceil(q * len(ends)) - 1, 0)] for name, q in QUANTILES.items()}
     found |= {"completion/total": ends[-1], "requests": len(ends), "requests_aborted": aborted}
     found["completion/t80_over_total"] = found["completion/p80"] / ends[-1] if ends[-1] > 0 else 1.0
@@ -97,15 +97,19 @@ def _shares(lines: list[Line]) -> dict[str, float]:
         total = spent.get(whole) or sum(inside.values())
         if total > 0:
             found |= {f"share/{event}": seconds / total for event, seconds in inside.items() if seconds > 0}
-    waits = [line.seconds for line in lines if line.event == events.BARRIER_WAIT]
-    return found | ({"barrier_wait/max": max(waits)} if waits else {})
+    return found
 
 
-def _waits(lines: list[Line]) -> dict[str, float]:
+def _sums(lines: list[Line]) -> dict[str, float]:
     found: dict[str, float] = defaultdict(float)
     for line in lines:
         if line.event == events.LEASE_WAIT and line.role == "trainer":
             found[f"lease_wait/{line.extra.get('phase', 'phase')}"] += line.seconds
+        elif line.event in SWITCHES:
+            found[f"{line.event}/seconds"] += line.seconds
+            found[f"{line.event}/bytes"] += line.number("bytes") or 0
+        elif line.event == events.BARRIER_WAIT:
+            found["barrier_wait/max"] = max(found["barrier_wait/max"], line.seconds)
     return dict(found)
 
 
@@ -118,13 +122,3 @@ def _unused(lines: list[Line]) -> dict[str, float]:
         if line.event == events.PHASE and pool:
             busy[pool] += line.seconds
     return {f"unused/{pool}": max(1 - seconds / whole, 0.0) for pool, seconds in busy.items() if whole > 0}
-
-
-def _switches(lines: list[Line]) -> dict[str, float]:
-    found: dict[str, float] = defaultdict(float)
-    for line in lines:
-        if line.event in SWITCHES:
-            found[f"{line.event}/seconds"] += line.seconds
-            nbytes = line.extra.get("bytes")
-            found[f"{line.event}/bytes"] += nbytes if isinstance(nbytes, (int, float)) else 0
-    return dict(found)

@@ -68,9 +68,7 @@ DETECTORS: dict[Callable[[Sifted], list[Finding]], tuple[str, ...]] = {
     lambda run: [f for f in run.slow if f.kind in ("slow_turn", "slow_request")]: ("slow_turn", "slow_request"),
     lambda run: [*stragglers.find_workers(run.analysis, run.ordinary), *run.slow_engines]: ("straggler",),
     lambda run: stragglers.find_long_tail(run.awaited): ("long_tail",),
-    lambda run: [*stragglers.find_heavy_preprocessing(run.analysis), *stragglers.find_slow_preparation(run.analysis)]: (
-        "preprocessing",
-    ),
+    lambda run: stragglers.find_preprocessing(run.analysis): ("preprocessing",),
     lambda run: waits.find_queueing(run.analysis, run.starved): ("queueing",),
     lambda run: waits.find_part(run.analysis, run.slow, "tool"): ("tool_wait",),
     lambda run: waits.find_part(run.analysis, run.slow, "reward"): ("reward_wait",),

@@ -3,21 +3,19 @@
 Durations have heavy tails in healthy runs (lengths have), so a fixed number of deviations would raise false alarms. A value is
 isolated when two models of the healthy tail agree that a sample of this size would not hold it:
 - a lognormal expects fewer than LOGNORMAL. Beyond the 98th percentile it continues with the slope from the 90th to the 98th, and
-no
-  steeper than LEAST_OF_WHOLE of the whole sample's spread (more in small samples): waits in a queue spread widely and yet
+  no steeper than LEAST_OF_WHOLE of the whole sample's spread (more in small samples): waits in a queue spread widely and yet
   have an end, lengths have none;
 - a power law expects fewer than POWER_LAW. Its index comes from the large values just below the suspects, by Renyi's
   spacings, which are not biased by leaving the top out.
 A gap counts when, at the pace of both sides, at least MISSING completions should have fallen into it. The slower side's pace is
 taken, so the thin tail of long answers makes no gap. Two bunches of short and long answers make one; `stalled` and `is_common`
-separate
-those from an engine that stood still. Called by the other modules of findings/; pure.
+separate those from an engine that stood still. Runs in the report; called by the other modules of findings/; pure.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,9 +25,9 @@ import numpy as np
 class Finding:
     """One thing that cost time.
 
-    kind: one of those that all_findings.DETECTORS names. step, replica, node, worker: where (the worst place, if several); None
-    where it is of no one, or the log does not say. seconds: how long the thing itself took, there. cost_s: seconds it cost all in
-    all, by which findings are ranked. turn: 1 is the first.
+    kind: one of all_findings.DETECTORS. step, replica, node, worker: where (the worst place, if several); None where it has no
+    such place, or the log does not say. seconds: how long the thing itself took, there. cost_s: seconds it cost all in all, by
+    which findings are ranked. turn: 1 is the first.
     """
 
     kind: str
@@ -49,9 +47,14 @@ class Finding:
     evidence: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        fields = asdict(self)
-        fields["seconds"], fields["cost_s"] = round(self.seconds, 6), round(self.cost_s or self.seconds, 6)
-        return fields
+        return asdict(self) | {"seconds": round(self.seconds, 6), "cost_s": round(self.cost_s or self.seconds, 6)}
+
+
+def over_steps(found: list[Finding]) -> Finding:
+    """The findings of one place in several steps, as one: its worst step, and what they cost together."""
+    worst = max(found, key=lambda finding: finding.seconds)
+    steps = sorted({finding.step for finding in found if finding.step is not None})
+    return replace(worst, cost_s=sum(f.seconds for f in found), evidence=worst.evidence | {"steps": steps})
 
 
 LOGNORMAL = 1e-5

@@ -1,9 +1,11 @@
-"""Findings: requests whose reward, turn, tool call or whole took far longer than those of their peers."""
+"""Findings about requests whose reward, turn, tool call or whole took far longer than those of their peers: `slow_turn`,
+`slow_request`, and the single requests of `tool_wait` and `reward_wait`. Runs in the report; called by all_findings.py; pure.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import polars as pl
@@ -22,7 +24,6 @@ SHARED = 3  # this many requests slowed alike by one gap count as the gap
 MANY = 10
 BLAME = 0.5  # of what a request lost, in one part of it
 MIN_LOCAL = 8  # requests of one place (a replica's or worker's step) that tell its usual speed
-PLACE = UNIT
 
 TEXT = {
     "slow_turn": "turn {turn} of {request_id} spent {seconds:.1f} s in the engine, {expected:.1f} s would be usual",
@@ -40,35 +41,34 @@ ADVICE = {
 }
 
 
-@dataclass(frozen=True)
-class Part:
-    """A kind of finding and the rows it looks for: REQUEST_KEY, unit, turn, seconds, end, tokens."""
-
-    kind: str
-    rows: pl.DataFrame
+Parts = dict[str, pl.DataFrame]  # kind of finding -> the rows it looks for: REQUEST_KEY, unit, turn, seconds, end, tokens
 
 
 def find(analysis: Analysis, gaps: dict[Place, Gap], starved: Collection[Place] = ()) -> list[Finding]:
-    """At most MOST of each kind and job, the slowest. `gaps`: the stalls, whose time is subtracted
-    from the requests that sat through them.
+    """At most MOST of each kind and job, the slowest. `gaps`: the stalls, whose time is subtracted from the requests that sat
+    through them.
 
     Slow turns on engines short of KV cache (`starved`) are that finding's, as the wait in a queue is where all wait in it.
     """
-    typical = _usual_step(analysis)
+    # The usual step of each job: the median over steps and workers of the time all requests take.
+    typical = dict(analysis.by_worker.group_by("job").agg(pl.col("total").median()).iter_rows())
     queues = {*starved, *(place for place, queued in analysis.engines.queue_parts.items() if queued >= QUEUED)}
-    parts = [Part(part.kind, _without_gaps(part.rows, gaps)) for part in _parts(analysis, gaps, queues)]
-    found: list[tuple[float, list[Finding]]] = []
-    for part in parts:
-        for (job,), rows in part.rows.group_by("job", maintain_order=True):
-            step = typical.get(job, 0.0)
-            found.append((step, _slow(part.kind, rows, max(COST * step, LEAST_S))))
+    parts = {kind: _without_gaps(rows, gaps) for kind, rows in _parts(analysis, gaps, queues).items()}
+    found = [
+        (step := typical.get(job, 0.0), _slow(kind, rows, max(COST * step, LEAST_S)))
+        for kind, of_all in parts.items()
+        for (job,), rows in of_all.group_by("job", maintain_order=True)
+    ]
     early = _not_awaited([finding for _, slow in found for finding in slow], analysis.finished)
     findings: list[Finding] = []
     for step, slow in found:
         findings += _together([f for f in slow if _key(f) not in early], COST_SHARED * step)[:MOST]
-    kept = {(f.job, f.step, f.worker, f.request_id) for f in findings if f.kind != "slow_request"}
-    slow = [f for f in findings if f.kind != "slow_request" or (f.job, f.step, f.worker, f.request_id) not in kept]
-    blamed = [_blamed(f, parts) if f.kind == "slow_request" else f for f in slow]
+    explained = {_key(f) for f in findings if f.kind != "slow_request"}
+    blamed = [
+        _blamed(f, parts) if f.kind == "slow_request" else f
+        for f in findings
+        if f.kind != "slow_request" or _key(f) not in explained
+    ]
     blamed = [f for f in blamed if f.job not in analysis.engines.jobs or not _is_its_engines(f, gaps, starved)]
     return [replace(f, **{"replica": None, **analysis.engines.where(f.job, f.replica)}) for f in blamed]
 
@@ -105,18 +105,18 @@ def _is_its_engines(turn: Finding, gaps: dict[Place, Gap], starved: Collection[P
     return turn.request_id is not None and overlap((turn.start, turn.end), (gap.start, gap.end)) >= BLAME * gap.seconds
 
 
-def _blamed(whole: Finding, parts: list[Part]) -> Finding:
+def _blamed(whole: Finding, parts: Parts) -> Finding:
     """A slow request whose time went into one of its parts is a finding of that part, though not slow enough for one alone."""
-    for part in (part for part in parts if part.kind != "slow_request"):
-        rows = part.rows.filter(pl.col("job") == whole.job)
-        if rows.is_empty():
+    for kind, of_all in parts.items():
+        rows = of_all.filter(pl.col("job") == whole.job)
+        if kind == "slow_request" or rows.is_empty():
             continue
         own = rows.with_columns(pl.Series("expected", _expected(rows))).filter(
-            (pl.col("step") == whole.step) & (pl.col("worker") == whole.worker) & (pl.col("request_id") == whole.request_id)
+            step=whole.step, worker=whole.worker, request_id=whole.request_id
         )
         for row in own.sort("seconds", descending=True).head(1).iter_rows(named=True):
             if row["seconds"] - row["expected"] >= BLAME * whole.cost_s:
-                return _finding(part.kind, row, row["expected"])
+                return _finding(kind, row, row["expected"])
     return whole
 
 
@@ -129,11 +129,16 @@ def _together(found: list[Finding], cost: float) -> list[Finding]:
     for finding in found:
         names = next((names for first, names in shared if _same_time(first, finding)), None)
         if names is None:
-            shared.append((finding, [finding.request_id]))
-        else:
-            names.append(finding.request_id)
+            shared.append((finding, names := []))
+        names.append(finding.request_id)
     kept = [(finding, names) for finding, names in shared if len(names) < SHARED or finding.cost_s >= cost]
-    return [_with_others(finding, names) for finding, names in kept]
+    return [
+        finding if len(names) == 1 else replace(
+            finding, text=f"{finding.text}; {len(names) - 1} more at the same time",
+            evidence=finding.evidence | {"request_ids": names[:20]},
+        )
+        for finding, names in kept
+    ]  # fmt: skip
 
 
 def _same_time(one: Finding, other: Finding) -> bool:
@@ -144,52 +149,35 @@ def _same_time(one: Finding, other: Finding) -> bool:
     return overlap((one.start, one.end), (other.start, other.end)) >= 0.8 * other.seconds
 
 
-def _with_others(finding: Finding, names: list[str | None]) -> Finding:
-    if len(names) == 1:
-        return finding
-    text = f"{finding.text}; {len(names) - 1} more at the same time"
-    return replace(finding, text=text, evidence=finding.evidence | {"request_ids": names[:20]})
-
-
 def held_up(analysis: Analysis) -> pl.DataFrame:
     """REQUEST_KEY of the requests that a reward or tool call held up: their ends say nothing about the engine."""
-    slow = []
-    for part in _parts(analysis, {}, ()):
-        if part.kind in ("reward_wait", "tool_wait"):
-            for _, rows in part.rows.group_by("job", maintain_order=True):
-                slow += _slow(part.kind, rows.with_columns(pl.col("seconds").alias("logged")), 0.0)
+    slow, parts = [], _parts(analysis, {}, ())
+    for kind in ("reward_wait", "tool_wait"):
+        for _, rows in parts[kind].group_by("job", maintain_order=True):
+            slow += _slow(kind, rows.with_columns(pl.col("seconds").alias("logged")), 0.0)
     return requests_of(slow, analysis)
 
 
 def requests_of(findings: list[Finding], analysis: Analysis) -> pl.DataFrame:
     """REQUEST_KEY of the requests that findings name."""
-    rows = [tuple(getattr(finding, name) for name in REQUEST_KEY) for finding in findings]
-    return pl.DataFrame(rows, {name: analysis.finished.schema[name] for name in REQUEST_KEY}, orient="row")
+    return pl.DataFrame(list(map(_key, findings)), {name: analysis.finished.schema[name] for name in REQUEST_KEY}, orient="row")
 
 
-def _parts(analysis: Analysis, gaps: dict[Place, Gap], queues: Collection[Place]) -> list[Part]:
-    done = _without_engines_faults(analysis, gaps, queues)
-    turns = _turns(analysis)
-    none = [pl.lit(None, pl.Int64).alias("turn"), pl.lit(None, pl.Int64).alias("tokens")]
-    reward = done.filter(pl.col("reward") > 0).select(
-        *REQUEST_KEY, "unit", none[0], pl.col("reward").alias("seconds"), pl.col("reward_end").alias("end"), none[1]
-    )
-    tool = done.filter(pl.col("tool") > 0).select(*REQUEST_KEY, "unit", none[0], pl.col("tool").alias("seconds"), "end", none[1])
-    awaited = ~pl.col("job").is_in(list(analysis.unawaited))
-    whole = done.filter(awaited).select(*REQUEST_KEY, "unit", none[0], "seconds", "end", "tokens")
-    named = {"slow_turn": turns, "reward_wait": reward, "tool_wait": tool, "slow_request": whole}
-    return [Part(kind, rows.select(*REQUEST_KEY, "unit", "turn", "seconds", "end", "tokens")) for kind, rows in named.items()]
-
-
-def _turns(analysis: Analysis) -> pl.DataFrame:
-    """Turns of finished requests; where the log knows engines, stays, each in its own step, without their time in a queue."""
-    of_engines = pl.col("job").is_in(list(analysis.engines.jobs))
-    turns = analysis.turns.join(analysis.finished.select(REQUEST_KEY), on=REQUEST_KEY, how="semi").rename({"engine": "seconds"})
+def _parts(analysis: Analysis, gaps: dict[Place, Gap], queues: Collection[Place]) -> Parts:
+    """Turns are those of finished requests; where the log knows engines, stays, each in its own step, without their time in a
+    queue."""
     columns = [*REQUEST_KEY, "unit", "turn", "seconds", "end", "tokens"]
-    awaited = ~pl.col("job").is_in(list(analysis.unawaited))
+    done = _without_engines_faults(analysis, gaps, queues).with_columns(turn=pl.lit(None, pl.Int64))
+    of_engines, awaited = pl.col("job").is_in(list(analysis.engines.jobs)), ~pl.col("job").is_in(list(analysis.unawaited))
+    turns = analysis.turns.join(analysis.finished.select(REQUEST_KEY), on=REQUEST_KEY, how="semi").rename({"engine": "seconds"})
     turns = turns.filter(~of_engines & awaited).select(columns)
     stays = analysis.engines.stays.filter(pl.col("worker").is_not_null() & (pl.col("tokens") > 0)).drop("seconds")
-    return pl.concat([turns, stays.rename({"work": "seconds"}).select(columns).cast(dict(turns.schema))])
+    turns = pl.concat([turns, stays.rename({"work": "seconds"}).select(columns).cast(dict(turns.schema))])
+    calls = done.with_columns(tokens=pl.lit(None, pl.Int64))
+    rewards = calls.filter(pl.col("reward") > 0).with_columns(seconds="reward", end="reward_end")
+    tools = calls.filter(pl.col("tool") > 0).with_columns(seconds="tool")
+    named = {"slow_turn": turns, "reward_wait": rewards, "tool_wait": tools, "slow_request": done.filter(awaited)}
+    return {kind: rows.select(columns) for kind, rows in named.items()}
 
 
 def _without_engines_faults(analysis: Analysis, gaps: dict[Place, Gap], queues: Collection[Place]) -> pl.DataFrame:
@@ -199,9 +187,9 @@ def _without_engines_faults(analysis: Analysis, gaps: dict[Place, Gap], queues: 
     if stays.is_empty() or not (gaps or queues):
         return analysis.finished
     shared = pl.min_horizontal("end", "to") - pl.max_horizontal("start", "from")
-    stalled = stays.join(_spans(gaps), on=PLACE).select("job", "request_id", shared.clip(0.0).alias("lost"))
-    places = pl.DataFrame(list(queues), {name: stays.schema[name] for name in PLACE}, orient="row")
-    queued = stays.join(places, on=PLACE).select("job", "request_id", pl.col("queue").fill_null(0.0).alias("lost"))
+    stalled = stays.join(_spans(gaps), on=UNIT).select("job", "request_id", shared.clip(0.0).alias("lost"))
+    places = pl.DataFrame(list(queues), {name: stays.schema[name] for name in UNIT}, orient="row")
+    queued = stays.join(places, on=UNIT).select("job", "request_id", pl.col("queue").fill_null(0.0).alias("lost"))
     lost = pl.concat([stalled, queued]).group_by("job", "request_id").agg(pl.col("lost").sum())
     done = analysis.finished.join(lost, on=["job", "request_id"], how="left", maintain_order="left")
     return done.with_columns((pl.col("seconds") - pl.col("lost").fill_null(0.0)).clip(0.0)).drop("lost")
@@ -215,11 +203,6 @@ def _spans(gaps: dict[Place, Gap]) -> pl.DataFrame:
     )
 
 
-def _usual_step(analysis: Analysis) -> dict[str, float]:
-    """Seconds by job: the median over steps and workers of the time all requests take."""
-    return dict(analysis.by_worker.group_by("job").agg(pl.col("total").median()).iter_rows())
-
-
 def _without_gaps(rows: pl.DataFrame, gaps: dict[Place, Gap]) -> pl.DataFrame:
     """Takes a gap's time off the rows that sat through it, where SHARED or more did so.
 
@@ -227,25 +210,14 @@ def _without_gaps(rows: pl.DataFrame, gaps: dict[Place, Gap]) -> pl.DataFrame:
     """
     if not gaps:
         return rows.with_columns(pl.col("seconds").alias("logged"))
-    spans = _spans(gaps)
     shared = pl.min_horizontal("end", "to") - pl.max_horizontal(pl.col("end") - pl.col("seconds"), "from")
-    sat = pl.col("shared") >= 0.5 * (pl.col("to") - pl.col("from"))
+    rows = rows.join(_spans(gaps), on=UNIT, how="left").with_columns(shared=shared.clip(0.0).fill_null(0.0))
+    rows = rows.with_columns(sat=(pl.col("shared") >= 0.5 * (pl.col("to") - pl.col("from"))).fill_null(False))
     later = pl.col("sat") & (pl.col("turn").fill_null(1) > 1)
-    return (
-        rows.join(spans, on=PLACE, how="left")
-        .with_columns(shared.clip(0.0).fill_null(0.0).alias("shared"))
-        .with_columns(sat.fill_null(False).alias("sat"))
-        .with_columns((_count("sat") >= SHARED).alias("shared_by_many"), later.alias("later"))
-        .with_columns(
-            (pl.col("shared_by_many") & ~(pl.col("later") & (_count("later") == 1) & (_count("sat") > MANY))).alias("known")
-        )
-        .with_columns(pl.col("seconds").alias("logged"), pl.when("known").then("shared").otherwise(0.0).alias("off"))
-        .with_columns((pl.col("seconds") - pl.col("off")).clip(0.0))
-    )
-
-
-def _count(column: str) -> pl.Expr:
-    return pl.col(column).sum().over(PLACE)
+    all_sat, all_later = pl.col("sat").sum().over(UNIT), later.sum().over(UNIT)
+    known = (all_sat >= SHARED) & ~(later & (all_later == 1) & (all_sat > MANY))
+    off = pl.when(known).then("shared").otherwise(0.0)
+    return rows.with_columns(logged="seconds", seconds=(pl.col("seconds") - off).clip(0.0))
 
 
 def _slow(kind: str, rows: pl.DataFrame, cost: float) -> list[Finding]:
@@ -268,7 +240,7 @@ def _expected(rows: pl.DataFrame) -> np.ndarray:
         by_turn = pl.when(counted).then(pl.col("seconds").median().over("turn")).otherwise(pl.col("seconds").median())
         expected = rows.select(by_turn).to_series().to_numpy()
     ratio = pl.Series("ratio", seconds / np.maximum(expected, 1e-9))
-    local = pl.when(pl.len().over(PLACE) >= MIN_LOCAL).then(pl.col("ratio").median().over(PLACE)).otherwise(1.0)
+    local = pl.when(pl.len().over(UNIT) >= MIN_LOCAL).then(pl.col("ratio").median().over(UNIT)).otherwise(1.0)
     return expected * rows.with_columns(ratio).select(local).to_series().to_numpy()
 
 

@@ -1,6 +1,7 @@
 """Finding `silent_gap`: an engine that stood still in a step, recognised by gaps between completions and by its own counters.
 
-A place is (job, step, unit): the unit is a replica where the log says on which one a stay was, and a worker elsewhere.
+A place is (job, step, unit): the unit is a replica where the log says on which one a stay was, and a worker elsewhere. Runs in
+the report; called by all_findings.py; pure.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def stalls(analysis: Analysis, starved: Collection[Place] = ()) -> dict[Place, G
     # Counters say more than completions, which come in bursts where requests of one length run together.
     known = counter_times(analysis.engines)
     stood = {place: gap for place, gap in stood.items() if (place[0], place[2]) not in known}
-    return {place: gap for place, gap in (silent_engines(analysis.engines) | stood).items() if place not in starved}
+    silent = _silent(analysis.engines.validation, analysis.engines) | _silent(analysis.engines.stays, analysis.engines)
+    return {place: gap for place, gap in (silent | stood).items() if place not in starved}
 
 
 def _completions(analysis: Analysis) -> pl.DataFrame:
@@ -77,13 +79,9 @@ def _completions(analysis: Analysis) -> pl.DataFrame:
     return pl.concat([requests, own.cast(dict(requests.schema))])
 
 
-def silent_engines(engines: Engines) -> dict[Place, Gap]:
+def _silent(all_stays: pl.DataFrame, engines: Engines) -> dict[Place, Gap]:
     """The longest stretch of each place in which its engine gave no sign of life, no counters and no end of a stay, while stays
     went on through it."""
-    return _silent(engines.validation, engines) | _silent(engines.stays, engines)
-
-
-def _silent(all_stays: pl.DataFrame, engines: Engines) -> dict[Place, Gap]:
     found = {}
     times, steps = counter_times(engines), times_of_steps(all_stays)
     for (job, step, replica), stays in by_place(all_stays).items():
@@ -96,7 +94,9 @@ def _silent(all_stays: pl.DataFrame, engines: Engines) -> dict[Place, Gap]:
         ends = np.concatenate(([first], np.sort(signs[(signs > first) & (signs < last)]), [last]))
         at = int(np.argmax(np.diff(ends)))
         start, end = float(ends[at]), float(ends[at + 1])
-        if end - start >= max(SILENT_S, SILENT_PART * (ended - began)) and _sat_through(stays, start, end):
+        edge, free = 0.1 * (end - start), pl.col("held").fill_null(0.0) < HELD_S
+        through = stays.filter((pl.col("start") <= start + edge) & (pl.col("end") >= end - edge) & free)
+        if end - start >= max(SILENT_S, SILENT_PART * (ended - began)) and through.height:
             before, after = int((stays["end"] <= start).sum()), int((stays["end"] >= end).sum())
             found[job, step, replica] = Gap(start, end, before, after, 0.0, before / max(start - began, 1e-6), 0.0)
     return found
@@ -110,13 +110,6 @@ def counter_times(engines: Engines) -> dict[tuple[str, int], np.ndarray]:
         for job, replica, ends, usual in grouped.rows()
         if len(ends) >= MIN_REPORTS and (usual or 0.0) <= SILENT_S / 2
     }
-
-
-def _sat_through(stays: pl.DataFrame, start: float, end: float) -> bool:
-    """Was a stay in the engine all the time?"""
-    edge = 0.1 * (end - start)
-    free = pl.col("held").fill_null(0.0) < HELD_S
-    return bool(stays.filter((pl.col("start") <= start + edge) & (pl.col("end") >= end - edge) & free).height)
 
 
 def _is_stall(place: Place, gap: Gap, found: dict, frame: pl.DataFrame, analysis: Analysis) -> bool:
@@ -141,9 +134,8 @@ def _is_silent(place: Place, gap: Gap, turns: pl.DataFrame) -> bool:
     """No turn ended deep inside the gap, or hardly any."""
     job, step, unit = place
     edge = 0.05 * gap.seconds
-    here = (pl.col("job") == job) & (pl.col("step") == step) & (pl.col("unit") == unit)
-    inside = turns.filter(here & pl.col("end").is_between(gap.start + edge, gap.end - edge)).height
-    return inside < 0.1 * gap.missing
+    inside = turns.filter(pl.col("end").is_between(gap.start + edge, gap.end - edge), job=job, step=step, unit=unit)
+    return inside.height < 0.1 * gap.missing
 
 
 def find(gaps: dict[Place, Gap], engines: Engines) -> list[Finding]:
@@ -152,15 +144,13 @@ def find(gaps: dict[Place, Gap], engines: Engines) -> list[Finding]:
     findings = []
     while left:
         (place, gap), *left = left
-        together = [item for item in left if _same_stall(place, gap, *item)]
-        left = [item for item in left if item not in together]
-        findings.append(_finding(place, gap, sorted({place[2], *(other[2] for other, _ in together)}), engines))
+        together = [
+            other for other, another in left
+            if other[:2] == place[:2] and overlap((gap.start, gap.end), (another.start, another.end)) >= SAME * gap.seconds
+        ]  # fmt: skip
+        left = [item for item in left if item[0] not in together]
+        findings.append(_finding(place, gap, sorted({place[2], *(unit for _, _, unit in together)}), engines))
     return findings
-
-
-def _same_stall(place: Place, gap: Gap, other_place: Place, other: Gap) -> bool:
-    shared = overlap((gap.start, gap.end), (other.start, other.end))
-    return place[:2] == other_place[:2] and shared >= SAME * gap.seconds
 
 
 def _finding(place: Place, gap: Gap, units: list[int], engines: Engines) -> Finding:

@@ -1,25 +1,25 @@
-"""Findings about what the others of a step waited for: `straggler`, `long_tail`, `preprocessing`. Called by all_findings.py;
-pure.
+"""Findings about what the others of a step waited for: `straggler`, `long_tail`, `preprocessing`.
 
 Where the log knows engines, a straggler is a replica, or all replicas of a node, that took longer for each token than those on
 other nodes (than all others where there is one node). More requests at once make a token slower too, but not the replica: its
-tokens a
-second must be fewer as well. Replicas that stood still or were short of KV cache in a step are left to those findings. Where the
-log
-knows no engines, a straggler is a worker whose requests all took longer than those of its peers.
+tokens a second must be fewer as well. Replicas that stood still or were short of KV cache in a step are left to those findings.
+Where the log knows no engines, a straggler is a worker whose requests all took longer than those of its peers. Runs in the
+report; called by all_findings.py; pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
 
 from verl_mux.profiling.eventlog import events
-from verl_mux.profiling.report.findings.finding import Finding, Place
+from verl_mux.profiling.report.findings.finding import Finding, Place, over_steps
 from verl_mux.profiling.report.measures.analysis import Analysis, completion
 from verl_mux.profiling.report.measures.replicas import Engines, busy, middle
 
@@ -38,39 +38,48 @@ WORKER_ADVICE = (
 
 def find_workers(analysis: Analysis, ordinary: pl.DataFrame) -> list[Finding]:
     """One finding a job and worker, at its worst step, with all the steps it happened in."""
-    seen: dict[tuple[str, int | None], list[Finding]] = {}
+    seen: dict[tuple[str, int | None], list[Finding]] = defaultdict(list)
     ordinary = ordinary.filter(~pl.col("job").is_in([*analysis.engines.jobs, *analysis.unawaited]))
     for finding in [*_by_requests(ordinary), *_by_totals(analysis)]:
-        seen.setdefault((finding.job, finding.worker), []).append(finding)
-    return [together(found) for found in seen.values()]
+        seen[finding.job, finding.worker].append(finding)
+    return [over_steps(found) for found in seen.values()]
 
 
-def together(found: list[Finding]) -> Finding:
-    """The findings of one place in several steps, as one: its worst step, and what they cost together."""
-    worst = max(found, key=lambda finding: finding.seconds)
-    evidence = worst.evidence | {"steps": sorted({finding.step for finding in found if finding.step is not None})}
-    lost = sum(finding.seconds for finding in found)
-    return Finding(**{**worst.__dict__, "cost_s": lost, "evidence": evidence})
-
-
-def _by_requests(ordinary: pl.DataFrame) -> list[Finding]:
-    findings = []
+def _by_requests(ordinary: pl.DataFrame) -> Iterator[Finding]:
     for (job, step), frame in ordinary.group_by("job", "step", maintain_order=True):
         workers = {
             worker: rows for (worker,), rows in frame.group_by("worker", maintain_order=True) if rows.height >= MIN_OF_WORKER
         }
-        if len(workers) < MIN_WORKERS:
-            continue
+        whole = max((rows["end"].max() - rows["start"].min() for rows in workers.values()), default=0.0)
         bulk = {worker: _bulk_end(rows) for worker, rows in workers.items()}
-        whole = max(rows["end"].max() - rows["start"].min() for rows in workers.values())
-        for worker, (end, noise) in bulk.items():
-            others = [value for other, (value, _) in bulk.items() if other != worker]
-            ratio = _slower(end, others, noise)
-            lost = end - float(np.median(others))
-            if ratio and lost >= COST * whole:
-                reason = _reason(workers, worker)
-                findings.append(_worker_finding(job, step, worker, ratio, lost, reason))
-    return findings
+        yield from _slow_workers(job, step, bulk, COST * whole, partial(_reason, workers))
+
+
+def _by_totals(analysis: Analysis) -> Iterator[Finding]:
+    """Where the log has no requests: from the time each worker generated."""
+    totals = analysis.run.tables.totals.filter(
+        (pl.col("event") == events.GENERATE) & ~pl.col("of_request") & (pl.col("role") == "rollout")
+    )
+    with_requests = analysis.finished.select("job", "step").unique()
+    for (job, step), frame in totals.join(with_requests, on=["job", "step"], how="anti").group_by("job", "step"):
+        spent = {worker: (seconds, 0.0) for worker, seconds in frame.select("worker", "seconds").iter_rows()}
+        yield from _slow_workers(job, step, spent, 0.0, lambda _: "the log has no requests to say why")
+
+
+def _slow_workers(
+    job: str, step: int, spent: dict[int, tuple[float, float]], least: float, reason: Callable[[int], str]
+) -> Iterator[Finding]:
+    """spent: seconds of each worker in a step, and the spread of their logarithm by chance. least: seconds that count."""
+    if len(spent) < MIN_WORKERS:
+        return
+    for worker, (seconds, noise) in spent.items():
+        others = [value for other, (value, _) in spent.items() if other != worker]
+        ratio = _slower(seconds, others, noise)
+        lost = seconds - middle(others)
+        if ratio and lost >= least:
+            text = f"worker {worker} was {ratio:.1f} times slower than its peers; they waited {lost:.1f} s for it"
+            advice = WORKER_ADVICE.format(ratio=ratio, reason=reason(worker))
+            yield Finding("straggler", job, step, worker, lost, text, advice, evidence={"times_slower": round(ratio, 3)})
 
 
 def _bulk_end(rows: pl.DataFrame) -> tuple[float, float]:
@@ -78,20 +87,20 @@ def _bulk_end(rows: pl.DataFrame) -> tuple[float, float]:
     ends = np.sort(rows["end"].to_numpy() - rows["start"].min())
     count = len(ends)
     reach = 2 * np.sqrt(0.09 * count)
-    low, middle, high = (ends[int(np.clip(np.ceil(0.9 * count + d) - 1, 0, count - 1))] for d in (-reach, 0, reach))
+    low, at, high = (ends[int(np.clip(np.ceil(0.9 * count + d) - 1, 0, count - 1))] for d in (-reach, 0, reach))
     spread = float(np.log(max(high, 1e-9) / max(low, 1e-9))) / 4
-    return float(middle), max(spread, FEW_SPREAD / np.sqrt(count))
+    return float(at), max(spread, FEW_SPREAD / np.sqrt(count))
 
 
 def _slower(value: float, others: list[float], noise: float) -> float | None:
     """How many times slower than its peers, or None when that may be chance."""
-    middle = float(np.median(others))
-    if middle <= 0 or value < SLOWER * middle:
+    usual = middle(others)
+    if usual <= 0 or value < SLOWER * usual:
         return None
     logs = np.log(np.maximum(others, 1e-9))
     spread = 1.4826 * float(np.median(np.abs(logs - np.median(logs))))
-    far = np.log(value / middle) >= DEVIATIONS * max(spread, noise, MIN_SPREAD)
-    return value / middle if far and value > max(others) else None
+    far = np.log(value / usual) >= DEVIATIONS * max(spread, noise, MIN_SPREAD)
+    return value / usual if far and value > max(others) else None
 
 
 def _reason(workers: dict[int, pl.DataFrame], worker: int) -> str:
@@ -105,33 +114,6 @@ def _reason(workers: dict[int, pl.DataFrame], worker: int) -> str:
     return "its answers were no longer, so its engine was slower"
 
 
-def _by_totals(analysis: Analysis) -> list[Finding]:
-    """Where the log has no requests: from the time each worker generated."""
-    totals = analysis.run.tables.totals.filter(
-        (pl.col("event") == events.GENERATE) & ~pl.col("of_request") & (pl.col("role") == "rollout")
-    )
-    with_requests = analysis.finished.select("job", "step").unique()
-    findings = []
-    for (job, step), frame in totals.join(with_requests, on=["job", "step"], how="anti").group_by("job", "step"):
-        spent = dict(frame.select("worker", "seconds").iter_rows())
-        if len(spent) < MIN_WORKERS:
-            continue
-        for worker, seconds in spent.items():
-            others = [value for other, value in spent.items() if other != worker]
-            ratio = _slower(seconds, others, 0.0)
-            if ratio:
-                lost = seconds - float(np.median(others))
-                reason = "the log has no requests to say why"
-                findings.append(_worker_finding(job, step, worker, ratio, lost, reason))
-    return findings
-
-
-def _worker_finding(job: str, step: int, worker: int, ratio: float, lost: float, reason: str) -> Finding:
-    text = f"worker {worker} was {ratio:.1f} times slower than its peers; they waited {lost:.1f} s for it"
-    advice = WORKER_ADVICE.format(ratio=ratio, reason=reason)
-    return Finding("straggler", job, step, worker, lost, text, advice, evidence={"times_slower": round(ratio, 3)})
-
-
 MIN_STAYS = 4
 THROUGHPUT = 0.85  # of its peers' tokens a second
 ENGINE_ADVICE = (
@@ -140,36 +122,28 @@ ENGINE_ADVICE = (
 )
 
 
-@dataclass(frozen=True)
-class _Engine:
-    """A replica in a step. pace: seconds a token. rate: tokens a second. end: of its last stay; as the log's clock."""
-
-    stays: int
-    pace: float
-    rate: float
-    end: float
-    usual: float
-
-
 def find_engines(analysis: Analysis, gaps: Collection[Place], starved: Collection[Place]) -> list[Finding]:
     """One finding a job and replica, at its worst step; one for all replicas of a node that were slow together."""
-    engines = analysis.engines
-    by_step: dict[tuple[str, int], dict[int, _Engine]] = {}
-    for (job, step, replica), judged in _engines(engines.stays).items():
-        if (job, step, replica) not in starved and (job, step, replica) not in gaps:
-            by_step.setdefault((job, step), {})[replica] = judged
-    seen: dict[tuple[str, int], list[_Judged]] = {}
-    for (job, step), replicas in by_step.items():
-        for replica, peers in _peers(job, replicas, engines).items():
-            beside = _judge(job, step, replica, replicas[replica], peers, engines)
-            if beside is not None:
-                seen.setdefault((job, replica), []).append(beside)
-    slow = {place: _slow(steps) for place, steps in seen.items()}
-    return _by_node([together(found) for found in slow.values() if found], engines)
+    engines, known = analysis.engines, pl.col("pace").is_not_null()
+    paces = engines.stays.sort("start").group_by("job", "step", "replica", maintain_order=True).agg(
+        known.sum().alias("stays"), pl.col("pace").median(), pl.col("tokens").sum(), busy(),
+        pl.col("end").filter(known).max(), pl.col("work").filter(known).median().alias("usual"),
+    ).filter(pl.col("stays") >= MIN_STAYS).with_columns(rate=pl.col("tokens") / pl.col("busy").clip(1e-9))  # fmt: skip
+    by_step: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+    for row in paces.iter_rows(named=True):
+        place = (row["job"], row["step"], row["replica"])
+        if place not in starved and place not in gaps:
+            by_step[place[:2]].append(row)
+    seen: dict[tuple[str, int], list[_Judged]] = defaultdict(list)
+    for rows in by_step.values():
+        for row, others in _beside_others(rows, engines):
+            if (judged := _judge(row, others, engines)) is not None:
+                seen[row["job"], row["replica"]].append(judged)
+    slow = [_slow(steps) for steps in seen.values()]
+    return _by_node([over_steps(found) for found in slow if found], engines)
 
 
-@dataclass(frozen=True)
-class _Judged:
+class _Judged(NamedTuple):
     """A replica in a step beside its peers. log: of how many times slower it was. unsure: how far chance alone takes that.
     finding: where it was slower by enough, and it cost enough."""
 
@@ -183,74 +157,45 @@ def _slow(judged: list[_Judged]) -> list[Finding]:
     """Its findings: of steps that tell by themselves, or of all where the steps together do."""
     stays = sum(it.stays for it in judged)
     mean = sum(it.log * it.stays for it in judged) / stays
-    if mean >= np.log(SLOWER) and mean >= DEVIATIONS * max(FEW_SPREAD / np.sqrt(stays), MIN_SPREAD):
-        return [it.finding for it in judged if it.finding is not None]
-    return [it.finding for it in judged if it.finding is not None and it.log >= DEVIATIONS * it.unsure]
+    all_tell = mean >= np.log(SLOWER) and mean >= DEVIATIONS * max(FEW_SPREAD / np.sqrt(stays), MIN_SPREAD)
+    return [it.finding for it in judged if it.finding is not None and (all_tell or it.log >= DEVIATIONS * it.unsure)]
 
 
-def _engines(stays: pl.DataFrame) -> dict[Place, _Engine]:
-    """Of each place with MIN_STAYS that tell a pace, or more."""
-    known = pl.col("pace").is_not_null()
-    rows = stays.sort("start").group_by("job", "step", "replica", maintain_order=True).agg(
-        known.sum().alias("stays"), pl.col("pace").median(), pl.col("tokens").sum(), busy(),
-        pl.col("end").filter(known).max(), pl.col("work").filter(known).median().alias("usual"),
-    ).filter(pl.col("stays") >= MIN_STAYS)  # fmt: skip
-    return {
-        (job, step, replica): _Engine(n, pace, float(tokens) / max(used, 1e-9), end, usual)
-        for job, step, replica, n, pace, tokens, used, end, usual in rows.rows()
-    }
+def _beside_others(rows: list[dict[str, Any]], engines: Engines) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
+    """Each replica of a step, and the middle of its peers: those on other nodes; all others where there is one node."""
+    node = [engines.node_of.get((row["job"], row["replica"])) for row in rows]
+    apart: list[Any] = node if len(set(node)) > 1 else [row["replica"] for row in rows]
+    peers = {at: [row for row, other in zip(rows, apart, strict=True) if other != at] for at in set(apart)}
+    found = {at: _middle_of(others) for at, others in peers.items() if others}
+    yield from ((row, found[at]) for row, at in zip(rows, apart, strict=True) if at in found)
 
 
-@dataclass(frozen=True)
-class _Peers:
-    """The middle of those that a replica is compared with. spread: of the logs of their paces, as a standard deviation."""
-
-    pace: float
-    spread: float
-    rate: float
-    end: float
+def _middle_of(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """spread: of the logarithms of their paces, as a standard deviation."""
+    usual = {key: middle([row[key] for row in rows]) for key in ("pace", "rate", "end")}
+    logs = np.log(np.maximum([row["pace"] for row in rows], 1e-9) / max(usual["pace"], 1e-9))
+    return usual | {"spread": 1.4826 * float(np.median(np.abs(logs)))}
 
 
-def _peers(job: str, replicas: dict[int, _Engine], engines: Engines) -> dict[int, _Peers]:
-    """Replica -> its peers in a step: those on other nodes; all others where there is one node. None where it has none."""
-    node = {replica: engines.node_of.get((job, replica)) for replica in replicas}
-    apart: dict[int, Any] = node if len(set(node.values())) > 1 else {replica: replica for replica in replicas}
-    found = {at: _middle_of([it for replica, it in replicas.items() if apart[replica] != at]) for at in set(apart.values())}
-    return {replica: peers for replica in replicas if (peers := found[apart[replica]]) is not None}
-
-
-def _middle_of(others: list[_Engine]) -> _Peers | None:
-    if not others:
+def _judge(row: dict[str, Any], peers: dict[str, float], engines: Engines) -> _Judged | None:
+    if row["pace"] <= 0 or peers["pace"] <= 0:
         return None
-    paces = np.array([other.pace for other in others])
-    usual = float(np.median(paces))
-    if usual <= 0:
-        return None
-    spread = 1.4826 * float(np.median(np.abs(np.log(np.maximum(paces, 1e-9) / usual))))
-    return _Peers(usual, spread, middle([other.rate for other in others]), middle([other.end for other in others]))
+    ratio, finding = row["pace"] / peers["pace"], None
+    if ratio >= SLOWER and row["rate"] <= THROUGHPUT * peers["rate"]:
+        lost = max(row["end"] - peers["end"], (1 - 1 / ratio) * row["usual"])
+        began, ended = engines.steps[row["job"], row["step"]]
+        finding = _engine_finding(row, lost, ratio, engines) if lost >= COST * (ended - began) else None
+    unsure = max(peers["spread"], FEW_SPREAD / np.sqrt(row["stays"]), MIN_SPREAD)
+    return _Judged(float(np.log(ratio)), row["stays"], unsure, finding)
 
 
-def _judge(job: str, step: int, replica: int, it: _Engine, peers: _Peers, engines: Engines) -> _Judged | None:
-    if it.pace <= 0:
-        return None
-    unsure = max(peers.spread, FEW_SPREAD / np.sqrt(it.stays), MIN_SPREAD)
-    ratio = it.pace / peers.pace
-    finding = None
-    if ratio >= SLOWER and it.rate <= THROUGHPUT * peers.rate:
-        lost = max(it.end - peers.end, (1 - 1 / ratio) * it.usual)
-        began, ended = engines.steps[job, step]
-        finding = (
-            _engine_finding(job, step, replica, lost, ratio, peers.pace, engines) if lost >= COST * (ended - began) else None
-        )
-    return _Judged(float(np.log(ratio)), it.stays, unsure, finding)
-
-
-def _engine_finding(job: str, step: int, replica: int, lost: float, ratio: float, usual: float, engines: Engines) -> Finding:
-    node = engines.node_of.get((job, replica))
-    text = f"replica {replica} on {node} took {ratio:.1f} times as long for a token as its peers; it cost the step {lost:.1f} s"
+def _engine_finding(row: dict[str, Any], lost: float, ratio: float, engines: Engines) -> Finding:
+    job, replica, pace = row["job"], row["replica"], row["pace"]
+    where = f"replica {replica} on {engines.node_of.get((job, replica))}"
+    text = f"{where} took {ratio:.1f} times as long for a token as its peers; it cost the step {lost:.1f} s"
     advice = ENGINE_ADVICE.format(ratio=ratio, place=f"replica {replica}", others="its peers")
-    evidence = {"times_slower": round(ratio, 3), "seconds_per_token": round(ratio * usual, 6), "of_peers": round(usual, 6)}
-    return Finding("straggler", job, step, None, lost, text, advice, evidence=evidence, **engines.where(job, replica))
+    evidence = {"times_slower": round(ratio, 3), "seconds_per_token": round(pace, 6), "of_peers": round(pace / ratio, 6)}
+    return Finding("straggler", job, row["step"], None, lost, text, advice, evidence=evidence, **engines.where(job, replica))
 
 
 def _by_node(findings: list[Finding], engines: Engines) -> list[Finding]:
@@ -342,49 +287,37 @@ def _length_advice(tokens: pl.Series) -> str:
     return f"{cut}: try a maximum response length near {most} and watch the score; else {otherwise}"
 
 
-def find_heavy_preprocessing(analysis: Analysis) -> list[Finding]:
-    """One finding a job, when its median step spends HEAVY or more of its time on preprocessing."""
-    rows = analysis.step_shares.filter((pl.col("event") == events.PREPROCESSING) & (pl.col("role") == "rollout"))
+def find_preprocessing(analysis: Analysis) -> list[Finding]:
+    """One finding a job whose median step spends HEAVY or more of its time on it: of the step, or of its requests' time in logs
+    that time it by request (`turn_pre_process`)."""
+    of_event = (pl.col("event") == events.PREPROCESSING) & (pl.col("role") == "rollout")
     findings = []
-    for (job,), steps in rows.group_by("job", maintain_order=True):
-        share = float(steps["share"].median())
-        if share < HEAVY:
-            continue
-        worst = steps.sort("seconds", descending=True).row(0, named=True)
-        seconds = float(steps["seconds"].mean())
-        text = f"preprocessing took {100 * share:.1f} % of the step, {seconds:.1f} s"
-        findings.append(
-            Finding(
-                "preprocessing", job, worst["step"], _slowest_worker(analysis, job, worst["step"]), seconds, text,
-                PREPROCESS_ADVICE, cost_s=float(steps["seconds"].sum()), evidence={"share": round(share, 4)},
-            )
-        )  # fmt: skip
-    return findings
-
-
-def find_slow_preparation(analysis: Analysis) -> list[Finding]:
-    """The same for logs that time it by request (`turn_pre_process`): HEAVY or more of requests' time in the median step."""
+    for (job,), steps in analysis.step_shares.filter(of_event).group_by("job", maintain_order=True):
+        worst, seconds = steps.sort("seconds", descending=True).row(0, named=True), float(steps["seconds"].mean())
+        here = analysis.run.tables.totals.filter(
+            (pl.col("job") == job) & (pl.col("step") == worst["step"]) & (pl.col("event") == events.PREPROCESSING)
+        )
+        worker = here.sort("seconds", "worker", descending=[True, False])["worker"][0]
+        text = "preprocessing took {share:.1f} % of the step, {seconds:.1f} s"
+        findings += _preprocessing(job, steps["share"], worst["step"], worker, seconds, float(steps["seconds"].sum()), text)
     done = analysis.finished.filter(pl.col("stays") > 0)
-    steps = done.group_by("job", "step", maintain_order=True).agg(
+    by_request = done.group_by("job", "step", maintain_order=True).agg(
         pl.col("preprocess").sum().alias("spent"), pl.col("seconds").sum(), pl.col("preprocess").median().alias("each"),
         pl.col("worker").sort_by("preprocess").last(),
     ).with_columns(share=pl.col("spent") / pl.col("seconds"))  # fmt: skip
-    findings = []
-    for (job,), rows in steps.group_by("job", maintain_order=True):
-        share = float(rows["share"].median() or 0.0)
-        if share < HEAVY:
-            continue
-        worst = rows.sort("each", descending=True).row(0, named=True)
-        text = f"preparing its turns took {100 * share:.1f} % of a request's time, {worst['each']:.1f} s in step {worst['step']}"
-        findings.append(
-            Finding(
-                "preprocessing", job, worst["step"], worst["worker"], worst["each"], text, PREPROCESS_ADVICE,
-                cost_s=float(rows["each"].sum()), evidence={"share": round(share, 4)},
-            )
-        )  # fmt: skip
+    for (job,), steps in by_request.group_by("job", maintain_order=True):
+        worst = steps.sort("each", descending=True).row(0, named=True)
+        text = "preparing its turns took {share:.1f} % of a request's time, {seconds:.1f} s in step {step}"
+        findings += _preprocessing(
+            job, steps["share"], worst["step"], worst["worker"], worst["each"], float(steps["each"].sum()), text
+        )
     return findings
 
 
-def _slowest_worker(analysis: Analysis, job: str, step: int) -> int:
-    here = (pl.col("job") == job) & (pl.col("step") == step) & (pl.col("event") == events.PREPROCESSING)
-    return analysis.run.tables.totals.filter(here).sort("seconds", "worker", descending=[True, False])["worker"][0]
+def _preprocessing(job: str, shares: pl.Series, step: int, worker: int, seconds: float, cost: float, text: str) -> list[Finding]:
+    share = float(shares.median() or 0.0)
+    if share < HEAVY:
+        return []
+    about = text.format(share=100 * share, seconds=seconds, step=step)
+    evidence = {"share": round(share, 4)}
+    return [Finding("preprocessing", job, step, worker, seconds, about, PREPROCESS_ADVICE, cost_s=cost, evidence=evidence)]

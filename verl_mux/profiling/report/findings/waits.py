@@ -1,20 +1,20 @@
 """Findings about time in which requests or the whole job waited: for engines, KV cache, tools, rewards, leases, other pools'
-work. Called by all_findings.py; pure.
+work. Runs in the report; called by all_findings.py; pure.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Collection
 
-import numpy as np
 import polars as pl
 
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.intervals import length
-from verl_mux.profiling.report.findings.finding import Finding, chance
+from verl_mux.profiling.report.findings.finding import Finding, Place, chance, over_steps
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.profiling.report.measures.lease_times import Hold, Leases, shared_window
-from verl_mux.profiling.report.measures.replicas import Place, was_let_in
+from verl_mux.profiling.report.measures.replicas import middle, was_let_in
 
 QUEUED = 0.35  # of the time of stays
 MIN_REQUESTS = 8
@@ -45,9 +45,9 @@ LEASE_ADVICE = (
 )
 
 
-def find_queueing(analysis: Analysis, starved: set[Place]) -> list[Finding]:
+def find_queueing(analysis: Analysis, starved: Collection[Place]) -> list[Finding]:
     """One finding a job and replica: QUEUED or more of its stays' time went by in its queue, though there was KV cache."""
-    seen: dict[tuple[str, int], list[Finding]] = {}
+    seen: dict[tuple[str, int], list[Finding]] = defaultdict(list)
     parts = {place: part for place, part in analysis.engines.queue_parts.items() if part >= QUEUED and place not in starved}
     for (job, step, replica), stays in analysis.engines.by_place(parts).items():
         part, let_in = parts[job, step, replica], was_let_in(stays)
@@ -56,14 +56,8 @@ def find_queueing(analysis: Analysis, starved: set[Place]) -> list[Finding]:
         where = analysis.engines.where(job, replica)
         text = f"replica {replica} on {where['node']}: {100 * part:.0f} % of the time of its requests went by in its queue"
         found = Finding("queueing", job, step, None, seconds, text, QUEUE_ADVICE, evidence={"part": round(part, 4)}, **where)
-        seen.setdefault((job, replica), []).append(found)
-    return [_over_steps(found) for found in seen.values()]
-
-
-def _over_steps(found: list[Finding]) -> Finding:
-    worst = max(found, key=lambda finding: finding.seconds)
-    steps = sorted(finding.step for finding in found if finding.step is not None)
-    return replace(worst, cost_s=sum(f.seconds for f in found), evidence=worst.evidence | {"steps": steps})
+        seen[job, replica].append(found)
+    return [over_steps(found) for found in seen.values()]
 
 
 def find_part(analysis: Analysis, slow: list[Finding], part: str) -> list[Finding]:
@@ -152,7 +146,7 @@ def find_lease_wait(analysis: Analysis) -> list[Finding]:
     for job, own_waits in waits_of.items():
         if len(own_waits.steps) < MIN_STEPS or not own_waits.waits:
             continue
-        others = max((it.share for other, it in waits_of.items() if other != job), default=0.0)
+        others = max((waits.share for other, waits in waits_of.items() if other != job), default=0.0)
         bad = list(own_waits.spent) if own_waits.share >= max(LEASES, UNEQUAL * others) else own_waits.long()
         if bad:
             findings.append(_lease_finding(job, bad, own_waits.spent, own_waits.waits))
@@ -172,24 +166,22 @@ class _Waits:
         self.spent: dict[int, float] = dict.fromkeys(self.steps, 0.0)
         self.in_turn = dict.fromkeys(self.steps, 0.0)
         for wait in self.waits:
-            self.spent[wait.step] += wait.end - wait.start
-            self.in_turn[wait.step] += sum(min(t, leases.usual_hold(of, wait.nodes)) for of, t in wait.behind.items())
-        self.share = float(np.median([self.spent[s] / max(seconds, 1e-9) for s, seconds in self.steps.items()]))
+            self.spent[wait.step] += wait.seconds
+            self.in_turn[wait.step] += sum(min(t, leases.usual_hold(other, wait.nodes)) for other, t in wait.behind.items())
+        self.share = middle([self.spent[s] / max(seconds, 1e-9) for s, seconds in self.steps.items()])
 
     def long(self) -> list[int]:
         """Steps in which it waited far longer than it does. Not the first: jobs that begin together have to find their turns."""
-        step, wait = float(np.median(list(self.steps.values()))), float(np.median(list(self.spent.values())))
-        usual = {s: LEASES * step + max(wait, self.in_turn[s]) for s in self.spent}
-        least = {s: max(LONG_WAIT * wait, usual[s], LEASES * self.steps[s]) for s in self.spent}
+        step, wait = middle(list(self.steps.values())), middle(list(self.spent.values()))
+        least = {s: max(LONG_WAIT * wait, LEASES * step + max(wait, self.in_turn[s]), LEASES * self.steps[s]) for s in self.spent}
         return [s for s, t in self.spent.items() if s > min(self.steps) and t >= least[s]]
 
 
 def _lease_finding(job: str, bad: list[int], spent: dict[int, float], waits: list[Hold]) -> Finding:
     worst = max(bad, key=spent.__getitem__)
-    behind: dict[str, float] = {}
-    for wait in (wait for wait in waits if wait.step in bad):
-        for other, seconds in wait.behind.items():
-            behind[other] = behind.get(other, 0.0) + seconds
+    behind: dict[str, float] = defaultdict(float)
+    for other, seconds in (item for wait in waits if wait.step in bad for item in wait.behind.items()):
+        behind[other] += seconds
     nodes = sorted({node for wait in waits if wait.step == worst for node in wait.nodes})
     text = f"job {job} waited {spent[worst]:.1f} s for leases in step {worst}"
     if behind:
@@ -201,6 +193,17 @@ def _lease_finding(job: str, bad: list[int], spent: dict[int, float], waits: lis
     )  # fmt: skip
 
 
+KV_ADVICE = (
+    "raise the engine's memory fraction, lower the number of running requests or the maximum response length, "
+    "or spread the requests over more replicas; what is thrown out is prefilled again"
+)
+POOL_ADVICE = (
+    "move nodes from {empty} to {full}, or add a job that needs {empty} more than {full} (`verl-mux plan` says which fits)"
+)
+SWITCH_ADVICE = (
+    "give each turn more work (larger train batch, more prompts a step), keep fewer jobs in the co-execution group, "
+    "or leave tags on the device that fit beside the other jobs'"
+)
 # Of the time: how much busier one pool is than the other. Two jobs that share both leave a third of one idle by themselves where
 # each needs the other pool half as long again.
 UNEVEN = 0.45
@@ -231,15 +234,10 @@ def find_uneven_pools(analysis: Analysis) -> list[Finding]:
             continue
         seconds = (busy[full] - busy[empty]) * (window[1] - window[0])
         text = f"pool {full} was busy {100 * busy[full]:.0f} % of the time, pool {empty} {100 * busy[empty]:.0f} %"
-        advice = (
-            f"move nodes from {empty} to {full}, or add a job that needs {empty} more than {full} "
-            f"(`verl-mux plan` says which fits)"
-        )
-        steps = [hold.step for hold in leases.holds]
+        advice = POOL_ADVICE.format(full=full, empty=empty)
         evidence = {"busy": {pool: round(part, 4) for pool, part in busy.items()}, "segment": segment.index}
-        findings.append(
-            Finding("uneven_pools", "", max(steps), 0, seconds, text, advice, evidence=evidence)  # of no one worker
-        )
+        last = max(hold.step for hold in leases.holds)
+        findings.append(Finding("uneven_pools", "", last, 0, seconds, text, advice, evidence=evidence))
     return findings
 
 
@@ -254,94 +252,79 @@ def find_thrashing(analysis: Analysis) -> list[Finding]:
             continue
         worst = rows.sort("seconds", descending=True).row(0, named=True)
         text = f"sleep and wake took {spent:.1f} s of {work:.1f} s of phases ({100 * spent / work:.0f} %)"
-        advice = (
-            "give each turn more work (larger train batch, more prompts a step), keep fewer jobs in the co-execution group, "
-            "or leave tags on the device that fit beside the other jobs'"
+        where, evidence = (
+            (worst["step"], worst["worker"], worst["seconds"]),
+            {"part": round(spent / work, 4), "moves": rows.height},
         )
-        evidence = {"part": round(spent / work, 4), "moves": rows.height}
-        findings.append(
-            Finding(
-                "thrashing_switches", job, worst["step"], worst["worker"], worst["seconds"], text, advice,
-                cost_s=spent, evidence=evidence,
-            )
-        )  # fmt: skip
+        findings.append(Finding("thrashing_switches", job, *where, text, SWITCH_ADVICE, cost_s=spent, evidence=evidence))
     return findings
 
 
 def starved_places(analysis: Analysis) -> dict[tuple[str, int | None, int], dict[str, float]]:
     """(job, step, replica or worker) -> `reports`, `starved` of them, `out` (requests thrown out), `seconds` of it."""
-    reports = analysis.engine_reports
-    thrown = analysis.spans.filter(pl.col("event") == events.ENGINE_RETRACT)
-    stays = {tuple(place): count for *place, count in analysis.engines.stays.group_by("job", "step", "replica").len().rows()}
+    place, of_replica = ["job", "step", "worker"], ["job", "step", pl.col("replica").alias("worker")]
+    span = pl.col("end").max() - pl.col("end").min()
     full = ((pl.col("token_usage") >= FULL) & (pl.col("queued") > 0)).fill_null(False)
-    queues = {place for place, part in analysis.engines.queue_parts.items() if part >= QUEUED}
-    seen = reports.group_by("job", "step", "worker").agg(
-        pl.len().alias("reports"), full.sum().alias("starved"),
-        ((pl.col("end").max() - pl.col("end").min()) * full.mean()).alias("seconds"),
+    reports = analysis.engine_reports.group_by(place).agg(
+        reports=pl.len(), starved=full.sum(), seconds=(span * full.mean()).fill_null(0.0)
     )  # fmt: skip
-    places = {tuple(place): {"reports": n, "starved": s, "out": 0, "seconds": t or 0.0} for *place, n, s, t in seen.rows()}
-    for place, (count, seconds) in _held_back(analysis).items():
-        if place in queues and place in places and count > places[place]["starved"]:
-            places[place]["starved"], places[place]["seconds"] = count, seconds
-    for job, step, worker, out, span in thrown.group_by("job", "step", "worker").agg(
-        pl.col("requests").fill_null(1).sum(), pl.col("end").max() - pl.col("end").min()
-    ).rows():  # fmt: skip
-        it = places.setdefault((job, step, worker), {"reports": 0, "starved": 0, "out": 0, "seconds": 0.0})
-        it["out"], it["seconds"] = out, max(it["seconds"], span)
-    return {place: it for place, it in places.items() if _is_starved(it, stays.get(place, 0), place in queues)}
+    held = analysis.engines.counters.with_columns(_held_back(analysis).alias("waits")).group_by(of_replica).agg(
+        held=pl.col("waits").sum(), held_s=(span * pl.col("waits").mean()).fill_null(0.0)
+    )  # fmt: skip
+    thrown = analysis.spans.filter(pl.col("event") == events.ENGINE_RETRACT).group_by(place).agg(
+        out=pl.col("requests").fill_null(1).sum(), out_s=span
+    )  # fmt: skip
+    stays = analysis.engines.stays.group_by(of_replica).len("stays")
+    queues = [key for key, part in analysis.engines.queue_parts.items() if part >= QUEUED]
+    queueing = pl.DataFrame(queues, {name: reports.schema[name] for name in place}, orient="row").with_columns(queues=True)
+    rows = reports.join(thrown, on=place, how="full", coalesce=True, nulls_equal=True)
+    for more in (held, stays, queueing):
+        rows = rows.join(more, on=place, how="left")
+    rows = rows.with_columns(pl.col("queues").fill_null(False), pl.exclude(*place, "queues").fill_null(0))
+    # Counters tell of requests that wait for nothing but KV cache; only where stays queued is it believed.
+    by_forecast = pl.col("queues") & (pl.col("reports") > 0) & (pl.col("held") > pl.col("starved"))
+    rows = rows.with_columns(
+        starved=pl.when(by_forecast).then("held").otherwise("starved"),
+        seconds=pl.max_horizontal(pl.when(by_forecast).then("held_s").otherwise("seconds"), "out_s"),
+    )
+    # Where stays queued, fewer reports are enough.
+    enough = (pl.col("reports") >= MIN_REPORTS) | pl.col("queues") & (pl.col("starved") > 0)
+    short = enough & (pl.col("starved") >= STARVED * pl.col("reports"))
+    short |= pl.col("out") >= (THROWN_OUT * pl.col("stays")).clip(MIN_OUT)
+    columns = ["reports", "starved", "out", "seconds"]
+    found = rows.filter(short).select(*place, *columns).rows()
+    return {row[:3]: dict(zip(columns, row[3:], strict=True)) for row in found}
 
 
-def _held_back(analysis: Analysis) -> dict[Place, tuple[int, float]]:
-    """Place -> in how many of a replica's reports requests waited for nothing but KV cache, and for how many seconds in all."""
-    seen = analysis.engines.counters
-    most = pl.col("running").max().over("job")
-    slots = pl.coalesce(pl.col("job").replace_strict(_slots(analysis), default=None, return_dtype=pl.Float64), most)
+def _held_back(analysis: Analysis) -> pl.Expr:
+    """Of a row of the engines' counters: did requests wait for nothing but KV cache?"""
+    keys = {job: analysis.keys(job).get("actor_rollout_ref.rollout.max_num_seqs", "") for job in analysis.engines.jobs}
+    slots = {job: float(number) for job, number in keys.items() if number.isdigit()}  # requests that may run at once
+    of_job = pl.col("job").replace_strict(slots, default=None, return_dtype=pl.Float64)
+    most = pl.coalesce(of_job, pl.col("running").max().over("job"))
     rate = pl.col("prefill_tokens_per_sec").fill_null(0.0)
-    waits = (
-        (pl.col("queued") > 0) & (pl.col("token_usage") >= FORECAST_FULL) & (pl.col("running") <= (1 - FREE_SLOTS) * slots)
-        & ~(rate > PREFILLING * rate.max().over("job", "replica"))
-    )  # fmt: skip
-    held = seen.with_columns(waits.fill_null(False).alias("waits")).group_by("job", "step", "replica").agg(
-        pl.col("waits").sum().alias("count"), (pl.col("end").max() - pl.col("end").min()) * pl.col("waits").mean()
-    )  # fmt: skip
-    return {(job, step, replica): (count, seconds or 0.0) for job, step, replica, count, seconds in held.rows()}
-
-
-def _slots(analysis: Analysis) -> dict[str, float]:
-    """Requests that a job's replica may run at once, where its log says so."""
-    seen = {job: analysis.keys(job).get("actor_rollout_ref.rollout.max_num_seqs", "") for job in analysis.engines.jobs}
-    return {job: float(slots) for job, slots in seen.items() if slots.isdigit()}
-
-
-def _is_starved(it: dict[str, float], stays: int, queues: bool) -> bool:
-    """queues: its stays say so too, so that fewer reports are enough."""
-    if (it["reports"] >= MIN_REPORTS or queues and it["starved"]) and it["starved"] >= STARVED * it["reports"]:
-        return True
-    return it["out"] >= max(MIN_OUT, THROWN_OUT * stays)
+    waits = (pl.col("queued") > 0) & (pl.col("token_usage") >= FORECAST_FULL) & (pl.col("running") <= (1 - FREE_SLOTS) * most)
+    return (waits & ~(rate > PREFILLING * rate.max().over("job", "replica"))).fill_null(False)
 
 
 def find_kv_starvation(analysis: Analysis) -> list[Finding]:
     """One finding a job and replica whose KV cache was full while requests queued, or whose scheduler threw requests out."""
-    by_engine: dict[tuple[str, int], list[tuple[int | None, dict[str, float]]]] = {}
-    for (job, step, worker), it in starved_places(analysis).items():
-        by_engine.setdefault((job, worker), []).append((step, it))
+    by_engine: dict[tuple[str, int], list[tuple[int | None, dict[str, float]]]] = defaultdict(list)
+    for (job, step, worker), figures in starved_places(analysis).items():
+        by_engine[job, worker].append((step, figures))
     return [_starved(analysis, job, worker, found) for (job, worker), found in by_engine.items()]
 
 
 def _starved(analysis: Analysis, job: str, worker: int, found: list[tuple[int | None, dict[str, float]]]) -> Finding:
     step, worst = max(found, key=lambda item: (item[1]["seconds"], item[1]["out"]))
     where = analysis.engines.where(job, worker)
-    total = {key: sum(it[key] for _, it in found) for key in worst}
+    total = {key: sum(figures[key] for _, figures in found) for key in worst}
     place = f"replica {worker} on {where['node']}" if where else "the engine"
     text = f"{place}: requests waited for KV cache in {total['starved']} of {total['reports']} reports"
     if total["out"]:
         text += f"; {total['out']} running requests were thrown out"
-    advice = (
-        "raise the engine's memory fraction, lower the number of running requests or the maximum response length, "
-        "or spread the requests over more replicas; what is thrown out is prefilled again"
-    )
     evidence = {"reports": total["starved"], "thrown_out": total["out"], "steps": sorted(s for s, _ in found if s is not None)}
     return Finding(
-        "kv_starvation", job, step, None if where else worker, worst["seconds"], text, advice,
+        "kv_starvation", job, step, None if where else worker, worst["seconds"], text, KV_ADVICE,
         cost_s=total["seconds"], evidence=evidence, **where,
     )  # fmt: skip

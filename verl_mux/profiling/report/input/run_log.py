@@ -200,21 +200,21 @@ def _decode_one(raw: bytes, where: str, faults: Faults) -> list[Line]:
     except (ValueError, RecursionError):
         faults.skip("not JSON (torn line?)", where)
         return []
-    extra = logged.pop("extra", None) if isinstance(logged, dict) else None
     if not isinstance(logged, dict):
         faults.skip("not a JSON object", where)
         return []
-    if not isinstance(extra, dict | None):
+    extra = {} if (extra := logged.pop("extra", None)) is None else extra
+    if not isinstance(extra, dict):
         faults.skip("wrong type: extra", where)
         return []
     kept: dict[str, Any] = {}
-    for key in _EXTRA_TYPES.keys() & (extra or {}).keys():
+    for key in _EXTRA_TYPES.keys() & extra.keys():
         try:
             kept[key] = msgspec.convert(extra[key], _EXTRA_TYPES[key])
         except _UNREADABLE:
             faults.notice(f"wrong type: extra.{key}", where)
     try:
-        return [msgspec.convert(logged if extra is None else logged | {"extra": Extra(**kept)}, Line)]
+        return [msgspec.convert(logged | {"extra": Extra(**kept)}, Line)]
     except _UNREADABLE as error:
         faults.skip(_reason(logged, str(error)), where)
         return []
@@ -260,7 +260,7 @@ def _to_frame(blocks: list[Block], faults: Faults) -> pl.DataFrame:
     ]
     place = {file: place for place, file in enumerate(files)}
     file_of = np.repeat([place[block.file] for block in blocks], [len(block.lines) for block in blocks]).astype(int)
-    numbers = np.concatenate([np.asarray(block.numbers, int) for block in blocks] or [[]])
+    numbers = np.concatenate([np.empty(0, int), *(np.asarray(block.numbers, int) for block in blocks)])
 
     def where(line: int) -> str:
         return _where(files[file_of[line]].path, int(numbers[line]))

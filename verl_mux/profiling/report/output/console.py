@@ -1,8 +1,8 @@
-"""The report as tables in a terminal. Makes renderables of a summary; prints nothing."""
+"""The report as tables in a terminal, made of a summary. Called by report_command.py, which prints them; pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich import box
@@ -64,131 +64,120 @@ def _where(finding: dict[str, Any]) -> str:
     return " ".join(f"{name} {value}" for name, value in named if value not in (None, ""))
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table | None:
+    """None without rows. The first column holds names from the log."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")
-    return table
+    for name, *cells in rows:
+        table.add_row(escape(name), *map(escape, cells))
+    return table if table.row_count else None
+
+
+def _number(form: str, value: float | None) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _name(row: dict[str, Any], key: str) -> str:
+    return f"{row['job']} {row[key]}".strip()
 
 
 def _shares(summary: dict[str, Any]) -> Table | None:
-    if not summary["event_share"]:
-        return None
-    table = _table("Share of the step", "event", "%")
-    for event, percent in list(summary["event_share"].items())[:MAX_ROWS]:
-        table.add_row(escape(event), f"{percent:.2f}")
-    return table
+    shares = list(summary["event_share"].items())[:MAX_ROWS]
+    return _table("Share of the step", ("event", "%"), ((event, f"{percent:.2f}") for event, percent in shares))
 
 
 def _completion(summary: dict[str, Any]) -> Table | None:
-    figures = summary["completion"]
-    if not figures["per_step"]:
-        return None
-    table = _table("Seconds until that part of a step's requests was done", "step", "50 %", "80 %", "95 %", "all", "t80/all")
-    rows = figures["per_step"]
-    for row in rows[-MAX_ROWS:]:
-        name = f"{row['job']} {row['step']}".strip()
-        table.add_row(escape(name), *(f"{row[k]:.2f}" for k in ("p50", "p80", "p95", "total")), f"{row['t80_over_total']:.2f}")
-    means = (f"{figures[k]:.2f}" for k in ("p50", "p80", "p95", "total", "t80_over_total"))
-    table.add_row(f"mean of {len(rows)}", *means, style="bold")
+    figures, keys = summary["completion"], ("p50", "p80", "p95", "total", "t80_over_total")
+    title = "Seconds until that part of a step's requests was done"
+    rows = [(_name(row, "step"), *(f"{row[key]:.2f}" for key in keys)) for row in figures["per_step"][-MAX_ROWS:]]
+    table = _table(title, ("step", "50 %", "80 %", "95 %", "all", "t80/all"), rows)
+    if table is not None:
+        table.add_row(f"mean of {len(figures['per_step'])}", *(f"{figures[key]:.2f}" for key in keys), style="bold")
     return table
 
 
 def _workers(summary: dict[str, Any]) -> Table | None:
     """Workers side by side, those that were waited for first."""
-    waits = [(wait, job, worker) for job, workers in summary["barrier_wait"].items() for worker, wait in workers.items()]
-    if len(waits) < 2:
-        return None
-    table = _table("Rollout workers, means over steps", "worker", "waits at the barrier", "until 80 %", "until all", "tokens/s")
-    for wait, job, worker in sorted(waits)[:MAX_ROWS]:
-        rows = [r for r in summary["completion"]["per_worker"] if r["job"] == job and str(r["worker"]) == worker]
-        means = [f"{sum(r[k] for r in rows) / len(rows):.2f}" if rows else "" for k in ("p80", "total")]
+    waits = sorted((wait, job, worker) for job, workers in summary["barrier_wait"].items() for worker, wait in workers.items())
+    rows = []
+    for wait, job, worker in waits[:MAX_ROWS] if len(waits) > 1 else ():
+        steps = [r for r in summary["completion"]["per_worker"] if r["job"] == job and str(r["worker"]) == worker]
+        means = [f"{sum(r[k] for r in steps) / len(steps):.2f}" if steps else "" for k in ("p80", "total")]
         rate = summary["engine"]["tokens_per_sec_by_worker"].get(job, {}).get(worker)
-        table.add_row(escape(f"{job} {worker}".strip()), f"{wait:.2f}", *means, "" if rate is None else f"{rate:.0f}")
-    return table
+        rows.append((f"{job} {worker}".strip(), f"{wait:.2f}", *means, _number("{:.0f}", rate)))
+    columns = ("worker", "waits at the barrier", "until 80 %", "until all", "tokens/s")
+    return _table("Rollout workers, means over steps", columns, rows)
 
 
 def _replicas(summary: dict[str, Any]) -> Table | None:
-    return _engines("Replicas", "replica", summary["replicas"])
+    return _engines("Replicas", "replica", "nodes", summary["replicas"])
 
 
 def _nodes(summary: dict[str, Any]) -> Table | None:
-    return _engines("Nodes", "node", summary["nodes"]) if len(summary["nodes"]) > 1 else None
+    return _engines("Nodes", "node", "replicas", summary["nodes"] if len(summary["nodes"]) > 1 else [])
 
 
-def _engines(title: str, by: str, rows: list[dict[str, Any]]) -> Table | None:
-    if not rows:
-        return None
-    other = "nodes" if by == "replica" else "replicas"
+def _engines(title: str, by: str, other: str, found: list[dict[str, Any]]) -> Table | None:
+    rows = [
+        (
+            _name(row, by), ", ".join(map(str, row[other])), str(row["stays"]), f"{row['tokens_per_sec'] or 0:.0f}",
+            "" if row["seconds_per_token"] is None else f"{1000 * row['seconds_per_token']:.1f}",
+            f"{100 * row['queue_part']:.1f} %", _number("{:.0%}", row["token_usage"]).replace("%", " %"), str(row["retractions"]),
+        )
+        for row in found[:MAX_ROWS]
+    ]  # fmt: skip
     columns = ("stays", "tokens/s", "ms a token", "in the queue", "KV cache at most", "thrown out")
-    table = _table(title, by, other, *columns)
-    for row in rows[:MAX_ROWS]:
-        pace, usage = row["seconds_per_token"], row["token_usage"]
-        table.add_row(
-            escape(f"{row['job']} {row[by]}".strip()), escape(", ".join(map(str, row[other]))), str(row["stays"]),
-            f"{row['tokens_per_sec'] or 0:.0f}", "" if pace is None else f"{1000 * pace:.1f}", f"{100 * row['queue_part']:.1f} %",
-            "" if usage is None else f"{100 * usage:.0f} %", str(row["retractions"]),
-        )  # fmt: skip
-    return table
+    return _table(title, (by, other, *columns), rows)
 
 
 def _turns(summary: dict[str, Any]) -> Table | None:
     turns = summary["turns"]
-    if len(turns["counts"]) < 2 and len(turns["engine_seconds"]) < 2:
-        return None
-    table = _table("Turns", "turns", "requests", "%", "seconds a request", "engine s in that turn")
-    for count in list(turns["counts"])[:MAX_ROWS]:
-        engine = turns["engine_seconds"].get(count)
-        table.add_row(
-            count, str(turns["counts"][count]), f"{100 * turns['share'][count]:.1f}",
-            f"{turns['request_seconds'][count]:.2f}", "" if engine is None else f"{engine:.2f}",
-        )  # fmt: skip
-    return table
+    counts = turns["counts"] if len(turns["counts"]) > 1 or len(turns["engine_seconds"]) > 1 else {}
+    rows = [
+        (count, str(number), f"{100 * turns['share'][count]:.1f}", f"{turns['request_seconds'][count]:.2f}",
+         _number("{:.2f}", turns["engine_seconds"].get(count)))
+        for count, number in list(counts.items())[:MAX_ROWS]
+    ]  # fmt: skip
+    return _table("Turns", ("turns", "requests", "%", "seconds a request", "engine s in that turn"), rows)
 
 
 def _slowest(summary: dict[str, Any]) -> Table | None:
-    if not summary["slowest_requests"]:
-        return None
-    table = _table("Slowest requests", "request", "step", "worker", "seconds", "turns", "tokens", "where")
+    rows = []
     for row in summary["slowest_requests"][:5]:
         least = 0.05 * row["seconds"]
         parts = sorted((part for part in row["parts"].items() if part[1] >= least), key=lambda item: -item[1])[:3]
         where = ", ".join(f"{part} {seconds:.2f}" for part, seconds in parts)
-        shown = (row[k] for k in ("request_id", "step", "worker"))
-        counted = ("" if row[k] is None else str(row[k]) for k in ("turns", "tokens"))
-        table.add_row(*(escape(str(value)) for value in shown), f"{row['seconds']:.2f}", *counted, where)
-    return table
+        shown = [_number("{}", row[key]) for key in ("request_id", "step", "worker", "turns", "tokens")]
+        rows.append((*shown[:3], f"{row['seconds']:.2f}", *shown[3:], where))
+    return _table("Slowest requests", ("request", "step", "worker", "seconds", "turns", "tokens", "where"), rows)
 
 
 def _pools(summary: dict[str, Any]) -> RenderableType | None:
-    if not summary["segments"]:
-        return None
     pools = list(summary["bubble"])
-    table = _table("Bubble: part of a pool's time in which no phase ran", "part of the run", "seconds", *pools)
-    for segment in summary["segments"]:
-        bubbles = (f"{100 * segment['bubble'][pool]:.1f} %" for pool in pools)
-        table.add_row(f"{segment['index'] + 1} {segment['mode']}", f"{segment['seconds']:.1f}", *bubbles)
-    return Group(table, *_throughput(summary["throughput"]))
-
-
-def _throughput(found: dict[str, Any] | None) -> Iterator[Text]:
-    if found:
-        yield Text(f"  {found['ratio']:.2f} times the steps a second in turns of one job after the other (median periods)")
+    rows = [
+        (f"{part['index'] + 1} {part['mode']}", f"{part['seconds']:.1f}", *(f"{100 * part['bubble'][p]:.1f} %" for p in pools))
+        for part in summary["segments"]
+    ]
+    title = "Bubble: part of a pool's time in which no phase ran"
+    if (table := _table(title, ("part of the run", "seconds", *pools), rows)) is None:
+        return None
+    ratio = (summary["throughput"] or {}).get("ratio")
+    more = f"  {ratio:.2f} times the steps a second in turns of one job after the other (median periods)" if ratio else ""
+    return Group(table, *([Text(more)] if more else []))
 
 
 def _jobs(summary: dict[str, Any]) -> RenderableType | None:
     jobs = {name: job for name, job in summary["jobs"].items() if job["phase_seconds"]}
-    if not jobs:
-        return None
-    columns = ("steps", "a step", "rollout", "train", "waits", "sync", "sleep", "wake")
-    table = _table("Jobs, seconds", "job", *columns)
+    rows = []
     for name, job in jobs.items():
-        phase, wait = job["phase_seconds"], job["lease_wait_seconds"]
         moved = [sum(tag["seconds"] for tag in job[verb].values()) for verb in ("sleep", "wake")]
-        seconds = [phase.get("rollout"), phase.get("train"), sum(wait.values())]
-        figures = [job["step_seconds"], *seconds, job["sync"]["seconds"], *moved]
-        table.add_row(escape(name), str(job["steps"]), *("" if s is None else f"{s:.1f}" for s in figures))
-    return Group(table, *(_waited(name, job) for name, job in jobs.items()))
+        phases = [job["phase_seconds"].get(phase) for phase in ("rollout", "train")]
+        figures = [job["step_seconds"], *phases, sum(job["lease_wait_seconds"].values()), job["sync"]["seconds"], *moved]
+        rows.append((name, str(job["steps"]), *(_number("{:.1f}", seconds) for seconds in figures)))
+    columns = ("job", "steps", "a step", "rollout", "train", "waits", "sync", "sleep", "wake")
+    table = _table("Jobs, seconds", columns, rows)
+    return None if table is None else Group(table, *(_waited(name, job) for name, job in jobs.items()))
 
 
 def _waited(name: str, job: dict[str, Any]) -> Text:
@@ -198,26 +187,22 @@ def _waited(name: str, job: dict[str, Any]) -> Text:
 
 
 def _engine(summary: dict[str, Any]) -> Table | None:
-    reports = summary["engine"]["reports"]
-    if not reports or summary["replicas"]:
-        return None
-    table = _table("Engines", "replica", "tokens/s", "best", "KV cache at most", "queued at most")
-    for row in reports[:MAX_ROWS]:
-        name = f"{row['job']} {row['worker']}".strip()
-        usage = "" if row["token_usage"] is None else f"{100 * row['token_usage']:.0f} %"
-        rates = (f"{row[k] or 0:.0f}" for k in ("tokens_per_sec", "best_tokens_per_sec"))
-        table.add_row(escape(name), *rates, usage, f"{row['queued'] or 0:.0f}")
-    return table
+    reports = summary["engine"]["reports"] if not summary["replicas"] else []
+    rows = [
+        (_name(row, "worker"), *(f"{row[k] or 0:.0f}" for k in ("tokens_per_sec", "best_tokens_per_sec")),
+         _number("{:.0%}", row["token_usage"]).replace("%", " %"), f"{row['queued'] or 0:.0f}")
+        for row in reports[:MAX_ROWS]
+    ]  # fmt: skip
+    return _table("Engines", ("replica", "tokens/s", "best", "KV cache at most", "queued at most"), rows)
 
 
-def render_comparison(rows: list[dict[str, Any]], one: str, other: str) -> Table:
+def render_comparison(rows: list[dict[str, Any]], one: str, other: str) -> RenderableType:
     """Two runs side by side, as `summary.compare` gives them."""
-    table = _table(f"{one} against {other}", "figure", "this", "that", "change")
-    for row in rows:
-        change = "" if row["change"] is None else f"{100 * row['change']:+.1f} %"
-        table.add_row(escape(row["figure"]), _number(row["this"]), _number(row["that"]), change)
-    return table
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+    cells = [
+        (row["figure"], *("-" if row[key] is None else f"{row[key]:.4g}" for key in ("this", "that")),
+         "" if row["change"] is None else f"{100 * row['change']:+.1f} %")
+        for row in rows
+    ]  # fmt: skip
+    return _table(f"{one} against {other}", ("figure", "this", "that", "change"), cells) or Text(
+        f"{one} against {other}: nothing"
+    )
