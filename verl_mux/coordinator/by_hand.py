@@ -21,90 +21,81 @@ from verl_mux.coordinator.core.records import (
     What,
 )
 from verl_mux.coordinator.core.settings import Config
+from verl_mux.errors import UserError
 
-Decision = tuple[list[What], m.Message]
+# The inputs that follow, and what was done, in words.
+_Decision = tuple[list[What], str]
 # Where processes of a job are seen to live, in words, by its name and uid; empty: nowhere.
 Seen = Callable[[str, str], str]
 
 
-def decide(asked: m.ByHand, state: State, config: Config, seen: Seen) -> Decision:
+def decide(asked: m.ByHand, state: State, config: Config, seen: Seen) -> tuple[list[What], m.Message]:
     """The inputs that follow, and the answer. Asked twice, it is done once."""
-    if isinstance(asked, m.Evict):
-        return _evict(asked, state)
-    if asked.name in state.jobs:
-        return _free_job(state.jobs[asked.name], state, seen)
-    hosts = [key for key, host in state.hosts.items() if asked.name in (key, *host.names)]
-    if hosts and asked.name not in config.nodes:
-        return _free_hosts(asked.name, hosts, state, seen)
-    return _free_node(asked.name, state, config, seen)
+    try:
+        inputs, text = _evict(asked, state) if isinstance(asked, m.Evict) else _free(asked.name, state, config, seen)
+    except UserError as error:
+        return [], m.Refused(about="by hand", reason=str(error))
+    return inputs, m.Done(text=text)
 
 
-def _evict(asked: m.Evict, state: State) -> Decision:
+def _evict(asked: m.Evict, state: State) -> _Decision:
     job = state.jobs.get(asked.job)
     if job is None:
-        return [], _no(f"no job {asked.job!r} is known here; jobs: {_names(state)}")
+        raise UserError(f"no job {asked.job!r} is known here; jobs: {_names(state)}")
     if job.state not in RUNNING:
-        return [], m.Done(text=f"job {job.name!r} is {job.state.value} already: {job.reason}")
+        return [], f"job {job.name!r} is {job.state.value} already: {job.reason}"
     what = JobEvicted(job=job.name, uid=job.uid, reason="evicted by hand")
-    return [what], m.Done(text=f"job {job.name!r} ends; its nodes come free when its processes are gone")
+    return [what], f"job {job.name!r} ends; its nodes come free when its processes are gone"
 
 
-def _free_job(job: Job, state: State, seen: Seen) -> Decision:
-    owed = [(key, owed) for key, host in state.hosts.items() for owed in host.owed if owed.job == job.name]
-    out: list[What] = [OwedPaid(host=key, uid=owed.uid) for key, owed in owed]
-    if job.state is JobState.ENDED and not out:
-        return [], m.Done(text=f"job {job.name!r} holds nothing")
-    if refusal := _not_free(job, seen):
-        return [], refusal
-    if job.state is JobState.DYING:
-        out.append(ProcessesGone(job=job.name, uid=job.uid))
-    return out, m.Done(text=f"what job {job.name!r} held is free")
-
-
-def _free_node(name: str, state: State, config: Config, seen: Seen) -> Decision:
+def _free(name: str, state: State, config: Config, seen: Seen) -> _Decision:
+    """Of a job, a host or a node of that name."""
+    if name in state.jobs:
+        return _free_job(state.jobs[name], state, seen)
+    keys = [key for key, host in state.hosts.items() if name in (key, *host.names)]
+    if keys and name not in config.nodes:
+        for host in [state.hosts[key] for key in keys]:
+            if host.agent and not host.gone:
+                reason = "is looked at by its agent: what is left there comes free when that has seen it gone"
+                raise UserError(f"host {name!r} {reason}")
+            for owed in host.owed:
+                _check_gone(owed.job, owed.uid, seen)
+        return [HostReleased(host=key) for key in keys], f"nodes of host {name!r} are free of what jobs may have left there"
     holders = {lease.job for lease in state.leases.values() if name in lease.nodes}
-    owed = [owed for host in state.hosts.values() for owed in host.owed if name in owed.nodes]
     if not holders and name not in state.fenced:
         if name not in config.nodes and all(node.host != name for node in config.nodes.values()):
             known = f"jobs: {_names(state)}; pools and their nodes: {config.describe_pools()}"
-            return [], _no(f"no job, node or host {name!r} is known here; {known}")
-        return [], m.Done(text=f"no job holds a node {name!r}; jobs: {_names(state)}")
-    for job in sorted(holders):
-        if refusal := _not_free(state.jobs[job], seen):
-            return [], refusal
-    for each in owed:
-        if where := seen(each.job, each.uid):
-            return [], _still_there(each.job, where)
-    return [NodeReleased(node=name)], m.Done(text=f"node {name!r} is free")
+            raise UserError(f"no job, node or host {name!r} is known here; {known}")
+        return [], f"no job holds a node {name!r}; jobs: {_names(state)}"
+    for holder in sorted(holders):
+        _check_over(state.jobs[holder], seen)
+    for owed in (owed for host in state.hosts.values() for owed in host.owed if name in owed.nodes):
+        _check_gone(owed.job, owed.uid, seen)
+    return [NodeReleased(node=name)], f"node {name!r} is free"
 
 
-def _free_hosts(name: str, keys: list[str], state: State, seen: Seen) -> Decision:
-    for key in keys:
-        host = state.hosts[key]
-        if host.agent and not host.gone:
-            return [], _no(f"host {name!r} is looked at by its agent: what is left there comes free when that has seen it gone")
-        for owed in host.owed:
-            if where := seen(owed.job, owed.uid):
-                return [], _still_there(owed.job, where)
-    return [HostReleased(host=key) for key in keys], m.Done(
-        text=f"nodes of host {name!r} are free of what jobs may have left there"
-    )
+def _free_job(job: Job, state: State, seen: Seen) -> _Decision:
+    owed = [(key, owed) for key, host in state.hosts.items() for owed in host.owed if owed.job == job.name]
+    inputs: list[What] = [OwedPaid(host=key, uid=owed.uid) for key, owed in owed]
+    if job.state is JobState.ENDED and not inputs:
+        return [], f"job {job.name!r} holds nothing"
+    _check_over(job, seen)
+    if job.state is JobState.DYING:
+        inputs.append(ProcessesGone(job=job.name, uid=job.uid))
+    return inputs, f"what job {job.name!r} held is free"
 
 
-def _not_free(job: Job, seen: Seen) -> m.Refused | None:
+def _check_over(job: Job, seen: Seen) -> None:
+    """Raises UserError while the job runs, or processes of it are seen."""
     if job.state in RUNNING:
-        return _no(f"job {job.name!r} is {job.state.value}: end it first, with `verl-mux evict {job.name}`")
-    where = seen(job.name, job.uid)
-    return _still_there(job.name, where) if where else None
+        raise UserError(f"job {job.name!r} is {job.state.value}: end it first, with `verl-mux evict {job.name}`")
+    _check_gone(job.name, job.uid, seen)
 
 
-def _still_there(job: str, where: str) -> m.Refused:
-    return _no(f"processes of job {job!r} run {where}: what it holds comes free when they are gone")
+def _check_gone(job: str, uid: str, seen: Seen) -> None:
+    if where := seen(job, uid):
+        raise UserError(f"processes of job {job!r} run {where}: what it holds comes free when they are gone")
 
 
 def _names(state: State) -> str:
     return ", ".join(name for name, job in state.jobs.items() if job.state is not JobState.ENDED) or "none"
-
-
-def _no(reason: str) -> m.Refused:
-    return m.Refused(about="by hand", reason=reason)

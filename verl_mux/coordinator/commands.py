@@ -12,9 +12,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import typer
@@ -28,12 +27,11 @@ from verl_mux.coordinator.config import read_config
 from verl_mux.errors import Failure, UserError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from verl_mux.coordinator.server import Coordinator
 
 DEFAULT_ADDRESS = "tcp://127.0.0.1:5570"
 _REFRESH_S = 1.0
+_Answer = TypeVar("_Answer", bound=m.Message)
 
 Keys = Annotated[
     Path | None,
@@ -74,7 +72,12 @@ def coordinator(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: enough.set())
     port = settings.metrics_port if metrics_port is None else metrics_port
-    with _metrics_of(service, port, metrics_host):
+    with contextlib.ExitStack() as stack:
+        if port is not None:
+            from verl_mux.coordinator.prometheus import METRICS, Figures, coordinator_samples, serve_metrics
+
+            figures = Figures(METRICS, lambda: coordinator_samples(service.snapshot()))
+            stack.enter_context(serve_metrics(figures, port, metrics_host))
         _serve(service, enough, event_log)
 
 
@@ -102,18 +105,6 @@ def _serve(service: Coordinator, enough: threading.Event, event_log: Any) -> Non
             event_log.close()
 
 
-@contextlib.contextmanager
-def _metrics_of(service: Coordinator, port: int | None, host: str) -> Iterator[None]:
-    """Serves the coordinator's figures for Prometheus meanwhile; port None: not at all. Raises UserError for a port in use."""
-    if port is None:
-        yield
-        return
-    from verl_mux.coordinator.prometheus import METRICS, Figures, coordinator_samples, serve_metrics
-
-    with serve_metrics(Figures(METRICS, lambda: coordinator_samples(service.snapshot())), port, host):
-        yield
-
-
 def make_log_folder(directory: Path) -> None:
     """Raises UserError where it cannot be made; later, a log that cannot be written is no error."""
     try:
@@ -139,35 +130,34 @@ def status(
 ) -> None:
     """Ask a coordinator which job runs which phase, and which jobs wait."""
     from rich.console import Console  # the coordinator itself does without
+    from rich.live import Live
 
     console = Console()
-    seen = fetch_status(address, ANSWER_S, keys)
-    if not watch:
-        _print(console, seen, json)
-        return
-    try:
-        if console.is_terminal and not json:
-            _watch_live(console, address, keys)
+    is_table = console.is_terminal and not json
+    with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
+        live = stack.enter_context(Live(console=console, auto_refresh=False)) if is_table else None
         while True:
-            _print(console, seen, json)
-            time.sleep(_REFRESH_S)
             seen = fetch_status(address, ANSWER_S, keys)
-    except KeyboardInterrupt:
-        return
+            if live is not None:
+                live.update(status_view.tables(seen), refresh=True)
+            else:  # JSON has no infinity and NaN, which a job's metrics may be: msgspec writes null
+                print(msgspec.json.encode(seen).decode() if json else status_view.plain(seen), flush=True)
+            if not watch:
+                return
+            time.sleep(_REFRESH_S)
 
 
 def fetch_status(address: str, timeout: float, keys: Path | None = None) -> dict[str, Any]:
     """One snapshot. Raises UserError when no coordinator answers within `timeout` seconds, or it refuses these keys."""
-    answer = _ask(address, m.StatusRequest(), timeout, keys, bus_keys.VIEWER)
-    if not isinstance(answer, m.Status):
-        raise UserError(f"the coordinator at {address} refuses: {getattr(answer, 'reason', answer)}")
-    return answer.snapshot
+    return _ask(address, m.StatusRequest(), timeout, keys, bus_keys.VIEWER, m.Status).snapshot
 
 
-def _ask(address: str, message: m.Message, timeout: float, keys: Path | None, role: str) -> m.AnyMessage:
+def _ask(address: str, message: m.Message, timeout: float, keys: Path | None, role: str, wanted: type[_Answer]) -> _Answer:
     answer = ask(address, message, timeout, bus_keys.for_address(address, keys, role))
     if answer is None:
         raise UserError(f"no coordinator answers at {address} (waited {timeout:g} s)")
+    if not isinstance(answer, wanted):
+        raise UserError(f"the coordinator at {address} refuses: {getattr(answer, 'reason', answer)}")
     return answer
 
 
@@ -177,24 +167,6 @@ def keys(
     """Make the keys of a coordinator and of its clients."""
     bus_keys.make(directory)
     print(f"keys in {directory}: server for the coordinator, {', '.join(bus_keys.ROLES)} for its clients", file=sys.stderr)
-
-
-def _print(console: Console, seen: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(msgspec.json.encode(seen).decode(), flush=True)  # a job's metrics may be infinite or NaN, which JSON has none of
-    elif console.is_terminal:
-        console.print(status_view.tables(seen))
-    else:
-        print(status_view.plain(seen), flush=True)
-
-
-def _watch_live(console: Console, address: str, keys: Path | None) -> None:
-    from rich.live import Live
-
-    with Live(console=console, screen=False, auto_refresh=False) as live:
-        while True:
-            live.update(status_view.tables(fetch_status(address, ANSWER_S, keys)), refresh=True)
-            time.sleep(_REFRESH_S)
 
 
 def evict(
@@ -230,7 +202,4 @@ def _confirm(question: str, name: str, yes: bool) -> None:
 
 
 def _say(message: m.ByHand, address: str, keys: Path | None) -> None:
-    answer = _ask(address, message, ANSWER_S, keys, bus_keys.OPERATOR)
-    if not isinstance(answer, m.Done):
-        raise UserError(f"the coordinator at {address} refuses: {getattr(answer, 'reason', answer)}")
-    print(answer.text)
+    print(_ask(address, message, ANSWER_S, keys, bus_keys.OPERATOR, m.Done).text)

@@ -16,8 +16,8 @@ from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.coordinator.core import hosts
-from verl_mux.coordinator.core.reaping import Sight, Sights, judge
-from verl_mux.coordinator.core.records import DriverDied, Input, Job, JobState, NodeEmpty, NodesOwed, ProcessesGone, What
+from verl_mux.coordinator.core.reaping import Sight, Sights, Verdict, judge
+from verl_mux.coordinator.core.records import RUNNING, DriverDied, Input, Job, JobState, NodeEmpty, NodesOwed, ProcessesGone, What
 from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class ProcessWatch:
         self._looks: dict[str, list[Member]] = {}  # of dying jobs on this host, by uid
         self._ending: set[str] = set()  # uids of dying jobs whose processes may be ended
         self._killed: set[Member] = set()  # logged once, ended again until it is gone
-        self._has_just_killed = False
+        self._has_just_killed = False  # such a process is gone in a moment
         self._wake = asyncio.Event()
 
     async def run(self, flush: Callable[[], None]) -> None:
@@ -53,9 +53,10 @@ class ProcessWatch:
                 await self._look_around(flush)
             except Exception as error:  # out of descriptors, say: it passes, and the service goes on
                 self._count("faults", "the watch over processes", error)
-            soon = self._machine.is_pressing(self._clock())
+            pause = REAP_EVERY_S if self._machine.is_pressing(self._clock()) else WATCH_EVERY_S
+            pause, self._has_just_killed = _AFTER_A_KILL_S if self._has_just_killed else pause, False
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._pause(soon))
+                await asyncio.wait_for(self._wake.wait(), pause)
             self._wake.clear()
 
     def soon(self) -> None:
@@ -70,8 +71,8 @@ class ProcessWatch:
         for what in (*self._sights.take(report, state, now), *hosts.seen(report, state, self._machine.config)):
             with contextlib.suppress(IllegalMove, UnknownJob):
                 self._take(what)
-        for job in self._jobs() if report.looks else []:
-            if job.state is JobState.DYING and job.uid in self._looks:
+        for job in self._jobs(JobState.DYING) if report.looks else []:
+            if job.uid in self._looks:
                 self._conclude(job)
         return self._sights.answer(report, state, self._machine.config, self._machine.epoch, sorted(self._ending))
 
@@ -94,13 +95,8 @@ class ProcessWatch:
         """For `verl-mux status`."""
         return self._sights.about(self._machine.state, now)
 
-    def _jobs(self) -> list[Job]:
-        return list(self._machine.state.jobs.values())
-
-    def _pause(self, soon: bool) -> float:
-        """Seconds until the next look. A process that was killed is gone in a moment."""
-        killed, self._has_just_killed = self._has_just_killed, False
-        return _AFTER_A_KILL_S if killed else REAP_EVERY_S if soon else WATCH_EVERY_S
+    def _jobs(self, *states: JobState) -> list[Job]:
+        return [job for job in self._machine.state.jobs.values() if job.state in states]
 
     async def _look_around(self, flush: Callable[[], None]) -> None:
         self._look_for_dead_drivers()
@@ -108,19 +104,18 @@ class ProcessWatch:
         for what in (*self._sights.due(self._machine.state, self._machine.config, now), *self._machine.due(now)):
             self._take(what)
         flush()
-        dying = [job for job in self._jobs() if job.state is JobState.DYING]
+        dying = self._jobs(JobState.DYING)
         uids = {job.uid for job in dying}
         self._looks = {uid: alive for uid, alive in self._looks.items() if uid in uids}
         self._ending &= uids
-        silent = [job for job in self._jobs() if job.state is JobState.SILENT]
-        self.waits_for = {job.name: await self._reap(job) for job in (*dying, *silent)}
+        self.waits_for = {job.name: await self._reap(job) for job in (*dying, *self._jobs(JobState.SILENT))}
 
     def _look_for_dead_drivers(self) -> None:
-        for job in self._jobs():
+        for job in self._jobs(*RUNNING):
             self._look_for_dead_driver(job)
 
     def _look_for_dead_driver(self, job: Job) -> None:
-        if _runs(job) and members.is_here(job.driver) and not members.is_alive(job.driver):
+        if job.state in RUNNING and members.is_here(job.driver) and not members.is_alive(job.driver):
             self._take(DriverDied(job=job.name, uid=job.uid))
 
     async def _reap(self, job: Job) -> list[str]:
@@ -133,16 +128,17 @@ class ProcessWatch:
         if is_dying:
             self._looks[job.uid] = alive
             return self._conclude(job)
-        if not _runs(job):
+        if job.state not in RUNNING:
             return []
-        return judge(job, self._all_sights({job.uid: alive}), self._machine.state, self._machine.config, 0.0).waits_for
+        return self._judge(job, {job.uid: alive}, 0.0).waits_for
 
-    def _all_sights(self, looks: dict[str, list[Member]]) -> list[Sight]:
-        return [Sight("", self._names, members.SPACE, looks), *self._sights.on(self._machine.state)]
+    def _judge(self, job: Job, looks: dict[str, list[Member]], now: float) -> Verdict:
+        sights = [Sight("", self._names, members.SPACE, looks), *self._sights.on(self._machine.state)]
+        return judge(job, sights, self._machine.state, self._machine.config, now)
 
     def _conclude(self, job: Job) -> list[str]:
         """What follows from all looks for a job that was dying before they began."""
-        verdict = judge(job, self._all_sights(self._looks), self._machine.state, self._machine.config, self._clock())
+        verdict = self._judge(job, self._looks, self._clock())
         about = {"job": job.name, "uid": job.uid}
         with contextlib.suppress(IllegalMove, UnknownJob):  # it ended meanwhile
             for node in verdict.free:
@@ -159,7 +155,3 @@ class ProcessWatch:
                 self._killed.add(member)
                 self._has_just_killed = True
         return verdict.waits_for
-
-
-def _runs(job: Job) -> bool:
-    return job.state in (JobState.LIVE, JobState.SILENT)

@@ -26,7 +26,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -38,16 +38,7 @@ from verl_mux.coordinator.bus.link import Router
 from verl_mux.coordinator.core import hosts, placing
 from verl_mux.coordinator.core.asking import Answerer, Asked, nothing_follows
 from verl_mux.coordinator.core.placed_jobs import Standing
-from verl_mux.coordinator.core.records import (
-    Input,
-    Instruction,
-    JobExited,
-    JobState,
-    Log,
-    Planned,
-    PoolsChanged,
-    What,
-)
+from verl_mux.coordinator.core.records import Input, Instruction, JobExited, JobState, Log, Planned, PoolsChanged, What
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import NEVER_REGISTERED, IllegalMove, Machine, UnknownJob
@@ -74,10 +65,9 @@ class Coordinator:
                  event_log: Any = None, key_directory: Path | None = None,
                  reread: Callable[[], Config] | None = None):  # fmt: skip
         """Raises UserError for `key_directory` None where other machines reach `bind`; else the user's own keys are used."""
-        self._reread = reread
         self._keys = curve_keys.for_bind(bind, key_directory)
         self.address: str | None = None
-        self._bind, self._event_log = bind, event_log
+        self._bind, self._event_log, self._reread = bind, event_log, reread
         self._journal = Journal(journal_path)
         self._machine = self._journal.restore(config, uuid.uuid4().hex, is_first=bind.endswith((":0", ":*")))
         self._clock = self._journal.clock
@@ -179,21 +169,17 @@ class Coordinator:
 
     def _carry_out(self, instruction: Instruction) -> None:
         try:
-            self._do(instruction)
+            if isinstance(instruction, Log):
+                if self._event_log is not None:
+                    duration, extra, step = instruction.duration, instruction.extra, instruction.step
+                    self._event_log.log(instruction.event, duration_sec=duration, extra=extra, step=step)
+                return
+            message = instruction.message
+            if isinstance(message, m.LeaseGrant):
+                message = msgspec.structs.replace(message, granted_at=self._clock.wall(message.granted_at))
+            self._send(instruction.client.encode(), message)
         except Exception as error:  # of one instruction, not of those that follow it
             self._refusals.count("faults", type(instruction).__name__, error)
-
-    def _do(self, instruction: Instruction) -> None:
-        if isinstance(instruction, Log):
-            return self._record(instruction)
-        message = instruction.message
-        if isinstance(message, m.LeaseGrant):
-            message = msgspec.structs.replace(message, granted_at=self._clock.wall(message.granted_at))
-        self._send(instruction.client.encode(), message)
-
-    def _record(self, line: Log) -> None:
-        if self._event_log is not None:
-            self._event_log.log(line.event, duration_sec=line.duration, extra=line.extra, step=line.step)
 
     # --- messages ---
 
@@ -212,9 +198,9 @@ class Coordinator:
             self._send(identity, m.Refused(about=about, reason="the coordinator failed at this message, and took it back"))
 
     def _answer(self, identity: bytes, role: str, message: m.AnyMessage) -> None:
-        if refused := refusal(identity, role, message):
-            self._refusals.count(refused.kind, refused.reason)
-            return self._send(identity, m.Refused(about=m.asks_about(message), reason=refused.reason))
+        if refused := _refusal(identity, role, message):
+            self._refusals.count(*refused)
+            return self._send(identity, m.Refused(about=m.asks_about(message), reason=refused[1]))
         if isinstance(message, m.StatusRequest):
             return self._send(identity, m.Status(snapshot=self._describe()))
         if isinstance(message, m.JobOver):
@@ -247,7 +233,7 @@ class Coordinator:
         return answer
 
     def _job_over(self, message: m.JobOver) -> m.JobEnded | m.Unknown:
-        """The launcher of the job says that it is over. Its nodes are granted again when no process of the job is left."""
+        """The nodes of the job are granted again when no process of it is left."""
         job = self._machine.state.jobs.get(message.job)
         if job is not None and job.state is not JobState.ENDED and job.uid != message.uid:
             return m.Unknown()  # an earlier start's end, which does not concern this one
@@ -270,10 +256,11 @@ class Coordinator:
 
     def _describe(self) -> dict[str, Any]:
         now = self._clock.now()
-        about: dict[str, Any] = {"journal": self._journal.about(), "settling_s": self._machine.settles_for(now)}
-        about["hosts"] = self._watch.hosts(now)
-        seen = describe(self._machine.state, self.config, now, self._watch.waits_for)
-        return {"address": self.address, "refused": dict(self._refusals.counts), **about, **seen}
+        return {
+            **{"address": self.address, "refused": dict(self._refusals.counts), "journal": self._journal.about()},
+            **{"settling_s": self._machine.settles_for(now), "hosts": self._watch.hosts(now)},
+            **describe(self._machine.state, self.config, now, self._watch.waits_for),
+        }
 
 
 class Planning:
@@ -286,24 +273,18 @@ class Planning:
         self._machine, self._take, self._clock, self._refusals = machine, take, clock, refusals
         self._planner = Answerer()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="verl-mux-placer")
-        self._busy = False
+        self._asking: asyncio.Task | None = None
 
     def look(self) -> None:
         """Asks the next question, if there is one and none is being answered."""
-        if self._busy or not self._machine.state.questions:
-            return
         now = self._clock()
-        asked = placing.asked(self._machine.state, self._machine.config, now)
-        if asked is not None:
-            self._busy = True
-            standing = Standing(self._machine.state, now)
-            answering = asyncio.get_running_loop().run_in_executor(self._thread, self._planner.answer, asked, standing)
-            answering.add_done_callback(lambda done: self._answered(asked, done))
+        if self._asking is None and (asked := placing.asked(self._machine.state, self._machine.config, now)) is not None:
+            self._asking = asyncio.create_task(self._ask(asked, Standing(self._machine.state, now)))
 
-    def _answered(self, asked: Asked, answering: asyncio.Future[Planned]) -> None:
-        self._busy = False
-        if answering.cancelled():
-            return
+    async def _ask(self, asked: Asked, standing: Standing) -> None:
+        answering = asyncio.get_running_loop().run_in_executor(self._thread, self._planner.answer, asked, standing)
+        await asyncio.wait([answering])
+        self._asking = None
         try:
             self._take(answering.result())
         except Exception as error:  # of the planner, or of the machine, which has taken it back: the next question must not wait
@@ -312,6 +293,8 @@ class Planning:
             self._take(nothing_follows(asked))
 
     def close(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
@@ -336,15 +319,9 @@ class Refusals:
                         exc_info=error)  # fmt: skip
 
 
-class Refusal(NamedTuple):
-    """`kind`: what it is counted under; `reason`: for the sender."""
-
-    kind: str
-    reason: str
-
-
-def refusal(identity: bytes, role: str, message: m.AnyMessage) -> Refusal | None:
-    """Why the connection `identity`, made with the key of `role`, may not send the message; None: it may.
+def _refusal(identity: bytes, role: str, message: m.AnyMessage) -> tuple[str, str] | None:
+    """Why the connection `identity`, made with the key of `role`, may not send the message: the kind that is counted, and the
+    reason for the sender. None: it may.
 
     Every key may ask for the status, and a viewer's nothing else. A job's messages take the key of a job, an agent's that of an
     agent, all others that of an operator. Whether a client belongs to the job that it names, the state machine checks.
@@ -353,14 +330,14 @@ def refusal(identity: bytes, role: str, message: m.AnyMessage) -> Refusal | None
         return None
     name = str(type(message).__struct_config__.tag)
     if role == VIEWER or (isinstance(message, m.FromJob), isinstance(message, m.AgentReport)) != (role == JOB, role == AGENT):
-        return Refusal(f"not for a {role}", f"the key of a {role} was used, with which no client may send {name}")
-    if isinstance(message, m.FromJob) and message.client.encode() != identity:
-        return Refusal("another's message", f"a {name} came by another connection than that of the client it names")
-    if isinstance(message, m.AgentReport) and message.agent.encode() != identity:
-        return Refusal("another's message", f"a {name} came by another connection than that of the agent it names")
+        return f"not for a {role}", f"the key of a {role} was used, with which no client may send {name}"
+    sender = getattr(message, "client", None) or getattr(message, "agent", None)
+    if sender is not None and sender.encode() != identity:
+        whose = "client" if isinstance(message, m.FromJob) else "agent"
+        return "another's message", f"a {name} came by another connection than that of the {whose} it names"
     # A job whose driver is dead already would be ended at once, with all processes that it names.
     if isinstance(message, m.Register) and members.is_here(message.driver) and not members.is_alive(message.driver):
         where = f"pid {message.pid} of {message.host}"
         advice = "it has ended, or process ids are hidden there"
-        return Refusal("no such process", f"job {message.job!r} registers as {where}, which does not run there; {advice}")
+        return "no such process", f"job {message.job!r} registers as {where}, which does not run there; {advice}"
     return None

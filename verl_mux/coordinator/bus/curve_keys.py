@@ -25,31 +25,6 @@ import zmq.auth
 from verl_mux.errors import UserError
 
 
-def state_folder() -> Path | None:
-    """Where a user's coordinators and jobs keep keys, journals and addresses, by the XDG base directories, whether it exists or
-    not; None: this user has no home folder."""
-    base = os.environ.get("XDG_STATE_HOME", "")
-    try:
-        state = Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "state"
-    except RuntimeError:
-        return None
-    return state / "verl_mux"
-
-
-_PORT = re.compile(r"tcp://.*:(?P<port>[+-]?\d+)")
-_MOST = 2**16 - 1
-
-
-def check_port(address: str) -> None:
-    """Raises UserError for a port beyond 65535: ZeroMQ would take another one, by its lower bits."""
-    match = _PORT.fullmatch(address)
-    if match is None:  # no tcp, or no address at all, which ZeroMQ says
-        return
-    port = match["port"]
-    if not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > _MOST:
-        raise UserError(f"{address} names port {port}; a port is a number from 0 (any free one, to listen at) to {_MOST}")
-
-
 KEYS_VARIABLE = "VERL_MUX_KEYS"
 JOB, VIEWER, OPERATOR, AGENT = ROLES = ("job", "viewer", "operator", "agent")
 _SERVER = "server"
@@ -75,6 +50,23 @@ class ClientKeys:
 
     def apply(self, socket: zmq.Socket) -> None:
         socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = self.public, self.secret, self.server
+
+
+def state_folder() -> Path | None:
+    """Where a user's coordinators and jobs keep keys and journals, by the XDG base directories, whether it exists or not; None:
+    this user has no home folder."""
+    base = os.environ.get("XDG_STATE_HOME", "")
+    try:
+        return (Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "state") / "verl_mux"
+    except RuntimeError:
+        return None
+
+
+def check_port(address: str) -> None:
+    """Raises UserError for a port beyond 65535: ZeroMQ would take another one, by its lower bits."""
+    match = re.fullmatch(r"tcp://.*:([+-]?\d+)", address)  # none: no tcp, or no address at all, which ZeroMQ says
+    if match is not None and not (re.fullmatch("[0-9]{1,5}", match[1]) and int(match[1]) < 2**16):
+        raise UserError(f"{address} names port {match[1]}; a port is a number from 0 (any free one, to listen at) to 65535")
 
 
 def make(directory: Path) -> None:
@@ -104,14 +96,14 @@ def for_bind(bind: str, directory: Path | None) -> ServerKeys:
         raise UserError(
             f"{bind} can be reached from other machines, which takes keys: run `verl-mux keys DIR` and start it with --keys DIR"
         )
-    return _of_server(_own())
+    return _of_server(own_directory())
 
 
 def for_address(address: str, directory: Path | str | None, role: str) -> ClientKeys | None:
     """Of a client in that role; None: this address takes keys, and none are named."""
     if directory := directory or os.environ.get(KEYS_VARIABLE):
         return _of_client(Path(directory), role)
-    return _of_client(_own(), role) if is_local(address) else None
+    return _of_client(own_directory(), role) if is_local(address) else None
 
 
 def files_of(directory: Path, role: str) -> dict[str, str]:
@@ -120,20 +112,14 @@ def files_of(directory: Path, role: str) -> dict[str, str]:
     return {file.name: file.read_text() for file in (directory / f"{_SERVER}.key", secret)}
 
 
-def _own() -> Path:
+def own_directory() -> Path:
     """The user's own keys, made by the first process that needs them: a job may start before its coordinator."""
-    own = own_directory()
-    if not own.exists():
+    if (state := state_folder()) is None:
+        raise UserError("this user has no home folder to keep keys in: run `verl-mux keys DIR` and name it by --keys DIR")
+    if not (own := state / "keys").exists():
         with contextlib.suppress(UserError):  # another process may make them in this moment
             make(own)
     return own
-
-
-def own_directory() -> Path:
-    """Where a user's coordinators on this machine and their clients look for keys."""
-    if (state := state_folder()) is None:
-        raise UserError("this user has no home folder to keep keys in: run `verl-mux keys DIR` and name it by --keys DIR")
-    return state / "keys"
 
 
 def is_local(address: str) -> bool:
@@ -153,8 +139,7 @@ def _of_server(directory: Path) -> ServerKeys:
 
 def _of_client(directory: Path, role: str) -> ClientKeys:
     """With the key of the role, or else of a role that the folder has; the coordinator knows what that may do."""
-    order = sorted(ROLES, key=lambda other: (other != role, ROLES.index(other)))
-    files = [directory / f"{name}.key_secret" for name in order]
+    files = [directory / f"{name}.key_secret" for name in dict.fromkeys((role, *ROLES))]
     source = next((file for file in files if file.exists()), files[0])
     return ClientKeys(*_read_secret(source), _read(directory / f"{_SERVER}.key")[0], source)
 
@@ -164,9 +149,8 @@ def _read_secret(file: Path) -> tuple[bytes, bytes]:
     public, secret = _read(file)
     if secret is None:
         raise UserError(f"{file} holds no secret key")
-    about = file.stat()
-    if about.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise UserError(f"{file} may be read by others (mode {stat.S_IMODE(about.st_mode):o}); `chmod 600` it, or make new keys")
+    if (mode := stat.S_IMODE(file.stat().st_mode)) & (stat.S_IRWXG | stat.S_IRWXO):
+        raise UserError(f"{file} may be read by others (mode {mode:o}); `chmod 600` it, or make new keys")
     return public, secret
 
 
