@@ -24,7 +24,6 @@ import zmq.auth
 
 from verl_mux.errors import UserError
 
-
 KEYS_VARIABLE = "VERL_MUX_KEYS"
 JOB, VIEWER, OPERATOR, AGENT = ROLES = ("job", "viewer", "operator", "agent")
 _SERVER = "server"
