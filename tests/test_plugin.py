@@ -46,6 +46,7 @@ def test_import_verl_loads_only_the_hooks_of_ours(with_us, without_us):
     ours = set(with_us["after_verl"]) - set(without_us["after_verl"])
     assert "verl_mux.plugin" in ours
     hooks = {"plugin", "post_import", "errors", "platform", "platform.choose", "config", "config.validation_hook"}
+    ours = {name for name in ours if name.partition(".")[0] != "wrapt"}
     assert ours <= {"verl_mux", *(f"verl_mux.{hook}" for hook in hooks), "verl_mux_cpu", "verl_mux_cpu.plugin"}
 
 
