@@ -21,100 +21,94 @@ class Symbol(NamedTuple):
     why: str
 
 
-VERL = (
-    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._setup", "our modes add the rollout pool after it"),
-    Symbol(
-        "verl.trainer.ppo.v1.trainer_base.PPOTrainer.fit", "wrapped: event log for verl's own modes, where the keys ask for it"
-    ),
-    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_advantage", "timed in the event log"),
-    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._validate", "timed in the event log of verl's own modes"),
-    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._init_resource_pool_mgr", "the place to put our worker classes"),
-    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._build_replay_buffer", "our replay buffer waits on completions"),
-    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._submit_batch_to_rollout", "order of submission, for repeatable batches"),
-    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_old_log_prob", "timed in the event log"),
-    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_ref_log_prob", "timed in the event log, under the lease"),
-    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_values", "timed in the event log, under the lease"),
-    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._update_critic", "timed in the event log, under the lease"),
-    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._update_actor", "timed in the event log"),
-    Symbol(
-        "verl.trainer.ppo.v1.trainer_base.PPOTrainer._save_checkpoint", "timed in the event log; a job that moves saves by it"
-    ),
-    Symbol(
-        "verl.trainer.ppo.v1.trainer_base.PPOTrainer._shutdown_dump_executor", "a job that moves leaves fit between two steps"
-    ),
-    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_metrics", "our metrics join verl's"),
-    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._consume_sync_metrics", "a sync's figures join the step's metrics"),
-    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._init_dataloader", "the step's prompts are drawn from it"),
-    Symbol("verl.trainer.ppo.v1.replay_buffer.ReplayBufferAsync._wait_for_next_poll", "replaced by waiting on completions"),
-    Symbol("verl.trainer.ppo.v1.replay_buffer.ReplayBufferAsync._materialize_batch", "sorted into submission order"),
-    Symbol(
-        "verl.trainer.ppo.v1.replay_buffer.ReplayBufferAsync._sync_metadata_from_transfer_queue", "read before a batch is made"
-    ),
-    Symbol("verl.trainer.ppo.v1.replay_buffer.ReplayBufferAsync._clear_groups", "forgets prompt groups that were given up"),
-    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._next_train_batch", "draws prompts, over-sampled or not"),
-    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._load_checkpoint", "the rollout's pools come back with it"),
-    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._reissue_inflight_prompts", "left-over prompts wait for a lease"),
-    Symbol(
-        "verl.trainer.ppo.v1.agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class._run_prompt", "a prompt group's task"
-    ),
-    Symbol("verl.workers.rollout.llm_server.LLMServerClient._vllm_request_id", "our name for a request in the engine"),
-    Symbol("verl.workers.rollout.llm_server.LLMServerClient._acquire_server", "which server has a request"),
-    Symbol("verl.workers.rollout.llm_server.LLMServerClient._release_server", "a request cut off before it reached its server"),
-    Symbol(
-        "verl.trainer.ppo.v1.agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__", "the class under the Ray actor, to subclass it"
-    ),
-    Symbol("verl.trainer.ppo.v1.agent_loop_tq.AgentLoopManagerTQ", "subclassed: our agent loop worker"),
-    Symbol(
-        "verl.experimental.agent_loop.AgentLoopWorker._run_agent_loop",
-        "one span and one seed per request; makes its loop without Hydra",
-    ),
-    Symbol("verl.experimental.agent_loop.agent_loop.DictConfigWrap", "an agent loop's arguments, as verl gives them"),
-    Symbol("verl.experimental.agent_loop.agent_loop.ToolListWrap", "an agent loop's arguments, as verl gives them"),
-    Symbol("verl.utils.rollout_trace.rollout_trace_attr", "verl's trace around an agent loop"),
-    Symbol("verl.experimental.agent_loop.AgentLoopWorker._compute_score", "timed per request"),
-    Symbol("verl.experimental.agent_loop.AgentLoopWorker._agent_loop_postprocess", "timed per request"),
-    Symbol("verl.experimental.agent_loop.agent_loop._agent_loop_registry", "our tool loop takes the place of tool_agent"),
-    Symbol("verl.experimental.agent_loop.tool_agent_loop.ToolAgentLoop._call_tool", "timed per tool call"),
-    Symbol("verl.workers.engine_workers.ActorRolloutRefWorker.update_weights", "overridden: host shards instead of full tensors"),
-    Symbol("verl.workers.engine_workers.ActorRolloutRefWorker.actor_worker_cls", "the training worker class inside"),
-    Symbol("verl.workers.engine_workers.TrainingWorker", "subclassed for the critic"),
-    Symbol("verl.workers.engine.base.BaseEngineCtx._context_switch", "moves nothing while our workers have loaded the states"),
-    Symbol("verl.workers.engine.fsdp.transformer_impl.FSDPEngine.is_param_offload_enabled", "is _is_offload_param, which we set"),
-    Symbol(
-        "verl.workers.engine.fsdp.transformer_impl.FSDPEngine.is_optimizer_offload_enabled",
-        "is _is_offload_optimizer, which we set",
-    ),
-    Symbol("verl.workers.engine.base.EngineRegistry._engines", "is a CPU engine registered already"),
-    Symbol("verl.workers.engine.fsdp.transformer_impl.FSDPEngineWithLMHead", "registered for device cpu"),
-    Symbol("verl.workers.engine.fsdp.transformer_impl.FSDPEngineWithValueHead", "registered for device cpu"),
-    Symbol("verl.workers.engine.spec.ShardSpec.from_param", "where a DTensor's local shard lies in the full tensor"),
-    Symbol("verl.utils.model.convert_weight_keys", "FSDP names to Hugging Face names"),
-    Symbol("verl.workers.rollout.llm_server.LLMServerManager._initialize_llm_servers", "rollout_replica_class is read there"),
-    Symbol("verl.workers.rollout.replica.RolloutReplica.get_ray_class_with_init_args", "our checkpoint engine worker"),
-    Symbol("verl.workers.rollout.replica.RolloutReplica.init_colocated", "launches a replica on a pool that we made"),
-    Symbol("verl.single_controller.ray.base.RayResourcePool.get_placement_groups", "bundles with a resource of their node's"),
-    Symbol("verl.single_controller.ray.base.ResourcePoolManager.create_resource_pool", "its pools are replaced by placed ones"),
-    Symbol("verl.single_controller.ray.base.sort_placement_group_by_node_ip", "the order of ranks, which ours must agree with"),
-    Symbol("verl.utils.checkpoint.checkpoint_manager.find_latest_ckpt_path", "the checkpoint to read ahead"),
-    Symbol("verl.utils.checkpoint.checkpoint_manager.get_checkpoint_tracker_filename", "whether there is one"),
-    Symbol("verl.utils.fs.copy_to_local", "the model's files, to read ahead"),
-    Symbol("verl.checkpoint_engine.base.CheckpointEngineWorker", "subclassed: our hand on the launch gate"),
-    Symbol("verl.checkpoint_engine.base.CheckpointEngineManager.build_process_group", "called once, not at every sync"),
-    Symbol("verl.checkpoint_engine.base.CheckpointEngineRegistry._registry", "which of verl's engines could be imported"),
-    Symbol("verl.checkpoint_engine.base.CheckpointEngineRegistry._import_errors", "what the others lack"),
-    Symbol("verl.plugin.platform.platform_manager.PlatformRegistry", "platform cpu"),
-    Symbol("verl.utils.distributed.initialize_global_process_group_ray", "wrapped: gloo alone on platform cpu"),
-    Symbol("verl.workers.rollout.base._ROLLOUT_REGISTRY", "verl's own modes on the CPU: another way for the weights"),
-    Symbol("verl.trainer.ppo.v1.replay_buffer._accumulate_eviction_metrics", "the trigger waits in several goes"),
-    Symbol("verl.trainer.ppo.v1.trainer_base.PPOTrainer._add_batch_to_generate", "replaced: as many prompts as were taken"),
-    Symbol("transfer_queue.interface.TransferQueueController", "by its name a job finds another one in its Ray cluster"),
-    Symbol("transfer_queue.storage.simple_storage.SimpleStorageUnit", "found by its name: a rollout waits for a dead one"),
-    Symbol(
-        "verl.trainer.ppo.v1.agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_ready__",
-        "what every Ray actor answers: is it alive",
-    ),
-    Symbol("ray._private.services.canonicalize_bootstrap_address", "which Ray cluster a driver would join"),
-    Symbol("ray.experimental.internal_kv._internal_kv_put", "whose Ray cluster it is"),
-    Symbol("ray.experimental.internal_kv._internal_kv_get", "whose Ray cluster it is"),
-    Symbol("verl.utils.config.validate_config", "our keys are checked with verl's, before Ray starts"),
+# Owner -> its names, separated by spaces -> why we need them.
+_NAMES = {
+    "verl.trainer.ppo.v1.trainer_base.PPOTrainer": {
+        "_setup": "our modes add the rollout pool after it",
+        "fit": "wrapped: event log for verl's own modes, where the keys ask for it",
+        "_compute_advantage _compute_old_log_prob _update_actor": "timed in the event log",
+        "_validate": "timed in the event log of verl's own modes",
+        "_init_resource_pool_mgr": "the place to put our worker classes",
+        "_build_replay_buffer": "our replay buffer waits on completions",
+        "_submit_batch_to_rollout": "order of submission, for repeatable batches",
+        "_compute_ref_log_prob _compute_values _update_critic": "timed in the event log, under the lease",
+        "_save_checkpoint": "timed in the event log; a job that moves saves by it",
+        "_shutdown_dump_executor": "a job that moves leaves fit between two steps",
+        "_compute_metrics": "our metrics join verl's",
+        "_consume_sync_metrics": "a sync's figures join the step's metrics",
+        "_init_dataloader": "the step's prompts are drawn from it",
+        "_next_train_batch": "draws prompts, over-sampled or not",
+        "_load_checkpoint": "the rollout's pools come back with it",
+        "_reissue_inflight_prompts": "left-over prompts wait for a lease",
+        "_add_batch_to_generate": "replaced: as many prompts as were taken",
+    },
+    "verl.trainer.ppo.v1.replay_buffer.ReplayBufferAsync": {
+        "_wait_for_next_poll": "replaced by waiting on completions",
+        "_materialize_batch": "sorted into submission order",
+        "_sync_metadata_from_transfer_queue": "read before a batch is made",
+        "_clear_groups": "forgets prompt groups that were given up",
+    },
+    "verl.trainer.ppo.v1.agent_loop_tq.AgentLoopWorkerTQ": {
+        "__ray_metadata__.modified_class._run_prompt": "a prompt group's task",
+        "__ray_metadata__": "the class under the Ray actor, to subclass it",
+        "__ray_metadata__.modified_class.__ray_ready__": "what every Ray actor answers: is it alive",
+    },
+    "verl.workers.rollout.llm_server.LLMServerClient": {
+        "_vllm_request_id": "our name for a request in the engine",
+        "_acquire_server": "which server has a request",
+        "_release_server": "a request cut off before it reached its server",
+    },
+    "verl.experimental.agent_loop": {
+        "AgentLoopWorker._run_agent_loop": "one span and one seed per request; makes its loop without Hydra",
+        "AgentLoopWorker._compute_score AgentLoopWorker._agent_loop_postprocess": "timed per request",
+        "agent_loop.DictConfigWrap agent_loop.ToolListWrap": "an agent loop's arguments, as verl gives them",
+        "agent_loop._agent_loop_registry": "our tool loop takes the place of tool_agent",
+        "tool_agent_loop.ToolAgentLoop._call_tool": "timed per tool call",
+    },
+    "verl.workers.engine.fsdp.transformer_impl": {
+        "FSDPEngine.is_param_offload_enabled": "is _is_offload_param, which we set",
+        "FSDPEngine.is_optimizer_offload_enabled": "is _is_offload_optimizer, which we set",
+        "FSDPEngineWithLMHead FSDPEngineWithValueHead": "registered for device cpu",
+    },
+    "verl": {
+        "workers.rollout.replica.RolloutReplica.get_ray_class_with_init_args": "our checkpoint engine worker",
+        "workers.rollout.replica.RolloutReplica.init_colocated": "launches a replica on a pool that we made",
+        "utils.checkpoint.checkpoint_manager.find_latest_ckpt_path": "the checkpoint to read ahead",
+        "utils.checkpoint.checkpoint_manager.get_checkpoint_tracker_filename": "whether there is one",
+        "checkpoint_engine.base.CheckpointEngineRegistry._registry": "which of verl's engines could be imported",
+        "checkpoint_engine.base.CheckpointEngineRegistry._import_errors": "what the others lack",
+        "trainer.ppo.v1.agent_loop_tq.AgentLoopManagerTQ": "subclassed: our agent loop worker",
+        "utils.rollout_trace.rollout_trace_attr": "verl's trace around an agent loop",
+        "workers.engine_workers.ActorRolloutRefWorker.update_weights": "overridden: host shards instead of full tensors",
+        "workers.engine_workers.TrainingWorker": "subclassed for the critic",
+        "workers.engine.base.BaseEngineCtx._context_switch": "moves nothing while our workers have loaded the states",
+        "workers.engine.base.EngineRegistry._engines": "is a CPU engine registered already",
+        "utils.model.convert_weight_keys": "FSDP names to Hugging Face names",
+        "workers.rollout.llm_server.LLMServerManager._initialize_llm_servers": "rollout_replica_class is read there",
+        "single_controller.ray.base.RayResourcePool.get_placement_groups": "bundles with a resource of their node's",
+        "single_controller.ray.base.ResourcePoolManager.create_resource_pool": "its pools are replaced by placed ones",
+        "single_controller.ray.base.sort_placement_group_by_node_ip": "the order of ranks, which ours must agree with",
+        "utils.fs.copy_to_local": "the model's files, to read ahead",
+        "checkpoint_engine.base.CheckpointEngineWorker": "subclassed: our hand on the launch gate",
+        "checkpoint_engine.base.CheckpointEngineManager.build_process_group": "called once, not at every sync",
+        "plugin.platform.platform_manager.PlatformRegistry": "platform cpu",
+        "utils.distributed.initialize_global_process_group_ray": "wrapped: gloo alone on platform cpu",
+        "workers.rollout.base._ROLLOUT_REGISTRY": "verl's own modes on the CPU: another way for the weights",
+        "trainer.ppo.v1.replay_buffer._accumulate_eviction_metrics": "the trigger waits in several goes",
+        "utils.config.validate_config": "our keys are checked with verl's, before Ray starts",
+    },
+    "ray": {
+        "experimental.internal_kv._internal_kv_put experimental.internal_kv._internal_kv_get": "whose Ray cluster it is",
+        "_private.services.canonicalize_bootstrap_address": "which Ray cluster a driver would join",
+    },
+    "transfer_queue": {
+        "interface.TransferQueueController": "by its name a job finds another one in its Ray cluster",
+        "storage.simple_storage.SimpleStorageUnit": "found by its name: a rollout waits for a dead one",
+    },
+}
+VERL = tuple(
+    Symbol(f"{owner}.{name}", why)
+    for owner, reasons in _NAMES.items()
+    for names, why in reasons.items()
+    for name in names.split()
 )
