@@ -23,6 +23,15 @@ UPDATES = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWei
 
 SYMBOLS = [*upstream.VERL, *(symbol for engine in engines().values() for symbol in engine.symbols)]
 
+_ALONE = (
+    "init prepare_step on_step_begin on_step_end on_sample_end on_validate_begin on_validate_end "
+    "get_llm_client get_reward_handles _setup _init_resource_pool_mgr _build_replay_buffer "
+    "_rollout_server_managers _get_n_gpus_for_throughput _save_checkpoint"
+)
+_PASSES = (
+    "_balance_batch _compute_old_log_prob _compute_advantage _compute_ref_log_prob _compute_values _update_critic _update_actor"
+)
+
 # Parameters that our overrides take, our calls name, or our hooks rely on.
 SIGNATURES = {
     f"{UPDATES}.release_memory_occupation": ["self", "recv_req"],
@@ -30,30 +39,10 @@ SIGNATURES = {
     "sglang.srt.model_executor.model_runner.ModelRunner.initialize": ["self", "pre_model_load_memory"],
     "sglang.srt.utils.common.get_available_gpu_memory": ["device", "gpu_id", "distributed", "empty_cache", "cpu_group"],
     f"{TRAINER}.__init__": ["self", "config"],
-    f"{TRAINER}.init": ["self"],
+    **dict.fromkeys([f"{TRAINER}.{name}" for name in _ALONE.split()], ["self"]),
     f"{TRAINER}.fit": ["self", "agent_loop_manager"],
-    f"{TRAINER}.prepare_step": ["self"],
-    f"{TRAINER}.on_step_begin": ["self"],
-    f"{TRAINER}.on_step_end": ["self"],
-    f"{TRAINER}.on_sample_end": ["self"],
-    f"{TRAINER}.on_validate_begin": ["self"],
-    f"{TRAINER}.on_validate_end": ["self"],
-    f"{TRAINER}.get_llm_client": ["self"],
-    f"{TRAINER}.get_reward_handles": ["self"],
-    f"{TRAINER}._setup": ["self"],
-    f"{TRAINER}._init_resource_pool_mgr": ["self"],
-    f"{TRAINER}._build_replay_buffer": ["self"],
-    f"{TRAINER}._rollout_server_managers": ["self"],
-    f"{TRAINER}._get_n_gpus_for_throughput": ["self"],
     f"{TRAINER}._submit_batch_to_rollout": ["self", "batch"],
-    f"{TRAINER}._balance_batch": ["self", "batch", "metrics"],
-    f"{TRAINER}._compute_old_log_prob": ["self", "batch", "metrics"],
-    f"{TRAINER}._compute_advantage": ["self", "batch", "metrics"],
-    f"{TRAINER}._compute_ref_log_prob": ["self", "batch", "metrics"],
-    f"{TRAINER}._compute_values": ["self", "batch", "metrics"],
-    f"{TRAINER}._update_critic": ["self", "batch", "metrics"],
-    f"{TRAINER}._update_actor": ["self", "batch", "metrics"],
-    f"{TRAINER}._save_checkpoint": ["self"],
+    **dict.fromkeys([f"{TRAINER}.{name}" for name in _PASSES.split()], ["self", "batch", "metrics"]),
     f"{TRAINER}._compute_metrics": ["self", "batch", "metrics", "timing_raw", "global_steps", "epoch"],
     f"{BUFFER}.__init__": [
         "trainer_mode", "trainer_config", "max_off_policy_threshold", "max_off_policy_strategy", "sampler_kwargs", "refill_fn",

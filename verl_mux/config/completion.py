@@ -53,11 +53,7 @@ def complete_stock_cpu(config: DictConfig) -> None:
 
 
 def complete_trigger(config: DictConfig) -> None:
-    """The training trigger is a custom sampler of verl's.
-
-    Raises:
-        UserError: the config names another one.
-    """
+    """The training trigger is a custom sampler of verl's. Raises UserError where the config names another one."""
     sampler = config.trainer.v1.sampler
     if given := OmegaConf.select(sampler, "custom_sampler.path"):
         raise UserError(
@@ -68,34 +64,29 @@ def complete_trigger(config: DictConfig) -> None:
 
 
 def hand_to_workers(
-    config: DictConfig,
-    mux: MuxConfig,
-    places: Mapping[str, Place] | None = None,
-    cpu: bool = False,
-    resume: str | None = None,
+    config: DictConfig, mux: MuxConfig, places: Mapping[str, Place] | None = None, cpu: bool = False, resume: str | None = None
 ) -> WorkerSettings:
     """Put what workers need into verl's extension point; returns it.
 
     `places`: of the job's nodes; `cpu`: work stays on the cores that these name; `resume`: the checkpoint to go on from.
     """
-    places = places or {}
-    rollout_cpus, train_cpus = (
-        (places[names[0]].cpus or []) if cpu and names[0] in places else [] for names in (mux.nodes.rollout, mux.nodes.train)
-    )
+    first = {side: (places or {}).get(getattr(mux.nodes, side)[0], Place()) for side in ("rollout", "train")}
+    cores = {side: tuple(place.cpus or ()) if cpu else () for side, place in first.items()}
+    events_dir = str(Path(mux.profile.dir or Path(config.trainer.default_local_dir) / "events").absolute())
     settings = WorkerSettings(
         job=str(mux.job),
         uid=uuid4().hex[:12],
         seed=mux.seed,
         seeded_sampling=mux.seeded_sampling,
-        events_dir=str(events_dir(config, mux)) if mux.profile.enable else None,
+        events_dir=events_dir if mux.profile.enable else None,
         events_every=mux.profile.every,
         texts=mux.profile.texts,
         stalls=mux.profile.stalls,
         rollout_nodes=tuple(mux.nodes.rollout),
         train_nodes=tuple(mux.nodes.train),
-        rollout_cpus=tuple(rollout_cpus),
-        train_cpus=tuple(train_cpus),
-        places=dict(places),
+        rollout_cpus=cores["rollout"],
+        train_cpus=cores["train"],
+        places=dict(places or {}),
         resume=resume,
         device=mux.device,
     )
@@ -127,11 +118,6 @@ def logged_keys(config: DictConfig) -> list[str]:
     ours = leaves(RolloutConfig, "mux.rollout")
     values = {key: OmegaConf.select(config, key) for key in (*_LOGGED, *ours) if ".trigger." not in key}
     return [f"{key}={value}" for key, value in values.items() if value is not None]
-
-
-def events_dir(config: DictConfig, mux: MuxConfig) -> Path:
-    """Where the job's event log goes."""
-    return Path(mux.profile.dir or Path(config.trainer.default_local_dir) / "events").absolute()
 
 
 def _imply_mode(config: DictConfig) -> None:
@@ -177,16 +163,11 @@ def _imply_rollout(config: DictConfig, keys: RolloutConfig) -> None:
     if keys.needs_rollout_log_probs:
         config.actor_rollout_ref.rollout.calculate_log_probs = True
     if keys.cuts and keys.segments.treatment == "tis":
-        _imply_weights(config, TIS_THRESHOLD)
+        correction = config.algorithm.rollout_correction
+        if correction.get("rollout_is") is None:  # else the user has asked verl's own rollout correction for something already
+            correction.rollout_is, correction.rollout_is_threshold = "token", TIS_THRESHOLD
     if keys.launch_order != "fifo":
         _imply_arguments(config, _engine(config).priority_arguments(_engine_kwargs(config)))
-
-
-def _imply_weights(config: DictConfig, threshold: float) -> None:
-    """verl's own rollout correction, unless the user has asked it for something already."""
-    correction = config.algorithm.rollout_correction
-    if correction.get("rollout_is") is None:
-        correction.rollout_is, correction.rollout_is_threshold = "token", threshold
 
 
 def _imply_cpu(config: DictConfig) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -47,19 +47,18 @@ def check_job(config: DictConfig) -> None:
     """Check what a verl config says to us, and ask the coordinator; what is wrong is one line on stderr and exit code 2."""
     try:
         mux = check(config)
-        if mux is not None:
-            if cpu_platform_wanted() and cpu_package_missing():
-                raise UserError(CPU_PACKAGE_MISSING)
-            # All processes of this run carry one mark, so that the coordinator can tell when the last is gone.
-            os.environ.setdefault(UID_VARIABLE, uuid4().hex)
-            check_surroundings(config)
-            ask_coordinator(config, mux)
-            if mux.move_note is not None:
-                Path(mux.move_note).unlink(missing_ok=True)  # from now on it has not left
-            claim_cluster(config, str(mux.job))
-            claim_folder(Path(config.trainer.default_local_dir), str(mux.job))
-        else:
-            complete_stock_mode(config)
+        if mux is None:
+            return complete_stock_mode(config)
+        if cpu_platform_wanted() and cpu_package_missing():
+            raise UserError(CPU_PACKAGE_MISSING)
+        # All processes of this run carry one mark, so that the coordinator can tell when the last is gone.
+        os.environ.setdefault(UID_VARIABLE, uuid4().hex)
+        check_surroundings(config)
+        ask_coordinator(config, mux)
+        if mux.move_note is not None:
+            Path(mux.move_note).unlink(missing_ok=True)  # from now on it has not left
+        claim_cluster(config, str(mux.job))
+        claim_folder(Path(config.trainer.default_local_dir), str(mux.job))
     except UserError as error:
         print(f"verl-mux: {error}", file=sys.stderr)
         sys.exit(2)
@@ -96,17 +95,13 @@ def ask_coordinator(config: DictConfig, mux: MuxConfig) -> None:
     """
     client = connect_job(config, mux, wait=False)
     client.close()
-    named = OmegaConf.select(config, "ray_kwargs.ray_init.address") not in (None, "local")
-    if mux.coordinator and not named and joined_cluster(sys.argv) is None:
-        places = {node: client.place(node) for names in client.nodes.values() for node in names}
-        _offer(config, [node for node, place in places.items() if place.host is not None and is_host(place.host, this_host())])
-
-
-def _offer(config: DictConfig, nodes: list[str]) -> None:
-    given = OmegaConf.select(config, "ray_kwargs.ray_init.resources") or {}
-    if nodes:
-        offered = {**dict.fromkeys(map(resource_of, nodes), 1), **given}
-        OmegaConf.update(config, "ray_kwargs.ray_init.resources", offered, force_add=True)
+    joins = OmegaConf.select(config, "ray_kwargs.ray_init.address") not in (None, "local") or joined_cluster(sys.argv) is not None
+    if not mux.coordinator or joins:
+        return
+    hosts, here = {node: client.place(node).host for names in client.nodes.values() for node in names}, this_host()
+    if offered := {resource_of(node): 1 for node, host in hosts.items() if host is not None and is_host(host, here)}:
+        key = "ray_kwargs.ray_init.resources"
+        OmegaConf.update(config, key, {**offered, **(OmegaConf.select(config, key) or {})}, force_add=True)
 
 
 def complete_stock_mode(config: DictConfig) -> None:
@@ -133,13 +128,6 @@ def complete_stock_mode(config: DictConfig) -> None:
         completion.complete_stock_cpu(config)
 
 
-def _is_movable(config: DictConfig, mux: MuxConfig) -> bool:
-    """Would its launcher start it again, and does it keep checkpoints that are whole when it ends?"""
-    in_background = OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save")
-    saves = (OmegaConf.select(config, "trainer.save_freq") or 0) > 0 and not in_background
-    return mux.move_note is not None and saves
-
-
 def connect_job(config: DictConfig, mux: MuxConfig, wait: bool = True) -> LocalMux:
     """The job's client, connected; its local stand-in where no coordinator is named. A job that leaves its nodes to the
     coordinator may have to wait for them; with `wait` False it does not, and the client names none.
@@ -151,16 +139,24 @@ def connect_job(config: DictConfig, mux: MuxConfig, wait: bool = True) -> LocalM
     colocated = config.trainer.v1.trainer_mode == "mux_colocate"
     rollout = config.trainer if colocated else config.actor_rollout_ref.rollout
     gpus = {"rollout": rollout.n_gpus_per_node, "train": config.trainer.n_gpus_per_node}
+    # Its launcher would start it again, and it keeps checkpoints that are whole when it ends.
+    saves = (OmegaConf.select(config, "trainer.save_freq") or 0) > 0
+    in_background = OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save")
     client = connect(
         mux.coordinator, str(mux.job), nodes, gpus=gpus, seed=mux.seed, steps=config.trainer.total_training_steps,
         timeout=_TIMEOUT_S, needs=needs_of(config) if mux.nodes.rollout == [AUTO] else None, slo=mux.slo,
         profiled=Observed(rollout=tuple(mux.profiled.rollout), train=tuple(mux.profiled.train)),
         host_memory=host_memory_of(config) if mux.coordinator else None, wait=wait, keys=mux.keys,
-        movable=_is_movable(config, mux), colocated=colocated,
+        movable=mux.move_note is not None and saves and not in_background, colocated=colocated,
     )  # fmt: skip
-    if mux.coordinator and client.nodes and (wrong := _other_than_asked(client.nodes, config, colocated)):
-        client.close()
-        raise UserError(wrong)
+    if mux.coordinator and client.nodes:
+        for side, key in (("rollout", "trainer" if colocated else "actor_rollout_ref.rollout"), ("train", "trainer")):
+            if len(given := client.nodes[side]) != (count := OmegaConf.select(config, f"{key}.nnodes")):
+                client.close()
+                raise UserError(
+                    f"mux.nodes.{side} stands for {len(given)} nodes of the coordinator ({', '.join(given)}), but "
+                    f"{key}.nnodes is {count}; they must be equal"
+                )
     return client
 
 
@@ -171,23 +167,6 @@ def connect_to_grow(config: DictConfig, mux: MuxConfig, nodes: Sequence[str]) ->
         mux.coordinator, name, {"rollout": list(nodes)}, gpus={"rollout": gpus}, timeout=_TIMEOUT_S,
         uid=f"{name}:{uuid4().hex}", keys=mux.keys, filler=True, grace=_GRACE_S,
     )  # fmt: skip
-
-
-def _other_than_asked(nodes: Mapping[str, Sequence[str]], config: DictConfig, colocated: bool) -> str | None:
-    """What verl will use and the coordinator's nodes do not fit together."""
-    rollout = "trainer" if colocated else "actor_rollout_ref.rollout"
-    for side, key in (("rollout", rollout), ("train", "trainer")):
-        if len(given := nodes[side]) != (count := OmegaConf.select(config, f"{key}.nnodes")):
-            return (
-                f"mux.nodes.{side} stands for {len(given)} nodes of the coordinator ({', '.join(given)}), but "
-                f"{key}.nnodes is {count}; they must be equal"
-            )
-    if colocated and set(nodes["rollout"]) != set(nodes["train"]):
-        return (
-            "trainer.v1.trainer_mode=mux_colocate runs both phases on the same nodes, but the coordinator gives"
-            f" {', '.join(nodes['rollout'])} for rollout and {', '.join(nodes['train'])} for train: it is too old for such jobs"
-        )
-    return None
 
 
 # ---------------------------------------------------------------- what a job says of itself

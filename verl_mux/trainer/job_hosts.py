@@ -1,15 +1,11 @@
-"""Where a job's processes run, and whether they live: its worker groups' hosts, the actors that a rollout needs, the hosts'
-network.
+"""Where a job's processes run, and whether they live: hosts of its worker groups, actors that a rollout needs, the network.
 
 Runs in the trainer's driver; called by trainer/modes.py. Asks Ray where processes run and which actors have died; tries
 connections to the hosts. `ActorWatch` and `HostWatch` each have a thread.
 
-A dead actor or a cut-off host would keep its job, and the nodes that the job holds, for ever. A call to a dead engine, load
-balancer or reward worker fails, and verl draws other prompts in the place of those that failed; a call to a dead TransferQueue
-is never
-answered; a prompt on a dead agent loop worker never ends; a collective with a rank on a cut-off host never ends, and Ray may
-take five
-minutes to report a call to it as lost.
+A dead actor or a cut-off host would keep its job, and the nodes that the job holds, for ever: verl draws other prompts where
+calls to a dead engine, load balancer or reward worker failed; a call to a dead TransferQueue is never answered; a prompt on a
+dead agent loop worker and a collective with a cut-off rank never end, and Ray may take five minutes to report a lost call.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 from omegaconf import DictConfig
@@ -56,8 +52,7 @@ Address = tuple[str, int]
 # ---------------------------------------------------------------- set-up
 
 
-@dataclass(frozen=True)
-class Nodes:
+class Nodes(NamedTuple):
     """A job's, by side in the order of ranks; and where each of them is."""
 
     rollout: list[str]
@@ -114,11 +109,7 @@ def placed_pools(manager: ResourcePoolManager, settings: WorkerSettings) -> Reso
 
 
 def check_ranks(ranks: Sequence[Location], settings: WorkerSettings) -> None:
-    """Where the ranks of a training group run, before they touch a device.
-
-    Raises:
-        UserError: naming each that runs elsewhere than on its node.
-    """
+    """Where the ranks of a training group run, before they touch a device. Raises UserError naming each on a wrong node."""
     nodes = settings.train_nodes
     located = [(f"training rank {rank}", node_of(nodes, rank, len(ranks)), at) for rank, at in enumerate(ranks)]
     check(located, settings.places)
@@ -133,19 +124,14 @@ class DeadActor(Failure):
 
 def actors_of_rollout(engines: Any, workers: Sequence[Any], reward_workers: Sequence[Any]) -> dict[str, Any]:
     """Ray's handles, by the names that users know. engines: MuxLLMServerManager. workers: the agent loop workers."""
+    named = ray.util.list_named_actors(all_namespaces=True)  # of this job alone: a Ray cluster has one job
     return {
         "the load balancer": engines.global_load_balancer,
         **{f"server {at} of replica {it.replica_rank}": s for it in engines.get_replicas() for at, s in enumerate(it.servers)},
         **{f"agent loop worker {at}": worker for at, worker in enumerate(workers)},
         **{f"reward worker {at}": worker for at, worker in enumerate(reward_workers)},
-        **_transfer_queue(),
+        **{it["name"]: ray.get_actor(**it) for it in named if it["name"].startswith("TransferQueue")},
     }
-
-
-def _transfer_queue() -> dict[str, Any]:
-    """Its controller and its storage units. No other job's: a Ray cluster has one job."""
-    named = ray.util.list_named_actors(all_namespaces=True)
-    return {it["name"]: ray.get_actor(**it) for it in named if it["name"].startswith("TransferQueue")}
 
 
 class ActorWatch:
@@ -225,8 +211,7 @@ class HostLost(Failure):
 
 
 def hosts_of(nodes: Iterable[str], cluster: Iterable[RayNode], here: str) -> dict[str, Address]:
-    """Where Ray listens on the hosts of these mux nodes, by the names that users know. Without `here`, this host's own
-    address."""
+    """Where Ray listens on the hosts of these mux nodes but `here`, this host's own address; by the names that users know."""
     nodes, hosts = list(dict.fromkeys(nodes)), {}
     for it in cluster:
         on_it = [node for node in nodes if it.resources.get(resource_of(node))]

@@ -30,7 +30,7 @@ import contextlib
 import functools
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ from verl_mux.trainer.prompts import Prompts
 from verl_mux.trainer.replay_buffer import MuxReplayBuffer
 from verl_mux.trainer.replica_moves import ReplicaMoves, TailMigration, make_growth
 from verl_mux.trainer.rollout_engines import RolloutEngines
-from verl_mux.trainer.step_rollout import StepRollout, lag_limit, load, may_train_on
+from verl_mux.trainer.step_rollout import StepRollout, load, may_train_on
 from verl_mux.trainer.workers import MuxActorWorker, MuxTrainingWorker
 from verl_mux.worker_settings import node_of, open_worker_log
 
@@ -90,10 +90,10 @@ class OffPolicyError(RuntimeError):
 
 
 class AfterInitLease:
-    """A worker group of a trainer that takes its init lease before the group touches its device.
+    """A worker group's attribute whose setting takes the trainer's init lease.
 
-    verl's `_setup` starts all worker processes, then sets each group right before the group first touches its device (`reset` of
-    the critic, `init_model` of the actor). It calls nothing of ours in between, so setting the group is the door.
+    verl's `_setup` starts all worker processes, sets this attribute, and calls nothing of ours before the group first touches its
+    device (`reset` of the critic, `init_model` of the actor).
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -107,6 +107,16 @@ class AfterInitLease:
         if self._name not in vars(trainer):
             raise AttributeError(self._name)
         return vars(trainer)[self._name]
+
+
+def _timed_pass(name: str, event: str) -> Callable:
+    """verl's pass of this name over a batch, as a part of the training phase: logged, under a lease that may be used."""
+
+    def timed(self: PPOTrainerMux, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        with self.phases.part(event, self.global_steps):
+            return getattr(PPOTrainer, name)(self, batch, metrics)
+
+    return timed
 
 
 class PPOTrainerMux(PPOTrainer):
@@ -143,15 +153,12 @@ class PPOTrainerMux(PPOTrainer):
         self.settings = completion.hand_to_workers(config, mux, nodes.places, cpu, checkpoint_to_resume(config))
         self.phases = Phases(client, open_worker_log(self.settings, "trainer", 0))
         self.leaving = Leaving(client, mux.move_note)
-        self.hosts = self._watch_hosts({*nodes.rollout, *nodes.train})
+        # A host that is cut off for longer than a lease lasts ends the job, as losing the driver's host would.
+        limit_s, used = self.phases.mux.lease_timeout, {*nodes.rollout, *nodes.train}
+        hosts = {} if limit_s is None else hosts_of(used, ray_nodes(), ray.util.get_node_ip_address())
+        self.hosts = HostWatch(hosts, limit_s or 0.0, functools.partial(end_process, self.phases))
         self.phases.log.log(events.JOB_KEYS, extra={"keys": completion.logged_keys(config)}, step=0)
         self.phases.guard(self.suspend)
-
-    def _watch_hosts(self, nodes: Iterable[str]) -> HostWatch:
-        """A host that is cut off for longer than a lease lasts ends the job, as losing the driver's host would."""
-        limit_s = self.phases.mux.lease_timeout
-        hosts = hosts_of(nodes, ray_nodes(), ray.util.get_node_ip_address()) if limit_s is not None else {}
-        return HostWatch(hosts, limit_s or 0.0, functools.partial(end_process, self.phases))
 
     # ---------------------------------------------------------------- set-up
 
@@ -247,7 +254,8 @@ class PPOTrainerMux(PPOTrainer):
             self.agent_loop_manager = agent_loop_manager
             workers = agent_loop_manager.agent_loop_workers
             actors = actors_of_rollout(self.rollout_server_manager, workers, self.get_reward_handles() or [])
-            with self._moving_replicas(workers), ActorWatch(actors, functools.partial(end_process, self.phases)) as self.watch:
+            end = functools.partial(end_process, self.phases)
+            with self._make_moves(workers) as self.moves, ActorWatch(actors, end) as self.watch:
                 self._start_rollout(workers)
                 close = self._fit(agent_loop_manager)
         self.close(close)
@@ -270,18 +278,8 @@ class PPOTrainerMux(PPOTrainer):
             return self.leaving.close_to_move
         return self.phases.mux.close
 
-    @contextlib.contextmanager
-    def _moving_replicas(self, workers: list) -> Iterator[None]:
-        """Replicas that leave a rollout early or join it late, where the keys ask for that."""
-        self.moves = self._make_moves(workers)
-        try:
-            yield
-        except BaseException as error:
-            self.moves.end(f"its job ended with {type(error).__name__}")
-            raise
-        self.moves.end(None)
-
     def _make_moves(self, workers: list) -> ReplicaMoves:
+        """Replicas that leave a rollout early or join it late, where the keys ask for that."""
         keys, data, at_once = self._mux_config.rollout, self.config.data, self.config.actor_rollout_ref.rollout.max_num_seqs
         room = Room(data.max_response_length, at_once, (at_once or 0) * (data.max_prompt_length + data.max_response_length))
         if keys.migration:
@@ -329,25 +327,11 @@ class PPOTrainerMux(PPOTrainer):
                 self.rollout.treat_older_tokens(batch, metrics)
         return batch
 
-    def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        with self.phases.part(events.REF, self.global_steps):
-            return super()._compute_ref_log_prob(batch, metrics)
-
-    def _compute_values(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        with self.phases.part(events.VALUES, self.global_steps):
-            return super()._compute_values(batch, metrics)
-
-    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        with self.phases.part(events.ADV, self.global_steps):
-            return super()._compute_advantage(batch, metrics)
-
-    def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        with self.phases.part(events.UPDATE_CRITIC, self.global_steps):
-            return super()._update_critic(batch, metrics)
-
-    def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        with self.phases.part(events.UPDATE_ACTOR, self.global_steps):
-            return super()._update_actor(batch, metrics)
+    _compute_ref_log_prob = _timed_pass("_compute_ref_log_prob", events.REF)
+    _compute_values = _timed_pass("_compute_values", events.VALUES)
+    _compute_advantage = _timed_pass("_compute_advantage", events.ADV)
+    _update_critic = _timed_pass("_update_critic", events.UPDATE_CRITIC)
+    _update_actor = _timed_pass("_update_actor", events.UPDATE_ACTOR)
 
     def on_step_end(self) -> None:
         self.leaving.save(self.global_steps, self.total_training_steps, self._save_checkpoint)
@@ -502,7 +486,7 @@ class PPOTrainerMux(PPOTrainer):
         """Every sample of step k was generated, from first to last token, with the weights after step k-1; where responses go on
         under newer weights, with no older ones than the limit of lag allows."""
         expected, keys = self.global_steps - 1, self._mux_config.rollout
-        lag = lag_limit(self, keys)
+        lag = keys.lag_limit(self.config.trainer.v1.sampler.max_off_policy_threshold)
         for key, tag in zip(batch.keys, batch.tags, strict=True):
             if not tag.get("is_padding", False) and not may_train_on(tag, expected, keys, lag):
                 versions = (tag.get("min_global_steps"), tag.get("max_global_steps"))
@@ -520,7 +504,9 @@ class PPOTrainerMux(PPOTrainer):
         except BaseException as error:
             self.hosts.close()
             try:
-                self.phases.fail(_reason(error))
+                # For users who ask the coordinator why the job ended: a failure's own words, an actor's among them.
+                cause = error.cause if isinstance(error, RayTaskError) else error
+                self.phases.fail(str(cause) if isinstance(cause, Failure) else f"its driver ended with {type(error).__name__}")
             finally:
                 self.phases.log.close()
             raise
@@ -534,12 +520,6 @@ class PPOTrainerMux(PPOTrainer):
             close_client()
             self.phases.log.close()
             shutil.rmtree(self.settings.directory, ignore_errors=True)
-
-
-def _reason(error: BaseException) -> str:
-    """Why a job ended, for users who ask the coordinator: a failure's own words, an actor's among them."""
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    return str(cause) if isinstance(cause, Failure) else f"its driver ended with {type(error).__name__}"
 
 
 @register_trainer("mux_separate")

@@ -38,9 +38,8 @@ class Phases:
         self._user: int | None = None  # the thread that has it
 
     def guard(self, pause: Callable[[Lease], Callable[[], None]]) -> None:
-        """`pause` puts the memory of the held lease to sleep while the lease may not be used; the function that it returns takes
-        the memory up again. It is called between two uses of the device (see `using`), in a thread of its own.
-        """
+        """`pause` puts the memory of a lease to sleep that may not be used for a while; its result takes the memory up again.
+        Called between two uses of the device (see `using`), in a thread of its own."""
 
         def fenced() -> None:
             with self.device():
@@ -178,12 +177,12 @@ class LeavesToMove(Exception):
 
 
 class Leaving:
-    """A job that the coordinator asks to move saves at the end of its step, and leaves before the next one begins.
+    """How a job that the coordinator asks to move saves at the end of its step, and leaves before the next one begins.
 
     asked by the coordinator -> `save` at a step's end -> `before_step` raises LeavesToMove -> `leave_note` -> `close_to_move`
 
-    `verl-mux run` finds the note and starts the job again: verl then goes on from the checkpoint (`trainer.resume_mode=auto`), on
-    the nodes that the coordinator keeps for it. note: see `mux.move_note`; without one the job stays.
+    `verl-mux run` finds the note (`mux.move_note`; a job without one stays) and starts the job again: verl goes on from the
+    checkpoint (`trainer.resume_mode=auto`), on the nodes that the coordinator keeps for it.
     """
 
     def __init__(self, mux: LocalMux, note: str | None) -> None:
@@ -206,7 +205,7 @@ class Leaving:
         self._move, self._step, self._saving_s = move, step, time.perf_counter() - began
 
     def before_step(self) -> None:
-        """All of the step before is done and reported by now."""
+        """Raises LeavesToMove; the step before is done and reported by now."""
         if self._move:
             raise LeavesToMove
 

@@ -80,6 +80,12 @@ class ReplicaMoves:
     def end(self, failed: str | None) -> None:
         """The job is over, or has failed for this reason, and keeps its nodes until its processes are gone."""
 
+    def __enter__(self) -> ReplicaMoves:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.end(None if kind is None else f"its job ended with {kind.__name__}")
+
 
 class TailMigration(ReplicaMoves):
     """workers: the agent loop workers. room: what a replica holds."""

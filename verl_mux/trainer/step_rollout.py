@@ -52,7 +52,7 @@ class StepRollout:
         self._samples = trainer.config.actor_rollout_ref.rollout.n
         limits = keys.segment_limits(trainer.config.data.max_response_length)
         self._longest = None if limits is None else limits.longest
-        lag, rate = lag_limit(trainer, keys), keys.oversample.rate
+        lag, rate = keys.lag_limit(trainer.config.trainer.v1.sampler.max_off_policy_threshold), keys.oversample.rate
         self.machine: Oversampler | SegmentSteps = (
             Oversampler(self._samples, rate, keys.oversample.max_cuts, lag)
             if limits is None
@@ -233,12 +233,6 @@ class StepRollout:
 def load(folder: Path) -> dict[str, Any] | None:
     """What `save` wrote there; None where the checkpoint has no such file."""
     return json.loads((folder / _FILE).read_text()) if (folder / _FILE).exists() else None
-
-
-def lag_limit(trainer: PPOTrainer, keys: RolloutConfig) -> LagLimit | None:
-    """Of `mux.rollout.max_lag`, else of verl's own key; None where no response goes on under newer weights, or without a
-    limit."""
-    return keys.lag_limit(trainer.config.trainer.v1.sampler.max_off_policy_threshold)
 
 
 def may_train_on(tag: dict[str, Any], version: int, keys: RolloutConfig, lag: LagLimit | None) -> bool:

@@ -145,9 +145,32 @@ def _read_ahead(model: str, resume: str | None) -> None:
 
 
 class _Multiplexed:
-    """What every training worker answers a trainer of ours."""
+    """What every training worker answers a trainer of ours. `_who`: its role."""
 
     _fence: Fence
+    _who: str
+
+    def _states(self) -> list[DeviceStates]:
+        raise NotImplementedError
+
+    def _before_sleep(self) -> None:
+        """While the device is still ours."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def mux_sleep(self) -> Moves:
+        """Leave the device. Returns what moved on this rank. Raises Failure where more stays than may."""
+        self._before_sleep()
+        self._fence.shut()
+        return residents.sleep(self._who, self._states(), _device())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def mux_wake(self, token: int) -> Moves:
+        """Come back to the device from the host copy, under the lease `token`.
+
+        Raises Fenced for any but the newest; Failure where there is no room, with which process holds what.
+        """
+        self._fence.enter(token)
+        return residents.wake(self._who, self._states(), _device())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_reopen(self, token: int) -> None:
@@ -186,21 +209,8 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
         self._exported: list[Range] | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def mux_sleep(self) -> Moves:
-        """Leave the device. Returns what moved on this rank. Raises Failure where more stays than may."""
-        if getattr(self, "actor", None) is not None and self._exported is None:
-            self._export()
-        self._fence.shut()
-        return residents.sleep(self._who, self._states(), _device())
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_wake(self, token: int) -> Moves:
-        """Come back to the device from the host copy, under the lease `token`.
-
-        Raises Fenced for any but the newest; Failure where there is no room, with which process holds what.
-        """
-        self._fence.enter(token)
-        moves = residents.wake(self._who, self._states(), _device())
+        moves = super().mux_wake(token)
         self._exported = None
         return moves
 
@@ -215,8 +225,10 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
             part = list(row_shards(self._host_params(), dtype, self.rank, self._tied()))
         return await self.checkpoint_engine.send_weights(part, global_steps)
 
-    def _export(self) -> None:
-        """While the device is ours: what cannot be sent from the host copy of the parameters goes to the host now."""
+    def _before_sleep(self) -> None:
+        """What cannot be sent from the host copy of the parameters goes to the host now."""
+        if getattr(self, "actor", None) is None or self._exported is not None:
+            return
         engine = self.actor.engine
         if not are_row_shards(engine.module, quantized=getattr(engine, "_qat_enabled", False)):
             weights, _ = engine.get_per_tensor_param()
@@ -240,18 +252,13 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
 class MuxTrainingWorker(_Multiplexed, TrainingWorker):
     """verl's training worker (the critic) of a multiplexed job."""
 
+    _who = "critic"
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._fence = Fence()
         residents.arrived("critic")
         _read_ahead(self.model_config.local_path, None)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def mux_sleep(self) -> Moves:
-        self._fence.shut()
-        return residents.sleep("critic", [DeviceStates("critic", self.engine)], _device())
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def mux_wake(self, token: int) -> Moves:
-        self._fence.enter(token)
-        return residents.wake("critic", [DeviceStates("critic", self.engine)], _device())
+    def _states(self) -> list[DeviceStates]:
+        return [DeviceStates("critic", self.engine)]
