@@ -65,9 +65,11 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def decision_latency(jobs: int, decisions: int = 200, seed: int = 0) -> dict[str, Any]:
-    """Milliseconds of Placer.admit and Placer.depart (repacking included), with `jobs` jobs placed and their progress
+    """Milliseconds of the answers to Arrive and Leave (repacking included), with `jobs` jobs placed and their progress
     known. p50 and p99 are over arrivals and departures together; cpu: the same in processor time, which is what the
     clock would show if the machine did nothing else. Decisions run in one thread."""
+    from verl_mux.placement.questions import Arrive, Leave
+
     rng = random.Random(seed)
     placer, progress = _filled(jobs, rng)
     arrivals: list[tuple[float, float]] = []
@@ -76,9 +78,9 @@ def decision_latency(jobs: int, decisions: int = 200, seed: int = 0) -> dict[str
     for number in range(decisions):
         leaver = rng.choice(sorted(placer.placer.groups.home)) if jobs > 1 else next(iter(placer.placer.groups.home))
         progress.pop(leaver)
-        departures.append(_timed(functools.partial(placer.depart, leaver, progress)))
+        departures.append(_timed(functools.partial(placer.answer, Leave(leaver), progress)))
         newcomer = _job(f"new{number}", rng)
-        arrivals.append(_timed(functools.partial(placer.admit, newcomer, progress)))
+        arrivals.append(_timed(functools.partial(placer.answer, Arrive(newcomer), progress)))
         progress[newcomer.name] = _somewhere(newcomer, rng)
     both = arrivals + departures
     return {
@@ -94,11 +96,12 @@ def _filled(jobs: int, rng: random.Random) -> tuple[Planner, dict[str, Progress]
     """A placer with `jobs` jobs, each somewhere in its life."""
     from verl_mux.placement.model import TESTBED
     from verl_mux.placement.planner import Planner
+    from verl_mux.placement.questions import Arrive
 
     placer, progress = Planner.of_one(TESTBED), {}
     for number in range(jobs):
         job = _job(f"job{number}", rng)
-        placer.admit(job)
+        placer.answer(Arrive(job), {})
         progress[job.name] = _somewhere(job, rng)
     return placer, progress
 

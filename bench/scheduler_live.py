@@ -27,7 +27,7 @@ from verl_mux.coordinator.bus.curve_keys import JOB, for_address
 from verl_mux.coordinator.bus.link import connect_to, dealer
 from verl_mux.coordinator.bus.members import this_process
 from verl_mux.errors import Failure
-from verl_mux.placement.job_needs import JobNeeds, ModelSize
+from verl_mux.placement.estimator import JobNeeds, ModelSize
 
 # Beside the two that hand a node over; a job that has departed stays on record for a while.
 MOST_JOBS = m.JOBS - 2

@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from verl_mux.errors import UserError
-from verl_mux.placement.rules import OURS, Rules
+from verl_mux.placement.model import OURS, Rules
 
 if TYPE_CHECKING:
     from research.simulate import Comparison, Study

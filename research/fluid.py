@@ -17,8 +17,7 @@ from research.outcome import Finished, Ledger, Run, Span
 from research.workload.varying import Moments
 from research.workload.workload import Arrival
 from verl_mux.placement.group_run import periods, rollout_bits
-from verl_mux.placement.model import Cluster, JobSpec
-from verl_mux.placement.rules import Rules, modes_of
+from verl_mux.placement.model import Cluster, JobSpec, Rules, modes_of
 
 
 class Holding(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ import msgspec
 
 from verl_mux.errors import UserError
 from verl_mux.placement.feasibility import TOLERANCE, Feasibility, Pairs, connected, nodes_for
-from verl_mux.placement.group_run import mean_seconds
+from verl_mux.placement.group_run import periods
 from verl_mux.placement.layouts import (
     EPSILON_USD,
     Classes,
@@ -29,16 +29,16 @@ from verl_mux.placement.layouts import (
     Layout,
     Price,
     SharedNodes,
+    by_nodes,
     cheapest_alone,
     cheapest_nodes,
+    fits_on_node,
     in_cheapest_modes,
     isolated_usd,
-    layout_of,
     layouts,
 )
-from verl_mux.placement.model import Cluster, JobSpec, NodeKind
+from verl_mux.placement.model import Cluster, JobSpec, Rules
 from verl_mux.placement.repack import Part, Partitioner
-from verl_mux.placement.rules import Rules
 
 EXACT_NODES = 2
 ORDER = "fifo"
@@ -77,7 +77,7 @@ class Sharing:
         """The layouts in which everything fits, by their number of nodes: of those in which the same jobs meet the smallest.
         side: 0 rollout, 1 training."""
         kind = (self.cluster.rollout, self.cluster.train)[side].kind
-        fits = _fits([((job.rollout_share, job.train_share)[side], job.memory_gb[side]) for job in jobs], kind)
+        fits = fits_on_node([((job.rollout_share, job.train_share)[side], job.memory_gb[side]) for job in jobs], kind)
         met: set[Pairs] = set()
         found: dict[int, list[Layout]] = {}
         for layout in _all_layouts(tuple(job.nodes[side] for job in jobs)):
@@ -97,17 +97,9 @@ class Sharing:
 
     def _run(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> Sequence[float] | None:
         self.simulated += 1
-        found = mean_seconds(jobs, *nodes_for(jobs, rollout, train), ORDER)
+        found = [period.mean_s for period in periods(jobs, *nodes_for(jobs, rollout, train), ORDER)]
         kept = all([seconds <= job.limit_s * TOLERANCE for job, seconds in zip(jobs, found, strict=True)])
         return found if kept else None
-
-
-def _fits(sizes: Sequence[tuple[float, float]], kind: NodeKind) -> list[bool]:
-    """By the jobs on a node as bits: whether their least shares of its time and their states both have room there."""
-    sums = [(0.0, 0.0)]
-    for time, gb in sizes:
-        sums += [(t + time, g + gb) for t, g in sums]
-    return [time <= TOLERANCE and gb <= kind.host_memory_gb for time, gb in sums]
 
 
 def _all_layouts(needs: tuple[int, ...]) -> tuple[Layout, ...]:
@@ -121,8 +113,7 @@ def _spread_out(needs: tuple[int, ...]) -> tuple[Layout, ...]:
     found: set[Classes] = {()}
     for job, need in enumerate(needs):
         found = {laid for classes in found for laid in _join(classes, 1 << job, need)}
-    ordered = sorted(found, key=lambda classes: (sum(count for _, count in classes), classes))
-    return tuple(layout_of(classes, len(needs)) for classes in ordered)
+    return by_nodes(found, len(needs))
 
 
 def _join(classes: Classes, bit: int, need: int) -> Iterator[Classes]:

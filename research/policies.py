@@ -19,10 +19,9 @@ from verl_mux.errors import UserError
 from verl_mux.placement.feasibility import Progress
 from verl_mux.placement.groups import Groups, groups_without, isolated, with_newcomer, yet_to_take
 from verl_mux.placement.layouts import cheapest_alone
-from verl_mux.placement.model import Cluster, Group, JobSpec, NodeKind
+from verl_mux.placement.model import LIVE, PAPER, Cluster, Group, JobSpec, NodeKind, Rules
 from verl_mux.placement.planner import Planner
-from verl_mux.placement.rules import LIVE, PAPER, Rules
-from verl_mux.placement.search import Decision, Move, decision_for
+from verl_mux.placement.questions import Answer, Arrive, Leave, Question, decision_for
 
 Choose = Callable[[Sequence[Group]], Group]
 
@@ -30,31 +29,26 @@ Choose = Callable[[Sequence[Group]], Group]
 class MemoryOnly:
     """A placer that lets `choose` pick one of the groups with room in host memory."""
 
-    pending = False
-
     def __init__(self, cluster: Cluster, cap: int, choose: Choose) -> None:
         self.cluster = cluster
         self.cap = cap
         self.choose = choose
         self.groups = Groups(cluster)
 
-    def admit(self, job: JobSpec, progress: Mapping[str, Progress]) -> Decision:
-        before = self.groups.usd_per_hour
+    def answer(self, question: Question, progress: Mapping[str, Progress], now: float, held: frozenset[str]) -> Answer:
+        if isinstance(question, Leave):
+            group = self.groups.group_of(question.name)
+            self.groups.replace([group], groups_without(group, [question.name]))
+        if not isinstance(question, Arrive):
+            return Answer()
+        job, before = question.job, self.groups.usd_per_hour
         tried = [(group, joined) for group in self.groups.values() if (joined := self._joined(group, job))]
         if tried:
             chosen = self.choose([group for group, _ in tried])
             (group,) = self.groups.replace([chosen], [next(j for g, j in tried if g is chosen)])
         else:
             (group,) = self.groups.replace([], [isolated(job)])
-        return decision_for(group, self.groups.usd_per_hour - before)
-
-    def depart(self, name: str, progress: Mapping[str, Progress], now: float) -> list[Move]:
-        group = self.groups.group_of(name)
-        self.groups.replace([group], groups_without(group, [name]))
-        return []
-
-    def repack(self, progress: Mapping[str, Progress], now: float) -> list[Move]:
-        return []
+        return Answer(decision=decision_for(group, self.groups.usd_per_hour - before))
 
     def _joined(self, group: Group, job: JobSpec) -> Group | None:
         if len(group.pins) >= self.cap:
@@ -110,7 +104,7 @@ def _live(case: Case) -> Run:
     rules = _limited(LIVE, case)
     placer = Planner.of_one(case.cluster, rules)
     alone = [msgspec.structs.replace(a, job=cheapest_alone(a.job, case.cluster, rules)) for a in case.arrivals]
-    return Replay([profiled(a, case.movable) for a in alone], placer, case.cluster, placer).run(case.on_finish)
+    return Replay([profiled(a, case.movable) for a in alone], placer, case.cluster, learns=True).run(case.on_finish)
 
 
 def _limited(rules: Rules, case: Case) -> Rules:

@@ -19,36 +19,20 @@ from verl_mux.placement.estimator import LEAST, Observed, corrected
 from verl_mux.placement.feasibility import PHASES, Progress
 from verl_mux.placement.group_run import LOADING, ROLLOUT, TRAIN, GroupRun, Member
 from verl_mux.placement.layouts import isolated_usd
-from verl_mux.placement.model import Cluster, Group, JobSpec, Pin
+from verl_mux.placement.model import ORDERS, Cluster, Group, JobSpec, Pin
 from verl_mux.placement.planner import ASK_AGAIN_S
-from verl_mux.placement.rules import ORDERS
-from verl_mux.placement.search import OWN_NODES, Decision, Move, Revision
+from verl_mux.placement.questions import OWN_NODES, Again, Answer, Arrive, Correct, Leave, Question
 
 _PHASE_NAMES = {number: name for name, number in PHASES.items()}
 
 
 class Policy(Protocol):
-    """What a replay needs of a placer."""
+    """What a replay needs of a placer: groups, and answers to Arrive, Leave and Again; of one that learns to Correct as well."""
 
     @property
     def groups(self) -> Mapping[str, Group]: ...
 
-    @property
-    def pending(self) -> bool: ...
-
-    def admit(self, job: JobSpec, progress: dict[str, Progress]) -> Decision: ...
-
-    def depart(self, name: str, progress: dict[str, Progress], now: float) -> list[Move]: ...
-
-    def repack(self, progress: dict[str, Progress], now: float) -> list[Move]: ...
-
-
-class Learner(Protocol):
-    """A policy that learns when a job turns out other than estimated, and which jobs cannot be moved now."""
-
-    held: frozenset[str]
-
-    def revise(self, job: JobSpec, progress: dict[str, Progress], now: float) -> Revision: ...
+    def answer(self, question: Question, progress: Mapping[str, Progress], now: float, held: frozenset[str]) -> Answer: ...
 
 
 class _Live:
@@ -95,11 +79,11 @@ class _Running:
 
 
 class Replay:
-    """One run; `run` is called once. learner: the policy, if it is to learn how long phases really take; jobs then also pay for
-    their own cold start."""
+    """One run; `run` is called once. learns: the policy learns how long phases really take, and which jobs cannot be moved now;
+    jobs then also pay for their own cold start."""
 
-    def __init__(self, arrivals: Sequence[Arrival], policy: Policy, cluster: Cluster, learner: Learner | None = None) -> None:
-        self.learner = learner
+    def __init__(self, arrivals: Sequence[Arrival], policy: Policy, cluster: Cluster, learns: bool = False) -> None:
+        self.learns = learns
         self.actions: Counter[str] = Counter()
         self.arrivals = sorted(arrivals, key=lambda arrival: arrival.at_s)
         self.policy = policy
@@ -128,7 +112,7 @@ class Replay:
                     on_finish()
                 arrival = next(coming, None)
             elif self._tick <= event:
-                self._follow(self._tick, self.policy.repack(self._progress(self._tick), self._tick))
+                self._follow(self._tick, self._ask(Again(), self._tick))
             elif self._step():
                 on_finish()
         return Run(self.finished, self.ledger, self.spans)
@@ -143,14 +127,16 @@ class Replay:
             live.keep_profile()
             self._finish(live, now)
             return True
-        decision = self.policy.admit(arrival.job, self._progress(now))
+        answer = self._ask(Arrive(arrival.job), now)
+        decision = answer.decision
+        assert decision is not None
         if decision.outcome == "queued":
             self._queued[arrival.job.name] = arrival
         else:
             self._live[arrival.job.name] = live
         if decision.strategy == OWN_NODES[arrival.job.colocated]:
             live.keep_profile()
-        self._follow(now, [], live)
+        self._follow(now, answer, live)
         return False
 
     def _step(self) -> bool:
@@ -162,13 +148,13 @@ class Replay:
         if member and member.done >= self._live[member.name].arrival.iterations:
             self._depart(member.name, running.run.now)
             return True
-        if member is not None and self.learner is not None:
-            self._learn(self.learner, member.name, running.run.now)
+        if member is not None and self.learns:
+            self._learn(member.name, running.run.now)
         if not running.dissolved:
             self._schedule(running)
         return False
 
-    def _learn(self, learner: Learner, name: str, now: float) -> None:
+    def _learn(self, name: str, now: float) -> None:
         """One more iteration of the job was seen."""
         live = self._live[name]
         live.see(live.member.done - 1 if live.member else 0)
@@ -176,13 +162,11 @@ class Replay:
             live.spec = seen
         elif live.observed.steps != LEAST:  # from here on others of its group may be moved
             return
-        revision = learner.revise(live.spec, self._progress(now), now)
-        self.actions.update(action.kind for action in revision.actions)
-        self._follow(now, revision.moves)
+        self._follow(now, self._ask(Correct(live.spec), now))
 
     def _depart(self, name: str, now: float) -> None:
         self._finish(self._live.pop(name), now)
-        self._follow(now, self.policy.depart(name, self._progress(now), now))
+        self._follow(now, self._ask(Leave(name), now))
 
     def _finish(self, live: _Live, now: float) -> None:
         arrival = live.arrival
@@ -202,43 +186,49 @@ class Replay:
             )
         )
 
-    def _progress(self, now: float) -> dict[str, Progress]:
-        """As the coordinator tells it: nothing of a job before its first step, nor is one moved that is on its way."""
+    def _ask(self, question: Question, now: float) -> Answer:
+        """The policy is shown what the coordinator would: nothing of a job before its first step; a job on its way is not
+        moved."""
         found, away = {}, []
         for running in self._running.values():
             for member, ends in zip(running.run.members, running.run.ends, strict=True):
                 if (live := self._live.get(member.name)) is None:
                     continue
                 age_s, solo_s, left = now - live.placed_s, None, None
-                if self.learner is not None:
+                if self.learns:
                     if member.phase == LOADING and not live.moves:
                         continue
                     away += [member.name] if member.phase == LOADING else []
                     age_s, solo_s = age_s - self._start_s(live.arrival.job), live.phases.solo_s(member.done)
                     left = live.arrival.says_left(member.done)
-                found[member.name] = _progress_of(member, ends, now, age_s, self._warm(member, live), solo_s, left)
-        if self.learner is not None:
-            self.learner.held = frozenset(away)
-        return found
+                running_s = ends - now
+                found[member.name] = Progress(
+                    age_s=age_s,
+                    done=member.done,
+                    phase=_PHASE_NAMES[member.phase],
+                    remaining_s=max(running_s, 0.0) if running_s < math.inf else None,
+                    waited_s=0.0 if running_s < math.inf else now - member.since,
+                    warm=(self._warm(member, "rollout", live.nodes[0]), self._warm(member, "train", live.nodes[1])),
+                    solo_s=solo_s,
+                    left=left,
+                )
+        return self.policy.answer(question, found, now, frozenset(away))
 
     def _start_s(self, job: JobSpec) -> float:
-        return job.cold_start_s if self.learner else 0.0
+        return job.cold_start_s if self.learns else 0.0
 
-    def _warm(self, member: Member, live: _Live) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        rollout, train = live.nodes
-        return self._resident(member, "rollout", rollout), self._resident(member, "train", train)
-
-    def _resident(self, member: Member, side: str, nodes: Sequence[str]) -> tuple[str, ...]:
+    def _warm(self, member: Member, side: str, nodes: Sequence[str]) -> tuple[str, ...]:
         return tuple(node for node in nodes if member.resident >> self._bits[f"{side} {node}"] & 1)
 
-    def _follow(self, now: float, moves: Sequence[Move], newcomer: _Live | None = None) -> None:
+    def _follow(self, now: float, answer: Answer, newcomer: _Live | None = None) -> None:
         """Brings the runs in line with the policy's groups."""
         self._book(now)
-        loads = {move.job: move.load_s for move in moves}
+        self.actions.update(action.kind for action in answer.actions)
+        loads = {move.job: move.load_s for move in answer.moves}
         if newcomer is not None:
             job = newcomer.arrival.job
             loads[job.name] = 0.0 if newcomer.done else self._start_s(job)
-        for move in moves:
+        for move in answer.moves:
             if move.kind == "start":
                 live = self._live[move.job] = _Live(self._queued.pop(move.job), now)
                 loads[move.job] = self._start_s(live.arrival.job)
@@ -254,7 +244,7 @@ class Replay:
                 self._running[name] = self._set_up(group, now, ends, loads)
                 self._schedule(self._running[name])
         self._steps = {member.name: member.done for running in self._running.values() for member in running.run.members}
-        self._tick = now + ASK_AGAIN_S if self.policy.pending else math.inf
+        self._tick = now + ASK_AGAIN_S if answer.pending else math.inf
 
     def _set_up(self, group: Group, now: float, ends: dict[str, float], loads: dict[str, float]) -> _Running:
         running = _Running(group, now)
@@ -308,25 +298,3 @@ class Replay:
             self.ledger.hold(self._since, now, nodes, usd)
             self.spans.append(Span(now - self._since, self._steps, usd))
         self._since = now
-
-
-def _progress_of(
-    member: Member,
-    ends: float,
-    now: float,
-    age_s: float,
-    warm: tuple[tuple[str, ...], tuple[str, ...]],
-    solo_s: float | None,
-    left: int | None,
-) -> Progress:
-    running = ends < math.inf
-    return Progress(
-        age_s=age_s,
-        done=member.done,
-        phase=_PHASE_NAMES[member.phase],
-        remaining_s=max(ends - now, 0.0) if running else None,
-        waited_s=0.0 if running else now - member.since,
-        warm=warm,
-        solo_s=solo_s,
-        left=left,
-    )

@@ -30,8 +30,7 @@ from research.workload.varying import (
 )
 from research.workload.workload import Arrival, Shape, TraceRow, draw_workload, parse_slo
 from verl_mux.errors import Failure, UserError
-from verl_mux.placement.model import COLOCATED, SEPARATE, Cluster
-from verl_mux.placement.rules import Rules
+from verl_mux.placement.model import COLOCATED, SEPARATE, Cluster, Rules
 
 POLL_S = 0.2
 

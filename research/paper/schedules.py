@@ -15,7 +15,7 @@ import msgspec
 
 from research.paper.figure import Figure
 from research.paper.testbed import make_job
-from verl_mux.placement.group_run import periods_by_job
+from verl_mux.placement.group_run import group_periods
 from verl_mux.placement.layouts import isolated_usd
 from verl_mux.placement.model import TESTBED, Group, JobSpec, Pin
 
@@ -48,7 +48,7 @@ class Case:
     def speed(self) -> float:
         """Throughput over that of the job alone, the mean of all jobs."""
         group = self.group()
-        periods = periods_by_job(group)
+        periods = group_periods(group)
         return fmean(job.iteration_s / periods[job.name].mean_s for job in group.jobs)
 
     def alone(self, wide: bool = False) -> list[JobSpec]:
@@ -87,7 +87,7 @@ def periods_of_figure_10() -> list[Figure]:
     """R1."""
     found = []
     for case in CASES.values():
-        planned, free = periods_by_job(case.group()), periods_by_job(case.group(free=True))
+        planned, free = group_periods(case.group()), group_periods(case.group(free=True))
         for job, (kind, *_) in case.jobs.items():
             name = f"fig. 10{case.panel} period of {job} (type {kind})"
             measured, remark = case.measured_period(job), _spread(case, job)
@@ -115,8 +115,8 @@ def figure_3(free: bool = False) -> Group:
 
 def interference() -> list[Figure]:
     """R2."""
-    period = periods_by_job(figure_3())["J1"].mean_s
-    free = periods_by_job(figure_3(free=True))["J1"].mean_s
+    period = group_periods(figure_3())["J1"].mean_s
+    free = group_periods(figure_3(free=True))["J1"].mean_s
     solo = {name: rollout + train for name, (_, rollout, train) in FIGURE_3.items()}
     remark = "the paper prints 1.40x and 1.64x; 573 s is the common period of its plot, 1.64x and 1.33x of the jobs alone"
     return [
@@ -171,4 +171,4 @@ def cold_starts() -> list[Figure]:
 
 def _pair_period(model: str, phases: tuple[float, float], cold: bool) -> float:
     jobs = {name: make_job(name, model, *phases, cold=cold) for name in ("x", "y")}
-    return periods_by_job(grouped({name: (job, ("r1",), ("t1",)) for name, job in jobs.items()}))["x"].mean_s
+    return group_periods(grouped({name: (job, ("r1",), ("t1",)) for name, job in jobs.items()}))["x"].mean_s

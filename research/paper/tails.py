@@ -21,7 +21,7 @@ from research.paper.schedules import grouped
 from research.paper.testbed import WORKLOADS, make_job
 from research.workload.varying import Cdf, length_at, read_lengths
 from verl_mux.placement.feasibility import TOLERANCE
-from verl_mux.placement.group_run import group_periods, periods_by_job
+from verl_mux.placement.group_run import group_periods
 from verl_mux.placement.model import Estimate, Group, JobSpec, Pin
 from verl_mux.rollout.control.replica_plan import EngineSpeed, Migration, MigrationPolicy, Replica, Request, plan
 
@@ -190,12 +190,12 @@ def _replaced(group: Group, tails: Mapping[str, Tail]) -> Group:
 
 def _slowness(group: Group) -> float:
     periods = group_periods(group)
-    return sum(period.mean_s / _alone(job) for job, period in zip(group.jobs, periods, strict=True))
+    return sum(periods[job.name].mean_s / _alone(job) for job in group.jobs)
 
 
 def _late(group: Group) -> set[str]:
     periods = group_periods(group)
-    return {job.name for job, p in zip(group.jobs, periods, strict=True) if p.mean_s > job.limit_s * TOLERANCE}
+    return {job.name for job in group.jobs if periods[job.name].mean_s > job.limit_s * TOLERANCE}
 
 
 def _alone(job: JobSpec) -> float:
@@ -241,7 +241,7 @@ def _gain(names: tuple[str, str], seed: int) -> float:
 
 
 def _steps_per_s(group: Group) -> float:
-    return sum(1 / period.mean_s for period in periods_by_job(group).values())
+    return sum(1 / period.mean_s for period in group_periods(group).values())
 
 
 def migrations() -> list[Figure]:

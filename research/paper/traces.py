@@ -26,8 +26,7 @@ from research.policies import POLICIES, Case
 from research.simulate import Study, simulate
 from research.workload.varying import EXACT, Moments, parse_estimates
 from research.workload.workload import Arrival, TraceRow, find_shapes, read_trace
-from verl_mux.placement.model import TESTBED
-from verl_mux.placement.rules import OURS
+from verl_mux.placement.model import OURS, TESTBED
 
 JOBS, MEAN_H, SPAN_H, LARGE = 200, 27.9, 370.0, 0.09
 # Table 2, GB of host memory per node of eight: rollout, training. 4B and 8B count as the next model there.

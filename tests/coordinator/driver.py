@@ -5,8 +5,8 @@ import msgspec
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.core import placing
-from verl_mux.coordinator.core.asking import Answerer
 from verl_mux.coordinator.core.placed_jobs import Standing
+from verl_mux.coordinator.core.placing import Answerer
 from verl_mux.coordinator.core.records import Input, Log, PoolsChanged, Send
 
 POOLS = {

@@ -11,7 +11,7 @@ import yaml
 
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.core.settings import MODES, Config, Node, PlacementConfig, Pool, Segment
-from verl_mux.placement.job_needs import GpuKind
+from verl_mux.placement.estimator import GpuKind
 
 DOC = (Path(__file__).parents[2] / "docs" / "coordinator.md").read_text()
 STRUCTS = {

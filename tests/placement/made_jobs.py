@@ -5,11 +5,12 @@ from __future__ import annotations
 import msgspec
 from hypothesis import strategies as st
 
-from verl_mux.placement.group_run import periods_by_job
+from verl_mux.placement import planner
+from verl_mux.placement.group_run import group_periods
 from verl_mux.placement.layouts import isolated_usd
 from verl_mux.placement.model import COLOCATED, SEPARATE, Cluster, Estimate, Group, JobSpec, NodeKind, Pin, Pool
 from verl_mux.placement.placer import Placer
-from verl_mux.placement.planner import Planner
+from verl_mux.placement.questions import Again, Answer, Arrive, Correct, Decision, Leave, Move
 
 CHEAP = NodeKind(name="cheap", usd_per_gpu_hour=1.85, host_memory_gb=1000)
 DEAR = NodeKind(name="dear", usd_per_gpu_hour=5.28, host_memory_gb=1000)
@@ -24,6 +25,22 @@ def make_cluster(rollout: int | None = None, train: int | None = None) -> Cluste
         return Pool(name=name, kind=kind, nodes=None if count is None else tuple(f"{name}-{i}" for i in range(count)))
 
     return Cluster(rollout=pool("rollout", CHEAP, rollout), train=pool("train", DEAR, train))
+
+
+class Planner(planner.Planner):
+    """Questions in one word."""
+
+    def admit(self, job: JobSpec, progress: dict | None = None) -> Decision:
+        return self.answer(Arrive(job), progress or {}).decision
+
+    def depart(self, name: str, progress: dict | None = None, now: float = 0.0) -> list[Move]:
+        return list(self.answer(Leave(name), progress or {}, now).moves)
+
+    def revise(self, job: JobSpec, progress: dict | None = None, now: float = 0.0) -> Answer:
+        return self.answer(Correct(job), progress or {}, now)
+
+    def repack(self, progress: dict | None = None, now: float = 0.0) -> list[Move]:
+        return list(self.answer(Again(), progress or {}, now).moves)
 
 
 seconds = st.integers(5, 300).map(float)
@@ -72,7 +89,7 @@ def assert_invariants(placer: Placer | Planner) -> None:
         kind = getattr(cluster, side).kind
         held = [node for group in groups for node in getattr(group, f"{side}_nodes")]
         assert len(held) == len(set(held))
-        assert set(held) == getattr(placer.groups, f"_{side}").taken
+        assert set(held) == placer.groups._pools[at].taken
         assert {node for g in groups for pin in g.pins for node in getattr(pin, side)} == set(held)
         for group in groups:
             for pin in group.pins:
@@ -92,7 +109,7 @@ def assert_invariants(placer: Placer | Planner) -> None:
         for job in group.jobs:
             assert (COLOCATED if job.colocated else SEPARATE) in job.modes
             assert not job.colocated or placer.rules.colocate or job.modes == (COLOCATED,)
-            assert periods_by_job(group)[job.name].mean_s <= job.limit_s * (1 + 1e-6)
+            assert group_periods(group)[job.name].mean_s <= job.limit_s * (1 + 1e-6)
     assert abs(placer.groups.usd_per_hour - sum(group.usd_per_hour(cluster) for group in groups)) < 1e-6
     alone = sum(_apart_usd(pin, placer) for group in groups for pin in group.pins)
     assert placer.groups.usd_per_hour <= alone + 1e-6

@@ -8,6 +8,7 @@ import pytest
 from tests.placement.made_jobs import make_job
 from verl_mux.errors import UserError
 from verl_mux.placement.estimator import (
+    GPU_KINDS,
     LEAST,
     RECENT,
     WINDOW,
@@ -16,10 +17,13 @@ from verl_mux.placement.estimator import (
     drifted,
     estimate_error,
     expected,
+    find_kind,
+    job_needs,
     job_spec,
     learnt,
+    model_size,
+    with_given,
 )
-from verl_mux.placement.job_needs import GPU_KINDS, GpuKind, find_kind, job_needs, model_size
 from verl_mux.placement.model import Estimate
 
 # config.json of Qwen2.5-3B/7B/14B/32B, as far as it matters.
@@ -196,7 +200,7 @@ def test_a_model_without_sizes_and_an_unknown_gpu_are_refused():
     with pytest.raises(UserError, match="'B9' is not known; allowed: H20, H800, H100, H200, mine"):
         find_kind("B9", {"mine": GPU_KINDS["H20"]})
     with pytest.raises(UserError, match="tb_per_s is 0"):
-        GpuKind(tflops=1, tb_per_s=0)
+        with_given({"mine": {"tflops": 1, "tb_per_s": 0}})
 
 
 def bounded():

@@ -3,11 +3,9 @@
 import msgspec
 import pytest
 
-from tests.placement.made_jobs import EITHER, make_cluster, make_job
+from tests.placement.made_jobs import EITHER, Planner, make_cluster, make_job
 from verl_mux.placement.explain import Advice, advice, alternatives, because, lost_to, where
-from verl_mux.placement.model import COLOCATED, Estimate
-from verl_mux.placement.planner import Planner
-from verl_mux.placement.rules import Rules
+from verl_mux.placement.model import COLOCATED, Estimate, Rules
 
 
 def reasons(placer, job) -> list[str]:

@@ -2,11 +2,10 @@
 
 import msgspec
 
-from tests.placement.made_jobs import assert_invariants, make_cluster, make_job
+from tests.placement.made_jobs import Planner, assert_invariants, make_cluster, make_job
 from verl_mux.placement import feasibility as forecast
 from verl_mux.placement.feasibility import Feasibility, Progress, late_job, likely
 from verl_mux.placement.model import Estimate, Group, Pin
-from verl_mux.placement.planner import Planner
 
 
 def varying(job, cv=0.1, unsure=0.0):
@@ -99,8 +98,8 @@ def test_a_departure_moves_out_who_would_be_late_beside_those_who_stay():
     """Settled periods from a common start allow the pair; as the two stand when a third leaves, one of them would be late."""
     placer = Planner.of_one(make_cluster(4, 4))
     third = Pin(job=make_job("third", 50, 5), rollout=("rollout-2",), train=("train-1",))
-    placer.groups.adopt([_pair(third)], named=1)
-    placer.named = 1
+    placer.groups.adopt([_pair(third)])
+    placer.books.named = 1
     moves = placer.depart("third", _meeting_in(0.0))
     assert [move.kind for move in moves] == ["move"]
     assert not set(placer.groups.pin_of("fast").train) & set(placer.groups.pin_of("slow").train)

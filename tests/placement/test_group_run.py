@@ -8,18 +8,9 @@ from hypothesis import strategies as st
 
 from tests.placement.made_jobs import ANY_MODES, EITHER, jobs, make_job
 from verl_mux.placement.feasibility import Feasibility, nodes_of_pairs
-from verl_mux.placement.group_run import (
-    ROLLOUT,
-    TRAIN,
-    periods,
-    periods_by_job,
-    planned_run,
-    rollout_bits,
-    settle,
-)
+from verl_mux.placement.group_run import ROLLOUT, TRAIN, group_periods, periods, planned_run, rollout_bits, settle
 from verl_mux.placement.groups import pairs_of_pins
-from verl_mux.placement.model import Group, Pin
-from verl_mux.placement.rules import ORDERS
+from verl_mux.placement.model import ORDERS, Group, Pin
 
 
 @st.composite
@@ -72,7 +63,7 @@ def test_two_jobs_on_one_rollout_node_take_turns_as_in_figure_3():
         rollout_nodes=("r",),
         train_nodes=("ta", "tb"),
     )
-    assert periods_by_job(group)["a"].mean_s == pytest.approx(572.3)
+    assert group_periods(group)["a"].mean_s == pytest.approx(572.3)
 
 
 def test_periods_are_judged_and_told_from_the_same_start():
@@ -88,7 +79,7 @@ def test_periods_are_judged_and_told_from_the_same_start():
     nodes = {"rollout_nodes": ("r5", "r6"), "train_nodes": ("t3", "t4", "t5", "t7", "t8", "t11")}
     for order in itertools.permutations(pins):
         group = Group(name="g", pins=order, **nodes)
-        told = periods_by_job(group)
+        told = group_periods(group)
         judged = Feasibility().order(group.jobs, *pairs_of_pins(order))
         assert judged and told["slow"].mean_s == 33.0 < slow.limit_s
 

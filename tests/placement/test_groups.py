@@ -19,7 +19,7 @@ def test_a_group_that_was_taken_back_holds_its_nodes(closed):
     before = Groups(cluster)
     (group,) = before.replace([], [isolated(make_job("a", 9, 9))])
     groups = Groups(msgspec.structs.replace(cluster, closed=closed))
-    groups.adopt([group], 1)
+    groups.adopt([group])
     free = groups.free
     groups.replace([group], [])
     (again,) = groups.replace([], [group])
@@ -92,12 +92,12 @@ def scanned(groups, job, cap, room, below, best_fit):
 def test_openings_and_the_emptiest_are_those_of_a_scan(members, sizes, gone, cap, room, below, best_fit):
     newcomer, *members = members
     table, groups = Groups(CLUSTER), made_groups(members, sizes)
-    table.adopt(groups, len(groups))
+    table.adopt(groups)
     # Some leave, and every second of them comes back, as the youngest.
     left = [group for number, group in enumerate(groups) if number in gone]
     for group in left:
         table._drop(group.name)
-    table.adopt(left[::2], len(groups))
+    table.adopt(left[::2])
     there = [group for group in groups if group not in left] + left[::2]
 
     found = [(least, group.name) for least, group in table.openings(newcomer, cap, room, below, best_fit)]
@@ -108,6 +108,6 @@ def test_openings_and_the_emptiest_are_those_of_a_scan(members, sizes, gone, cap
 
 def test_a_group_keeps_its_turn_when_its_order_changes():
     groups = Groups(CLUSTER)
-    groups.adopt(made_groups([make_job("a", 100, 100), make_job("b", 100, 100)], [1, 1]), 2)
+    groups.adopt(made_groups([make_job("a", 100, 100), make_job("b", 100, 100)], [1, 1]))
     groups.reorder("g0", "longest-first")
     assert [group.name for group in groups.emptiest(2)] == ["g0", "g1"]

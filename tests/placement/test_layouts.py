@@ -8,15 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.exploring import examples
-from tests.placement.made_jobs import ANY_MODES, EITHER, jobs, make_cluster, make_job
+from tests.placement.made_jobs import ANY_MODES, EITHER, Planner, jobs, make_cluster, make_job
 from verl_mux.placement.explain import alternatives, lost_to
 from verl_mux.placement.feasibility import Feasibility, pairs_of_nodes
-from verl_mux.placement.group_run import mean_seconds, rollout_bits
+from verl_mux.placement.group_run import periods, rollout_bits
 from verl_mux.placement.layouts import Price, _least_usd, cheapest_nodes, isolated_usd
-from verl_mux.placement.model import COLOCATED, Cluster, Estimate, NodeKind, Pool
-from verl_mux.placement.planner import Planner
+from verl_mux.placement.model import COLOCATED, LIVE, OURS, Cluster, Estimate, NodeKind, Pool, modes_of
 from verl_mux.placement.repack import Partitioner
-from verl_mux.placement.rules import LIVE, OURS, modes_of
 
 
 def divisions(items: list) -> list[list[list]]:
@@ -169,7 +167,8 @@ def test_a_way_to_share_is_priced_as_the_group_that_it_becomes_and_no_less_than_
 def run(shared):
     """The mean iteration of each job on just these nodes."""
     train = [bits << shared.rollout_nodes for bits in shared.train]
-    return mean_seconds(shared.jobs, rollout_bits(shared.jobs, shared.rollout, train), train, shared.order)
+    on = rollout_bits(shared.jobs, shared.rollout, train), train
+    return [period.mean_s for period in periods(shared.jobs, *on, shared.order)]
 
 
 @settings(max_examples=examples(25))

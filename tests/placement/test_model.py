@@ -4,8 +4,7 @@ import pytest
 
 from tests.placement.made_jobs import EITHER, make_cluster, make_job, overfull_nodes
 from verl_mux.errors import UserError
-from verl_mux.placement.model import Estimate, Group, NodeKind, Pin, Pool, cycle_time, load_time
-from verl_mux.placement.rules import Rules
+from verl_mux.placement.model import Estimate, Group, NodeKind, Pin, Pool, Rules, cycle_time, load_time
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.exploring import examples
-from tests.placement.made_jobs import ANY_MODES, EITHER, assert_invariants, jobs, make_cluster, make_job
+from tests.placement.made_jobs import ANY_MODES, EITHER, Planner, assert_invariants, jobs, make_cluster, make_job
 from verl_mux.errors import UserError
 from verl_mux.placement.feasibility import Progress
 from verl_mux.placement.layouts import isolated_usd
-from verl_mux.placement.model import COLOCATED, SEPARATE
-from verl_mux.placement.planner import Planner
-from verl_mux.placement.rules import LIVE, OURS, PAPER, Rules
+from verl_mux.placement.model import COLOCATED, LIVE, OURS, PAPER, SEPARATE, Rules
+from verl_mux.placement.questions import Open
 
 # No two such jobs fit on one node.
 ALONE = {"rollout_memory_gb": 600.0, "train_memory_gb": 600.0}
@@ -204,7 +203,7 @@ def test_nobody_is_moved_beside_a_job_that_ends_soon(lefts, moves):
     told = {stays: Progress(age_s=30, solo_s=10_000, left=left) for (_, stays), left in zip(pairs.values(), lefts, strict=True)}
     moved = [move.job for goes, _ in list(pairs.values()) for move in placer.depart(goes, told)]
     assert bool(moved) is moves
-    pending = placer.pending
+    pending = placer.answer(Open(), told).pending
     assert not placer.repack(told) and pending is (None in lefts and 2 not in lefts)
 
 

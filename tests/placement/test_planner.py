@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.exploring import examples
-from tests.placement.made_jobs import CHEAP, DEAR, assert_invariants, jobs, make_job
+from tests.placement.made_jobs import CHEAP, DEAR, Planner, assert_invariants, jobs, make_job
 from verl_mux.errors import UserError
 from verl_mux.placement.explain import alternatives
 from verl_mux.placement.feasibility import Progress
-from verl_mux.placement.model import Cluster, Estimate, JobSpec, NodeKind, Pool
-from verl_mux.placement.planner import Arrive, Planner, Record, by_price, pair_of
-from verl_mux.placement.rules import LIVE
+from verl_mux.placement.model import LIVE, Cluster, Estimate, JobSpec, NodeKind, Pool
+from verl_mux.placement.planner import by_price, pair_of
+from verl_mux.placement.questions import Arrive, Record
 
 SLOW = NodeKind(name="slow", usd_per_gpu_hour=0.5, host_memory_gb=1000)
 
@@ -42,15 +42,19 @@ def pairs(record: Record = NO_JOBS, closed: frozenset[str] = frozenset(), **coun
     return Planner(clusters(**counts), LIVE, record, closed)
 
 
+def record_of(its: Planner) -> Record:
+    return Record(groups=tuple(its.groups.values()), waiting=tuple(its.waiting), named=its.books.named)
+
+
 def admit(its: Planner, specs: dict[str, JobSpec], progress: dict[str, Progress] | None = None):
     """The pair it is looked at in first or was placed in, and the decision."""
     (first, job), *others = specs.items()
-    decision = its.answer(Arrive(job, first, dict(others)), progress or {}, 0.0, MOST).decision
+    decision = its.answer(Arrive(job, first, dict(others)), progress or {}, explained=MOST).decision
     return its.home(job.name), decision
 
 
 def ways(its: Planner, specs: dict[str, JobSpec]):
-    return {pair: alternatives(its._up_to_date(pair), spec, MOST) for pair, spec in specs.items()}
+    return {pair: alternatives(its.placer_of(pair), spec, MOST) for pair, spec in specs.items()}
 
 
 # Of an hour of a training node for 42.24 USD and of a rollout node for 14.80 or 4.00, by the seconds of an iteration.
@@ -118,7 +122,7 @@ def test_who_waits_starts_before_anybody_is_moved_into_its_room(which):
     for at, slo in enumerate((2.0, 2.0, 1.0, 1.5)):
         admit(its, {"new+train": make_job(f"j{at}", 100, 50, slo=slo, cold_start_s=40)})
     assert [entry.job.name for entry in its.waiting] == ["j2"]
-    old = {job.name: Progress(age_s=1e7, done=10**5, solo_s=1e7) for group in its.record.groups for job in group.jobs}
+    old = {job.name: Progress(age_s=1e7, done=10**5, solo_s=1e7) for group in its.groups.values() for job in group.jobs}
     assert [(move.kind, move.job) for move in its.depart("j0", old, 0.0)] == [("start", "j2")]
 
 
@@ -162,18 +166,18 @@ def test_in_all_pairs_together_every_promise_holds(given_jobs, longer, only, clo
     its = pairs(closed=frozenset(closed), old=3, new=3, train=3)
 
     def after() -> Planner:
-        held = [node for group in its.record.groups for node in (*group.rollout_nodes, *group.train_nodes)]
+        held = [node for group in its.groups.values() for node in (*group.rollout_nodes, *group.train_nodes)]
         assert len(held) == len(set(held)) and closed.isdisjoint(held)
-        names = [group.name for group in its.record.groups]
+        names = [group.name for group in its.groups.values()]
         assert len(names) == len(set(names))
         for pair in its.clusters:
-            assert_invariants(its._up_to_date(pair))
-        there = [job.name for group in its.record.groups for job in group.jobs] + [entry.job.name for entry in its.waiting]
+            assert_invariants(its.placer_of(pair))
+        there = [job.name for group in its.groups.values() for job in group.jobs] + [entry.job.name for entry in its.waiting]
         assert sorted(there) == sorted(alive)
-        return its if kept else pairs(its.record, frozenset(closed), old=3, new=3, train=3)
+        return its if kept else pairs(record_of(its), frozenset(closed), old=3, new=3, train=3)
 
     def old() -> dict[str, Progress]:
-        placed = [job for group in its.record.groups for job in group.jobs]
+        placed = [job for group in its.groups.values() for job in group.jobs]
         return {job.name: Progress(age_s=100 * job.iteration_s, done=100, phase="rollout") for job in placed}
 
     alive: list[str] = []
@@ -188,4 +192,4 @@ def test_in_all_pairs_together_every_promise_holds(given_jobs, longer, only, clo
             its.depart(given_jobs[index].name, old(), 0.0)
             alive.remove(given_jobs[index].name)
             its = after()
-    assert not its.record.groups and not its.waiting
+    assert not its.groups and not its.waiting

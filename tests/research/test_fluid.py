@@ -12,9 +12,8 @@ from research.simulate import Study, simulate
 from research.workload.varying import Moments, Varying, with_varying_phases
 from research.workload.workload import Arrival, TraceRow, find_shapes
 from tests.placement.made_jobs import CHEAP, EITHER, make_cluster, make_job
-from verl_mux.placement.model import TESTBED
+from verl_mux.placement.model import OURS, PAPER, TESTBED, Rules
 from verl_mux.placement.planner import Planner
-from verl_mux.placement.rules import OURS, PAPER, Rules
 
 COUNTED = msgspec.structs.replace(OURS, count_stays=True)
 

@@ -13,14 +13,12 @@ from research.optimum import Division, Optimum, Sharing
 from research.workload.varying import Moments, Varying, with_varying_phases
 from research.workload.workload import Arrival
 from tests.exploring import examples
-from tests.placement.made_jobs import ANY_MODES, EITHER, make_cluster, make_job
+from tests.placement.made_jobs import ANY_MODES, EITHER, Planner, make_cluster, make_job
 from tests.placement.made_jobs import jobs as made_jobs
 from tests.research.counted_out import cheapest_usd
 from verl_mux.placement.feasibility import Feasibility, Progress
 from verl_mux.placement.layouts import cheapest_nodes
-from verl_mux.placement.model import SEPARATE
-from verl_mux.placement.planner import Planner
-from verl_mux.placement.rules import LIVE, OURS, Rules
+from verl_mux.placement.model import LIVE, OURS, SEPARATE, Rules
 
 USD = (14.8, 42.24)
 # Two jobs that cannot share either side alone, as they fall out of step there, and can share both.

@@ -18,7 +18,7 @@ from research.paper.tails import THRESHOLDS, Engines, Tail, choose_tails, plan_t
 from research.workload.varying import read_lengths
 from verl_mux.errors import UserError
 from verl_mux.placement.estimator import LinkModel
-from verl_mux.placement.group_run import group_periods, periods_by_job
+from verl_mux.placement.group_run import group_periods
 from verl_mux.placement.model import Estimate, Group, JobSpec, Pin
 from verl_mux.rollout.control.replica_plan import EngineSpeed, MigrationPolicy
 
@@ -51,7 +51,7 @@ def test_cold_starts_cost_a_fifth_to_a_third_of_the_throughput():
 
 
 def test_without_switches_and_syncs_the_longest_iteration_sets_the_period_of_figure_10c():
-    periods = periods_by_job(schedules.CASES["c"].group(free=True))
+    periods = group_periods(schedules.CASES["c"].group(free=True))
     longest = max(job.iteration_s for job in schedules.CASES["c"].group(free=True).jobs)
     assert all(period.mean_s == pytest.approx(longest) for period in periods.values())
 
@@ -231,7 +231,7 @@ def test_tails_speed_up_jobs_that_wait_for_one_anothers_rollouts():
     both = group(job("a"), job("b"))
     chosen_group, chosen = choose_tails(both, {name: [tail()] for name in ("a", "b")})
     assert set(chosen) == {"a", "b"}
-    before, after = (group_periods(each)[0].mean_s for each in (both, chosen_group))
+    before, after = (next(iter(group_periods(each).values())).mean_s for each in (both, chosen_group))
     assert (before, after) == (200.0, pytest.approx(140.0))
 
 
@@ -252,6 +252,6 @@ def test_nobody_is_brought_beyond_the_slo():
     tight = group(job("a", slo=1.45, rollout=60.0, train=60.0), job("b", rollout=100.0, train=20.0))
     limits = {each.name: each.limit_s for each in tight.jobs}
     migrated, _ = choose_tails(tight, {"b": [tail()], "a": [tail(rollout_s=170.0)]})
-    before = dict(zip(limits, group_periods(tight), strict=True))
-    for each, period in zip(migrated.jobs, group_periods(migrated), strict=True):
+    before = dict(zip(limits, group_periods(tight).values(), strict=True))
+    for each, period in zip(migrated.jobs, group_periods(migrated).values(), strict=True):
         assert period.mean_s <= limits[each.name] + 1e-6 or before[each.name].mean_s > limits[each.name]

@@ -6,11 +6,9 @@ from msgspec import structs
 from research.replay import Replay
 from research.workload.varying import Varying, profiled, with_varying_phases
 from research.workload.workload import Arrival, TraceRow, draw_workload, find_shapes
-from tests.placement.made_jobs import EITHER, assert_invariants, make_cluster, make_job
+from tests.placement.made_jobs import EITHER, Planner, assert_invariants, make_cluster, make_job
 from verl_mux.placement.layouts import isolated_usd
-from verl_mux.placement.model import COLOCATED, SEPARATE, TESTBED
-from verl_mux.placement.planner import NOTHING_KNOWN, Planner
-from verl_mux.placement.rules import LIVE, OURS, PAPER, Rules
+from verl_mux.placement.model import COLOCATED, LIVE, OURS, PAPER, SEPARATE, TESTBED, Rules
 
 
 def run(arrivals, rules=OURS, cluster=None):
@@ -37,7 +35,7 @@ def profiled_run(*arrivals):
     """Under the coordinator's rules, profiled first."""
     cluster = make_cluster()
     placer = Planner.of_one(cluster, LIVE)
-    return Replay([profiled(arrival, movable=False) for arrival in arrivals], placer, cluster, placer).run()
+    return Replay([profiled(arrival, movable=False) for arrival in arrivals], placer, cluster, learns=True).run()
 
 
 def test_who_stays_on_the_nodes_of_its_profile_does_no_step_twice_and_starts_once():
@@ -82,38 +80,24 @@ def test_who_waits_in_a_finite_cluster_starts_when_somebody_ends():
 
 
 class Watched(Planner):
-    """Checks every promise after every decision."""
+    """Checks every promise after every answer."""
 
-    def admit(self, *given):
-        decision = super().admit(*given)
+    def answer(self, *given, **named):
+        found = super().answer(*given, **named)
         assert_invariants(self)
-        return decision
-
-    def depart(self, *given):
-        moves = super().depart(*given)
-        assert_invariants(self)
-        return moves
-
-    def repack(self, *given):
-        moves = super().repack(*given)
-        assert_invariants(self)
-        return moves
+        return found
 
 
 class Recording(Planner):
-    """Keeps which progress it is given, and which jobs it may not move."""
+    """Keeps which progress it is shown, and which jobs it may not move."""
 
     def __init__(self, *given, **named):
         super().__init__(*given, **named)
         self.noted = []
 
-    def repack(self, progress=NOTHING_KNOWN, now=0.0):
-        self.noted.append((now, dict(progress), self.held))
-        return super().repack(progress, now)
-
-    def _follow(self, pair, progress, now):
-        self.noted.append((now, dict(progress), self.held))
-        return super()._follow(pair, progress, now)
+    def answer(self, question, progress, now, held):
+        self.noted.append((now, dict(progress), held))
+        return super().answer(question, progress, now, held)
 
 
 def test_live_is_told_of_jobs_what_the_coordinator_tells():
@@ -122,7 +106,7 @@ def test_live_is_told_of_jobs_what_the_coordinator_tells():
     jobs = [make_job(f"j{i}", 100, 60, slo=1.9, cold_start_s=100.0, move_s=900.0, modes=EITHER) for i in range(6)]
     arrivals = with_varying_phases([Arrival(job, 1500.0 * i, 120) for i, job in enumerate(jobs)], Varying(0.1, 2.0), 1)
     placer = Recording.of_one(cluster, LIVE)
-    found = Replay(arrivals, placer, cluster, placer).run()
+    found = Replay(arrivals, placer, cluster, learns=True).run()
     assert sum(job.moves for job in found.finished) >= 1 and any(held for _, _, held in placer.noted)
     for now, progress, held in placer.noted:
         assert held == {name for name, at in progress.items() if at.phase == "loading"}

@@ -9,8 +9,7 @@ from research.simulate import Study, in_processes, simulate
 from research.workload.varying import Varying
 from research.workload.workload import TraceRow, find_shapes
 from verl_mux.errors import Failure, UserError
-from verl_mux.placement.model import TESTBED
-from verl_mux.placement.rules import OURS
+from verl_mux.placement.model import OURS, TESTBED
 
 ROWS = [TraceRow(f"job{i}", i * 0.7, 1.0 + 5 * i % 7) for i in range(7)]
 SEEDS = 2

@@ -12,9 +12,8 @@ from research.workload.varying import lengths_by_workload, parse_estimates, uppe
 from research.workload.workload import Arrival, TraceRow, draw_workload, find_shapes
 from tests.placement.made_jobs import make_job
 from verl_mux.errors import UserError
-from verl_mux.placement.model import TESTBED
+from verl_mux.placement.model import TESTBED, Rules
 from verl_mux.placement.planner import Planner
-from verl_mux.placement.rules import Rules
 
 ARRIVALS = [Arrival(make_job(f"j{i}", 60, 40), 60.0 * i, 100) for i in range(2000)]
 

@@ -26,8 +26,7 @@ from verl_mux.errors import UserError
 from verl_mux.memory.certificate.certify import host_states
 from verl_mux.memory.certificate.job import read_job
 from verl_mux.memory.model_config import local_model_config, read_model_config
-from verl_mux.placement.estimator import Observed
-from verl_mux.placement.job_needs import JobNeeds, job_needs
+from verl_mux.placement.estimator import JobNeeds, Observed, job_needs
 from verl_mux.places.place import is_host, resource_of
 from verl_mux.places.ray_nodes import this_host
 from verl_mux.platform.choose import CPU_PACKAGE_MISSING, cpu_package_missing, cpu_platform_wanted, joined_cluster

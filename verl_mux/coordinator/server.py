@@ -36,8 +36,8 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.curve_keys import AGENT, JOB, VIEWER
 from verl_mux.coordinator.bus.link import Router
 from verl_mux.coordinator.core import hosts, placing
-from verl_mux.coordinator.core.asking import Answerer, Asked, nothing_follows
 from verl_mux.coordinator.core.placed_jobs import Standing
+from verl_mux.coordinator.core.placing import Answerer, Asked, nothing_follows
 from verl_mux.coordinator.core.records import Input, Instruction, JobExited, JobState, Log, Planned, PoolsChanged, What
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.snapshot import describe

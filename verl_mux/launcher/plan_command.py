@@ -16,10 +16,11 @@ from verl_mux.errors import UserError
 from verl_mux.launcher.plan_jobs import JobsFile, read_jobs
 from verl_mux.memory.certificate.certify import Certificate, PhaseBytes
 from verl_mux.placement.explain import where
-from verl_mux.placement.group_run import periods_by_job
+from verl_mux.placement.group_run import group_periods
 from verl_mux.placement.groups import Groups
 from verl_mux.placement.layouts import isolated_usd
-from verl_mux.placement.planner import Arrive, Planner
+from verl_mux.placement.planner import Planner
+from verl_mux.placement.questions import Arrive
 
 
 def plan(
@@ -84,7 +85,7 @@ def _phase(name: str, found: PhaseBytes) -> str:
 def make_plan(given: JobsFile) -> dict[str, Any]:
     """usd_per_hour: of all groups, and of every job alone. prices: USD per GPU-hour of each known kind, None: not known."""
     planner = Planner.of_one(given.cluster, given.rules)
-    answers = [(job.name, planner.answer(Arrive(job), {}, 0.0)) for job in given.jobs]
+    answers = [(job.name, planner.answer(Arrive(job), {}, explained=None)) for job in given.jobs]
     groups = planner.placer.groups
     return {
         "jobs": [
@@ -111,7 +112,7 @@ def _sentence(groups: Groups, name: str, reason: str) -> str:
 
 
 def _group(group: Any, given: JobsFile) -> dict[str, Any]:
-    periods = periods_by_job(group)
+    periods = group_periods(group)
     return {
         "name": group.name,
         "rollout_nodes": list(group.rollout_nodes),

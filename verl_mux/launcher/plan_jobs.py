@@ -10,10 +10,8 @@ import msgspec
 
 from verl_mux.errors import UserError
 from verl_mux.memory.model_config import local_model_config
-from verl_mux.placement.estimator import Bounds, bounds
-from verl_mux.placement.job_needs import GpuKind, JobNeeds, find_kind, model_size, with_given
-from verl_mux.placement.model import COLOCATED, SEPARATE, TESTBED, Cluster, Estimate, JobSpec, NodeKind, Pool
-from verl_mux.placement.rules import OURS, Rules
+from verl_mux.placement.estimator import Bounds, GpuKind, JobNeeds, bounds, find_kind, model_size, with_given
+from verl_mux.placement.model import COLOCATED, OURS, SEPARATE, TESTBED, Cluster, Estimate, JobSpec, NodeKind, Pool, Rules
 from verl_mux.yaml_file import allowed_keys, read_yaml
 
 _MAX_POOL = 100_000

@@ -12,12 +12,22 @@ import msgspec
 
 from verl_mux.placement.feasibility import TOLERANCE
 from verl_mux.placement.group_run import group_periods
-from verl_mux.placement.groups import Extension, extensions, pairs_of_pins
+from verl_mux.placement.groups import Extension, Place, extensions, pairs_of_pins
 from verl_mux.placement.layouts import EPSILON_USD, isolated_usd
-from verl_mux.placement.model import COLOCATED, SEPARATE, Group, JobSpec, NodeKind, cycle_time, load_time
+from verl_mux.placement.model import (
+    COLOCATED,
+    SEPARATE,
+    Group,
+    JobSpec,
+    NodeKind,
+    allowed,
+    cycle_time,
+    load_time,
+    modes_of,
+    too_large,
+)
 from verl_mux.placement.placer import Placer
-from verl_mux.placement.rules import allowed, modes_of, too_large
-from verl_mux.placement.search import OWN_NODES, Alternative, Decision, Place, group_at
+from verl_mux.placement.questions import OWN_NODES, Alternative, Decision
 
 # Groups that are looked at where there are too many.
 NEAREST = 2
@@ -32,7 +42,7 @@ def alternatives(placer: Placer, job: JobSpec, most: int | None = None) -> list[
     most: of more groups than this, only the NEAREST, which could ask the least."""
     groups = list(placer.groups.values())
     if most is not None and len(groups) > most:
-        groups = placer.search.nearest(job, placer.groups, NEAREST)
+        groups = placer.search.nearest(job, NEAREST)
     modes = allowed(job, placer.rules)
     return [*(_at(placer, modes, group) for group in groups), *(_alone(placer, placed) for placed in modes)]
 
@@ -47,7 +57,7 @@ def _at(placer: Placer, modes: Sequence[JobSpec], group: Group) -> Alternative:
     search, rules = placer.search, placer.rules
     if len(group.pins) >= rules.cap:
         return _refused(group, f"full: {len(group.pins)} jobs, the cap")
-    if search.saturated(group):
+    if search.is_saturated(group):
         return _refused(group, f"saturated: load {load_time(group):.0f} s of a cycle of {cycle_time(group):.0f} s")
     ways = [_in_mode(placer, placed, group) for placed in modes]
     return min((way for way in ways if not way.why), key=price, default=ways[0])
@@ -73,12 +83,11 @@ def _in_mode(placer: Placer, job: JobSpec, group: Group) -> Alternative:
     for ask in found:
         if order := placer.feasibility.order((*group.jobs, job), rollout | ask.rollout.pairs, train | ask.train.pairs):
             why = _short(placer, (ask.rollout.new, ask.train.new), "new nodes")
-            way = Alternative(group=group.name, strategy=ask.strategy, usd_per_hour=ask.usd, why=why)
-            if rules.count_stays:
-                way = msgspec.structs.replace(way, work_usd_per_hour=placer.search.priced(job, group, ask, order).usd)
-            elif not way.why:
-                return way
+            work_usd = placer.search.priced(job, group, ask, order).usd if rules.count_stays else None
+            way = Alternative(group=group.name, strategy=ask.strategy, usd_per_hour=ask.usd, why=why, work_usd_per_hour=work_usd)
             ways.append(way)
+            if not why and not rules.count_stays:
+                break  # none that follows costs less
     if ways:
         return min(ways, key=lambda way: (bool(way.why), price(way)))
     return _refused(group, _too_slow(job, group, found[0], rules.orders[0]), found[0])
@@ -97,11 +106,12 @@ def _short(placer: Placer, need: tuple[int, int], what: str) -> str:
 
 
 def _no_room(placer: Placer, job: JobSpec, group: Group) -> str:
-    reasons = []
-    for at, (side, pool) in enumerate((("rollout", placer.cluster.rollout), ("train", placer.cluster.train))):
-        nodes = [getattr(group, f"on_{side}")(node) for node in getattr(group, f"{side}_nodes")]
-        if job.nodes[at] and nodes:
-            reasons.append(_side_full(at, side, job, nodes, pool.kind))
+    cluster = placer.cluster
+    sides = (
+        ("rollout", cluster.rollout.kind, [group.on_rollout(node) for node in group.rollout_nodes]),
+        ("train", cluster.train.kind, [group.on_train(node) for node in group.train_nodes]),
+    )
+    reasons = [_side_full(at, side, job, nodes, kind) for at, (side, kind, nodes) in enumerate(sides) if job.nodes[at] and nodes]
     return "; ".join(dict.fromkeys(reasons))
 
 
@@ -118,8 +128,8 @@ def _side_full(at: int, side: str, job: JobSpec, nodes: Sequence[Sequence[JobSpe
 
 def _too_slow(job: JobSpec, group: Group, ask: Extension, order: str) -> str:
     """The job that would miss its SLO in the cheapest layout; or that a departure could make a job miss it."""
-    whole = group_at(Place(job, group, ask, order, ask.usd))
-    for member, period in zip(whole.jobs, group_periods(whole), strict=True):
+    whole = Place(job, ask.usd, group, ask, order).group
+    for member, period in zip(whole.jobs, group_periods(whole).values(), strict=True):
         if period.mean_s > member.limit_s * TOLERANCE:
             return f"{member.name} would take {period.mean_s:.0f} s an iteration, its SLO allows {member.limit_s:.0f} s"
     return "within every SLO now, but not if one of its jobs left"
@@ -131,15 +141,12 @@ def _too_slow(job: JobSpec, group: Group, ask: Extension, order: str) -> str:
 def lost_to(decision: Decision, could: Sequence[Alternative]) -> list[Alternative]:
     """The places that were not chosen, with a reason for those that could have been taken: more expensive, or no better."""
     group, strategy = decision.was
-    others = [
-        place
-        for place in could
-        if decision.outcome == "queued" or place.group != group or (group is None and place.strategy != strategy)
-    ]
-    return [
-        place if place.why or place.usd_per_hour is None else _beaten(place, place.usd_per_hour - decision.usd_per_hour)
-        for place in others
-    ]
+    lost = []
+    for place in could:
+        if decision.outcome == "queued" or place.group != group or (group is None and place.strategy != strategy):
+            usd = place.usd_per_hour
+            lost.append(place if place.why or usd is None else _beaten(place, usd - decision.usd_per_hour))
+    return lost
 
 
 def _beaten(place: Alternative, more: float) -> Alternative:
@@ -174,13 +181,12 @@ class Advice(msgspec.Struct, frozen=True):
 
 
 def advice(placer: Placer, job: JobSpec, could: Sequence[Alternative], most: int | None = None) -> Advice | None:
-    """The change after which the job could be placed cheapest, if it is cheaper than the places that it `could` take. To be asked
-    before it is admitted. most: as of alternatives()."""
-    now = cheapest(could)
+    """The change after which the job could be placed cheapest, if that is cheaper than the places that it `could` take. To be
+    asked before the job is admitted. most: as of alternatives()."""
+    now = least = cheapest(could)
     if now <= EPSILON_USD:
         return None
     best: Advice | None = None
-    least = now
     for how, other in _changes(job):
         if not modes_of(other, placer.cluster, placer.rules):
             continue

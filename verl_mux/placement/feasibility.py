@@ -1,6 +1,6 @@
 """Whether the jobs of a group keep their SLOs: settled, while their phases vary, and as the group stands now.
 
-Pure. Asked by layouts.py, search.py, repack.py and placer.py; remembers verdicts, so that no case runs twice.
+Pure. Called by layouts.py, groups.py, repack.py and placer.py; remembers verdicts, so that no case runs twice.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -22,13 +22,12 @@ from verl_mux.placement.group_run import (
     Member,
     average,
     masks,
-    mean_seconds,
+    periods,
     planned_member,
     rollout_bits,
     state,
 )
-from verl_mux.placement.model import Estimate, Group, JobSpec
-from verl_mux.placement.rules import ORDERS
+from verl_mux.placement.model import ORDERS, Estimate, Group, JobSpec
 
 TOLERANCE = 1 + 1e-9
 
@@ -98,6 +97,8 @@ def nodes_for(jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> tuple[Se
 # --- settled periods, and phases that vary ---
 
 _Placed = tuple[tuple[str, bool], ...]
+# The order under which all keep their SLOs, and the mean seconds of an iteration of each job (none of jobs in several groups).
+_Verdict = tuple[str, Sequence[float]] | None
 # Where planned periods take no larger part of what is allowed, phases may vary as they do.
 SURE = 0.75
 
@@ -118,17 +119,15 @@ class Feasibility:
         self.keep = keep
         self.simulated = 0
         # By the jobs as they are placed, sorted by name, then by the pairs that share rollout and training nodes.
-        self._known: dict[_Placed, dict[tuple[Pairs, Pairs], str | None]] = {}
-        # Of groups that keep their SLOs: mean seconds of an iteration of each job.
-        self._seconds: dict[_Placed, dict[tuple[Pairs, Pairs], Sequence[float]]] = {}
+        self._known: dict[_Placed, dict[tuple[Pairs, Pairs], _Verdict]] = {}
         self._sets: dict[str, list[_Placed]] = {}
-        self._hopeless_pairs: dict[_Placed, tuple[bool, ...]] = {}
 
     def order(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> str | None:
         """The first order under which all jobs keep their SLOs when these pairs share nodes, or None."""
         if not rollout | train:
             return self.orders[0]
-        return self._order(*_by_name(jobs, rollout, train))
+        verdict = self._verdict(*_by_name(jobs, rollout, train))
+        return verdict and verdict[0]
 
     def keeps(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs, order: str) -> bool:
         """Whether all keep their SLOs under this very order, and after every departure under the first one that suffices."""
@@ -140,32 +139,24 @@ class Feasibility:
 
     def seconds(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> Sequence[float]:
         """The mean iteration of each job under the order that `order` found. The jobs make one group and are sorted by name."""
-        return self._seconds[tuple([job.placed_as for job in jobs])][rollout, train]
+        verdict = self._verdict(jobs, rollout, train)
+        assert verdict is not None
+        return verdict[1]
 
     def hopeless_pairs(self, jobs: Sequence[JobSpec]) -> tuple[Pairs, Pairs, Pairs]:
         """Pairs that cannot even on their own share rollout nodes, training nodes, or both. Jobs sorted by name."""
-        rollout = train = both = 0
-        for high in range(1, len(jobs)):
-            for low in range(high):
-                hopeless = self._hopeless(jobs[low], jobs[high])
-                bit = pair(low, high)
-                rollout, train, both = rollout | hopeless[0] * bit, train | hopeless[1] * bit, both | hopeless[2] * bit
-        return rollout, train, both
-
-    def _hopeless(self, low: JobSpec, high: JobSpec) -> tuple[bool, ...]:
-        """Whether the two cannot share rollout nodes, training nodes, both."""
-        placed = low.placed_as, high.placed_as
-        if placed not in self._hopeless_pairs:
-            self._hopeless_pairs[placed] = tuple(self._order([low, high], *way) is None for way in ((1, 0), (0, 1), (1, 1)))
-        return self._hopeless_pairs[placed]
+        found = [0, 0, 0]
+        for low, high in itertools.combinations(range(len(jobs)), 2):
+            for at, way in enumerate(((1, 0), (0, 1), (1, 1))):
+                if self._verdict((jobs[low], jobs[high]), *way) is None:
+                    found[at] |= pair(low, high)
+        return found[0], found[1], found[2]
 
     def forget(self, name: str) -> None:
         for placed in self._sets.pop(name, ()):
             self._known.pop(placed, None)
-            self._hopeless_pairs.pop(placed, None)
-            self._seconds.pop(placed, None)
 
-    def _order(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> str | None:
+    def _verdict(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> _Verdict:
         placed = tuple([job.placed_as for job in jobs])
         known = self._known.get(placed)
         if known is None:
@@ -176,34 +167,34 @@ class Feasibility:
             known[rollout, train] = self._judge(jobs, rollout, train)
         return known[rollout, train]
 
-    def _judge(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> str | None:
-        def of(kept: tuple[int, ...]) -> str | None:
-            return self._order([jobs[i] for i in kept], within(rollout, kept), within(train, kept))
+    def _judge(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> _Verdict:
+        def of(kept: tuple[int, ...]) -> _Verdict:
+            return self._verdict([jobs[i] for i in kept], within(rollout, kept), within(train, kept))
 
         count = len(jobs)
         groups = connected(rollout | train, count)
         if len(groups) > 1:
-            orders = [of(kept) for kept in groups if len(kept) > 1]
-            return None if None in orders else max(orders, key=self.orders.index, default=self.orders[0])
+            orders = []
+            for verdict in [of(kept) for kept in groups if len(kept) > 1]:
+                if verdict is None:
+                    return None
+                orders.append(verdict[0])
+            return max(orders, key=self.orders.index, default=self.orders[0]), ()
         for gone in range(count) if count > 2 else ():
             if of((*range(gone), *range(gone + 1, count))) is None:
                 return None
-        return self._simulate(jobs, rollout, train)
-
-    def _simulate(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> str | None:
         self.simulated += 1
         nodes = nodes_for(jobs, rollout, train)
         for order in self.orders:
             if (found := self._kept_under(jobs, *nodes, order)) is not None:
-                self._seconds.setdefault(tuple([job.placed_as for job in jobs]), {})[rollout, train] = found
-                return order
+                return order, found
         return None
 
     def _kept_under(
         self, jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int], order: str
     ) -> Sequence[float] | None:
         """The mean iteration of each job under this order, if all keep their SLOs."""
-        found = mean_seconds(jobs, rollout, train, order)
+        found = [period.mean_s for period in periods(jobs, rollout, train, order)]
         room = max(seconds / job.limit_s for job, seconds in zip(jobs, found, strict=True))
         kept = room <= TOLERANCE and (not self.keep or room < SURE or likely(jobs, rollout, train, order, self.keep))
         return found if kept else None
@@ -319,28 +310,6 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         if self.solo_s is None:
             return job.limit_s * (self.done + more)
         return job.slo * self.solo_s + job.limit_s * more
-
-
-class Without(Mapping[str, Progress]):
-    """The progress of all but some jobs. The mapping under it may compute each entry when it is read, so nothing is copied."""
-
-    def __init__(self, under: Mapping[str, Progress], gone: Collection[str]) -> None:
-        self._under = under
-        self._gone = gone
-
-    def __getitem__(self, name: str) -> Progress:
-        if name in self._gone:
-            raise KeyError(name)
-        return self._under[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name not in self._gone and name in self._under
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._under if name not in self._gone)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 def late_job(group: Group, progress: Mapping[str, Progress], loads: Mapping[str, float]) -> str | None:

@@ -2,8 +2,8 @@
 
     [LOADING] -> WAITING(rollout) -> ROLLOUT -> [TAIL] -> WAITING(train) -> TRAIN -> (one more iteration) WAITING(rollout)
 
-Pure. Run by feasibility.py and layouts.py for predictions, and by research/replay.py to carry simulated jobs out.
-Invariants (asserted by the tests):
+Pure. Run by feasibility.py, layouts.py, the coordinator and `verl-mux plan` for predictions, and by research/ to carry simulated
+jobs out. Invariants (asserted by the tests):
 - a phase holds all its nodes or none, and no node is held twice;
 - no phase starts before an earlier-ranked waiting phase that needs one of its nodes;
 - a node pays the switch exactly when another job held it last.
@@ -17,8 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from verl_mux.placement.model import Group, JobSpec
-from verl_mux.placement.rules import ORDERS
+from verl_mux.placement.model import ORDERS, Group, JobSpec
 
 # LOADING is a cold start; TAIL is the end of a rollout that no longer holds the nodes.
 ROLLOUT, TAIL, TRAIN, LOADING = 0, 1, 2, 3
@@ -30,7 +29,7 @@ class Member:
     """One job in a run, and where it stands. Nodes are bits of an int, all nodes in one numbering.
 
     needs: nodes held in each phase. times: endless seconds for ROLLOUT, TAIL and TRAIN. switch: seconds a phase lasts
-    longer when another job held one of its nodes last. rank: see `ORDERS` in rules.py.
+    longer when another job held one of its nodes last. rank: see `ORDERS` in model.py.
     phase: the one it runs or waits for. since: when that was asked for or, if it runs, started. planned_s: how long
     the running phase takes. resident: nodes that this job was the last to hold. done: iterations finished, the last of them
     at `finished`.
@@ -188,19 +187,14 @@ class Period(msgspec.Struct, frozen=True, kw_only=True):
     worst_s: float
 
 
-def periods_by_job(group: Group) -> dict[str, Period]:
-    """The settled period of every job of the group, by its name, under the group's own order."""
-    return {job.name: period for job, period in zip(group.jobs, group_periods(group), strict=True)}
-
-
-def group_periods(group: Group) -> list[Period]:
-    """The settled period of each pin. All begin at once, in order of their names: the same course by which feasibility.py judges
-    a group, which may settle otherwise from another start."""
+def group_periods(group: Group) -> dict[str, Period]:
+    """The settled period of each job by name, under the group's own order. All begin at once, in order of their names: the same
+    course by which feasibility.py judges a group, which may settle otherwise from another start."""
     jobs, (rollout, train) = group.jobs, masks(group)
     rank = sorted(range(len(jobs)), key=lambda i: jobs[i].name)
     settled = periods([jobs[i] for i in rank], [rollout[i] for i in rank], [train[i] for i in rank], group.order)
-    by_index = dict(zip(rank, settled, strict=True))
-    return [by_index[i] for i in range(len(jobs))]
+    by_name = {jobs[i].name: period for i, period in zip(rank, settled, strict=True)}
+    return {job.name: by_name[job.name] for job in jobs}
 
 
 def masks(group: Group) -> tuple[list[int], list[int]]:
@@ -213,7 +207,7 @@ def masks(group: Group) -> tuple[list[int], list[int]]:
 
 
 def rollout_bits(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int]) -> list[int]:
-    """The nodes (bits) on which each job's rollouts run: the training nodes of a colocated job."""
+    """The nodes (bits) on which each job's rollouts run: its training nodes if it is colocated."""
     return [trained if job.colocated else held for job, held, trained in zip(jobs, rollout, train, strict=True)]
 
 
@@ -226,18 +220,10 @@ def periods(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int
     return settle(planned_run(jobs, rollout, train, order))
 
 
-def mean_seconds(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int], order: str = "fifo") -> list[float]:
-    """The means of `periods`."""
-    return [period.mean_s for period in periods(jobs, rollout, train, order)]
-
-
 def _in_one_round(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int]) -> bool:
     """Whether no job can overtake another, and rollouts run beside training."""
-    return _all_meet(rollout) and _all_meet(train) and not any(job.tail_s or job.colocated for job in jobs)
-
-
-def _all_meet(on: Sequence[int]) -> bool:
-    return all(a & b for a, b in itertools.combinations(on, 2))
+    all_meet = all(a & b for on in (rollout, train) for a, b in itertools.combinations(on, 2))
+    return all_meet and not any(job.tail_s or job.colocated for job in jobs)
 
 
 def _one_round(jobs: Sequence[JobSpec]) -> Period:

@@ -1,4 +1,5 @@
-"""The co-execution groups and the nodes they hold, and the ways in which one job can join a group.
+"""The co-execution groups and the nodes they hold, the ways in which one job can join a group, and the search for the cheapest
+(Algorithm 1 of the paper, with a wider choice of places).
 
 Pure; held by a Placer (placer.py) and by the baselines in research/. Every change of the groups is one `replace`, so that no node
 is lost.
@@ -6,16 +7,15 @@ is lost.
 
 from __future__ import annotations
 
-import heapq
+import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from verl_mux.placement.feasibility import TOLERANCE, Pairs, connected, pair, pairs_of_nodes
-from verl_mux.placement.layouts import share
-from verl_mux.placement.model import Cluster, Group, JobSpec, NodeKind, Pin, Pool
-from verl_mux.placement.rules import Rules
+from verl_mux.placement.feasibility import TOLERANCE, Feasibility, Pairs, Progress, connected, late_job, pair, pairs_of_nodes
+from verl_mux.placement.layouts import EPSILON_USD, Price, isolated_usd, share
+from verl_mux.placement.model import Cluster, Group, JobSpec, Pin, Pool, Rules, cycle_time, load_time, modes_of
 
 # --- joining and leaving one group; all other jobs of it stay where they are ---
 #
@@ -24,6 +24,8 @@ from verl_mux.placement.rules import Rules
 # nodes beside some shared ones.
 
 NEW = "new: "
+# A group's nodes of each side.
+SIDES = (lambda group: group.rollout_nodes, lambda group: group.train_nodes)
 # By whether the newcomer gets new rollout nodes, and new training nodes.
 STRATEGIES = {
     (False, False): "direct packing",
@@ -52,9 +54,6 @@ class Extension(msgspec.Struct, frozen=True):
     def strategy(self) -> str:
         return STRATEGIES[self.rollout.new > 0, self.train.new > 0]
 
-    def allowed(self, rules: Rules) -> bool:
-        return (rules.rollout_scaling or not self.rollout.new) and (rules.training_scaling or not self.train.new)
-
 
 def extensions(group: Group, job: JobSpec, cluster: Cluster, rules: Rules) -> list[Extension]:
     """All ways for `job` to share at least one node with `group` that leave room on every node, in time and in memory.
@@ -62,42 +61,31 @@ def extensions(group: Group, job: JobSpec, cluster: Cluster, rules: Rules) -> li
     usd = cluster.rollout.kind.usd_per_hour, cluster.train.kind.usd_per_hour
     both = (
         Extension(r.new * usd[0] + t.new * usd[1], r, t)
-        for r in _rollout_sides(group, job, cluster)
+        for r in _sides(_room(group, job, cluster, 0), len(group.pins), job.nodes[0])
         for t in _train_sides(group, job, cluster, rules.whole_pool)
-        if r.pairs | t.pairs
+        if r.pairs | t.pairs and (rules.rollout_scaling or not r.new) and (rules.training_scaling or not t.new)
     )
-    return sorted(
-        (found for found in both if found.allowed(rules)),
-        key=lambda e: (e.usd, e.rollout.pairs.bit_count() + e.train.pairs.bit_count()),
-    )
-
-
-def _rollout_sides(group: Group, job: JobSpec, cluster: Cluster) -> list[Side]:
-    members = [(pin.job.rollout_share, pin.job.memory_gb[0], pin.rollout) for pin in group.pins]
-    room = _room(cluster.open(group.rollout_nodes), members, job.rollout_share, job.memory_gb[0], cluster.rollout.kind)
-    return _sides(room, len(members), job.nodes[0])
+    return sorted(both, key=lambda e: (e.usd, e.rollout.pairs.bit_count() + e.train.pairs.bit_count()))
 
 
 def _train_sides(group: Group, job: JobSpec, cluster: Cluster, whole_pool: bool) -> list[Side]:
-    members = [(pin.job.train_share, pin.job.memory_gb[1], pin.train) for pin in group.pins]
-    room = _room(cluster.open(group.train_nodes), members, job.train_share, job.memory_gb[1], cluster.train.kind)
+    room, members = _room(group, job, cluster, 1), len(group.pins)
     if not whole_pool:
-        return _sides(room, len(members), job.train_nodes)
+        return _sides(room, members, job.train_nodes)
     if sum(map(len, room.values())) < len(group.train_nodes) or job.train_nodes > len(group.train_nodes):
         return []
-    return [Side(group.train_nodes, 0, sum(pair(i, len(members)) for i in range(len(members))))]
+    return [Side(group.train_nodes, 0, sum(pair(i, members) for i in range(members)))]
 
 
-def _room(
-    nodes: Sequence[str], members: Sequence[tuple], share_of_time: float, memory_gb: float, kind: NodeKind
-) -> dict[int, list[str]]:
-    """Nodes with room for the newcomer, by the members on them (bits)."""
+def _room(group: Group, job: JobSpec, cluster: Cluster, at: int) -> dict[int, list[str]]:
+    """Nodes of a side (0 rollout, 1 training) with room for the newcomer, by the members on them (bits)."""
     room: dict[int, list[str]] = {}
-    for node in nodes:
-        here = [i for i, (_, _, on) in enumerate(members) if node in on]
-        time = sum(members[i][0] for i in here) + share_of_time
-        memory = sum(members[i][1] for i in here) + memory_gb
-        if time <= TOLERANCE and memory <= kind.host_memory_gb:
+    most_gb = (cluster.rollout, cluster.train)[at].kind.host_memory_gb
+    sizes = [((each.rollout_share, each.train_share)[at], each.memory_gb[at]) for each in (*group.jobs, job)]
+    for node in cluster.open(SIDES[at](group)):
+        here = [i for i, pin in enumerate(group.pins) if node in (pin.rollout, pin.train)[at]]
+        time, memory = (sum(sizes[i][what] for i in here) + sizes[-1][what] for what in (0, 1))
+        if time <= TOLERANCE and memory <= most_gb:
             room.setdefault(sum(1 << i for i in here), []).append(node)
     return room
 
@@ -175,10 +163,8 @@ class Nodes:
     def __init__(self, pool: Pool, closed: Collection[str] = ()) -> None:
         self.pool = pool
         self.taken: set[str] = set()
-        self._number = {name: i for i, name in enumerate(pool.nodes or ())}
-        self._names = list(pool.nodes or ())
-        self._closed = {name for name in closed if name in self._number}
-        self._free = [number for name, number in self._number.items() if name not in self._closed]
+        self._names = dict.fromkeys(pool.nodes or ())
+        self._closed = {name for name in closed if name in self._names}
 
     @property
     def free(self) -> float:
@@ -187,44 +173,40 @@ class Nodes:
     def take(self) -> str:
         """Take a free node."""
         assert self.free >= 1
-        if not self._free:
-            name = f"{self.pool.name}-{len(self._names)}"
-            heapq.heappush(self._free, len(self._names))
-            self._number[name] = len(self._names)
-            self._names.append(name)
-        name = self._names[heapq.heappop(self._free)]
+        free = (name for name in self._names if name not in self.taken and name not in self._closed)
+        name = next(free, f"{self.pool.name}-{len(self._names)}")
+        self._names[name] = None
         self.taken.add(name)
         return name
 
     def claim(self, names: Iterable[str]) -> None:
-        """Take nodes by name, as far as this pool names them and they are not taken."""
-        if claimed := {name for name in names if name in self._number} - self.taken:
-            self.taken |= claimed
-            self._free = [number for number in self._free if self._names[number] not in claimed]
-            heapq.heapify(self._free)
+        """Take nodes by name, as far as this pool names them."""
+        self.taken.update(name for name in names if name in self._names)
 
     def release(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.taken.remove(name)
-            if name not in self._closed:
-                heapq.heappush(self._free, self._number[name])
+        self.taken.difference_update(names)
 
 
-SIDES = (lambda group: group.rollout_nodes, lambda group: group.train_nodes)
+class Books(msgspec.Struct):
+    """What the groups of all pairs of pools share. named: groups that were ever given a name. moved_at: seconds, of the moves of
+    the last hour that did not rescue an SLO. touched: names of groups that changed, came or went since the planner last emptied
+    it. held: names of jobs that are not to be moved now, movable or not."""
+
+    named: int = 0
+    moved_at: list[float] = msgspec.field(default_factory=list)
+    touched: set[str] = msgspec.field(default_factory=set)
+    held: frozenset[str] = frozenset()
 
 
 class Groups(Mapping[str, Group]):
-    """The co-execution groups by name, in the order in which they were set up. home: job name -> group name. named: groups that
-    were ever given a name. touched: names of groups that changed, came or went since the caller last emptied it."""
+    """The co-execution groups of one pair of pools by name, in the order in which they were set up. home: group by job name."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, books: Books | None = None) -> None:
         self.cluster = cluster
-        self._by_name: dict[str, Group] = {}
+        self.books = books or Books()
         self.home: dict[str, str] = {}
-        self._rollout = Nodes(cluster.rollout, cluster.closed)
-        self._train = Nodes(cluster.train, cluster.closed)
-        self.named = 0
-        self.touched: set[str] = set()
+        self._by_name: dict[str, Group] = {}
+        self._pools = Nodes(cluster.rollout, cluster.closed), Nodes(cluster.train, cluster.closed)
 
     def __getitem__(self, name: str) -> Group:
         return self._by_name[name]
@@ -238,13 +220,13 @@ class Groups(Mapping[str, Group]):
     @property
     def free(self) -> tuple[float, float]:
         """Free nodes: rollout, training."""
-        return self._rollout.free, self._train.free
+        return self._pools[0].free, self._pools[1].free
 
     @property
     def usd_per_hour(self) -> float:
-        pools = self.cluster.rollout, self.cluster.train
+        kinds = self.cluster.rollout.kind, self.cluster.train.kind
         held = [sum(len(nodes(group)) for group in self._by_name.values()) for nodes in SIDES]
-        return sum(count * pool.kind.usd_per_hour for count, pool in zip(held, pools, strict=True))
+        return sum(count * kind.usd_per_hour for count, kind in zip(held, kinds, strict=True))
 
     def group_of(self, job: str) -> Group:
         return self._by_name[self.home[job]]
@@ -278,7 +260,7 @@ class Groups(Mapping[str, Group]):
 
     def replace(self, old: Iterable[Group], new: Iterable[Group]) -> list[Group]:
         """Dissolve `old` and set up `new`, whose nodes are those of `old` or yet to be taken. Returns the new groups
-        with their nodes taken and named; a new group under the name of an old one keeps it."""
+        with their nodes taken and named; a new group under the name of an old one keeps the name."""
         old, new = list(old), list(new)
         for group in old:
             self._drop(group.name)
@@ -298,45 +280,47 @@ class Groups(Mapping[str, Group]):
         return done
 
     def _release(self, gone: Sequence[Sequence[str]]) -> None:
-        self._rollout.release(gone[0])
-        self._train.release(gone[1])
+        for pool, names in zip(self._pools, gone, strict=True):
+            pool.release(names)
 
     def _set_up(self, group: Group, names: set[str]) -> Group:
         name = group.name
         if name not in names:
-            self.named += 1
-            name = f"g{self.named}"
+            self.books.named += 1
+            name = f"g{self.books.named}"
         names.discard(name)
-        rollout, train = _taken(group.rollout_nodes, self._rollout), _taken(group.train_nodes, self._train)
-        pins = tuple(
-            Pin(job=p.job, rollout=tuple(rollout[n] for n in p.rollout), train=tuple(train[n] for n in p.train))
-            for p in group.pins
+        rollout, train = (_taken(nodes(group), pool) for nodes, pool in zip(SIDES, self._pools, strict=True))
+        done = Group(
+            name=name,
+            pins=tuple(
+                Pin(job=p.job, rollout=tuple(rollout[n] for n in p.rollout), train=tuple(train[n] for n in p.train))
+                for p in group.pins
+            ),
+            rollout_nodes=tuple(rollout.values()),
+            train_nodes=tuple(train.values()),
+            order=group.order,
         )
-        nodes = {"rollout_nodes": tuple(rollout.values()), "train_nodes": tuple(train.values())}
-        done = Group(name=name, pins=pins, order=group.order, **nodes)
-        self._enter(done)
-        return done
+        return self._enter(done)
 
-    def _enter(self, group: Group) -> None:
+    def _enter(self, group: Group) -> Group:
         self._by_name[group.name] = group
-        self.touched.add(group.name)
+        self.books.touched.add(group.name)
         self.home.update((job.name, group.name) for job in group.jobs)
+        return group
 
     def _drop(self, name: str) -> None:
         group = self._by_name.pop(name)
-        self.touched.add(name)
+        self.books.touched.add(name)
         for job in group.jobs:
             del self.home[job.name]
 
-    def adopt(self, groups: Iterable[Group], named: int) -> None:
-        """Take over groups as they are, under their names."""
-        self.named = named
-        groups = list(groups)
+    def adopt(self, groups: Iterable[Group]) -> None:
+        """Take over groups as they are, under their names; they do not count as touched."""
         for group in groups:
-            self._enter(group)
-        for nodes, pool in zip(SIDES, (self._rollout, self._train), strict=True):
-            pool.claim(node for group in groups for node in nodes(group))
-        self.touched.clear()
+            self._by_name[group.name] = group
+            self.home.update((job.name, group.name) for job in group.jobs)
+            for nodes, pool in zip(SIDES, self._pools, strict=True):
+                pool.claim(nodes(group))
 
     def reorder(self, name: str, order: str) -> None:
         """Let the waiting phases of the group start in another order."""
@@ -347,8 +331,7 @@ class Groups(Mapping[str, Group]):
         group, pin = self.group_of(job.name), self.pin_of(job.name)
         job = msgspec.structs.replace(job, colocated=pin.job.colocated)
         pins = tuple(Pin(job=job, rollout=p.rollout, train=p.train) if p is pin else p for p in group.pins)
-        self._enter(msgspec.structs.replace(group, pins=pins))
-        return self._by_name[group.name]
+        return self._enter(msgspec.structs.replace(group, pins=pins))
 
 
 def _taken(nodes: Sequence[str], pool: Nodes) -> dict[str, str]:
@@ -356,3 +339,117 @@ def _taken(nodes: Sequence[str], pool: Nodes) -> dict[str, str]:
     meanwhile."""
     pool.claim(node for node in nodes if not node.startswith(NEW))
     return {node: pool.take() if node.startswith(NEW) else node for node in nodes}
+
+
+# --- the search ---
+
+
+class Place(msgspec.Struct, frozen=True, dict=True):
+    """A place that a job may have: the job as it would be placed; the group to join, how, and in which order the group then runs
+    (None: nodes of its own); and USD per hour, by which places are compared."""
+
+    job: JobSpec
+    usd: float
+    joins: Group | None = None
+    extension: Extension | None = None
+    order: str = "fifo"
+
+    @functools.cached_property
+    def group(self) -> Group:
+        """The group as it would be; its new nodes are yet to be taken."""
+        job, ask = self.job, self.extension
+        if self.joins is None or ask is None:
+            return isolated(job)
+        rollout = (*ask.rollout.shared, *yet_to_take(job, "rollout", ask.rollout.new))
+        train = (*ask.train.shared, *yet_to_take(job, "train", ask.train.new))
+        return with_newcomer(self.joins, job, rollout, train, self.order)
+
+
+class Search:
+    """The price of a place is known before it is tried. So groups are tried in order of the least they could ask, and the
+    search ends at the first price that cannot be beaten; a saturated group costs one comparison."""
+
+    def __init__(self, groups: Groups, rules: Rules, feasibility: Feasibility) -> None:
+        self.groups, self.cluster, self.rules, self.feasibility = groups, groups.cluster, rules, feasibility
+        self.price = Price(groups.cluster, rules)
+
+    def may_move(self, job: JobSpec) -> bool:
+        return job.movable and job.name not in self.groups.books.held
+
+    def offer(self, job: JobSpec, progress: Mapping[str, Progress], load_s: float = 0.0) -> Place | None:
+        """The cheapest place for the job in any of its modes; None if a finite cluster has no room. Groups with a job of unknown
+        progress are judged by their settled periods alone. load_s: cold start of the job there."""
+        free = self.groups.free
+        modes = modes_of(job, self.cluster, self.rules)
+        alone = [Place(placed, isolated_usd(placed, self.cluster)) for placed in modes if _fits(placed.nodes, free)]
+        best = min(alone, key=lambda place: place.usd, default=None)
+        below, until = best.usd if best else math.inf, self.feasibility.simulated + self.rules.effort
+        for least, placed, group in self._shortlist(modes, below):
+            if least >= below - EPSILON_USD or self.feasibility.simulated >= until:
+                break
+            if place := self.join(placed, group, below, free, progress, load_s):
+                best, below = place, place.usd
+        return best
+
+    def join(
+        self,
+        job: JobSpec,
+        group: Group,
+        below: float,
+        free: tuple[float, float],
+        progress: Mapping[str, Progress],
+        load_s: float = 0.0,
+    ) -> Place | None:
+        """The cheapest way into one group in the mode in which the job is given."""
+        rollout, train = pairs_of_pins(group.pins)
+        best = None
+        for found in extensions(group, job, self.cluster, self.rules):
+            if found.usd >= below - EPSILON_USD:
+                break
+            if not _fits((found.rollout.new, found.train.new), free):
+                continue
+            jobs = (*group.jobs, job)
+            order = self.feasibility.order(jobs, rollout | found.rollout.pairs, train | found.train.pairs)
+            if not order:
+                continue
+            place = self.priced(job, group, found, order)
+            if place.usd >= below - EPSILON_USD or not self._in_time(place, group, progress, load_s):
+                continue
+            if not self.rules.count_stays:
+                return place
+            best, below = place, place.usd
+        return best
+
+    def priced(self, job: JobSpec, group: Group, extension: Extension, order: str) -> Place:
+        place = Place(job, extension.usd, group, extension, order)
+        if not self.rules.count_stays:
+            return place
+        return msgspec.structs.replace(place, usd=self.price.of_group(place.group) - self.price.of_group(group))
+
+    def _in_time(self, place: Place, group: Group, progress: Mapping[str, Progress], load_s: float) -> bool:
+        if not self.rules.guard or not all(member.name in progress for member in group.jobs):
+            return True
+        return late_job(place.group, progress, {place.job.name: load_s}) is None
+
+    def _shortlist(self, modes: Iterable[JobSpec], below: float) -> list[tuple[float, JobSpec, Group]]:
+        """(least USD per hour it could ask, the job in one of its modes, group), cheapest first, then fullest; no more than the
+        rules allow."""
+        found = []
+        for job in modes:
+            room = TOLERANCE - job.rollout_share, TOLERANCE - job.train_share
+            openings = self.groups.openings(job, self.rules.cap, room, below - EPSILON_USD, self.rules.best_fit)
+            found += [(least, job, group) for least, group in openings if not self.is_saturated(group)]
+        return sorted(found, key=lambda each: each[0])[: self.rules.shortlist]
+
+    def nearest(self, job: JobSpec, count: int) -> list[Group]:
+        """The `count` groups that could ask the least."""
+        modes = modes_of(job, self.cluster, self.rules)
+        found = {group.name: group for _, _, group in self._shortlist(modes, math.inf)}
+        return list(found.values())[:count]
+
+    def is_saturated(self, group: Group) -> bool:
+        return self.rules.prune_saturated and load_time(group) >= cycle_time(group)
+
+
+def _fits(need: tuple[int, int], free: tuple[float, float]) -> bool:
+    return need[0] <= free[0] and need[1] <= free[1]

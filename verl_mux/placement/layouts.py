@@ -1,6 +1,6 @@
 """Ways to lay jobs over nodes, the cheapest nodes that a set of jobs can share, and the price by which they are compared.
 
-Pure; used by groups.py, search.py, repack.py and the optimum in research/.
+Pure; used by groups.py, repack.py, placer.py, explain.py and the optimum in research/.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
 from verl_mux.placement.feasibility import TOLERANCE, Feasibility, Pairs, connected, pairs_of_nodes
-from verl_mux.placement.group_run import masks, mean_seconds
-from verl_mux.placement.model import Cluster, Group, JobSpec, NodeKind
-from verl_mux.placement.rules import Rules, modes_of
+from verl_mux.placement.group_run import group_periods
+from verl_mux.placement.model import Cluster, Group, JobSpec, NodeKind, Rules, modes_of
 
 EPSILON_USD = 1e-6
 EPSILON_NODES = 1e-6
@@ -44,13 +43,12 @@ class Layout(msgspec.Struct, frozen=True):
 def layouts(needs: tuple[int, ...]) -> tuple[Layout, ...]:
     """Every layout of jobs that need that many nodes each, fewest nodes first, none twice up to renaming nodes."""
     order = sorted(range(len(needs)), key=lambda job: -needs[job])
-    return laid(set(_lay((), needs, order)), len(needs))
+    return by_nodes(set(_lay((), needs, order)), len(needs))
 
 
-def laid(found: set[Classes], jobs: int) -> tuple[Layout, ...]:
-    """These classes as layouts, fewest nodes first."""
-    ordered = sorted(found, key=lambda classes: (sum(count for _, count in classes), classes))
-    return tuple(layout_of(classes, jobs) for classes in ordered)
+def by_nodes(found: Iterable[Classes], jobs: int) -> tuple[Layout, ...]:
+    """These classes of `jobs` jobs as layouts, fewest nodes first."""
+    return tuple(_layout(classes, jobs) for classes in sorted(found, key=lambda each: (sum(count for _, count in each), each)))
 
 
 def _lay(classes: Classes, needs: tuple[int, ...], order: list[int]) -> Iterator[Classes]:
@@ -83,17 +81,10 @@ def _share_part(classes: Classes, bit: int, need: int, open_to: list[int]) -> It
             yield (*classes[:i], *parts, *classes[i + 1 :]), 0
 
 
-def layout_of(classes: Classes, jobs: int) -> Layout:
-    bits = [0] * jobs
-    node = 0
-    for occupants, count in classes:
-        for _ in range(count):
-            for job in range(jobs):
-                if occupants >> job & 1:
-                    bits[job] |= 1 << node
-            node += 1
-    occupied = tuple(sorted({occupants for occupants, _ in classes}))
-    return Layout(node, occupied, tuple(bits), pairs_of_nodes(bits))
+def _layout(classes: Classes, jobs: int) -> Layout:
+    nodes = [occupants for occupants, count in classes for _ in range(count)]
+    bits = [sum(1 << node for node, occupants in enumerate(nodes) if occupants >> job & 1) for job in range(jobs)]
+    return Layout(len(nodes), tuple(sorted(set(nodes))), tuple(bits), pairs_of_nodes(bits))
 
 
 def fits_on_node(sizes: Sequence[tuple[float, float]], kind: NodeKind) -> list[bool]:
@@ -240,19 +231,15 @@ class Price:
     """
 
     def __init__(self, cluster: Cluster, rules: Rules) -> None:
-        self._cluster = cluster
-        self._count_stays = rules.count_stays
+        self._cluster, self._count_stays = cluster, rules.count_stays
 
     def of_group(self, group: Group) -> float:
         """USD per hour, or per hour of work."""
         usd = group.usd_per_hour(self._cluster)
         if not self._count_stays or len(group.pins) < 2:
             return usd
-        # In order of names, as feasibility.py judges: from another start a group may settle otherwise.
-        rank = sorted(range(len(group.jobs)), key=lambda i: group.jobs[i].name)
-        rollout, train = masks(group)
-        jobs = [group.jobs[i] for i in rank]
-        return usd * self._slower(jobs, mean_seconds(jobs, [rollout[i] for i in rank], [train[i] for i in rank], group.order))
+        jobs, periods = sorted(group.jobs, key=lambda job: job.name), group_periods(group)
+        return usd * self._slower(jobs, [periods[job.name].mean_s for job in jobs])
 
     def of_shared(self, shared: SharedNodes, seconds: Sequence[float]) -> float:
         """The same of nodes yet to be taken. seconds: the mean iteration of each job there."""

@@ -1,9 +1,7 @@
-"""The words of placement: nodes, pools, jobs, co-execution groups, and what they cost.
+"""The words of placement: nodes, pools, jobs, co-execution groups and what they cost, and the rules of a placer.
 
-Pure data; imported by every other module of placement, by the coordinator, `verl-mux plan` and research/.
-
-Seconds, GB (1e9 bytes) and USD per hour throughout. Everything here is frozen and serialises with
-`msgspec.to_builtins`; what can be derived is a property. Bad values raise UserError when the object is made.
+Pure data; imported by every other module of placement, by the coordinator, `verl-mux plan` and research/. Seconds, GB (1e9 bytes)
+and USD per hour throughout. Bad values raise UserError when the object is made.
 
 A job iterates rollout -> train -> sync. The sync fills the rollout engine, so it holds the job's rollout nodes and counts
 with the rollout that follows it. A node that turns from one job to another first pays the newcomer's switch.
@@ -15,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -45,9 +43,8 @@ class NodeKind(_Value, frozen=True):
     host_memory_gb: float = 2000.0
 
     def __post_init__(self) -> None:
-        _check(f"node kind {self.name!r}: gpus", self.gpus, 1)
-        _check(f"node kind {self.name!r}: usd_per_gpu_hour", self.usd_per_gpu_hour)
-        _check(f"node kind {self.name!r}: host_memory_gb", self.host_memory_gb)
+        for field, least in (("gpus", 1), ("usd_per_gpu_hour", 0), ("host_memory_gb", 0)):
+            _check(f"node kind {self.name!r}: {field}", getattr(self, field), least)
 
     @property
     def usd_per_hour(self) -> float:
@@ -114,6 +111,12 @@ class Estimate(_Value, frozen=True):
             raise UserError(f"phase time {self.seconds:g} s is above its own bound {self.bound_s:g} s")
 
 
+_AT_LEAST_0 = (
+    *("sync_s", "tail_s", "rollout_switch_s", "train_switch_s", "cold_start_s"),
+    *("rollout_memory_gb", "train_memory_gb"),
+)
+
+
 class JobSpec(_Value, frozen=True):
     """One verl training run as placement sees it.
 
@@ -149,9 +152,7 @@ class JobSpec(_Value, frozen=True):
     def __post_init__(self) -> None:
         where = f"job {self.name!r}:"
         self._check_modes(where)
-        for field in ("sync_s", "tail_s", "rollout_switch_s", "train_switch_s", "cold_start_s"):
-            _check(f"{where} {field}", getattr(self, field))
-        for field in ("rollout_memory_gb", "train_memory_gb"):
+        for field in _AT_LEAST_0:
             _check(f"{where} {field}", getattr(self, field))
         for field in ("rollout_nodes", "train_nodes", "slo"):
             _check(f"{where} {field}", getattr(self, field), 1)
@@ -254,7 +255,7 @@ class Pin(_Value, frozen=True):
 
 
 class Group(_Value, frozen=True):
-    """A co-execution group: jobs that share nodes. `order`: see `ORDERS` in rules.py."""
+    """A co-execution group: jobs that share nodes. `order`: see `ORDERS`."""
 
     name: str
     pins: tuple[Pin, ...]
@@ -301,12 +302,132 @@ def cycle_time(group: Group) -> float:
 
 def load_time(group: Group) -> float:
     """T_load of the paper: phase seconds per round on the busiest node, switches included where jobs share it."""
-    rollout = (group.on_rollout(node) for node in group.rollout_nodes)
-    train = (group.on_train(node) for node in group.train_nodes)
-    return max(
-        max(
-            (sum(j.rollout_hold_s + (j.rollout_switch_s if len(jobs) > 1 else 0.0) for j in jobs) for jobs in rollout),
-            default=0.0,
-        ),
-        max(sum(j.train_hold_s + (j.train_switches_s if len(jobs) > 1 else 0.0) for j in jobs) for jobs in train),
-    )
+
+    def seconds(jobs: Sequence[JobSpec], side: str, switch: str) -> float:
+        return sum(getattr(job, side) + (getattr(job, switch) if len(jobs) > 1 else 0.0) for job in jobs)
+
+    rollout = [seconds(group.on_rollout(node), "rollout_hold_s", "rollout_switch_s") for node in group.rollout_nodes]
+    return max(*rollout, *(seconds(group.on_train(node), "train_hold_s", "train_switches_s") for node in group.train_nodes), 0.0)
+
+
+# --- what a placer may do: orders, rules, modes ---
+#
+# An order ranks the jobs of a group: among waiting phases the lowest rank starts first, equal ranks in order of arrival. Under
+# every order a phase starts when all its nodes are free and no phase ahead of it needs one of them.
+
+
+def _ranked(key: Callable[[JobSpec], float]) -> Callable[[Sequence[JobSpec]], list[int]]:
+    def ranks(jobs: Sequence[JobSpec]) -> list[int]:
+        keys = [key(job) for job in jobs]
+        ordered = sorted(keys)
+        return [ordered.index(each) for each in keys]
+
+    return ranks
+
+
+ORDERS: dict[str, Callable[[Sequence[JobSpec]], list[int]]] = {
+    # One queue per node, first come first served (the runtime of the RollMux paper).
+    "fifo": lambda jobs: [0] * len(jobs),
+    # The longest iteration alone goes first: it sets the cycle, the others fit into its bubbles.
+    "longest-first": _ranked(lambda job: -job.iteration_s),
+    # The least room between the iteration alone and its SLO goes first.
+    "tightest-first": _ranked(lambda job: job.limit_s - job.iteration_s),
+}
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Each part beyond the paper is a switch, so that it can be measured on its own.
+
+    cap: most jobs in a group.
+    rollout_scaling, training_scaling: new nodes on one side for a job that shares the other; with the second, also some new nodes
+        beside shared ones on both sides.
+    colocate: jobs that can run both phases on their training nodes may be placed so; off: only jobs that have no other mode.
+    whole_pool: every job trains on all training nodes of its group, as in the paper, and keeps them when others leave.
+    prune_saturated: skip groups with T_load >= T_cycle.
+    best_fit: among equally cheap places take the fullest, not the oldest.
+    orders: tried in turn.
+    guard: check a join on the group as it stands now, over the whole life of its jobs, and not only on its settled periods.
+    repack: move jobs where the saving pays for the cold start.
+    reach: most jobs that one repack looks at together.
+    effort: groups simulated per decision; a repack resumes where it stopped when it is asked for again.
+    shortlist: groups looked at per decision.
+    max_bypass: younger jobs that may start before a waiting one.
+    hysteresis: a saving must pay for its moves this many times.
+    moves_per_hour: in all, without moves that rescue an SLO; 0: no limit.
+    keep: probability with which all jobs of a group keep their SLOs over ten iterations while phases vary together; 0: phases
+        last as estimated.
+    count_stays: places are compared by what the same work costs there instead of by the hour (`Price` in layouts.py).
+    """
+
+    cap: int = 5
+    rollout_scaling: bool = True
+    training_scaling: bool = True
+    colocate: bool = True
+    whole_pool: bool = False
+    prune_saturated: bool = False
+    best_fit: bool = True
+    orders: tuple[str, ...] = ("fifo",)
+    guard: bool = True
+    repack: bool = True
+    reach: int = 8
+    effort: int = 16
+    shortlist: int = 64
+    max_bypass: int = 8
+    hysteresis: float = 1.0
+    moves_per_hour: int = 0
+    keep: float = 0.0
+    count_stays: bool = False
+
+    def __post_init__(self) -> None:
+        if self.cap < 1:
+            raise UserError(f"cap is {self.cap}; a group holds at least 1 job")
+        if not self.hysteresis >= 1:
+            raise UserError(f"hysteresis is {self.hysteresis:g}; a saving must pay for its moves at least 1 time")
+        if not 0 <= self.keep < 1:
+            raise UserError(f"keep is {self.keep:g}; a probability of at least 0 and below 1 is needed")
+        for order in self.orders:
+            if order not in ORDERS:
+                raise UserError(f"order {order!r} is not known; allowed: {', '.join(ORDERS)}")
+
+
+OURS = Rules()
+# The rules of the coordinator, and of the policy `live` of `simulate`: moves cost what they take, phases vary, and their lengths
+# are not known beforehand. New training nodes beside shared rollout nodes, and the fullest group of equals, pay only where jobs
+# are moved afterwards. Even odds over ten iterations are enough: over the hundreds of a job what varies evens out, and what
+# drifts is corrected.
+LIVE = Rules(training_scaling=False, best_fit=False, effort=256, hysteresis=1.5, moves_per_hour=60, keep=0.5, count_stays=True)
+PAPER = Rules(
+    training_scaling=False, colocate=False, whole_pool=True, prune_saturated=True, best_fit=False, guard=False, repack=False
+)
+
+
+def modes_of(job: JobSpec, cluster: Cluster, rules: Rules) -> list[JobSpec]:
+    """The job in each allowed mode in which the empty cluster could hold it."""
+    return [placed for placed in allowed(job, rules) if too_large(placed, cluster) is None]
+
+
+def allowed(job: JobSpec, rules: Rules) -> tuple[JobSpec, ...]:
+    """The job in each mode that it can run in and the rules do not exclude."""
+    if rules.colocate:
+        return job.in_modes
+    return tuple(placed for placed in job.in_modes if not placed.colocated) or job.in_modes
+
+
+def too_large(job: JobSpec, cluster: Cluster) -> str | None:
+    """Why the empty cluster cannot hold the job in its present mode; None: it can."""
+    pools = (("rollout", cluster.rollout), ("train", cluster.train))
+    for (side, pool), need, memory in zip(pools, job.nodes, job.memory_gb, strict=True):
+        if need > pool.size:
+            return f"job {job.name!r} needs {need} {side} nodes; pool {pool.name!r} has {pool.size}"
+        if memory > pool.kind.host_memory_gb:
+            return (
+                f"job {job.name!r} needs {memory:g} GB of host memory per {side} node;"
+                f" a node of pool {pool.name!r} has {pool.kind.host_memory_gb:g}"
+            )
+    return None
+
+
+def check_fits(job: JobSpec, cluster: Cluster, rules: Rules) -> None:
+    """Raise UserError for a job that the empty cluster could not hold in any of its modes."""
+    if not modes_of(job, cluster, rules):
+        raise UserError(str(too_large(allowed(job, rules)[0], cluster)))

@@ -1,8 +1,7 @@
 """Which jobs share which nodes of one pair of pools: the groups, and their changes when a job arrives, departs, or turns out
 other than estimated.
 
-Pure; held by planner.py, which keeps the queue of waiting jobs. The caller says how far the placed jobs are (`progress`, by job
-name), carries the answers out, and asks again. Invariants (asserted by the tests):
+Pure; held by planner.py, which keeps the queue of waiting jobs. Invariants (asserted by the tests):
 - every node belongs to one group, and a job of it is pinned there; a group costs the sum of its nodes' prices;
 - the states pinned to a node fit in its host memory; every job has all the nodes it asks for, on both sides;
 - no job adds more than its nodes would cost alone, and all groups together never cost more than every job alone, on as many
@@ -14,52 +13,38 @@ name), carries the answers out, and asks again. Invariants (asserted by the test
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from verl_mux.errors import UserError
 from verl_mux.placement.estimator import LEAST
-from verl_mux.placement.feasibility import Feasibility, Progress, Without, late_job
+from verl_mux.placement.feasibility import Feasibility, Progress, late_job
 from verl_mux.placement.group_run import group_periods
-from verl_mux.placement.groups import Groups, groups_without, isolated, pairs_of_pins
+from verl_mux.placement.groups import Books, Groups, Place, Search, groups_without, isolated, pairs_of_pins
 from verl_mux.placement.layouts import isolated_usd
-from verl_mux.placement.model import Cluster, Group, JobSpec
+from verl_mux.placement.model import ORDERS, Cluster, Group, JobSpec, Rules
+from verl_mux.placement.questions import Action, Answer, Move
 from verl_mux.placement.repack import Partitioner, Repack
-from verl_mux.placement.rules import ORDERS, OURS, Rules, modes_of
-from verl_mux.placement.search import Action, Move, Revision, Search, group_at
 
 # The order of a group in which an SLO is at risk and no job can move.
 FIRST_AID = "tightest-first"
 
 
-class Offer(msgspec.Struct, frozen=True):
-    """A place that a job may have: `usd`, by which places are compared; the group that it `joins`, None: nodes of its
-    own; and the `group` as it would be, whose new nodes are yet to be taken."""
-
-    usd: float
-    joins: Group | None
-    group: Group
-
-
 class Placer:
-    """groups: as they are, by name. moved_at: of the moves of the last hour that did not rescue an SLO."""
+    """groups: as they are, by name. `progress` says how far the placed jobs are, by name; the caller carries the moves out."""
 
-    def __init__(self, cluster: Cluster, rules: Rules = OURS) -> None:
-        self.cluster = cluster
-        self.rules = rules
-        self.groups = Groups(cluster)
+    def __init__(self, cluster: Cluster, rules: Rules, books: Books) -> None:
+        self.cluster, self.rules = cluster, rules
+        self.groups = Groups(cluster, books)
         self.feasibility = Feasibility(rules.orders, rules.keep)
-        self.search = Search(cluster, rules, self.feasibility)
+        self.search = Search(self.groups, rules, self.feasibility)
         self.partitioner = Partitioner(cluster, self.feasibility, rules)
-        self.moved_at: list[float] = []
-        self._repack = Repack(self.groups, self.partitioner, self.search, rules)
+        self._repack = Repack(self.search, self.partitioner)
 
-    def adopt(self, groups: Sequence[Group], named: int, moved_at: Iterable[float]) -> None:
+    def adopt(self, groups: Sequence[Group]) -> None:
         """Go on from where another placer was. What moving would save is looked for anew."""
-        self.groups.adopt(groups, named)
-        self.moved_at = list(moved_at)
+        self.groups.adopt(groups)
         self._changed([group for group in groups if any(job.movable for job in group.jobs)])
 
     @property
@@ -67,26 +52,15 @@ class Placer:
         """Whether `repack` has something in view that may pay later, or did not come to an end."""
         return self.rules.repack and bool(self._repack.dirty)
 
-    # --- one job: where it could go, and that it goes there ---
+    # --- one job comes or goes ---
 
-    def offer(self, job: JobSpec, progress: Mapping[str, Progress], load_s: float = 0.0) -> Offer | None:
-        """The cheapest place for the job; None if a finite cluster has no room."""
-        free = self.groups.free
-        modes = modes_of(job, self.cluster, self.rules)
-        fits = [placed for placed in modes if placed.nodes[0] <= free[0] and placed.nodes[1] <= free[1]]
-        alone = min(fits, key=lambda placed: isolated_usd(placed, self.cluster), default=None)
-        below = math.inf if alone is None else isolated_usd(alone, self.cluster)
-        if place := self.search.find(job, self.groups, below, free, progress, load_s):
-            return Offer(place.usd, place.group, group_at(place))
-        return None if alone is None else Offer(below, None, isolated(alone))
-
-    def take(self, offer: Offer) -> Group:
+    def take(self, place: Place) -> Group:
         """The group of the job that goes where it was just offered to."""
-        return self._changed(self.groups.replace([offer.joins] if offer.joins else [], [offer.group]))[0]
+        return self._changed(self.groups.replace([place.joins] if place.joins else [], [place.group]))[0]
 
-    def start(self, job: JobSpec, offer: Offer) -> Move:
+    def start(self, place: Place) -> Move:
         """A job that waited goes where it was just offered to."""
-        return self._move(job, "start", self.take(offer))
+        return self._move(place.job, "start", self.take(place))
 
     def drop(self, name: str, progress: Mapping[str, Progress]) -> list[Move]:
         """The job is gone, and the nodes on which it was alone are free. Returns moves of jobs that would be late without it."""
@@ -99,7 +73,7 @@ class Placer:
 
     # --- estimates that change ---
 
-    def correct(self, job: JobSpec, progress: Mapping[str, Progress]) -> Revision:
+    def correct(self, job: JobSpec, progress: Mapping[str, Progress]) -> Answer:
         """Take over the new estimates of a placed job. If its group no longer keeps every SLO: another order, if all keep theirs
         under it; else jobs move out, the cheapest to keep alone first; else the job with the least room goes first. While a job
         of the group has yet to be seen for LEAST steps, only the order may change: to be asked again then, with the job as it
@@ -121,7 +95,7 @@ class Placer:
             moves.append(evicted)
             taken.append(Action(kind="move", group=group.name, job=evicted.job, reason=why))
         self._changed([self.groups.group_of(job.name)])
-        return Revision(tuple(moves), tuple(taken))
+        return Answer(moves=tuple(moves), actions=tuple(taken))
 
     def _at_risk(self, group: Group, progress: Mapping[str, Progress]) -> str | None:
         """What endangers an SLO, or None."""
@@ -131,9 +105,10 @@ class Placer:
             known = all(job.name in progress for job in group.jobs)
             late = late_job(group, progress, {}) if self.rules.guard and known else None
             return None if late is None else f"as the group stands now, {late} would be late"
-        for job, period in zip(group.jobs, group_periods(group), strict=True):
-            if period.mean_s > job.limit_s:
-                return f"{job.name} takes {period.mean_s:.0f} s an iteration, its SLO allows {job.limit_s:.0f} s"
+        periods = group_periods(group)
+        for job in group.jobs:
+            if (mean_s := periods[job.name].mean_s) > job.limit_s:
+                return f"{job.name} takes {mean_s:.0f} s an iteration, its SLO allows {job.limit_s:.0f} s"
         return f"not every SLO is kept with a probability of {self.rules.keep:g}, now or after a job leaves"
 
     def _settles(self, group: Group) -> bool:
@@ -164,7 +139,7 @@ class Placer:
         while self.rules.repack and self._may_move(now) and (found := self._repack.next(unmoved(progress, moves))):
             self._changed(self.groups.replace(found.old, found.groups))
             moves += [self._move(job, "move", self.groups.group_of(job.name)) for job in found.movers]
-            self.moved_at += [now] * len(found.movers)
+            self.groups.books.moved_at += [now] * len(found.movers)
         return moves
 
     def vacate(self, node: str, progress: Mapping[str, Progress]) -> list[Move]:
@@ -178,21 +153,18 @@ class Placer:
         return moves
 
     def _may_move(self, now: float) -> bool:
-        self.moved_at = [at for at in self.moved_at if at > now - 3600]
-        return not self.rules.moves_per_hour or len(self.moved_at) < self.rules.moves_per_hour
+        books = self.groups.books
+        books.moved_at = [at for at in books.moved_at if at > now - 3600]
+        return not self.rules.moves_per_hour or len(books.moved_at) < self.rules.moves_per_hour
 
     def _rescue(self, group: Group, progress: Mapping[str, Progress]) -> Move | None:
-        """Move one job out. Where a job is late only by what has been, as by another's start-up, a move is one more delay: it
-        has to bring all in time."""
-        if not self._settles(group):
-            return self._evict_one(group, progress)
-        found = self._move_out(group, progress)
-        return found[0] if found else None
-
-    def _evict_one(self, group: Group, progress: Mapping[str, Progress]) -> Move | None:
-        """Move the job out that leaves the others within their SLOs, the cheapest alone first; None if no nodes
-        are left to move a job to."""
-        by_price = sorted(group.jobs, key=lambda job: isolated_usd(job, self.cluster))
+        """Move one job out: one that leaves the others within their SLOs, the cheapest alone first; None if no nodes are left to
+        move a job to. Where a job is late only by what has been, as by another's start-up, a move is one more delay: it has to
+        bring all in time."""
+        if self._settles(group):
+            found = self._move_out(group, progress)
+            return found[0] if found else None
+        by_price = self._by_price(group.jobs)
         fits = [job for job in by_price if all(self._feasible(rest) for rest in groups_without(group, [job.name]))]
         for job in [job for job in fits or by_price if self.search.may_move(job)]:
             if found := self._moved(job, group, groups_without(group, [job.name]), progress):
@@ -206,8 +178,8 @@ class Placer:
         unchecked = list(groups)
         while unchecked:
             group = unchecked.pop()
-            alright = len(group.pins) < 2 or _in_time([group], progress, {})
-            if not alright and (found := self._move_out(group, unmoved(progress, moves))):
+            is_fine = len(group.pins) < 2 or _in_time([group], progress, {})
+            if not is_fine and (found := self._move_out(group, unmoved(progress, moves))):
                 moves.append(found[0])
                 unchecked += found[1]
         return moves
@@ -215,8 +187,7 @@ class Placer:
     def _move_out(self, group: Group, progress: Mapping[str, Progress]) -> tuple[Move, list[Group]] | None:
         """Move one job to where all are in time, the cheapest alone first. Also returns the rest of the group; None if no move
         helps."""
-        movable = [job for job in group.jobs if self.search.may_move(job)]
-        for job in sorted(movable, key=lambda job: isolated_usd(job, self.cluster)):
+        for job in self._by_price([job for job in group.jobs if self.search.may_move(job)]):
             rest = list(groups_without(group, [job.name]))
             if _in_time([*rest, isolated(job)], progress, {job.name: job.load_s}) and (
                 found := self._moved(job, group, rest, progress)
@@ -230,13 +201,16 @@ class Placer:
         """The job goes to the cheapest other place, and `rest` is left of its group; None, and nothing changes: there is no
         room."""
         rest = self.groups.replace([group], rest)
-        offer = self.offer(job, progress, job.load_s)
-        if offer is None:
+        place = self.search.offer(job, progress, job.load_s)
+        if place is None:
             self.groups.replace(rest, [group])
             return None
-        home = self.take(offer)
+        home = self.take(place)
         left = self._changed([g for g in rest if self.groups.get(g.name) is g])
         return self._move(job, "move", home), left
+
+    def _by_price(self, jobs: Iterable[JobSpec]) -> list[JobSpec]:
+        return sorted(jobs, key=lambda job: isolated_usd(job, self.cluster))
 
     def _changed(self, groups: list[Group]) -> list[Group]:
         self._repack.dirty.update((group.name, None) for group in groups)
@@ -269,4 +243,5 @@ def _seen(group: Group, progress: Mapping[str, Progress]) -> bool:
 
 def unmoved(progress: Mapping[str, Progress], moves: Sequence[Move]) -> Mapping[str, Progress]:
     """The progress without these jobs: no job is moved twice in one answer."""
-    return Without(progress, {move.job for move in moves}) if moves else progress
+    gone = {move.job for move in moves}
+    return {name: progress[name] for name in progress if name not in gone} if gone else progress

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from verl_mux.placement.feasibility import Feasibility, Progress, late_job, pairs_of_nodes
-from verl_mux.placement.groups import SIDES, Groups, groups_without, isolated, yet_to_take
+from verl_mux.placement.groups import SIDES, Search, groups_without, isolated, yet_to_take
 from verl_mux.placement.layouts import (
     EPSILON_USD,
     Find,
@@ -24,9 +24,7 @@ from verl_mux.placement.layouts import (
     in_cheapest_modes,
     isolated_usd,
 )
-from verl_mux.placement.model import Cluster, Group, JobSpec, Pin
-from verl_mux.placement.rules import Rules
-from verl_mux.placement.search import Search, group_at
+from verl_mux.placement.model import Cluster, Group, JobSpec, Pin, Rules
 
 # --- the cheapest way to divide jobs into groups: a dynamic programme over sets of jobs ---
 #
@@ -52,9 +50,7 @@ class Partitioner:
     find: the cheapest nodes of jobs in given modes; None: `cheapest_nodes` within what `feasibility` allows."""
 
     def __init__(self, cluster: Cluster, feasibility: Feasibility, rules: Rules, find: Find | None = None) -> None:
-        self.cluster = cluster
-        self.feasibility = feasibility
-        self.rules = rules
+        self.cluster, self.feasibility, self.rules = cluster, feasibility, rules
         price = Price(cluster, rules).of_shared if rules.count_stays else None
         # While phases last as estimated.
         self._lasting = Feasibility(feasibility.orders) if feasibility.keep and find is None else feasibility
@@ -90,7 +86,7 @@ class Partitioner:
     @property
     def simulated(self) -> int:
         """Groups so far."""
-        return self.feasibility.simulated + (0 if self._lasting is self.feasibility else self._lasting.simulated)
+        return sum(each.simulated for each in {self.feasibility, self._lasting})
 
     def _corrected(self, parts: Sequence[Part]) -> bool:
         """Whether there are groups among these that do not keep their SLOs as phases vary. They are priced anew when they are met
@@ -270,7 +266,7 @@ def _grown(base: Group, jobs: Sequence[JobSpec], usd: float, search: Search) -> 
         place = search.join(job, base, left, free=(1e9, 1e9), progress={})
         if place is None:
             return None
-        base = group_at(place)
+        base = place.group
     return base if search.price.of_group(base) <= usd + EPSILON_USD else None
 
 
@@ -301,20 +297,15 @@ LATER, LATER_S = 0.05, 60.0
 
 class Repack:
     """dirty: groups that changed since they were last looked at with nothing to gain, each with the (job, age in
-    seconds) from which on another look makes sense. `effort`: groups simulated per search, see rules.py."""
+    seconds) from which on another look makes sense."""
 
-    def __init__(self, groups: Groups, partitioner: Partitioner, search: Search, rules: Rules) -> None:
-        self.groups = groups
-        self.partitioner = partitioner
-        self.search = search
-        self.reach = rules.reach
-        self.effort = rules.effort
-        self.hysteresis = rules.hysteresis
+    def __init__(self, search: Search, partitioner: Partitioner) -> None:
+        self.search, self.groups, self.rules, self.partitioner = search, search.groups, search.rules, partitioner
         self.dirty: dict[str, tuple[str, float] | None] = {}
 
     def begin(self) -> None:
         """A new search may simulate `effort` groups again."""
-        self.partitioner.until = self.partitioner.simulated + self.effort
+        self.partitioner.until = self.partitioner.simulated + self.rules.effort
 
     def next(self, progress: Mapping[str, Progress]) -> Regrouping | None:
         """A regrouping that pays now, or None. Jobs of unknown progress are not moved, nor are others moved to them."""
@@ -332,7 +323,7 @@ class Repack:
     def _look(self, group: Group, progress: Mapping[str, Progress], seen: set[frozenset[str]]) -> Regrouping | None:
         """`seen`: sets of groups that were looked at."""
         again_s = math.inf
-        for window in self._choices(group):
+        for window in self._windows(group):
             names = frozenset(g.name for g in window)
             if names in seen:
                 continue
@@ -349,48 +340,41 @@ class Repack:
             self.dirty[group.name] = (youngest.name, (at.age_s if at else 0.0) + again_s)
         return None
 
-    def _choices(self, group: Group) -> Iterator[list[Group]]:
-        for window in self._windows(group):
-            yield window
-            if len(window) > 2:
-                yield from ([group, other] for other in window if other is not group)
-
     def _windows(self, group: Group) -> Iterator[list[Group]]:
-        # No window holds more groups than `reach`, and the one itself is not to be among the others.
+        """Sets of groups to divide anew together, of `reach` jobs at most: this one and the emptiest others, then pairs of
+        them."""
         if not any(self.search.may_move(job) for job in group.jobs):
             return
-        others = [g for g in self.groups.emptiest(WINDOWS * self.reach + 1) if g is not group]
-        window, size = [group], len(group.pins)
+        reach = self.rules.reach
+        others = [g for g in self.groups.emptiest(WINDOWS * reach + 1) if g is not group]  # no window holds more than `reach`
         for _ in range(WINDOWS):
-            while others and size + len(others[0].pins) <= self.reach:
+            window, size = [group], len(group.pins)
+            while others and size + len(others[0].pins) <= reach:
                 size += len(others[0].pins)
                 window.append(others.pop(0))
             if len(window) > 1 or len(group.pins) > 1:
                 yield window
+            if len(window) > 2:
+                yield from ([group, other] for other in window[1:])
             if not others:
                 return
-            window, size = [group], len(group.pins)
 
     def _regrouping(self, groups: Sequence[Group]) -> Regrouping | None:
         usd, parts = self.partitioner.solve(job for group in groups for job in group.jobs)
         now = sum(self.search.price.of_group(group) for group in groups)
         found = regroup(groups, parts, self.search) if usd < now - EPSILON_USD else None
-        return found if found and self._fits(found) else None
-
-    def _fits(self, found: Regrouping) -> bool:
-        """A cheaper division may need more nodes of the cheaper kind than a finite cluster has."""
-        free = self.groups.free
-        return all(
-            sum(len(nodes(group)) for group in found.groups) - sum(len(nodes(group)) for group in found.old) <= left
-            for nodes, left in zip(SIDES, free, strict=True)
-        )
+        if found is None:
+            return None
+        # A cheaper division may need more nodes of the cheaper kind than a finite cluster has.
+        more = [sum(len(nodes(g)) for g in found.groups) - sum(len(nodes(g)) for g in found.old) for nodes in SIDES]
+        return found if all(need <= free for need, free in zip(more, self.groups.free, strict=True)) else None
 
     def _wait_s(self, found: Regrouping, progress: Mapping[str, Progress]) -> float:
         """0: carry it out now. Else seconds after which to look again."""
         names = [job.name for group in found.groups for job in group.jobs]
         if not all(name in progress for name in names):
             return LATER_S
-        if wait_s := found.pays_in_s(self.groups.cluster, progress, self.hysteresis):
+        if wait_s := found.pays_in_s(self.groups.cluster, progress, self.rules.hysteresis):
             return wait_s
         if found.in_time(progress):
             return 0.0

@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from verl_mux.placement.estimator import Observed
-from verl_mux.placement.job_needs import JobNeeds
+from verl_mux.placement.estimator import JobNeeds, Observed
 from verl_mux.places.place import Place
 
 VERSION = 3

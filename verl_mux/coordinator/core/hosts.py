@@ -46,7 +46,7 @@ from verl_mux.coordinator.core.records import (
     State,
 )
 from verl_mux.coordinator.core.settings import Config, Node
-from verl_mux.placement.job_needs import GPU_KINDS, GpuKind
+from verl_mux.placement.estimator import GPU_KINDS, GpuKind
 from verl_mux.placement.model import JobSpec, Pin
 from verl_mux.profiling.eventlog import events
 

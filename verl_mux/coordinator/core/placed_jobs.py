@@ -38,7 +38,7 @@ from verl_mux.placement.feasibility import Progress
 from verl_mux.placement.group_run import group_periods
 from verl_mux.placement.model import Group, JobSpec
 from verl_mux.placement.planner import pair_of
-from verl_mux.placement.search import Move
+from verl_mux.placement.questions import Move
 from verl_mux.profiling.eventlog import events
 
 # The first step compiles, allocates and loads what later ones find.

@@ -4,21 +4,22 @@
                                                         observed step by step: estimates corrected, errors recorded
                                                         moved, if its launcher starts it again (placed_jobs.py)
 
-A question is put on record; the Answerer (asking.py) answers it, beside the leases; the answer is an input like any other, so a
-restart finds every placement as it was, and the questions that were open. `verl-mux plan` and the policy `live` of `simulate` ask
-the same planner. Closed to it are nodes that jobs name themselves, as long as those jobs live, and those that are draining or
-fenced. Runs in the coordinator: `Placement` is called by state.py at the moments of `Feature`; pure.
+A question is put on record; the Answerer answers it in the placement thread, beside the leases: however long it takes, phases are
+granted meanwhile. The answer is an input like any other, so a restart finds every placement as it was, and the questions that
+were open. Closed to the planner are nodes that jobs name themselves, as long as those jobs live, and those that are draining or
+fenced. Runs in the coordinator: state.py calls `Placement` at the moments of `Feature`, server.py hands questions to the
+Answerer; pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import msgspec
+
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import asking, hosts, placed_jobs, registration
-from verl_mux.coordinator.core.asking import Asked
+from verl_mux.coordinator.core import hosts, placed_jobs, registration
 from verl_mux.coordinator.core.leases import Feature, Handler
-from verl_mux.coordinator.core.placed_jobs import predicted
 from verl_mux.coordinator.core.records import (
     RUNNING,
     HostMeasured,
@@ -38,57 +39,104 @@ from verl_mux.coordinator.core.records import (
 )
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import UserError
-from verl_mux.placement.estimator import WINDOW, corrected
-from verl_mux.placement.job_needs import JobNeeds
-from verl_mux.placement.model import Cluster, Group, JobSpec, Pin
-from verl_mux.placement.planner import ASK_AGAIN_S, Again, Arrive, Correct, Leave, Open, Record, Vacate
-from verl_mux.placement.rules import ORDERS
+from verl_mux.placement.estimator import WINDOW, corrected, in_pairs
+from verl_mux.placement.feasibility import Progress
+from verl_mux.placement.model import ORDERS, Cluster, Group, JobSpec, Pin, Pool
+from verl_mux.placement.planner import ASK_AGAIN_S, Planner, pair_of
+from verl_mux.placement.questions import Again, Answer, Arrive, Correct, Leave, Open, Question, Record, Vacate
+from verl_mux.profiling.eventlog import events
 
-# Of one phase: longer ones no clock here was made for.
+# Seconds of a phase; no longer one is believed.
 MOST_S = 1e6
 # Of a job that was sent somewhere by an answer about others.
 _BECAUSE = {
     "start": "which came free while it waited",
     "move": "where it was moved, as that keeps an SLO, saves more than the move costs, or its node was taken away",
 }
+# Places of which the log says why they lost; all of them would take longer than the decision.
+EXPLAINED = 8
+
+# --- a job that asks for nodes ---
 
 
-def check(asked: m.Register, state: State, config: Config) -> None:
+def specs(asked: m.Register, config: Config) -> dict[str, JobSpec]:
+    """The job in each pair of pools that could hold it. Raises UserError: no pair could."""
+    assert asked.needs is not None
+    reasons = {pair: _too_few_gpus(asked, cluster, config) for pair, cluster in config.clusters.items()}
+    clusters = {pair: config.clusters[pair] for pair, reason in reasons.items() if not reason}
+    if not clusters:
+        raise UserError(next(iter(reasons.values())))
+    placing = config.placing
+    return in_pairs(
+        asked.job,
+        asked.needs,
+        clusters,
+        placing.kinds,
+        placing.rules(),
+        profiled=asked.profiled,
+        slo=placing.slo if asked.slo is None else asked.slo,
+        movable=asked.movable,
+        move_s=placing.move_s,
+        colocated=asked.colocated,
+    )
+
+
+def _too_few_gpus(asked: m.Register, cluster: Cluster, config: Config) -> str:
+    for side, pool in zip(m.SIDES, _pools(asked, cluster), strict=True):
+        gpus, least = getattr(asked.needs, f"{side}_gpus"), min(node.gpus for node in config.pools[pool.name].nodes)
+        if gpus > least:
+            return f"job {asked.job!r} asks for {gpus} GPUs on each {side} node; those of pool {pool.name!r} have {least}"
+    return ""
+
+
+def _pools(asked: m.Register, cluster: Cluster) -> tuple[Pool, Pool]:
+    """On which it rolls out and trains."""
+    return cluster.train if asked.colocated else cluster.rollout, cluster.train
+
+
+def _claimed_pair(asked: m.Register, config: Config) -> str:
+    """The pair of pools in which a job says that it was placed, if in any."""
+    rollout = [] if asked.colocated else asked.placed.get("rollout", [])
+    return pair_of(rollout, asked.placed.get("train", []), config.clusters)
+
+
+def _check(asked: m.Register, config: Config) -> None:
     """Whether the job can ever be placed. Raises UserError."""
+    job, needs = f"job {asked.job!r}", asked.needs
     if config.placement is None:
         raise UserError(
-            f"job {asked.job!r} leaves its nodes to the coordinator, which has no `placement: scheduler`; name nodes:"
+            f"{job} leaves its nodes to the coordinator, which has no `placement: scheduler`; name nodes:"
             f" {config.describe_pools()}"
         )
-    if asked.needs is None:
-        raise UserError(f"job {asked.job!r} leaves its nodes to the coordinator but does not say what it needs")
+    if needs is None:
+        raise UserError(f"{job} leaves its nodes to the coordinator but does not say what it needs")
     if asked.slo is not None and not asked.slo >= 1:
-        raise UserError(f"job {asked.job!r}: slo is {asked.slo:g}; an SLO is a factor of at least 1")
+        raise UserError(f"{job}: slo is {asked.slo:g}; an SLO is a factor of at least 1")
     for side in m.SIDES:
         seconds = getattr(asked.profiled, side)
         if len(seconds) > WINDOW or not all(0 < each < MOST_S for each in seconds):
             raise UserError(
-                f"job {asked.job!r}: profiled {side} phases {list(seconds)[:5]}; at most {WINDOW} of more than 0 and less than"
-                f" {MOST_S:g} s are allowed"
+                f"{job}: profiled {side} phases {list(seconds)[:5]}; at most {WINDOW} of more than 0 and less than {MOST_S:g} s"
+                " are allowed"
             )
-    if asked.colocated and asked.needs.rollout_nodes != asked.needs.train_nodes:
+    if asked.colocated and needs.rollout_nodes != needs.train_nodes:
         raise UserError(
-            f"job {asked.job!r} runs both phases on the same nodes, but asks for {asked.needs.rollout_nodes} for rollout and"
-            f" {asked.needs.train_nodes} for train"
+            f"{job} runs both phases on the same nodes, but asks for {needs.rollout_nodes} for rollout and {needs.train_nodes}"
+            " for train"
         )
     if asked.placed:
-        _check_claimed(asked, asked.needs, config.clusters[asking.claimed_pair(asked, config)])
-    asking.of_job(asked, config)
+        _check_claimed(asked, (needs.rollout_nodes, needs.train_nodes), config.clusters[_claimed_pair(asked, config)])
+    specs(asked, config)
 
 
-def _check_claimed(asked: m.Register, needs: JobNeeds, cluster: Cluster) -> None:
+def _check_claimed(asked: m.Register, counts: tuple[int, int], cluster: Cluster) -> None:
     """Whether a job can have been placed where it says it was. Raises UserError."""
-    for side, pool_there in zip(m.SIDES, asking.pools(asked, cluster), strict=True):
-        names, count = asked.placed.get(side, []), getattr(needs, f"{side}_nodes")
-        pool = pool_there.nodes or ()
-        if len(set(names)) != count or len(names) != count or not set(names) <= set(pool):
+    for side, count, pool in zip(m.SIDES, counts, _pools(asked, cluster), strict=True):
+        names = asked.placed.get(side, [])
+        if len(set(names)) != count or len(names) != count or not set(names) <= pool.names:
             raise UserError(
-                f"job {asked.job!r} says it was placed on {names[: count + 1]} for {side}; allowed: {count} of {', '.join(pool)}"
+                f"job {asked.job!r} says it was placed on {names[: count + 1]} for {side}; allowed: {count} of"
+                f" {', '.join(pool.nodes or ())}"
             )
     if asked.colocated and set(asked.placed["rollout"]) != set(asked.placed["train"]):
         raise UserError(
@@ -97,81 +145,19 @@ def _check_claimed(asked: m.Register, needs: JobNeeds, cluster: Cluster) -> None
         )
 
 
-def named_by_hand(asked: m.Register, nodes: dict[str, list[str]], state: State) -> None:
-    """Raises UserError where a job names nodes that placed jobs hold."""
-    for group in state.placed.groups:
-        for node in (*group.rollout_nodes, *group.train_nodes):
-            if any(node in names for names in nodes.values()):
-                jobs = ", ".join(job.name for job in group.jobs)
-                raise UserError(
-                    f"job {asked.job!r} names node {node!r}, on which the coordinator has placed {jobs}; leave the nodes to it"
-                    " (`auto`), or name others"
-                )
+# --- questions and answers ---
 
 
-def arrive(state: State, config: Config, job: Job, asked: m.Register) -> list[Instruction]:
-    """A job that has just come: the placer is asked where it goes, and `job.nodes` stays empty until it says so."""
-    if placed_jobs.returns(state, job, asked):
-        _pin(state, job)
-        return []
-    job.watched = Watched()
-    found = asking.of_job(asked, config)
-    first, spec = next(iter(found.items()))
-    if asked.placed:
-        return _readopt(state, config, job, found.get(asking.claimed_pair(asked, config), spec), asked.placed)
-    out = give_up(state, job.name, "another job came under its name")
-    state.questions.append(Arrive(spec, pair=first, elsewhere={pair: it for pair, it in found.items() if pair != first}))
-    return out
+class Asked(msgspec.Struct, frozen=True):
+    """One question, and all that the answer depends on. closed: nodes that the placer may not give. held: jobs that it may not
+    move, as they are on their way. now: in seconds."""
 
-
-def is_open(state: State, name: str) -> bool:
-    """Whether the placer has yet to say where the job goes."""
-    return any(isinstance(question, Arrive) and question.job.name == name for question in state.questions)
-
-
-def leave(state: State, job: Job) -> list[Instruction]:
-    """A job is over; its nodes are given on when the placer has said to whom. One that comes back keeps its place."""
-    if placed_jobs.comes_back(state, job):
-        return []
-    out = placed_jobs.given_up(state, job.name, "it ended instead")
-    if job.watched is not None:
-        state.questions.append(Leave(job.name))
-    elif not job.filler:
-        open_again(state)
-    return out
-
-
-def give_up(state: State, name: str, reason: str) -> list[Instruction]:
-    """The place of a job that is away is kept no longer."""
-    out = placed_jobs.given_up(state, name, reason)
-    if out:
-        state.questions.append(Leave(name))
-    return out
-
-
-def ask_again(state: State) -> None:
-    """Moves that did not pay may pay by now."""
-    state.ask_again_at = None
-    if Again() not in state.questions[1:]:
-        state.questions.append(Again())
-
-
-def open_again(state: State) -> None:
-    """Nodes are open that were closed to the placer: jobs that wait, or are about to, may go there."""
-    if (state.placed.waiting or state.questions) and Open() not in state.questions[1:]:
-        state.questions.append(Open())
-
-
-def vacate(state: State, node: str) -> None:
-    """This node is to be emptied: the jobs placed there that can be moved go elsewhere."""
-    if any(node in (*group.rollout_nodes, *group.train_nodes) for group in state.placed.groups):
-        state.questions.append(Vacate(node))
-
-
-def correct(state: State, spec: JobSpec) -> None:
-    """A job turns out other than estimated. The last of several corrections that wait is enough."""
-    state.questions = [q for q in state.questions if not (isinstance(q, Correct) and q.job.name == spec.name)]
-    state.questions.append(Correct(spec))
+    question: Question
+    record: Record
+    config: Config
+    closed: frozenset[str]
+    now: float
+    held: frozenset[str] = frozenset()
 
 
 def asked(state: State, config: Config, now: float) -> Asked | None:
@@ -184,73 +170,79 @@ def asked(state: State, config: Config, now: float) -> Asked | None:
     return Asked(state.questions[0], state.placed, config, closed, now, held=frozenset(state.moves))
 
 
-def carry_out(state: State, config: Config, answer: Planned, now: float) -> tuple[list[Job], list[Instruction]]:
-    """Takes over what the placer answered. Returns the jobs that learn their nodes now, and what to log."""
-    if answer.version != state.placed.version or not state.questions or _takes_what_left(answer, state, config):
-        return [], []  # it was asked about other records, and will be asked again
-    question, before = state.questions.pop(0), state.placed
-    state.placed = before.changed(answer.gone, answer.changed, tuple(answer.waiting), answer.named, tuple(answer.moved_at))
-    state.ask_again_at = now + ASK_AGAIN_S if answer.pending else None
-    said = [Log(line.event, line.about) for line in answer.said]
-    for move in answer.moves:
-        state.watched_of(move.job).because = _BECAUSE[move.kind]
-    if isinstance(question, Arrive):
-        state.watched_of(question.job.name).because = answer.because
-    asked = [line for move in answer.moves if move.kind == "move" for line in placed_jobs.move_decided(state, move, now)]
-    names = [move.job for move in answer.moves if move.kind == "start"]
-    names += [question.job.name] if isinstance(question, Arrive) else []
-    # One that left and came again waits for its own answer.
-    placed = [state.jobs[name] for name in names if name in state.jobs and not is_open(state, name)]
-    for job in placed:
-        _pin(state, job)
-    for group in answer.changed:
-        for spec, rank in zip(group.jobs, ORDERS[group.order](group.jobs), strict=True):
-            state.watched_of(spec.name).rank = rank
-    return placed, [*said, *asked, *_regrouped(before, answer.changed, state, config)]
+class Answerer:
+    """Answers one question at a time, in the order in which they were asked. The planner is kept between answers, and made anew
+    only where the record is not the one that its last answer made. So an answer may depend on what the planner remembers; that is
+    why an answer is an input, and as such in the journal."""
+
+    def __init__(self) -> None:
+        self._planner: Planner | None = None
+        self._made_for: tuple[Config, frozenset[str], int] | None = None
+
+    def answer(self, asked: Asked, progress: Mapping[str, Progress]) -> Planned:
+        config, closed, version = self._made_for or (None, None, None)
+        if self._planner is None or config is not asked.config or (closed, version) != (asked.closed, asked.record.version):
+            self._planner = Planner(asked.config.clusters, asked.config.placing.rules(), asked.record, asked.closed)
+        self._made_for = None  # until the answer is whole
+        found = self._planner.answer(asked.question, progress, asked.now, asked.held, EXPLAINED)
+        self._made_for = (asked.config, asked.closed, asked.record.version + 1)
+        return Planned(version=asked.record.version, answer=found)
 
 
-def _takes_what_left(answer: Planned, state: State, config: Config) -> bool:
-    """Whether it places a job on a node that has left, or began to drain, since the question."""
-    nodes = {node for group in answer.changed for node in (*group.rollout_nodes, *group.train_nodes)}
-    had = {node for group in state.placed.groups for node in (*group.rollout_nodes, *group.train_nodes)}
-    return not nodes <= config.nodes.keys() or not (nodes - had).isdisjoint(config.draining)
+def nothing_follows(asked: Asked) -> Planned:
+    """The answer to a question that could not be answered."""
+    record = asked.record
+    return Planned(version=record.version, answer=_unchanged(record))
 
 
-def waits_for(state: State, job: Job) -> list[str]:
+def _unchanged(record: Record, **changes: object) -> Answer:
+    same = Answer(waiting=record.waiting, named=record.named, moved_at=record.moved_at)
+    return msgspec.structs.replace(same, **changes)
+
+
+def _lines(answer: Answer) -> list[Instruction]:
+    """What the event log says about an answer: of the job that came what was estimated, and why each alternative lost."""
+    decision, spec = answer.decision, answer.spec
+    if decision is not None and spec is not None:
+        about = {name: getattr(decision, name) for name in ("job", "outcome", "strategy", "group", "usd_per_hour", "wait")}
+        estimated = {"rollout_s": spec.rollout.seconds, "train_s": spec.train.seconds, "source": spec.rollout.source}
+        memory = {"rollout_memory_gb": spec.rollout_memory_gb, "train_memory_gb": spec.train_memory_gb}
+        lost = [{"group": place.group, "strategy": place.strategy, "why": place.why} for place in decision.alternatives]
+        nodes = {"rollout": list(decision.rollout), "train": list(decision.train)}
+        return [Log(events.PLACED, {**about, "nodes": nodes, "estimated": {**estimated, **memory}, "alternatives": lost})]
+    out: list[Instruction] = [Log(events.SLO_AT_RISK, msgspec.structs.asdict(done)) for done in answer.actions]
+    for move in [move for move in answer.moves if move.kind == "start"]:
+        nodes = {"rollout": list(move.rollout), "train": list(move.train)}
+        out.append(Log(events.PLACED, {"job": move.job, "outcome": "placed", "group": move.group, "nodes": nodes}))
+    return out
+
+
+# --- what placed jobs hold ---
+
+
+def _nodes(groups: Iterable[Group]) -> set[str]:
+    return {node for group in groups for node in (*group.rollout_nodes, *group.train_nodes)}
+
+
+def is_open(state: State, name: str) -> bool:
+    """Whether the placer has yet to say where the job goes."""
+    return any(isinstance(question, Arrive) and question.job.name == name for question in state.questions)
+
+
+def _waits_for(state: State, job: Job) -> list[str]:
     """Jobs that have yet to leave the nodes on which this one was placed."""
     group = state.placed.group_of(job.name)
-    pins = [pin for pin in group.pins if pin.job.name == job.name] if group is not None else []
-    return [name for pin in pins for name in placed_jobs.in_the_way(state, job.name, {*pin.rollout, *pin.train})]
+    pin = group.pin_of(job.name) if group is not None else None
+    return placed_jobs.in_the_way(state, job.name, {*pin.rollout, *pin.train}) if pin is not None else []
 
 
-def free_by_now(state: State) -> list[Job]:
-    """Jobs whose nodes another job had yet to leave, and has left by now."""
-    waited = [
-        job
-        for job in state.jobs.values()
-        if job.watched is not None and not job.nodes and job.state in RUNNING and not is_open(state, job.name)
-    ]
-    for job in waited:
-        _pin(state, job)
-    return [job for job in waited if job.nodes]
-
-
-def _readopt(state: State, config: Config, job: Job, spec: JobSpec, placed: dict[str, list[str]]) -> list[Instruction]:
-    """After a loss of memory: the job is where it says, with all jobs that share a node with it."""
-    pin = Pin(job=spec, rollout=() if spec.colocated else tuple(placed["rollout"]), train=tuple(placed["train"]))
-    mine = {*pin.rollout, *pin.train}
-    near = [group for group in state.placed.groups if mine & {*group.rollout_nodes, *group.train_nodes}]
-    before, named = state.placed, state.placed.named + (not near)
-    pins = (*(each for group in near for each in group.pins), pin)
-    merged = Group(
-        name=near[0].name if near else f"g{named}",
-        pins=pins,
-        rollout_nodes=tuple(dict.fromkeys(node for each in pins for node in each.rollout)),
-        train_nodes=tuple(dict.fromkeys(node for each in pins for node in each.train)),
-    )
-    state.placed = before.changed([group.name for group in near], [merged], before.waiting, named, before.moved_at)
-    _pin(state, job)
-    return _regrouped(before, [merged], state, config)
+def _pin(state: State, job: Job) -> None:
+    """The job is where it was placed; while others have yet to leave those nodes, it has none."""
+    group = state.placed.group_of(job.name)
+    if group is not None and not _waits_for(state, job):
+        pin = group.pin_of(job.name)
+        job.nodes = {"rollout": list(pin.runs_rollouts_on), "train": list(pin.train)}
+        job.host_memory = hosts.estimated(pin)
 
 
 def _where(group: Group) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
@@ -258,56 +250,73 @@ def _where(group: Group) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
     return {pin.job.name: (frozenset(pin.rollout), frozenset(pin.train)) for pin in group.pins}
 
 
-def _pin(state: State, job: Job) -> None:
-    """The job is where it was placed; while others have yet to leave those nodes, it has none."""
-    group = state.placed.group_of(job.name)
-    if group is not None:
-        pin = next(pin for pin in group.pins if pin.job.name == job.name)
-        if waits_for(state, job):
-            return
-        job.nodes = {"rollout": list(pin.runs_rollouts_on), "train": list(pin.train)}
-        job.host_memory = hosts.estimated(pin)
-
-
-def _regrouped(before: Record, groups: Iterable[Group], state: State, config: Config) -> list[Instruction]:
-    """What is predicted for every group whose jobs or their nodes have changed; their observations begin anew."""
-    out: list[Instruction] = []
-    for group in groups:
-        old = before.by_name.get(group.name)
-        names = [job.name for job in group.jobs]
-        if old is None or _where(old) != _where(group):
-            for name in names:
-                state.watched_of(name).fresh = 0
-            out.append(predicted(group, state, config))
-    return out
-
-
 class Placement(Feature):
     _resumed_at = 0.0
 
     def handlers(self) -> Mapping[type, Handler]:
         return {
-            Planned: lambda now, job, what: self._start(*carry_out(self.core.state, self.core.config, what, now)),
-            MoveGivenUp: lambda now, job, what: give_up(self.core.state, what.job, "it did not come back in time"),
+            Planned: lambda now, job, what: self._carry_out(what, now),
+            MoveGivenUp: lambda now, job, what: self._give_up(what.job, "it did not come back in time"),
             MovesDue: self._ask_again,
             **dict.fromkeys((HostMeasured, m.HostReport), self._measured),
         }
 
+    # --- registration ---
+
     def refusal(self, asked: m.Register, nodes: dict[str, list[str]], is_known: bool) -> str | None:
         if asked.wants_placement:
-            check(asked, self.core.state, self.core.config)
-        elif not asked.filler:
-            named_by_hand(asked, nodes, self.core.state)
+            _check(asked, self.core.config)
+            return None
+        for group in self.core.state.placed.groups if not asked.filler else ():
+            for node in (*group.rollout_nodes, *group.train_nodes):
+                if any(node in names for names in nodes.values()):
+                    return (
+                        f"job {asked.job!r} names node {node!r}, on which the coordinator has placed"
+                        f" {', '.join(job.name for job in group.jobs)}; leave the nodes to it (`auto`), or name others"
+                    )
         return None
 
     def registered(self, now: float, job: Job, asked: m.Register) -> list[Instruction]:
-        return arrive(self.core.state, self.core.config, job, asked) if asked.wants_placement else []
+        """The placer is asked where the job goes, and `job.nodes` stays empty until it says so."""
+        state, config = self.core.state, self.core.config
+        if not asked.wants_placement:
+            return []
+        if placed_jobs.returns(state, job, asked):
+            _pin(state, job)
+            return []
+        job.watched = Watched()
+        found = specs(asked, config)
+        first, spec = next(iter(found.items()))
+        if asked.placed:
+            return self._readopt(job, found.get(_claimed_pair(asked, config), spec), asked.placed)
+        out = self._give_up(job.name, "another job came under its name")
+        del found[first]
+        state.questions.append(Arrive(spec, pair=first, elsewhere=found))
+        return out
+
+    def _readopt(self, job: Job, spec: JobSpec, placed: dict[str, list[str]]) -> list[Instruction]:
+        """After a loss of memory: the job is where it says, with all jobs that share a node with it."""
+        state, before = self.core.state, self.core.state.placed
+        pin = Pin(job=spec, rollout=() if spec.colocated else tuple(placed["rollout"]), train=tuple(placed["train"]))
+        near = [group for group in before.groups if not {*pin.rollout, *pin.train}.isdisjoint(_nodes([group]))]
+        named = before.named + (not near)
+        pins = (*(each for group in near for each in group.pins), pin)
+        merged = Group(
+            name=near[0].name if near else f"g{named}",
+            pins=pins,
+            rollout_nodes=tuple(dict.fromkeys(node for each in pins for node in each.rollout)),
+            train_nodes=tuple(dict.fromkeys(node for each in pins for node in each.train)),
+        )
+        gone = tuple(group.name for group in near)
+        state.placed = before.after(_unchanged(before, gone=gone, changed=(merged,), named=named))
+        _pin(state, job)
+        return self._regrouped(before, [merged])
 
     def why_queued(self, job: Job) -> str | None:
         if job.nodes:
             return None
         queue = [entry.job.name for entry in self.core.state.placed.waiting]
-        if before := waits_for(self.core.state, job):
+        if before := _waits_for(self.core.state, job):
             return f"job {job.name!r} waits until {', '.join(before)} has left for other nodes"
         if job.name in queue:
             return f"job {job.name!r} waits for nodes: no room within everybody's SLO, {queue.index(job.name)} jobs before it"
@@ -316,12 +325,85 @@ class Placement(Feature):
     def answers_later(self, job: Job) -> bool:
         return is_open(self.core.state, job.name)
 
+    # --- the answer ---
+
+    def _carry_out(self, what: Planned, now: float) -> list[Instruction]:
+        """Takes over what the placer answered, and sends their nodes to the jobs that learn them now."""
+        state, before, answer = self.core.state, self.core.state.placed, what.answer
+        if what.version != before.version or not state.questions or self._takes_what_left(answer):
+            return []  # it was asked about other records, and will be asked again
+        question = state.questions.pop(0)
+        state.placed = before.after(answer)
+        state.ask_again_at = now + ASK_AGAIN_S if answer.pending else None
+        for move in answer.moves:
+            state.watched_of(move.job).because = _BECAUSE[move.kind]
+        names = [move.job for move in answer.moves if move.kind == "start"]
+        if isinstance(question, Arrive):
+            state.watched_of(question.job.name).because = answer.because
+            names.append(question.job.name)
+        out = _lines(answer)
+        for move in [move for move in answer.moves if move.kind == "move"]:
+            out += placed_jobs.move_decided(state, move, now)
+        # One that left and came again waits for its own answer.
+        placed = [state.jobs[name] for name in names if name in state.jobs and not is_open(state, name)]
+        for job in placed:
+            _pin(state, job)
+        for group in answer.changed:
+            for spec, rank in zip(group.jobs, ORDERS[group.order](group.jobs), strict=True):
+                state.watched_of(spec.name).rank = rank
+        return self._send_nodes(placed, [*out, *self._regrouped(before, answer.changed)])
+
+    def _takes_what_left(self, answer: Answer) -> bool:
+        """Whether it places a job on a node that has left, or began to drain, since the question."""
+        config, nodes = self.core.config, _nodes(answer.changed)
+        had = _nodes(self.core.state.placed.groups)
+        return not nodes <= config.nodes.keys() or not (nodes - had).isdisjoint(config.draining)
+
+    def _regrouped(self, before: Record, groups: Iterable[Group]) -> list[Instruction]:
+        """What is predicted for every group whose jobs or their nodes have changed; their observations begin anew."""
+        state = self.core.state
+        out: list[Instruction] = []
+        for group in groups:
+            old = before.by_name.get(group.name)
+            if old is None or _where(old) != _where(group):
+                for job in group.jobs:
+                    state.watched_of(job.name).fresh = 0
+                out.append(placed_jobs.predicted(group, state, self.core.config))
+        return out
+
+    def _send_nodes(self, started: list[Job], out: list[Instruction]) -> list[Instruction]:
+        """After `out`, their nodes to jobs that asked for nodes, or that they wait."""
+        return [*out, *(Send(c, registration.welcome(self.core, job, c)) for job in started for c in job.clients)]
+
+    # --- a job leaves ---
+
     def leaves(self, now: float, job: Job, what: m.Deregister) -> None:
         placed_jobs.leaves(self.core.state, job, what, now)
 
     def ended(self, now: float, job: Job) -> list[Instruction]:
-        given_up = leave(self.core.state, job)
-        return self._start(free_by_now(self.core.state), given_up)
+        """Its nodes are given on when the placer has said to whom; one that comes back keeps its place. Jobs that waited until it
+        had left its nodes learn theirs."""
+        state, out = self.core.state, []
+        if not placed_jobs.comes_back(state, job):
+            out = placed_jobs.given_up(state, job.name, "it ended instead")
+            if job.watched is not None:
+                state.questions.append(Leave(job.name))
+            elif not job.filler:
+                self.nodes_opened()
+        waiting = [each for each in state.jobs.values() if each.watched is not None and not each.nodes and each.state in RUNNING]
+        waiting = [each for each in waiting if not is_open(state, each.name)]
+        for each in waiting:
+            _pin(state, each)
+        return self._send_nodes([each for each in waiting if each.nodes], out)
+
+    def _give_up(self, name: str, reason: str) -> list[Instruction]:
+        """The place of a job that is away is kept no longer."""
+        out = placed_jobs.given_up(self.core.state, name, reason)
+        if out:
+            self.core.state.questions.append(Leave(name))
+        return out
+
+    # --- what changes while jobs run ---
 
     def requested(self, now: float, job: Job, request: Request) -> list[Instruction]:
         moved = placed_jobs.begins(self.core.state, self.core.config, job, request, now)
@@ -360,28 +442,36 @@ class Placement(Feature):
         return placed_jobs.move_of(self.core.state, job)
 
     def nodes_opened(self) -> None:
-        open_again(self.core.state)
+        """Jobs that wait, or are about to, may go to nodes that were closed to the placer."""
+        state = self.core.state
+        if (state.placed.waiting or state.questions) and Open() not in state.questions[1:]:
+            state.questions.append(Open())
 
     def node_drained(self, node: str) -> None:
-        vacate(self.core.state, node)
+        """The jobs placed on the node that can be moved go elsewhere."""
+        if node in _nodes(self.core.state.placed.groups):
+            self.core.state.questions.append(Vacate(node))
 
     def _ask_again(self, now: float, job: None, what: MovesDue) -> list[Instruction]:
-        ask_again(self.core.state)
+        """Moves that did not pay may pay by now."""
+        state = self.core.state
+        state.ask_again_at = None
+        if Again() not in state.questions[1:]:
+            state.questions.append(Again())
         return []
 
     def _measured(self, now: float, job: Job, what: HostMeasured | m.HostReport) -> list[Instruction]:
         self._correct(job)
         return []
 
-    def _start(self, started: list[Job], out: list[Instruction]) -> list[Instruction]:
-        """Sends their nodes to jobs that asked for nodes, or that they wait."""
-        return [*out, *(Send(c, registration.welcome(self.core, job, c)) for job in started for c in job.clients)]
-
     def _correct(self, job: Job, anyway: bool = False) -> None:
-        """The placer learns of a job that turns out other than it was placed by; `anyway`: also of one that does not."""
-        spec = self.core.state.placed.job(job.name)
-        if job.watched is not None and spec is not None:
-            revised = hosts.revised(job, corrected(spec, job.watched.observed) or spec)
-            revised = placed_jobs.with_move_cost(job.watched, revised)
-            if revised is not spec or anyway:
-                correct(self.core.state, revised)
+        """The placer learns of a job that turns out other than it was placed by; `anyway`: also of one that does not. The last of
+        several corrections that wait is enough."""
+        state, spec = self.core.state, self.core.state.placed.job(job.name)
+        if job.watched is None or spec is None:
+            return
+        revised = hosts.revised(job, corrected(spec, job.watched.observed) or spec)
+        revised = placed_jobs.with_move_cost(job.watched, revised)
+        if revised is not spec or anyway:
+            state.questions = [q for q in state.questions if not (isinstance(q, Correct) and q.job.name == spec.name)]
+            state.questions.append(Correct(revised))

@@ -17,9 +17,7 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.coordinator.core.settings import Pool
 from verl_mux.placement.estimator import Observed
-from verl_mux.placement.model import Group
-from verl_mux.placement.planner import Question, Queued, Record
-from verl_mux.placement.search import Move
+from verl_mux.placement.questions import Answer, Question, Record
 
 
 class JobState(Enum):
@@ -39,7 +37,7 @@ class Watched(msgspec.Struct, kw_only=True):
     `alone_s`: what its finished steps took without waiting, `step_s`: the same of the step that it is in.
     `fresh`: steps seen since its co-execution group changed. `doing`: the phase that it is in or waits for (asked for or, if it
     runs, granted at this time). `rank`: among those of its group that wait, see
-    ORDERS in placement/rules.py. `because`: why it is where it is, the end of a sentence."""
+    ORDERS in placement/model.py. `because`: why it is where it is, the end of a sentence."""
 
     observed: Observed = Observed()
     steps: dict[str, int] = {}
@@ -384,29 +382,12 @@ class MovesDue(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
     """Moves that did not pay when they were last thought of may pay by now."""
 
 
-class Said(msgspec.Struct, frozen=True):
-    """A line for the event log."""
-
-    event: str
-    about: dict[str, Any]
-
-
 class Planned(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="PLANNED"):
-    """What the placer answers to the first of its questions: groups that changed or are no more, who waits, and who is to start
-    or to move. `moved_at`: as in Record. `pending`: moves may come to pay. `version`: of the record it was asked about; an answer
-    to another one is void.
-    `because`: why the job that came is where it is (placement/explain.py)."""
+    """What the placer answers to the first of its questions. `version`: of the record that the question was asked about; an answer
+    to another one is void."""
 
     version: int
-    changed: list[Group]
-    gone: list[str]
-    waiting: list[Queued]
-    named: int
-    moves: list[Move] = []
-    said: list[Said] = []
-    moved_at: list[float] = []
-    pending: bool = False
-    because: str = ""
+    answer: Answer
 
 
 _Seen = JobSilent | JobRevoked | PhaseOverdue | JobEvicted | DriverDied | JobExited | ProcessesGone | NodeEmpty | NodesOwed

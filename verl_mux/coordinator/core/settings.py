@@ -16,10 +16,9 @@ from msgspec import Meta
 
 from verl_mux.coordinator.bus.messages import SIDES, Name
 from verl_mux.errors import UserError
-from verl_mux.placement.job_needs import GPU_KINDS, GpuKind, find_kind
-from verl_mux.placement.model import Cluster, NodeKind
+from verl_mux.placement.estimator import GPU_KINDS, GpuKind, find_kind
+from verl_mux.placement.model import LIVE, Cluster, NodeKind, Rules
 from verl_mux.placement.model import Pool as SchedulingPool
-from verl_mux.placement.rules import LIVE, Rules
 from verl_mux.places.place import Place
 
 # Thirty years, or a price beyond all prices: what is larger, or not a number, is a mistake.

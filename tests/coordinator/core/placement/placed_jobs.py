@@ -3,7 +3,7 @@
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.core.records import Input
-from verl_mux.placement.job_needs import JobNeeds, model_size
+from verl_mux.placement.estimator import JobNeeds, model_size
 
 MODEL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 1000, "num_attention_heads": 4}
 AUTO = {"rollout": [m.AUTO], "train": [m.AUTO]}

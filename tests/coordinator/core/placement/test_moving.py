@@ -10,14 +10,14 @@ from tests.coordinator.driver import Driver
 from tests.exploring import examples
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import placed_jobs
-from verl_mux.coordinator.core.asking import Answerer
 from verl_mux.coordinator.core.placed_jobs import Standing
+from verl_mux.coordinator.core.placing import Answerer
 from verl_mux.coordinator.core.records import DriverDied, JobState, MovesDue, ProcessesGone, State
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
 from verl_mux.coordinator.status_view import plain
 from verl_mux.placement.estimator import Observed
-from verl_mux.placement.search import Move
+from verl_mux.placement.questions import Move
 
 OLD, NEW = {"rollout": ["r0"], "train": ["t0"]}, {"rollout": ["r1"], "train": ["t1"]}
 SHORT = Observed(rollout=(3.0, 3.0, 3.0), train=(3.0, 3.0, 3.0))

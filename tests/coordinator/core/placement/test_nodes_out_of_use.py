@@ -11,7 +11,7 @@ from tests.coordinator.driver import Driver, changed_pools
 from tests.exploring import examples
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import hosts, placing
-from verl_mux.coordinator.core.asking import Answerer
+from verl_mux.coordinator.core.placing import Answerer
 from verl_mux.coordinator.core.records import Input, JobState, PoolsChanged, State
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine
@@ -128,7 +128,7 @@ def test_nobody_is_placed_on_a_node_that_began_to_drain_while_the_placer_was_thi
     register(driver, "a")
     machine = driver.machine
     thought = Answerer().answer(placing.asked(machine.state, machine.config, 9.0), {})
-    (group,) = thought.changed
+    (group,) = thought.answer.changed
     node = group.rollout_nodes[-1]
     machine.handle(Input(9.1, PoolsChanged(pools=changed_pools(machine.config.pools, drain=[node]))))
     noted = where_told(driver.do(thought))

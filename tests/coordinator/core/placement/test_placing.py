@@ -20,7 +20,7 @@ from tests.coordinator.core.placement.placed_jobs import (
 from tests.coordinator.driver import Driver
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.config import make_config
-from verl_mux.coordinator.core.asking import Answerer, Asked
+from verl_mux.coordinator.core.placing import Answerer, Asked
 from verl_mux.coordinator.core.records import Input, Send, State
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.snapshot import describe
@@ -29,7 +29,7 @@ from verl_mux.coordinator.journal import Journal
 from verl_mux.coordinator.status_view import plain
 from verl_mux.errors import UserError
 from verl_mux.placement.estimator import Observed
-from verl_mux.placement.planner import Arrive, Record
+from verl_mux.placement.questions import Arrive, Record
 
 
 def test_a_job_that_comes_alone_gets_nodes_of_its_own(driver):

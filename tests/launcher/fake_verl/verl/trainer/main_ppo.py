@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 
 from verl_mux.coordinator.bus.client import connect
-from verl_mux.placement.estimator import Observed
-from verl_mux.placement.job_needs import JobNeeds, model_size
+from verl_mux.placement.estimator import JobNeeds, Observed, model_size
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.eventlog.log import EventLog
 
