@@ -383,8 +383,8 @@ class MovesDue(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="PLANNED"):
-    """What the placer answers to the first of its questions. `version`: of the record that the question was asked about; an answer
-    to another one is void."""
+    """What the placer answers to the first of its questions. `version`: of the record that the question was asked about; an
+    answer to another one is void."""
 
     version: int
     answer: Answer
