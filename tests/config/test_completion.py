@@ -1,4 +1,4 @@
-"""What verl's own trainer modes need where there is no GPU, on verl's own config."""
+"""What our trainer modes, and verl's own where there is no GPU, make of verl's config."""
 
 from pathlib import Path
 
@@ -6,17 +6,23 @@ import pytest
 import verl
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from verl.checkpoint_engine import CheckpointEngineRegistry
+from verl.utils.config import omega_conf_to_dataclass
 
 from verl_mux.config.completion import complete, complete_stock_cpu, logged_keys
-from verl_mux.config.schema import MuxConfig
+from verl_mux.config.schema import MuxConfig, SyncConfig
+from verl_mux.errors import UserError
 
 CONFIGS = Path(verl.__file__).parent / "trainer" / "config"
 
 
-def completed(*overrides):
+def composed(*overrides):
     with initialize_config_dir(str(CONFIGS), version_base=None):
-        config = compose("ppo_trainer", ["actor_rollout_ref.rollout.name=sglang", *overrides])
-    complete_stock_cpu(config)
+        return compose("ppo_trainer", ["actor_rollout_ref.rollout.name=sglang", *overrides])
+
+
+def completed(*overrides):
+    complete_stock_cpu(config := composed(*overrides))
     return config
 
 
@@ -34,12 +40,9 @@ def test_a_trainer_apart_from_its_engine_hands_weights_over_without_gpus(given, 
     assert config.actor_rollout_ref.rollout.checkpoint_engine.backend == used
 
 
-def multiplexed(*overrides):
-    """With GPUs."""
-    with initialize_config_dir(str(CONFIGS), version_base=None):
-        config = compose("ppo_trainer", ["actor_rollout_ref.rollout.name=sglang", *overrides])
-    config.trainer.v1.trainer_mode = "mux_separate"
-    complete(config, MuxConfig(), cpu=False)
+def multiplexed(*overrides, cpu=False, **sync):
+    """For our trainer mode."""
+    complete(config := composed("trainer.v1.trainer_mode=mux_separate", *overrides), MuxConfig(sync=SyncConfig(**sync)), cpu)
     return config
 
 
@@ -82,3 +85,30 @@ def test_the_event_log_records_what_steers_a_rollout_and_nothing_else():
         "mux.rollout.max_lag_strategy=wait",
         "mux.rollout.tail=none",
     }
+
+
+BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+
+
+def synced(*overrides, **sync):
+    return multiplexed(*overrides, cpu=True, **sync).actor_rollout_ref.rollout.checkpoint_engine
+
+
+@pytest.mark.parametrize("given", [(), (f"{BACKEND}=mux",)])
+def test_the_sync_gets_the_keys(given):
+    engine = synced(*given, timeout_s=7.0, interface="eth1")
+    assert engine.backend == "mux"
+    assert engine.engine_kwargs.mux == {"verify": True, "timeout_s": 7.0, "interface": "eth1", "transport": "sockets"}
+
+
+def test_verl_makes_the_engine_of_them_on_both_sides():
+    given = omega_conf_to_dataclass(synced(timeout_s=7.0))
+    for side in ({"is_master": True}, {}):
+        engine = CheckpointEngineRegistry.new(given.backend, bucket_size=1 << 20, **side, **given.engine_kwargs["mux"])
+        assert engine._settings.timeout_s == 7.0
+
+
+@pytest.mark.parametrize("backend", ["nccl", "mooncake", "delta_sharded"])
+def test_a_backend_of_verls_is_refused_by_name_and_not_replaced(backend):
+    with pytest.raises(UserError, match=f"checkpoint_engine.backend is '{backend}': trainer.v1.trainer_mode=mux_separate"):
+        synced(f"{BACKEND}={backend}")

@@ -1,20 +1,32 @@
-"""Bad keys end a job before Ray starts: one line on stderr, exit code 2, and verl's own checks never run."""
+"""Bad keys end a job before Ray starts: one line on stderr, exit code 2, and verl's own checks never run.
 
+What a job says of itself to its coordinator; no job joins another one's Ray cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
 import socket
+import subprocess
+import sys
 
 import pytest
-
-pytest.importorskip("verl")
 from omegaconf import OmegaConf
 
-from tests.config.test_schema import verl_config
+pytest.importorskip("verl")
+pytest.importorskip("ray")
+from tests.config.test_schema import refusal, verl_config
 from verl_mux.config import preflight
 from verl_mux.config.job_checks import load
+from verl_mux.config.preflight import host_memory_of, needs_of
 from verl_mux.config.validation_hook import checked_first
 from verl_mux.coordinator.bus.client import LocalMux
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
+from verl_mux.memory.certificate.job import read_job
 
 POOLS = {"rollout": {"nodes": [{"name": "r0", "gpus": 8}]}, "train": {"nodes": [{"name": "t0", "gpus": 8}]}}
 NODES = {"rollout": ["r0"], "train": ["t0"]}
@@ -42,24 +54,26 @@ def check(monkeypatch, tmp_path):
     return run
 
 
+@pytest.fixture
+def refused(check, capsys):
+    """The line with which our preflight refuses a config."""
+
+    def line(config) -> str:
+        with pytest.raises(SystemExit) as ended:
+            check(config)
+        assert ended.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("verl-mux: ")
+        return line
+
+    return line
+
+
 def job(address: str | None, **mux):
     config = verl_config({"coordinator": address, "nodes": NODES, **mux})
     config.trainer.total_training_steps = 3
     config.trainer.default_local_dir = "checkpoints/exp"
     return config
-
-
-def refusal(check, config, capsys) -> str:
-    with pytest.raises(SystemExit) as ended:
-        check(config)
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("verl-mux: ")
-    return line
-
-
-def test_a_job_that_the_coordinator_would_take_goes_on_to_verls_own_checks(check, coordinator):
-    assert check(job(coordinator.address))
 
 
 def test_a_ray_of_the_jobs_own_offers_the_nodes_of_this_machine_and_no_other(check, monkeypatch, tmp_path):
@@ -78,7 +92,7 @@ def test_a_ray_of_the_jobs_own_offers_the_nodes_of_this_machine_and_no_other(che
         assert check(joining) and "ray_kwargs" not in joining
 
 
-def test_asking_leaves_no_job_behind(check, coordinator):
+def test_a_job_that_the_coordinator_would_take_goes_on_to_verls_own_checks_and_leaves_no_job_behind(check, coordinator):
     assert check(job(coordinator.address))
     assert [j for j in coordinator.snapshot()["jobs"].values() if j["state"] == "live"] == []
 
@@ -96,30 +110,30 @@ def test_without_a_coordinator_nobody_is_asked(check):
         ({"coordinator": "5570"}, ["5570"]),
     ],
 )
-def test_what_cannot_work_is_one_line_and_exit_code_2(check, coordinator, capsys, mux, words):
-    text = refusal(check, job(coordinator.address, **mux), capsys)
+def test_what_cannot_work_is_one_line_and_exit_code_2(refused, coordinator, mux, words):
+    text = refused(job(coordinator.address, **mux))
     assert all(word in text for word in words), text
 
 
-def test_a_coordinator_that_does_not_answer(check, capsys, monkeypatch):
+def test_a_coordinator_that_does_not_answer(refused, monkeypatch):
     monkeypatch.setattr(preflight, "_TIMEOUT_S", 1)
-    text = refusal(check, job("tcp://127.0.0.1:1"), capsys)
+    text = refused(job("tcp://127.0.0.1:1"))
     assert "tcp://127.0.0.1:1" in text and "1 s" in text
 
 
-def test_more_gpus_than_the_node_has(check, coordinator, capsys):
+def test_more_gpus_than_the_node_has(refused, coordinator):
     config = job(coordinator.address)
     config.actor_rollout_ref.rollout.n_gpus_per_node = 16
-    text = refusal(check, config, capsys)
+    text = refused(config)
     assert "16 GPUs" in text and "'r0'" in text and "8" in text
 
 
-def test_two_jobs_of_one_name(check, coordinator, capsys, monkeypatch):
+def test_two_jobs_of_one_name(refused, coordinator):
     from verl_mux.coordinator.bus.client import connect
 
     first = connect(coordinator.address, "exp", NODES, uid="exp:first", timeout=20)
     try:
-        text = refusal(check, job(coordinator.address), capsys)
+        text = refused(job(coordinator.address))
         assert "'exp' is running" in text and "unique" in text
     finally:
         first.close()
@@ -131,19 +145,15 @@ def test_a_stock_mode_is_none_of_our_business(check):
     assert check(config) and config == before
 
 
-def test_a_second_job_does_not_go_on_from_the_first_ones_checkpoints(check, capsys, tmp_path):
-    assert check(job(None, job="math"))
-    assert "holds the checkpoints of job 'math'" in (line := refusal(check, job(None, job="code"), capsys))
+def test_a_second_job_does_not_go_on_from_the_first_ones_checkpoints(check, refused, tmp_path):
+    assert check(job(None, job="math")) and check(job(None, job="math"))  # its own it goes on from
+    assert "holds the checkpoints of job 'math'" in (line := refused(job(None, job="code")))
     assert "trainer.experiment_name" in line and str(tmp_path / "") not in line  # as it was given
 
 
-def test_a_job_goes_on_from_its_own_checkpoints(check):
-    assert check(job(None, job="math")) and check(job(None, job="math"))
-
-
-def test_a_folder_that_cannot_be_written_is_told(check, capsys, tmp_path):
+def test_a_folder_that_cannot_be_written_is_told(refused, tmp_path):
     (tmp_path / "checkpoints").touch()
-    assert "trainer.default_local_dir=checkpoints/" in refusal(check, job(None), capsys)
+    assert "trainer.default_local_dir=checkpoints/" in refused(job(None))
 
 
 @pytest.mark.parametrize(
@@ -199,3 +209,142 @@ def test_a_job_that_starts_has_not_left_to_move(check, coordinator, tmp_path):
     note.touch()
     assert check(job(coordinator.address, move_note=str(note)))
     assert not note.exists()
+
+
+# ---------------------------------------------------------------- what a job says of itself
+
+
+ADDRESS = "tcp://127.0.0.1:5570"
+MODEL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 1000, "num_attention_heads": 4}
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    return tmp_path
+
+
+def whole_config(model):
+    config = verl_config({"coordinator": ADDRESS, "nodes": "auto"})
+    more = {
+        "data": {"train_batch_size": 16, "max_prompt_length": 32, "max_response_length": "${.max_prompt_length}"},
+        "actor_rollout_ref": {"model": {"path": str(model)}, "rollout": {"n": 4, "dtype": "float32"}, "actor": {"ppo_epochs": 2}},
+    }
+    return OmegaConf.merge(config, more)
+
+
+def test_auto_stands_for_nodes_that_the_coordinator_chooses():
+    mux = load(verl_config({"coordinator": ADDRESS, "nodes": "auto", "slo": 1.5}))
+    assert (mux.nodes.rollout, mux.nodes.train, mux.slo) == (["auto"], ["auto"], 1.5)
+
+
+@pytest.mark.parametrize(
+    ("mux", "words"),
+    [
+        ({"nodes": "auto"}, "mux.coordinator is not set"),
+        ({"nodes": {"rollout": ["auto"], "train": ["t0"]}, "coordinator": ADDRESS}, "chooses both (mux.nodes=auto) or none"),
+        ({"nodes": "auto", "coordinator": ADDRESS, "slo": 0.5}, "mux.slo=0.5 is not possible; allowed: float | None, 1 or more"),
+        ({"nodes": "any"}, "mux.nodes is 'any'"),
+        ({"profiled": {"rollout": [1.0], "train": [1.0]}}, "mux.profiled has 1 rollouts and 1 training phases"),
+        ({"profiled": {"rollout": [1.0, 1.0, 1.0], "train": []}}, "mux.profiled has 3 rollouts and 0 training phases"),
+    ],
+)
+def test_what_contradicts_it_is_refused(mux, words):
+    assert words in refusal(verl_config(mux))
+
+
+def test_a_colocated_job_needs_the_trainers_nodes_for_its_rollouts_too(model):
+    config = whole_config(model)
+    config.trainer.v1.trainer_mode, config.actor_rollout_ref.rollout.nnodes = "mux_colocate", 0
+    needs = needs_of(config)
+    assert (needs.rollout_nodes, needs.rollout_gpus) == (needs.train_nodes, needs.train_gpus)
+
+
+def test_a_job_tells_what_a_step_computes(model):
+    needs = needs_of(whole_config(model))
+    assert (needs.responses, needs.prompt_tokens, needs.response_tokens) == (64, 32, 32)
+    assert (needs.rollout_gpus, needs.train_gpus, needs.replica_gpus, needs.updates, needs.weight_bytes) == (8, 8, 2, 2, 4)
+    assert needs.model.hidden_size == 64
+
+
+def test_overrides_of_the_model_config_count(model):
+    config = OmegaConf.merge(whole_config(model), {"actor_rollout_ref": {"model": {"override_config": {"num_hidden_layers": 9}}}})
+    assert needs_of(config).model.num_hidden_layers == 9
+
+
+def test_a_model_without_a_config_is_refused_by_its_path(tmp_path):
+    assert f"actor_rollout_ref.model.path={tmp_path}" in refusal(whole_config(tmp_path), needs_of)
+
+
+def test_a_job_tells_what_its_states_take_on_each_node_of_a_side(model):
+    config = OmegaConf.merge(whole_config(model), {"actor_rollout_ref": {"rollout": {"nnodes": 1}}})
+    told = host_memory_of(config)
+    job = read_job(OmegaConf.to_container(config, resolve=True), MODEL)
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    assert told["train"]["optimizer"] == 8 * job.model.total * config.trainer.n_gpus_per_node // ranks
+    assert told["train"]["parameters"] == 4 * job.model.total * config.trainer.n_gpus_per_node // ranks
+    assert told["rollout"]["synced"] == job.model.total * job.engine.bytes
+
+
+def test_of_a_model_that_the_formulas_do_not_know_nothing_is_told(model):
+    config = whole_config(model)
+    (model / "config.json").write_text(json.dumps({**MODEL, "kv_lora_rank": 512}))
+    assert host_memory_of(config) == {}
+    config.actor_rollout_ref.model.path = str(model / "nowhere")
+    assert host_memory_of(config) == {}
+
+
+# ---------------------------------------------------------------- its Ray cluster
+
+
+# Another job: its cluster, its name there, and, when it is told to, where TransferQueue's controller would be.
+OTHER = """
+import ray, sys
+from omegaconf import OmegaConf
+from verl_mux.config import preflight
+ray.init(address="local", num_cpus=2, object_store_memory=80_000_000, include_dashboard=False)
+address = ray.get_runtime_context().gcs_address
+@ray.remote(num_cpus=0)
+class Controller:
+    def up(self): return True
+print(address, flush=True)
+for line in sys.stdin:
+    held = Controller.options(name="TransferQueueController", namespace="transfer_queue").remote()
+    print(ray.get(held.up.remote()), flush=True)
+"""
+
+
+# A job's preflight, as far as it concerns that.
+CLAIM = """
+import ray, sys
+from omegaconf import OmegaConf
+from verl_mux.config import preflight
+from verl_mux.errors import UserError
+try:
+    preflight.claim_cluster(OmegaConf.create({"ray_kwargs": {"ray_init": {"address": sys.argv[1]}}}), sys.argv[2])
+    print("taken")
+except UserError as error:
+    print(error)
+assert not ray.is_initialized()
+"""
+
+
+def test_a_ray_instance_of_its_own_is_nobody_elses(python):
+    assert python("-c", CLAIM, "local", "mine").stdout == "taken\n"
+
+
+@pytest.mark.e2e
+def test_a_cluster_with_another_jobs_controller_is_refused_by_that_jobs_name(python):
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    command = [sys.executable, "-c", OTHER]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env={**os.environ, **token}) as other:
+        try:
+            address = other.stdout.readline().strip()
+            assert python("-c", CLAIM, address, "first", **token).stdout == "taken\n"
+            other.stdin.write("\n")
+            other.stdin.flush()
+            assert other.stdout.readline() == "True\n"
+            told = python("-c", CLAIM, address, "second", **token).stdout
+            assert told.startswith(f"the Ray cluster at {address} is first's, ") and "start one for job second" in told
+        finally:
+            other.kill()

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_mux.config import schema
-from verl_mux.config.job_checks import check, load
+from verl_mux.config.job_checks import load
 from verl_mux.config.schema import MuxConfig, RolloutConfig, SyncConfig, default_yaml, leaves
 from verl_mux.errors import UserError
 from verl_mux.platform.charges import DeviceSettings
@@ -139,47 +139,6 @@ class TestRefused:
     def test_values_that_make_no_sense(self, mux, words):
         text = refusal(verl_config(mux))
         assert all(word in text for word in words), text
-
-
-class TestModes:
-    @pytest.mark.parametrize("mode", ["sync", "colocate_async", None])
-    def test_a_mode_that_is_not_ours_is_not_ours_to_check(self, mode):
-        assert check(verl_config({"nonsense": 1}, trainer__v1__trainer_mode=mode)) is None
-
-    def test_ours_are_checked(self):
-        assert check(verl_config({"seed": 2})).seed == 2
-        assert check(verl_config({}, trainer__v1__trainer_mode="mux_colocate", actor_rollout_ref__rollout__nnodes=0)).job == "exp"
-        assert "unknown key mux.nonsense" in refusal(verl_config({"nonsense": 1}), check)
-
-    @pytest.mark.parametrize(
-        ("changes", "words"),
-        [
-            ({"trainer__v1__trainer_mode": "mux_seperate"}, ["mux_seperate is unknown", "mux_separate, mux_colocate"]),
-            ({"actor_rollout_ref__rollout__name": "vllm"}, ["rollout.name=sglang", "given vllm"]),
-            ({"actor_rollout_ref__rollout__nnodes": 0}, ["needs a rollout pool", "given 0 and 8"]),
-            ({"actor_rollout_ref__rollout__n_gpus_per_node": 0}, ["needs a rollout pool", "given 1 and 0"]),
-            ({"actor_rollout_ref__rollout__n_gpus_per_node": 3}, ["3 rollout GPUs", "replicas of 2 GPUs", "multiple"]),
-            ({"algorithm__filter_groups": {"enable": True}}, ["algorithm.filter_groups.enable=True"]),
-            (
-                {"reward": {"reward_model": {"enable": True}}},
-                ["reward.reward_model.enable=True", "do not cover it", "False"],
-            ),
-            ({"reward__reward_model": {"enable_resource_pool": True}}, ["reward.reward_model.enable_resource_pool=True"]),
-            ({"distillation": {"enabled": True}}, ["distillation.enabled=True", "leases do not cover it"]),
-            ({"trainer__v1__mux_separate": {"parameter_sync_step": 4}}, ["mux_separate.parameter_sync_step is 4", "on-policy"]),
-        ],
-    )
-    def test_what_contradicts_a_mode_is_refused(self, changes, words):
-        text = refusal(verl_config({}, **changes), check)
-        assert all(word in text for word in words), text
-
-    def test_a_colocated_job_of_a_coordinator_names_the_same_nodes_twice(self):
-        nodes = {"rollout": ["n0", "n1"], "train": ["n1", "n0"]}
-        mux = {"coordinator": "tcp://127.0.0.1:5570", "nodes": nodes}
-        assert check(verl_config(mux, trainer__v1__trainer_mode="mux_colocate")).nodes.train == ["n1", "n0"]
-        nodes["train"] = ["n2"]
-        text = refusal(verl_config(mux, trainer__v1__trainer_mode="mux_colocate"), check)
-        assert "mux.nodes.rollout is ['n0', 'n1']" in text and "['n2']" in text
 
 
 def test_a_transport_whose_package_is_not_here_is_refused_by_name(monkeypatch):

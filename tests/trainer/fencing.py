@@ -7,6 +7,11 @@ import threading
 from verl_mux.config.schema import MuxConfig
 from verl_mux.coordinator.bus.client import LeaseLost, LocalMux
 from verl_mux.trainer import modes
+from verl_mux.trainer.job_hosts import HostWatch
+from verl_mux.trainer.modes import PPOTrainerMuxSeparate
+from verl_mux.trainer.phases import Leaving
+from verl_mux.trainer.replica_moves import ReplicaMoves
+from verl_mux.worker_settings import WorkerSettings
 
 NODES = {"rollout": ["r0"], "train": ["t0"]}
 
@@ -29,6 +34,16 @@ class Fencing(LocalMux):
 
     def fail(self, reason):
         self.failed = reason
+
+
+def bare_trainer(nodes=NODES, **attributes) -> PPOTrainerMuxSeparate:
+    """A trainer at step 1 of 9, on these nodes, that went through no set-up."""
+    made = object.__new__(PPOTrainerMuxSeparate)
+    made.settings = WorkerSettings(rollout_nodes=tuple(nodes["rollout"]), train_nodes=tuple(nodes["train"]))
+    made.global_steps, made.total_training_steps, made.rollout, made.moves = 1, 9, None, ReplicaMoves()
+    made.leaving, made.hosts = Leaving(LocalMux("a", nodes), None), HostWatch({}, 0.0, print)
+    vars(made).update(attributes)
+    return made
 
 
 def made_ready(trainer, monkeypatch):

@@ -15,7 +15,7 @@ pytest.importorskip("verl")
 from ray.exceptions import RayTaskError
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from tests.trainer.fencing import Fencing, made_ready
+from tests.trainer.fencing import Fencing, bare_trainer, made_ready
 from verl_mux.coordinator.bus.client import Lease, LeaseLost, connect
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.coordinator.config import make_config
@@ -28,13 +28,11 @@ from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.rollout.control.replica_plan import Unit
 from verl_mux.trainer import modes
-from verl_mux.trainer.job_hosts import ActorWatch, DeadActor, HostWatch
-from verl_mux.trainer.modes import PPOTrainerMuxSeparate
-from verl_mux.trainer.phases import Leaving, Phases
+from verl_mux.trainer.job_hosts import ActorWatch, DeadActor
+from verl_mux.trainer.phases import Phases
 from verl_mux.trainer.replay_buffer import MuxReplayBuffer
-from verl_mux.trainer.replica_moves import ReplicaMoves
 from verl_mux.trainer.rollout_engines import RolloutEngines
-from verl_mux.worker_settings import WorkerSettings, node_of
+from verl_mux.worker_settings import node_of
 
 NODES = {"rollout": ["r0", "r1"], "train": ["t0", "t1"]}
 
@@ -48,12 +46,7 @@ def group(*ranks):
 @pytest.fixture
 def trainer():
     """A trainer of two rollout and two training nodes that went through no set-up."""
-    made = object.__new__(PPOTrainerMuxSeparate)
-    made.settings = WorkerSettings(rollout_nodes=tuple(NODES["rollout"]), train_nodes=tuple(NODES["train"]))
-    made.global_steps, made.rollout, made.moves = 1, None, ReplicaMoves()
-    made.total_training_steps, made.leaving = 9, Leaving(connect(None, "a", NODES), None)
-    made.hosts = HostWatch({}, 0.0, print)
-    return made
+    return bare_trainer(NODES)
 
 
 @pytest.fixture
@@ -271,10 +264,9 @@ class Job:
 
     def __init__(self, sleep_level="auto"):
         self.asked = []
-        self.trainer = trainer = object.__new__(PPOTrainerMuxSeparate)
-        trainer.settings = WorkerSettings(rollout_nodes=("r0", "r1"), train_nodes=("t0",))
-        trainer.global_steps, trainer._rollout_began, trainer.moves = 5, 0.0, ReplicaMoves()
-        trainer.states_are_awake, trainer.phases = False, Phases(Fencing(), NULL_LOG)
+        phases = Phases(Fencing(), NULL_LOG)
+        nodes = {"rollout": ["r0", "r1"], "train": ["t0"]}
+        self.trainer = trainer = bare_trainer(nodes, phases=phases, global_steps=5, states_are_awake=False, _rollout_began=0.0)
         manager = SimpleNamespace(
             get_replicas=lambda: [0, 1],
             move=lambda verb, tags, ranks, token, level: self.note(verb, tags, ranks, *([level] if verb == "sleep" else [])),

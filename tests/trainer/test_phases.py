@@ -14,15 +14,13 @@ from omegaconf import OmegaConf
 pytest.importorskip("verl")
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from tests.trainer.fencing import NODES, Fencing, made_ready
+from tests.trainer.fencing import NODES, Fencing, bare_trainer, made_ready
 from verl_mux.coordinator.bus.client import LeaseLost, LocalMux, connect
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
 from verl_mux.profiling.eventlog.log import NULL_LOG, EventLog
-from verl_mux.trainer.job_hosts import HostWatch
 from verl_mux.trainer.modes import PPOTrainerMuxSeparate
 from verl_mux.trainer.phases import Leaving, Phases
-from verl_mux.worker_settings import WorkerSettings
 
 
 @pytest.fixture
@@ -178,15 +176,11 @@ def made(monkeypatch, tmp_path):
 
     def run(at: int, note: bool = True, save_every: int = 100):
         happened = []
-        trainer = object.__new__(PPOTrainerMuxSeparate)
         mux = Asking(at)
-        trainer.phases, trainer.timing_raw = Phases(mux, NULL_LOG), {}
-        trainer.settings = WorkerSettings(rollout_nodes=("r0",), train_nodes=("t0",))
+        trainer = bare_trainer(phases=Phases(mux, NULL_LOG), timing_raw={}, total_training_steps=STEPS)
         trainer.leaving = Leaving(mux, str(tmp_path / "note") if note else None)
-        trainer.hosts = HostWatch({}, 0.0, print)
         trainer.config = OmegaConf.create({"trainer": {"default_local_dir": str(tmp_path)}})
-        trainer.rollout, trainer.prompts = None, SimpleNamespace(save=lambda folder: None)
-        trainer.global_steps, trainer.total_training_steps = 1, STEPS
+        trainer.prompts = SimpleNamespace(save=lambda folder: None)
         trainer.sleep_states = lambda: happened.append("asleep")
         trainer._shutdown_dump_executor = lambda: happened.append("dumps are written")
         saved = lambda self: happened.append(("saved", self.global_steps, self.phases.lease is not None))  # noqa: E731

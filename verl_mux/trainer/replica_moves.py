@@ -3,16 +3,14 @@
 Runs in the trainer's driver; called by trainer/modes.py where a rollout begins and ends, and by trainer/step_rollout.py while it
 runs. Touches engines, the load balancer and the agent loop workers over Ray, and leases of nodes.
 
-    migration   a job waits, enough is done -> no new requests there -> those there go on elsewhere, tokens kept -> asleep ->
-    nodes
-                back; at the next step's begin all engines are back
+    migration   another job waits, enough is done -> no new requests there -> those there go on elsewhere, tokens kept -> asleep
+                -> nodes back; at the next step's begin all engines are back
     growth      the rollout's own nodes are granted -> a thread asks for each other unit's, when no job uses them
                 granted before anything is launched -> its engines wake with this step's weights: requests are spread over all
                 granted while the rollout runs      -> the same, and they take over what ends the rollout sooner
                 another job asks for the nodes      -> what runs there goes on elsewhere, tokens kept -> asleep -> nodes back
 
-All tokens of a response are by the same weights, so nothing becomes off-policy; what is read again on the other engine is the
-price.
+All tokens of a response are by the same weights, so nothing becomes off-policy; the price is what the other engine reads again.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ray
@@ -33,6 +31,7 @@ from verl_mux.rollout.control.replica_plan import (
     GROWTH_MIN_GAIN_S,
     Migration,
     MigrationPolicy,
+    Move,
     Room,
     Stay,
     Unit,
@@ -126,7 +125,11 @@ class TailMigration(ReplicaMoves):
         began = time.perf_counter()
         leaving = [unit for unit in self._units if unit.nodes[0] in planned.freed]
         self._engines.refuse_requests(leaving)
-        empty_servers(self._workers, [name for unit in leaving for name in unit.servers], self._targets(planned, samples))
+        empty_servers(
+            self._workers,
+            [name for unit in leaving for name in unit.servers],
+            targets(planned.moves, samples, self._units, self._engines),
+        )
         self._freed += leaving
         for unit in leaving:
             self._engines.vacate(unit)
@@ -136,13 +139,6 @@ class TailMigration(ReplicaMoves):
         self._engines.phases.log.log(events.MIGRATION, time.perf_counter() - began, extra=extra, step=self._step)
         self.metrics["migrated_requests"] += len(planned.moves)
         self.metrics["freed_nodes"] += len(nodes)
-
-    def _targets(self, planned: Migration, samples: Sequence[RunningSample]) -> Targets:
-        """Where each moved sample goes on; a unit's servers take turns."""
-        servers = {unit.nodes[0]: itertools.cycle(unit.servers) for unit in self._units}
-        by_name = {it.name: (it.group, it.sample) for it in samples}
-        names = {by_name[move.request]: next(servers[move.target]) for move in planned.moves}
-        return {sample: (name, self._engines.handle(name)) for sample, name in names.items()}
 
 
 class Growth(ReplicaMoves):
@@ -246,10 +242,10 @@ class Growth(ReplicaMoves):
             early = self._step is not None and not self._open
             self._changed.wait_for(lambda: self._open or self._step is None)
         with self._engines.phases.device():
-            targets = {} if early else self._targets(unit)
-            joins = self._step is not None and not lease.wanted.is_set() and targets is not None
+            takes_over = {} if early else self._takes_over(unit)
+            joins = self._step is not None and not lease.wanted.is_set() and takes_over is not None
             if joins:
-                self._enter(unit, lease, targets or {})
+                self._enter(unit, lease, takes_over or {})
         if joins:
             lease.wanted.wait()
             with self._engines.phases.device():
@@ -261,7 +257,7 @@ class Growth(ReplicaMoves):
             if not joins:
                 self._changed.wait_for(lambda: self._step != step, _AGAIN_S)
 
-    def _targets(self, unit: Unit) -> Targets | None:
+    def _takes_over(self, unit: Unit) -> Targets | None:
         """Samples that go on in these engines; None: the rollout would not end sooner."""
         samples, token_s = look(self._workers)
         if token_s is None or not samples:
@@ -272,19 +268,17 @@ class Growth(ReplicaMoves):
         moves = pull(replicas, joining, speed)
         if not moves or seconds_won(replicas, joining, moves, speed) < GROWTH_MIN_GAIN_S:
             return None
-        servers, moved = itertools.cycle(unit.servers), {move.request for move in moves}
-        names = {(it.group, it.sample): next(servers) for it in samples if it.name in moved}
-        return {sample: (name, self._engines.handle(name)) for sample, name in names.items()}
+        return targets(moves, samples, [unit], self._engines)
 
     # ---------------------------------------------------------------- by the thread that holds the devices
 
-    def _enter(self, unit: Unit, lease: Lease, targets: Targets) -> None:
+    def _enter(self, unit: Unit, lease: Lease, takes_over: Targets) -> None:
         self._engines.join(unit, lease)
         self._engines.accept_requests([unit])
-        if targets:
-            ray.get([worker.redirect.remote(targets) for worker in self._workers])
+        if takes_over:
+            ray.get([worker.redirect.remote(takes_over) for worker in self._workers])
         self.metrics["joined_nodes"] += len(unit.nodes)
-        self.metrics["joined_requests"] += len(targets)
+        self.metrics["joined_requests"] += len(takes_over)
         with self._changed:
             self._joined[unit] = time.perf_counter()
             self._changed.notify_all()
@@ -314,26 +308,33 @@ def make_growth(
     Raises:
         UserError: a replica runs on own and on other nodes.
     """
-    asked, names = f"mux.rollout.growth.own={list(own)}", set(own)
-    every = engines.units(asked)
-    mine, others = ([unit for unit in every if test(unit.nodes)] for test in (names.issuperset, names.isdisjoint))
-    if parted := next((unit for unit in every if unit not in mine and unit not in others), None):
-        runs_on = f"replica {parted.replicas[0]} runs on {', '.join(parted.nodes)}"
-        raise UserError(f"{asked} is not possible: {runs_on}; allowed: all nodes of a replica, or none")
+    asked, names, mine, others = f"mux.rollout.growth.own={list(own)}", set(own), [], []
+    for unit in engines.units(asked):
+        if 0 < len(names & set(unit.nodes)) < len(set(unit.nodes)):
+            runs_on = f"replica {unit.replicas[0]} runs on {', '.join(unit.nodes)}"
+            raise UserError(f"{asked} is not possible: {runs_on}; allowed: all nodes of a replica, or none")
+        (mine if unit.nodes[0] in names else others).append(unit)
     muxes, processes = [connect(unit.nodes) for unit in others], engines.manager.processes()
     for mux in muxes:  # their nodes too are given on only when the job's engines are gone
         mux.members(processes)
     return Growth(mine, others, muxes, engines, workers, room)
 
 
-def empty_servers(workers: Sequence[Any], servers: Sequence[str], targets: Targets) -> int:
+def targets(moves: Iterable[Move], samples: Iterable[RunningSample], units: Iterable[Unit], engines: RolloutEngines) -> Targets:
+    """Where each moved sample goes on; a unit's servers take turns."""
+    servers = {unit.nodes[0]: itertools.cycle(unit.servers) for unit in units}
+    by_name = {it.name: (it.group, it.sample) for it in samples}
+    names = {by_name[move.request]: next(servers[move.target]) for move in moves}
+    return {sample: (name, engines.handle(name)) for sample, name in names.items()}
+
+
+def empty_servers(workers: Sequence[Any], servers: Sequence[str], planned: Targets) -> int:
     """Returns when nothing runs on these servers any more, which get no new requests: a sample that did goes on on the server
     planned, else where there is least to do. How many samples those were."""
-    names = list(servers)
-    moved = left = sum(ray.get([worker.evacuate.remote(names, targets) for worker in workers]))
+    moved = left = sum(ray.get([worker.evacuate.remote(list(servers), planned) for worker in workers]))
     while left:
         time.sleep(_POLL_S)
-        left = sum(ray.get([worker.evacuate.remote(names, targets) for worker in workers]))
+        left = sum(ray.get([worker.evacuate.remote(list(servers), planned) for worker in workers]))
     return moved
 
 

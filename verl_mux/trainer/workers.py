@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,10 @@ TRAIN_TAGS = ("params", "optimizer")
 class DeviceStates:
     """Model and optimizer states of one engine: on the device, or as a host copy only.
 
-    On CUDA the moves are verl's own, once each a phase: while the states are awake verl's calls, which load and offload around
-    each forward pass and each update by themselves, leave them where they are. On a CPU the device is host memory too, so the
-    states are paused with a host copy: the same two places, and the same bytes given back to the one that other jobs want.
+    On CUDA the moves are verl's own, once each a phase: while the states are awake, the calls with which verl loads and offloads
+    around each pass leave them where they are. On a CPU the device is host memory too: the states are paused with a host copy.
 
-    Args:
-        role: "actor", "ref" or "critic"; a process may hold one engine of each.
+    role: "actor", "ref" or "critic"; a process may hold one engine of each.
     """
 
     def __init__(self, role: str, engine: Any) -> None:
@@ -134,10 +132,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _read_ahead(model: str, resume: str | None) -> None:
-    """In a worker that has just started and has no lease yet: what it will load comes into its host's memory.
-
-    `resume`: the folder of the checkpoint that the job goes on from.
-    """
+    """Before a worker's first lease: read into its host's memory what it will load. resume: the checkpoint's folder."""
     rank = os.environ["RANK"]
     shards = sorted(Path(resume).glob(f"*/*_rank_{rank}.pt")) if resume else []
     first_here = int(rank) % int(os.environ.get("RAY_LOCAL_WORLD_SIZE", 1)) == 0
@@ -149,17 +144,11 @@ class _Multiplexed:
 
     _fence: Fence
     _who: str
-
-    def _states(self) -> list[DeviceStates]:
-        raise NotImplementedError
-
-    def _before_sleep(self) -> None:
-        """While the device is still ours."""
+    _states: Callable[[], list[DeviceStates]]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_sleep(self) -> Moves:
         """Leave the device. Returns what moved on this rank. Raises Failure where more stays than may."""
-        self._before_sleep()
         self._fence.shut()
         return residents.sleep(self._who, self._states(), _device())
 
@@ -209,6 +198,12 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
         self._exported: list[Range] | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def mux_sleep(self) -> Moves:
+        if getattr(self, "actor", None) is not None and self._exported is None:
+            self._export()
+        return super().mux_sleep()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_wake(self, token: int) -> Moves:
         moves = super().mux_wake(token)
         self._exported = None
@@ -220,29 +215,21 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
         if mode != "mux":
             return await super().update_weights(global_steps=global_steps, mode=mode) or {}
         dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
-        part = self._exported
-        if part is None:
-            part = list(row_shards(self._host_params(), dtype, self.rank, self._tied()))
+        if (part := self._exported) is None:
+            module = self.actor.engine.module
+            named = convert_weight_keys(module.state_dict(), module).items()
+            params = ((name, param, host_copy(_local(param))) for name, param in named)
+            tied = tied_names(module, lambda names: convert_weight_keys(names, module))
+            part = list(row_shards(params, dtype, self.rank, tied))
         return await self.checkpoint_engine.send_weights(part, global_steps)
 
-    def _before_sleep(self) -> None:
-        """What cannot be sent from the host copy of the parameters goes to the host now."""
-        if getattr(self, "actor", None) is None or self._exported is not None:
-            return
+    def _export(self) -> None:
+        """While the device is ours: what cannot be sent from the host copy of the parameters goes to the host now."""
         engine = self.actor.engine
         if not are_row_shards(engine.module, quantized=getattr(engine, "_qat_enabled", False)):
             weights, _ = engine.get_per_tensor_param()
             dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
             self._exported = list(stripes(_cast(weights, dtype), self.rank, self.world_size))
-
-    def _host_params(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        module = self.actor.engine.module
-        for name, param in convert_weight_keys(module.state_dict(), module).items():
-            yield name, param, host_copy(_local(param))
-
-    def _tied(self) -> dict[str, str]:
-        module = self.actor.engine.module
-        return tied_names(module, lambda names: convert_weight_keys(names, module))
 
     def _states(self) -> list[DeviceStates]:
         held = {role: getattr(self, role, None) for role in ("actor", "ref")}

@@ -1,16 +1,144 @@
-"""Keys under mux.rollout: what is refused, and with which line."""
+"""What contradicts a trainer mode, would keep device memory asleep or lose weights, or makes no sense under mux.rollout, is
+refused by name before Ray starts."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
+from omegaconf import OmegaConf
 
-from verl_mux.config.job_checks import Surroundings, check_rollout
+from tests.config.test_schema import refusal, verl_config
+from verl_mux.config.job_checks import Surroundings, check, check_rollout, check_surroundings, sliding_window
 from verl_mux.config.schema import RolloutConfig, convert
 from verl_mux.errors import UserError
 from verl_mux.rollout.control.oversampling import LagLimit
 from verl_mux.rollout.control.segments import SegmentLimits
+
+REF, MODEL = "actor_rollout_ref", "actor_rollout_ref__model"
+SGLANG = f"{REF}__rollout__engine_kwargs__sglang"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"trainer__v1__trainer_mode": "mux_seperate"}, ["mux_seperate is unknown", "mux_separate, mux_colocate"]),
+        ({"actor_rollout_ref__rollout__name": "vllm"}, ["rollout.name=sglang", "given vllm"]),
+        ({"actor_rollout_ref__rollout__nnodes": 0}, ["needs a rollout pool", "given 0 and 8"]),
+        ({"actor_rollout_ref__rollout__n_gpus_per_node": 0}, ["needs a rollout pool", "given 1 and 0"]),
+        ({"actor_rollout_ref__rollout__n_gpus_per_node": 3}, ["3 rollout GPUs", "replicas of 2 GPUs", "multiple"]),
+        ({"algorithm__filter_groups": {"enable": True}}, ["algorithm.filter_groups.enable=True"]),
+        (
+            {"reward": {"reward_model": {"enable": True}}},
+            ["reward.reward_model.enable=True", "do not cover it", "False"],
+        ),
+        ({"reward__reward_model": {"enable_resource_pool": True}}, ["reward.reward_model.enable_resource_pool=True"]),
+        ({"distillation": {"enabled": True}}, ["distillation.enabled=True", "leases do not cover it"]),
+        ({"trainer__v1__mux_separate": {"parameter_sync_step": 4}}, ["mux_separate.parameter_sync_step is 4", "on-policy"]),
+        ({f"{REF}__rollout__quantization": "fp8"}, ["rollout.quantization=fp8 is not supported"]),
+        ({f"{SGLANG}__quantization": "fp8"}, ["engine_kwargs.sglang.quantization=fp8 is not supported"]),
+        ({f"{SGLANG}__torchao_config": "int8wo"}, ["engine_kwargs.sglang.torchao_config=int8wo is not supported"]),
+        ({f"{SGLANG}__json_model_override_args": '{"quantization_config": {}}'}, ["override_args has a quantization_config"]),
+        ({f"{SGLANG}__speculative_algorithm": "EAGLE"}, ["speculative_algorithm=EAGLE is not supported"]),
+        ({f"{SGLANG}__speculative_algorithm": "STANDALONE"}, ["allowed: NGRAM, null"]),
+        ({f"{MODEL}__mtp": {"enable": True, "enable_rollout": True}}, ["model.mtp.enable_rollout=True is not supported"]),
+        ({f"{SGLANG}__enable_memory_saver": False}, ["enable_memory_saver=False: a sleeping engine"]),
+        ({f"{MODEL}__lora_rank": 8}, ["model.lora_rank=8 needs actor_rollout_ref.model.lora.merge=true"]),
+        ({f"{MODEL}__lora__rank": 8}, ["model.lora.rank=8 needs"]),
+        ({f"{MODEL}__lora_adapter_path": "a"}, ["model.lora_adapter_path=a needs"]),
+        ({f"{REF}__actor__strategy": "megatron"}, ["actor_rollout_ref.actor.strategy=megatron is not supported"]),
+        ({f"{REF}__actor__strategy": "veomni"}, ["allowed: fsdp, fsdp2"]),
+        ({f"{REF}__ref__strategy": "torchtitan"}, ["actor_rollout_ref.ref.strategy=torchtitan"]),
+        ({"critic__strategy": "megatron", "algorithm__adv_estimator": "gae"}, ["critic.strategy=megatron"]),
+    ],
+)
+def test_it_is_refused_by_name(changes, words):
+    text = refusal(verl_config({}, **changes), check)
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {f"{MODEL}__lora": {"rank": 8, "merge": True}},
+        {f"{SGLANG}__speculative_algorithm": "NGRAM"},
+        {f"{SGLANG}__json_model_override_args": '{"rope_theta": 10000}'},
+        {f"{MODEL}__mtp": {"enable": True, "enable_rollout": False}},
+        {f"{REF}__actor__strategy": "fsdp"},
+        {"critic__strategy": "megatron", "algorithm__adv_estimator": "grpo"},
+    ],
+)
+def test_what_is_right_passes(changes):
+    assert check(verl_config({}, **changes)) is not None
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_expandable_segments_are_refused_under_both_names(monkeypatch, variable):
+    monkeypatch.setenv(variable, "max_split_size_mb:64,expandable_segments: True")
+    assert "frees nothing with expandable segments" in refusal(verl_config({}), check_surroundings)
+
+
+def test_a_model_with_sliding_windows_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps({"layer_types": ["full_attention", "sliding_attention"]}))
+    config = OmegaConf.merge(verl_config({}), {"actor_rollout_ref": {"model": {"path": str(tmp_path)}}})
+    assert "sliding-window attention (layer_types)" in refusal(config, check_surroundings)
+    (tmp_path / "config.json").write_text(json.dumps({"sliding_window": 4096, "use_sliding_window": False}))
+    check_surroundings(config)
+
+
+@pytest.mark.parametrize(
+    "model", [{"quantization_config": {"quant_method": "fp8"}}, {"text_config": {"compression_config": {"a": 1}}}]
+)
+def test_a_model_whose_file_is_quantized_is_refused(tmp_path, model):
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    config = OmegaConf.merge(verl_config({}), {"actor_rollout_ref": {"model": {"path": str(tmp_path)}}})
+    assert "is quantized (" in (told := refusal(config, check_surroundings)) and "scales do not survive a sleep" in told
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": None}))
+    check_surroundings(config)
+
+
+def test_a_model_named_on_a_hub_is_looked_at_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    config = OmegaConf.merge(verl_config({}), {"actor_rollout_ref": {"model": {"path": "someone/windows"}}})
+    check_surroundings(config)  # it cannot be fetched: whoever loads it will say so
+    cached = tmp_path / "models--someone--windows"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("1" * 40)
+    (cached / "snapshots" / ("1" * 40)).mkdir(parents=True)
+    (cached / "snapshots" / ("1" * 40) / "config.json").write_text(json.dumps({"layer_types": ["sliding_attention"]}))
+    assert "path=someone/windows has sliding-window attention (layer_types)" in refusal(config, check_surroundings)
+
+
+def test_windows_are_known_by_either_key():
+    assert sliding_window({"sliding_window": 4096, "use_sliding_window": True}) == "use_sliding_window"
+    assert sliding_window({"text_config": {"layer_types": ["chunked_attention"]}}) == "layer_types"
+    assert sliding_window({"layer_types": ["full_attention"], "sliding_window": None}) is None
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", None])
+def test_a_mode_that_is_not_ours_is_not_ours_to_check(mode):
+    assert check(verl_config({"nonsense": 1}, trainer__v1__trainer_mode=mode)) is None
+
+
+def test_ours_are_checked():
+    assert check(verl_config({"seed": 2})).seed == 2
+    assert check(verl_config({}, trainer__v1__trainer_mode="mux_colocate", actor_rollout_ref__rollout__nnodes=0)).job == "exp"
+    assert "unknown key mux.nonsense" in refusal(verl_config({"nonsense": 1}), check)
+
+
+def test_a_colocated_job_of_a_coordinator_names_the_same_nodes_twice():
+    nodes = {"rollout": ["n0", "n1"], "train": ["n1", "n0"]}
+    mux = {"coordinator": "tcp://127.0.0.1:5570", "nodes": nodes}
+    assert check(verl_config(mux, trainer__v1__trainer_mode="mux_colocate")).nodes.train == ["n1", "n0"]
+    nodes["train"] = ["n2"]
+    text = refusal(verl_config(mux, trainer__v1__trainer_mode="mux_colocate"), check)
+    assert "mux.nodes.rollout is ['n0', 'n1']" in text and "['n2']" in text
+
+
+# ---------------------------------------------------------------- keys under mux.rollout
+
 
 AROUND = Surroundings("mux_separate", train_batch_size=8, samples_per_group=4, max_response_length=1000, engine_requests=64)
 
@@ -49,6 +177,8 @@ def test_auto_order_follows_whether_the_tail_is_cut():
 
 def test_segment_limits_fall_back_on_the_response_length():
     assert load({"segments": {"segment_length": 100}}, AROUND).segment_limits(1000) == SegmentLimits(100, 4, 1000)
+    every = {"segment_length": 100, "max_segments": 2, "max_length": 500}
+    assert load({"segments": every}, AROUND).segment_limits(1000) == SegmentLimits(100, 2, 500)
 
 
 @pytest.mark.parametrize(
