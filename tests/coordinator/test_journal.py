@@ -259,16 +259,16 @@ def test_whatever_was_told_is_still_known_after_a_power_failure(start, tmp_path,
     left, noted = draw.randrange(2, 12), {}
     journal, machine = start(tmp_path / "journal")
 
-    def write(self, at, data):
+    def write(file, at, data):
         nonlocal left
         left -= 1
         for sector in range(0, len(data), 512):
             if left or draw.random() < 0.5:
-                os.pwrite(self._file, data[sector : sector + 512], at + sector)
+                os.pwrite(file, data[sector : sector + 512], at + sector)
         if not left:
             raise PowerLoss
 
-    monkeypatch.setattr(frames.FrameFile, "_write", write)
+    monkeypatch.setattr(frames, "_write", write)
     monkeypatch.setattr(journal_module, "COMPACT_EVERY", draw.choice([3, 100]))
     with pytest.raises(PowerLoss):
         while True:

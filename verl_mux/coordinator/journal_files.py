@@ -53,17 +53,18 @@ def parse(data: bytes) -> Contents:
     """Raises Damaged unless frame 0 and all that can be read after it are as they were written."""
     frames: list[bytes] = []
     at, salt = 0, 0
-    while (found := _frame_at(data, at, salt)) is not None and found.number == len(frames):
-        if found.mark == _END:
-            whole = found.stop == len(data)
-            return Contents(frames, None if whole else f"{len(data) - found.stop} bytes stand behind its end")
-        frames.append(found.body)
-        salt = salt or found.checksum
-        at = found.stop
+    while (frame := _frame_at(data, at, salt)) is not None and frame.number == len(frames):
+        if frame.mark == _END:
+            behind = len(data) - frame.stop
+            return Contents(frames, f"{behind} bytes stand behind its end" if behind else None)
+        frames.append(frame.body)
+        salt, at = salt or frame.salt, frame.stop
     if not frames:
         raise Damaged("its first record is not one of a verl-mux journal")
-    if _frames_behind(data, at, salt):
-        raise Damaged(f"it is damaged at byte {at} of {len(data)}, after {len(frames)} good records and before others")
+    good_behind = at  # a good frame anywhere behind: so there was a good one here
+    while (good_behind := data.find(_FRAME, good_behind + 1)) >= 0:
+        if _frame_at(data, good_behind, salt) is not None:
+            raise Damaged(f"it is damaged at byte {at} of {len(data)}, after {len(frames)} good records and before others")
     return Contents(frames, f"it ends at byte {len(data)} without its end mark, after {len(frames)} good records")
 
 
@@ -71,7 +72,7 @@ class _Frame(NamedTuple):
     mark: bytes
     number: int
     body: bytes
-    checksum: int
+    salt: int  # for the frames that follow, if this is the first
     stop: int
 
 
@@ -80,20 +81,14 @@ def _frame_at(data: bytes, at: int, salt: int) -> _Frame | None:
         return None
     mark, number, size, checksum = _HEAD.unpack_from(data, at)
     stop = at + _HEAD.size + size
-    if mark not in (_FRAME, _END) or stop > len(data):
-        return None
     body = data[at + _HEAD.size : stop]
-    if _checksum(mark, number, body, salt) != checksum:
+    if mark not in (_FRAME, _END) or stop > len(data) or _checksum(mark, number, body, salt) != checksum:
         return None
-    return _Frame(mark, number, body, int.from_bytes(checksum[:8], "little") or 1, stop)
+    return _Frame(mark, number, body, _salt(checksum), stop)
 
 
-def _frames_behind(data: bytes, at: int, salt: int) -> bool:
-    """Whether a good frame begins anywhere behind `at`: so there was a good one at `at`."""
-    while (at := data.find(_FRAME, at + 1)) >= 0:
-        if _frame_at(data, at, salt) is not None:
-            return True
-    return False
+def _salt(checksum: bytes) -> int:
+    return int.from_bytes(checksum[:8], "little") or 1
 
 
 def _checksum(mark: bytes, number: int, body: bytes, salt: int) -> bytes:
@@ -110,17 +105,9 @@ class FrameFile:
     def __init__(self, path: Path, first: bytes):
         """On disk under its name when this returns; before that, what was there stays. Raises OSError."""
         head = _pack(_FRAME, 0, first, 0)
-        self._salt = int.from_bytes(_HEAD.unpack_from(head)[3][:8], "little") or 1
+        self._salt = _salt(_checksum(_FRAME, 0, first, 0))
         self._number, self._end, self._is_broken = 1, len(head), False
-        made = path.with_name(f"{path.name}.new")
-        self._file = os.open(made, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            self._write(0, head + self._end_mark(1))
-            os.replace(made, path)
-            sync_folder(path.parent)
-        except BaseException:
-            self.close()
-            raise
+        self._file = _replace(path, head + self._end_mark(1))
 
     def append(self, body: bytes) -> None:
         """On disk when this returns. Raises OSError; then nothing was added, and this file takes nothing more."""
@@ -129,10 +116,10 @@ class FrameFile:
         self._is_broken = True
         frame = _pack(_FRAME, self._number, body, self._salt)
         try:
-            self._write(self._end, frame + self._end_mark(self._number + 1))
+            _write(self._file, self._end, frame + self._end_mark(self._number + 1))
         except OSError:
             with contextlib.suppress(OSError):  # as it was: these bytes have room already
-                self._write(self._end, self._end_mark(self._number))
+                _write(self._file, self._end, self._end_mark(self._number))
                 os.ftruncate(self._file, self._end + _HEAD.size)
             raise
         self._number, self._end, self._is_broken = self._number + 1, self._end + len(frame), False
@@ -140,24 +127,37 @@ class FrameFile:
     def _end_mark(self, number: int) -> bytes:
         return _pack(_END, number, b"", self._salt)
 
-    def _write(self, at: int, data: bytes) -> None:
-        left = memoryview(data)
-        while left:
-            written = os.pwrite(self._file, left, at)
-            at, left = at + written, left[written:]
-        os.fdatasync(self._file)
-
     def close(self) -> None:
         os.close(self._file)
 
 
-def sync_folder(path: Path) -> None:
-    """Makes sure that a file made or renamed there is found after a power failure. Raises OSError."""
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def _replace(path: Path, data: bytes) -> int:
+    """A new file in place of what is there, on disk when this returns; before that, what was there stays. Returns its descriptor.
+
+    Raises OSError.
+    """
+    made = path.with_name(f"{path.name}.new")
+    file = os.open(made, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        _write(file, 0, data)
+        os.replace(made, path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)  # the name, too, is found after a power failure
+        finally:
+            os.close(folder)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _write(file: int, at: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(file, left, at)
+        at, left = at + written, left[written:]
+    os.fdatasync(file)
 
 
 class Epoch(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -173,25 +173,19 @@ class Epoch(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
 def read_epoch(path: Path) -> Epoch | None:
     """None: there is none. Raises Damaged, and OSError."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Epoch)
+        epoch = msgspec.json.decode(path.read_bytes(), type=Epoch)
     except FileNotFoundError:
         return None
     except msgspec.DecodeError:
         raise Damaged("it cannot be read") from None
-    if found != _checked(found):
+    if epoch != _checked(epoch):
         raise Damaged("its checksum is wrong")
-    return found
+    return epoch
 
 
 def write_epoch(path: Path, epoch: Epoch) -> None:
     """On disk when this returns; before that, what was there stays. Raises OSError."""
-    made = path.with_name(f"{path.name}.new")
-    with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(_checked(epoch)) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(made, path)
-    sync_folder(path.parent)
+    os.close(_replace(path, msgspec.json.encode(_checked(epoch)) + b"\n"))
 
 
 def _checked(epoch: Epoch) -> Epoch:

@@ -1,18 +1,15 @@
 """Which processes of a job are alive on this host, and ending those that outlive it.
 
-Runs in the coordinator, in agents, in launchers and their ends on hosts, and in every process of a job that
-names itself; touches /proc and signals.
+Runs in the coordinator, in agents, in launchers and their ends on hosts, and in every process of a job that names itself; touches
+/proc and signals.
 
-A process is known by pid, boot and when it started after that boot, in the kernel's clock ticks: a reused pid is never taken
-for it and never killed, and a wall clock that is set changes nothing. A process of a job is its driver, a member that the job
-reported, or any process whose start environment carries the job's uid in VERL_MUX_JOB_UID, where this user may read it.
+A process is known by pid, boot and when it started after that boot, in the kernel's clock ticks: a reused pid is never taken for
+it, and a wall clock that is set changes nothing. A process of a job is its driver, a member that the job reported, or any process
+whose start environment carries the job's uid in VERL_MUX_JOB_UID, where this user may read it. Any client may send a message that
+names processes, so `kill` ends only a process that carries the uid, a secret of the job, and runs as this user.
 
-Which processes a job has is what its messages say, and any client may send a message. So `kill` ends a process only if that
-proves that it belongs to the job: it was started with the job's uid in VERL_MUX_JOB_UID, and it runs as the user of this
-process. The uid is a secret of the job: no output shows it, and /proc shows it to the same user alone.
-
-Limit: only what has process ids of this PID namespace can be looked at. A container with process ids of its own is another host
-in this sense, also where it has this host's name. What cannot be seen is never taken for dead: an agent there looks.
+Only what has process ids of this PID namespace can be looked at: a container with process ids of its own is another host in this
+sense, also where it has this host's name. What cannot be seen is never taken for dead: an agent there looks.
 """
 
 from __future__ import annotations
@@ -37,8 +34,7 @@ def boot_id() -> str:
 
 
 def pid_space() -> str:
-    """Names the PID namespace of this process: containers with process ids of their own have others. Empty where the kernel does
-    not."""
+    """Names the PID namespace of this process; empty where the kernel does not."""
     try:
         return os.readlink("/proc/self/ns/pid").removeprefix("pid:").strip("[]")
     except OSError:
@@ -77,7 +73,7 @@ def this_process_and_children() -> list[Member]:
 
 def member_of(pid: int) -> Member:
     """Raises psutil.NoSuchProcess."""
-    return Member(HOST, pid, _started(pid), BOOT, SPACE)
+    return Member(HOST, pid, _stat(pid)[2], BOOT, SPACE)
 
 
 def is_here(member: Member) -> bool:
@@ -141,45 +137,32 @@ def kill(member: Member, uid: str, was_marked: bool = False) -> bool:
     """
     with contextlib.suppress(psutil.Error, OSError):
         process = psutil.Process(member.pid)  # from here on psutil notices when the pid becomes another process's
-        if is_here(member) and is_alive(member) and _belongs(process, uid, was_marked):
-            end(process)
-            return True
+        if uid and is_here(member) and is_alive(member) and process.pid not in own_family():
+            mark = process.environ().get(UID_VARIABLE) or (uid if was_marked else "")
+            if set(process.uids()) == {os.getuid()} and mark == uid:
+                end(process)
+                return True
     return False
-
-
-def _belongs(process: psutil.Process, uid: str, was_marked: bool) -> bool:
-    """Raises psutil.Error where this user may not look, which counts as no."""
-    same_user = set(process.uids()) == {os.getuid()}
-    mark = process.environ().get(UID_VARIABLE) or (uid if was_marked else "")
-    return bool(uid) and same_user and process.pid not in own_family() and mark == uid
 
 
 def end(process: psutil.Process) -> None:
     """SIGKILL, and leave to end on any core: giving gigabytes back takes processor time, and the cores of its node may all be
     busy with the next job. Raises psutil.Error; psutil compares the creation time once more."""
     process.kill()
-    for thread in _threads(process.pid):
-        with contextlib.suppress(OSError):  # it is gone, or another user's
-            os.sched_setaffinity(thread, range(os.cpu_count() or 1))
-
-
-def _started(pid: int) -> int:
-    """Clock ticks from the boot to the start of the process (psutil gives wall clock time, by today's idea of the boot's)."""
-    return _stat(pid)[2]
+    with contextlib.suppress(OSError):  # it is gone
+        for thread in os.listdir(f"/proc/{process.pid}/task"):
+            with contextlib.suppress(OSError):  # so is the thread, or it is another user's
+                os.sched_setaffinity(int(thread), range(os.cpu_count() or 1))
 
 
 def _stat(pid: int) -> tuple[bytes, int, int]:
-    """State, threads, and start in ticks, all of one moment. Raises psutil.NoSuchProcess."""
+    """State, threads, and start in ticks, all of one moment (psutil gives wall clock time, by today's idea of the boot's).
+
+    Raises psutil.NoSuchProcess.
+    """
     try:
         line = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):  # other errors, as of too many open files, say nothing about it
         raise psutil.NoSuchProcess(pid) from None
     fields = line.rpartition(b")")[2].split()  # from field 3 on; the second, in brackets, may hold anything
     return fields[0], int(fields[17]), int(fields[19])
-
-
-def _threads(pid: int) -> list[int]:
-    try:
-        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
-    except OSError:
-        return []
