@@ -1,14 +1,20 @@
 """A small world: two rollout nodes, one training node; machines to drive by hand and coordinators on real sockets."""
 
+import concurrent.futures
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 from verl_mux.coordinator.bus import curve_keys as keys
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.client import connect
 from verl_mux.coordinator.bus.link import ask
+from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
 
@@ -17,6 +23,9 @@ POOLS = {
     "train": {"nodes": [{"name": "t0", "gpus": 4}]},
 }
 NODES = {"rollout": ["r0"], "train": ["t0"]}
+HOLDER = Path(__file__).with_name("holder.py")
+# Of this run alone: a coordinator of another run of these tests ends what carries the uid of its dead jobs.
+HOLDERS_UID = f"a:{os.getpid()}"
 
 
 @pytest.fixture
@@ -106,3 +115,30 @@ def eventually():
         return seen
 
     return wait
+
+
+@pytest.fixture
+def pool():
+    with concurrent.futures.ThreadPoolExecutor() as executor:
+        yield executor
+
+
+@pytest.fixture
+def hold():
+    """Starts a job `a`, a process of its own, that holds r0; gives its process and its member's pid. Ends both after the test."""
+    started = []
+
+    def start(coordinator, membership="none"):
+        command = [sys.executable, str(HOLDER), coordinator.address, membership]
+        environment = {**os.environ, UID_VARIABLE: HOLDERS_UID}
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        member = int(process.stdout.readline())
+        started.append((process, psutil.Process(member) if member else None))
+        return process, member
+
+    yield start
+    for process, member in started:
+        process.kill()
+        process.communicate()
+        if member is not None and member.is_running():
+            member.kill()

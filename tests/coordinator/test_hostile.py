@@ -91,6 +91,12 @@ def placing(serve):
     return serve(pools=pools(2), placement={"kinds": {"cpu": CPU}})
 
 
+def test_a_frame_of_another_protocol_version_is_answered_with_both(serve, speak):
+    raw = speak(serve())
+    raw.send(msgspec.msgpack.encode({"type": "REGISTER", "version": 99}))
+    assert f"protocol version 99 met version {m.VERSION}" in raw.answer().reason
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_frame_ends_the_service_or_leaves_a_trace(placing, speak, name):
     raw = speak(placing)
@@ -126,7 +132,7 @@ def test_random_and_mutated_frames_do_no_harm(serve, speak):
         for _ in range(chance.randint(1, 4)):
             mutated[chance.randrange(len(mutated))] = chance.randrange(256)
         raw.send(bytes(mutated))
-        raw.send(chance.randbytes(chance.randint(0, 40)))
+        raw.send(*(chance.randbytes(chance.randint(0, 40)) for _ in range(chance.randint(1, 3))))
     assert raw.status()["refused"].get("faults", 0) == 0
 
 

@@ -1,8 +1,10 @@
 """What a coordinator remembers across its own end, and what it withholds until that is on disk."""
 
 import collections
+import contextlib
 import os
 import random
+import resource
 import shutil
 import tempfile
 from pathlib import Path
@@ -18,6 +20,7 @@ from verl_mux.coordinator.bus.members import seconds_since_boot
 from verl_mux.coordinator.core.leases import tokens_before
 from verl_mux.coordinator.core.records import Input, Send, Settled
 from verl_mux.coordinator.journal import Delivery, Journal
+from verl_mux.coordinator.journal_files import Damaged, FrameFile, default_path
 from verl_mux.errors import UserError
 
 SIDES = {"rollout": ["r0"], "train": ["t0"]}
@@ -241,7 +244,7 @@ def test_a_file_that_is_no_journal_is_refused(start, tmp_path):
 
 def test_an_input_that_nobody_can_handle_is_refused_in_one_line(start, path):
     body = msgspec.msgpack.encode([{"now": 1.0, "what": 2}])
-    file = frames.FrameFile(path, frames.parse(path.read_bytes()).frames[0])
+    file = FrameFile(path, frames.parse(path.read_bytes()).frames[0])
     file.append(body)
     file.close()
     with pytest.raises(UserError, match="another version of verl-mux wrote it"):
@@ -451,3 +454,113 @@ def test_while_nothing_can_be_written_grants_wait_and_signs_of_life_are_answered
     again = Journal(tmp_path / "journal")
     assert [lease.key for lease in again.restore(make(), "name", is_first=True).state.leases.values()] == ["k"]
     again.close()
+
+
+# --- files ---
+
+BODIES = [b"snapshot", b"one", b"", b"three" * 9]
+
+
+@pytest.fixture
+def frame_file(tmp_path):
+    file = FrameFile(tmp_path / "journal", BODIES[0])
+    for body in BODIES[1:]:
+        file.append(body)
+    file.close()
+    return tmp_path / "journal"
+
+
+def is_noticed(data):
+    """Refused, or read as far as it is right and said to be incomplete."""
+    try:
+        contents = frames.parse(data)
+    except Damaged:
+        return True
+    return contents.lost is not None and contents.frames == BODIES[: len(contents.frames)]
+
+
+def test_what_was_written_is_read(frame_file):
+    assert frames.parse(frame_file.read_bytes()) == (BODIES, None)
+
+
+def test_a_cut_at_any_byte_is_noticed(frame_file):
+    data = frame_file.read_bytes()
+    assert all(is_noticed(data[:size]) for size in range(len(data)))
+
+
+def test_a_flip_of_any_bit_is_noticed(frame_file):
+    data = frame_file.read_bytes()
+    for at in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[at // 8] ^= 1 << at % 8
+        assert is_noticed(bytes(flipped)), at
+
+
+def test_bytes_taken_out_put_in_or_added_anywhere_are_noticed(frame_file):
+    data, draw = frame_file.read_bytes(), random.Random(0)
+    for _ in range(2000):
+        start, stop = sorted(draw.choices(range(len(data) + 1), k=2))
+        changed = data[:start] + draw.randbytes(draw.choice([0, 1, 40])) + data[stop:]
+        assert changed == data or is_noticed(changed)
+
+
+def test_frames_of_another_file_are_none_of_this(frame_file, tmp_path):
+    other = FrameFile(tmp_path / "other", b"another snapshot")
+    for body in BODIES[1:]:
+        other.append(body)
+    other.close()
+    mine, theirs = frame_file.read_bytes(), (tmp_path / "other").read_bytes()
+    assert is_noticed(mine[: -len(theirs) // 2] + theirs[-len(theirs) // 2 :])
+
+
+@contextlib.contextmanager
+def no_room_beyond(size):
+    """For any file of this process, so only for the length of a block: pytest writes too."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_write_for_which_there_is_no_room_leaves_the_file_as_it_was(tmp_path):
+    file = FrameFile(tmp_path / "journal", BODIES[0])
+    before = (tmp_path / "journal").read_bytes()
+    with pytest.raises(OSError, match="File too large"), no_room_beyond(len(before) + 50):
+        file.append(b"x" * 1000)
+    assert (tmp_path / "journal").read_bytes() == before
+    file.close()
+
+
+def test_a_new_file_takes_the_place_of_the_old_one_only_when_it_is_complete(frame_file):
+    with pytest.raises(OSError, match="File too large"), no_room_beyond(100):
+        FrameFile(frame_file, b"y" * 1000)
+    assert frames.parse(frame_file.read_bytes()) == (BODIES, None)
+
+
+def test_one_for_each_configuration_file_and_address(state_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = default_path(Path("pools.yaml"), "tcp://127.0.0.1:5570")
+    assert path == default_path(tmp_path / "pools.yaml", "tcp://127.0.0.1:5570")
+    assert path.is_relative_to(state_folder / "verl_mux") and path.parent.name.startswith("pools-127-0-0-1-5570-")
+    assert (
+        len({path, default_path(Path("pools.yaml"), "tcp://127.0.0.1:1"), default_path(Path("x.yaml"), "tcp://127.0.0.1:5570")})
+        == 3
+    )
+
+
+def test_a_relative_state_folder_does_not_count(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_path(Path("a.yaml"), "tcp://h:1").is_relative_to(tmp_path / ".local" / "state")
+
+
+def test_where_there_is_no_home_one_has_to_say(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(UserError, match="name one with --journal, or say --no-journal"):
+        default_path(Path("a.yaml"), "tcp://h:1")

@@ -1,32 +1,21 @@
 """Jobs' clients, alone and through a coordinator."""
 
 import asyncio
-import concurrent.futures
 import json
 import signal
 import socket
 import threading
 
-import msgspec
 import pytest
-import zmq
 
 import verl_mux
-from tests.coordinator.raw import raw_dealer
 from verl_mux.coordinator.bus import client as client_module
-from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.client import Lease, LeaseLost, LocalMux, connect
 from verl_mux.coordinator.commands import fetch_status
 from verl_mux.errors import UserError
 from verl_mux.places.place import Place
 
 NODES = {"rollout": ["r0"], "train": ["t0"]}
-
-
-@pytest.fixture
-def pool():
-    with concurrent.futures.ThreadPoolExecutor() as executor:
-        yield executor
 
 
 def queue(coordinator, node="r0"):
@@ -218,22 +207,6 @@ def test_nobody_at_the_address_is_said_with_the_address_and_the_wait():
 def test_an_address_that_is_none_is_refused():
     with pytest.raises(UserError, match="coordinator address 'localhost' is not usable"):
         connect("localhost", "a", NODES, uid="a:1")
-
-
-def test_a_client_of_another_protocol_version_is_told_both_versions(serve):
-    with zmq.Context() as context, raw_dealer(context, serve().address) as dealer:
-        dealer.send(msgspec.msgpack.encode({"type": "REGISTER", "version": 99}))
-        assert dealer.poll(60_000)
-        assert f"protocol version 99 met version {m.VERSION}" in m.decode(dealer.recv()).reason
-
-
-def test_garbage_does_not_stop_the_service(serve, join):
-    coordinator = serve()
-    with zmq.Context() as context, raw_dealer(context, coordinator.address) as dealer:
-        for frames in ([b""], [b"\xff"], [b"a", b"b", b"c"], [m.encode(m.LearnerStateUpdate(entropy=0.5, policy_version=1))]):
-            dealer.send_multipart(frames)
-        assert dealer.poll(60_000)
-    assert join(coordinator, "a").acquire("rollout", step=1).token == 1
 
 
 def take_away(coordinator, token):

@@ -1,27 +1,42 @@
-"""A connection while the coordinator's process does not run for a while, and what an outage leaves in the outbox."""
+"""Both ends of a connection: an outage and its outbox, what the coordinator's socket reads, and which connections it accepts."""
 
+import asyncio
 import contextlib
 import os
 import signal
 import socket
+import threading
 from pathlib import Path
 
 import pytest
 import zmq
 
 from bench.coordinator_process import CoordinatorProcess
+from tests.coordinator.raw import Stranger, raw_dealer
+from verl_mux.coordinator.bus import curve_keys as keys
+from verl_mux.coordinator.bus import link
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.curve_keys import JOB, for_address
-from verl_mux.coordinator.bus.link import Outbox, connect_to, dealer, pending
+from verl_mux.coordinator.bus.client import connect
+from verl_mux.coordinator.bus.link import Outbox, Router, ask, connect_to, dealer, pending
+from verl_mux.coordinator.bus.members import this_process
+from verl_mux.coordinator.commands import fetch_status
+from verl_mux.errors import UserError
 
 CONFIG = {"pools": {"rollout": {"nodes": [{"name": "r0"}]}}}
 AT_ONCE = 300
 
 
 @pytest.fixture
-def coordinator():
+def coordinator_process():
     with CoordinatorProcess(CONFIG) as coordinator:
         yield coordinator
+
+
+@pytest.fixture
+def context():
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
 
 
 @contextlib.contextmanager
@@ -33,41 +48,37 @@ def stopped(coordinator):
         os.kill(coordinator.pid, signal.SIGCONT)
 
 
-def test_who_does_not_answer_for_a_while_is_not_taken_for_dead(coordinator):
-    """Else whoever is starved of processor time loses all its connections, and making them again starves it more."""
-    with zmq.Context() as context:
-        client = dealer(context, None, for_address(coordinator.address, None, JOB))
-        monitor = client.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        connect_to(coordinator.address, client)
-        assert monitor.poll(60_000)
-        assert [event for event, _ in pending(monitor)] == [zmq.EVENT_HANDSHAKE_SUCCEEDED]
-        with stopped(coordinator):
-            client.send(m.encode(m.StatusRequest()))
-            assert not monitor.poll(6_000)
-        assert client.poll(60_000)
-        client.disable_monitor()
-        context.destroy(linger=0)
+def test_a_coordinator_that_does_not_answer_for_a_while_is_not_taken_for_dead(coordinator_process, context):
+    """Else a process that is starved of processor time loses all its connections, and making them again starves it more."""
+    client = dealer(context, None, keys.for_address(coordinator_process.address, None, keys.JOB))
+    monitor = client.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+    connect_to(coordinator_process.address, client)
+    assert monitor.poll(60_000)
+    assert [event for event, _ in pending(monitor)] == [zmq.EVENT_HANDSHAKE_SUCCEEDED]
+    with stopped(coordinator_process):
+        client.send(m.encode(m.StatusRequest()))
+        assert not monitor.poll(6_000)
+    assert client.poll(60_000)
+    client.disable_monitor()
 
 
 @pytest.mark.skipif(int(Path("/proc/sys/net/core/somaxconn").read_text()) < AT_ONCE, reason="this kernel keeps fewer")
-def test_many_may_come_at_once(coordinator):
-    """Who finds no room in the kernel's queue tries again after seconds, and then ever later."""
-    host, _, port = coordinator.address.removeprefix("tcp://").rpartition(":")
-    with contextlib.ExitStack() as stack, stopped(coordinator):
+def test_many_may_come_at_once(coordinator_process):
+    """A client that finds no room in the kernel's queue tries again after seconds, and then ever later."""
+    host, _, port = coordinator_process.address.removeprefix("tcp://").rpartition(":")
+    with contextlib.ExitStack() as stack, stopped(coordinator_process):
         for _ in range(AT_ONCE):
             stack.enter_context(socket.create_connection((host, int(port)), timeout=0.9))
 
 
-def test_the_kernel_gives_up_a_connection_that_died_without_a_word():
-    with zmq.Context() as context:
-        server = context.socket(zmq.ROUTER)
-        address = f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}"
-        client = dealer(context, None, None)
-        connect_to(address, client)
-        client.send(b"beat")
-        server.recv_multipart()
-        assert 5000 in [connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for connection in tcp_connections()]
-        context.destroy(linger=0)
+def test_the_kernel_gives_up_a_connection_that_died_without_a_word(context):
+    server = context.socket(zmq.ROUTER)
+    address = f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}"
+    client = dealer(context, None, None)
+    connect_to(address, client)
+    client.send(b"beat")
+    server.recv_multipart()
+    assert 5000 in [connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for connection in tcp_connections()]
 
 
 def tcp_connections():
@@ -128,3 +139,200 @@ def test_what_could_not_be_sent_comes_first_again_unless_something_newer_was_sai
     outbox.put(m.Heartbeat(**WHO, beat=2))
     outbox.put_back(taken)
     assert [message for message in all_of(outbox) if isinstance(message, m.Heartbeat)] == [m.Heartbeat(**WHO, beat=2)]
+
+
+# --- the coordinator's end ---
+
+# What the kernel holds on both sides of a loopback connection, at most, in frames of the size allowed.
+IN_THE_KERNEL = 24
+MANY = 200
+
+
+def fill(client: zmq.Socket) -> int:
+    """How many of the largest frames go out, while this thread, which is the Router's, reads none."""
+    frame = bytes(m.FRAME_BYTES - 100)
+    for count in range(MANY):
+        if not client.poll(1_000, zmq.POLLOUT):
+            return count
+        client.send(frame)
+    return MANY
+
+
+def test_what_a_client_sends_while_nobody_reads_waits_at_the_client():
+    address = "tcp://127.0.0.1:0"
+
+    async def sent() -> int:
+        connected = asyncio.Event()
+        router = Router(address, keys.for_bind(address, None), lambda *_: connected.set(), lambda _: None)
+        with zmq.Context() as context:
+            client = dealer(context, None, keys.for_address(address, None, keys.JOB))
+            client.linger, client.sndhwm = 0, 1
+            connect_to(router.address, client)
+            client.send(b"")
+            await asyncio.wait_for(connected.wait(), 60)
+            count = fill(client)
+            client.close()
+        router.close()
+        return count
+
+    assert asyncio.run(sent()) <= m.UNREAD_PER_CLIENT + IN_THE_KERNEL
+
+
+NODES = {"rollout": ["r0"], "train": ["t0"]}
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Two folders of keys."""
+    made = tmp_path / "ours", tmp_path / "others"
+    for folder in made:
+        keys.make(folder)
+    return made
+
+
+def refused(coordinator):
+    return coordinator.snapshot()["refused"]
+
+
+def test_with_its_keys_a_job_works_as_ever(serve, join, folders):
+    coordinator = serve(key_directory=folders[0])
+    a = join(coordinator, "a", keys=str(folders[0]))
+    a.release(a.acquire("rollout", step=1))
+    assert fetch_status(coordinator.address, 60, folders[0])["jobs"]["a"]["state"] == "live"
+    assert refused(coordinator) == {}
+
+
+def test_a_client_without_a_key_is_refused_in_one_line(serve, folders, eventually):
+    coordinator = serve(key_directory=folders[0])
+    with pytest.raises(UserError, match="wants a key: name the folder it was started with by --keys DIR"):
+        ask(coordinator.address, m.StatusRequest(), 60, None)
+    eventually(lambda: refused(coordinator).get("no key"))
+
+
+@pytest.mark.parametrize(
+    ("given", "words", "kind"),
+    [
+        ("none", r"has another key than .*unused/verl_mux/keys/server.key", "made for another key, or replayed"),
+        ("others", r"has another key than .*others/server.key", "made for another key, or replayed"),
+        ("unknown", r"does not know .*job.key_secret", "unknown key"),
+    ],
+)
+def test_a_client_with_another_key_is_refused_in_one_line(serve, folders, eventually, monkeypatch, tmp_path, given, words, kind):
+    ours, others = folders
+    coordinator = serve(key_directory=ours)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "unused"))
+    if given == "unknown":  # the right server, and a key of another user
+        (others / "server.key").write_text((ours / "server.key").read_text())
+        (others / "viewer.key_secret").unlink()
+    monkeypatch.setattr(link, "_RESTARTED_WITHIN_S", 1.0)  # a job waits for so long: the coordinator may have new keys
+    folder = None if given == "none" else others
+    with pytest.raises(UserError, match=words):
+        fetch_status(coordinator.address, 60, folder)
+    eventually(lambda: refused(coordinator).get(kind))
+    with pytest.raises(UserError, match=words):
+        connect(coordinator.address, "a", NODES, keys=folder and str(folder), timeout=60)
+    assert coordinator.snapshot()["jobs"] == {}
+
+
+def test_a_viewer_may_look_and_nothing_else(serve, folders, tmp_path):
+    ours = folders[0]
+    coordinator = serve(key_directory=ours)
+    (ours / "job.key_secret").unlink()
+    (ours / "operator.key_secret").unlink()
+    assert fetch_status(coordinator.address, 60, ours)["jobs"] == {}
+    with pytest.raises(UserError, match="the key of a viewer was used, with which no client may send REGISTER"):
+        connect(coordinator.address, "a", NODES, keys=str(ours), timeout=60)
+    assert refused(coordinator)["not for a viewer"] >= 1
+    assert coordinator.snapshot()["jobs"] == {}
+
+
+@pytest.mark.parametrize("role", [keys.VIEWER, keys.OPERATOR])
+def test_a_lease_takes_the_key_of_a_job(serve, context, role):
+    coordinator = serve()
+    stranger = Stranger(context, coordinator.address, role=role)
+    me = this_process()
+    who = {"job": "a", "uid": "a:1", "client": stranger.identity}
+    where = {name: getattr(me, name) for name in me.__struct_fields__}
+    asked = m.Register(**who, **where, nodes=NODES), m.LeaseRequest(**who, key="k", phase="rollout", step=1, nodes=["r0"])
+    answers, seen = stranger.say(*asked)
+    assert [(type(answer), answer.about) for answer in answers] == [(m.Refused, "register"), (m.Refused, "k")]
+    assert seen["refused"] == {f"not for a {role}": 2}
+    assert seen["jobs"] == {}
+    stranger.dealer.close()
+
+
+class Recorder:
+    """Stands between a client and the coordinator, and remembers each piece that the client sent."""
+
+    def __init__(self, address):
+        self.port = int(address.rpartition(":")[2])
+        self.pieces, self.open = [], []
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            client, _ = self.listener.accept()
+            server = socket.create_connection(("127.0.0.1", self.port))
+            self.open += [client, server]
+            threading.Thread(target=self._pass_on, args=(server, client, None), daemon=True).start()
+            self._pass_on(client, server, self.pieces)
+
+    def _pass_on(self, source, target, pieces):
+        with contextlib.suppress(OSError):
+            while data := source.recv(2**16):
+                if pieces is not None:
+                    pieces.append(data)
+                target.sendall(data)
+
+    def close(self):
+        for one in (self.listener, *self.open):
+            one.close()
+
+
+@pytest.fixture
+def recorded(serve, context):
+    """A coordinator, and what a client sent to it, the last of it a status request."""
+    coordinator = serve()
+    recorder = Recorder(coordinator.address)
+    own = keys.own_directory()
+    dealer = raw_dealer(context, recorder.address, role=keys.VIEWER, directory=own)
+    dealer.send(m.encode(m.StatusRequest()))
+    assert dealer.poll(60_000)
+    dealer.recv()
+    before = len(recorder.pieces)
+    dealer.send(m.encode(m.StatusRequest()))
+    assert dealer.poll(60_000)
+    dealer.recv()
+    yield coordinator, recorder, before
+    dealer.close()
+    recorder.close()
+
+
+def test_a_frame_that_is_sent_again_is_refused(recorded, eventually):
+    coordinator, recorder, before = recorded
+    recorder.open[1].sendall(recorder.pieces[before])
+    eventually(lambda: refused(coordinator) == {"replayed": 1})
+
+
+def test_a_whole_connection_that_is_sent_again_is_refused(recorded, eventually):
+    coordinator, recorder, _ = recorded
+    with socket.create_connection(("127.0.0.1", recorder.port)) as again:
+        with contextlib.suppress(OSError):
+            for piece in recorder.pieces:
+                again.sendall(piece)
+        eventually(lambda: sum(refused(coordinator).values()))
+        assert refused(coordinator) == {"made for another key, or replayed": 1}
+
+
+def test_a_job_outlasts_a_coordinator_with_other_keys(serve, join, folders, eventually):
+    coordinator = serve(key_directory=folders[0])
+    a = join(coordinator, "a", keys=str(folders[0]))
+    coordinator.stop()
+    other = serve(bind=coordinator.address, key_directory=folders[1])
+    eventually(lambda: refused(other))
+    other.stop()
+    again = serve(bind=coordinator.address, key_directory=folders[0], lease_timeout=1.5)
+    eventually(lambda: "a" in again.snapshot()["jobs"])
+    a.release(a.acquire("rollout", step=1))

@@ -1,9 +1,7 @@
 """A job's half of the protocol, as a pure conversation: questions, arriving messages and time go in; messages come out.
 
-Runs in the processes of a job, called by client.py, which has the thread, the socket and the clock; tests drive thousands of
-conversations through a made network. Pure.
+Runs in the processes of a job, called by client.py, which has the thread, the socket and the clock; pure.
 
-Theory of operation
 - A question (a registration, a request, a release...) stays open under its own key until it is answered, and is sent again when a
   beat that was sent after it comes back and the coordinator does not have it. The coordinator answers a repeated question as it
   answered the first, so neither a lost question nor a lost answer matters.
@@ -37,9 +35,7 @@ _GIVING_BACK = (m.LeaseRelease, m.LeaseShrink, m.LeaseCancel)
 _UNANSWERED_BEATS = 64  # of more than these, the oldest counts as lost
 
 
-class Sender(TypedDict):
-    """The fields that every message of a job carries."""
-
+class Sender(TypedDict):  # the fields that every message of a job carries
     job: str
     uid: str
     client: str
@@ -105,7 +101,6 @@ class Conversation:
         self.ask(REGISTER, self._registration_message())
 
     def request(self, key: str, phase: str, step: int, nodes: list[str], **of_a_filler: Any) -> None:
-        """`of_a_filler`: the other fields of LeaseRequest."""
         self.ask(key, m.LeaseRequest(**self.sender, key=key, phase=phase, step=step, nodes=nodes, **of_a_filler))
 
     def cancel(self, key: str) -> None:
@@ -132,8 +127,10 @@ class Conversation:
     def leave(self, reason: str = "", **to_move: Any) -> None:
         """The whole job goes with its first client; another client goes alone. `reason`, `to_move`: see Deregister."""
         self.held.clear()
-        first = self.registered is not None and self.registered.first
-        self._say_goodbye(m.Deregister(**self.sender, reason=reason, **to_move) if first else m.Detach(**self.sender))
+        self._say_goodbye(m.Deregister(**self.sender, reason=reason, **to_move) if self._is_first() else m.Detach(**self.sender))
+
+    def _is_first(self) -> bool:
+        return self.registered is not None and self.registered.first
 
     def fail(self, reason: str) -> None:
         """What is held stays asserted until the coordinator knows that the job has failed."""
@@ -168,11 +165,8 @@ class Conversation:
 
     def may_use(self, now: float) -> bool:
         """Whether what is held may be used: no other job can have it yet."""
-        return self.ended is None and now < self._fenced_at()
-
-    def _fenced_at(self) -> float:
         timeout = self.registered.lease_timeout if self.registered is not None else 0.0
-        return self._last_heard + FENCED_AFTER * timeout
+        return self.ended is None and now < self._last_heard + FENCED_AFTER * timeout
 
     # --- time passes ---
 
@@ -189,7 +183,7 @@ class Conversation:
             self._out.append(self._registration_message())
 
     def _is_unknown(self) -> bool:
-        return self._unknown or (self.registered is None and self.queued is None)
+        return self._unknown or self._epoch() is None
 
     def _beat(self, now: float) -> None:
         self._beats += 1
@@ -204,10 +198,14 @@ class Conversation:
         if receiver := _RECEIVERS.get(type(message)):
             receiver(self, message, now)
 
+    def _epoch(self) -> str | None:
+        """Of the coordinator that has answered a registration last."""
+        welcome = self.registered or self.queued
+        return welcome.epoch if welcome is not None else None
+
     def _is_for_us_now(self, message: m.Registered | m.Queued) -> bool:
         """A coordinator that was restarted must answer the registration that asserts what is held, not an earlier one."""
-        welcome = self.registered or self.queued
-        if welcome is None or message.epoch == welcome.epoch or (self._unknown and message.answers == self._number):
+        if self._epoch() in (None, message.epoch) or (self._unknown and message.answers == self._number):
             return True
         self._register_again()
         return False
@@ -240,7 +238,7 @@ class Conversation:
 
     def _on_grant(self, message: m.LeaseGrant, now: float) -> None:
         self._seen = max(self._seen, message.token)
-        if not self._is_of_our_coordinator(message):
+        if message.epoch != self._epoch() or self._unknown:
             return  # if it holds, it comes again after the registration
         if message.token in self.held or _release_key(message.token) in self._open:
             return
@@ -249,10 +247,6 @@ class Conversation:
         else:
             self.release(message.token, wanted=False)
 
-    def _is_of_our_coordinator(self, message: m.LeaseGrant) -> bool:
-        welcome = self.registered or self.queued
-        return welcome is not None and message.epoch == welcome.epoch and not self._unknown
-
     def _on_released(self, message: m.LeaseReleased | m.LeaseLost, now: float) -> None:
         self._answer(_release_key(message.token), message)
 
@@ -260,24 +254,21 @@ class Conversation:
         self._answer(message.key if isinstance(message, m.LeaseShrunk) else f"cancel {message.key}", message)
 
     def _on_ack(self, message: m.HeartbeatAck, now: float) -> None:
-        welcome, beat = self.registered or self.queued, self._unanswered.pop(message.beat, None)
-        if welcome is None or beat is None:
+        beat = self._unanswered.pop(message.beat, None)
+        if self._epoch() is None or beat is None:
             return
-        if message.epoch != welcome.epoch:
-            self._register_again()
-            return
+        if message.epoch != self._epoch():
+            return self._register_again()
         self.move = message.move
         sent_at, tokens = beat
         self._last_heard = max(self._last_heard, sent_at)
-        for token in {*tokens, *message.tokens} - set(message.tokens):
-            self._lose(token)
+        for token in set(tokens) - set(message.tokens):
+            if self.held.pop(token, None) is not None:
+                job = self.sender["job"]
+                self.lost[token] = f"token {token} is stale: the coordinator does not hold it for job {job!r} any more"
         for key, question in self._open.items():  # asked before that beat, and yet not known to the coordinator: lost on the way
             if key not in message.queued and question.asked_at < message.beat and not self._is_held_back(question.message):
                 self._out.append(question.message)
-
-    def _lose(self, token: int) -> None:
-        if self.held.pop(token, None) is not None:
-            self.lost[token] = f"token {token} is stale: the coordinator does not hold it for job {self.sender['job']!r} any more"
 
     def _on_contended(self, message: m.Contended, now: float) -> None:
         self.contended, self.gangs = message.nodes, message.gangs
@@ -306,10 +297,9 @@ class Conversation:
 
     def _registration_message(self) -> m.Register:
         """A repeated registration names the nodes where the job was placed, in case the coordinator has lost that."""
-        again = self.registered is not None or self.queued is not None
         return m.Register(
             **self.sender, **self._registration, members=self.members, held=list(self.held.values()), seen=self._seen,
-            number=self._number, again=again, first=self.registered is not None and self.registered.first,
+            number=self._number, again=self._epoch() is not None, first=self._is_first(),
             placed=self.registered.nodes if self.registered is not None else {},
         )  # fmt: skip
 

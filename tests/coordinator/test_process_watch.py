@@ -1,49 +1,14 @@
 """Jobs that end without a word, as real processes: their nodes are given on when their processes are gone."""
 
-import concurrent.futures
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.coordinator.conftest import HOLDERS_UID
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.errors import UserError
-
-# Of this run alone: a coordinator of another run of these tests ends whatever carries the uid of its dead jobs.
-DIES = f"a:{os.getpid()}"
-HOLDER = Path(__file__).with_name("holder.py")
-
-
-@pytest.fixture
-def pool():
-    with concurrent.futures.ThreadPoolExecutor() as executor:
-        yield executor
-
-
-@pytest.fixture
-def hold():
-    """Starts a job that holds r0; gives its process and its member's pid. Ends both after the test."""
-    started = []
-
-    def start(coordinator, membership):
-        command = [sys.executable, str(HOLDER), coordinator.address, membership]
-        environment = {**os.environ, UID_VARIABLE: DIES}
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-        member = int(process.stdout.readline())
-        started.append((process, psutil.Process(member) if member else None))
-        return process, member
-
-    yield start
-    for process, member in started:
-        process.kill()
-        process.communicate()
-        if member is not None and member.is_running():
-            member.kill()
 
 
 def job(coordinator):
@@ -105,7 +70,7 @@ def test_a_job_that_exits_without_giving_back_is_noticed(serve, join, hold, pool
 def test_what_a_starter_says_frees_nothing_while_processes_live(serve, hold, say_over, eventually):
     coordinator = serve(kill=False)
     process, member = hold(coordinator, "reported")
-    say_over(coordinator, "a", DIES)
+    say_over(coordinator, "a", HOLDERS_UID)
     eventually(lambda: job(coordinator)["waits_for"] == [f"pid {process.pid}", f"pid {member}"])
     assert job(coordinator)["tokens"] == [1]
     assert process.poll() is None
@@ -127,7 +92,7 @@ def test_a_job_that_never_came_is_over_however_often_that_is_said(serve, say_ove
 def test_processes_that_outlive_what_the_starter_says_are_killed_after_the_grace(serve, join, hold, say_over):
     coordinator = serve(kill_grace=0.1)
     process, member = hold(coordinator, "carried")
-    say_over(coordinator, "a", DIES)
+    say_over(coordinator, "a", HOLDERS_UID)
     assert join(coordinator, "b").acquire("rollout", step=1).token == 2
     assert is_gone(process.pid)
     assert is_gone(member)
