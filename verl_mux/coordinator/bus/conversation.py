@@ -256,7 +256,7 @@ class Conversation:
     def _on_ack(self, message: m.HeartbeatAck, now: float) -> None:
         beat = self._unanswered.pop(message.beat, None)
         if self._epoch() is None or beat is None:
-            return
+            return None
         if message.epoch != self._epoch():
             return self._register_again()
         self.move = message.move
