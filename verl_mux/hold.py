@@ -46,12 +46,11 @@ def hold(
     coordinator: Address = DEFAULT_ADDRESS,
     keys: Keys = None,
     grace: Annotated[float, typer.Option(help="Seconds from SIGTERM to SIGKILL.")] = 0.5,
-    least: Annotated[float, typer.Option(help="Start only where no job is expected for this many seconds.")] = 0.0,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the coordinator.")] = 30.0,
 ) -> None:
     """Run a command on nodes of a pool while no job uses or wants them. Its exit code is passed on."""
-    if grace < 0 or least < 0:
-        raise UserError(f"--grace is {grace:g} and --least {least:g}; 0 s or more is needed")
+    if grace < 0:
+        raise UserError(f"--grace is {grace:g}; 0 s or more is needed")
     if not timeout > 0:
         raise UserError(f"--timeout is {timeout:g}; a time above 0 s is needed")
     name = name or f"hold-{socket.gethostname()}-{os.getpid()}"
@@ -66,7 +65,7 @@ def hold(
                 f"--grace is {grace:g} s; the coordinator ends a command after {mux.filler_grace or 0:g} s, so at"
                 f" most {max(most, 0):g} is allowed"
             )
-        code = _Holder(mux, uid, side, reachable(mux, pool, nodes), nodes).run(command, grace, least)
+        code = _Holder(mux, uid, side, reachable(mux, pool, nodes), nodes).run(command, grace)
     finally:
         mux.close()
     raise typer.Exit(code)
@@ -93,14 +92,14 @@ class _Holder:
         self._stopped_by: int | None = None
         self._waits = False
 
-    def run(self, command: list[str], grace: float, least: float) -> int:
+    def run(self, command: list[str], grace: float) -> int:
         """The exit code for this process. Raises LeaseLost when the coordinator has ended this filler."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
         code = None
         with contextlib.suppress(_Interrupted):
             while code is None and self._stopped_by is None:
-                code = self._hold(self._wait(least), command, grace)
+                code = self._hold(self._wait(), command, grace)
         return 128 + self._stopped_by if self._stopped_by is not None else code or 0
 
     def _stop(self, number: int, _: object) -> None:
@@ -110,12 +109,12 @@ class _Holder:
             self._waits = False
             raise _Interrupted
 
-    def _wait(self, least: float) -> Lease:
+    def _wait(self) -> Lease:
         self._waits = True
         try:
             if self._stopped_by is not None:
                 raise _Interrupted
-            return self._mux.acquire(self._side, nodes=self._nodes, num_nodes=self._num_nodes, least=least)
+            return self._mux.acquire(self._side, nodes=self._nodes, num_nodes=self._num_nodes)
         finally:
             self._waits = False
 
@@ -274,12 +273,8 @@ def cpus(mux: LocalMux, lease: Lease) -> list[int] | None:
 
 @functools.cache
 def _is_here(host: str) -> bool:
-    """By name, or because one of its addresses is this machine's: only such an address can be bound."""
-    if host in (socket.gethostname(), socket.getfqdn()):
-        return True
+    """By name, or because one of its addresses is this machine's."""
+    here = {*members.names_of_this_host(), "127.0.0.1", "::1"}
     with contextlib.suppress(OSError):
-        for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
-            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.bind(address)
-                return True
+        return host in here or any(address[0] in here for *_, address in socket.getaddrinfo(host, 0))
     return False

@@ -82,22 +82,22 @@ def test_bad_input_is_refused_by_name(write, old, new, words):
     assert all(word in text for word in words), text
 
 
-FILLED = VALID + "fillers:\n  sums: {pool: train, command: [python, train.py], least: 5}\n"
+FILLED = VALID + "fillers:\n  sums: {pool: train, command: [python, train.py], grace: 1}\n"
 
 
 def test_fillers_are_read_with_defaults_and_are_no_jobs(write):
     run = run_file.read(write(FILLED))
-    assert (run.fillers["sums"].nodes, run.fillers["sums"].grace, run.fillers["sums"].least) == (1, 0.5, 5)
+    assert (run.fillers["sums"].nodes, run.fillers["sums"].grace) == (1, 1)
     assert run.coordinator_config().expect_jobs == 2
 
 
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("least: 5", "least: .nan", ["'sums'", "least is nan; 0 s or more"]),
-        ("least: 5", "nodes: 0", ["'sums'", "nodes is 0; 1 or more"]),
+        ("grace: 1", "grace: .nan", ["'sums'", "grace is nan; 0 s or more"]),
+        ("grace: 1", "nodes: 0", ["'sums'", "nodes is 0; 1 or more"]),
         ("pool: train", "pool: trian", ["'sums'", "'trian'", "train (t0)"]),
-        ("least: 5", "leest: 5", ["'sums'", "leest", "a filler has pool, command"]),
+        ("grace: 1", "graze: 1", ["'sums'", "graze", "a filler has pool, command"]),
         ("  sums:", "  math:", ["'math'", "both a job and a filler"]),
         ("  sums:", "  a/b:", ["filler 'a/b'", "letters, digits"]),
         ("[python, train.py]", "[]", ["'sums'", "command is empty"]),

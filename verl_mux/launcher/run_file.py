@@ -67,7 +67,6 @@ class FillerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     command: list[str]
     nodes: int = 1
     grace: float = 0.5
-    least: float = 0.0
     environment: dict[str, str] = {}
 
 
@@ -164,9 +163,8 @@ def _check(run: RunFile) -> None:
 def _check_filler(filler: str, spec: FillerSpec, config: Config) -> None:
     if spec.nodes < 1:
         raise UserError(f"{filler}: nodes is {spec.nodes}; 1 or more is allowed")
-    for key in ("grace", "least"):
-        if not 0 <= (seconds := getattr(spec, key)) < math.inf:
-            raise UserError(f"{filler}: {key} is {seconds:g}; 0 s or more is allowed")
+    if not 0 <= spec.grace < math.inf:
+        raise UserError(f"{filler}: grace is {spec.grace:g}; 0 s or more is allowed")
     if not spec.command:
         raise UserError(f"{filler}: command is empty; it needs at least one word")
     if spec.pool not in config.pools and config.node(spec.pool) is None:

@@ -134,8 +134,8 @@ def free_port(host: str) -> int:
 def filler_process(name: str, spec: FillerSpec, run: RunFile, address: str) -> MarkedProcess:
     """`verl-mux hold` with the command that the run file names. Its end is no job's end: the run goes on."""
     where = ["--coordinator", address, "--name", name, "--pool", spec.pool, "--nodes", str(spec.nodes)]
-    how = ["--grace", str(spec.grace), "--least", str(spec.least)]
-    command = [*_keeping_exit_code(run.directory / name), "verl_mux", "hold", *where, *how, "--", *fill(spec.command, run, name)]
+    where += ["--grace", str(spec.grace)]
+    command = [*_keeping_exit_code(run.directory / name), "verl_mux", "hold", *where, "--", *fill(spec.command, run, name)]
     return MarkedProcess(name, run.directory / name, "filler.log", command, {**run.environment, **spec.environment})
 
 

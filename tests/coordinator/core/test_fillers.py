@@ -29,12 +29,12 @@ class World(Driver):
         self.machine.due(self.now + after)  # it looks at its clock often
         return super().do(what, after)
 
-    def fill(self, name="f", nodes=ROLLOUT, num_nodes=1, least=0.0, key=None, grace=0.0):
+    def fill(self, name="f", nodes=ROLLOUT, num_nodes=1, key=None, grace=0.0):
         """A filler comes, if it is not there, and asks."""
         if name not in self.machine.state.jobs:
             self.register(name, nodes, filler=True, grace=grace)
         wanted = self.machine.state.jobs[name].all_nodes
-        return self.ask_as_filler(name, nodes=wanted, num_nodes=num_nodes, least=least, key=key or f"{name} at {self.now}")
+        return self.ask_as_filler(name, nodes=wanted, num_nodes=num_nodes, key=key or f"{name} at {self.now}")
 
     def ask_as_filler(self, name, **asked):
         return self.do(m.LeaseRequest(**self.who(name), **{"phase": "rollout", "step": 0, **asked}))
@@ -227,27 +227,6 @@ def test_a_waiting_filler_is_no_reason_to_end_a_silent_job():
     for _ in range(4):
         world.do(m.Heartbeat(**world.who("f"), beat=1))
         assert all(type(what) is JobSilent for what in world.wait(3))
-
-
-@pytest.mark.parametrize(
-    ("least", "granted"), [(0, True), (5, True), (30, False)], ids=["anything will do", "long enough", "too short"]
-)
-def test_a_filler_may_wait_for_a_bubble_that_is_expected_to_last(least, granted):
-    """`a` rolls out for 10 s and trains for 20: when its training is asked for, the rollout node is free for some 20 s."""
-    world = World()
-    world.register("a", {"rollout": ["r0"], "train": ["t0"]})
-    world.step("a", 10, 20, 1)
-    world.ask("a", "rollout", 2, ["r0"])
-    world.fill(nodes={"rollout": ["r0"]}, least=least)
-    world.release("a")
-    world.ask("a", "train", 2, ["t0"])
-    assert (world.holders("r0") == ["f"]) is granted
-
-
-def test_where_no_job_is_known_any_bubble_is_expected_to_last():
-    world = World()
-    world.fill(least=1e6)
-    assert world.holders("r0") == ["f"]
 
 
 @pytest.mark.parametrize(

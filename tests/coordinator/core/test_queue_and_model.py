@@ -13,7 +13,6 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core.records import Input, Send, Watched
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.placement.group_run import ROLLOUT, TRAIN, GroupRun, Member
-from verl_mux.placement.model import Group
 
 SIDES = {"rollout": ["r0", "r1", "r2"], "train": ["t0", "t1", "t2"]}
 BITS = {node: 1 << i for i, node in enumerate([*SIDES["rollout"], *SIDES["train"]])}
@@ -86,7 +85,6 @@ def by_the_queues(jobs):
         machine.handle(Input(0.0, m.Register(**who[job.name], nodes=job.nodes, **where)))
         machine.state.jobs[job.name].watched = Watched(rank=job.rank)
         coming.append((job.begins, next(serial), job.name, None, ("rollout", 1)))
-    machine.state.placed = machine.state.placed.changed([], [Group("g0", (), (), ())], (), 1, ())
     heapq.heapify(coming)
     while coming:
         now, _, name, token, following = heapq.heappop(coming)

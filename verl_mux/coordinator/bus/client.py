@@ -126,14 +126,12 @@ class LocalMux:
         self._steps: dict[str, int] = {}
 
     @contextlib.contextmanager
-    def phase(
-        self, name: str, step: int | None = None, nodes: list[str] | None = None, num_nodes: int = 1, least: float = 0.0
-    ) -> Iterator[Lease]:
+    def phase(self, name: str, step: int | None = None, nodes: list[str] | None = None, num_nodes: int = 1) -> Iterator[Lease]:
         """Holds a lease for the block and gives it back on every way out. `step` None counts on from the last one; fillers have
         none."""
         if step is None:
             step = 0 if name == "init" or self.filler else self._steps.get(name, 0) + 1
-        lease = self.acquire(name, step=step, nodes=nodes, num_nodes=num_nodes, least=least)
+        lease = self.acquire(name, step=step, nodes=nodes, num_nodes=num_nodes)
         try:
             yield lease
         except BaseException:
@@ -142,9 +140,9 @@ class LocalMux:
             raise
         self.release(lease)
 
-    def acquire(self, phase: str, step: int = 0, nodes: list[str] | None = None, num_nodes: int = 1, least: float = 0.0) -> Lease:
+    def acquire(self, phase: str, step: int = 0, nodes: list[str] | None = None, num_nodes: int = 1) -> Lease:
         """Blocks until all nodes (default: the job's for this phase; init: all) are granted; to a filler, any `num_nodes` of
-        them that no job uses or waits for, nor is expected to for `least` seconds.
+        them that no job uses or waits for.
 
         Raises UserError for what can never be granted, LeaseLost when the coordinator holds the job for dead.
         """
@@ -260,9 +258,9 @@ class Mux(LocalMux):
         welcome = self._talk.registered
         self.nodes, self._places = (welcome.nodes, welcome.places) if welcome is not None else ({}, {})
 
-    def acquire(self, phase: str, step: int = 0, nodes: list[str] | None = None, num_nodes: int = 1, least: float = 0.0) -> Lease:
+    def acquire(self, phase: str, step: int = 0, nodes: list[str] | None = None, num_nodes: int = 1) -> Lease:
         step, nodes = int(step), self._nodes_for(phase, step, nodes)
-        of_a_filler = {"num_nodes": num_nodes, "least": float(least)} if self.filler else {}
+        of_a_filler = {"num_nodes": num_nodes} if self.filler else {}
         key, asked = uuid.uuid4().hex, time.perf_counter()
         try:
             with self._talking() as talk:

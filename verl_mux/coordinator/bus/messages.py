@@ -176,8 +176,7 @@ class LeaseRequest(FromJob, kw_only=True, frozen=True, tag="LEASE_REQUEST"):
     """Asks for one phase on all of `nodes` or none. The same `key` sent twice is one request. `number`: of the client's last
     registration; a request from before a newer one is late, and is asked again if it is still open.
 
-    A filler asks for any `num_nodes` of them, as soon as no job wants them; with `least`, not before they can be expected to
-    stay free for that many seconds.
+    A filler asks for any `num_nodes` of them, as soon as no job wants them.
     """
 
     key: Name
@@ -186,7 +185,6 @@ class LeaseRequest(FromJob, kw_only=True, frozen=True, tag="LEASE_REQUEST"):
     nodes: Nodes
     number: Count = 0
     num_nodes: Count = 0
-    least: Seconds = 0.0
 
 
 class LeaseCancel(FromJob, kw_only=True, frozen=True, tag="LEASE_CANCEL"):

@@ -29,7 +29,6 @@ itself, see docs/protocol.md; if it cannot, because it is stopped, its processes
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
@@ -108,7 +107,7 @@ def advance(state: State, config: Config) -> bool:
 
 def refusal(asked: m.LeaseRequest, job: Job, leases: list[Lease], waiting: int) -> str | None:
     """Why the request cannot even wait, or None. `leases`: of the job; `waiting`: the number of its requests."""
-    if not job.filler and (asked.num_nodes or asked.least):
+    if not job.filler and asked.num_nodes:
         return f"job {job.name!r} asks for any {asked.num_nodes} nodes: only a filler may"
     if job.filler and (asked.phase == "init" or asked.step):
         return f"filler {job.name!r} asks for {asked.phase}, step {asked.step}; fillers have neither init nor steps"
@@ -226,29 +225,16 @@ def gangs(waiting: Iterable[Request], state: State) -> dict[str, list[list[str]]
 # --- fillers ---
 
 
-def for_filler(request: Request, state: State, config: Config, now: float) -> list[str]:
+def for_filler(request: Request, state: State, config: Config) -> list[str]:
     """The nodes to grant a filler's request now; empty: it waits. A node is open when no lease names it, no job that is heard
-    from has asked for it, and it is neither fenced nor draining. With `least` it must be expected to stay open for that many
-    seconds."""
+    from has asked for it, and it is neither fenced nor draining."""
     live = {job.name for job in state.jobs.values() if job.state is JobState.LIVE}
     if state.settle_until is not None or request.job not in live:
         return []
     taken = {node for lease in state.leases.values() for node in lease.nodes}
     taken.update(node for each in state.requests if not each.is_fillers and each.job in live for node in each.nodes)
     nodes = [node for node in dict.fromkeys(request.nodes) if node not in taken and not is_shut([node], state, config)]
-    if request.least:
-        nodes = [node for node in nodes if _open_for(node, state, now) >= request.least]
     return nodes[: request.num_nodes] if len(nodes) >= request.num_nodes else []
-
-
-def _open_for(node: str, state: State, now: float) -> float:
-    """Seconds until a job is expected to ask for the node, on which none runs now; infinite where none will. A job that uses
-    other nodes comes back when its phase there is over, by its last of that kind; else it counts as coming at once."""
-    coming = [job for job in state.jobs.values() if job.running and node in job.all_nodes]
-    left = {job.name: [le.granted_at + job.last.get(le.phase, 0.0) - now for le in state.leases_of(job.name)] for job in coming}
-    for job in coming:
-        left[job.name] += [job.last.get(request.phase, 0.0) for request in state.requests if request.job == job.name]
-    return min((max([*seconds, 0.0]) for seconds in left.values()), default=math.inf)
 
 
 def late_fillers(called_back: Mapping[int, float], state: State, config: Config, running: float) -> list[What]:
@@ -338,6 +324,5 @@ def overdue(state: State, now: float, but: Collection[str]) -> list[What]:
 
 def phase_ended(job: Job, lease: Lease, now: float) -> None:
     """Its length is what later ones are measured against."""
-    job.last[lease.phase] = now - lease.granted_at
     job.longest[lease.phase] = max(job.longest.get(lease.phase, 0.0), now - lease.granted_at)
     job.overdue = [token for token in job.overdue if token != lease.token]

@@ -31,68 +31,52 @@ RUNNING = (JobState.LIVE, JobState.SILENT)
 
 
 class Watched(msgspec.Struct, kw_only=True):
-    """What placement learns of a job that it placed. `steps`: the last step seen, by phase. `began`: first rollout asked
-    for. `free_since`: it neither holds nor asks for nodes since then; `between`: seconds of that in this step.
-    `move_s`: what its last move took.
-    `alone_s`: what its finished steps took without waiting, `step_s`: the same of the step that it is in.
-    `fresh`: steps seen since its co-execution group changed. `doing`: the phase that it is in or waits for (asked for or, if it
-    runs, granted at this time). `rank`: among those of its group that wait, see
-    ORDERS in placement/model.py. `because`: why it is where it is, the end of a sentence."""
+    """What placement learns of a job that it placed. Times in seconds."""
 
     observed: Observed = Observed()
-    steps: dict[str, int] = {}
-    began: float | None = None
+    steps: dict[str, int] = {}  # the last step seen, by phase
+    began: float | None = None  # when the first rollout was asked for
     first_step: int = 0
-    free_since: float | None = None
-    between: float = 0.0
-    alone_s: float = 0.0
-    step_s: float = 0.0
-    fresh: int = 0
+    free_since: float | None = None  # it neither holds nor asks for nodes since then
+    between: float = 0.0  # time without nodes in this step
+    alone_s: float = 0.0  # what its finished steps took without waiting
+    step_s: float = 0.0  # the same of the step that it is in
+    fresh: int = 0  # steps seen since its co-execution group changed
+    # The phase that the job is in or waits for; when it was asked for or, if it runs, granted; whether it runs.
     doing: tuple[str, float, bool] = ("rollout", 0.0, False)
-    rank: int = 0
-    move_s: float | None = None
-    because: str = ""
+    rank: int = 0  # among those of its group that wait, see ORDERS in placement
+    move_s: float | None = None  # what its last move took
+    because: str = ""  # why it is where it is, the end of a sentence
 
 
 class Moving(msgspec.Struct, kw_only=True):
-    """A running job on its way to the nodes on which `State.placed` has it by now. `number`: of the move, as the job hears it.
-    `since`: decided. `before`: the nodes that its start `uid` leaves. `left_at`: when, None: not yet. Then `done`: its last
-    step; `ended_at`: when that ended; `saving_s`: the part of it that a checkpoint for the move took; `watched`: as it was."""
+    """A running job on its way to the nodes on which `State.placed` has it by now."""
 
-    number: int
-    since: float
-    before: dict[str, list[str]]
+    number: int  # of the move, as the job hears it
+    since: float  # when it was decided
+    before: dict[str, list[str]]  # the nodes that the start `uid` of the job leaves
     uid: str
-    left_at: float | None = None
-    done: int = 0
-    ended_at: float = 0.0
-    saving_s: float = 0.0
+    left_at: float | None = None  # None: not yet; what follows is of the moment of leaving
+    done: int = 0  # its last step
+    ended_at: float = 0.0  # when that ended
+    saving_s: float = 0.0  # the part of that step which a checkpoint for the move took
     watched: Watched = msgspec.field(default_factory=Watched)
 
 
 class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one job on one node, by kind. `declared` by the job when it registered. `measured` last, by `source` (the agent of
-    the node's host, or the job; empty: not measured yet). `most`: the largest measured sum of all kinds since the job settled
-    (see hosts.py)."""
+    """Bytes of one job on one node, by kind; see hosts.py."""
 
     declared: dict[str, int] = msgspec.field(default_factory=dict, name="told")  # its name in journals and in `status --json`
     measured: dict[str, int] = {}
-    source: str = ""
-    most: int = 0
+    source: str = ""  # of the last measurement: the agent of the node's host, or the job; empty: not measured yet
+    most: int = 0  # the largest measured sum of all kinds since the job settled
 
 
 class Job(msgspec.Struct, kw_only=True):
-    """`order`: registration order. `asked`, `reported`: highest step asked for, highest step reported as finished. `since`: when
-    it came into its state. `memory`: node -> tag -> bytes on the device; `host_memory`: by node. `contended`, `gangs`: as last
-    pushed to its clients. `has_asked` for any lease. `registrations`: the number of each client's newest one. `closed`, `spent`:
-    see leases.py. `longest`: seconds by phase; `overdue`: tokens whose phases take far longer. `last`: seconds of the last one,
-    by phase. `condemned`: why its nodes were taken away, which ends its driver too. `filler`: see queueing.py; it has no steps,
-    and no job waits for it. `grace`: seconds that it may need to leave, as it says."""
-
     name: str
     uid: str
-    order: int
-    since: float
+    order: int  # of registration
+    since: float  # when it came into its state
     state: JobState = JobState.LIVE
     host: str = ""
     pid: int = 0
@@ -103,29 +87,28 @@ class Job(msgspec.Struct, kw_only=True):
     seed: int = 0
     steps: int | None = None
     clients: list[str] = []
-    registrations: dict[str, int] = {}
+    registrations: dict[str, int] = {}  # the number of each client's newest one
     members: list[Member] = []
-    has_asked: bool = False
-    asked: int = 0
-    reported: int = 0
+    has_asked: bool = False  # for any lease
+    asked: int = 0  # the highest step asked for
+    reported: int = 0  # the highest step reported as finished
     died_at: float | None = None
     reason: str = ""
     has_exited: bool = msgspec.field(default=False, name="told")  # by its launcher's word
     note: str = ""
     progress: tuple[int, int] | None = None
     metrics: dict[str, float] = {}
-    memory: dict[str, dict[str, int]] = {}
-    host_memory: dict[str, HostMemory] = {}
-    contended: list[str] = []
-    gangs: list[list[str]] = []
-    closed: dict[int, bool] = {}
-    spent: list[str] = []
-    longest: dict[str, float] = {}
-    last: dict[str, float] = {}
-    overdue: list[int] = []
-    condemned: str = ""
-    filler: bool = False
-    grace: float = 0.0
+    memory: dict[str, dict[str, int]] = {}  # node -> tag -> bytes on the device
+    host_memory: dict[str, HostMemory] = {}  # by node
+    contended: list[str] = []  # as last pushed to its clients
+    gangs: list[list[str]] = []  # as last pushed to its clients
+    closed: dict[int, bool] = {}  # tokens, and whether they were taken away (leases.py)
+    spent: list[str] = []  # keys of requests that were given back or cancelled
+    longest: dict[str, float] = {}  # seconds by phase
+    overdue: list[int] = []  # tokens whose phases take far longer
+    condemned: str = ""  # why its nodes were taken away, which ends its driver too
+    filler: bool = False  # it has no steps, and no job waits for it (queueing.py)
+    grace: float = 0.0  # seconds that a filler may need to leave, as it says
     watched: Watched | None = None  # only of a job that leaves its nodes to the coordinator
 
     @property
@@ -149,38 +132,31 @@ class Job(msgspec.Struct, kw_only=True):
     @property
     def running(self) -> bool:
         """Counts for turns and barriers: no filler, neither gone nor through with all its steps."""
-        alive = self.state in (JobState.LIVE, JobState.SILENT)
         # A job that asks for more steps than it said goes on.
-        return alive and not self.filler and (self.steps is None or self.reported < max(self.steps, self.asked))
+        is_through = self.steps is not None and self.reported >= max(self.steps, self.asked)
+        return self.state in RUNNING and not self.filler and not is_through
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """`num_nodes`: how many of `nodes` a filler asks for; 0: a job, which asks for all. `least`: seconds for which a filler wants
-    to keep them, as far as can be expected."""
-
+class _Asked(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     job: str
     client: str
     phase: str
     step: int
     nodes: list[str]
+
+
+class Request(_Asked, frozen=True, kw_only=True):
     asked_at: float
-    num_nodes: int = 0
-    least: float = 0.0
+    num_nodes: int = 0  # of `nodes`, which a filler asks for; 0: a job, which asks for all
 
     @property
     def is_fillers(self) -> bool:
         return self.num_nodes > 0
 
 
-class Lease(msgspec.Struct, frozen=True, kw_only=True):
+class Lease(_Asked, frozen=True, kw_only=True):
     token: int
-    key: str
-    job: str
-    client: str
-    phase: str
-    step: int
-    nodes: list[str]
     granted_at: float
 
 
@@ -193,25 +169,24 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class Owed(msgspec.Struct, frozen=True, kw_only=True):
-    """What may be left of a job where nothing could look. `nodes`: what it held there, fenced until an agent has looked."""
+    """What may be left of a job where nothing could look."""
 
     job: str
     uid: str
     since: float
-    nodes: list[str] = []
+    nodes: list[str] = []  # what it held there, fenced until an agent has looked
 
 
 class Host(msgspec.Struct, kw_only=True):
-    """A machine, or a part of it with process ids of its own. `names`: by which nodes may call it. `agent`: one has spoken from
-    there; `gone`: it is not heard any more. `excused`: nodes that were given on by hand since then."""
+    """A machine, or a part of it with process ids of its own."""
 
-    names: list[str]
+    names: list[str]  # by which nodes may call it
     since: float
     boot: str = ""
     space: str = ""
-    agent: bool = False
-    gone: bool = False
-    excused: list[str] = []
+    agent: bool = False  # one has spoken from there
+    gone: bool = False  # it is not heard any more
+    excused: list[str] = []  # nodes that were given on by hand since then
     owed: list[Owed] = []
 
     @property
@@ -220,33 +195,26 @@ class Host(msgspec.Struct, kw_only=True):
 
 
 class State(msgspec.Struct, kw_only=True):
-    """`requests` in order of arrival. `token`: the last one given out. `segment`: index into the schedule, never falls.
-    `started`: all expected jobs were there. `settle_until`: no grants before it, because memory was lost, in seconds for which
-    this start of the coordinator has run; `unknown_up_to`: the last token of which it may not know.
-    `peaks`: node -> `init` or segment index -> highest sum of tagged bytes of all jobs. `placed`: what the scheduler
-    remembers of the jobs it placed; `questions`: what it was asked and has not answered. `moves`: by job; `num_moves` ever;
-    `ask_again_at`: when other moves may have come to pay. `usage`: by node. `hosts`: by name and PID namespace. `fenced`: nodes
-    that no job is given now, and why; derived from `hosts`."""
-
     jobs: dict[str, Job] = {}
-    requests: list[Request] = []
-    leases: dict[int, Lease] = {}
-    token: int = 0
+    requests: list[Request] = []  # in order of arrival
+    leases: dict[int, Lease] = {}  # by token
+    token: int = 0  # the last one given out
     num_registered: int = 0
-    segment: int = 0
-    started: bool = False
-    stepping: bool = False
+    segment: int = 0  # index into the schedule, never falls
+    started: bool = False  # all expected jobs were there
+    stepping: bool = False  # a step has been granted
+    # No grants before it, because memory was lost; in seconds for which this start of the coordinator has run.
     settle_until: float | None = None
-    unknown_up_to: int = 0
-    peaks: dict[str, dict[str, int]] = {}
-    placed: Record = Record()
-    questions: list[Question] = []
-    moves: dict[str, Moving] = {}
-    num_moves: int = 0
-    ask_again_at: float | None = None
-    usage: dict[str, Usage] = {}
-    hosts: dict[str, Host] = {}
-    fenced: dict[str, str] = {}
+    unknown_up_to: int = 0  # the last token of which it may not know
+    peaks: dict[str, dict[str, int]] = {}  # node -> `init` or segment index -> highest sum of tagged bytes of all jobs
+    placed: Record = Record()  # what the planner remembers of the jobs it placed
+    questions: list[Question] = []  # that the planner was asked and has not answered
+    moves: dict[str, Moving] = {}  # by job
+    num_moves: int = 0  # ever
+    ask_again_at: float | None = None  # when other moves may have come to pay
+    usage: dict[str, Usage] = {}  # by node
+    hosts: dict[str, Host] = {}  # by name and PID namespace
+    fenced: dict[str, str] = {}  # nodes that no job is given now, and why; derived from `hosts`
 
     def leases_of(self, job: str) -> list[Lease]:
         return [lease for lease in self.leases.values() if lease.job == job]
@@ -266,57 +234,52 @@ class State(msgspec.Struct, kw_only=True):
 # --- inputs: a message of a job, or what the server saw by itself ---
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """Something the server saw by itself about `job`; `uid` None: whichever start of the job is on record."""
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Something that the server saw by itself, or that an operator says."""
+
+
+class AboutOne(Event, frozen=True, kw_only=True):
+    """About `job`; `uid` None: whichever start of the job is on record."""
 
     job: str
     uid: str | None = None
 
 
-class JobSilent(Seen, frozen=True, kw_only=True, tag="JOB_SILENT"):
-    """No message within the lease timeout."""
+class JobSilent(AboutOne, frozen=True, kw_only=True, tag="JOB_SILENT"):
+    """No message came within the lease timeout."""
 
 
-class JobRevoked(Seen, frozen=True, kw_only=True, tag="JOB_REVOKED"):
-    """Silent beyond its lease, and another job waits for what it holds up, or silent for far longer. `since`: when it had to keep
-    off its nodes. `waited`: whether another job waits."""
-
-    since: float
-    waited: bool = True
+class JobRevoked(AboutOne, frozen=True, kw_only=True, tag="JOB_REVOKED"):
+    since: float  # when the silent job had to keep off its nodes
+    waited: bool = True  # another job waits for what it holds up; else it was silent for far longer than its lease
 
 
-class PhaseOverdue(Seen, frozen=True, kw_only=True, tag="PHASE_OVERDUE"):
-    """The phase under `token` takes far longer than such phases of the job did."""
-
-    token: int
+class PhaseOverdue(AboutOne, frozen=True, kw_only=True, tag="PHASE_OVERDUE"):
+    token: int  # the phase under it takes far longer than such phases of the job did
 
 
-class JobEvicted(Seen, frozen=True, kw_only=True, tag="JOB_EVICTED"):
-    """An operator, or the coordinator itself, wants the job ended, as if it had failed."""
-
-    reason: str
+class JobEvicted(AboutOne, frozen=True, kw_only=True, tag="JOB_EVICTED"):
+    reason: str  # why an operator, or the coordinator itself, wants the job ended, as if it had failed
 
 
-class DriverDied(Seen, frozen=True, kw_only=True, tag="DRIVER_DIED"):
+class DriverDied(AboutOne, frozen=True, kw_only=True, tag="DRIVER_DIED"):
     """The process that registered the job is no more."""
 
 
-class JobExited(Seen, frozen=True, kw_only=True, tag="JOB_EXITED"):
+class JobExited(AboutOne, frozen=True, kw_only=True, tag="JOB_EXITED"):
     """The job's launcher says that the job is over. A job that never registered then counts as arrived, where jobs are
     expected."""
 
 
-class ProcessesGone(Seen, frozen=True, kw_only=True, tag="PROCESSES_GONE"):
+class ProcessesGone(AboutOne, frozen=True, kw_only=True, tag="PROCESSES_GONE"):
     """No process of a dying job is left."""
 
 
-class NodeEmpty(Seen, frozen=True, kw_only=True, tag="NODE_EMPTY"):
-    """All that look at the node's host saw no process of the dying job there."""
-
-    node: str
+class NodeEmpty(AboutOne, frozen=True, kw_only=True, tag="NODE_EMPTY"):
+    node: str  # all that look at its host saw no process of the dying job there
 
 
-class NodesOwed(Seen, frozen=True, kw_only=True, tag="NODES_OWED"):
+class NodesOwed(AboutOne, frozen=True, kw_only=True, tag="NODES_OWED"):
     """Nothing looks at `host` (its name and PID namespace, or the name alone): these nodes of the dying job are fenced from now
     on, and what may be left of the job there keeps it on record no longer."""
 
@@ -324,69 +287,52 @@ class NodesOwed(Seen, frozen=True, kw_only=True, tag="NODES_OWED"):
     nodes: list[str]
 
 
-class HostMeasured(Seen, frozen=True, kw_only=True, tag="HOST_MEASURED"):
-    """Host memory of the job's processes on the node, in bytes by kind, as the agent of the node's host saw it."""
-
+class HostMeasured(AboutOne, frozen=True, kw_only=True, tag="HOST_MEASURED"):
     node: str
-    bytes: dict[str, int]
+    bytes: dict[str, int]  # host memory of the job's processes there, by kind, as the agent of the node's host saw it
 
 
-class HostSeen(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="HOST_SEEN"):
-    """An agent speaks from there: the first, or again, or after a boot."""
-
-    host: m.HostName
+class HostSeen(Event, frozen=True, kw_only=True, tag="HOST_SEEN"):
+    host: m.HostName  # from which an agent speaks: the first, or again, or after a boot
 
 
-class HostGone(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="HOST_GONE"):
-    """Its agent was not heard for as long as a lease is good."""
+class HostGone(Event, frozen=True, kw_only=True, tag="HOST_GONE"):
+    host: str  # of which the agent was not heard for as long as a lease is good
 
+
+class OwedPaid(Event, frozen=True, kw_only=True, tag="OWED_PAID"):
     host: str
+    uid: str  # of the job of which nothing is left there
 
 
-class OwedPaid(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="OWED_PAID"):
-    """Nothing is left on the host of the job with this uid."""
-
-    host: str
-    uid: str
+class HostReleased(Event, frozen=True, kw_only=True, tag="HOST_RELEASED"):
+    host: str  # on which nothing of dying jobs is left, as an operator says
 
 
-class HostReleased(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="HOST_RELEASED"):
-    """An operator says that nothing of dying jobs is left on this host."""
-
-    host: str
+class NodeReleased(Event, frozen=True, kw_only=True, tag="NODE_RELEASED"):
+    node: str  # on which nothing of a dying job is left, as an operator says, and where nothing looks
 
 
-class PoolsChanged(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="POOLS_CHANGED"):
-    """The configuration file was read again, and the change is allowed (hosts.py)."""
-
-    pools: dict[str, Pool]
+class PoolsChanged(Event, frozen=True, kw_only=True, tag="POOLS_CHANGED"):
+    pools: dict[str, Pool]  # of the configuration file, read again; the change is allowed (hosts.py)
 
 
-class NodeReleased(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="NODE_RELEASED"):
-    """An operator says that nothing of a dying job is left on this node, where nothing looks."""
-
-    node: str
-
-
-class Settled(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="SETTLED"):
+class Settled(Event, frozen=True, kw_only=True, tag="SETTLED"):
     """The time for asserting leases after a loss of memory is over."""
 
 
-class MoveGivenUp(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="MOVE_GIVEN_UP"):
-    """The job left for other nodes, and has not come back for too long."""
-
-    job: str
+class MoveGivenUp(Event, frozen=True, kw_only=True, tag="MOVE_GIVEN_UP"):
+    job: str  # which left for other nodes, and has not come back for too long
 
 
-class MovesDue(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="MOVES_DUE"):
-    """Moves that did not pay when they were last thought of may pay by now."""
+class MovesDue(Event, frozen=True, kw_only=True, tag="MOVES_DUE"):
+    """Moves that did not pay when they were last considered may pay by now."""
 
 
-class Planned(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="PLANNED"):
-    """What the placer answers to the first of its questions. `version`: of the record that the question was asked about; an
-    answer to another one is void."""
+class Planned(Event, frozen=True, kw_only=True, tag="PLANNED"):
+    """What the planner answers to the first of its questions."""
 
-    version: int
+    version: int  # of the record that the question was asked about; an answer to another one is void
     answer: Answer
 
 

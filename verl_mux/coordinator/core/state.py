@@ -294,7 +294,7 @@ class Machine(Leases):
             return []
         if reason := queueing.refusal(what, job, self.state.leases_of(job.name), len(waiting)):
             return [Send(what.client, m.Refused(about=what.key, reason=reason))]
-        request = Request(asked_at=now, num_nodes=what.num_nodes, least=what.least, **asked_for(what))
+        request = Request(asked_at=now, num_nodes=what.num_nodes, **asked_for(what))
         self.state.requests.append(request)
         job.has_asked = True
         job.asked = max(job.asked, what.step)
@@ -451,7 +451,7 @@ class Machine(Leases):
         for request in queueing.grantable(state, config):
             out += self.give(request, request.nodes, now)
         for request in [request for request in state.requests if request.is_fillers]:
-            if nodes := queueing.for_filler(request, state, config, now):
+            if nodes := queueing.for_filler(request, state, config):
                 out += self.give(request, nodes, now)
         for job, nodes, gangs in queueing.contention(state, config):
             if (nodes, gangs) != (job.contended, job.gangs):
