@@ -12,13 +12,11 @@ semantic conventions for generative AI (`gen_ai.*`, https://opentelemetry.io/doc
 `step` is the attribute of that name (`training.step`, `mux.step`) of the span, its root or its resource; else 0. A worker is a
 `service.instance.id`, a replica a `server.address` and `server.port`; both are numbered in order of appearance. Every span that
 verl_mux writes carries its line of the log (`mux.line`), so nothing is lost. Ids of other writers need not be hexadecimal, so
-that
 protobuf's JSON parser cannot read them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -26,6 +24,8 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
@@ -44,29 +44,22 @@ def write_as_log(source: Path, directory: Path) -> int:
     """Write the spans of a file as `<directory>/<role>/step_<N>/worker_<R>.jsonl`; return their count. Raises UserError for a
     file without OTLP JSON."""
     lines: dict[Path, list[tuple[str, str]]] = {}
-    with _refused(source):
+    try:
         for line in _as_lines(_read(source)):
             path = directory / line["role"] / f"step_{line['step']}" / f"worker_{line['workid']}.jsonl"
             lines.setdefault(path, []).append((line["timestamp"], json.dumps(line)))
-    for path, texts in lines.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(text + "\n" for _, text in sorted(texts, key=lambda text: text[0])))
-    return sum(map(len, lines.values()))
-
-
-@contextlib.contextmanager
-def _refused(source: Path) -> Iterator[None]:
-    """Turn every departure from the specification into a UserError that says where."""
-    try:
-        yield
-    except UserError:
-        raise
     except OSError as error:
         raise UserError(f"cannot read {source}: {error.strerror}") from None
     except KeyError as error:
         raise UserError(f"{source} is no OTLP JSON: {error} is missing; {_ALLOWED}") from None
     except (AttributeError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise UserError(f"{source} is no OTLP JSON: {error}; {_ALLOWED}") from None
+    if not lines:
+        raise UserError(f"{source} holds no spans; {_ALLOWED}")
+    for path, texts in lines.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(text + "\n" for _, text in sorted(texts, key=lambda text: text[0])))
+    return sum(map(len, lines.values()))
 
 
 def _read(source: Path) -> list[dict[str, Any]]:
@@ -76,10 +69,7 @@ def _read(source: Path) -> list[dict[str, Any]]:
         batches = [json.loads(text)]
     except json.JSONDecodeError:
         batches = [json.loads(line) for line in text.splitlines() if line.strip()]
-    spans = [span for batch in batches for span in _spans(batch)]
-    if not spans:
-        raise UserError(f"{source} holds no spans; {_ALLOWED}")
-    return spans
+    return [span for batch in batches for span in _spans(batch)]
 
 
 def _spans(batch: Any) -> Iterator[dict[str, Any]]:
@@ -125,13 +115,15 @@ def _as_lines(spans: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         elif name == events.REQUEST_COMPLETE:
             extra |= {"turns": turns.get(trace, 0) or None}
         worker = span["resource"].get("service.instance.id", root["resource"].get("service.instance.id", ""))
+        holders = (span["attributes"], root["attributes"], span["resource"], root["resource"])
+        steps = (holder[key] for holder in holders for key in _STEPS if isinstance(holder.get(key), int))
         yield {
             "timestamp": datetime.fromtimestamp(span["end"]).isoformat(timespec="microseconds"),
             "event": name,
             "duration_sec": round(max(span["end"] - span["start"], 0.0), 6),
             "extra": {key: value for key, value in extra.items() if value is not None},
             "workid": workers.setdefault(repr(worker), len(workers)),
-            "step": _step(span, root),
+            "step": min(max(next(steps, 0), 0), MAX_STEP),
             "role": "rollout",
             "job": str(span["resource"].get("service.name", "")),
         }
@@ -172,12 +164,6 @@ def _answer(about: dict[str, Any], replicas: dict[Any, int], turn: int) -> dict[
     }
 
 
-def _step(span: dict[str, Any], root: dict[str, Any]) -> int:
-    holders = (span["attributes"], root["attributes"], span["resource"], root["resource"])
-    steps = (holder[key] for holder in holders for key in _STEPS if isinstance(holder.get(key), int))
-    return min(max(next(steps, 0), 0), MAX_STEP)
-
-
 def write_otlp(files: Iterable[LogFile], path: Path) -> int:
     """Write logs as OTLP JSON, one batch a line as OpenTelemetry's file exporter does; return the count of spans."""
     count = 0
@@ -204,7 +190,7 @@ def _span(line: Line) -> dict[str, Any]:
         "spanId": _id(16, *own),
         "name": line.event,
         "kind": _CLIENT if line.event == events.TURN_ENGINE_CALL else _INTERNAL,
-        "startTimeUnixNano": str(round((line.end - line.seconds) * 1e6) * 1000),
+        "startTimeUnixNano": str(round(line.start * 1e6) * 1000),
         "endTimeUnixNano": str(round(line.end * 1e6) * 1000),
         "attributes": _keys_and_values(_about(line)),
         "status": {"code": 2} if line.extra.get("error") else {},
@@ -223,10 +209,8 @@ def _about(line: Line) -> dict[str, Any]:
         }
     if line.event == events.TOOL_EXECUTION:
         about |= {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": line.extra.get("tool")}
-    written: dict[str, Any] = {"timestamp": line.timestamp.isoformat(timespec="microseconds")}
-    written |= {key: getattr(line, key) for key in ("event", "duration_sec")} | {"extra": line.extra or None}
-    written |= {key: getattr(line, key) for key in ("workid", "step", "role", "job", "run")}
-    return about | {_LINE: json.dumps({key: value for key, value in written.items() if value is not None})}
+    written = msgspec.structs.asdict(line) | {"timestamp": line.timestamp.isoformat(timespec="microseconds")}
+    return about | {_LINE: json.dumps({key: value for key, value in written.items() if value not in (None, {})})}
 
 
 def _keys_and_values(attributes: dict[str, Any]) -> list[dict[str, Any]]:
@@ -234,11 +218,10 @@ def _keys_and_values(attributes: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _wrapped(value: Any) -> dict[str, Any]:
-    if isinstance(value, bool):
-        return {"boolValue": value}
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         return {"intValue": str(value)}
-    return {"doubleValue": value} if isinstance(value, float) else {"stringValue": str(value)}
+    kind = {bool: "boolValue", float: "doubleValue"}.get(type(value))
+    return {kind: value} if kind else {"stringValue": str(value)}
 
 
 def _id(digits: int, *parts: Any) -> str:

@@ -125,7 +125,7 @@ ENGINE_ADVICE = (
 def find_engines(analysis: Analysis, gaps: Collection[Place], starved: Collection[Place]) -> list[Finding]:
     """One finding a job and replica, at its worst step; one for all replicas of a node that were slow together."""
     engines, known = analysis.engines, pl.col("pace").is_not_null()
-    paces = engines.stays.sort("start").group_by("job", "step", "replica", maintain_order=True).agg(
+    paces = engines.stays.group_by("job", "step", "replica", maintain_order=True).agg(
         known.sum().alias("stays"), pl.col("pace").median(), pl.col("tokens").sum(), busy(),
         pl.col("end").filter(known).max(), pl.col("work").filter(known).median().alias("usual"),
     ).filter(pl.col("stays") >= MIN_STAYS).with_columns(rate=pl.col("tokens") / pl.col("busy").clip(1e-9))  # fmt: skip

@@ -20,8 +20,9 @@ MIN_LET_IN = 8  # stays, to measure a queue
 
 
 def busy() -> pl.Expr:
-    """Seconds that the rows of a group cover together, in order of their `start`: each adds what those before it leave."""
-    return (pl.col("end") - pl.max_horizontal("start", pl.col("end").cum_max().shift())).clip(0.0).sum().alias("busy")
+    """Seconds that the rows of a group cover together: in order of their `start`, each adds what those before it leave."""
+    start, end = (pl.col(name).sort_by("start") for name in ("start", "end"))
+    return (end - pl.max_horizontal(start, end.cum_max().shift())).clip(0.0).sum().alias("busy")
 
 
 def with_unit(frame: pl.DataFrame, stays: pl.DataFrame, key: list[str]) -> pl.DataFrame:
@@ -133,7 +134,7 @@ class Engines:
 
 
 def _figures(stays: pl.DataFrame, by: str) -> dict[str, Any]:
-    used = float(stays.sort("start").select(busy()).item())
+    used = float(stays.select(busy()).item())
     seconds, queue = float(stays["seconds"].sum()), float(stays["queue"].fill_null(0.0).sum())
     tokens = int(stays["tokens"].fill_null(0).sum())
     other = "node" if by == "replica" else "replica"

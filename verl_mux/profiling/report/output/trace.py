@@ -2,8 +2,8 @@
 
 One process a job (and one for the nodes), one thread a worker or node; spans are complete events ("X"), counters "C".
 Requests of one worker overlap, and complete events of one thread must nest, so each worker gets as many threads as it had
-requests open at once; whatever else does not nest goes to a further thread. Written line by line: a large run does not have
-to fit in memory twice.
+requests open at once; other spans that do not nest go to a further thread. Written line by line: a large run does not have to fit
+in memory twice. Runs on the command line; called by report_command.py; writes one file.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ from typing import Any
 import polars as pl
 
 from verl_mux.profiling.eventlog import events
+from verl_mux.profiling.report.input.reduction import REQUEST_KEY
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.profiling.report.output.page.page import extent
 
 SLACK_US = 2000
+# Events that may overlap get threads of their own, for spans of one thread must nest.
+APART = {events.PHASE: "phases", events.STEP: "steps", events.SLEEP: "memory", events.WAKE: "memory"}
 SHOWN = ["engine", "tool", "interaction", "reward"]
 
 
@@ -100,9 +104,8 @@ def _complete(name: str, category: str, start: float, end: float, place: dict[st
 def _nodes(analysis: Analysis, names: _Names) -> Iterator[dict[str, Any]]:
     for hold in analysis.leases.holds:
         for node in hold.nodes:
-            place = names.place("nodes", node)
             args = {"job": hold.job, "phase": hold.phase, "step": hold.step}
-            yield _complete(f"{hold.job} {hold.phase}", "lease", hold.start, hold.end, place, args)
+            yield _complete(f"{hold.job} {hold.phase}", "lease", hold.start, hold.end, names.place("nodes", node), args)
     for wait in analysis.leases.waits:
         place = names.place(_process(wait.job), "lease wait")
         yield _complete(f"wait for {wait.phase}", "wait", wait.start, wait.end, place, {"step": wait.step, **wait.behind})
@@ -116,19 +119,15 @@ def _spans(analysis: Analysis, names: _Names) -> Iterator[dict[str, Any]]:
     rows = analysis.spans.filter(pl.col("seconds").is_not_null() & (pl.col("role") != "coordinator"))
     rows = rows.filter(pl.col("event") != events.LEASE_WAIT).sort("start", "end", descending=[False, True])
     for row in rows.iter_rows(named=True):
-        place = names.place(_process(row["job"]), f"{row['role']} {row['worker']}: {_thread(row['event'])}")
+        place = names.place(_process(row["job"]), f"{row['role']} {row['worker']}: {APART.get(row['event'], 'parts')}")
         args = {key: row[key] for key in ("step", "phase", "tag", "node", "bytes", "version", "reward") if row[key] is not None}
         yield _complete(row["event"], row["role"], row["start"], row["end"], place, args)
 
 
-def _thread(event: str) -> str:
-    """Events that may overlap get threads of their own, for spans of one thread must nest."""
-    apart = {events.PHASE: "phases", events.STEP: "steps", events.SLEEP: "memory", events.WAKE: "memory"}
-    return apart.get(event, "parts")
-
-
 def _requests(analysis: Analysis, names: _Names) -> Iterator[dict[str, Any]]:
-    turns = _turn_ends(analysis)
+    turns: dict[tuple, list[tuple[int, float, float]]] = defaultdict(list)
+    for *request, turn, engine, end in analysis.turns.select(*REQUEST_KEY, "turn", "engine", "end").drop_nulls("end").iter_rows():
+        turns[tuple(request)].append((turn, engine, end))
     for (job, worker), rows in analysis.requests.sort("start").group_by("job", "worker", maintain_order=True):
         slots = _Slots()
         for row in rows.iter_rows(named=True):
@@ -140,16 +139,6 @@ def _requests(analysis: Analysis, names: _Names) -> Iterator[dict[str, Any]]:
             for turn, engine, end in turns.get((job, row["step"], worker, row["request_id"]), ()):
                 start = max(end - engine, row["start"])
                 yield _complete(f"turn {turn}", "turn", start, min(end, row["end"]), place, {"engine_sec": engine})
-
-
-def _turn_ends(analysis: Analysis) -> dict[tuple, list[tuple[int, float, float]]]:
-    found: dict[tuple, list[tuple[int, float, float]]] = {}
-    rows = analysis.turns.filter(pl.col("end").is_not_null())
-    for job, step, worker, request, turn, engine, end in rows.select(
-        "job", "step", "worker", "request_id", "turn", "engine", "end"
-    ).iter_rows():
-        found.setdefault((job, step, worker, request), []).append((turn, engine, end))
-    return found
 
 
 class _Slots:

@@ -1,11 +1,14 @@
 """The report as one HTML file that needs nothing beside it: styles, scripts and data are inside.
 
-Times are seconds since `t0`, the run's first moment. Called by report_command.py; reads the scripts beside this file.
+Times are seconds since `t0`, the run's first moment. Runs on the command line; called by report_command.py; reads the scripts
+beside this file.
 """
 
 from __future__ import annotations
 
+import html
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ def make_page(analysis: Analysis, summary: dict[str, Any], solo: Analysis | None
     name = _name(analysis.run.directory.resolve())
     data = json.dumps(page_data(analysis, summary, name, solo), separators=(",", ":"), allow_nan=False)
     parts = {
-        "title": _escape(f"{name}: where the time went"),
+        "title": html.escape(f"{name}: where the time went", quote=False),
         "style": (_HERE / "page.css").read_text(),
         "script": "\n".join((_HERE / script).read_text() for script in SCRIPTS),
         "data": data.replace("<", "\\u003c"),  # so that no name in the log can end the script element
@@ -48,10 +51,6 @@ def _name(directory: Path) -> str:
     return directory.name
 
 
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")
-
-
 MOVES = [events.SYNC, events.SLEEP, events.WAKE, events.OLD_LOG_PROB, events.REF, events.UPDATE_ACTOR, events.UPDATE_CRITIC]
 
 
@@ -66,14 +65,10 @@ def page_data(analysis: Analysis, summary: dict[str, Any], name: str, solo: Anal
         "t0": origin,
         "length": end - origin,
         "jobs": jobs,
-        "summary": _slim(summary),
+        "summary": summary | {"completion": {k: v for k, v in summary["completion"].items() if k != "per_worker"}},
         "pools": leases.pools,
         "holds": [_hold(hold, origin) for hold in leases.holds],
-        "waits": [
-            {"job": w.job, "phase": w.phase, "nodes": w.nodes, "start": w.start - origin, "end": w.end - origin}
-            | {"step": w.step, "behind": w.behind}
-            for w in leases.waits
-        ],
+        "waits": [_hold(wait, origin) | {"behind": wait.behind} for wait in leases.waits],
         "moves": _moves(analysis, origin),
         "segments": [{"mode": s.mode, "start": s.window[0] - origin, "end": s.window[1] - origin} for s in leases.segments],
         "window": [window[0] - origin, window[1] - origin],
@@ -116,7 +111,7 @@ def measured_alone(leases: Leases, window: tuple[float, float], solo: Leases) ->
         there = [h for h in solo.holds if h.job == job and h.phase in WORK][: len(here)]
         for hold in there:
             shift = here[0].start - there[0].start
-            moved.append(Hold(job, hold.phase, hold.nodes, hold.start + shift, hold.end + shift, hold.step))
+            moved.append(replace(hold, start=hold.start + shift, end=hold.end + shift))
     return moved
 
 
@@ -126,7 +121,7 @@ def alone(leases: Leases, window: tuple[float, float]) -> list[Hold]:
     Each job starts when it does in `window`; what it did between leases besides waiting stays.
     """
     shifted = []
-    waits = {(w.job, w.phase, w.step, round(w.end, 3)): w.end - w.start for w in leases.waits}
+    waits = {(wait.job, wait.phase, wait.step, round(wait.end, 3)): wait.seconds for wait in leases.waits}
     for job in sorted({hold.job for hold in leases.holds}):
         own = [h for h in leases.holds if h.job == job and h.phase in WORK and window[0] <= h.start < window[1]]
         saved, before = 0.0, None
@@ -134,7 +129,7 @@ def alone(leases: Leases, window: tuple[float, float]) -> list[Hold]:
             if before is not None:
                 waited = waits.get((hold.job, hold.phase, hold.step, round(hold.start, 3)), 0.0)
                 saved += min(waited, max(hold.start - before.end, 0.0))
-            shifted.append(Hold(job, hold.phase, hold.nodes, hold.start - saved, hold.end - saved, hold.step))
+            shifted.append(replace(hold, start=hold.start - saved, end=hold.end - saved))
             before = hold
     return shifted
 
@@ -157,11 +152,6 @@ def _steps(analysis: Analysis, origin: float) -> list[list]:
     """[job, step, start, end] of the requests of each step."""
     spans = analysis.finished.group_by("job", "step").agg(pl.col("start").min(), pl.col("end").max())
     return [[job, step, a - origin, b - origin] for job, step, a, b in spans.sort("start").rows()]
-
-
-def _slim(summary: dict[str, Any]) -> dict[str, Any]:
-    completion = {key: value for key, value in summary["completion"].items() if key != "per_worker"}
-    return summary | {"completion": completion}
 
 
 def _requests(analysis: Analysis, summary: dict[str, Any], origin: float) -> dict[str, Any]:

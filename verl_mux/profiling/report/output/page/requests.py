@@ -3,7 +3,7 @@
 A run of more than MAX_REQUESTS is thinned: every n-th request of each step and replica (worker), counted back from the one that
 ended last, so that curves of completion keep their form and end; the slowest and those that findings name stay. Each request
 drawn has its life (stays in engines, tools, rewards), up to MAX_STRETCHES in all; texts are read again from the log's files.
-Called by page.py; reads files.
+Runs on the command line; called by page.py; reads files.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 import polars as pl
 
 from verl_mux.profiling.eventlog import events
-from verl_mux.profiling.report.input.run_log import MAX_LINE_BYTES, RunLog
+from verl_mux.profiling.plain.lines import Line, parse
+from verl_mux.profiling.report.input.run_log import RunLog
 from verl_mux.profiling.report.input.tables import SHOWN_PARTS
 from verl_mux.profiling.report.measures.analysis import Analysis
 
@@ -44,7 +44,9 @@ class Shown:
 
 
 def shown(analysis: Analysis, summary: dict[str, Any]) -> Shown:
-    every = _with_replica(analysis, analysis.requests.filter(~pl.col("validate")))
+    # `replica`: where a request was longest; null where its job's log knows none, or it was in none.
+    placed = pl.col("job").is_in(list(analysis.engines.jobs)) & (pl.col("stays") > 0)
+    every = analysis.requests.filter(~pl.col("validate")).with_columns(replica=pl.when(placed).then("unit"))
     found = {finding["request_id"] for finding in summary["findings"]} - {None}
     slowest = pl.col("seconds").rank("ordinal", descending=True) <= SLOWEST
     every = every.with_columns((pl.col("request_id").is_in(list(found)) * 2 + slowest).alias("urgent"))
@@ -62,16 +64,9 @@ def shown(analysis: Analysis, summary: dict[str, Any]) -> Shown:
     return Shown(frame, every.height, max(each, 1), workers.rows(), [(*key, on.get(key)) for key in replicas.rows()])
 
 
-def _with_replica(analysis: Analysis, requests: pl.DataFrame) -> pl.DataFrame:
-    """`replica`: where a request was longest; null where its job's log knows none, or it was in none."""
-    placed = pl.col("job").is_in(list(analysis.engines.jobs)) & (pl.col("stays") > 0)
-    return requests.with_columns(pl.when(placed).then("unit").alias("replica"))
-
-
 def _thinned(every: pl.DataFrame, each: int) -> pl.DataFrame:
     place = pl.int_range(pl.len()).over("job", "step", "unit")
-    ranked = every.sort("end", descending=True).with_columns(place.alias("place"))
-    return ranked.filter((pl.col("place") % each == 0) | (pl.col("urgent") > 0)).drop("place")
+    return every.sort("end", descending=True).filter((place % each == 0) | (pl.col("urgent") > 0))
 
 
 def columns(found: Shown, origin: float) -> dict[str, str]:
@@ -157,15 +152,14 @@ def _stay_stretches(analysis: Analysis, found: Shown) -> list[pl.DataFrame]:
         {"job": pl.String, "replica": pl.Int64, "replica_lane": pl.UInt32},
         orient="row",
     )
+    stays = stays.join(lanes, on=["job", "replica"], how="left")
     waited = pl.col("queue").fill_null(0.0) + pl.col("held").fill_null(0.0)
-    stays = stays.join(lanes, on=["job", "replica"], how="left").with_columns(
-        pl.min_horizontal(pl.col("start") + waited, "end").alias("let_in"), pl.col("start").alias("from")
-    )
-    engine = pl.when("cut").then(WHAT["engine, cut off"]).otherwise(WHAT["engine"]).alias("what")
-    stays = stays.with_columns(pl.col("began").alias("start"), pl.col("tokens").alias("value"), engine)
+    let_in = pl.min_horizontal(pl.col("start") + waited, "end")
+    engine = pl.when("cut").then(WHAT["engine, cut off"]).otherwise(WHAT["engine"])
+    start = pl.col("began").alias("start")
     return [
-        stays.with_columns(pl.lit(WHAT["queue"]).alias("what"), pl.col("let_in").alias("to"), pl.lit(None).alias("value")),
-        stays.with_columns(pl.col("let_in").alias("from"), pl.col("end").alias("to")),
+        stays.with_columns(start, **{"what": pl.lit(WHAT["queue"]), "from": "start", "to": let_in}),
+        stays.with_columns(start, **{"what": engine, "from": let_in, "to": "end", "value": "tokens"}),
     ]
 
 
@@ -176,34 +170,22 @@ def _turn_stretches(analysis: Analysis, frame: pl.DataFrame) -> list[pl.DataFram
     out = []
     if analysis.stays.is_empty():
         calls = analysis.turns.join(own, on=key).filter(pl.col("end").is_not_null())
-        times = [(pl.col("end") - pl.col("engine")).alias("from"), pl.col("end").alias("to"), pl.col("tokens").alias("value")]
-        out.append(calls.with_columns(pl.lit(WHAT["engine"]).alias("what"), *times))
+        times = {"from": pl.col("end") - pl.col("engine"), "to": "end"}
+        out.append(calls.with_columns(what=WHAT["engine"], value="tokens", **times))
     tools = analysis.tables.turns.join(own, on=key).filter((pl.col("tool") > 0) & pl.col("engine_end").is_not_null())
-    times = [pl.col("engine_end").alias("from"), (pl.col("engine_end") + pl.col("tool")).alias("to")]
-    return [*out, tools.with_columns(pl.lit(WHAT["tool"]).alias("what"), *times)]
+    times = {"from": "engine_end", "to": pl.col("engine_end") + pl.col("tool")}
+    return [*out, tools.with_columns(what=WHAT["tool"], **times)]
 
 
 def _rewards(frame: pl.DataFrame, analysis: Analysis) -> pl.DataFrame:
     scored = frame.filter((pl.col("reward") > 0) & pl.col("reward_end").is_not_null())
-    times = [(pl.col("reward_end") - pl.col("reward")).alias("from"), pl.col("reward_end").alias("to")]
-    return scored.with_columns(pl.lit(WHAT["reward"]).alias("what"), *times, pl.col("score").alias("value")).drop("turns")
+    times = {"from": pl.col("reward_end") - pl.col("reward"), "to": "reward_end"}
+    return scored.with_columns(what=WHAT["reward"], value="score", **times)
 
 
 MAX_TEXT_BYTES = 4 * 2**20  # in a page
 _NAMED = b'"' + events.REQUEST_TEXT.encode() + b'"'
-
-
-class _Text(msgspec.Struct):
-    request_id: str
-    prompt: str = ""
-    response: str = ""
-    left_out: int = 0
-
-
-class _Line(msgspec.Struct):
-    event: str
-    extra: _Text
-    step: int = 0
+_TEXT: dict[str, Any] = {"prompt": "", "response": "", "left_out": 0}
 
 
 def texts(run: RunLog, found: Shown) -> dict[str, tuple[str, str, int]]:
@@ -216,17 +198,14 @@ def texts(run: RunLog, found: Shown) -> dict[str, tuple[str, str, int]]:
         return {}
     ranked = found.frame.sort("urgent", "seconds", descending=True).select("step", "request_id", "index")
     wanted = {(step, name): (rank, index) for rank, (step, name, index) in enumerate(ranked.iter_rows())}
-    return _most_wanted(_written(run, set(logged["step"])), wanted)
-
-
-def _most_wanted(written: Iterator[_Line], wanted: dict[tuple[int, str], tuple[int, int]]) -> dict[str, tuple[str, str, int]]:
     kept: list[tuple[int, int, tuple[str, str, int]]] = []  # the least wanted stands first
     size = 0
-    for line in written:
-        place = wanted.pop((line.step, line.extra.request_id), None)
-        if place is None:
+    for line in _written(run, set(logged["step"])):
+        place = wanted.pop((line.step, str(line.extra.get("request_id"))), None)
+        prompt, response, left_out = (line.extra.get(key, default) for key, default in _TEXT.items())
+        if place is None or not isinstance(prompt, str) or not isinstance(response, str):
             continue
-        text = (line.extra.prompt, line.extra.response, line.extra.left_out)
+        text = (prompt, response, left_out)
         heapq.heappush(kept, (-place[0], place[1], text))
         size += _bytes(text)
         while size > MAX_TEXT_BYTES and len(kept) > 1:
@@ -238,17 +217,10 @@ def _bytes(text: tuple[str, str, int]) -> int:
     return len(text[0].encode()) + len(text[1].encode())
 
 
-def _written(run: RunLog, steps: set[int]) -> Iterator[_Line]:
+def _written(run: RunLog, steps: set[int]) -> Iterator[Line]:
     """The lines of these steps that hold a text. A file that cannot be read any more has none."""
-    decode = msgspec.json.Decoder(_Line).decode
     for file in run.files:
-        if file.role != "rollout" or file.step not in steps:
-            continue
-        with contextlib.suppress(OSError), open(file.path, "rb") as stream:
-            while raw := stream.readline(MAX_LINE_BYTES):
-                if _NAMED not in raw:
-                    continue
-                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-                    line = decode(raw)
-                    if line.event == events.REQUEST_TEXT:
-                        yield line
+        if file.role == "rollout" and file.step in steps:
+            with contextlib.suppress(OSError), open(file.path, "rb") as raws:
+                lines = (parse(raw, file) for raw in raws if _NAMED in raw)
+                yield from (line for line in lines if line is not None and line.event == events.REQUEST_TEXT)
