@@ -3,23 +3,18 @@
 # name -> (module, function, one line of help); the module is imported when the command runs or asks for its own --help.
 BENCHES = {
     "mux": ("bench.mux", "bench_mux", "Two jobs: one after the other, uncoordinated, interleaved."),
-    "forged": ("bench.hostile", "bench_forged", "Forged registrations: which strangers' processes are ended for them."),
     "hostile": ("bench.hostile", "bench_hostile", "Malformed frames and hostile messages at a coordinator."),
-    "load": ("bench.load", "bench_load", "Thousands of jobs at one coordinator."),
+    "load": ("bench.load", "bench_load", "Hundreds of jobs at one coordinator."),
     "leases": ("bench.leases", "bench_leases", "Hand-over of a node between two jobs: release to grant."),
     "filler": ("bench.filler", "bench_filler", "Fillers beside two jobs: what they cost, and what they use."),
-    "chaos": ("bench.chaos.command", "bench_chaos", "Leases while processes, connections and disks fail."),
+    "chaos": ("bench.chaos.chaos_bench", "bench_chaos", "Leases while processes, connections and disks fail."),
     "scheduler": ("bench.scheduler", "bench_scheduler", "Placement decisions among many running jobs."),
     "log": ("bench.log_cost", "bench_log", "The event log: microseconds an event, percent of a real step."),
     "memory": ("bench.memory", "bench_memory", "Sleep and wake of a real engine: tokens, bytes, and time."),
     "report": ("bench.report", "bench_report", "The report on a made log: seconds and memory."),
-    "rollout": (
-        "bench.rollouts.command",
-        "bench_rollout",
-        "Over-sampling and segments beside plain steps, on real jobs.",
-    ),
-    "migration": ("bench.rollouts.command", "bench_migration", "Long-tail migration beside none, on two real jobs."),
-    "predictor": ("bench.rollouts.command", "bench_predictor", "Length predictors on a file of prompts and lengths."),
-    "sync": ("bench.sync.command", "bench_sync", "Weight syncs over shaped links, by every way and by the chosen one."),
+    "rollout": ("bench.rollouts.rollout_bench", "bench_rollout", "Over-sampling and segments beside plain steps, on real jobs."),
+    "migration": ("bench.rollouts.rollout_bench", "bench_migration", "Long-tail migration beside none, on two real jobs."),
+    "predictor": ("bench.rollouts.rollout_bench", "bench_predictor", "Length predictors on a file of prompts and lengths."),
+    "sync": ("bench.sync.sync_bench", "bench_sync", "Weight syncs over shaped links, by every way and by the chosen one."),
 }
 GROUPS = {"bench": (BENCHES, "Measure one part, with the figure as JSON.")}

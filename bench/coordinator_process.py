@@ -1,4 +1,7 @@
-"""A coordinator as users start it, in a process of its own, for the benches that load it and do it harm."""
+"""A coordinator as users start it, in a process of its own.
+
+Runs in a bench or a test; called by those that load a coordinator and do it harm. Touches a temporary folder and the process.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +19,26 @@ from verl_mux.errors import Failure
 
 
 class CoordinatorProcess:
-    """`start` -> `stop` -> `start`, at the same address with the same journal. Also a context manager."""
+    """`start` -> `stop` -> `start`, at the same address with the same journal. Also a context manager. folder: with the journal;
+    a new one in `directory`."""
 
-    def __init__(self, config: dict[str, Any], log_directory: Path | None = None) -> None:
-        self._directory = tempfile.TemporaryDirectory()
-        self._config = Path(self._directory.name, "coordinator.yaml")
-        self._config.write_text(json.dumps(config))  # which is YAML
-        self._said = Path(self._directory.name, "stderr")
+    def __init__(self, config: dict[str, Any], log_directory: Path | None = None, directory: Path | None = None) -> None:
+        self._directory = tempfile.TemporaryDirectory(dir=directory)
+        self.folder = Path(self._directory.name)
+        (self.folder / "coordinator.yaml").write_text(json.dumps(config))  # which is YAML
         self._logging = [] if log_directory is None else ["--log-dir", str(log_directory)]
         self.address = "tcp://127.0.0.1:0"
         self._process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        journal = str(Path(self._directory.name, "journal"))
-        command = [sys.executable, "-m", "verl_mux", "coordinator", "--config", str(self._config), "--journal", journal]
-        command += self._logging
-        with self._said.open("w") as said:
-            self._process = subprocess.Popen([*command, "--bind", self.address], stderr=said, stdout=said)
-        while (found := re.search(r"coordinator at (\S+)", self._said.read_text())) is None:
+        command = [sys.executable, "-m", "verl_mux", "coordinator", "--config", str(self.folder / "coordinator.yaml")]
+        command += ["--journal", str(self.folder / "journal"), *self._logging, "--bind", self.address]
+        output = self.folder / "stderr"
+        with output.open("w") as file:
+            self._process = subprocess.Popen(command, stderr=file, stdout=file)
+        while (found := re.search(r"coordinator at (\S+)", output.read_text())) is None:
             if not self.alive:
-                raise Failure(f"the coordinator did not start: {self._said.read_text()}")
+                raise Failure(f"the coordinator did not start: {output.read_text()}")
         self.address = found[1]
 
     def stop(self) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
-import multiprocessing
 import os
 import statistics
 import subprocess
@@ -28,6 +26,7 @@ import msgspec
 import typer
 
 from bench.coordinator_process import CoordinatorProcess
+from bench.measuring import AsJson, child, show
 from verl_mux.coordinator.bus.client import connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.commands import fetch_status
@@ -41,7 +40,6 @@ from verl_mux.profiling.plain.intervals import Interval, clip, length
 from verl_mux.profiling.plain.lines import Line, read_directory
 
 _POOLS = {"rollout": {"nodes": [{"name": "r0"}]}, "train": {"nodes": [{"name": "t0"}]}}
-_SIDES = {"rollout": ["r0"], "train": ["t0"]}
 # Seconds of rollout and training.
 _JOBS = {"a": (3.0, 1.0), "b": (2.0, 1.5)}
 # A command that computes; a deaf one has to be killed.
@@ -63,7 +61,7 @@ def bench_filler(
     deaf: Annotated[bool, typer.Option(help="The fillers ignore SIGTERM.")] = False,
     file: Annotated[Path | None, typer.Option(help="Beside the real jobs of this run file instead.")] = None,
     directory: Annotated[Path, typer.Option("--dir", help="Where the runs of --file go.")] = Path("runs/bench_filler"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Period of two jobs without and with fillers, how long fillers took to leave, and what they used of the jobs' bubbles."""
     kind = "made" if file is None else "real"
@@ -71,31 +69,28 @@ def bench_filler(
     if steps < _LEAST_STEPS[kind]:
         raise UserError(f"--steps is {steps}; at least {_LEAST_STEPS[kind]} are needed for a median of periods")
     command = [sys.executable, "-c", _BUSY.format(deaf=_DEAF if deaf else "")]
-    found = made_jobs(steps, command) if file is None else _real_jobs(file, directory, command, steps)
-    print(json.dumps(found) if as_json else _in_words(found))
+    show(made_jobs(steps, command) if file is None else _real_jobs(file, directory, command, steps), json, _in_words)
 
 
 def made_jobs(steps: int, command: list[str], jobs: dict[str, tuple[float, float]] = _JOBS) -> dict[str, Any]:
     """jobs: seconds of rollout and training by job. command: of the fillers."""
     without, _, _ = _one_way(steps, [], jobs)
-    filled, leaving_s, shares = _one_way(steps, command, jobs)
+    return _figures("made: they hold leases for fixed times", without, *_one_way(steps, command, jobs))
+
+
+def _figures(
+    jobs: str, without: dict[str, float], filled: dict[str, float], leaving_s: list[float], shares: dict[str, float | None]
+) -> dict[str, Any]:
+    """leaving_s: seconds from asking a filler to leave until its node was free, the delay of a grant."""
     return {
-        "jobs": "made: they hold leases for fixed times",
-        **_compare(without, filled),
-        **_left(leaving_s),
+        "jobs": jobs,
+        "period_s": without,
+        "period_filled_s": filled,
+        "period_ratio": round(max(filled[job] / without[job] for job in without), 4),
+        "times_left": len(leaving_s),
+        "leaving_s": {"median": statistics.median(leaving_s), "max": max(leaving_s)} if leaving_s else None,
         "bubble_filled": shares,
     }
-
-
-def _compare(without: dict[str, float], filled: dict[str, float]) -> dict[str, Any]:
-    ratio = max(filled[job] / without[job] for job in without)
-    return {"period_s": without, "period_filled_s": filled, "period_ratio": round(ratio, 4)}
-
-
-def _left(leaving_s: list[float]) -> dict[str, Any]:
-    """Seconds from asking a filler to leave until its node was free: the delay of a grant."""
-    leaving = {"median": statistics.median(leaving_s), "max": max(leaving_s)} if leaving_s else None
-    return {"times_left": len(leaving_s), "leaving_s": leaving}
 
 
 def _one_way(
@@ -114,31 +109,23 @@ def _one_way(
 
 
 def _run_jobs(address: str, steps: int, jobs: dict[str, tuple[float, float]]) -> dict[str, float]:
-    processes = multiprocessing.get_context("spawn")
-    running = {}
-    for name, seconds in jobs.items():
-        ours, theirs = processes.Pipe()
-        process = processes.Process(target=_job, args=(address, name, seconds, steps, theirs))
-        process.start()
-        theirs.close()
-        running[name] = process, ours
-    periods = {name: _periods(name, ours) for name, (_, ours) in running.items()}
-    for process, _ in running.values():
-        process.join()
-    return periods
+    with contextlib.ExitStack() as processes:
+        running = {name: processes.enter_context(child(_job, address, name, seconds, steps)) for name, seconds in jobs.items()}
+        return {name: _period(name, job) for name, job in running.items()}
 
 
-def _periods(name: str, job: Connection) -> float:
+def _period(name: str, job: Connection) -> float:
     try:
         began: list[float] = job.recv()
+        job.recv()  # it has left
     except EOFError:
         raise Failure(f"job {name!r} of the bench failed") from None
     return statistics.median(after - before for before, after in itertools.pairwise(began))
 
 
 def _job(address: str, name: str, seconds: tuple[float, float], steps: int, bench: Connection) -> None:
-    """Tells when each step began, and the last one ended."""
-    mux = connect(address, name, _SIDES, uid=f"{name}:{uuid.uuid4().hex}", steps=steps)
+    """Sends when each step began, and when the last one ended."""
+    mux = connect(address, name, {"rollout": ["r0"], "train": ["t0"]}, uid=f"{name}:{uuid.uuid4().hex}", steps=steps)
     with mux.phase("init"):
         pass
     began = []
@@ -149,6 +136,7 @@ def _job(address: str, name: str, seconds: tuple[float, float], steps: int, benc
                 time.sleep(lasts)
     bench.send([*began, time.monotonic()])
     mux.close()
+    bench.send("left")
 
 
 @contextlib.contextmanager
@@ -201,12 +189,9 @@ def _real_jobs(file: Path, directory: Path, command: list[str], steps: int) -> d
     spans, held = run_intervals.read(run.directory, list(run.jobs)), _held(run.directory / COORDINATOR / "events")
     without, filled = ({job: _median_step(spans, job, turns[there]) for job in run.jobs} for there in (False, True))
     nodes = [node.name for pool in run.coordinator_config().pools.values() for node in pool.nodes]
-    return {
-        "jobs": str(file),
-        **_compare(without, filled),
-        **_left(_leaving_s(held)),
-        "bubble_filled": {node: _share_filled(held, node, turns[True]) for node in nodes},
-    }
+    return _figures(
+        str(file), without, filled, _leaving_s(held), {node: _share_filled(held, node, turns[True]) for node in nodes}
+    )
 
 
 def _without_segments(run: RunFile, steps: int) -> RunFile:
@@ -239,27 +224,30 @@ def _coming_and_going(run: RunFile, command: list[str]) -> Iterator[dict[bool, l
 
 
 def _take_turns(run: RunFile, command: list[str], turns: dict[bool, list[Interval]], over: threading.Event) -> None:
-    def done() -> int | None:
-        """Steps that every job has done; None before all jobs are there, and after the first has ended."""
-        jobs = fetch_status(address.read_text(), _ANSWER_S, run.keys_folder())["jobs"]
-        mine = [jobs[name] for name in run.jobs if name in jobs]
-        alive = len(mine) == len(run.jobs) and all(job["steps_done"] < job["steps"] for job in mine)
-        return min(job["steps_done"] for job in mine) if alive else None
-
     address = run.directory / COORDINATOR / "address"
     # A request that is under way when the coordinator ends with the run raises.
     with contextlib.suppress(UserError, Failure):
-        while not over.is_set() and not (address.exists() and done()):
+        while not over.is_set() and not (address.exists() and _steps_done(run, address.read_text())):
             over.wait(_LOOK_EVERY_S)
         for there in itertools.cycle((False, True)):
-            first = done()
+            first = _steps_done(run, address.read_text())
             if over.is_set() or first is None:
                 return
             with _fillers(address.read_text(), run.coordinator_config().pools if there else (), command, run.keys_folder()):
                 began = time.time()
-                while not over.is_set() and (now := done()) is not None and now < first + _TURN_STEPS:
+                while not over.is_set() and (now := _steps_done(run, address.read_text())) is not None:
+                    if now >= first + _TURN_STEPS:
+                        break
                     over.wait(_LOOK_EVERY_S)
                 turns[there].append((began, time.time()))
+
+
+def _steps_done(run: RunFile, address: str) -> int | None:
+    """Steps that every job has done; None before all jobs are there, and after the first has ended."""
+    jobs = fetch_status(address, _ANSWER_S, run.keys_folder())["jobs"]
+    known = [jobs[name] for name in run.jobs if name in jobs]
+    alive = len(known) == len(run.jobs) and all(job["steps_done"] < job["steps"] for job in known)
+    return min(job["steps_done"] for job in known) if alive else None
 
 
 def _median_step(spans: Timeline, job: str, turns: list[Interval]) -> float:

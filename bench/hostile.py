@@ -6,13 +6,8 @@ which is a secret. A stranger with a key that asks for a good client's nodes is 
 
 from __future__ import annotations
 
-import json as json_module
-import multiprocessing
-import os
 import random
-import subprocess
 import time
-import uuid
 from multiprocessing.connection import Connection
 from typing import Annotated, Any
 
@@ -23,10 +18,11 @@ import zmq
 from bench.coordinator_process import CoordinatorProcess
 from bench.crowd import Crowd
 from bench.load import grants
+from bench.measuring import AsJson, child, show
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.curve_keys import JOB, for_address
 from verl_mux.coordinator.bus.link import connect_to, dealer
-from verl_mux.coordinator.bus.members import UID_VARIABLE, member_of, this_process
+from verl_mux.coordinator.bus.members import this_process
 from verl_mux.coordinator.commands import fetch_status
 
 _NODES = ["r0", "r1", "r2", "r3"]
@@ -46,11 +42,10 @@ def bench_hostile(
     rate: Annotated[float, typer.Option(help="Hostile messages a second while grants are timed.", min=1)] = 2000.0,
     seconds: Annotated[float, typer.Option(help="How long grants are timed.", min=1)] = 20.0,
     seed: Annotated[int, typer.Option(help="Of what is sent.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Attack a coordinator process of its own, and time what its good clients notice."""
-    found = hostile(frames, messages, rate, seconds, seed)
-    print(json_module.dumps(found) if json else "\n".join(f"{name}: {value}" for name, value in found.items()))
+    show(hostile(frames, messages, rate, seconds, seed), json)
 
 
 def hostile(frames: int, messages: int, rate: float, seconds: float, seed: int) -> dict[str, Any]:
@@ -81,73 +76,12 @@ def hostile(frames: int, messages: int, rate: float, seconds: float, seed: int) 
         }
 
 
-def bench_forged(
-    registrations: Annotated[int, typer.Option(help="Forged registrations.", min=1)] = 10_000,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Register strangers' processes as those of dead jobs at a coordinator, and count which of them it ends."""
-    found = forged(registrations)
-    print(json_module.dumps(found) if json else "\n".join(f"{name}: {value}" for name, value in found.items()))
-
-
-def forged(registrations: int) -> dict[str, Any]:
-    """Half with a driver that is dead already, half with one that dies when all are in. Strangers: one without a job's mark, one
-    with another job's. Ends when every job that was taken has been looked after."""
-    driver, *strangers = [_sleeper(mark) for mark in ("", "", "another:job")]
-    targets = [member_of(stranger.pid) for stranger in strangers]
-    config = {"kill_grace": 0.01, "pools": {"rollout": {"nodes": [{"name": name} for name in _NODES]}}}
-    try:
-        with CoordinatorProcess(config) as coordinator, zmq.Context() as context:
-            alive = member_of(driver.pid)
-            dead = msgspec.structs.replace(alive, started=alive.started - 1)
-            socket = _stranger(context, coordinator.address, 0)
-            for number in range(registrations):
-                socket.send(m.encode(_forgery(number, dead if number % 2 else alive, targets)))
-                if number % _WINDOW == 0:
-                    _catch_up(socket)
-            _catch_up(socket)
-            socket.close(linger=0)
-            driver.kill()
-            driver.wait()
-            seen = _looked_after(coordinator.address)
-            signalled = sum(stranger.poll() is not None for stranger in strangers)
-            taken = len(seen["jobs"])
-            return {"registrations": registrations, "taken": taken, "signalled": signalled, "refused": seen["refused"]}
-    finally:
-        for process in (driver, *strangers):
-            process.kill()
-            process.wait()
-
-
-def _sleeper(mark: str) -> subprocess.Popen:
-    return subprocess.Popen(["sleep", "86400"], env={**os.environ, UID_VARIABLE: mark})
-
-
-def _forgery(number: int, driver: m.Member, members: list[m.Member]) -> m.Register:
-    about = {**msgspec.structs.asdict(driver), "nodes": {"rollout": ["r0"]}, "members": members}
-    return m.Register(job=f"forged{number}", uid=uuid.uuid4().hex, client="s0", **about)
-
-
-def _looked_after(address: str) -> dict[str, Any]:
-    """The status when every job has ended, or the status says what an end waits for: by then what may be killed was."""
-    while True:
-        seen = fetch_status(address, 60.0)
-        if all(job["state"] == "ended" or job["waits_for"] for job in seen["jobs"].values()):
-            return seen
-        time.sleep(1.0)
-
-
 def _attack(coordinator: CoordinatorProcess, crowd: Crowd, counts: list[int], rate: float | None, seed: int) -> None:
     """From a process of its own, while the crowd goes on taking turns."""
     crowd.grants_s.clear()
-    processes = multiprocessing.get_context("spawn")
-    ours, theirs = processes.Pipe()
-    attacker = processes.Process(target=_attacker, args=(coordinator.address, counts, rate, seed, theirs))
-    attacker.start()
-    theirs.close()
-    while not ours.poll() and coordinator.alive:
-        crowd.run(1.0, 20.0)
-    attacker.terminate() if not coordinator.alive else attacker.join()
+    with child(_attacker, coordinator.address, counts, rate, seed) as attacker:
+        while not attacker.poll() and coordinator.alive:
+            crowd.run(1.0, 20.0)
 
 
 def _attacker(address: str, counts: list[int], rate: float | None, seed: int, bench: Connection) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 import time
 from typing import Annotated, Any
 
@@ -10,6 +9,7 @@ import typer
 
 from bench.coordinator_process import CoordinatorProcess
 from bench.crowd import Crowd
+from bench.measuring import AsJson, quantile, show
 from verl_mux.coordinator.commands import fetch_status
 from verl_mux.errors import UserError
 
@@ -19,13 +19,12 @@ def bench_load(
     seconds: Annotated[float, typer.Option(help="How long each part is measured.", min=1)] = 20.0,
     phases: Annotated[float, typer.Option(help="Phases that end a second.", min=0)] = 10.0,
     outage: Annotated[float, typer.Option(help="Seconds for which the coordinator is gone.", min=0)] = 60.0,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Measure a coordinator process with many jobs on real sockets."""
     if jobs < 2 or jobs % 2:
         raise UserError(f"--jobs is {jobs}; an even number of 2 or more is needed")
-    found = load(jobs, seconds, phases, outage)
-    print(json_module.dumps(found) if json else "\n".join(f"{name}: {value}" for name, value in found.items()))
+    show(load(jobs, seconds, phases, outage), json)
 
 
 def load(jobs: int, seconds: float, phases: float, outage: float) -> dict[str, Any]:
@@ -36,11 +35,7 @@ def load(jobs: int, seconds: float, phases: float, outage: float) -> dict[str, A
     with CoordinatorProcess(config) as coordinator:
         crowd = Crowd(coordinator.address, nodes)
         crowd.register()
-        found: dict[str, Any] = {
-            "jobs": jobs,
-            **_quiet(coordinator, crowd, seconds),
-            **_busy(coordinator, crowd, seconds, phases),
-        }
+        found = {"jobs": jobs, **_quiet(coordinator, crowd, seconds), **_busy(coordinator, crowd, seconds, phases)}
         found |= _outage(coordinator, crowd, outage, seconds)
         crowd.close()
     return found
@@ -75,10 +70,8 @@ def _busy(coordinator: CoordinatorProcess, crowd: Crowd, seconds: float, phases:
 
 
 def grants(crowd: Crowd) -> dict[str, Any]:
-    taken = sorted(crowd.grants_s)
-    if not taken:
-        return {"grants": 0, "grant_p50_ms": None, "grant_p99_ms": None}
-    p50, p99 = (round(taken[min(len(taken) - 1, int(share * len(taken)))] * 1e3, 2) for share in (0.5, 0.99))
+    taken = crowd.grants_s
+    p50, p99 = (round(quantile(taken, part) * 1e3, 2) if taken else None for part in (0.5, 0.99))
     return {"grants": len(taken), "grant_p50_ms": p50, "grant_p99_ms": p99}
 
 

@@ -8,7 +8,6 @@ process adds up what its log takes: the time of the callers and the processor ti
 from __future__ import annotations
 
 import asyncio
-import json as json_module
 import statistics
 import tempfile
 import time
@@ -19,6 +18,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from bench.measuring import AsJson, quantile, show
 from verl_mux.errors import Failure, UserError
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.eventlog.log import COST_VARIABLE, NULL_LOG, EventLog, writer
@@ -42,13 +42,12 @@ def measure(requests: int = 1024, turns: int = 4, rounds: int = 10) -> dict[str,
         refused, failed = sum(writer().refused.values()), writer().failed
         log.close()
     events_a_round = requests * turns * EVENTS_A_TURN
-    ordered = sorted(calls)
     return {
         "requests": requests,
         "events": len(calls),
-        "call_median_us": round(statistics.median(ordered) * 1e6, 3),
-        "call_mean_us": round(statistics.fmean(ordered) * 1e6, 3),
-        "call_p99_us": round(ordered[int(0.99 * len(ordered))] * 1e6, 3),
+        "call_median_us": round(statistics.median(calls) * 1e6, 3),
+        "call_mean_us": round(statistics.fmean(calls) * 1e6, 3),
+        "call_p99_us": round(quantile(calls, 0.99) * 1e6, 3),
         "loop_us": round((statistics.median(on) - statistics.median(off)) / events_a_round * 1e6, 3),
         "dropped": refused + failed,
     }
@@ -132,15 +131,17 @@ def bench_log(
     file: Annotated[Path, typer.Option(help="With --real: the run file; its first job runs.")] = Path("examples/demo.yaml"),
     directory: Annotated[Path, typer.Option("--dir", help="With --real: where the run goes.")] = Path("runs/bench_log"),
     steps: Annotated[int, typer.Option(help="With --real: steps; the first two are left out.")] = 20,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Measure what an event costs its caller; with --real, what the log costs a step."""
     found = measure(requests, turns, rounds)
     if real:
         found["real"] = {"own_cost": measure_run(file, directory, steps)}
-    if json:
-        return print(json_module.dumps(found))
-    print("an event: {call_median_us:.1f} us at the median, {call_p99_us:.1f} us at p99, {dropped} dropped".format(**found))
-    if real:
-        cost = found["real"]["own_cost"]
-        print("a step: {lines:.0f} lines, {cost_s:.4f} s, {percent_of_step:.3f} % of it".format(**cost))
+    show(found, json, _in_words)
+
+
+def _in_words(found: dict[str, Any]) -> str:
+    text = "an event: {call_median_us:.1f} us at the median, {call_p99_us:.1f} us at p99, {dropped} dropped".format(**found)
+    if "real" in found:
+        text += "\na step: {lines:.0f} lines, {cost_s:.4f} s, {percent_of_step:.3f} % of it".format(**found["real"]["own_cost"])
+    return text

@@ -7,19 +7,15 @@ keep: it goes to the host with every sleep and comes back with every wake, befor
 
 from __future__ import annotations
 
-import json as jsonlib
-import subprocess
-import sys
 import time
 from statistics import median
 from typing import Annotated, Any
 
 import typer
 
-from verl_mux.errors import Failure
+from bench.measuring import AsJson, answer_of, show
 from verl_mux.launcher.run_processes import require_verl
 
-_PROCESS = "bench.memory_cycles"
 _WITHIN_S = 1500.0  # both engines together
 
 
@@ -27,12 +23,11 @@ def bench_memory(
     cycles: Annotated[int, typer.Option(help="Of sleep and wake, all five kinds in turn.", min=15)] = 50,
     parameters: Annotated[int, typer.Option(help="Of the model, about.", min=1)] = 200_000_000,
     stock_cycles: Annotated[int, typer.Option(help="Of verl's own way.", min=1)] = 5,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Sleep and wake of one real engine, without Ray: greedy tokens equal, memory returned, no growth, and the time."""
     require_verl()
-    found = measure(cycles, parameters, stock_cycles)
-    print(jsonlib.dumps(found) if json else "\n".join(_lines(found)))
+    show(measure(cycles, parameters, stock_cycles), json, _in_words)
 
 
 def measure(cycles: int, parameters: int, stock_cycles: int) -> dict[str, Any]:
@@ -42,8 +37,8 @@ def measure(cycles: int, parameters: int, stock_cycles: int) -> dict[str, Any]:
     """
     until = time.monotonic() + _WITHIN_S
     ours, stock = _run(until, cycles, parameters), _run(until, stock_cycles, parameters, "--backup")
-    seconds = {name: {verb: median(took) for verb, took in measured["seconds"].items()} for name, measured in
-               (("ours", ours), ("stock", stock))}  # fmt: skip
+    both = {"ours": ours["seconds"], "stock": stock["seconds"]}
+    seconds = {name: {verb: median(took) for verb, took in measured.items()} for name, measured in both.items()}
     switch = {name: took["sleep"] + took["wake"] for name, took in seconds.items()}
     return {
         "cycles": ours["cycles"],
@@ -57,19 +52,11 @@ def measure(cycles: int, parameters: int, stock_cycles: int) -> dict[str, Any]:
 
 
 def _run(until: float, cycles: int, parameters: int, *more: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", _PROCESS, "--cycles", str(cycles), "--parameters", str(parameters), *more]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=until - time.monotonic(), check=False)
-    except subprocess.TimeoutExpired:
-        raise Failure(f"the engines did not end within {_WITHIN_S:g} s; give fewer --cycles or --parameters") from None
-    if done.returncode:
-        raise Failure(
-            f"the engine ended with exit code {done.returncode}: {(done.stderr.strip().splitlines() or ['no word'])[-1]}"
-        )
-    return jsonlib.loads(done.stdout.strip().splitlines()[-1])
+    given = ["--cycles", str(cycles), "--parameters", str(parameters), *more]
+    return answer_of("bench.memory_cycles", *given, within_s=until - time.monotonic(), what="the engine")
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
+def _in_words(found: dict[str, Any]) -> str:
     lines = [
         f"{found['cycles']} cycles; greedy tokens {'equal' if found['tokens_equal'] else 'DIFFER'}",
         f"{found['returned_fraction']:.1%} of what sleeps leaves the process; it grew by {found['growth']:.2%}",
@@ -77,4 +64,4 @@ def _lines(found: dict[str, Any]) -> list[str]:
     ]
     for name, took in found["seconds"].items():
         lines.append(f"{name:5} sleep {took['sleep']:.3f} s, wake {took['wake']:.3f} s, sync {took['sync']:.3f} s")
-    return [*lines, f"a switch takes {found['switch_ratio_to_stock']:.2f} of stock's"]
+    return "\n".join([*lines, f"a switch takes {found['switch_ratio_to_stock']:.2f} of stock's"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as json_module
+import json as jsonlib
 import os
 import resource
 import subprocess
@@ -17,8 +17,10 @@ import psutil
 import typer
 
 from bench.made_log import LAYOUTS, make_log
+from bench.measuring import AsJson, show
 from verl_mux.errors import Failure, UserError
 
+IN_WORDS = "{events} events, {bytes} bytes: {seconds:.1f} s ({cpu_seconds:.1f} s of CPU), {peak_mib:.0f} MiB, {cores} cores"
 RUN_REPORT = "import typer; from verl_mux.report_command import report; typer.run(report)"
 
 
@@ -27,7 +29,7 @@ def bench_report(
     directory: Annotated[Path | None, typer.Option("--dir", help="Where the made log goes and stays.")] = None,
     cores: Annotated[int, typer.Option(help="Cores that the report may use.")] = 2,
     layout: Annotated[str, typer.Option(help="ours, or sglang: that of the sglang profiling scripts.")] = "ours",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Make a log of multi-turn requests and time `verl-mux report --json` on it: seconds, and memory of all its processes."""
     if events < 1 or cores < 1:
@@ -40,11 +42,7 @@ def bench_report(
         folder = directory or Path(scratch)
         written, nbytes = make_log(folder, events, layout)
         found = {"events": written, "bytes": nbytes, "cores": cores, **time_report(folder, cores)}
-    if json:
-        print(json_module.dumps(found))
-    else:
-        line = "{events} events, {bytes} bytes: {seconds:.1f} s ({cpu_seconds:.1f} s of CPU), {peak_mib:.0f} MiB, {cores} cores"
-        print(line.format(**found))
+    show(found, json, lambda it: IN_WORDS.format(**it))
 
 
 def time_report(directory: Path, cores: int) -> dict[str, Any]:
@@ -63,7 +61,7 @@ def time_report(directory: Path, cores: int) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     if process.returncode:
         raise Failure(f"verl-mux report ended with {process.returncode}")
-    summary = json_module.loads(output)
+    summary = jsonlib.loads(output)
     counts = {"requests": summary["requests"], "findings": len(summary["findings"]), "skipped_lines": summary["skipped_lines"]}
     cpu = round(_children_seconds() - spent, 2)
     return {"seconds": round(seconds, 2), "cpu_seconds": cpu, "peak_mib": round(peak.stop() / 2**20, 1), **counts}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import json as jsonlib
 import math
 import random
 import time
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bench.measuring import AsJson, quantile, show
 from verl_mux.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,43 +20,26 @@ if TYPE_CHECKING:
     from verl_mux.placement.model import JobSpec
     from verl_mux.placement.planner import Planner
 
-SERIES = (5, 9, 13, 100, 500, 1000, 2000, 20000)
-
 
 def bench_scheduler(
-    jobs: Annotated[int, typer.Option(help="Jobs running while decisions are timed.", min=1)] = 2000,
+    jobs: Annotated[int, typer.Option(help="Jobs running while decisions are timed.", min=1)] = 500,
     decisions: Annotated[int, typer.Option(help="Departures, each followed by an arrival, to time.", min=2)] = 200,
     seed: Annotated[int, typer.Option(help="Draws the jobs.")] = 0,
-    series: Annotated[bool, typer.Option("--all", help=f"Measure at {', '.join(map(str, SERIES))} jobs instead.")] = False,
     live: Annotated[bool, typer.Option("--live", help="Through a running coordinator and its bus.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Time decisions (a job arrives, a job departs) among jobs of the mixed shapes, SLO uniform:1,2, cap 5."""
     if live:
         from bench.scheduler_live import MOST_JOBS, live_latency
 
-        if series or jobs + 2 * decisions > MOST_JOBS:
+        if jobs + 2 * decisions > MOST_JOBS:
             raise UserError(
-                f"--live --jobs {jobs} --decisions {decisions}{' --all' if series else ''}: without --all, and with jobs + 2 *"
-                f" decisions of at most {MOST_JOBS}, which is what a coordinator takes"
+                f"--live --jobs {jobs} --decisions {decisions}: jobs + 2 * decisions of at most {MOST_JOBS} are needed, which is"
+                " what a coordinator takes"
             )
-        through = live_latency(jobs, decisions, seed)
-        print(jsonlib.dumps(through) if json else "; ".join(f"{what} {figure:g}" for what, figure in through.items()))
-        return
-    if not series:
-        found = decision_latency(jobs, decisions, seed)
-        print(jsonlib.dumps(found) if json else _line(found))
-        return
-    rows = []
-    for count in SERIES:
-        rows.append(decision_latency(count, decisions, seed))
-        if not json:
-            print(_line(rows[-1]), flush=True)
-    slope, cpu_slope = (log_log_slope([(row["jobs"], row[key]) for row in rows]) for key in ("p50_ms", "cpu_p50_ms"))
-    if json:
-        print(jsonlib.dumps({"series": rows, "slope": slope, "cpu_slope": cpu_slope}))
+        show(live_latency(jobs, decisions, seed), json, lambda it: "; ".join(f"{what} {figure:g}" for what, figure in it.items()))
     else:
-        print(f"log-log slope of p50: {slope:.2f} on the clock, {cpu_slope:.2f} in processor time")
+        show(decision_latency(jobs, decisions, seed), json, _line)
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -82,13 +65,15 @@ def decision_latency(jobs: int, decisions: int = 200, seed: int = 0) -> dict[str
         newcomer = _job(f"new{number}", rng)
         arrivals.append(_timed(functools.partial(placer.answer, Arrive(newcomer), progress)))
         progress[newcomer.name] = _somewhere(newcomer, rng)
-    both = arrivals + departures
+    walls = {"": arrivals + departures, "arrival_": arrivals, "departure_": departures}
+    times = {kind: [wall for wall, _ in timed] for kind, timed in walls.items()} | {"cpu_": [cpu for _, cpu in walls[""]]}
     return {
         "jobs": jobs,
-        **_quantiles("", [wall for wall, _ in both]),
-        **_quantiles("cpu_", [cpu for _, cpu in both]),
-        **_quantiles("arrival_", [wall for wall, _ in arrivals]),
-        **_quantiles("departure_", [wall for wall, _ in departures]),
+        **{
+            f"{kind}p{at}_ms": round(quantile(times[kind], at / 100), 3)
+            for kind in ("", "cpu_", "arrival_", "departure_")
+            for at in (50, 99)
+        },
     }
 
 
@@ -127,14 +112,6 @@ def _timed(decide: Callable[[], object]) -> tuple[float, float]:
     wall, cpu = time.perf_counter(), time.process_time()
     decide()
     return (time.perf_counter() - wall) * 1000, (time.process_time() - cpu) * 1000
-
-
-def _quantiles(prefix: str, times: Sequence[float]) -> dict[str, float]:
-    return {f"{prefix}p50_ms": _quantile(sorted(times), 0.5), f"{prefix}p99_ms": _quantile(sorted(times), 0.99)}
-
-
-def _quantile(ordered: Sequence[float], at: float) -> float:
-    return round(ordered[min(math.ceil(at * len(ordered)), len(ordered)) - 1], 3)
 
 
 def log_log_slope(points: Sequence[tuple[float, float]]) -> float:

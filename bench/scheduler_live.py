@@ -7,10 +7,7 @@ hand a node of their own to and fro, from a third process: what a placement in t
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
-import math
-import multiprocessing
 import random
 import time
 from collections.abc import Iterator
@@ -21,8 +18,9 @@ import msgspec
 import zmq
 
 from bench.coordinator_process import CoordinatorProcess
+from bench.leases import hand_overs
+from bench.measuring import child, quantile
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.client import connect
 from verl_mux.coordinator.bus.curve_keys import JOB, for_address
 from verl_mux.coordinator.bus.link import connect_to, dealer
 from verl_mux.coordinator.bus.members import this_process
@@ -65,7 +63,7 @@ def live_latency(jobs: int, decisions: int, seed: int) -> dict[str, Any]:
 
 
 def _quantile_ms(seconds: list[float], at: int) -> float:
-    return round(sorted(seconds)[math.ceil(at / 100 * len(seconds)) - 1] * 1000, 3)
+    return round(quantile(seconds, at / 100) * 1000, 3)
 
 
 def _config(jobs: int) -> dict[str, Any]:
@@ -140,22 +138,14 @@ def _needs(rng: random.Random) -> JobNeeds:
 def _grants(address: str) -> Iterator[list[float]]:
     """Filled when left: seconds of all hand-overs in the meantime."""
     found: list[float] = []
-    processes = multiprocessing.get_context("spawn")
-    ours, theirs = processes.Pipe()
-    process = processes.Process(target=_hand_over, args=(address, theirs))
-    process.start()
-    theirs.close()
     try:
-        _next(ours)  # it has begun
-        yield found
-        ours.send("enough")
-        found += _next(ours)
+        with child(_hand_over, address) as hands:
+            _next(hands)  # the first hand-over is done
+            yield found
+            hands.send("enough")
+            found += _next(hands)
     except (EOFError, BrokenPipeError):
         raise Failure("the jobs that hand a node over ended") from None
-    finally:
-        ours.close()
-        process.kill()  # where the coordinator is gone, it waits for it
-        process.join()
 
 
 def _next(connection: Connection) -> Any:
@@ -166,19 +156,11 @@ def _next(connection: Connection) -> Any:
 
 def _hand_over(address: str, bench: Connection) -> None:
     """Two jobs, one node, until the bench ends; once at least."""
-    taken: list[float] = []
-    holder, waiter = (connect(address, name, {"rollout": ["x0"]}, uid=f"{name}:bench") for name in ("hand", "over"))
-    lease = holder.acquire("rollout", step=1)
-    bench.send("begun")
-    with concurrent.futures.ThreadPoolExecutor(1) as waits:
-        while not (taken and bench.poll()):
-            waiting = waits.submit(lambda mux: (mux.acquire("rollout", step=1), time.perf_counter()), waiter)
-            while not holder.contended("rollout"):
-                time.sleep(0.0005)
-            released = time.perf_counter()
-            holder.release(lease)
-            lease, granted = waiting.result()
-            taken.append(granted - released)
-            holder, waiter = waiter, holder
-            time.sleep(0.01)
+    taken = []
+    for seconds in hand_overs(address, "x0"):
+        taken.append(seconds)
+        if len(taken) == 1:
+            bench.send("begun")
+        if bench.poll(0.01):
+            break
     bench.send(taken)

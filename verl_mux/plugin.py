@@ -25,8 +25,6 @@ ENGINES = {"sglang": "verl_mux.rollout.engine.sglang.record"}
 # What a job's config names to verl, which imports it in the process that needs it.
 AGENT_LOOP_MANAGER = "verl_mux.rollout.worker.agent_loop.MuxAgentLoopManager"
 TRIGGERED_BUFFER = {"path": "pkg://verl_mux.trainer.stock_modes", "name": "TriggeredReplayBuffer"}
-# What `verl-mux bench sync --beside` starts as a process: a job's workers without its trainer.
-SYNC_ROUNDS = "bench.sync_rounds"
 
 
 def register() -> None:

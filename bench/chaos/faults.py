@@ -6,13 +6,11 @@ import random
 
 import msgspec
 
+from bench.protocol_model import schedules
+from bench.protocol_model.schedules import POINTS, name
+
 LEASE_S = 3.0
-# Messages at which a coordinator is killed: before anything is written, once it is written, once the first answer is out.
-POINTS = ("received", "written", "sent")
-TYPES = (
-    *("REGISTER", "LEASE_REQUEST", "LEASE_RELEASE", "LEASE_SHRINK", "LEASE_CANCEL", "HEARTBEAT", "PROGRESS", "STEP_REPORT"),
-    *("MEMORY_REPORT", "HOST_REPORT", "PHASE_NOTE", "MEMBER_REPORT", "DETACH", "FAILING", "DEREGISTER"),
-)
+TYPES = [name(kind) for kind in schedules.TYPES]
 # Files that are deleted while the coordinator is dead: the journal alone, or all that it has on disk.
 LOST_FILES = {"coordinator without its journal": "journal", "coordinator without any memory": "journal*"}
 # kind -> how often, relative to the others

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from bench.protocol_model.coordinator import HOST, CoordinatorProcess
-from bench.protocol_model.network import Wire
-from bench.protocol_model.world import World
+from bench.protocol_model.world import Wire, World
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.conversation import REGISTER, Conversation
 from verl_mux.coordinator.bus.fence import Fence, Fenced

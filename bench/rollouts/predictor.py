@@ -12,8 +12,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from rich.console import Console
 from rich.progress import track
@@ -27,6 +29,51 @@ BATCH = 1024
 _ARRIVALS = 20
 _SIMULATED_REQUESTS = 200_000
 _TIMED_CALLS = 5
+
+
+# A row of the file.
+_SHAPE = '{"id": text or number, "prompt": text or chat messages, "epoch": integer, "length": integer of 0 or more}'
+
+
+class _Message(msgspec.Struct):
+    content: str
+
+
+class _Row(msgspec.Struct):
+    id: str | int
+    prompt: str | list[_Message]
+    epoch: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+    length: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+def read_rows(file: Path, *, skip_bad: bool) -> tuple[list[LengthRow], list[str]]:
+    """(rows, epochs ascending and otherwise in file order; one line of text for each bad line, if those are skipped).
+
+    Several rows of one id and epoch are samples of one prompt group.
+
+    Raises:
+        UserError: no such file, no usable row, or a bad line and not skip_bad.
+    """
+    try:
+        lines = [(number, line) for number, line in enumerate(file.read_bytes().splitlines(), 1) if line.strip()]
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
+    rows, bad = list[LengthRow](), list[str]()
+    for number, line in lines:
+        try:
+            row = msgspec.json.decode(line, type=_Row)
+        except msgspec.ValidationError as error:
+            bad.append(f"line {number}: {error}, given {line[:80].decode(errors='replace')}; a row is {_SHAPE}")
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            bad.append(f"line {number}: not JSON: {error}")
+        else:
+            text = row.prompt if isinstance(row.prompt, str) else "\n".join(message.content for message in row.prompt)
+            rows.append(LengthRow(Prompt(str(row.id), text), row.epoch, row.length))
+    if bad and not skip_bad:
+        raise UserError(f"{file} {bad[0]} (--skip-bad leaves such lines out)")
+    if not rows:
+        raise UserError(f"{file} holds no usable row{': ' + bad[0] if bad else ''}; a row is {_SHAPE}")
+    return sorted(rows, key=lambda row: row.epoch), bad
 
 
 class Oracle:
@@ -66,13 +113,13 @@ class _Record:
     ljf: list[float] = field(default_factory=list)
 
 
-def measure(rows: Sequence[LengthRow], *, names: Sequence[str], slots: int, required: bool) -> dict[str, dict[str, Any]]:
-    """{predictor: figures}. rows: epochs ascending. required: a predictor whose extra is missing is an error.
+def measure(rows: Sequence[LengthRow], *, names: Sequence[str], slots: int) -> dict[str, dict[str, Any]]:
+    """{predictor: figures}. rows: epochs ascending.
 
     `us_per_prompt` is the cost of `predict` for a batch of 1024 after all but the last epoch, without the fit; the fit of
     the last epoch's predict is `fit_seconds`. A batch of prompts never seen before is timed too, and the dearer counts.
     """
-    records = _records(names, required)
+    records = {name: _Record(Oracle() if name == "oracle" else make_predictor(name)) for name in names}
     epochs = [list(group) for _, group in groupby(rows, key=lambda row: row.epoch)]
     costs: dict[str, dict[str, float]] = {}
     for number, epoch in enumerate(track(epochs, "epochs", console=Console(stderr=True), disable=not sys.stderr.isatty())):
@@ -84,18 +131,6 @@ def measure(rows: Sequence[LengthRow], *, names: Sequence[str], slots: int, requ
         for record in records.values():
             record.predictor.observe(epoch)
     return {name: _figures(record) | costs[name] for name, record in records.items()}
-
-
-def _records(names: Sequence[str], required: bool) -> dict[str, _Record]:
-    out: dict[str, _Record] = {}
-    for name in names:
-        try:
-            out[name] = _Record(Oracle() if name == "oracle" else make_predictor(name))
-        except UserError as error:
-            if required:
-                raise
-            print(f"verl-mux: left out: {error}", file=sys.stderr)
-    return out
 
 
 class _Arrivals:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
 import psutil
 
-from verl_mux import plugin
+from bench.measuring import answer_of
 from verl_mux.errors import Failure, UserError
 
+SYNC_ROUNDS = "bench.sync_rounds"
 _WITHIN_S = 900.0
 # The model, as trainers hold it, in one region and in two engines a rank, and what passes through a file.
 _COPIES, _COPIES_A_RANK, _RESERVE = 3, 5, 3 << 30
@@ -56,21 +53,13 @@ def _medians(took: Mapping[str, list[float]]) -> dict[str, Any]:
 
 
 def _ask(*arguments: str) -> dict[str, Any]:
-    """Raises Failure, with the last thing that it said."""
-    command = [sys.executable, "-m", plugin.SYNC_ROUNDS, *arguments]
     # As a job's processes; Ray's own choice is to stand back behind all others.
-    environment = {**os.environ, "VERL_PLATFORM": "cpu", "RAY_worker_niceness": "0"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_WITHIN_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise Failure(f"it did not end within {_WITHIN_S:g} s") from None
-    if done.returncode:
-        raise Failure((done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"])[-1].strip())
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    environment = {"VERL_PLATFORM": "cpu", "RAY_worker_niceness": "0"}
+    return answer_of(SYNC_ROUNDS, *arguments, within_s=_WITHIN_S, what="it", **environment)
 
 
-def lines(found: Mapping[str, Any]) -> list[str]:
-    """For people."""
+def in_words(found: Mapping[str, Any]) -> str:
+    """A line an engine and way."""
     text = []
     for name, it in found["beside"].items():
         if "why_not" in it:
@@ -79,4 +68,4 @@ def lines(found: Mapping[str, Any]) -> list[str]:
         same = "" if it["bit_equal"] else ", WRONG WEIGHTS"
         for way, its in (("", it), (" by an engine", it["by_engine"])):
             text.append(f"{name}{way}: {its['seconds']:.3f} s, ours {its['ours_seconds']:.3f} s, {its['ratio']:.2f} of it{same}")
-    return text
+    return "\n".join(text)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
 import os
 import socket
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 import psutil
 
+from bench.measuring import child
 from bench.sync.group import Group
 from bench.sync.participant import digest_of, entries_of
 from verl_mux.errors import Failure, UserError
@@ -34,12 +35,11 @@ def over_loopback(model_bytes: int) -> dict[str, Any]:
         raise UserError(f"{model_bytes} bytes over loopback need {needed} bytes of memory, and {free} are free")
     trainers: list[tuple] = [([], "trainers", "127.0.0.1")] * _SENDERS
     workers: list[tuple] = [([], f"host{at}", "127.0.0.1") for at in range(_HOSTS) for _ in range(_WORKERS)]
-    found, plain = [], []
+    found = []
     with Group.of(trainers, workers, model_bytes, [1 / _SENDERS] * _SENDERS, _SETTINGS) as group:
         for _ in range(_ROUNDS):
             found.append(group.raw_sync("two_stage", 1))
-    for _ in range(_ROUNDS):
-        plain.append(plain_sockets(model_bytes))
+    plain = [plain_sockets(model_bytes) for _ in range(_ROUNDS)]
     answers, seconds = min(found, key=lambda it: it[1])
     moved, gib = model_bytes * _HOSTS / 1e9, model_bytes / 2**30
     send = sum(it["cpu"] for it in answers[:_SENDERS]) / (gib * _HOSTS)
@@ -61,45 +61,30 @@ def over_loopback(model_bytes: int) -> dict[str, Any]:
 def plain_sockets(model_bytes: int) -> float:
     """Seconds for as many bytes from as many processes to as many, each pair over one connection, into memory of their size that
     is there already; nothing else is done."""
-    processes = multiprocessing.get_context("spawn")
-    receivers = [processes.Pipe() for _ in range(_HOSTS)]
-    senders = [processes.Pipe() for _ in range(_SENDERS)]
     part = model_bytes // _SENDERS
-    started = [processes.Process(target=_receive, args=(theirs, part), daemon=True) for _, theirs in receivers]
-    started += [processes.Process(target=_send, args=(theirs, part), daemon=True) for _, theirs in senders]
-    for process in started:
-        process.start()
-    try:
-        addresses = [ours.recv() for ours, _ in receivers]
-        for ours, _ in senders:
-            ours.send(addresses)
-        for ours, _ in senders:
-            ours.recv()
-        began = time.time()
-        for ours, _ in senders:
-            ours.send("go")
-        return max(ours.recv() for ours, _ in receivers) - began
-    except EOFError:
-        raise Failure("a process of the plain sockets ended") from None
-    finally:
-        for process in started:
-            process.kill()
-            process.join()
+    with contextlib.ExitStack() as processes:
+        receivers = [processes.enter_context(child(_receive, part)) for _ in range(_HOSTS)]
+        senders = [processes.enter_context(child(_send, part)) for _ in range(_SENDERS)]
+        try:
+            addresses = [receiver.recv() for receiver in receivers]
+            for sender in senders:
+                sender.send(addresses)
+            for sender in senders:
+                sender.recv()
+            began = time.time()
+            for sender in senders:
+                sender.send("go")
+            return max(receiver.recv() for receiver in receivers) - began
+        except EOFError:
+            raise Failure("a process of the plain sockets ended") from None
 
 
-def _receive(pipe: Pipe, part: int) -> None:
+def _receive(part: int, pipe: Pipe) -> None:
     memory = memoryview(bytearray(os.urandom(1) * (part * _SENDERS)))
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(_SENDERS) as threads:
         pipe.send(server.getsockname())
         connections = [server.accept()[0] for _ in range(_SENDERS)]
-        threads = [
-            threading.Thread(target=_fill, args=(connection, memory[at * part : (at + 1) * part]))
-            for at, connection in enumerate(connections)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        list(threads.map(_fill, connections, [memory[at * part : (at + 1) * part] for at in range(_SENDERS)]))
     pipe.send(time.time())
     pipe.recv()
 
@@ -109,14 +94,11 @@ def _fill(connection: socket.socket, memory: memoryview) -> None:
         memory = memory[connection.recv_into(memory, min(len(memory), 4 << 20), socket.MSG_WAITALL) :]
 
 
-def _send(pipe: Pipe, part: int) -> None:
+def _send(part: int, pipe: Pipe) -> None:
     data = memoryview(os.urandom(1 << 20) * (part >> 20) + bytes(part & ((1 << 20) - 1)))
     connections = [socket.create_connection(address) for address in pipe.recv()]
     pipe.send("ready")
     pipe.recv()
-    threads = [threading.Thread(target=connection.sendall, args=(data,)) for connection in connections]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(_HOSTS) as threads:
+        list(threads.map(lambda connection: connection.sendall(data), connections))
     pipe.recv()

@@ -195,7 +195,7 @@ def sweeps() -> list[Figure]:
 
 
 def latencies() -> list[Figure]:
-    """R10, up to 500 jobs; `verl-mux bench scheduler --all` goes on to 20,000, which takes longer."""
+    """R10, up to 500 jobs."""
     found, points = [], []
     for jobs, paper in ((jobs, paper) for jobs, paper in LATENCY_MS.items() if jobs <= LARGEST):
         figures = decision_latency(jobs, decisions=40)

@@ -20,7 +20,6 @@ TRIED = [
     ("leases --rounds 3 --json", 0, "median"),
     ("load --jobs 2 --seconds 1 --outage 1 --json", 0, "{"),
     ("hostile --frames 50 --messages 50 --seconds 1 --json", 0, "exits"),
-    ("forged --registrations 5 --json", 0, "{"),
     ("chaos --schedules 0", 2, "schedules"),
     ("filler --steps 1", 2, "--steps is 1"),
     ("scheduler --jobs 3 --decisions 2 --json", 0, "{"),

@@ -1,6 +1,6 @@
 """The two benches that load a coordinator and do it harm, on a small scale."""
 
-from bench.hostile import forged, hostile
+from bench.hostile import hostile
 from bench.load import load
 
 
@@ -13,8 +13,3 @@ def test_a_few_hundred_attacks_end_nothing():
     found = hostile(frames=200, messages=200, rate=400.0, seconds=0.5, seed=1)
     assert found["exits"] == 0 and found["grants"] > 0
     assert found["refused"]["frames refused"] >= 200 and "faults" not in found["refused"]
-
-
-def test_forged_registrations_end_no_stranger():
-    found = forged(40)
-    assert (found["taken"], found["refused"]["no such process"], found["signalled"]) == (20, 20, 0)

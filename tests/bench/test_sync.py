@@ -2,11 +2,10 @@
 
 import pytest
 
-from bench.sync.beside import beside_verl, compared, lines
-from bench.sync.cases import CASES, Case, limit_seconds
-from bench.sync.command import bench_sync, over_links, together
+from bench.sync.beside import beside_verl, compared, in_words
 from bench.sync.links import can_shape
 from bench.sync.participant import digest_of, entries_of
+from bench.sync.sync_bench import CASES, Case, bench_sync, limit_seconds, over_links, together
 from verl_mux.errors import UserError
 
 
@@ -59,7 +58,7 @@ def test_measurements_do_not_mix():
 
 
 WAYS = {"memory": {"theirs": [4.0, 2.0, 3.0], "ours": [1.0, 9.0, 1.5]}, "engine": {"theirs": [8.0], "ours": [4.0]}}
-# As trainer/sync_rounds, where one engine lacks a package, one has none of what it needs at work, and one runs.
+# As bench/sync_rounds, where one engine lacks a package, one has none of what it needs at work, and one runs.
 ROUNDS = f"""
 import json, sys
 if len(sys.argv) == 1:
@@ -82,13 +81,13 @@ def test_medians_are_compared_with_the_ratio_of_ours_to_theirs():
 def test_an_engine_that_does_not_run_here_is_named_with_the_reason(tmp_path, monkeypatch):
     (tmp_path / "rounds.py").write_text(ROUNDS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr("verl_mux.plugin.SYNC_ROUNDS", "rounds")
+    monkeypatch.setattr("bench.sync.beside.SYNC_ROUNDS", "rounds")
     found = beside_verl(1024, 3)
     assert found["ranks"] == 3
     assert found["beside"]["nccl"] == {"why_not": "No module named 'cupy'"}
     assert found["beside"]["nixl"] == {"why_not": "RuntimeError: no device"}
     assert found["beside"]["naive"]["ratio"] == 0.5
-    assert lines(found)[1:] == [
+    assert in_words(found).splitlines()[1:] == [
         "naive by an engine: 8.000 s, ours 4.000 s, 0.50 of it",
         "nccl: does not run here: No module named 'cupy'",
         "nixl: does not run here: RuntimeError: no device",

@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 
 from scipy.stats import kendalltau
 
-from bench.rollouts.length_rows import read_rows
+from bench.rollouts.predictor import read_rows
 from tests.what_if.second_simulator import (
     Arrival,
     Bed,

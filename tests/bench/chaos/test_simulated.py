@@ -1,7 +1,7 @@
 """The figures of the protocol's model."""
 
 from bench.chaos import simulated
-from bench.protocol_model.explore import PLANTED
+from bench.protocol_model.schedules import PLANTED
 
 
 def test_all_parts_are_counted_and_each_planted_fault_is_found(monkeypatch):

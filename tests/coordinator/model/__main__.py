@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.progress import track
 
-from bench.protocol_model.explore import PLANTED, explore
+from bench.protocol_model.schedules import PLANTED, explore
 
 
 def main(
@@ -21,8 +21,8 @@ def main(
     if schedules == 1:
         print("\n".join(found.story))
     print(f"{schedules} schedules from seed {seed}: {dict(found.violations) or 'no violation'}; faults {dict(found.faults)}")
-    if found.seeds:
-        print(f"again: python -m tests.coordinator.model --seed {found.seeds[0]} --schedules 1")
+    if found.again:
+        print(f"again: python -m tests.coordinator.model --seed {found.again[0]} --schedules 1")
         sys.exit(1)
 
 

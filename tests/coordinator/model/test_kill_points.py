@@ -1,7 +1,6 @@
 """The coordinator killed at each kind of message: nobody notices; and the measure finds what it must."""
 
-from bench.protocol_model import kill_points
-from bench.protocol_model.kill_points import TYPES, kill_at_each
+from bench.protocol_model.schedules import TYPES, kill_at_each, name
 from tests.exploring import examples
 from verl_mux.coordinator.bus import messages as m
 
@@ -9,7 +8,7 @@ from verl_mux.coordinator.bus import messages as m
 def test_every_message_of_a_job_is_one_at_which_it_dies():
     assert set(TYPES) == set(m.FromJob.__subclasses__())
     found = kill_at_each(range(1, 2))
-    assert found.schedules == 3 * len(TYPES) and all(found.kills[kill_points.name(kind)] == 3 for kind in TYPES)
+    assert found.schedules == 3 * len(TYPES) and all(found.faults[name(kind)] == 3 for kind in TYPES)
 
 
 def test_all_jobs_finish_wherever_it_died():

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.protocol_model.explore import PLANTED, explore, run
+from bench.protocol_model.schedules import PLANTED, explore, run
 from tests.exploring import examples
 
 
 def test_no_schedule_violates_anything():
     found = explore(examples(150), seed=1)
-    assert not found.violations, f"python -m tests.coordinator.model --schedules 1 --seed {found.seeds[0]}\n" + "\n".join(
+    assert not found.violations, f"python -m tests.coordinator.model --schedules 1 --seed {found.again[0]}\n" + "\n".join(
         found.story
     )
     assert found.faults["coordinator killed"] > 100 and found.faults["stale calls"] > 100

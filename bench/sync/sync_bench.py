@@ -6,14 +6,14 @@ shaped by the kernel, the fast one 20 times as fast as the slow one.
 
 from __future__ import annotations
 
-import json as json_module
 import sys
 from collections.abc import Sequence
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from bench.measuring import AsJson, show
 from verl_mux.errors import Failure, UserError
 from verl_mux.launcher.run_processes import require_verl
 
@@ -22,6 +22,58 @@ _MODEL_MIB, _MOST_MIB = 32, 2**20
 _HEADERS = 1.1
 # Times that each way is gone: packets that many streams lose in one full queue make a single time say little.
 _ROUNDS = {"per_pair": 1, "shared": 3}
+
+
+class Case(NamedTuple):
+    """`slow_link`: "per_pair" or "shared"; `slow`: bytes a second of it; the fast class has 20 times as many. `uneven`: ranks
+    hold parts of different size."""
+
+    senders: int
+    hosts: int
+    workers_per_host: int
+    slow_link: str
+    slow: float
+    uneven: bool = False
+
+    @property
+    def name(self) -> str:
+        odd = "_uneven" if self.uneven else ""
+        return f"{self.senders}_to_{self.hosts}x{self.workers_per_host}_{self.slow_link}{odd}"
+
+    @property
+    def shares(self) -> list[float]:
+        parts = [1 + at % 3 if self.uneven else 1 for at in range(self.senders)]
+        return [part / sum(parts) for part in parts]
+
+
+FAST_OVER_SLOW = 20
+# A link of its own for each pair is slow enough that two cores carry 64 of them; a shared one is as fast as several.
+_PAIR, _SHARED = 1.5e6, 12e6
+CASES = (
+    Case(1, 1, 1, "per_pair", 4 * _PAIR),
+    Case(1, 2, 2, "per_pair", 4 * _PAIR),
+    Case(2, 1, 4, "per_pair", 4 * _PAIR),
+    Case(2, 2, 2, "per_pair", 2 * _PAIR),
+    Case(3, 2, 1, "per_pair", 2 * _PAIR, uneven=True),
+    Case(4, 3, 2, "per_pair", 2 * _PAIR),
+    Case(8, 1, 2, "per_pair", _PAIR),
+    Case(1, 8, 1, "per_pair", 4 * _PAIR),
+    Case(5, 7, 1, "per_pair", _PAIR, uneven=True),
+    Case(8, 8, 1, "per_pair", _PAIR),
+    Case(1, 2, 1, "shared", _SHARED),
+    Case(2, 2, 4, "shared", _SHARED),
+    Case(4, 3, 2, "shared", _SHARED, uneven=True),
+    Case(2, 4, 2, "shared", _SHARED),
+)
+
+
+def limit_seconds(case: Case, model_bytes: int) -> float:
+    """No way is faster, each byte crossing the slow class at least once: by the slow link's bandwidth, or by the interface that
+    the model has to come in through."""
+    # Over a link of its own only a rank's part; parts are held as they are.
+    share = 1.0 if case.slow_link == "shared" else max(case.shares)
+    slow = share * model_bytes / case.slow
+    return max(slow, model_bytes / (FAST_OVER_SLOW * case.slow))
 
 
 def bench_sync(
@@ -35,7 +87,7 @@ def bench_sync(
         bool, typer.Option("--beside", help="Instead: beside verl's own checkpoint engines that run here.")
     ] = False,
     ranks: Annotated[int, typer.Option(help="With --beside: trainer ranks, and as many engines.", min=1, max=64)] = 2,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Time the weight sync and `pull`, its yardstick, over shaped links; or over loopback, or beside verl's own."""
     if sum((bool(case), loopback is not None, beside)) > 1:
@@ -43,25 +95,19 @@ def bench_sync(
     if loopback is not None:
         from bench.sync.loopback import over_loopback
 
-        found = over_loopback(round(loopback * 2**30))
-        print(json_module.dumps(found) if json else "\n".join(f"{name}: {value}" for name, value in found.items()))
-        return
+        return show(over_loopback(round(loopback * 2**30)), json)
     if not 1 <= model_mib <= _MOST_MIB:
         raise UserError(f"--model-mib is {model_mib}; it must be at least 1 and at most {_MOST_MIB}")
     if beside:
-        from bench.sync.beside import beside_verl, lines
+        from bench.sync.beside import beside_verl, in_words
 
         require_verl()
-        found = beside_verl(model_mib << 20, ranks)
-        print(json_module.dumps(found) if json else "\n".join(lines(found)))
-        return
-    found = over_links(case, model_mib << 20)
-    print(json_module.dumps(found) if json else "\n".join(_lines(found)))
+        return show(beside_verl(model_mib << 20, ranks), json, in_words)
+    show(over_links(case, model_mib << 20), json, _in_words)
 
 
 def over_links(names: list[str] | None, model_bytes: int) -> dict[str, Any]:
     """Raises UserError: there is no such case, or shaped links cannot be made here."""
-    from bench.sync.cases import CASES
     from bench.sync.links import Bed, can_shape
 
     known = {case.name: case for case in CASES}
@@ -72,12 +118,11 @@ def over_links(names: list[str] | None, model_bytes: int) -> dict[str, Any]:
     cases = {}
     for name in names or known:
         cases[name] = _case(known[name], model_bytes)
-        print("\n".join(_lines({"cases": {name: cases[name]}})), file=sys.stderr, flush=True)
+        print(_in_words({"cases": {name: cases[name]}}), file=sys.stderr, flush=True)
     return {"links": Bed.kind, "model_bytes": model_bytes, "cases": cases}
 
 
-def _case(case: Any, model_bytes: int) -> dict[str, Any]:
-    from bench.sync.cases import FAST_OVER_SLOW, limit_seconds
+def _case(case: Case, model_bytes: int) -> dict[str, Any]:
     from bench.sync.group import METHODS, Group
     from bench.sync.links import Bed, Shape
 
@@ -91,10 +136,7 @@ def _case(case: Any, model_bytes: int) -> dict[str, Any]:
             runs[method].append(group.sync(method, version))
             _check(runs[method][-1]["slow_bytes"], bed.crossed() - before, method)
     return {
-        "senders": case.senders,
-        "hosts": case.hosts,
-        "workers_per_host": case.workers_per_host,
-        "slow_link": case.slow_link,
+        **{name: getattr(case, name) for name in ("senders", "hosts", "workers_per_host", "slow_link")},
         "methods": {method: together(its) for method, its in runs.items()},
         "limit_seconds": limit_seconds(case, model_bytes),
     }
@@ -119,7 +161,7 @@ def _check(sent: int, counted: int, method: str) -> None:
         raise Failure(f"{method} says that it sent {sent} bytes over the slow links, and their interface counted {counted}")
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
+def _in_words(found: dict[str, Any]) -> str:
     lines = []
     for name, case in found["cases"].items():
         lines.append(f"{name}: no faster than {case['limit_seconds']:.2f} s")
@@ -128,4 +170,4 @@ def _lines(found: dict[str, Any]) -> list[str]:
             lines.append(
                 f"  {method:<10} {it['seconds']:8.2f} s, {it['slow_bytes_over_model']:.4f} of the model over slow links{same}"
             )
-    return lines
+    return "\n".join(lines)

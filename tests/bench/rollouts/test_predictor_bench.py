@@ -84,20 +84,23 @@ GOOD = {"id": 1, "prompt": "a", "epoch": 0, "length": 5}
     ("row", "said"),
     [
         ("{", "not JSON"),
-        ("[1]", "expected an object"),
+        ("[1]", "Expected `object`, got `array`"),
         ("[" * 100_000, "not JSON"),
-        ({"id": 1, "prompt": "a", "epoch": 0}, "length is missing"),
-        (GOOD | {"length": -1}, "length must be an integer of 0 or more and below 2147483648, given -1"),
-        (GOOD | {"length": True}, "length must be an integer"),
-        (GOOD | {"length": 1.5}, "given 1.5"),
+        ({"id": 1, "prompt": "a", "epoch": 0}, "missing required field `length`"),
+        (
+            GOOD | {"length": -1},
+            'Expected `int` >= 0 - at `$.length`, given {"id": 1, "prompt": "a", "epoch": 0, "length": -1}; a row is',
+        ),
+        (GOOD | {"length": True}, "Expected `int`, got `bool` - at `$.length`"),
+        (GOOD | {"length": 1.5}, '"length": 1.5}; a row is'),
         ('{"id": 1, "prompt": "a", "epoch": 0, "length": 1e400}', "line 2"),
-        (GOOD | {"epoch": "first"}, "epoch must be an integer"),
-        (GOOD | {"prompt": None}, "prompt must be text"),
-        (GOOD | {"id": None}, "id must be text or a whole number"),
+        (GOOD | {"epoch": "first"}, "Expected `int`, got `str` - at `$.epoch`"),
+        (GOOD | {"prompt": None}, "Expected `str | array`, got `null` - at `$.prompt`"),
+        (GOOD | {"id": None}, "Expected `int | str`, got `null` - at `$.id`"),
     ],
 )
 def test_a_bad_line_is_refused_by_its_number_or_left_out_and_counted(tmp_path, row, said):
-    from bench.rollouts.length_rows import read_rows
+    from bench.rollouts.predictor import read_rows
     from verl_mux.errors import UserError
 
     file = Path(lines(tmp_path, GOOD, row))

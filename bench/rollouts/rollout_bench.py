@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import json
+import json as jsonlib
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from bench.measuring import AsJson, show
 from verl_mux.errors import UserError
 
 
 def bench_predictor(
     file: Annotated[Path, typer.Argument(help="JSON lines: id, prompt, epoch, length.", show_default=False)],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: AsJson = False,
     predictor: Annotated[list[str] | None, typer.Option(help="Measure only this one; may be repeated.")] = None,
     slots: Annotated[int, typer.Option(help="Requests that run at once in the simulated engine.", min=1)] = 64,
     skip_bad: Annotated[bool, typer.Option(help="Leave bad lines out, counted, instead of refusing the file.")] = False,
 ) -> None:
     """Order each epoch by what the earlier ones teach, and say how good the order is."""
-    from bench.rollouts.length_rows import read_rows
-    from bench.rollouts.predictor import MEASURED, measure
+    from bench.rollouts.predictor import MEASURED, measure, read_rows
 
     unknown = [name for name in predictor or () if name not in MEASURED]
     if unknown:
@@ -29,8 +29,7 @@ def bench_predictor(
     rows, bad = read_rows(file, skip_bad=skip_bad)
     if bad:
         print(f"verl-mux: {file}: {len(bad)} bad lines left out, the first: {bad[0]}", file=sys.stderr)
-    results = measure(rows, names=predictor or MEASURED, slots=slots, required=bool(predictor))
-    print(json.dumps(results) if as_json else _table(results))
+    show(measure(rows, names=predictor or MEASURED, slots=slots), json, _table)
 
 
 def bench_rollout(
@@ -44,7 +43,7 @@ def bench_rollout(
     rate: Annotated[float, typer.Option(help="Over-sampling rate.", min=0)] = 1.0,
     override: Annotated[list[str] | None, typer.Option(help="One more key=value for every job; may be repeated.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Read the runs that --dir holds already instead of running them.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Step time and reward with over-sampling and with segments, beside verl's own trainers and plain steps of ours.
 
@@ -62,7 +61,7 @@ def bench_rollout(
     run = run_file.read(file, directory)
     runs = run_all(run, chosen, steps, range(first_seed, first_seed + seeds), rate, override or [], keep)
     result = figures(runs, warmup)
-    print(json.dumps(result, indent=2) if as_json else _modes_table(result["modes"]))
+    print(jsonlib.dumps(result, indent=2) if json else _modes_table(result["modes"]))
 
 
 def bench_migration(
@@ -70,7 +69,7 @@ def bench_migration(
         "examples/migration.yaml"
     ),
     directory: Annotated[Path, typer.Option("--dir", help="Where the two runs go.")] = Path("runs/bench_migration"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Two jobs with long-tail migration, or with tail rounds and growth (--file examples/growth.yaml), and without: makespan,
     cores kept busy, and whether the responses are equal.
@@ -79,12 +78,12 @@ def bench_migration(
     """
     from bench.rollouts.migration import measure
 
-    result = measure(file, directory)
-    if as_json:
-        print(json.dumps(result, indent=2))
-        return
+    show(measure(file, directory), json, _migration_in_words)
+
+
+def _migration_in_words(result: dict[str, Any]) -> str:
     spans, cores = result["makespan_s"], result["cores"]
-    print(
+    return (
         f"makespan {spans['with']} s with it, {spans['without']} s without: {result['ratio']}x; cores busy: {cores['with']} and "
         f"{cores['without']}, so with none ever idle it would be {result['ratio_at_full_cores']}x; nodes went back early "
         f"{result['freed']} times and were lent {result['grown']} times, {result['migrated_requests']} requests moved; "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import os
 import sys
 import tempfile
@@ -13,12 +12,12 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.chaos.cuts import measure
 from bench.chaos.judge import Verdict, judge
 from bench.chaos.kills import deaths, reached, run_kills
 from bench.chaos.schedule import run_schedule
 from bench.chaos.simulated import simulate
-from bench.protocol_model.explore import PLANTED
+from bench.measuring import AsJson, quantile, show
+from bench.protocol_model.schedules import PLANTED
 from verl_mux.errors import UserError
 
 
@@ -36,9 +35,8 @@ def bench_chaos(
         int,
         typer.Option(help="Kill it this many times at each point of each type of message instead (20: half an hour).", min=0),
     ] = 0,
-    cuts: Annotated[int, typer.Option(help="Cut this many jobs off instead (10 s each).", min=0)] = 0,
     keep: Annotated[Path | None, typer.Option(help="Keep what the processes wrote, in this new folder.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Kill, stop and cut off a real coordinator and real jobs at random, and count what they did wrong."""
     if schedules < 1 or seconds < 10:
@@ -47,10 +45,8 @@ def bench_chaos(
         raise UserError(f"--plant is {plant!r}; allowed: {', '.join(PLANTED)}")
     if keep is not None and keep.exists():
         raise UserError(f"--keep {keep} exists; name a new folder")
-    if simulated or cuts:
-        result = simulate(simulated, seed, plant) if simulated else measure(cuts)
-        print(json.dumps(result) if as_json else _in_words(result))
-        return
+    if simulated:
+        return show(simulate(simulated, seed, plant), json, _in_words)
     at_once = side_by_side or os.cpu_count() or 1
     with tempfile.TemporaryDirectory() as scratch:
         folder = (keep or Path(scratch)).absolute()
@@ -58,7 +54,7 @@ def bench_chaos(
             result = _kill_everywhere(folder, kills, seed, at_once)
         else:
             result = figures(_run_all(folder, range(seed, seed + schedules), seconds, plant, at_once))
-    print(json.dumps(result) if as_json else _in_words(result))
+    show(result, json, _in_words)
 
 
 def _run_all(folder: Path, seeds: range, seconds: float, planted: str, at_once: int) -> list[Verdict]:
@@ -89,7 +85,7 @@ def figures(verdicts: list[Verdict]) -> dict[str, Any]:
     coordinator again until it listened."""
     injected: Counter[str] = sum((verdict.faults for verdict in verdicts), Counter())
     after = Counter(kind for verdict in verdicts for _, kind in verdict.violations)
-    grants = sorted(seconds for verdict in verdicts for seconds in verdict.grants_s)
+    grants = [seconds for verdict in verdicts for seconds in verdict.grants_s]
     return {
         "schedules": len(verdicts),
         "violations": after.total(),
@@ -103,8 +99,8 @@ def figures(verdicts: list[Verdict]) -> dict[str, Any]:
     }
 
 
-def _milliseconds(ordered: list[float], share: float) -> float | None:
-    return round(1000 * ordered[int(share * (len(ordered) - 1))], 2) if ordered else None
+def _milliseconds(seconds: list[float], part: float) -> float | None:
+    return round(1000 * quantile(seconds, part), 2) if seconds else None
 
 
 def _in_words(result: dict[str, Any]) -> str:
