@@ -61,7 +61,7 @@ def read_rows(file: Path, *, skip_bad: bool) -> tuple[list[LengthRow], list[str]
     rows, bad = list[LengthRow](), list[str]()
     for number, line in lines:
         try:
-            row = msgspec.json.decode(line, type=_Row)
+            row = msgspec.json.decode(line, type=_Row, strict=False)  # 5.0 is 5
         except msgspec.ValidationError as error:
             bad.append(f"line {number}: {error}, given {line[:80].decode(errors='replace')}; a row is {_SHAPE}")
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -88,12 +88,6 @@ def test_a_rank_beside_the_first_takes_part_and_hands_nothing_over(adapter):
     assert drained == ["a", "b"] and adapter.server_actor.version is None
 
 
-def test_a_folder_is_there_for_the_block_only(ours, tmp_path):
-    with ours.folder(tmp_path) as path:
-        (path / "model.safetensors").write_text("weights")
-    assert not list(tmp_path.iterdir())
-
-
 def test_what_a_dead_process_left_is_removed_and_nothing_else(ours, tmp_path):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
@@ -102,14 +96,3 @@ def test_what_a_dead_process_left_is_removed_and_nothing_else(ours, tmp_path):
         (tmp_path / name).mkdir()
     ours.remove_orphans(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(names[1:])
-
-
-def test_a_checkpoint_is_what_an_engine_loads_and_gone_with_the_block(ours, tmp_path):
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    weights = {"a.weight": torch.arange(6.0).reshape(2, 3)}
-    with ours.checkpoint(weights, model) as directory:
-        assert torch.equal(load_file(directory / "model.safetensors")["a.weight"], weights["a.weight"])
-        assert (directory / "config.json").read_text() == "{}"
-    assert not directory.exists()

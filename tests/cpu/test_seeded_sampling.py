@@ -39,25 +39,17 @@ class TestDistribution:
         counts = torch.bincount(tokens.long(), minlength=len(weights)).double()
         assert chi_square(counts, probabilities.double()) < CHI_SQUARE[len(weights) - 1]
 
-    def test_successive_tokens_are_independent(self):
-        probabilities = torch.full((8,), 1 / 8)
-        tokens = draw(probabilities, torch.full((40_001,), 11), torch.arange(40_001)).long()
-        pairs = torch.bincount(tokens[:-1] * 8 + tokens[1:], minlength=64).double()
+    @pytest.mark.parametrize("beside", ["positions", "seeds"])
+    def test_neighbours_are_independent(self, beside):
+        probabilities, positions = torch.full((8,), 1 / 8), torch.arange(40_001)
+        first = draw(probabilities, torch.full((40_001,), 100), positions).long()
+        other = first[1:] if beside == "positions" else draw(probabilities, torch.full((40_000,), 101), positions[:-1]).long()
+        pairs = torch.bincount(first[:-1] * 8 + other, minlength=64).double()
         assert chi_square(pairs, torch.full((64,), 1 / 64)) < CHI_SQUARE[63]
 
-    def test_neighbouring_seeds_are_independent(self):
-        probabilities = torch.full((8,), 1 / 8)
-        positions = torch.arange(40_000)
-        first, second = (draw(probabilities, torch.full((40_000,), seed), positions).long() for seed in (100, 101))
-        pairs = torch.bincount(first * 8 + second, minlength=64).double()
-        assert chi_square(pairs, torch.full((64,), 1 / 64)) < CHI_SQUARE[63]
-
-    def test_a_token_without_probability_is_never_drawn(self):
-        probabilities = torch.tensor([0.0, 0.5, 0.0, 0.5])
-        assert set(draw(probabilities, torch.arange(5000), torch.zeros(5000)).tolist()) == {1, 3}
-
-    def test_a_certain_token_is_always_drawn(self):
-        assert set(draw(torch.tensor([0.0, 0.0, 1.0]), torch.arange(500), torch.zeros(500)).tolist()) == {2}
+    @pytest.mark.parametrize(("probabilities", "drawn"), [((0.0, 0.5, 0.0, 0.5), {1, 3}), ((0.0, 0.0, 1.0), {2})])
+    def test_a_token_without_probability_is_never_drawn(self, probabilities, drawn):
+        assert set(draw(torch.tensor(probabilities), torch.arange(5000), torch.zeros(5000)).tolist()) == drawn
 
     def test_the_noise_is_gumbels(self):
         noise = gumbel(numbers(5), numbers(0), 200_000).flatten()

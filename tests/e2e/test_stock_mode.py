@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from tests.e2e import tiny
@@ -14,7 +12,7 @@ from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.profiling.report.output.summary import summarise
 
 pytestmark = pytest.mark.e2e
-BATCH = 4
+BATCH, TRIGGER = 4, "mux/rollout/trigger/"
 _LIMIT_S = 600
 
 
@@ -27,23 +25,15 @@ def job(streaming, request):
     return directory
 
 
-def _trigger(directory, step: int) -> dict[str, float]:
-    line = next(x for x in (directory / "job" / "job.log").read_text().splitlines() if f"step:{step} - " in x)
-    return {name: float(value) for name, value in re.findall(r"mux/rollout/trigger/(\w+):(?:np\.\w+\()?(-?[0-9.e-]+)", line)}
-
-
 def test_it_trains_when_enough_groups_are_ready_and_never_on_more_than_a_batch(job):
-    figures = [_trigger(job, step) for step in range(1, STREAMED + 1)]
+    figures = [tiny.figures(job, "job", step, TRIGGER) for step in range(1, STREAMED + 1)]
     assert all(1 <= it["groups"] <= BATCH for it in figures)
     assert all(it["groups"] >= ENOUGH for it in figures if not it["waited"])
 
 
 def test_low_entropy_doubles_both_thresholds(job):
-    assert (_trigger(job, STREAMED)["n_min"], _trigger(job, STREAMED)["t_max_s"], _trigger(job, STREAMED)["mood"]) == (
-        2 * ENOUGH,
-        60,
-        1,
-    )
+    last = tiny.figures(job, "job", STREAMED, TRIGGER)
+    assert (last["n_min"], last["t_max_s"], last["mood"]) == (2 * ENOUGH, 60, 1)
 
 
 def test_the_parts_of_its_steps_and_its_requests_are_logged(job):

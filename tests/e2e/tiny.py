@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import yaml
 
+from bench.rollouts.modes import read_run
 from verl_mux.platform import device_ledger
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic"
@@ -117,13 +118,8 @@ def overrides(assets: Path, steps: int, mode: str = "mux_separate") -> list[str]
 
 
 def run_file(
-    path: Path,
-    directory: Path,
-    jobs: dict[str, list[str]],
-    environment: dict[str, str],
-    restarts: dict[str, int],
-    **coordinator,
-) -> Path:
+    path: Path, directory: Path, jobs: dict[str, list[str]], environment: dict[str, str], restarts: dict[str, int], **coordinator
+) -> Path:  # fmt: skip
     """A run file for `jobs` ({name: overrides}) on one rollout node and one training node. `restarts`: how many, by job."""
     pools = {"rollout": {"nodes": [{"name": "r0", "cpus": [0]}]}, "train": {"nodes": [{"name": "t0", "cpus": [1]}]}}
     spec = {
@@ -182,6 +178,12 @@ def events(directory: Path, job: str, role: str = "trainer") -> list[dict]:
     for path in (directory / job / "events" / role).glob("step_*/worker_*.jsonl"):
         found += [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
     return sorted(found, key=lambda event: event["timestamp"])
+
+
+def figures(directory: Path, job: str, step: int, prefix: str = "mux/rollout/") -> dict[str, float]:
+    """verl's metrics of a step whose names begin with `prefix`, without it; of the job's log."""
+    logged = read_run("", 0, directory / job).metrics[step]
+    return {name.removeprefix(prefix): value for name, value in logged.items() if name.startswith(prefix)}
 
 
 def held_without_lease(directory: Path, job: str) -> list[str]:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import subprocess
+import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tests.gpu.engines import Bed, Engine, EngineEnded
+import psutil
+
+from tests.gpu.engines import ROOT, Bed, Engine, EngineEnded
+from verl_mux.coordinator.bus.client import connect
+from verl_mux.coordinator.bus.members import UID_VARIABLE
+from verl_mux.coordinator.config import make_config
+from verl_mux.coordinator.server import Coordinator
 from verl_mux.memory.sleep_states import KV_CACHE, WEIGHTS
 
+PHASES = ("init", "rollout", "train")
+NODES = {"rollout": ["r0"], "train": ["t0"]}
 MIB = 2**20
 # The driver rounds, and a first round makes what later ones keep.
 ROUNDING, WARM_UP = 64 * MIB, 3
@@ -105,6 +118,37 @@ def still_held(bed: Bed, pids: Sequence[int]) -> list[str]:
     """(8) Asked in the moment in which nodes of a dead job are granted: does any process of it still hold device memory?"""
     seen = bed.by_pid()
     return [f"pid {pid} of the dead job holds {seen[pid]} bytes when its node is granted" for pid in pids if seen.get(pid)]
+
+
+def killed_in(bed: Bed, phase: str, *more: str) -> list[str]:
+    """(8) A job's driver is killed in a phase while a child of it holds device memory, and another waits for its node. Returns
+    what was wrong when that job got the node. `more`: see holder.py."""
+    pools = {side: {"nodes": [{"name": name} for name in names]} for side, names in NODES.items()}
+    with Coordinator(make_config({"pools": pools, "kill_grace": 0.5})) as coordinator:
+        assert coordinator.address is not None
+        uid = f"dies:{uuid.uuid4().hex}"
+        kind = "bed" if bed.kind == "bed" else "cuda"
+        command = [sys.executable, "-m", "tests.gpu.holder", coordinator.address, "dies", phase, kind, *more]
+        environment = {**os.environ, **bed.environment, UID_VARIABLE: uid, "PYTHONPATH": str(ROOT)}
+        driver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+        assert driver.stdout is not None
+        child = int(driver.stdout.readline())
+        try:
+            if not bed.by_pid().get(child):
+                return [f"pid {child} holds device memory, and nobody sees it"]
+            lives = connect(coordinator.address, "lives", NODES, uid=f"lives:{uuid.uuid4().hex}", timeout=60.0)
+            driver.kill()
+            driver.wait()
+            lease = lives.acquire(phase, step=0 if phase == "init" else 1)
+            wrong = still_held(bed, [child])
+            lives.release(lease)
+            lives.close()
+            return wrong
+        finally:
+            driver.kill()
+            driver.wait()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(child).kill()
 
 
 def copied_when_told(states: Any, copies: Callable[[], list[Any]], device_bytes: Callable[[], int]) -> list[str]:

@@ -1,9 +1,13 @@
-"""Real SGLang engines on CUDA: what they keep, whether they grow, what a sync fills, what they do without room. Device memory is
-as NVML tells it, by process."""
+"""Real SGLang engines on CUDA: what they keep, whether they grow, what a sync fills, what they do without room; and
+torch_memory_saver as our servers use it. Device memory is as NVML shows it, by process."""
+
+import json
+import subprocess
+import sys
 
 import pytest
 
-from tests.gpu import killed_jobs, scenes, states
+from tests.gpu import scenes, states
 from tests.gpu.engines import opened
 from verl_mux.memory.sleep_states import KV_CACHE
 
@@ -63,9 +67,9 @@ def test_a_wake_without_room_is_an_error_and_hurts_nobody(bed, engine):
     assert scenes.no_room(engine("awake", 0.7), sleeper) == []
 
 
-@pytest.mark.parametrize("phase", killed_jobs.PHASES)
+@pytest.mark.parametrize("phase", scenes.PHASES)
 def test_a_dead_jobs_node_is_granted_when_no_process_of_it_holds_memory(bed, phase):
-    assert killed_jobs.killed_in(bed, phase) == []
+    assert scenes.killed_in(bed, phase) == []
 
 
 @pytest.fixture
@@ -82,3 +86,46 @@ def one_gpu(gpus, tmp_path):
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_a_host_copy_is_whole_when_a_sleep_returns_and_the_device_is_free(one_gpu, role):
     assert scenes.copied_when_told(*states.made(role, "cuda")) == []
+
+
+_SCRIPT = """
+import json, torch
+from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+from verl_mux.rollout.engine.sglang.memory_saver import create_adapter
+adapter = create_adapter(TorchMemorySaverAdapter.create, enable=True)
+MIB = 2**20
+free = lambda: torch.cuda.mem_get_info()[0]
+with adapter.region("weights"):
+    weights = torch.full((256 * MIB,), 1, dtype=torch.uint8, device="cuda")
+with adapter.region("kv_cache"):
+    cache = torch.full((512 * MIB,), 2, dtype=torch.uint8, device="cuda")
+pointer, awake = weights.data_ptr(), free()
+adapter.pause("kv_cache"); kv = free() - awake
+adapter.pause("weights"); both = free() - awake
+adapter.resume("weights"); weights.fill_(3)
+adapter.resume("kv_cache")
+torch.cuda.synchronize()
+same = weights.data_ptr() == pointer
+print(json.dumps({"kv": kv, "both": both, "same_address": same, "value": int(weights[-1]), "left": free() - awake}))
+"""
+
+
+@pytest.fixture(scope="module")
+def measured(gpus):
+    import torch_memory_saver
+
+    with torch_memory_saver.configure_subprocess():
+        result = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_pausing_a_tag_gives_that_tags_bytes_back(measured):
+    assert measured["kv"] == 512 * 2**20
+    assert measured["both"] == 768 * 2**20
+
+
+def test_resumed_memory_has_its_old_address_and_can_be_written(measured):
+    assert measured["same_address"]
+    assert measured["value"] == 3
+    assert measured["left"] == 0

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("sglang")
 pytest.importorskip("verl")
-from tests.gpu import killed_jobs, scenes, states
+from tests.gpu import scenes, states
 from tests.gpu.engines import BUDGET, opened
 from verl_mux.memory.sleep_states import KV_CACHE
 from verl_mux.trainer import workers
@@ -86,13 +86,13 @@ def host_is_device(monkeypatch):
         monkeypatch.setattr(module, "cpu_memory_saver", saver)
 
 
-@pytest.mark.parametrize("phase", killed_jobs.PHASES)
+@pytest.mark.parametrize("phase", scenes.PHASES)
 def test_a_dead_jobs_node_is_granted_when_no_process_of_it_holds_memory(bed, phase):
-    assert killed_jobs.killed_in(bed, phase) == []
+    assert scenes.killed_in(bed, phase) == []
 
 
 def test_a_process_that_still_holds_memory_then_is_found(bed):
-    (wrong,) = killed_jobs.killed_in(bed, "rollout", "unmarked")
+    (wrong,) = scenes.killed_in(bed, "rollout", "unmarked")
     assert "of the dead job holds" in wrong
 
 

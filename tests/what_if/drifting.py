@@ -1,13 +1,10 @@
 """Runs of one job on a machine whose speed drifts, made without what-if's engines: one with the recorded keys, one with others.
 
-    python -m tests.what_if.drifting RUNS    # how many of so many intervals hold the change that a second run had
-
 A step's responses begin together; a token takes a hundredth of a second, whatever else runs, times the machine's pace then.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,10 +73,3 @@ def held(machine: Machine, seed: int) -> bool:
     low, high = WhatIf(*recording(tokens, paces)).predict({"data.max_response_length": str(LIMIT)}).interval
     true = step_s(lengths(rng), machine.paces(rng), LIMIT) / step_s(tokens, paces, int(tokens.max())) - 1
     return low <= true <= high
-
-
-if __name__ == "__main__":
-    runs = int(sys.argv[1])
-    for spread, memory in ((0.0, 1), (0.1, 1), (0.1, 4), (0.1, 16), (0.1, 64)):
-        found = sum(held(Machine(spread, memory), seed) for seed in range(runs))
-        print(f"spread {spread}, memory {memory} steps: {found} of {runs}", flush=True)

@@ -1,19 +1,13 @@
-"""What-if's ranking of keys on lengths of others, beside the simulation of the whole.
+"""What-if's ranking of keys, beside the simulation of the whole.
 
-    python -m tests.what_if.ranking FILE... [--json]
-
-FILE: rows `{"id", "prompt", "epoch", "length"}`, or a table of requests (a column GeneratedTokens, in order of time) or of length
-distributions (columns workload, length, cdf). Its lengths run through the second simulator with everything off, and what that
-run would have logged is written as an event log. Report and what-if read the log and rank the keys; the truth is the same lengths
-through the second simulator under each key, whose engines share no code with those of what-if.
+Lengths run through the second simulator with everything off, and what that run would have logged is written as an event log.
+Report and what-if read the log and rank the keys; the truth is the same lengths through the second simulator under each key,
+whose engines share no code with those of what-if.
 """
 
 from __future__ import annotations
 
-import csv
 import json
-import random
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,65 +17,21 @@ from tempfile import TemporaryDirectory
 
 from scipy.stats import kendalltau
 
-from bench.rollouts.predictor import read_rows
-from tests.what_if.second_simulator import (
-    Arrival,
-    Bed,
-    Deferred,
-    Key,
-    Machine,
-    Recording,
-    Replica,
-    Request,
-    VirtualJob,
-    recording,
-)
+from tests.what_if.second_simulator import Arrival, Bed, Deferred, Key, Recording, Replica, Request, VirtualJob, recording
 from verl_mux.profiling.plain.lines import find_log_files
 from verl_mux.profiling.report.input.run_log import read_files
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.rollout.control.oversampling import Oversampler
 from verl_mux.rollout.control.segments import SegmentLimits, SegmentSteps
-from verl_mux.rollout.control.tail_rounds import LengthEstimates
-from verl_mux.rollout.lengths.predictors import LengthRow, Prompt, make_predictor
+from verl_mux.rollout.lengths.predictors import LengthRow
 from verl_mux.what_if.recorded_run import recordings, stays_of
 from verl_mux.what_if.what_if import WhatIf
 
 EPOCH = datetime(2025, 8, 11, 23, 0, 0)
-BED = Bed(batch=8, slots=1000, step_s=0.02, request_s=0.0005, prefill_s=2e-5, train_token_s=2e-3, switch_s=0.0, replicas=2)
-SAMPLES = 4
+BED = Bed(batch=8, slots=1000, step_s=0.02, request_s=0.0005, prefill_s=2e-5, train_token_s=2e-3, replicas=2)
 PROMPT_TOKENS = 90
-MOST_PROMPTS = 320  # of a file: forty steps
 TRAINED_PART = 0.8  # of them: over-sampling draws ahead, and must find some at the end too
 WARM_PART = 0.25  # of the steps, in which left-overs build up, as what-if leaves them out
-SHORTEST = 1
-
-
-def lengths(file: Path) -> dict[str, list[LengthRow]]:
-    """{name: rows} of what the file holds; tables have no prompts, so consecutive requests are taken for samples of one."""
-    if file.suffix == ".jsonl":
-        return {file.stem: read_rows(file, skip_bad=False)[0]}
-    with file.open() as text:
-        rows = list(csv.DictReader(text))
-    if "GeneratedTokens" in rows[0]:
-        return {file.stem: _in_groups([int(row["GeneratedTokens"]) for row in rows])}
-    by_workload = defaultdict(list)
-    for row in rows:
-        length, cdf = (float(value) for name, value in row.items() if name != "workload")
-        by_workload[row["workload"]].append((cdf, length))
-    return {f"{file.stem}:{name}": _in_groups(_drawn(points)) for name, points in by_workload.items()}
-
-
-def _in_groups(found: Sequence[int]) -> list[LengthRow]:
-    kept = [max(SHORTEST, length) for length in found][: MOST_PROMPTS * SAMPLES]
-    return [LengthRow(Prompt(str(at // SAMPLES), ""), 0, length) for at, length in enumerate(kept)]
-
-
-def _drawn(points: Sequence[tuple[float, float]]) -> list[int]:
-    chance, table = random.Random(1), sorted(points)
-    return [
-        int(next((length for cdf, length in table if cdf >= at), table[-1][1]))
-        for at in (chance.random() for _ in range(MOST_PROMPTS * SAMPLES))
-    ]
 
 
 @dataclass(frozen=True)
@@ -112,7 +62,7 @@ class Ran:
 
 
 def run(job: VirtualJob, bed: Bed, steps: int) -> Ran:
-    """So many steps of one job, alone."""
+    """`steps` steps of one job, alone."""
     replicas = [Replica(bed) for _ in range(bed.replicas)]
     began: dict[Key, tuple[float, int]] = {}
     now, ran = 0.0, Ran([], [])
@@ -125,7 +75,7 @@ def run(job: VirtualJob, bed: Bed, steps: int) -> Ran:
     job.submit, job.abort = submit, lambda key: next((t for r in replicas if (t := r.abort(key)) is not None), None)
     while len(ran.steps) < steps and not job.over:
         for replica in replicas:
-            replica.at = replica.ready = now
+            replica.at = now
         start = now
         job.begin()
         while not job.finished:
@@ -140,8 +90,8 @@ def run(job: VirtualJob, bed: Bed, steps: int) -> Ran:
     return ran
 
 
-def virtual_job(recorded: Recording, machine: Machine, bed: Bed) -> VirtualJob:
-    return VirtualJob("a", machine, Arrival(recorded), recorded, bed.batch)
+def virtual_job(recorded: Recording, machine: Oversampler | SegmentSteps, bed: Bed) -> VirtualJob:
+    return VirtualJob(machine, Arrival(recorded), bed.batch)
 
 
 def plain(recorded: Recording, bed: Bed) -> VirtualJob:
@@ -163,19 +113,13 @@ def cut(recorded: Recording, longest: int) -> Recording:
 Whole = Callable[[Recording, Bed], VirtualJob]
 
 
-def _deferring(recorded: Recording, bed: Bed) -> VirtualJob:
-    """Texts tell nothing, as none are in the log."""
-    bare = [Prompt(group.prompt.id, "") for group in recorded.groups]
-    by_name = {group.name: replace(group, prompt=prompt) for group, prompt in zip(recorded.groups, bare, strict=True)}
-    recorded = replace(recorded, epochs=tuple(tuple(by_name[group.name] for group in epoch) for epoch in recorded.epochs))
-    source = Deferred(recorded, bed.batch, LengthEstimates(make_predictor("default"), recorded.samples))
-    return VirtualJob("a", Oversampler(recorded.samples), source, recorded, bed.batch)
-
-
 def candidates(longest: int, recurs: bool) -> Iterator[tuple[dict[str, str], Whole]]:
     """What advice would try, and more of it."""
     if recurs:
-        yield {"mux.rollout.tail": "defer"}, _deferring
+        yield (
+            {"mux.rollout.tail": "defer"},
+            lambda recorded, bed: VirtualJob(Oversampler(recorded.samples), Deferred(recorded, bed.batch), bed.batch),
+        )
     over, segments = "mux.rollout.oversample", "mux.rollout.segments"
     for rate in (0.25, 0.5, 1.0):
         yield (
@@ -211,7 +155,7 @@ def write_log(ran: Ran, directory: Path, job: str = "a", nodes: Sequence[str] = 
         if number in ran.waits:
             log("trainer", 0, number, end, "lease_wait", ran.waits[number], phase="train", nodes=["t0"], token=0)
     for it in ran.stays:
-        _, group, sample = it.key
+        group, sample = it.key
         who = {"request_id": f"{group.replace('@', 'x')}_{sample}", "turn": 1, "stay": 1, "replica": it.replica}
         who |= {"node": nodes[it.replica % len(nodes)]}
         told = {"prompt_tokens": PROMPT_TOKENS, "response_tokens": it.tokens, "version": it.step - 1, "held_sec": 0.0}
@@ -270,24 +214,3 @@ def agreement(ranked: Sequence[Ranked]) -> dict[str, float]:
         "error": max(abs((1 + it.foretold) / (1 + it.true) - 1) for it in ranked),
         "held": sum(it.interval[0] <= it.true <= it.interval[1] for it in ranked) / len(ranked),
     }
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Prints a line a file and one a key."""
-    as_json = "--json" in arguments
-    for file in [Path(it) for it in arguments if it != "--json"]:
-        for name, rows in lengths(file).items():
-            ranked = rank(rows)
-            told = agreement(ranked)
-            if as_json:
-                keys = [{"keys": it.keys, "foretold": it.foretold, "interval": it.interval, "true": it.true} for it in ranked]
-                print(json.dumps({"file": name, **told, "ranked": keys}))
-                continue
-            print(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in told.items()))
-            for it in sorted(ranked, key=lambda it: it.true):
-                keys = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in it.keys.items())
-                print(f"  {it.true:+.3f}  foretold {it.foretold:+.3f} ({it.interval[0]:+.3f} to {it.interval[1]:+.3f})  {keys}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -101,36 +101,30 @@ def recordings(analysis: Analysis) -> Iterator[Recording]:
         UserError: no job of the log can; says why.
     """
     reasons = {}
-    found = False
-    for job in sorted(set(analysis.requests["job"])):
-        try:
-            recording = _recording(analysis, job)
-        except _Lacking as lacking:
-            reasons[job] = str(lacking)
-            continue
-        found = True
-        yield recording
-    if not found:
+    jobs = sorted(set(analysis.requests["job"]))
+    for job in jobs:
+        recording = _recording(analysis, job)
+        if isinstance(recording, Recording):
+            yield recording
+        else:
+            reasons[job] = recording
+    if len(reasons) == len(jobs):
         why = "; ".join(f"{job or 'the log'}: {reason}" for job, reason in reasons.items()) or "it has no requests"
         raise UserError(f"this log cannot be run again ({why})")
 
 
-class _Lacking(Exception):
-    """What a log lacks."""
-
-
-def _recording(analysis: Analysis, job: str) -> Recording:
+def _recording(analysis: Analysis, job: str) -> Recording | str:
+    """A text: what the job's log lacks."""
     of_job = pl.col("job") == job
     requests = analysis.requests.filter(of_job & ~pl.col("validate"))
     done = requests.filter((pl.col("status") == "complete") & (pl.col("tokens") > 0))
     if done.is_empty():
-        raise _Lacking("no finished request tells its tokens")
-    prompts = analysis.stays.filter(of_job).group_by("request_id").agg(pl.col("prompt").min())
-    first = analysis.stays.filter(of_job).group_by("request_id").agg(pl.col("step").min().alias("first"))
-    done = done.join(prompts, on="request_id", how="left").join(first, on="request_id", how="left")
+        return "no finished request tells its tokens"
+    by_request = analysis.stays.filter(of_job).group_by("request_id")
+    done = done.join(by_request.agg(pl.col("prompt").min(), pl.col("step").min().alias("first")), on="request_id", how="left")
     steps = _steps(analysis, job, done)
     if len(steps) < MIN_STEPS:
-        raise _Lacking(f"{len(steps)} steps with their times, {MIN_STEPS} are needed")
+        return f"{len(steps)} steps with their times, {MIN_STEPS} are needed"
     groups = _groups(done)
     replicas = max(1, analysis.engines.stays.filter(of_job)["replica"].n_unique())
     keys = analysis.keys(job)
@@ -308,42 +302,35 @@ BY_ID = ("default", "fifo", "history")
 class Foresight:
     """prompt(of a drawn group) -> what a predictor of this kind may be asked about.
 
-    learns: name of the predictor that the job learns with; None: it is taken to reach an agreement of `tau`.
+    learns: name of the predictor that the job learns with. None: this is the predictor itself: true lengths, with as much noise
+    as leaves a rank agreement of tau (of a bivariate normal, tau = 2/pi asin r; Greiner 1909).
     """
 
     def __init__(self, learns: str | None, seed: int, tau: float = TAU) -> None:
-        self._learns, self._guess = learns, _Guess(tau, random.Random(seed))
+        self._learns, self._tau, self._chance = learns, tau, random.Random(seed)
+        self._true: dict[str, float] = {}  # mean tokens of a group by its name
+        self._noise: dict[str, float] = {}  # asked twice, it says the same
 
     def predictor(self) -> LengthPredictor:
         """A fresh one."""
-        return self._guess if self._learns is None else make_predictor(self._learns)
+        return self if self._learns is None else make_predictor(self._learns)
 
     def prompt(self, name: str, group: Group) -> Prompt:
         """name: of this draw."""
         if self._learns is not None:
             return Prompt(group.prompt or name, "")
-        self._guess.true[name] = sum(sample.tokens for sample in group.samples) / len(group.samples)
+        self._true[name] = sum(sample.tokens for sample in group.samples) / len(group.samples)
         return Prompt(name, "")
-
-
-class _Guess:
-    """True lengths with as much noise as leaves a rank agreement of tau (of a bivariate normal, tau = 2/pi asin r; Greiner
-    1909)."""
-
-    def __init__(self, tau: float, chance: random.Random) -> None:
-        self.true: dict[str, float] = {}  # mean tokens of a group by its name
-        self._tau, self._random = tau, chance
-        self._noise: dict[str, float] = {}  # asked twice, it says the same
 
     def observe(self, rows: Sequence[LengthRow]) -> None:
         """Nothing to learn."""
 
     def predict(self, prompts: Sequence[Prompt]) -> np.ndarray:
         """Logarithms of tokens, (prompts,)."""
-        true = np.log([max(self.true[prompt.id], 1.0) for prompt in prompts])
+        true = np.log([max(self._true[prompt.id], 1.0) for prompt in prompts])
         r = math.sin(math.pi * self._tau / 2)
         noise = float(true.std()) * math.sqrt(1 / r**2 - 1) if r > 0 else 0.0
-        return true + noise * np.array([self._noise.setdefault(prompt.id, self._random.gauss(0, 1)) for prompt in prompts])
+        return true + noise * np.array([self._noise.setdefault(prompt.id, self._chance.gauss(0, 1)) for prompt in prompts])
 
 
 def in_order(recording: Recording, seed: int) -> Iterator[Group]:

@@ -150,10 +150,10 @@ def _sharing(
     analysis: Analysis, recordings: Mapping[str, Recording], segment: Segment, mode: Mode, jobs: Sequence[str]
 ) -> Sharing:  # fmt: skip
     holds = [hold for hold in _work(analysis.leases, segment) if hold.job in jobs]
-    shares = {}
-    for job in jobs:
-        mine = [hold for hold in holds if hold.job == job]
-        shares[job] = _share(recordings[job], mine, _replicas(analysis, recordings[job]))
+    shares = {
+        job: _share(recordings[job], [hold for hold in holds if hold.job == job], _replicas(analysis, recordings[job]))
+        for job in jobs
+    }
     recorded = max(hold.end for hold in holds) - min(hold.start for hold in holds)
     return Sharing(shares, mode, recorded)
 
@@ -193,7 +193,7 @@ def _median(seconds: Sequence[float]) -> float:
 
 
 POLICY = MigrationPolicy()  # as a job migrates
-LOOKS_S = 0.5  # between two looks of a rollout at who waits for its nodes
+LOOKS_S = 0.5  # between two looks of a rollout at the jobs that wait for its nodes
 _PLENTY = 1 << 60  # tokens of KV cache
 
 
@@ -213,7 +213,8 @@ class Together:
 
     def __init__(self, sharing: Sharing, models: Mapping[str, WhatIf]) -> None:
         self.sharing, self.models = sharing, {job: models[job] for job in sharing.shares}
-        samples = sum(self.sharing.shares[job].steps * _samples(model.settings) for job, model in self.models.items())
+        sizes = {job: model.settings.wanted * model.settings.samples for job, model in self.models.items()}
+        samples = sum(sharing.shares[job].steps * size for job, size in sizes.items())
         self.part = min(1.0, MAX_SAMPLES / max(samples, 1))  # of the steps: a long recording's are too many
         self._bases: dict[int | None, float] = {}
 
@@ -241,22 +242,11 @@ class Together:
         return self._bases[world]
 
     def _run(self, settings: Mapping[str, Settings], world: int | None) -> float:
-        jobs = [
-            _Job(
-                job,
-                settings[job],
-                self.sharing.shares[job],
-                model,
-                world,
-                max(1, round(self.part * self.sharing.shares[job].steps)),
-            )
-            for job, model in self.models.items()
-        ]
+        jobs = []
+        for job, model in self.models.items():
+            share = self.sharing.shares[job]
+            jobs.append(_Job(job, settings[job], share, model, world, max(1, round(self.part * share.steps))))
         return _Run(jobs, self.sharing.mode).seconds()
-
-
-def _samples(settings: Settings) -> int:
-    return settings.wanted * settings.samples
 
 
 class _Job:

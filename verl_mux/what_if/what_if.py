@@ -87,7 +87,7 @@ class WhatIf:
         scores = [s.score for group in recording.groups for s in group.samples if s.score is not None]
         self._worst = min(scores, default=0.0)
         self._gpus = _gpus(recording)
-        speed = self._fitted(stays)
+        speed = rerun.fit(stays)
         if speed is None:
             raise UserError(f"{recording.job or 'this log'} cannot be run again: too few stays in engines say how long they took")
         self._steps = self._count()
@@ -96,9 +96,6 @@ class WhatIf:
         self._training = _training(recording.steps)
         self._worlds = [self._world(seed) for seed in range(RESAMPLED)]
         self._bases: dict[int | None, Outcome] = {}
-
-    def _fitted(self, stays: pl.DataFrame) -> Speed | None:
-        return rerun.fit(stays)
 
     def _count(self) -> int:
         each = self.settings.wanted * self.settings.samples
@@ -120,7 +117,7 @@ class WhatIf:
         """One that the recording does not exclude."""
         chance = random.Random(seed)
         stays = self._stays.sample(fraction=1.0, with_replacement=True, seed=seed)
-        speed = self._fitted(stays) or self._speed
+        speed = rerun.fit(stays) or self._speed
         speed = rerun.even(speed, math.exp(float(np.median(self._off(speed))))) if speed is not self._speed else speed
         return speed, _training(chance.choices(self.recording.steps, k=len(self.recording.steps))), seed + 1
 
