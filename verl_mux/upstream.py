@@ -1,7 +1,7 @@
-"""Which verl we work with, and every name of it that we rely on beyond its documented interfaces. An engine's are in its record.
+"""Which verl we work with, and the names of it that we override, patch or find by name. An engine's are in its record.
 
-`tests/upstream` resolves each name and tests the protocols behind them; a bump of a package that takes one away or changes
-what it does fails there, by name, and nowhere else.
+Data, read by `verl-mux doctor` and by `tests/upstream`. The tests resolve each name, and each one that our modules import, and
+test the protocols behind them: a bump of a package that takes one away or changes what it does fails there, by name.
 """
 
 from __future__ import annotations
@@ -61,8 +61,6 @@ _NAMES = {
     "verl.experimental.agent_loop": {
         "AgentLoopWorker._run_agent_loop": "one span and one seed per request; makes its loop without Hydra",
         "AgentLoopWorker._compute_score AgentLoopWorker._agent_loop_postprocess": "timed per request",
-        "agent_loop.DictConfigWrap agent_loop.ToolListWrap": "an agent loop's arguments, as verl gives them",
-        "agent_loop._agent_loop_registry": "our tool loop takes the place of tool_agent",
         "tool_agent_loop.ToolAgentLoop._call_tool": "timed per tool call",
     },
     "verl.workers.engine.fsdp.transformer_impl": {
@@ -73,28 +71,19 @@ _NAMES = {
     "verl": {
         "workers.rollout.replica.RolloutReplica.get_ray_class_with_init_args": "our checkpoint engine worker",
         "workers.rollout.replica.RolloutReplica.init_colocated": "launches a replica on a pool that we made",
-        "utils.checkpoint.checkpoint_manager.find_latest_ckpt_path": "the checkpoint to read ahead",
-        "utils.checkpoint.checkpoint_manager.get_checkpoint_tracker_filename": "whether there is one",
         "checkpoint_engine.base.CheckpointEngineRegistry._registry": "which of verl's engines could be imported",
         "checkpoint_engine.base.CheckpointEngineRegistry._import_errors": "what the others lack",
-        "trainer.ppo.v1.agent_loop_tq.AgentLoopManagerTQ": "subclassed: our agent loop worker",
-        "utils.rollout_trace.rollout_trace_attr": "verl's trace around an agent loop",
         "workers.engine_workers.ActorRolloutRefWorker.update_weights": "overridden: host shards instead of full tensors",
-        "workers.engine_workers.TrainingWorker": "subclassed for the critic",
         "workers.engine.base.BaseEngineCtx._context_switch": "moves nothing while our workers have loaded the states",
         "workers.engine.base.EngineRegistry._engines": "is a CPU engine registered already",
-        "utils.model.convert_weight_keys": "FSDP names to Hugging Face names",
         "workers.rollout.llm_server.LLMServerManager._initialize_llm_servers": "rollout_replica_class is read there",
         "single_controller.ray.base.RayResourcePool.get_placement_groups": "bundles with a resource of their node's",
         "single_controller.ray.base.ResourcePoolManager.create_resource_pool": "its pools are replaced by placed ones",
         "single_controller.ray.base.sort_placement_group_by_node_ip": "the order of ranks, which ours must agree with",
-        "utils.fs.copy_to_local": "the model's files, to read ahead",
-        "checkpoint_engine.base.CheckpointEngineWorker": "subclassed: our hand on the launch gate",
         "checkpoint_engine.base.CheckpointEngineManager.build_process_group": "called once, not at every sync",
         "plugin.platform.platform_manager.PlatformRegistry": "platform cpu",
         "utils.distributed.initialize_global_process_group_ray": "wrapped: gloo alone on platform cpu",
         "workers.rollout.base._ROLLOUT_REGISTRY": "verl's own modes on the CPU: another way for the weights",
-        "trainer.ppo.v1.replay_buffer._accumulate_eviction_metrics": "the trigger waits in several goes",
         "utils.config.validate_config": "our keys are checked with verl's, before Ray starts",
     },
     "ray": {

@@ -8,11 +8,11 @@ parameters, or the reason why it is not there.
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import json
 import logging
 import os
+import pkgutil
 import traceback
 import warnings
 from collections.abc import Callable
@@ -36,22 +36,6 @@ def imported_names() -> list[str]:
     return sorted(found)
 
 
-def resolve(name: str):
-    """The object of a dotted name: the longest importable module, then attributes. Raises ImportError or AttributeError."""
-    parts = name.split(".")
-    for count in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:count]))
-        except ModuleNotFoundError as error:
-            if error.name and not name.startswith(error.name):
-                raise
-            continue
-        for part in parts[count:]:
-            found = getattr(found, part)
-        return found
-    raise ImportError(name)
-
-
 def parameters(found) -> list[str] | None:
     modified = getattr(getattr(found, "__ray_metadata__", None), "modified_class", found)
     try:
@@ -62,7 +46,7 @@ def parameters(found) -> list[str] | None:
 
 def describe(name: str) -> dict:
     try:
-        return {"parameters": parameters(resolve(name))}
+        return {"parameters": parameters(pkgutil.resolve_name(name))}
     except (ImportError, AttributeError) as error:
         return {"missing": f"{type(error).__name__}: {error}"}
 
@@ -74,7 +58,7 @@ def engine_parts(engine) -> dict:
     from verl_mux.rollout.engine.replica import replica_class
 
     made = replica_class(engine)
-    server = resolve(engine.server)
+    server = pkgutil.resolve_name(engine.server)
     stand_in = SimpleNamespace(
         _settings=WorkerSettings(rollout_nodes=("r0", "r1")), config=SimpleNamespace(nnodes=2, n_gpus_per_node=2),
         nnodes=1, replica_world_size=1, replica_rank=2, node_rank=0,

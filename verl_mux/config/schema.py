@@ -67,7 +67,7 @@ class SyncConfig(Keys, frozen=True):
     """The weight sync from the trainer to the rollout engines; docs/sync.md."""
 
     verify: Annotated[bool, _doc("Check every piece of the weights by digest on arrival.")] = True
-    timeout_s: Annotated[float, _doc("A peer that is silent for this long is lost: the sync names it and fails.", gt=0)] = 120.0
+    timeout_s: Annotated[float, _doc("A peer that is silent for this time is lost: the sync names it and fails.", gt=0)] = 120.0
     interface: Annotated[
         str | None, _doc("Network interface by whose address other hosts reach this one; null: the one that Ray uses.")
     ] = None
@@ -82,7 +82,9 @@ class OversampleConfig(Keys, frozen=True):
     step and go on from their tokens."""
 
     rate: Annotated[float, _doc("Prompt groups beyond data.train_batch_size, as a share of it; 0: off.", ge=0)] = 0.0
-    max_cuts: Annotated[int, _doc("A group that was cut off this often runs to its end; the step waits for it.", ge=0)] = MAX_CUTS
+    max_cuts: Annotated[
+        int, _doc("A group that was cut off this number of times runs to its end; the step waits for it.", ge=0)
+    ] = MAX_CUTS
 
 
 class SegmentsConfig(Keys, frozen=True):
@@ -129,7 +131,7 @@ class TriggerConfig(Keys, frozen=True):
     n_min: Annotated[
         Annotated[int, Meta(ge=1)] | None, _doc("Train as soon as this many prompt groups are ready; null: verl's own way.")
     ] = None
-    t_max_s: Annotated[float, _doc("Train after this long with at least one.", gt=0)] = 60.0
+    t_max_s: Annotated[float, _doc("Train after this time with at least one.", gt=0)] = 60.0
     entropy: Annotated[
         tuple[float, float] | None,
         _doc("[low, high] in nats: below low both thresholds double, above high they are halved. null: entropy changes nothing."),

@@ -52,19 +52,19 @@ def is_host(name: str, at: Location) -> bool:
     return one == other or (one.partition(".")[0] == other.partition(".")[0] and ("." not in one or "." not in other))
 
 
-def mismatch(who: str, node: str, place: Place, at: Location) -> str | None:
-    """Why `who` must not work for `node` at `at`, as a clause that names both; None: it may, or the node is not bound."""
+def mismatch(process: str, node: str, place: Place, at: Location) -> str | None:
+    """Why `process` must not work for `node` at `at`, as a clause that names both; None: it may, or the node is not bound."""
     if place.host is None:
         return None
     there = is_host(place.host, at)
     if there and (place.gpu_ids is None or at.devices is None or set(at.devices) <= {str(gpu) for gpu in place.gpu_ids}):
         return None
-    return f"{who} works for node {node!r} ({place}), but runs on {at}"
+    return f"{process} works for node {node!r} ({place}), but runs on {at}"
 
 
-def check(found: Iterable[tuple[str, str, Location]], places: Mapping[str, Place]) -> None:
-    """Raise UserError naming every process of `found` (name, its node, where it runs) that does not run on its node."""
-    wrong = [text for who, node, at in found if (text := mismatch(who, node, places.get(node, Place()), at))]
+def check(located: Iterable[tuple[str, str, Location]], places: Mapping[str, Place]) -> None:
+    """Raise UserError naming every process of `located` (name, its node, where it runs) that does not run on its node."""
+    wrong = [text for process, node, at in located if (text := mismatch(process, node, places.get(node, Place()), at))]
     if wrong:
         raise UserError(
             f"{'; '.join(wrong)}. A Ray node that offers the resource mux_NODE must run on that node's host, with its GPUs alone"

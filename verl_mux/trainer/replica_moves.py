@@ -308,7 +308,9 @@ def make_growth(
     Raises:
         UserError: a replica runs on own and on other nodes.
     """
-    asked, names, mine, others = f"mux.rollout.growth.own={list(own)}", set(own), [], []
+    asked, names = f"mux.rollout.growth.own={list(own)}", set(own)
+    mine: list[Unit] = []
+    others: list[Unit] = []
     for unit in engines.units(asked):
         if 0 < len(names & set(unit.nodes)) < len(set(unit.nodes)):
             runs_on = f"replica {unit.replicas[0]} runs on {', '.join(unit.nodes)}"
