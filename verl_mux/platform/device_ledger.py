@@ -81,7 +81,8 @@ def reserve(tags: Mapping[Hashable, int]) -> None:
 
 
 def charge(kinds: Mapping[str, int]) -> None:
-    """This process keeps these bytes besides its tensors, by kind; other kinds stay as they are. Nothing where there is no budget.
+    """This process keeps these bytes besides its tensors, by kind; other kinds stay as they are. Nothing where there is no
+    budget.
 
     Raises DeviceFull where that has no room for it.
     """
