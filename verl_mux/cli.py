@@ -1,4 +1,5 @@
-"""The `verl-mux` command. Each sub-command lives beside what it drives and is imported only when it is called."""
+"""The `verl-mux` command, in a process of its own. Each sub-command lives beside what it drives, and is imported when it is
+called."""
 
 from __future__ import annotations
 
@@ -21,16 +22,12 @@ COMMANDS = {
     "coordinator": ("verl_mux.coordinator.commands", "coordinator", "Serve leases to jobs until interrupted."),
     "status": ("verl_mux.coordinator.commands", "status", "Ask a coordinator which job runs which phase, and which jobs wait."),
     "evict": ("verl_mux.coordinator.commands", "evict", "End a job as if it had failed."),
-    "release": (
-        "verl_mux.coordinator.commands",
-        "release",
-        "Free what an ending job holds on hosts that are out of sight.",
-    ),
+    "release": ("verl_mux.coordinator.commands", "release", "Free what an ending job holds on hosts that are out of sight."),
     "hold": ("verl_mux.hold", "hold", "Run a command on nodes that no job uses, and leave when one wants them."),
     "agent": ("verl_mux.agent.agent", "agent", "Look at this host for a coordinator: processes and memory of jobs."),
     "keys": ("verl_mux.coordinator.commands", "keys", "Make the keys of a coordinator and of its clients."),
     "plan": ("verl_mux.launcher.plan_command", "plan", "Say where jobs would go, or what memory they need."),
-    "top": ("verl_mux.top_command", "top", "Show what a run does now: jobs, replicas, requests, who waits."),
+    "top": ("verl_mux.top_command", "top", "Show what a run does now: jobs, replicas, requests, waits."),
     "report": ("verl_mux.report_command", "report", "Say where the time of a run went, from its event log."),
     "doctor": ("verl_mux.launcher.doctor", "doctor", "Check this machine: plugin, versions, platform, memory, ports."),
 }
@@ -48,10 +45,6 @@ EXTRAS = {
     "prometheus_client": "pip install 'verl-mux[metrics]'",
     "scipy": "pip install scipy",
 }
-
-
-def _load(module: str, function: str) -> Callable:
-    return getattr(importlib.import_module(module), function)
 
 
 def _finite(function: Callable) -> Callable:
@@ -77,7 +70,7 @@ def _group(table: dict[str, tuple[str, str, str]], asked: str | None, help: str)
     group.callback()(_not_called)
     for name, (module, function, line) in table.items():
         if name == asked:
-            group.command(name)(_finite(_load(module, function)))
+            group.command(name)(_finite(getattr(importlib.import_module(module), function)))
         else:
             group.command(name, help=line)(_not_called)
     return group
@@ -98,11 +91,7 @@ def _app(arguments: list[str]) -> typer.Typer:
 
 
 def _find_checkout(command: str) -> None:
-    """Let this process and its children import the checkout's folders.
-
-    Raises:
-        UserError: verl_mux was installed from a wheel, which has none of them.
-    """
+    """Let this process and its children import the checkout's folders. Raises UserError in a wheel, which has none of them."""
     root = Path(__file__).resolve().parents[1]
     if not (root / CHECKOUT_COMMANDS[command] / "__init__.py").is_file():
         raise UserError(f"`verl-mux {command}` is not in the installed package: run it from a checkout of verl_mux")
@@ -115,31 +104,26 @@ def main() -> None:
     try:
         sys.exit(_app(sys.argv[1:])(standalone_mode=False) or 0)
     except _UsageError as error:
-        print(_told(error), file=sys.stderr)
-        sys.exit(2)
+        text, code = _usage(error), 2
     except typer.Abort:
-        print("verl-mux: nothing was done", file=sys.stderr)
-        sys.exit(1)
-    except UserError as error:
-        print(f"verl-mux: {error}", file=sys.stderr)
-        sys.exit(2)
-    except Failure as error:
-        print(f"verl-mux: {error}", file=sys.stderr)
-        sys.exit(1)
+        text, code = "verl-mux: nothing was done", 1
+    except (UserError, Failure) as error:
+        text, code = f"verl-mux: {error}", 2 if isinstance(error, UserError) else 1
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:
             raise
         words = " ".join(["verl-mux", *sys.argv[1 : 3 if sys.argv[1] == "bench" else 2]])
-        print(f"{words} needs {package}: {EXTRAS[package]}", file=sys.stderr)
-        sys.exit(2)
+        text, code = f"{words} needs {package}: {EXTRAS[package]}", 2
+    print(text, file=sys.stderr)
+    sys.exit(code)
 
 
-def _told(error: Any) -> str:
-    """In one line, with what was given, which pydantic knows and typer leaves out; but help that was not asked for as it is."""
+def _usage(error: Any) -> str:
+    """In one line, with the value, which pydantic knows and typer leaves out; help that was not asked for stays as it is."""
     text = error.format_message()
     if "\n" in text.strip():
         return text
-    given = [wrong["input"] for wrong in error.__cause__.errors()] if hasattr(error.__cause__, "errors") else []
-    was = f", given {given[0]!r}" if given else ""
+    values = [wrong["input"] for wrong in error.__cause__.errors()] if hasattr(error.__cause__, "errors") else []
+    was = f", given {values[0]!r}" if values else ""
     return f"verl-mux: {text.rstrip('.')}{was}; see `{error.ctx.command_path if error.ctx else 'verl-mux'} --help`"

@@ -93,7 +93,7 @@ def test_every_change_of_what_a_process_holds_is_a_line():
         holders = [Holder(UID, m.Member("h", 7, 1, "b"), held)] if held else []
         report = m.AgentReport(agent="g", number=at, host=host, source="ledger", holders=holders)
         answer = m.AgentAnswer(number=at, epoch="e", again_s=1, nodes={"r0": NodeHere(job="a", token=3)}, jobs={UID: "a"})
-        log.tell(report, answer, float(at))
+        log.log(report, answer, float(at))
 
     for at, held in enumerate([{"r0": 0}, {"r0": 5}, {"r0": 5}, {"r0": 2}, {}]):
         seen(at, **held)

@@ -63,62 +63,47 @@ class Marked:
                 if fresh or member not in self._known:
                     known[member] = members.mark_of(pid) or known[member]
         self._known = known
-        found: defaultdict[str, list[Member]] = defaultdict(list)
+        marked: defaultdict[str, list[Member]] = defaultdict(list)
         for member, uid in known.items():
             if uid and members.is_alive(member):
-                found[uid].append(member)
-        return dict(found)
+                marked[uid].append(member)
+        return dict(marked)
 
     def look(self, asked: Mapping[str, Sequence[Member]]) -> list[Look]:
-        """For each uid: which of these processes, and which with its mark, live. Looked for twice: what a dying process starts
-        while the first look goes on may be missed by it."""
+        """For each uid: which of these processes, and which with the mark of the uid, live. Where none is found there is a second
+        look: the first may miss what a dying process starts while it goes on."""
         first = self._look(asked)
         unsure = {look.uid: asked[look.uid] for look in first if not look.alive}
         again = {look.uid: look for look in self._look(unsure)} if unsure else {}
         return [again.get(look.uid, look) for look in first]
 
     def _look(self, asked: Mapping[str, Sequence[Member]]) -> list[Look]:
-        found = self.find(fresh=True)
-        return [
-            Look(uid, list(dict.fromkeys([*(member for member in known if members.is_alive(member)), *found.get(uid, ())])))
-            for uid, known in asked.items()
-        ]
-
-
-_Key = tuple[str, int, str]  # uid, pid, node
+        marked = self.find(fresh=True)
+        alive = {uid: [*filter(members.is_alive, known), *marked.get(uid, ())] for uid, known in asked.items()}
+        return [Look(uid, list(dict.fromkeys(processes))) for uid, processes in alive.items()]
 
 
 class MappedLog:
-    """`tell` after each report, with the answer to it or the last one."""
+    """A line of the event log for each change of what a process holds: `log` after each report, with the newest answer."""
 
-    def __init__(self, log: Any) -> None:
-        self._log = log
-        self._before: dict[_Key, int] = {}
+    def __init__(self, event_log: Any) -> None:
+        self._log = event_log
+        self._before: dict[tuple[str, int, str], int] = {}  # bytes by uid, pid and node
         self._names: dict[str, str] = {}
 
-    def tell(self, report: AgentReport, answer: AgentAnswer | None, seen_at: float) -> None:
+    def log(self, report: AgentReport, answer: AgentAnswer | None, seen_at: float) -> None:
         """`seen_at`: epoch seconds of the look. A process whose job the coordinator does not know has an empty name."""
         self._names.update(answer.jobs if answer else {})
-        nodes = answer.nodes if answer else {}
-        now = {key: held for holder in report.holders for key, held in _entries(holder) if held}
-        for key in dict.fromkeys([*self._before, *now]):
-            before, held = self._before.get(key, 0), now.get(key, 0)
-            if before != held:
-                self._say(key, before, held, report, nodes, seen_at)
-        self._before = now
-        known = {uid for uid, _, _ in now}
-        self._names = {uid: name for uid, name in self._names.items() if uid in known}
-
-    def _say(self, key: _Key, before: int, held: int, report: AgentReport, nodes: Mapping[str, NodeHere], at: float) -> None:
-        uid, pid, node = key
-        lease = nodes.get(node)
-        about = {"host": report.host.name, "node": node, "job": self._names.get(uid, ""), "pid": pid, "bytes": held}
-        leased = {"leased_to": lease.job if lease else "", "token": lease.token if lease else 0}
-        self._log.log(events.DEVICE_MEMORY, extra={**about, "before": before, **leased, "source": report.source}, timestamp=at)
-
-
-def _entries(holder: Holder) -> list[tuple[_Key, int]]:
-    return [((holder.uid, holder.member.pid, node), held) for node, held in holder.bytes.items()]
+        held = {(it.uid, it.member.pid, node): num for it in report.holders for node, num in it.bytes.items() if num}
+        for uid, pid, node in dict.fromkeys([*self._before, *held]):
+            before, now = (known.get((uid, pid, node), 0) for known in (self._before, held))
+            if before != now:
+                lease = answer.nodes.get(node, NodeHere()) if answer else NodeHere()
+                about = {"host": report.host.name, "node": node, "job": self._names.get(uid, ""), "pid": pid, "bytes": now}
+                about |= {"before": before, "leased_to": lease.job, "token": lease.token, "source": report.source}
+                self._log.log(events.DEVICE_MEMORY, extra=about, timestamp=seen_at)
+        self._before = held
+        self._names = {uid: self._names[uid] for uid, _, _ in held if uid in self._names}
 
 
 # The kernel goes through all pages of a process for it: a second for hundreds of GB.
@@ -128,7 +113,7 @@ _Held = dict[Member, dict[str, int]]
 
 
 class HostMemory:
-    """`of` as often as one likes."""
+    """Host memory of processes, read in a thread every 10 s; `held` may be called at any time."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="verl-mux-host-memory")
@@ -136,7 +121,7 @@ class HostMemory:
         self._began = float("-inf")
         self._held: _Held = {}
 
-    def of(self, processes: Sequence[Member]) -> _Held:
+    def held(self, processes: Sequence[Member]) -> _Held:
         """By process, as read last, by kind; those that came since are not in it."""
         if self._reading is not None and self._reading.done():
             self._held, self._reading = self._reading.result(), None
@@ -182,7 +167,7 @@ class Agent:
                 link.send(report)
                 answer = self._answer_to(report, enough)
                 self._answer = answer or self._answer
-                self._mapped.tell(report, self._answer, seen_at)
+                self._mapped.log(report, self._answer, seen_at)
                 if answer is not None:
                     self._end(answer.end)
                 enough.wait(answer.again_s if answer else _WITHOUT_ANSWER_S)
@@ -194,12 +179,11 @@ class Agent:
     def look(self) -> m.AgentReport:
         answer, memory = self._answer, psutil.virtual_memory()
         looks = self._marked.look(answer.look_for) if answer and answer.look_for else []
-        marked = self._marked.find(fresh=False)
+        marked = {member: uid for uid, processes in self._marked.find(fresh=False).items() for member in processes}
         held = self._devices.held(answer.nodes if answer else {})
-        carrying = {member.pid for found in marked.values() for member in found}
-        host, others = self._host_memory.of([member for found in marked.values() for member in found]), dict(held.others)
+        pids, host, others = {member.pid for member in marked}, self._host_memory.held(list(marked)), dict(held.others)
         for pid, by_node in held.by_pid.items():
-            for node, num_bytes in by_node.items() if pid not in carrying else ():
+            for node, num_bytes in by_node.items() if pid not in pids else ():
                 others[node] = others.get(node, 0) + num_bytes
         self._number += 1
         return m.AgentReport(
@@ -210,9 +194,7 @@ class Agent:
             looks=looks,
             dead=[driver for driver in (answer.drivers if answer else []) if not members.is_alive(driver)],
             holders=[
-                Holder(uid, member, held.by_pid.get(member.pid, {}), host.get(member, {}))
-                for uid, found in marked.items()
-                for member in found
+                Holder(uid, member, held.by_pid.get(member.pid, {}), host.get(member, {})) for member, uid in marked.items()
             ],
             others=others,
             memory_free=min(memory.available, _HIGHEST_BYTES),
@@ -222,8 +204,8 @@ class Agent:
     # --- doing ---
 
     def _end(self, uids: list[str]) -> None:
-        """Only processes that carry the mark of such a job, or did when they were seen first, and of this user: `members.kill`
-        looks again right before."""
+        """Only processes of this user that carry the mark of such a job, or did when they were seen first: `members.kill` looks
+        again right before."""
         marked = self._marked.find(fresh=True) if uids else {}
         for uid in uids:
             for member in marked.get(uid, ()):

@@ -54,19 +54,15 @@ class LeaseLost(Failure):
 
 @dataclass(frozen=True)
 class Lease:
-    """Permission for one phase on `nodes`.
+    """Permission for one phase on `nodes`."""
 
-    `token` rises with every lease ever granted; `waited_s`: seconds between asking and holding; `granted_at`: epoch seconds, by
-    the coordinator's clock. `wanted` is set as soon as another job waits for one of the nodes, or they may not be used any more;
-    a filler gives the lease back then.
-    """
-
-    token: int
+    token: int  # rises with every lease ever granted
     nodes: list[str]
     phase: str
     step: int
-    waited_s: float
-    granted_at: float
+    waited_s: float  # between asking and holding
+    granted_at: float  # epoch seconds, by the coordinator's clock
+    # Set as soon as another job waits for one of the nodes, or they may not be used any more: a filler gives the lease back then.
     wanted: threading.Event = dataclasses.field(default_factory=threading.Event, compare=False, repr=False)
 
 
@@ -185,10 +181,8 @@ class LocalMux:
         """Reports what the job does within its phase: sync, sleep, wake..."""
 
     def guard(self, fenced: Callable[[], None]) -> None:
-        """Has `fenced` called, in a thread of its own, when the nodes held may not be used any more, and again while that is so.
-
-        It is to stop what runs there, and may wait with `wait_until_usable`.
-        """
+        """Has `fenced` called, in a thread of its own, when the nodes held may not be used any more, and again while that is so:
+        it stops what runs there, and may wait with `wait_until_usable`."""
 
     def wait_until_usable(self) -> None:
         """Blocks while the nodes held may not be used. Raises LeaseLost when they never will be."""
@@ -217,18 +211,16 @@ class LocalMux:
         """Ends the job while its memory may still be on its nodes: they come free when its processes are gone."""
 
     def close(self, reason: str = "") -> None:
-        """Ends the job, or only this client if it is not the job's first, and gives back what it holds.
-
-        `reason`: why, if the job has not simply finished.
-        """
+        """Ends the job, or only this client if it is not the job's first, and gives back what it holds. `reason`: why, if the job
+        has not simply finished."""
 
 
 class Mux(LocalMux):
     """A job registered with the coordinator at `address`; for what the calls do see LocalMux.
 
-    made -> registered (or queued, with `wait` False) -> calls from any thread -> `close` or `fail`; or the coordinator ends the
-    job (JOB_ENDED). After each of these every call that needs an answer raises LeaseLost. `_changed` guards the conversation,
-    which the link's thread and the callers share.
+    made -> registered (or queued, with `wait` False) -> calls from any thread -> `close` or `fail`, or the coordinator ends the
+    job; then every call that needs an answer raises LeaseLost. `_changed` guards the conversation, which the link's thread and
+    the callers share.
     """
 
     def __init__(
@@ -304,7 +296,11 @@ class Mux(LocalMux):
 
     def progress(self, done: int, total: int) -> None:
         done, total = int(done), int(total)  # often numpy's, which do not travel
-        token = self._rollout_token()
+        with self._changed:
+            self._raise_if_ended()
+            if self._talk.lost:  # and no call has raised that yet
+                raise LeaseLost(next(iter(self._talk.lost.values())))
+            token = next((claim.token for claim in self._talk.held.values() if claim.phase == "rollout"), None)
         now = time.monotonic()
         # At most 20 a second travel, so that it may be called for every sample; the last one always does.
         if done >= total or now - self._progress_sent >= _PROGRESS_INTERVAL_S:
@@ -365,8 +361,8 @@ class Mux(LocalMux):
         return [gang for gang in self._talk.gangs if nodes is None or set(gang).issubset(nodes)]
 
     def leave_to_move(self, move: int, step: int, saving_s: float) -> None:
-        to_move = {"moving": move, "step": int(step), "saving_s": float(saving_s)}
-        self._leave(lambda talk: talk.leave("it comes back: it was asked to leave its nodes", **to_move), "left to move")
+        reason, to_move = "it comes back: it was asked to leave its nodes", {"moving": move, "step": int(step)}
+        self._leave(lambda talk: talk.leave(reason, **to_move, saving_s=float(saving_s)), "left to move")
 
     def fail(self, reason: str) -> None:
         self._leave(lambda talk: talk.fail(reason), "it failed")
@@ -451,14 +447,6 @@ class Mux(LocalMux):
         """Once for each lost lease."""
         if token in self._talk.lost:
             raise LeaseLost(self._talk.lost.pop(token))
-
-    def _rollout_token(self) -> int | None:
-        """Of the rollout lease held. Raises LeaseLost if any lease was lost and no call has raised that yet."""
-        with self._changed:
-            self._raise_if_ended()
-            if self._talk.lost:
-                raise LeaseLost(next(iter(self._talk.lost.values())))
-            return next((claim.token for claim in self._talk.held.values() if claim.phase == "rollout"), None)
 
     def _set_wanted(self) -> None:
         """Of leases for whose nodes another job waits, or that may not be used any more. `_changed` is held."""
