@@ -197,7 +197,9 @@ def _real_jobs(file: Path, directory: Path, command: list[str], steps: int) -> d
 def _without_segments(run: RunFile, steps: int) -> RunFile:
     """Its jobs interleave from the first step on, and do `steps` steps. Raises UserError where they are on other hosts."""
     if any(job.ray for job in run.jobs.values()):
-        raise UserError("--file: its jobs run on hosts; fillers of this bench run on this machine, so jobs without `ray` are needed")
+        raise UserError(
+            "--file: its jobs run on hosts; fillers of this bench run on this machine, so a file without `ray` is needed"
+        )
     jobs = {
         name: msgspec.structs.replace(job, overrides=[*job.overrides, f"trainer.total_training_steps={steps}"])
         for name, job in run.jobs.items()

@@ -16,7 +16,8 @@ from verl_mux.errors import UserError
 from verl_mux.launcher import run_file, run_intervals
 from verl_mux.launcher.command import run_jobs
 from verl_mux.launcher.run_file import RunFile
-from verl_mux.launcher.run_summary import median_periods, segment_steps, throughput_ratio
+from verl_mux.launcher.run_summary import Figures
+from verl_mux.profiling.plain.intervals import throughput_ratio
 
 
 def bench_mux(
@@ -43,12 +44,11 @@ def _three_ways(run: RunFile, steps: int) -> RunFile:
 def figures(run: RunFile) -> dict[str, Any]:
     """The bench's result from a finished run's files. Bytes are those of tagged device memory."""
     directory, jobs, config = run.directory, list(run.jobs), run.coordinator_config()
-    spans = run_intervals.read(directory, jobs)
+    measured = Figures(run_intervals.read(directory, jobs), config.schedule, jobs)
     peaks = json.loads((directory / "peaks.json").read_text())
-    segments = segment_steps(config.schedule)
     ways: dict[str, Any] = {}
     for index, mode in enumerate(MODES):
-        periods = median_periods(spans, jobs, segments, mode)
+        periods = measured.periods(mode)
         bytes_by_node = {node: by_segment.get(str(index), 0) for node, by_segment in peaks.items()}
         ways[mode] = {"period_s": periods, "peak_device_bytes": bytes_by_node}
     alone = ways["sequential"]["period_s"]

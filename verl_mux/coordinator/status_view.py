@@ -1,6 +1,6 @@
 """A coordinator's snapshot for people: rows that a terminal shows as tables, and elsewhere one plain line per node and job.
 
-Runs on the command line, and `memory` in the coordinator; called by commands.py, top_command.py and launcher/live_view.py; pure.
+Runs on the command line, and `memory` in the coordinator; called by commands.py, top_command.py and launcher/watch.py; pure.
 """
 
 from __future__ import annotations

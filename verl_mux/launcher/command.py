@@ -25,6 +25,7 @@ from verl_mux.launcher.marked_process import MarkedProcess, end_leftovers
 from verl_mux.launcher.run_file import RunFile, fill
 from verl_mux.launcher.run_processes import JobProcess, RunCoordinator, filler_process, finish_filler, require_verl
 from verl_mux.launcher.watch import Watch
+from verl_mux.profiling.plain.lines import read_directory
 from verl_mux.yaml_file import read_yaml
 
 _ANSWER_S = 10.0
@@ -196,10 +197,11 @@ def _finish(run: RunFile, watch: Watch, started_at: float) -> dict:
     startup_s = run_summary.startup(spans, started_at)
     result = run_summary.summarise(spans, config, names, watch.peak_rss, startup_s, cores.read(directory))
     if config.placement is not None:
-        result["groups"] = run_intervals.group_periods(run_intervals.read_predictions(directory), spans)
-        result["moves"] = run_intervals.read_moves(directory, spans)
-    if (directory / run_file.AGENTS).is_dir():
-        result["hosts"] = run_intervals.read_hosts(run, 0.0 if run.resume else started_at)
+        result["groups"] = run_summary.group_periods(run_summary.read_predictions(directory), spans)
+        result["moves"] = run_summary.read_moves(directory, spans)
+    if (agents := directory / run_file.AGENTS).is_dir():  # of agents that were started with --log-dir DIR/agents
+        since = 0.0 if run.resume else started_at
+        result["hosts"] = run_intervals.hosts_by_side((it for it in read_directory(agents) if it.end >= since), run.jobs)
     if run.fillers:  # by node, the share of the time without a job that fillers used, from the first lease on
         result["bubble_filled"] = {node: state["usage"]["bubble_filled"] for node, state in _nodes(watch.snapshot).items()}
     (directory / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
@@ -231,7 +233,7 @@ def print_summary(result: dict, console: Console) -> None:
         both = f"predicted {group['predicted_period_s']:.2f} s, measured {group['measured_period_s']:.2f} s"
         console.print(f"group {group['group']} ({', '.join(group['jobs'])}): {both} ({group['difference']:+.1%})")
     for move in result.get("moves", ()):
-        console.print(run_intervals.move_sentence(move))
+        console.print(run_summary.move_sentence(move))
     for line in _overall(result["mux"]):
         console.print(line)
 

@@ -3,8 +3,7 @@
     Account.look() every few seconds -> <dir>/cores.jsonl, a line an interval -> busy(...) of a window of the run
 
 An interval's processor time is what the processes used that were there at its end; what one used after the last look before its
-end is lost. Threads count with their process. One that has ended and was waited for counts for no process: its own looks counted
-it.
+end is lost. Runs in the launcher; called by watch.py, run_summary.py and bench/; reads /proc, writes the file.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ from typing import NamedTuple
 import psutil
 
 from verl_mux.coordinator.core.settings import Config
-from verl_mux.launcher.run_intervals import Timeline
 
 EVERY_S = 5.0
 FILE = "cores.jsonl"
-_NAMED = re.compile(r"ray::(?P<ray>\w+)|sglang::(?P<sglang>\w+)|-m (?P<module>[\w.]+)|(?P<program>raylet|gcs_server)")
+_NAMED = re.compile(r"ray::(\w+)|sglang::(\w+)|-m ([\w.]+)|(raylet|gcs_server)")
 _MOST_KINDS = 12
 MUCH_ALONE = 0.7  # of all cores; jobs that take turns there can gain 1.43x at most
 
@@ -40,7 +38,7 @@ class Interval(NamedTuple):
 
 
 class Account:
-    """look(processes) as often as one likes: every EVERY_S it writes what they used since the look before."""
+    """`look` as often as `due` says: it writes what the processes used since the look before, but for the first."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / FILE
@@ -52,31 +50,28 @@ class Account:
         return time.time() - self._at >= EVERY_S
 
     def look(self, processes: Iterable[psutil.Process]) -> None:
-        """Writes an interval, but for the first look."""
         now, used = time.time(), {}
         cpu: dict[str, float] = defaultdict(float)
         for process in processes:
             with contextlib.suppress(psutil.Error, OSError):
-                key = process.pid, process.create_time()
-                times = process.cpu_times()
+                key, times = (process.pid, process.create_time()), process.cpu_times()
                 used[key] = times.user + times.system
-                # Of one that has come since the last look, all that it used was since then.
-                cpu[kind(process)] += used[key] - self._used.get(key, 0.0)
+                # A process that has come since the last look used all of its time since then.
+                cpu[_kind(process)] += used[key] - self._used.get(key, 0.0)
         if self._at:
             line = {"start": self._at, "end": now, "cpu": {name: round(seconds, 3) for name, seconds in cpu.items()}}
             with self._path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-        # One that could not be read now may be there again at the next look, and has not used all of it since then.
+        # A process that could not be read now may be there again at the next look, and has not used all of its time since then.
         self._at, self._used = now, {**self._used, **used}
 
 
-def kind(process: psutil.Process) -> str:
+def _kind(process: psutil.Process) -> str:
     """What its command line calls it: Ray's actor, SGLang's process, a module, or the program."""
     words = " ".join(process.cmdline())
-    found = _NAMED.search(words)
-    return (
-        next((name for name in found.groups() if name), "") if found else os.path.basename(words.split(" ")[0]) or process.name()
-    )
+    if named := _NAMED.search(words):
+        return next(name for name in named.groups() if name)
+    return os.path.basename(words.split(" ")[0]) or process.name()
 
 
 def read(directory: Path) -> list[Interval]:
@@ -94,16 +89,14 @@ def busy(intervals: Iterable[Interval], windows: Sequence[tuple[float, float]]) 
 
     An interval counts by the part of it that lies in a window.
     """
-    seconds = 0.0
-    cpu: dict[str, float] = defaultdict(float)
+    seconds, cpu = 0.0, defaultdict[str, float](float)
     for interval in intervals:
         inside = sum(max(0.0, min(interval.end, end) - max(interval.start, start)) for start, end in windows)
-        whole = interval.end - interval.start
-        if inside <= 0 or whole <= 0:
+        if inside <= 0 or interval.end <= interval.start:
             continue
         seconds += inside
         for name, used in interval.cpu.items():
-            cpu[name] += used * inside / whole
+            cpu[name] += used * inside / (interval.end - interval.start)
     if not seconds:
         return None, {}
     busiest = sorted(cpu.items(), key=lambda it: -it[1])[:_MOST_KINDS]
@@ -112,7 +105,7 @@ def busy(intervals: Iterable[Interval], windows: Sequence[tuple[float, float]]) 
 
 def cores_of(config: Config) -> int:
     """Of all nodes: those they are bound to, each counted once; where one is bound to none, this machine's."""
-    nodes = [node for pool in config.pools.values() for node in pool.nodes]
+    nodes = config.nodes.values()
     if any(node.cpus is None for node in nodes):
         return os.cpu_count() or 1
     return len({(node.host, core) for node in nodes for core in node.cpus or ()})
@@ -124,12 +117,12 @@ def figures(
     """cores_alone, cores_mux: busy while one job ran alone, and while all took turns. limit: of the throughput ratio, all cores
     of the pools over cores_alone. None where the run has no such part, or no look fell into it."""
     one, of_one = busy(intervals, alone)
-    all_, of_all = busy(intervals, [together] if together else [])
+    both, of_both = busy(intervals, [together] if together else [])
     return {
         "cores_alone": None if one is None else round(one, 4),
-        "cores_mux": None if all_ is None else round(all_, 4),
+        "cores_mux": None if both is None else round(both, 4),
         "limit": round(cores_of(config) / one, 4) if one else None,
-        "cores_by_process": {"alone": of_one, "mux": of_all},
+        "cores_by_process": {"alone": of_one, "mux": of_both},
     }
 
 
@@ -139,19 +132,8 @@ def sentences(mux: dict) -> list[str]:
     alone, together, limit = (mux[key] for key in ("cores_alone", "cores_mux", "limit"))
     if not alone or not together:
         return ["cores busy: not measured"]
-    ratio = mux["throughput_ratio"]
-    reached = f": {ratio / limit:.0%} of that" if ratio else ""
+    reached = f": {mux['throughput_ratio'] / limit:.0%} of that" if mux["throughput_ratio"] else ""
     lines = [f"cores busy: {alone:.2f} alone, {together:.2f} together, so these cores allow {limit:.2f}x{reached}"]
     if limit * MUCH_ALONE < 1:
         lines.append(f"a job alone keeps {1 / limit:.0%} of the cores busy: little is left to share")
     return lines
-
-
-def windows_alone(timeline: Timeline, jobs: Iterable[str], first_step: int, last_step: int) -> list[tuple[float, float]]:
-    """From the end of each job's first step alone to that of its last one alone."""
-    found = []
-    for job in jobs:
-        ends = [span.end for span in timeline.of(job, "steps") if first_step <= span.step <= last_step]
-        if len(ends) > 1:
-            found.append((min(ends), max(ends)))
-    return found

@@ -1,19 +1,28 @@
-"""The figures of a run, from its intervals: steps alone and multiplexed, where the time went, and a picture of the lanes.
+"""The figures of a run, from its intervals: steps alone and multiplexed, where the time went, its groups' periods as predicted
+and as measured, its moves, and a picture of the lanes.
 
-Runs in the launcher; called by command.py and bench/; writes the picture only.
+Runs in the launcher and bench/; called by command.py; reads the coordinator's log, writes the picture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import mean, median
+from statistics import fmean, mean, median
+from typing import Any
+
+import msgspec
 
 from verl_mux.coordinator.core.settings import Config, Segment
 from verl_mux.launcher import cores
 from verl_mux.launcher.cores import Interval
-from verl_mux.launcher.run_intervals import Span, Timeline
+from verl_mux.launcher.run_intervals import Span, Timeline, coordinators_lines
+from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.intervals import clip, length, throughput_ratio
+from verl_mux.profiling.plain.lines import Line, read_directory
 
 PHASES = ("rollout", "train", "sync", "sleep", "wake", "wait_rollout", "wait_train")
 _REWARD_STEPS = 3
@@ -30,46 +39,120 @@ def segment_steps(schedule: list[Segment]) -> list[tuple[str, int, int]]:
     return segments
 
 
-def periods(timeline: Timeline, job: str, first: int, last: int, until: float = float("inf")) -> list[float]:
-    """Seconds from one step's end to the next, for steps in (first, last] that ended before `until`.
+class Figures:
+    """The figures of those of the jobs that finished a step. Seconds."""
 
-    The segment's first step is left out: it may have begun behind the barrier. So is the first after the job was resumed.
-    """
-    ends = {span.step: span.end for span in timeline.of(job, "steps")}
-    return [ends[s] - ends[s - 1] for s in _follow(timeline, job, ends) if first < s <= last and ends[s] <= until]
+    def __init__(self, timeline: Timeline, schedule: list[Segment], jobs: list[str]) -> None:
+        self.timeline, self.segments = timeline, segment_steps(schedule)
+        steps = {job: {span.step: span for span in timeline.of(job, "steps")} for job in jobs}
+        self.steps = {job: spans for job, spans in steps.items() if spans}
+        self._all_alive_until = min((max(span.end for span in spans.values()) for spans in self.steps.values()), default=0.0)
 
+    def _gaps(self, job: str, mode: str) -> list[tuple[Span, float]]:
+        """Each step of segments of this mode and the seconds since the end of the step before, while all jobs were alive.
 
-def _follow(timeline: Timeline, job: str, ends: dict[int, float]) -> list[int]:
-    """Steps that the job began when it ended the one before."""
-    return [s for s in sorted(ends) if s - 1 in ends and timeline.unbroken(job, ends[s - 1], ends[s])]
+        A segment's first step is left out: it may have begun behind the barrier. So is the first after the job was resumed.
+        """
+        steps, until = self.steps[job], math.inf if mode == "sequential" else self._all_alive_until
+        pairs = [(steps[number - 1], steps[number]) for number in sorted(steps) if number - 1 in steps]
+        return [
+            (step, step.end - before.end)
+            for segment_mode, first, last in self.segments
+            for before, step in pairs
+            if segment_mode == mode and first < step.step <= last and step.end <= until
+            and self.timeline.unbroken(job, before.end, step.end)
+        ]  # fmt: skip
+
+    def periods(self, mode: str) -> dict[str, float | None]:
+        """Each job's median step period in the segments of `mode`."""
+        gaps = {job: [seconds for _, seconds in self._gaps(job, mode)] for job in self.steps}
+        return {job: round(median(found), 4) if found else None for job, found in gaps.items()}
+
+    def token_throughput_ratio(self) -> float | None:
+        """As throughput_ratio, in tokens per second: steps grow and shrink with the responses while a job learns."""
+        alone, both = ([self._tokens_and_seconds(job, mode) for job in self.steps] for mode in ("sequential", "interleaved"))
+        if not self.steps or not all(tokens and seconds for tokens, seconds in (*alone, *both)):
+            return None
+        one_after_the_other = sum(tokens for tokens, _ in alone) / sum(seconds for _, seconds in alone)
+        return round(sum(tokens / seconds for tokens, seconds in both) / one_after_the_other, 4)
+
+    def _tokens_and_seconds(self, job: str, mode: str) -> tuple[float, float]:
+        gaps = self._gaps(job, mode)
+        return sum(step.extra.get("tokens", 0) for step, _ in gaps), sum(seconds for _, seconds in gaps)
+
+    def alone_windows(self) -> list[tuple[float, float]]:
+        """From the end of each job's first step alone to that of its last one alone."""
+        found = []
+        for mode, first, last in self.segments:
+            for steps in self.steps.values() if mode == "sequential" else ():
+                ends = [span.end for span in steps.values() if first <= span.step <= last]
+                found += [(min(ends), max(ends))] if len(ends) > 1 else []
+        return found
+
+    def shared_window(self) -> tuple[float, float] | None:
+        """From when every job has begun to interleave, for the last time if they were resumed, until the first of them ends."""
+        firsts = [first for mode, first, _ in self.segments if mode == "interleaved"]
+        if not firsts or not self.steps:
+            return None
+        came = max((start for job in self.steps for start in self.timeline.starts.get(job, ())), default=0.0)
+        ends = [[s.end for s in steps.values() if s.step >= firsts[0] and s.end > came] for steps in self.steps.values()]
+        if not all(ends) or self._all_alive_until <= (begun := max(map(min, ends))):
+            return None
+        return begun, self._all_alive_until
+
+    def bubble(self, nodes: list[str]) -> float | None:
+        """Share of these nodes' seconds without a phase, while all jobs interleave."""
+        if (window := self.shared_window()) is None:
+            return None
+        held = ([(span.start, span.end) for span in self.timeline.phases if node in span.nodes] for node in nodes)
+        return round(1 - sum(length(clip(spans, window)) for spans in held) / (len(nodes) * (window[1] - window[0])), 4)
+
+    def sample_to_lease(self) -> float | None:
+        """Median seconds from a step's last finished sample to asking for the training lease."""
+        last = {(request.job, request.step): request.end for request in self.timeline.requests}
+        asked = [s for s in self.timeline.waits if s.name == "train" and s.job in self.steps and (s.job, s.step) in last]
+        return round(median(s.start - last[s.job, s.step] for s in asked), 4) if asked else None
+
+    def phase_seconds(self, job: str, name: str) -> float:
+        """Median over interleaved steps of the seconds in a phase, a part or a wait of a step; what overlaps counts once."""
+        first = max((first for mode, first, _ in self.segments if mode == "interleaved"), default=1)
+        kind = "waits" if name.startswith("wait_") else "phases" if name in ("rollout", "train") else "parts"
+        by_step: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+        for span in self.timeline.of(job, kind):
+            if span.name == name.removeprefix("wait_") and span.step > first:
+                by_step[span.step].append((span.start, span.end))
+        return round(median(map(length, by_step.values())), 4) if by_step else 0.0
 
 
 def summarise(
     timeline: Timeline, config: Config, jobs: list[str], peak_rss_bytes: int, startup_s: float, intervals: Sequence[Interval] = ()
 ) -> dict:
     """The content of `summary.json`. Jobs that never finished a step are left out. intervals: the run's processor time."""
-    segments = segment_steps(config.schedule)
-    jobs = [job for job in jobs if timeline.of(job, "steps")]
-    alone = median_periods(timeline, jobs, segments, "sequential")
-    both = median_periods(timeline, jobs, segments, "interleaved")
-    first = max((s for mode, s, _ in segments if mode == "interleaved"), default=1)
+    figures = Figures(timeline, config.schedule, jobs)
+    alone, both = figures.periods("sequential"), figures.periods("interleaved")
+    about = {}
+    for job, steps in figures.steps.items():
+        rewards = _numbers(span.extra.get("reward") for span in steps.values()) or [0.0]
+        about[job] = {
+            "steps": len(steps),
+            "reward_first": round(mean(rewards[:_REWARD_STEPS]), 4),
+            "reward_last": round(mean(rewards[-_REWARD_STEPS:]), 4),
+            "period_alone_s": alone[job],
+            "period_mux_s": both[job],
+            "phase_s": {name: figures.phase_seconds(job, name) for name in PHASES},
+        }
     return {
-        "jobs": {job: _job(timeline, job, alone[job], both[job], first) for job in jobs},
+        "jobs": about,
         "mux": {
             "throughput_ratio": throughput_ratio(alone, both),
-            **cores.figures(intervals, config, _alone_windows(timeline, jobs, segments), _window(timeline, jobs, segments)),
-            "token_throughput_ratio": token_throughput_ratio(timeline, jobs, segments),
-            "sample_to_lease_s": sample_to_lease(timeline, jobs),
-            "bubble": {pool: bubble(timeline, config, pool, jobs, segments) for pool in config.pools},
+            **cores.figures(intervals, config, figures.alone_windows(), figures.shared_window()),
+            "token_throughput_ratio": figures.token_throughput_ratio(),
+            "sample_to_lease_s": figures.sample_to_lease(),
+            "bubble": {name: figures.bubble([node.name for node in pool.nodes]) for name, pool in config.pools.items()},
             "peak_rss_bytes": peak_rss_bytes,
             "startup_s": round(startup_s, 3),
         },
     }
-
-
-def _alone_windows(timeline: Timeline, jobs: list[str], segments) -> list[tuple[float, float]]:
-    parts = [(first, last) for mode, first, last in segments if mode == "sequential"]
-    return [window for first, last in parts for window in cores.windows_alone(timeline, jobs, first, last)]
 
 
 def startup(timeline: Timeline, since: float) -> float:
@@ -77,101 +160,142 @@ def startup(timeline: Timeline, since: float) -> float:
     return min((wait.start - since for wait in timeline.waits if wait.step > 0 and wait.start >= since), default=0.0)
 
 
-def token_throughput_ratio(timeline: Timeline, jobs: list[str], segments) -> float | None:
-    """As throughput_ratio, in tokens per second: steps grow and shrink with the responses while a job learns."""
-    alone = {job: _tokens_and_seconds(timeline, job, segments, "sequential") for job in jobs}
-    both = {job: _tokens_and_seconds(timeline, job, segments, "interleaved", _all_alive_until(timeline, jobs)) for job in jobs}
-    if not jobs or not all(tokens and seconds for tokens, seconds in (*alone.values(), *both.values())):
+def _numbers(rewards: Iterable[Any]) -> list[float]:
+    """Null in a log: the reward was no number."""
+    return [reward for reward in rewards if isinstance(reward, (int, float))]
+
+
+# A period from fewer gaps between steps says nothing.
+_LEAST_GAPS = 2
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """A `group_predicted` line. at: seconds since the epoch. source: `estimated` before, `observed` after its first steps
+    together. periods: seconds per step, by job."""
+
+    at: float
+    group: str
+    source: str
+    periods: dict[str, float]
+    nodes: dict[str, list[str]]
+    usd_per_hour: float
+
+    def is_same(self, other: Prediction) -> bool:
+        return self.periods.keys() == other.periods.keys() and self.nodes == other.nodes
+
+
+def read_predictions(directory: Path) -> list[Prediction]:
+    """In order of time, from the coordinator's event log of a run."""
+    return [msgspec.convert({**line.extra, "at": line.end}, Prediction) for line in
+            coordinators_lines(directory, events.GROUP_PREDICTED)]  # fmt: skip
+
+
+def group_periods(predictions: list[Prediction], timeline: Timeline) -> list[dict]:
+    """One entry per group of jobs that ran together long enough: the period predicted once all of them had been seen for
+    a few steps, and the median period of their steps from then on, as long as the group stayed as it was.
+    """
+    found = []
+    for first, stay in _stays(predictions):
+        if (observed := next((p for p in stay if p.source == "observed"), None)) is None:
+            continue
+        regrouped = (
+            p for p in predictions if p.at > first.at and not p.is_same(first) and p.periods.keys() & first.periods.keys()
+        )
+        until = next((p.at for p in regrouped), math.inf)
+        if measured := _measured(observed, until, timeline):
+            found.append(_group_entry(first, observed, measured))
+    return found
+
+
+def _stays(predictions: list[Prediction]) -> Iterator[tuple[Prediction, list[Prediction]]]:
+    """Predictions for one and the same set of jobs on the same nodes, until another takes one of them up."""
+    stays: list[list[Prediction]] = []
+    latest: dict[str, list[Prediction]] = {}
+    for prediction in predictions:
+        stay = latest.get(next(iter(prediction.periods)))
+        if stay is None or not stay[0].is_same(prediction) or any(latest.get(job) is not stay for job in prediction.periods):
+            stays.append(stay := [])
+        stay.append(prediction)
+        latest.update(dict.fromkeys(prediction.periods, stay))
+    yield from ((stay[0], stay) for stay in stays)
+
+
+def _measured(prediction: Prediction, until: float, timeline: Timeline) -> dict[str, tuple[float, int]] | None:
+    """Median seconds from one step's end to the next, and how many, of each job; None if one of them has too few."""
+    steps = {job: timeline.of(job, "steps") for job in prediction.periods}
+    if not all(steps.values()):
         return None
-    one_after_the_other = sum(tokens for tokens, _ in alone.values()) / sum(seconds for _, seconds in alone.values())
-    return round(sum(tokens / seconds for tokens, seconds in both.values()) / one_after_the_other, 4)
+    until = min(until, *(spans[-1].end for spans in steps.values()))
+    measured = {}
+    for job, spans in steps.items():
+        ends = [span.end for span in spans if prediction.at <= span.end <= until]
+        if len(ends) <= _LEAST_GAPS:
+            return None
+        measured[job] = (median(b - a for a, b in itertools.pairwise(ends)), len(ends) - 1)
+    return measured
 
 
-def _tokens_and_seconds(timeline: Timeline, job: str, segments, mode: str, until: float = float("inf")) -> tuple[float, float]:
-    spans = {span.step: span for span in timeline.of(job, "steps")}
-    ends = {step: span.end for step, span in spans.items()}
-    steps = [s for m, first, last in segments if m == mode for s in _follow(timeline, job, ends) if first < s <= last]
-    counted = [s for s in steps if ends[s] <= until]
-    return sum(spans[s].extra.get("tokens", 0) for s in counted), sum(ends[s] - ends[s - 1] for s in counted)
-
-
-def sample_to_lease(timeline: Timeline, jobs: list[str]) -> float | None:
-    """Median seconds from a step's last finished sample to asking for the training lease."""
-    last = {(request.job, request.step): request.end for request in timeline.requests}
-    asked = [s for s in timeline.waits if s.name == "train" and s.job in jobs and (s.job, s.step) in last]
-    return round(median(s.start - last[s.job, s.step] for s in asked), 4) if asked else None
-
-
-def bubble(timeline: Timeline, config: Config, pool: str, jobs: list[str], segments) -> float | None:
-    """Share of a pool's node-seconds without a phase, while all jobs interleave; from intervals."""
-    window = _window(timeline, jobs, segments)
-    if window is None:
-        return None
-    nodes = [node.name for node in config.pools[pool].nodes]
-    busy = sum(length(clip(_held(timeline.phases, node), window)) for node in nodes)
-    return round(1 - busy / (len(nodes) * (window[1] - window[0])), 4)
-
-
-def _job(timeline: Timeline, job: str, alone: float | None, both: float | None, first: int) -> dict:
-    steps = timeline.of(job, "steps")
-    given = (span.extra.get("reward") for span in steps)  # null: it was no number
-    rewards = [reward for reward in given if isinstance(reward, (int, float))] or [0.0]
+def _group_entry(first: Prediction, observed: Prediction, measured: Mapping[str, tuple[float, int]]) -> dict:
+    predicted, seen = fmean(observed.periods.values()), fmean(seconds for seconds, _ in measured.values())
+    jobs = {
+        job: {"predicted_period_s": round(observed.periods[job], 4), "measured_period_s": round(seconds, 4), "steps": count}
+        for job, (seconds, count) in measured.items()
+    }
     return {
-        "steps": len(steps),
-        "reward_first": round(mean(rewards[:_REWARD_STEPS]), 4),
-        "reward_last": round(mean(rewards[-_REWARD_STEPS:]), 4),
-        "period_alone_s": alone,
-        "period_mux_s": both,
-        "phase_s": {name: _median_seconds(timeline, job, name, first) for name in PHASES},
+        "group": observed.group,
+        "nodes": observed.nodes,
+        "usd_per_hour": round(observed.usd_per_hour, 4),
+        "predicted_period_s": round(predicted, 4),
+        "measured_period_s": round(seen, 4),
+        "difference": round(predicted / seen - 1, 4),
+        "period_bound_s": round(fmean(first.periods.values()), 4),
+        "jobs": jobs,
     }
 
 
-def _median_seconds(timeline: Timeline, job: str, name: str, first: int) -> float:
-    """Median over interleaved steps of the seconds a step spent in a phase, a part or a wait; what overlaps counts once."""
-    if name.startswith("wait_"):
-        spans: Iterable[Span] = (s for s in timeline.of(job, "waits") if s.name == name.removeprefix("wait_"))
-    else:
-        kind = "phases" if name in ("rollout", "train") else "parts"
-        spans = (s for s in timeline.of(job, kind) if s.name == name)
-    by_step: dict[int, list[tuple[float, float]]] = {}
-    for span in spans:
-        if span.step > first:
-            by_step.setdefault(span.step, []).append((span.start, span.end))
-    return round(median(map(length, by_step.values())), 4) if by_step else 0.0
+def read_moves(directory: Path, timeline: Timeline) -> list[dict[str, Any]]:
+    """One entry for each move that came to its end, in order of time. Times in seconds."""
+    lines = coordinators_lines(directory, events.MOVE_ASKED, events.JOB_MOVED)
+    expected = {line.extra["number"]: line.extra["expected_s"] for line in lines if line.event == events.MOVE_ASKED}
+    moved = [line for line in lines if line.event == events.JOB_MOVED]
+    return [_move_entry(line, expected.get(line.extra["number"]), directory, timeline) for line in moved]
 
 
-def _median_period(timeline: Timeline, job: str, segments, mode: str, until: float = float("inf")) -> float | None:
-    found = [p for m, first, last in segments if m == mode for p in periods(timeline, job, first, last, until)]
-    return round(median(found), 4) if found else None
+def _move_entry(line: Line, expected_s: float | None, directory: Path, timeline: Timeline) -> dict[str, Any]:
+    job, done = line.extra["job"], line.extra["done"]
+    steps = Counter(each.step for each in read_directory(directory / job / "events") if each.event == events.STEP)
+    rewards = {span.step: span.extra.get("reward") for span in timeline.of(job, "steps")}
+
+    def mean_reward(first: int) -> float | None:
+        numbers = _numbers(rewards.get(step) for step in range(first, first + _REWARD_STEPS))
+        return round(fmean(numbers), 4) if numbers else None
+
+    return {
+        "job": job,
+        "from": line.extra["before"],
+        "to": line.extra["nodes"],
+        "after_step": done,
+        "took_s": round(line.seconds, 3),
+        "expected_s": expected_s,
+        "steps_lost": len(set(range(1, max(steps, default=0) + 1)) - set(steps)),
+        "steps_doubled": sum(count - 1 for count in steps.values()),
+        "reward_before": mean_reward(done - _REWARD_STEPS + 1),
+        "reward_after": mean_reward(done + 1),
+    }
 
 
-def median_periods(timeline: Timeline, jobs: list[str], segments, mode: str) -> dict[str, float | None]:
-    """Each job's median step period in the segments of `mode`, while all jobs were alive."""
-    until = _all_alive_until(timeline, jobs) if mode != "sequential" else float("inf")
-    return {job: _median_period(timeline, job, segments, mode, until) for job in jobs}
+def move_sentence(move: dict[str, Any]) -> str:
+    """For people."""
+    at = [", ".join([*move[where]["rollout"], *move[where]["train"]]) for where in ("from", "to")]
+    rewards = [f"{move[when]:.2f}" if move[when] is not None else "-" for when in ("reward_before", "reward_after")]
+    expected = f" ({move['expected_s']:.0f} expected)" if move["expected_s"] is not None else ""
+    return (
+        f"moved {move['job']} after step {move['after_step']} from {at[0]} to {at[1]} in {move['took_s']:.0f} s{expected};"
+        f" steps lost {move['steps_lost']}, doubled {move['steps_doubled']}; reward {rewards[0]}->{rewards[1]}"
+    )
 
 
-def _all_alive_until(timeline: Timeline, jobs: list[str]) -> float:
-    return min(timeline.of(job, "steps")[-1].end for job in jobs) if jobs else 0.0
-
-
-def _window(timeline: Timeline, jobs: list[str], segments) -> tuple[float, float] | None:
-    """From when every job has begun to interleave, for the last time if they were resumed, until the first of them ends."""
-    firsts = [first for mode, first, _ in segments if mode == "interleaved"]
-    if not firsts or not jobs:
-        return None
-    began = max((start for job in jobs for start in timeline.starts.get(job, ())), default=0.0)
-    ends = {job: [s.end for s in timeline.of(job, "steps") if s.step >= firsts[0] and s.end > began] for job in jobs}
-    begun = [found[0] for found in ends.values() if found]
-    end = _all_alive_until(timeline, jobs)
-    return (max(begun), end) if len(begun) == len(jobs) and end > max(begun) else None
-
-
-def _held(phases: list[Span], node: str) -> list[tuple[float, float]]:
-    return [(span.start, span.end) for span in phases if node in span.nodes]
-
-
-# A step's number has room in a span of so much of the picture.
+# A span of this part of the picture has room for its step's number.
 _LABELLED = 0.008
 _COLOURS = ("#2f6fb3", "#d9822b", "#3a9d6e", "#a34fa8", "#c23b3b", "#6b7280")
 
@@ -197,9 +321,14 @@ def draw(timeline: Timeline, config: Config, jobs: list[str], path: Path) -> Non
         for job in dict.fromkeys(span.job for span in here):  # one shape for all of a job: a run of weeks has a million spans
             bars = [(span.start - start, span.seconds) for span in here if span.job == job]
             axes.broken_barh(bars, (row - 0.35, 0.7), facecolors=colours[job])
-        for span in here:
-            _label(axes, row, span, start, whole)
-    _mark_segments(axes, timeline, config, jobs, start)
+        label = {"ha": "center", "va": "center", "color": "white", "fontsize": 7}
+        for span in (span for span in here if span.seconds > _LABELLED * whole):
+            axes.text(span.start - start + span.seconds / 2, row, str(span.step), **label)
+    words = {"sequential": "one after the other", "uncoordinated": "uncoordinated", "interleaved": "interleaved"}
+    for mode, first, _ in segment_steps(config.schedule):
+        if begins := [span.start - start for span in timeline.phases if span.step == first and span.job in jobs]:
+            axes.axvline(min(begins), color="#888888", linewidth=1, linestyle=":")
+            axes.text(min(begins), -0.5, f" {words[mode]}", fontsize=9, color="#444444", va="bottom")
     axes.set_yticks(range(len(lanes)), [name for name, _ in lanes])
     axes.invert_yaxis()
     axes.set_xlabel("seconds since the first lease")
@@ -209,17 +338,3 @@ def draw(timeline: Timeline, config: Config, jobs: list[str], path: Path) -> Non
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, 1.25), ncols=len(jobs), frameon=False)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
-
-
-def _label(axes, row: int, span, start: float, whole: float) -> None:
-    if span.seconds > _LABELLED * whole:
-        axes.text(span.start - start + span.seconds / 2, row, str(span.step), ha="center", va="center", color="white", fontsize=7)
-
-
-def _mark_segments(axes, timeline: Timeline, config: Config, jobs: list[str], start: float) -> None:
-    words = {"sequential": "one after the other", "uncoordinated": "uncoordinated", "interleaved": "interleaved"}
-    for mode, first, _ in segment_steps(config.schedule):
-        begins = [s.start for s in timeline.phases if s.step == first and s.job in jobs]
-        if begins:
-            axes.axvline(min(begins) - start, color="#888888", linewidth=1, linestyle=":")
-            axes.text(min(begins) - start, -0.5, f" {words[mode]}", fontsize=9, color="#444444", va="bottom")

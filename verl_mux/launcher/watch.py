@@ -1,4 +1,7 @@
-"""Starts jobs, follows them to their ends, and keeps the coordinator up meanwhile. One job's end is no other job's."""
+"""Starts jobs, follows them to their ends, and keeps the coordinator up meanwhile. One job's end is no other job's.
+
+Runs in `verl-mux run`; called by command.py; starts processes, and draws nodes and jobs on the terminal.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,18 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
+from rich.text import Text
 
+from verl_mux.coordinator import status_view
 from verl_mux.launcher.cores import Account
-from verl_mux.launcher.live_view import LiveView
 from verl_mux.launcher.run_processes import JobProcess, RunCoordinator
 
 _TICK_S = 1.0
@@ -30,20 +35,18 @@ class Watch:
         self, coordinator: RunCoordinator, jobs: list[JobProcess], resume: bool, started_at: float, account: Account
     ) -> None:
         self._coordinator, self._jobs, self._resume = coordinator, jobs, resume
+        self._started_at, self._account = started_at, account
         self._view = LiveView([job.name for job in jobs])
-        self._started_at = started_at
-        self._account = account
         self._begun: set[str] = set()
         self._ended: set[str] = set()
-        self._untold: list[JobProcess] = []
+        self._unreported: list[JobProcess] = []  # ended, and the coordinator does not know it yet
         self._again: list[JobProcess] = []  # ended, and to be started again as soon as the coordinator knows that
+        self._guests: set[str] = set()
         self.failed: dict[str, str] = {}
         self.refused: set[str] = set()
         self.snapshot: dict[str, Any] = {}
         self.interrupted = False
-        self._guests_told: set[str] = set()
-        self.peak_rss = 0
-        self._rss = 0
+        self.peak_rss = self._rss = 0
 
     def take_up(self) -> None:
         """Jobs that an earlier launcher started. When resuming, those of them that failed are started again."""
@@ -70,44 +73,30 @@ class Watch:
         console = Console(stderr=True)
         live = Live(console=console, auto_refresh=False, transient=True)
         with live if console.is_terminal else contextlib.nullcontext():
-            tick = 0
-            while True:
+            for tick in range(sys.maxsize):
                 self._observe(tick)
                 elapsed = time.time() - self._started_at
                 if console.is_terminal:
                     live.update(self._view.render(elapsed, self._rss), refresh=True)
                 else:
                     for line in self._view.plain_lines(elapsed):
-                        print(line, file=sys.stderr, flush=True)
-                if (self.all_ended and not self._guests()) or self._interrupted_within(_TICK_S):
+                        _say(line)
+                if self.all_ended and not self._has_guests():
                     return
-                tick += 1
+                until = time.monotonic() + _TICK_S
+                while not self.interrupted and (left := until - time.monotonic()) > 0:
+                    time.sleep(min(left, 0.1))
+                if self.interrupted:
+                    return
 
-    def _guests(self) -> bool:
-        """Whether jobs that others submitted to the run's own coordinator are still there: they would lose it."""
-        if not self._coordinator.own:
-            return False
-        known, own = self.snapshot.get("jobs", {}), {job.name for job in self._jobs}
+    def _has_guests(self) -> bool:
+        """Whether jobs that were submitted to the run's own coordinator are still there: they would lose it."""
+        known, own = self.snapshot.get("jobs", {}) if self._coordinator.own else {}, {job.name for job in self._jobs}
         left = {name for name, job in known.items() if name not in own and not job["filler"] and job["state"] != "ended"}
-        for name in sorted(left - self._guests_told):
-            print(
-                f"waiting for {name}, which was submitted to this run's coordinator; Ctrl-C ends both",
-                file=sys.stderr,
-                flush=True,
-            )
-        self._guests_told |= left
+        for name in sorted(left - self._guests):
+            _say(f"waiting for {name}, which was submitted to this run's coordinator; Ctrl-C ends both")
+        self._guests |= left
         return bool(left)
-
-    def _interrupted_within(self, seconds: float) -> bool:
-        until = time.monotonic() + seconds
-        while not self.interrupted and (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, 0.1))
-        return self.interrupted
-
-    @property
-    def begun(self) -> bool:
-        """Whether any job was started or taken up."""
-        return bool(self._begun)
 
     @property
     def all_ended(self) -> bool:
@@ -118,16 +107,24 @@ class Watch:
         for job in self._jobs:
             if job.name in self._begun - self._ended and job not in self._again and job.returncode is not None:
                 self._on_exit(job)
-        self._untold = [job for job in self._untold if not self._coordinator.report_end(job)]
-        self._start_again()
+        self._unreported = [job for job in self._unreported if not self._coordinator.report_end(job)]
+        # A start has a mark of its own, and the message to the coordinator about the end before it names the mark.
+        for job in [job for job in self._again if job not in self._unreported]:
+            self._again.remove(job)
+            self._start(job, job.start_again)
         self._start_ready()
         self.snapshot = self._coordinator.snapshot() or self.snapshot
         self._view.update(self.snapshot)
         if self._account.due:
-            self._account.look(_processes(self._jobs, self._coordinator))
+            self._account.look(self._processes())
         if tick % _RSS_EVERY == 0:
-            self._rss = _resident(self._jobs, self._coordinator)
+            self._rss = sum(_proportional_bytes(process.pid) for process in self._processes())
             self.peak_rss = max(self.peak_rss, self._rss)
+
+    def _processes(self) -> list[psutil.Process]:
+        """Of the run: this one, the coordinator's and the jobs'."""
+        found = [psutil.Process(), *self._coordinator.processes(), *(it for job in self._jobs for it in job.processes())]
+        return list({process.pid: process for process in found}.values())
 
     def _start_ready(self) -> None:
         """Start every job whose `after` have all ended well, and give those up that wait for one that failed."""
@@ -135,68 +132,99 @@ class Watch:
             if job.name in self._begun | self._ended:
                 continue
             if lost := [name for name in job.spec.after if name in self.failed]:
-                self._ended.add(job.name)
-                self._say_failed(job, f"was not started: it comes after {lost[0]}, which failed")
+                self._fail(job, f"was not started: it comes after {lost[0]}, which failed")
             elif self._ended.issuperset(job.spec.after):
                 self._start(job, job.start)
-
-    def _start_again(self) -> None:
-        """A start has a mark of its own, and the message to the coordinator about its end names the mark."""
-        for job in [job for job in self._again if job not in self._untold]:
-            self._again.remove(job)
-            self._start(job, job.start_again)
 
     def _start(self, job: JobProcess, start: Callable[[], None]) -> None:
         self._begun.add(job.name)
         try:
             start()
         except OSError as error:
-            self._ended.add(job.name)
-            self._untold.append(job)
-            self._say_failed(job, f"could not be started: {error}")
+            self._unreported.append(job)
+            self._fail(job, f"could not be started: {error}")
 
     def _on_exit(self, job: JobProcess) -> None:
         job.sweep()
-        self._untold.append(job)
+        self._unreported.append(job)
+        # A job whose keys were taken once ended with this code for want of something else, as of the coordinator.
+        refused = job.returncode == 2 and job.restarts == job.moves == 0
         if job.left_to_move:
             self._again.append(job)
-            print(f"job {job.name} saved and left, as its coordinator asked; it is started again", file=sys.stderr, flush=True)
-            return
-        # Keys that were taken once are not refused later: it then ended so for want of something else, as of the coordinator.
-        refused = job.returncode == 2 and job.restarts == job.moves == 0
-        if job.returncode != 0 and not refused and job.restarts < job.spec.restarts:
+            _say(f"job {job.name} saved and left, as its coordinator asked; it is started again")
+        elif job.returncode != 0 and not refused and job.restarts < job.spec.restarts:
             self._again.append(job)
             how_often = f"{job.restarts + 1} of {job.spec.restarts}"
-            text = f"{job.how_it_ended()}; it is started again from its newest checkpoint ({how_often})"
-            print(f"job {job.name} {text}", file=sys.stderr, flush=True)
-            return
+            _say(f"job {job.name} {job.how_it_ended()}; it is started again from its newest checkpoint ({how_often})")
+        elif job.returncode != 0:
+            self.refused |= {job.name} if refused else set()
+            self._fail(job, f"{job.how_it_ended()} (log: {job.log_path})")
+        else:
+            self._ended.add(job.name)
+
+    def _fail(self, job: JobProcess, text: str) -> None:
         self._ended.add(job.name)
-        if refused:
-            self.refused.add(job.name)
-        if job.returncode != 0:
-            self._say_failed(job, f"{job.how_it_ended()} (log: {job.log_path})")
-
-    def _say_failed(self, job: JobProcess, text: str) -> None:
         self.failed[job.name] = text
-        print(f"job {job.name} {text}", file=sys.stderr, flush=True)
+        _say(f"job {job.name} {text}")
 
 
-def _resident(jobs: list[JobProcess], coordinator: RunCoordinator) -> int:
-    """Resident bytes of all jobs, the coordinator and this process; a page shared by n processes counts 1/n in each (Linux's
-    Pss)."""
-    pids = {process.pid for process in _processes(jobs, coordinator)}
-    return sum(_proportional_bytes(pid) for pid in pids)
-
-
-def _processes(jobs: list[JobProcess], coordinator: RunCoordinator) -> list[psutil.Process]:
-    """Of the run: the jobs', the coordinator's, and this one."""
-    theirs = [*coordinator.processes(), *(process for job in jobs for process in job.processes())]
-    return list({process.pid: process for process in (psutil.Process(), *theirs)}.values())
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _proportional_bytes(pid: int) -> int:
+    """Resident bytes; a page shared by n processes counts 1/n in each (Linux's Pss)."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+
+
+_COLOURS = ("cyan", "yellow", "green", "magenta", "red", "blue")
+_LANE_CELLS = 60
+
+
+class LiveView:
+    """Keeps the last minute of each node's lane: `update` takes the coordinator's snapshot, `render` draws."""
+
+    def __init__(self, jobs: list[str]) -> None:
+        self._colour = {job: _COLOURS[i % len(_COLOURS)] for i, job in enumerate(jobs)}
+        self._lanes: dict[str, deque[str | None]] = {}
+        self._snapshot: dict[str, Any] = {}
+        self._last_lines: dict[str, str] = {}
+
+    def update(self, snapshot: dict[str, Any]) -> None:
+        """Add one cell to every lane."""
+        self._snapshot = snapshot
+        for node, state in _nodes(snapshot):
+            lane = self._lanes.setdefault(node, deque([None] * _LANE_CELLS, maxlen=_LANE_CELLS))
+            lane.append(state["holders"][0]["job"] if state["holders"] else None)
+
+    def render(self, elapsed_s: float, rss_bytes: int) -> Group:
+        mode = "" if self._snapshot else "   starting"
+        head = Text(f"{elapsed_s:6.0f} s{mode}   host memory {rss_bytes / 2**30:.1f} GiB", style="bold")
+        lanes = (Text.assemble(f"{node:12} ", *map(self._cell, lane)) for node, lane in self._lanes.items())
+        return Group(head, *lanes, *([status_view.tables(self._snapshot)] if self._snapshot else []))
+
+    def _cell(self, job: str | None) -> tuple[str, str]:
+        return ("█", self._colour.get(job, "dim")) if job else ("·", "dim")
+
+    def plain_lines(self, elapsed_s: float) -> Iterator[str]:
+        """One line for every job whose step or reward changed since the last call."""
+        for name, job in self._snapshot.get("jobs", {}).items():
+            if job["state"] != "live" and job["steps_done"] == 0:
+                continue  # it has only asked whether it may come
+            reward = (job.get("metrics") or {}).get("reward")
+            held = ((node, h["phase"]) for node, state in _nodes(self._snapshot) for h in state["holders"] if h["job"] == name)
+            phase = next((f"{phase} on {node}" for node, phase in held), None)
+            doing = phase or (f"waits for {', '.join(job['waiting'])}" if job["waiting"] else job["note"] or job["state"])
+            line = f"{name}: step {job['steps_done']}" + (f", reward {reward:.3f}" if reward is not None else "")
+            if line != self._last_lines.get(name):
+                self._last_lines[name] = line
+                yield f"[{elapsed_s:6.1f} s] {line} ({doing})"
+
+
+def _nodes(snapshot: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for pool in snapshot.get("pools", {}).values():
+        yield from pool["nodes"].items()

@@ -36,10 +36,9 @@ def main() -> None:
     if "mux.move_note" in given:
         Path(given["mux.move_note"]).unlink(missing_ok=True)
     nodes = {"rollout": ["r0"], "train": ["t0"]}
-    placed = {} if given.get("mux.nodes") != "auto" else about_a_placed_job()
-    mux = connect(given["mux.coordinator"], given["mux.job"], nodes, timeout=60.0) if not placed else connect(
-        given["mux.coordinator"], given["mux.job"], {side: ["auto"] for side in nodes}, timeout=60.0, **placed
-    )  # fmt: skip
+    placed = about_a_placed_job() if given.get("mux.nodes") == "auto" else {}
+    nodes = {side: ["auto"] for side in nodes} if placed else nodes
+    mux = connect(given["mux.coordinator"], given["mux.job"], nodes, timeout=60.0, keys=given.get("mux.keys"), **placed)
     with mux.phase("init"):
         pass
     step = first - 1

@@ -1,8 +1,15 @@
+"""A run's event logs as spans, and where jobs ran by the agents' logs."""
+
+from datetime import datetime, timezone
+
 import pytest
 
 from tests.launcher.made_run import ORIGIN, MadeRun
 from verl_mux.launcher import run_intervals
+from verl_mux.launcher.run_file import JobSpec
+from verl_mux.launcher.run_intervals import hosts_by_side
 from verl_mux.profiling.eventlog.events import REQUEST_COMPLETE
+from verl_mux.profiling.plain.lines import Line
 
 T0 = ORIGIN.timestamp()
 
@@ -86,3 +93,33 @@ def test_a_step_that_was_done_again_after_a_start_stands_once(made):
     read = run_intervals.read(made.directory, ["a"])
     assert [(s.step, s.end - T0) for s in read.steps] == [(1, 10), (2, 20), (3, 110), (4, 120)]
     assert read.unbroken("a", T0 + 10, T0 + 20) and not read.unbroken("a", T0 + 20, T0 + 110)
+
+
+JOBS = {
+    "wide": JobSpec(nodes={"rollout": ["r0", "r1"], "train": ["t0"]}),
+    "one": JobSpec(nodes={"rollout": ["t0"], "train": ["t0"]}),
+}
+
+
+def held(job, node, host, num_bytes=1, event="device_memory"):
+    extra = {"job": job, "node": node, "host": host, "bytes": num_bytes}
+    when = datetime.fromtimestamp(0, timezone.utc)
+    return Line(timestamp=when, event=event, duration_sec=None, extra=extra, workid=0, step=0, role="agent", job="agent")
+
+
+def test_each_side_has_the_hosts_on_which_memory_was_held_for_its_nodes():
+    lines = [held("wide", "r1", "b"), held("wide", "r0", "a"), held("wide", "r0", "a"), held("wide", "t0", "c")]
+    assert hosts_by_side(lines, JOBS)["wide"] == {"rollout": ["a", "b"], "train": ["c"]}
+
+
+def test_a_node_of_both_sides_counts_for_both_and_one_of_neither_is_told_apart():
+    found = hosts_by_side([held("one", "t0", "c"), held("one", "r0", "a")], JOBS)
+    assert found == {
+        "one": {"rollout": ["c"], "train": ["c"], "elsewhere": ["a"]},
+        "wide": {"rollout": [], "train": []},
+    }
+
+
+def test_memory_that_went_and_others_lines_are_passed_over():
+    lines = [held("wide", "r0", "a", num_bytes=0), held("stranger", "r0", "a"), held("wide", "r0", "a", event="agent_killed")]
+    assert hosts_by_side(lines, JOBS)["wide"] == {"rollout": [], "train": []}

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from verl_mux.launcher.live_view import LiveView
+from verl_mux.launcher.watch import LiveView
 
 
 def job(**changes) -> dict:
