@@ -47,6 +47,10 @@ EXTRAS = {
 }
 
 
+def _load(module: str, function: str) -> Callable:
+    return getattr(importlib.import_module(module), function)
+
+
 def _finite(function: Callable) -> Callable:
     """The command, which no option may give infinity or NaN: they pass every comparison with a least or most."""
 
@@ -70,7 +74,7 @@ def _group(table: dict[str, tuple[str, str, str]], asked: str | None, help: str)
     group.callback()(_not_called)
     for name, (module, function, line) in table.items():
         if name == asked:
-            group.command(name)(_finite(getattr(importlib.import_module(module), function)))
+            group.command(name)(_finite(_load(module, function)))
         else:
             group.command(name, help=line)(_not_called)
     return group
