@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from verl_mux.memory.sleep_states import KV_CACHE, WEIGHTS
-from verl_mux.memory.tag_report import DIRECTORY_VARIABLE, mapped_bytes
-from verl_mux.rollout.engine.launch_gate import open_gate
+from verl_mux.memory.tags import KV_CACHE, WEIGHTS
+from verl_mux.rollout.engine.server_directory import DIRECTORY_VARIABLE, mapped_bytes, open_gate
 from verl_mux.rollout.engine.sglang.plugin import ENGINE_MARK
 from verl_mux_cpu import cpu_engine
 
@@ -66,7 +65,7 @@ class Cycles:
         os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", **cpu_engine.environment(ranks)}
         import sglang
 
-        from verl_mux.rollout.engine.sglang.region_loader import LOADER
+        from verl_mux.rollout.engine.sglang.region_weights import LOADER
 
         self._engine = sglang.Engine(
             model_path=str(self._model), dtype="float32", device="cpu", attention_backend="torch_native",
@@ -117,7 +116,7 @@ class Cycles:
         """Random sequences of what ends a stock scheduler: released or resumed twice, in the wrong order, resumed though
         never released; then a sync that does not bring everything, which is refused (`lacking`: with these words). The engine
         then generates as before."""
-        from verl_mux.rollout.engine.sglang.memory_requests import Refused
+        from verl_mux.rollout.engine.sglang.manager import Refused
 
         rng, refused = random.Random(0), 0
         for _ in range(sequences):
@@ -138,7 +137,7 @@ class Cycles:
 
     def _lacking(self) -> str:
         """What the engine answers when a sync lacked these; "" if it goes on as if nothing were."""
-        from verl_mux.rollout.engine.sglang.memory_requests import Refused
+        from verl_mux.rollout.engine.sglang.manager import Refused
 
         self._ask("sleep", BOTH, 2)
         self._ask("wake", [WEIGHTS], 2)
@@ -156,9 +155,9 @@ class Cycles:
         self._engine.shutdown()
 
     def _ask(self, verb: str, tags: list[str], level: int) -> int:
-        from verl_mux.rollout.engine.sglang.memory_requests import ask
+        from verl_mux.rollout.engine.sglang.manager import move
 
-        return self._engine.loop.run_until_complete(ask(self._engine.tokenizer_manager, verb, tags, level, 0.0))
+        return self._engine.loop.run_until_complete(move(self._engine.tokenizer_manager, verb, tags, level, 0.0))
 
     def _sync(self, without: Collection[str] = ()) -> None:
         sync(self._engine, self._model, self._ranks, without)
@@ -166,8 +165,7 @@ class Cycles:
 
 def sync(engine: Any, model: Path, ranks: int, without: Collection[str] = ()) -> None:
     """As a rollout worker does it, from a region that has all of the model but these tensors. `ranks`: of the engine."""
-    from verl_mux.rollout.engine.sglang.region_loader import Place
-    from verl_mux.rollout.engine.sglang.region_weights import request
+    from verl_mux.rollout.engine.sglang.region_weights import Place, request
 
     with _in_region(model, without) as batch:
         asked = request(batch, [Place(os.getpid(), batch.region.fd, batch.region.nbytes)] * ranks)

@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
-from verl_mux.memory.moved import Moved
+from verl_mux.memory.tags import Moved
 from verl_mux.platform import device_ledger
 
 _MADV_DONTNEED = 4

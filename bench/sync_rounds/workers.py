@@ -18,7 +18,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from verl_mux.rollout.engine.replica import MuxCheckpointEngineWorker
-from verl_mux.rollout.engine.sglang import region_loader
+from verl_mux.rollout.engine.sglang import region_weights
 from verl_mux.sync.engine import MuxCheckpointEngine
 from verl_mux.sync.export import as_bytes
 from verl_mux.trainer.workers import MuxActorWorker
@@ -43,7 +43,7 @@ class LoadedWeights:
     async def update_weights_from_tensor(self, asked: UpdateWeightsFromTensorReqInput) -> None:
         """As SGLang's server, with our loader."""
         ((named, _),) = MultiprocessingSerializer.deserialize(asked.serialized_named_tensors[0])
-        for name, tensor in region_loader.tensors(named, 0):
+        for name, tensor in region_weights.tensors(named, 0):
             self.load(name, tensor)
 
     async def flush_cache(self) -> None:

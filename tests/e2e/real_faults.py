@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from tests.e2e import slow_tool, tiny
-from verl_mux.rollout.engine.sglang.record import RECORD
+from verl_mux.rollout.engine.sglang.sglang_record import RECORD
 
 JOB, NODE, FAULTY = "job", "r0", 1
 SLOW_STEPS, STALL_STEPS = range(9, 13), (5, 8, 10)

@@ -17,7 +17,7 @@ import venv
 from pathlib import Path
 
 from tests.e2e.tiny import ENVIRONMENT, make_assets
-from verl_mux.rollout.engine.sglang.record import RECORD
+from verl_mux.rollout.engine.sglang.sglang_record import RECORD
 
 _REPOSITORY = Path(__file__).parents[2]
 _LIMIT_S = 900

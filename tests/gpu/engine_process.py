@@ -18,10 +18,10 @@ import types
 from pathlib import Path
 from typing import Any
 
-from verl_mux.memory.sleep_states import KV_CACHE, WEIGHTS
-from verl_mux.memory.tag_report import DIRECTORY_VARIABLE, mapped_bytes
+from verl_mux.memory.tags import KV_CACHE, WEIGHTS
 from verl_mux.platform.charges import Charges
-from verl_mux.rollout.engine import launch_gate
+from verl_mux.rollout.engine import server_directory
+from verl_mux.rollout.engine.server_directory import DIRECTORY_VARIABLE, mapped_bytes
 from verl_mux.rollout.engine.sglang.plugin import ENGINE_MARK
 
 ANSWER = "ANSWER "
@@ -40,7 +40,7 @@ class Sglang:
 
     def __init__(self, options: dict[str, Any]) -> None:
         from bench.memory_cycles import make_model
-        from verl_mux.rollout.engine.sglang.region_loader import LOADER
+        from verl_mux.rollout.engine.sglang.region_weights import LOADER
 
         self._model, self._ranks = Path(options["folder"]) / "model", options["ranks"]
         self._wait_s = CPU_WAIT_S if options["kind"] == "cpu" else 0.0
@@ -67,7 +67,7 @@ class Sglang:
         """With what it and the rollout worker beside it, whose part this process plays, would keep on a GPU."""
         from verl_mux.platform import device_ledger
         from verl_mux.rollout.engine.sglang import scheduler_memory
-        from verl_mux.rollout.engine.sglang.record import RECORD
+        from verl_mux.rollout.engine.sglang.sglang_record import RECORD
 
         device_ledger.charge(CPU_CHARGES.worker())
         os.environ[scheduler_memory.CHARGES_VARIABLE] = json.dumps(CPU_CHARGES.engine(self._ranks, True))
@@ -81,9 +81,9 @@ class Sglang:
         return self._engine.generate(input_ids=PROMPT, sampling_params=sampling)["output_ids"]
 
     def move(self, verb: str, tags: list[str], level: int) -> None:
-        from verl_mux.rollout.engine.sglang.memory_requests import ask
+        from verl_mux.rollout.engine.sglang.manager import move
 
-        self._engine.loop.run_until_complete(ask(self._engine.tokenizer_manager, verb, tags, level, self._wait_s))
+        self._engine.loop.run_until_complete(move(self._engine.tokenizer_manager, verb, tags, level, self._wait_s))
 
     def sync(self) -> None:
         from bench import memory_cycles
@@ -117,7 +117,7 @@ class Bed:
         import torch
         import torch.distributed as dist
 
-        from verl_mux.rollout.engine.sglang.memory_saver import _report
+        from verl_mux.rollout.engine.sglang.scheduler_memory import _report
         from verl_mux_cpu.cpu_engine import SavingAdapter
 
         adapter = SavingAdapter(_report)
@@ -205,7 +205,7 @@ def serve(options: dict[str, Any], environment: dict[str, str], parent: Any) -> 
     os.environ |= {**environment, ENGINE_MARK: "1"}
     reports = Path(os.environ[DIRECTORY_VARIABLE])
     if not options["gate"]:
-        launch_gate.open_gate(reports)
+        server_directory.open_gate(reports)
     engine = (Bed if options["kind"] == "bed" else Sglang)(options)
     parent.send({"error": None, "value": mapped_bytes(reports)})
     while True:

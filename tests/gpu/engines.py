@@ -17,11 +17,11 @@ import psutil
 from tests.gpu.engine_process import ANSWER, serve
 from verl_mux.agent.devices import Nvml
 from verl_mux.coordinator.bus import members
-from verl_mux.memory.sleep_states import KV_CACHE, WEIGHTS
-from verl_mux.memory.tag_report import DIRECTORY_VARIABLE
+from verl_mux.memory.tags import KV_CACHE, WEIGHTS
 from verl_mux.platform import device_ledger
 from verl_mux.platform.charges import Charges
-from verl_mux.rollout.engine import launch_gate
+from verl_mux.rollout.engine import server_directory
+from verl_mux.rollout.engine.server_directory import DIRECTORY_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 BUDGET = 24 * 10**9
@@ -79,10 +79,10 @@ class Engine:
         self.tags: dict[str, int] = {} if gate else self.answer()
 
     def wait_at_gate(self) -> None:
-        launch_gate.wait_until_engine_is_at_gate(self._reports)
+        server_directory.wait_until_engine_is_at_gate(self._reports)
 
     def open(self) -> None:
-        launch_gate.open_gate(self._reports)
+        server_directory.open_gate(self._reports)
         self.tags = self.answer()
 
     def ask(self, do: str, **words: Any) -> Any:
@@ -106,7 +106,7 @@ class Engine:
         return told["value"]
 
     def _last_words(self) -> str:
-        word = launch_gate.word_left(self._reports)
+        word = server_directory.word_left(self._reports)
         return f"{self.name} ended: {word or (self._log.read_text()[-2000:] if self._log.exists() else '')}"
 
     def tokens(self, count: int = 8) -> list[int]:

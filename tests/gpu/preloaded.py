@@ -8,6 +8,6 @@ import sglang.srt.managers.io_struct
 import sglang.srt.managers.scheduler_update_weights_mixin
 import torch.distributed
 
-from verl_mux.rollout.engine.sglang import memory_saver, scheduler_memory
+from verl_mux.rollout.engine.sglang import scheduler_memory
 
-__all__ = ["memory_saver", "scheduler_memory", "sglang", "torch"]
+__all__ = ["scheduler_memory", "sglang", "torch"]

@@ -18,7 +18,7 @@ from verl_mux.coordinator.bus.client import connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
-from verl_mux.memory.sleep_states import KV_CACHE, WEIGHTS
+from verl_mux.memory.tags import KV_CACHE, WEIGHTS
 
 PHASES = ("init", "rollout", "train")
 NODES = {"rollout": ["r0"], "train": ["t0"]}

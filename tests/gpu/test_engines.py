@@ -9,7 +9,7 @@ import pytest
 
 from tests.gpu import scenes, states
 from tests.gpu.engines import opened
-from verl_mux.memory.sleep_states import KV_CACHE
+from verl_mux.memory.tags import KV_CACHE
 
 pytestmark = pytest.mark.gpu
 SHARE, ROUNDS = 0.3, 50

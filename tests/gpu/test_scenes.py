@@ -7,7 +7,7 @@ pytest.importorskip("sglang")
 pytest.importorskip("verl")
 from tests.gpu import scenes, states
 from tests.gpu.engines import BUDGET, opened
-from verl_mux.memory.sleep_states import KV_CACHE
+from verl_mux.memory.tags import KV_CACHE
 from verl_mux.trainer import workers
 from verl_mux_cpu import cpu_saver
 from verl_mux_cpu.cpu_saver import CpuMemorySaver

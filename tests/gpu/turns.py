@@ -23,7 +23,7 @@ from tests.gpu.engines import Bed, Engine, EngineEnded, opened
 from tests.memory.certificate.models import verl
 from verl_mux.memory.certificate.certify import Capacity, Certificate, certify
 from verl_mux.memory.certificate.job import Job, read_job
-from verl_mux.memory.sleep_states import KV_CACHE, WEIGHTS
+from verl_mux.memory.tags import KV_CACHE, WEIGHTS
 
 SHARE = 0.95
 PLENTY = 10**12

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from verl_mux.errors import Failure
-from verl_mux.memory.moved import Moved
 from verl_mux.memory.residents import Residents
+from verl_mux.memory.tags import Moved
 from verl_mux.platform import device_ledger
 
 GB = 10**9

@@ -21,7 +21,7 @@ from verl_mux.coordinator.bus.messages import Member
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
 from verl_mux.errors import Failure, UserError
-from verl_mux.memory.moved import Moved
+from verl_mux.memory.tags import Moved
 from verl_mux.places.place import Location, Place
 from verl_mux.platform.device_ledger import DeviceFull
 from verl_mux.profiling.eventlog import events

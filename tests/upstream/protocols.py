@@ -58,7 +58,7 @@ def server_args_are_a_dataclass_and_verl_reads_them_as_one():
 def a_schedulers_command_line_says_that_it_is_one():
     from sglang.srt.managers.scheduler import configure_scheduler_process
 
-    from verl_mux.rollout.engine.sglang.record import RECORD
+    from verl_mux.rollout.engine.sglang.sglang_record import RECORD
 
     steps_of(configure_scheduler_process, f'setproctitle.setproctitle(f"{RECORD.scheduler_title}')
 
@@ -149,7 +149,7 @@ def sleep_and_wake_take_tags_and_an_idle_engine():
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-    from verl_mux.memory.sleep_states import TAGS
+    from verl_mux.memory.tags import TAGS
 
     assert set(TAGS) <= set(constants.GPU_MEMORY_ALL_TYPES)
     for asked in (ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput):
@@ -216,7 +216,7 @@ def a_requests_times_come_with_its_last_tokens():
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
 
-    from verl_mux.rollout.engine.sglang.priority_requests import TIMES
+    from verl_mux.rollout.engine.sglang.manager import TIMES
 
     assert SchedulerReqTimeStats().__getstate__() == {}
     assert not TIMES.endswith("time")

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_mux.config.schema import MuxConfig, RolloutConfig, convert
 from verl_mux.coordinator.bus.messages import AUTO
 from verl_mux.errors import UserError
-from verl_mux.memory.model_config import known_model_config
+from verl_mux.memory.model_files import known_model_config
 from verl_mux.placement.estimator import LEAST
 from verl_mux.rollout.control.oversampling import MAX_CUTS, groups_to_launch
 from verl_mux.rollout.engine.record import engines

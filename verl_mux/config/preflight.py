@@ -25,7 +25,7 @@ from verl_mux.coordinator.bus.messages import AUTO
 from verl_mux.errors import UserError
 from verl_mux.memory.certificate.certify import host_states
 from verl_mux.memory.certificate.job import read_job
-from verl_mux.memory.model_config import local_model_config, read_model_config
+from verl_mux.memory.model_files import local_model_config, read_model_config
 from verl_mux.placement.estimator import JobNeeds, Observed, job_needs
 from verl_mux.places.place import is_host, resource_of
 from verl_mux.places.ray_nodes import this_host

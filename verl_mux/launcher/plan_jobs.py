@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from verl_mux.errors import UserError
-from verl_mux.memory.model_config import local_model_config
+from verl_mux.memory.model_files import local_model_config
 from verl_mux.placement.estimator import Bounds, GpuKind, JobNeeds, bounds, find_kind, model_size, with_given
 from verl_mux.placement.model import COLOCATED, OURS, SEPARATE, TESTBED, Cluster, Estimate, JobSpec, NodeKind, Pool, Rules
 from verl_mux.yaml_file import allowed_keys, read_yaml

@@ -25,7 +25,7 @@ from verl_mux.launcher import run_file
 from verl_mux.launcher.run_processes import composition, require_verl
 from verl_mux.memory.certificate.certify import Capacity, Certificate, certify, nodes_of
 from verl_mux.memory.certificate.job import Job, read_job
-from verl_mux.memory.model_config import read_model_config
+from verl_mux.memory.model_files import read_model_config
 from verl_mux.placement.estimator import GpuKind, find_kind
 from verl_mux.platform.charges import GB
 from verl_mux.profiling.eventlog import events

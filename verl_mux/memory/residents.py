@@ -13,8 +13,8 @@ import msgspec
 import torch
 
 from verl_mux.errors import Failure
-from verl_mux.memory.moved import Moves, total
 from verl_mux.memory.room import on_all_ranks, refusal
+from verl_mux.memory.tags import Moves, total
 
 # The share of its awake bytes that a process may keep on a GPU while it sleeps: the edges of pages.
 _LEFT = 0.05

@@ -54,7 +54,7 @@ from verl_mux.config.schema import MuxConfig
 from verl_mux.coordinator.bus.client import Lease
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.errors import Failure
-from verl_mux.memory.moved import Moves, total
+from verl_mux.memory.tags import Moves, total
 from verl_mux.places.ray_nodes import ray_nodes
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.step_metrics import metrics_of_step

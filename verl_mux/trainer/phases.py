@@ -17,7 +17,7 @@ from typing import Any
 
 from verl_mux.coordinator.bus.client import Lease, LeaseLost, LocalMux
 from verl_mux.coordinator.bus.messages import Member
-from verl_mux.memory.moved import Moves, total
+from verl_mux.memory.tags import Moves, total
 from verl_mux.profiling.eventlog import events
 
 log = logging.getLogger(__name__)

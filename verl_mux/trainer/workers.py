@@ -26,9 +26,9 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl_mux.coordinator.bus.fence import Fence
 from verl_mux.coordinator.bus.members import this_process
 from verl_mux.coordinator.bus.messages import Member
-from verl_mux.memory.moved import Moved, Moves
-from verl_mux.memory.read_ahead import read_ahead, weights_of
+from verl_mux.memory.model_files import read_ahead, weights_of
 from verl_mux.memory.residents import residents
+from verl_mux.memory.tags import Moved, Moves
 from verl_mux.places.place import Location
 from verl_mux.places.ray_nodes import here
 from verl_mux.platform import device_ledger

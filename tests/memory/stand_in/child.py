@@ -11,8 +11,7 @@ import json
 import sys
 from collections.abc import Iterator
 
-from verl_mux.memory.metered import Metered, NoRoom
-from verl_mux.memory.sleep_states import SleepStates
+from verl_mux.memory.tags import Metered, NoRoom, SleepStates
 
 MIB = 1 << 20
 
@@ -48,21 +47,23 @@ class Library:
 
 
 class Device:
-    """The driver's own count."""
+    """The driver's own count, asked for as of torch.cuda."""
 
     def __init__(self, runtime: ctypes.CDLL) -> None:
         self._runtime = runtime
 
-    def free(self) -> int:
+    def mem_get_info(self) -> tuple[int, int]:
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self._runtime.cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total))
-        return free.value
+        return free.value, total.value
 
     def synchronize(self) -> None:
         self._runtime.cudaDeviceSynchronize()
 
-    def collect(self) -> None:
+    def ipc_collect(self) -> None:
         return None
+
+    empty_cache = ipc_collect
 
 
 def scene(name: str, path: str) -> dict:
@@ -75,13 +76,13 @@ def scene(name: str, path: str) -> dict:
         cache = library.malloc(128 * MIB)
     ctypes.memset(weights, 7, 64 * MIB)
     ctypes.memset(cache, 8, 128 * MIB)
-    told["awake"], told["free_awake"] = dict(reported), device.free() // MIB
+    told["awake"], told["free_awake"] = dict(reported), device.mem_get_info()[0] // MIB
     if name == "stock_twice":
         library.pause("weights")
         library.pause("weights")  # ends the process
     saver.pause("kv_cache")
     saver.pause("weights")
-    told["asleep"], told["free_asleep"] = dict(reported), device.free() // MIB
+    told["asleep"], told["free_asleep"] = dict(reported), device.mem_get_info()[0] // MIB
     if name == "twice":
         saver.pause("weights")
         saver.pause("kv_cache")
@@ -95,7 +96,7 @@ def scene(name: str, path: str) -> dict:
             saver.resume("kv_cache")
         except NoRoom as error:
             told["error"] = str(error)
-        told["free_refused"] = device.free() // MIB
+        told["free_refused"] = device.mem_get_info()[0] // MIB
         library.c.cudaFree.argtypes = [ctypes.c_void_p]
         library.c.cudaFree(other)
     if name == "machine":
@@ -110,7 +111,7 @@ def scene(name: str, path: str) -> dict:
     saver.resume("kv_cache")
     if name == "twice":
         saver.resume("weights")
-    told["again"], told["free_again"] = dict(reported), device.free() // MIB
+    told["again"], told["free_again"] = dict(reported), device.mem_get_info()[0] // MIB
     told["value"] = ctypes.c_ubyte.from_address(weights + 5).value
     ctypes.memset(cache, 9, 128 * MIB)  # at the address it had
     return told

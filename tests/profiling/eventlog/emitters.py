@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3] / "verl_mux"
 # Who logs. Elsewhere (the report, the launcher, the benches) events are read, or logged to be measured.
 WRITERS = ("coordinator", "agent", "trainer", "rollout", "sync", "memory", "profiling/eventlog/log.py")
 # Keys that come from elsewhere: event -> files, and the functions or tables there that make them.
-_WHO, _WHERE = ("rollout/engine/stay.py", "keys"), ("rollout/engine/sglang/scheduler_log.py", "__init__")
+_WHO, _WHERE = ("rollout/engine/serving.py", "keys_of"), ("rollout/engine/sglang/scheduler_log.py", "__init__")
 HANDED_IN = {
     events.REQUEST_START: [("rollout/worker/agent_loop.py", "_run_agent_loop")],
     events.REQUEST_COMPLETE: [("rollout/worker/agent_loop.py", "_run_agent_loop")],
@@ -28,8 +28,8 @@ HANDED_IN = {
     events.ENGINE_RETRACT: [_WHERE],
     events.ENGINE_GENERATE: [
         _WHO,
-        ("rollout/engine/sglang/priority_requests.py", "FIGURES"),
-        ("rollout/engine/sglang/priority_requests.py", "OF_ANSWER"),
+        ("rollout/engine/sglang/manager.py", "FIGURES"),
+        ("rollout/engine/sglang/manager.py", "OF_ANSWER"),
     ],
 }
 LOGGING_CALLS = {"log", "span", "part", "note", "event", "Log", "_log", "_line"}

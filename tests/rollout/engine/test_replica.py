@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError
 
 from verl_mux.coordinator.bus.fence import Fence, Fenced
 from verl_mux.errors import Failure, UserError
-from verl_mux.memory.moved import Moved
+from verl_mux.memory.tags import Moved
 from verl_mux.places.place import Location, Place
 from verl_mux.rollout.engine import replica as replica_module
 from verl_mux.rollout.engine.replica import InitGate, MuxLLMServerManager, MuxReplica, nodes_of_replicas

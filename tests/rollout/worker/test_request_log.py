@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from verl_mux.profiling.eventlog.log import EventLog
-from verl_mux.rollout.engine.stay import ANSWER, stay_of
+from verl_mux.rollout.engine.serving import ANSWER, stay_of
 from verl_mux.rollout.worker import request_log, server_client
 from verl_mux.rollout.worker.response import Response, current
 from verl_mux.rollout.worker.server_client import ResponseClient

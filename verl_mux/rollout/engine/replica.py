@@ -24,12 +24,12 @@ from verl_mux.coordinator.bus.fence import Fence
 from verl_mux.coordinator.bus.members import this_process
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.errors import Failure
-from verl_mux.memory.moved import Moves
+from verl_mux.memory.tags import Moves
 from verl_mux.places.place import Location, check
 from verl_mux.places.ray_nodes import PlacedPool, here
 from verl_mux.platform import device_ledger
 from verl_mux.platform.host_memory import process_bytes
-from verl_mux.rollout.engine import launch_gate
+from verl_mux.rollout.engine import server_directory
 from verl_mux.rollout.engine.record import EngineRecord, engines
 from verl_mux.sync.engine import Batch
 from verl_mux.worker_settings import WorkerSettings, node_of, pin
@@ -104,13 +104,13 @@ class MuxCheckpointEngineWorker(CheckpointEngineWorker):
         return this_process(), process_bytes()
 
     async def wait_until_engine_is_at_gate(self, directory: str) -> None:
-        await asyncio.to_thread(launch_gate.wait_until_engine_is_at_gate, Path(directory))
+        await asyncio.to_thread(server_directory.wait_until_engine_is_at_gate, Path(directory))
 
     async def open_gate(self, directory: str) -> None:
-        launch_gate.open_gate(Path(directory))
+        server_directory.open_gate(Path(directory))
 
     async def word_left(self, directory: str) -> str | None:
-        return launch_gate.word_left(Path(directory))
+        return server_directory.word_left(Path(directory))
 
 
 class InitGate:

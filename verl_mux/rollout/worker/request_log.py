@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from verl_mux.profiling.eventlog import events
-from verl_mux.rollout.engine.stay import ANSWER, Stay
+from verl_mux.rollout.engine.serving import ANSWER, Stay
 from verl_mux.rollout.worker.response import Response
 
 # A wait shorter than this is how tasks take turns.

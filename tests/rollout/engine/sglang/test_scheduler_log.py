@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from verl_mux.profiling.eventlog.log import EventLog
+from verl_mux.rollout.engine.serving import Stay
 from verl_mux.rollout.engine.sglang import scheduler_log
-from verl_mux.rollout.engine.sglang.priority_requests import TIMES
+from verl_mux.rollout.engine.sglang.manager import TIMES
 from verl_mux.rollout.engine.sglang.scheduler_log import SchedulerLog, add_times
-from verl_mux.rollout.engine.stay import Stay
 from verl_mux.worker_settings import WorkerSettings
 
 NAME = Stay("u_0", 7, 1, 2).new_name()

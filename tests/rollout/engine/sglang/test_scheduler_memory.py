@@ -1,5 +1,6 @@
 """SGLang's own release and resume under our hooks: the calls that end a stock scheduler are an answer, or nothing."""
 
+import os
 import random
 from types import SimpleNamespace
 
@@ -9,10 +10,10 @@ import torch.distributed as dist
 from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
 from sglang.srt.managers.scheduler_update_weights_mixin import SchedulerUpdateWeightsMixin
 
-from verl_mux.memory.tag_report import DIRECTORY_VARIABLE
+from verl_mux.memory.tags import Metered
 from verl_mux.platform import device_ledger
-from verl_mux.rollout.engine.launch_gate import open_gate, word_left
-from verl_mux.rollout.engine.sglang import memory_saver, scheduler_memory
+from verl_mux.rollout.engine.server_directory import DIRECTORY_VARIABLE, mapped_bytes, open_gate, word_left
+from verl_mux.rollout.engine.sglang import scheduler_memory
 from verl_mux.rollout.engine.sglang.scheduler_memory import REPORT, Ask, release, resume
 from verl_mux_cpu import cpu_engine
 from verl_mux_cpu.cpu_saver import CpuMemorySaver
@@ -34,7 +35,7 @@ class Engine:
     """A scheduler with a model and a KV cache of our CPU saver's. `busy`: a request runs."""
 
     def __init__(self, group, saver):
-        self.adapter = cpu_engine.SavingAdapter(memory_saver._report)
+        self.adapter = cpu_engine.SavingAdapter(scheduler_memory._report)
         with self.adapter.region("weights"):
             self.model = torch.nn.Linear(64, 64)
             self.model.register_buffer("table", torch.ones(32))
@@ -81,9 +82,8 @@ def engine(one_rank, monkeypatch, tmp_path):
         monkeypatch.setattr(device_ledger, name, {})
     saver = CpuMemorySaver(device_ledger.hold, device_ledger.reserve)
     monkeypatch.setattr(cpu_engine, "cpu_memory_saver", saver)
-    for name in ("_mapped", "sizes"):
-        monkeypatch.setattr(memory_saver, name, {})
-    monkeypatch.setattr(scheduler_memory, "sizes", memory_saver.sizes)
+    for name in ("_mapped", "_sizes"):
+        monkeypatch.setattr(scheduler_memory, name, {})
     return Engine(one_rank, saver)
 
 
@@ -134,7 +134,7 @@ def test_a_wake_without_room_maps_nothing_and_names_who_holds_what(engine, monke
 def test_room_that_goes_while_it_wakes_takes_back_what_was_mapped(engine, monkeypatch):
     weights = engine.model.weight.clone()
     engine.sleep(level=1)
-    size = memory_saver.sizes["weights"] + memory_saver.sizes["kv_cache"] // 2
+    size = scheduler_memory._sizes["weights"] + scheduler_memory._sizes["kv_cache"] // 2
     monkeypatch.setattr(scheduler_memory, "_no_room", lambda *_: None)  # it was there a moment ago
     monkeypatch.setenv(device_ledger.BUDGET_VARIABLE, str(size))
     answer = engine.wake()
@@ -279,3 +279,81 @@ def test_sglangs_question_for_free_memory_is_answered_by_the_budget(engine, monk
     held = engine.saver.mapped_bytes()
     free = scheduler_memory.available_memory(own, "cpu", 0, distributed=True, cpu_group=engine.scheduler.tp_cpu_group)
     assert free == pytest.approx(3 - sum(held.values()) / 2**30) and asked == ["cpu", "cuda"]
+
+
+# ---------------------------------------------------------------- the saver
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(scheduler_memory, "_mapped", {})
+    monkeypatch.setattr(cpu_engine, "cpu_memory_saver", CpuMemorySaver())
+    return tmp_path
+
+
+def test_the_report_follows_what_is_mapped(directory):
+    adapter = cpu_engine.SavingAdapter(scheduler_memory._report)
+    with adapter.region("weights"):
+        weights = torch.ones(4096)
+    with adapter.region("kv_cache"):
+        first = torch.ones(4096)
+    with adapter.region("kv_cache"):
+        second = torch.ones(4096)
+    both = {"weights": weights.nbytes, "kv_cache": first.nbytes + second.nbytes}
+    assert mapped_bytes(directory) == both
+    adapter.pause("kv_cache")
+    assert mapped_bytes(directory) == {**both, "kv_cache": 0}
+    adapter.pause("weights")
+    assert mapped_bytes(directory) == {"weights": 0, "kv_cache": 0}
+    adapter.resume("weights")
+    adapter.resume("kv_cache")
+    assert mapped_bytes(directory) == both and [path.name for path in directory.iterdir()] == [f"{os.getpid()}.json"]
+
+
+def test_memory_that_cannot_be_given_back_is_reported_as_mapped(directory):
+    adapter = cpu_engine.SavingAdapter(scheduler_memory._report)
+    shared = torch.ones(4096).share_memory_()
+    cpu_engine.cpu_memory_saver.track("weights", [shared])
+    adapter.pause("weights")
+    assert mapped_bytes(directory) == {"weights": shared.nbytes}
+
+
+def test_an_engine_without_memory_saver_keeps_sglangs_own_adapter():
+    own = object()
+    assert scheduler_memory.create_adapter(lambda enable: own, False) is own
+    assert scheduler_memory.create_adapter(lambda enable: own, enable=False) is own
+
+
+def test_without_cuda_the_adapter_is_ours_and_sglangs_is_not_made():
+    def original(enable):
+        raise AssertionError("torch_memory_saver needs libcuda")
+
+    assert isinstance(scheduler_memory.create_adapter(original, enable=True), cpu_engine.SavingAdapter)
+    assert isinstance(scheduler_memory.create_adapter(original, True), cpu_engine.SavingAdapter)
+
+
+def test_all_of_a_process_on_cuda_is_one_meter_around_sglangs_adapter(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(scheduler_memory, "_cuda", None)
+    made = [scheduler_memory.create_adapter(lambda enable: object(), enable=True) for _ in range(2)]
+    assert isinstance(made[0], Metered) and made[0] is made[1]
+
+
+def test_on_cuda_memory_that_others_let_go_counts_as_free_before_a_wake_is_refused(monkeypatch):
+    calls = []
+    for name in ("synchronize", "ipc_collect", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 if "empty_cache" in calls else 40, 200))
+    inner = SimpleNamespace(pause=lambda tag: None, resume=lambda tag: calls.append("resumed"))
+    saver = Metered(inner, torch.cuda, lambda tag, mapped: None)
+    saver._whole["weights"], saver._paused = 60, {"weights"}
+    saver.resume("weights")
+    assert calls == ["ipc_collect", "empty_cache", "resumed"]
+    saver.pause("weights")
+    assert calls[3:] == ["synchronize"]
+
+
+def test_it_has_every_method_of_sglangs_adapter():
+    names = {"check_validity", "configure_subprocess", "region", "cuda_graph", "disable", "pause", "resume", "enabled"}
+    assert names <= set(dir(cpu_engine.SavingAdapter))

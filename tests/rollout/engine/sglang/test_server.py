@@ -21,12 +21,11 @@ if not accelerator_present():
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
 from verl_mux.coordinator.bus.fence import Fenced
-from verl_mux.memory import tag_report
-from verl_mux.memory.moved import Moved
-from verl_mux.memory.sleep_states import SleepState
+from verl_mux.memory.tags import Moved, SleepState
 from verl_mux.platform.charges import DeviceSettings
-from verl_mux.rollout.engine.sglang import memory_requests, server
-from verl_mux.rollout.engine.sglang.memory_requests import EngineFailed, Refused
+from verl_mux.rollout.engine import server_directory
+from verl_mux.rollout.engine.sglang import manager, server
+from verl_mux.rollout.engine.sglang.manager import EngineFailed, Refused
 from verl_mux.rollout.engine.sglang.scheduler_memory import CHARGES_VARIABLE
 from verl_mux.rollout.engine.sglang.server import MuxSGLangHttpServer
 from verl_mux.worker_settings import KEY, WorkerSettings
@@ -49,13 +48,13 @@ class Engine:
         self.report()
 
     def report(self):
-        tag_report.write(self.mapped, 1)
+        server_directory.write_mapped(self.mapped, 1)
 
 
 @pytest.fixture
 def engine(monkeypatch):
     made = Engine()
-    monkeypatch.setattr(memory_requests, "ask", made.ask)
+    monkeypatch.setattr(manager, "move", made.ask)
     return made
 
 
@@ -63,7 +62,7 @@ def engine(monkeypatch):
 def make(engine, monkeypatch, tmp_path):
     """Makes a server on a device of this name, whose engine has started."""
     names = ("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "NCCL_GRAPH_REGISTER", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", CHARGES_VARIABLE,
-             "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_NCCL_SO_PATH", tag_report.DIRECTORY_VARIABLE, server.ENGINE_MARK,
+             "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_NCCL_SO_PATH", server_directory.DIRECTORY_VARIABLE, server.ENGINE_MARK,
              server.SEEDED_VARIABLE)  # fmt: skip
     for name in names:  # which come back as they were
         monkeypatch.setenv(name, "")
@@ -80,8 +79,8 @@ def make(engine, monkeypatch, tmp_path):
 
     monkeypatch.setattr(SGLangHttpServer, "__init__", stock)
     monkeypatch.setattr(SGLangHttpServer, "launch_server", started)
-    monkeypatch.setattr(server.priority_requests, "install", lambda manager: None)
-    monkeypatch.setattr(server.stop_tokens, "eos_token_ids", lambda manager: set())
+    monkeypatch.setattr(manager, "install", lambda *_: None)
+    monkeypatch.setattr(manager, "eos_token_ids", lambda _: set())
 
     def made(device="cpu", gpus=1, eager=False, launched=True) -> MuxSGLangHttpServer:
         monkeypatch.setattr(server, "get_device_name", lambda: device)
@@ -252,7 +251,7 @@ def test_the_engines_processes_find_in_the_environment_what_they_need(make, give
     it = make(**given, launched=False)
     assert set(json.loads(os.environ[CHARGES_VARIABLE])) == kinds
     assert os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
-    assert os.environ[tag_report.DIRECTORY_VARIABLE] == str(it._directory) and it._directory.is_dir()
+    assert os.environ[server_directory.DIRECTORY_VARIABLE] == str(it._directory) and it._directory.is_dir()
     assert (os.environ[server.ENGINE_MARK], os.environ[server.SEEDED_VARIABLE]) == ("1", "0")
     several_on_cpu = given["device"] == "cpu" and given.get("gpus", 1) > 1
     assert ("SGLANG_CPU_OMP_THREADS_BIND" in os.environ) is several_on_cpu

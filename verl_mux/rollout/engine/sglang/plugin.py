@@ -21,15 +21,12 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from verl_mux.rollout.engine.sglang.memory_saver import create_adapter
-
-    HookRegistry.register(
-        "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create", create_adapter, HookType.AROUND
-    )
-    if multiprocessing.parent_process() is None:
-        return
     from verl_mux.rollout.engine.sglang import scheduler_log, scheduler_memory
 
+    saver = "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create"
+    HookRegistry.register(saver, scheduler_memory.create_adapter, HookType.AROUND)
+    if multiprocessing.parent_process() is None:
+        return
     scheduler_memory.register(HookRegistry, HookType)
     scheduler_log.register(HookRegistry, HookType)
     if os.environ.get(SEEDED_VARIABLE) == "1":

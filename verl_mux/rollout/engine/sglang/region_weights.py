@@ -1,27 +1,49 @@
-"""Hands the weights of a sync from a rollout worker to the engine beside it: by saying where in the host's memory they lie.
+"""Hands the weights of a sync from rollout workers to the engine beside them: by naming where in the host's memory they lie.
 
-    batches of the checkpoint engine --> all ranks of the engine have it --> the first one asks SGLang --> region_loader.py
+    batches of the checkpoint engine --> all ranks of the engine have it --> the first one asks SGLang --> `load_in_engine`
 
-No tensor leaves the region on this side, so the worker holds nothing on the device; what goes there is what each of the engine's
-ranks copies for itself. Used by the worker in the place of verl's adapter's update_weights, with that adapter.
+`load` runs in rollout workers, called by rollout/engine/replica.py in the place of verl's adapter's update_weights, with that
+adapter. `load_in_engine` runs in each of SGLang's scheduler processes, which call it as a `custom_weight_loader`: a rank's parameters
+copy out of the full tensors the part that is theirs. No tensor leaves the region on the worker's side, so nothing of a worker's lies
+on the device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
-from verl_mux.rollout.engine.sglang.region_loader import LOADER, Mapped, Place
-from verl_mux.sync.engine import Batch, aside
-from verl_mux.sync.layout import SyncError
+from verl_mux.sync.engine import Batch, aside, tensor_at
+from verl_mux.sync.layout import NAME, Entry, Region, SyncError
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+LOADER = "verl_mux.rollout.engine.sglang.region_weights.load_in_engine"
+
+
+class Place(msgspec.Struct, frozen=True):
+    """The region of a host: open file `fd` of process `pid` there."""
+
+    pid: int
+    fd: int
+    nbytes: int
+
+
+class Mapped(msgspec.Struct, frozen=True):
+    """Rides in a request in the place of a tensor's name. places: of each rank of the engine; offsets: of each entry."""
+
+    places: list[Place]
+    entries: list[Entry]
+    offsets: list[int]
+
+
+# ---------------------------------------------------------------- in rollout workers
 
 
 async def load(adapter: Any, batches: AsyncGenerator[Batch, None], global_steps: int | None) -> None:
@@ -67,10 +89,10 @@ class _Ranks:
         return places
 
     def leave(self, error: Exception) -> None:
-        """The others hear of it when they come to the next batch."""
+        """Fail at the others too, when they come to the next batch."""
         if not self._left:
             self._left = True
-            with contextlib.suppress(RuntimeError):  # one of them is gone: the others hear of that
+            with contextlib.suppress(RuntimeError):  # one of them is gone, which the others notice by themselves
                 self._gather(f"{type(error).__name__}: {error}")
 
     def _gather(self, said: Any) -> list[Any]:
@@ -81,7 +103,7 @@ class _Ranks:
 
 
 class _NoTensor:
-    """SGLang takes names with tensors; ours says everything by its name."""
+    """SGLang takes names with tensors; all that we send is in the name."""
 
     def __reduce__(self) -> tuple[Any, tuple[int]]:
         return torch.zeros, (0,)
@@ -96,3 +118,69 @@ def request(batch: Batch, places: list[Place]) -> UpdateWeightsFromTensorReqInpu
     mapped = Mapped(places, batch.layout.entries[of], batch.layout.offsets[of])
     body = MultiprocessingSerializer.serialize([(msgspec.json.encode(mapped).decode(), _NoTensor())])
     return UpdateWeightsFromTensorReqInput(serialized_named_tensors=[body] * len(places), load_format=LOADER, flush_cache=False)
+
+
+# ---------------------------------------------------------------- in the engine's processes
+
+
+class _Mapping:
+    """The region that this process has mapped, over syncs; pinned where there is a GPU, which then copies from it at once."""
+
+    def __init__(self) -> None:
+        self._region: Region | None = None
+        self._pinned = 0
+
+    def of(self, place: Place) -> Region:
+        """Raises RuntimeError: there is no such memory."""
+        path = f"/proc/{place.pid}/fd/{place.fd}"
+        try:
+            # A client that reaches the engine's port can name any open file of this user.
+            is_region = os.readlink(path).startswith(f"/memfd:{NAME}")
+            fd = os.open(path, os.O_RDWR)
+        except OSError as error:
+            raise RuntimeError(f"the weights at {path} cannot be mapped: {error.strerror}") from None
+        if not is_region or os.fstat(fd).st_size < place.nbytes:
+            os.close(fd)
+            raise RuntimeError(f"{path} is no memory of {place.nbytes} bytes of weights")
+        if self._region is not None and os.path.sameopenfile(self._region.fd, fd):
+            os.close(fd)
+            return self._region
+        self._let_go()
+        self._region = Region(fd, place.nbytes)
+        self._pin(self._region)
+        return self._region
+
+    def _pin(self, region: Region) -> None:
+        if not torch.cuda.is_available() or not region.nbytes:
+            return
+        address = torch.frombuffer(region.view, dtype=torch.uint8).data_ptr()
+        if code := int(torch.cuda.cudart().cudaHostRegister(address, region.nbytes, 0)):
+            raise RuntimeError(f"{region.nbytes} bytes of weights on this host cannot be pinned (CUDA error {code})")
+        self._pinned = address
+
+    def _let_go(self) -> None:
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned)
+            self._pinned = 0
+        if self._region is not None:
+            self._region.close()
+            self._region = None
+
+
+_mapping = _Mapping()
+
+
+def load_in_engine(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """As SGLang calls it. Raises RuntimeError: the region cannot be mapped or pinned."""
+    from sglang.srt.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    ((body, _),) = named_tensors
+    model.load_weights(tensors(body, get_tensor_model_parallel_rank()))
+
+
+def tensors(body: str, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, full tensor) of what a request has in the place of a name, for this rank of the engine. Raises as `load_in_engine`."""
+    asked = msgspec.json.decode(body, type=Mapped)
+    region = _mapping.of(asked.places[rank])
+    for entry, offset in zip(asked.entries, asked.offsets, strict=True):
+        yield entry.name, tensor_at(region.view, entry, offset)

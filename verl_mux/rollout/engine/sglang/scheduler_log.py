@@ -3,7 +3,7 @@
 Runs in the scheduler processes of engines that our servers launch (see plugin.py). Hooks, all on the first rank of its kind:
 
 - a new prefill batch: how long each of its requests waited (`engine_queue`)
-- a request's times on their way to the server's process: they get ours beside them (priority_requests.py takes them there)
+- a request's times on their way to the server's process: they get ours beside them (manager.py takes them there)
 - each decoded and each prefilled batch: about once a second, the counters (`engine_decode`)
 - requests thrown out of the running batch (`engine_retract`); tokens dropped from the prefix cache, counted
 
@@ -20,11 +20,11 @@ from typing import Any
 import msgspec
 
 from verl_mux.profiling.eventlog import events
-from verl_mux.rollout.engine.sglang.priority_requests import TIMES
-from verl_mux.rollout.engine.stay import keys_of, stay_of
+from verl_mux.rollout.engine.serving import keys_of, stay_of
 from verl_mux.worker_settings import WorkerSettings, open_worker_log
 
 VARIABLE = "VERL_MUX_ENGINE_LOG"
+TIMES = "verl_mux"  # where a request's times are left among those that SGLang's scheduler sends along
 EVERY_S = 1.0
 _QUEUED = "verl_mux_queued"  # seconds that a request spent in the queue, kept with SGLang's times of it
 _FIRST_QUEUED = "verl_mux_first_queued"

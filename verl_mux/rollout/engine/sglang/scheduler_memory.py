@@ -1,8 +1,9 @@
-"""Sleep and wake inside SGLang's scheduler processes: what would end one there is an answer instead.
+"""Memory inside SGLang's scheduler processes: its saver, the launch, sleep and wake; what would end a process is an answer instead.
 
-Hooked around the scheduler's release and resume (see plugin.py). Both then take any tag at any time: what is done already is not
-done again, a busy engine says so, a wake waits for room and maps nothing where there is none, and what an unfinished wake mapped
-goes back. SGLang's answers carry no word, so ours rides on them as an attribute (`REPORT`).
+Runs in the schedulers of engines that our server launched (the saver also in the server's process); hooked by plugin.py around
+SGLang's own functions. Release and resume then take any tag at any time: what is done already is not done again, a busy engine says
+so, a wake waits for room and maps nothing where there is none, and what an unfinished wake mapped goes back. SGLang's answers
+carry no text, so ours rides on them as an attribute (`REPORT`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ import msgspec
 import torch
 
 from verl_mux.memory.contents import Contents
-from verl_mux.memory.metered import NoRoom
 from verl_mux.memory.room import on_all_ranks, refusal
-from verl_mux.memory.sleep_states import CUDA_GRAPH, KV_CACHE, WEIGHTS
+from verl_mux.memory.tags import CUDA_GRAPH, KV_CACHE, WEIGHTS, Metered, NoRoom
 from verl_mux.platform import device_ledger
-from verl_mux.rollout.engine.launch_gate import leave_word, wait_at_gate
-from verl_mux.rollout.engine.sglang.memory_saver import sizes
+from verl_mux.platform.choose import cpu_part
+from verl_mux.rollout.engine.server_directory import leave_word, wait_at_gate, write_mapped
 
 REPORT = "verl_mux"
 CHARGES_VARIABLE = "VERL_MUX_ENGINE_CHARGES"
@@ -30,6 +30,9 @@ _ALL = (CUDA_GRAPH, WEIGHTS, KV_CACHE)
 _LATE = ("graphs", "workspace")
 
 log = logging.getLogger(__name__)
+_mapped: dict[str, int] = {}  # bytes that this process has on the device, by tag
+_sizes: dict[str, int] = {}  # the same while all is awake: what a wake needs
+_cuda: Metered | None = None
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -40,8 +43,8 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Rides on an answer. error: nothing has changed, and why; None: done. failed: the engine cannot be used any more. copied:
-    bytes of parameters that went to the host."""
+    """Rides on an answer. error: why nothing has changed; None: done. failed: the engine cannot be used any more. copied: bytes of
+    parameters that went to the host."""
 
     error: str | None = None
     copied: int = 0
@@ -55,6 +58,24 @@ def register(registry: Any, kinds: Any) -> None:
     registry.register(f"{scheduler}.resume_memory_occupation", resume, kinds.AROUND)
     registry.register("sglang.srt.model_executor.model_runner.ModelRunner.initialize", initialize, kinds.AROUND)
     registry.register("sglang.srt.utils.common.get_available_gpu_memory", available_memory, kinds.AROUND)
+
+
+def create_adapter(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Around `TorchMemorySaverAdapter.create`: the adapter SGLang would use, metered; that of verl_mux_cpu without CUDA."""
+    if not kwargs.get("enable", args[-1] if args else False):
+        return original(*args, **kwargs)
+    if not torch.cuda.is_available():
+        return cpu_part("engine_saver")(_report)
+    global _cuda
+    # SGLang asks for one adapter a pool; pauses are of the process.
+    _cuda = _cuda or Metered(original(*args, **kwargs), torch.cuda, _report)
+    return _cuda
+
+
+def _report(tag: str, mapped: int) -> None:
+    _mapped[tag] = mapped
+    _sizes[tag] = max(_sizes.get(tag, 0), mapped)
+    write_mapped(_mapped, os.getpid())
 
 
 # ---------------------------------------------------------------- launch
@@ -111,16 +132,20 @@ def release(original: Callable, scheduler: Any, request: Any) -> Any:
     """SGLang's release_memory_occupation, of the tags that are mapped."""
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
 
-    ask = getattr(request, REPORT, Ask())
+    return _with(ReleaseMemoryOccupationReqOutput(), _released(original, scheduler, request))
+
+
+def _released(original: Callable, scheduler: Any, request: Any) -> Answer:
+    if unknown := _unknown(request):
+        return unknown
     tags = [tag for tag in _asked(request) if tag not in scheduler.offload_tags]
-    if unknown := set(_asked(request)) - set(_ALL):
-        return _told(ReleaseMemoryOccupationReqOutput(), f"there is no tag {sorted(unknown)[0]!r}; allowed: {', '.join(_ALL)}")
     if not tags:
-        return _told(ReleaseMemoryOccupationReqOutput())
+        return Answer()
     if not scheduler.is_fully_idle():
-        return _told(ReleaseMemoryOccupationReqOutput(), "requests run in the engine; abort them first", busy=True)
+        return Answer("requests run in the engine; abort them first", busy=True)
     kept_by_saver = scheduler.server_args.enable_weights_cpu_backup
-    copied = _contents(scheduler).left(ask.level) if WEIGHTS in tags and not kept_by_saver else 0
+    level = getattr(request, REPORT, Ask()).level
+    copied = _contents(scheduler).left(level) if WEIGHTS in tags and not kept_by_saver else 0
     request.tags = tags
     failure = None
     try:
@@ -130,9 +155,8 @@ def release(original: Callable, scheduler: Any, request: Any) -> Any:
         failure = f"giving {', '.join(tags)} back failed: {error}"
     # SGLang answers when the first rank has given it back, and the others may be at it still.
     if not _everywhere(scheduler, failure is None):
-        failure = failure or f"another rank could not give {', '.join(tags)} back"
-        return _told(ReleaseMemoryOccupationReqOutput(), failure, failed=True)
-    return _told(ReleaseMemoryOccupationReqOutput(), copied=copied)
+        return Answer(failure or f"another rank could not give {', '.join(tags)} back", failed=True)
+    return Answer(copied=copied)
 
 
 # ---------------------------------------------------------------- wake
@@ -140,33 +164,37 @@ def release(original: Callable, scheduler: Any, request: Any) -> Any:
 
 def resume(original: Callable, scheduler: Any, request: Any) -> Any:
     """SGLang's resume_memory_occupation, of the tags that are not mapped, one after the other; all of them or none."""
-    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput, ResumeMemoryOccupationReqOutput
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
 
-    ask = getattr(request, REPORT, Ask())
-    asked = _asked(request)
-    tags = [tag for tag in _ALL if tag in asked and tag in scheduler.offload_tags]
-    if unknown := set(asked) - set(_ALL):
-        return _told(ResumeMemoryOccupationReqOutput(), f"there is no tag {sorted(unknown)[0]!r}; allowed: {', '.join(_ALL)}")
+    return _with(ResumeMemoryOccupationReqOutput(), _resumed(original, scheduler, request))
+
+
+def _resumed(original: Callable, scheduler: Any, request: Any) -> Answer:
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+    if unknown := _unknown(request):
+        return unknown
+    tags = [tag for tag in _ALL if tag in _asked(request) and tag in scheduler.offload_tags]
     if KV_CACHE in tags and WEIGHTS in scheduler.offload_tags and WEIGHTS not in tags:
-        return _told(ResumeMemoryOccupationReqOutput(), "the KV cache wakes after the weights")
-    if error := _no_room(scheduler, tags, ask.wait_s):
-        return _told(ResumeMemoryOccupationReqOutput(), error)
+        return Answer("the KV cache wakes after the weights")
+    if error := _no_room(scheduler, tags, getattr(request, REPORT, Ask()).wait_s):
+        return Answer(error)
     stashed = getattr(scheduler, "stashed_model_static_state", None)
     try:
         for tag in tags:
             if error := _map(scheduler, tag):
                 _take_back(scheduler, tags, stashed)
-                return _told(ResumeMemoryOccupationReqOutput(), error)
+                return Answer(error)
             original(scheduler, ResumeMemoryOccupationReqInput(tags=[tag]))
             if tag == WEIGHTS:
                 _contents(scheduler).came_back()
     except Exception as error:
         log.exception("the engine could not take %s again", ", ".join(tags))
-        return _told(ResumeMemoryOccupationReqOutput(), f"taking {', '.join(tags)} again failed: {error}", failed=True)
+        return Answer(f"taking {', '.join(tags)} again failed: {error}", failed=True)
     if KV_CACHE in tags and (missing := _unsynced(scheduler)):
         _take_back(scheduler, tags, stashed)
-        return _told(ResumeMemoryOccupationReqOutput(), missing)
-    return _told(ResumeMemoryOccupationReqOutput())
+        return Answer(missing)
+    return Answer()
 
 
 def _map(scheduler: Any, tag: str) -> str | None:
@@ -202,8 +230,8 @@ def _take_back(scheduler: Any, tags: list[str], stashed: Any) -> None:
 
 
 def _no_room(scheduler: Any, tags: list[str], wait_s: float) -> str | None:
-    """Why these tags cannot be mapped on all ranks; waits so long for it."""
-    needed = sum(sizes.get(tag, 0) for tag in tags)
+    """Why these tags cannot be mapped on all ranks; waits `wait_s` seconds for room."""
+    needed = sum(_sizes.get(tag, 0) for tag in tags)
     device = torch.cuda if torch.cuda.is_available() else None
     return refusal(" and ".join(tags), needed, wait_s, device, lambda true_here: _everywhere(scheduler, true_here))
 
@@ -223,6 +251,11 @@ def _asked(request: Any) -> list[str]:
     return list(request.tags or _ALL)
 
 
-def _told(output: Any, error: str | None = None, **more: Any) -> Any:
-    setattr(output, REPORT, Answer(error, **more))
+def _unknown(request: Any) -> Answer | None:
+    unknown = set(_asked(request)) - set(_ALL)
+    return Answer(f"there is no tag {min(unknown)!r}; allowed: {', '.join(_ALL)}") if unknown else None
+
+
+def _with(output: Any, answer: Answer) -> Any:
+    setattr(output, REPORT, answer)
     return output

@@ -18,29 +18,19 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 
 from verl_mux.coordinator.bus.members import this_process_and_children
 from verl_mux.coordinator.bus.messages import Member
-from verl_mux.memory.moved import Moved, Moves
-from verl_mux.memory.sleep_states import CUDA_GRAPH, KV_CACHE, LEVELS, TAGS, WEIGHTS, SleepState, SleepStates
-from verl_mux.memory.tag_report import DIRECTORY_VARIABLE, mapped_bytes
+from verl_mux.memory.tags import CUDA_GRAPH, KV_CACHE, LEVELS, TAGS, WEIGHTS, Moved, Moves, SleepState, SleepStates
 from verl_mux.places.place import check
 from verl_mux.places.ray_nodes import here
 from verl_mux.platform.choose import cpu_part
 from verl_mux.platform.host_memory import process_bytes
 from verl_mux.profiling.eventlog import events
-from verl_mux.rollout.engine.passage import Passage
 from verl_mux.rollout.engine.record import ABORTED, STOPPED
-from verl_mux.rollout.engine.sglang import (
-    memory_requests,
-    priority_requests,
-    scheduler_log,
-    stall_profile,
-    stop_tokens,
-)
-from verl_mux.rollout.engine.sglang.memory_requests import EngineFailed, Refused
+from verl_mux.rollout.engine.server_directory import DIRECTORY_VARIABLE, mapped_bytes
+from verl_mux.rollout.engine.serving import ANSWER, Passage, StallWatch, keys_of, stay_of, write_stacks
+from verl_mux.rollout.engine.sglang import manager, scheduler_log
+from verl_mux.rollout.engine.sglang.manager import FIGURES, EngineFailed, Refused
 from verl_mux.rollout.engine.sglang.plugin import ENGINE_MARK, SEEDED_VARIABLE
-from verl_mux.rollout.engine.sglang.priority_requests import FIGURES
 from verl_mux.rollout.engine.sglang.scheduler_memory import CHARGES_VARIABLE
-from verl_mux.rollout.engine.stall_watch import StallWatch, write_stacks
-from verl_mux.rollout.engine.stay import ANSWER, keys_of, stay_of
 from verl_mux.worker_settings import WorkerSettings, node_of, open_worker_log, pin
 
 _ABORT_AGAIN_S = 0.05
@@ -142,11 +132,10 @@ class MuxSGLangHttpServer(SGLangHttpServer):
         if missing := [tag for tag in TAGS if not self._mapped.get(tag)]:
             raise RuntimeError(f"nothing of this engine's {missing[0]} can leave the device: it would keep it while it sleeps")
         if self.node_rank == 0:
-            priority_requests.install(self.tokenizer_manager)
+            manager.install(self.tokenizer_manager, self._stalls)
             if self._settings.stalls != "off" and self._settings.events_dir:
-                stall_profile.install(self.tokenizer_manager, self._stalls)
                 self._watching = asyncio.create_task(self._watch_stalls(Path(self._settings.events_dir) / "stalls"))
-            self._eos_token_ids = stop_tokens.eos_token_ids(self.tokenizer_manager)
+            self._eos_token_ids = manager.eos_token_ids(self.tokenizer_manager)
 
     async def abort_requests(self, request_ids: list[str]) -> None:
         """Abort these, and return when they have left the engine with the tokens they have.
@@ -174,7 +163,7 @@ class MuxSGLangHttpServer(SGLangHttpServer):
             self._running.add(request_id)
             entered = time.perf_counter()
             try:
-                with priority_requests.priority(engine_priority) as figures:
+                with manager.priority(engine_priority) as figures:
                     output = await generate(prompt_ids, dict(sampling_params), request_id, **kwargs)  # verl empties them
             finally:
                 self._running.discard(request_id)
@@ -184,7 +173,7 @@ class MuxSGLangHttpServer(SGLangHttpServer):
 
         generate = super().generate
         output = await self._passage.through(stay, lambda output: output.stop_reason == ABORTED)
-        if output.stop_reason == ABORTED and stop_tokens.has_ended(output.token_ids, sampling_params, self._eos_token_ids):
+        if output.stop_reason == ABORTED and manager.has_ended(output.token_ids, sampling_params, self._eos_token_ids):
             output.stop_reason = STOPPED
         seconds = time.perf_counter() - started
         answer |= {"finish": output.stop_reason, "held_sec": round(seconds - inside, 6), "priority": engine_priority}
@@ -224,7 +213,7 @@ class MuxSGLangHttpServer(SGLangHttpServer):
             }
             self._events.log(events.ENGINE_STALLED, stood, extra=stall, step=(self.global_steps or 0) + 1)
             if self._settings.stalls == "trace":
-                await stall_profile.trace(self.tokenizer_manager, path.with_suffix(""))
+                await manager.profile(self.tokenizer_manager, path.with_suffix(""))
 
     def _node(self) -> str:
         """Servers by rank fill the job's rollout nodes in order."""
@@ -259,7 +248,7 @@ class MuxSGLangHttpServer(SGLangHttpServer):
             if verb == "sleep" and self._running:
                 await self.abort_requests(list(self._running))
             tags = [tag, CUDA_GRAPH] if tag == WEIGHTS and self._sleeping_graphs else [tag]
-            await memory_requests.ask(self.tokenizer_manager, verb, tags, level, self._settings.device.wake_wait_s)
+            await manager.move(self.tokenizer_manager, verb, tags, level, self._settings.device.wake_wait_s)
         self._mapped = mapped_bytes(self._directory)
         after = self._mapped.get(tag, 0)
         if verb == "sleep" and after > _LEFT * max(before, after):

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_mux.rollout.engine.sglang import priority_requests
+from verl_mux.rollout.engine.serving import StallWatch
+from verl_mux.rollout.engine.sglang.manager import eos_token_ids, has_ended, install, priority
 
 
 @pytest.fixture
@@ -25,15 +26,15 @@ def manager():
         _handle_batch_output=handle,
         server_args=SimpleNamespace(enable_priority_scheduling=True),
     )
-    priority_requests.install(made)
+    install(made, StallWatch())
     return made
 
 
-def ask(manager, finish, priority=0):
+def ask(manager, finish, higher=0):
     request = SimpleNamespace(rid="r", finish=finish)
 
     async def once():
-        with priority_requests.priority(priority) as told:
+        with priority(higher) as told:
             await manager.generate_request(request, None).__anext__()  # as verl does
         return told
 
@@ -41,7 +42,7 @@ def ask(manager, finish, priority=0):
 
 
 def test_a_request_has_the_priority_of_its_block_and_its_answer_is_told(manager):
-    request, told = ask(manager, "stop", priority=5)
+    request, told = ask(manager, "stop", higher=5)
     assert request.priority == 5 and told["cached_tokens"] == 3
 
 
@@ -49,3 +50,26 @@ def test_a_request_has_the_priority_of_its_block_and_its_answer_is_told(manager)
 def test_a_request_that_was_aborted_may_come_again_under_its_name(manager, finish, is_kept):
     ask(manager, finish)
     assert ("r" in manager.rid_to_state) is is_kept
+
+
+@pytest.mark.parametrize(
+    ("tokens", "params", "ended"),
+    [
+        ([5, 1], {}, True),
+        ([1, 5], {}, False),
+        ([], {}, False),
+        ([5, 1], {"ignore_eos": True}, False),
+        ([5, 9], {"stop_token_ids": [9]}, True),
+        ([5, 9], {"stop_token_ids": [9], "ignore_eos": True}, True),
+    ],
+)
+def test_an_abort_that_crosses_the_end_of_a_response_has_ended_it(tokens, params, ended):
+    assert has_ended(tokens, params, {1}) is ended
+
+
+def test_ends_of_sequence_are_those_of_the_model_and_of_the_tokenizer():
+    tokenizer = SimpleNamespace(eos_token_id=2, additional_stop_token_ids=[3])
+    model = SimpleNamespace(hf_eos_token_id={1})
+    assert eos_token_ids(SimpleNamespace(model_config=model, tokenizer=tokenizer)) == {1, 2, 3}
+    bare = SimpleNamespace(model_config=SimpleNamespace(hf_eos_token_id=None), tokenizer=None)
+    assert eos_token_ids(bare) == set()

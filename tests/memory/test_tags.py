@@ -1,10 +1,11 @@
 """The whole table against what it must mean: which tags are awake before, which afterwards, and nothing in between."""
 
+import pickle
 from itertools import product
 
 import pytest
 
-from verl_mux.memory.sleep_states import LEVELS, SleepState, SleepStates
+from verl_mux.memory.tags import LEVELS, Moved, SleepState, SleepStates, total
 
 BOTH = {"weights", "kv_cache"}
 AWAKE_TAGS = {
@@ -78,3 +79,23 @@ def test_only_a_restart_leaves_failed(verb, tags):
     states.failed()
     with pytest.raises(ValueError, match="failed"):
         states.plan(verb, tags)
+
+
+ACTOR = {"params": Moved(10, 10, 1.0), "optimizer": Moved(20, 20, 2.0)}
+REFERENCE = {"params": Moved(5, 7, 3.0)}
+
+
+def test_bytes_add_up_and_the_slowest_of_those_that_move_together_counts():
+    assert total([ACTOR, REFERENCE]) == {"params": Moved(15, 17, 3.0), "optimizer": Moved(20, 20, 2.0)}
+
+
+def test_what_moves_one_after_another_takes_the_sum_of_seconds():
+    assert total([ACTOR, REFERENCE], seconds=sum)["params"] == Moved(15, 17, 4.0)
+
+
+def test_nothing_moved_is_nothing():
+    assert total([]) == total([{}, {}]) == {}
+
+
+def test_it_travels_between_processes():
+    assert pickle.loads(pickle.dumps(ACTOR)) == ACTOR

@@ -1,12 +1,24 @@
-"""A model's `config.json`, from a folder or by its name on a hub."""
+"""A model's files: its `config.json`, from a folder or by its name on a hub, and its weights, read ahead.
+
+Runs on the command line and in the driver (`config.json`), in training workers (weights). Touches files and the hub.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from verl_mux.errors import UserError
+
+_BLOCK = 16 << 20
+# Of the host's memory that is free: what is read must not push out what others need.
+_SHARE = 0.5
+
+log = logging.getLogger(__name__)
 
 
 def local_model_config(path: str) -> dict[str, Any] | None:
@@ -59,3 +71,39 @@ def read_model_config(path: str, what_for: str = "estimate phase times from") ->
     if not isinstance(found, dict):
         raise UserError(f"{file} is no model config to {what_for}: an object is expected, given is a {type(found).__name__}")
     return found
+
+
+def weights_of(model: str) -> list[Path]:
+    """The files with the weights of a Hugging Face model: of a folder, or of a name in the hub, if its files are here already."""
+    from huggingface_hub import snapshot_download
+
+    folder = Path(model)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(model, local_files_only=True))
+        except (OSError, ValueError):  # not here, or no such name
+            return []
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+
+
+def read_ahead(files: Iterable[Path], most: int | None = None) -> int:
+    """Read files once into the host's page cache, so that a device is not held while a disk is read.
+
+    Returns bytes; at most `most` (default: half of the memory that is free). A file that cannot be read is skipped: the process
+    that loads it reports the error.
+    """
+    import psutil
+
+    started, left = time.perf_counter(), int(psutil.virtual_memory().available * _SHARE) if most is None else most
+    total = 0
+    for file in files:
+        try:
+            if file.stat().st_size > left - total:
+                break
+            with file.open("rb", buffering=0) as data:
+                while block := data.read(_BLOCK):
+                    total += len(block)
+        except OSError as error:
+            log.warning("%s was not read ahead: %s", file, error.strerror)
+    log.info("read %d MB ahead in %.1f s", total >> 20, time.perf_counter() - started)
+    return total

@@ -1,7 +1,6 @@
 """What is read before a lease, and what is left out."""
 
-from verl_mux.memory import read_ahead as read_ahead_module
-from verl_mux.memory.read_ahead import read_ahead, weights_of
+from verl_mux.memory.model_files import read_ahead, weights_of
 
 
 def test_weights_are_safetensors_or_what_there_was_before_them(tmp_path):
@@ -22,7 +21,7 @@ def test_a_model_of_the_hub_is_read_where_its_files_are_here(tmp_path, monkeypat
             raise FileNotFoundError(name)
         return str(tmp_path)
 
-    monkeypatch.setattr(read_ahead_module, "snapshot_download", here)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", here)
     (tmp_path / "model.safetensors").touch()
     assert weights_of("maker/model") == [tmp_path / "model.safetensors"]
     assert weights_of("maker/other") == []
