@@ -1,11 +1,12 @@
 """The tags of one engine's or one trainer's device memory: what sleeps in which state, what moved, and the saver that moves it.
 
-Runs in engine servers and schedulers (`SleepStates`, `Metered`), training workers and the trainer (`Moved`). Pure but for the saver
-and device that `Metered` is given; imports no torch.
+Runs in engine servers and schedulers (`SleepStates`, `Metered`), training workers and the trainer (`Moved`). Pure but for the
+saver and device that `Metered` is given; imports no torch.
 
-An engine that sleeps twice is not asked twice: SGLang's own release and resume are not idempotent (a second resume ends its scheduler
-process), and verl's HTTP client repeats a call that timed out. So every request goes through `SleepStates`, a table. Weights come
-before the KV cache on the way up, because the sync fills them before the largest tag is mapped; on the way down both go at once.
+An engine that sleeps twice is not asked twice: SGLang's own release and resume are not idempotent (a second resume ends its
+scheduler process), and verl's HTTP client repeats a call that timed out. So every request goes through `SleepStates`, a table.
+Weights come before the KV cache on the way up, because the sync fills them before the largest tag is mapped; on the way down both
+go at once.
 
     ACTIVE --sleep kv_cache--> KV_RELEASED --sleep weights--> ASLEEP_1 or ASLEEP_2
     ASLEEP_1 or ASLEEP_2 --wake weights--> KV_RELEASED --wake kv_cache--> ACTIVE
@@ -133,7 +134,8 @@ class Metered:
     The library ends the process at a second pause, at a second resume, and at a resume for which there is no room; and it says
     neither how many bytes a tag has nor whether they became free, so the device's free memory is read before and after.
 
-    `inner`: region, pause and resume by tag; `device`: as torch.cuda; `report`: called with a tag's bytes on the device after a move.
+    `inner`: region, pause and resume by tag; `device`: as torch.cuda; `report`: called with a tag's bytes on the device after a
+    move.
     """
 
     def __init__(self, inner: Any, device: Any, report: Callable[[str, int], None]) -> None:

@@ -7,8 +7,8 @@ ended as it started (SGLang's parent process learns it by a signal only).
     engine: imports, connects (a minute or so) -> touches `at_gate` -> waits for `open` -> maps weights and KV cache -> sleeps
     job:    sees `at_gate` -> asks for the init lease -> touches `open` -> engine asleep -> lease back
 
-So a joining job disturbs the others only for the seconds in which it maps memory. Runs in schedulers, servers and rollout workers;
-called by each engine's folder and by replica.py; touches this directory only.
+So a joining job disturbs the others only for the seconds in which it maps memory. Runs in schedulers, servers and rollout
+workers; called by each engine's folder and by replica.py; touches this directory only.
 """
 
 from __future__ import annotations

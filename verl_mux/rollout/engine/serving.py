@@ -1,7 +1,7 @@
 """What the server of any engine does alike: names stays, lets generations in under a lease, notices when the engine stands still.
 
-Runs in engine servers, called by each engine's server.py; the names also in schedulers and agent loop workers. Touches nothing but
-the processes whose stacks it reads.
+Runs in engine servers, called by each engine's server.py; the names also in schedulers and agent loop workers. Touches nothing
+but the processes whose stacks it reads.
 """
 
 from __future__ import annotations

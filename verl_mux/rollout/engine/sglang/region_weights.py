@@ -3,9 +3,9 @@
     batches of the checkpoint engine --> all ranks of the engine have it --> the first one asks SGLang --> `load_in_engine`
 
 `load` runs in rollout workers, called by rollout/engine/replica.py in the place of verl's adapter's update_weights, with that
-adapter. `load_in_engine` runs in each of SGLang's scheduler processes, which call it as a `custom_weight_loader`: a rank's parameters
-copy out of the full tensors the part that is theirs. No tensor leaves the region on the worker's side, so nothing of a worker's lies
-on the device.
+adapter. `load_in_engine` runs in each of SGLang's scheduler processes, which call it as a `custom_weight_loader`: a rank's
+parameters copy out of the full tensors the part that is theirs. No tensor leaves the region on the worker's side, so nothing of a
+worker's lies on the device.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ def load_in_engine(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]
 
 
 def tensors(body: str, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, full tensor) of what a request has in the place of a name, for this rank of the engine. Raises as `load_in_engine`."""
+    """(name, full tensor) of what a request has in the place of a name, for this rank of the engine. Raises as
+    `load_in_engine`."""
     asked = msgspec.json.decode(body, type=Mapped)
     region = _mapping.of(asked.places[rank])
     for entry, offset in zip(asked.entries, asked.offsets, strict=True):

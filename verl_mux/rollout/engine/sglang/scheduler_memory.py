@@ -1,9 +1,10 @@
-"""Memory inside SGLang's scheduler processes: its saver, the launch, sleep and wake; what would end a process is an answer instead.
+"""Memory inside SGLang's scheduler processes: its saver, the launch, sleep and wake; what would end a process is an answer
+instead.
 
 Runs in the schedulers of engines that our server launched (the saver also in the server's process); hooked by plugin.py around
-SGLang's own functions. Release and resume then take any tag at any time: what is done already is not done again, a busy engine says
-so, a wake waits for room and maps nothing where there is none, and what an unfinished wake mapped goes back. SGLang's answers
-carry no text, so ours rides on them as an attribute (`REPORT`).
+SGLang's own functions. Release and resume then take any tag at any time: what is done already is not done again, a busy engine
+says so, a wake waits for room and maps nothing where there is none, and what an unfinished wake mapped goes back. SGLang's
+answers carry no text, so ours rides on them as an attribute (`REPORT`).
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Rides on an answer. error: why nothing has changed; None: done. failed: the engine cannot be used any more. copied: bytes of
-    parameters that went to the host."""
+    """Rides on an answer. error: why nothing has changed; None: done. failed: the engine cannot be used any more. copied: bytes
+    of parameters that went to the host."""
 
     error: str | None = None
     copied: int = 0
