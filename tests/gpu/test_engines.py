@@ -91,7 +91,7 @@ def test_a_host_copy_is_whole_when_a_sleep_returns_and_the_device_is_free(one_gp
 _SCRIPT = """
 import json, torch
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
-from verl_mux.rollout.engine.sglang.memory_saver import create_adapter
+from verl_mux.rollout.engine.sglang.scheduler_memory import create_adapter
 adapter = create_adapter(TorchMemorySaverAdapter.create, enable=True)
 MIB = 2**20
 free = lambda: torch.cuda.mem_get_info()[0]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.exploring import examples
-from verl_mux.rollout.control.oversampling import LagLimit, Oversampler, State
+from verl_mux.rollout.control.oversampling import LagLimit, Oversampler
 from verl_mux.rollout.control.segments import SegmentLimits, SegmentSteps
 from verl_mux.rollout.instructions import Abort, Draw, Drop, Finish, Launch, Report
 
@@ -54,24 +54,22 @@ class Rollout:
                     self.batch = groups
 
     def end(self, group: str, tokens: int = 10, sample: int = 0) -> None:
-        self._gone(group, sample)
-        self.carry_out(self.core.sample_done(group, sample, tokens))
+        self._report("done", group, sample, tokens)
 
     def cut(self, group: str, tokens: int = 5, sample: int = 0) -> None:
-        self._gone(group, sample)
-        self.carry_out(self.core.sample_cut(group, sample, tokens))
+        self._report("paused", group, sample, tokens)
 
     def fail(self, group: str, sample: int = 0) -> None:
-        self._gone(group, sample)
-        self.carry_out(self.core.sample_failed(group, sample))
+        self._report("failed", group, sample)
 
     def cut_all_aborted(self) -> None:
         for group, sample in sorted(self.aborted):
             self.cut(group, 5, sample)
 
-    def _gone(self, group: str, sample: int) -> None:
+    def _report(self, kind: str, group: str, sample: int, tokens: int = 0) -> None:
         del self.running[group, sample]
         self.aborted.discard((group, sample))
+        self.carry_out(self.core.report(Report(kind, group, sample, -1, tokens, 0, "")))
 
 
 def started(samples: int = 1, wanted: int = 4, **keys) -> Rollout:
@@ -235,7 +233,7 @@ class NothingIsLost(RuleBasedStateMachine):
     @rule(name=st.integers(0, 30), sample=st.integers(0, 2))
     def late_report(self, name, sample):
         if (f"p{name}", sample) not in self.rollout.running and sample < self.samples:
-            assert self.rollout.core.sample_done(f"p{name}", sample, 3) == []
+            assert self.rollout.core.report(Report("done", f"p{name}", sample, 3, 3, 0, "eos")) == []
 
     @rule()
     def resume(self):
@@ -255,7 +253,6 @@ class NothingIsLost(RuleBasedStateMachine):
     def every_prompt_is_somewhere_once(self):
         known = [*self.rollout.core._groups, *self.trained, *self.rollout.dropped]
         assert len(known) == len(set(known)) == self.rollout.drawn
-        assert not any(group.state in (State.TRAINED, State.DROPPED) for group in self.rollout.core._groups.values())
 
     @invariant()
     def a_step_under_way_can_end(self):

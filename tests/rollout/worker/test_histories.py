@@ -94,12 +94,12 @@ class Step:
         """All that are neither done nor out."""
         self.step += 1
         launches = [Launch(*it, kept=self.kept[it], step=self.step) for it in ALL if it not in self.out and it not in self.done]
-        new = {launch.group for launch in launches if launch.group not in self.groups}
+        new = {launch.group for launch in launches if not self.groups.has_group(launch.group)}
         again = [Launch(*it, kept=self.kept[it], step=self.step) for it in self.done if it[0] in new]
         self.groups.announce([*launches, *again], self.known, new)
         for group in new:
             self.tasks[group] = asyncio.create_task(self._run(group))
-        self.groups.launch([*launches, *again])
+        self.groups.start([*launches, *again])
         self.out |= {(it.group, it.sample) for it in (*launches, *again)}
 
     async def _run(self, group: str) -> None:
@@ -119,7 +119,7 @@ class Step:
     async def listen(self) -> None:
         """Takes the reports that are there. Not by a time limit: a history is to be the same each time."""
         await asyncio.sleep(0)
-        for report in await self.groups.take_reports(1.0) if self.groups._reports else ():
+        for report in await self.groups.reports(1.0) if self.groups._reports else ():
             it = (report.group, report.sample)
             assert it in self.out, f"{it} was told of twice"
             self.out.discard(it)

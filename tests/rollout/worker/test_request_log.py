@@ -46,7 +46,7 @@ def named(log, name: str) -> list[dict]:
 
 
 def client(engine) -> ResponseClient:
-    return ResponseClient(request_log.TimedClient(engine), CONFIG)
+    return ResponseClient(engine, CONFIG)
 
 
 async def ask(of: ResponseClient, prompt=(1, 2)):

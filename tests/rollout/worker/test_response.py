@@ -60,7 +60,7 @@ class Worker:
         self.groups.announce(launches, calls or {}, {"g"} if new else set())
         if new:
             self.task = asyncio.create_task(self._run("g"))
-        self.groups.launch(launches)
+        self.groups.start(launches)
 
     async def _run(self, group: str) -> None:
         self.groups.started(group, asyncio.current_task())
@@ -81,7 +81,7 @@ class Worker:
     async def reports(self, count: int) -> list:
         found = []
         while len(found) < count:
-            found += await asyncio.wait_for(self.groups.take_reports(1.0), 10)
+            found += await asyncio.wait_for(self.groups.reports(1.0), 10)
         return sorted(found, key=lambda r: r.sample)
 
 
@@ -190,7 +190,7 @@ def test_a_dropped_group_stops_and_reports_nothing_more():
         await asyncio.sleep(0)
         await worker.groups.drop(["g"])
         assert worker.task.cancelled() or worker.task.done()
-        assert "g" not in worker.groups
+        assert not worker.groups.has_group("g")
 
     run(story())
 

@@ -8,8 +8,8 @@ complete the rest is cut off and goes on, from its tokens, in the next step. A g
 whose tokens would otherwise become older than the limit of lag, is protected: it has one of the n seats and runs to its end,
 so the step waits for it.
 
-    group: WAITING -> RUNNING -> COMPLETE -> TRAINED
-                      RUNNING -> CUT -> WAITING | DROPPED (too old, or failed too often)
+    group: WAITING -> RUNNING -> COMPLETE -> trained
+                      RUNNING -> CUT -> WAITING | dropped (too old, or failed too often)
                                  CUT -> COMPLETE (it ended before the abort reached it, and a seat was free)
 
 Invariants (asserted by the tests): a prompt drawn is in exactly one state; a step trains at most n groups, and fewer only
@@ -24,7 +24,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from verl_mux.rollout.instructions import Abort, Draw, Drop, Finish, Instruction, Launch, Report
 
@@ -115,23 +115,85 @@ def groups_to_launch(rate: float, wanted: int) -> int:
     return math.ceil(round((1 + rate) * wanted, 9))
 
 
-class State(str, Enum):
-    """Where a prompt group is."""
+_Group = TypeVar("_Group")
+
+
+class StepMachine(Generic[_Group]):
+    """What over-sampling and segments (segments.py) share: begin -> drawn -> report* -> Finish -> begin of the next step.
+
+    samples: responses of a prompt group. Group names are unique for each draw: the same prompt drawn in the next epoch has
+    another name. A report of a sample that is not running (an abort and an end that crossed) changes nothing.
+    """
+
+    def __init__(self, samples: int, rate: float, lag: LagLimit | None, max_failures: int) -> None:
+        self._samples, self._rate, self._lag, self._max_failures = samples, rate, lag, max_failures
+        self.metrics = StepMetrics()
+        self._groups: dict[str, _Group] = {}  # in the order they were drawn; neither trained nor dropped ones
+        self._first: dict[str, int] = {}  # step in which a group's oldest token was written
+        self._due: set[str] = set()  # groups that have to be trained in this step because of the limit of lag
+        self._wanted = self._step = 0
+        self._asked_for = 0  # prompts asked for with Draw and not yet reported
+        self._data_ended = self._in_step = False
+
+    def begin(self, wanted: int) -> list[Instruction]:
+        """A step that trains `wanted` prompt groups begins. Raises RuntimeError: the last step has not finished."""
+        if self._in_step:
+            raise RuntimeError("a step is running; the next begins after its Finish")
+        self._in_step, self._wanted, self._data_ended, self.metrics = True, wanted, False, StepMetrics()
+        self._step += 1
+        if self._lag is None:
+            return self._begun()
+        stale = [name for name in self._groups if self._lag.is_stale(self._first.get(name), self._step)]
+        out: list[Instruction] = [self._drop(name, "stale") for name in stale]
+        first = {name: self._first[name] for name in self._groups if name in self._first}
+        self._due = self._lag.due(first, self._step, wanted)
+        return [*out, *self._begun()]
+
+    def drawn(self, groups: Sequence[str]) -> list[Instruction]:
+        """The new prompts, in answer to Draw; fewer than asked for where the data ended."""
+        self._data_ended |= len(groups) < self._asked_for
+        self._asked_for = 0
+        return self._drawn(groups)
+
+    def report(self, it: Report) -> list[Instruction]:
+        """A worker's report of one sample."""
+        raise NotImplementedError
+
+    @property
+    def _waits(self) -> bool:
+        """Is no group cut off while one runs that has to be trained now?"""
+        return self._lag is not None and self._lag.strategy == "wait"
+
+    def _begun(self) -> list[Instruction]:
+        raise NotImplementedError
+
+    def _drawn(self, groups: Sequence[str]) -> list[Instruction]:
+        raise NotImplementedError
+
+    def _tokens(self, group: _Group) -> int:
+        raise NotImplementedError
+
+    def _drop(self, name: str, reason: str) -> Drop:
+        self.metrics.wasted_tokens += self._tokens(self._leave(name))
+        self.metrics.dropped_groups += 1
+        return Drop(name, reason)
+
+    def _leave(self, name: str) -> _Group:
+        self._first.pop(name, None)
+        self._due.discard(name)
+        return self._groups.pop(name)
+
+    def _ages(self) -> dict[str, int]:
+        return {name: self._step - first for name, first in self._first.items()}
+
+
+class State(Enum):
+    """Where a prompt group is that is neither trained nor dropped."""
 
     WAITING = "waiting"
     RUNNING = "running"
     CUT = "cut"
     COMPLETE = "complete"
-    TRAINED = "trained"
-    DROPPED = "dropped"
-
-
-_MOVES = {
-    State.WAITING: (State.RUNNING, State.DROPPED),
-    State.RUNNING: (State.COMPLETE, State.CUT),
-    State.CUT: (State.WAITING, State.DROPPED, State.COMPLETE),
-    State.COMPLETE: (State.TRAINED,),
-}
 
 
 @dataclass(slots=True)
@@ -143,127 +205,86 @@ class _Sample:
 
 
 @dataclass(slots=True)
-class _Group:
+class Group:
+    """A prompt group under way."""
+
     name: str
     samples: list[_Sample]
     state: State = State.WAITING
     cuts: int = 0
     failures: int = 0
-    first: int | None = None  # step in which its oldest token was written
-
-    def move(self, state: State) -> None:
-        if state not in _MOVES.get(self.state, ()):
-            raise RuntimeError(f"prompt group {self.name}: {self.state.value} -> {state.value} is not a move")
-        self.state = state
 
     @property
     def stopped(self) -> bool:
+        """Does none of its samples run?"""
         return not any(sample.running for sample in self.samples)
 
-    @property
-    def ended(self) -> bool:
-        return all(sample.ended for sample in self.samples)
 
-    @property
-    def tokens(self) -> int:
-        return sum(sample.tokens for sample in self.samples)
-
-
-class Oversampler:
-    """begin -> drawn -> (sample_done | sample_cut | sample_failed)* -> Finish -> begin of the next step.
-
-    samples: responses of a prompt group. Group names are unique for each draw: the same prompt drawn in the next epoch has
-    another name. A report of a sample that is not running (an abort and an end that crossed) changes nothing.
-    """
+class Oversampler(StepMachine[Group]):
+    """Launches too many prompt groups and cuts off those that are not needed; see the module."""
 
     def __init__(
         self, samples: int, rate: float = 0.0, max_cuts: int = MAX_CUTS, lag: LagLimit | None = None,
         max_failures: int = MAX_FAILURES,
     ) -> None:  # fmt: skip
-        self._samples, self._rate, self._max_cuts, self._lag, self._max_failures = samples, rate, max_cuts, lag, max_failures
-        self.metrics = StepMetrics()
-        self._groups: dict[str, _Group] = {}  # in the order they were drawn; neither trained nor dropped ones
-        self._wanted = self._step = 0
-        self._due: set[str] = set()  # groups that have to be trained in this step because of the limit of lag
-        self._asked_for = 0  # prompts asked for with Draw and not yet reported
-        self._data_ended = False
-        self._in_step = False
+        super().__init__(samples, rate, lag, max_failures)
+        self._max_cuts = max_cuts
 
-    def begin(self, wanted: int) -> list[Instruction]:
-        """A step that trains `wanted` prompt groups begins.
-
-        Raises:
-            RuntimeError: the last step has not finished.
-        """
-        if self._in_step:
-            raise RuntimeError("over-sampling: a step is running; the next begins after its Finish")
-        self._in_step, self._wanted, self._data_ended, self.metrics = True, wanted, False, StepMetrics()
-        self._step += 1
-        size = groups_to_launch(self._rate, wanted)
-        size = size if self._lag is None else min(size, self._lag.under_way(wanted))
-        out: list[Instruction] = []
-        if self._lag is not None:
-            stale = [group for group in self._in_state(State.WAITING) if self._lag.is_stale(group.first, self._step)]
-            out += [self._drop(group, "stale") for group in stale]
-            first = {name: group.first for name, group in self._groups.items() if group.first is not None}
-            self._due = self._lag.due(first, self._step, wanted)
-        if sum(map(self._protected, self._groups.values())) >= wanted and not self._waits:
-            size = wanted  # any other group would be cut off at once
-        out += [launch for group in self._left_over(size) for launch in self._launch(group)]
+    def _begun(self) -> list[Instruction]:
+        size = groups_to_launch(self._rate, self._wanted)
+        size = size if self._lag is None else min(size, self._lag.under_way(self._wanted))
+        if sum(map(self._protected, self._groups.values())) >= self._wanted and not self._waits:
+            size = self._wanted  # any other group would be cut off at once
+        out = [launch for group in self._left_over(size) for launch in self._launch(group)]
         # Protected groups without a seat are under way too: if new ones took their places, there would be ever more of them.
         self._asked_for = max(0, size - len(self._groups))
         return [*out, Draw(self._asked_for)] if self._asked_for else [*out, *self._settle()]
 
-    def drawn(self, groups: Sequence[str]) -> list[Instruction]:
-        """The new prompts, in answer to Draw; fewer than asked for where the data ended."""
-        self._data_ended |= len(groups) < self._asked_for
-        self._asked_for = 0
+    def _drawn(self, groups: Sequence[str]) -> list[Instruction]:
         out: list[Instruction] = []
         for name in groups:
-            if name in self._groups:
-                raise RuntimeError(f"over-sampling: prompt group {name} was drawn twice")
-            self._groups[name] = _Group(name, [_Sample() for _ in range(self._samples)])
+            self._groups[name] = Group(name, [_Sample() for _ in range(self._samples)])
             out += self._launch(self._groups[name])
         return [*out, *self._settle()]
 
     def report(self, it: Report) -> list[Instruction]:
-        """A worker's report of one sample."""
-        if it.kind == "done":
-            return self.sample_done(it.group, it.sample, it.total)
-        if it.kind == "paused":
-            return self.sample_cut(it.group, it.sample, it.total)
-        return self.sample_failed(it.group, it.sample)
-
-    def sample_done(self, group: str, sample: int, tokens: int) -> list[Instruction]:
-        """A sample ended by itself, with `tokens` in all."""
-        return self._stop(group, sample, tokens, ended=True)
-
-    def sample_cut(self, group: str, sample: int, tokens: int) -> list[Instruction]:
-        """An aborted sample came back, with `tokens` in all so far."""
-        return self._stop(group, sample, tokens, ended=False)
-
-    def sample_failed(self, group: str, sample: int) -> list[Instruction]:
-        """A sample was lost and its tokens with it. It starts again, unless its group was cut off or failed too often."""
-        it = self._running(group, sample)
-        if it is None:
+        """A worker's report of one sample: it ended by itself, was cut off with its tokens kept, or was lost with them."""
+        group = self._groups.get(it.group)
+        if group is None or not group.samples[it.sample].running:
             return []
-        self.metrics.wasted_tokens += it.samples[sample].tokens
+        return self._failed(group, it.sample) if it.kind == "failed" else self._stopped(group, it)
+
+    def _failed(self, group: Group, number: int) -> list[Instruction]:
+        """A sample starts again, unless its group was cut off or failed too often."""
+        self.metrics.wasted_tokens += group.samples[number].tokens
         self.metrics.failed_samples += 1
-        it.samples[sample] = _Sample()
-        it.failures += 1
-        it.first = it.first if it.tokens else None
-        if it.state is State.CUT:
+        group.samples[number] = _Sample()
+        group.failures += 1
+        if not self._tokens(group):
+            self._first.pop(group.name, None)
+        if group.state is State.CUT:
             return self._settle()
-        if it.failures <= self._max_failures:
-            return [self._start(it, sample)]
-        return [*self._cut(it), *self._settle()]
+        if group.failures <= self._max_failures:
+            return [self._start(group, number)]
+        return [*self._cut(group), *self._settle()]
+
+    def _stopped(self, group: Group, it: Report) -> list[Instruction]:
+        sample = group.samples[it.sample]
+        sample.running, sample.ended, sample.tokens = False, it.kind == "done", it.total
+        if it.total:
+            self._first.setdefault(group.name, self._step)
+        self.metrics.generated_tokens += max(0, it.total - sample.kept)
+        if not sample.ended and group.state is State.RUNNING:  # another part of the product aborted it; its group goes on
+            return [self._start(group, it.sample)]
+        return self._settle()
 
     def to_dict(self) -> dict[str, Any]:
         """For a checkpoint. A group that has not been trained by then is left over: its engine will be gone."""
+        ages = self._ages()
         groups = [
             {
                 "name": g.name, "cuts": g.cuts, "failures": g.failures, "tokens": [sample.tokens for sample in g.samples],
-                "age": None if g.first is None else self._step - g.first,
+                "age": ages.get(g.name),
             }
             for g in self._groups.values()
         ]  # fmt: skip
@@ -271,19 +292,18 @@ class Oversampler:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Resume: left-over groups go on from their tokens, in their order and with their cuts."""
-        for group in saved["groups"]:
-            samples = [_Sample(tokens=kept) for kept in group["tokens"]]
-            first = None if group.get("age") is None else self._step - group["age"]
-            self._groups[group["name"]] = _Group(
-                group["name"], samples, cuts=group["cuts"], failures=group["failures"], first=first
-            )
+        for it in saved["groups"]:
+            samples = [_Sample(tokens=kept) for kept in it["tokens"]]
+            self._groups[it["name"]] = Group(it["name"], samples, cuts=it["cuts"], failures=it["failures"])
+            if it.get("age") is not None:
+                self._first[it["name"]] = self._step - it["age"]
 
     # ---------------------------------------------------------------- which groups
 
-    def _left_over(self, size: int) -> list[_Group]:
+    def _left_over(self, size: int) -> list[Group]:
         """At most `size` waiting groups: those that are due, then other protected ones, as far as there are seats, then the
         oldest."""
-        chosen: list[_Group] = []
+        chosen: list[Group] = []
         seats = self._wanted
         for group in sorted(self._groups.values(), key=lambda group: (group.name not in self._due, not self._protected(group))):
             if len(chosen) < size and (seats > 0 or not self._protected(group)):
@@ -291,44 +311,26 @@ class Oversampler:
                 seats -= self._protected(group)
         return chosen
 
-    @property
-    def _waits(self) -> bool:
-        """Is no group cut off while one runs that has to be trained now?"""
-        return self._lag is not None and self._lag.strategy == "wait"
-
-    def _protected(self, group: _Group) -> bool:
+    def _protected(self, group: Group) -> bool:
         return group.cuts >= self._max_cuts or group.name in self._due
 
-    def _running(self, name: str, sample: int) -> _Group | None:
-        group = self._groups.get(name)
-        return group if group is not None and group.samples[sample].running else None
-
-    def _in_state(self, state: State) -> list[_Group]:
+    def _in_state(self, state: State) -> list[Group]:
         return [group for group in self._groups.values() if group.state is state]
+
+    def _tokens(self, group: Group) -> int:
+        return sum(sample.tokens for sample in group.samples)
 
     # ---------------------------------------------------------------- what becomes of them
 
-    def _launch(self, group: _Group) -> list[Instruction]:
-        group.move(State.RUNNING)
+    def _launch(self, group: Group) -> list[Instruction]:
+        group.state = State.RUNNING
         self.metrics.launched_groups += 1
-        return [self._start(group, index) for index, sample in enumerate(group.samples) if not sample.ended]
+        return [self._start(group, number) for number, sample in enumerate(group.samples) if not sample.ended]
 
-    def _start(self, group: _Group, index: int) -> Launch:
-        sample = group.samples[index]
+    def _start(self, group: Group, number: int) -> Launch:
+        sample = group.samples[number]
         sample.running, sample.kept = True, sample.tokens
-        return Launch(group.name, index, sample.kept)
-
-    def _stop(self, name: str, sample: int, tokens: int, *, ended: bool) -> list[Instruction]:
-        group = self._running(name, sample)
-        if group is None:
-            return []
-        it = group.samples[sample]
-        it.running, it.ended, it.tokens = False, ended, tokens
-        group.first = self._step if group.first is None and tokens else group.first
-        self.metrics.generated_tokens += max(0, tokens - it.kept)
-        if not ended and group.state is State.RUNNING:  # another part of the product aborted it; its group goes on
-            return [self._start(group, sample)]
-        return self._settle()
+        return Launch(group.name, number, sample.kept)
 
     def _settle(self) -> list[Instruction]:
         """What follows from the samples' states: seats taken, the rest cut off, replacements, the end of the step."""
@@ -344,32 +346,25 @@ class Oversampler:
                 out += [] if self._protected(group) else self._cut(group)
         return [*out, *self._refill(), *self._finish()]
 
-    def _place(self, group: _Group) -> list[Instruction]:
+    def _place(self, group: Group) -> list[Instruction]:
         """A group without a running sample gets a seat, or waits for the next step, or is dropped."""
         seats = self._wanted - len(self._in_state(State.COMPLETE))
-        reserved = sum(self._protected(g) for g in self._in_state(State.RUNNING) if g is not group)
-        if group.ended and seats > reserved and group.failures <= self._max_failures:
-            group.move(State.COMPLETE)
+        reserved = sum(self._protected(other) for other in self._in_state(State.RUNNING) if other is not group)
+        ended = all(sample.ended for sample in group.samples)
+        if ended and seats > reserved and group.failures <= self._max_failures:
+            group.state = State.COMPLETE
             return []
-        if group.state is State.RUNNING:
-            group.move(State.CUT)
         self.metrics.cut += [sample.tokens for sample in group.samples]
         if group.failures > self._max_failures:
-            return [self._drop(group, "failed")]
-        group.move(State.WAITING)
+            return [self._drop(group.name, "failed")]
+        group.state = State.WAITING
         group.cuts += 1
         self.metrics.requeued_groups += 1
         return []
 
-    def _drop(self, group: _Group, reason: str) -> Drop:
-        self.metrics.wasted_tokens += group.tokens
-        self.metrics.dropped_groups += 1
-        self._leave(group, State.DROPPED)
-        return Drop(group.name, reason)
-
-    def _cut(self, group: _Group) -> list[Instruction]:
-        group.move(State.CUT)
-        return [Abort(group.name, index) for index, sample in enumerate(group.samples) if sample.running]
+    def _cut(self, group: Group) -> list[Instruction]:
+        group.state = State.CUT
+        return [Abort(group.name, number) for number, sample in enumerate(group.samples) if sample.running]
 
     def _refill(self) -> list[Instruction]:
         """New prompts where too few groups are left to fill the batch, some having failed too often."""
@@ -386,10 +381,6 @@ class Oversampler:
         batch = self._in_state(State.COMPLETE)
         for group in batch:
             self.metrics.kept += [sample.tokens for sample in group.samples]
-            self._leave(group, State.TRAINED)
+            self._leave(group.name)
         self.metrics.trained_groups = len(batch)
         return [Finish(tuple(group.name for group in batch))]
-
-    def _leave(self, group: _Group, state: State) -> None:
-        group.move(state)
-        del self._groups[group.name]

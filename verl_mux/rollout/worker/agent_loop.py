@@ -1,7 +1,8 @@
 """verl's agent loop workers with one span and one seed per request, and a completion signal instead of polling.
 
-`MuxAgentLoopManager` is set as `rollout.agent.agent_loop_manager_class` by our trainer modes. Prompt groups handed over
-with `generate_sequences` run to their end; those handed over with `launch` are cut off and let go on by the trainer.
+`MuxAgentLoopManager` runs in the trainer's driver, where our trainer modes set it as `rollout.agent.agent_loop_manager_class`;
+`MuxAgentLoopWorker` runs in each agent loop worker. Prompt groups handed over with `generate_sequences` run to their end; those
+handed over with `launch` are cut off and let go on by the trainer. Touches the workers, over Ray, and verl's TransferQueue.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import hydra
 import ray
 import xxhash
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap, _agent_loop_registry
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils.rollout_trace import rollout_trace_attr
 
 from verl_mux.profiling.eventlog import events
-from verl_mux.rollout.instructions import Launch, Report, RunningSample
+from verl_mux.rollout.instructions import Launch, RunningSample
 from verl_mux.rollout.worker.prompt_groups import PromptGroups
-from verl_mux.rollout.worker.request_log import TimedClient, part, request, scored, text
+from verl_mux.rollout.worker.request_log import part, request, scored, text
 from verl_mux.rollout.worker.server_client import ResponseClient
 from verl_mux.worker_settings import WorkerSettings, open_worker_log
 
@@ -57,26 +59,32 @@ def request_seed(*parts: Any) -> int:
     return xxhash.xxh32_intdigest("/".join(map(str, parts)).encode()) >> 1
 
 
-class MuxAgentLoopWorker(_VerlWorker):
+class MuxToolAgentLoop(ToolAgentLoop):
+    """verl's `tool_agent` with one event a tool call."""
+
+    async def _call_tool(self, tool_call: Any, *args: Any, **kwargs: Any) -> Any:
+        with part(events.TOOL_EXECUTION, tool=getattr(tool_call, "name", None)):
+            return await super()._call_tool(tool_call, *args, **kwargs)
+
+
+class MuxAgentLoopWorker(PromptGroups, _VerlWorker):
     """One agent loop worker. `wait_progress` answers when a prompt has settled, so the trainer need not poll."""
 
     llm_client: Any
 
     def __init__(self, config, *args, **kwargs) -> None:
-        super().__init__(config, *args, **kwargs)
+        PromptGroups.__init__(self)
+        _VerlWorker.__init__(self, config, *args, **kwargs)
         self._settings = WorkerSettings.from_rollout_config(config.actor_rollout_ref.rollout)
-        self._events = None
-        self.llm_client = ResponseClient(TimedClient(self.llm_client), self.rollout_config)
-        self._groups = PromptGroups()
+        self.llm_client = ResponseClient(self.llm_client, self.rollout_config)
         if "tool_agent" in _agent_loop_registry:
-            _agent_loop_registry["tool_agent"] = {"_target_": "verl_mux.rollout.worker.tool_loop.MuxToolAgentLoop"}
+            _agent_loop_registry["tool_agent"] = {"_target_": f"{__name__}.MuxToolAgentLoop"}
         self._prompts = self._settled = 0
         self._changed = asyncio.Event()
 
     def set_worker_rank(self, rank: int) -> None:
         """Name this worker's event log."""
-        self._events = open_worker_log(self._settings, "rollout", rank)
-        self._groups.log = self._events
+        self.log = open_worker_log(self._settings, "rollout", rank)
 
     async def wait_progress(self, settled: int, timeout: float) -> Progress:
         """Return as soon as all prompts handed out have settled and they are more than `settled`, or after `timeout` seconds."""
@@ -92,46 +100,16 @@ class MuxAgentLoopWorker(_VerlWorker):
                 break
         return Progress(self._prompts, self._settled)
 
-    # ---------------------------------------------------------------- groups the trainer controls
-
     async def launch(self, launches: list[Launch], batch=None, calls: dict[str, dict[int, list]] | None = None) -> None:
         """Let samples generate. batch: rows of prompt groups that are new here. calls: what a checkpoint knows of them."""
-        self._groups.announce(launches, calls or {}, set(batch["uid"]) if batch is not None else set())
+        self.announce(launches, calls or {}, set(batch["uid"]) if batch is not None else set())
         if batch is not None:
             await self.generate_sequences(batch)
-        self._groups.launch(launches)
+        self.start(launches)
 
-    async def cut(self, samples: list[tuple[str, int]]) -> None:
-        """Cut these off, their tokens kept. Each is reported when it has left its engine."""
-        self._groups.cut(samples)
-
-    async def running_samples(self) -> tuple[list[RunningSample], float | None]:
+    def running_samples(self) -> tuple[list[RunningSample], float | None]:
         """Samples that may generate, and the seconds a token took lately."""
-        return self._groups.running_samples(), self.llm_client.token_s
-
-    async def evacuate(self, servers: list[str], targets: dict[tuple[str, int], tuple[str, Any]]) -> int:
-        """Let what runs on these servers go on elsewhere, by (group, sample) on the server planned. How many are still there."""
-        return self._groups.evacuate(servers, targets)
-
-    async def redirect(self, targets: dict[tuple[str, int], tuple[str, Any]]) -> None:
-        """Let these samples, (group, number) each, go on on the servers planned, whose names and handles these are."""
-        self._groups.redirect(targets)
-
-    async def drop(self, groups: list[str]) -> None:
-        """Give whole groups up."""
-        await self._groups.drop(groups)
-
-    async def forget(self, groups: list[str]) -> None:
-        """These are the trainer's now."""
-        self._groups.forget(groups)
-
-    async def reports(self, timeout: float) -> list[Report]:
-        """What became of samples since the last call; waits up to `timeout` seconds for something to report."""
-        return await self._groups.take_reports(timeout)
-
-    async def saved_calls(self, groups: list[str]) -> dict[str, dict[int, list]]:
-        """For a checkpoint: the engine calls of each sample of these groups, by group and sample."""
-        return self._groups.saved_calls(groups)
+        return self.running(), self.llm_client.token_s
 
     # ---------------------------------------------------------------- verl's steps of a prompt and of a sample
 
@@ -141,18 +119,16 @@ class MuxAgentLoopWorker(_VerlWorker):
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         uid = prompt["uid"]
-        controlled = uid in self._groups
+        controlled = self.has_group(uid)
         if controlled:
-            task = asyncio.current_task()
-            assert task is not None
-            self._groups.started(uid, task)
+            self.started(uid, asyncio.current_task())
         try:
             await super()._run_prompt(prompt, sampling_params, trajectory, trace)
         finally:
             self._settled += 1
             self._changed.set()
         if controlled:
-            self._groups.settled(uid)
+            self.settled(uid)
 
     async def _run_agent_loop(self, sampling_params, trajectory, *, session_id: int = 0, **kwargs):
         params = dict(sampling_params)
@@ -161,8 +137,8 @@ class MuxAgentLoopWorker(_VerlWorker):
                 self._settings.seed, trajectory["step"], kwargs.get("index", 0), session_id, trajectory["validate"]
             )
         who = {"batch_data_id": str(kwargs.get("index")), "session": session_id, "validate": bool(trajectory["validate"])}
-        with request(self._events, f"{kwargs.get('uid')}_{session_id}", int(trajectory["step"]), **who):
-            return await self._groups.run_sample(
+        with request(self.log, f"{kwargs.get('uid')}_{session_id}", int(trajectory["step"]), **who):
+            return await self.run_sample(
                 str(kwargs.get("uid")), session_id, lambda: self._run_loop(params, trajectory, session_id=session_id, **kwargs)
             )
 
@@ -192,7 +168,7 @@ class MuxAgentLoopWorker(_VerlWorker):
             extra["score"] = scored(outputs[-1].reward_score)
 
     async def _agent_loop_postprocess(self, output, *args, **kwargs):
-        self._groups.ending(output)
+        self.ending(output)
         if self._settings.texts:
             it = self._settings
             text(it.texts, it.text_chars, self.tokenizer.decode, output.prompt_ids, output.response_ids)
@@ -223,39 +199,38 @@ class MuxAgentLoopManager(AgentLoopManagerTQ):
             for worker, chunk in zip(self.agent_loop_workers, batch.chunk(len(self.agent_loop_workers)), strict=False):
                 new[worker] = chunk
                 self._worker_of.update(dict.fromkeys(chunk["uid"], worker))
-        by_worker = self._by_worker((launch.group, launch) for launch in launches)
-        known = calls or {}
         asked = []
-        for worker, its in by_worker.items():
-            mine = {launch.group: known[launch.group] for launch in its if launch.group in known}  # not those of all workers
-            asked.append(worker.launch.remote(its, new.get(worker), mine))
+        for worker, its_launches in self._by_worker((launch.group, launch) for launch in launches).items():
+            groups = {launch.group for launch in its_launches}  # the calls of all workers' groups may be gigabytes
+            its_calls = {group: known for group, known in (calls or {}).items() if group in groups}
+            asked.append(worker.launch.remote(its_launches, new.get(worker), its_calls))
         ray.get(asked)
 
     def cut(self, samples: list[tuple[str, int]]) -> None:
         """Cut samples off, (prompt group, number) each; what becomes of them is reported."""
-        by_worker = self._by_worker((sample[0], sample) for sample in samples)
-        ray.get([worker.cut.remote(its) for worker, its in by_worker.items()])
+        self._ask("cut", ((sample[0], sample) for sample in samples))
 
     def drop(self, groups: list[str]) -> None:
         """Give whole prompt groups up."""
-        ray.get([worker.drop.remote(its) for worker, its in self._taken_off(groups).items()])
+        self._take_off("drop", groups)
 
     def forget(self, groups: list[str]) -> None:
         """These prompt groups are the trainer's now."""
-        ray.get([worker.forget.remote(its) for worker, its in self._taken_off(groups).items()])
+        self._take_off("forget", groups)
 
     def saved_calls(self, groups: list[str]) -> dict[str, dict[int, list]]:
         """The engine calls of each sample, by prompt group and sample, for a checkpoint; of groups that a worker has."""
-        by_worker = self._by_worker((group, group) for group in groups if self.knows(group))
-        answers = ray.get([worker.saved_calls.remote(its) for worker, its in by_worker.items()])
+        answers = self._ask("saved_calls", ((group, group) for group in groups if self.knows(group)))
         return {group: calls for answer in answers for group, calls in answer.items()}
 
-    def _taken_off(self, groups: list[str]) -> dict[Any, list[str]]:
-        """Prompt groups by the worker that had them; no worker has them any more."""
-        by_worker = self._by_worker((group, group) for group in groups)
+    def _take_off(self, verb: str, groups: list[str]) -> None:
+        self._ask(verb, ((group, group) for group in groups))
         for group in groups:
             del self._worker_of[group]
-        return by_worker
+
+    def _ask(self, verb: str, items: Iterable[tuple[str, Any]]) -> list[Any]:
+        """The answers of the workers, each asked for the items of its prompt groups."""
+        return ray.get([getattr(worker, verb).remote(its_items) for worker, its_items in self._by_worker(items).items()])
 
     def _by_worker(self, items: Iterable[tuple[str, _Item]]) -> dict[Any, list[_Item]]:
         """Items by the worker that has the prompt group that stands beside each."""

@@ -1,11 +1,16 @@
-"""The prompt groups on one agent loop worker that the trainer launches, cuts off, lets go on and drops."""
+"""The prompt groups on one agent loop worker that the trainer launches, cuts off, lets go on and drops.
+
+Runs in agent loop workers, as a base of the worker in agent_loop.py: the trainer calls most methods over Ray. Touches the engine
+servers that it asks for aborts.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any
 
 from verl_mux.profiling.eventlog import events
@@ -13,12 +18,12 @@ from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.rollout.instructions import Launch, Report, RunningSample
 from verl_mux.rollout.worker import request_log
 from verl_mux.rollout.worker.response import Response, Stage, current, restored, saved
-from verl_mux.rollout.worker.server_client import abort, evacuate
 
 logger = logging.getLogger(__name__)
-
 # Reports that follow one another within this time travel together.
 _GATHER_S = 0.01
+# Samples, (prompt group, number) each, with the name and handle of the server on which each goes on.
+Targets = dict[tuple[str, int], tuple[str, Any]]
 
 
 class PromptGroups:
@@ -32,21 +37,22 @@ class PromptGroups:
         self._reports: list[Report] = []
         self._reported = asyncio.Event()
 
-    def __contains__(self, group: str) -> bool:
+    def has_group(self, group: str) -> bool:
+        """Does the trainer control this group?"""
         return group in self._responses
 
-    # ---------------------------------------------------------------- asked by the trainer
+    # ---------------------------------------------------------------- called by the trainer
 
-    def announce(self, launches: Iterable[Launch], calls: dict[str, dict[int, list]], new: set[str]) -> None:
+    def announce(self, launches: Iterable[Launch], calls: dict[str, dict[int, list]], new: Collection[str]) -> None:
         """Make the responses of groups that are new here, from what a checkpoint knows of them."""
         for launch in launches:
             self._steps[launch.group] = launch.step
             if launch.group in new:
-                known = calls.get(launch.group, {}).get(launch.sample, [])
+                known = restored(calls.get(launch.group, {}).get(launch.sample, []))
                 responses = self._responses.setdefault(launch.group, {})
-                responses.setdefault(launch.sample, Response(launch.group, launch.sample, self._report, restored(known)))
+                responses.setdefault(launch.sample, Response(launch.group, launch.sample, self._report, known))
 
-    def launch(self, launches: Iterable[Launch]) -> None:
+    def start(self, launches: Iterable[Launch]) -> None:
         """Let samples generate, in their order."""
         for launch in launches:
             response = self._responses[launch.group][launch.sample]
@@ -55,15 +61,16 @@ class PromptGroups:
             response.launch(launch.kept, launch.budget, launch.longest, launch.priority, launch.step)
 
     def cut(self, samples: Iterable[tuple[str, int]]) -> None:
-        """Cut samples off, wherever they are."""
-        abort(self._responses[group][sample] for group, sample in samples if group in self._responses)
+        """Cut samples off on whichever engine each is, their tokens kept. Each is reported when it has left its engine."""
+        chosen = [self._responses[group][sample] for group, sample in samples if self.has_group(group)]
+        _abort((response.server, response.close()) for response in chosen)
 
-    def running_samples(self) -> list[RunningSample]:
+    def running(self) -> list[RunningSample]:
         """Samples that may generate."""
         now = time.perf_counter()
         return [_running(response, now) for response in self._all() if response.running and not response.ended]
 
-    def evacuate(self, servers: list[str], targets: dict[tuple[str, int], tuple[str, Any]]) -> int:
+    def evacuate(self, servers: list[str], targets: Targets) -> int:
         """Let what runs on these servers go on elsewhere: where it is planned, else where there is least to do. How many are
         still there."""
         for response in self._all():
@@ -71,32 +78,37 @@ class PromptGroups:
                 response.target = None  # of an earlier move: the stay ended by itself before its abort came
             if response.stage is Stage.ENGINE and response.server_id in servers:
                 response.target = targets.get((response.group, response.sample))
-        return evacuate(self._all(), servers)
+        # One without a server yet may still arrive there.
+        there = [it for it in self._all() if it.stage is Stage.ENGINE and it.server_id in (None, *servers)]
+        _abort((response.server, response.engine_request) for response in there)
+        return len(there)
 
-    def redirect(self, targets: dict[tuple[str, int], tuple[str, Any]]) -> None:
+    def redirect(self, targets: Targets) -> None:
         """Let these samples, as far as they are in an engine, go on elsewhere."""
-        there = [response for response in self._all() if (response.group, response.sample) in targets]
-        inside = [response for response in there if response.stage is Stage.ENGINE and response.server_id is not None]
+        inside = [it for it in self._all() if (it.group, it.sample) in targets and it.stage is Stage.ENGINE and it.server_id]
         for response in inside:
             response.target = targets[response.group, response.sample]
-        evacuate(inside, {str(response.server_id) for response in inside})
+        _abort((response.server, response.engine_request) for response in inside)
 
     async def drop(self, groups: Iterable[str]) -> None:
         """Give groups up."""
         for group in groups:
-            await self._stop(group)
+            task = self._tasks.pop(group, None)
+            if task is not None and not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
             for response in self._responses.get(group, {}).values():
                 self._log(events.REQUEST_PADDED, response)
         self.forget(groups)
 
     def forget(self, groups: Iterable[str]) -> None:
-        """Groups that have been trained."""
+        """Groups that the trainer has taken into its batch."""
         for group in groups:
             for table in (self._responses, self._tasks, self._steps):
                 table.pop(group, None)
 
-    async def take_reports(self, timeout: float) -> list[Report]:
-        """All reports, as soon as there is one, or none after `timeout` seconds."""
+    async def reports(self, timeout: float) -> list[Report]:
+        """What became of samples since the last call, as soon as there is a report; none after `timeout` seconds."""
         if not self._reports:
             self._reported.clear()
             try:
@@ -108,13 +120,15 @@ class PromptGroups:
         return taken
 
     def saved_calls(self, groups: Iterable[str]) -> dict[str, dict[int, list]]:
-        """Engine calls by group and sample, plain lists."""
-        return {g: {sample: saved(response) for sample, response in self._responses[g].items()} for g in groups if g in self}
+        """For a checkpoint: engine calls by group and sample, plain lists."""
+        known = {group: self._responses[group] for group in groups if self.has_group(group)}
+        return {group: {sample: saved(it) for sample, it in responses.items()} for group, responses in known.items()}
 
     # ---------------------------------------------------------------- called by the worker
 
-    def started(self, group: str, task: asyncio.Task) -> None:
+    def started(self, group: str, task: asyncio.Task | None) -> None:
         """A task runs this group."""
+        assert task is not None
         self._tasks[group] = task
 
     def settled(self, group: str) -> None:
@@ -147,27 +161,24 @@ class PromptGroups:
         return result
 
     def ending(self, output: Any) -> None:
-        """A sample has its last token: it can no longer be cut off. Its segments go with its trajectory."""
+        """The current sample has its last token: it can no longer be cut off. Its segments go with its trajectory."""
         response = current.get()
         if response is None:
             return
         response.stage = Stage.ENDING
         versions = [segment.version for segment in response.segments] or [0]
         for one in output if isinstance(output, list) else [output]:
-            one.extra_fields["min_global_steps"], one.extra_fields["max_global_steps"] = min(versions), max(versions)
-            one.extra_fields["mux_segments"] = [list(segment) for segment in response.segments]
-            one.extra_fields["mux_truncated"] = response.truncated
+            one.extra_fields |= {
+                "min_global_steps": min(versions),
+                "max_global_steps": max(versions),
+                "mux_segments": [list(segment) for segment in response.segments],
+                "mux_truncated": response.truncated,
+            }
 
     # ----------------------------------------------------------------
 
     def _all(self) -> list[Response]:
         return [response for samples in self._responses.values() for response in samples.values()]
-
-    async def _stop(self, group: str) -> None:
-        task = self._tasks.pop(group, None)
-        if task is not None and not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
     def _report(self, report: Report) -> None:
         if report.kind == "paused" and report.why == "abort":
@@ -179,6 +190,16 @@ class PromptGroups:
     def _log(self, event: str, response: Response, **extra: Any) -> None:
         request_id = f"{response.group}_{response.sample}"
         self.log.log(event, extra={"request_id": request_id, **extra}, step=self._steps.get(response.group, 0))
+
+
+def _abort(stays: Iterable[tuple[Any, str | None]]) -> None:
+    """Abort requests, each with the server whose engine has it; what is in no engine (yet) is left out."""
+    by_server: dict[Any, list[str]] = defaultdict(list)
+    for server, request in stays:
+        if server is not None and request is not None:
+            by_server[server].append(request)
+    for server, requests in by_server.items():
+        server.abort_requests.remote(requests)
 
 
 def _running(response: Response, now: float) -> RunningSample:

@@ -1,7 +1,8 @@
 """What happens to one request, turn by turn, in the event log: engine calls, tools, reward, its end.
 
-The agent loops are verl's own. A request is known by a context variable that its asyncio task carries, so the client
-and the tools it calls can say whose time they spent. A turn is the agent loop's; it may take several stays in engines.
+Runs in agent loop workers; called by the other files of this folder; touches the event log. The agent loops are verl's own, so a
+request is known by a context variable that its asyncio task carries. A turn is the agent loop's; it may take several stays in
+engines.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,31 +121,22 @@ def _ends(whole: str, most: int) -> str:
     return whole if len(whole) <= most else f"{whole[: most // 2]}…{whole[-(most - most // 2) :]}"
 
 
-class TimedClient:
-    """verl's server client, one event a stay in an engine. Everything else goes straight through."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
-        output = await self._client.generate(*args, **kwargs)
-        answer = (output.extra_fields or {}).pop(ANSWER, {})
-        record = current.get()
-        if record is not None:
-            record.response_tokens += len(output.token_ids)
-            record.extra["finish_reason"] = output.stop_reason
-            record.event(
-                events.TURN_ENGINE_CALL, time.perf_counter() - started, turn=record.turns, stay=record.stays,
-                prompt_tokens=len(kwargs.get("prompt_ids", ())), response_tokens=len(output.token_ids),
-                finish_reason=output.stop_reason, replica=answer.get("replica"), node=answer.get("node"),
-                queue_sec=answer.get("queue_sec"), held_sec=answer.get("held_sec"), version=answer.get("version"),
-            )  # fmt: skip
-            record.idle_since = time.perf_counter()
-        return output
+async def engine_call(generate: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
+    """One stay in an engine by verl's `generate`, logged with what the server answered of it."""
+    started = time.perf_counter()
+    output = await generate(*args, **kwargs)
+    answer = (output.extra_fields or {}).pop(ANSWER, {})
+    if record := current.get():
+        record.response_tokens += len(output.token_ids)
+        record.extra["finish_reason"] = output.stop_reason
+        record.event(
+            events.TURN_ENGINE_CALL, time.perf_counter() - started, turn=record.turns, stay=record.stays,
+            prompt_tokens=len(kwargs.get("prompt_ids", ())), response_tokens=len(output.token_ids),
+            finish_reason=output.stop_reason, replica=answer.get("replica"), node=answer.get("node"),
+            queue_sec=answer.get("queue_sec"), held_sec=answer.get("held_sec"), version=answer.get("version"),
+        )  # fmt: skip
+        record.idle_since = time.perf_counter()
+    return output
 
 
 @contextlib.contextmanager

@@ -1,11 +1,13 @@
-"""The server client that agent loops call: goes on where an abort or a round's budget stopped the engine."""
+"""The server client that agent loops call: goes on where an abort or a round's budget stopped the engine.
+
+Runs in agent loop workers; called by verl's agent loops; touches the load balancer and the engine servers, over Ray.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict, deque
-from collections.abc import Collection, Iterable
+from collections import deque
 from contextvars import ContextVar
 from statistics import median
 from typing import Any
@@ -84,7 +86,9 @@ class ResponseClient:
             if record is not None:
                 record.begin_turn(record.turns + 1)
                 _engine_request.set(record.new_stay())
-            return await self._client.generate(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs)
+            return await request_log.engine_call(
+                self._client.generate, request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
+            )
         prompt_ids = list(normalize_token_ids(prompt_ids))
         call = response.next_call(prompt_ids)
         if record is not None:
@@ -113,9 +117,9 @@ class ResponseClient:
         response.entered = time.perf_counter()
         token = _engine_request.set(name)
         try:
-            output = await self._client.generate(
-                request_id, prompt_ids=prompt_ids + call.token_ids, sampling_params={**params, "max_tokens": asked},
-                engine_priority=response.priority, **kwargs,
+            output = await request_log.engine_call(
+                self._client.generate, request_id, prompt_ids=prompt_ids + call.token_ids,
+                sampling_params={**params, "max_tokens": asked}, engine_priority=response.priority, **kwargs,
             )  # fmt: skip
         except CutBeforeEngine:
             return
@@ -142,32 +146,6 @@ class ResponseClient:
                 return int(sampling_params[key])
         response, prompt = self._config.response_length, self._config.prompt_length
         return min(response, prompt + response - prompt_tokens)
-
-
-def evacuate(responses: Iterable[Response], servers: Collection[str]) -> int:
-    """Abort what is on these servers, so that it goes on elsewhere. How many are, or may still arrive there."""
-    by_server: dict[Any, list[str]] = defaultdict(list)
-    left = 0
-    for response in responses:
-        if response.stage is not Stage.ENGINE or response.server_id not in (None, *servers):
-            continue
-        left += 1
-        if response.server is not None and response.engine_request is not None:
-            by_server[response.server].append(response.engine_request)
-    for server, requests in by_server.items():
-        server.abort_requests.remote(requests)
-    return left
-
-
-def abort(responses: Iterable[Response]) -> None:
-    """Cut responses off, on whichever engine each is."""
-    by_server: dict[Any, list[str]] = defaultdict(list)
-    for response in responses:
-        request = response.close()
-        if request is not None and response.server is not None:
-            by_server[response.server].append(request)
-    for server, requests in by_server.items():
-        server.abort_requests.remote(requests)
 
 
 def _output(call: Call) -> TokenOutput:
