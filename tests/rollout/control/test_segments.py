@@ -31,8 +31,8 @@ def segments(steps: SegmentSteps) -> dict[str, list]:
 
 
 def test_a_full_segment_goes_first_in_the_next_round():
-    steps = started("a", wanted=2)
-    assert ended(steps, "a", 10, "length") == [Draw(2)]
+    steps = started("a")
+    assert ended(steps, "a", 10, "length") == [Draw(1)]
     assert steps.drawn(["b"]) == [Launch("a", 0, 10, 10), Launch("b", 0, 0, 10)]
 
 
