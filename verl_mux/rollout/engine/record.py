@@ -34,7 +34,7 @@ class EngineRecord:
     cpu_arguments: where there is no GPU. stock_cpu_arguments: there, in verl's own trainer modes, where no engine sleeps.
 
     The server keeps to one way of saying things, whatever its engine's is: `sleep(tags)` and `wake_up(tags)` take the tags of
-    memory/sleep_states.py, whether its engine moves each by itself or all at once, and return (node, Moves);
+    memory/tags.py, whether its engine moves each by itself or all at once, and return (node, Moves);
     `generate(engine_priority=)` puts the higher number first and answers with one of the stop reasons above;
     `abort_requests(ids)` returns when these have left with the tokens that they have; `processes()` are all of its engine's.
     """
