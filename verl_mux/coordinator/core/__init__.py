@@ -5,8 +5,8 @@ No I/O, no clock, no thread. May import `bus.messages`, `placement/` and the nam
 line here.
 """
 
-from verl_mux.coordinator.core.hosts import HostLedger, Hosts
+from verl_mux.coordinator.core.hosts import Hosts
 from verl_mux.coordinator.core.leases import Feature
 from verl_mux.coordinator.core.placing import Placement
 
-FEATURES: tuple[type[Feature], ...] = (Hosts, HostLedger, Placement)
+FEATURES: tuple[type[Feature], ...] = (Hosts, Placement)

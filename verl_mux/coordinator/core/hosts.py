@@ -1,25 +1,23 @@
 """Hosts: which nodes are given to no job because of what may be left there, which changes of the configuration jobs on record
 allow, and how much of a node's host memory each job holds.
 
-Runs in the coordinator as two features of the core, `Hosts` and `HostLedger`; pure.
+Runs in the coordinator as a feature of the core, `Hosts`; pure.
 
 Fences. A node is fenced while its host cannot be looked at, or something of a dying job may be left on it. A node that names no
 host, or one from which no agent ever spoke, is fenced only by what a dying job may have left on it.
 
 Host memory. A job says when it comes what it will need, by kind. From then on it is measured: by the agent of the node's host
-where one is heard, by the job itself elsewhere. What counts for it on a node is
-- while it has not finished SETTLED steps, of which the first makes the optimizer's states: the larger of the two;
-- from then on the most that was measured since, be it more or less than it said. A job that does not fit is refused, with who
-  holds what and where it would fit. A job that is there is never ended for what it holds. A node without `host_bytes` has no
-  limit. Placed jobs count as they were estimated until they are measured; the placer, which
-learns what was measured, sees that they fit.
+where one is heard, by the job itself elsewhere. While the job has not finished SETTLED steps, of which the first makes the
+optimizer's states, the larger of the two counts; from then on the most that was measured since. A job that does not fit is
+refused, with which jobs hold what and where it would fit. A job that is there is never ended for what it holds. A node without
+`host_bytes` has no limit. Placed jobs count as they were estimated until they are measured; the placer, which learns what was
+measured, sees that they fit.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
@@ -61,7 +59,8 @@ _ADVICE = "While jobs run, pools and nodes may be added and times changed, and n
 
 
 class Hosts(Feature):
-    """Keeps the records of hosts, the fences that follow from them, and the nodes of the configuration."""
+    """Keeps the records of hosts, the fences that follow from them, the nodes of the configuration, and what jobs hold of the
+    hosts' memory."""
 
     def handlers(self) -> Mapping[type, Handler]:
         return {
@@ -73,7 +72,29 @@ class Hosts(Feature):
             NodeEmpty: lambda now, job, what: self.core.take_from([job.name], what.node, now),
             NodesOwed: self._owed,
             PoolsChanged: self._pools_changed,
+            **dict.fromkeys((HostMeasured, m.HostReport), self._measured),
         }
+
+    def refusal(self, asked: m.Register, nodes: dict[str, list[str]], is_known: bool) -> str | None:
+        """Why a job that names its nodes does not fit beside those that are there, in words; None: it does."""
+        if is_known or asked.wants_placement:
+            return None
+        state, config = self.core.state, self.core.config
+        needs = _needed(asked, nodes, config)
+        for node in dict.fromkeys(name for names in nodes.values() for name in names):
+            need = needs.get(node, HostMemory())
+            if not _fits(node, sum(need.declared.values()), state, config):
+                return _does_not_fit(asked.job, node, need, state, config)
+        return None
+
+    def registered(self, now: float, job: Job, asked: m.Register) -> list[Instruction]:
+        if not asked.wants_placement:
+            job.host_memory = _needed(asked, job.nodes, self.core.config)
+        return []
+
+    def ended(self, now: float, job: Job) -> list[Instruction]:
+        job.host_memory = {}
+        return []
 
     def _seen(self, now: float, job: None, what: HostSeen) -> list[Instruction]:
         hosts, name = self.core.state.hosts, what.host
@@ -107,8 +128,7 @@ class Hosts(Feature):
 
     def _host_released(self, now: float, job: None, what: HostReleased) -> list[Instruction]:
         if (host := self.core.state.hosts.get(what.host)) is not None:
-            host.owed, host.excused = [], []
-            host.agent = host.gone = False  # as if none had ever spoken from there
+            host.owed, host.excused, host.agent, host.gone = [], [], False, False  # as if none had ever spoken from there
         return self._fence_anew()
 
     def _node_released(self, now: float, job: None, what: NodeReleased) -> list[Instruction]:
@@ -155,6 +175,31 @@ class Hosts(Feature):
         out: list[Instruction] = [Log(events.NODE_UNFENCED, {"node": node}) for node in opened]
         return out + [Log(events.NODE_FENCED, {"node": node, "reason": reason}) for node, reason in fresh.items()]
 
+    def _measured(self, now: float, job: Job, what: HostMeasured | m.HostReport) -> list[Instruction]:
+        """Puts on record what the job holds on a node. What it says of itself does not count where an agent is heard."""
+        if isinstance(what, m.HostReport):
+            if what.node not in job.all_nodes:
+                reason = f"job {job.name!r} reports host memory on {what.node!r}; allowed: its nodes {', '.join(job.all_nodes)}"
+                return [Send(what.client, m.Refused(about="host memory", reason=reason))]
+            if _is_looked_at(what.node, self.core.state, self.core.config):
+                return []
+        known = job.host_memory.get(what.node, HostMemory())
+        bytes_now = {kind: num_bytes for kind, num_bytes in what.bytes.items() if num_bytes > 0}
+        job.host_memory[what.node] = msgspec.structs.replace(
+            known,
+            measured=bytes_now,
+            source=AGENT if isinstance(what, HostMeasured) else ITSELF,
+            most=max(known.most, sum(bytes_now.values())) if job.finished >= SETTLED else 0,
+        )
+        held = _held_on(what.node, self.core.state)
+        node = self.core.config.nodes.get(what.node)
+        about = {
+            **{"job": job.name, "node": what.node, "bytes": sum(bytes_now.values()), "kinds": bytes_now},
+            **{"source": job.host_memory[what.node].source, "counted": held.get(job.name, 0)},
+            **{"node_bytes": sum(held.values()), "capacity": node.host_bytes if node else None},
+        }
+        return [Log(events.HOST_MEMORY, about)]
+
 
 # --- fences -----------------------------------------------------------------------------------------------------------
 
@@ -195,7 +240,8 @@ def change_refusal(state: State, before: Config, after: Config) -> str | None:
             left = after.nodes.get(node.name)
             if left is None and (reason := _is_needed(node, state)):
                 return f"node {node.name!r} is missing, and {reason}. {_ADVICE}"
-            if left is not None and (_undrained(left) != _undrained(node) or left not in after.pools.get(name, pool).nodes):
+            is_same = left is not None and msgspec.structs.replace(left, drain=node.drain) == node
+            if left is not None and not (is_same and left in after.pools.get(name, pool).nodes):
                 return f"node {node.name!r} is another. {_ADVICE}"
     return None
 
@@ -204,10 +250,6 @@ def restart_needed(before: Config, after: Config) -> str | None:
     """Keys that are read at a start alone; None: nothing but pools differs."""
     names = [name for name in before.__struct_fields__ if name != "pools" and getattr(before, name) != getattr(after, name)]
     return f"{', '.join(names)} changed, which takes a restart of the coordinator; pools alone are read again" if names else None
-
-
-def _undrained(node: Node) -> Node:
-    return msgspec.structs.replace(node, drain=False)
 
 
 def _is_needed(node: Node, state: State) -> str | None:
@@ -221,63 +263,17 @@ def _is_needed(node: Node, state: State) -> str | None:
     return None if node.drain else "is not draining: give it `drain: true` first"
 
 
-# --- host memory: what a job needs ------------------------------------------------------------------------------------
+# --- host memory ------------------------------------------------------------------------------------------------------
 
 
-class HostLedger(Feature):
-    """Keeps what jobs hold of the hosts' memory, and refuses a job that does not fit."""
-
-    def handlers(self) -> Mapping[type, Handler]:
-        return {HostMeasured: self._measured, m.HostReport: self._measured}
-
-    def refusal(self, asked: m.Register, nodes: dict[str, list[str]], is_known: bool) -> str | None:
-        return None if is_known or asked.wants_placement else refusal(asked, nodes, self.core.state, self.core.config)
-
-    def registered(self, now: float, job: Job, asked: m.Register) -> list[Instruction]:
-        if not asked.wants_placement:
-            job.host_memory = needed(asked, job.nodes, self.core.config)
-        return []
-
-    def ended(self, now: float, job: Job) -> list[Instruction]:
-        job.host_memory = {}
-        return []
-
-    def _measured(self, now: float, job: Job, what: HostMeasured | m.HostReport) -> list[Instruction]:
-        """Puts on record what the job holds on a node. What it says of itself does not count where an agent is heard."""
-        if isinstance(what, m.HostReport):
-            if what.node not in job.all_nodes:
-                reason = f"job {job.name!r} reports host memory on {what.node!r}; allowed: its nodes {', '.join(job.all_nodes)}"
-                return [Send(what.client, m.Refused(about="host memory", reason=reason))]
-            if _is_looked_at(what.node, self.core.state, self.core.config):
-                return []
-        known = job.host_memory.get(what.node, HostMemory())
-        bytes_now = {kind: num_bytes for kind, num_bytes in what.bytes.items() if num_bytes > 0}
-        job.host_memory[what.node] = msgspec.structs.replace(
-            known,
-            measured=bytes_now,
-            source=AGENT if isinstance(what, HostMeasured) else ITSELF,
-            most=max(known.most, sum(bytes_now.values())) if job.finished >= SETTLED else 0,
-        )
-        held = held_on(what.node, self.core.state)
-        node = self.core.config.nodes.get(what.node)
-        about = {
-            **{"job": job.name, "node": what.node, "bytes": sum(bytes_now.values()), "kinds": bytes_now},
-            **{"source": job.host_memory[what.node].source, "counted": held.get(job.name, 0)},
-            **{"node_bytes": sum(held.values()), "capacity": node.host_bytes if node else None},
-        }
-        return [Log(events.HOST_MEMORY, about)]
-
-
-def needed(asked: m.Register, nodes: Mapping[str, list[str]], config: Config) -> dict[str, HostMemory]:
+def _needed(asked: m.Register, nodes: Mapping[str, list[str]], config: Config) -> dict[str, HostMemory]:
     """By node, of a job that names its nodes (`nodes`: pools spelt out). A job that says nothing counts by what is measured."""
-    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    needed: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for side, names in nodes.items():
-        if not (states := asked.host_memory.get(side)):
-            continue
-        for node in names:
+        for node in names if asked.host_memory.get(side) else ():
             gpus = asked.gpus.get(node, asked.gpus.get(side, 0))
-            found[node].update({**states, "processes": gpus * _process_bytes(node, config)})
-    return {node: HostMemory(declared=dict(kinds)) for node, kinds in found.items()}
+            needed[node].update({**asked.host_memory[side], "processes": gpus * _process_bytes(node, config)})
+    return {node: HostMemory(declared=dict(kinds)) for node, kinds in needed.items()}
 
 
 def estimated(pin: Pin) -> dict[str, HostMemory]:
@@ -287,97 +283,59 @@ def estimated(pin: Pin) -> dict[str, HostMemory]:
 
 
 def _process_bytes(node: str, config: Config) -> int:
-    pool = next(pool for pool in config.pools.values() if any(member.name == node for member in pool.nodes))
     given: Mapping[str, GpuKind] = config.placement.kinds if config.placement is not None else {}
-    kind = {**GPU_KINDS, **given}.get(pool.kind or "")
+    kind = {**GPU_KINDS, **given}.get(config.pool_of(node).kind or "")
     return round((kind.process_gb if kind is not None else _PROCESS_GB) * GB)
 
 
 def counted(job: Job, node: str) -> int:
     """Bytes that count for it on the node; see the module."""
-    found = job.host_memory.get(node)
-    if found is None:
-        return 0
-    return found.most or max(sum(found.declared.values()), sum(found.measured.values()))
+    memory = job.host_memory.get(node, HostMemory())
+    return memory.most or max(sum(memory.declared.values()), sum(memory.measured.values()))
 
 
-def held_on(node: str, state: State) -> dict[str, int]:
+def _held_on(node: str, state: State) -> dict[str, int]:
     """By job; those that hold nothing are left out."""
-    held = {job.name: counted(job, node) for job in state.jobs.values() if node in job.host_memory}
-    return {job: num_bytes for job, num_bytes in held.items() if num_bytes}
-
-
-# --- host memory: whether a job fits ----------------------------------------------------------------------------------
-
-
-def refusal(asked: m.Register, nodes: Mapping[str, list[str]], state: State, config: Config) -> str | None:
-    """Why a job that names its nodes does not fit beside those that are there, in words; None: it does."""
-    needs = needed(asked, nodes, config)
-    for node in dict.fromkeys(name for names in nodes.values() for name in names):
-        need = needs.get(node, HostMemory())
-        if not _fits(node, sum(need.declared.values()), state, config):
-            return _does_not_fit(asked.job, node, need, state, config)
-    return None
+    return {job.name: num_bytes for job in state.jobs.values() if (num_bytes := counted(job, node))}
 
 
 def _fits(node: str, need: int, state: State, config: Config) -> bool:
     capacity = config.nodes[node].host_bytes
-    return capacity is None or sum(held_on(node, state).values()) + need <= capacity
+    return capacity is None or sum(_held_on(node, state).values()) + need <= capacity
 
 
 def _does_not_fit(job: str, node: str, need: HostMemory, state: State, config: Config) -> str:
-    held, capacity = held_on(node, state), config.nodes[node].host_bytes or 0
-    kinds, free = (
-        _list({kind: num_bytes for kind, num_bytes in need.declared.items() if num_bytes}),
-        capacity - sum(held.values()),
-    )
+    """With which jobs hold what, and where it would fit, or which jobs' end would make room."""
+    held, capacity, wanted = _held_on(node, state), config.nodes[node].host_bytes or 0, sum(need.declared.values())
+    kinds = ", ".join(f"{kind} {num_bytes / GB:.1f}" for kind, num_bytes in need.declared.items() if num_bytes)
+    free = capacity - sum(held.values())
     left = f"{_gb(free)} are free" if free >= 0 else f"{_gb(-free)} too many are held"
-    return (
-        f"job {job!r} needs {_gb(sum(need.declared.values()))} of host memory on node {node!r}{f' ({kinds})' if kinds else ''}:"
-        f" of {_gb(capacity)} there, {left}; {_holders(node, held, state)}; {_advice(node, need, held, state, config)}"
-    )
-
-
-def _holders(node: str, held: Mapping[str, int], state: State) -> str:
-    if not held:
-        return "no job holds any"
-    words = []
-    for name, num_bytes in sorted(held.items(), key=lambda entry: -entry[1]):
-        by = {AGENT: "measured by its host's agent", ITSELF: "measured by itself"}.get(
-            _source(state.jobs[name], node), "declared"
-        )
-        words.append(f"{name} {_gb(num_bytes)} ({by})")
-    return f"held by {', '.join(words)}"
+    by_size = sorted(held.items(), key=lambda entry: -entry[1])
+    words = [f"{name} {_gb(num_bytes)} ({_source(state.jobs[name], node)})" for name, num_bytes in by_size]
+    others = [other.name for other in config.pool_of(node).nodes if other.name != node]
+    fitting = [other for other in others if _fits(other, wanted, state, config)]
+    enough = [name for name, num_bytes in held.items() if free + num_bytes >= wanted]
+    if fitting:
+        advice = f"it fits on {', '.join(fitting)}"
+    elif wanted > capacity:
+        advice = "it never fits there"
+    else:
+        advice = f"it fits when {' or '.join(enough)} has ended" if enough else f"it fits when {' and '.join(held)} have ended"
+    holders = f"held by {', '.join(words)}" if held else "no job holds any"
+    needs = f"{_gb(wanted)} of host memory on node {node!r}{f' ({kinds})' if kinds else ''}"
+    return f"job {job!r} needs {needs}: of {_gb(capacity)} there, {left}; {holders}; {advice}"
 
 
 def _source(job: Job, node: str) -> str:
-    """Where the figure that counts comes from."""
-    found = job.host_memory[node]
-    return found.source if counted(job, node) > sum(found.declared.values()) or found.most else ""
-
-
-def _advice(node: str, need: HostMemory, held: Mapping[str, int], state: State, config: Config) -> str:
-    """Where it would fit, or which jobs' end would make room."""
-    wanted, capacity = sum(need.declared.values()), config.nodes[node].host_bytes or 0
-    pool = next(pool for pool in config.pools.values() if any(member.name == node for member in pool.nodes))
-    others = [member.name for member in pool.nodes if member.name != node and _fits(member.name, wanted, state, config)]
-    if others:
-        return f"it fits on {', '.join(others)}"
-    if wanted > capacity:
-        return "it never fits there"
-    enough = [job for job, num_bytes in held.items() if sum(held.values()) - num_bytes + wanted <= capacity]
-    return f"it fits when {' or '.join(enough)} has ended" if enough else f"it fits when {' and '.join(held)} have ended"
+    """Where the figure that counts comes from, in words."""
+    memory = job.host_memory[node]
+    if not memory.most and counted(job, node) <= sum(memory.declared.values()):
+        return "declared"
+    return {AGENT: "measured by its host's agent", ITSELF: "measured by itself"}.get(memory.source, "declared")
 
 
 def _gb(num_bytes: int) -> str:
     return f"{num_bytes / GB:.1f} GB"
-
-
-def _list(kinds: Mapping[str, int]) -> str:
-    return ", ".join(f"{kind} {num_bytes / GB:.1f}" for kind, num_bytes in kinds.items())
-
-
-# --- host memory: what was measured -----------------------------------------------------------------------------------
 
 
 def seen(report: m.AgentReport, state: State, config: Config) -> list[HostMeasured]:
@@ -385,29 +343,29 @@ def seen(report: m.AgentReport, state: State, config: Config) -> list[HostMeasur
     the node whose device it uses, else for all nodes of its job on that host in equal parts."""
     here = {node.name for node in config.nodes.values() if node.host in report.host.names}
     jobs = {job.uid: job for job in state.jobs.values() if job.state is not JobState.ENDED}
-    found: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    sums: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for holder in report.holders:
         own = [node for node in jobs[holder.uid].all_nodes if node in here] if holder.uid in jobs else []
         nodes = [node for node in own if holder.bytes.get(node)] or own
         for node in nodes if holder.host else ():
-            found[holder.uid, node].update({kind: num_bytes // len(nodes) for kind, num_bytes in holder.host.items()})
-    news = {at: kinds for at, kinds in found.items() if _is_news(jobs[at[0]].host_memory.get(at[1]), sum(kinds.values()))}
-    return [HostMeasured(job=jobs[uid].name, uid=uid, node=node, bytes=dict(kinds)) for (uid, node), kinds in news.items()]
+            sums[holder.uid, node].update({kind: num_bytes // len(nodes) for kind, num_bytes in holder.host.items()})
+    out = []
+    for (uid, node), kinds in sums.items():
+        known = jobs[uid].host_memory.get(node)
+        if known is None or known.source != AGENT or _is_news(sum(known.measured.values()), sum(kinds.values())):
+            out.append(HostMeasured(job=jobs[uid].name, uid=uid, node=node, bytes=dict(kinds)))
+    return out
 
 
-def _is_news(known: HostMemory | None, total: int) -> bool:
-    if known is None or known.source != AGENT:
-        return True
-    before = sum(known.measured.values())
-    return abs(total - before) > max(_NEWS_BYTES, _NEWS_SHARE * before)
+def _is_news(before: int, now: int) -> bool:
+    return abs(now - before) > max(_NEWS_BYTES, _NEWS_SHARE * before)
 
 
 def revised(job: Job, spec: JobSpec) -> JobSpec:
     """The placed job with the host memory that it was seen to take, where that is other than what it is placed by."""
     for side, gb in zip(("rollout", "train"), spec.memory_gb, strict=True):
         most = max((job.host_memory[node].most for node in job.nodes.get(side, ()) if node in job.host_memory), default=0)
-        placed_by = round(gb * GB)
-        if not most or abs(most - placed_by) <= max(_NEWS_BYTES, _NEWS_SHARE * placed_by):
+        if not most or not _is_news(round(gb * GB), most):
             continue
         if not spec.colocated:
             spec = msgspec.structs.replace(spec, **{f"{side}_memory_gb": most / GB})
@@ -419,12 +377,3 @@ def revised(job: Job, spec: JobSpec) -> JobSpec:
 def _is_looked_at(node: str, state: State, config: Config) -> bool:
     place = config.nodes[node].host if node in config.nodes else None
     return any(host.agent and not host.gone and place in host.names for host in state.hosts.values())
-
-
-# --- host memory: what is shown ---------------------------------------------------------------------------------------
-
-
-def about(node: str, capacity: int | None, jobs: Mapping[str, Job]) -> dict[str, Any]:
-    """For `verl-mux status`: `jobs` are those that hold some there, by name."""
-    entries = {name: {"counted": counted(job, node), **msgspec.to_builtins(job.host_memory[node])} for name, job in jobs.items()}
-    return {"capacity": capacity, "held": sum(entry["counted"] for entry in entries.values()), "jobs": entries}

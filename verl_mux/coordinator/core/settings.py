@@ -140,6 +140,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def node(self, name: str) -> Node | None:
         return self.nodes.get(name)
 
+    def pool_of(self, node: str) -> Pool:
+        return next(pool for pool in self.pools.values() if any(member.name == node for member in pool.nodes))
+
     @property
     def placing(self) -> PlacementConfig:
         """`placement`, which every configuration has under which a job was placed."""
