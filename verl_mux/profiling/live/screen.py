@@ -1,4 +1,5 @@
-"""`verl-mux top`: a state as rows, tables, JSON and Prometheus gauges, and the keys of its terminal. Called by top_command.py."""
+"""`verl-mux top`: a state as rows, tables and JSON, and the keys of its terminal. Runs on the command line; called by
+top_command.py; reads the keyboard."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from verl_mux.profiling.live.job_states import COUNTERS, IN_REWARD, IN_TOOL_OR_REWARD, PARKED, STATES, Job, Replica, State
+from verl_mux.profiling.live.job_states import COUNTERS, IN_REWARD, IN_TOOL_OR_REWARD, PARKED, Job, Replica, State
 
 Row = dict[str, Any]
 Columns = Mapping[str, tuple[str, Callable[[Row], str]]]  # name -> (the key that sorts by it, its cell in a row)
@@ -175,73 +176,6 @@ def _table(rows: list[Row], columns: Columns, order: Order, chosen: bool, left: 
         age = row.get("age_s", 0.0)
         table.add_row(*(cell(row) for _, cell in columns.values()), style="dim" if age is None or age > STALE_S else "")
     return table
-
-
-# No name is one of a coordinator's metrics: both may be scraped. metric -> (type, help)
-METRICS = {
-    "mux_top_quiet_seconds": ("gauge", "Seconds since the newest line of the run's logs, by this machine's clock."),
-    "mux_top_job_ended": ("gauge", "1 when the job has ended, 0 until then."),
-    "mux_top_job_step": ("gauge", "The step that the job is at."),
-    "mux_top_job_step_seconds": ("gauge", "How long the job's last whole step took."),
-    "mux_top_job_reward": ("gauge", "Mean reward of the job's last whole step."),
-    "mux_top_job_requests": ("gauge", "Requests of the job's step, by state."),
-    "mux_top_lease_held_seconds": ("gauge", "How long a job has held its lease on the node."),
-    "mux_top_lease_waited_seconds": ("gauge", "How long a job has waited for a lease on the node."),
-    "mux_top_replica_running": ("gauge", "Requests that run in the engine."),
-    "mux_top_replica_queued": ("gauge", "Requests in the engine's queue."),
-    "mux_top_replica_kv_usage": ("gauge", "Part of the engine's KV cache that is in use, 0 to 1."),
-    "mux_top_replica_tokens_per_second": ("gauge", "Tokens that the engine writes a second."),
-    "mux_top_replica_step": ("gauge", "The step that the engine generates for."),
-    "mux_top_replica_stays_done": ("gauge", "Stays of that step that ended in the engine and were not cut off."),
-    "mux_top_replica_tokens": ("gauge", "Tokens of that step's stays that ended in the engine."),
-    "mux_top_replica_retracted": ("gauge", "Requests of that step that the engine threw out for want of KV cache."),
-}
-_GAUGES = dict(zip(COUNTERS, ("running", "queued", "kv_usage", "tokens_per_second"), strict=True))
-# Counters come once a second while an engine works, those of a sleeping engine are stale. Files of other hosts may arrive late.
-QUIET_S = 15.0
-
-
-def samples(state: State, now: float) -> Iterator[Sample]:
-    """Samples of METRICS. now: seconds since the epoch; the time of the newest line where that is later.
-
-    Jobs that have ended have only that and their last step; engines whose counters are older than QUIET_S have no counters.
-    """
-    now = max(now, state.now)
-    if state.jobs or state.replicas:
-        yield "mux_top_quiet_seconds", {}, now - state.now
-    for _, job in sorted(state.jobs.items()):
-        yield from _job_samples(job, now)
-    for (name, _), replica in sorted(state.replicas.items()):
-        if name not in state.jobs or not state.jobs[name].ended:
-            yield from _replica_samples(replica, now)
-
-
-def _job_samples(job: Job, now: float) -> Iterator[Sample]:
-    labels, figures = {"job": job.name}, job.figures
-    values = (int(job.ended), job.step, figures.get("step_sec"), figures.get("reward"))
-    for name, value in zip(("ended", "step", "step_seconds", "reward"), values, strict=True):
-        yield f"mux_top_job_{name}", labels, value
-    if job.ended:
-        return
-    requests = job.requests.count()
-    for state in STATES:
-        yield "mux_top_job_requests", {**labels, "state": state}, requests.get(state, 0)
-    if job.phase:
-        for node in job.nodes:
-            yield "mux_top_lease_held_seconds", {"node": node, **labels, "phase": job.phase}, now - job.since
-    if job.asks:
-        for node in job.nodes_of.get(job.asks) or ("",):
-            yield "mux_top_lease_waited_seconds", {"node": node, **labels, "phase": job.asks}, now - job.asked
-
-
-def _replica_samples(replica: Replica, now: float) -> Iterator[Sample]:
-    labels = {"job": replica.job, "replica": str(replica.number), "node": replica.node}
-    values: dict[str, float | None] = {}
-    if now - replica.at <= QUIET_S:
-        values = {gauge: replica.counters.get(counter) for counter, gauge in _GAUGES.items()}
-    values |= {"step": replica.step, "stays_done": replica.done, "tokens": replica.tokens, "retracted": replica.retracted}
-    for name, value in values.items():
-        yield f"mux_top_replica_{name}", labels, value
 
 
 def watch(look: Callable[[], None], shown: Callable[[], RenderableType], choice: Choice, every: float) -> None:
