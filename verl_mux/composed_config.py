@@ -1,4 +1,5 @@
-"""Reading a composed verl configuration, as `--cfg job` prints it, by dotted paths. Pure."""
+"""Read a composed verl configuration, as `--cfg job` prints it, by dotted paths. Called by placement, the certificate and the plan
+command; pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two errors a command reports in one line, without a traceback."""
+"""The two errors that a command reports in one line, without a traceback. Raised in every process."""
 
 
 class UserError(ValueError):

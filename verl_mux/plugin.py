@@ -1,8 +1,7 @@
 """The one door verl comes through: entry point `verl.plugins`, loaded (never called) by every `import verl`.
 
-It must stay light (its whole cost is paid by every process that imports verl) and verl hides its failures at DEBUG
-level, so it registers hooks only: our classes are imported when verl imports the registry they belong to.
-`verl-mux doctor` says whether all of it is in place.
+Every process that imports verl pays its whole cost, and verl hides its failures at DEBUG level; so it registers hooks only: our
+classes are imported when verl imports the registry they belong to. `verl-mux doctor` says whether all of it is in place.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ REGISTRATIONS = {
 ENGINES = {"sglang": "verl_mux.rollout.engine.sglang.sglang_record"}
 # What a job's config names to verl, which imports it in the process that needs it.
 AGENT_LOOP_MANAGER = "verl_mux.rollout.worker.agent_loop.MuxAgentLoopManager"
+REPLAY_BUFFER = {"path": "pkg://verl_mux.trainer.replay_buffer", "name": "MuxReplayBuffer"}
 TRIGGERED_BUFFER = {"path": "pkg://verl_mux.trainer.stock_modes", "name": "TriggeredReplayBuffer"}
 
 

@@ -29,7 +29,7 @@ _NAMES = {
         "_compute_advantage _compute_old_log_prob _update_actor": "timed in the event log",
         "_validate": "timed in the event log of verl's own modes",
         "_init_resource_pool_mgr": "the place to put our worker classes",
-        "_build_replay_buffer": "our replay buffer waits on completions",
+        "_build_replay_buffer": "makes our replay buffer, a custom sampler, which waits on completions",
         "_submit_batch_to_rollout": "order of submission, for repeatable batches",
         "_compute_ref_log_prob _compute_values _update_critic": "timed in the event log, under the lease",
         "_save_checkpoint": "timed in the event log; a job that moves saves by it",
@@ -88,7 +88,6 @@ _NAMES = {
     },
     "ray": {
         "experimental.internal_kv._internal_kv_put experimental.internal_kv._internal_kv_get": "whose Ray cluster it is",
-        "_private.services.canonicalize_bootstrap_address": "which Ray cluster a driver would join",
     },
     "transfer_queue": {
         "interface.TransferQueueController": "by its name a job finds another one in its Ray cluster",

@@ -1,4 +1,4 @@
-"""YAML files that people write: read with one clear line for what is wrong in them."""
+"""YAML files that people write: read with one clear line for what is wrong in them. Called by commands and the coordinator."""
 
 from __future__ import annotations
 

@@ -51,6 +51,7 @@ def test_a_job_loads_weights_in_small_batches_where_nobody_chose(given, used):
     config = multiplexed(f"actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes={given}")
     assert config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes == used
     assert config.actor_rollout_ref.rollout.free_cache_engine is True
+    assert config.trainer.v1.sampler.custom_sampler.name == "MuxReplayBuffer"
 
 
 def test_between_phases_all_states_are_on_the_host_in_shards_that_a_sync_can_send():

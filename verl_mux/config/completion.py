@@ -136,6 +136,8 @@ def _imply_mode(config: DictConfig) -> None:
         )
     rollout.checkpoint_engine.backend = "mux"
     rollout.agent.agent_loop_manager_class = plugin.AGENT_LOOP_MANAGER
+    if not OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path"):  # the user's own stays
+        config.trainer.v1.sampler.custom_sampler = plugin.REPLAY_BUFFER
 
 
 def _imply_memory(config: DictConfig) -> None:

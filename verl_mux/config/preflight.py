@@ -94,8 +94,7 @@ def ask_coordinator(config: DictConfig, mux: MuxConfig) -> None:
     """
     client = connect_job(config, mux, wait=False)
     client.close()
-    joins = OmegaConf.select(config, "ray_kwargs.ray_init.address") not in (None, "local") or joined_cluster(sys.argv) is not None
-    if not mux.coordinator or joins:
+    if not mux.coordinator or _ray_cluster(config) is not None:
         return
     hosts, here = {node: client.place(node).host for names in client.nodes.values() for node in names}, this_host()
     if offered := {resource_of(node): 1 for node, host in hosts.items() if host is not None and is_host(host, here)}:
@@ -211,6 +210,11 @@ _KEY, _SPACE = b"verl_mux_job", b"verl_mux"
 _CONTROLLER = {"name": "TransferQueueController", "namespace": "transfer_queue"}
 
 
+def _ray_cluster(config: DictConfig) -> str | None:
+    """The address of the Ray cluster that the job would join; None: it starts one of its own."""
+    return joined_cluster([f"ray_init.address={OmegaConf.select(config, 'ray_kwargs.ray_init.address') or 'null'}"])
+
+
 def claim_cluster(config: DictConfig, job: str) -> None:
     """Leave the job's name in the Ray cluster that it would join; nothing where it starts one of its own.
 
@@ -221,10 +225,9 @@ def claim_cluster(config: DictConfig, job: str) -> None:
         UserError: another job runs there.
     """
     import ray
-    from ray._private.services import canonicalize_bootstrap_address
     from ray.experimental import internal_kv
 
-    address = canonicalize_bootstrap_address(OmegaConf.select(config, "ray_kwargs.ray_init.address"))
+    address = _ray_cluster(config)
     if address is None or ray.is_initialized():
         return
     try:

@@ -1,8 +1,9 @@
 """When is the CPU platform active? On a machine with an accelerator only if VERL_PLATFORM=cpu asks for it.
 
-Without that variable it is taken where there is no accelerator, the command line asks for one of our trainer modes, and the job
-will not join a Ray cluster: the driver of a GPU cluster often runs on a head node that has none. verl's and the engine's child
-processes inherit the variable, so they agree with their parent.
+Runs in every process that imports verl, and in the doctor and the agent; reads the environment and looks for device files.
+Without that variable the CPU is taken where there is no accelerator, the command line asks for one of our trainer modes, and the
+job will not join a Ray cluster: the driver of a GPU cluster often runs on a head node that has no GPU. Child processes inherit
+the variable, so they agree with their parent.
 """
 
 from __future__ import annotations

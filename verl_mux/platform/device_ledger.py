@@ -1,10 +1,8 @@
-"""What device memory processes hold on a machine whose device is host memory: no driver knows it, so each says it itself.
+"""What device memory processes hold on a machine whose device is host memory: no driver knows it, so each process notes it itself.
 
-One small file for each process, in a folder of its user that lies in memory; an agent reads them, and sees for itself whether
-the process lives. So the account of a process that was killed ends with it.
-
-With a budget (BUDGET_VARIABLE) the node's device has that many bytes: `reserve` and `charge` fail past it, as an allocation on a
-GPU does.
+Runs in every process of a job on the CPU platform, and in agents, which read the notes: one small file a process, in a folder of
+its user that lies in memory. An agent checks by itself whether the process lives, so a killed process holds nothing. With a budget
+(BUDGET_VARIABLE) the node's device has that many bytes: `reserve` and `charge` fail past it, as an allocation on a GPU does.
 """
 
 from __future__ import annotations
@@ -152,17 +150,13 @@ def _check(more: int) -> None:
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
     """No other process looks and takes at the same time."""
-    folder = _own_directory()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
+    with (_own_directory() / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _write() -> None:
-    folder = _own_directory()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    space, pid = _space(), os.getpid()
+    folder, space, pid = _own_directory(), _space(), os.getpid()
     made = folder / f".{space}.{pid}"
     node, job = os.environ.get(NODE_VARIABLE, ""), os.environ.get(JOB_VARIABLE, "")
     made.write_bytes(msgspec.json.encode(Account(pid, _started(), space, node, _tags, _charges, _device(), job)))
@@ -171,7 +165,9 @@ def _write() -> None:
 
 def _own_directory() -> Path:
     named = os.environ.get(DIRECTORY_VARIABLE)
-    return Path(named) if named else _IN_MEMORY / f"{_PREFIX}{os.getuid()}"
+    folder = Path(named) if named else _IN_MEMORY / f"{_PREFIX}{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
 
 
 def _directories() -> list[Path]:

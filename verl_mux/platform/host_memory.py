@@ -1,4 +1,5 @@
-"""Host memory that a process holds, as the kernel divides it: a page that several share counts for each of them in part."""
+"""Host memory that a process holds, as the kernel divides it: a page that several share counts for each of them in part.
+Runs in trainer and rollout workers, servers and agents; reads /proc."""
 
 from __future__ import annotations
 

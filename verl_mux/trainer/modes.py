@@ -180,20 +180,6 @@ class PPOTrainerMux(PPOTrainer):
         if Role.Critic in self.role_worker_mapping:
             self.role_worker_mapping[Role.Critic] = ray.remote(MuxTrainingWorker)
 
-    def _build_replay_buffer(self):
-        sampler = self.config.trainer.v1.sampler
-        custom = sampler.get("custom_sampler", None)
-        if custom is not None and custom.get("path") and custom.get("name"):
-            return super()._build_replay_buffer()
-        return MuxReplayBuffer(
-            trainer_mode=self.trainer_mode,
-            trainer_config=self.config.trainer.v1.get(self.trainer_mode, {}),
-            max_off_policy_threshold=sampler.max_off_policy_threshold,
-            max_off_policy_strategy=sampler.max_off_policy_strategy,
-            sampler_kwargs=sampler.sampler_kwargs,
-            refill_fn=self._add_prompts_to_generate,
-        )
-
     def before_device(self, group: Any) -> None:
         """Worker processes have started, imported and read their weights from disk by now: the lease is held for the seconds that
         map memory and no longer."""
