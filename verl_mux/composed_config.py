@@ -1,5 +1,5 @@
-"""Read a composed verl configuration, as `--cfg job` prints it, by dotted paths. Called by placement, the certificate and the plan
-command; pure."""
+"""Read a composed verl configuration, as `--cfg job` prints it, by dotted paths. Called by placement, the certificate and the
+plan command; pure."""
 
 from __future__ import annotations
 

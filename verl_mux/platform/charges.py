@@ -1,5 +1,6 @@
-"""What a process keeps on a GPU besides its tensors, which the ledger of a device with a budget charges and the certificate counts
-with; the keys under mux.device. Runs in every process of a job; `announce` sets environment variables, the rest is pure."""
+"""What a process keeps on a GPU besides its tensors, which the ledger of a device with a budget charges and the certificate
+counts with; the keys under mux.device. Runs in every process of a job; `announce` sets environment variables, the rest is
+pure."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""What device memory processes hold on a machine whose device is host memory: no driver knows it, so each process notes it itself.
+"""What device memory processes hold on a machine whose device is host memory: no driver knows it, so each process notes it
+itself.
 
 Runs in every process of a job on the CPU platform, and in agents, which read the notes: one small file a process, in a folder of
-its user that lies in memory. An agent checks by itself whether the process lives, so a killed process holds nothing. With a budget
-(BUDGET_VARIABLE) the node's device has that many bytes: `reserve` and `charge` fail past it, as an allocation on a GPU does.
+its user that lies in memory. An agent checks by itself whether the process lives, so a killed process holds nothing. With a
+budget (BUDGET_VARIABLE) the node's device has that many bytes: `reserve` and `charge` fail past it, as an allocation on a GPU
+does.
 """
 
 from __future__ import annotations
