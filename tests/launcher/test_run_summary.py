@@ -220,10 +220,8 @@ def test_a_job_alone_again_is_another_stay(predicted_run):
     predicted_run.predicted(31, "estimated", {"a": 20.0, "b": 20.0})
     predicted_run.predicted(91, "estimated", {"a": 12.0})
     predicted_run.predicted(95, "observed", {"a": 9.0})
-    assert [(g["predicted_period_s"], g["measured_period_s"]) for g in found(predicted_run, "a", "b")] == [
-        (10.0, 10.0),
-        (9.0, 10.0),
-    ]
+    stays = found(predicted_run, "a", "b")
+    assert [(stay["predicted_period_s"], stay["measured_period_s"]) for stay in stays] == [(10.0, 10.0), (9.0, 10.0)]
 
 
 def test_groups_with_too_few_steps_or_never_observed_are_left_out(predicted_run):

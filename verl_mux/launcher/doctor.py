@@ -1,6 +1,6 @@
 """`verl-mux doctor`: is everything on this machine that a multiplexed job needs? One line a check, with what to do about it.
 
-Runs on the command line; starts one Python interpreter and, where given, asks a coordinator; writes nothing.
+Runs on the command line; called by cli.py; starts one Python interpreter, asks a coordinator where one is named, writes nothing.
 """
 
 from __future__ import annotations
@@ -58,18 +58,19 @@ def doctor(
 ) -> None:
     """Check this machine: plugin, versions, platform, memory, ports. Exit code 1 if the demo could not run."""
     checks = list(run_checks(coordinator))
+    bad = [check.name for check in checks if check.ok is False]
     if as_json:
-        print(json.dumps({"ok": all(c.ok is not False for c in checks), "checks": [asdict(c) for c in checks]}, indent=2))
+        print(json.dumps({"ok": not bad, "checks": [asdict(check) for check in checks]}, indent=2))
     else:
         _print(checks)
-    bad = [check.name for check in checks if check.ok is False]
     if bad:
         raise Failure(f"the demo could not run here: {', '.join(bad)}")
 
 
 def run_checks(coordinator: str | None = None) -> Iterator[Check]:
     """All checks, in the order in which a missing one would hurt."""
-    yield _python()
+    version = ".".join(map(str, sys.version_info[:3]))
+    yield Check("python", (3, 10) <= sys.version_info[:2] <= (3, 12), version, "use Python 3.10, 3.11 or 3.12")
     made = list(engines().values())
     supported = upstream.SUPPORTED | {name: versions for engine in made for name, versions in engine.supported.items()}
     tested = upstream.TESTED | {name: version for engine in made for name, version in engine.tested.items()}
@@ -79,17 +80,10 @@ def run_checks(coordinator: str | None = None) -> Iterator[Check]:
     yield _cores()
     yield _host_memory()
     yield _space("/dev/shm", _DEMO_SHM_GIB, "weights travel through shared memory where there is no GPU; enlarge /dev/shm")
-    yield _space(
-        os.getcwd(), _DEMO_DISK_GIB, "runs, checkpoints and logs are written below the working directory; free some space"
-    )
+    yield _space(os.getcwd(), _DEMO_DISK_GIB, "runs, checkpoints and logs go below the working directory; free some space")
     yield _ports()
     if coordinator is not None:
         yield _coordinator(coordinator)
-
-
-def _python() -> Check:
-    version = ".".join(map(str, sys.version_info[:3]))
-    return Check("python", (3, 10) <= sys.version_info[:2] <= (3, 12), version, "use Python 3.10, 3.11 or 3.12")
 
 
 def _version(name: str, tested: str, supported: str) -> Check:
@@ -116,26 +110,23 @@ def _plugin() -> Check:
         reason = (result.stderr.strip().splitlines() or ["no output"])[-1]
         return Check("plugin", False, reason, "verl could not load the entry point verl.plugins: reinstall verl-mux beside verl")
     found = json.loads(lines[-1])
-    ok = found["modes"] == ["mux_colocate", "mux_separate"] and found["hydra"]
-    return Check(
-        "plugin", ok, f"modes {', '.join(found['modes'])}; checkpoint engine mux", "" if ok else "reinstall verl-mux beside verl"
-    )
+    ok, text = found["modes"] == ["mux_colocate", "mux_separate"] and found["hydra"], ", ".join(found["modes"])
+    return Check("plugin", ok, f"modes {text}; checkpoint engine mux", "" if ok else "reinstall verl-mux beside verl")
 
 
 def _platform() -> Check:
-    if not accelerator_present() and cpu_package_missing():
-        found = "no accelerator, and verl-mux-cpu is not installed"
-        return Check("platform", False, found, "to run jobs on this CPU, `pip install ./verl_mux_cpu` in a checkout of verl_mux")
     if not accelerator_present():
+        if cpu_package_missing():
+            advice = "to run jobs on this CPU, `pip install ./verl_mux_cpu` in a checkout of verl_mux"
+            return Check("platform", False, "no accelerator, and verl-mux-cpu is not installed", advice)
         return Check("platform", True, "no accelerator: verl and the engine run on the CPU platform")
     if cpu_platform_wanted([]):
-        return Check(
-            "platform", None, "VERL_PLATFORM=cpu on a machine with an accelerator", "unset VERL_PLATFORM to use the GPUs"
-        )
-    names = (
-        subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False) if shutil.which("nvidia-smi") else None
-    )
-    return Check("platform", True, names.stdout.strip().replace("\n", "; ") if names else "accelerator, no nvidia-smi")
+        found = "VERL_PLATFORM=cpu on a machine with an accelerator"
+        return Check("platform", None, found, "unset VERL_PLATFORM to use the GPUs")
+    if not shutil.which("nvidia-smi"):
+        return Check("platform", True, "accelerator, no nvidia-smi")
+    names = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    return Check("platform", True, names.strip().replace("\n", "; "))
 
 
 def _cores() -> Check:
@@ -146,18 +137,21 @@ def _cores() -> Check:
 def _host_memory() -> Check:
     import psutil
 
-    free = psutil.virtual_memory().available / 2**30
     advice = (
         f"two jobs of the demo need about {_DEMO_HOST_GIB} GiB; real ones keep weights and optimizer states of every job here"
     )
-    return Check("host memory", free >= _DEMO_HOST_GIB, f"{free:.1f} GiB free", "" if free >= _DEMO_HOST_GIB else advice)
+    return _enough("host memory", psutil.virtual_memory().available, _DEMO_HOST_GIB, advice)
 
 
 def _space(path: str, wanted: float, advice: str) -> Check:
     if not os.path.isdir(path):
         return Check(path, False, "is not there", advice)
-    free = shutil.disk_usage(path).free / 2**30
-    return Check(path, free >= wanted, f"{free:.1f} GiB free", "" if free >= wanted else advice)
+    return _enough(path, shutil.disk_usage(path).free, wanted, advice)
+
+
+def _enough(name: str, free: int, wanted_gib: float, advice: str) -> Check:
+    ok = free >= wanted_gib * 2**30
+    return Check(name, ok, f"{free / 2**30:.1f} GiB free", "" if ok else advice)
 
 
 def _ports() -> Check:
@@ -168,9 +162,8 @@ def _ports() -> Check:
             listener.bind(("0.0.0.0", 0))
         address = socket.gethostbyname(host)
     except OSError as error:
-        return Check(
-            "ports", False, f"{host}: {error.strerror}", "add this host's name to /etc/hosts; allow binding to local ports"
-        )
+        advice = "add this host's name to /etc/hosts; allow binding to local ports"
+        return Check("ports", False, f"{host}: {error.strerror}", advice)
     return Check("ports", True, f"{host} is {address}")
 
 

@@ -1,5 +1,7 @@
 """A run's folders. Nothing that a run wrote is ever deleted: what the next does not go on with moves to `earlier`.
 
+Runs in the launcher and bench/; called by command.py; makes and moves folders.
+
 <dir>/summary.json, lanes.png, peaks.json, cores.jsonl     the latest run's
 <dir>/<job>/, <dir>/coordinator/              the latest run's
 <dir>/earlier/<when>/                         the same of an earlier run; <when>: when it last changed
@@ -113,7 +115,7 @@ def _move_earlier(directory: Path, paths: list[Path]) -> None:
 def _place(directory: Path, last: float) -> Path:
     """A new folder named after the time at which the earlier run last wrote."""
     when = datetime.fromtimestamp(last).strftime("%Y-%m-%dT%H-%M-%S")
-    names = [when, *(f"{when}_{number}" for number in range(2, 1000))]
-    place = next(directory / EARLIER / name for name in names if not (directory / EARLIER / name).exists())
+    places = (directory / EARLIER / name for name in (when, *(f"{when}_{number}" for number in range(2, 1000))))
+    place = next(place for place in places if not place.exists())
     place.mkdir(parents=True)
     return place

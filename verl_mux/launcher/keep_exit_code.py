@@ -1,8 +1,8 @@
-"""`python -m verl_mux.launcher.keep_exit_code FILE MODULE ARGUMENTS...`: runs MODULE as `python -m MODULE` would,
-and leaves its exit code in FILE.
+"""`python -m verl_mux.launcher.keep_exit_code FILE MODULE ARGUMENTS...`: runs MODULE as `python -m MODULE` would, and leaves its
+exit code in FILE.
 
-It runs in a job's driver. The kernel gives the exit code of a process to its parent only. A launcher that was killed and
-started again is no parent, and reads the code from FILE. A process that is killed leaves no file.
+Runs in a job's driver and a filler; started by run_processes.py. The kernel gives the exit code of a process to its parent only.
+A launcher that was killed and started again is no parent, and reads the code from FILE. A process that is killed leaves no file.
 """
 
 from __future__ import annotations
@@ -27,15 +27,10 @@ def main() -> None:
         raise
     finally:
         if os.getpid() == driver:  # not in a process that it forked
-            _leave(path, code)
-
-
-def _leave(path: Path, code: object) -> None:
-    number = 0 if code is None else code if isinstance(code, int) else 1
-    half = path.with_suffix(".half")
-    with contextlib.suppress(OSError):  # a full disk does not change how the job ended
-        half.write_text(f"{number}\n")
-        half.replace(path)
+            half = path.with_suffix(".half")
+            with contextlib.suppress(OSError):  # a full disk does not change how the job ended
+                half.write_text(f"{0 if code is None else code if isinstance(code, int) else 1}\n")
+                half.replace(path)
 
 
 if __name__ == "__main__":

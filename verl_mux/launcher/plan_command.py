@@ -14,7 +14,7 @@ import typer
 
 from verl_mux.errors import UserError
 from verl_mux.launcher.plan_jobs import JobsFile, read_jobs
-from verl_mux.memory.certificate.certify import Certificate, PhaseBytes
+from verl_mux.memory.certificate.certify import Certificate
 from verl_mux.placement.explain import where
 from verl_mux.placement.group_run import group_periods
 from verl_mux.placement.groups import Groups
@@ -66,7 +66,10 @@ def _certificate_lines(found: Certificate) -> list[str]:
         kv = found.per_token_kv_bytes[job] / 1024
         lines.append(f"{job}: {parameters.total / 1e9:.2f} billion parameters{active}; {kv:.0f} KiB of KV cache a token")
     for node, gpu in found.gpus.items():
-        lines += [f"{node}, one GPU of {gpu.capacity / 1e9:.1f} GB:", *(_phase(*item) for item in gpu.phases.items())]
+        lines.append(f"{node}, one GPU of {gpu.capacity / 1e9:.1f} GB:")
+        for name, phase in gpu.phases.items():
+            kinds = ", ".join(f"{kind} {num_bytes / 1e9:.2f}" for kind, num_bytes in phase.bytes.items() if num_bytes)
+            lines.append(f"    {name:8}{phase.total / 1e9:7.1f} GB ({phase.job}: {kinds})")
     for node, host in found.hosts.items():
         of = "" if host.capacity is None else f" of {host.capacity / 1e9:.0f}"
         jobs = ", ".join(f"{job} {num_bytes / 1e9:.0f}" for job, num_bytes in host.jobs.items())
@@ -75,11 +78,6 @@ def _certificate_lines(found: Certificate) -> list[str]:
     for job, share in found.largest_gpu_memory_utilization.items():
         lines.append(f"{job}: the largest gpu_memory_utilization that fits is {'none' if share is None else f'{share:.2f}'}")
     return [*lines, "fits" if found.fits else "does not fit"]
-
-
-def _phase(name: str, found: PhaseBytes) -> str:
-    kinds = ", ".join(f"{kind} {num_bytes / 1e9:.2f}" for kind, num_bytes in found.bytes.items() if num_bytes)
-    return f"    {name:8}{found.total / 1e9:7.1f} GB ({found.job}: {kinds})"
 
 
 def make_plan(given: JobsFile) -> dict[str, Any]:
@@ -102,7 +100,7 @@ def make_plan(given: JobsFile) -> dict[str, Any]:
 
 
 def _sentence(groups: Groups, name: str, reason: str) -> str:
-    """When all jobs are placed."""
+    """Where the job is and why, when all jobs are placed."""
     if name not in groups.home:
         return f"{name} waits: {reason}"
     pin, group = groups.pin_of(name), groups.group_of(name)

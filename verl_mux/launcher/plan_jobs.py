@@ -18,7 +18,7 @@ _MAX_POOL = 100_000
 
 
 class JobsFile(msgspec.Struct, frozen=True):
-    """kinds: all that are known, by name."""
+    """What the file says. kinds: all that are known, by name."""
 
     jobs: list[JobSpec]
     cluster: Cluster
@@ -26,45 +26,10 @@ class JobsFile(msgspec.Struct, frozen=True):
     kinds: dict[str, GpuKind]
 
 
-class _Computes(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a step computes, as JobNeeds has it. model: a folder with its `config.json`, or what of that counts."""
-
-    model: str | dict[str, Any]
-    responses: int
-    prompt_tokens: int
-    response_tokens: int
-    replica_gpus: int = 1
-    passes: int = 1
-    updates: int = 1
-    recompute: bool = True
-    weight_bytes: int = 2
-    critic: bool = False
-    lora_rank: int = 0
-
-    def needs(self, job: _Job, cluster: Cluster, folder: Path) -> JobNeeds:
-        """Raises UserError."""
-        nodes = {"rollout_nodes": job.rollout_nodes, "train_nodes": job.train_nodes}
-        gpus = {"rollout_gpus": cluster.rollout.kind.gpus, "train_gpus": cluster.train.kind.gpus}
-        if job.modes == (COLOCATED,):
-            gpus["rollout_gpus"] = gpus["train_gpus"]
-        try:
-            size = model_size(self._config(folder))
-            return msgspec.convert({**msgspec.structs.asdict(self), "model": size, **nodes, **gpus}, JobNeeds)
-        except (UserError, msgspec.ValidationError) as error:
-            raise UserError(f"job {job.name!r}: computes: {error}") from None
-
-    def _config(self, folder: Path) -> dict[str, Any]:
-        if not isinstance(self.model, str):
-            return self.model
-        found = local_model_config(str(folder / Path(self.model).expanduser()))
-        if not isinstance(found, dict):
-            raise UserError(f"model is {self.model!r}; a folder with a config.json, or its sizes, are needed")
-        return found
-
-
 class _Job(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """As JobSpec, with phase times as plain seconds, on the pools' kinds. computes: what a step computes; bounds from it take the
-    place of times and memory that are left out."""
+    """As JobSpec, with phase times as plain seconds, on the pools' kinds. computes: what a step computes, in the words of
+    JobNeeds, with `model` a folder with its `config.json`, or what of that counts; bounds from it take the place of times and memory
+    that are left out."""
 
     name: str
     rollout_s: float | None = None
@@ -81,7 +46,26 @@ class _Job(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     slo: float = 2.0
     solo_s: float | None = None
     modes: tuple[str, ...] = (SEPARATE,)
-    computes: _Computes | None = None
+    computes: dict[str, Any] | None = None
+
+    def needs(self, cluster: Cluster, folder: Path) -> JobNeeds | None:
+        """Raises UserError."""
+        if self.computes is None:
+            return None
+        of_nodes = {"rollout_nodes": self.rollout_nodes, "train_nodes": self.train_nodes, "train_gpus": cluster.train.kind.gpus}
+        of_nodes["rollout_gpus"] = (cluster.train if self.modes == (COLOCATED,) else cluster.rollout).kind.gpus
+        allowed = [name for name in JobNeeds.__struct_fields__ if name not in of_nodes]
+        try:
+            if unknown := [name for name in self.computes if name not in allowed]:
+                raise UserError(f"unknown field `{unknown[0]}`; allowed: {', '.join(allowed)}")
+            given = model = self.computes.get("model")
+            if isinstance(model, str):
+                model = local_model_config(str(folder / Path(model).expanduser()))
+            if not isinstance(model, dict):
+                raise UserError(f"model is {given!r}; a folder with a config.json, or its sizes, are needed")
+            return msgspec.convert({**self.computes, "model": model_size(model), **of_nodes}, JobNeeds)
+        except (UserError, msgspec.ValidationError) as error:
+            raise UserError(f"job {self.name!r}: computes: {error}") from None
 
     def spec(self, bound: Bounds | None) -> JobSpec:
         """Raises UserError."""
@@ -119,22 +103,17 @@ class _Pool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def pool(self, default: Pool, kinds: dict[str, GpuKind]) -> Pool:
         kind = default.kind
+        name = kind.name if self.kind is None else self.kind
+        usd = self.usd_per_gpu_hour
+        if usd is None and not (usd := kinds[name].usd_per_gpu_hour if name in kinds else 0.0):
+            raise UserError(f"pools.{default.name} has no price: of kind {name!r} none is known; give usd_per_gpu_hour")
         if isinstance(self.nodes, int) and not 1 <= self.nodes <= _MAX_POOL:
             raise UserError(f"pools.{default.name}.nodes is {self.nodes}; it must be from 1 to {_MAX_POOL}, or a list of names")
-        made = NodeKind(
-            name=kind.name if self.kind is None else self.kind,
-            gpus=kind.gpus if self.gpus_per_node is None else self.gpus_per_node,
-            usd_per_gpu_hour=self._rent(default, kinds) if self.usd_per_gpu_hour is None else self.usd_per_gpu_hour,
-            host_memory_gb=kind.host_memory_gb if self.host_memory_gb is None else self.host_memory_gb,
-        )
+        gpus = kind.gpus if self.gpus_per_node is None else self.gpus_per_node
+        memory = kind.host_memory_gb if self.host_memory_gb is None else self.host_memory_gb
         names = [f"{default.name}-{i}" for i in range(self.nodes)] if isinstance(self.nodes, int) else self.nodes
+        made = NodeKind(name=name, gpus=gpus, usd_per_gpu_hour=usd, host_memory_gb=memory)
         return Pool(name=default.name, kind=made, nodes=None if names is None else tuple(names))
-
-    def _rent(self, default: Pool, kinds: dict[str, GpuKind]) -> float:
-        name = default.kind.name if self.kind is None else self.kind
-        if name not in kinds or not kinds[name].usd_per_gpu_hour:
-            raise UserError(f"pools.{default.name} has no price: of kind {name!r} none is known; give usd_per_gpu_hour")
-        return kinds[name].usd_per_gpu_hour
 
 
 class _Pools(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -149,7 +128,7 @@ class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     rules: Rules = OURS
 
 
-_KINDS = {".computes": _Computes, ".jobs": _Job, ".rules": Rules, ".pools.": _Pool, ".pools": _Pools}
+_KINDS = {".jobs": _Job, ".rules": Rules, ".pools.": _Pool, ".pools": _Pools}
 
 
 def read_jobs(path: str | Path) -> JobsFile:
@@ -165,13 +144,11 @@ def read_jobs(path: str | Path) -> JobsFile:
         rollout=found.pools.rollout.pool(TESTBED.rollout, kinds), train=found.pools.train.pool(TESTBED.train, kinds)
     )
     folder = Path(path).parent
-    needs = {job.name: job.computes.needs(job, cluster, folder) for job in found.jobs if job.computes is not None}
-    specs = [job.spec(_bound(job, needs.get(job.name), cluster, kinds)) for job in found.jobs]
-    return JobsFile(specs, cluster, found.rules, kinds)
+    return JobsFile([job.spec(_bound(job, cluster, folder, kinds)) for job in found.jobs], cluster, found.rules, kinds)
 
 
-def _bound(job: _Job, needs: JobNeeds | None, cluster: Cluster, kinds: dict[str, GpuKind]) -> Bounds | None:
-    if needs is None:
+def _bound(job: _Job, cluster: Cluster, folder: Path, kinds: dict[str, GpuKind]) -> Bounds | None:
+    if (needs := job.needs(cluster, folder)) is None:
         return None
     train = find_kind(cluster.train.kind.name, kinds)
     return bounds(needs, train if job.modes == (COLOCATED,) else find_kind(cluster.rollout.kind.name, kinds), train)

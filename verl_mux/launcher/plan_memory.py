@@ -19,14 +19,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_mux.composed_config import at
 from verl_mux.coordinator.config import read_config
-from verl_mux.coordinator.core.settings import Config, Node
+from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import Failure, UserError
 from verl_mux.launcher import run_file
 from verl_mux.launcher.run_processes import composition, require_verl
 from verl_mux.memory.certificate.certify import Capacity, Certificate, certify, nodes_of
 from verl_mux.memory.certificate.job import Job, read_job
 from verl_mux.memory.model_files import read_model_config
-from verl_mux.placement.estimator import GpuKind, find_kind
+from verl_mux.placement.estimator import find_kind
 from verl_mux.platform.charges import GB
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.lines import read_directory
@@ -41,105 +41,85 @@ _CORRECTED = {
     ("train", "params"): (("train",), "weights"),
     ("train", "optimizer"): (("train",), "optimizer"),
 }
+# What of a config is resolved; the rest may name what is not there yet.
+_PARTS = ("mux", "data", "algorithm", "trainer", "actor_rollout_ref")
+_WITHIN_S = 300.0
 
 
 def certificate_of(files: list[Path], pools: Path | None, observed: Path | None) -> Certificate:
-    """Raises UserError: a file that cannot be read as what it should be, or a node that the pools lack."""
-    found = _read_jobs(files)
+    """The certificate of all jobs of these files.
+
+    Raises:
+        UserError: a file that cannot be read as what it should be, or a node that the pools lack. Failure: composing a job's
+            config takes too long.
+    """
+    found = [_job(composed, where) for file in files for where, composed in _configs(file)]
     jobs = [job for job, _ in found]
     config = read_config(pools) if pools is not None else None
     notes: list[str] = []
-    capacities = {}
-    for job, budget in found:
-        for side in ("rollout", "train"):
-            for node in nodes_of(job, side):
-                capacities[node, side] = _capacity(node, side, job, budget, config, notes)
+    capacities = {
+        (node, side): _capacity(node, side, job, budget, config, notes)
+        for job, budget in found
+        for side in ("rollout", "train")
+        for node in nodes_of(job, side)
+    }
     measured = _measured(observed, jobs) if observed is not None else {}
     notes += [f"{name}: corrected by what {observed} measured" for name in measured]
     return certify(jobs, capacities, list(dict.fromkeys(notes)), measured)
 
 
 def _capacity(node: str, side: str, job: Job, budget: float | None, config: Config | None, notes: list[str]) -> Capacity:
-    described = config.node(node) if config is not None else None
-    if config is not None and described is None:
-        raise UserError(f"job {job.name!r}: there is no node {node!r}; there are {config.describe_pools()}")
-    if described is not None and config is not None:
-        kind, name = _kind_of(described, config, side, notes)
-        gpu = described.device_bytes // max(described.gpus, 1) if described.device_bytes else round(kind.memory_gb * GB)
-        notes.append(f"{node}: {name}, {gpu / GB:.0f} GB a GPU")
-        return Capacity(gpu=gpu, host=described.host_bytes, process=round(kind.process_gb * GB))
-    if budget is not None:
+    if config is None and budget is not None:
         notes.append(f"{node}: {budget:g} GB a GPU, from mux.device.budget of {job.name}")
         return Capacity(gpu=round(budget * GB))
-    # One GPU runs both phases of a colocated job.
-    name = _KINDS["train" if job.colocated else side]
-    kind = find_kind(name, {})
-    notes.append(f"{node}: no --pools, so {name} is assumed, {kind.memory_gb:g} GB a GPU")
-    return Capacity(gpu=round(kind.memory_gb * GB), process=round(kind.process_gb * GB))
-
-
-def _kind_of(node: Node, config: Config, side: str, notes: list[str]) -> tuple[GpuKind, str]:
-    pool = next(pool for pool in config.pools.values() if node in pool.nodes)
-    given = config.placement.kinds if config.placement is not None else {}
+    if config is None:
+        # One GPU runs both phases of a colocated job.
+        kind = find_kind(name := _KINDS["train" if job.colocated else side], {})
+        notes.append(f"{node}: no --pools, so {name} is assumed, {kind.memory_gb:g} GB a GPU")
+        return Capacity(gpu=round(kind.memory_gb * GB), process=round(kind.process_gb * GB))
+    if (described := config.node(node)) is None:
+        raise UserError(f"job {job.name!r}: there is no node {node!r}; there are {config.describe_pools()}")
+    pool = next(pool for pool in config.pools.values() if described in pool.nodes)
     if pool.kind is None:
-        notes.append(f"{node.name}: its pool has no kind, so {_KINDS[side]} is assumed")
-    name = pool.kind or _KINDS[side]
-    return find_kind(name, given), name
+        notes.append(f"{node}: its pool has no kind, so {_KINDS[side]} is assumed")
+    kind = find_kind(name := pool.kind or _KINDS[side], config.placement.kinds if config.placement is not None else {})
+    gpu = described.device_bytes // max(described.gpus, 1) if described.device_bytes else round(kind.memory_gb * GB)
+    notes.append(f"{node}: {name}, {gpu / GB:.0f} GB a GPU")
+    return Capacity(gpu=gpu, host=described.host_bytes, process=round(kind.process_gb * GB))
 
 
 def _measured(run: Path, jobs: list[Job]) -> dict[str, dict[str, dict[str, int]]]:
-    """From a run's event log: by job, phase and kind the largest number of bytes that a GPU had of each tag."""
-    nodes: defaultdict[tuple[str, str, str, str], int] = defaultdict(int)
+    """From a run's event log: by job, phase and kind the largest number of bytes that a GPU had of each tag.
+
+    A server logs the bytes of its replica's GPUs on its node, the trainer those of all GPUs of a node.
+    """
+    largest: defaultdict[tuple[str, str, str], int] = defaultdict(int)
     for line in read_directory(run):
         extra = line.extra
         if line.event in (events.SLEEP, events.WAKE) and isinstance(extra.get("mapped"), int):
-            key = (line.job, str(extra.get("side")), str(extra.get("tag")), f"{extra.get('node')}/{line.workid}")
-            nodes[key] = max(nodes[key], extra["mapped"], extra["bytes"] if isinstance(extra.get("bytes"), int) else 0)
+            key = (line.job, str(extra.get("side")), str(extra.get("tag")))
+            largest[key] = max(largest[key], extra["mapped"], extra["bytes"] if isinstance(extra.get("bytes"), int) else 0)
     found: dict[str, dict[str, dict[str, int]]] = {}
     for job in jobs:
+        gpus = {"rollout": min(job.engine.gpus, job.engine.gpus_per_node), "train": job.training.gpus_per_node}
         for (side, tag), (phases, kind) in _CORRECTED.items():
-            sizes = list(_per_gpu(nodes, job, side, tag))
-            for phase in phases if sizes else ():
-                found.setdefault(job.name, {}).setdefault(phase, {})[kind] = max(sizes)
+            for phase in phases if (job.name, side, tag) in largest else ():
+                found.setdefault(job.name, {}).setdefault(phase, {})[kind] = largest[job.name, side, tag] // gpus[side]
     if not found:
         raise UserError(f"--observed {run} holds no sleep or wake of {', '.join(job.name for job in jobs)}")
     return found
 
 
-def _per_gpu(nodes: dict[tuple[str, str, str, str], int], job: Job, side: str, tag: str) -> Iterator[int]:
-    """A server tells of the GPUs of its replica on its node, the trainer of all of a node's."""
-    gpus = min(job.engine.gpus, job.engine.gpus_per_node) if side == "rollout" else job.training.gpus_per_node
-    return (size // gpus for (name, where, what, _), size in nodes.items() if (name, where, what) == (job.name, side, tag))
-
-
-# What of a config is resolved; the rest may name what is not there yet.
-_PARTS = ("mux", "data", "algorithm", "trainer", "actor_rollout_ref")
-_WITHIN_S = 300.0
-
-
-def _read_jobs(files: list[Path]) -> list[tuple[Job, float | None]]:
-    """All jobs, each with the memory of its GPUs in GB where its config says it (mux.device.budget).
-
-    Raises:
-        UserError: a file that is neither, or a config that cannot be composed or lacks a key. Failure: composing it takes too
-            long.
-    """
-    return [_job(config, where) for file in files for where, config in _configs(file)]
-
-
 def _configs(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each composed config of a file, and where it is from."""
     given = read_yaml(file)
     if isinstance(given, dict) and "actor_rollout_ref" in given:
         yield str(file), given
-    elif isinstance(given, dict) and "jobs" in given:
-        yield from _of_run_file(file)
-    else:
+        return
+    if not isinstance(given, dict) or "jobs" not in given:
         raise UserError(
             f"{file} is neither a composed verl config (`python -m verl.trainer.main_ppo ... --cfg job > FILE`) nor a run file"
         )
-
-
-def _of_run_file(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     require_verl()
     run = run_file.read(file)
     for name, spec in run.jobs.items():
@@ -155,26 +135,20 @@ def _of_run_file(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _job(config: dict[str, Any], where: str) -> tuple[Job, float | None]:
+    """The job, and the memory of its GPUs in GB where its config says it (mux.device.budget)."""
     whole = OmegaConf.create(config)
     try:
-        parts = {name: OmegaConf.select(whole, name) for name in _PARTS}
-        if strange := [name for name, part in parts.items() if part is not None and not OmegaConf.is_dict(part)]:
+        parts = {name: part for name in _PARTS if (part := OmegaConf.select(whole, name)) is not None}
+        if strange := [name for name, part in parts.items() if not OmegaConf.is_dict(part)]:
             raise UserError(f"{where}: {strange[0]} is {parts[strange[0]]!r}; keys are needed there")
-        plain: dict[str, Any] = {
-            name: OmegaConf.to_container(part, resolve=True) for name, part in parts.items() if part is not None
-        }
+        plain: dict[str, Any] = {name: OmegaConf.to_container(part, resolve=True) for name, part in parts.items()}
     except OmegaConfBaseException as error:
         raise UserError(f"{where}: {str(error).splitlines()[0]}") from None
-    path = at(plain, "actor_rollout_ref.model.path")
+    path, budget = at(plain, "actor_rollout_ref.model.path"), at(plain, "mux.device.budget")
     if not isinstance(path, str) or not path:
         raise UserError(f"{where}: actor_rollout_ref.model.path is {path!r}; a folder, or a name on a hub, is needed")
-    return read_job(plain, read_model_config(path, "count parameters of")), _budget(at(plain, "mux.device.budget"))
-
-
-def _budget(given: Any) -> float | None:
-    """GB."""
-    if given is None:
-        return None
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
-        raise UserError(f"mux.device.budget is {given!r}; GB of a GPU, above 0, are needed for a certificate")
-    return float(given)
+    job = read_job(plain, read_model_config(path, "count parameters of"))
+    number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
+    if budget is not None and not (number and 0 < budget < math.inf):
+        raise UserError(f"mux.device.budget is {budget!r}; GB of a GPU, above 0, are needed for a certificate")
+    return job, budget

@@ -198,10 +198,8 @@ def group_periods(predictions: list[Prediction], timeline: Timeline) -> list[dic
     for first, stay in _stays(predictions):
         if (observed := next((p for p in stay if p.source == "observed"), None)) is None:
             continue
-        regrouped = (
-            p for p in predictions if p.at > first.at and not p.is_same(first) and p.periods.keys() & first.periods.keys()
-        )
-        until = next((p.at for p in regrouped), math.inf)
+        others = (p for p in predictions if p.at > first.at and not p.is_same(first))
+        until = next((p.at for p in others if p.periods.keys() & first.periods.keys()), math.inf)
         if measured := _measured(observed, until, timeline):
             found.append(_group_entry(first, observed, measured))
     return found
