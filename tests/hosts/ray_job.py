@@ -1,7 +1,6 @@
-"""Jobs with Ray clusters on the bed's hosts, as recipes/cluster/clusters.py starts them, and a stand-in for verl's driver.
+"""A job with a Ray cluster on the bed's hosts, as recipes/cluster/clusters.py starts it, and a stand-in for verl's driver.
 
-`python -m tests.hosts.ray_job PAIRS`: that many pairs, the two of each started at the same moment; prints how many had a port
-taken from under them, and how many found themselves in a cluster that was not theirs.
+`python -m tests.hosts.ray_job FILE OUT ...`: the job's process, as `verl-mux run` starts it.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +15,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from tests.hosts.conftest import HOSTS, NAME, ROOT, SUBNET, Bed, with_clusters
+from tests.hosts.conftest import NAME, ROOT, SUBNET, with_clusters
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.launcher import run_file
 from verl_mux.launcher.run_processes import JobProcess
@@ -43,7 +41,7 @@ class RayJob:
         }
         file = folder / "run.yaml"
         file.write_text(yaml.safe_dump(run))
-        start = [sys.executable, "-m", "tests.hosts.ray_job", "start", str(file), str(self.out), *driver]
+        start = [sys.executable, "-m", "tests.hosts.ray_job", str(file), str(self.out), *driver]
         words = with_clusters(file, NAME, start, "--ray", "--num-cpus=4 --object-store-memory=80000000")
         with self.log.open("w") as log:
             self.process = subprocess.Popen(words, stdout=log, stderr=log, cwd=ROOT)
@@ -77,7 +75,7 @@ class RayJob:
 
 
 def start(file: str, out: str, *driver: str) -> int:
-    """The job's process as `verl-mux run` starts it, with the stand-in in the place of verl."""
+    """Run the stand-in in the place of verl. Returns its exit code."""
     run = run_file.read(Path(file))
     job = JobProcess("job", run.jobs["job"], run, run.bind)
     job._command = [sys.executable, "-m", "tests.hosts.ray_driver", out, *driver, run.jobs["job"].ray]
@@ -88,23 +86,5 @@ def start(file: str, out: str, *driver: str) -> int:
     return code
 
 
-def main() -> None:
-    pairs, clashes, strangers, failed = int(sys.argv[1]), 0, 0, 0
-    nodes = [("t0", "hosta", [0]), ("r0", "hostb", [0])]
-    with tempfile.TemporaryDirectory() as folder, Bed(NAME, SUBNET) as bed:
-        bed.make(HOSTS[:2], shared=[folder])
-        for pair in range(pairs):
-            jobs = [RayJob(Path(folder) / f"{pair}_{number}", nodes, "end", number=number) for number in range(2)]
-            for job in jobs:
-                failed += job.process.wait(LIMIT_S) != 0
-                clashes += "in use" in job.log.read_text()
-                told = json.loads(job.out.read_text()) if job.out.exists() else None
-                strangers += told is not None and not (told["alone"] and told["owner"] == told["uid"])
-            so_far = {"pairs": pair + 1, "port_clashes": clashes, "in_a_strangers_cluster": strangers, "failed": failed}
-            print(json.dumps(so_far), flush=True)
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "start":
-        sys.exit(start(*sys.argv[2:]))
-    main()
+    sys.exit(start(*sys.argv[1:]))

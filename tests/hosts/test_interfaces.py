@@ -33,8 +33,8 @@ def test_what_comes_in_between_two_looks_is_a_part_of_the_sync_between_them():
 
 def test_the_busier_of_the_times_beside_bounds_what_is_no_weights():
     counters = counting(1e6, {2.05: MODEL, 2.5: 500_000})
-    found = counters.of(2.01, 2.11)
-    assert found.idle == pytest.approx(2e6 * 0.12, rel=0.1) and found.nbytes == pytest.approx(MODEL + 1e6 * 0.12)
+    nbytes, idle = counters.of(2.01, 2.11)
+    assert idle == pytest.approx(2e6 * 0.12, rel=0.1) and nbytes == pytest.approx(MODEL + 1e6 * 0.12)
 
 
 def test_a_sync_that_nobody_looked_at_is_none():

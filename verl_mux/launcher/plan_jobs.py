@@ -1,4 +1,7 @@
-"""A file of jobs to plan: YAML with `jobs`, and optionally `pools`, `kinds` and `rules`."""
+"""A file of jobs to plan: YAML with `jobs`, and optionally `pools`, `kinds` and `rules`.
+
+Runs on the command line; called by plan_command.py; reads the file and models' `config.json`.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ class JobsFile(msgspec.Struct, frozen=True):
 
 class _Job(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """As JobSpec, with phase times as plain seconds, on the pools' kinds. computes: what a step computes, in the words of
-    JobNeeds, with `model` a folder with its `config.json`, or what of that counts; bounds from it take the place of times and memory
-    that are left out."""
+    JobNeeds, with `model` a folder with its `config.json`, or what of that counts; bounds from it take the place of times and
+    memory that are left out."""
 
     name: str
     rollout_s: float | None = None
