@@ -46,7 +46,7 @@ def holders(coordinator):
     return [held["job"] for held in coordinator.snapshot()["pools"]["rollout"]["nodes"]["r0"]["holders"]]
 
 
-def test_an_evicted_job_is_told_and_its_processes_are_killed(serve, join, carrier, eventually):
+def test_an_evicted_job_learns_it_and_its_processes_are_killed(serve, join, carrier, eventually):
     coordinator = serve(kill_grace=0.1)
     a = join(coordinator, "a", uid=UID)
     a.acquire("rollout", step=1)

@@ -70,7 +70,7 @@ def test_status_on_a_terminal_is_a_table(serve, join):
     assert "idle" in shown
 
 
-def test_status_of_nobody_ends_with_code_2_and_one_line(monkeypatch, capsys):
+def test_status_without_a_coordinator_ends_with_code_2_and_one_line(monkeypatch, capsys):
     monkeypatch.setattr(commands, "ANSWER_S", 0.1)
     assert call(monkeypatch, "status", "--address", "tcp://127.0.0.1:9") == 2
     assert capsys.readouterr().err == "verl-mux: no coordinator answers at tcp://127.0.0.1:9 (waited 0.1 s)\n"

@@ -122,7 +122,7 @@ def test_where_none_was_and_jobs_may_come_back_it_settles_and_says_so(start, tmp
     assert is_settling(machine) and journal.lost == "no journal is kept"
 
 
-def test_where_nobody_can_come_back_it_begins_at_once(start, tmp_path):
+def test_where_no_job_can_come_back_it_begins_at_once(start, tmp_path):
     for path in (tmp_path / "journal", None):
         journal, machine = start(path)
         assert not is_settling(machine) and journal.lost is None
@@ -140,7 +140,7 @@ def claiming(token):
     return m.Register(**who, nodes=SIDES, held=[claim], seen=token, again=True)
 
 
-def test_who_lost_its_memory_twice_still_believes_what_it_had_not_learnt_in_between(start, path):
+def test_a_coordinator_that_lost_its_memory_twice_still_believes_claims_of_before(start, path):
     seen = tokens_before(7) + 5
     for file in path.parent.glob("journal*"):
         file.unlink()
@@ -152,7 +152,7 @@ def test_who_lost_its_memory_twice_still_believes_what_it_had_not_learnt_in_betw
     assert list(machine.state.leases) == [seen] and machine.state.token >= tokens_before(8)
 
 
-def test_who_settled_has_learnt_all_and_believes_nothing_later(start, path):
+def test_a_coordinator_that_settled_has_learnt_all_and_believes_no_later_claim(start, path):
     for file in path.parent.glob("journal*"):
         file.unlink()
     journal, machine = start(path, is_first=False)
@@ -242,7 +242,7 @@ def test_a_file_that_is_no_journal_is_refused(start, tmp_path):
         start(tmp_path / "journal")
 
 
-def test_an_input_that_nobody_can_handle_is_refused_in_one_line(start, path):
+def test_an_input_of_another_version_is_refused_in_one_line(start, path):
     body = msgspec.msgpack.encode([{"now": 1.0, "what": 2}])
     file = FrameFile(path, frames.parse(path.read_bytes()).frames[0])
     file.append(body)
@@ -256,7 +256,7 @@ class PowerLoss(BaseException):
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_whatever_was_told_is_still_known_after_a_power_failure(start, tmp_path, monkeypatch, seed, no_disk):
+def test_every_lease_that_a_client_knows_is_still_known_after_a_power_failure(start, tmp_path, monkeypatch, seed, no_disk):
     """Of what was not synced any sectors are on the disk; the leases noted before are there, or it settles."""
     draw = random.Random(seed)
     left, noted = draw.randrange(2, 12), {}
@@ -398,7 +398,7 @@ def world(make, tmp_path, monkeypatch):
     world.journal.close()
 
 
-def test_nothing_is_told_before_it_is_written_and_what_came_together_is_one_write(world):
+def test_no_answer_leaves_before_its_input_is_written_and_inputs_that_came_together_are_one_write(world):
     for what in (REGISTER, BEAT, ask("k")):
         world.take(what)
     assert (world.noted, world.writes, len(world.later)) == ([], 0, 1)

@@ -98,7 +98,7 @@ def test_processes_that_outlive_what_the_starter_says_are_killed_after_the_grace
     assert is_gone(member)
 
 
-def test_a_stopped_job_that_nobody_waits_for_keeps_its_node_and_goes_on_when_it_is_continued(serve, hold, eventually):
+def test_a_stopped_job_whose_node_no_job_wants_keeps_it_and_goes_on_when_it_is_continued(serve, hold, eventually):
     coordinator = serve(lease_timeout=1.5)
     process, _ = hold(coordinator, "none")
     process.send_signal(signal.SIGSTOP)
@@ -152,7 +152,7 @@ def test_a_death_during_the_coordinators_absence_is_found_when_it_returns(serve,
     assert is_gone(member)
 
 
-def test_who_waits_too_long_for_a_name_is_told_who_has_it_and_not_that_nobody_answers(serve, join, hold, eventually):
+def test_a_job_that_waits_too_long_for_its_name_learns_which_job_has_it(serve, join, hold, eventually):
     coordinator = serve(kill=False)
     process, _ = hold(coordinator, "carried")
     process.kill()

@@ -143,7 +143,7 @@ def empty(path):
 
 
 @pytest.mark.parametrize("lose", [None, delete, lose_all, empty], ids=["none kept", "deleted", "all deleted", "emptied"])
-def test_a_newcomer_who_asks_first_does_not_get_a_node_that_is_used(serve, join, hold, pool, eventually, tmp_path, lose):
+def test_a_new_job_that_asks_first_does_not_get_a_node_that_is_used(serve, join, hold, pool, eventually, tmp_path, lose):
     """The holder cannot speak until the newcomer has asked."""
     journal = tmp_path / "journal" if lose else None
     coordinator = serve(journal, lease_timeout=3)

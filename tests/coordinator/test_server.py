@@ -97,7 +97,7 @@ def test_a_request_is_cancelled_by_its_own_job_alone(serve, join, stranger):
     a.release(lease)
 
 
-def test_strangers_who_say_that_they_were_here_before_stop_nothing(serve, join, stranger):
+def test_strangers_that_claim_to_have_been_here_before_stop_nothing(serve, join, stranger):
     coordinator = serve(lease_timeout=1.5)
     a = join(coordinator, "a")
     a.release(a.acquire("rollout", step=1))

@@ -37,7 +37,7 @@ NODES = Placed(
 )
 
 
-def test_it_holds_nodes_of_its_own_host_and_those_of_which_nobody_says_where_they_are():
+def test_it_holds_nodes_of_its_own_host_and_those_without_a_host():
     assert hold.reachable(NODES, "train", 1) == ["t0", "t1", "t2", "t4"]
 
 

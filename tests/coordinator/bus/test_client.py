@@ -115,7 +115,7 @@ def test_an_interrupted_request_that_was_granted_meanwhile_is_given_back(serve, 
     assert a.acquire("rollout", step=1).token == 2
 
 
-def test_a_holder_is_told_when_another_job_waits_for_its_nodes(serve, join, pool, eventually):
+def test_a_holder_sees_that_another_job_waits_for_its_nodes(serve, join, pool, eventually):
     coordinator = serve()
     a, b = join(coordinator, "a"), join(coordinator, "b")
     lease = a.acquire("rollout", step=1)
@@ -196,7 +196,7 @@ def test_refusals_arrive_as_user_errors(serve, join):
         a.acquire("rollout", step=1)
 
 
-def test_nobody_at_the_address_is_said_with_the_address_and_the_wait():
+def test_without_a_coordinator_the_error_names_the_address_and_the_wait():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
@@ -375,7 +375,7 @@ def test_a_job_that_hears_nothing_stops_before_its_lease_is_over_and_goes_on_whe
     a.release(lease)
 
 
-def test_a_job_that_is_ended_while_it_waits_is_told(serve, join, pool, say_over, tmp_path):
+def test_a_job_that_is_ended_while_it_waits_raises(serve, join, pool, say_over, tmp_path):
     coordinator = serve(tmp_path / "journal", kill=False, lease_timeout=2)
     a = join(coordinator, "a")
     stopped = threading.Event()

@@ -72,7 +72,7 @@ def test_a_registration_is_repeated_until_its_first_answer():
     assert kinds(talk.wait()) == [m.Heartbeat]
 
 
-def test_who_never_asked_to_be_registered_says_nothing():
+def test_a_client_that_never_asked_to_be_registered_sends_nothing():
     assert Talk().wait() == []
 
 
@@ -96,7 +96,7 @@ def test_a_request_that_the_coordinator_has_in_its_queue_is_not_repeated(talk):
     assert talk.ack(beat.beat) == asked
 
 
-def test_a_job_that_waits_for_nodes_asks_again_when_it_has_some_and_was_not_told():
+def test_a_job_that_waits_for_nodes_asks_again_when_the_message_that_it_has_some_was_lost():
     talk = Talk()
     talk.register(0.0)
     talk.said()
@@ -110,7 +110,7 @@ def test_a_job_that_waits_for_nodes_asks_again_when_it_has_some_and_was_not_told
 
 
 @pytest.mark.parametrize("say", ["shrink", "cancel"])
-def test_what_nobody_waits_for_is_repeated_until_it_is_answered_and_leaves_nothing_behind(holder, say):
+def test_a_question_without_a_waiting_caller_is_repeated_until_it_is_answered_and_leaves_nothing_behind(holder, say):
     if say == "shrink":
         holder.shrink(1, ["r1"])
     else:
@@ -135,7 +135,7 @@ def test_many_nodes_are_given_back_in_one_message(talk):
     assert [m.decode(m.encode(it)) for it in said] == said and len({it.key for it in said}) == 2
 
 
-def test_a_grant_that_nobody_waits_for_is_released_at_once_and_until_that_is_answered(talk):
+def test_an_unwanted_grant_is_released_at_once_and_until_that_is_answered(talk):
     assert talk.grant(5) == [m.LeaseRelease(**WHO, token=5)]
     assert talk.grant(5) == []
     (beat,) = talk.wait()
@@ -171,7 +171,7 @@ def test_a_late_word_about_a_lease_that_is_being_released_does_not_count(holder)
 
 
 @pytest.mark.parametrize("sign", ["another epoch", "unknown"])
-def test_a_coordinator_that_was_restarted_is_told_once_and_then_at_each_beat_what_is_held(holder, sign):
+def test_a_restarted_coordinator_gets_the_held_leases_once_and_then_at_each_beat(holder, sign):
     def show(beat):
         return holder.ack(beat.beat, epoch="e2") if sign == "another epoch" else holder.hear(m.Unknown())
 
@@ -214,7 +214,7 @@ def test_a_goodbye_is_repeated_until_the_coordinator_says_that_it_is_over(holder
     assert holder.wait() == []
 
 
-def test_whoever_leaves_a_coordinator_that_forgot_it_is_through(holder):
+def test_a_client_that_leaves_a_coordinator_without_memory_of_it_is_done(holder):
     holder.leave()
     holder.hear(m.Unknown())
     assert holder.ended == "closed"

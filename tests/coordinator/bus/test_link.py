@@ -158,7 +158,7 @@ def fill(client: zmq.Socket) -> int:
     return MANY
 
 
-def test_what_a_client_sends_while_nobody_reads_waits_at_the_client():
+def test_what_a_client_sends_to_a_coordinator_that_does_not_read_waits_at_the_client():
     address = "tcp://127.0.0.1:0"
 
     async def sent() -> int:
