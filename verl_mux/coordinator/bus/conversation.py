@@ -19,7 +19,6 @@ Runs in the processes of a job, called by client.py, which has the thread, the s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, TypedDict
 
 import msgspec
@@ -195,26 +194,54 @@ class Conversation:
     # --- what arrives ---
 
     def receive(self, message: m.Message, now: float) -> None:
-        if receiver := _RECEIVERS.get(type(message)):
-            receiver(self, message, now)
+        match message:
+            case m.Registered() | m.Queued():
+                if self._epoch() in (None, message.epoch) or (self._unknown and message.answers == self._number):
+                    self._welcomed(message, now)
+                else:  # a restarted coordinator must answer the registration that asserts what is held, not an earlier one
+                    self._register_again()
+            case m.Refused():
+                if message.about != REGISTER or self.registered is None:
+                    self._answer(message.about, message)
+                elif not message.retry and self._unknown:  # a registration given up; not an answer to a message that went astray
+                    self._ended_by(message.reason)
+            case m.LeaseGrant():
+                self._granted(message)
+            case m.LeaseReleased() | m.LeaseLost():
+                self._answer(_release_key(message.token), message)
+            case m.LeaseCancelled():
+                self._answer(f"cancel {message.key}", message)
+            case m.LeaseShrunk():
+                self._answer(message.key, message)
+            case m.HeartbeatAck():
+                self._acknowledged(message)
+            case m.Contended():
+                self.contended, self.gangs = message.nodes, message.gangs
+                held = {token for token, claim in self.held.items() if not set(claim.nodes).isdisjoint(message.nodes)}
+                self.wanted = self.wanted & self.held.keys() | held
+            case m.Unknown():
+                goodbye = self._goodbye()
+                if isinstance(goodbye, (m.Deregister, m.Detach)):
+                    self.end("closed")
+                elif goodbye is not None or not self._is_unknown():
+                    self._register_again()
+            case m.JobEnded():
+                self._ended_by(message.reason)
 
     def _epoch(self) -> str | None:
         """Of the coordinator that has answered a registration last."""
         welcome = self.registered or self.queued
         return welcome.epoch if welcome is not None else None
 
-    def _is_for_us_now(self, message: m.Registered | m.Queued) -> bool:
-        """A coordinator that was restarted must answer the registration that asserts what is held, not an earlier one."""
-        if self._epoch() in (None, message.epoch) or (self._unknown and message.answers == self._number):
-            return True
-        self._register_again()
-        return False
-
-    def _on_registered(self, message: m.Registered, now: float) -> None:
-        if not self._is_for_us_now(message):
+    def _welcomed(self, message: m.Registered | m.Queued, now: float) -> None:
+        """Of several `Queued`, the first is the answer to the registration; from then on, `Registered` is."""
+        again, was_queued, self._unknown = self.registered is not None, self.queued is not None, False
+        if isinstance(message, m.Queued):
+            self.queued = message
+            if not was_queued:
+                self._answer(REGISTER, message)
             return
-        again = self.registered is not None
-        self.registered, self.queued, self._unknown = message, None, False
+        self.registered, self.queued = message, None
         self._answer(REGISTER, message)
         if again:
             self._out += self._open_messages(m.FromJob)
@@ -222,21 +249,7 @@ class Conversation:
         elif self._registering_since is not None:
             self._last_heard = max(self._last_heard, self._registering_since)
 
-    def _on_queued(self, message: m.Queued, now: float) -> None:
-        """The first such answer is one to the registration; from then on, `Registered` is."""
-        if not self._is_for_us_now(message):
-            return
-        first, self.queued, self._unknown = self.queued is None, message, False
-        if first:
-            self._answer(REGISTER, message)
-
-    def _on_refused(self, message: m.Refused, now: float) -> None:
-        if message.about != REGISTER or self.registered is None:
-            self._answer(message.about, message)
-        elif not message.retry and self._unknown:  # a registration given up; not an answer to a message that went astray
-            self._on_ended(m.JobEnded(reason=message.reason), now)
-
-    def _on_grant(self, message: m.LeaseGrant, now: float) -> None:
+    def _granted(self, message: m.LeaseGrant) -> None:
         self._seen = max(self._seen, message.token)
         if message.epoch != self._epoch() or self._unknown:
             return  # if it holds, it comes again after the registration
@@ -247,13 +260,7 @@ class Conversation:
         else:
             self.release(message.token, wanted=False)
 
-    def _on_released(self, message: m.LeaseReleased | m.LeaseLost, now: float) -> None:
-        self._answer(_release_key(message.token), message)
-
-    def _on_done(self, message: m.LeaseCancelled | m.LeaseShrunk, now: float) -> None:
-        self._answer(message.key if isinstance(message, m.LeaseShrunk) else f"cancel {message.key}", message)
-
-    def _on_ack(self, message: m.HeartbeatAck, now: float) -> None:
+    def _acknowledged(self, message: m.HeartbeatAck) -> None:
         beat = self._unanswered.pop(message.beat, None)
         if self._epoch() is None or beat is None:
             return None
@@ -270,28 +277,16 @@ class Conversation:
             if key not in message.queued and question.asked_at < message.beat and not self._is_held_back(question.message):
                 self._out.append(question.message)
 
-    def _on_contended(self, message: m.Contended, now: float) -> None:
-        self.contended, self.gangs = message.nodes, message.gangs
-        held = {token for token, claim in self.held.items() if not set(claim.nodes).isdisjoint(message.nodes)}
-        self.wanted = {token for token in self.wanted if token in self.held} | held
-
-    def _on_unknown(self, message: m.Unknown, now: float) -> None:
-        goodbye = self._goodbye()
-        if isinstance(goodbye, (m.Deregister, m.Detach)):
-            return self.end("closed")
-        if goodbye is not None or not self._is_unknown():
-            self._register_again()
-
     def _register_again(self) -> None:
         """Once; from then on each beat repeats it until it is answered."""
         if not self._unknown:
             self._unknown, self._number = True, self._number + 1
             self._out.append(self._registration_message())
 
-    def _on_ended(self, message: m.JobEnded, now: float) -> None:
-        self.lost |= dict.fromkeys(self.held, f"job {self.sender['job']!r} has no leases any more: {message.reason}")
+    def _ended_by(self, reason: str) -> None:
+        self.lost |= dict.fromkeys(self.held, f"job {self.sender['job']!r} has no leases any more: {reason}")
         self.held.clear()
-        self.end(message.reason)
+        self.end(reason)
 
     # --- questions ---
 
@@ -320,22 +315,6 @@ class Conversation:
         if question.wanted:
             self._answers[key] = message
         return True
-
-
-_RECEIVERS: dict[type, Callable[[Conversation, Any, float], None]] = {
-    m.Registered: Conversation._on_registered,
-    m.Queued: Conversation._on_queued,
-    m.Refused: Conversation._on_refused,
-    m.LeaseGrant: Conversation._on_grant,
-    m.LeaseReleased: Conversation._on_released,
-    m.LeaseLost: Conversation._on_released,
-    m.LeaseCancelled: Conversation._on_done,
-    m.LeaseShrunk: Conversation._on_done,
-    m.HeartbeatAck: Conversation._on_ack,
-    m.Contended: Conversation._on_contended,
-    m.Unknown: Conversation._on_unknown,
-    m.JobEnded: Conversation._on_ended,
-}
 
 
 def _release_key(token: int) -> str:
