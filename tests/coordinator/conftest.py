@@ -9,7 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import zmq
 
+from tests.coordinator.raw import Stranger
 from verl_mux.coordinator.bus import curve_keys as keys
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.client import connect
@@ -142,3 +144,22 @@ def hold():
         process.communicate()
         if member is not None and member.is_running():
             member.kill()
+
+
+@pytest.fixture
+def context():
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def stranger(context):
+    """Makes connections by hand."""
+    made = []  # a socket that is not kept is closed
+
+    def make(address, **keys):
+        made.append(Stranger(context, address, **keys))
+        return made[-1]
+
+    return make

@@ -21,18 +21,27 @@ def raw_dealer(context, address, role=keys.JOB, directory=None, identity=None):
 
 
 class Stranger:
-    """Sends messages, and gives the answers to them."""
+    """Sends messages or whole frames, and gives the answers."""
 
-    def __init__(self, context, address, **keys):
-        self.identity = f"stranger-{uuid.uuid4().hex}"
+    def __init__(self, context, address, identity=None, **keys):
+        self.identity = identity or f"stranger-{uuid.uuid4().hex}"
         self.dealer = raw_dealer(context, address, identity=self.identity, **keys)
+
+    def send(self, *frames):
+        self.dealer.send_multipart(list(frames))
+
+    def answer(self):
+        assert self.dealer.poll(60_000), "the coordinator does not answer"
+        return m.decode(self.dealer.recv())
 
     def say(self, *messages):
         """Gives what came back before the answer to a status request that is sent after them, and the status."""
         for message in (*messages, m.StatusRequest()):
-            self.dealer.send(m.encode(message))
+            self.send(m.encode(message))
         answers = []
         while not answers or not isinstance(answers[-1], m.Status):
-            assert self.dealer.poll(60_000)
-            answers.append(m.decode(self.dealer.recv()))
+            answers.append(self.answer())
         return answers[:-1], answers[-1].snapshot
+
+    def status(self):
+        return self.say()[1]

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from bench.coordinator_process import CoordinatorProcess
-from tests.coordinator.raw import Stranger, raw_dealer
+from tests.coordinator.raw import raw_dealer
 from verl_mux.coordinator.bus import curve_keys as keys
 from verl_mux.coordinator.bus import link
 from verl_mux.coordinator.bus import messages as m
@@ -30,13 +30,6 @@ AT_ONCE = 300
 def coordinator_process():
     with CoordinatorProcess(CONFIG) as coordinator:
         yield coordinator
-
-
-@pytest.fixture
-def context():
-    context = zmq.Context()
-    yield context
-    context.destroy(linger=0)
 
 
 @contextlib.contextmanager
@@ -247,9 +240,9 @@ def test_a_viewer_may_look_and_nothing_else(serve, folders, tmp_path):
 
 
 @pytest.mark.parametrize("role", [keys.VIEWER, keys.OPERATOR])
-def test_a_lease_takes_the_key_of_a_job(serve, context, role):
+def test_a_lease_takes_the_key_of_a_job(serve, stranger, role):
     coordinator = serve()
-    stranger = Stranger(context, coordinator.address, role=role)
+    stranger = stranger(coordinator.address, role=role)
     me = this_process()
     who = {"job": "a", "uid": "a:1", "client": stranger.identity}
     where = {name: getattr(me, name) for name in me.__struct_fields__}
@@ -258,7 +251,6 @@ def test_a_lease_takes_the_key_of_a_job(serve, context, role):
     assert [(type(answer), answer.about) for answer in answers] == [(m.Refused, "register"), (m.Refused, "k")]
     assert seen["refused"] == {f"not for a {role}": 2}
     assert seen["jobs"] == {}
-    stranger.dealer.close()
 
 
 class Recorder:
