@@ -12,7 +12,6 @@ import yaml
 from verl_mux.coordinator.config import make_config, read_config
 from verl_mux.coordinator.core.settings import MODES, Config, Node, PlacementConfig, Pool, Segment
 from verl_mux.errors import UserError
-from verl_mux.placement.estimator import GpuKind
 
 POOLS = {"rollout": {"nodes": [{"name": "r0"}]}}
 
@@ -40,7 +39,6 @@ PLACED = {side: {"kind": "H20", "nodes": [{"name": side[0]}]} for side in ("roll
     [
         ({}, "missing required field `pools`"),
         ({"pools": POOLS, "pool": 1}, "unknown field `pool`; allowed: pools, schedule"),
-        ({"pools": POOLS, "placement": {"kinds": {"x": {"tflop": 1}}}}, "unknown field `tflop`.*; allowed: tflops, tb_per_s"),
         ({"pools": POOLS, "placement": {"slos": 1}}, "unknown field `slos`.*; allowed: rollout, train, slo"),
         ({"pools": POOLS, "placement": "schedule"}, "allowed: `scheduler`, or a mapping"),
         ({"pools": {"p": {"nodes": [{"name": "n", "gpu": 1}]}}}, r"unknown field `gpu` - at `\$.pools.*nodes\[0\]`"),
@@ -84,11 +82,6 @@ PLACED = {side: {"kind": "H20", "nodes": [{"name": side[0]}]} for side in ("roll
             {"pools": {"p": {"nodes": [{"name": "n", "usd_per_hour": float("nan")}]}}},
             r">= 0.0 - at `\$.pools.p.nodes\[0\].usd_per_hour`, given: nan",
         ),
-        (
-            {"pools": POOLS, "placement": {"kinds": {"x": {"tflops": float("inf"), "tb_per_s": 1}}}},
-            "tflops is inf; it must be above 0",
-        ),
-        ({"pools": POOLS, "placement": {"kinds": {"x": {"tflops": 1, "tb_per_s": 1, "process_gb": -1}}}}, "process_gb is -1"),
         ({"pools": PLACED, "placement": {"slo": float("nan")}}, r">= 1.0 - at `\$.placement.slo`, given: nan"),
     ],
 )
@@ -115,7 +108,6 @@ STRUCTS = {
     "### A node": Node,
     "### An entry of `schedule`": Segment,
     "### `placement`": PlacementConfig,
-    "### A kind of GPU": GpuKind,
 }
 WORDS = {
     str: "text",
@@ -127,7 +119,6 @@ WORDS = {
     list[Node]: "list of nodes",
     list[Segment]: "list of entries",
     dict[str, Pool]: "pools by name",
-    dict[str, GpuKind]: "kinds by name",
     PlacementConfig: "`scheduler` or a mapping",
     typing.Literal[MODES]: "`sequential`, `uncoordinated` or `interleaved`",
 }

@@ -10,7 +10,7 @@ import uuid
 import msgspec
 import pytest
 
-from tests.coordinator.core.placement.placed_jobs import AUTO, CPU, needs, placing_config, pools, register
+from tests.coordinator.core.placement.placed_jobs import AUTO, needs, placing_config, pools, register
 from tests.coordinator.driver import Driver
 from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
@@ -201,7 +201,7 @@ def speak(stranger):
 @pytest.fixture
 def placing(serve):
     """A coordinator that places jobs; `pools` are those of tests/coordinator/core/test_placing.py."""
-    return serve(pools=pools(2), placement={"kinds": {"cpu": CPU}})
+    return serve(pools=pools(2), placement={})
 
 
 def test_a_frame_of_another_protocol_version_is_answered_with_both(serve, speak):

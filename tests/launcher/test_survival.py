@@ -183,8 +183,8 @@ def test_a_killed_job_resumes_from_its_checkpoint_and_nothing_is_deleted(runs):
 
 NODE = {"gpus": 1, "usd_per_hour": 1.0, "host_bytes": 100 * 2**30}
 PLACED = {
-    "pools": {side: {"kind": "cpu", "nodes": [{"name": f"{side[0]}{number}", **NODE} for number in range(2)]} for side in NODES},
-    "placement": {"kinds": {"cpu": {"tflops": 1.0, "tb_per_s": 1.0, "process_gb": 1.0}}, "move_s": 1.0},
+    "pools": {side: {"kind": "H100", "nodes": [{"name": f"{side[0]}{number}", **NODE} for number in range(2)]} for side in NODES},
+    "placement": {"move_s": 1.0},
 }
 
 

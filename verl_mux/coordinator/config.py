@@ -14,10 +14,9 @@ import msgspec
 
 from verl_mux.coordinator.core.settings import MODES, Config, Node, PlacementConfig, Pool, Segment, check
 from verl_mux.errors import UserError
-from verl_mux.placement.estimator import GpuKind
 from verl_mux.yaml_file import allowed_keys, read_yaml
 
-_KINDS = {".nodes[": Node, ".pools[": Pool, ".schedule[": Segment, ".kinds[": GpuKind, ".placement": PlacementConfig}
+_KINDS = {".nodes[": Node, ".pools[": Pool, ".schedule[": Segment, ".placement": PlacementConfig}
 
 
 def make_config(given: Mapping[str, Any]) -> Config:

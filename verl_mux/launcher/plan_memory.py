@@ -82,7 +82,7 @@ def _capacity(node: str, side: str, job: Job, budget: float | None, config: Conf
     pool = next(pool for pool in config.pools.values() if described in pool.nodes)
     if pool.kind is None:
         notes.append(f"{node}: its pool has no kind, so {_KINDS[side]} is assumed")
-    kind = find_kind(name := pool.kind or _KINDS[side], config.placement.kinds if config.placement is not None else {})
+    kind = find_kind(name := pool.kind or _KINDS[side], {})
     gpu = described.device_bytes // max(described.gpus, 1) if described.device_bytes else round(kind.memory_gb * GB)
     notes.append(f"{node}: {name}, {gpu / GB:.0f} GB a GPU")
     return Capacity(gpu=gpu, host=described.host_bytes, process=round(kind.process_gb * GB))

@@ -48,12 +48,19 @@ class GpuKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise UserError(f"GPU kind: {name} is {value:g}; it must be {'at least' if may_be_0 else 'above'} 0 and finite")
 
 
-# H20, H800: RollMux (arXiv 2512.11306v2), table 1. H100, H200: NVIDIA's data sheets of the SXM ones; they name no rent.
+# H20, H800: RollMux (arXiv 2512.11306v2), table 1. Others: NVIDIA's data sheets, of the SXM ones where there are; they name no
+# rent. `core`: one core of an EPYC by its fp32 peak, for runs without a GPU; the shares hold as bounds: in a run of
+# examples/placed.yaml all phases stayed within their estimates. `half_core`: two processes share the core.
 GPU_KINDS: dict[str, GpuKind] = {
     "H20": GpuKind(tflops=148.0, tb_per_s=4.0, memory_gb=96.0, usd_per_gpu_hour=1.85),
     "H800": GpuKind(tflops=989.5, tb_per_s=3.35, memory_gb=80.0, usd_per_gpu_hour=5.28),
     "H100": GpuKind(tflops=989.4, tb_per_s=3.35, memory_gb=80.0),
     "H200": GpuKind(tflops=989.4, tb_per_s=4.8, memory_gb=141.0),
+    "B200": GpuKind(tflops=2250.0, tb_per_s=8.0, memory_gb=180.0),
+    "A100": GpuKind(tflops=312.0, tb_per_s=2.04, memory_gb=80.0),
+    "L40S": GpuKind(tflops=362.0, tb_per_s=0.86, memory_gb=48.0),
+    "core": GpuKind(tflops=0.08, tb_per_s=0.01, memory_gb=4.0, decode=0.15, train=0.6, process_gb=4.0, fixed_s=0.5),
+    "half_core": GpuKind(tflops=0.04, tb_per_s=0.005, memory_gb=4.0, decode=0.15, train=0.6, process_gb=4.0, fixed_s=1.0),
 }
 
 
@@ -61,7 +68,7 @@ def find_kind(name: str, given: Mapping[str, GpuKind]) -> GpuKind:
     """A kind of the user's own, or one of the table. Raises UserError."""
     kinds = {**GPU_KINDS, **given}
     if name not in kinds:
-        raise UserError(f"GPU kind {name!r} is not known; allowed: {', '.join(kinds)}, or one given under `kinds`")
+        raise UserError(f"GPU kind {name!r} is not known; allowed: {', '.join(kinds)}")
     return kinds[name]
 
 

@@ -85,11 +85,9 @@ def test_a_pool_is_looked_at_node_by_node_and_a_colocated_job_counts_both_of_its
 
 
 def test_the_kind_of_a_pool_says_what_a_process_takes():
-    light = {"kinds": {"mine": {"tflops": 1, "tb_per_s": 1, "process_gb": 2, "usd_per_gpu_hour": 1}}}
-    pools = {**POOLS, "rollout": {**POOLS["rollout"], "kind": "mine"}, "train": {"kind": "mine", "nodes": [{"name": "t0"}]}}
-    driver = Driver(Machine(config(pools=pools, placement=light)))
+    driver = Driver(Machine(config(pools={**POOLS, "rollout": {**POOLS["rollout"], "kind": "core"}})))
     join(driver, "a", {"rollout": ["r0"]}, {"rollout": {"synced": GB}})
-    assert counted(driver, "a", "r0") == 1 + 8 * 2
+    assert counted(driver, "a", "r0") == 1 + 8 * 4
 
 
 def test_nodes_without_a_limit_take_everybody(driver):

@@ -44,7 +44,7 @@ from verl_mux.coordinator.core.records import (
     State,
 )
 from verl_mux.coordinator.core.settings import Config, Node
-from verl_mux.placement.estimator import GPU_KINDS, GpuKind
+from verl_mux.placement.estimator import GPU_KINDS
 from verl_mux.placement.model import JobSpec, Pin
 from verl_mux.profiling.eventlog import events
 
@@ -54,7 +54,7 @@ AGENT, ITSELF = "agent", "job"
 # What an agent sees is on record again when it differs by this much: each time is a line of the journal.
 _NEWS_BYTES, _NEWS_SHARE = 64 * 2**20, 0.02
 # Of GPUs whose kind the configuration does not name.
-_PROCESS_GB = min(kind.process_gb for kind in GPU_KINDS.values())
+_PROCESS_GB = GPU_KINDS["H20"].process_gb
 _ADVICE = "While jobs run, pools and nodes may be added and times changed, and nodes removed that are draining and no job's"
 
 
@@ -283,8 +283,7 @@ def estimated(pin: Pin) -> dict[str, HostMemory]:
 
 
 def _process_bytes(node: str, config: Config) -> int:
-    given: Mapping[str, GpuKind] = config.placement.kinds if config.placement is not None else {}
-    kind = {**GPU_KINDS, **given}.get(config.pool_of(node).kind or "")
+    kind = GPU_KINDS.get(config.pool_of(node).kind or "")
     return round((kind.process_gb if kind is not None else _PROCESS_GB) * GB)
 
 

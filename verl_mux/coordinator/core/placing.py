@@ -71,7 +71,7 @@ def specs(asked: m.Register, config: Config) -> dict[str, JobSpec]:
         asked.job,
         asked.needs,
         clusters,
-        placing.kinds,
+        {},
         placing.rules(),
         profiled=asked.profiled,
         slo=placing.slo if asked.slo is None else asked.slo,

@@ -21,6 +21,7 @@ from verl_mux.placement.model import LIVE, Cluster, NodeKind, Rules
 from verl_mux.placement.model import Pool as SchedulingPool
 from verl_mux.places.place import Place
 
+_WHERE = "coordinator configuration"
 # Thirty years, or a price beyond all prices: what is larger, or not a number, is a mistake.
 _MOST = 1e9
 Seconds = Annotated[float, Meta(gt=0, le=_MOST)]
@@ -41,19 +42,15 @@ _PLENTY_GB = 1e6
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`host`: name or address of the machine that it is part of, None: unknown, and leases bind no place. `gpu_ids`: which of
-    that host's GPUs it is, None: all. `cpus`: cores on which processes of this node should stay. Bytes and price are None where
-    unknown. `drain`: no job is given the node any more; a job that holds it keeps it to the end of its phase."""
-
     name: str
-    host: Name | None = None
-    gpu_ids: list[Index] | None = None
+    host: Name | None = None  # name or address of the machine that it is part of; None: unknown, and leases bind no place
+    gpu_ids: list[Index] | None = None  # which of that host's GPUs it is; None: all
     gpus: Annotated[int, Meta(ge=0, le=10_000)] = 1
-    cpus: list[Index] | None = None
-    device_bytes: Bytes | None = None
+    cpus: list[Index] | None = None  # cores on which processes of this node should stay
+    device_bytes: Bytes | None = None  # this and the next two: None where unknown
     host_bytes: Bytes | None = None
     usd_per_hour: Annotated[float, Meta(ge=0, le=_MOST)] | None = None
-    drain: bool = False
+    drain: bool = False  # no job is given the node any more; a job that holds it keeps it to the end of its phase
 
     @property
     def place(self) -> Place:
@@ -61,31 +58,26 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`kind` of its GPUs (H20, H800, H100, H200 or one of `placement.kinds`): needed where jobs are placed on it."""
-
     nodes: Annotated[list[Node], Meta(min_length=1)]
-    kind: str | None = None
+    kind: str | None = None  # of its GPUs, a name in GPU_KINDS: needed where jobs are placed on it
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`steps` of every job run in this mode; None, allowed in the last segment only, means all that are left."""
-
     mode: Mode
-    steps: Annotated[int, Meta(ge=1)] | None = None
+    steps: Annotated[int, Meta(ge=1)] | None = None  # of every job; None, allowed in the last segment only: all that are left
 
 
 class PlacementConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`placement: scheduler`, or this. `rollout`, `train`: names of the pools, of one or of several each; a job is placed in a
-    pair of them, and seconds of its phases that a profile gives are of the first pair that can hold it. `slo`: of jobs that name
-    none. `kinds`: more GPU kinds, by name. `observe`: steps of every job of a group that are seen before the group's periods are
-    predicted from them. `move_s`: seconds that a job's first move is expected to last."""
+    """`placement: scheduler`, or this. A job is placed in a pair of pools; seconds of its phases that a profile gives are of the
+    first pair that can hold it."""
 
-    rollout: str | list[str] = "rollout"
+    rollout: str | list[str] = "rollout"  # names of pools, here and in `train`
     train: str | list[str] = "train"
-    slo: Annotated[float, Meta(ge=1, le=_MOST)] = 2.0
-    kinds: dict[str, GpuKind] = {}
-    observe: Annotated[int, Meta(ge=1)] = 5
-    move_s: Annotated[float, Meta(ge=0, le=_MOST)] = 900.0
+    slo: Annotated[float, Meta(ge=1, le=_MOST)] = 2.0  # of jobs that name none
+    observe: Annotated[int, Meta(ge=1)] = (
+        5  # steps of every job of a group that are seen before its periods are predicted from them
+    )
+    move_s: Annotated[float, Meta(ge=0, le=_MOST)] = 900.0  # seconds that a job's first move is expected to last
 
     def pools(self, side: str) -> list[str]:
         """Names of the side's pools."""
@@ -98,21 +90,19 @@ class PlacementConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):  # dict: for what is cached
-    """Times in seconds. `expect_jobs`: steps begin when this many jobs have finished init. `lease_timeout`: a job without a sign
-    of life for this long is silent; clients send one every second. `kill`: end processes of dead jobs, `kill_grace` after the
-    death. `remote_grace`: after this time a dead job's processes on hosts without an agent count as gone; None: never.
-    `metrics_port`: where Prometheus finds /metrics, 0: a free port; None: nowhere. `placement`: how jobs that leave their nodes
-    to the coordinator are placed; None: every job names its nodes."""
+    """Times in seconds."""
 
     pools: Annotated[dict[str, Pool], Meta(min_length=1)]
     schedule: Annotated[list[Segment], Meta(min_length=1)] = msgspec.field(default_factory=lambda: [Segment(mode="interleaved")])
-    expect_jobs: Annotated[int, Meta(ge=0)] = 0
+    expect_jobs: Annotated[int, Meta(ge=0)] = 0  # steps begin when this many jobs have finished init
+    # A job without a sign of life for this long is silent; clients send one every second.
     lease_timeout: Annotated[float, Meta(gt=1, le=_MOST)] = 20.0
-    kill: bool = True
-    kill_grace: Seconds = 2.0
+    kill: bool = True  # end processes of dead jobs
+    kill_grace: Seconds = 2.0  # after the death
+    # After this time a dead job's processes on hosts without an agent count as gone; None: never.
     remote_grace: Seconds | None = None
-    metrics_port: int | None = None
-    placement: PlacementConfig | None = None
+    metrics_port: int | None = None  # where Prometheus finds /metrics; 0: a free port; None: nowhere
+    placement: PlacementConfig | None = None  # of jobs that leave their nodes to the coordinator; None: every job names its nodes
 
     @functools.cached_property
     def nodes(self) -> dict[str, Node]:
@@ -124,18 +114,19 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def price(self, node: str) -> float | None:
         """USD per hour of a node, by its own price or by its kind; None: unknown."""
-        return self._prices.get(node)
-
-    @functools.cached_property
-    def _prices(self) -> dict[str, float | None]:
-        kinds: dict[str, GpuKind] = {} if self.placement is None else self.placement.kinds
-        return {node.name: _price(node, pool.kind, kinds) for pool in self.pools.values() for node in pool.nodes}
+        known, pool = self.nodes[node], self.pool_of(node)
+        if known.usd_per_hour is not None or pool.kind not in GPU_KINDS:
+            return known.usd_per_hour
+        return max(known.gpus, 1) * GPU_KINDS[pool.kind].usd_per_gpu_hour or None
 
     @functools.cached_property
     def clusters(self) -> dict[str, Cluster]:
         """Each pair of pools as the scheduler sees it, where jobs are placed."""
         both = itertools.product(self.placing.pools("rollout"), self.placing.pools("train"))
-        return {f"{rollout}+{train}": cluster(rollout, train, self.placing, self.pools) for rollout, train in both}
+        return {
+            f"{rollout}+{train}": Cluster(rollout=_pool(rollout, self.pools[rollout]), train=_pool(train, self.pools[train]))
+            for rollout, train in both
+        }
 
     def node(self, name: str) -> Node | None:
         return self.nodes.get(name)
@@ -154,28 +145,41 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return ", ".join(f"{name} ({', '.join(n.name for n in pool.nodes)})" for name, pool in self.pools.items())
 
 
+def _pool(name: str, pool: Pool) -> SchedulingPool:
+    first, kind = pool.nodes[0], _kind_of(name, pool)
+    price = kind.usd_per_gpu_hour if first.usd_per_hour is None else first.usd_per_hour / max(first.gpus, 1)
+    memory = min((node.host_bytes / 1e9 for node in pool.nodes if node.host_bytes is not None), default=_PLENTY_GB)
+    named = NodeKind(name=pool.kind or "", gpus=max(first.gpus, 1), usd_per_gpu_hour=price, host_memory_gb=memory)
+    return SchedulingPool(name=name, kind=named, nodes=tuple(node.name for node in pool.nodes))
+
+
+def _kind_of(name: str, pool: Pool) -> GpuKind:
+    """Of a pool on which jobs are placed. Raises UserError."""
+    if pool.kind is None:
+        raise UserError(f"{_WHERE}: pool {name!r} has no kind; jobs are placed on it, so give one (`kind: H20`)")
+    return find_kind(pool.kind, {})
+
+
+# --- what concerns several keys ---
+
+
 def check(config: Config) -> None:
     """Raises UserError with the key, what was given and what is allowed."""
-    _check_pools(config)
+    names = [node.name for pool in config.pools.values() for node in pool.nodes]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"{_WHERE}: node {twice[0]!r} is named twice; node names are unique")
+    for pool, members in config.pools.items():
+        if pool in names and [node.name for node in members.nodes] != [pool]:
+            raise UserError(f"{_WHERE}: {pool!r} names both a pool and a node; jobs name either")
+    _check_places(list(config.nodes.values()))
     for number, segment in enumerate(config.schedule[:-1], start=1):
         if segment.steps is None:
             raise UserError(
-                f"coordinator configuration: schedule entry {number} ({segment.mode}) has steps None;"
-                " a number of 1 or more is needed, and only the last entry may leave it out"
+                f"{_WHERE}: schedule entry {number} ({segment.mode}) has steps None; a number of 1 or more is needed, and only"
+                " the last entry may leave it out"
             )
     if config.placement is not None:
         _check_placement(config.placement, config.pools)
-
-
-def _check_pools(config: Config) -> None:
-    names = [node.name for pool in config.pools.values() for node in pool.nodes]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise UserError(f"coordinator configuration: node {twice[0]!r} is named twice; node names are unique")
-    for pool, members in config.pools.items():
-        if pool in names and [node.name for node in members.nodes] != [pool]:
-            raise UserError(f"coordinator configuration: {pool!r} names both a pool and a node; jobs name either")
-    _check_places(list(config.nodes.values()))
 
 
 def _check_places(nodes: list[Node]) -> None:
@@ -184,76 +188,45 @@ def _check_places(nodes: list[Node]) -> None:
     for node in nodes:
         if node.gpu_ids is not None and (len(set(node.gpu_ids)) != node.gpus or not node.host):
             raise UserError(
-                f"coordinator configuration: node {node.name!r} has gpu_ids {node.gpu_ids}; as many different ones as it has gpus"
-                f" ({node.gpus}), counted from 0 on its host, are needed, and a host"
+                f"{_WHERE}: node {node.name!r} has gpu_ids {node.gpu_ids}; as many different ones as it has gpus ({node.gpus}),"
+                " counted from 0 on its host, are needed, and a host"
             )
-        if not node.host:
-            continue
-        for other in taken.setdefault(node.host, []):
+        for other in taken.setdefault(node.host, []) if node.host else ():
             if node.gpu_ids is None or other.gpu_ids is None or set(node.gpu_ids) & set(other.gpu_ids):
                 raise UserError(
-                    f"coordinator configuration: nodes {other.name!r} and {node.name!r} share GPUs of host {node.host!r};"
+                    f"{_WHERE}: nodes {other.name!r} and {node.name!r} share GPUs of host {node.host!r};"
                     " nodes on one host need gpu_ids of their own"
                 )
-        taken[node.host].append(node)
+        if node.host:
+            taken[node.host].append(node)
 
 
 def _check_placement(placement: PlacementConfig, pools: Mapping[str, Pool]) -> None:
-    where = "coordinator configuration: placement"
-    named = [(side, name) for side in SIDES for name in placement.pools(side)]
-    for side, name in named:
-        if name not in pools:
-            raise UserError(f"{where}.{side} is {name!r}; it must be a pool: {', '.join(pools)}")
-        _check_alike(name, pools[name], placement)
     for side in SIDES:
         if not placement.pools(side):
-            raise UserError(f"{where}.{side} names no pool; one of these is needed, or several: {', '.join(pools)}")
-    names = [name for _, name in named]
+            raise UserError(f"{_WHERE}: placement.{side} names no pool; one of these is needed, or several: {', '.join(pools)}")
+        for name in placement.pools(side):
+            if name not in pools:
+                raise UserError(f"{_WHERE}: placement.{side} is {name!r}; it must be a pool: {', '.join(pools)}")
+            _check_alike(name, pools[name])
+    names = [name for side in SIDES for name in placement.pools(side)]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"{where}: rollout and train name pool {twice[0]!r} twice; two pools are needed, each for one of them")
+        raise UserError(
+            f"{_WHERE}: placement: rollout and train name pool {twice[0]!r} twice; two pools are needed, each for one of them"
+        )
 
 
-def _check_alike(name: str, pool: Pool, placement: PlacementConfig) -> None:
+def _check_alike(name: str, pool: Pool) -> None:
     """The scheduler treats a pool's nodes as alike."""
-    kind = find_kind(kind_name(name, pool), placement.kinds)
+    kind = _kind_of(name, pool)
     for key in ("gpus", "usd_per_hour"):
         values = {getattr(node, key) for node in pool.nodes}
         if len(values) > 1:
             raise UserError(
-                f"coordinator configuration: pool {name!r} has nodes with different {key} ({', '.join(map(str, values))});"
+                f"{_WHERE}: pool {name!r} has nodes with different {key} ({', '.join(map(str, values))});"
                 " jobs are placed on pools of nodes that are alike"
             )
     if not kind.usd_per_gpu_hour and pool.nodes[0].usd_per_hour is None:
         raise UserError(
-            f"coordinator configuration: pool {name!r} ({pool.kind}) has no price, by which places are compared; give its nodes"
-            " usd_per_hour, or the kind usd_per_gpu_hour"
+            f"{_WHERE}: pool {name!r} ({pool.kind}) has no price, by which places are compared; give its nodes usd_per_hour"
         )
-
-
-def _price(node: Node, kind: str | None, kinds: dict[str, GpuKind]) -> float | None:
-    if node.usd_per_hour is not None or kind is None:
-        return node.usd_per_hour
-    rent = find_kind(kind, kinds).usd_per_gpu_hour if kind in {*GPU_KINDS, *kinds} else 0.0
-    return max(node.gpus, 1) * rent if rent else None
-
-
-def kind_name(name: str, pool: Pool) -> str:
-    """Kind of the GPUs of a pool on which jobs are placed. Raises UserError where the configuration names none."""
-    if pool.kind is None:
-        raise UserError(f"coordinator configuration: pool {name!r} has no kind; jobs are placed on it, so give one (`kind: H20`)")
-    return pool.kind
-
-
-def cluster(rollout: str, train: str, placement: PlacementConfig, pools: Mapping[str, Pool]) -> Cluster:
-    """Two pools as the scheduler sees them."""
-    return Cluster(rollout=_pool(rollout, pools[rollout], placement), train=_pool(train, pools[train], placement))
-
-
-def _pool(name: str, pool: Pool, placement: PlacementConfig) -> SchedulingPool:
-    first, named = pool.nodes[0], kind_name(name, pool)
-    price = find_kind(named, placement.kinds).usd_per_gpu_hour
-    if first.usd_per_hour is not None:
-        price = first.usd_per_hour / max(first.gpus, 1)
-    memory = min((node.host_bytes / 1e9 for node in pool.nodes if node.host_bytes is not None), default=_PLENTY_GB)
-    kind = NodeKind(name=named, gpus=max(first.gpus, 1), usd_per_gpu_hour=price, host_memory_gb=memory)
-    return SchedulingPool(name=name, kind=kind, nodes=tuple(node.name for node in pool.nodes))

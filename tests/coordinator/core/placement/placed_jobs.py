@@ -3,12 +3,13 @@
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.core.records import Input
-from verl_mux.placement.estimator import JobNeeds, model_size
+from verl_mux.placement.estimator import GPU_KINDS, GpuKind, JobNeeds, model_size
 
 MODEL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 1000, "num_attention_heads": 4}
 AUTO = {"rollout": [m.AUTO], "train": [m.AUTO]}
 # One token a second: a rollout of at most 100 s and a training phase of about as long.
 CPU = {"tflops": 1e-3, "tb_per_s": 1e-6, "decode": 1.0, "train": 0.5, "fixed_s": 0.0, "process_gb": 4.0}
+GPU_KINDS["cpu"] = GpuKind(**CPU)
 
 
 def pools(count=1):
@@ -18,7 +19,7 @@ def pools(count=1):
 
 
 def placing_config(count=1, **keys):
-    return make_config({"pools": pools(count), "placement": {"kinds": {"cpu": CPU}, "observe": 2, **keys}})
+    return make_config({"pools": pools(count), "placement": {"observe": 2, **keys}})
 
 
 def needs(**changes):

@@ -7,7 +7,6 @@ import pytest
 
 from tests.coordinator.core.placement.placed_jobs import (
     AUTO,
-    CPU,
     arrive,
     lines,
     needs,
@@ -125,7 +124,7 @@ def test_colocated_jobs_share_the_only_node_if_it_has_memory_for_both():
     driver = Driver(Machine(placing_config(count=2)))
     given = pools(1)
     given["train"]["nodes"] = [{**node, "host_bytes": 20 * 10**9} for node in given["train"]["nodes"]]
-    roomy = Driver(Machine(make_config({"pools": given, "placement": {"kinds": {"cpu": CPU}, "observe": 2}})))
+    roomy = Driver(Machine(make_config({"pools": given, "placement": {"observe": 2}})))
     for at in (driver, roomy):
         assert arrive(at, "a", colocated=True, profiled=EVEN, slo=3.0)[0].nodes == HERE
     assert arrive(driver, "b", colocated=True, profiled=EVEN, slo=3.0)[0].nodes["train"] == ["t1"]  # 8 GB each, of 10
@@ -305,7 +304,7 @@ def test_the_status_shows_groups_periods_and_who_waits(driver):
 
 
 def test_a_client_waits_for_nodes_as_long_as_it_takes(serve, join, eventually):
-    coordinator = serve(pools=pools(), placement={"kinds": {"cpu": CPU}})
+    coordinator = serve(pools=pools(), placement={})
     first = join(coordinator, "a", AUTO, needs=needs(), slo=1.0)
     assert first.nodes == {"rollout": ["r0"], "train": ["t0"]}
     asked = join(coordinator, "probe", AUTO, needs=needs(), slo=1.0, wait=False)
@@ -328,8 +327,7 @@ def test_a_client_waits_for_nodes_as_long_as_it_takes(serve, join, eventually):
         ({"placement": {"train": "rollout"}}, "two pools are needed"),
         ({"placement": {"slo": 0.9}}, ">= 1.0 - at `$.placement.slo`, given: 0.9"),
         ({"placement": {"observe": 0}}, ">= 1 - at `$.placement.observe`, given: 0"),
-        ({"placement": {"kinds": {"cpu": {"tflops": 0, "tb_per_s": 1}}}}, "tflops is 0"),
-        ({"placement": {"kinds": {"other": CPU}}}, "GPU kind 'cpu' is not known"),
+        ({"pools": {**pools(), "rollout": {"kind": "other", "nodes": [{"name": "r0"}]}}}, "GPU kind 'other' is not known"),
         ({"pools": {"rollout": {"nodes": [{"name": "r0"}]}, "train": {"nodes": [{"name": "t0"}]}}}, "has no kind"),
         (
             {"pools": {**pools(), "rollout": {"kind": "cpu", "nodes": [{"name": "r0"}, {"name": "r1", "gpus": 2}]}}},
@@ -342,11 +340,8 @@ def test_a_client_waits_for_nodes_as_long_as_it_takes(serve, join, eventually):
     ],
 )  # fmt: skip
 def test_a_bad_placement_configuration_is_refused_in_one_line(change, words):
-    if isinstance(change.get("placement"), dict):
-        change = {"placement": {"kinds": {"cpu": CPU}, **change["placement"]}}
-    given = {"pools": pools(), "placement": {"kinds": {"cpu": CPU}}, **change}
     with pytest.raises(UserError) as error:
-        make_config(given)
+        make_config({"pools": pools(), "placement": {}, **change})
     assert words in str(error.value) and "\n" not in str(error.value)
 
 

@@ -13,10 +13,11 @@ from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.coordinator.journal import Journal
 from verl_mux.errors import UserError
-from verl_mux.placement.estimator import Observed
+from verl_mux.placement.estimator import GPU_KINDS, GpuKind, Observed
 
 # In all four times as slow.
 OLD = {**CPU, "tflops": CPU["tflops"] / 4, "tb_per_s": CPU["tb_per_s"] / 4}
+GPU_KINDS["old"] = GpuKind(**OLD)
 
 
 def several(count=1, old_usd=0.1, **keys):
@@ -27,7 +28,7 @@ def several(count=1, old_usd=0.1, **keys):
         }
 
     pools = {"new": pool("r", "cpu", 1.0), "old": pool("o", "old", old_usd), "train": pool("t", "cpu", 1.0)}
-    placement = {"rollout": ["new", "old"], "train": "train", "kinds": {"cpu": CPU, "old": OLD}, "observe": 2}
+    placement = {"rollout": ["new", "old"], "train": "train", "observe": 2}
     return make_config({"pools": pools, "placement": placement, **keys})
 
 
@@ -158,7 +159,7 @@ def test_the_records_survive_the_journal_and_it_decides_as_before(tmp_path):
     ],
 )
 def test_bad_pools_are_refused_in_one_line(placement, words):
-    good = {"rollout": ["new", "old"], "train": "train", "kinds": {"cpu": CPU, "old": OLD}}
+    good = {"rollout": ["new", "old"], "train": "train"}
     pools = msgspec.to_builtins(several().pools)
     with pytest.raises(UserError) as error:
         make_config({"pools": pools, "placement": {**good, **placement}})
