@@ -17,7 +17,7 @@ from verl_mux.errors import UserError
 from verl_mux.placement.model import OURS, Rules
 
 if TYPE_CHECKING:
-    from research.simulate import Comparison, Study
+    from research.simulate import Study
     from verl_mux.placement.model import Cluster
 
 DEFAULT_POLICIES = "live,solo,colocated,gavel,random,most-idle,rollmux,ours,optimum,ideal"
@@ -59,11 +59,10 @@ def simulate(
     ] = None,
     processes: Annotated[int | None, typer.Option(help="Policies and seeds that run at a time; as many as cores.", min=1)] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Write pictures into this directory.")] = None,
 ) -> None:
     """Simulate placement policies on a trace: cost, SLOs, idle nodes, and how far from the optimum."""
     from research.policies import find_policies
-    from research.simulate import Study
+    from research.simulate import Study, sweep_studies, sweep_table
     from research.simulate import simulate as run
     from research.workload.varying import Varying, parse_estimates
     from research.workload.workload import find_shapes, parse_slo
@@ -85,26 +84,13 @@ def simulate(
     )
     _check_finite(study, rollout_nodes is not None or train_nodes is not None)
     processes = processes or len(os.sched_getaffinity(0))
-    if sweep is not None:
-        _sweep(sweep, study, processes, json, plot)
+    setting, studies = ("", {"": study}) if sweep is None else sweep_studies(sweep, study)
+    with _bar(list(studies.values())) as advance:
+        reports = {value: run(each, advance, processes) for value, each in studies.items()}
+    if sweep is None:
+        print(jsonlib.dumps(reports[""]) if json else _table(reports[""]))
         return
-    if plot is not None:
-        _make_directory(plot)
-    with _bar([study]) as advance:
-        comparison = run(study, advance, processes)
-    if plot is not None:
-        _plot(comparison, plot)
-    print(jsonlib.dumps(comparison.report) if json else _table(comparison.report))
-
-
-def _sweep(spec: str, study: Study, processes: int, json: bool, plot: Path | None) -> None:
-    from research.simulate import parse_sweep, run_sweep, sweep_table
-
-    if plot is not None:
-        raise UserError("--plot draws one study; it cannot be given with --sweep")
-    sweep = parse_sweep(spec, study)
-    with _bar(list(sweep.studies.values())) as advance:
-        report = run_sweep(sweep, advance, processes)
+    report = {"sweep": setting, "runs": [{setting: float(value), **each} for value, each in reports.items()]}
     print(jsonlib.dumps(report) if json else sweep_table(report))
 
 
@@ -151,30 +137,14 @@ def _check_finite(study: Study, finite: bool) -> None:
 
 @contextlib.contextmanager
 def _bar(studies: Sequence[Study]) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr, one unit per simulated job; gives what advances it."""
+    """A progress bar on stderr, one unit for each policy and seed; gives what advances it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = TextColumn("simulated jobs"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = TextColumn("simulations"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=sum(len(study.rows) * study.seeds * len(study.policies) for study in studies))
+        task = progress.add_task("", total=sum(study.seeds * len(study.policies) for study in studies))
         yield lambda: progress.advance(task)
-
-
-def _make_directory(path: Path) -> None:
-    """Before the simulation, whose results would be lost; so would they be without matplotlib."""
-    import matplotlib  # noqa: F401
-
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--plot {path}: cannot make this directory: {error.strerror}") from error
-
-
-def _plot(comparison: Comparison, directory: Path) -> None:
-    from research.plots import draw
-
-    draw(comparison, directory)
 
 
 def _table(report: dict) -> str:

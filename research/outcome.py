@@ -50,7 +50,6 @@ class Ledger:
         self.busy_s = [0.0, 0.0]
         self.peak_nodes: list[float] = [0, 0]
         self.peak_usd_per_hour = 0.0
-        self.samples: list[tuple[float, float]] = []
 
     def add(self, seconds: float, nodes: tuple[float, float], usd_per_hour: float) -> None:
         """Nodes held beside those given to `hold`; they are in no peak."""
@@ -67,7 +66,6 @@ class Ledger:
             self.held_s[side] += nodes[side] * (until - since)
             self.peak_nodes[side] = max(self.peak_nodes[side], nodes[side])
         self.peak_usd_per_hour = max(self.peak_usd_per_hour, usd_per_hour)
-        self.samples.append((since, usd_per_hour))
 
 
 class Span(msgspec.Struct, frozen=True):

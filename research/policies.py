@@ -92,11 +92,10 @@ class Case(msgspec.Struct, frozen=True):
     seed: int
     optimum: Optimum
     movable: bool = False
-    on_finish: Callable[[], None] = lambda: None
 
 
 def _replayed(make: Callable[[Case], Policy]) -> Callable[[Case], Run]:
-    return lambda case: Replay(case.arrivals, make(case), case.cluster).run(case.on_finish)
+    return lambda case: Replay(case.arrivals, make(case), case.cluster).run()
 
 
 def _live(case: Case) -> Run:
@@ -104,7 +103,7 @@ def _live(case: Case) -> Run:
     rules = _limited(LIVE, case)
     placer = Planner.of_one(case.cluster, rules)
     alone = [msgspec.structs.replace(a, job=cheapest_alone(a.job, case.cluster, rules)) for a in case.arrivals]
-    return Replay([profiled(a, case.movable) for a in alone], placer, case.cluster, learns=True).run(case.on_finish)
+    return Replay([profiled(a, case.movable) for a in alone], placer, case.cluster, learns=True).run()
 
 
 def _limited(rules: Rules, case: Case) -> Rules:

@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from research.outcome import Finished, Ledger, Run, Span
@@ -101,24 +101,22 @@ class Replay:
         self._since = 0.0
         self._tick = math.inf
 
-    def run(self, on_finish: Callable[[], None] = lambda: None) -> Run:
-        """`on_finish` is called whenever a job ends."""
+    def run(self) -> Run:
         coming = iter(self.arrivals)
         arrival = next(coming, None)
         while arrival or self._live:
             event = self._events[0][0] if self._events else math.inf
             if arrival and arrival.at_s <= min(event, self._tick):
-                if self._arrive(arrival):
-                    on_finish()
+                self._arrive(arrival)
                 arrival = next(coming, None)
             elif self._tick <= event:
                 self._follow(self._tick, self._ask(Again(), self._tick))
-            elif self._step():
-                on_finish()
+            else:
+                self._step()
         return Run(self.finished, self.ledger, self.spans)
 
-    def _arrive(self, arrival: Arrival) -> bool:
-        """True if it has ended already, as its profile was all of it."""
+    def _arrive(self, arrival: Arrival) -> None:
+        """It has ended already if its profile was all of it."""
         now = arrival.at_s
         if arrival.profile_s:
             self.ledger.add(arrival.profile_s, arrival.job.nodes, isolated_usd(arrival.job, self.cluster))
@@ -126,7 +124,7 @@ class Replay:
         if arrival.profiled >= arrival.iterations:
             live.keep_profile()
             self._finish(live, now)
-            return True
+            return
         answer = self._ask(Arrive(arrival.job), now)
         decision = answer.decision
         assert decision is not None
@@ -137,22 +135,21 @@ class Replay:
         if decision.strategy == OWN_NODES[arrival.job.colocated]:
             live.keep_profile()
         self._follow(now, answer, live)
-        return False
 
-    def _step(self) -> bool:
-        """The next end of a phase anywhere; True if it was the last of a job."""
+    def _step(self) -> None:
+        """The next end of a phase anywhere."""
         _, _, running = heapq.heappop(self._events)
         if running.dissolved:
-            return False
-        member = running.run.step()
+            return
+        member, now = running.run.step(), running.run.now
         if member and member.done >= self._live[member.name].arrival.iterations:
-            self._depart(member.name, running.run.now)
-            return True
+            self._finish(self._live.pop(member.name), now)
+            self._follow(now, self._ask(Leave(member.name), now))
+            return
         if member is not None and self.learns:
-            self._learn(member.name, running.run.now)
+            self._learn(member.name, now)
         if not running.dissolved:
             self._schedule(running)
-        return False
 
     def _learn(self, name: str, now: float) -> None:
         """One more iteration of the job was seen."""
@@ -163,10 +160,6 @@ class Replay:
         elif live.observed.steps != LEAST:  # from here on others of its group may be moved
             return
         self._follow(now, self._ask(Correct(live.spec), now))
-
-    def _depart(self, name: str, now: float) -> None:
-        self._finish(self._live.pop(name), now)
-        self._follow(now, self._ask(Leave(name), now))
 
     def _finish(self, live: _Live, now: float) -> None:
         arrival = live.arrival

@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
-from multiprocessing.sharedctypes import Synchronized
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from research.optimum import MAX_JOBS, Optimum
-from research.outcome import Outcome, Run, assess, summarise
+from research.outcome import Outcome, assess, summarise
 from research.policies import BOUNDS, POLICIES, Case
 from research.workload.varying import (
     EXACT,
@@ -32,25 +31,27 @@ from research.workload.workload import Arrival, Shape, TraceRow, draw_workload, 
 from verl_mux.errors import Failure, UserError
 from verl_mux.placement.model import COLOCATED, SEPARATE, Cluster, Rules
 
-POLL_S = 0.2
-
 T = TypeVar("T")
 R = TypeVar("R")
-# (a task, what to call whenever something of it is done) -> its result. It and its results are pickled.
-Work = Callable[[T, Callable[[], None]], R]
+_WORK: list[Callable] = []  # of this process
 
 
-def in_processes(work: Work[T, R], tasks: Sequence[T], on_progress: Callable[[], None], processes: int) -> list[R]:
-    """Results in the order of the tasks, which begin in that order. With one process or one task all is done in this process.
-    Raises the first error that a task raises, and Failure if a process dies."""
+def in_processes(work: Callable[[T], R], tasks: Sequence[T], on_progress: Callable[[], None], processes: int) -> list[R]:
+    """Results in the order of the tasks, which begin in that order; `on_progress` is called when one is done. With one process or
+    one task all is done in this process. Raises the first error that a task raises, and Failure if a process dies."""
     if min(processes, len(tasks)) < 2:
-        return [work(task, on_progress) for task in tasks]
+        results = []
+        for task in tasks:
+            results.append(work(task))
+            on_progress()
+        return results
     context = get_context("spawn")  # a progress bar has a thread, which does not survive a fork
-    done = context.Value("Q")
-    with ProcessPoolExecutor(min(processes, len(tasks)), context, _begin, (work, done)) as pool:
+    with ProcessPoolExecutor(min(processes, len(tasks)), context, _begin, (work,)) as pool:
         futures = [pool.submit(_run, task) for task in tasks]
         try:
-            _follow(futures, done, on_progress)
+            for future in as_completed(futures):
+                future.result()
+                on_progress()
             return [future.result() for future in futures]
         except BrokenProcessPool as error:
             raise Failure("a process of the simulation has died; was there enough memory? fewer processes need less") from error
@@ -59,37 +60,14 @@ def in_processes(work: Work[T, R], tasks: Sequence[T], on_progress: Callable[[],
             raise
 
 
-def _follow(futures: Sequence[Future], done: Synchronized, on_progress: Callable[[], None]) -> None:
-    """Until all are done or one has failed, whose error is raised."""
-    reported, pending = 0, set(futures)
-    while pending:
-        ended, pending = wait(pending, POLL_S)
-        for future in [future for future in futures if future in ended]:
-            future.result()
-        for _ in range(done.value - reported):
-            on_progress()
-            reported += 1
-
-
-class _Worker:
-    """What one of the processes was begun with."""
-
-    work: ClassVar[Work]
-    done: ClassVar[Synchronized]
-
-
-def _begin(work: Work, done: Synchronized) -> None:
+def _begin(work: Callable) -> None:
+    """Each process keeps `work`, which remembers what its tasks share."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt gives one line, not one traceback from each process
-    _Worker.work, _Worker.done = staticmethod(work), done
+    _WORK[:] = [work]
 
 
 def _run(task: Any) -> Any:
-    return _Worker.work(task, _count)
-
-
-def _count() -> None:
-    with _Worker.done.get_lock():
-        _Worker.done.value += 1
+    return _WORK[0](task)
 
 
 class Study(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,13 +89,6 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     max_optimum_jobs: int = MAX_JOBS
 
 
-class Comparison(msgspec.Struct, frozen=True):
-    """report: what `--json` prints. runs: of the first seed, by policy, for plots."""
-
-    report: dict[str, object]
-    runs: dict[str, Run]
-
-
 class Task(msgspec.Struct, frozen=True):
     """One policy on the workload of one seed."""
 
@@ -125,27 +96,17 @@ class Task(msgspec.Struct, frozen=True):
     seed: int
 
 
-def simulate(study: Study, on_finish: Callable[[], None] = lambda: None, processes: int = 1) -> Comparison:
-    """Runs all policies on all seeds, in at most `processes` processes. `on_finish` is called whenever a simulated job ends, and
-    once for each job of a policy that is not run phase by phase. Raises UserError for a job the cluster cannot hold.
-
-    With more than one process, call it below `if __name__ == "__main__"`, as multiprocessing asks."""
+def simulate(study: Study, on_progress: Callable[[], None] = lambda: None, processes: int = 1) -> dict[str, Any]:
+    """Runs all policies on all seeds, in at most `processes` processes; returns what `--json` prints. Raises UserError for a job
+    the cluster cannot hold. With more than one process, call it below `if __name__ == "__main__"`, as multiprocessing asks."""
     if "optimum" in study.policies and not study.max_optimum_jobs:
         raise UserError("policy 'optimum' needs the optimum: give it at least 1 job at a time")
     tasks = [Task(name, seed) for name in study.policies for seed in range(study.seeds)]
-    results = in_processes(_Runs(study), tasks, on_finish, processes)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in study.policies}
-    first: dict[str, Run] = {}
-    for task, (outcome, run) in zip(tasks, results, strict=True):
+    for task, outcome in zip(tasks, in_processes(_Runs(study), tasks, on_progress, processes), strict=True):
         outcomes[task.policy].append(outcome)
-        if run is not None:
-            first[task.policy] = run
-    report = {
-        "policies": {name: summarise(found) for name, found in outcomes.items()},
-        "seeds": study.seeds,
-        "jobs": len(study.rows),
-    }
-    return Comparison(report, first)
+    policies = {name: summarise(found) for name, found in outcomes.items()}
+    return {"policies": policies, "seeds": study.seeds, "jobs": len(study.rows)}
 
 
 class _Runs:
@@ -155,14 +116,12 @@ class _Runs:
         self.study = study
         self._seeds: dict[int, tuple[Case, Optimum]] = {}
 
-    def __call__(self, task: Task, on_finish: Callable[[], None]) -> tuple[Outcome, Run | None]:
-        """The run itself only of the first seed."""
+    def __call__(self, task: Task) -> Outcome:
         if task.seed not in self._seeds:
             self._seeds[task.seed] = _case(self.study, task.seed)
         case, by_the_hour = self._seeds[task.seed]
-        run = POLICIES[task.policy](msgspec.structs.replace(case, on_finish=on_finish))
         optimum = by_the_hour if self.study.max_optimum_jobs and task.policy not in BOUNDS else None
-        return assess(run, case.cluster, case.moments, optimum), None if task.seed else run
+        return assess(POLICIES[task.policy](case), case.cluster, case.moments, optimum)
 
 
 def _case(study: Study, seed: int) -> tuple[Case, Optimum]:
@@ -189,42 +148,23 @@ def arrivals_of(study: Study, seed: int) -> list[Arrival]:
     return [msgspec.structs.replace(a, job=msgspec.structs.replace(a.job, **announced)) for a in arrivals]
 
 
-class Sweep(msgspec.Struct, frozen=True):
-    """setting: a key of SETTINGS. studies: by the value as given."""
-
-    setting: str
-    studies: dict[str, Study]
-
-
-def _with_slo(study: Study, value: str) -> Study:
-    return msgspec.structs.replace(study, slo=parse_slo(value))
-
-
-def _with_cap(study: Study, value: str) -> Study:
-    try:
-        cap = int(value)
-    except ValueError as error:
-        raise UserError(f"--sweep cap: {value!r} is not a whole number of jobs") from error
-    return msgspec.structs.replace(study, rules=msgspec.structs.replace(study.rules, cap=cap))
-
-
-SETTINGS: dict[str, Callable[[Study, str], Study]] = {"slo": _with_slo, "cap": _with_cap}
-
-
-def parse_sweep(spec: str, study: Study) -> Sweep:
-    """`slo=1.1,1.5,2` or `cap=1,2,3,5`. Raises UserError, for a bad value too."""
+def sweep_studies(spec: str, study: Study) -> tuple[str, dict[str, Study]]:
+    """`slo=1.1,1.5,2` or `cap=1,2,3,5`: the setting, and the study by value as given. Raises UserError, for a bad value too."""
     setting, _, given = spec.partition("=")
     values = [value.strip() for value in given.split(",") if value.strip()]
-    if setting not in SETTINGS or not values:
+    if setting not in ("slo", "cap") or not values:
         raise UserError(f"--sweep is {spec!r}; allowed: slo=NUMBER,NUMBER,... or cap=JOBS,JOBS,...")
-    return Sweep(setting, {value: SETTINGS[setting](study, value) for value in values})
+    return setting, {value: _with(study, setting, value) for value in values}
 
 
-def run_sweep(sweep: Sweep, on_finish: Callable[[], None], processes: int) -> dict[str, object]:
-    """What `--json` prints: the report of each study, with its value in front."""
-    studies = sweep.studies.items()
-    runs = [{sweep.setting: float(value), **simulate(study, on_finish, processes).report} for value, study in studies]
-    return {"sweep": sweep.setting, "runs": runs}
+def _with(study: Study, setting: str, value: str) -> Study:
+    if setting == "slo":
+        return msgspec.structs.replace(study, slo=parse_slo(value))
+    try:
+        rules = msgspec.structs.replace(study.rules, cap=int(value))
+    except ValueError as error:
+        raise UserError(f"--sweep cap: {value!r} is not a whole number of jobs") from error
+    return msgspec.structs.replace(study, rules=rules)
 
 
 def sweep_table(report: dict) -> str:

@@ -1,4 +1,4 @@
-"""`python -m research.paper [--only R1,R6] [--json] [--plot DIR]`: the paper's figures beside ours."""
+"""`python -m research.paper [--only R1,R6] [--json]`: the paper's figures beside ours."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json as json_module
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -55,7 +54,6 @@ def rerun(
     only: Annotated[str, typer.Option(help="Claims to rerun, e.g. R1,R6; all by default.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of README.md.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Folder for the plots.")] = None,
 ) -> None:
     """Rerun what can be rerun of the RollMux paper (arXiv 2512.11306v2) without its testbed."""
     figures: list[Figure] = []
@@ -63,10 +61,6 @@ def rerun(
         started = time.monotonic()
         figures += CLAIMS[claim].run()
         print(f"{claim}: {CLAIMS[claim].title} ({time.monotonic() - started:.1f} s)", file=sys.stderr)
-    if plot is not None:
-        from research.paper.plots import draw
-
-        draw(figures, plot)
     if json:
         print(json_module.dumps({"figures": [figure.as_row() for figure in figures]}, indent=2))
     elif as_markdown:

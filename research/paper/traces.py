@@ -134,7 +134,7 @@ def outcome(
         rows=rows(), shapes=find_shapes(shapes), slo=slo, policies=policies, cluster=TESTBED, rules=rules, seeds=SEEDS,
         estimates=EXACT if estimates == "exact" else parse_estimates(estimates), max_optimum_jobs=optimum,
     )  # fmt: skip
-    return simulate(study).report["policies"]
+    return simulate(study)["policies"]
 
 
 def cost_over_optimum() -> list[Figure]:

@@ -94,11 +94,9 @@ def test_a_sweep_as_a_table_has_a_line_for_each_value(run_main, trace):
     assert all(line.split()[2] == "100.0%" for line in lines) and foot == "USD/h and SLO real; 12 jobs, 1 seeds"
 
 
-def test_pictures_and_a_table(run_main, trace, tmp_path):
-    pytest.importorskip("matplotlib")
-    code, out, _ = run_main("simulate", trace, "--policies", "solo,ours", "--max-jobs", 0, "--plot", tmp_path / "plots")
+def test_a_table(run_main, trace):
+    code, out, _ = run_main("simulate", trace, "--policies", "solo,ours", "--max-jobs", 0)
     assert code == 0 and "12 jobs, 1 seeds" in out
-    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"cost.png", "policies.png"}
 
 
 def test_the_packaged_trace_has_300_jobs(run_main):
@@ -142,11 +140,6 @@ def test_a_trace_as_spreadsheets_write_it_is_read(run_main, tmp_path):
     assert run_main("simulate", path, "--policies", "solo")[0] == 0
 
 
-def test_a_picture_that_has_no_place_is_refused_before_the_simulation(run_main, trace):
-    code, out, err = run_main("simulate", trace, "--plot", trace)
-    assert (code, out) == (2, "") and "cannot make this directory" in err and len(err.splitlines()) == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -168,7 +161,6 @@ def test_a_picture_that_has_no_place_is_refused_before_the_simulation(run_main, 
         (("--sweep", "slo=1.5,0.9"), "SLO '0.9' is out of range"),
         (("--sweep", "cap=2,x"), "--sweep cap: 'x' is not a whole number of jobs"),
         (("--sweep", "cap=0"), "cap is 0"),
-        (("--sweep", "cap=2", "--plot", "p"), "it cannot be given with --sweep"),
         (("--move-cost", "soon"), "--move-cost is 'soon'; seconds of at least 0 are needed, or the word measured"),
         (("--policies", "live", "--train-nodes", "9"), "policy 'live' does not queue"),
         (("--policies", "random", "--rollout-nodes", "9"), "policy 'random' does not queue"),

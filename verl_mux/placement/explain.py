@@ -1,4 +1,4 @@
-"""Why a job is where it is, what other places would have cost, and what it could change to save, as data and as a sentence.
+"""Why a job is where it is, and what other places would have cost, as data and as a sentence.
 
 Pure and read-only; called by planner.py for a job that arrives, and by the coordinator and `verl-mux plan` for the sentences.
 """
@@ -6,33 +6,20 @@ Pure and read-only; called by planner.py for a job that arrives, and by the coor
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
 from verl_mux.placement.feasibility import TOLERANCE
 from verl_mux.placement.group_run import group_periods
 from verl_mux.placement.groups import Extension, Place, extensions, pairs_of_pins
-from verl_mux.placement.layouts import EPSILON_USD, isolated_usd
-from verl_mux.placement.model import (
-    COLOCATED,
-    SEPARATE,
-    Group,
-    JobSpec,
-    NodeKind,
-    allowed,
-    cycle_time,
-    load_time,
-    modes_of,
-    too_large,
-)
+from verl_mux.placement.layouts import isolated_usd
+from verl_mux.placement.model import Group, JobSpec, NodeKind, allowed, cycle_time, load_time, too_large
 from verl_mux.placement.placer import Placer
 from verl_mux.placement.questions import OWN_NODES, Alternative, Decision
 
 # Groups that are looked at where there are too many.
 NEAREST = 2
-# SLOs this many times as large are tried; a job that takes more than this is another job.
-LARGER_SLOS = (1.5, 2.0)
 
 # --- the places that a job could take; asked before it is admitted ---
 
@@ -170,46 +157,6 @@ def lost_elsewhere(pair: str, could: Mapping[str, Sequence[Alternative]], usd: M
     return found
 
 
-# --- what the job could change ---
-
-
-class Advice(msgspec.Struct, frozen=True):
-    """What to change, and USD per hour that this saves; None: the job would start, which it does not now."""
-
-    how: str
-    saves_usd_per_hour: float | None
-
-
-def advice(placer: Placer, job: JobSpec, could: Sequence[Alternative], most: int | None = None) -> Advice | None:
-    """The change after which the job could be placed cheapest, if that is cheaper than the places that it `could` take. To be
-    asked before the job is admitted. most: as of alternatives()."""
-    now = least = cheapest(could)
-    if now <= EPSILON_USD:
-        return None
-    best: Advice | None = None
-    for how, other in _changes(job):
-        if not modes_of(other, placer.cluster, placer.rules):
-            continue
-        placer.feasibility.forget(job.name)  # verdicts are remembered by name
-        then = cheapest(alternatives(placer, other, most))
-        if then < least - EPSILON_USD:
-            best, least = Advice(how, now - then if now < math.inf else None), then
-    placer.feasibility.forget(job.name)
-    return best
-
-
-def _changes(job: JobSpec) -> Iterator[tuple[str, JobSpec]]:
-    for times in LARGER_SLOS:
-        slo = job.slo * times
-        yield f"let an iteration take {slo:g} times as long as alone (its SLO)", msgspec.structs.replace(job, slo=slo)
-    if job.rollout_nodes == job.train_nodes and COLOCATED not in job.modes:
-        other = msgspec.structs.replace(job, modes=(COLOCATED,), colocated=True)
-        yield "run both phases on the same training nodes (mux_colocate)", other
-    if SEPARATE not in job.modes:
-        other = msgspec.structs.replace(job, modes=(SEPARATE,), colocated=False)
-        yield "run its phases on nodes of both pools (mux_separate)", other
-
-
 # --- in a sentence ---
 
 
@@ -224,10 +171,19 @@ def where(job: str, nodes: Sequence[str], others_on: Mapping[str, Collection[str
     return f"{job} {' and '.join(parts)}"
 
 
-def because(decision: Decision, job: JobSpec, could: Sequence[Alternative], found: Advice | None) -> str:
+def because(decision: Decision, job: JobSpec, could: Sequence[Alternative]) -> str:
     """The rest of the sentence, as of when the job came. could: all places, with why it could not go there, if so."""
-    parts = [_reason(decision, could), _elsewhere(decision, could), _saving(job, found)]
-    return "; ".join(part for part in parts if part)
+    parts = [_reason(decision, could)]
+    others = [place for place in could if not place.why and (place.group, place.strategy) != decision.was]
+    if others and decision.outcome != "queued":
+        other = min(others, key=price)
+        at = f"with group {other.group}" if other.group is not None else "on nodes of its own"
+        parts.append(f"{at} it would have cost {price(other):.2f} USD/h")
+    if job.rollout.source == "bound":
+        parts.append(
+            "to be placed by more than bounds, every response at its limit, tell the seconds of a few steps (mux.profiled)"
+        )
+    return "; ".join(parts)
 
 
 def in_other_pairs(pair: str, usd: Mapping[str, float]) -> str:
@@ -247,21 +203,3 @@ def _reason(decision: Decision, could: Sequence[Alternative]) -> str:
     if refused is None:
         return f"{added}, as there was no job yet to share with"
     return f"{added}, as group {refused.group} could not take it: {refused.why.replace('; ', ', and ')}"
-
-
-def _elsewhere(decision: Decision, could: Sequence[Alternative]) -> str:
-    others = [place for place in could if not place.why and (place.group, place.strategy) != decision.was]
-    if not others or decision.outcome == "queued":
-        return ""
-    other = min(others, key=price)
-    at = f"with group {other.group}" if other.group is not None else "on nodes of its own"
-    return f"{at} it would have cost {price(other):.2f} USD/h"
-
-
-def _saving(job: JobSpec, found: Advice | None) -> str:
-    if found is not None:
-        saves = found.saves_usd_per_hour
-        return f"to start now, {found.how}" if saves is None else f"to save {saves:.2f} USD/h, {found.how}"
-    if job.rollout.source == "bound":
-        return "to be placed by more than bounds, every response at its limit, tell the seconds of a few steps (mux.profiled)"
-    return ""

@@ -153,11 +153,9 @@ class Planner:
             return Answer(decision=decision, spec=specs[pair])
         could = {pair: explain.alternatives(self.placer_of(pair), spec, explained) for pair, spec in specs.items()}
         usd = by_price(specs, could)
-        best = next(iter(usd))
-        advice = explain.advice(self.placer_of(best), specs[best], could[best], explained)
         pair, decision = self._admit(specs, usd, progress)
         lost = explain.lost_to(decision, could[pair]) + explain.lost_elsewhere(pair, could, usd)
-        because = explain.because(decision, specs[pair], could[pair], advice if pair == best else None)
+        because = explain.because(decision, specs[pair], could[pair])
         decision = msgspec.structs.replace(decision, alternatives=tuple(lost))
         return Answer(decision=decision, spec=specs[pair], because=because + explain.in_other_pairs(pair, usd))
 
