@@ -169,29 +169,17 @@ def _table(report: dict) -> str:
 
 
 def parse_rules(cap: int, changes: Sequence[str]) -> Rules:
-    """OURS with this cap and `name=value` changes: on or off, a number, or orders joined by +. Raises UserError."""
-    fields = {field.name: field for field in msgspec.structs.fields(Rules)}
-    changed: dict[str, object] = {}
+    """OURS with this cap and `name=value` changes: on or off, or a number. Raises UserError."""
+    fields = {field.name: field.default for field in msgspec.structs.fields(Rules)}
+    changed: dict[str, object] = {"cap": cap}
     for change in changes:
         name, _, value = change.partition("=")
         if name not in fields:
             raise UserError(f"rule {change!r} is not known; allowed: {', '.join(f'{known}=...' for known in fields)}")
-        changed[name] = _parsed(change, value, fields[name].default)
-    return msgspec.structs.replace(OURS, **{"cap": cap, **changed})
-
-
-def _parsed(change: str, value: str, default: object) -> object:
-    if isinstance(default, bool):
-        if value not in ("on", "off"):
-            raise UserError(f"rule {change!r} is not understood; give on or off")
-        return value == "on"
-    if isinstance(default, tuple):
-        return tuple(value.split("+"))
-    if isinstance(default, float):
+        kind, given = type(fields[name]), {"on": True, "off": False}.get(value, value)
         try:
-            return float(value)
-        except ValueError:
-            raise UserError(f"rule {change!r} is not understood; give a number") from None
-    if not value.isdigit():
-        raise UserError(f"rule {change!r} is not understood; give a whole number")
-    return int(value)
+            changed[name] = msgspec.convert(given, kind, strict=kind is bool)
+        except msgspec.ValidationError:
+            what = {bool: "on or off", int: "a whole number", float: "a number"}[kind]
+            raise UserError(f"rule {change!r} is not understood; give {what}") from None
+    return msgspec.structs.replace(OURS, **changed)

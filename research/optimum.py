@@ -41,7 +41,6 @@ from verl_mux.placement.model import Cluster, JobSpec, Rules
 from verl_mux.placement.repack import Part, Partitioner
 
 EXACT_NODES = 2
-ORDER = "fifo"
 
 
 class Sharing:
@@ -66,7 +65,7 @@ class Sharing:
             for r, t in itertools.product(rollouts[nodes], trains[more]):
                 if (seconds := self._kept_in(jobs, r.pairs, t.pairs)) is None:
                     continue
-                found = SharedNodes(tuple(jobs), least, nodes, more, r.on, t.on, ORDER, least)
+                found = SharedNodes(tuple(jobs), least, nodes, more, r.on, t.on, least)
                 if self.price is None:
                     return found
                 if (asked := self.price(found, seconds)) < below:
@@ -97,7 +96,7 @@ class Sharing:
 
     def _run(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> Sequence[float] | None:
         self.simulated += 1
-        found = [period.mean_s for period in periods(jobs, *nodes_for(jobs, rollout, train), ORDER)]
+        found = [period.mean_s for period in periods(jobs, *nodes_for(jobs, rollout, train))]
         kept = all([seconds <= job.limit_s * TOLERANCE for job, seconds in zip(jobs, found, strict=True)])
         return found if kept else None
 

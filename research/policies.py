@@ -62,7 +62,7 @@ class MemoryOnly:
             return None
         on += yet_to_take(job, "rollout", job.rollout_nodes - len(on))
         on_train += yet_to_take(job, "train", job.train_nodes - len(on_train))
-        return with_newcomer(group, job, on, on_train, group.order)
+        return with_newcomer(group, job, on, on_train)
 
 
 def _with_room(used_gb: Mapping[str, float], need_gb: float, kind: NodeKind) -> list[str]:

@@ -10,10 +10,9 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
 from research.paper import others, schedules, tails, traces
-from research.paper.figure import Figure, markdown, print_table
+from research.paper.figure import Figure, markdown
 from verl_mux.errors import UserError
 
 
@@ -53,7 +52,6 @@ def find_claims(only: str) -> list[str]:
 def rerun(
     only: Annotated[str, typer.Option(help="Claims to rerun, e.g. R1,R6; all by default.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of README.md.")] = False,
 ) -> None:
     """Rerun what can be rerun of the RollMux paper (arXiv 2512.11306v2) without its testbed."""
     figures: list[Figure] = []
@@ -63,10 +61,8 @@ def rerun(
         print(f"{claim}: {CLAIMS[claim].title} ({time.monotonic() - started:.1f} s)", file=sys.stderr)
     if json:
         print(json_module.dumps({"figures": [figure.as_row() for figure in figures]}, indent=2))
-    elif as_markdown:
-        print(markdown(figures))
     else:
-        print_table(figures, Console(width=None if sys.stdout.isatty() else 160))
+        print(markdown(figures))
 
 
 def main() -> None:

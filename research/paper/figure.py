@@ -1,12 +1,10 @@
-"""One figure of the paper beside ours, and figures as a table for people and as Markdown. Called by __main__.py; pure."""
+"""One figure of the paper beside ours, and figures as a Markdown table. Called by __main__.py; pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 # How near a figure is reproduced if the row asks for nothing else, relative to the paper's.
 NEAR = 0.10
@@ -81,15 +79,6 @@ def _number(value: float | None, unit: str) -> str:
         return "-"
     digits = 0 if abs(value) >= 100 or float(value).is_integer() else 2 if abs(value) < 10 else 1
     return f"{value:.{digits}f} {unit}".strip()
-
-
-def print_table(figures: Sequence[Figure], console: Console) -> None:
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for column in COLUMNS:
-        table.add_column(column, justify="right" if column in ("paper", "ours") else "left", overflow="fold")
-    for figure in figures:
-        table.add_row(*row(figure))
-    console.print(table)
 
 
 def markdown(figures: Sequence[Figure]) -> str:

@@ -12,14 +12,17 @@ import csv
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from verl_mux.errors import UserError
 from verl_mux.placement.estimator import LinkModel
 from verl_mux.placement.model import Estimate, JobSpec
+
+T = TypeVar("T", int, float)
 
 COLUMNS = ("job", "arrival_h", "duration_h")
 MAX_GPUS = 8192  # of one job on each side
@@ -44,57 +47,43 @@ def read_trace(path: str | Path) -> list[TraceRow]:
             missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
             if missing:
                 raise UserError(f"{path}: column {missing[0]!r} is missing; a trace has {','.join(COLUMNS)}[,gpus]")
-            rows = _unique(path, ((reader.line_num, _row(path, reader.line_num, fields)) for fields in reader))
+            rows: dict[str, TraceRow] = {}
+            for fields in reader:
+                row = _row(path, reader.line_num, fields)
+                if row.job in rows:
+                    raise UserError(f"{path}, line {reader.line_num}: job {row.job!r} is there twice; job names are unique")
+                rows[row.job] = row
     except OSError as error:
         raise UserError(f"cannot read trace {path}: {error.strerror}") from error
     except (csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not a CSV file: {error}") from error
     if not rows:
         raise UserError(f"{path} has no jobs")
-    return sorted(rows, key=lambda row: row.arrival_h)
+    return sorted(rows.values(), key=lambda row: row.arrival_h)
 
 
 def _row(path: str | Path, line: int, fields: dict[str, str | None]) -> TraceRow:
     texts = {column: text for column, text in fields.items() if text is not None}
     if "" in fields or len(texts) < len(fields):
         raise UserError(f"{path}, line {line}: expected {len(fields) - ('' in fields)} fields, as in the first line")
-    name = texts["job"].strip()
-    if not name:
+    if not (name := texts["job"].strip()):
         raise UserError(f"{path}, line {line}: job has no name")
-    arrival = _number(path, line, "arrival_h", texts["arrival_h"])
-    duration = _number(path, line, "duration_h", texts["duration_h"], positive=True)
-    gpus = texts.get("gpus")
-    return TraceRow(name, arrival, duration, _count(path, line, gpus) if gpus and gpus.strip() else None)
 
+    def number(column: str, of: type[T], allowed: str, is_allowed: Callable[[T], bool]) -> T:
+        try:
+            if is_allowed(value := of(texts[column])):
+                return value
+        except ValueError:  # also for more digits than Python takes
+            pass
+        raise UserError(f"{path}, line {line}: {column} is {texts[column]!r}; a {allowed} is needed")
 
-def _number(path: str | Path, line: int, column: str, text: str, positive: bool = False) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= MAX_HOURS or (positive and value == 0):
-        least = "above" if positive else "of at least"
-        raise UserError(f"{path}, line {line}: {column} is {text!r}; a number {least} 0 and at most {MAX_HOURS:g} is needed")
-    return value
-
-
-def _count(path: str | Path, line: int, text: str) -> int:
-    try:
-        count = int(text)
-    except ValueError:  # also for more digits than Python takes
-        count = 0
-    if not 0 < count <= MAX_GPUS:
-        raise UserError(f"{path}, line {line}: gpus is {text!r}; a whole number from 1 to {MAX_GPUS} is needed")
-    return count
-
-
-def _unique(path: str | Path, rows: Iterable[tuple[int, TraceRow]]) -> list[TraceRow]:
-    found: dict[str, TraceRow] = {}
-    for line, row in rows:
-        if row.job in found:
-            raise UserError(f"{path}, line {line}: job {row.job!r} is there twice; job names are unique")
-        found[row.job] = row
-    return list(found.values())
+    most = f"at most {MAX_HOURS:g}"
+    arrival_h = number("arrival_h", float, f"number of at least 0 and {most}", lambda hours: 0 <= hours <= MAX_HOURS)
+    duration_h = number("duration_h", float, f"number above 0 and {most}", lambda hours: 0 < hours <= MAX_HOURS)
+    if not texts.get("gpus", "").strip():
+        return TraceRow(name, arrival_h, duration_h)
+    gpus = number("gpus", int, f"whole number from 1 to {MAX_GPUS}", lambda count: 0 < count <= MAX_GPUS)
+    return TraceRow(name, arrival_h, duration_h, gpus)
 
 
 class Size(msgspec.Struct, frozen=True):

@@ -36,9 +36,9 @@ def test_the_same_question_has_the_same_answer():
 
 def test_without_noise_nothing_is_run_and_a_placer_that_must_be_sure_refuses_more():
     sure, plain = Feasibility(keep=0.95), Feasibility()
-    assert plain.order(pair(1.0), 1, 1) == "fifo" and sure.order(pair(1.0), 1, 1) is None
+    assert plain.allows(pair(1.0), 1, 1) and not sure.allows(pair(1.0), 1, 1)
     steady = [make_job(name, 100, 100, slo=1.0) for name in ("c", "d")]
-    assert sure.order(steady, 1, 1) == "fifo" and Estimate(seconds=1.0).cv == 0.0
+    assert sure.allows(steady, 1, 1) and Estimate(seconds=1.0).cv == 0.0
 
 
 # `b` just makes it if `a` is slow to get back to the training node that they share.

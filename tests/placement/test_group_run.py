@@ -80,7 +80,7 @@ def test_periods_are_judged_and_told_from_the_same_start():
     for order in itertools.permutations(pins):
         group = Group(name="g", pins=order, **nodes)
         told = group_periods(group)
-        judged = Feasibility().order(group.jobs, *pairs_of_pins(order))
+        judged = Feasibility().allows(group.jobs, *pairs_of_pins(order))
         assert judged and told["slow"].mean_s == 33.0 < slow.limit_s
 
 

@@ -24,7 +24,6 @@ from verl_mux.placement.model import Estimate, Group, NodeKind, Pin, Pool, Rules
         (lambda: make_job("a", 10, 10, modes=EITHER, rollout_nodes=2), "it needs 2 rollout and 1 training nodes; colocated"),
         (lambda: make_job("a", 10, 10, colocated=True), "it is colocated, which is not among its modes: separate"),
         (lambda: Rules(cap=0), "cap is 0"),
-        (lambda: Rules(orders=("lifo",)), "order 'lifo' is not known"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_what_is_allowed(make, words):

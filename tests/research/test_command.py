@@ -221,7 +221,6 @@ def test_a_plan_for_a_full_cluster_says_who_waits(run_main, tmp_path):
         (JOB + "rules: {repak: false}", "unknown field `repak` - at `$.rules`; allowed: cap, rollout_scaling"),
         (JOB.replace("train_s", "trian_s"), "allowed: name, rollout_s, train_s"),
         (JOB.replace("name: a", "name: ''"), "a job has no name"),
-        (JOB + "rules: {orders: [lifo]}", "order 'lifo' is not known"),
         ("jobs: [", "is not YAML"),
     ],
 )

@@ -128,5 +128,5 @@ def test_no_policy_costs_less_than_the_bound_while_phases_vary_and_grow():
         rows=[TraceRow(f"job{i}", i * 0.5, 2.0 + i % 3) for i in range(8)], shapes=find_shapes("mixed"), slo=(2.0, 2.0),
         policies=names, cluster=TESTBED, rules=OURS, varying=Varying(0.1, 2.0), movable=True, seeds=2, max_optimum_jobs=0,
     )  # fmt: skip
-    found = {name: each["usd_per_hour_mean"] for name, each in simulate(study).report["policies"].items()}
+    found = {name: each["usd_per_hour_mean"] for name, each in simulate(study)["policies"].items()}
     assert min(found, key=found.__getitem__) == "ideal"

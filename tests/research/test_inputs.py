@@ -84,5 +84,5 @@ def test_a_rule_that_is_not_known_is_refused(change, words):
 
 
 def test_rules_are_changed_by_name():
-    rules = parse_rules(3, ["repack=off", "reach=6", "orders=fifo+longest-first"])
-    assert (rules.cap, rules.repack, rules.reach, rules.orders) == (3, False, 6, ("fifo", "longest-first"))
+    rules = parse_rules(3, ["repack=off", "reach=6", "keep=0.5"])
+    assert (rules.cap, rules.repack, rules.reach, rules.keep) == (3, False, 6, 0.5)

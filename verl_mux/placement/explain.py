@@ -68,16 +68,16 @@ def _in_mode(placer: Placer, job: JobSpec, group: Group) -> Alternative:
     rollout, train = pairs_of_pins(group.pins)
     ways = []
     for ask in found:
-        if order := placer.feasibility.order((*group.jobs, job), rollout | ask.rollout.pairs, train | ask.train.pairs):
+        if placer.feasibility.allows((*group.jobs, job), rollout | ask.rollout.pairs, train | ask.train.pairs):
             why = _short(placer, (ask.rollout.new, ask.train.new), "new nodes")
-            work_usd = placer.search.priced(job, group, ask, order).usd if rules.count_stays else None
+            work_usd = placer.search.priced(job, group, ask).usd if rules.count_stays else None
             way = Alternative(group=group.name, strategy=ask.strategy, usd_per_hour=ask.usd, why=why, work_usd_per_hour=work_usd)
             ways.append(way)
             if not why and not rules.count_stays:
                 break  # none that follows costs less
     if ways:
         return min(ways, key=lambda way: (bool(way.why), price(way)))
-    return _refused(group, _too_slow(job, group, found[0], rules.orders[0]), found[0])
+    return _refused(group, _too_slow(job, group, found[0]), found[0])
 
 
 def _refused(group: Group, why: str, ask: Extension | None = None) -> Alternative:
@@ -113,9 +113,9 @@ def _side_full(at: int, side: str, job: JobSpec, nodes: Sequence[Sequence[JobSpe
     return f"no allowed way to share its {side} nodes"
 
 
-def _too_slow(job: JobSpec, group: Group, ask: Extension, order: str) -> str:
+def _too_slow(job: JobSpec, group: Group, ask: Extension) -> str:
     """The job that would miss its SLO in the cheapest layout; or that a departure could make a job miss it."""
-    whole = Place(job, ask.usd, group, ask, order).group
+    whole = Place(job, ask.usd, group, ask).group
     for member, period in zip(whole.jobs, group_periods(whole).values(), strict=True):
         if period.mean_s > member.limit_s * TOLERANCE:
             return f"{member.name} would take {period.mean_s:.0f} s an iteration, its SLO allows {member.limit_s:.0f} s"

@@ -27,7 +27,7 @@ from verl_mux.placement.group_run import (
     rollout_bits,
     state,
 )
-from verl_mux.placement.model import ORDERS, Estimate, Group, JobSpec
+from verl_mux.placement.model import FIFO, ORDERS, Estimate, Group, JobSpec
 
 TOLERANCE = 1 + 1e-9
 
@@ -97,8 +97,8 @@ def nodes_for(jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> tuple[Se
 # --- settled periods, and phases that vary ---
 
 _Placed = tuple[tuple[str, bool], ...]
-# The order under which all keep their SLOs, and the mean seconds of an iteration of each job (none of jobs in several groups).
-_Verdict = tuple[str, Sequence[float]] | None
+# Mean seconds of an iteration of each job, if all keep their SLOs; none of jobs in several groups.
+_Verdict = Sequence[float] | None
 # Where planned periods take no larger part of what is allowed, phases may vary as they do.
 SURE = 0.75
 
@@ -114,34 +114,27 @@ class Feasibility:
     simulated: groups that were run.
     """
 
-    def __init__(self, orders: Sequence[str] = ("fifo",), keep: float = 0.0) -> None:
-        self.orders = tuple(orders)
+    def __init__(self, keep: float = 0.0) -> None:
         self.keep = keep
         self.simulated = 0
         # By the jobs as they are placed, sorted by name, then by the pairs that share rollout and training nodes.
         self._known: dict[_Placed, dict[tuple[Pairs, Pairs], _Verdict]] = {}
         self._sets: dict[str, list[_Placed]] = {}
 
-    def order(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> str | None:
-        """The first order under which all jobs keep their SLOs when these pairs share nodes, or None."""
-        if not rollout | train:
-            return self.orders[0]
-        verdict = self._verdict(*_by_name(jobs, rollout, train))
-        return verdict and verdict[0]
+    def allows(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> bool:
+        """Whether all jobs keep their SLOs when these pairs share nodes."""
+        return not rollout | train or self._verdict(*_by_name(jobs, rollout, train)) is not None
 
     def keeps(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs, order: str) -> bool:
-        """Whether all keep their SLOs under this very order, and after every departure under the first one that suffices."""
-        found = self.order(jobs, rollout, train)
-        if order in (found, *self.orders):
-            return found is not None
+        """The same under this order; after departures only under FIFO."""
+        if order == FIFO:
+            return self.allows(jobs, rollout, train)
         ordered, on_rollout, on_train = _by_name(jobs, rollout, train)
-        return self._kept_under(ordered, *nodes_for(ordered, on_rollout, on_train), order) is not None
+        return self._kept_under(ordered, on_rollout, on_train, order) is not None
 
     def seconds(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> Sequence[float]:
-        """The mean iteration of each job under the order that `order` found. The jobs make one group and are sorted by name."""
-        verdict = self._verdict(jobs, rollout, train)
-        assert verdict is not None
-        return verdict[1]
+        """The mean iteration of each job that is allowed. The jobs make one group and are sorted by name."""
+        return self._verdict(jobs, rollout, train) or ()
 
     def hopeless_pairs(self, jobs: Sequence[JobSpec]) -> tuple[Pairs, Pairs, Pairs]:
         """Pairs that cannot even on their own share rollout nodes, training nodes, or both. Jobs sorted by name."""
@@ -174,29 +167,19 @@ class Feasibility:
         count = len(jobs)
         groups = connected(rollout | train, count)
         if len(groups) > 1:
-            orders = []
-            for verdict in [of(kept) for kept in groups if len(kept) > 1]:
-                if verdict is None:
-                    return None
-                orders.append(verdict[0])
-            return max(orders, key=self.orders.index, default=self.orders[0]), ()
+            return None if None in [of(kept) for kept in groups if len(kept) > 1] else ()
         for gone in range(count) if count > 2 else ():
             if of((*range(gone), *range(gone + 1, count))) is None:
                 return None
         self.simulated += 1
-        nodes = nodes_for(jobs, rollout, train)
-        for order in self.orders:
-            if (found := self._kept_under(jobs, *nodes, order)) is not None:
-                return order, found
-        return None
+        return self._kept_under(jobs, rollout, train, FIFO)
 
-    def _kept_under(
-        self, jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int], order: str
-    ) -> Sequence[float] | None:
+    def _kept_under(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs, order: str) -> _Verdict:
         """The mean iteration of each job under this order, if all keep their SLOs."""
-        found = [period.mean_s for period in periods(jobs, rollout, train, order)]
+        nodes = nodes_for(jobs, rollout, train)
+        found = [period.mean_s for period in periods(jobs, *nodes, order)]
         room = max(seconds / job.limit_s for job, seconds in zip(jobs, found, strict=True))
-        kept = room <= TOLERANCE and (not self.keep or room < SURE or likely(jobs, rollout, train, order, self.keep))
+        kept = room <= TOLERANCE and (not self.keep or room < SURE or likely(jobs, *nodes, order, self.keep))
         return found if kept else None
 
 

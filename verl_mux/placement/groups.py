@@ -102,14 +102,13 @@ def _sides(room: dict[int, list[str]], members: int, need: int) -> list[Side]:
     return list(found.values())
 
 
-def with_newcomer(group: Group, job: JobSpec, rollout: Sequence[str], train: Sequence[str], order: str) -> Group:
-    """The group with the newcomer pinned to these nodes, new ones among them or not."""
+def with_newcomer(group: Group, job: JobSpec, rollout: Sequence[str], train: Sequence[str]) -> Group:
+    """The group, under FIFO, with the newcomer pinned to these nodes, new ones among them or not."""
     return Group(
         name=group.name,
         pins=(*group.pins, Pin(job=job, rollout=tuple(rollout), train=tuple(train))),
         rollout_nodes=tuple(dict.fromkeys((*group.rollout_nodes, *rollout))),
         train_nodes=tuple(dict.fromkeys((*group.train_nodes, *train))),
-        order=order,
     )
 
 
@@ -345,14 +344,13 @@ def _taken(nodes: Sequence[str], pool: Nodes) -> dict[str, str]:
 
 
 class Place(msgspec.Struct, frozen=True, dict=True):
-    """A place that a job may have: the job as it would be placed; the group to join, how, and in which order the group then runs
-    (None: nodes of its own); and USD per hour, by which places are compared."""
+    """A place that a job may have: the job as it would be placed; USD per hour, by which places are compared; the group to join,
+    and how (None: nodes of its own)."""
 
     job: JobSpec
     usd: float
     joins: Group | None = None
     extension: Extension | None = None
-    order: str = "fifo"
 
     @functools.cached_property
     def group(self) -> Group:
@@ -362,7 +360,7 @@ class Place(msgspec.Struct, frozen=True, dict=True):
             return isolated(job)
         rollout = (*ask.rollout.shared, *yet_to_take(job, "rollout", ask.rollout.new))
         train = (*ask.train.shared, *yet_to_take(job, "train", ask.train.new))
-        return with_newcomer(self.joins, job, rollout, train, self.order)
+        return with_newcomer(self.joins, job, rollout, train)
 
 
 class Search:
@@ -409,10 +407,9 @@ class Search:
             if not _fits((found.rollout.new, found.train.new), free):
                 continue
             jobs = (*group.jobs, job)
-            order = self.feasibility.order(jobs, rollout | found.rollout.pairs, train | found.train.pairs)
-            if not order:
+            if not self.feasibility.allows(jobs, rollout | found.rollout.pairs, train | found.train.pairs):
                 continue
-            place = self.priced(job, group, found, order)
+            place = self.priced(job, group, found)
             if place.usd >= below - EPSILON_USD or not self._in_time(place, group, progress, load_s):
                 continue
             if not self.rules.count_stays:
@@ -420,8 +417,8 @@ class Search:
             best, below = place, place.usd
         return best
 
-    def priced(self, job: JobSpec, group: Group, extension: Extension, order: str) -> Place:
-        place = Place(job, extension.usd, group, extension, order)
+    def priced(self, job: JobSpec, group: Group, extension: Extension) -> Place:
+        place = Place(job, extension.usd, group, extension)
         if not self.rules.count_stays:
             return place
         return msgspec.structs.replace(place, usd=self.price.of_group(place.group) - self.price.of_group(group))

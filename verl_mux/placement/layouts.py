@@ -100,7 +100,7 @@ def fits_on_node(sizes: Sequence[tuple[float, float]], kind: NodeKind) -> list[b
 
 
 class SharedNodes(msgspec.Struct, frozen=True):
-    """The jobs as they are placed; USD per hour; nodes per side; for each job its nodes of each side as bits; the order; the
+    """The jobs as they are placed; USD per hour; nodes per side; for each job its nodes of each side as bits; the
     price by which ways to share are compared."""
 
     jobs: tuple[JobSpec, ...]
@@ -109,7 +109,6 @@ class SharedNodes(msgspec.Struct, frozen=True):
     train_nodes: int
     rollout: tuple[int, ...]
     train: tuple[int, ...]
-    order: str
     price: float
 
 
@@ -159,8 +158,8 @@ def cheapest_nodes(
     for usd, rollout, train in _by_price(jobs, cluster, feasibility, below):
         if usd >= below:
             break
-        if order := feasibility.order(jobs, rollout.pairs, train.pairs):
-            found = SharedNodes(tuple(jobs), usd, rollout.nodes, train.nodes, rollout.on, train.on, order, usd)
+        if feasibility.allows(jobs, rollout.pairs, train.pairs):
+            found = SharedNodes(tuple(jobs), usd, rollout.nodes, train.nodes, rollout.on, train.on, usd)
             if price is None:
                 return found
             if (asked := price(found, feasibility.seconds(jobs, rollout.pairs, train.pairs))) < below:

@@ -325,9 +325,10 @@ def _ranked(key: Callable[[JobSpec], float]) -> Callable[[Sequence[JobSpec]], li
     return ranks
 
 
+FIFO = "fifo"
 ORDERS: dict[str, Callable[[Sequence[JobSpec]], list[int]]] = {
     # One queue per node, first come first served (the runtime of the RollMux paper).
-    "fifo": lambda jobs: [0] * len(jobs),
+    FIFO: lambda jobs: [0] * len(jobs),
     # The longest iteration alone goes first: it sets the cycle, the others fit into its bubbles.
     "longest-first": _ranked(lambda job: -job.iteration_s),
     # The least room between the iteration alone and its SLO goes first.
@@ -345,7 +346,6 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     whole_pool: every job trains on all training nodes of its group, as in the paper, and keeps them when others leave.
     prune_saturated: skip groups with T_load >= T_cycle.
     best_fit: among equally cheap places take the fullest, not the oldest.
-    orders: tried in turn.
     guard: check a join on the group as it stands now, over the whole life of its jobs, and not only on its settled periods.
     repack: move jobs where the saving pays for the cold start.
     reach: most jobs that one repack looks at together.
@@ -366,7 +366,6 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     whole_pool: bool = False
     prune_saturated: bool = False
     best_fit: bool = True
-    orders: tuple[str, ...] = ("fifo",)
     guard: bool = True
     repack: bool = True
     reach: int = 8
@@ -385,9 +384,6 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise UserError(f"hysteresis is {self.hysteresis:g}; a saving must pay for its moves at least 1 time")
         if not 0 <= self.keep < 1:
             raise UserError(f"keep is {self.keep:g}; a probability of at least 0 and below 1 is needed")
-        for order in self.orders:
-            if order not in ORDERS:
-                raise UserError(f"order {order!r} is not known; allowed: {', '.join(ORDERS)}")
 
 
 OURS = Rules()

@@ -37,7 +37,7 @@ class Placer:
     def __init__(self, cluster: Cluster, rules: Rules, books: Books) -> None:
         self.cluster, self.rules = cluster, rules
         self.groups = Groups(cluster, books)
-        self.feasibility = Feasibility(rules.orders, rules.keep)
+        self.feasibility = Feasibility(rules.keep)
         self.search = Search(self.groups, rules, self.feasibility)
         self.partitioner = Partitioner(cluster, self.feasibility, rules)
         self._repack = Repack(self.search, self.partitioner)
@@ -221,7 +221,7 @@ class Placer:
         self.partitioner.forget(name)
 
     def _feasible(self, group: Group) -> bool:
-        return self.feasibility.order(group.jobs, *pairs_of_pins(group.pins)) is not None
+        return self.feasibility.allows(group.jobs, *pairs_of_pins(group.pins))
 
     def _move(self, job: JobSpec, kind: str, group: Group) -> Move:
         pin = self.groups.pin_of(job.name)

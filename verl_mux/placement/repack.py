@@ -53,7 +53,7 @@ class Partitioner:
         self.cluster, self.feasibility, self.rules = cluster, feasibility, rules
         price = Price(cluster, rules).of_shared if rules.count_stays else None
         # While phases last as estimated.
-        self._lasting = Feasibility(feasibility.orders) if feasibility.keep and find is None else feasibility
+        self._lasting = Feasibility() if feasibility.keep and find is None else feasibility
         self._find = find or (lambda jobs, below: cheapest_nodes(jobs, cluster, self._lasting, below, price))
         self._find_sure: Find = lambda jobs, below: cheapest_nodes(jobs, cluster, feasibility, below, price)
         self.until = math.inf
@@ -102,7 +102,7 @@ class Partitioner:
 
     def _is_sure(self, shared: SharedNodes) -> bool:
         on = pairs_of_nodes(shared.rollout), pairs_of_nodes(shared.train)
-        return self.feasibility.order(shared.jobs, *on) == shared.order
+        return self.feasibility.allows(shared.jobs, *on)
 
     def shared_nodes(self, jobs: Sequence[JobSpec], below: Callable[[], float]) -> SharedNodes | None:
         """`below`: what the jobs cost in the best smaller groups; a group that is not cheaper is of no use. Jobs come
@@ -280,7 +280,7 @@ def _fresh(jobs: tuple[JobSpec, ...], shared: SharedNodes | None) -> Group:
         Pin(job=job, rollout=_chosen(rollout, on), train=_chosen(train, on_train))
         for job, on, on_train in zip(jobs, shared.rollout, shared.train, strict=True)
     )
-    return Group(name=jobs[0].name, pins=pins, rollout_nodes=rollout, train_nodes=train, order=shared.order)
+    return Group(name=jobs[0].name, pins=pins, rollout_nodes=rollout, train_nodes=train)
 
 
 def _chosen(nodes: tuple[str, ...], bits: int) -> tuple[str, ...]:
