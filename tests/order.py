@@ -33,7 +33,7 @@ _LONG = (
     "agent/test_hosts.py",
     "bench/test_load.py",
     "bench/chaos/test_simulated.py",
-    "research/test_simulate.py",
+    "research/test_command.py",
 )
 # Of real jobs that have started up beside all that comes before.
 _LAST = ("e2e/test_rollout_control.py", "e2e/test_event_log.py")

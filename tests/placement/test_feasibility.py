@@ -1,11 +1,112 @@
-"""Whether a group keeps its SLOs while phases vary, and as it stands now."""
+"""A group in virtual time, and whether it keeps its SLOs: settled, while phases vary, and as it stands now."""
+
+import itertools
 
 import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.placement.made_jobs import Planner, assert_invariants, make_cluster, make_job
+from tests.placement.made_jobs import ANY_MODES, EITHER, Planner, assert_invariants, jobs, make_cluster, make_job
 from verl_mux.placement import feasibility as forecast
-from verl_mux.placement.feasibility import Feasibility, Progress, late_job, likely
-from verl_mux.placement.model import Estimate, Group, Pin
+from verl_mux.placement.feasibility import Feasibility, Progress, late_job, likely, nodes_of_pairs
+from verl_mux.placement.group_run import ROLLOUT, TRAIN, group_periods, periods, planned_run, rollout_bits, settle
+from verl_mux.placement.groups import pairs_of_pins
+from verl_mux.placement.model import ORDERS, Estimate, Group, Pin
+
+
+@st.composite
+def shared(draw):
+    """Jobs as they are placed, and nodes (bits) such that any pairs of them share nodes of either side."""
+    found = [draw(st.sampled_from(job.in_modes)) for job in draw(jobs(modes=ANY_MODES))]
+    pairs = len(found) * (len(found) - 1) // 2
+    rollout, train = (draw(st.integers(0, 2**pairs - 1)) for _ in range(2))
+    trained = [bits << pairs for bits in nodes_of_pairs(train, len(found))]
+    return found, rollout_bits(found, nodes_of_pairs(rollout, len(found)), trained), trained
+
+
+@given(found=jobs())
+def test_where_all_meet_on_both_sides_the_closed_form_agrees_with_the_events(found):
+    everybody = [1] * len(found), [2] * len(found)
+    settled = settle(planned_run(found, *everybody, "fifo"))
+    closed = periods(found, *everybody)
+    assert [p.mean_s for p in closed] == pytest.approx([p.mean_s for p in settled])
+
+
+@given(case=shared(), order=st.sampled_from(sorted(ORDERS)))
+def test_no_node_is_held_twice_and_no_gang_is_half_granted(case, order):
+    found, rollout, train = case
+    run = planned_run(found, rollout, train, order)
+    for _ in range(200):
+        run.step()
+        run.next_end()
+        running = [m for m, end in zip(run.members, run.ends, strict=True) if end < float("inf")]
+        for a, b in itertools.combinations(running, 2):
+            assert not a.needs[a.phase] & b.needs[b.phase]
+        held = 0
+        for member in running:
+            assert member.phase in (ROLLOUT, TRAIN) and member.needs[member.phase] & ~run.held == 0
+            held |= member.needs[member.phase]
+        assert held == run.held
+        assert {*run.waiting}.isdisjoint(running) and len(run.waiting) + len(running) == len(found)
+
+
+@given(case=shared())
+def test_nobody_is_faster_than_alone(case):
+    found, rollout, train = case
+    assert all(p.mean_s >= j.iteration_s * (1 - 1e-9) for p, j in zip(periods(found, rollout, train), found, strict=True))
+
+
+def test_two_jobs_on_one_rollout_node_take_turns_as_in_figure_3():
+    pins = [("a", 262.3, 86.7), ("b", 310.0, 120.5)]
+    group = Group(
+        name="g",
+        pins=tuple(Pin(job=make_job(n, r, t), rollout=("r",), train=(f"t{n}",)) for n, r, t in pins),
+        rollout_nodes=("r",),
+        train_nodes=("ta", "tb"),
+    )
+    assert group_periods(group)["a"].mean_s == pytest.approx(572.3)
+
+
+def test_periods_are_judged_and_told_from_the_same_start():
+    """This group settles in another course, too slow for `slow`, if it begins in another order."""
+    a = make_job("a", 5, 5, slo=2.0, rollout_nodes=2, train_nodes=2)
+    b = make_job("b", 10, 20, sync_s=1.0, rollout_switch_s=2.0, slo=1.6, train_nodes=2)
+    slow = make_job("slow", 5, 20, sync_s=1.0, train_switch_s=4.0, slo=1.3, rollout_nodes=2, train_nodes=2)
+    pins = (
+        Pin(job=slow, rollout=("r5", "r6"), train=("t7", "t8")),
+        Pin(job=b, rollout=("r5",), train=("t3", "t11")),
+        Pin(job=a, rollout=("r6", "r5"), train=("t4", "t5")),
+    )
+    nodes = {"rollout_nodes": ("r5", "r6"), "train_nodes": ("t3", "t4", "t5", "t7", "t8", "t11")}
+    for order in itertools.permutations(pins):
+        group = Group(name="g", pins=order, **nodes)
+        told = group_periods(group)
+        judged = Feasibility().allows(group.jobs, *pairs_of_pins(order))
+        assert judged and told["slow"].mean_s == 33.0 < slow.limit_s
+
+
+def test_a_tail_lets_the_next_job_onto_the_nodes():
+    tails = [make_job(name, 200, 50, tail_s=tail) for name, tail in (("a", 0.0), ("b", 0.0))]
+    with_tails = [make_job(name, 200, 50, tail_s=60.0) for name in ("a", "b")]
+    assert periods(with_tails, [1, 1], [2, 2])[0].mean_s < periods(tails, [1, 1], [2, 2])[0].mean_s
+
+
+def colocated(name: str, rollout: float, train: float, **fields):
+    return make_job(name, rollout, train, modes=EITHER, colocated=True, **fields)
+
+
+def test_colocated_jobs_on_one_node_take_turns_phase_by_phase():
+    """Each pays its switch for every phase, as the other's comes between."""
+    found = [colocated(name, 60, 40, rollout_switch_s=2, train_switch_s=3) for name in ("a", "b")]
+    assert [period.mean_s for period in periods(found, [1, 1], [1, 1])] == [210, 210]
+    assert periods(found[:1], [1], [1])[0].mean_s == 100
+
+
+def test_a_job_trains_on_the_node_of_a_colocated_one_while_its_own_rollouts_run_elsewhere():
+    found = [colocated("a", 60, 40), make_job("b", 90, 20)]
+    assert [period.mean_s for period in periods(found, [2, 1], [2, 2])] == [120, 120]
+    assert [period.mean_s for period in periods([found[0], make_job("c", 80, 100)], [2, 1], [2, 2])] == [200, 200]
 
 
 def varying(job, cv=0.1, unsure=0.0):

@@ -1,4 +1,4 @@
-"""Several pairs of pools: where a job goes, and what one pair knows of another."""
+"""Several pairs of pools: where a job goes, and what one pair knows of another; why a job is where it is."""
 
 import msgspec
 import pytest
@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.exploring import examples
-from tests.placement.made_jobs import CHEAP, DEAR, Planner, assert_invariants, jobs, make_job
+from tests.placement.made_jobs import CHEAP, DEAR, EITHER, Planner, assert_invariants, jobs, make_cluster, make_job
 from verl_mux.errors import UserError
-from verl_mux.placement.explain import alternatives
+from verl_mux.placement.explain import alternatives, lost_to, where
 from verl_mux.placement.feasibility import Progress
-from verl_mux.placement.model import LIVE, Cluster, Estimate, JobSpec, NodeKind, Pool
+from verl_mux.placement.model import LIVE, Cluster, Estimate, JobSpec, NodeKind, Pool, Rules
 from verl_mux.placement.planner import by_price, pair_of
 from verl_mux.placement.questions import Arrive, Record
 
@@ -181,8 +181,8 @@ def test_in_all_pairs_together_every_promise_holds(given_jobs, longer, only, clo
         return {job.name: Progress(age_s=100 * job.iteration_s, done=100, phase="rollout") for job in placed}
 
     alive: list[str] = []
-    for job, times, where in zip(given_jobs, longer, only, strict=False):
-        specs = {pair: spec for pair, spec in on_both(job, times).items() if where in (None, pair)}
+    for job, times, only_in in zip(given_jobs, longer, only, strict=False):
+        specs = {pair: spec for pair, spec in on_both(job, times).items() if only_in in (None, pair)}
         _, decision = admit(its, specs, old())
         alive.append(job.name)
         assert decision.outcome == ("queued" if its.waits(job.name) else "placed")
@@ -193,3 +193,87 @@ def test_in_all_pairs_together_every_promise_holds(given_jobs, longer, only, clo
             alive.remove(given_jobs[index].name)
             its = after()
     assert not its.groups and not its.waiting
+
+
+def reasons(placer, job) -> list[str]:
+    return [alternative.why for alternative in alternatives(placer.placer, job)]
+
+
+def test_each_kind_of_refusal_has_its_words():
+    placer = Planner.of_one(make_cluster(2, 2), Rules(cap=2, rollout_scaling=False, training_scaling=False))
+    placer.admit(make_job("a", 100, 100, slo=1.2, rollout_memory_gb=700))
+    assert "900 GB" in reasons(placer, make_job("m", 100, 100, slo=1.2, rollout_memory_gb=900))[0]
+    assert "busy for at least" in reasons(placer, make_job("s", 300, 30, slo=1.0))[0]
+    placer.admit(make_job("b", 100, 100, slo=1.2, rollout_memory_gb=10))
+    found = reasons(placer, make_job("c", 10, 10, rollout_nodes=2, train_nodes=2))
+    assert found == ["full: 2 jobs, the cap", "needs 2 + 2 nodes; free are 1 + 1"]
+
+
+def test_a_place_that_would_break_an_slo_names_whose():
+    placer = Planner.of_one(make_cluster(), Rules(rollout_scaling=False, training_scaling=False))
+    placer.admit(make_job("long", 200, 200, slo=1.0))
+    why = reasons(placer, make_job("short", 30, 30, slo=1.5))[0]
+    assert why.startswith("short would take") and "its SLO allows 90 s" in why
+
+
+def test_what_could_have_been_taken_lost_by_its_price():
+    placer = Planner.of_one(make_cluster())
+    placer.admit(make_job("a", 100, 100, slo=1.3))
+    found = alternatives(placer.placer, make_job("b", 100, 100, slo=1.3))
+    assert [alternative.why for alternative in found] == ["", ""]
+    assert lost_to(placer.admit(make_job("b", 100, 100, slo=1.3)), found)[-1].why == "costs 57.04 USD/h more"
+
+
+def test_nodes_of_its_own_are_told_for_each_mode():
+    placer = Planner.of_one(make_cluster(1, 2))
+    placer.admit(make_job("a", 100, 100, slo=1.0))
+    found = alternatives(placer.placer, make_job("b", 100, 100, slo=1.0, modes=EITHER))
+    assert [(place.strategy, place.why) for place in found[1:]] == [
+        ("isolated", "needs 1 + 1 nodes; free are 0 + 1"),
+        ("colocated", ""),
+    ]
+
+
+def sentence(placer, job):
+    return placer.answer(Arrive(job), {}, explained=None).because
+
+
+def test_where_it_is():
+    assert where("a", ["r0", "t0", "r0"], {"r0": ["c"], "t0": ["b", "c"]}) == "a shares r0, t0 with b, c"
+    assert where("a", ["r0", "t0"], {"t0": ["b"], "r0": []}) == "a shares t0 with b and has r0 to itself"
+    assert where("a", ["t0"], {}) == "a has t0 to itself"
+
+
+def test_the_first_has_nobody_to_share_with():
+    said = sentence(Planner.of_one(make_cluster()), make_job("a", 100, 100, modes=EITHER))
+    assert (
+        said
+        == "which added 42.24 USD/h, as there was no job yet to share with; on nodes of its own it would have cost 57.04 USD/h"
+    )
+
+
+def test_who_shares_is_told_what_nodes_of_its_own_would_have_cost():
+    placer = Planner.of_one(make_cluster())
+    placer.admit(make_job("a", 100, 100, slo=1.3))
+    said = sentence(placer, make_job("b", 100, 100, slo=1.3))
+    assert said == "which added 0.00 USD/h, and no other place added less; on nodes of its own it would have cost 57.04 USD/h"
+
+
+def test_a_job_alone_says_why_and_one_that_waits_too():
+    placer = Planner.of_one(make_cluster(), Rules(rollout_scaling=False, training_scaling=False))
+    placer.admit(make_job("a", 100, 100, slo=2.0))
+    assert sentence(placer, make_job("b", 300, 30, slo=1.0)) == (
+        "which added 57.04 USD/h, as group g1 could not take it: every rollout node is busy for at least 25% of the time and the"
+        " job needs 91%, and no allowed way to share its train nodes"
+    )
+    placer = Planner.of_one(make_cluster(1, 1))
+    placer.admit(make_job("a", 100, 100, slo=1.2))
+    assert sentence(placer, make_job("b", 300, 300, slo=1.0)) == "no room within everybody's SLO"
+
+
+def test_who_was_placed_by_bounds_is_told_to_measure():
+    placer = Planner.of_one(make_cluster())
+    placer.admit(make_job("a", 100, 100, slo=1.3))
+    bound = Estimate(seconds=100.0, source="bound")
+    said = sentence(placer, msgspec.structs.replace(make_job("b", 100, 100, slo=1.3), rollout=bound))
+    assert said.endswith("tell the seconds of a few steps (mux.profiled)")
