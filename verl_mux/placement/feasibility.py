@@ -120,6 +120,7 @@ class Feasibility:
         # By the jobs as they are placed, sorted by name, then by the pairs that share rollout and training nodes.
         self._known: dict[_Placed, dict[tuple[Pairs, Pairs], _Verdict]] = {}
         self._sets: dict[str, list[_Placed]] = {}
+        self._hopeless: dict[_Placed, Sequence[bool]] = {}  # pairs on rollout nodes, training nodes, both
 
     def allows(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> bool:
         """Whether all jobs keep their SLOs when these pairs share nodes."""
@@ -138,16 +139,20 @@ class Feasibility:
 
     def hopeless_pairs(self, jobs: Sequence[JobSpec]) -> tuple[Pairs, Pairs, Pairs]:
         """Pairs that cannot even on their own share rollout nodes, training nodes, or both. Jobs sorted by name."""
-        found = [0, 0, 0]
+        rollout = train = both = 0
         for low, high in itertools.combinations(range(len(jobs)), 2):
-            for at, way in enumerate(((1, 0), (0, 1), (1, 1))):
-                if self._verdict((jobs[low], jobs[high]), *way) is None:
-                    found[at] |= pair(low, high)
-        return found[0], found[1], found[2]
+            placed = jobs[low].placed_as, jobs[high].placed_as
+            if placed not in self._hopeless:
+                two = jobs[low], jobs[high]
+                self._hopeless[placed] = [self._verdict(two, *way) is None for way in ((1, 0), (0, 1), (1, 1))]
+            hopeless, bit = self._hopeless[placed], pair(low, high)
+            rollout, train, both = rollout | hopeless[0] * bit, train | hopeless[1] * bit, both | hopeless[2] * bit
+        return rollout, train, both
 
     def forget(self, name: str) -> None:
         for placed in self._sets.pop(name, ()):
             self._known.pop(placed, None)
+            self._hopeless.pop(placed, None)
 
     def _verdict(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> _Verdict:
         placed = tuple([job.placed_as for job in jobs])

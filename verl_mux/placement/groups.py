@@ -81,12 +81,14 @@ def _room(group: Group, job: JobSpec, cluster: Cluster, at: int) -> dict[int, li
     """Nodes of a side (0 rollout, 1 training) with room for the newcomer, by the members on them (bits)."""
     room: dict[int, list[str]] = {}
     most_gb = (cluster.rollout, cluster.train)[at].kind.host_memory_gb
-    sizes = [((each.rollout_share, each.train_share)[at], each.memory_gb[at]) for each in (*group.jobs, job)]
+    shares = [(each.rollout_share, each.train_share)[at] for each in (*group.jobs, job)]
+    gb = [each.memory_gb[at] for each in (*group.jobs, job)]
+    on = [(pin.rollout, pin.train)[at] for pin in group.pins]
     for node in cluster.open(SIDES[at](group)):
-        here = [i for i, pin in enumerate(group.pins) if node in (pin.rollout, pin.train)[at]]
-        time, memory = (sum(sizes[i][what] for i in here) + sizes[-1][what] for what in (0, 1))
+        here = [i for i, nodes in enumerate(on) if node in nodes]
+        time, memory = sum([shares[i] for i in here]) + shares[-1], sum([gb[i] for i in here]) + gb[-1]
         if time <= TOLERANCE and memory <= most_gb:
-            room.setdefault(sum(1 << i for i in here), []).append(node)
+            room.setdefault(sum([1 << i for i in here]), []).append(node)
     return room
 
 
