@@ -161,10 +161,10 @@ def _with(study: Study, setting: str, value: str) -> Study:
     if setting == "slo":
         return msgspec.structs.replace(study, slo=parse_slo(value))
     try:
-        rules = msgspec.structs.replace(study.rules, cap=int(value))
+        cap = int(value)
     except ValueError as error:
         raise UserError(f"--sweep cap: {value!r} is not a whole number of jobs") from error
-    return msgspec.structs.replace(study, rules=rules)
+    return msgspec.structs.replace(study, rules=msgspec.structs.replace(study.rules, cap=cap))
 
 
 def sweep_table(report: dict) -> str:
