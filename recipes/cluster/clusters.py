@@ -12,6 +12,7 @@ the end of this program, or when this machine is gone.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
@@ -38,7 +39,14 @@ loop=$!; cat >/dev/null; kill "$loop"; wait
 WAIT = """
 import sys, time, ray
 deadline = time.monotonic() + 600
-ray.init(address=sys.argv[1], log_to_driver=False)
+while True:
+    try:
+        ray.init(address=sys.argv[1], log_to_driver=False)
+        break
+    except ConnectionError:
+        if time.monotonic() > deadline:
+            raise
+        time.sleep(1)
 while missing := set(sys.argv[2:]) - ray.cluster_resources().keys():
     if time.monotonic() > deadline:
         sys.exit(f"no Ray node offers {missing} at {sys.argv[1]}")
@@ -126,21 +134,30 @@ def main() -> int:
     agent = [sys.executable, "-m", "verl_mux", "agent", "--coordinator", address, "--keys", str(keys)]
     agent += ["--log-dir", str(folder / "agents")]
     nodes = plan(run, pools)
-    clusters = [job["ray"] for job in run["jobs"].values() if "ray" in job]
-    started = [on_host("", "", head(cluster), of_jobs) for cluster in clusters]
-    started += [on_host(given.via, host, [*words, *shlex.split(given.ray)], {**of_jobs, **own}) for host, own, words in nodes]
-    started += [on_host(given.via, host, agent, {}) for host in dict.fromkeys(host for host, _, _ in nodes)]
+    jobs = {name: job for name, job in run["jobs"].items() if "ray" in job}
     log = (folder / "clusters.log").open("a")
-    kept = [subprocess.Popen(words, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True) for words in started]
+    kept: list[subprocess.Popen] = []
+
+    def keep(words: list[str]) -> None:
+        kept.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True))
+
+    def wait(job: str, *offers: str) -> None:
+        words = [sys.executable, "-c", WAIT, jobs[job]["ray"], *offers]
+        if subprocess.run(words, env=environment, stdout=log, stderr=log, check=False).returncode:
+            sys.exit(f"clusters.py: the Ray cluster of job {job} did not come up (log: {log.name})")
+
+    environment = {**os.environ, **variables}
     try:
-        environment = {**os.environ, **variables}
-        for name, job in run["jobs"].items():
-            if "ray" in job:
-                offers = [f"mux_{node}" for node in dict.fromkeys([*job["nodes"]["train"], *job["nodes"]["rollout"]])]
-                waits = [sys.executable, "-c", WAIT, job["ray"], *offers]
-                if code := subprocess.run(waits, env=environment, stdout=log, stderr=log, check=False).returncode:
-                    print(f"clusters.py: the Ray cluster of job {name} did not come up (log: {log.name})", file=sys.stderr)
-                    return code
+        for job in jobs.values():
+            keep(on_host("", "", head(job["ray"]), of_jobs))
+        for name in jobs:
+            wait(name)
+        for host, own_variables, words in nodes:
+            keep(on_host(given.via, host, [*words, *shlex.split(given.ray)], {**of_jobs, **own_variables}))
+        for host in dict.fromkeys(host for host, _, _ in nodes):
+            keep(on_host(given.via, host, agent, {}))
+        for name, job in jobs.items():
+            wait(name, *(f"mux_{node}" for node in {*job["nodes"]["train"], *job["nodes"]["rollout"]}))
         running = subprocess.Popen(command, env=environment, start_new_session=True)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: running.send_signal(number))
@@ -149,7 +166,8 @@ def main() -> int:
         for process in kept:
             process.stdin.close()
         for process in kept:
-            process.wait(60)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(60)
 
 
 if __name__ == "__main__":

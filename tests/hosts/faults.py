@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -59,13 +60,8 @@ class World:
             slow = f"reward.custom_reward_function.path={self.folder}/assets/slow_reward.py"
             # Two ranks divide it, and a rollout is long enough to be met in it.
             sizes = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "data.max_response_length=128"]
-            job["overrides"] = [
-                *tiny.overrides(self.folder / "assets", STEPS),
-                *resuming,
-                *both,
-                *sizes,
-                *([slow] if name == "wide" else []),
-            ]
+            job["overrides"] = [*tiny.overrides(self.folder / "assets", STEPS), *resuming, *both, *sizes]
+            job["overrides"] += [slow] if name == "wide" else []
         for number, job in enumerate(jobs.values()):
             job["ray"] = f"{self.bed.address}:{20_000 + 50 * number}"
         run = {"dir": str(self.out), "coordinator": self.address, "keys": str(self.folder / "keys"), "jobs": jobs}
@@ -108,7 +104,7 @@ class World:
             return None
 
     def holds(self, job: str, phase: str, contended: bool = False) -> bool:
-        """Whether it is in the midst of such a phase, and somebody waits for it to end if that is asked for."""
+        """Whether the job is in such a phase, and, with `contended`, another job waits for one of its nodes."""
         status = self.status() or {"pools": {}}
         nodes = [node for pool in status["pools"].values() for node in pool["nodes"].values()]
         mine = [node for node in nodes for holder in node["holders"] if (holder["job"], holder["phase"]) == (job, phase)]
@@ -166,18 +162,14 @@ def _kill_in(world: World, met: str, other: str, phase: str, words: tuple[str, .
 
 
 def _after(world: World, met: str, other: str, at: float, held: list[str], last: int) -> dict:
-    def next_lease() -> list[tuple[float, float, list[str]]]:
-        return [grant for grant in world.grants(other) if grant[0] > at and not set(grant[2]).isdisjoint(held)]
-
-    world.until(next_lease, f"{other} gets what {met} held")
-    granted, asked, _ = next_lease()[0]
-    told = {"delay_s": round(granted - max(at, asked), 2), "asked_s": round(asked - at, 2), "nodes": held}
+    granted, seconds = _next_lease(world, other, at, held)
     world.until(
         lambda: [step for step in world.steps(met) if step[0] > granted and step[1] > last], f"{met} is back", 2 * LIMIT_S
     )
     back, step = next(step for step in world.steps(met) if step[0] > granted and step[1] > last)
     return {
-        **told,
+        **seconds,
+        "nodes": held,
         "back_s": round(back - at, 1),
         "checkpoint": last,
         "first_step": step,
@@ -185,26 +177,33 @@ def _after(world: World, met: str, other: str, at: float, held: list[str], last:
     }
 
 
+def _next_lease(world: World, job: str, at: float, held: list[str]) -> tuple[float, dict[str, float]]:
+    """When the job was granted a lease on one of these nodes after `at`, and from the fault to that."""
+
+    def grants() -> list[tuple[float, float, list[str]]]:
+        return [grant for grant in world.grants(job) if grant[0] > at and not set(grant[2]).isdisjoint(held)]
+
+    world.until(grants, f"{job} gets what was held")
+    granted, asked, _ = grants()[0]
+    return granted, {"delay_s": round(granted - max(at, asked), 2), "asked_s": round(asked - at, 2)}
+
+
 def _unharmed(world: World, at: float, seconds: float) -> dict:
-    """What happened to nobody: both go on, and lose no step."""
+    """A fault that harms no job: both go on, and lose no step."""
     before = {job: [when for when, _ in world.steps(job) if when < at][-10:] for job in ("wide", "narrow")}
-    periods = {job: max(b - a for a, b in zip(ended, ended[1:], strict=False)) for job, ended in before.items()}
+    periods = {job: max(b - a for a, b in pairwise(ended)) for job, ended in before.items()}
     out = {}
     for job in before:
         world.until(lambda job=job: len([1 for when, _ in world.steps(job) if when > at + seconds]) >= 2, f"{job} goes on")
         ended = [when for when, _ in world.steps(job) if when > at - periods[job]]
+        numbers = [step for _, step in world.steps(job)][-8:]
+        gap = max((b - a for a, b in pairwise(sorted({*before[job][-1:], *ended}))), default=0.0)
         out[job] = {
             "longest_step_before_s": round(periods[job], 1),
-            "longest_gap_after_s": round(_longest_gap([*before[job][-1:], *ended]), 1),
+            "longest_gap_after_s": round(gap, 1),
+            "no_step_lost": numbers == list(range(numbers[0], numbers[0] + len(numbers))),
         }
-        numbers = [step for _, step in world.steps(job)][-8:]
-        out[job]["no_step_lost"] = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     return out
-
-
-def _longest_gap(times: list[float]) -> float:
-    ordered = sorted(set(times))
-    return max((b - a for a, b in zip(ordered, ordered[1:], strict=False)), default=0.0)
 
 
 def driver(world: World) -> dict:
@@ -268,23 +267,13 @@ def cut(world: World) -> dict:
 
 
 def gone(world: World) -> dict:
-    """A host that is no more. Nobody brings `wide` back: its node is not there."""
+    """A host that is no more. `wide` does not come back: its node is not there."""
     world.until(lambda: world.holds("wide", "train"), "wide trains")
     held, at = world.held_nodes("wide"), time.time()
     os.kill(world.bed.hosts()["hostc"].pid, signal.SIGKILL)
-
-    def next_lease() -> list[tuple[float, float, list[str]]]:
-        return [grant for grant in world.grants("narrow") if grant[0] > at and not set(grant[2]).isdisjoint(held)]
-
-    world.until(next_lease, "narrow gets what wide held")
-    granted, asked, _ = next_lease()[0]
+    _, seconds = _next_lease(world, "narrow", at, held)
     fenced = {name: node["fenced"] for pool in world.status()["pools"].values() for name, node in pool["nodes"].items()}
-    return {
-        "host": "hostc",
-        "delay_s": round(granted - max(at, asked), 2),
-        "asked_s": round(asked - at, 2),
-        "fenced": fenced,
-    }
+    return {"host": "hostc", **seconds, "fenced": fenced}
 
 
 def two_holders(out: Path) -> list[dict]:
@@ -314,7 +303,7 @@ def _two_on_a_node(folder: Path) -> list[dict]:
 
 
 def mapped_without_lease(out: Path, coordinator: Path) -> list[dict]:
-    """By the agents' own logs: memory that a process took on a node that another job, or nobody, had a lease on at that look.
+    """By the agents' own logs: memory that a process took on a node that the job had no lease on at that look.
     An agent that was just cut off has not heard of the last lease; that one is looked up in the coordinator's log."""
     seen = [line for folder in out.glob("agents/*") for line in read_directory(folder) if line.event == "device_memory"]
     taken = [line for line in seen if line.extra["bytes"] > line.extra["before"] and line.extra["leased_to"] != line.extra["job"]]
@@ -342,7 +331,7 @@ def main() -> None:
     wanted.sort(key="gone".__eq__)  # That host does not come back, so no other fault can follow.
     folder.mkdir(parents=True)
     random.seed(0)
-    told: dict[str, list[dict]] = {}
+    found: dict[str, list[dict]] = {}
     with Bed(NAME, SUBNET) as bed:
         bed.make(HOSTS, shared=[folder])
         world = World(folder, bed)
@@ -354,21 +343,13 @@ def main() -> None:
                 except (TimeoutError, LookupError) as error:
                     result = {"failed": str(error)}
                 print(name, json.dumps(result), file=sys.stderr, flush=True)
-                told.setdefault(name, []).append(result)
+                found.setdefault(name, []).append(result)
                 if "failed" in result:
                     break
         finally:
             world.end()
-    print(
-        json.dumps(
-            {
-                "faults": told,
-                "two_holders": two_holders(world.out),
-                "without_lease": mapped_without_lease(world.out, folder / "coordinator"),
-            },
-            indent=2,
-        )
-    )
+    without_lease = mapped_without_lease(world.out, folder / "coordinator")
+    print(json.dumps({"faults": found, "two_holders": two_holders(world.out), "without_lease": without_lease}, indent=2))
 
 
 if __name__ == "__main__":

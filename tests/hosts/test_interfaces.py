@@ -20,7 +20,7 @@ MODEL = 10_000_000
 
 
 def counting(rate: float, bursts: dict[float, int], seconds: float = 4.0) -> Counters:
-    """`rate` bytes a second all the time, and so many at once just before some moments."""
+    """`rate` bytes a second all the time, and bursts just before some moments."""
     times = [at * EVERY_S for at in range(round(seconds / EVERY_S))]
     return Counters(times, [round(rate * now + sum(n for when, n in bursts.items() if when <= now)) for now in times])
 
@@ -37,7 +37,7 @@ def test_the_busier_of_the_times_beside_bounds_what_is_no_weights():
     assert idle == pytest.approx(2e6 * 0.12, rel=0.1) and nbytes == pytest.approx(MODEL + 1e6 * 0.12)
 
 
-def test_a_sync_that_nobody_looked_at_is_none():
+def test_a_sync_without_looks_around_it_is_none():
     with pytest.raises(ValueError, match="not looked at"):
         counting(0.0, {}).between(3.5, 5.0)
 

@@ -70,7 +70,7 @@ def pids_from(pipe: Path, count: int) -> set[int]:
 
 
 def runs(pid: int) -> bool:
-    """A dead process may stay a zombie where nobody collects orphans."""
+    """A dead process may stay a zombie where no process collects orphans."""
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 

@@ -129,7 +129,7 @@ def test_segments_follow_one_another(schedule, expected):
     assert segment_steps(config.schedule) == expected
 
 
-def test_the_time_between_an_end_and_a_resumption_is_nobodys_step_and_nobodys_idling(tmp_path):
+def test_the_time_between_an_end_and_a_resumption_is_no_step_and_no_idling(tmp_path):
     made = MadeRun(tmp_path)
     config = make_config({"pools": {"rollout": {"nodes": [{"name": "r0"}]}, "train": {"nodes": [{"name": "t0"}]}}})
     for job in ("a", "b"):

@@ -48,7 +48,7 @@ def test_a_job_that_fails_ends_only_itself_and_is_told_at_the_end(runs):
     assert not carriers(runs.note("coordinator").uid)
 
 
-def test_a_job_with_restarts_goes_on_from_its_checkpoint_and_nobody_is_told_that_it_failed(runs):
+def test_a_job_with_restarts_goes_on_from_its_checkpoint_and_is_not_said_to_have_failed(runs):
     jobs = {"beside": {"overrides": [f"+until={runs.go}"]}, "dies": {"overrides": ["+die_in=3", "+steps=6"], "restarts": 2}}
     runs.write(jobs)
     launcher = runs.start()
