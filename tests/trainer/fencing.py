@@ -6,7 +6,7 @@ import threading
 
 from verl_mux.config.schema import MuxConfig
 from verl_mux.coordinator.bus.client import LeaseLost, LocalMux
-from verl_mux.trainer import modes
+from verl_mux.trainer import job_hosts
 from verl_mux.trainer.job_hosts import HostWatch
 from verl_mux.trainer.modes import PPOTrainerMuxSeparate
 from verl_mux.trainer.phases import Leaving
@@ -53,4 +53,4 @@ def made_ready(trainer, monkeypatch):
     trainer.config.data = {"max_prompt_length": 8, "max_response_length": 8}
     trainer.engines, trainer.rollout_server_manager, trainer.replay_buffer = None, None, None
     trainer.get_reward_handles = lambda: None
-    monkeypatch.setattr(modes, "actors_of_rollout", lambda *others: {})
+    monkeypatch.setattr(job_hosts, "actors_of_rollout", lambda *others: {})

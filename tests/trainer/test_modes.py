@@ -27,7 +27,7 @@ from verl_mux.platform.device_ledger import DeviceFull
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.rollout.control.replica_plan import Unit
-from verl_mux.trainer import modes
+from verl_mux.trainer import job_hosts
 from verl_mux.trainer.job_hosts import ActorWatch, DeadActor
 from verl_mux.trainer.phases import Phases
 from verl_mux.trainer.replay_buffer import MuxReplayBuffer
@@ -151,7 +151,7 @@ def test_a_rollout_that_lost_an_actor_ends_its_job_instead_of_going_on_for_ever(
         trainer_mode="mux_separate", trainer_config=OmegaConf.create(), max_off_policy_threshold=8,
         max_off_policy_strategy="drop", sampler_kwargs=None,
     )  # fmt: skip
-    monkeypatch.setattr(modes, "ActorWatch", functools.partial(ActorWatch, every_s=0.0))
+    monkeypatch.setattr(job_hosts, "ActorWatch", functools.partial(ActorWatch, every_s=0.0))
     monkeypatch.setattr(ActorWatch, "_look", lambda self: lost)
     with pytest.raises(DeadActor):
         trainer.fit(SimpleNamespace(agent_loop_workers=[]))

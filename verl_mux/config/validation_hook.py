@@ -1,6 +1,7 @@
-"""verl's `validate_config` runs our checks first. Imported right after `verl.utils.config` (see plugin.py).
+"""Run our checks before verl's `validate_config`.
 
-`import verl` imports that, so everything else of ours is imported when a config is validated and not before.
+plugin.py has it imported right after `verl.utils.config`, in every process that imports verl; the rest of ours is imported when a
+config is validated and not before.
 """
 
 from __future__ import annotations

@@ -60,18 +60,7 @@ from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.step_metrics import metrics_of_step
 from verl_mux.rollout.control.replica_plan import Room
 from verl_mux.sync.engine import MuxCheckpointManager
-from verl_mux.trainer import stock_modes  # noqa: F401  (wraps verl's `fit`)
-from verl_mux.trainer.job_hosts import (
-    ActorWatch,
-    HostWatch,
-    actors_of_rollout,
-    check_ranks,
-    checkpoint_to_resume,
-    end_process,
-    hosts_of,
-    placed_pools,
-    settle_nodes,
-)
+from verl_mux.trainer import job_hosts, stock_modes  # noqa: F401  (stock_modes wraps the `fit` of verl's own modes)
 from verl_mux.trainer.phases import LeavesToMove, Leaving, Phases
 from verl_mux.trainer.prompts import Prompts
 from verl_mux.trainer.replay_buffer import MuxReplayBuffer
@@ -145,18 +134,18 @@ class PPOTrainerMux(PPOTrainer):
     def _connect(self, config: DictConfig, mux: MuxConfig, cpu: bool) -> None:
         client = connect_job(config, mux)
         try:
-            nodes = settle_nodes(client, config, self._colocated)
+            nodes = job_hosts.settle_nodes(client, config, self._colocated)
         except BaseException:
             client.close()
             raise
         mux.nodes.rollout, mux.nodes.train = nodes.rollout, nodes.train
-        self.settings = completion.hand_to_workers(config, mux, nodes.places, cpu, checkpoint_to_resume(config))
+        self.settings = completion.hand_to_workers(config, mux, nodes.places, cpu, job_hosts.checkpoint_to_resume(config))
         self.phases = Phases(client, open_worker_log(self.settings, "trainer", 0))
         self.leaving = Leaving(client, mux.move_note)
         # A host that is cut off for longer than a lease lasts ends the job, as losing the driver's host would.
         limit_s, used = self.phases.mux.lease_timeout, {*nodes.rollout, *nodes.train}
-        hosts = {} if limit_s is None else hosts_of(used, ray_nodes(), ray.util.get_node_ip_address())
-        self.hosts = HostWatch(hosts, limit_s or 0.0, functools.partial(end_process, self.phases))
+        hosts = {} if limit_s is None else job_hosts.hosts_of(used, ray_nodes(), ray.util.get_node_ip_address())
+        self.hosts = job_hosts.HostWatch(hosts, limit_s or 0.0, functools.partial(job_hosts.end_process, self.phases))
         self.phases.log.log(events.JOB_KEYS, extra={"keys": completion.logged_keys(config)}, step=0)
         self.phases.guard(self.suspend)
 
@@ -173,7 +162,7 @@ class PPOTrainerMux(PPOTrainer):
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
-        self.resource_pool_manager = placed_pools(self.resource_pool_manager, self.settings)
+        self.resource_pool_manager = job_hosts.placed_pools(self.resource_pool_manager, self.settings)
         for role in (Role.Actor, Role.RefPolicy):
             if role in self.role_worker_mapping:
                 self.role_worker_mapping[role] = ray.remote(MuxActorWorker)
@@ -185,7 +174,7 @@ class PPOTrainerMux(PPOTrainer):
         map memory and no longer."""
         if self.phases.lease is None:
             ranks = group.mux_where()
-            check_ranks([at for at, _ in ranks], self.settings)
+            job_hosts.check_ranks([at for at, _ in ranks], self.settings)
             self.phases.mux.members([process for _, process in ranks])
             self.phases.begin("init", step=0, nodes=self.settings.train_nodes)
 
@@ -239,9 +228,9 @@ class PPOTrainerMux(PPOTrainer):
         with self._leaving_on_failure():
             self.agent_loop_manager = agent_loop_manager
             workers = agent_loop_manager.agent_loop_workers
-            actors = actors_of_rollout(self.rollout_server_manager, workers, self.get_reward_handles() or [])
-            end = functools.partial(end_process, self.phases)
-            with self._make_moves(workers) as self.moves, ActorWatch(actors, end) as self.watch:
+            actors = job_hosts.actors_of_rollout(self.rollout_server_manager, workers, self.get_reward_handles() or [])
+            end = functools.partial(job_hosts.end_process, self.phases)
+            with self._make_moves(workers) as self.moves, job_hosts.ActorWatch(actors, end) as self.watch:
                 self._start_rollout(workers)
                 close = self._fit(agent_loop_manager)
         self.close(close)

@@ -61,10 +61,8 @@ class Phases:
 
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:
-        """A stretch in which the device is used and that is not broken off: begins when the lease may be used.
-
-        Raises LeaseLost when it never will be. A stretch within another is a part of that one.
-        """
+        """A stretch that uses the device and is not broken off; it begins when the lease may be used. Raises LeaseLost when the
+        lease never will be. A stretch within another is a part of that one."""
         if self._user != threading.get_ident():
             self.mux.wait_until_usable()
         with self.device():
@@ -132,11 +130,8 @@ class Phases:
             self.add_seconds(name, seconds)
 
     def moved(self, verb: str, side: str, step: int, parts: Sequence[tuple[str, Moves]], log: bool = True) -> None:
-        """Tags went to sleep or woke: into the event log (unless an engine has logged it itself) and to the coordinator's memory
-        view.
-
-        parts: (node, what moved there) of each rank or server.
-        """
+        """Tags slept or woke: to the event log (unless an engine has logged it itself) and the coordinator's memory view. parts:
+        (node, what moved there) of each rank or server."""
         by_node: dict[str, list[Moves]] = defaultdict(list)
         for node, moves in parts:
             by_node[node].append(moves)
@@ -150,8 +145,7 @@ class Phases:
         self.add_seconds(verb, sum(moved.seconds for moved in total(moves for _, moves in parts).values()))
 
     def host_memory(self, parts: Iterable[tuple[str, Member, dict[str, int]]]) -> None:
-        """To the coordinator: what processes of the job hold of the memory of their nodes' hosts, by kind. A process that is
-        named twice counts once."""
+        """To the coordinator: what processes of the job hold of their nodes' host memory, by kind; each process counts once."""
         by_node: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for node, kinds in {process: (node, kinds) for node, process, kinds in parts}.values():
             by_node[node].update(kinds)

@@ -28,8 +28,7 @@ _SYNC_FIGURES = (
 class RolloutEngines:
     """manager: MuxLLMServerManager. sync: MuxCheckpointManager. sleep_level: "1", "2" or "auto" (`mux.device.sleep_level`).
 
-    Methods that move memory of some replicas (`vacate`, `join`, `part`, `pause`) are called while the caller holds
-    `Phases.device`, the lock on the job's devices; `vacate` takes it.
+    The caller of `join`, `part` and `pause` holds `Phases.device`, the lock on the job's devices; `vacate` takes that lock.
     """
 
     def __init__(self, manager: Any, sync: Any, phases: Phases, sleep_level: str = "auto") -> None:

@@ -170,8 +170,10 @@ class StepRollout:
         launches = [self._completed(it, priority=2 * len(launches)) for it in launches]
         fresh = list(dict.fromkeys(it.group for it in launches if not self._manager.knows(it.group)))
         if fresh:
+            assert self._rows is not None
             out = [it for it in launches if it.group in fresh]
-            self._manager.launch([*out, *self._replays(out)], self._take_rows(fresh), self._calls)
+            rows = self._rows[[at for at, uid in enumerate(list(self._rows["uid"])) if uid in fresh]]
+            self._manager.launch([*out, *self._replays(out)], rows, self._calls)
             for group in fresh:
                 self._calls.pop(group, None)
         if known := [it for it in launches if it.group not in fresh]:
@@ -223,11 +225,6 @@ class StepRollout:
         self._prompts.remember_order(uids)
         self._calls = {group: {int(s): c for s, c in calls.items()} for group, calls in self._saved["calls"].items()}
         return len(uids)
-
-    def _take_rows(self, groups: Iterable[str]) -> TensorDict:
-        assert self._rows is not None
-        wanted, uids = set(groups), list(self._rows["uid"])
-        return self._rows[[at for at, uid in enumerate(uids) if uid in wanted]]
 
 
 def load(folder: Path) -> dict[str, Any] | None:
