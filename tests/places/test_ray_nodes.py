@@ -1,4 +1,4 @@
-"""What a Ray cluster must offer before a job's workers start, and the order in which verl numbers ranks."""
+"""Whether what works for a node runs where the node is; what a Ray cluster must offer; the order in which verl numbers ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,79 @@ import pytest
 
 pytest.importorskip("verl")
 from verl_mux.errors import UserError
-from verl_mux.places.place import Place
+from verl_mux.places.place import Location, Place, check, is_host, mismatch
 from verl_mux.places.ray_nodes import RayNode, check_cluster, in_rank_order
+
+AT = Location("gpu-07.cluster.example", ("10.0.0.7", "fd00::7"), ("2", "3"))
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("gpu-07.cluster.example", True),
+        ("gpu-07", True),
+        ("GPU-07", True),
+        ("10.0.0.7", True),
+        ("fd00::7", True),
+        ("gpu-07.other.example", False),
+        ("gpu-0", False),
+        ("10.0.0.70", False),
+    ],
+)
+def test_a_host_goes_by_its_name_with_or_without_domain_and_by_its_addresses(name, same):
+    assert is_host(name, AT) is same
+
+
+def test_a_name_with_its_domain_is_the_host_that_knows_itself_without():
+    assert is_host("gpu-07.cluster.example", Location("gpu-07"))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        Place(),
+        Place(cpus=[5]),
+        Place(host="gpu-07"),
+        Place(host="gpu-07", gpu_ids=[2, 3]),
+        Place(host="gpu-07", gpu_ids=[0, 1, 2, 3]),
+    ],
+)
+def test_what_runs_on_its_node_is_right_and_a_node_without_host_binds_nothing(place):
+    assert mismatch("rank 0", "t0", place, AT) is None
+
+
+def test_without_gpus_only_hosts_are_compared():
+    assert mismatch("rank 0", "t0", Place(host="gpu-07", gpu_ids=[0]), Location("gpu-07")) is None
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (Place(host="gpu-08"), "node 't0' (host gpu-08), but runs on gpu-07.cluster.example (10.0.0.7, fd00::7) with GPUs 2, 3"),
+        (Place(host="gpu-07", gpu_ids=[0, 1]), "node 't0' (host gpu-07, GPUs 0, 1), but runs on"),
+        # One of its two GPUs is another node's.
+        (Place(host="gpu-07", gpu_ids=[3]), "node 't0' (host gpu-07, GPUs 3), but runs on"),
+    ],
+)
+def test_a_mismatch_names_the_node_its_place_who_and_where_that_runs(place, words):
+    assert f"training rank 0 works for {words}" in mismatch("training rank 0", "t0", place, AT)
+
+
+def test_a_gpu_that_goes_by_another_name_than_a_number_is_not_taken_for_the_right_one():
+    assert mismatch("rank 0", "t0", Place(host="h", gpu_ids=[0]), Location("h", (), ("GPU-5ac6",)))
+
+
+def test_all_that_run_elsewhere_are_named_in_one_line():
+    places = {"t0": Place(host="a"), "t1": Place(host="b")}
+    check([("rank 0", "t0", Location("a")), ("rank 1", "t1", Location("b")), ("rank 2", "unknown", Location("c"))], places)
+    with pytest.raises(UserError) as error:
+        check([("rank 0", "t0", Location("b")), ("rank 1", "t1", Location("a"))], places)
+    text = str(error.value)
+    assert "rank 0 works for node 't0'" in text and "rank 1 works for node 't1'" in text and "\n" not in text
+
+
+# ---------------------------------------------------------------- nodes of a Ray cluster
+
 
 BOUND = {"r0": Place(host="a"), "t0": Place(host="b"), "t1": Place(host="c")}
 CLUSTER = [

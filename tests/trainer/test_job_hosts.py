@@ -1,5 +1,5 @@
 """Where a job's ranks run; which actors are asked whether they live; when a host counts as lost. Ray and the network are
-stand-ins."""
+stand-ins, but for the actors that die under a real Ray."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import errno
 import functools
 import itertools
 import socket
+import tempfile
 import threading
 from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
-
-pytest.importorskip("verl")
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
+pytest.importorskip("verl")
+pytest.importorskip("ray")
+from tests.trainer.dying_actors import KILLED, TOLD
 from tests.trainer.fencing import Fencing
 from verl_mux.coordinator.bus.client import LocalMux
 from verl_mux.errors import UserError
@@ -337,3 +339,23 @@ def test_the_checkpoint_is_the_one_that_verl_will_load(tmp_path, monkeypatch, tr
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("7")
     config = OmegaConf.create({"trainer": {"default_local_dir": "checkpoints", **trainer}})
     assert checkpoint_to_resume(config) == (expected and str(tmp_path / expected))
+
+
+# ---------------------------------------------------------------- actors that die under a real Ray
+
+
+NAMES = [
+    "TransferQueueController", "TransferQueueStorageUnit#0", "agent loop worker 0", "agent loop worker 1", "reward worker 0",
+    "reward worker 1", "server 0 of replica 0", "server 0 of replica 1", "the load balancer",
+]  # fmt: skip
+
+
+@pytest.mark.e2e
+def test_the_trainer_hears_of_an_actor_that_died_though_it_asks_it_nothing_and_is_ended_if_it_cannot(python):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # Ray's sockets lie deep in it, and have a limit to their names
+        environment = {"VERL_PLATFORM": "cpu", "RAY_TMPDIR": folder, "RAY_ADDRESS": None}
+        ended = python("-m", "tests.trainer.dying_actors", timeout=300, **environment)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    heard = [f"no rollout can end any more: {name} died; ActorDiedError" for name in KILLED]
+    told = [line.removeprefix(TOLD) for line in ended.stdout.splitlines() if line.startswith(TOLD)]
+    assert told == [", ".join(NAMES), *heard, "ActorDiedError"], ended.stderr[-3000:]
