@@ -17,7 +17,7 @@ from bench.sync.links import Bed
 from bench.sync.participant import digest_of, entries_of
 from verl_mux.errors import Failure
 from verl_mux.sync.connection import new_key
-from verl_mux.sync.ends import Meeting, SenderPart, WorkerPart, link_between, two_stage
+from verl_mux.sync.ends import EndPart, Meeting, Sender, link_between, two_stage
 from verl_mux.sync.receiving import Role
 from verl_mux.sync.sending import Target
 
@@ -27,19 +27,19 @@ _SETTINGS = {"piece_bytes": _PIECE_BYTES, "streams": _STREAMS, "timeout_s": 300.
 METHODS = ("two_stage", "pull")
 
 
-def parts(method: str, trainers: Sequence[Meeting], workers: Sequence[Meeting]) -> tuple[list[SenderPart], list[WorkerPart]]:
+def parts(method: str, trainers: Sequence[Meeting], workers: Sequence[Meeting]) -> tuple[list[EndPart], list[EndPart]]:
     """The product's plan, or `pull`, its yardstick: each worker takes the whole model from one trainer rank."""
     if method == "two_stage":
         return two_stage(trainers, workers)
     ranks = [f"trainer rank {rank} on {it.name}" for rank, it in enumerate(trainers)]
     labels = [f"rollout worker {number} on {it.name}" for number, it in enumerate(workers)]
     targets: list[list[Target]] = [[] for _ in ranks]
-    receiving = []
+    receiving: list[EndPart] = []
     for number, worker in enumerate(workers):
         rank = number % len(ranks)
         targets[rank].append(Target(worker.address, labels[number], link_between(trainers[rank], worker)))
-        receiving.append(WorkerPart(labels[number], Role(labels[number], {ranks[rank]: rank})))
-    return [SenderPart(*it) for it in zip(ranks, targets, strict=True)], receiving
+        receiving.append(Role(labels[number], {ranks[rank]: rank}))
+    return [Sender(*it) for it in zip(ranks, targets, strict=True)], receiving
 
 
 class _Process:
@@ -125,9 +125,8 @@ class Group:
         split = len(self._shares)
         trainers, workers = self.processes[:split], self.processes[split:]
         senders, receivers = parts(method, self.meetings[:split], self.meetings[split:])
-        roles: list[SenderPart | WorkerPart] = [*senders, *receivers]
         key = new_key().hex()
-        for process, part in zip(self.processes, roles, strict=True):
+        for process, part in zip(self.processes, [*senders, *receivers], strict=True):
             process.order("join", part=msgspec.to_builtins(part), key=key)
         at = 0.0
         for rank, (process, share) in enumerate(zip(trainers, self._shares, strict=True)):

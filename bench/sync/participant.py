@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from verl_mux.sync.ends import End, part_of
+from verl_mux.sync.ends import End, EndPart
 from verl_mux.sync.layout import Entry
 from verl_mux.sync.sending import Part, Settings, Shard
 
@@ -56,7 +56,7 @@ class Participant:
         return msgspec.to_builtins(self._end.meeting)
 
     def join(self, part: dict[str, Any], key: str) -> None:
-        self._end.join(part_of(part), bytes.fromhex(key))
+        self._end.join(msgspec.convert(part, EndPart), bytes.fromhex(key))
 
     def hold(self, version: int, rank: int, start: float, end: float) -> None:
         """This trainer rank has the part [start, end) of each tensor."""

@@ -15,8 +15,9 @@ from bench.sync.group import parts
 from tests.sync.cluster import Ends, model_of, stripe_of, take_all
 from verl_mux.sync import layout, receiving, sending
 from verl_mux.sync.connection import Connection, Hello, Kind, Seal
-from verl_mux.sync.ends import Meeting, two_stage
+from verl_mux.sync.ends import Follower, Meeting, two_stage
 from verl_mux.sync.layout import SyncError
+from verl_mux.sync.receiving import Role
 
 MODEL, NEXT = model_of(1), model_of(2)
 
@@ -62,11 +63,11 @@ def meetings(hosts: int, each: int, cluster: str) -> list[Meeting]:
 @pytest.mark.parametrize(("ranks", "hosts", "each"), [(1, 1, 1), (2, 3, 2), (8, 5, 1), (3, 8, 4), (64, 80, 8)])
 def test_each_rank_sends_to_one_worker_of_each_host_and_the_others_map_its_memory(ranks, hosts, each):
     senders, receivers = two_stage(meetings(ranks, 1, "train"), meetings(hosts, each, "rollout"))
-    roles = [it.role for it in receivers if it.role is not None]
+    roles = [it for it in receivers if isinstance(it, Role)]
     assert all(len(it.targets) == hosts and {target.link for target in it.targets} == {"slow"} for it in senders)
     assert [sorted(role.upstream.values()) for role in roles] == [list(range(ranks))] * hosts
     assert sorted(name for role in roles for name in (role.me, *role.readers)) == sorted(it.me for it in receivers)
-    assert {it.whom for it in receivers if it.role is None} <= {role.me for role in roles}
+    assert {it.whom for it in receivers if isinstance(it, Follower)} <= {role.me for role in roles}
 
 
 def test_two_machines_of_one_name_are_told_apart():

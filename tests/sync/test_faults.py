@@ -11,8 +11,7 @@ import time
 
 import pytest
 
-from tests.sync.cluster import Ends, Model, model_of
-from tests.sync.faulty_link import Fault, FaultyLink
+from tests.sync.cluster import Ends, Fault, FaultyLink, Model, model_of
 from verl_mux.sync import receiving, sending
 from verl_mux.sync.layout import SyncError
 

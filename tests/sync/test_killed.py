@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from bench.sync.group import Group
-from tests.sync.faulty_link import Fault, FaultyLink
+from tests.sync.cluster import Fault, FaultyLink
 from verl_mux.errors import Failure
 
 # More than the sockets' buffers hold: who is met still has something to send.

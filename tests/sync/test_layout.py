@@ -7,7 +7,7 @@ import random
 import msgspec
 import pytest
 
-from verl_mux.sync.layout import ALIGN, Assembly, Entry, Held, Layout, Manifest, Manifests, SyncError, cut, joined
+from verl_mux.sync.layout import ALIGN, Assembly, Entry, Held, Layout, Manifest, SyncError, cut, joined
 
 
 def entries(*sizes: int) -> list[Entry]:
@@ -40,7 +40,7 @@ def test_pieces_are_the_spans_cut_in_order(seed):
 
 
 def manifests(sizes: list[int], *spans: list[tuple[int, int]]) -> dict[int, Manifest]:
-    return {rank: Manifest(rank, entries(*sizes), its, 256) for rank, its in enumerate(spans)}
+    return {rank: Manifest.of(rank, entries(*sizes), its, 256) for rank, its in enumerate(spans)}
 
 
 def test_senders_that_have_every_byte_between_them_are_joined():
@@ -67,17 +67,18 @@ def test_bytes_that_nobody_sends_or_two_do_are_named(spans, error):
 
 
 def test_ranks_that_disagree_are_named_with_the_tensor():
-    found = {0: Manifest(0, entries(10), [(0, 10)], 256), 1: Manifest(1, entries(12), [], 256)}
+    found = {0: Manifest.of(0, entries(10), [(0, 10)], 256), 1: Manifest.of(1, entries(12), [], 256)}
     with pytest.raises(SyncError, match=r"trainer ranks 0 and 1 disagree on the model: t0 uint8 \[10\] and t0 uint8 \[12\]"):
         joined(found)
 
 
 def test_ranks_that_name_the_same_tensors_share_one_list_of_them():
-    reader, found = Manifests(), entries(3, 5)
-    first, second = (reader.read(msgspec.msgpack.encode(Manifest(rank, found, [(0, 3)], 4096))) for rank in range(2))
-    assert first == Manifest(0, found, [(0, 3)], 4096) and second.source == 1
-    assert second.entries is first.entries
-    assert reader.read(msgspec.msgpack.encode(Manifest(2, entries(4), [], 4096))).entries == entries(4)
+    it, said = Assembly(range(2)), [msgspec.msgpack.encode(Manifest.of(rank, entries(3, 5), [], 4096)) for rank in range(2)]
+    first, second = (msgspec.msgpack.decode(body, type=Manifest) for body in said)
+    assert first.entries == entries(3, 5)
+    with pytest.raises(SyncError, match="has no sender"):
+        it.manifest(first) or it.manifest(second)
+    assert it.manifests[1].raw is it.manifests[0].raw
 
 
 def assembly_of(ranks: int, sizes: list[int], piece_bytes: int = 64) -> Assembly:
@@ -87,7 +88,7 @@ def assembly_of(ranks: int, sizes: list[int], piece_bytes: int = 64) -> Assembly
     found = Assembly(range(ranks))
     for rank in range(ranks):
         cuts = [(at + size * rank // ranks, at + size * (rank + 1) // ranks) for at, size in zip(offsets, sizes, strict=True)]
-        found.manifest(Manifest(rank, entries, [(a, b - a) for a, b in cuts if b > a], piece_bytes))
+        found.manifest(Manifest.of(rank, entries, [(a, b - a) for a, b in cuts if b > a], piece_bytes))
     return found
 
 
@@ -117,7 +118,7 @@ def test_a_model_of_nothing_is_complete_at_once():
 
 def test_nothing_goes_anywhere_before_all_ranks_have_said_what_they_send():
     it = Assembly([0, 1])
-    it.manifest(Manifest(0, [Entry("t", "uint8", (4,), 4)], [(0, 2)], 64))
+    it.manifest(Manifest.of(0, [Entry("t", "uint8", (4,), 4)], [(0, 2)], 64))
     assert it.layout is None and it.waiting_for == [1] and not it.complete
     with pytest.raises(SyncError, match="trainer rank 0 has no piece 0"):
         it.spans(0, 0)
@@ -131,7 +132,7 @@ def test_what_comes_twice_or_from_nobody_is_an_error():
             it.place(source, number)
     for source in (0, 5):
         with pytest.raises(SyncError, match=f"trainer rank {source} sent an unexpected manifest"):
-            it.manifest(Manifest(source, [], [], 64))
+            it.manifest(Manifest.of(source, [], [], 64))
 
 
 def test_memory_of_another_process_is_not_received_into():

@@ -18,7 +18,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from tests.trainer.fencing import Fencing, bare_trainer
 from verl_mux.coordinator.bus.fence import Fence, Fenced
 from verl_mux.errors import Failure
-from verl_mux.memory.residents import Residents
+from verl_mux.memory.room import Residents
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.trainer import workers
 from verl_mux.trainer.phases import Phases

@@ -1,8 +1,7 @@
 """One stream between two ends of a sync: a TCP or local connection that carries frames of a header and payload.
 
     connecting end:              hello -->                    manifests -->                  frames of pieces -->
-    accepting end:    nonce -->          go (or failed) -->               beats, room -->                      beats, then done
-    -->
+    accepting end:    nonce -->          go (or failed) -->               beats, room -->             beats, then done -->
 
 Either end may report a failure instead. Nothing is sent between manifests and room; while the accepting end makes room for the
 model, its beats show that it is alive.
@@ -33,7 +32,7 @@ import msgspec
 from verl_mux.sync.layout import Lost, SyncError
 
 CODE_BYTES = 16
-_MAGIC = b"VMX6"
+_MAGIC = b"VMX7"
 _NONCE_BYTES = 16
 _LENGTH = struct.Struct("!I")
 _HEADER = struct.Struct("!BBHIQQQ")
@@ -200,13 +199,6 @@ class Connection:
             raise SyncError(self.body(header).decode("utf-8", "replace"))
         if header.kind != Kind.BEAT:
             raise SyncError(f"{self.whom} sent an unexpected frame ( {header.kind})")
-
-    def is_waiting(self) -> bool:
-        """Is there something to read?"""
-        try:
-            return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-        except OSError:
-            return False
 
     def has_news(self) -> bool:
         """Is there something to read, or is it over?"""

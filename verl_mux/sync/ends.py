@@ -12,15 +12,14 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import msgspec
 import xxhash
 
 from verl_mux.sync.connection import Seal
 from verl_mux.sync.layout import Held, SyncError
-from verl_mux.sync.receiving import Following, Progress, Receiving, Role
-from verl_mux.sync.remote_reads import Nixl, RemoteReads
+from verl_mux.sync.receiving import Following, Receiving, Role
+from verl_mux.sync.remote_reads import RemoteReads
 from verl_mux.sync.sending import Sending, Settings, Shard, Target
 
 # Classes of link: between trainers and rollout, within one of the two, within one host.
@@ -38,28 +37,26 @@ class Meeting(msgspec.Struct, frozen=True):
     cluster: str
 
 
-class SenderPart(msgspec.Struct, frozen=True):
+class Sender(msgspec.Struct, frozen=True, tag=True):
     """A trainer rank's part: the workers that it sends to."""
 
     me: str
     targets: list[Target]
 
 
-class WorkerPart(msgspec.Struct, frozen=True):
-    """A worker's part: it receives in its `role`, or maps the memory of the worker `whom`, which listens at `follows`."""
+class Follower(msgspec.Struct, frozen=True, tag=True):
+    """The part of a worker that maps the memory of the worker `whom` of its host, which listens at `at`."""
 
     me: str
-    role: Role | None = None
-    follows: str = ""
-    whom: str = ""
+    at: str
+    whom: str
 
 
-def part_of(plain: dict[str, Any]) -> SenderPart | WorkerPart:
-    """The part that msgspec.to_builtins encoded."""
-    return msgspec.convert(plain, SenderPart) if "targets" in plain else msgspec.convert(plain, WorkerPart)
+# Of the two ends of a sync; plain data that msgspec converts.
+EndPart = Sender | Role | Follower
 
 
-def two_stage(trainers: Sequence[Meeting], workers: Sequence[Meeting]) -> tuple[list[SenderPart], list[WorkerPart]]:
+def two_stage(trainers: Sequence[Meeting], workers: Sequence[Meeting]) -> tuple[list[EndPart], list[EndPart]]:
     """The parts of trainer ranks and of workers: each rank sends its shard to the first worker of each host, once."""
     names = host_names([*trainers, *workers])
     ranks = [f"trainer rank {rank} on {names[it.host]}" for rank, it in enumerate(trainers)]
@@ -67,17 +64,18 @@ def two_stage(trainers: Sequence[Meeting], workers: Sequence[Meeting]) -> tuple[
     by_host: dict[str, list[int]] = {}
     for number, worker in enumerate(workers):
         by_host.setdefault(worker.host, []).append(number)
-    receiving: list[WorkerPart] = []
+    receiving: list[EndPart] = []
     for number, worker in enumerate(workers):
         first, *readers = by_host[worker.host]
         if number == first:
-            role = Role(labels[number], {name: rank for rank, name in enumerate(ranks)}, [labels[it] for it in readers])
-            receiving.append(WorkerPart(labels[number], role))
+            receiving.append(
+                Role(labels[number], {name: rank for rank, name in enumerate(ranks)}, [labels[it] for it in readers])
+            )
         else:
-            receiving.append(WorkerPart(labels[number], follows=workers[first].local, whom=labels[first]))
+            receiving.append(Follower(labels[number], workers[first].local, labels[first]))
     firsts = [numbers[0] for numbers in by_host.values()]
-    sending = [
-        SenderPart(me, [Target(workers[it].address, labels[it], link_between(trainer, workers[it])) for it in firsts])
+    sending: list[EndPart] = [
+        Sender(me, [Target(workers[it].address, labels[it], link_between(trainer, workers[it])) for it in firsts])
         for me, trainer in zip(ranks, trainers, strict=True)
     ]
     return sending, receiving
@@ -110,16 +108,8 @@ def this_machine() -> str:
 _BACKLOG = 2**16 - 1
 
 
-class Reception(Protocol):
-    """The common face of Receiving and Following: how a worker takes one sync."""
-
-    progress: Progress
-
-    def start(self) -> None: ...
-
-    def finish(self) -> dict[str, float]: ...
-
-    def close(self) -> None: ...
+# How a worker takes one sync.
+Reception = Receiving | Following
 
 
 class End:
@@ -133,9 +123,9 @@ class End:
     def __init__(self, host: str, name: str, address: str, cluster: str, settings: Settings) -> None:
         self._settings = settings
         self._seal: Seal | None = None
-        self._part: SenderPart | WorkerPart | None = None
+        self._part: EndPart | None = None
         self._held = Held()
-        self._reads = RemoteReads(Nixl(settings.timeout_s)) if settings.transport == "nixl" else None
+        self._reads = RemoteReads(settings.timeout_s) if settings.transport == "nixl" else None
         self._now: Sending | Reception | None = None
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._remote = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
@@ -145,31 +135,29 @@ class End:
         self._local.listen(_BACKLOG)
         self.meeting = Meeting((address, self._remote.getsockname()[1]), local, host, name, cluster)
 
-    def join(self, part: SenderPart | WorkerPart, key: bytes) -> None:
+    def join(self, part: EndPart, key: bytes) -> None:
         self._part, self._seal = part, Seal(key)
 
     def sending(self, shard: Shard, version: int) -> Sending:
         self._end_last()
         part, seal = self._part, self._seal
-        assert isinstance(part, SenderPart) and seal is not None
+        assert isinstance(part, Sender) and seal is not None
         self._now = Sending(shard, part.targets, part.me, version, seal, self._settings, self._reads)
         return self._now
 
     def receiving(self, version: int) -> Reception:
         self._end_last()
         part, seal = self._part, self._seal
-        assert isinstance(part, WorkerPart) and seal is not None
+        assert isinstance(part, (Role, Follower)) and seal is not None
         if self._reads is not None and self._reads.left_open:
             self._held.close()
             self._reads.left_open = False
-        found: Reception
-        if part.role is None:
-            found = Following(part.me, part.follows, part.whom, version, self._held, seal, self._settings.timeout_s)
+        if isinstance(part, Follower):
+            self._now = Following(part.me, part.at, part.whom, version, self._held, seal, self._settings.timeout_s)
         else:
             listeners = (self._remote, self._local)
-            found = Receiving(part.role, version, listeners, self._held, seal, self._settings, self._reads)
-        self._now = found
-        return found
+            self._now = Receiving(part, version, listeners, self._held, seal, self._settings, self._reads)
+        return self._now
 
     def _end_last(self) -> None:
         if isinstance(self._now, Sending):

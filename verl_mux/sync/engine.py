@@ -33,7 +33,7 @@ from verl.utils.ray_utils import auto_await
 
 from verl_mux.errors import UserError
 from verl_mux.sync.connection import new_key
-from verl_mux.sync.ends import LINKS, End, Meeting, Reception, part_of, this_machine, two_stage
+from verl_mux.sync.ends import LINKS, End, EndPart, Meeting, Reception, this_machine, two_stage
 from verl_mux.sync.export import Range, shard_of, stripes
 from verl_mux.sync.layout import Entry, Layout, Lost, Region, SyncError
 from verl_mux.sync.sending import Settings
@@ -91,7 +91,7 @@ class MuxCheckpointEngine(CheckpointEngine):
     def init_process_group(self, rank: int, ranks: int, part: dict, key: bytes) -> None:
         """`ranks`: number of trainer ranks; `part`: this end's, as plain data; `key`: the job's, which signs its frames."""
         assert self._end is not None
-        self._end.join(part_of(part), key)
+        self._end.join(msgspec.convert(part, EndPart), key)
         self._rank, self._ranks = rank, ranks
 
     def finalize(self) -> None:

@@ -47,38 +47,22 @@ class Entry(msgspec.Struct, array_like=True, frozen=True):
 
 class Manifest(msgspec.Struct, array_like=True, frozen=True):
     """What trainer rank `source` will send: all tensors of the model, in the order in which engines get them, and the spans of
-    bytes that this rank sends."""
+    bytes that this rank sends. `raw`: the tensors as msgpack, since lists of 46,000 entries from each of 256 ranks would fill
+    4 GB; two ranks agree on the model where these bytes are equal."""
 
     source: int
-    entries: list[Entry]
+    raw: bytes
     spans: list[Span]
     piece_bytes: int
 
+    @classmethod
+    def of(cls, source: int, entries: Sequence[Entry], spans: list[Span], piece_bytes: int) -> Manifest:
+        return cls(source, msgspec.msgpack.encode(entries), spans, piece_bytes)
 
-class _RawManifest(msgspec.Struct, array_like=True, frozen=True):
-    """A Manifest whose entries are not decoded."""
-
-    source: int
-    entries: msgspec.Raw
-    spans: list[Span]
-    piece_bytes: int
-
-
-class Manifests:
-    """Decodes the manifests of one sync. Equal lists of tensors are kept once: those of 256 ranks with 46,000 tensors each would
-    fill 4 GB. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._raw = b""
-        self._entries: list[Entry] = []
-
-    def read(self, body: bytes) -> Manifest:
-        """Raises msgspec.MsgspecError: it is no manifest."""
-        manifest = msgspec.msgpack.decode(body, type=_RawManifest)
-        raw = bytes(manifest.entries)
-        if raw != self._raw:
-            self._raw, self._entries = raw, msgspec.msgpack.decode(raw, type=list[Entry])
-        return Manifest(manifest.source, self._entries, manifest.spans, manifest.piece_bytes)
+    @property
+    def entries(self) -> list[Entry]:
+        """Decoded on each call."""
+        return msgspec.msgpack.decode(self.raw, type=list[Entry])
 
 
 class Layout:
@@ -144,7 +128,7 @@ def joined(manifests: Mapping[int, Manifest]) -> Layout:
     """
     first, *others = manifests.values()
     for other in others:
-        if other.entries != first.entries:
+        if other.raw != first.raw:
             raise SyncError(f"trainer ranks {first.source} and {other.source} disagree on the model: {_difference(first, other)}")
     layout = Layout(first.entries)
     _check_once(layout, sorted(span for manifest in manifests.values() for span in manifest.spans if span[1] > 0))
@@ -200,6 +184,8 @@ class Assembly:
         """Raises SyncError: from an unexpected rank, a second one of a rank, or at odds with the others."""
         if manifest.source not in self._sources or manifest.source in self.manifests:
             raise SyncError(f"trainer rank {manifest.source} sent an unexpected manifest")
+        if (first := next(iter(self.manifests.values()), None)) and first.raw == manifest.raw:
+            manifest = msgspec.structs.replace(manifest, raw=first.raw)  # kept once
         self.manifests[manifest.source] = manifest
         if self.waiting_for:
             return

@@ -19,7 +19,7 @@ from functools import partial
 import msgspec
 
 from verl_mux.sync.connection import Connection, Header, Hello, Kind, Seal
-from verl_mux.sync.layout import Assembly, Entry, Held, Layout, Lost, Manifests, Region, Span, SyncError
+from verl_mux.sync.layout import Assembly, Entry, Held, Layout, Lost, Manifest, Region, Span, SyncError
 from verl_mux.sync.remote_reads import READ, RemoteReads
 from verl_mux.sync.sending import LAST_CALL_S, Settings, Streams, digest, said_before
 
@@ -69,7 +69,7 @@ class Progress:
             return self._ready, self._done
 
 
-class Role(msgspec.Struct, frozen=True):
+class Role(msgspec.Struct, frozen=True, tag=True):
     """What the worker `me` receives: from each name in `upstream`, the pieces of that trainer rank; `readers`: the other workers
     of its host."""
 
@@ -93,7 +93,6 @@ class Receiving:
         self._wake, self._woken = socket.socketpair()
         self._strangers: set[socket.socket] = set()  # connected, without a hello yet
         self._gathering = threading.Lock()  # of the manifests
-        self._manifests = Manifests()
         self._assembly = Assembly(role.upstream.values())
         self._region: Region | None = None
         self._news = threading.Condition()
@@ -225,7 +224,7 @@ class Receiving:
         """Take a manifest. The last one makes the region: minutes for the largest models, in which `_news` is free and beats go
         out."""
         with self._gathering:
-            manifest = self._manifests.read(body)
+            manifest = msgspec.msgpack.decode(body, type=Manifest)
             if manifest.source != rank:
                 raise SyncError(f"the manifest of trainer rank {manifest.source} came from trainer rank {rank}")
             self._assembly.manifest(manifest)

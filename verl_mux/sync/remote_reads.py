@@ -47,8 +47,16 @@ class _Session(msgspec.Struct, array_like=True, frozen=True):
     metadata: bytes
 
 
-class Nixl:
-    """The NIXL agent of this process. Reads end after `timeout_s`. Thread-safe.
+class Offer(msgspec.Struct, array_like=True, frozen=True):
+    """Where a piece lies: runs of (address, bytes) in memory that the agent of `session` has registered."""
+
+    session: bytes
+    places: list[tuple[int, int]]
+
+
+class RemoteReads:
+    """The NIXL agent of this process, and the memory that it has registered, kept over syncs. Reads end after `timeout_s`.
+    Thread-safe. `left_open`: a read was given up, and may still write into the region.
 
     Raises:
         UserError: there is no nixl, or it does not start.
@@ -66,49 +74,46 @@ class Nixl:
         except Exception as error:
             raise UserError(f"mux.sync.transport=nixl: it does not start: {error}") from None
         # NIXL's agent is not made for several threads.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._registered: dict[int, Any] = {}
         self._session: bytes | None = None
-        self._known: dict[str, bytes] = {}
-        self._reading: Counter[str] = Counter()
+        self._slots: dict[Hashable, np.ndarray] = {}
+        self._region: tuple[Region, np.ndarray] | None = None
+        self.left_open = False
+        self._known: dict[str, bytes] = {}  # metadata of other agents
+        self._reading: Counter[str] = Counter()  # reads under way from each
         self._idle = threading.Condition()
 
-    @property
-    def session(self) -> bytes:
-        """What other processes need to read what is registered here now."""
+    # ------------------------------------------------------------ memory of this process
+
+    def hold(self, region: Region) -> None:
+        """Register the region that is read into; release the one before. Raises SyncError."""
+        with self._lock:
+            if self._region is not None and self._region[0] is region:
+                return
+            if self._region is not None:
+                self._unregister(self._region[1])
+            whole = np.frombuffer(region.view, np.uint8) if region.nbytes else np.empty(1, np.uint8)
+            self._register(whole)
+            self._region = region, whole
+
+    def slots(self, whose: Hashable, nbytes: int) -> list[np.ndarray]:
+        """Slots of `nbytes` for the pieces that may be offered at once; the same ones in every sync. Raises SyncError."""
+        with self._lock:
+            kept = self._slots.get(whose)
+            if kept is None or len(kept) < _AHEAD * nbytes:
+                if kept is not None:
+                    self._unregister(kept)
+                kept = self._slots[whose] = np.empty(_AHEAD * nbytes, np.uint8)
+                self._register(kept)
+            return np.split(kept[: _AHEAD * nbytes], _AHEAD)
+
+    def offer(self, views: Sequence[np.ndarray]) -> bytes:
+        """The body of a frame that offers these registered views, which must not change until they are read."""
         with self._lock:
             if self._session is None:
                 self._session = msgspec.msgpack.encode(_Session(self._name, self._agent.get_agent_metadata()))
-            return self._session
-
-    def register(self, memory: np.ndarray) -> None:
-        """Raises SyncError."""
-        with self._lock:
-            try:
-                found = self._agent.register_memory([(address_of(memory), memory.nbytes, 0, "")], "DRAM")
-            except Exception as error:
-                raise SyncError(f"{memory.nbytes} bytes cannot be registered with nixl: {error}") from None
-            self._registered[address_of(memory)], self._session = found, None
-
-    def unregister(self, memory: np.ndarray) -> None:
-        with self._lock:
-            self._agent.deregister_memory(self._registered.pop(address_of(memory)))
-            self._session = None
-
-    def read(self, whom: str, session: bytes, runs: Sequence[Run], is_over: Callable[[], bool]) -> None:
-        """Read from the memory of `whom` into registered memory here. Raises Lost: impossible, or `is_over` before it ended."""
-        agent = ""
-        try:
-            other = msgspec.msgpack.decode(session, type=_Session)
-            agent = other.agent
-            with self._introduced(other):
-                self._transfer(whom, agent, runs, is_over)
-        except Exception as error:  # NIXL raises many kinds
-            with self._idle:
-                self._known.pop(agent, None)  # NIXL forgets an agent that it lost
-            if isinstance(error, Lost):
-                raise
-            raise Lost(f"the weights of {whom} cannot be read from its memory: {error}") from None
+            return msgspec.msgpack.encode(Offer(self._session, [(address_of(view), view.nbytes) for view in views]))
 
     def serve(self, whom: str, is_over: Callable[[], bool]) -> None:
         """Let `whom` read until `is_over`. Raises Lost: that takes longer than `timeout_s`."""
@@ -119,6 +124,52 @@ class Nixl:
             with self._lock:
                 self._agent.get_new_notifs()  # as a side effect, UCX moves on
             time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        with self._lock:
+            for memory in [*self._slots.values(), *([self._region[1]] if self._region else [])]:
+                self._unregister(memory)
+            self._slots, self._region = {}, None
+
+    def _register(self, memory: np.ndarray) -> None:
+        try:
+            handle = self._agent.register_memory([(address_of(memory), memory.nbytes, 0, "")], "DRAM")
+        except Exception as error:
+            raise SyncError(f"{memory.nbytes} bytes cannot be registered with nixl: {error}") from None
+        self._registered[address_of(memory)], self._session = handle, None
+
+    def _unregister(self, memory: np.ndarray) -> None:
+        self._agent.deregister_memory(self._registered.pop(address_of(memory)))
+        self._session = None
+
+    # ------------------------------------------------------------ memory of others
+
+    def read(self, whom: str, body: bytes, views: Sequence[memoryview], is_over: Callable[[], bool]) -> None:
+        """Read what `whom` offered into `views`, which lie in the region.
+
+        Raises:
+            SyncError: the offer has another size.
+            Lost: it cannot be read, not within the time limit, or `is_over` before it ended.
+        """
+        offer = msgspec.msgpack.decode(body, type=Offer)
+        if sum(nbytes for _, nbytes in offer.places) != sum(map(len, views)):
+            raise SyncError(f"{whom} offers a piece that has not its size")
+        runs = list(_side_by_side(offer.places, [np.frombuffer(view, np.uint8) for view in views if len(view)]))
+        if not runs:
+            return
+        agent = ""
+        try:
+            other = msgspec.msgpack.decode(offer.session, type=_Session)
+            agent = other.agent
+            with self._introduced(other):
+                self._transfer(whom, agent, runs, is_over)
+        except Exception as error:  # NIXL raises many kinds
+            self.left_open = True
+            with self._idle:
+                self._known.pop(agent, None)  # NIXL forgets an agent that it lost
+            if isinstance(error, Lost):
+                raise
+            raise Lost(f"the weights of {whom} cannot be read from its memory: {error}") from None
 
     @contextlib.contextmanager
     def _introduced(self, other: _Session) -> Iterator[None]:
@@ -162,80 +213,6 @@ class Nixl:
         finally:
             with self._lock:
                 self._agent.release_xfer_handle(handle)
-
-
-class Offer(msgspec.Struct, array_like=True, frozen=True):
-    """Where a piece lies: runs of (address, bytes) in memory that the agent of `session` has registered."""
-
-    session: bytes
-    places: list[tuple[int, int]]
-
-
-class RemoteReads:
-    """Memory that this process has registered with its agent, kept over syncs. Thread-safe. `left_open`: a read was given up, and
-    may still write into the region."""
-
-    def __init__(self, engine: Nixl) -> None:
-        self._engine = engine
-        self._lock = threading.Lock()
-        self._slots: dict[Hashable, np.ndarray] = {}
-        self._region: tuple[Region, np.ndarray] | None = None
-        self.left_open = False
-
-    def hold(self, region: Region) -> None:
-        """Register the region that is read into; release the one before."""
-        with self._lock:
-            if self._region is not None and self._region[0] is region:
-                return
-            if self._region is not None:
-                self._engine.unregister(self._region[1])
-            whole = np.frombuffer(region.view, np.uint8) if region.nbytes else np.empty(1, np.uint8)
-            self._engine.register(whole)
-            self._region = region, whole
-
-    def slots(self, whose: Hashable, nbytes: int) -> list[np.ndarray]:
-        """Slots of `nbytes` for the pieces that may be offered at once; the same ones in every sync."""
-        with self._lock:
-            kept = self._slots.get(whose)
-            if kept is None or len(kept) < _AHEAD * nbytes:
-                if kept is not None:
-                    self._engine.unregister(kept)
-                kept = self._slots[whose] = np.empty(_AHEAD * nbytes, np.uint8)
-                self._engine.register(kept)
-            return np.split(kept[: _AHEAD * nbytes], _AHEAD)
-
-    def offer(self, views: Sequence[np.ndarray]) -> bytes:
-        """The body of a frame that offers these registered views, which must not change until they are read."""
-        return msgspec.msgpack.encode(Offer(self._engine.session, [(address_of(view), view.nbytes) for view in views]))
-
-    def read(self, whom: str, body: bytes, views: Sequence[memoryview], is_over: Callable[[], bool]) -> None:
-        """Read what was offered into `views`, which lie in the region.
-
-        Raises:
-            SyncError: the offer has another size.
-            Lost: it cannot be read, not within the agent's time limit, or `is_over`.
-        """
-        offer = msgspec.msgpack.decode(body, type=Offer)
-        if sum(nbytes for _, nbytes in offer.places) != sum(map(len, views)):
-            raise SyncError(f"{whom} offers a piece that has not its size")
-        runs = list(_side_by_side(offer.places, [np.frombuffer(view, np.uint8) for view in views if len(view)]))
-        if not runs:
-            return
-        try:
-            self._engine.read(whom, offer.session, runs, is_over)
-        except Lost:
-            self.left_open = True
-            raise
-
-    def serve(self, whom: str, is_over: Callable[[], bool]) -> None:
-        """As `Nixl.serve`."""
-        self._engine.serve(whom, is_over)
-
-    def close(self) -> None:
-        with self._lock:
-            for memory in [*self._slots.values(), *([self._region[1]] if self._region else [])]:
-                self._engine.unregister(memory)
-            self._slots, self._region = {}, None
 
 
 class Offering:

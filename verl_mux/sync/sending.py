@@ -46,7 +46,7 @@ class Shard:
         layout = Layout(entries)
         self._parts = sorted((part for part in parts if part.nbytes), key=lambda part: (part.index, part.offset))
         spans = [(layout.offsets[part.index] + part.offset, part.nbytes) for part in self._parts]
-        self.manifest = Manifest(source, list(entries), spans, piece_bytes)
+        self.manifest = Manifest.of(source, entries, spans, piece_bytes)
         self.pieces = cut(spans, piece_bytes)
         self._where = self._places(spans)
         self._made = made
@@ -302,7 +302,7 @@ class Sending:
 def said_before(connection: Connection, error: SyncError) -> SyncError:
     """The reason that the other end sent before it left, or else `error`."""
     try:
-        while connection.is_waiting():
+        while connection.has_news():
             connection.expect_nothing_else(connection.read())
     except Lost:
         pass

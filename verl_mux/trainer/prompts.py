@@ -60,10 +60,6 @@ class Prompts:
         """Prompt groups that were given up."""
         self._order.forget(uids)
 
-    def ended(self, uid: str, tokens: int) -> None:
-        """A response of a step under way has ended."""
-        self._order.observe_early(uid, tokens, self._epoch())
-
     def trained(self, batch: KVBatchMeta) -> None:
         """Response lengths of a batch that is about to be trained on are learnt."""
         lengths: dict[str, list[int]] = defaultdict(list)

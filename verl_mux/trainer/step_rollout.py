@@ -84,7 +84,6 @@ class StepRollout:
             for report in self._reports():
                 if report.kind == "done":
                     self._done += (report.group, report.sample) in self._launched
-                    self._prompts.ended(report.group, report.total)
                 self._carry_out(self.machine.report(report))
             self._watch.check()
             self._phases.mux.progress(self._done, max(len(self._launched), 1))

@@ -27,7 +27,7 @@ from verl_mux.coordinator.bus.fence import Fence
 from verl_mux.coordinator.bus.members import this_process
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.memory.model_files import read_ahead, weights_of
-from verl_mux.memory.residents import residents
+from verl_mux.memory.room import residents
 from verl_mux.memory.tags import Moved, Moves
 from verl_mux.places.place import Location
 from verl_mux.places.ray_nodes import here
@@ -113,7 +113,7 @@ def _cpu_saver() -> Any:
 
 
 def _device() -> Any | None:
-    """As memory/residents.py wants it."""
+    """As memory/room.py wants it."""
     return None if get_device_name() == "cpu" else get_torch_device()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 
 from bench.rollouts.predictor import simulate
 from verl_mux.rollout.control.launch_order import ORDERS, LaunchOrder, prompts_of, turns
-from verl_mux.rollout.lengths.predictors import GroupEarly, Prompt, make_predictor
+from verl_mux.rollout.lengths.predictors import Prompt, make_predictor
 
 PROMPTS = [Prompt(str(i), f"task {i}") for i in range(4)]
 UIDS = [f"u{i}" for i in range(4)]
@@ -56,21 +54,8 @@ def test_weeks_of_steps_leave_nothing_behind(order):
         it.forget(uids[3:])
         if it._fit is not None:
             it._fit.join()
-    assert (it._prompts, it._early) == ({}, {})
+    assert it._prompts == {}
     assert not it._unread or order != "fifo"
-
-
-def test_what_was_not_read_while_a_group_ran_is_read_when_it_is_trained():
-    """A fit may hold the predictor when a response ends; a sibling's that was read must not hide it."""
-    predictor = GroupEarly()
-    it = LaunchOrder("sjf", predictor)
-    it.place(UIDS, PROMPTS)
-    it.observe_early("u0", 50, epoch=0)
-    with it._lock:
-        it.observe_early("u0", 60, epoch=0)
-    it.observe({"u0": [60, 50]}, epoch=0)
-    it._fit.join()
-    assert predictor._latest["0"] == (0, pytest.approx(math.log1p(50) + math.log1p(60)), 2)
 
 
 def test_a_prompt_is_known_by_its_index_and_by_its_text_where_there_is_none():

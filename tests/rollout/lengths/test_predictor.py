@@ -8,7 +8,7 @@ import pytest
 from bench.rollouts.predictor import kendall_tau
 from tests.rollout.lengths.length_generators import KINDS, generate
 from verl_mux.errors import UserError
-from verl_mux.rollout.lengths.predictors import PREDICTORS, GroupEarly, LengthRow, Prompt, make_predictor
+from verl_mux.rollout.lengths.predictors import PREDICTORS, LengthRow, Prompt, make_predictor
 
 
 def taus(name: str, epochs: list[list[LengthRow]]) -> list[float]:
@@ -102,14 +102,6 @@ def test_epochs_may_be_missing_or_come_late():
         predictor.observe([row(f"p{i}", 10 + i, epoch) for i in range(80)])
     scores = predictor.predict([Prompt(f"p{i}", f"text of p{i}") for i in range(80)])
     assert kendall_tau(scores, np.arange(80)) > 0.95
-
-
-def test_group_early_follows_the_samples_of_the_latest_epoch():
-    predictor = GroupEarly()
-    predictor.observe([row("a", 1000, 0), row("b", 10, 0), row("c", 100, 0)])
-    predictor.observe([row("a", 10, 1), row("b", 1000, 1)])
-    a, b, c = predictor.predict([Prompt(name, "") for name in "abc"])
-    assert a < c < b
 
 
 def test_the_heuristic_reads_what_is_asked_for_and_the_token_limit():

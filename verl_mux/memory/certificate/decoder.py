@@ -58,9 +58,11 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def attention(self) -> int:
         """Matrices, biases and norms of a layer's attention."""
-        kv = self.kv_heads * self.head_dim
-        bias = self.query + 2 * kv if self.qkv_bias else 0
-        return 2 * self.hidden * self.query + 2 * self.hidden * kv + bias + (2 * self.head_dim if self.qk_norm else 0)
+        return self._attention(self.query, self.kv_heads * self.head_dim)
+
+    def _attention(self, query: int, kv: int) -> int:
+        bias = query + 2 * kv if self.qkv_bias else 0
+        return 2 * self.hidden * (query + kv) + bias + (2 * self.head_dim if self.qk_norm else 0)
 
     @property
     def mlp(self) -> int:
@@ -116,9 +118,7 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         their own. pipeline: stages; embedding and head lie on the first and the last. Norms and routers are on every rank.
         """
         kv = max(self.kv_heads // tensor, 1) * self.head_dim
-        query = self.query // tensor
-        bias = query + 2 * kv if self.qkv_bias else 0
-        attention = 2 * self.hidden * query + 2 * self.hidden * kv + bias + (2 * self.head_dim if self.qk_norm else 0)
+        attention = self._attention(self.query // tensor, kv)
         shared = 3 * self.hidden * self.shared_width // everything
         router = (self.hidden * self.experts + (self.hidden if self.shared_gate else 0)) if self.experts else 0
         sparse = router + shared + self.experts * self.expert // everything if self.experts else 0

@@ -35,32 +35,22 @@ def request_table(job: Job) -> int:
 
 def held_by_engine(job: Job) -> dict[str, int]:
     """By the engine's process and the rollout worker beside it, besides tensors, while it is awake."""
-    held = dict(job.charges.engine(job.engine.gpus, job.engine.graphs))
-    for kind, num_bytes in job.charges.worker().items():
-        held[kind] = held.get(kind, 0) + num_bytes
-    return held
-
-
-def kept_by_engine(job: Job) -> dict[str, int]:
-    """Of that, what it keeps asleep."""
-    asleep = ("graphs",) if job.engine.graphs_sleep else ()
-    return {kind: num_bytes for kind, num_bytes in held_by_engine(job).items() if kind not in asleep}
-
-
-def kept_by_trainer(job: Job) -> dict[str, int]:
-    return job.charges.trainer(job.training.ranks)
+    return _added(job.charges.engine(job.engine.gpus, job.engine.graphs), job.charges.worker())
 
 
 def kept(job: Job, side: str) -> dict[str, int]:
-    """What the job keeps on a GPU of this side while it sleeps there."""
-    if not job.colocated:
-        return kept_by_engine(job) if side == "rollout" else kept_by_trainer(job)
-    return _added(kept_by_engine(job), kept_by_trainer(job))
+    """What the job keeps on a GPU of this side while it sleeps there: of what its engine holds, all but graphs that sleep."""
+    engine = {kind: size for kind, size in held_by_engine(job).items() if kind != "graphs" or not job.engine.graphs_sleep}
+    trainer = job.charges.trainer(job.training.ranks)
+    if job.colocated:
+        return _added(engine, trainer)
+    return engine if side == "rollout" else trainer
 
 
 def held(job: Job) -> dict[str, int]:
     """What the job keeps on a rollout GPU besides tensors while its engine is awake there."""
-    return _added(held_by_engine(job), kept_by_trainer(job)) if job.colocated else held_by_engine(job)
+    engine = held_by_engine(job)
+    return _added(engine, job.charges.trainer(job.training.ranks)) if job.colocated else engine
 
 
 def room(job: Job, capacity: int) -> int:

@@ -8,13 +8,12 @@ a barrier, but lengths as they can be predicted gain nothing there.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from verl_mux.rollout.lengths.predictors import GroupEarly, LengthPredictor, LengthRow, Prompt
+from verl_mux.rollout.lengths.predictors import LengthPredictor, LengthRow, Prompt
 
 ORDERS = ("fifo", "sjf")
 _LONGEST_FIRST = "ljf"
@@ -46,7 +45,6 @@ class LaunchOrder:
         self._prompts: dict[str, Prompt] = {}
         self._fit: threading.Thread | None = None
         self._unread: list[LengthRow] = []
-        self._early: dict[str, Counter[int]] = {}  # by prompt group: lengths that were read while it ran
 
     def place(self, uids: Sequence[str], prompts: Sequence[Prompt]) -> np.ndarray:
         """Indices of the prompts, the first to launch first: (prompts,) int64."""
@@ -65,9 +63,9 @@ class LaunchOrder:
         """Response lengths in tokens by the uid of their prompt group; the uids are forgotten."""
         self._unread += [
             LengthRow(self._prompts[uid], epoch, int(length))
-            for uid, its in lengths.items()
+            for uid, of_group in lengths.items()
             if uid in self._prompts
-            for length in (Counter(its) - self._early.get(uid, Counter())).elements()
+            for length in of_group
         ]
         self.forget(lengths)
         if self._unread and (self._fit is None or not self._fit.is_alive()):
@@ -79,16 +77,6 @@ class LaunchOrder:
         """Prompt groups that will not be trained, or have been."""
         for uid in uids:
             self._prompts.pop(uid, None)
-            self._early.pop(uid, None)
-
-    def observe_early(self, uid: str, length: int, epoch: int) -> None:
-        """A response of a prompt group that is still under way has ended: for predictors that read the group's own lengths."""
-        if uid in self._prompts and isinstance(self._predictor, GroupEarly) and self._lock.acquire(blocking=False):
-            try:
-                self._predictor.observe([LengthRow(self._prompts[uid], epoch, length)])
-            finally:
-                self._lock.release()
-            self._early.setdefault(uid, Counter())[length] += 1
 
     def _learn(self, rows: list[LengthRow]) -> None:
         with self._lock:
