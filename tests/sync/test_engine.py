@@ -7,6 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("verl")
+from tests.in_loop import in_loop
 from verl_mux.errors import UserError
 from verl_mux.sync import engine as engine_module
 from verl_mux.sync import receiving
@@ -86,12 +87,10 @@ def cluster(monkeypatch):
 
 
 @pytest.mark.parametrize(("senders", "machines"), [(1, ["a"]), (3, ["a", "b", "a", "c", "c"])])
-def test_every_worker_gets_every_bit_in_order(cluster, senders, machines):
-    async def run():
-        got, _ = await cluster(senders, machines).sync(3)
-        assert all(same(each) for each in got)
-
-    asyncio.run(run())
+@in_loop
+async def test_every_worker_gets_every_bit_in_order(cluster, senders, machines):
+    got, _ = await cluster(senders, machines).sync(3)
+    assert all(same(each) for each in got)
 
 
 def test_two_ray_nodes_on_one_machine_are_one_host(monkeypatch):
@@ -108,47 +107,42 @@ def test_two_ray_nodes_on_one_machine_are_one_host(monkeypatch):
 
 
 @pytest.mark.parametrize("bucket_size", [256, 100_000, 1 << 30])
-def test_bucket_size_changes_nothing_but_the_pieces(cluster, bucket_size):
-    async def run():
-        got, _ = await cluster(2, ["a", "a"], bucket_size=bucket_size).sync(1)
-        assert all(same(each) for each in got)
-
-    asyncio.run(run())
+@in_loop
+async def test_bucket_size_changes_nothing_but_the_pieces(cluster, bucket_size):
+    got, _ = await cluster(2, ["a", "a"], bucket_size=bucket_size).sync(1)
+    assert all(same(each) for each in got)
 
 
-def test_later_syncs_use_the_same_memory_and_bring_the_newer_weights(cluster):
-    async def run():
-        ends = cluster(2, ["a", "a", "b"])
-        first = [end.prepare() for end in ends.receivers]
-        regions = []
-        for version in range(1, 4):
-            model = {name: tensor + version for name, tensor in MODEL.items()}
-            got, _ = await ends.sync(version, lambda rank, model=model: iter(model.items()))
-            assert all(same(each, model) for each in got)
-            regions.append([id(end._end._held._region) for end in ends.receivers])
-        assert regions[0] == regions[1] == regions[2]
-        assert [end.prepare() for end in ends.receivers] == first
-
-    asyncio.run(run())
+@in_loop
+async def test_later_syncs_use_the_same_memory_and_bring_the_newer_weights(cluster):
+    ends = cluster(2, ["a", "a", "b"])
+    first = [end.prepare() for end in ends.receivers]
+    regions = []
+    for version in range(1, 4):
+        model = {name: tensor + version for name, tensor in MODEL.items()}
+        got, _ = await ends.sync(version, lambda rank, model=model: iter(model.items()))
+        assert all(same(each, model) for each in got)
+        regions.append([id(end._end._held._region) for end in ends.receivers])
+    assert regions[0] == regions[1] == regions[2]
+    assert [end.prepare() for end in ends.receivers] == first
 
 
-def test_ranks_that_export_rows_need_not_hold_a_row_of_every_tensor(cluster):
+@in_loop
+async def test_ranks_that_export_rows_need_not_hold_a_row_of_every_tensor(cluster):
     def rows(rank: int):
         """Rank 0 holds the even tensors whole, rank 1 the odd ones; both name all."""
         for i, (name, tensor) in enumerate(MODEL.items()):
             data = tensor if i % 2 == rank else tensor.reshape(-1)[:0]
             yield Range(name, tensor.dtype, tuple(tensor.shape), 0, data)
 
-    async def run():
-        ends = cluster(2, ["a", "a"], bucket_size=256)
-        for version in range(5):
-            got, _ = await ends.sync(version, rows)
-            assert all(same(each) for each in got)
-
-    asyncio.run(run())
+    ends = cluster(2, ["a", "a"], bucket_size=256)
+    for version in range(5):
+        got, _ = await ends.sync(version, rows)
+        assert all(same(each) for each in got)
 
 
-def test_masters_are_cast_at_the_sender_and_tied_weights_go_once(cluster):
+@in_loop
+async def test_masters_are_cast_at_the_sender_and_tied_weights_go_once(cluster):
     masters = {"embed": torch.randn(300, 7), "norm": torch.randn(5)}
 
     def ranges(rank: int):
@@ -157,15 +151,13 @@ def test_masters_are_cast_at_the_sender_and_tied_weights_go_once(cluster):
             yield Range(name, torch.bfloat16, tuple(tensor.shape), 0, mine)
         yield Range("head", torch.bfloat16, (300, 7), 0, torch.empty(0), tied="embed")
 
-    async def run():
-        got, said = await cluster(2, ["a", "b"], bucket_size=64).sync(1, ranges)
-        wanted = {name: tensor.bfloat16() for name, tensor in masters.items()}
-        assert all(same(each, {**wanted, "head": wanted["embed"]}) for each in got)
-
-    asyncio.run(run())
+    got, said = await cluster(2, ["a", "b"], bucket_size=64).sync(1, ranges)
+    wanted = {name: tensor.bfloat16() for name, tensor in masters.items()}
+    assert all(same(each, {**wanted, "head": wanted["embed"]}) for each in got)
 
 
-def test_consumers_may_wait_for_each_other_at_every_tensor(cluster):
+@in_loop
+async def test_consumers_may_wait_for_each_other_at_every_tensor(cluster):
     # As the engines of one tensor-parallel group do.
     waiting: dict[str, list[asyncio.Future]] = {}
 
@@ -184,13 +176,10 @@ def test_consumers_may_wait_for_each_other_at_every_tensor(cluster):
             got[name] = tensor
         return got
 
-    async def run():
-        model = {f"t{i}": torch.randint(0, 255, (256 << 10,), dtype=torch.uint8) for i in range(40)}
-        ends = cluster(6, ["a", "a", "b"], bucket_size=16 << 10)
-        got, _ = await ends.sync(1, lambda rank: iter(model.items()), together)
-        assert all(same(each, model) for each in got)
-
-    asyncio.run(run())
+    model = {f"t{i}": torch.randint(0, 255, (256 << 10,), dtype=torch.uint8) for i in range(40)}
+    ends = cluster(6, ["a", "a", "b"], bucket_size=16 << 10)
+    got, _ = await ends.sync(1, lambda rank: iter(model.items()), together)
+    assert all(same(each, model) for each in got)
 
 
 def test_an_interface_is_chosen_by_name(cluster):
@@ -204,47 +193,41 @@ def test_an_interface_is_chosen_by_name(cluster):
         MuxCheckpointEngine(4096, interface="nic9").prepare()
 
 
-def test_an_error_reaches_both_ends_and_the_next_sync_works(cluster, monkeypatch):
+@in_loop
+async def test_an_error_reaches_both_ends_and_the_next_sync_works(cluster, monkeypatch):
     monkeypatch.setattr(receiving, "LAST_CALL_S", 0.2)
 
-    async def run():
-        ends = cluster(2, ["a", "a", "b"], timeout_s=5.0)
-        got, said = await ends.sync(3, asked=4, outcomes=True)
-        assert all(isinstance(each, SyncError) for each in [*got, *said])
-        got, _ = await ends.sync(5)
-        assert all(same(each) for each in got)
-
-    asyncio.run(run())
+    ends = cluster(2, ["a", "a", "b"], timeout_s=5.0)
+    got, said = await ends.sync(3, asked=4, outcomes=True)
+    assert all(isinstance(each, SyncError) for each in [*got, *said])
+    got, _ = await ends.sync(5)
+    assert all(same(each) for each in got)
 
 
-def test_a_consumer_that_gives_up_leaves_nothing_behind(cluster):
+@in_loop
+async def test_a_consumer_that_gives_up_leaves_nothing_behind(cluster):
     async def first_only(end, version):
         weights = end.receive_weights(version)
         await anext(weights)
         await weights.aclose()
 
-    async def run():
-        ends = cluster(1, ["a", "b"])
-        await ends.sync(1, consume=first_only, outcomes=True)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        got, _ = await ends.sync(9)
-        assert all(same(each) for each in got)
-
-    asyncio.run(run())
+    ends = cluster(1, ["a", "b"])
+    await ends.sync(1, consume=first_only, outcomes=True)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    got, _ = await ends.sync(9)
+    assert all(same(each) for each in got)
 
 
-def test_the_figures_of_a_sync(cluster):
-    async def run():
-        ends = cluster(2, ["a", "b"])
-        _, said = await ends.sync(1)
-        assert sum(it["mux/sync/sent_bytes"] for it in said) == 2 * NBYTES
-        assert {"mux/sync/gather_seconds", "mux/sync/send_seconds", "mux/sync/stream_gb_per_s"} <= set(said[0])
-        told = ends.receivers[0].figures
-        assert {"mux/sync/receive_seconds", "mux/sync/load_seconds", "mux/sync/wait_seconds"} <= set(told)
-        together = figures([*said, *(end.figures for end in ends.receivers)], 2)
-        assert together["mux/sync/bytes"] == sum(it["mux/sync/sent_bytes"] for it in said) and together["ranks"] == 2
-
-    asyncio.run(run())
+@in_loop
+async def test_the_figures_of_a_sync(cluster):
+    ends = cluster(2, ["a", "b"])
+    _, said = await ends.sync(1)
+    assert sum(it["mux/sync/sent_bytes"] for it in said) == 2 * NBYTES
+    assert {"mux/sync/gather_seconds", "mux/sync/send_seconds", "mux/sync/stream_gb_per_s"} <= set(said[0])
+    told = ends.receivers[0].figures
+    assert {"mux/sync/receive_seconds", "mux/sync/load_seconds", "mux/sync/wait_seconds"} <= set(told)
+    together = figures([*said, *(end.figures for end in ends.receivers)], 2)
+    assert together["mux/sync/bytes"] == sum(it["mux/sync/sent_bytes"] for it in said) and together["ranks"] == 2
 
 
 def test_a_failed_sync_is_one_error_that_says_what_all_saw():
@@ -255,7 +238,8 @@ def test_a_failed_sync_is_one_error_that_says_what_all_saw():
     raise_failure([{}, None])
 
 
-def test_all_who_take_part_in_a_failed_sync_are_waited_for_and_nobody_after_another_error():
+@in_loop
+async def test_all_who_take_part_in_a_failed_sync_are_waited_for_and_nobody_after_another_error():
     async def ends(outcome, waits: asyncio.Event | None = None):
         if waits is not None:
             await waits.wait()
@@ -263,13 +247,10 @@ def test_all_who_take_part_in_a_failed_sync_are_waited_for_and_nobody_after_anot
             raise outcome
         return outcome
 
-    async def run():
-        later, never = asyncio.Event(), asyncio.Event()
-        asyncio.get_running_loop().call_later(0.05, later.set)
-        lost, gone = Lost("t0 is gone"), SyncError("told")
-        assert await settled([ends({}), ends(lost), ends(gone, later)]) == [{}, lost, gone]
-        fenced = KeyError("fenced")
-        assert await settled([ends({}, never), ends(fenced), ends({}, never)]) == [None, fenced, None]
-        never.set()
-
-    asyncio.run(run())
+    later, never = asyncio.Event(), asyncio.Event()
+    asyncio.get_running_loop().call_later(0.05, later.set)
+    lost, gone = Lost("t0 is gone"), SyncError("told")
+    assert await settled([ends({}), ends(lost), ends(gone, later)]) == [{}, lost, gone]
+    fenced = KeyError("fenced")
+    assert await settled([ends({}, never), ends(fenced), ends({}, never)]) == [None, fenced, None]
+    never.set()

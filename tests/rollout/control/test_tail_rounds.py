@@ -17,7 +17,7 @@ from verl_mux.rollout.lengths.predictors import Fifo, Prompt
 
 def sure(*lengths: float) -> Expected:
     mean = np.array(lengths, dtype=np.float64)
-    return Expected(mean, np.zeros(len(mean)), mean)
+    return Expected(mean, np.zeros(len(mean)))
 
 
 def test_the_long_prompts_share_a_round():
@@ -65,7 +65,7 @@ def test_what_is_left_of_the_room_takes_the_longest_that_fits():
 def test_every_prompt_is_in_one_round_and_only_the_last_is_not_full(groups, batch, factor):
     mean, variance = (np.array([g[at] for g in groups], dtype=np.float64) for at in (0, 1))
     most = factor * float(mean.mean() if len(mean) else 1.0)
-    rounds = plan(Expected(mean, variance, mean), batch, most)
+    rounds = plan(Expected(mean, variance), batch, most)
     assert sorted(at for its in rounds for at in its) == list(range(len(groups)))
     assert all(len(its) == batch for its in rounds[:-1])
 
@@ -79,7 +79,7 @@ LENGTHS = st.one_of(st.floats(0, 1e5), st.sampled_from([0.0, 1.0, 7.0]))
 def test_no_round_is_expected_beyond_the_bound_whatever_the_doubt(groups, batch, factor):
     mean, variance = (np.array([g[at] for g in groups], dtype=np.float64) for at in (0, 1))
     most = factor * float(mean.mean())
-    for its in plan(Expected(mean, variance, mean), batch, most):
+    for its in plan(Expected(mean, variance), batch, most):
         too_long_by_itself = mean[its].max() > (batch * (factor - 1) + 1) * float(mean.mean()) * (1 - 1e-6)
         assert mean[its].mean() <= most * (1 + 1e-6) or too_long_by_itself
 
@@ -99,7 +99,7 @@ class Said:
 
     def expect(self, prompts) -> Expected:
         mean, variance = np.array([self.said[int(prompt.id)] for prompt in prompts]).T
-        return Expected(mean, variance, mean)
+        return Expected(mean, variance)
 
 
 @settings(max_examples=examples(150))

@@ -1,6 +1,4 @@
-"""Synthetic prompts and lengths of different nature, for tests and for measuring predictors.
-
-    python -m tests.rollout.lengths.length_generators keyword 0 [PROMPTS] > lengths.jsonl
+"""Synthetic prompts and lengths of different nature, for tests.
 
 Each kind is a list of epochs of LengthRow. What decides a length: the prompt's words, its numbers, its length, its id and
 nothing else, chance alone; with or without drift, missing prompts, samples, runaway responses.
@@ -8,8 +6,6 @@ nothing else, chance alone; with or without drift, missing prompts, samples, run
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -151,28 +147,12 @@ def _long_tail(rng, prompts, epochs):
     return [_epoch(texts, e, np.log(own[which]) + 0.05 * rng.standard_normal(len(which)), which) for e in range(epochs)]
 
 
-def _heavy(rng, prompts, epochs):
-    """Heavy-tailed over prompts (a factor e), noisy over their four samples (a factor e^0.5)."""
-    own, which = 0.5 + rng.standard_normal(prompts), np.arange(prompts).repeat(4)
+def _lognormal(rng, prompts, epochs):
+    """Four samples of each prompt, which differ by a fifth."""
+    own, which = 5.5 + rng.standard_normal(prompts), np.arange(prompts).repeat(4)
     texts = _plain_text(rng, prompts)
-    return [_epoch(texts, e, 5.5 + own[which] + 0.5 * rng.standard_normal(len(which)), which) for e in range(epochs)]
-
-
-def _four_samples(own, noise: float, rng, epochs: int, most: float = np.inf) -> Epochs:
-    """own: log lengths of the prompts. noise: of a sample's. most: tokens, where a response is cut off."""
-    which, texts = np.arange(len(own)).repeat(4), _plain_text(rng, len(own))
-    logs = [np.minimum(own[which] + noise * rng.standard_normal(len(which)), np.log(most)) for _ in range(epochs)]
+    logs = [own[which] + 0.2 * rng.standard_normal(len(which)) for _ in range(epochs)]
     return [_epoch(texts, number, its, which) for number, its in enumerate(logs)]
-
-
-def _looping(rng, prompts, epochs):
-    """Responses that run to the limit: three in ten of one prompt in four, one in a hundred of the others."""
-    often, which = np.where(rng.random(prompts) < 0.25, 0.3, 0.01), np.arange(prompts).repeat(4)
-    texts, out = _plain_text(rng, prompts), []
-    for number in range(epochs):
-        logs = np.where(rng.random(len(which)) < often[which], np.log(2048), 5 + 0.3 * rng.standard_normal(len(which)))
-        out.append(_epoch(texts, number, logs, which))
-    return out
 
 
 KINDS: dict[str, Callable[..., Epochs]] = {
@@ -194,18 +174,4 @@ KINDS: dict[str, Callable[..., Epochs]] = {
     "runaway": _runaway,
 }
 # For whole rollouts, not for what orders prompts: samples of a group, and a tail that sets a step's time.
-TAILS: dict[str, Callable[..., Epochs]] = {
-    "long_tail": _long_tail,
-    "heavy": _heavy,
-    "lognormal": lambda rng, n, e: _four_samples(5.5 + rng.standard_normal(n), 0.2, rng, e),
-    "pareto": lambda rng, n, e: _four_samples(np.log(60 * (1 + rng.pareto(1.5, n))), 0.3, rng, e, most=2048),
-    "bimodal": lambda rng, n, e: _four_samples(np.log(np.where(rng.random(n) < 1 / 8, 300, 30)), 0.3, rng, e),
-    "looping": _looping,
-}
-
-
-if __name__ == "__main__":
-    for epoch in generate(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 1000):
-        for row in epoch:
-            given = {"id": row.prompt.id, "prompt": row.prompt.text, "epoch": row.epoch, "length": row.length}
-            print(json.dumps(given))
+TAILS: dict[str, Callable[..., Epochs]] = {"long_tail": _long_tail, "lognormal": _lognormal}

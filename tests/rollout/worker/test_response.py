@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from verl.workers.rollout.replica import TokenOutput
 
+from tests.in_loop import in_loop
 from verl_mux.rollout.instructions import Launch, Segment
 from verl_mux.rollout.worker.prompt_groups import PromptGroups
 from verl_mux.rollout.worker.response import Call, Response, Stage, restored, saved
@@ -89,110 +90,92 @@ def both(**given) -> list[Launch]:
     return [Launch("g", sample, step=1, **given) for sample in (0, 1)]
 
 
-def run(coroutine) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 20))
+@in_loop
+async def test_a_group_runs_to_its_end_and_says_so_once():
+    worker = Worker(Engine())
+    await worker.launch(both(), new=True)
+    done = await worker.reports(2)
+    assert [(r.kind, r.new, r.total, r.version, r.why) for r in done] == [("done", 10, 10, 1, "eos")] * 2
+    assert worker.outputs[0].token_ids == list(range(1, 11))
 
 
-def test_a_group_runs_to_its_end_and_says_so_once():
-    async def story():
-        worker = Worker(Engine())
-        await worker.launch(both(), new=True)
-        done = await worker.reports(2)
-        assert [(r.kind, r.new, r.total, r.version, r.why) for r in done] == [("done", 10, 10, 1, "eos")] * 2
-        assert worker.outputs[0].token_ids == list(range(1, 11))
-
-    run(story())
-
-
-def test_rounds_of_a_budget_and_of_new_weights_make_segments():
-    async def story():
-        engine = Engine()
-        worker = Worker(engine)
-        await worker.launch(both(budget=4, longest=20), new=True)
-        paused = await worker.reports(2)
-        assert [(r.kind, r.new, r.why) for r in paused] == [("paused", 4, "length")] * 2
-        engine.version = 2
-        await worker.launch(both(kept=4, budget=4, longest=20))
-        assert [(r.kind, r.new, r.total, r.version) for r in await worker.reports(2)] == [("paused", 4, 8, 2)] * 2
-        await worker.launch(both(kept=8, budget=4, longest=20))
-        assert [(r.kind, r.new, r.total) for r in await worker.reports(2)] == [("done", 2, 10)] * 2
-        output = worker.outputs[0]
-        assert output.token_ids == list(range(1, 11))
-        assert output.log_probs == [-float(t) for t in range(1, 11)]
-        assert output.extra_fields["mux_segments"] == [[4, 1], [6, 2]]
-        assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (1, 2)
-
-    run(story())
+@in_loop
+async def test_rounds_of_a_budget_and_of_new_weights_make_segments():
+    engine = Engine()
+    worker = Worker(engine)
+    await worker.launch(both(budget=4, longest=20), new=True)
+    paused = await worker.reports(2)
+    assert [(r.kind, r.new, r.why) for r in paused] == [("paused", 4, "length")] * 2
+    engine.version = 2
+    await worker.launch(both(kept=4, budget=4, longest=20))
+    assert [(r.kind, r.new, r.total, r.version) for r in await worker.reports(2)] == [("paused", 4, 8, 2)] * 2
+    await worker.launch(both(kept=8, budget=4, longest=20))
+    assert [(r.kind, r.new, r.total) for r in await worker.reports(2)] == [("done", 2, 10)] * 2
+    output = worker.outputs[0]
+    assert output.token_ids == list(range(1, 11))
+    assert output.log_probs == [-float(t) for t in range(1, 11)]
+    assert output.extra_fields["mux_segments"] == [[4, 1], [6, 2]]
+    assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (1, 2)
 
 
-def test_the_longest_ends_a_response_as_truncated():
-    async def story():
-        worker = Worker(Engine(end=1000))
-        await worker.launch(both(budget=4, longest=8), new=True)
-        await worker.reports(2)
-        await worker.launch(both(kept=4, budget=4, longest=8))
-        assert [(r.kind, r.new, r.total, r.why) for r in await worker.reports(2)] == [("done", 4, 8, "length")] * 2
-        assert worker.outputs[0].extra_fields["mux_truncated"]
-
-    run(story())
+@in_loop
+async def test_the_longest_ends_a_response_as_truncated():
+    worker = Worker(Engine(end=1000))
+    await worker.launch(both(budget=4, longest=8), new=True)
+    await worker.reports(2)
+    await worker.launch(both(kept=4, budget=4, longest=8))
+    assert [(r.kind, r.new, r.total, r.why) for r in await worker.reports(2)] == [("done", 4, 8, "length")] * 2
+    assert worker.outputs[0].extra_fields["mux_truncated"]
 
 
-def test_a_cut_keeps_the_tokens_and_a_launch_goes_on_from_them():
-    async def story():
-        engine = Engine(end=15)
-        worker = Worker(engine)
-        await worker.launch(both(), new=True)
-        while len(engine.asked) < 2:
-            await asyncio.sleep(0)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        worker.groups.cut([("g", 0), ("g", 1)])
-        cut = await worker.reports(2)
-        assert all(r.kind == "paused" and r.why == "abort" and 0 < r.total < 15 for r in cut)
-        kept = cut[1].total
-        await worker.launch([Launch("g", r.sample, step=1, kept=r.total) for r in cut])
-        done = await worker.reports(2)
-        assert [r.total for r in done] == [15, 15]
-        assert engine.asked[-1][0] == PROMPT + list(range(1, kept + 1))
-
-    run(story())
-
-
-def test_a_group_that_ended_before_its_cut_says_so_at_the_next_launch():
-    async def story():
-        worker = Worker(Engine())
-        await worker.launch(both(), new=True)
-        await worker.reports(2)
-        await worker.launch(both(kept=10))
-        assert [(r.kind, r.new, r.total) for r in await worker.reports(2)] == [("done", 0, 10)] * 2
-
-    run(story())
-
-
-def test_a_failed_sample_tries_again_when_launched_again():
-    async def story():
-        worker = Worker(Engine())
-        worker.fail_once = {1}
-        await worker.launch(both(), new=True)
-        first = await worker.reports(2)
-        assert [r.kind for r in first] == ["done", "failed"]
-        await worker.launch([Launch("g", 1, step=1)])
-        (again,) = await worker.reports(1)
-        assert (again.kind, again.total) == ("done", 10)
-
-    run(story())
-
-
-def test_a_dropped_group_stops_and_reports_nothing_more():
-    async def story():
-        worker = Worker(Engine(end=10**6))
-        await worker.launch(both(longest=10**6), new=True)
+@in_loop
+async def test_a_cut_keeps_the_tokens_and_a_launch_goes_on_from_them():
+    engine = Engine(end=15)
+    worker = Worker(engine)
+    await worker.launch(both(), new=True)
+    while len(engine.asked) < 2:
         await asyncio.sleep(0)
-        await worker.groups.drop(["g"])
-        assert worker.task.cancelled() or worker.task.done()
-        assert not worker.groups.has_group("g")
+    for _ in range(5):
+        await asyncio.sleep(0)
+    worker.groups.cut([("g", 0), ("g", 1)])
+    cut = await worker.reports(2)
+    assert all(r.kind == "paused" and r.why == "abort" and 0 < r.total < 15 for r in cut)
+    kept = cut[1].total
+    await worker.launch([Launch("g", r.sample, step=1, kept=r.total) for r in cut])
+    done = await worker.reports(2)
+    assert [r.total for r in done] == [15, 15]
+    assert engine.asked[-1][0] == PROMPT + list(range(1, kept + 1))
 
-    run(story())
+
+@in_loop
+async def test_a_group_that_ended_before_its_cut_says_so_at_the_next_launch():
+    worker = Worker(Engine())
+    await worker.launch(both(), new=True)
+    await worker.reports(2)
+    await worker.launch(both(kept=10))
+    assert [(r.kind, r.new, r.total) for r in await worker.reports(2)] == [("done", 0, 10)] * 2
+
+
+@in_loop
+async def test_a_failed_sample_tries_again_when_launched_again():
+    worker = Worker(Engine())
+    worker.fail_once = {1}
+    await worker.launch(both(), new=True)
+    first = await worker.reports(2)
+    assert [r.kind for r in first] == ["done", "failed"]
+    await worker.launch([Launch("g", 1, step=1)])
+    (again,) = await worker.reports(1)
+    assert (again.kind, again.total) == ("done", 10)
+
+
+@in_loop
+async def test_a_dropped_group_stops_and_reports_nothing_more():
+    worker = Worker(Engine(end=10**6))
+    await worker.launch(both(longest=10**6), new=True)
+    await asyncio.sleep(0)
+    await worker.groups.drop(["g"])
+    assert worker.task.cancelled() or worker.task.done()
+    assert not worker.groups.has_group("g")
 
 
 def test_many_turns_cost_no_copy_of_the_conversation_each():
@@ -210,21 +193,19 @@ def test_calls_of_an_earlier_versions_checkpoint_answer_too():
     assert (response.next_call(PROMPT).token_ids, response.calls[0].prompt_tokens) == ([1, 2], 2)
 
 
-def test_calls_of_a_checkpoint_answer_the_agent_loop_again():
-    async def story():
-        engine = Engine()
-        worker = Worker(engine)
-        await worker.launch(both(budget=4), new=True)
-        await worker.reports(2)
-        calls = json.loads(json.dumps(worker.groups.saved_calls(["g"])))
-        later, engine.version = Worker(engine), 7
-        plans = both(kept=4)
-        await later.launch(plans, new=True, calls={g: {int(s): c for s, c in its.items()} for g, its in calls.items()})
-        assert [(r.kind, r.new, r.total) for r in await later.reports(2)] == [("done", 6, 10)] * 2
-        assert later.outputs[0].extra_fields["mux_segments"] == [[4, 1], [6, 7]]
-        assert later.outputs[0].token_ids == list(range(1, 11))
-
-    run(story())
+@in_loop
+async def test_calls_of_a_checkpoint_answer_the_agent_loop_again():
+    engine = Engine()
+    worker = Worker(engine)
+    await worker.launch(both(budget=4), new=True)
+    await worker.reports(2)
+    calls = json.loads(json.dumps(worker.groups.saved_calls(["g"])))
+    later, engine.version = Worker(engine), 7
+    plans = both(kept=4)
+    await later.launch(plans, new=True, calls={g: {int(s): c for s, c in its.items()} for g, its in calls.items()})
+    assert [(r.kind, r.new, r.total) for r in await later.reports(2)] == [("done", 6, 10)] * 2
+    assert later.outputs[0].extra_fields["mux_segments"] == [[4, 1], [6, 7]]
+    assert later.outputs[0].token_ids == list(range(1, 11))
 
 
 def test_a_server_that_leaves_is_nobodys_target_any_more():

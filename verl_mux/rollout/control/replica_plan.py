@@ -69,6 +69,11 @@ class Replica:
     max_requests: int
     max_tokens: int
 
+    @property
+    def work(self) -> float:
+        """Tokens still expected, of all requests."""
+        return sum(request.remaining for request in self.requests)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSpeed:
@@ -197,9 +202,9 @@ def _growing(asked: Sequence[Sequence[Replica]]) -> list[list[Replica]]:
     """Those of one gang, then of two, and so on; the gangs with the least work on them first."""
     freed: dict[str, Replica] = {}
     out = []
-    for gang in sorted(asked, key=lambda gang: sum(_work(r.requests) for r in gang)):
+    for gang in sorted(asked, key=lambda gang: sum(r.work for r in gang)):
         freed |= {r.id: r for r in gang}
-        out.append(sorted(freed.values(), key=lambda r: _work(r.requests)))
+        out.append(sorted(freed.values(), key=lambda r: r.work))
     return out
 
 
@@ -244,10 +249,8 @@ def _gathered(freed: Sequence[Replica], kept: Sequence[Replica], speed: EngineSp
 
 @dataclass(slots=True)
 class _Load:
-    """What a kept replica has to do, in sums: a plan for 64 replicas weighs a million places for a request.
-
-    tokens: context and remaining. longest: most that remain of one request. stall_s: seconds of prefilling what moved here.
-    """
+    """What a kept replica has to do, in sums. tokens: context and remaining. longest: most that remain of one request. stall_s:
+    seconds of prefilling what moved here."""
 
     replica: Replica
     requests: int
@@ -276,10 +279,6 @@ class _Load:
         self.remaining += it.remaining
         self.longest = max(self.longest, it.remaining)
         self.stall_s += it.context / speed.prefill
-
-
-def _work(requests: Sequence[Request]) -> float:
-    return sum(request.remaining for request in requests)
 
 
 # ---------------------------------------------------------------- growth

@@ -8,13 +8,11 @@ A step lasts as long as its longest response, so long responses are dear where t
 they share some. Which prompts are long is estimated from earlier epochs and from a predictor, before a token of them is drawn:
 no draw is thrown away, so no length is selected, and each prompt of a window is trained once.
 
-The rounds of a window, longest prompts first: the longest that is left and, for each further place, the longest beside which
-the shortest still fit into the rest. They are run spread over the window, so that long and short steps alternate. In a first
-epoch what is left is planned anew when a part of the window has been trained, with what that taught.
-Invariants (asserted by the tests): each prompt is handed out once. No round is expected to have a mean beyond the bound, unless
-its longest prompt is too long for it even beside the shortest; with a bound of twice the window's mean or more such a prompt is
-longer than (batch + 1) means. The real mean of a round is known only when its responses have been drawn: the bound leaves room
-for most of that doubt, and `Mix` reports it.
+A round of a window: the longest prompt that is left and, for each further place, the longest beside which the shortest still fit
+into the rest. Rounds are spread over the window, so that long and short steps alternate. In a first epoch what is left is planned
+anew when a part of the window has been trained. Invariants (asserted by the tests): each prompt is handed out once; no round is
+expected to have a mean beyond the bound, unless its longest prompt is too long even beside the shortest. The real mean of a round
+is known only when its responses have been drawn: the bound leaves room for most of that doubt, and `Mix` reports it.
 
 `LengthEstimates`, in numbers. A prompt with earlier responses: their mean, drawn towards all prompts' mean by as much as chance
 moves it (credibility: Z x + (1 - Z) m with Z = a / (a + v / n), Buehlmann 1967; a: variance between prompts, v: of one prompt's
@@ -30,7 +28,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import sqrt
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,22 +48,10 @@ _EPOCHS = 2  # of a prompt's own responses
 
 
 class Expected(NamedTuple):
-    """Of each prompt group, (prompts,) in tokens: mean length of its responses, that mean's variance, and what it is ordered by.
-
-    order_by: the mean, unless the longest response of a group is known, as an oracle knows it.
-    """
+    """Of each prompt group, (prompts,) in tokens: the mean length of its responses, and that mean's variance."""
 
     mean: np.ndarray
     variance: np.ndarray
-    order_by: np.ndarray
-
-
-class Estimates(Protocol):
-    """What is known of lengths: LengthEstimates; an oracle in measurements."""
-
-    def observe(self, prompt: Prompt, epoch: int, lengths: Sequence[int]) -> None: ...
-    def expect(self, prompts: Sequence[Prompt]) -> Expected: ...
-    def knows(self, prompt: Prompt) -> bool: ...
 
 
 class Mix(NamedTuple):
@@ -94,9 +80,9 @@ def plan(expected: Expected, batch: int, most: float) -> list[list[int]]:
     the prompts in their order.
     """
     total = len(expected.mean)
-    if total == 0 or np.ptp(expected.order_by) == 0:
+    if total == 0 or np.ptp(expected.mean) == 0:
         return [list(range(at, min(at + batch, total))) for at in range(0, total, batch)]
-    order = np.argsort(-expected.order_by, kind="stable")
+    order = np.argsort(-expected.mean, kind="stable")
     left = [_Group(at, float(expected.mean[at]), float(expected.variance[at])) for at in order.tolist()]
     tokens = sum(group.mean for group in left)
     rounds = []
@@ -111,7 +97,7 @@ def plan(expected: Expected, batch: int, most: float) -> list[list[int]]:
         tokens -= taken
         for place in reversed(places):
             del left[place]
-    return [sorted(group.at for group in its) for its in [*_spread(rounds), *([left] if left else [])]]
+    return [sorted(group.at for group in groups) for groups in [*_spread(rounds), *([left] if left else [])]]
 
 
 def _round(left: Sequence[_Group], batch: int, most: float, margin: float) -> list[int]:
@@ -148,7 +134,7 @@ class TailRounds:
     batch: prompt groups of a step. max_mean: most that a round's mean length may be expected to be, over its window's.
     """
 
-    def __init__(self, batch: int, estimates: Estimates, max_mean: float = MAX_MEAN) -> None:
+    def __init__(self, batch: int, estimates: LengthEstimates, max_mean: float = MAX_MEAN) -> None:
         self._batch, self._estimates, self._max_mean = batch, estimates, max_mean
         self._prompts: dict[str, Prompt] = {}  # gathered and not trained
         self._rounds: list[list[str]] = []
@@ -216,7 +202,7 @@ class TailRounds:
         self._expected, self._bound = dict(saved["expected"]), saved["bound"]
 
     def _names(self) -> list[str]:
-        return [name for its in self._rounds for name in its]
+        return [name for names in self._rounds for name in names]
 
     def _window_mean(self, left: Sequence[float]) -> float:
         """Of the whole window, in tokens: what has been trained was longer or shorter than what is left."""
@@ -230,9 +216,9 @@ class TailRounds:
         under_way = self._prompts.keys() - set(names)
         self._expected = {name: tokens for name, tokens in self._expected.items() if name in under_way}
         self._bound = self._max_mean * self._window_mean([*self._expected.values(), *expected.mean.tolist()])
-        if np.ptp(expected.order_by) > 0:
+        if np.ptp(expected.mean) > 0:
             self._expected |= dict(zip(names, expected.mean.tolist(), strict=True))
-        self._rounds = [[names[at] for at in its] for its in plan(expected, self._batch, self._bound)]
+        self._rounds = [[names[at] for at in places] for places in plan(expected, self._batch, self._bound)]
 
 
 # ---------------------------------------------------------------- estimates of lengths
@@ -267,12 +253,12 @@ class LengthEstimates:
         """All alike before the first group was observed."""
         mean, variance = np.ones(len(prompts)), np.zeros(len(prompts))
         if not self._spread or not prompts:
-            return Expected(mean, variance, mean)
+            return Expected(mean, variance)
         known = np.array([prompt.id in self._own for prompt in prompts])
         mean[known], variance[known] = self._from_own([p.id for p, has in zip(prompts, known, strict=True) if has])
         strangers = [p for p, has in zip(prompts, known, strict=True) if not has]
         mean[~known], variance[~known] = self._from_order(strangers)
-        return Expected(mean, variance, mean)
+        return Expected(mean, variance)
 
     def knows(self, prompt: Prompt) -> bool:
         """Has this prompt had responses before? The lengths of other prompts say little of it then."""
@@ -284,7 +270,7 @@ class LengthEstimates:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Resume."""
-        self._own = {id: deque(its, maxlen=_EPOCHS * self._samples) for id, its in saved["own"].items()}
+        self._own = {id: deque(own, maxlen=_EPOCHS * self._samples) for id, own in saved["own"].items()}
         self._spread.extend((mean, variance) for mean, variance in saved["spread"])
 
     # ----------------------------------------------------------------

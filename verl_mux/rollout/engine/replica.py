@@ -1,4 +1,8 @@
-"""A job's replicas: verl's of any engine, with our server and our rollout worker, and the manager that launches them."""
+"""A job's replicas: verl's of any engine, with our server and our rollout worker, and the manager that launches them.
+
+`MuxReplica` and `MuxLLMServerManager` run in the trainer's driver, called by trainer/modes.py and trainer/rollout_engines.py;
+`MuxCheckpointEngineWorker` in each rollout worker. Touches the engine servers over Ray, the weight sync, the init lease.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +33,8 @@ from verl_mux.places.place import Location, check
 from verl_mux.places.ray_nodes import PlacedPool, here
 from verl_mux.platform import device_ledger
 from verl_mux.platform.host_memory import process_bytes
-from verl_mux.rollout.engine import server_directory
 from verl_mux.rollout.engine.record import EngineRecord, engines
+from verl_mux.rollout.engine.server_directory import open_gate, wait_until_engine_is_at_gate, word_left
 from verl_mux.sync.engine import Batch
 from verl_mux.worker_settings import WorkerSettings, node_of, pin
 
@@ -88,12 +92,8 @@ class MuxCheckpointEngineWorker(CheckpointEngineWorker):
     async def load_synced(self, global_steps: int, token: int) -> None:
         """The weights of the last sync, of this version, into an engine that slept meanwhile. Raises Fenced, SyncError."""
 
-        async def again() -> AsyncGenerator[Batch, None]:
-            for batch in self._synced:
-                yield batch
-
         self._fence.enter(token)
-        await self._load(self.server_adapter, again(), global_steps)
+        await self._load(self.server_adapter, _given(self._synced), global_steps)
 
     async def mux_where(self) -> tuple[Location, Member]:
         """Where this worker runs, and as which process."""
@@ -104,13 +104,18 @@ class MuxCheckpointEngineWorker(CheckpointEngineWorker):
         return this_process(), process_bytes()
 
     async def wait_until_engine_is_at_gate(self, directory: str) -> None:
-        await asyncio.to_thread(server_directory.wait_until_engine_is_at_gate, Path(directory))
+        await asyncio.to_thread(wait_until_engine_is_at_gate, Path(directory))
 
     async def open_gate(self, directory: str) -> None:
-        server_directory.open_gate(Path(directory))
+        open_gate(Path(directory))
 
     async def word_left(self, directory: str) -> str | None:
-        return server_directory.word_left(Path(directory))
+        return word_left(Path(directory))
+
+
+async def _given(batches: Sequence[Batch]) -> AsyncGenerator[Batch, None]:
+    for batch in batches:
+        yield batch
 
 
 class InitGate:
@@ -191,15 +196,15 @@ class MuxReplica(RolloutReplica):
         await gate
         await self._gate.pass_through(lambda: self._map_memory_and_sleep(launch))
 
+    async def _arrive_at_gate(self) -> None:
+        await asyncio.gather(*[w.wait_until_engine_is_at_gate.remote(d) for w, d in self._gates()])
+
     async def _check_workers(self) -> None:
         """Raises UserError where they run elsewhere than on their nodes; the server looks for itself."""
         found = await asyncio.gather(*[worker.mux_where.remote() for worker in self.workers])
         who = [f"rollout worker {at} of replica {self.replica_rank}" for at in range(len(found))]
         nodes = [self.nodes[at // self.gpus_per_replica_node] for at in range(len(found))]
         check(zip(who, nodes, [at for at, _ in found], strict=True), self._settings.places)
-
-    async def _arrive_at_gate(self) -> None:
-        await asyncio.gather(*[w.wait_until_engine_is_at_gate.remote(d) for w, d in self._gates()])
 
     async def _map_memory_and_sleep(self, launch: asyncio.Task) -> None:
         await asyncio.gather(*[w.open_gate.remote(d) for w, d in self._gates()])
@@ -241,10 +246,10 @@ class MuxReplica(RolloutReplica):
     async def reopen(self, token: int) -> None:
         await asyncio.gather(*[server.reopen.remote(token) for server in self.servers])
 
-    async def _in_turn(self, moves: list[Any], *what: Any) -> list[tuple[str, Moves]]:
+    async def _in_turn(self, moves: list[Any], *arguments: Any) -> list[tuple[str, Moves]]:
         # The first server moves the whole engine; the others then see what happened on their nodes.
-        first = await moves[0].remote(*what)
-        return [first, *await asyncio.gather(*[move.remote(*what) for move in moves[1:]])]
+        first = await moves[0].remote(*arguments)
+        return [first, *await asyncio.gather(*[move.remote(*arguments) for move in moves[1:]])]
 
     async def processes(self) -> list[Member]:
         """All processes of this replica: of its servers, and its workers."""
@@ -304,47 +309,40 @@ class MuxLLMServerManager(LLMServerManager):
 
     @auto_await
     async def move(
-        self,
-        verb: str,
-        tags: list[str] | None,
-        ranks: Sequence[int] | None = None,
-        token: int | None = None,
-        level: int = 2,
+        self, verb: str, tags: list[str] | None, ranks: Sequence[int] | None = None, token: int | None = None, level: int = 2
     ) -> list[tuple[str, Moves]]:
         """`verb` "sleep" or "wake" on these replicas (None: all); (node, what moved there) of each of their servers.
 
         `token`: of the lease under which they wake; `level`: at which they sleep.
         """
-        replicas = self._of(ranks)
-        moved = await asyncio.gather(*[r.sleep(tags, level) if verb == "sleep" else r.wake_up(tags, token) for r in replicas])
-        return [server for replica in moved for server in replica]
+        return await (self._each("sleep", ranks, tags, level) if verb == "sleep" else self._each("wake_up", ranks, tags, token))
 
     @auto_await
     async def load_synced(self, ranks: Sequence[int], version: int, token: int) -> None:
         """Fill these replicas with the weights of the last sync, of this version; see MuxReplica."""
-        await asyncio.gather(*[replica.load_synced(version, token) for replica in self._of(ranks)])
+        await self._each("load_synced", ranks, version, token)
 
     @auto_await
     async def pause(self, ranks: Sequence[int] | None, level: int) -> list[tuple[str, Moves]]:
         """These replicas (None: all), asleep at this level; see MuxReplica. Returns as `move`."""
-        moved = await asyncio.gather(*[replica.pause(level) for replica in self._of(ranks)])
-        return [server for replica in moved for server in replica]
+        return await self._each("pause", ranks, level)
 
     @auto_await
     async def reopen(self, token: int, ranks: Sequence[int] | None) -> None:
-        await asyncio.gather(*[replica.reopen(token) for replica in self._of(ranks)])
-
-    def _of(self, ranks: Sequence[int] | None) -> list[MuxReplica]:
-        return self.rollout_replicas if ranks is None else [self.rollout_replicas[rank] for rank in ranks]
+        await self._each("reopen", ranks, token)
 
     @auto_await
     async def processes(self) -> list[Member]:
         """All processes of all replicas."""
-        found = await asyncio.gather(*[replica.processes() for replica in self.rollout_replicas])
-        return [usage for replica in found for usage in replica]
+        return await self._each("processes", None)
 
     @auto_await
     async def host_memory(self) -> list[tuple[str, Member, dict[str, int]]]:
         """Of all processes of all replicas: node, process, and what it holds of its host's memory."""
-        found = await asyncio.gather(*[replica.host_memory() for replica in self.rollout_replicas])
-        return [usage for replica in found for usage in replica]
+        return await self._each("host_memory", None)
+
+    async def _each(self, verb: str, ranks: Sequence[int] | None, *arguments: Any) -> list[Any]:
+        """What these replicas (None: all) answer to a method of theirs, one list after the other."""
+        replicas = self.rollout_replicas if ranks is None else [self.rollout_replicas[rank] for rank in ranks]
+        answers = await asyncio.gather(*[getattr(replica, verb)(*arguments) for replica in replicas])
+        return [it for answer in answers for it in answer or ()]

@@ -1,10 +1,11 @@
-"""Responses under way over several rounds: cut off with their tokens, let go on, replayed after a resume. No verl in here.
+"""Responses under way over several rounds: cut off with their tokens, let go on, replayed after a resume.
 
     Response of one sample:   parked --launch--> running --its end--> done
                                      <--pause--  (cut off, or the round's budget is used up)
 
-An agent loop does not notice: its engine calls merely take longer. A `Call` keeps the tokens of one engine call over all
-the rounds it took, so that an agent loop that starts again (after a failure, or from a checkpoint) is answered from them.
+Runs in agent loop workers; called by prompt_groups.py and server_client.py; pure. An agent loop does not notice: its engine calls
+merely take longer. A `Call` keeps the tokens of one engine call over all its rounds, so that an agent loop that starts again
+(after a failure, or from a checkpoint) is answered from them.
 """
 
 from __future__ import annotations
@@ -46,14 +47,13 @@ class Call:
 
     def cut(self, kept: int) -> None:
         """Forget all but the first `kept` tokens."""
-        if kept >= len(self.token_ids):
-            return
         self.token_ids, self.stop_reason = self.token_ids[:kept], None
         self.log_probs = None if self.log_probs is None else self.log_probs[:kept]
         segments, self.segments = self.segments, []
         for segment in segments:
-            length = min(segment.length, kept - sum(s.length for s in self.segments))
-            self.segments += [Segment(length, segment.version)] if length > 0 else []
+            length = min(segment.length, kept)
+            kept -= length
+            self.segments += [Segment(length, segment.version)] if length else []
 
 
 class Stage(Enum):
@@ -192,7 +192,7 @@ class Response:
         return room if self.longest is None else min(room, self.longest - self.total)
 
     def spend(self, tokens: int) -> None:
-        """So much of the round's budget is used."""
+        """Take tokens off the round's budget."""
         if self.budget is not None:
             self.budget -= tokens
 
@@ -220,17 +220,7 @@ current: ContextVar[Response | None] = ContextVar("verl_mux_response", default=N
 
 def saved(response: Response) -> list[dict[str, Any]]:
     """Its engine calls for a checkpoint: plain lists."""
-    return [
-        {
-            "prompt": call.prompt,
-            "prompt_tokens": call.prompt_tokens,
-            "token_ids": call.token_ids,
-            "log_probs": call.log_probs,
-            "segments": [list(segment) for segment in call.segments],
-            "stop_reason": call.stop_reason,
-        }
-        for call in response.calls
-    ]
+    return [{**vars(call), "segments": [list(segment) for segment in call.segments]} for call in response.calls]
 
 
 def restored(calls: list[dict[str, Any]]) -> list[Call]:
