@@ -1,5 +1,7 @@
 """What the tensors of a sleeping model held, and whether a sync has brought all of it back.
 
+Runs in the scheduler processes of engines; called by rollout/engine/sglang/scheduler_memory.py; touches the model's tensors.
+
 asleep at level 1: every parameter is on the host, and comes back on waking.
 asleep at level 2: parameters are dropped; on waking they are marked, and what a sync has not overwritten still carries its mark.
 At both: tensors that no sync sends are on the host: plain attributes of modules (scales, tables), and parameters that cannot
@@ -35,10 +37,11 @@ class Contents:
         """Copies what must be kept to the host. Returns bytes."""
         if self._marked:  # still without their values: nothing to keep of them
             level = 2
-        keep = [p.data for _, p in self._parameters() if level == 1 or p.dtype not in _CAN_BE_MARKED]
+        named = list(self._model.named_parameters())
+        keep = [p.data for _, p in named if level == 1 or p.dtype not in _CAN_BE_MARKED]
         self._kept = []  # what is there from an unfinished wake goes before more is taken
         self._kept = _to_host([*keep, *self._plain()])
-        self._marked = [] if level == 1 else [(name, p.data) for name, p in self._parameters() if p.dtype in _CAN_BE_MARKED]
+        self._marked = [] if level == 1 else [(name, p.data) for name, p in named if p.dtype in _CAN_BE_MARKED]
         return sum(copy.nbytes for _, copy in self._kept)
 
     @torch.no_grad()
@@ -47,7 +50,7 @@ class Contents:
         for tensor, copy in self._kept:
             tensor.copy_(copy, non_blocking=True)
         for _, tensor in self._marked:
-            mark(tensor)
+            _marks(tensor).fill_(float("nan"))  # `unsynced` sees whether a sync overwrote it
 
     def settled(self) -> None:
         """The model is whole: host copies go, pinned ones back to the host, where other jobs want them."""
@@ -61,9 +64,6 @@ class Contents:
         """Names of parameters that a sync has yet to write, wholly or in part, since they came back."""
         return [name for name, tensor in self._marked if bool(_marks(tensor).isnan().any())]
 
-    def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        yield from self._model.named_parameters()
-
     def _plain(self) -> Iterator[torch.Tensor]:
         """Attributes of modules with memory of their own."""
         known = {t.untyped_storage().data_ptr() for t in (*self._model.parameters(), *self._model.buffers())}
@@ -74,11 +74,6 @@ class Contents:
                     if start not in known:
                         known.add(start)
                         yield value
-
-
-def mark(tensor: torch.Tensor) -> None:
-    """So that `unsynced` can tell whether a sync overwrote it."""
-    _marks(tensor).fill_(float("nan"))
 
 
 def _marks(tensor: torch.Tensor) -> torch.Tensor:

@@ -218,15 +218,18 @@ class Connection:
 
     # ------------------------------------------------------------ frames
 
-    def write(self, header: Header, payload: Iterable[memoryview | bytes] = ()) -> None:
-        """Raises Lost: the other end is gone, or takes nothing for `timeout_s`."""
+    def write(self, header: Header, payload: Iterable[memoryview | bytes] = (), fd: int | None = None) -> None:
+        """`fd`: a file descriptor for a process of this host, sent between the header and the payload; see `take_fd`. Raises
+        Lost: the other end is gone, or takes nothing for `timeout_s`."""
         with self._writing:
-            self._write(header, payload)
-
-    def _write(self, header: Header, payload: Iterable[memoryview | bytes]) -> None:
-        if self._over:
-            raise Lost(f"nothing more is sent to {self.whom}")
-        self._put([self._sealed(header), *payload])
+            if self._over:
+                raise Lost(f"nothing more is sent to {self.whom}")
+            if fd is not None:
+                self._put([self._sealed(header)])
+                socket.send_fds(self._socket, [b"f"], [fd])
+                self._put(payload)
+            else:
+                self._put([self._sealed(header), *payload])
 
     def _sealed(self, header: Header) -> bytes:
         plain = _HEADER.pack(header.kind, header.encoding, 0, *header[2:])
@@ -234,15 +237,8 @@ class Connection:
         self._written += 1
         return plain + code
 
-    def hand(self, header: Header, fd: int, body: bytes) -> None:
-        """Send a frame and a file descriptor to a process of this host."""
-        with self._writing:
-            self._write(header, ())
-            socket.send_fds(self._socket, [b"f"], [fd])
-            self._put([body])
-
     def take_fd(self) -> int:
-        """Receive the descriptor of `hand`, after its header."""
+        """Receive the descriptor that `write` sent, after its header."""
         _, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
         if not fds:
             raise Lost(f"{self.whom} sent no memory")

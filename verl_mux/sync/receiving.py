@@ -9,12 +9,11 @@ waits for an engine that loads. No stream is let in before all local workers hav
 from __future__ import annotations
 
 import contextlib
-import selectors
+import math
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import msgspec
 
@@ -24,6 +23,7 @@ from verl_mux.sync.remote_reads import READ, RemoteReads
 from verl_mux.sync.sending import LAST_CALL_S, Settings, Streams, digest, said_before
 
 _BEATS = 4  # within the timeout
+_LOOK_S = 0.02  # between two looks of a listener at whether the sync is over
 
 
 class Progress:
@@ -90,7 +90,6 @@ class Receiving:
         self._held, self._seal, self._settings, self._reads = held, seal, settings, reads
         self.progress = Progress()
         self._streams = Streams(role.me, self._failed)
-        self._wake, self._woken = socket.socketpair()
         self._strangers: set[socket.socket] = set()  # connected, without a hello yet
         self._gathering = threading.Lock()  # of the manifests
         self._assembly = Assembly(role.upstream.values())
@@ -131,27 +130,21 @@ class Receiving:
             self._streams.fail(SyncError(f"{self._role.me} stopped taking weights"))
         with contextlib.suppress(SyncError):
             self._streams.join()
-        self._wake.close()
-        self._woken.close()
 
     # ------------------------------------------------------------ coming in
 
     def _accept(self, listener: socket.socket) -> None:
         """Accept until the sync is over; after a failure a little longer, to send the reason to late ends."""
-        until: float | None = None
-        with selectors.DefaultSelector() as either:
-            either.register(listener, selectors.EVENT_READ)
-            either.register(self._woken, selectors.EVENT_READ)
-            while until is None or time.perf_counter() < until:
-                ready = [key.fileobj for key, _ in either.select(until and max(until - time.perf_counter(), 0.0))]
-                if listener in ready:
-                    sock, _ = listener.accept()
-                    with self._news:
-                        self._strangers.add(sock)
-                    self._streams.start(self._welcome, sock)
-                elif self._woken in ready:
-                    either.unregister(self._woken)
-                    until = time.perf_counter() + (LAST_CALL_S if self._streams.error else 0.0)
+        until = math.inf
+        listener.settimeout(_LOOK_S)
+        while time.perf_counter() < until:
+            with contextlib.suppress(TimeoutError):
+                sock, _ = listener.accept()
+                with self._news:
+                    self._strangers.add(sock)
+                self._streams.start(self._welcome, sock)
+            if until == math.inf and (self._over or self._streams.error):
+                until = time.perf_counter() + (LAST_CALL_S if self._streams.error else 0.0)
         with self._news:
             for sock in self._strangers:
                 with contextlib.suppress(OSError):
@@ -277,11 +270,8 @@ class Receiving:
 
     def _settle(self) -> None:
         with self._news:
-            if self._over or not self._assembly.complete or self._ended != self._expected:
-                return
-            self._over = True
+            self._over = self._over or (self._assembly.complete and self._ended == self._expected)
             self._news.notify_all()
-            self._stop_accepting()
 
     # ------------------------------------------------------------ to the workers of this host
 
@@ -299,16 +289,13 @@ class Receiving:
         self._idle(connection, lambda: self._region is not None)
         assert self._region is not None and self._assembly.layout is not None
         body = msgspec.msgpack.encode(self._assembly.layout.entries)
-        connection.hand(Header(Kind.ATTACH, nbytes=len(body), number=self._region.nbytes), self._region.fd, body)
+        connection.write(Header(Kind.ATTACH, nbytes=len(body), number=self._region.nbytes), [body], self._region.fd)
         shown = 0
         while not self._assembly.complete:
-            self._idle(connection, partial(self._is_ready_beyond, shown))
+            self._idle(connection, lambda shown=shown: self._assembly.ready > shown or self._assembly.complete)  # type: ignore[misc]
             shown = self._assembly.ready
             connection.write(Header(Kind.READY, number=shown))
         connection.say(Kind.DONE)
-
-    def _is_ready_beyond(self, shown: int) -> bool:
-        return self._assembly.ready > shown or self._assembly.complete
 
     # ------------------------------------------------------------ watching
 
@@ -342,11 +329,6 @@ class Receiving:
         self.progress.fail(error)
         with self._news:
             self._news.notify_all()
-            self._stop_accepting()
-
-    def _stop_accepting(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wake.send(b"x")
 
 
 class Following:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -227,30 +227,25 @@ class Sending:
         Raises:
             SyncError: a target did not get it, with the reason.
         """
+        began = time.perf_counter()
         try:
-            return self._run()
+            for target in self._targets:
+                for stream in range(self._settings.streams):
+                    self._streams.start(self._send, target, stream)
+            self._streams.join()
         finally:
             del self._shard  # this object stays until the next sync, the weights' memory may not
-
-    def _run(self) -> dict[str, float]:
-        began = time.perf_counter()
-        for target in self._targets:
-            for stream in range(self._settings.streams):
-                self._streams.start(self._send, target, stream)
-        self._streams.join()
-        seconds, sent = time.perf_counter() - began, sum(self._sent_bytes)
-        found = {f"{link}_bytes": 0.0 for link, _ in self._by_link}
+        seconds = time.perf_counter() - began
+        by_link: Counter[str] = Counter()
         for link, connection in self._by_link:
-            found[f"{link}_bytes"] += connection.sent
-        waited = sum(connection.waited_s for _, connection in self._by_link)
-        rate = sum(connection.sent for _, connection in self._by_link) / max(len(self._by_link), 1) / seconds / 1e9
+            by_link[f"{link}_bytes"] += connection.sent
         return {
-            **found,
-            "sent_bytes": float(sent),
+            **{name: float(num_bytes) for name, num_bytes in by_link.items()},
+            "sent_bytes": float(sum(self._sent_bytes)),
             "seconds": seconds,
             "read_seconds": sum(self._reading_s),
-            "send_seconds": waited,
-            "stream_gb_per_s": rate,
+            "send_seconds": sum(connection.waited_s for _, connection in self._by_link),
+            "stream_gb_per_s": by_link.total() / max(len(self._by_link), 1) / seconds / 1e9,
         }
 
     def stop(self) -> None:

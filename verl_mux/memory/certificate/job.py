@@ -1,4 +1,7 @@
-"""What a composed verl config says about memory: plain data in, one `Job` out."""
+"""What a composed verl config says about memory: plain data in, one `Job` out.
+
+Runs on the command line and in the driver; called by `plan --memory` and config/preflight.py; pure.
+"""
 
 from __future__ import annotations
 
@@ -126,6 +129,9 @@ def _engine(config: Mapping[str, Any], colocated: bool, job: str) -> Engine:
     dtype = _bytes_of(config, f"{_ROLLOUT}.dtype", "bfloat16")
     kv_dtype, chunked = arguments.get("kv_cache_dtype", "auto"), arguments.get("chunked_prefill_size")
     graphs = not at(config, f"{_ROLLOUT}.enforce_eager")
+    share = at(config, f"{_ROLLOUT}.gpu_memory_utilization", 0.5)
+    if not isinstance(share, (int, float)) or not 0 < share < 1:
+        raise UserError(f"{_ROLLOUT}.gpu_memory_utilization is {share!r}; a number between 0 and 1 is needed for a certificate")
     engine = Engine(
         tensor=_count(config, f"{_ROLLOUT}.tensor_model_parallel_size", 1),
         data=_count(config, f"{_ROLLOUT}.data_parallel_size", 1),
@@ -133,7 +139,7 @@ def _engine(config: Mapping[str, Any], colocated: bool, job: str) -> Engine:
         pipeline=_count(config, f"{_ROLLOUT}.pipeline_model_parallel_size", 1),
         bytes=dtype,
         kv_bytes=dtype if kv_dtype == "auto" else _BYTES.get(str(kv_dtype), dtype),
-        utilization=_share(config, f"{_ROLLOUT}.gpu_memory_utilization", 0.5),
+        utilization=float(share),
         tokens=_count(config, f"{sglang}.max_total_tokens") if arguments.get("max_total_tokens") is not None else None,
         requests=_count(config, f"{_ROLLOUT}.max_num_seqs", 1024),
         # -1 is SGLang's word for whole prompts.
@@ -177,13 +183,6 @@ def _training(config: Mapping[str, Any], job: str) -> Training:
         critic=at(config, "algorithm.adv_estimator") == "gae",
         lora=next((_count(config, key) for key in (f"{model}.lora.rank", f"{model}.lora_rank") if at(config, key)), 0),
     )
-
-
-def _share(config: Mapping[str, Any], path: str, default: float) -> float:
-    value = at(config, path, default)
-    if not isinstance(value, (int, float)) or not 0 < value < 1:
-        raise UserError(f"{path} is {value!r}; a number between 0 and 1 is needed for a certificate")
-    return float(value)
 
 
 def _bytes_of(config: Mapping[str, Any], path: str, default: str) -> int:
