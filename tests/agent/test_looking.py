@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from verl_mux.agent.agent import Agent, MappedLog, Marked
-from verl_mux.agent.devices import Ledger, open_devices
+from verl_mux.agent.agent import Agent, Ledger, MappedLog, Marked, open_devices
 from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.messages import Holder, NodeHere

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from tests.gpu.engine_process import ANSWER, serve
-from verl_mux.agent.devices import Nvml
+from verl_mux.agent.agent import Nvml
 from verl_mux.coordinator.bus import members
 from verl_mux.memory.tags import KV_CACHE, WEIGHTS
 from verl_mux.platform import device_ledger

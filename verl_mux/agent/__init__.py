@@ -1,2 +1,1 @@
-"""The agent, a process on each host of the jobs: `agent.py` looks, reports and ends processes, `devices.py` reads device
-memory."""
+"""The agent, a process on each host of the jobs."""

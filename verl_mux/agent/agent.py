@@ -19,26 +19,35 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import psutil
 import typer
 
-from verl_mux.agent.devices import Devices, open_devices
 from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.curve_keys import AGENT, ClientKeys, for_address
 from verl_mux.coordinator.bus.link import Link
 from verl_mux.coordinator.bus.members import HOST, UID_VARIABLE
-from verl_mux.coordinator.bus.messages import MOST_ADDRESSES, AgentAnswer, AgentReport, Holder, Look, Member, NodeHere
+from verl_mux.coordinator.bus.messages import MOST_ADDRESSES, AgentAnswer, AgentReport, Holder, Look, Member, NodeHere, Source
 from verl_mux.coordinator.commands import DEFAULT_ADDRESS, Address, Keys, make_log_folder
 from verl_mux.errors import UserError
+from verl_mux.platform import device_ledger
+from verl_mux.platform.choose import accelerator_present
 from verl_mux.platform.host_memory import process_bytes
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.eventlog.log import NULL_LOG, EventLog
 
+log = logging.getLogger(__name__)
+
 # A process may go on as another program with another environment.
 _READ_AGAIN_S = 10.0
+# Host memory: the kernel goes through all pages of a process for it, a second for hundreds of GB.
+_EVERY_S = 10.0
+_ANSWER_WITHIN_S = 2.0
+_WITHOUT_ANSWER_S = 0.5
+_POLL_S = 0.05
+_HIGHEST_BYTES = 2**43  # of one message's field
 
 
 class Marked:
@@ -106,9 +115,6 @@ class MappedLog:
         self._names = {uid: self._names[uid] for uid, _, _ in held if uid in self._names}
 
 
-# The kernel goes through all pages of a process for it: a second for hundreds of GB.
-_EVERY_S = 10.0
-
 _Held = dict[Member, dict[str, int]]
 
 
@@ -135,12 +141,81 @@ def _read(processes: Sequence[Member]) -> _Held:
     return {process: process_bytes(process.pid) for process in processes}
 
 
-log = logging.getLogger(__name__)
+# A node whose name is not known: of a host that is part of none, or before the coordinator has answered.
+NO_NODE = ""
 
-_ANSWER_WITHIN_S = 2.0
-_WITHOUT_ANSWER_S = 0.5
-_POLL_S = 0.05
-_HIGHEST_BYTES = 2**43  # of one message's field
+
+class Held(NamedTuple):
+    """Bytes by pid and node, and those that no process is known for, by node."""
+
+    by_pid: dict[int, dict[str, int]]
+    others: dict[str, int]
+
+
+class Devices:
+    """What device memory the processes of this host hold; this one cannot say."""
+
+    source: Source = "unknown"
+
+    def held(self, nodes: Mapping[str, NodeHere]) -> Held:
+        return Held({}, {})
+
+
+class Ledger(Devices):
+    source: Source = "ledger"
+
+    def held(self, nodes: Mapping[str, NodeHere]) -> Held:
+        only = next(iter(nodes)) if len(nodes) == 1 else NO_NODE
+        by_pid = {}
+        for path, account in device_ledger.accounts(members.SPACE):
+            if members.is_alive(Member(members.HOST, account.pid, account.started, members.BOOT, members.SPACE)):
+                by_pid[account.pid] = {account.node or only: sum(account.tags.values())}
+            else:
+                with contextlib.suppress(OSError):  # it will not be read again
+                    path.unlink()
+        return Held(by_pid, {})
+
+
+class Nvml(Devices):
+    """Raises whatever its library does where that is not there, or cannot begin."""
+
+    source: Source = "nvml"
+
+    def __init__(self) -> None:
+        import pynvml
+
+        self._nvml: Any = pynvml
+        pynvml.nvmlInit()
+        self._cards = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+
+    def held(self, nodes: Mapping[str, NodeHere]) -> Held:
+        by_pid: defaultdict[int, dict[str, int]] = defaultdict(dict)
+        others: dict[str, int] = {}
+        for index, card in enumerate(self._cards):
+            node = next((name for name, here in nodes.items() if here.gpu_ids is None or index in here.gpu_ids), NO_NODE)
+            known = 0
+            for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(card):
+                used = process.usedGpuMemory or 0  # None: the driver does not tell, as in a container without its rights
+                known += used
+                by_pid[process.pid][node] = by_pid[process.pid].get(node, 0) + used
+            used = self._nvml.nvmlDeviceGetMemoryInfo(card).used
+            others[node] = others.get(node, 0) + max(used - known, 0)
+        return Held(dict(by_pid), others)
+
+
+def open_devices(wanted: str) -> Devices:
+    """`wanted`: auto, nvml, ledger or none. Raises UserError for another word, and for NVML that is asked for and not there."""
+    if wanted in ("auto", "nvml"):
+        try:
+            return Nvml()
+        except Exception as error:  # no package, no driver, no device: its words for each are its own
+            if wanted == "nvml":
+                raise UserError(f"--devices nvml: {error}; it takes NVIDIA's driver and `pip install nvidia-ml-py`") from error
+    if wanted not in ("auto", "nvml", "ledger", "none"):
+        raise UserError(f"--devices is {wanted!r}; allowed: auto, nvml, ledger, none")
+    if wanted == "ledger" or (wanted == "auto" and not accelerator_present()):
+        return Ledger()
+    return Devices()
 
 
 class Agent:
