@@ -19,7 +19,7 @@ _LONG = (
     "bench/test_filler.py",
     "sync/test_killed.py",
     "launcher/test_doctor.py",
-    "hold/test_hold.py",
+    "test_hold.py",
     "examples/test_filler.py",
     "profiling/report/findings/test_blind_runs.py",
     "rollout/engine/sglang/test_scheduler_memory.py",

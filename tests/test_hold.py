@@ -1,13 +1,112 @@
-"""A real `verl-mux hold` beside a real job: it fills what the job leaves, and is gone when the job wants it."""
+"""A real `verl-mux hold` beside a real job: it fills what the job leaves, and is gone when the job wants it. Which nodes it may
+hold, and what its command finds in the environment."""
 
+# ruff: noqa: F811 (a fixture that is imported)
+
+import contextlib
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
+import uuid
 
 import psutil
 import pytest
 
+from bench.coordinator_process import CoordinatorProcess
+from tests.coordinator.conftest import eventually  # noqa: F401
+from verl_mux import hold as hold_module
+from verl_mux.coordinator.bus.client import Lease, LocalMux, connect
+from verl_mux.coordinator.bus.members import UID_VARIABLE
+from verl_mux.coordinator.commands import fetch_status
 from verl_mux.coordinator.core.settings import FILLER_GRACE_S
+from verl_mux.errors import UserError
+from verl_mux.places.place import Place
+
+CONFIG = {
+    "pools": {"rollout": {"nodes": [{"name": "r0"}]}, "train": {"nodes": [{"name": "t0"}]}},
+    "lease_timeout": 20,
+}
+NODES = {"rollout": ["r0"], "train": ["t0"]}
+
+
+@pytest.fixture(autouse=True)
+def no_mark(monkeypatch):
+    """These tests may themselves run as part of a job."""
+    monkeypatch.delenv(UID_VARIABLE, raising=False)
+
+
+@pytest.fixture
+def coordinator():
+    with CoordinatorProcess(CONFIG) as running:
+        yield running
+
+
+@pytest.fixture
+def job(coordinator):
+    """A job that has not asked for anything yet."""
+    mux = connect(coordinator.address, "job", NODES, uid="job:test", timeout=60.0)
+    yield mux
+    mux.close()
+
+
+@pytest.fixture
+def status(coordinator):
+    return lambda: fetch_status(coordinator.address, 30.0)
+
+
+@pytest.fixture
+def holders(status):
+    return lambda node="t0", pool="train": [h["job"] for h in status()["pools"][pool]["nodes"][node]["holders"]]
+
+
+@pytest.fixture
+def hold(coordinator, tmp_path):
+    """Starts `verl-mux hold` with a script of Python as its command; whatever is left of all at the end is killed. `marked`: it
+    need not start once more to carry its mark."""
+    started = []
+
+    def start(script, *options, pool="train", name="filler", marked=True):
+        path = tmp_path / f"{name}.py"
+        path.write_text(script)
+        command = [sys.executable, "-m", "verl_mux", "hold", "--coordinator", coordinator.address, "--pool", pool, "--name", name]
+        environment = {**os.environ, **({UID_VARIABLE: f"{name}:{uuid.uuid4().hex}"} if marked else {})}
+        process = subprocess.Popen(
+            [*command, *options, "--", sys.executable, str(path)], cwd=tmp_path, env=environment,
+            stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(psutil.Error):
+            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            for member in family:
+                with contextlib.suppress(psutil.Error):
+                    member.kill()
+        process.wait()
+
+
+@pytest.fixture
+def pids(tmp_path, eventually):  # noqa: F811
+    """The pids that a script wrote into a file, when they are all there."""
+    left = []
+
+    def read(name, number=1):
+        path = tmp_path / name
+        eventually(lambda: path.exists() and len(path.read_text().split()) >= number)
+        found = [int(word) for word in path.read_text().split()]
+        left.extend(found)
+        return found
+
+    yield read
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
 
 # Says in a file that it runs, and resumes as a training script would: each start adds a line, the third one is through.
 RESUMES = """
@@ -174,3 +273,56 @@ def test_a_command_that_cannot_be_run_ends_in_one_line(coordinator, hold, tmp_pa
     process = hold(WAITS, "--", "/no/such/command")
     said = process.communicate(timeout=60)[1].strip().splitlines()
     assert process.returncode == 2 and "cannot be run" in said[-1]
+
+
+# --- which nodes, and what the command knows of them ---
+
+
+class Placed(LocalMux):
+    """Nodes of which a coordinator would tell: host, GPU ids and cores by name."""
+
+    def __init__(self, nodes):
+        super().__init__("sums", {"train": list(nodes)}, filler=True)
+        self.about = nodes
+
+    def place(self, node):
+        return Place(**self.about[node])
+
+
+def lease(*nodes):
+    return Lease(token=7, nodes=list(nodes), phase="train", step=0, waited_s=0.0, granted_at=0.0)
+
+
+HERE = socket.gethostname()
+PLACED = Placed(
+    {
+        "t0": {"host": "127.0.0.1", "gpu_ids": [0, 1], "cpus": [0]},
+        "t1": {"host": "127.0.0.1", "gpu_ids": [2, 3], "cpus": [1]},
+        "t2": {"host": HERE},
+        "t3": {"host": "host.invalid", "gpu_ids": [0, 1]},
+        "t4": {},
+    }
+)
+
+
+def test_it_holds_nodes_of_its_own_host_and_those_without_a_host():
+    assert hold_module.reachable(PLACED, "train", 1) == ["t0", "t1", "t2", "t4"]
+
+
+@pytest.mark.parametrize("number", [0, 5])
+def test_more_nodes_than_there_are_are_refused_with_where_they_are(number):
+    with pytest.raises(UserError, match=rf"--nodes is {number}.*4 nodes on.*t3 on host.invalid"):
+        hold_module.reachable(PLACED, "train", number)
+
+
+def test_gpus_of_one_host_are_made_the_visible_ones():
+    noted = hold_module.environment(PLACED, lease("t0", "t1"))
+    assert noted["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert (noted[hold_module.NODES], noted[hold_module.GPU_IDS], noted[hold_module.TOKEN]) == ("t0,t1", "0,1;2,3", "7")
+    assert hold_module.cpus(PLACED, lease("t0", "t1")) == [0, 1]
+
+
+@pytest.mark.parametrize("nodes", [("t0", "t3"), ("t2",), ("t4",)], ids=["two hosts", "GPUs not named", "nothing named"])
+def test_otherwise_the_visible_gpus_are_left_to_the_command(nodes):
+    assert "CUDA_VISIBLE_DEVICES" not in hold_module.environment(PLACED, lease(*nodes))
+    assert hold_module.cpus(PLACED, lease(*nodes)) is None
