@@ -91,7 +91,7 @@ def hold(coordinator, tmp_path):
 
 
 @pytest.fixture
-def pids(tmp_path, eventually):  # noqa: F811
+def pids(tmp_path, eventually):
     """The pids that a script wrote into a file, when they are all there."""
     left = []
 
