@@ -1,4 +1,4 @@
-"""A real terminal for tests and pictures: tmux."""
+"""A real terminal for tests: tmux."""
 
 from __future__ import annotations
 

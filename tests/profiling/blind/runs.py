@@ -64,11 +64,7 @@ def play(run: Run, quiet: bool = False) -> Lines:
 
 def write(directory: Path, run: Run) -> None:
     """The run's log, as `mux` lays it out."""
-    write_lines(directory, play(run))
-
-
-def write_lines(directory: Path, played: Lines) -> None:
-    for (job, role, step, worker), lines in played.files.items():
+    for (job, role, step, worker), lines in play(run).files.items():
         path = directory / job / "events" / role / f"step_{step}" / f"worker_{worker}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"".join(line + b"\n" for _, line in sorted(lines)))

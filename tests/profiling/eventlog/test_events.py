@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.profiling.eventlog import emitters
+from tests.profiling.eventlog import emitters, occurring
 from verl_mux.profiling.eventlog import events
+from verl_mux.profiling.eventlog.log import EventLog
 
 SEED_NAMES = (  # noqa: SIM905 (a list would fill a page)
     "request_start pending_state_handling tool_creation_pending_state interaction_start_pending_state main_loop turn_start "
@@ -76,3 +77,23 @@ def test_the_table_says_exactly_which_keys_we_write(level):
 @pytest.mark.parametrize("level", LEVELS)
 def test_emitters_take_the_names_from_the_table(level):
     assert emitters.bare_names(level) == []
+
+
+def occurs(directory, role, *lines):
+    log = EventLog(directory, role=role, job="a")
+    for name, extra in lines:
+        log.log(name, 1.0, extra)
+    log.close()
+    return occurring.keys_by_event([directory])
+
+
+def test_what_does_not_occur_is_missing_and_what_has_no_row_is_undocumented(tmp_path):
+    found = occurs(tmp_path, "rollout", (events.REQUEST_START, {"request_id": "p_0"}), (events.REWARD, {"odd": 1}))
+    assert {events.TOOL_EXECUTION, events.LEASE_HELD, f"{events.REQUEST_START}.session"} <= occurring.missing(found)
+    assert events.REWARD not in occurring.missing(found)
+    assert occurring.undocumented(found) == {("rollout", events.REWARD, "odd")}
+
+
+def test_a_name_that_two_write_occurs_where_one_of_them_does(tmp_path):
+    found = occurs(tmp_path, "trainer", (events.LEASE_WAIT, {"phase": "train", "nodes": ["t0"], "token": 1}))
+    assert events.LEASE_WAIT not in occurring.missing(found)

@@ -109,7 +109,6 @@ class Job:
     since: float = 0.0
     asks: str | None = None
     asked: float = 0.0
-    last: float = 0.0
     doing: str = ""
     nodes_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
     requests: Requests = field(default_factory=Requests)  # of the newest step
@@ -215,7 +214,6 @@ class State:
 
     def _job(self, line: Line) -> Job:
         job = self.jobs.setdefault(line.job, Job(line.job))
-        job.last = max(job.last, line.end)
         if line.step > job.step:
             job.step = line.step
             job.requests.next_step()

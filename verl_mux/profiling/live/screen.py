@@ -21,7 +21,6 @@ from verl_mux.profiling.live.job_states import COUNTERS, IN_REWARD, IN_TOOL_OR_R
 
 Row = dict[str, Any]
 Columns = Mapping[str, tuple[str, Callable[[Row], str]]]  # name -> (the key that sorts by it, its cell in a row)
-Sample = tuple[str, Mapping[str, str], float | None]  # metric, labels, value
 
 
 def _shown(key: str, form: str) -> Callable[[Row], str]:
