@@ -23,6 +23,7 @@ HANDED_IN = {
     events.REQUEST_COMPLETE: [("rollout/worker/agent_loop.py", "_run_agent_loop")],
     events.SYNC: [("trainer/rollout_engines.py", "_SYNC_FIGURES")],
     events.STEP_REPORT: [("trainer/modes.py", "_compute_metrics")],
+    events.SLO_AT_RISK: [("placement/placer.py", "correct")],
     events.ENGINE_QUEUE: [_WHO, _WHERE],
     events.ENGINE_DECODE: [_WHERE],
     events.ENGINE_RETRACT: [_WHERE],

@@ -36,9 +36,10 @@ def _row(level: str, origin: str, written: bool, name: str, *about: str) -> str:
     return name
 
 
-_request, _foreign_request = (partial(_row, "request", "sglang", written) for written in (True, False))
-_mux_request = partial(_row, "request", "mux", True)
-_worker, _foreign_worker = (partial(_row, "step of a rollout worker", "sglang", written) for written in (True, False))
+# A request's events by their names in sglang's logs, written by verl_mux or read alone; and those that verl_mux adds.
+_request, _other = (partial(_row, "request", "sglang", written) for written in (True, False))
+_own = partial(_row, "request", "mux", True)
+_worker, _other_worker = (partial(_row, "step of a rollout worker", "sglang", written) for written in (True, False))
 _trainer = partial(_row, "step of the trainer", "mux", True)
 _server = partial(_row, "server replica", "mux", True)
 _coordinator = partial(_row, "coordinator", "mux", True)
@@ -47,30 +48,30 @@ _itself = partial(_row, "the log itself", "mux", True)
 
 # One request (role "rollout", worker = agent loop worker; `extra.request_id` always).
 REQUEST_START = _request("request_start", "a request begins", "request_id, batch_data_id, session, validate")
-PENDING = _foreign_request("pending_state_handling", "set up before the first turn", "request_id")
-_foreign_request("tool_creation_pending_state", "tools are made, inside pending_state_handling", "request_id")
-_foreign_request("interaction_start_pending_state", "the interaction is started, inside pending_state_handling", "request_id")
-_foreign_request("main_loop", "all turns of a request", "request_id")
-_foreign_request("turn_start", "a turn begins", "request_id, turn")
+PENDING = _other("pending_state_handling", "set up before the first turn", "request_id")
+_other("tool_creation_pending_state", "tools are made, inside pending_state_handling", "request_id")
+_other("interaction_start_pending_state", "the interaction is started, inside pending_state_handling", "request_id")
+_other("main_loop", "all turns of a request", "request_id")
+_other("turn_start", "a turn begins", "request_id, turn")
 TURN_PREPROCESS = _request(
     "turn_pre_process", "from the request's start, or the end of its previous part, to the turn's engine call", "request_id, turn"
 )
-_foreign_request("engine_generate_setup", "sampling parameters are made, inside the engine call", "request_id, turn")
+_other("engine_generate_setup", "sampling parameters are made, inside the engine call", "request_id, turn")
 TURN_ENGINE_CALL = _request(
     "turn_engine_call",
     "one stay in an engine, as the caller waits for it: a turn's generation, or a part of it where it was cut off",
     "request_id, turn, stay, prompt_tokens, response_tokens, finish_reason, replica, node, queue_sec, held_sec, version",
     "generated_tokens",
 )
-_foreign_request("engine_async_generate_actual", "the engine's part of turn_engine_call", "request_id, turn")
-TURN_TOOL_PARSING = _foreign_request("turn_tool_parsing", "tool calls are read from the response", "request_id, turn")
+_other("engine_async_generate_actual", "the engine's part of turn_engine_call", "request_id, turn")
+TURN_TOOL_PARSING = _other("turn_tool_parsing", "tool calls are read from the response", "request_id, turn")
 TOOL_EXECUTION = _request("tool_execution", "one tool call, or a turn's calls together", "request_id, turn, tool")
-TOOL_RESPONSE = _foreign_request("tool_response_processing", "tool results become tokens", "request_id, turn")
-_foreign_request("tool_calling_state", "tool_execution and tool_response_processing together", "request_id, turn")
-INTERACTION = _foreign_request("interaction_response", "the simulated user answers", "request_id, turn")
-_foreign_request("interacting_state", "interaction_response and what goes with it", "request_id, turn")
-TURN_POSTPROCESS = _foreign_request("turn_post_process", "from the engine's answer to the turn's end", "request_id, turn")
-TURN_END = _foreign_request("turn_end", "a turn is over; duration of all of it", "request_id, turn")
+TOOL_RESPONSE = _other("tool_response_processing", "tool results become tokens", "request_id, turn")
+_other("tool_calling_state", "tool_execution and tool_response_processing together", "request_id, turn")
+INTERACTION = _other("interaction_response", "the simulated user answers", "request_id, turn")
+_other("interacting_state", "interaction_response and what goes with it", "request_id, turn")
+TURN_POSTPROCESS = _other("turn_post_process", "from the engine's answer to the turn's end", "request_id, turn")
+TURN_END = _other("turn_end", "a turn is over; duration of all of it", "request_id, turn")
 REWARD = _request("reward_calculation", "the request's reward is computed", "request_id, turn, score")
 FINALIZATION = _request("finalization", "tokens, masks and padding of the finished request", "request_id, turn")
 REQUEST_COMPLETE = _request(
@@ -89,43 +90,41 @@ REQUEST_PADDED = _request(
     "aborted_request_with_cancelled_error_padding", "a cancelled request is replaced by padding", "request_id"
 )
 
-REQUEST_MIGRATED = _mux_request("request_migrated", "a request moved to another replica", "request_id, source, target, tokens")
-REQUEST_REQUEUED = _mux_request(
-    "request_requeued", "a request that was cut off goes on, with the tokens it has", "request_id, tokens"
-)
-REQUEST_PARKED = _mux_request(
+REQUEST_MIGRATED = _own("request_migrated", "a request moved to another replica", "request_id, source, target, tokens")
+REQUEST_REQUEUED = _own("request_requeued", "a request that was cut off goes on, with the tokens it has", "request_id, tokens")
+REQUEST_PARKED = _own(
     "request_parked",
     "a request could not generate: `not launched` yet, `cut off`, its round's `budget` used up, or begun again after it "
     "had `failed`; logged in the step in which it goes on",
     "request_id, turn, reason",
 )
-REQUEST_TEXT = _mux_request(
+REQUEST_TEXT = _own(
     "request_text",
     "a request's prompt and response, tools' results included; for a share of them (`mux.profile.texts`)",
     "request_id, prompt, response, left_out (characters)",
 )
 
 # One rollout worker's step.
-PREPROCESSING = _foreign_worker("preprocessing_duration", "prompts become requests")
-GENERATE = _foreign_worker("async_generate_duration", "all requests of this worker")
-_foreign_worker("engine_async_generate", "a single-turn batch inside the engine")
+PREPROCESSING = _other_worker("preprocessing_duration", "prompts become requests")
+GENERATE = _other_worker("async_generate_duration", "all requests of this worker")
+_other_worker("engine_async_generate", "a single-turn batch inside the engine")
 GENERATE_MONITORED = _worker(
     "async_rollout_with_monitoring_duration",
     "all requests, with rollout control (by our trainer, of all workers)",
     "total_requests, target_completion, completed_count",
 )
-SORTING = _foreign_worker("sorting_duration", "results back in the order of the prompts")
-BARRIER_WAIT = _foreign_worker("barrier_wait_duration", "waiting for the other workers")
-_foreign_worker("barrier", "the barrier's own cost")
-BROADCAST = _foreign_worker("broadcast_duration", "results go to the other ranks")
-DATA_EXTRACTION = _foreign_worker("data_extraction_duration", "tokens and masks are collected from the requests")
-PADDING = _foreign_worker("padding_duration", "collected tokens are padded to one length")
-CONCATENATION = _foreign_worker("concatenation_duration", "prompts and responses are joined")
-BATCH_CONSTRUCTION = _foreign_worker("batch_construction_duration", "the batch is built")
-CACHE_FLUSH = _foreign_worker("cache_flush_duration", "the engine's prefix cache is dropped")
-FINAL_CONSTRUCTION = _foreign_worker("final_construction_duration", "the batch is handed over")
-RESPONSE_LENGTHS = _foreign_worker("step_response_length_stats", "lengths of the step's responses", "min, max, mean")
-TOTAL_STEP = _foreign_worker("total_step_duration", "the whole of the worker's step")
+SORTING = _other_worker("sorting_duration", "results back in the order of the prompts")
+BARRIER_WAIT = _other_worker("barrier_wait_duration", "waiting for the other workers")
+_other_worker("barrier", "the barrier's own cost")
+BROADCAST = _other_worker("broadcast_duration", "results go to the other ranks")
+DATA_EXTRACTION = _other_worker("data_extraction_duration", "tokens and masks are collected from the requests")
+PADDING = _other_worker("padding_duration", "collected tokens are padded to one length")
+CONCATENATION = _other_worker("concatenation_duration", "prompts and responses are joined")
+BATCH_CONSTRUCTION = _other_worker("batch_construction_duration", "the batch is built")
+CACHE_FLUSH = _other_worker("cache_flush_duration", "the engine's prefix cache is dropped")
+FINAL_CONSTRUCTION = _other_worker("final_construction_duration", "the batch is handed over")
+RESPONSE_LENGTHS = _other_worker("step_response_length_stats", "lengths of the step's responses", "min, max, mean")
+TOTAL_STEP = _other_worker("total_step_duration", "the whole of the worker's step")
 
 # The trainer's step (role "trainer", worker 0).
 PHASE = _trainer("phase", "a phase under its lease", "phase (init/rollout/train), nodes, token")

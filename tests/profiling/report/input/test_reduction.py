@@ -6,7 +6,7 @@ from polars.testing import assert_frame_equal
 
 from tests.profiling.made_logs import Lines, Made, make_run, read_run
 from verl_mux.profiling.report.input import run_log
-from verl_mux.profiling.report.input.tables import make_turns
+from verl_mux.profiling.report.input.reduction import make_turns
 from verl_mux.profiling.report.measures.analysis import Analysis
 
 NAMES = ["requests", "turns", "totals", "spans"]

@@ -11,9 +11,8 @@ import polars as pl
 
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.step_metrics import QUANTILES
-from verl_mux.profiling.report.input.reduction import Tables
+from verl_mux.profiling.report.input.reduction import Tables, make_requests, make_stays, make_turns, over_steps
 from verl_mux.profiling.report.input.run_log import ENGINE_SCHEMA, RunLog
-from verl_mux.profiling.report.input.tables import make_requests, make_stays, make_turns, over_steps
 from verl_mux.profiling.report.measures.lease_times import Ends, Leases, make_leases, step_ends
 from verl_mux.profiling.report.measures.replicas import Engines, with_unit
 

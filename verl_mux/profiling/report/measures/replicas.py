@@ -39,7 +39,7 @@ def with_unit(frame: pl.DataFrame, stays: pl.DataFrame, key: list[str]) -> pl.Da
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines of a run, from their stays (tables.make_stays) and their counters. Empty where the log names no engine.
+    """The engines of a run, from their stays (`make_stays`) and their counters. Empty where the log names no engine.
 
     validating: `job` and `request_id` of the requests that did not train.
     """

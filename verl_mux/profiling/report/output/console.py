@@ -32,9 +32,12 @@ def _blocks(summary: dict[str, Any], directory: str) -> Iterator[RenderableType]
         yield Text(f"noticed: {_reasons(read['noticed'])}", style="yellow")
     found = findings_table(summary["findings"]) if summary["input"]["events"] else Text("No events were read: nothing to judge.")
     yield Padding(found, (1, 0, 0, 0))
-    for table in (_jobs, _pools, _shares, _completion, _replicas, _nodes, _workers, _turns, _slowest, _engine):
-        if (made := table(summary)) is not None:
-            yield Padding(made, (1, 0, 0, 0))
+    nodes = summary["nodes"] if len(summary["nodes"]) > 1 else []
+    engines = (_engines("Replicas", "replica", "nodes", summary["replicas"]), _engines("Nodes", "node", "replicas", nodes))
+    before, after = (_jobs, _pools, _shares, _completion), (_workers, _turns, _slowest, _reports)
+    for table in (*(make(summary) for make in before), *engines, *(make(summary) for make in after)):
+        if table is not None:
+            yield Padding(table, (1, 0, 0, 0))
 
 
 def _count(number: int, what: str) -> str:
@@ -110,14 +113,6 @@ def _workers(summary: dict[str, Any]) -> Table | None:
     return _table("Rollout workers, means over steps", columns, rows)
 
 
-def _replicas(summary: dict[str, Any]) -> Table | None:
-    return _engines("Replicas", "replica", "nodes", summary["replicas"])
-
-
-def _nodes(summary: dict[str, Any]) -> Table | None:
-    return _engines("Nodes", "node", "replicas", summary["nodes"] if len(summary["nodes"]) > 1 else [])
-
-
 def _engines(title: str, by: str, other: str, found: list[dict[str, Any]]) -> Table | None:
     rows = [
         (
@@ -186,7 +181,7 @@ def _waited(name: str, job: dict[str, Any]) -> Text:
     return Text(f"  {name} waited {phases or 'for no lease'}" + (f"; {behind}" if behind else ""))
 
 
-def _engine(summary: dict[str, Any]) -> Table | None:
+def _reports(summary: dict[str, Any]) -> Table | None:
     reports = summary["engine"]["reports"] if not summary["replicas"] else []
     rows = [
         (_name(row, "worker"), *(f"{row[k] or 0:.0f}" for k in ("tokens_per_sec", "best_tokens_per_sec")),

@@ -15,7 +15,7 @@ from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.step_metrics import QUANTILES
 from verl_mux.profiling.report.findings.all_findings import find_all
 from verl_mux.profiling.report.input.clock import Faults
-from verl_mux.profiling.report.input.tables import SHOWN_PARTS
+from verl_mux.profiling.report.input.reduction import SHOWN_PARTS
 from verl_mux.profiling.report.measures.analysis import Analysis, event_share
 from verl_mux.profiling.report.measures.lease_times import Leases, shared_window, throughput
 from verl_mux.profiling.report.measures.replicas import busy

@@ -20,8 +20,8 @@ import polars as pl
 
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.lines import Line, parse
+from verl_mux.profiling.report.input.reduction import SHOWN_PARTS
 from verl_mux.profiling.report.input.run_log import RunLog
-from verl_mux.profiling.report.input.tables import SHOWN_PARTS
 from verl_mux.profiling.report.measures.analysis import Analysis
 
 MAX_REQUESTS = 200_000
