@@ -122,7 +122,7 @@ def test_an_upstream_module_that_is_there_already_is_followed_at_once(place):
     assert seen() == ["upstream", "part", "follower"]
 
 
-def test_the_upstream_module_is_as_if_nobody_followed_it(place):
+def test_the_upstream_module_is_as_without_a_follower(place):
     plain = importlib.import_module("upstream.part")
     expected = (type(plain.__loader__), type(plain.__spec__.loader), plain.__file__)
     del sys.modules["upstream.part"]

@@ -18,7 +18,7 @@ SETTINGS = WorkerSettings(
 
 @pytest.mark.parametrize("kind", ["mapping", "config", "dataclass"])
 def test_workers_read_back_what_the_driver_put_into_verls_config(kind):
-    custom = {KEY: SETTINGS.to_dict(), "of": "somebody else"}
+    custom = {KEY: SETTINGS.to_dict(), "of": "another plugin"}
     rollout = {
         "mapping": {"custom": custom},
         "config": OmegaConf.create({"custom": custom}),

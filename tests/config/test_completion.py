@@ -47,7 +47,7 @@ def multiplexed(*overrides, cpu=False, **sync):
 
 
 @pytest.mark.parametrize(("given", "used"), [(2048, 256), (512, 512)])
-def test_a_job_loads_weights_in_small_batches_where_nobody_chose(given, used):
+def test_a_job_loads_weights_in_small_batches_by_default(given, used):
     config = multiplexed(f"actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes={given}")
     assert config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes == used
     assert config.actor_rollout_ref.rollout.free_cache_engine is True

@@ -93,7 +93,7 @@ def test_a_model_with_sliding_windows_is_refused(tmp_path, monkeypatch):
 def test_a_model_whose_file_is_quantized_is_refused(tmp_path, model):
     (tmp_path / "config.json").write_text(json.dumps(model))
     config = OmegaConf.merge(verl_config({}), {"actor_rollout_ref": {"model": {"path": str(tmp_path)}}})
-    assert "is quantized (" in (told := refusal(config, check_surroundings)) and "scales do not survive a sleep" in told
+    assert "is quantized (" in (text := refusal(config, check_surroundings)) and "scales do not survive a sleep" in text
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": None}))
     check_surroundings(config)
 
@@ -102,7 +102,7 @@ def test_a_model_named_on_a_hub_is_looked_at_before_anything_starts(tmp_path, mo
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     config = OmegaConf.merge(verl_config({}), {"actor_rollout_ref": {"model": {"path": "someone/windows"}}})
-    check_surroundings(config)  # it cannot be fetched: whoever loads it will say so
+    check_surroundings(config)  # it cannot be fetched: its loader will report it
     cached = tmp_path / "models--someone--windows"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("1" * 40)

@@ -97,7 +97,7 @@ def test_a_job_that_the_coordinator_would_take_goes_on_to_verls_own_checks_and_l
     assert [j for j in coordinator.snapshot()["jobs"].values() if j["state"] == "live"] == []
 
 
-def test_without_a_coordinator_nobody_is_asked(check):
+def test_without_a_coordinator_none_is_asked(check):
     assert check(job(None))
 
 
@@ -151,7 +151,7 @@ def test_a_second_job_does_not_go_on_from_the_first_ones_checkpoints(check, refu
     assert "trainer.experiment_name" in line and str(tmp_path / "") not in line  # as it was given
 
 
-def test_a_folder_that_cannot_be_written_is_told(refused, tmp_path):
+def test_a_folder_that_cannot_be_written_is_refused(refused, tmp_path):
     (tmp_path / "checkpoints").touch()
     assert "trainer.default_local_dir=checkpoints/" in refused(job(None))
 
@@ -160,17 +160,17 @@ def test_a_folder_that_cannot_be_written_is_told(refused, tmp_path):
     ("nodes", "note", "save_freq", "in_background", "movable"),
     [
         ("auto", True, 5, False, True),
-        ("auto", False, 5, False, False),  # nobody starts it again
+        ("auto", False, 5, False, False),  # no launcher starts it again
         ("auto", True, -1, False, False),  # it keeps no checkpoints
         ("auto", True, 5, True, False),  # they are not whole when it ends
         (NODES, True, 5, False, True),
     ],
 )
-def test_a_job_says_that_it_may_be_moved_where_somebody_starts_it_again(
+def test_a_job_may_be_moved_where_a_launcher_starts_it_again(
     monkeypatch, tmp_path, nodes, note, save_freq, in_background, movable
 ):
-    told = {}
-    monkeypatch.setattr(preflight, "connect", lambda *_, **keys: told.update(keys) or LocalMux("a", {}))
+    noted = {}
+    monkeypatch.setattr(preflight, "connect", lambda *_, **keys: noted.update(keys) or LocalMux("a", {}))
     monkeypatch.setattr(preflight, "needs_of", lambda config: None)
     config = job(None, nodes=nodes, move_note=str(tmp_path / "note") if note else None)
     config.mux.coordinator = None
@@ -178,22 +178,22 @@ def test_a_job_says_that_it_may_be_moved_where_somebody_starts_it_again(
     OmegaConf.update(config, "actor_rollout_ref.actor.checkpoint.async_save", in_background, force_add=True)
     mux = load_with_any_nodes(config)
     preflight.connect_job(config, mux)
-    assert told["movable"] is movable and told["colocated"] is False
+    assert noted["movable"] is movable and noted["colocated"] is False
 
 
 def test_a_colocated_job_says_so(monkeypatch):
-    told = {}
-    for tells in ("needs_of", "host_memory_of"):
-        monkeypatch.setattr(preflight, tells, lambda config: None)
+    noted = {}
+    for name in ("needs_of", "host_memory_of"):
+        monkeypatch.setattr(preflight, name, lambda config: None)
     config = job(None, nodes="auto")
     config.trainer.v1.trainer_mode = "mux_colocate"
     config.trainer.nnodes = 1
     config.mux.coordinator = "tcp://127.0.0.1:1"
     mux = load(config)
     given = {"rollout": ["t0"], "train": ["t0"]}
-    monkeypatch.setattr(preflight, "connect", lambda *_, **keys: told.update(keys) or LocalMux("a", given))
+    monkeypatch.setattr(preflight, "connect", lambda *_, **keys: noted.update(keys) or LocalMux("a", given))
     preflight.connect_job(config, mux)
-    assert told["colocated"] is True
+    assert noted["colocated"] is True
 
 
 def load_with_any_nodes(config):
@@ -260,7 +260,7 @@ def test_a_colocated_job_needs_the_trainers_nodes_for_its_rollouts_too(model):
     assert (needs.rollout_nodes, needs.rollout_gpus) == (needs.train_nodes, needs.train_gpus)
 
 
-def test_a_job_tells_what_a_step_computes(model):
+def test_a_job_reports_what_a_step_computes(model):
     needs = needs_of(whole_config(model))
     assert (needs.responses, needs.prompt_tokens, needs.response_tokens) == (64, 32, 32)
     assert (needs.rollout_gpus, needs.train_gpus, needs.replica_gpus, needs.updates, needs.weight_bytes) == (8, 8, 2, 2, 4)
@@ -276,17 +276,17 @@ def test_a_model_without_a_config_is_refused_by_its_path(tmp_path):
     assert f"actor_rollout_ref.model.path={tmp_path}" in refusal(whole_config(tmp_path), needs_of)
 
 
-def test_a_job_tells_what_its_states_take_on_each_node_of_a_side(model):
+def test_a_job_reports_what_its_states_take_on_each_node_of_a_side(model):
     config = OmegaConf.merge(whole_config(model), {"actor_rollout_ref": {"rollout": {"nnodes": 1}}})
-    told = host_memory_of(config)
+    noted = host_memory_of(config)
     job = read_job(OmegaConf.to_container(config, resolve=True), MODEL)
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    assert told["train"]["optimizer"] == 8 * job.model.total * config.trainer.n_gpus_per_node // ranks
-    assert told["train"]["parameters"] == 4 * job.model.total * config.trainer.n_gpus_per_node // ranks
-    assert told["rollout"]["synced"] == job.model.total * job.engine.bytes
+    assert noted["train"]["optimizer"] == 8 * job.model.total * config.trainer.n_gpus_per_node // ranks
+    assert noted["train"]["parameters"] == 4 * job.model.total * config.trainer.n_gpus_per_node // ranks
+    assert noted["rollout"]["synced"] == job.model.total * job.engine.bytes
 
 
-def test_of_a_model_that_the_formulas_do_not_know_nothing_is_told(model):
+def test_of_a_model_that_the_formulas_do_not_know_nothing_is_reported(model):
     config = whole_config(model)
     (model / "config.json").write_text(json.dumps({**MODEL, "kv_lora_rank": 512}))
     assert host_memory_of(config) == {}
@@ -297,7 +297,7 @@ def test_of_a_model_that_the_formulas_do_not_know_nothing_is_told(model):
 # ---------------------------------------------------------------- its Ray cluster
 
 
-# Another job: its cluster, its name there, and, when it is told to, where TransferQueue's controller would be.
+# Another job: its cluster, its name there, and, when asked to, where TransferQueue's controller would be.
 OTHER = """
 import ray, sys
 from omegaconf import OmegaConf
@@ -329,7 +329,7 @@ assert not ray.is_initialized()
 """
 
 
-def test_a_ray_instance_of_its_own_is_nobody_elses(python):
+def test_a_ray_instance_of_its_own_is_no_other_jobs(python):
     assert python("-c", CLAIM, "local", "mine").stdout == "taken\n"
 
 
@@ -344,7 +344,7 @@ def test_a_cluster_with_another_jobs_controller_is_refused_by_that_jobs_name(pyt
             other.stdin.write("\n")
             other.stdin.flush()
             assert other.stdout.readline() == "True\n"
-            told = python("-c", CLAIM, address, "second", **token).stdout
-            assert told.startswith(f"the Ray cluster at {address} is first's, ") and "start one for job second" in told
+            noted = python("-c", CLAIM, address, "second", **token).stdout
+            assert noted.startswith(f"the Ray cluster at {address} is first's, ") and "start one for job second" in noted
         finally:
             other.kill()

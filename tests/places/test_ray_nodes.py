@@ -60,7 +60,7 @@ def test_without_gpus_only_hosts_are_compared():
         (Place(host="gpu-07", gpu_ids=[3]), "node 't0' (host gpu-07, GPUs 3), but runs on"),
     ],
 )
-def test_a_mismatch_names_the_node_its_place_who_and_where_that_runs(place, words):
+def test_a_mismatch_names_the_node_its_place_the_process_and_where_that_runs(place, words):
     assert f"training rank 0 works for {words}" in mismatch("training rank 0", "t0", place, AT)
 
 

@@ -45,8 +45,8 @@ def landed(pool: RayResourcePool) -> list[str]:
     return found
 
 
-def told(ranks: list[Location], nodes: list[str], places: dict[str, Place]) -> str:
-    """What a job on these training nodes is told about where its ranks are."""
+def found_out(ranks: list[Location], nodes: list[str], places: dict[str, Place]) -> str:
+    """What a job on these training nodes learns about where its ranks are."""
     try:
         check_ranks(ranks, WorkerSettings(train_nodes=tuple(nodes), places=places))
     except UserError as error:
@@ -69,9 +69,9 @@ def main() -> None:
         "small": landed(PlacedPool(["small"], 1, 3, "small")),
         "big": landed(PlacedPool(["big"], 2, 3, "big")),
         "order": nodes,
-        "right": told(ranks, nodes, places),
+        "right": found_out(ranks, nodes, places),
         # As if each label were on the other host.
-        "swapped": told(ranks, nodes, {"big": places["small"], "small": places["big"]}),
+        "swapped": found_out(ranks, nodes, {"big": places["small"], "small": places["big"]}),
     }
     print(json.dumps(found))
     ray.shutdown()

@@ -51,7 +51,7 @@ def test_what_all_living_processes_of_the_device_hold_is_not_free():
         process.communicate("\n")
 
 
-def test_one_that_ended_holds_nothing_though_nobody_has_asked_how():
+def test_a_process_that_ended_holds_nothing_before_its_parent_waits_for_it():
     ended = neighbour("ledger.hold({'weights': 300})")
     ended.stdin.close()
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
@@ -59,7 +59,7 @@ def test_one_that_ended_holds_nothing_though_nobody_has_asked_how():
     ended.wait()
 
 
-def test_past_the_budget_nothing_is_taken_and_the_refusal_names_who_holds_what():
+def test_past_the_budget_nothing_is_taken_and_the_refusal_names_the_holders():
     other = neighbour("ledger.hold({'weights': 9000})", VERL_MUX_DEVICE_JOB="code")
     with pytest.raises(ledger.DeviceFull, match=rf"out of memory on r0: .*held by code \(pid {other.pid}\)"):
         ledger.reserve({"kv_cache": 1001})
@@ -104,7 +104,7 @@ def test_states_that_join_a_saver_take_room_or_do_not_join():
     assert ledger.free() == 4000
 
 
-def test_a_full_device_is_a_failure_that_commands_tell_in_one_line():
+def test_a_full_device_is_a_failure_that_commands_report_in_one_line():
     with pytest.raises(Failure, match="out of memory on r0: .*held by no process"):
         ledger.charge({"context": 10001})
 
@@ -116,7 +116,7 @@ def test_without_a_budget_nothing_is_charged_and_nothing_refused(monkeypatch):
     assert ledger.free() is None
 
 
-def test_verls_platform_tells_the_budget():
+def test_verls_platform_reports_the_budget():
     from verl_mux_cpu.verl_cpu import CpuPlatform
 
     ledger.charge({"context": 4000})
@@ -161,7 +161,7 @@ def test_only_accounts_of_this_pid_namespace_are_read(folder):
     assert ledger.accounts("another") == []
 
 
-def test_an_account_that_cannot_be_written_stops_nobody(folder):
+def test_an_account_that_cannot_be_written_stops_no_process(folder):
     folder.write_text("a file")
     ledger.hold({"weights": 5})
 

@@ -1,5 +1,5 @@
 """Three engines on one device take turns, each a process of its own with what it would keep on a GPU: within the certificate's
-bytes nobody is refused, and with less only whoever asks is."""
+bytes no engine is refused, and with less only the engine that asks is."""
 
 import json
 import os
@@ -57,7 +57,7 @@ class Engine:
 
 @pytest.fixture
 def engines(tmp_path, monkeypatch):
-    """A function that starts one engine a job on a device of so many bytes; each knows what it maps awake."""
+    """A function that starts one engine a job on a device of this budget; each knows what it maps awake."""
     started = []
 
     def start(budget):
@@ -76,11 +76,11 @@ def engines(tmp_path, monkeypatch):
         engine.process.communicate()
 
 
-def test_within_the_certificate_nobody_is_refused_and_the_peak_is_what_it_says(engines):
-    _, told = certificate(GPU)
-    total = told.gpus["r0"].phases["rollout"].total
+def test_within_the_certificate_no_engine_is_refused_and_the_peak_is_what_it_says(engines):
+    _, certified = certificate(GPU)
+    total = certified.gpus["r0"].phases["rollout"].total
     started, peak = engines(total), 0
-    assert told.fits and [engine.ask("start") for engine in started] == ["done"] * 3
+    assert certified.fits and [engine.ask("start") for engine in started] == ["done"] * 3
     for turn in range(ROUNDS):
         engine = started[turn % 3]
         assert engine.ask("wake") == "done"
@@ -89,9 +89,9 @@ def test_within_the_certificate_nobody_is_refused_and_the_peak_is_what_it_says(e
     assert peak == pytest.approx(total, rel=0.05)
 
 
-def test_with_a_tenth_less_the_certificate_says_no_and_only_whoever_asks_is_refused(engines):
-    _, told = certificate(GPU)
-    less = int(0.9 * told.gpus["r0"].phases["rollout"].total)
+def test_with_a_tenth_less_the_certificate_says_no_and_only_the_engine_that_asks_is_refused(engines):
+    _, certified = certificate(GPU)
+    less = int(0.9 * certified.gpus["r0"].phases["rollout"].total)
     first, second, third = engines(less)
     assert [engine.ask("start") for engine in (first, second, third)] == ["done"] * 3
     refused = first.ask("wake")

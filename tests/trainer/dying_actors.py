@@ -17,7 +17,7 @@ import ray
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.trainer.job_hosts import ActorWatch, DeadActor, actors_of_rollout, end_process
 
-TOLD = "told: "
+MARK = "said: "
 QUICK = {"every_s": 0.1, "patience_s": 0.2}
 KILLED = (
     "server 0 of replica 1",
@@ -73,7 +73,7 @@ def kill(actor) -> None:
 
 
 def heard(watch: ActorWatch) -> str:
-    """What the trainer hears, though it asks nobody."""
+    """What the trainer hears, though it asks no actor."""
     deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:
         try:
@@ -84,9 +84,9 @@ def heard(watch: ActorWatch) -> str:
     return "nothing"
 
 
-def tell(what: str) -> None:
+def say(what: str) -> None:
     """Ray writes among our lines."""
-    print(f"{TOLD}{what}", flush=True)
+    print(f"{MARK}{what}", flush=True)
 
 
 def main() -> None:
@@ -94,13 +94,13 @@ def main() -> None:
     job = Job()
     alive = actors_of_rollout(job.engines, job.loops, job.rewards)
     ray.get([actor.pid.remote() for actor in alive.values()])
-    tell(", ".join(sorted(alive)))
+    say(", ".join(sorted(alive)))
     busy = Balancer.remote()
     working = busy.work.remote()  # noqa: F841  (dropped, it would be cancelled)
     for name in KILLED:
         with ActorWatch(alive | {"a busy one": busy}, print, every_s=0.1) as watch:
             kill(alive[name])
-            tell(heard(watch))
+            say(heard(watch))
         del alive[name]
     trainer = Trainer.remote()
     stuck = trainer.run.remote(alive)
@@ -108,7 +108,7 @@ def main() -> None:
     try:
         ray.get(stuck, timeout=60)
     except ray.exceptions.RayError as error:
-        tell(type(error).__name__)
+        say(type(error).__name__)
 
 
 if __name__ == "__main__":

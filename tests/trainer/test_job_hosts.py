@@ -17,7 +17,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 pytest.importorskip("verl")
 pytest.importorskip("ray")
-from tests.trainer.dying_actors import KILLED, TOLD
+from tests.trainer.dying_actors import KILLED, MARK
 from tests.trainer.fencing import Fencing
 from verl_mux.coordinator.bus.client import LocalMux
 from verl_mux.errors import UserError
@@ -40,7 +40,7 @@ from verl_mux.trainer.job_hosts import (
 from verl_mux.trainer.phases import Phases
 from verl_mux.worker_settings import WorkerSettings
 
-NOBODY_COMES = 60.0
+LIMIT_S = 60.0
 
 
 class Actor:
@@ -82,7 +82,7 @@ def watched(actors: dict, patience_s: float = 0.0) -> tuple[ActorWatch, list[str
     ended: list[str] = []
     watch = ActorWatch(actors, lambda dead: ended.append(str(dead)), every_s=0.0, patience_s=patience_s)
     with watch:
-        watch._thread.join(NOBODY_COMES)
+        watch._thread.join(LIMIT_S)
     return watch, ended
 
 
@@ -99,7 +99,7 @@ def test_all_are_asked_that_a_rollout_needs_and_no_tool(ray):
     }  # fmt: skip
 
 
-def test_the_trainer_hears_who_died_and_why():
+def test_the_trainer_gets_the_names_of_dead_actors_and_the_cause():
     why = ActorDiedError()
     watch, _ = watched({"reward worker 0": Actor(), "reward worker 1": Actor(why), "the load balancer": Actor(why)})
     with pytest.raises(DeadActor, match="no rollout can end any more: .*reward worker 1") as heard:
@@ -108,7 +108,7 @@ def test_the_trainer_hears_who_died_and_why():
     assert heard.value.__cause__ is why
 
 
-def test_who_is_busy_is_asked_once_and_who_answers_again_and_again():
+def test_a_busy_actor_is_asked_once_and_one_that_answers_in_every_round():
     busy, quick = Actor(None), Actor()
     watch = ActorWatch({"busy": busy, "quick": quick}, end=lambda dead: None)
     assert [watch._look() for _ in range(3)] == [None] * 3
@@ -117,7 +117,7 @@ def test_who_is_busy_is_asked_once_and_who_answers_again_and_again():
     assert str(watch._look()) == "no rollout can end any more: busy died"
 
 
-def test_who_cannot_be_reached_for_a_moment_is_asked_again():
+def test_an_actor_that_cannot_be_reached_for_a_moment_is_asked_again():
     actor = Actor(ActorUnavailableError("no connection", None))
     watch = ActorWatch({"it": actor}, end=lambda dead: None)
     assert watch._look() is None
@@ -133,7 +133,7 @@ def test_a_trainer_that_does_not_leave_is_ended():
 
 def test_one_that_leaves_is_not():
     dying, ended = Actor(), []
-    with ActorWatch({"it": dying}, ended.append, every_s=0.0, patience_s=NOBODY_COMES) as watch:
+    with ActorWatch({"it": dying}, ended.append, every_s=0.0, patience_s=LIMIT_S) as watch:
         dying.answer = ActorDiedError()
         with pytest.raises(DeadActor):
             while watch._thread.is_alive():
@@ -141,25 +141,25 @@ def test_one_that_leaves_is_not():
     assert not watch._thread.is_alive() and not ended
 
 
-def test_nobody_is_asked_any_more_after_the_last_step():
+def test_no_actor_is_asked_after_the_last_step():
     actor = Actor()
-    with ActorWatch({"it": actor}, end=lambda dead: None, every_s=NOBODY_COMES) as watch:
+    with ActorWatch({"it": actor}, end=lambda dead: None, every_s=LIMIT_S) as watch:
         pass
     assert not watch._thread.is_alive() and not actor.asked
 
 
 @pytest.mark.parametrize("died", [True, False])
-def test_one_that_asked_the_dead_hears_who_that_was(died):
+def test_a_trainer_that_asked_a_dead_actor_gets_its_name(died):
     asked = ActorDiedError()
     actors = {"agent loop worker 0": Actor(), "agent loop worker 1": Actor(asked if died else True)}
-    watch = ActorWatch(actors, end=lambda dead: None, every_s=NOBODY_COMES)
+    watch = ActorWatch(actors, end=lambda dead: None, every_s=LIMIT_S)
     with pytest.raises(DeadActor if died else ActorDiedError) as heard, watch:
         raise asked
     assert not died or str(heard.value) == "no rollout can end any more: agent loop worker 1 died"
 
 
 @pytest.mark.parametrize("refuses", [False, True], ids=["reported", "no coordinator"])
-def test_the_end_of_the_process_is_told_first_and_comes_in_any_case(monkeypatch, refuses):
+def test_the_end_of_the_process_is_reported_first_and_comes_in_any_case(monkeypatch, refuses):
     mux, exits = Fencing(), []
     phases = Phases(mux, NULL_LOG)
     phases.begin("rollout", 1)
@@ -190,7 +190,7 @@ def test_each_other_host_of_the_jobs_nodes_is_looked_after_once():
     assert found == {"the host of t0 (10.0.0.1)": ALPHA, "the host of r1 and t1 (10.0.0.2)": BETA}
 
 
-def test_without_bound_nodes_nobody_is_looked_after():
+def test_without_bound_nodes_no_host_is_watched():
     before = threading.active_count()
     HostWatch(hosts_of(["r0"], [RayNode("10.0.0.1", 8)], here="10.0.0.3"), 1.0, end=print).close()
     assert threading.active_count() == before
@@ -225,7 +225,7 @@ def lost(network: Network, limit_s: float) -> list[str]:
         network.enough.set()
 
     watch = HostWatch(HOSTS, limit_s, end, every_s=0.0)
-    assert network.enough.wait(NOBODY_COMES)
+    assert network.enough.wait(LIMIT_S)
     watch.close()
     return ended
 
@@ -263,10 +263,10 @@ def test_a_pause_of_the_process_itself_is_no_silence_of_others(monkeypatch):
     assert lost(network, 10.0) == []
 
 
-def test_nobody_is_ended_after_the_watch_was_closed(monkeypatch):
+def test_no_process_is_ended_after_the_watch_was_closed(monkeypatch):
     network, ended = Network(monkeypatch, None, TimeoutError()), []
     watch = HostWatch(HOSTS, 1000.0, ended.append, every_s=0.0)
-    assert network.enough.wait(NOBODY_COMES)
+    assert network.enough.wait(LIMIT_S)
     watch.close()
     assert ended == []
 
@@ -307,7 +307,7 @@ def test_both_pools_of_a_job_on_one_node_need_its_gpus_together(ray_has):
     assert settle_nodes(client(["t0"], ["t0"]), CONFIG, colocated=True).train == ["t0"]
 
 
-def test_without_a_coordinator_nobody_asks_ray(monkeypatch):
+def test_without_a_coordinator_ray_is_not_asked(monkeypatch):
     monkeypatch.setattr(job_hosts, "ray_nodes", lambda: pytest.fail("asked"))
     alone = settle_nodes(LocalMux("a", {"rollout": ["rollout0"], "train": ["train0"]}), CONFIG, colocated=False)
     assert (alone.rollout, alone.train, alone.places) == (["rollout0"], ["train0"], {})
@@ -357,5 +357,5 @@ def test_the_trainer_hears_of_an_actor_that_died_though_it_asks_it_nothing_and_i
         ended = python("-m", "tests.trainer.dying_actors", timeout=300, **environment)
     assert ended.returncode == 0, ended.stderr[-3000:]
     heard = [f"no rollout can end any more: {name} died; ActorDiedError" for name in KILLED]
-    told = [line.removeprefix(TOLD) for line in ended.stdout.splitlines() if line.startswith(TOLD)]
-    assert told == [", ".join(NAMES), *heard, "ActorDiedError"], ended.stderr[-3000:]
+    said = [line.removeprefix(MARK) for line in ended.stdout.splitlines() if line.startswith(MARK)]
+    assert said == [", ".join(NAMES), *heard, "ActorDiedError"], ended.stderr[-3000:]

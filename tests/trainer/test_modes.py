@@ -77,7 +77,7 @@ def test_each_training_node_shows_what_its_own_ranks_hold(trainer, memory):
     assert trainer.phases.take_seconds() == {"wake": 1.0}
 
 
-def test_a_process_tells_what_it_holds_of_its_hosts_memory_once_whatever_groups_it_is_in(trainer, memory):
+def test_a_process_reports_what_it_holds_of_its_hosts_memory_once_whatever_groups_it_is_in(trainer, memory):
     ranks = [Member("h", rank, 1, "b") for rank in range(4)]
     actor, critic = [[(process, {"private": size}) for process in ranks] for size in (10, 10)]
     trainer.train_groups = lambda: [SimpleNamespace(mux_host_memory=lambda noted=noted: noted) for noted in (actor, critic)]
@@ -155,7 +155,7 @@ def test_a_rollout_that_lost_an_actor_ends_its_job_instead_of_going_on_for_ever(
     monkeypatch.setattr(ActorWatch, "_look", lambda self: lost)
     with pytest.raises(DeadActor):
         trainer.fit(SimpleNamespace(agent_loop_workers=[]))
-    # Whoever asks the coordinator why the job ended reads who died.
+    # The coordinator shows which actor died as the reason.
     assert trainer.phases.mux.failed == str(lost)
 
 
@@ -171,7 +171,7 @@ FULL = DeviceFull("out of memory on r0: held by code")
     ],
     ids=["of its own", "of an actor", "another"],
 )
-def test_the_coordinator_is_told_of_a_failure_in_its_words(trainer, monkeypatch, raised, noted):
+def test_a_failure_is_reported_to_the_coordinator_in_its_words(trainer, monkeypatch, raised, noted):
     def fail(self):
         self.phases.begin("init", 0)
         raise raised

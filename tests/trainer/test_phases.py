@@ -229,7 +229,7 @@ def test_after_the_last_step_there_is_nothing_to_move(made):
     assert noted == [("closed", "")] and not note.exists()
 
 
-def test_a_job_that_nobody_would_start_again_stays(made):
+def test_a_job_that_no_launcher_would_start_again_stays(made):
     happened, noted, _ = made(at=1, note=False)
     assert [what[1] for what in happened if what[0] == "step"] == list(range(1, STEPS + 1))
     assert noted == [("closed", "")]

@@ -58,7 +58,7 @@ class Cuda:
         self.device = Device(self.calls)
 
     def engine(self, role=None, **config):
-        """One of verl's, whose states lie on the device. Its calls are told with its role, or with what of it was moved."""
+        """One of verl's, whose states lie on the device. Its calls are noted with its role, or with what of it was moved."""
         cuda = self
 
         class Engine(FSDPEngine):
@@ -299,7 +299,7 @@ def test_room_is_looked_for_before_anything_is_mapped(cuda, process):
     assert cuda.calls == [*awake[0], ("ref", "cuda"), "synchronize", *awake[1]]
 
 
-def test_a_wake_without_room_maps_nothing_and_names_who_holds_what(cuda, process):
+def test_a_wake_without_room_maps_nothing_and_names_the_holders(cuda, process):
     left(process)
     cuda.calls.clear()
     cuda.device.size = 100  # of actor and reference only one would fit
@@ -379,7 +379,7 @@ def test_verls_engine_moves_all_of_a_trained_model_once_and_leaves_a_frozen_one_
 
 
 class Lease(Fencing):
-    """Leases that are told among the device's calls."""
+    """Leases that are noted among the device's calls."""
 
     def __init__(self, calls):
         super().__init__()

@@ -100,7 +100,7 @@ SIGNATURES = {
 
 @pytest.fixture(scope="module")
 def probe(python) -> dict:
-    """What a process that imports verl and SGLang as a job does told of them."""
+    """What a process that imports verl and SGLang as a job does found of them."""
     result = python(
         "-m", "tests.upstream.probe", "trainer.v1.trainer_mode=mux_separate",
         cwd=Path(__file__).parents[2], timeout=300, VERL_PLATFORM="cpu" if accelerator_present() else None,
