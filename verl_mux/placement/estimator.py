@@ -301,9 +301,14 @@ def bounds(needs: JobNeeds, rollout: GpuKind, train: GpuKind) -> Bounds:
     """The bounds of one step on nodes of these kinds."""
     weights_gb = needs.model.params * needs.weight_bytes / 1e9
     on_node = needs.rollout_gpus / needs.replica_gpus * weights_gb
-    params_gb = (_trained_bytes(needs) + needs.critic * needs.model.params * TRAIN_BYTES) / needs.train_nodes / 1e9
+    params, adapters = needs.model.params, needs.model.adapter_params(needs.lora_rank)
+    # Adapters have gradients and Adam's states; what they are put on has its weights and the copies of them.
+    trained = params * FROZEN_BYTES + adapters * TRAIN_BYTES if needs.lora_rank else params * TRAIN_BYTES
+    params_gb = (trained + needs.critic * params * TRAIN_BYTES) / needs.train_nodes / 1e9
+    engines = needs.replicas * needs.replica_gpus * rollout.tflops * 1e12 * rollout.decode
+    prefill_s = _forward_flops(needs, needs.prompt_tokens) / engines
     return Bounds(
-        rollout_s=rollout.fixed_s + _decode_s(needs, rollout) + _prefill_s(needs, rollout),
+        rollout_s=rollout.fixed_s + _decode_s(needs, rollout) + prefill_s,
         train_s=train.fixed_s + _train_s(needs, train),
         sync_s=LinkModel().two_stage_s(weights_gb, needs.train_nodes * needs.train_gpus, needs.rollout_nodes),
         rollout_memory_gb=max(ROLLOUT_COPIES * on_node, on_node + rollout.process_gb * needs.rollout_gpus),
@@ -311,19 +316,13 @@ def bounds(needs: JobNeeds, rollout: GpuKind, train: GpuKind) -> Bounds:
     )
 
 
-def _trained_bytes(needs: JobNeeds) -> float:
-    """Adapters have gradients and Adam's states; what they are put on has its weights and the copies of them."""
-    if not needs.lora_rank:
-        return needs.model.params * TRAIN_BYTES
-    return needs.model.params * FROZEN_BYTES + needs.model.adapter_params(needs.lora_rank) * TRAIN_BYTES
-
-
 def _decode_s(needs: JobNeeds, kind: GpuKind) -> float:
     """A token of each running request costs one read of the weights and of all their keys and values."""
     requests = math.ceil(needs.responses / needs.replicas)
     per_token = needs.model.kv_values_per_token * needs.weight_bytes
-    # Requests beyond what the device holds run in a second wave, and so on.
-    room = max(1, requests_held(needs, kind))
+    # Requests at their token limits beyond what the device holds run in a second wave, and so on.
+    held = 0.8 * kind.memory_gb * 1e9 * needs.replica_gpus - needs.model.params * needs.weight_bytes
+    room = max(1, int(held // (per_token * (needs.prompt_tokens + needs.response_tokens))))
     rate = kind.tb_per_s * 1e12 * kind.decode * needs.replica_gpus
 
     def wave_s(running: int) -> float:
@@ -334,18 +333,6 @@ def _decode_s(needs: JobNeeds, kind: GpuKind) -> float:
 
     waves, rest = divmod(requests, room)
     return waves * wave_s(room) + (wave_s(rest) if rest else 0.0)
-
-
-def requests_held(needs: JobNeeds, kind: GpuKind) -> int:
-    """Requests at their token limits that an engine holds at once; below 1, and the model does not fit on its GPUs."""
-    weights = needs.model.params * needs.weight_bytes
-    request = needs.model.kv_values_per_token * needs.weight_bytes * (needs.prompt_tokens + needs.response_tokens)
-    return int((0.8 * kind.memory_gb * 1e9 * needs.replica_gpus - weights) // request)
-
-
-def _prefill_s(needs: JobNeeds, kind: GpuKind) -> float:
-    gpus = needs.replicas * needs.replica_gpus
-    return _forward_flops(needs, needs.prompt_tokens) / (gpus * kind.tflops * 1e12 * kind.decode)
 
 
 def _train_s(needs: JobNeeds, kind: GpuKind) -> float:
