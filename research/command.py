@@ -6,7 +6,6 @@ import contextlib
 import json as jsonlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,7 +64,7 @@ def simulate(
     from research.simulate import Study, sweep_studies, sweep_table
     from research.simulate import simulate as run
     from research.workload.varying import Varying, parse_estimates
-    from research.workload.workload import find_shapes, parse_slo
+    from research.workload.workload import find_shapes, packaged_trace, parse_slo, read_trace
 
     study = Study(
         shapes=find_shapes(shapes),
@@ -78,7 +77,7 @@ def simulate(
         move_s=_move_s(move_cost),
         movable=movable,
         stop_early=stop_early,
-        rows=_rows(trace),
+        rows=packaged_trace() if trace is None else read_trace(trace),
         seeds=seeds,
         max_optimum_jobs=max_jobs,
     )
@@ -104,15 +103,6 @@ def _move_s(given: str) -> float | None:
     if not 0 <= seconds < 1e6:
         raise UserError(f"--move-cost is {given!r}; seconds of at least 0 are needed, or the word measured")
     return seconds
-
-
-def _rows(trace: Path | None):
-    from research.workload.workload import read_trace
-
-    if trace is not None:
-        return read_trace(trace)
-    with as_file(files("research.workload") / "data" / "philly_300.csv") as path:
-        return read_trace(path)
 
 
 def _cluster(rollout_nodes: int | None, train_nodes: int | None) -> Cluster:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import random
-from importlib.resources import as_file, files
 
 import msgspec
 
@@ -25,7 +24,7 @@ from research.paper.testbed import STARTS, WORKLOADS, make_job
 from research.policies import POLICIES, Case
 from research.simulate import Study, simulate
 from research.workload.varying import EXACT, Moments, parse_estimates
-from research.workload.workload import Arrival, TraceRow, find_shapes, read_trace
+from research.workload.workload import Arrival, find_shapes, packaged_trace
 from verl_mux.placement.model import OURS, TESTBED
 
 JOBS, MEAN_H, SPAN_H, LARGE = 200, 27.9, 370.0, 0.09
@@ -114,11 +113,6 @@ LARGEST = 500
 LATENCY_MS = {5: 5.6, 9: 6.5, 13: 7.6, 100: 41.9, 500: 198.0, 1000: 318.0, 2000: 591.0}
 
 
-def rows() -> list[TraceRow]:
-    with as_file(files("research.workload") / "data" / "philly_300.csv") as path:
-        return read_trace(path)
-
-
 @functools.cache
 def outcome(
     shapes: str,
@@ -131,7 +125,7 @@ def outcome(
     """The simulator's figures by policy."""
     rules = msgspec.structs.replace(TWO_POOLS, cap=cap)
     study = Study(
-        rows=rows(), shapes=find_shapes(shapes), slo=slo, policies=policies, cluster=TESTBED, rules=rules, seeds=SEEDS,
+        rows=packaged_trace(), shapes=find_shapes(shapes), slo=slo, policies=policies, cluster=TESTBED, rules=rules, seeds=SEEDS,
         estimates=EXACT if estimates == "exact" else parse_estimates(estimates), max_optimum_jobs=optimum,
     )  # fmt: skip
     return simulate(study)["policies"]

@@ -13,6 +13,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,6 +37,12 @@ class TraceRow(msgspec.Struct, frozen=True):
     arrival_h: float
     duration_h: float
     gpus: int | None = None
+
+
+def packaged_trace() -> list[TraceRow]:
+    """300 jobs of Philly."""
+    with as_file(files("research.workload") / "data" / "philly_300.csv") as path:
+        return read_trace(path)
 
 
 def read_trace(path: str | Path) -> list[TraceRow]:

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from research.paper import others, schedules, tails, traces
+from research.paper import others, schedules, tails
 from research.paper.__main__ import CLAIMS, find_claims
 from research.paper.figure import Figure, markdown
 from research.paper.tails import THRESHOLDS, Engines, Tail, choose_tails, plan_tails, with_tail
 from research.workload.varying import read_lengths
+from research.workload.workload import packaged_trace
 from verl_mux.errors import UserError
 from verl_mux.placement.estimator import LinkModel
 from verl_mux.placement.group_run import group_periods
@@ -148,7 +149,7 @@ def test_the_command_prints_json():
 
 
 def test_the_traces_and_lengths_that_the_simulator_carries_are_found():
-    assert len(traces.rows()) == 300 and len(read_lengths()) >= 3
+    assert len(packaged_trace()) == 300 and len(read_lengths()) >= 3
 
 
 def test_an_unknown_claim_ends_with_one_line_and_exit_code_2():

@@ -93,16 +93,16 @@ class Partitioner:
         again, and so are larger ones, which may have been left out because of them."""
         if self._lasting is self.feasibility:
             return False
-        wrong = [shared for _, shared in parts if shared is not None and not self._is_sure(shared)]
+
+        def is_sure(shared: SharedNodes) -> bool:
+            return self.feasibility.allows(shared.jobs, pairs_of_nodes(shared.rollout), pairs_of_nodes(shared.train))
+
+        wrong = [shared for _, shared in parts if shared is not None and not is_sure(shared)]
         for key in [tuple([job.name for job in shared.jobs]) for shared in wrong]:
             self._doubted.add(key)
             for larger in [other for other in self._keys[key[0]] if set(key) <= set(other)]:
                 self._shared.pop(larger, None)
         return bool(wrong)
-
-    def _is_sure(self, shared: SharedNodes) -> bool:
-        on = pairs_of_nodes(shared.rollout), pairs_of_nodes(shared.train)
-        return self.feasibility.allows(shared.jobs, *on)
 
     def shared_nodes(self, jobs: Sequence[JobSpec], below: Callable[[], float]) -> SharedNodes | None:
         """`below`: what the jobs cost in the best smaller groups; a group that is not cheaper is of no use. Jobs come
