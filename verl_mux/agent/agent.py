@@ -311,9 +311,9 @@ class Agent:
 def agent(
     coordinator: Address = DEFAULT_ADDRESS,
     keys: Keys = None,
-    log_dir: Annotated[Path | None, typer.Option(help="Folder for its log: who held which memory here, and when.")] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Folder for its log: which process held which memory here, and when.")] = None,
     devices: Annotated[
-        str, typer.Option(help="Who says what device memory processes hold: auto, nvml, ledger (no device) or none.")
+        str, typer.Option(help="Source of the device memory that processes hold: auto, nvml, ledger (no device) or none.")
     ] = "auto",
 ) -> None:
     """Look at this host for a coordinator, and end what outlives its job, until interrupted."""

@@ -58,10 +58,8 @@ class Clock(msgspec.Struct, frozen=True):
         return time.time() - (self.now() - then)
 
     def going_on(self, last: float) -> Clock:
-        """For a coordinator that starts now, where one of this clock came as far as `last`.
-
-        After a reboot it goes on from there: how long the machine was off, only the wall clock could say.
-        """
+        """For a coordinator that starts now, where one of this clock came as far as `last`. After a reboot it goes on from there:
+        how long the machine was off, only the wall clock could say."""
         same_boot = self.boot == boot_id() and self.now() >= last
         return self if same_boot else Clock(boot_id(), last - seconds_since_boot())
 
@@ -92,16 +90,13 @@ class _Found(NamedTuple):
 
 
 class Journal:
-    """made (locked) -> `restore` -> (`append`..., `commit`)... -> `close`. path None keeps nothing.
-
-    `lost`: what the predecessor's memory may lack, in words, or None. `blocked`: why nothing can be written now, or None.
-    """
+    """made (locked) -> `restore` -> (`append`..., `commit`)... -> `close`. path None keeps nothing."""
 
     def __init__(self, path: str | Path | None):
         self.path = Path(path) if path is not None else None
         self.clock = Clock(boot_id())
-        self.lost: str | None = None
-        self.blocked: str | None = None
+        self.lost: str | None = None  # what the predecessor's memory may lack, in words
+        self.blocked: str | None = None  # why nothing can be written now
         self._lock: Lock | None = None
         self._file: FrameFile | None = None
         self._epoch = Epoch("", 0)
@@ -146,8 +141,10 @@ class Journal:
             return False
         try:
             self._write(self._file, machine)
-        except OSError as error:
-            self._block(error)
+        except OSError as error:  # what could not be written is in the state, so a snapshot will make up for it
+            if self.blocked is None:
+                log.error("journal %s cannot be written (%s): nothing is granted until it can", self.path, error.strerror)
+            self.blocked, self._pending, self._retry_at = str(error.strerror), [], time.monotonic() + _RETRY_S
             return False
         if self.blocked is not None:
             log.warning("journal %s can be written again; grants go on", self.path)
@@ -180,12 +177,6 @@ class Journal:
             file.append(_encode(self._pending))
             self._count += len(self._pending)
         self._pending = []
-
-    def _block(self, error: OSError) -> None:
-        """What could not be written is in the state, so a snapshot will make up for it."""
-        if self.blocked is None:
-            log.error("journal %s cannot be written (%s): nothing is granted until it can", self.path, error.strerror)
-        self.blocked, self._pending, self._retry_at = str(error.strerror), [], time.monotonic() + _RETRY_S
 
     def _compact(self, machine: Machine) -> None:
         assert self.path is not None

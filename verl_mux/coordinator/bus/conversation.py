@@ -49,10 +49,8 @@ class _Question(msgspec.Struct):
 
 
 class Conversation:
-    """`ask` and `send` -> `outgoing` -> `receive`... -> `take_answer`. `tick` often: it beats when a beat is due.
-
-    Every call may leave messages in `outgoing`. Times are the caller's, in seconds, of a clock that only goes forward.
-    """
+    """`ask` and `send` -> `outgoing` -> `receive`... -> `take_answer`. `tick` often: it beats when a beat is due. Every call may
+    leave messages in `outgoing`. Times are the caller's, in seconds, of a clock that only goes forward."""
 
     def __init__(self, sender: Sender, registration: dict[str, Any]):
         """`registration`: the fields of Register that stay as they are."""

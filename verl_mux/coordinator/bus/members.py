@@ -42,7 +42,7 @@ def pid_space() -> str:
 
 
 def seconds_since_boot() -> float:
-    """Goes on while the machine sleeps, is the same in all processes of one boot, and does not change with the wall clock."""
+    """Goes on while the machine sleeps, is the same in all processes, and does not change with the wall clock."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
