@@ -311,9 +311,7 @@ class Agent:
 def agent(
     coordinator: Address = DEFAULT_ADDRESS,
     keys: Keys = None,
-    log_dir: Annotated[
-        Path | None, typer.Option(help="Folder for its log: which process held which memory when.")
-    ] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Folder for its log: which process held which memory when.")] = None,
     devices: Annotated[
         str, typer.Option(help="Source of the device memory that processes hold: auto, nvml, ledger (no device) or none.")
     ] = "auto",
