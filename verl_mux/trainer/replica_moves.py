@@ -28,7 +28,6 @@ from verl_mux.coordinator.bus.client import Lease, LeaseLost, LocalMux
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.control.replica_plan import (
-    GROWTH_MIN_GAIN_S,
     Migration,
     MigrationPolicy,
     Move,
@@ -38,7 +37,6 @@ from verl_mux.rollout.control.replica_plan import (
     estimated_speed,
     plan,
     pull,
-    seconds_won,
 )
 from verl_mux.rollout.instructions import RunningSample
 from verl_mux.trainer.rollout_engines import RolloutEngines
@@ -266,9 +264,7 @@ class Growth(ReplicaMoves):
         (joining,) = self._room.replicas([unit], (), token_s)
         speed = estimated_speed(token_s, replicas)
         moves = pull(replicas, joining, speed)
-        if not moves or seconds_won(replicas, joining, moves, speed) < GROWTH_MIN_GAIN_S:
-            return None
-        return targets(moves, samples, [unit], self._engines)
+        return targets(moves, samples, [unit], self._engines) if moves else None
 
     # ---------------------------------------------------------------- by the thread that holds the devices
 

@@ -285,41 +285,24 @@ class _Load:
 
 
 def pull(replicas: Sequence[Replica], joining: Replica, speed: EngineSpeed) -> tuple[Move, ...]:
-    """Moves to `joining`, which has no requests yet: the longest of the replica that would end last, while the rollout then ends
-    sooner than without."""
+    """Moves to `joining`, which has no requests yet: the longest of the replica that would end last, as long as the rollout then
+    ends sooner than without. None where all of them win less than GROWTH_MIN_GAIN_S."""
     load = {replica.id: list(replica.requests) for replica in replicas}
+    ends = {name: seconds_until_idle(requests, speed) for name, requests in load.items()}
+    before, joined, stall = max(ends.values()), 0.0, 0.0
     taken: list[Request] = []
-    stall = 0.0
     moves: list[Move] = []
     while len(taken) < joining.max_requests:
-        source, ends = _last(load, speed)
+        source = max(ends, key=lambda name: ends[name])
         if not load[source]:
             break
-        it = max(load[source], key=lambda request: request.remaining)
-        cost = it.context / speed.prefill
-        left = [other for other in load[source] if other is not it]
-        after = max(seconds_until_idle(left, speed), stall + cost + seconds_until_idle([*taken, it], speed))
-        if after >= ends:
+        longest = max(load[source], key=lambda request: request.remaining)
+        left = [other for other in load[source] if other is not longest]
+        stall += longest.context / speed.prefill  # it is read again
+        then, there = seconds_until_idle(left, speed), stall + seconds_until_idle([*taken, longest], speed)
+        if max(then, there) >= ends[source]:
             break
-        load[source], stall = left, stall + cost
-        taken.append(it)
-        moves.append(Move(it.id, source, joining.id))
-    return tuple(moves)
-
-
-def seconds_won(replicas: Sequence[Replica], joining: Replica, moves: Sequence[Move], speed: EngineSpeed) -> float:
-    """How much sooner the rollout ends with these moves, all of them read again."""
-    moved = {move.request for move in moves}
-    taken = [it for replica in replicas for it in replica.requests if it.id in moved]
-    left = [[it for it in replica.requests if it.id not in moved] for replica in replicas]
-    stall = sum(it.context for it in taken) / speed.prefill
-    joined = stall + seconds_until_idle([*joining.requests, *taken], speed)
-    after = max([joined, *(seconds_until_idle(requests, speed) for requests in left)])
-    return max(seconds_until_idle(replica.requests, speed) for replica in replicas) - after
-
-
-def _last(load: dict[str, list[Request]], speed: EngineSpeed) -> tuple[str, float]:
-    """The replica that ends last, and when."""
-    ends = {name: seconds_until_idle(requests, speed) for name, requests in load.items()}
-    name = max(ends, key=lambda at: ends[at])
-    return name, ends[name]
+        load[source], ends[source], joined = left, then, there
+        taken.append(longest)
+        moves.append(Move(longest.id, source, joining.id))
+    return tuple(moves) if before - max(joined, *ends.values()) >= GROWTH_MIN_GAIN_S else ()

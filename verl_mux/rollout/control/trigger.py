@@ -82,11 +82,11 @@ class TrainingTrigger:
         self.waits(now)
         assert self._since is not None
         deadline = self._since + self.t_max_s
-        if self._ready >= self.n_min:
-            return self._train("enough")
-        if self._ready and now >= deadline:
-            return self._train("waited")
-        return Wait(deadline if self._ready else None)
+        enough = self._ready >= self.n_min
+        if not enough and not (self._ready and now >= deadline):
+            return Wait(deadline if self._ready else None)
+        groups, self._ready, self._since = self._ready, 0, None
+        return Train(groups, "enough" if enough else "waited")
 
     @property
     def n_min(self) -> int:
@@ -97,10 +97,6 @@ class TrainingTrigger:
     def t_max_s(self) -> float:
         """Longest wait in seconds, in the present mood."""
         return self._longest_s * self.mood.value
-
-    def _train(self, reason: str) -> Train:
-        groups, self._ready, self._since = self._ready, 0, None
-        return Train(groups, reason)
 
 
 def _mood(mood: Mood, entropy: float, low: float, high: float) -> Mood:

@@ -1,4 +1,4 @@
-"""SGLang, as verl 0.9 serves it."""
+"""SGLang, as verl 0.9 serves it: its record. Read in every process, so it imports no SGLang; pure."""
 
 from __future__ import annotations
 
