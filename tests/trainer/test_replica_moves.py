@@ -112,7 +112,7 @@ def owner(pool):
 def growth(pool, engines, monkeypatch):
     borrower = connect(pool.address, "grower", {"rollout": ["r1"]}, uid="grower:1", filler=True)
     it = Growth([OWN], [OTHER], [borrower], engines, [engines.worker], Room(100, 64, 10**6))
-    monkeypatch.setattr(module, "GROWTH_MIN_GAIN_S", 0.01)
+    monkeypatch.setattr("verl_mux.rollout.control.replica_plan.GROWTH_MIN_GAIN_S", 0.01)
     yield it
     it.end(None)
 
