@@ -12,9 +12,11 @@ job need not wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
+
+import msgspec
 
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.messages import HostName, Member, NodeHere
@@ -27,7 +29,6 @@ from verl_mux.coordinator.core.records import (
     HostSeen,
     Job,
     JobState,
-    Lease,
     OwedPaid,
     State,
     What,
@@ -39,29 +40,24 @@ CALM_S, DYING_S = 0.5, 0.1
 
 
 class Sight(NamedTuple):
-    """What one looker (the coordinator or an agent) saw of a host that is called by any of `names`. `key`: of its record; empty:
-    the coordinator itself. `looks`: by the uid of a job, its living processes there; a job that is not in it was not looked for.
-    `gone`: nothing looks there now."""
+    """What one looker (the coordinator or an agent) saw of a host."""
 
-    key: str
-    names: Sequence[str]
+    key: str  # of the host's record; empty: the coordinator itself looks
+    names: Sequence[str]  # by any of which the host is called
     space: str
-    looks: Mapping[str, list[Member]]
-    gone: bool = False
+    looks: Mapping[str, list[Member]]  # by the uid of a job, its living processes there; an absent job was not looked for
+    gone: bool = False  # nothing looks there now
 
     def covers(self, member: Member) -> bool:
         return member.host in self.names and (not member.space or not self.space or member.space == self.space)
 
 
 class Verdict(NamedTuple):
-    """`gone`: nothing of a dying job is left where something looks. `waits_for`: in words. `end`: its processes may be ended.
-    `free`: nodes on which nothing of it is left. `owed`: by host, nodes where nothing looks, perhaps none."""
-
-    gone: bool
-    waits_for: list[str]
-    end: bool = False
-    free: list[str] = []
-    owed: dict[str, list[str]] = {}
+    gone: bool  # nothing of a dying job is left where something looks
+    waits_for: list[str]  # in words
+    end: bool = False  # its processes may be ended
+    free: list[str] = []  # nodes on which nothing of it is left
+    owed: dict[str, list[str]] = {}  # by host, nodes where nothing looks, perhaps none
 
 
 class _Fate(Enum):
@@ -84,35 +80,34 @@ class _Case:
 
     def __init__(self, job: Job, sights: Sequence[Sight], state: State, config: Config, since: float) -> None:
         self._job, self._sights, self._config, self._since = job, sights, config, since
-        self._own, self._looking = sights[0], [sight for sight in sights if not sight.gone]
+        self._known = list(dict.fromkeys([job.driver, *job.members]))
         self._held = list(dict.fromkeys(node for lease in state.leases_of(job.name) for node in lease.nodes))
-        self._owing = [host for host in state.hosts.values() if any(owed.uid == job.uid for owed in host.owed)]
+        self._owing = {name for host in state.hosts.values() if any(o.uid == job.uid for o in host.owed) for name in host.names}
         self._forgiven = config.remote_grace is not None and since > config.remote_grace
 
     def verdict(self) -> Verdict:
-        free: list[str] = []
-        owed: dict[str, list[str]] = {}
-        for node in self._held if not self._driver_is_in_the_way() else []:
-            self._sort(node, free, owed)
+        job, free, owed = self._job, list[str](), dict[str, list[str]]()
+        driver = self._fate(job.driver)
+        # A driver may start others, as long as it lives and its lease may be good.
+        may_start = driver in (_Fate.UNSEEN, _Fate.CUT_OFF) and self._since < self._config.lease_timeout
+        if driver not in (_Fate.ALIVE, _Fate.UNKNOWN) and not may_start:
+            for node in self._held:
+                self._sort(node, free, owed)
         for sight in self._sights:
-            if sight.gone and any(sight.covers(member) for member in self._known()) and not self._is_owing(sight.names):
+            if sight.gone and any(sight.covers(member) for member in self._known) and self._owing.isdisjoint(sight.names):
                 owed.setdefault(sight.key, [])
         settled = {*free, *(node for nodes in owed.values() for node in nodes)}
         left = [node for node in self._held if node not in settled and self._place(node)]
-        away = [member for member in self._known() if self._fate(member) is _Fate.UNSEEN]
-        empty = all(sight.looks.get(self._job.uid) == [] for sight in self._looking)
-        over = self._job.has_exited or bool(self._job.condemned) or self._fate(self._job.driver) is not _Fate.ALIVE
+        away = [member for member in self._known if self._fate(member) is _Fate.UNSEEN]
+        empty = all(sight.looks.get(job.uid) == [] for sight in self._sights if not sight.gone)
+        over = job.has_exited or bool(job.condemned) or driver is not _Fate.ALIVE
         # A filler was asked to leave before, or its driver is dead; a job may wait for its nodes.
-        grace = 0.0 if self._job.filler else self._config.kill_grace
-        end = self._config.kill and over and self._since > grace
-        return Verdict(empty and not away and not left, _words(self._job, self._sights, away, self._own), end, free, owed)
-
-    def _known(self) -> list[Member]:
-        return list(dict.fromkeys([self._job.driver, *self._job.members]))
+        end = self._config.kill and over and self._since > (0.0 if job.filler else self._config.kill_grace)
+        return Verdict(empty and not away and not left, _words(job, self._sights, away, self._sights[0]), end, free, owed)
 
     def _place(self, node: str) -> str | None:
-        found = self._config.node(node)
-        return found.host if found else None
+        known = self._config.node(node)
+        return known.host if known else None
 
     def _sort(self, node: str, free: list[str], owed: dict[str, list[str]]) -> None:
         place = self._place(node)
@@ -130,47 +125,32 @@ class _Case:
     def _hidden(self, place: str, looking: Sequence[Sight]) -> bool:
         """Whether a process is known there that has process ids of another namespace than those that look."""
         names = {place, *(name for sight in looking for name in sight.names)}
-        return any(member.host in names and self._fate(member) is _Fate.UNSEEN for member in self._known())
-
-    def _driver_is_in_the_way(self) -> bool:
-        """It may start others, as long as it lives and its lease may be good."""
-        fate = self._fate(self._job.driver)
-        if fate in (_Fate.ALIVE, _Fate.UNKNOWN):
-            return True
-        return fate in (_Fate.UNSEEN, _Fate.CUT_OFF) and self._since < self._config.lease_timeout
+        return any(member.host in names and self._fate(member) is _Fate.UNSEEN for member in self._known)
 
     def _fate(self, member: Member) -> _Fate:
-        if member == self._job.driver and self._job.has_exited and not self._is_seen(member):
+        if any(member in sight.looks.get(self._job.uid, ()) for sight in self._sights if not sight.gone):
+            return _Fate.ALIVE
+        if member == self._job.driver and self._job.has_exited:
             return _Fate.GONE
         covering = [sight for sight in self._sights if sight.covers(member)]
-        if self._is_seen(member):
-            return _Fate.ALIVE
-        if any(sight.gone for sight in covering) or self._is_owing([member.host]):
+        if any(sight.gone for sight in covering) or member.host in self._owing:
             return _Fate.CUT_OFF
         if not covering:
             return _Fate.GONE if self._forgiven else _Fate.UNSEEN
         return _Fate.GONE if all(self._job.uid in sight.looks for sight in covering) else _Fate.UNKNOWN
 
-    def _is_seen(self, member: Member) -> bool:
-        return any(member in sight.looks.get(self._job.uid, ()) for sight in self._looking)
-
-    def _is_owing(self, names: Iterable[str]) -> bool:
-        return any(not set(host.names).isdisjoint(names) for host in self._owing)
-
 
 def _words(job: Job, sights: Sequence[Sight], away: Sequence[Member], own: Sight) -> list[str]:
-    words = [_seen(member, sight, own) for sight in sights for member in sight.looks.get(job.uid, ())]
+    words = []
+    for sight in sights:
+        where = "" if sight is own else f" on {sight.names[0]}"
+        words += [f"pid {member.pid}{where}" for member in sight.looks.get(job.uid, ())]
     if job.state is JobState.DYING:
-        words += [
-            f"host {sight.names[0]} (not looked at yet)" for sight in sights if not sight.gone and job.uid not in sight.looks
-        ]
+        unlooked = [sight for sight in sights if not sight.gone and job.uid not in sight.looks]
+        words += [f"host {sight.names[0]} (not looked at yet)" for sight in unlooked]
     else:
         away = [member for member in dict.fromkeys([job.driver, *away]) if not own.covers(member)]
     return words + [f"pid {member.pid} on {member.host} (not visible from {own.names[0]})" for member in away]
-
-
-def _seen(member: Member, sight: Sight, own: Sight) -> str:
-    return f"pid {member.pid}" if sight is own else f"pid {member.pid} on {sight.names[0]}"
 
 
 class _Report(NamedTuple):
@@ -288,11 +268,8 @@ class Sights:
 
 
 def _nodes_of(name: HostName, state: State, config: Config) -> dict[str, NodeHere]:
-    here = {node.name: node for node in config.nodes.values() if node.host in name.names}
-    leases: Mapping[str, Lease] = {node: lease for lease in state.leases.values() for node in lease.nodes if node in here}
-    free = Lease(token=0, key="", job="", client="", phase="", step=0, nodes=[], granted_at=0.0)
-    found = {}
-    for node in here.values():
-        lease = leases.get(node.name, free)
-        found[node.name] = NodeHere(gpu_ids=node.gpu_ids, job=lease.job, phase=lease.phase, token=lease.token)
-    return found
+    here = {node.name: NodeHere(gpu_ids=node.gpu_ids) for node in config.nodes.values() if node.host in name.names}
+    for lease in state.leases.values():
+        held = {"job": lease.job, "phase": lease.phase, "token": lease.token}
+        here.update({node: msgspec.structs.replace(here[node], **held) for node in lease.nodes if node in here})
+    return here
