@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -54,14 +55,16 @@ class RayJob:
             time.sleep(0.2)
         return json.loads(self.out.read_text())
 
-    def carriers(self) -> list[psutil.Process]:
-        """All processes of the job on all hosts, which this machine sees too: the marked ones, and its clusters' own."""
+    def carriers(self, here: bool = False) -> list[psutil.Process]:
+        """The job's processes on its hosts, which this machine sees too, or those of this machine (`here`): the marked ones, and
+        its clusters' own."""
         uid, token = json.loads(self.out.read_text())["uid"], str(self.out.parent / "ray_token")
         found = []
         for process in psutil.process_iter():
             try:
                 environment = process.environ()
-                if environment.get(UID_VARIABLE) == uid or environment.get("RAY_AUTH_TOKEN_PATH") == token:
+                ours = environment.get(UID_VARIABLE) == uid or environment.get("RAY_AUTH_TOKEN_PATH") == token
+                if ours and here == (os.readlink(f"/proc/{process.pid}/ns/net") == os.readlink("/proc/self/ns/net")):
                     found.append(process)
             except (psutil.Error, OSError):
                 continue
@@ -80,8 +83,10 @@ def start(file: str, out: str, *driver: str) -> int:
     job = JobProcess("job", run.jobs["job"], run, run.bind)
     job._command = [sys.executable, "-m", "tests.hosts.ray_driver", out, *driver, run.jobs["job"].ray]
     job.start()
-    code = job._process.wait()
-    job.sweep()
+    try:
+        code = job._process.wait()
+    finally:
+        job.sweep()
     print((Path(file).parent / "job" / "job.log").read_text())
     return code
 

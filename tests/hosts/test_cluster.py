@@ -36,6 +36,7 @@ def test_the_driver_runs_on_the_machine_of_the_launcher(job):
 
 def test_nothing_is_left_of_a_job_that_ended(job, bed):
     job.wait_until_gone()
+    assert job.carriers(here=True) == []
     for host in HOSTS:
         left = subprocess.run([*bed.enter(host), "ls", "/dev/shm"], capture_output=True, text=True, check=True).stdout
         assert left == ""
@@ -50,6 +51,8 @@ def test_a_job_whose_clusters_lose_their_starter_leaves_nothing_on_its_hosts(bed
     finally:
         job.process.send_signal(number)
     job.wait_until_gone()
+    for process in job.carriers(here=True):  # the driver, which SIGKILL of its starter leaves waiting here
+        process.kill()
 
 
 @pytest.mark.hosts  # forty seconds; in `make test-hosts`
