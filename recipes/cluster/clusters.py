@@ -161,7 +161,8 @@ def main() -> int:
         running = subprocess.Popen(command, env=environment, start_new_session=True)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: running.send_signal(number))
-        return running.wait()
+        code = running.wait()
+        return code if code >= 0 else 128 - code
     finally:
         for process in kept:
             process.stdin.close()
