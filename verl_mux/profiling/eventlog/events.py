@@ -314,7 +314,7 @@ REQUEST_PARTS = {
     FINALIZATION: "finalize",
 }
 
-# What reaches back over time in which its request could not run, in logs that tell stays.
+# Events that reach back over time in which their request could not run, in logs that have stays.
 REACHING_BACK = (REQUEST_START, REQUEST_COMPLETE, REQUEST_ABORTED, REQUEST_PARKED)
 
 # Which pool a phase's lease is paid for; `init` is no work.

@@ -1,5 +1,5 @@
-"""All kinds of findings and their order. A new kind is one function beside its siblings and one line in DETECTORS. Called by
-output/summary.py; pure.
+"""All kinds of findings and their order. A new kind is one function beside its siblings and one line in DETECTORS. Runs in
+the report; called by output/summary.py; pure.
 """
 
 from __future__ import annotations

@@ -154,11 +154,11 @@ class _Judged(NamedTuple):
 
 
 def _slow(judged: list[_Judged]) -> list[Finding]:
-    """Its findings: of steps that tell by themselves, or of all where the steps together do."""
+    """A replica's findings: of the steps that are evidence by themselves, or of all where the steps together are."""
     stays = sum(it.stays for it in judged)
     mean = sum(it.log * it.stays for it in judged) / stays
-    all_tell = mean >= np.log(SLOWER) and mean >= DEVIATIONS * max(FEW_SPREAD / np.sqrt(stays), MIN_SPREAD)
-    return [it.finding for it in judged if it.finding is not None and (all_tell or it.log >= DEVIATIONS * it.unsure)]
+    together = mean >= np.log(SLOWER) and mean >= DEVIATIONS * max(FEW_SPREAD / np.sqrt(stays), MIN_SPREAD)
+    return [it.finding for it in judged if it.finding is not None and (together or it.log >= DEVIATIONS * it.unsure)]
 
 
 def _beside_others(rows: list[dict[str, Any]], engines: Engines) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:

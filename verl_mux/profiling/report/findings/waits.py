@@ -281,7 +281,7 @@ def starved_places(analysis: Analysis) -> dict[tuple[str, int | None, int], dict
     for more in (held, stays, queueing):
         rows = rows.join(more, on=place, how="left")
     rows = rows.with_columns(pl.col("queues").fill_null(False), pl.exclude(*place, "queues").fill_null(0))
-    # Counters tell of requests that wait for nothing but KV cache; only where stays queued is it believed.
+    # Counters show requests that wait for nothing but KV cache; they count only where stays queued too.
     by_forecast = pl.col("queues") & (pl.col("reports") > 0) & (pl.col("held") > pl.col("starved"))
     rows = rows.with_columns(
         starved=pl.when(by_forecast).then("held").otherwise("starved"),

@@ -1,5 +1,5 @@
-"""What was measured of a run, computed once from its tables: completion, shares, leases, engines. Called by findings/, output/
-and what_if/; pure.
+"""What was measured of a run, computed once from its tables: completion, shares, leases, engines. Runs in the report;
+called by findings/, output/ and what_if/; pure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Which job held which node when, which waited, and how fast jobs stepped: from intervals, never from counters.
 
 A node's pool is the one its leases name; where they name none, nodes used only by rollouts form the pool "rollout", those used
-only by training "train", those used by both "shared". Called by analysis.py and findings/; pure.
+only by training "train", those used by both "shared". Runs in the report; called by analysis.py and
+findings/; pure.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Replicas and nodes: what their requests got, and what their schedulers counted. Called by analysis.py, findings/ and what_if/;
-pure."""
+"""Replicas and nodes: what their requests got, and what their schedulers counted. Runs in the report;
+called by analysis.py, findings/ and what_if/; pure."""
 
 from __future__ import annotations
 
