@@ -151,15 +151,12 @@ class Simulated:
     """Steps of a job with these keys of `mux.rollout`, over simulated workers."""
 
     def __init__(self, length, log=NULL_LOG, on_progress=lambda done, total: None, saved=None, lag=9, **keys) -> None:
-        self.done: list[tuple[str, int]] = []
         self.manager, self.drawn, self.cleared, self.step_number = Manager(length), 0, set(), 0
         trainer = SimpleNamespace(
             config=config("nowhere", lag + 1), agent_loop_manager=self.manager, global_steps=1,
             replay_buffer=SimpleNamespace(clear_groups=self.cleared.update, waiting_groups=list),
         )  # fmt: skip
-        prompts = SimpleNamespace(
-            next_batch=self._draw, forget=lambda uids: None, ended=lambda uid, tokens: self.done.append((uid, tokens))
-        )
+        prompts = SimpleNamespace(next_batch=self._draw, forget=lambda uids: None)
         phases = SimpleNamespace(log=log, mux=SimpleNamespace(progress=on_progress))
         watch = SimpleNamespace(check=lambda: None)
         self.rollout = StepRollout(trainer, RolloutConfig(**keys), prompts, phases, watch, ReplicaMoves(), saved)
@@ -223,12 +220,6 @@ def test_the_steps_log_line_counts_samples_in_all_its_numbers_and_one_that_faile
     job.step(4)
     assert lines == [{"total_requests": 8, "target_completion": 8, "completed_count": 8}]
     assert {total for _, total in progress} == {8} and progress[-1] == (8, 8)
-
-
-def test_lengths_are_learnt_while_the_step_runs():
-    job = Simulated(length, **over())
-    job.step(4)
-    assert sorted(job.done) == sorted((group, 8) for group in ("g1", "g2", "g3", "g5") for _ in range(SAMPLES))
 
 
 def test_segments_go_on_in_later_steps():
