@@ -28,7 +28,7 @@ _STEP = "global_steps"  # verl's note of the step for which a batch was drawn
 
 
 class Prompts:
-    """next_batch -> ended* -> trained, every step. Reads verl's counters and data loader, which exist by then."""
+    """next_batch -> trained, every step. Reads verl's counters and data loader, which exist by then."""
 
     def __init__(self, trainer: PPOTrainer, keys: RolloutConfig) -> None:
         self._trainer = trainer
