@@ -15,10 +15,14 @@ import typer
 from bench.chaos.judge import Verdict, judge
 from bench.chaos.kills import deaths, reached, run_kills
 from bench.chaos.schedule import run_schedule
-from bench.chaos.simulated import simulate
 from bench.measuring import AsJson, quantile, show
-from bench.protocol_model.schedules import PLANTED
+from bench.protocol_model.schedules import PLANTED, POINTS, TYPES, cut_off, explore, kill_at_each
 from verl_mux.errors import UserError
+
+# Of --simulated.
+KILL_SEEDS = 20
+PARTITIONS = 1_000
+PLANTED_SCHEDULES = 200
 
 
 def bench_chaos(
@@ -55,6 +59,40 @@ def bench_chaos(
         else:
             result = figures(_run_all(folder, range(seed, seed + schedules), seconds, plant, at_once))
     show(result, json, _in_words)
+
+
+def simulate(schedules: int, seed: int, plant: str = "") -> dict[str, Any]:
+    """`violations`: of everything but the planted faults, which are counted by themselves: a measure that finds none of one of
+    them measures nothing. With `plant`, that fault is everywhere."""
+    found = explore(schedules, seed, plant)
+    kills = kill_at_each(range(1, KILL_SEEDS + 1), plant)
+    partitions = cut_off(PARTITIONS, 1, plant)
+    counts = found.violations + kills.violations + partitions.violations
+    return {
+        "schedules": schedules,
+        "violations": counts.total(),
+        "by_violation": dict(counts),
+        "seeds": f"{seed} to {seed + schedules - 1}",
+        "violating_seeds": found.again[:10],
+        "kill_points": {
+            "schedules": kills.schedules,
+            "types": len(TYPES),
+            "points": list(POINTS),
+            "seeds": f"1 to {KILL_SEEDS}",
+            "kills": kills.faults["coordinator killed"],
+            "violations": kills.violations.total(),
+            "violating": kills.again[:10],
+        },
+        "partitions": {
+            "partitions": partitions.faults["network cut"],
+            "calls_after_expiry": partitions.faults["stale calls"],
+            "accepted_after_expiry": partitions.violations["mapped after expiry"],
+            "violations": partitions.violations.total(),
+            "violating_seeds": partitions.again[:10],
+        },
+        "planted": {} if plant else {it: explore(PLANTED_SCHEDULES, 1, it).violations.total() for it in PLANTED},
+        "by_fault": {kind: {"injected": count} for kind, count in sorted(found.faults.items())},
+    }
 
 
 def _run_all(folder: Path, seeds: range, seconds: float, planted: str, at_once: int) -> list[Verdict]:

@@ -2,10 +2,19 @@
 
 import pytest
 
-from bench.sync.beside import beside_verl, compared, in_words
 from bench.sync.links import can_shape
 from bench.sync.participant import digest_of, entries_of
-from bench.sync.sync_bench import CASES, Case, bench_sync, limit_seconds, over_links, together
+from bench.sync.sync_bench import (
+    CASES,
+    Case,
+    bench_sync,
+    beside_in_words,
+    beside_verl,
+    compared,
+    limit_seconds,
+    over_links,
+    together,
+)
 from verl_mux.errors import UserError
 
 
@@ -81,13 +90,13 @@ def test_medians_are_compared_with_the_ratio_of_ours_to_theirs():
 def test_an_engine_that_does_not_run_here_is_named_with_the_reason(tmp_path, monkeypatch):
     (tmp_path / "rounds.py").write_text(ROUNDS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr("bench.sync.beside.SYNC_ROUNDS", "rounds")
+    monkeypatch.setattr("bench.sync.sync_bench.SYNC_ROUNDS", "rounds")
     found = beside_verl(1024, 3)
     assert found["ranks"] == 3
     assert found["beside"]["nccl"] == {"why_not": "No module named 'cupy'"}
     assert found["beside"]["nixl"] == {"why_not": "RuntimeError: no device"}
     assert found["beside"]["naive"]["ratio"] == 0.5
-    assert in_words(found).splitlines()[1:] == [
+    assert beside_in_words(found).splitlines()[1:] == [
         "naive by an engine: 8.000 s, ours 4.000 s, 0.50 of it",
         "nccl: does not run here: No module named 'cupy'",
         "nixl: does not run here: RuntimeError: no device",

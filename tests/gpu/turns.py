@@ -1,27 +1,19 @@
-"""Engines at the limit: real ones on the CPU take turns on a device that has room for one awake beside the others asleep.
-
-`python -m tests.gpu.turns [ENGINES [TURNS]]` (three and twenty; some minutes): on as many bytes as the certificate says, then on
-a tenth less; JSON on stdout.
-"""
+"""Engines at the limit: real ones on the CPU take turns on a device that has room for one awake beside the others asleep."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import shutil
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from bench.memory_cycles import make_model
-from tests.gpu.engine_process import CPU_CHARGES, CPU_PREFILL, CPU_TOKENS, PARAMETERS, REQUESTS
+from tests.gpu.engine_process import CPU_CHARGES, CPU_PREFILL, CPU_TOKENS, REQUESTS
 from tests.gpu.engines import Bed, Engine, EngineEnded, opened
 from tests.memory.certificate.models import verl
-from verl_mux.memory.certificate.certify import Capacity, Certificate, certify
+from verl_mux.memory.certificate.certify import Capacity, certify
 from verl_mux.memory.certificate.job import Job, read_job
 from verl_mux.memory.tags import KV_CACHE, WEIGHTS
 
@@ -47,13 +39,6 @@ class Outcome(msgspec.Struct):
     tags: dict[str, int] = msgspec.field(default_factory=dict)
 
 
-def certificate(model: Path, names: Sequence[str], budget: int) -> Certificate:
-    """Of jobs with such engines and this model, which share r0; their trainers have room."""
-    config = json.loads((model / "config.json").read_text())
-    capacities = {("r0", "rollout"): Capacity(gpu=budget), ("t0", "train"): Capacity(gpu=PLENTY)}
-    return certify([_job(name, config) for name in names], capacities)
-
-
 def _job(name: str, model: dict[str, Any]) -> Job:
     sglang = {"max_total_tokens": CPU_TOKENS, "chunked_prefill_size": CPU_PREFILL}
     rollout = {
@@ -67,7 +52,10 @@ def _job(name: str, model: dict[str, Any]) -> Job:
 
 
 def limits(model: Path, names: Sequence[str]) -> Limits:
-    found = certificate(model, names, PLENTY).gpus["r0"].phases["rollout"]
+    """Of jobs with such engines and this model, which share r0."""
+    config = json.loads((model / "config.json").read_text())
+    capacities = {("r0", "rollout"): Capacity(gpu=PLENTY), ("t0", "train"): Capacity(gpu=PLENTY)}
+    found = certify([_job(name, config) for name in names], capacities).gpus["r0"].phases["rollout"]
     return Limits(found.total, {tag: found.bytes[tag] for tag in (WEIGHTS, KV_CACHE)}, found.bytes["activations"])
 
 
@@ -123,27 +111,3 @@ class Turns:
 def turns_on(folder: Path, names: Sequence[str], budget: int) -> Iterator[Turns]:
     for bed in opened("cpu", folder, budget):
         yield Turns(bed, names)
-
-
-def main() -> None:
-    engines, turns = (int(sys.argv[at]) if len(sys.argv) > at else default for at, default in ((1, 3), (2, 20)))
-    names = [f"engine{at}" for at in range(engines)]
-    folder = Path(tempfile.mkdtemp(prefix="verl_mux_turns_", dir="/dev/shm"))
-    try:
-        told = {}
-        make_model(folder / "model", PARAMETERS)
-        certified = limits(folder / "model", names)
-        for at, budget in {"certificate": certified.total, "a tenth less": int(0.9 * certified.total)}.items():
-            home = folder / at.replace(" ", "_")
-            shutil.copytree(folder / "model", home / "model")
-            with turns_on(home, names, budget) as run:
-                run.take(turns)
-            found = certificate(home / "model", names, budget)
-            told[at] = {"budget": budget, "fits": found.fits, "why_not": found.why_not, **msgspec.to_builtins(run.told)}
-        print(json.dumps({"certified": msgspec.to_builtins(certified), **told}))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    main()

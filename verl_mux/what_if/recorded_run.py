@@ -335,7 +335,7 @@ class Foresight:
 
 def in_order(recording: Recording, seed: int) -> Iterator[Group]:
     """As recorded, and when these are used up, drawn by chance."""
-    return itertools.chain(_recorded_groups(recording), resampled(recording, seed))
+    return itertools.chain(recording.groups, resampled(recording, seed))
 
 
 def resampled(recording: Recording, seed: int) -> Iterator[Group]:
@@ -344,11 +344,7 @@ def resampled(recording: Recording, seed: int) -> Iterator[Group]:
     chance = random.Random(seed)
     draw = _epochs if recording.recurs else _in_steps
     while True:
-        yield from draw(_recorded_groups(recording), chance)
-
-
-def _recorded_groups(recording: Recording) -> list[Group]:
-    return [group for group in recording.groups if group.samples]
+        yield from draw(recording.groups, chance)
 
 
 def _in_steps(groups: Sequence[Group], chance: random.Random) -> list[Group]:

@@ -38,6 +38,14 @@ class Speed:
     batch: float
     prefill: float
 
+    def times(self, factor: float) -> Speed:
+        """All of it `factor` times as long."""
+        return Speed(self.base * factor, self.each * factor, self.batch * factor, self.prefill * factor)
+
+    def token_s(self, running: float) -> float:
+        """Seconds of a token while `running` requests run on a replica."""
+        return self.base + self.each * running
+
 
 class Ended(NamedTuple):
     """A request left its engine at `at` seconds, all its tokens generated."""
@@ -116,7 +124,7 @@ class _Replica:
         return len(self._began) + len(self._waiting)
 
     def _token_s(self) -> float:
-        return self._speed.base + self._speed.each * len(self._began)
+        return self._speed.token_s(len(self._began))
 
     def advance(self, now: float) -> None:
         left = max(now - self._at, 0.0)
@@ -204,18 +212,14 @@ def _prefill(stays: pl.DataFrame) -> tuple[float, float]:
     known = stays.filter(pl.col("prefill").is_not_null() & (pl.col("prompt") > 0)).select(
         "replica", began.alias("from"), "prefill", (pl.col("prompt") - pl.col("cached").fill_null(0)).alias("read")
     )
-    batches: list[list[float]] = []  # from, to, tokens
-    for _, mine in known.sort("from").group_by("replica", maintain_order=True):
-        batches.append([-math.inf, -math.inf, 0.0])
-        for start, seconds, read in mine.select("from", "prefill", "read").iter_rows():
-            if start < batches[-1][1]:
-                batches[-1] = [batches[-1][0], max(batches[-1][1], start + seconds), batches[-1][2] + read]
-            else:
-                batches.append([start, start + seconds, read])
-    known = np.array([batch for batch in batches if batch[2] > 0])
-    if not len(known):
+    until = (pl.col("from") + pl.col("prefill")).cum_max()
+    is_new = (pl.col("from") >= until.shift()).fill_null(True).cum_sum().over("replica")
+    batches = known.sort("from").with_columns(is_new.alias("batch")).group_by("replica", "batch").agg(
+        ((pl.col("from") + pl.col("prefill")).max() - pl.col("from").min()).alias("seconds"), pl.col("read").sum()
+    ).filter(pl.col("read") > 0)  # fmt: skip
+    if batches.is_empty():
         return 0.0, 0.0
-    return _line(known[:, 2], known[:, 1] - known[:, 0], np.ones(len(known)))
+    return _line(batches["read"].to_numpy(), batches["seconds"].to_numpy(), np.ones(batches.height))
 
 
 def _beside(stays: pl.DataFrame) -> np.ndarray:
@@ -243,11 +247,6 @@ def _line(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> tuple[float, floa
     slope = float((weight * (x - mx) * (y - my)).sum()) / spread if spread > 1e-9 else 0.0
     slope = min(max(slope, 0.0), my / max(mx, 1e-9))
     return my - slope * mx, slope
-
-
-def even(speed: Speed, factor: float) -> Speed:
-    """All of it `factor` times as long."""
-    return Speed(speed.base * factor, speed.each * factor, speed.batch * factor, speed.prefill * factor)
 
 
 Key = tuple[str, int]
@@ -290,7 +289,7 @@ class Rerun:
     def __init__(
         self, settings: Settings, recording: Recording, stream: Iterator[Group], speed: Speed, worst: float, seed: int = 0
     ) -> None:  # fmt: skip
-        self._settings, self._speed, self._replicas, self._worst = settings, speed, recording.replicas, worst
+        self._settings, self.speed, self._replicas, self._worst = settings, speed, recording.replicas, worst
         self._random = random.Random(seed)
         keys = settings.rollout
         learns = keys.dispatch.predictor if recording.recurs and keys.dispatch.predictor in BY_ID else None
@@ -322,7 +321,7 @@ class Rerun:
     def begin(self, now: float) -> None:
         """The next step's rollout begins, at `now` seconds."""
         self._number, self._began = self._number + 1, now
-        self._engines = Engines(self._speed, self._replicas, self._settings.slots, now)
+        self._engines = Engines(self.speed, self._replicas, self._settings.slots, now)
         self._away: list[tuple[float, int, Key]] = []
         self._finished: tuple[str, ...] | None = None
         self._generated = self.done = 0
@@ -357,10 +356,6 @@ class Rerun:
         else:
             self._report(ended.name, "eos")
 
-    def token_s(self, running: float) -> float:
-        """Seconds of a token while `running` requests run on a replica."""
-        return self._speed.base + self._speed.each * running
-
     @property
     def launched(self) -> int:
         """Samples of this step; `done` of them have ended by themselves."""
@@ -388,10 +383,8 @@ class Rerun:
         new = live.segments[-1][0] if live.segments else 0
         kind = "done" if why == "eos" else "paused"
         self.done += kind == "done"
-        self._carry_out(self._machine.report(Report(kind, *key, new, live.tokens, self._number - 1, self._why(live, why))))
-
-    def _why(self, live: _Live, why: str) -> str:
-        return "length" if why == "eos" and live.target > self._longest else why
+        why = "length" if why == "eos" and live.target > self._longest else why
+        self._carry_out(self._machine.report(Report(kind, *key, new, live.tokens, self._number - 1, why)))
 
     def _carry_out(self, instructions: list[Instruction]) -> None:
         for it in instructions:
@@ -453,30 +446,22 @@ class Rerun:
     def finish(self) -> Step:
         """What the rollout that is over was."""
         assert self._finished is not None
-        trained = [self._live[group, number] for group in self._finished for number in range(self._settings.samples)]
-        known = [(tokens, self._number - step) for live in trained for tokens, step in live.segments if tokens]
-        scores = [self._score(live) for live in trained]
+        trained = {group: [self._live[group, number] for number in range(self._settings.samples)] for group in self._finished}
+        responses = [live for group in trained.values() for live in group]
+        known = [(tokens, self._number - step) for live in responses for tokens, step in live.segments if tokens]
+        scores = [self._score(live) for live in responses]
         step = Step(
             self._engines.now - self._began, sum(tokens for tokens, _ in known), sum(tokens * lag for tokens, lag in known),
             max((lag for _, lag in known), default=0), tuple(score for score in scores if score is not None), self._generated,
         )  # fmt: skip
-        self._learn(
-            {group: [self._live[group, number].tokens for number in range(self._settings.samples)] for group in self._finished}
-        )
+        lengths = {group: [live.tokens for live in lives] for group, lives in trained.items()}
+        if self._rounds:
+            self._rounds.trained(lengths)
+        predicted = [group for group in lengths if group in self._prompts]
+        self._order.observe([LengthRow(self._prompts[it], self._number, tokens) for it in predicted for tokens in lengths[it]])
         for group in self._finished:
             self._forget(group)
         return step
-
-    def _learn(self, lengths: Mapping[str, Sequence[int]]) -> None:
-        if self._rounds:
-            self._rounds.trained(lengths)
-        rows = [
-            LengthRow(self._prompts[group], self._number, length)
-            for group, its in lengths.items()
-            if group in self._prompts
-            for length in its
-        ]
-        self._order.observe(rows)
 
     def _score(self, live: _Live) -> float | None:
         """A response that the settings cut short is taken to earn as little as any did."""

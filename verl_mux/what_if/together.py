@@ -339,7 +339,7 @@ class _Tail:
         names: dict[str, Key] = {}
         replicas = self._replicas(rerun, now, names)
         running = sum(len(replica.requests) for replica in replicas) / max(len(replicas), 1)
-        speed = estimated_speed(rerun.token_s(running), replicas)
+        speed = estimated_speed(rerun.speed.token_s(running), replicas)
         found = plan(replicas, rerun.done, rerun.launched, gangs, speed, policy)
         if isinstance(found, Migration):
             numbers = self._job.share.replicas

@@ -91,7 +91,7 @@ class WhatIf:
         if speed is None:
             raise UserError(f"{recording.job or 'this log'} cannot be run again: too few stays in engines say how long they took")
         self._steps = self._count()
-        self._speed = rerun.even(speed, math.exp(float(np.median(self._off(speed)))))
+        self._speed = speed.times(math.exp(float(np.median(self._off(speed)))))
         self.drift = drift_of(self._off(self._speed))
         self._training = _training(recording.steps)
         self._worlds = [self._world(seed) for seed in range(RESAMPLED)]
@@ -117,8 +117,8 @@ class WhatIf:
         """One that the recording does not exclude."""
         chance = random.Random(seed)
         stays = self._stays.sample(fraction=1.0, with_replacement=True, seed=seed)
-        speed = rerun.fit(stays) or self._speed
-        speed = rerun.even(speed, math.exp(float(np.median(self._off(speed))))) if speed is not self._speed else speed
+        fitted = rerun.fit(stays)
+        speed = self._speed if fitted is None else fitted.times(math.exp(float(np.median(self._off(fitted)))))
         return speed, _training(chance.choices(self.recording.steps, k=len(self.recording.steps))), seed + 1
 
     @property

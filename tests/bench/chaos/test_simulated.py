@@ -1,14 +1,14 @@
 """The figures of the protocol's model."""
 
-from bench.chaos import simulated
+from bench.chaos import chaos_bench
 from bench.protocol_model.schedules import PLANTED
 
 
 def test_all_parts_are_counted_and_each_planted_fault_is_found(monkeypatch):
-    monkeypatch.setattr(simulated, "KILL_SEEDS", 1)
-    monkeypatch.setattr(simulated, "PARTITIONS", 20)
-    monkeypatch.setattr(simulated, "PLANTED_SCHEDULES", 60)
-    found = simulated.simulate(5, seed=1)
+    monkeypatch.setattr(chaos_bench, "KILL_SEEDS", 1)
+    monkeypatch.setattr(chaos_bench, "PARTITIONS", 20)
+    monkeypatch.setattr(chaos_bench, "PLANTED_SCHEDULES", 60)
+    found = chaos_bench.simulate(5, seed=1)
     assert (found["schedules"], found["violations"], found["seeds"]) == (5, 0, "1 to 5")
     assert found["kill_points"]["schedules"] == found["kill_points"]["kills"] == 15 * 3
     assert found["partitions"]["partitions"] >= 20 and found["partitions"]["accepted_after_expiry"] == 0
@@ -16,7 +16,7 @@ def test_all_parts_are_counted_and_each_planted_fault_is_found(monkeypatch):
 
 
 def test_a_fault_that_is_planted_everywhere_gives_violations(monkeypatch):
-    monkeypatch.setattr(simulated, "KILL_SEEDS", 1)
-    monkeypatch.setattr(simulated, "PARTITIONS", 20)
-    found = simulated.simulate(5, seed=1, plant="token unchecked")
+    monkeypatch.setattr(chaos_bench, "KILL_SEEDS", 1)
+    monkeypatch.setattr(chaos_bench, "PARTITIONS", 20)
+    found = chaos_bench.simulate(5, seed=1, plant="token unchecked")
     assert found["violations"] > 0 and found["planted"] == {}
