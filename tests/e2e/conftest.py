@@ -22,6 +22,7 @@ import pytest
 from bench.coordinator_process import CoordinatorProcess
 from tests.e2e import tiny
 from verl_mux.coordinator.bus.members import UID_VARIABLE
+from verl_mux.coordinator.commands import fetch_status
 from verl_mux.launcher.marked_process import read_note
 
 # `stays` is interrupted when all is seen. It writes a checkpoint every so many steps.
@@ -88,25 +89,26 @@ def run(assets, tmp_path_factory, request) -> Run:
         runner = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             for job in jobs:
-                _wait_for_step(out, job, after=0.0, seconds=_LIMIT_S)
+                _until(lambda job=job: _since(0.0, out, job, "step"), runner)
             result.coordinator_killed = time.time()
             os.kill(read_note(out / "coordinator").pid, signal.SIGKILL)
             # What the new coordinator says of it is true when it has heard it.
-            _until(lambda: _since(result.coordinator_killed, out, "rolls", "lease_wait", "trainer"), runner)
+            _until(lambda: _since(result.coordinator_killed, out, "rolls", "lease_wait"), runner)
             result.killed["rollout"] = _kill_in(runner, out, "rolls", "rollout")
             checkpoint = out / "stays" / "checkpoints" / f"global_step_{SAVED}"
             _until(checkpoint.exists, runner)
             for phase in FENCED:
                 _fence_in(runner, out, "stays", phase)
-            _wait_for_step(out, "rolls", after=result.killed["rollout"][1], seconds=_LIMIT_S)
+            _until(lambda: _since(result.killed["rollout"][1], out, "rolls", "step"), runner)
             result.killed["train"] = _kill_in(runner, out, "rolls", "train")
             request.getfixturevalue("streaming")
-            _wait_for_step(out, "stays", after=result.killed["train"][1])
+            _until(lambda: _since(result.killed["train"][1], out, "stays", "step"), runner, 60)
             runner.kill()
             runner.wait()
             runner = subprocess.Popen(command, stdout=log, stderr=log)
-            _wait_for_line(directory / "log", "job stays runs")
-            _wait_for_step(out, "stays", after=time.time())
+            _until(lambda: "job stays runs" in (directory / "log").read_text(), runner, 60)
+            taken_up = time.time()
+            _until(lambda: _since(taken_up, out, "stays", "step"), runner, 60)
         finally:
             if runner.poll() is None:
                 runner.send_signal(signal.SIGINT)
@@ -178,29 +180,11 @@ def _address(directory: Path) -> str:
     return (directory / "coordinator" / "address").read_text().strip()
 
 
-def _wait_for_step(directory: Path, job: str, after: float, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if any(e["event"] == "step" and tiny.ended(e) > after for e in tiny.events(directory, job)):
-            return
-        time.sleep(0.2)
-    raise AssertionError(f"{job} finished no step after {after}")
-
-
-def _wait_for_line(path: Path, text: str) -> None:
-    deadline = time.monotonic() + 60
-    while text not in path.read_text():
-        assert time.monotonic() < deadline, path.read_text()
-        time.sleep(0.2)
-
-
 def _kill_in(process: subprocess.Popen, directory: Path, job: str, phase: str) -> tuple[float, float]:
     """kill -9 of the job's driver while it holds a lease of `phase`, after the first steps of it and of `stays`.
 
     It is stopped for a second look, as the phase may have ended since the first.
     """
-    from verl_mux.coordinator.commands import fetch_status
-
     deadline = time.monotonic() + _LIMIT_S
     while time.monotonic() < deadline and process.poll() is None:
         address = directory / "coordinator" / "address"
@@ -225,8 +209,6 @@ def _kill_in(process: subprocess.Popen, directory: Path, job: str, phase: str) -
 def _fence_in(runner: subprocess.Popen, directory: Path, job: str, phase: str) -> None:
     """The coordinator answers nobody, from somewhere in such a phase of the job until its memory sleeps; again and again until
     the job decided so by itself, since the phase may be just over."""
-    from verl_mux.coordinator.commands import fetch_status
-
     coordinator = read_note(directory / "coordinator").pid
     while phase not in fenced(directory, job):
         _until(lambda: phase in _phases(fetch_status(_address(directory), timeout=30.0), job), runner)
@@ -236,7 +218,7 @@ def _fence_in(runner: subprocess.Popen, directory: Path, job: str, phase: str) -
             _until(lambda since=stopped: _since(since, directory, job, "sleep", FENCED[phase]), runner)
         finally:
             os.kill(coordinator, signal.SIGCONT)
-        _until(lambda since=stopped: _since(since, directory, job, "lease_wait", "trainer"), runner)
+        _until(lambda since=stopped: _since(since, directory, job, "lease_wait"), runner)
 
 
 def fenced(directory: Path, job: str) -> dict[str, int]:
@@ -245,12 +227,13 @@ def fenced(directory: Path, job: str) -> dict[str, int]:
     return {phase: step for step, phase in sorted(found, reverse=True) if step > SAVED}
 
 
-def _since(moment: float, directory: Path, job: str, event: str, role: str) -> bool:
+def _since(moment: float, directory: Path, job: str, event: str, role: str = "trainer") -> bool:
+    """Whether an event of the job has ended after this moment."""
     return any(e["event"] == event and tiny.ended(e) > moment for e in tiny.events(directory, job, role))
 
 
-def _until(condition: Callable[[], bool], runner: subprocess.Popen) -> None:
-    deadline = time.monotonic() + _LIMIT_S
+def _until(condition: Callable[[], bool], runner: subprocess.Popen, seconds: float = _LIMIT_S) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
         assert runner.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
@@ -280,13 +263,8 @@ def _kill(driver: psutil.Process) -> tuple[float, float]:
 
 def _alive(uid: str) -> bool:
     for process in psutil.process_iter():
-        try:
-            if (
-                process.environ().get(UID_VARIABLE) == uid
-                and process.status() != psutil.STATUS_ZOMBIE
-                and process.pid != os.getpid()
-            ):
+        with contextlib.suppress(psutil.Error):
+            marked = process.environ().get(UID_VARIABLE) == uid and process.pid != os.getpid()
+            if marked and process.status() != psutil.STATUS_ZOMBIE:
                 return True
-        except psutil.Error:
-            continue
     return False

@@ -72,17 +72,12 @@ class Owner:
 
 def main() -> None:
     folder, requests = Path(sys.argv[1]).absolute(), int(sys.argv[2]) if len(sys.argv) > 2 else REQUESTS
-    (folder / "assets").mkdir(parents=True)
-    tiny.make_assets(folder / "assets")
-    waited = disturbed(folder, keys_of(folder / "assets", STEPS), requests)
-    undisturbed(folder, keys_of(folder / "assets", STEPS))
+    keys = [*tiny.overrides(tiny.assets_in(folder), STEPS), *_JOB]
+    waited = disturbed(folder, keys, requests)
+    undisturbed(folder, keys)
     found = told(folder, waited)
     print(json.dumps(found, indent=1))
     sys.exit(bool(found["wrong"]))
-
-
-def keys_of(assets: Path, steps: int) -> list[str]:
-    return [*tiny.overrides(assets, steps), *_JOB]
 
 
 def undisturbed(folder: Path, keys: list[str]) -> None:

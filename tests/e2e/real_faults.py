@@ -67,10 +67,7 @@ class Expected:
 def main() -> None:
     folder, kind = Path(sys.argv[1]).absolute(), sys.argv[2]
     keys, steps, do, expected = KINDS[kind]
-    folder.mkdir(parents=True)
-    (folder / "assets").mkdir()
-    tiny.make_assets(folder / "assets")
-    run(folder, [*tiny.overrides(folder / "assets", steps), *keys], do)
+    run(folder, [*tiny.overrides(tiny.assets_in(folder), steps), *keys], do)
     findings = report(folder)
     wrong = differences(findings, expected)
     print(json.dumps({"fault": kind, "named": not wrong, "wrong": wrong, "findings": findings}, indent=1))

@@ -16,7 +16,8 @@ import sysconfig
 import venv
 from pathlib import Path
 
-from tests.e2e.tiny import ENVIRONMENT, make_assets
+from tests.e2e.tiny import ENVIRONMENT, assets_in
+from tests.e2e.tiny import overrides as tiny_overrides
 from verl_mux.rollout.engine.sglang.sglang_record import RECORD
 
 _REPOSITORY = Path(__file__).parents[2]
@@ -34,10 +35,7 @@ _OF_THE_MACHINE = re.compile(r"timing_s/|timing_per_token_ms/|perf/(mfu|throughp
 
 def main() -> None:
     folder, steps = Path(sys.argv[1]).absolute(), int(sys.argv[2]) if len(sys.argv) > 2 else 5
-    folder.mkdir(parents=True)
-    (folder / "assets").mkdir()
-    make_assets(folder / "assets")
-    (folder / "assets" / "reward.py").write_text(_REWARD)
+    (assets_in(folder) / "reward.py").write_text(_REWARD)
     pythons = {"with": sys.executable, "without": str(bare_python(folder / "bare"))}
     told = {kind: run(folder / kind, folder / "assets", python, steps) for kind, python in pythons.items()}
     figures = sum(map(len, told["with"]))
@@ -90,63 +88,34 @@ def run(home: Path, assets: Path, python: str, steps: int) -> list[dict[str, flo
 def overrides(assets: Path, home: Path, steps: int) -> list[str]:
     """No key of ours, and nothing that ours would fill in. One answer is a batch: verl orders several by random names, and sums
     depend on the order."""
-    engine = {
-        **RECORD.cpu_arguments,
-        **RECORD.stock_cpu_arguments,
-        "max_total_tokens": 8192,
-        "random_seed": 7,
-        "max_running_requests": 1,
-    }
-    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    engine = {**RECORD.cpu_arguments, **RECORD.stock_cpu_arguments, "random_seed": 7, "max_running_requests": 1}
+    parts, rollout = ("actor", "ref"), "actor_rollout_ref.rollout"
     return [
-        "trainer.v1.trainer_mode=sync",
+        *(key for key in tiny_overrides(assets, steps, mode="sync") if not key.startswith("mux.")),
         "trainer.device=cpu",
-        "algorithm.adv_estimator=grpo",  # of one sample a prompt: its advantage is its reward
-        "algorithm.norm_adv_by_std_in_grpo=false",
-        f"data.train_files={assets}/train.parquet",
-        f"data.val_files={assets}/train.parquet",
+        "algorithm.norm_adv_by_std_in_grpo=false",  # of one sample a prompt: its advantage is its reward
         "data.train_batch_size=1",
-        "data.max_prompt_length=32",
-        "data.max_response_length=32",
-        "data.dataloader_num_workers=0",
         "data.seed=7",
-        f"actor_rollout_ref.model.path={assets}/model",
         "actor_rollout_ref.model.use_remove_padding=False",
         "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
-        f"{actor}.strategy=fsdp2",
         "actor_rollout_ref.ref.strategy=fsdp2",
-        f"{actor}.use_torch_compile=False",
-        "actor_rollout_ref.ref.use_torch_compile=False",
-        f"{actor}.fsdp_config.use_torch_compile=False",
-        "actor_rollout_ref.ref.fsdp_config.use_torch_compile=False",
-        *(f"+{actor}.fsdp_config.mixed_precision.{kind}_dtype=fp32" for kind in ("param", "reduce", "buffer")),
-        f"{actor}.ppo_mini_batch_size=1",
-        f"{actor}.ppo_micro_batch_size_per_gpu=1",
-        f"{actor}.optim.lr=1e-3",
-        f"{rollout}.name=sglang",
-        f"{rollout}.dtype=float32",
+        *(f"actor_rollout_ref.{part}.use_torch_compile=False" for part in parts),
+        *(f"actor_rollout_ref.{part}.fsdp_config.use_torch_compile=False" for part in parts),
+        *(f"+actor_rollout_ref.actor.fsdp_config.mixed_precision.{kind}_dtype=fp32" for kind in ("param", "reduce", "buffer")),
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        f"{rollout}.nnodes=0",
         f"{rollout}.n=1",
         f"{rollout}.top_k=1",  # greedy
         f"{rollout}.enforce_eager=True",
         f"{rollout}.free_cache_engine=False",
-        f"{rollout}.tensor_model_parallel_size=1",
         f"{rollout}.log_prob_micro_batch_size_per_gpu=1",
-        f"{rollout}.agent.num_workers=1",
         *(f"+{rollout}.engine_kwargs.sglang.{key}={value}" for key, value in engine.items()),
-        "reward.num_workers=1",
-        f"reward.custom_reward_function.path={assets}/reward.py",
-        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
-        "trainer.nnodes=1",
-        "trainer.n_gpus_per_node=1",
-        "trainer.val_before_train=False",
         "trainer.test_freq=-1",
         "trainer.save_freq=-1",
-        f"trainer.total_training_steps={steps}",
         "trainer.logger=[console,file]",
         f"trainer.default_local_dir={home}/checkpoints",
-        "+ray_kwargs.ray_init.num_gpus=1",
-        "ray_kwargs.ray_init.num_cpus=64",
-        "+ray_kwargs.ray_init.include_dashboard=False",
+        "ray_kwargs.ray_init.num_gpus=1",
         f"hydra.run.dir={home}/hydra",
     ]
 

@@ -65,6 +65,13 @@ def make_assets(directory: Path, hidden: int = 64) -> None:
     (directory / "slow_loss.py").write_text(SLOW_LOSS)
 
 
+def assets_in(folder: Path) -> Path:
+    """`folder`/assets, in a new folder."""
+    (folder / "assets").mkdir(parents=True)
+    make_assets(folder / "assets")
+    return folder / "assets"
+
+
 def _row(index: int, a: int, b: int) -> dict:
     return {
         "data_source": "sums",
