@@ -1,4 +1,7 @@
-"""Benches: each measures one part of verl_mux. Run from a checkout as `verl-mux bench NAME`; no wheel holds this package."""
+"""Benches: each measures one part of verl_mux. Run from a checkout as `verl-mux bench NAME`; no wheel holds this package.
+
+Runs on the command line; read by verl_mux/cli.py; imports nothing until a bench runs.
+"""
 
 # name -> (module, function, one line of help); the module is imported when the command runs or asks for its own --help.
 BENCHES = {

@@ -1,4 +1,7 @@
-"""Many jobs in one process: the product's conversation, outbox and socket for each, and one loop instead of a thread each."""
+"""Many jobs in one process: the product's conversation, outbox and socket for each, and one loop instead of a thread each.
+
+Runs in the bench's process; called by load.py and hostile.py; touches its sockets.
+"""
 
 from __future__ import annotations
 

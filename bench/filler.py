@@ -2,7 +2,8 @@
 
 Two jobs, without a filler and with one on each pool. By default the jobs are processes that take their leases from a real
 coordinator and hold them for fixed times, but compute nothing. With --file they are the real jobs of a run file, in one run in
-which fillers come and go: what else slows the machine down meets the steps with and without them alike.
+which fillers come and go: what else slows the machine down meets the steps with and without them alike. Runs on the command line;
+starts a coordinator, jobs and fillers.
 """
 
 from __future__ import annotations

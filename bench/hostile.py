@@ -1,7 +1,8 @@
 """What strangers can do to a coordinator: malformed frames and well-typed nonsense, while good clients take turns.
 
 The strangers know the protocol, the names of jobs, and nodes that no good client uses; what they may not know is a job's uid,
-which is a secret. A stranger with a key that asks for a good client's nodes is a job like any other: only keys keep it out.
+which is a secret. A stranger with a key that asks for a good client's nodes is a job like any other: only keys keep it out. Runs
+on the command line; starts a coordinator and an attacker.
 """
 
 from __future__ import annotations

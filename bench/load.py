@@ -1,4 +1,7 @@
-"""Hundreds of jobs at one coordinator: what a heartbeat costs it, how long a grant takes, and how an outage ends."""
+"""Hundreds of jobs at one coordinator: what a heartbeat costs it, how long a grant takes, and how an outage ends.
+
+Runs on the command line; starts a coordinator.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 An event: many asyncio requests at once log as the agent loops do, turn by turn. The cost is taken around each call, and again
 as the difference between the whole loop with the log on and off, in turns. A step: one job of a run file trains alone, and every
-process adds up what its log takes: the time of the callers and the processor time of the writing thread.
+process adds up what its log takes: the time of the callers and the processor time of the writing thread. Runs on the command
+line; writes a log, and with `--real` starts a job.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Event logs of made runs, large and healthy, for timing what reads them: in our own layout, and in that of the
-sglang multi-turn profiling scripts."""
+sglang multi-turn profiling scripts. Runs in the process of report.py or of a test; writes the log."""
 
 from __future__ import annotations
 

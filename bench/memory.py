@@ -2,7 +2,8 @@
 beside that of verl's own way.
 
 Stock's sleep does not run on a CPU; its place takes the same saver with the host copy of the weights that verl's own modes
-keep: it goes to the host with every sleep and comes back with every wake, before the sync overwrites it.
+keep: it goes to the host with every sleep and comes back with every wake, before the sync overwrites it. Runs on the command
+line; starts memory_cycles.py.
 """
 
 from __future__ import annotations

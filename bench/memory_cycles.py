@@ -1,7 +1,7 @@
 """`python -m bench.memory_cycles ...`: one real engine on the CPU sleeps and wakes; JSON on stdout.
 
 Behind `verl-mux bench memory`: in a process of its own, since an engine takes its environment from it. Requests go the way
-that the server's do (manager.py).
+that the server's do (manager.py). Touches a folder in shared memory, and the engine that it starts.
 """
 
 from __future__ import annotations

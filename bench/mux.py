@@ -1,4 +1,7 @@
-"""`verl-mux bench mux`: the same two jobs one after the other, both at once without coordination, and interleaved, in one run."""
+"""`verl-mux bench mux`: the same two jobs one after the other, both at once without coordination, and interleaved, in one run.
+
+Runs on the command line; starts the run.
+"""
 
 from __future__ import annotations
 

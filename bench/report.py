@@ -1,4 +1,4 @@
-"""`verl-mux bench report`: what the report itself costs."""
+"""`verl-mux bench report`: what the report itself costs. Runs on the command line; starts `verl-mux report`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`verl-mux bench scheduler`: how long a placement decision takes among many running jobs."""
+"""`verl-mux bench scheduler`: how long a placement decision takes among many running jobs.
+
+Runs on the command line; pure but for the clock, unless `--live`.
+"""
 
 from __future__ import annotations
 

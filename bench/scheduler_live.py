@@ -2,7 +2,8 @@
 
 The coordinator is a process of its own with a journal, as users start it. The jobs that are there registered over the bus and
 then say nothing, so that what is timed is placement and not their heartbeats (`bench load` times those). Meanwhile two other jobs
-hand a node of their own to and fro, from a third process: what a placement in the making does to leases shows there.
+hand a node of their own to and fro, from a third process: what a placement in the making does to leases shows there. Called by
+scheduler.py.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ What is given back is decided anew at each pause, since a storage may have moved
   storage on such memory stays mapped, counts as mapped and keeps its values;
 - a storage belongs to the first tag that it joined, and two storages on the same memory are refused: the second host copy would
   be one of pages already gone.
+
+Runs in schedulers and training workers; touches the memory of their tensors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Hands weights from a worker to the engine beside it where there is no GPU: through a folder in shared memory.
 
 verl's adapter sends device handles, which tensors in host memory do not have. Ours takes its place in verl's registry on the CPU
-platform (see on_cpu.py), for our trainer modes and for verl's own.
+platform (see on_cpu.py), for our trainer modes and for verl's own. Runs in rollout and trainer workers; made by verl.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Lets SGLang be imported where its CUDA kernels cannot load.
 
 SGLang imports names from `sgl_kernel` on every device, even with SGLANG_USE_CPU_ENGINE=1, and that package needs libcuda. This
-finder answers with modules whose attributes can be imported but raise when called: on the CPU path none of them is.
+finder answers with modules whose attributes can be imported but raise when called: on the CPU path none of them is. Runs in every
+process that imports SGLang; called by plugin.py; touches sys.meta_path.
 """
 
 from __future__ import annotations

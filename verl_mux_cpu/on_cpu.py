@@ -1,6 +1,6 @@
 """SGLang on verl's CPU platform: its servers' environment, and our way for the weights.
 
-Imported after `verl.workers.rollout.base` (see plugin.py).
+Imported after `verl.workers.rollout.base` (see plugin.py). Runs in every process that imports that module.
 """
 
 import os

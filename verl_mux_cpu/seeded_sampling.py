@@ -2,7 +2,8 @@
 
 SGLang passes `sampling_seed` to its sampler in deterministic mode only, and refuses that mode for the torch_native backend. These
 hooks let the seed through and draw each token with noise that depends on (seed, position) alone, not on the rest of the batch
-(Gumbel-max: argmax(logp + g) samples from p; g from a counter-based hash, splitmix64, of seed, position and token id).
+(Gumbel-max: argmax(logp + g) samples from p; g from a counter-based hash, splitmix64, of seed, position and token id). Runs in
+schedulers; called by verl_mux/rollout/engine/sglang; pure.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """verl's platform "cpu": gloo, logical GPUs declared to Ray, host memory as device memory.
 
-Imported after `verl.plugin.platform.platform_manager` (see verl_mux_cpu/plugin.py); registers at import.
+Imported after `verl.plugin.platform.platform_manager` (see verl_mux_cpu/plugin.py); registers at import. Runs in every process
+that imports that module.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """verl's process groups on the CPU platform. Imported after `verl.utils.distributed`.
 
-verl asks for the backends "cpu:gloo,<device>:<backend>", which torch refuses where the device is the CPU.
+verl asks for the backends "cpu:gloo,<device>:<backend>", which torch refuses where the device is the CPU. Runs in every process
+that imports that module.
 """
 
 import functools

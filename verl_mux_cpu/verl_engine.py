@@ -1,4 +1,7 @@
-"""Registers verl's FSDP engines for device "cpu", on which they run as they are. Imported after `verl.workers.engine`."""
+"""Registers verl's FSDP engines for device "cpu", on which they run as they are. Imported after `verl.workers.engine`.
+
+Runs in every process that imports that module.
+"""
 
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead

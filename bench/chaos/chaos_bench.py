@@ -1,4 +1,7 @@
-"""`verl-mux bench chaos`: what becomes of leases when processes, connections and disks fail."""
+"""`verl-mux bench chaos`: what becomes of leases when processes, connections and disks fail.
+
+Runs on the command line; starts the schedules and prints.
+"""
 
 from __future__ import annotations
 

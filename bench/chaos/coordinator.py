@@ -2,6 +2,7 @@
 
 python -m bench.chaos.coordinator FOLDER PORT PLANTED DIE_AT: DIE_AT is TYPE:POINT:COUNT (see `faults.py`) or empty.
 PLANTED faults must be noticed: `journal skipped` writes nothing down and says it did; `early grant` gives nodes to several.
+Started by schedule.py; touches its folder, its port and itself.
 """
 
 from __future__ import annotations

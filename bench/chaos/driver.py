@@ -1,7 +1,8 @@
 """A job of a schedule, in a process of its own: takes its leases, uses its devices, says what jobs say, and trains nothing.
 
 python -m bench.chaos.driver FOLDER JOB ADDRESS SEED PLANTED: until FOLDER/enough or FOLDER/JOB.enough is there. It goes
-on from the step that it finished last. Exit code 3: its lease was lost.
+on from the step that it finished last. Exit code 3: its lease was lost. Started by schedule.py; touches files of the folder
+alone.
 """
 
 from __future__ import annotations

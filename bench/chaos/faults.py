@@ -1,4 +1,4 @@
-"""What goes wrong in a schedule, drawn from its seed. Pure."""
+"""What goes wrong in a schedule, drawn from its seed. Pure. Called by schedule.py and kills.py."""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@
 - a lease was lost, or a job was killed, although the job had never been out of touch for as long as its lease allows.
 - a step that a job which was never killed did twice, or left out.
 - a job waits for ever.
+
+Called by chaos_bench.py and tests.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from bench.chaos.ledger import Line
 # Out of touch for longer than this, a client may find its lease gone: it fences itself at 0.7 of it.
 _EXCUSED_S = 0.6 * LEASE_S
 _WRONG = ("double use", "old token", "late use", "waits for ever")
-# A reconnection may take so long; outages so close together count as one.
+# Seconds that a reconnection may take; outages closer together count as one.
 _CLOSE_S = 1.0
 
 

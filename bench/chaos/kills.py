@@ -1,4 +1,7 @@
-"""A coordinator that dies at every kind of message and each point on its way, again and again; jobs train, come and go."""
+"""A coordinator that dies at every kind of message and each point on its way, again and again; jobs train, come and go.
+
+Runs in the bench's process, called by chaos_bench.py; starts and kills processes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from bench.chaos.schedule import Schedule
 _KIND = "coordinator killed at a message"
 _NEVER = "message never came"
 _VISITOR = "visitor"
-# A message that has not come for so long will not.
+# Seconds after which a message that has not come will not come.
 _LONGEST_S = 30.0
 _TICK_S = 0.02
 

@@ -1,4 +1,7 @@
-"""What a process of a schedule saw, one line a time: whole in the file before anything else happens, kill -9 included."""
+"""What a process of a schedule saw, one line a time: whole in the file before anything else happens, kill -9 included.
+
+Runs in every process of a schedule; touches one file for each.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a job's connection to its coordinator goes through, in a process of its own: stopped, it cuts the job off; going on, it
 brings everything that was under way, late.
 
-python -m bench.chaos.proxy PORT TARGET_PORT
+python -m bench.chaos.proxy PORT TARGET_PORT Started by schedule.py; touches its two sockets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Carries one schedule out: starts its processes, does to them what was drawn, and starts what died again, as people do."""
+"""Carries one schedule out: starts its processes, does to them what was drawn, and starts what died again, as people do.
+
+Runs in the bench's process, called by chaos_bench.py; starts, stops and kills processes.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A job's processes in the made world: a driver around the real conversation, and an engine behind the real fence.
 
 The driver does what `client.Mux` and `trainer/phases.py` do, with a clock that the world moves. The engine is a process of
-its own: it goes on when its driver is stopped or killed, until the coordinator or an operator ends it.
+its own: it goes on when its driver is stopped or killed, until the coordinator or an operator ends it. Made by schedules.py;
+pure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Virtual time, what happens in it, what must never happen, and a made network between a client and the coordinator."""
+"""Virtual time, what happens in it, what must never happen, and a made network between a client and the coordinator.
+
+Made by schedules.py; pure.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """What `verl-mux bench migration` runs, and its figures: a run file twice, with rollouts that leave nodes early or grow, and
-without.
+without. Called by rollout_bench.py; starts the two runs and reads what they wrote.
 """
 
 from __future__ import annotations

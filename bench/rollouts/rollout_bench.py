@@ -1,4 +1,7 @@
-"""`verl-mux bench predictor`: length predictors on a file. `verl-mux bench rollout`: what shortens the tail, on real jobs."""
+"""`verl-mux bench predictor`: length predictors on a file. `verl-mux bench rollout`: what shortens the tail, on real jobs.
+
+Runs on the command line.
+"""
 
 from __future__ import annotations
 

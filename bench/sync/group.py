@@ -1,4 +1,7 @@
-"""The processes of one bench: trainer ranks and workers on their hosts, and one sync among them at a time."""
+"""The processes of one bench: trainer ranks and workers on their hosts, and one sync among them at a time.
+
+Runs in the bench's or a test's process; starts participant.py for each end.
+"""
 
 from __future__ import annotations
 

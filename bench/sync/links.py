@@ -3,7 +3,8 @@
     trainers' bridge ===(joint: the one slow link, if all share it)=== rollout hosts' bridge
 
 `fast` is what each interface lets out (htb in the host, default class) and in (tbf at the bridge's end of it). `slow` is a
-class for each rollout host in each trainer's htb (one slow link per pair), or a tbf on the joint.
+class for each rollout host in each trainer's htb (one slow link per pair), or a tbf on the joint. Called by sync_bench.py and
+group.py; touches network namespaces and needs root.
 """
 
 from __future__ import annotations

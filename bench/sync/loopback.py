@@ -1,4 +1,7 @@
-"""The same ends over loopback, as fast as this machine lets them, beside plain sockets that move as many bytes the same ways."""
+"""The same ends over loopback, as fast as this machine lets them, beside plain sockets that move as many bytes the same ways.
+
+Called by sync_bench.py; starts the processes of both.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """One end of a sync in a process of its own: `python -m bench.sync.participant`. The bench sends it one order a line.
 
-The bytes of the model are made of their places, so that every process knows them all without a file.
+The bytes of the model are made of their places, so that every process knows them all without a file. Started by group.py; touches
+its memory and its sockets.
 """
 
 from __future__ import annotations

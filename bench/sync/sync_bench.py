@@ -1,7 +1,8 @@
 """`verl-mux bench sync`: the weight sync over links of known speed, beside `pull`: each worker takes the whole model.
 
 The ends are the product's own, each in a process of its own on a host out of a network namespace. Both classes of link are
-shaped by the kernel, the fast one 20 times as fast as the slow one.
+shaped by the kernel, the fast one 20 times as fast as the slow one. Runs on the command line; makes the links and starts the
+ends.
 """
 
 from __future__ import annotations

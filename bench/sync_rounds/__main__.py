@@ -4,7 +4,8 @@ Behind `verl-mux bench sync --beside`: in a process of its own, with a Ray of it
 product's worker classes, which are verl's below; ranks hold the model as FSDP2 shards. What stands in is the inference engine: a
 copy of the model for each worker, into which tensors are copied, at once ("memory") or as an engine without a GPU gets them
 ("engine"): from the file in shared memory of cpu_server_adapter.py with verl's, from the region of region_weights.py with ours.
-verl's `naive` loads its engines from within the trainer ranks' processes, ours from within the rollout workers'.
+verl's `naive` loads its engines from within the trainer ranks' processes, ours from within the rollout workers'. Started by
+bench/sync/sync_bench.py.
 """
 
 from __future__ import annotations

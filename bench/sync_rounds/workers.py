@@ -1,4 +1,4 @@
-"""Worker processes of a run beside verl's own engines, with what stands for their inference engines."""
+"""Worker processes of a run beside verl's own engines, with what stands for their inference engines. Made by __main__.py."""
 
 from __future__ import annotations
 

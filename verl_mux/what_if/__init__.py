@@ -2,4 +2,6 @@
 tables, decides nothing for a running job.
 
     log -> recording (what was asked and how long it took) -> engines (how fast they were) -> rerun under keys -> advice
+
+Runs on the command line.
 """

@@ -1,4 +1,7 @@
-"""Which keys are worth trying on a recorded run, and what each would bring. Text and JSON; the sums are what_if.py's."""
+"""Which keys are worth trying on a recorded run, and what each would bring. Text and JSON; the sums are what_if.py's.
+
+Runs on the command line; called by report_command.py; pure.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A change is the ratio of the two runs, times what was measured: what the model o
 The interval (5 to 95 %) has two parts. What the recording leaves open: the change over resampled steps (of their prompts, of the
 stays that the engine's speed is fitted to, of the times of training), about the change predicted. And what two runs of one
 machine differ by whatever their keys: how far the quarters of the recording lie apart, each quarter's rollouts over what the
-model says of the same prompts; of two runs sqrt(2) times as much.
+model says of the same prompts; of two runs sqrt(2) times as much. Runs on the command line; called by advice.py; pure.
 """
 
 from __future__ import annotations
