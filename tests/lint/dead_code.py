@@ -31,7 +31,7 @@ VERL_ENGINE = {
 }  # fmt: skip
 TRAINER_BY_VERB = {"mux_wake"}
 SGLANG_SAVER = {"check_validity", "configure_subprocess", "cuda_graph", "disable"}
-STANDARD_LIBRARY = {"__getattr__", "do_GET", "log_message"}
+STANDARD_LIBRARY = {"__getattr__", "create_module", "exec_module", "do_GET", "log_message"}
 LIBRARIES = {"manipulate_search_path", "curve_user_id"}  # Hydra, pyzmq
 # The lists that tests/upstream goes through.
 UPSTREAM = {"VERL", "SGLANG"}

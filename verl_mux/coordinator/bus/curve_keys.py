@@ -105,12 +105,6 @@ def for_address(address: str, directory: Path | str | None, role: str) -> Client
     return _of_client(own_directory(), role) if is_local(address) else None
 
 
-def files_of(directory: Path, role: str) -> dict[str, str]:
-    """What a client of that role needs of a folder of keys, by file name. Raises UserError."""
-    secret = _of_client(directory, role).source
-    return {file.name: file.read_text() for file in (directory / f"{_SERVER}.key", secret)}
-
-
 def own_directory() -> Path:
     """The user's own keys, made by the first process that needs them: a job may start before its coordinator."""
     if (state := state_folder()) is None:

@@ -101,17 +101,6 @@ def carriers(uid: str) -> list[Member]:
     return found
 
 
-def family_of(uid: str) -> list[Member]:
-    """Carriers of the uid, and their descendants: some write a title over the mark in their environment (two of Ray's)."""
-    found: dict[Member, None] = {}
-    for member in carriers(uid):
-        found[member] = None
-        with contextlib.suppress(psutil.Error, OSError):
-            children = psutil.Process(member.pid).children(recursive=True)
-            found |= {member_of(child.pid): None for child in children if mark_of(child.pid) in ("", uid)}
-    return list(found)
-
-
 def own_family() -> set[int]:
     """Pids of this process and its ancestors, which are no survivors of anything."""
     return {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}

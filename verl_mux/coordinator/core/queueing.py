@@ -272,11 +272,6 @@ class RunningTime:
         return self._seconds
 
 
-def is_nearly_late(heard: float, now: float, config: Config) -> bool:
-    """Whether the lease may end before the next look: the job has fenced itself by now. Both in running time."""
-    return FENCED_AFTER * config.lease_timeout < now - heard <= config.lease_timeout
-
-
 def silence(state: State, config: Config, heard: Mapping[str, float], now: float, running: float) -> tuple[set[str], list[What]]:
     """Names of the silent jobs, and the inputs: for those that are silent only now, and those that take the nodes from jobs for
     which others wait, or whose silence is too long. `heard`, `running`: in running time."""

@@ -113,17 +113,17 @@ GENERATE_MONITORED = _worker(
     "all requests, with rollout control (by our trainer, of all workers)",
     "total_requests, target_completion, completed_count",
 )
-SORTING = _other_worker("sorting_duration", "results back in the order of the prompts")
+_other_worker("sorting_duration", "results back in the order of the prompts")
 BARRIER_WAIT = _other_worker("barrier_wait_duration", "waiting for the other workers")
 _other_worker("barrier", "the barrier's own cost")
-BROADCAST = _other_worker("broadcast_duration", "results go to the other ranks")
-DATA_EXTRACTION = _other_worker("data_extraction_duration", "tokens and masks are collected from the requests")
-PADDING = _other_worker("padding_duration", "collected tokens are padded to one length")
-CONCATENATION = _other_worker("concatenation_duration", "prompts and responses are joined")
-BATCH_CONSTRUCTION = _other_worker("batch_construction_duration", "the batch is built")
-CACHE_FLUSH = _other_worker("cache_flush_duration", "the engine's prefix cache is dropped")
-FINAL_CONSTRUCTION = _other_worker("final_construction_duration", "the batch is handed over")
-RESPONSE_LENGTHS = _other_worker("step_response_length_stats", "lengths of the step's responses", "min, max, mean")
+_other_worker("broadcast_duration", "results go to the other ranks")
+_other_worker("data_extraction_duration", "tokens and masks are collected from the requests")
+_other_worker("padding_duration", "collected tokens are padded to one length")
+_other_worker("concatenation_duration", "prompts and responses are joined")
+_other_worker("batch_construction_duration", "the batch is built")
+_other_worker("cache_flush_duration", "the engine's prefix cache is dropped")
+_other_worker("final_construction_duration", "the batch is handed over")
+_other_worker("step_response_length_stats", "lengths of the step's responses", "min, max, mean")
 TOTAL_STEP = _other_worker("total_step_duration", "the whole of the worker's step")
 
 # The trainer's step (role "trainer", worker 0).
