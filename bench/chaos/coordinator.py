@@ -30,8 +30,9 @@ def main() -> None:
     service = _Mortal(config, folder / "journal", f"tcp://127.0.0.1:{port}", die_at=die_at)
     if planted == "journal skipped":
         service.skip_journal()
+    service.up = folder / f"up.{os.getpid()}"
     service.start()
-    (folder / f"up.{os.getpid()}").touch()
+    service.up.touch()
     enough = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: enough.set())
     service.wait(enough)
@@ -39,6 +40,8 @@ def main() -> None:
 
 
 class _Mortal(Coordinator):
+    up: Path
+
     def __init__(self, *arguments: Any, die_at: str) -> None:
         super().__init__(*arguments)
         self._type, self._point, count = die_at.split(":") if die_at else ("", "", "0")
@@ -68,6 +71,7 @@ class _Mortal(Coordinator):
 
     def _maybe_die(self, point: str) -> None:
         if self._type and self._point == point and self._left <= 0:
+            self.up.touch()  # it listens, though its main thread may not have said so yet
             os.kill(os.getpid(), signal.SIGKILL)
 
 

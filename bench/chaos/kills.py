@@ -79,6 +79,7 @@ class _Kills(Schedule):
         assert self._coordinator is not None
         if self._die_at:
             return False  # the one that is to die there has not been started
+        self._note_up()
         self._armed = self._armed or self._coordinator
         if self._armed.poll() is None:
             if time.monotonic() < self._deadline:

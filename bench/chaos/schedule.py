@@ -139,11 +139,15 @@ class Schedule:
                 if code != 0:
                     self._start_job(job)
 
+    def _note_up(self) -> None:
+        """A coordinator that died at its first message listened too, so this looks at dead ones as well."""
+        if self._coordinator is not None and not self._is_up and (self._folder / f"up.{self._coordinator.pid}").exists():
+            self._is_up = True
+            self._ledger.write("coordinator up")
+
     def _tend_coordinator(self) -> None:
+        self._note_up()
         if self._coordinator is not None and self._coordinator.poll() is None:
-            if not self._is_up and (self._folder / f"up.{self._coordinator.pid}").exists():
-                self._is_up = True
-                self._ledger.write("coordinator up")
             return
         if self._is_up:
             self._is_up = False

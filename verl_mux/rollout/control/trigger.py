@@ -1,6 +1,6 @@
 """When a streaming trainer trains: enough prompt groups are ready, or it has waited long enough for at least one.
 
-Runs in the trainer's driver; called by trainer/replay_buffer.py. Pure: callers pass `now`, in seconds of any one clock.
+Runs in the trainer's driver; called by trainer/stock_modes.py. Pure: callers pass `now`, in seconds of any one clock.
 
     train when ready >= n_min, or when the trainer has waited for t_max_s and ready >= 1
 
