@@ -41,6 +41,7 @@ def test_what_is_in_shared_memory_and_tmp_stays_on_the_host(bed, tmp_path):
     _on("hosta", "touch", "/dev/shm/mine", "/tmp/mine")
     assert _on("hostb", "ls", "/dev/shm") == "" and "mine" not in _on("hostb", "ls", "/tmp").split()
     assert not os.path.exists("/dev/shm/mine") and not os.path.exists("/tmp/mine")
+    _on("hosta", "rm", "/dev/shm/mine")  # later tests on this bed look for what jobs leave there
     _on("hosta", "touch", str(tmp_path / "shared"))
     assert (tmp_path / "shared").exists() and "shared" in _on("hostb", "ls", str(tmp_path))
 
