@@ -191,8 +191,8 @@ PLACED = {
 def badly_placed(runs) -> dict[str, dict]:
     """Two jobs that share nodes by what they say; `long` then takes so long that they cannot both keep their SLOs.
 
-    A step takes 0.4 s by what they say and 3.2 s in truth. The SLO lies between, with room for a second by which the second job may
-    register later: the coordinator counts what the first has waited by then.
+    A step takes 0.4 s by what they say and 3.2 s in truth. The SLO lies between, with room for a second by which the second job
+    may register later: the coordinator counts what the first has waited by then.
     """
     placed = {"nodes": "auto", "slo": 4.5}
     said = [f"+until={runs.go}", "+profiled_s=0.2"]
