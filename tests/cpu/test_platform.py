@@ -1,4 +1,4 @@
-"""The CPU as verl's device: when it is taken and when it leaves verl and SGLang alone, the kernels' placeholders, and verl's
+"""The CPU as verl's device: when it is taken and when it leaves verl and SGLang alone, the stand-ins for kernels, and verl's
 platform."""
 
 import importlib
@@ -48,7 +48,7 @@ def test_without_the_package_a_part_is_refused_with_the_way_to_it(monkeypatch):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """`sgl_kernel` answered by placeholders for one test."""
+    """Stand-ins for `sgl_kernel` during one test."""
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "sgl_kernel"}
     monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if f is not kernel_placeholders._finder])
     kernel_placeholders.install()

@@ -99,7 +99,7 @@ def as_if_alone(bed: Bed, alone: int, residue: int, share: float, ranks: int = 1
 
 
 def no_room(awake: Engine, sleeper: Engine) -> list[str]:
-    """(7) A wake for which there is no room is an error that says who holds what; nobody is hurt, and it works when there is."""
+    """(7) A wake for which there is no room is an error that names the holders; no job is hurt; with room the wake works."""
     wrong, before = [], awake.tokens()
     try:
         sleeper.wake(WEIGHTS, KV_CACHE)
@@ -135,7 +135,7 @@ def killed_in(bed: Bed, phase: str, *more: str) -> list[str]:
         child = int(driver.stdout.readline())
         try:
             if not bed.by_pid().get(child):
-                return [f"pid {child} holds device memory, and nobody sees it"]
+                return [f"pid {child} holds device memory, and no process list shows it"]
             lives = connect(coordinator.address, "lives", NODES, uid=f"lives:{uuid.uuid4().hex}", timeout=60.0)
             driver.kill()
             driver.wait()

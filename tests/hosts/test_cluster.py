@@ -61,5 +61,5 @@ def test_two_that_start_at_the_same_moment_have_a_cluster_each(bed, tmp_path):
     for job in jobs:
         assert job.process.wait(LIMIT_S) == 0, job.log.read_text()
     for job in jobs:
-        told = job.result()
-        assert told["alone"] and told["owner"] == told["uid"]
+        result = job.result()
+        assert result["alone"] and result["owner"] == result["uid"]

@@ -22,7 +22,7 @@ from verl_mux.launcher.run_file import JobSpec, RunFile
 from verl_mux.launcher.run_processes import free_port
 
 
-def test_a_job_that_fails_ends_only_itself_and_is_told_at_the_end(runs):
+def test_a_job_that_fails_ends_only_itself_and_is_named_at_the_end(runs):
     runs.write(
         {
             "goes_on": {"overrides": [f"+until={runs.go}"]},
@@ -37,9 +37,9 @@ def test_a_job_that_fails_ends_only_itself_and_is_told_at_the_end(runs):
     runs.until_step("dies", 1)
     runs.until_step("goes_on", 4)  # two jobs take turns, so `dies` is dead by then, and its node was given on
     runs.go.touch()
-    told = runs.ends(launcher)
+    printed = runs.ends(launcher)
     assert launcher.returncode == 1
-    end = told.strip().splitlines()[-1]
+    end = printed.strip().splitlines()[-1]
     assert "job refuses ended with exit code 2: unknown key mux.colour" in end
     assert "job dies ended with SIGKILL" in end
     assert "job follows was not started: it comes after refuses, which failed" in end
@@ -54,28 +54,28 @@ def test_a_job_with_restarts_goes_on_from_its_checkpoint_and_is_not_said_to_have
     launcher = runs.start()
     runs.until_step("dies", 6)
     runs.go.touch()
-    told = runs.ends(launcher)
-    assert launcher.returncode == 0, told
-    assert "job dies ended with SIGKILL; it is started again from its newest checkpoint (1 of 2)" in told
-    assert "(2 of 2)" not in told
+    printed = runs.ends(launcher)
+    assert launcher.returncode == 0, printed
+    assert "job dies ended with SIGKILL; it is started again from its newest checkpoint (1 of 2)" in printed
+    assert "(2 of 2)" not in printed
     assert runs.steps("dies") == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_restarted_job_that_finds_no_coordinator_has_not_refused_its_keys(runs, tmp_path):
     runs.write({"dies": {"overrides": ["+die_in=3", "+steps=4", f"+deaf={tmp_path / 'deaf'}"], "restarts": 2}})
-    told = runs.ends(launcher := runs.start())
-    assert launcher.returncode == 0, told
-    assert "no coordinator answers within 30 s; it is started again from its newest checkpoint (2 of 2)" in told
+    printed = runs.ends(launcher := runs.start())
+    assert launcher.returncode == 0, printed
+    assert "no coordinator answers within 30 s; it is started again from its newest checkpoint (2 of 2)" in printed
     assert runs.steps("dies") == [1, 2, 3, 4]
 
 
 def test_restarts_have_an_end_and_wrong_keys_have_none(runs):
     refuses = {"overrides": ["+refuse=true"], "restarts": 3}
     runs.write({"refuses": refuses, "dies": {"overrides": ["+die_always=1"], "restarts": 1}})
-    told = runs.ends(launcher := runs.start())
+    printed = runs.ends(launcher := runs.start())
     assert launcher.returncode == 1
-    assert "(1 of 3)" not in told and "(1 of 1)" in told
-    last = told.strip().splitlines()[-1]
+    assert "(1 of 3)" not in printed and "(1 of 1)" in printed
+    last = printed.strip().splitlines()[-1]
     assert "job refuses ended with exit code 2" in last and "job dies ended with SIGKILL" in last
 
 
@@ -88,16 +88,16 @@ def test_a_second_launcher_gives_no_job_more_restarts_than_its_file_does(runs):
     second = runs.start()
     assert any("job a runs (pid" in line for line in second.stderr)
     runs.go.touch()
-    told = runs.ends(second)
-    assert second.returncode == 1 and "started again" not in told
-    assert "job dies ended with SIGKILL" in told.strip().splitlines()[-1]
+    printed = runs.ends(second)
+    assert second.returncode == 1 and "started again" not in printed
+    assert "job dies ended with SIGKILL" in printed.strip().splitlines()[-1]
 
 
 def test_where_all_that_failed_were_refused_it_is_the_users_mistake(runs):
     runs.write({"refuses": {"overrides": ["+refuse=true"]}})
-    told = runs.ends(launcher := runs.start())
+    printed = runs.ends(launcher := runs.start())
     assert launcher.returncode == 2
-    assert told.strip().splitlines()[-1].startswith("verl-mux: job refuses ended with exit code 2: unknown key mux.colour")
+    assert printed.strip().splitlines()[-1].startswith("verl-mux: job refuses ended with exit code 2: unknown key mux.colour")
 
 
 def test_after_kill_9_of_launcher_and_coordinator_a_second_run_sees_the_jobs_through(runs):
@@ -114,9 +114,9 @@ def test_after_kill_9_of_launcher_and_coordinator_a_second_run_sees_the_jobs_thr
     runs.until_step("a", runs.step("a") + 3)
     assert [runs.note(name) for name in ("a", "b")] == [notes["a"], notes["b"]]
     runs.go.touch()
-    told = runs.ends(second)
-    assert second.returncode == 0, told
-    assert f"job a runs (pid {notes['a'].pid}" in told
+    printed = runs.ends(second)
+    assert second.returncode == 0, printed
+    assert f"job a runs (pid {notes['a'].pid}" in printed
     for job in ("a", "b"):
         assert runs.steps(job) == list(range(1, runs.summary()["jobs"][job]["steps"] + 1))
 
@@ -130,8 +130,8 @@ def test_a_coordinator_that_is_killed_under_a_run_is_started_again(runs):
     runs.until(lambda: runs.note("coordinator").pid not in (0, killed))
     runs.until_step("a", runs.step("a") + 2)
     runs.go.touch()
-    told = runs.ends(launcher)
-    assert launcher.returncode == 0 and "is started again" in told
+    printed = runs.ends(launcher)
+    assert launcher.returncode == 0 and "is started again" in printed
 
 
 def test_an_interrupt_ends_everything_that_was_taken_up(runs):
@@ -225,9 +225,9 @@ def test_a_job_that_was_placed_badly_is_moved_and_goes_on_with_its_next_step_on_
     moved = coordinators_lines(runs, "job_moved")[0]
     runs.until_step(moved["extra"]["job"], moved["step"] + 2)
     runs.go.touch()
-    told = runs.ends(launcher)
-    assert launcher.returncode == 0, told
-    assert f"job {moved['extra']['job']} saved and left, as its coordinator asked; it is started again" in told
+    printed = runs.ends(launcher)
+    assert launcher.returncode == 0, printed
+    assert f"job {moved['extra']['job']} saved and left, as its coordinator asked; it is started again" in printed
     assert_moved_without_losing_a_step(runs)
 
 
@@ -241,8 +241,8 @@ def test_a_job_that_left_to_move_while_no_launcher_was_there_is_started_again_by
     second = runs.start()
     runs.until(lambda: coordinators_lines(runs, "job_moved"))
     runs.go.touch()
-    told = runs.ends(second)
-    assert second.returncode == 0, told
+    printed = runs.ends(second)
+    assert second.returncode == 0, printed
     assert_moved_without_losing_a_step(runs)
 
 
@@ -256,9 +256,9 @@ def test_fillers_run_beside_the_jobs_and_end_with_the_run(runs, tmp_path):
     runs.until(lambda: (tmp_path / "filled").exists() and (runs.out / "fails" / "exit_code").exists())
     runs.until_step("a", 2)
     runs.go.touch()
-    told = runs.ends(launcher)
-    assert launcher.returncode == 0, told
-    assert "filler fails ended with exit code 5" in told and "filler sums" not in told
+    printed = runs.ends(launcher)
+    assert launcher.returncode == 0, printed
+    assert "filler fails ended with exit code 5" in printed and "filler sums" not in printed
     assert not carriers(runs.note("sums").uid)
     filled = [runs.summary()["bubble_filled"][node] or 0.0 for node in ("s0", "s1")]  # one after the other they need one node
     assert 0 < max(filled) <= 1
@@ -273,8 +273,8 @@ def test_jobs_of_other_hosts_are_served_with_keys_and_no_secret_stands_in_a_comm
     lines = list(_command_lines())
     assert lines and not any(text.encode() in line for line in lines for text in (runs.note("a").uid, secret))
     runs.go.touch()
-    told = runs.ends(launcher)
-    assert launcher.returncode == 0, told
+    printed = runs.ends(launcher)
+    assert launcher.returncode == 0, printed
     assert '"ray_kwargs.ray_init.address": "127.0.0.1:20000"' in (runs.out / "a" / "job.log").read_text()
 
 
@@ -289,8 +289,8 @@ def test_a_run_gives_its_jobs_to_a_coordinator_that_runs_already(runs):
     address = served.start()
     try:
         runs.write({"a": {"overrides": ["+steps=2"]}}, coordinator=address)
-        told = runs.ends(launcher := runs.start())
-        assert launcher.returncode == 0, told
+        printed = runs.ends(launcher := runs.start())
+        assert launcher.returncode == 0, printed
         assert runs.steps("a") == [1, 2] and served.snapshot()["jobs"]["a"]["steps_done"] == 2
     finally:
         served.stop()
@@ -306,9 +306,9 @@ def test_a_run_waits_for_jobs_that_were_submitted_to_its_coordinator(runs, tmp_p
     second = later.start("--at", address)
     later.until_step("b", 1)
     runs.go.touch()
-    told = ""
-    while "waiting for b, which was submitted to this run's coordinator" not in told:
-        told = first.stderr.readline()
+    printed = ""
+    while "waiting for b, which was submitted to this run's coordinator" not in printed:
+        printed = first.stderr.readline()
     later.go.touch()
     later.ends(second)
     runs.ends(first)

@@ -39,8 +39,8 @@ def test_what_is_too_large_is_refused_with_who_holds_what(ledger, monkeypatch):
     ledger(100 * MB)
     device_ledger.hold({"weights": 60 * MB})
     assert refusal("states", 40 * MB, 0.0, None, alone) is None
-    told = refusal("states", 41 * MB, 0.0, None, alone)
-    assert told.startswith("no room to wake: states take 0.04 GB, 0.04 are free after 0 s; held by math (pid ")
+    message = refusal("states", 41 * MB, 0.0, None, alone)
+    assert message.startswith("no room to wake: states take 0.04 GB, 0.04 are free after 0 s; held by math (pid ")
 
 
 def test_room_that_comes_meanwhile_is_taken(ledger):
@@ -77,8 +77,8 @@ class Cuda:
 def test_on_cuda_cached_memory_counts_as_free_and_the_driver_rounds_up():
     device = Cuda(200 * MB)
     assert refusal("states", 136 * MB, 0.0, device, alone) is None and device.emptied == 1
-    told = refusal("states", 137 * MB, 0.0, device, alone)
-    assert told.endswith("held by GPU:0 process 7 uses 100.000 MB GPU memory")
+    message = refusal("states", 137 * MB, 0.0, device, alone)
+    assert message.endswith("held by GPU:0 process 7 uses 100.000 MB GPU memory")
 
 
 def _rank(rank, store, answers):
@@ -153,7 +153,7 @@ def test_what_stays_of_a_process_is_measured_when_its_last_worker_sleeps(residen
     device = Device()
     residents.arrived("critic")
     actor, critic = States(device, 10 * GB), States(device, 10 * GB, stays=GB // 2)
-    assert residents.sleep("actor", [actor], device)["params"].mapped == 0  # of the critic's nobody can tell
+    assert residents.sleep("actor", [actor], device)["params"].mapped == 0  # the critic's bytes are unknown
     assert residents.sleep("critic", [critic], device)["params"] == Moved(19 * GB // 2, GB // 2, 0.1)
     assert residents.sleep("critic", [critic], device)["params"] == Moved(0, GB // 2, 0.1)
 

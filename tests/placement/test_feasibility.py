@@ -81,9 +81,9 @@ def test_periods_are_judged_and_told_from_the_same_start():
     nodes = {"rollout_nodes": ("r5", "r6"), "train_nodes": ("t3", "t4", "t5", "t7", "t8", "t11")}
     for order in itertools.permutations(pins):
         group = Group(name="g", pins=order, **nodes)
-        told = group_periods(group)
+        periods = group_periods(group)
         judged = Feasibility().allows(group.jobs, *pairs_of_pins(order))
-        assert judged and told["slow"].mean_s == 33.0 < slow.limit_s
+        assert judged and periods["slow"].mean_s == 33.0 < slow.limit_s
 
 
 def test_a_tail_lets_the_next_job_onto_the_nodes():

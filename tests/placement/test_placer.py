@@ -200,11 +200,13 @@ def test_nobody_is_moved_beside_a_job_that_ends_soon(lefts, moves):
     pairs: dict[str, list[str]] = {}
     for name, group in homes.items():
         pairs.setdefault(group, []).append(name)
-    told = {stays: Progress(age_s=30, solo_s=10_000, left=left) for (_, stays), left in zip(pairs.values(), lefts, strict=True)}
-    moved = [move.job for goes, _ in list(pairs.values()) for move in placer.depart(goes, told)]
+    progress = {
+        stays: Progress(age_s=30, solo_s=10_000, left=left) for (_, stays), left in zip(pairs.values(), lefts, strict=True)
+    }
+    moved = [move.job for goes, _ in list(pairs.values()) for move in placer.depart(goes, progress)]
     assert bool(moved) is moves
-    pending = placer.answer(Open(), told).pending
-    assert not placer.repack(told) and pending is (None in lefts and 2 not in lefts)
+    pending = placer.answer(Open(), progress).pending
+    assert not placer.repack(progress) and pending is (None in lefts and 2 not in lefts)
 
 
 @pytest.mark.parametrize("rules", [OURS, LIVE])

@@ -53,7 +53,7 @@ def test_all_policies_side_by_side_and_the_same_bytes_in_one_process_and_in_thre
     )
     assert ideal["idle"] == {"rollout": 0.0, "train": 0.0} and ideal["cost_over_optimum_mean"] is None
     assert gavel["usd_per_hour_mean"] < solo["usd_per_hour_mean"] and gavel["slo_attainment_real"] == 1.0
-    assert live["moves_mean"] == live["lost_work_h"] == 0 < live["profile_s_mean"]  # nobody can be moved, and looking costs
+    assert live["moves_mean"] == live["lost_work_h"] == 0 < live["profile_s_mean"]  # no job can be moved, and profiling costs
     assert live["usd_per_hour_mean"] > optimum["usd_per_hour_mean"]
 
 
@@ -288,9 +288,9 @@ def dying(task: int) -> int:
 
 @pytest.mark.parametrize("processes", [1, 2, 9])
 def test_results_come_in_the_order_of_the_tasks_and_all_progress_is_told(processes):
-    told = []
-    assert in_processes(squared, [3, 0, 2], lambda: told.append(1), processes) == [9, 0, 4]
-    assert len(told) == 3
+    calls = []
+    assert in_processes(squared, [3, 0, 2], lambda: calls.append(1), processes) == [9, 0, 4]
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("processes", [1, 2])

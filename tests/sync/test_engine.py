@@ -224,8 +224,8 @@ async def test_the_figures_of_a_sync(cluster):
     _, said = await ends.sync(1)
     assert sum(it["mux/sync/sent_bytes"] for it in said) == 2 * NBYTES
     assert {"mux/sync/gather_seconds", "mux/sync/send_seconds", "mux/sync/stream_gb_per_s"} <= set(said[0])
-    told = ends.receivers[0].figures
-    assert {"mux/sync/receive_seconds", "mux/sync/load_seconds", "mux/sync/wait_seconds"} <= set(told)
+    received = ends.receivers[0].figures
+    assert {"mux/sync/receive_seconds", "mux/sync/load_seconds", "mux/sync/wait_seconds"} <= set(received)
     together = figures([*said, *(end.figures for end in ends.receivers)], 2)
     assert together["mux/sync/bytes"] == sum(it["mux/sync/sent_bytes"] for it in said) and together["ranks"] == 2
 
@@ -249,7 +249,7 @@ async def test_all_who_take_part_in_a_failed_sync_are_waited_for_and_nobody_afte
 
     later, never = asyncio.Event(), asyncio.Event()
     asyncio.get_running_loop().call_later(0.05, later.set)
-    lost, gone = Lost("t0 is gone"), SyncError("told")
+    lost, gone = Lost("t0 is gone"), SyncError("lost")
     assert await settled([ends({}), ends(lost), ends(gone, later)]) == [{}, lost, gone]
     fenced = KeyError("fenced")
     assert await settled([ends({}, never), ends(fenced), ends({}, never)]) == [None, fenced, None]

@@ -67,7 +67,7 @@ class Device:
 
 
 def scene(name: str, path: str) -> dict:
-    library, told = Library(path), {}
+    library, measured = Library(path), {}
     device, reported = Device(ctypes.CDLL("libcudart.so.13")), {}
     saver = Metered(library, device, lambda tag, mapped: reported.__setitem__(tag, mapped))
     with saver.region("weights", enable_cpu_backup=name == "backup"):
@@ -76,13 +76,13 @@ def scene(name: str, path: str) -> dict:
         cache = library.malloc(128 * MIB)
     ctypes.memset(weights, 7, 64 * MIB)
     ctypes.memset(cache, 8, 128 * MIB)
-    told["awake"], told["free_awake"] = dict(reported), device.mem_get_info()[0] // MIB
+    measured["awake"], measured["free_awake"] = dict(reported), device.mem_get_info()[0] // MIB
     if name == "stock_twice":
         library.pause("weights")
         library.pause("weights")  # ends the process
     saver.pause("kv_cache")
     saver.pause("weights")
-    told["asleep"], told["free_asleep"] = dict(reported), device.mem_get_info()[0] // MIB
+    measured["asleep"], measured["free_asleep"] = dict(reported), device.mem_get_info()[0] // MIB
     if name == "twice":
         saver.pause("weights")
         saver.pause("kv_cache")
@@ -95,8 +95,8 @@ def scene(name: str, path: str) -> dict:
         try:
             saver.resume("kv_cache")
         except NoRoom as error:
-            told["error"] = str(error)
-        told["free_refused"] = device.mem_get_info()[0] // MIB
+            measured["error"] = str(error)
+        measured["free_refused"] = device.mem_get_info()[0] // MIB
         library.c.cudaFree.argtypes = [ctypes.c_void_p]
         library.c.cudaFree(other)
     if name == "machine":
@@ -106,15 +106,15 @@ def scene(name: str, path: str) -> dict:
                 for tag, after in states.plan(verb, moves):
                     saver.pause(tag) if verb == "sleep" else saver.resume(tag)
                     states.done(after)
-                told[f"{verb} {len(moves)}"] = dict(reported)
+                measured[f"{verb} {len(moves)}"] = dict(reported)
     saver.resume("weights")
     saver.resume("kv_cache")
     if name == "twice":
         saver.resume("weights")
-    told["again"], told["free_again"] = dict(reported), device.mem_get_info()[0] // MIB
-    told["value"] = ctypes.c_ubyte.from_address(weights + 5).value
+    measured["again"], measured["free_again"] = dict(reported), device.mem_get_info()[0] // MIB
+    measured["value"] = ctypes.c_ubyte.from_address(weights + 5).value
     ctypes.memset(cache, 9, 128 * MIB)  # at the address it had
-    return told
+    return measured
 
 
 if __name__ == "__main__":

@@ -158,8 +158,8 @@ def test_threads_and_tasks_lose_nothing(tmp_path):
     for thread in threads:
         thread.join()
     log.close()
-    told = {(line["extra"]["n"], line["extra"]["i"]) for line in read(tmp_path)}
-    assert len(told) == 8 * 500
+    logged = {(line["extra"]["n"], line["extra"]["i"]) for line in read(tmp_path)}
+    assert len(logged) == 8 * 500
 
 
 def test_each_process_says_who_it_is_once(tmp_path):
@@ -301,13 +301,13 @@ def test_two_logs_of_one_process_share_a_file(tmp_path):
 
 def test_a_full_queue_refuses_counts_and_tells(tmp_path, monkeypatch):
     writer, owner = LineWriter(max_lines=3), Owner(tmp_path)
-    monkeypatch.setattr(writer, "_start", lambda: None)  # nobody drains yet
+    monkeypatch.setattr(writer, "_start", lambda: None)  # no thread drains yet
     for number in range(10):
         writer.put(owner, 1, b"%d\n" % number)
     assert sum(writer.refused.values()) == 7
     monkeypatch.undo()
     assert writer.flush(10.0)
-    assert writer.flush(10.0)  # the refusals are told after the lines
+    assert writer.flush(10.0)  # the refusals are logged after the lines
     assert texts(tmp_path)["step_1/worker_0.jsonl"].split("\n")[:4] == ["0", "1", "2", '{"dropped": 7}']
 
 
@@ -377,12 +377,12 @@ def test_where_asked_for_it_tells_what_it_took_and_once_only(tmp_path, monkeypat
     monkeypatch.setenv(log_module.COST_VARIABLE, "1")
     monkeypatch.setattr(log_module, "COST_SECONDS", 0.0)
     writer, owner = LineWriter(), Owner(tmp_path)
-    told = []
+    logged = []
     for step in (1, 2):
         writer.put(owner, step, b"{}\n")
         writer.put(owner, step, b"{}\n")
         writer.caller_seconds += step
-        assert writer.flush(10.0) and writer.flush(10.0)  # told after the lines
-        told += [json.loads(line) for line in texts(tmp_path)[f"step_{step}/worker_0.jsonl"].splitlines()[2:]]
-    assert [(line["step"], line["lines"], line["caller"]) for line in told] == [(1, 2, 1.0), (2, 2, 2.0)]
-    assert all(0 < line["thread"] < 5 for line in told)
+        assert writer.flush(10.0) and writer.flush(10.0)  # the threads' lines come after the others
+        logged += [json.loads(line) for line in texts(tmp_path)[f"step_{step}/worker_0.jsonl"].splitlines()[2:]]
+    assert [(line["step"], line["lines"], line["caller"]) for line in logged] == [(1, 2, 1.0), (2, 2, 2.0)]
+    assert all(0 < line["thread"] < 5 for line in logged)

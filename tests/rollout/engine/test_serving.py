@@ -33,7 +33,7 @@ def test_an_abort_of_one_stay_takes_no_other():
 
 
 class Engine:
-    """Generates until told how it ends."""
+    """Generates until the test says how the request ends."""
 
     def __init__(self):
         self.passage = Passage()
@@ -100,9 +100,9 @@ async def test_an_abort_without_a_pause_and_an_answer_in_spite_of_one_are_given_
 
 
 def watched(watch: StallWatch, start: float, seconds: int, running: int = 3) -> list[float]:
-    """What it told in so many looks, a second apart."""
-    told = [watch.look(start + second, running) for second in range(seconds)]
-    return [it for it in told if it is not None]
+    """What the watch returned in `seconds` looks, a second apart."""
+    seen = [watch.look(start + second, running) for second in range(seconds)]
+    return [it for it in seen if it is not None]
 
 
 def test_the_first_stall_is_counted_and_each_later_one_told_once():
@@ -163,5 +163,5 @@ def test_they_are_the_kernels_where_nothing_can(tmp_path, monkeypatch, sleeper, 
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin{os.pathsep}/usr/bin")
     path = tmp_path / "a.txt"
     assert write_stacks([sleeper, 2**22 + 1], path) == "kernel"
-    told = path.read_text()
-    assert f"  {sleeper} " in told and "T (stopped)" in told and "gone" in told
+    seen = path.read_text()
+    assert f"  {sleeper} " in seen and "T (stopped)" in seen and "gone" in seen

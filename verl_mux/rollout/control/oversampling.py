@@ -20,6 +20,7 @@ trained later than the limit of lag allows.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -118,7 +119,7 @@ def groups_to_launch(rate: float, wanted: int) -> int:
 _Group = TypeVar("_Group")
 
 
-class StepMachine(Generic[_Group]):
+class StepMachine(ABC, Generic[_Group]):
     """What over-sampling and segments (segments.py) share: begin -> drawn -> report* -> Finish -> begin of the next step.
 
     samples: responses of a prompt group. Group names are unique for each draw: the same prompt drawn in the next epoch has
@@ -155,23 +156,26 @@ class StepMachine(Generic[_Group]):
         self._asked_for = 0
         return self._drawn(groups)
 
+    @abstractmethod
     def report(self, it: Report) -> list[Instruction]:
         """A worker's report of one sample."""
-        raise NotImplementedError
 
     @property
     def _waits(self) -> bool:
         """Is no group cut off while one runs that has to be trained now?"""
         return self._lag is not None and self._lag.strategy == "wait"
 
+    @abstractmethod
     def _begun(self) -> list[Instruction]:
-        raise NotImplementedError
+        """What starts at the beginning of a step."""
 
+    @abstractmethod
     def _drawn(self, groups: Sequence[str]) -> list[Instruction]:
-        raise NotImplementedError
+        """Takes the new prompts in."""
 
+    @abstractmethod
     def _tokens(self, group: _Group) -> int:
-        raise NotImplementedError
+        """Tokens that the group has written."""
 
     def _drop(self, name: str, reason: str) -> Drop:
         self.metrics.wasted_tokens += self._tokens(self._leave(name))

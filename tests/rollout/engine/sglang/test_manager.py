@@ -34,16 +34,16 @@ def ask(manager, finish, higher=0):
     request = SimpleNamespace(rid="r", finish=finish)
 
     async def once():
-        with priority(higher) as told:
+        with priority(higher) as answer:
             await manager.generate_request(request, None).__anext__()  # as verl does
-        return told
+        return answer
 
     return request, asyncio.run(once())
 
 
 def test_a_request_has_the_priority_of_its_block_and_its_answer_is_told(manager):
-    request, told = ask(manager, "stop", higher=5)
-    assert request.priority == 5 and told["cached_tokens"] == 3
+    request, answer = ask(manager, "stop", higher=5)
+    assert request.priority == 5 and answer["cached_tokens"] == 3
 
 
 @pytest.mark.parametrize(("finish", "is_kept"), [("abort", False), ("stop", True)])

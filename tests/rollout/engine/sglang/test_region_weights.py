@@ -33,9 +33,9 @@ class Group:
     def gather(self, rank: int, said: object) -> list:
         self._said[rank] = said
         self._together.wait(WITHIN_S)
-        told = [self._said[at] for at in sorted(self._said)]
+        mapped = [self._said[at] for at in sorted(self._said)]
         self._together.wait(WITHIN_S)
-        return told
+        return mapped
 
 
 class Engine:
@@ -140,8 +140,8 @@ def test_a_request_is_what_sglang_reads(monkeypatch):
     place = Place(os.getpid(), 5, LAYOUT.nbytes)
     asked = region_weights.request(Batch(LAYOUT, None, 1, 3), [place, place])
     assert (asked.load_format, asked.flush_cache, len(asked.serialized_named_tensors)) == (LOADER, False, 2)
-    ((told, tensor),) = MultiprocessingSerializer.deserialize(asked.serialized_named_tensors[1])
-    assert msgspec.json.decode(told, type=Mapped) == Mapped([place, place], LAYOUT.entries[1:], LAYOUT.offsets[1:])
+    ((mapped, tensor),) = MultiprocessingSerializer.deserialize(asked.serialized_named_tensors[1])
+    assert msgspec.json.decode(mapped, type=Mapped) == Mapped([place, place], LAYOUT.entries[1:], LAYOUT.offsets[1:])
     assert tensor.numel() == 0
 
 
@@ -193,8 +193,8 @@ def _layout(weights) -> Layout:
 def _load(region: Region, weights=WEIGHTS, **place) -> Model:
     layout, model = _layout(weights), Model()
     at = Place(**{"pid": os.getpid(), "fd": region.fd, "nbytes": region.nbytes, **place})
-    told = msgspec.json.encode(Mapped([at], layout.entries, layout.offsets)).decode()
-    region_weights.load_in_engine(model, [(told, torch.zeros(0))])
+    mapped = msgspec.json.encode(Mapped([at], layout.entries, layout.offsets)).decode()
+    region_weights.load_in_engine(model, [(mapped, torch.zeros(0))])
     return model
 
 
