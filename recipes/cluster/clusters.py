@@ -47,10 +47,16 @@ while True:
         if time.monotonic() > deadline:
             raise
         time.sleep(1)
-while missing := set(sys.argv[2:]) - ray.cluster_resources().keys():
+seen = {}
+while True:  # until two looks agree: a `ray start` that Ray gives up after 30 s has offered its resources for a moment
+    now = {offer: node["NodeID"] for node in ray.nodes() if node["Alive"] for offer in node["Resources"]}
+    missing = set(sys.argv[2:]) - now.keys()
+    if not missing and now == seen:
+        break
     if time.monotonic() > deadline:
-        sys.exit(f"no Ray node offers {missing} at {sys.argv[1]}")
-    time.sleep(1)
+        sys.exit(f"no Ray node offers {missing or sys.argv[2:]} at {sys.argv[1]}")
+    seen = now
+    time.sleep(3)
 """
 
 
