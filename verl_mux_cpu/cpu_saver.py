@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from verl_mux.memory.tags import Moved
-from verl_mux.platform import device_ledger
+from verl_mux_cpu import device_ledger
 
 _MADV_DONTNEED = 4
 _libc = ctypes.CDLL(None, use_errno=True)

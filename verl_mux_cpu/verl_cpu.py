@@ -16,7 +16,7 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
-from verl_mux.platform import device_ledger
+from verl_mux_cpu import device_ledger
 
 
 def _resident_bytes(*_args) -> int:

@@ -10,7 +10,7 @@ import os
 import sys
 
 from verl_mux.coordinator.bus.client import connect
-from verl_mux.platform import device_ledger
+from verl_mux_cpu import device_ledger
 
 role, *rest = sys.argv[1:]
 node = rest[0] if role == "worker" else rest[2]

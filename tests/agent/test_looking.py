@@ -12,9 +12,9 @@ from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.messages import Holder, NodeHere
 from verl_mux.errors import UserError
-from verl_mux.platform import device_ledger
 from verl_mux.platform.host_memory import process_bytes
 from verl_mux.profiling.eventlog.log import NULL_LOG
+from verl_mux_cpu import device_ledger
 
 UID = "uid-of-looking"
 
@@ -66,7 +66,7 @@ def test_the_ledger_counts_for_the_only_node_of_the_host_unless_a_node_is_named(
 
 
 def test_the_account_of_a_dead_process_counts_no_more_and_is_removed(ledger):
-    script = "from verl_mux.platform import device_ledger; device_ledger.hold({'weights': 5})"
+    script = "from verl_mux_cpu import device_ledger; device_ledger.hold({'weights': 5})"
     subprocess.run([sys.executable, "-c", script], check=True)
     assert len(list(ledger.iterdir())) == 1
     assert Ledger().held({}).by_pid == {}

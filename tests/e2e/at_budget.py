@@ -19,12 +19,10 @@ from typing import Any
 import yaml
 
 from tests.e2e import tiny
-from tests.gpu.engines import lives
-from verl_mux.coordinator.bus import members
 from verl_mux.launcher.plan_memory import certificate_of
 from verl_mux.memory.certificate.certify import Certificate
-from verl_mux.platform import device_ledger
 from verl_mux.platform.charges import SCALE_VARIABLE
+from verl_mux_cpu import device_ledger
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 _LIMIT_S = 1200
@@ -107,8 +105,8 @@ def _look(over: threading.Event, peaks: Counter[str]) -> None:
     """An awake job holds what it has for longer than a look takes."""
     while not over.wait(_LOOK_S):
         held: Counter[str] = Counter()
-        for _, account in device_ledger.accounts(members.SPACE):
-            held[account.node] += account.total if lives(account) else 0
+        for _, account in device_ledger.accounts():
+            held[account.node] += account.total if account.lives else 0
         for node, num_bytes in held.items():
             peaks[node] = max(peaks[node], num_bytes)
 

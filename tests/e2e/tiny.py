@@ -14,7 +14,7 @@ from uuid import uuid4
 import yaml
 
 from bench.rollouts.modes import read_run
-from verl_mux.platform import device_ledger
+from verl_mux_cpu import device_ledger
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic"
 

@@ -65,9 +65,9 @@ class Sglang:
 
     def _on_cpu(self) -> dict[str, Any]:
         """With what it and the rollout worker beside it, whose part this process plays, would keep on a GPU."""
-        from verl_mux.platform import device_ledger
         from verl_mux.rollout.engine.sglang import scheduler_memory
         from verl_mux.rollout.engine.sglang.sglang_record import RECORD
+        from verl_mux_cpu import device_ledger
 
         device_ledger.charge(CPU_CHARGES.worker())
         os.environ[scheduler_memory.CHARGES_VARIABLE] = json.dumps(CPU_CHARGES.engine(self._ranks, True))
@@ -97,8 +97,8 @@ class Bed:
     def __init__(self, options: dict[str, Any]) -> None:
         import torch.distributed as dist
 
-        from verl_mux.platform import device_ledger
         from verl_mux.rollout.engine.sglang import scheduler_memory
+        from verl_mux_cpu import device_ledger
 
         self._fault, self._share, self._ledger, self._rounds = options["fault"], options["share"], device_ledger, 0
         store = dist.FileStore(str(Path(options["folder"]) / f"store-{os.getpid()}"), 1)

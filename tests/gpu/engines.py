@@ -16,12 +16,11 @@ import psutil
 
 from tests.gpu.engine_process import ANSWER, serve
 from verl_mux.agent.agent import Nvml
-from verl_mux.coordinator.bus import members
 from verl_mux.memory.tags import KV_CACHE, WEIGHTS
-from verl_mux.platform import device_ledger
 from verl_mux.platform.charges import Charges
 from verl_mux.rollout.engine import server_directory
 from verl_mux.rollout.engine.server_directory import DIRECTORY_VARIABLE
+from verl_mux_cpu import device_ledger
 
 ROOT = Path(__file__).parents[2]
 BUDGET = 24 * 10**9
@@ -160,8 +159,8 @@ class Bed:
         """Bytes on all devices, as who looks from outside sees them."""
         if self._driver is not None:
             return {pid: sum(by_node.values()) for pid, by_node in self._driver.held({}).by_pid.items()}
-        known = [account for _, account in device_ledger.accounts(members.SPACE)]
-        return {account.pid: account.total for account in known if lives(account)}
+        known = [account for _, account in device_ledger.accounts()]
+        return {account.pid: account.total for account in known if account.lives}
 
     def held(self, engine: Engine) -> dict[int, int]:
         """Of each process of this engine; those that hold nothing are left out."""
@@ -171,10 +170,6 @@ class Bed:
     def close(self) -> None:
         for engine in self.started:
             engine.end()
-
-
-def lives(account: device_ledger.Account) -> bool:
-    return members.is_alive(members.Member(members.HOST, account.pid, account.started, members.BOOT, members.SPACE))
 
 
 def opened(kind: str, folder: Path, budget: int = BUDGET) -> Iterator[Bed]:

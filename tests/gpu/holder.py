@@ -23,7 +23,7 @@ def hold(kind: str) -> None:
         _held.append(torch.full((SIZE,), 1, dtype=torch.uint8, device="cuda"))
         torch.cuda.synchronize()
     else:
-        from verl_mux.platform import device_ledger
+        from verl_mux_cpu import device_ledger
 
         device_ledger.hold({"block": SIZE})
     print("held", flush=True)

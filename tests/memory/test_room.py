@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from verl_mux.errors import Failure
 from verl_mux.memory.room import Residents, on_all_ranks, refusal
 from verl_mux.memory.tags import Moved
-from verl_mux.platform import device_ledger
+from verl_mux_cpu import device_ledger
 
 MB, GB = 1 << 20, 10**9
 

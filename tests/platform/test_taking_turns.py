@@ -12,14 +12,14 @@ from tests.memory.certificate.models import QWEN25_7B, verl
 from verl_mux.memory.certificate import device
 from verl_mux.memory.certificate.certify import Capacity, certify
 from verl_mux.memory.certificate.job import read_job
-from verl_mux.platform import device_ledger as ledger
+from verl_mux_cpu import device_ledger as ledger
 
 NAMES = ("a", "b", "c")
 ROUNDS = 20
 GPU = 96 * 10**9
 ENGINE = """
 import json, sys
-from verl_mux.platform import device_ledger as ledger
+from verl_mux_cpu import device_ledger as ledger
 awake, kept = json.loads(sys.argv[1])
 for line in sys.stdin:
     word, answer = line.strip(), 'done'

@@ -23,7 +23,6 @@ from verl_mux.coordinator.server import Coordinator
 from verl_mux.errors import Failure, UserError
 from verl_mux.memory.tags import Moved
 from verl_mux.places.place import Location, Place
-from verl_mux.platform.device_ledger import DeviceFull
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.rollout.control.replica_plan import Unit
@@ -33,6 +32,7 @@ from verl_mux.trainer.phases import Phases
 from verl_mux.trainer.replay_buffer import MuxReplayBuffer
 from verl_mux.trainer.rollout_engines import RolloutEngines
 from verl_mux.worker_settings import node_of
+from verl_mux_cpu.device_ledger import DeviceFull
 
 NODES = {"rollout": ["r0", "r1"], "train": ["t0", "t1"]}
 

@@ -32,8 +32,7 @@ from verl_mux.coordinator.bus.members import HOST, UID_VARIABLE
 from verl_mux.coordinator.bus.messages import MOST_ADDRESSES, AgentAnswer, AgentReport, Holder, Look, Member, NodeHere, Source
 from verl_mux.coordinator.commands import DEFAULT_ADDRESS, Address, Keys, make_log_folder
 from verl_mux.errors import UserError
-from verl_mux.platform import device_ledger
-from verl_mux.platform.choose import accelerator_present
+from verl_mux.platform.choose import accelerator_present, cpu_package_missing, cpu_part
 from verl_mux.platform.host_memory import process_bytes
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.eventlog.log import NULL_LOG, EventLog
@@ -162,13 +161,18 @@ class Devices:
 
 
 class Ledger(Devices):
+    """Raises UserError where verl-mux-cpu, which keeps it, is not installed."""
+
     source: Source = "ledger"
+
+    def __init__(self) -> None:
+        self._accounts = cpu_part("ledger").accounts
 
     def held(self, nodes: Mapping[str, NodeHere]) -> Held:
         only = next(iter(nodes)) if len(nodes) == 1 else NO_NODE
         by_pid = {}
-        for path, account in device_ledger.accounts(members.SPACE):
-            if members.is_alive(Member(members.HOST, account.pid, account.started, members.BOOT, members.SPACE)):
+        for path, account in self._accounts():
+            if account.lives:
                 by_pid[account.pid] = {account.node or only: sum(account.tags.values())}
             else:
                 with contextlib.suppress(OSError):  # it will not be read again
@@ -213,7 +217,7 @@ def open_devices(wanted: str) -> Devices:
                 raise UserError(f"--devices nvml: {error}; it takes NVIDIA's driver and `pip install nvidia-ml-py`") from error
     if wanted not in ("auto", "nvml", "ledger", "none"):
         raise UserError(f"--devices is {wanted!r}; allowed: auto, nvml, ledger, none")
-    if wanted == "ledger" or (wanted == "auto" and not accelerator_present()):
+    if wanted == "ledger" or (wanted == "auto" and not accelerator_present() and not cpu_package_missing()):
         return Ledger()
     return Devices()
 

@@ -16,7 +16,7 @@ import torch
 
 from verl_mux.errors import Failure
 from verl_mux.memory.tags import Moves, total
-from verl_mux.platform import device_ledger
+from verl_mux.platform.choose import cpu_part
 
 _POLL_S = 0.05
 # Left free beside what a wake maps: the driver rounds up.
@@ -56,13 +56,13 @@ def on_all_ranks(group: Any | None, true_here: bool) -> bool:
 def _free(device: Any | None) -> int | None:
     """Bytes; None: as much as there is."""
     if device is None:
-        return device_ledger.free()
+        return cpu_part("ledger").free()
     device.empty_cache()
     return device.mem_get_info()[0]
 
 
 def _holders(device: Any | None) -> str:
-    return device_ledger.holders() if device is None else " ".join(device.list_gpu_processes().split())
+    return cpu_part("ledger").holders() if device is None else " ".join(device.list_gpu_processes().split())
 
 
 class Residents:

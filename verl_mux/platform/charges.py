@@ -1,6 +1,6 @@
-"""What a process keeps on a GPU besides its tensors, which the ledger of a device with a budget charges and the certificate
-counts with; the keys under mux.device. Runs in every process of a job; `announce` sets environment variables, the rest is
-pure."""
+"""What a process keeps on a GPU besides its tensors, which the certificate counts with, and which a device with a budget is
+charged; the keys under mux.device. Runs in every process of a job; `announce` sets environment variables, `charge` writes
+this process's account by the ledger of verl_mux_cpu, the rest is pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from verl_mux.platform.device_ledger import BUDGET_VARIABLE, DEVICE_VARIABLE, JOB_VARIABLE, NODE_VARIABLE
+from verl_mux.platform.choose import cpu_part
 
 GB = 10**9
+# Where host memory is the device: the node whose device this process uses (empty where its host is one node), bytes of one device
+# of the node (none: as much as there is), which of its devices, and whose process it is.
+NODE_VARIABLE, BUDGET_VARIABLE = "VERL_MUX_NODE", "VERL_MUX_DEVICE_BUDGET"
+DEVICE_VARIABLE, JOB_VARIABLE = "VERL_MUX_DEVICE", "VERL_MUX_DEVICE_JOB"
 # Factor on every charge; tests on a machine without a GPU set it below 1, so that a small model outweighs what is charged.
 SCALE_VARIABLE = "VERL_MUX_CHARGES_SCALE"
 
@@ -68,6 +72,17 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.budget is not None:
             os.environ[BUDGET_VARIABLE] = str(round(self.budget * GB))
             os.environ[NODE_VARIABLE], os.environ[DEVICE_VARIABLE], os.environ[JOB_VARIABLE] = node, str(device), job
+
+
+def has_budget() -> bool:
+    """Whether this process uses a device with a budget, which the ledger of verl_mux_cpu counts."""
+    return bool(os.environ.get(BUDGET_VARIABLE))
+
+
+def charge(kept: dict[str, int]) -> None:
+    """On a device with a budget: this process keeps that much besides its tensors, by kind. Raises Failure: there is no room."""
+    if has_budget():
+        cpu_part("ledger").charge(kept)
 
 
 def _bytes(kept: dict[str, float]) -> dict[str, int]:

@@ -31,7 +31,7 @@ from verl_mux.memory.room import residents
 from verl_mux.memory.tags import Moved, Moves
 from verl_mux.places.place import Location
 from verl_mux.places.ray_nodes import here
-from verl_mux.platform import device_ledger
+from verl_mux.platform.charges import charge
 from verl_mux.platform.choose import cpu_part
 from verl_mux.platform.host_memory import process_bytes
 from verl_mux.sync.export import Range, are_row_shards, row_shards, stripes, tied_names
@@ -192,7 +192,7 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
         per_node = self.world_size // max(len(settings.train_nodes), 1)
         node = node_of(settings.train_nodes, self.rank, self.world_size) if settings.train_nodes else ""
         settings.device.announce(settings.job, node, self.rank % max(per_node, 1))
-        device_ledger.charge(settings.device.charges.trainer(self.world_size))
+        charge(settings.device.charges.trainer(self.world_size))
         _read_ahead(copy_to_local(config.model.path, use_shm=config.model.get("use_shm", False)), settings.resume)
         # Of an engine without plain row shards: this rank's stripes of the weights, made when it went to sleep.
         self._exported: list[Range] | None = None

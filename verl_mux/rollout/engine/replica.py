@@ -31,7 +31,7 @@ from verl_mux.errors import Failure
 from verl_mux.memory.tags import Moves
 from verl_mux.places.place import Location, check
 from verl_mux.places.ray_nodes import PlacedPool, here
-from verl_mux.platform import device_ledger
+from verl_mux.platform.charges import charge
 from verl_mux.platform.host_memory import process_bytes
 from verl_mux.rollout.engine.record import EngineRecord, engines
 from verl_mux.rollout.engine.server_directory import open_gate, wait_until_engine_is_at_gate, word_left
@@ -55,7 +55,7 @@ class MuxCheckpointEngineWorker(CheckpointEngineWorker):
         place, per_node = self.rank + kwargs.get("replica_rank", 0) * self.world_size, int(rollout_config.n_gpus_per_node)
         places = per_node * max(int(rollout_config.nnodes), 1)
         settings.device.announce(settings.job, node_of(settings.rollout_nodes, place % places, places), place % per_node)
-        device_ledger.charge(settings.device.charges.worker())
+        charge(settings.device.charges.worker())
         self._replica = int(kwargs.get("replica_rank", 0))
         self._synced: list[Batch] = []
 

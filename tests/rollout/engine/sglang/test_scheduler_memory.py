@@ -11,11 +11,10 @@ from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, Resum
 from sglang.srt.managers.scheduler_update_weights_mixin import SchedulerUpdateWeightsMixin
 
 from verl_mux.memory.tags import Metered
-from verl_mux.platform import device_ledger
 from verl_mux.rollout.engine.server_directory import DIRECTORY_VARIABLE, mapped_bytes, open_gate, word_left
 from verl_mux.rollout.engine.sglang import scheduler_memory
 from verl_mux.rollout.engine.sglang.scheduler_memory import REPORT, Ask, release, resume
-from verl_mux_cpu import cpu_engine
+from verl_mux_cpu import cpu_engine, device_ledger
 from verl_mux_cpu.cpu_saver import CpuMemorySaver
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU adapter is for machines without CUDA")
@@ -233,7 +232,7 @@ def test_free_memory_is_measured_behind_the_gate_where_the_others_sleep(engine, 
     order, runner = [], SimpleNamespace(gpu_id=1, device="cpu")
     monkeypatch.setenv(device_ledger.DEVICE_VARIABLE, "0")
     monkeypatch.setenv(scheduler_memory.CHARGES_VARIABLE, '{"context": 7, "graphs": 5}')
-    monkeypatch.setattr(device_ledger, "charge", lambda kinds: order.append(sorted(kinds)))
+    monkeypatch.setattr(scheduler_memory, "charge", lambda kinds: order.append(sorted(kinds)))
     monkeypatch.setattr(scheduler_memory, "wait_at_gate", lambda: order.append("gate"))
     monkeypatch.setattr(scheduler_memory, "measure", lambda it: order.append("measured") or 12.5)
     scheduler_memory.initialize(lambda it, free: order.append((it, free)), runner, 3.0)

@@ -17,10 +17,11 @@ from typing import Any
 import msgspec
 import torch
 
+from verl_mux.errors import Failure
 from verl_mux.memory.contents import Contents
 from verl_mux.memory.room import on_all_ranks, refusal
 from verl_mux.memory.tags import CUDA_GRAPH, KV_CACHE, WEIGHTS, Metered, NoRoom
-from verl_mux.platform import device_ledger
+from verl_mux.platform.charges import DEVICE_VARIABLE, charge, has_budget
 from verl_mux.platform.choose import cpu_part
 from verl_mux.rollout.engine.server_directory import leave_word, wait_at_gate, write_mapped
 
@@ -88,18 +89,18 @@ def initialize(original: Callable, runner: Any, _measured_before: float) -> Any:
     try:
         return _initialize(original, runner)
     except Exception as error:
-        full = isinstance(error, (device_ledger.DeviceFull, torch.OutOfMemoryError))
+        full = isinstance(error, (Failure, torch.OutOfMemoryError))
         leave_word(str(error) if full else f"{type(error).__name__}: {error}")
         raise
 
 
 def _initialize(original: Callable, runner: Any) -> Any:
-    os.environ[device_ledger.DEVICE_VARIABLE] = str(runner.gpu_id)
+    os.environ[DEVICE_VARIABLE] = str(runner.gpu_id)
     charges = msgspec.json.decode(os.environ.get(CHARGES_VARIABLE) or "{}", type=dict[str, int])
-    device_ledger.charge({kind: num_bytes for kind, num_bytes in charges.items() if kind not in _LATE})
+    charge({kind: num_bytes for kind, num_bytes in charges.items() if kind not in _LATE})
     wait_at_gate()
     initialized = original(runner, measure(runner))
-    device_ledger.charge(charges)
+    charge(charges)
     return initialized
 
 
@@ -118,9 +119,9 @@ def available_memory(
     original: Callable, device: str, gpu_id: int, distributed: bool = False, empty_cache: bool = True, cpu_group: Any = None
 ) -> float:
     """SGLang's own question for free memory, GiB: answered by the ledger of a device with a budget."""
-    if device != "cpu" or device_ledger.budget() is None:
+    if device != "cpu" or not has_budget():
         return original(device, gpu_id, distributed=distributed, empty_cache=empty_cache, cpu_group=cpu_group)
-    free = torch.tensor(max(device_ledger.free() or 0, 0) / 2**30, dtype=torch.float64)
+    free = torch.tensor(max(cpu_part("ledger").free(), 0) / 2**30, dtype=torch.float64)
     if distributed:
         torch.distributed.all_reduce(free, op=torch.distributed.ReduceOp.MIN, group=cpu_group)
     return free.item()

@@ -9,8 +9,8 @@ import torch
 
 from verl_mux.coordinator.bus import members
 from verl_mux.errors import Failure
-from verl_mux.platform import device_ledger as ledger
 from verl_mux.platform.charges import Charges, DeviceSettings
+from verl_mux_cpu import device_ledger as ledger
 from verl_mux_cpu.cpu_saver import CpuMemorySaver
 
 
@@ -28,7 +28,7 @@ def device(tmp_path, monkeypatch):
 
 def neighbour(words, **environment):
     """A process that does that to the ledger, and lives until its stdin is closed."""
-    script = f"from verl_mux.platform import device_ledger as ledger\n{words}\nprint('done', flush=True)\ninput()"
+    script = f"from verl_mux_cpu import device_ledger as ledger\n{words}\nprint('done', flush=True)\ninput()"
     started = subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env={**os.environ, **environment},
@@ -150,7 +150,7 @@ def folder(tmp_path, monkeypatch):
 def test_an_account_names_its_process_and_replaces_the_one_before(folder):
     ledger.hold({"weights": 5, ("actor", "params"): 7})
     ledger.hold({"weights": 0, ("actor", "params"): 7})
-    ((_, account),) = ledger.accounts(members.SPACE)
+    ((_, account),) = ledger.accounts()
     me = members.this_process()
     assert (account.pid, account.started, account.space, account.node) == (me.pid, me.started, me.space, "r0")
     assert account.tags == {"weights": 0, "actor/params": 7}
@@ -158,7 +158,8 @@ def test_an_account_names_its_process_and_replaces_the_one_before(folder):
 
 def test_only_accounts_of_this_pid_namespace_are_read(folder):
     ledger.hold({"weights": 5})
-    assert ledger.accounts("another") == []
+    (folder / f"{members.SPACE}.{os.getpid()}").rename(folder / f"{members.SPACE}0.{os.getpid()}")
+    assert ledger.accounts() == []
 
 
 def test_an_account_that_cannot_be_written_stops_no_process(folder):
@@ -174,5 +175,5 @@ def test_the_saver_of_this_process_keeps_it(folder):
     )
     process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, env=dict(os.environ))
     process.communicate(b"\n")
-    ((_, account),) = ledger.accounts(members.SPACE)
+    ((_, account),) = ledger.accounts()
     assert account.pid == process.pid and account.tags == {"weights": 4000}
