@@ -14,7 +14,6 @@ BENCHES = {
     "scheduler": ("bench.scheduler", "bench_scheduler", "Placement decisions among many running jobs."),
     "log": ("bench.log_cost", "bench_log", "The event log: microseconds an event, percent of a real step."),
     "memory": ("bench.memory", "bench_memory", "Sleep and wake of a real engine: tokens, bytes, and time."),
-    "report": ("bench.report", "bench_report", "The report on a made log: seconds and memory."),
     "rollout": ("bench.rollouts.rollout_bench", "bench_rollout", "Over-sampling and segments beside plain steps, on real jobs."),
     "migration": ("bench.rollouts.rollout_bench", "bench_migration", "Long-tail migration beside none, on two real jobs."),
     "predictor": ("bench.rollouts.rollout_bench", "bench_predictor", "Length predictors on a file of prompts and lengths."),

@@ -8,28 +8,20 @@ ends.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Annotated, Any, NamedTuple
 
-import psutil
 import typer
 
-from bench.measuring import AsJson, answer_of, show
+from bench.measuring import AsJson, show
 from verl_mux.errors import Failure, UserError
-from verl_mux.launcher.run_processes import require_verl
 
 _MODEL_MIB, _MOST_MIB = 32, 2**20
 # Between what the ends have counted and what the kernel has: its own headers, openings, and what it sent again.
 _HEADERS = 1.1
 # Times that each way is gone: packets that many streams lose in one full queue make a single time say little.
 _ROUNDS = {"per_pair": 1, "shared": 3}
-
-
-SYNC_ROUNDS = "bench.sync_rounds"
-_WITHIN_S = 900.0
-# The model, as trainers hold it, in one region and in two engines a rank, and what passes through a file.
-_COPIES, _COPIES_A_RANK, _RESERVE = 3, 5, 3 << 30
 
 
 class Case(NamedTuple):
@@ -91,24 +83,17 @@ def bench_sync(
         float | None,
         typer.Option(help="Instead: this many GiB over loopback, beside raw sockets.", show_default=False, min=0.001),
     ] = None,
-    beside: Annotated[
-        bool, typer.Option("--beside", help="Instead: beside verl's own checkpoint engines that run here.")
-    ] = False,
-    ranks: Annotated[int, typer.Option(help="With --beside: trainer ranks, and as many engines.", min=1, max=64)] = 2,
     json: AsJson = False,
 ) -> None:
-    """Time the weight sync and `pull`, its yardstick, over shaped links; or over loopback, or beside verl's own."""
-    if sum((bool(case), loopback is not None, beside)) > 1:
-        raise UserError("--case, --loopback and --beside are measurements of their own; give one of them")
+    """Time the weight sync and `pull`, its yardstick, over shaped links; or over loopback."""
     if loopback is not None:
+        if case:
+            raise UserError("--case and --loopback are measurements of their own; give one of them")
         from bench.sync.loopback import over_loopback
 
         return show(over_loopback(round(loopback * 2**30)), json)
     if not 1 <= model_mib <= _MOST_MIB:
         raise UserError(f"--model-mib is {model_mib}; it must be at least 1 and at most {_MOST_MIB}")
-    if beside:
-        require_verl()
-        return show(beside_verl(model_mib << 20, ranks), json, beside_in_words)
     show(over_links(case, model_mib << 20), json, _in_words)
 
 
@@ -120,7 +105,7 @@ def over_links(names: list[str] | None, model_bytes: int) -> dict[str, Any]:
     if unknown := set(names or []) - set(known):
         raise UserError(f"there is no case {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     if (lacking := can_shape()) is not None:
-        raise UserError(f"bench sync cannot make hosts with shaped links here, it lacks {lacking}; try --loopback or --beside")
+        raise UserError(f"bench sync cannot make hosts with shaped links here, it lacks {lacking}; try --loopback")
     cases = {}
     for name in names or known:
         cases[name] = _case(known[name], model_bytes)
@@ -177,60 +162,3 @@ def _in_words(found: dict[str, Any]) -> str:
                 f"  {method:<10} {it['seconds']:8.2f} s, {it['slow_bytes_over_model']:.4f} of the model over slow links{same}"
             )
     return "\n".join(lines)
-
-
-# ---- beside verl's own checkpoint engines, in turns, on the same model in the same processes
-
-
-def beside_verl(model_bytes: int, ranks: int) -> dict[str, Any]:
-    """seconds: medians of the syncs of verl's engine and of ours; ratio: ours over its. By name of the engine; why_not: of one
-    that does not run here, which has none of the others.
-
-    Raises:
-        UserError: there is not enough memory.
-        Failure: nothing could be asked.
-    """
-    needed = model_bytes * (_COPIES + _COPIES_A_RANK * ranks) + _RESERVE
-    if (free := psutil.virtual_memory().available) < needed:
-        raise UserError(f"{model_bytes} bytes with {ranks} ranks need about {needed} bytes of memory, and {free} are free")
-    return {"ranks": ranks, "beside": {name: _one(name, lacks, model_bytes, ranks) for name, lacks in _ask().items()}}
-
-
-def _one(name: str, lacks: str | None, model_bytes: int, ranks: int) -> dict[str, Any]:
-    if lacks is not None:
-        return {"why_not": lacks}
-    try:
-        return compared(_ask(name, f"--model-bytes={model_bytes}", f"--ranks={ranks}"))
-    except Failure as error:
-        return {"why_not": str(error)}
-
-
-def compared(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Of engines that load a tensor as it comes; `by_engine`: of those that load as engines without a GPU do.
-    model_bytes: of the model that came nearest to what was asked for."""
-    memory, engine = (_medians(answer["ways"][way]) for way in ("memory", "engine"))
-    return {**memory, "bit_equal": answer["bit_equal"], "model_bytes": answer["model_bytes"], "by_engine": engine}
-
-
-def _medians(took: Mapping[str, list[float]]) -> dict[str, Any]:
-    theirs, ours = median(took["theirs"]), median(took["ours"])
-    return {"seconds": theirs, "ours_seconds": ours, "ratio": ours / theirs, "each": took["theirs"], "ours_each": took["ours"]}
-
-
-def _ask(*arguments: str) -> dict[str, Any]:
-    # As a job's processes; Ray's own choice is to stand back behind all others.
-    environment = {"VERL_PLATFORM": "cpu", "RAY_worker_niceness": "0"}
-    return answer_of(SYNC_ROUNDS, *arguments, within_s=_WITHIN_S, what="it", **environment)
-
-
-def beside_in_words(found: Mapping[str, Any]) -> str:
-    """A line an engine and way."""
-    text = []
-    for name, it in found["beside"].items():
-        if "why_not" in it:
-            text.append(f"{name}: does not run here: {it['why_not']}")
-            continue
-        same = "" if it["bit_equal"] else ", WRONG WEIGHTS"
-        for way, its in (("", it), (" by an engine", it["by_engine"])):
-            text.append(f"{name}{way}: {its['seconds']:.3f} s, ours {its['ours_seconds']:.3f} s, {its['ratio']:.2f} of it{same}")
-    return "\n".join(text)

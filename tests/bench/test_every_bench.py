@@ -24,7 +24,6 @@ TRIED = [
     ("filler --steps 1", 2, "--steps is 1"),
     ("scheduler --jobs 3 --decisions 2 --json", 0, "{"),
     ("log --requests 2 --rounds 1 --json", 0, "{"),
-    ("report --events 0", 2, "--events 0"),
     ("rollout --mode bend", 2, "--mode bend"),
     ("migration --file none.yaml", 2, "none.yaml"),
     ("memory --cycles 0", 2, "--cycles"),

@@ -4,17 +4,7 @@ import pytest
 
 from bench.sync.links import can_shape
 from bench.sync.participant import digest_of, entries_of
-from bench.sync.sync_bench import (
-    CASES,
-    Case,
-    bench_sync,
-    beside_in_words,
-    beside_verl,
-    compared,
-    limit_seconds,
-    over_links,
-    together,
-)
+from bench.sync.sync_bench import CASES, Case, bench_sync, limit_seconds, over_links, together
 from verl_mux.errors import UserError
 
 
@@ -63,54 +53,12 @@ def test_of_several_runs_the_middle_one_counts_and_every_wrong_bit():
 
 def test_measurements_do_not_mix():
     with pytest.raises(UserError, match="give one of them"):
-        bench_sync(["1_to_1x1_per_pair"], 32, None, beside=True)
-
-
-WAYS = {"memory": {"theirs": [4.0, 2.0, 3.0], "ours": [1.0, 9.0, 1.5]}, "engine": {"theirs": [8.0], "ours": [4.0]}}
-# As bench/sync_rounds, where one engine lacks a package, one has none of what it needs at work, and one runs.
-ROUNDS = f"""
-import json, sys
-if len(sys.argv) == 1:
-    print(json.dumps({{"naive": None, "nccl": "No module named 'cupy'", "nixl": None}}))
-elif sys.argv[1] == "naive":
-    assert sys.argv[2:] == ["--model-bytes=1024", "--ranks=3"]
-    print("noise")
-    print(json.dumps({{"bit_equal": True, "model_bytes": 1000, "ways": {WAYS}}}))
-else:
-    sys.exit("RuntimeError: no device")
-"""
-
-
-def test_medians_are_compared_with_the_ratio_of_ours_to_theirs():
-    found = compared({"bit_equal": False, "model_bytes": 1000, "ways": WAYS})
-    assert (found["seconds"], found["ours_seconds"], found["ratio"], found["bit_equal"]) == (3.0, 1.5, 0.5, False)
-    assert found["each"] == WAYS["memory"]["theirs"] and found["by_engine"]["ratio"] == 0.5
-
-
-def test_an_engine_that_does_not_run_here_is_named_with_the_reason(tmp_path, monkeypatch):
-    (tmp_path / "rounds.py").write_text(ROUNDS)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr("bench.sync.sync_bench.SYNC_ROUNDS", "rounds")
-    found = beside_verl(1024, 3)
-    assert found["ranks"] == 3
-    assert found["beside"]["nccl"] == {"why_not": "No module named 'cupy'"}
-    assert found["beside"]["nixl"] == {"why_not": "RuntimeError: no device"}
-    assert found["beside"]["naive"]["ratio"] == 0.5
-    assert beside_in_words(found).splitlines()[1:] == [
-        "naive by an engine: 8.000 s, ours 4.000 s, 0.50 of it",
-        "nccl: does not run here: No module named 'cupy'",
-        "nixl: does not run here: RuntimeError: no device",
-    ]
-
-
-def test_what_does_not_fit_into_memory_is_not_begun():
-    with pytest.raises(UserError, match="with 2 ranks need about"):
-        beside_verl(1 << 50, 2)
+        bench_sync(["1_to_1x1_per_pair"], 32, 1.0)
 
 
 def test_without_shaped_links_nothing_is_measured(monkeypatch):
     monkeypatch.setattr("bench.sync.links.can_shape", lambda: "root")
-    with pytest.raises(UserError, match="it lacks root; try --loopback or --beside"):
+    with pytest.raises(UserError, match="it lacks root; try --loopback"):
         over_links(["1_to_2x2_per_pair"], 1 << 20)
 
 

@@ -64,7 +64,11 @@ def play(run: Run, quiet: bool = False) -> Lines:
 
 def write(directory: Path, run: Run) -> None:
     """The run's log, as `mux` lays it out."""
-    for (job, role, step, worker), lines in play(run).files.items():
+    write_lines(directory, play(run))
+
+
+def write_lines(directory: Path, lines: Lines) -> None:
+    for (job, role, step, worker), own in lines.files.items():
         path = directory / job / "events" / role / f"step_{step}" / f"worker_{worker}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"".join(line + b"\n" for _, line in sorted(lines)))
+        path.write_bytes(b"".join(line + b"\n" for _, line in sorted(own)))
