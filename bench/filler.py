@@ -37,8 +37,7 @@ from verl_mux.launcher.command import run_jobs
 from verl_mux.launcher.run_file import COORDINATOR, RunFile
 from verl_mux.launcher.run_intervals import Timeline
 from verl_mux.profiling.eventlog import events
-from verl_mux.profiling.plain.intervals import Interval, clip, length
-from verl_mux.profiling.plain.lines import Line, read_directory
+from verl_mux.profiling.plain.lines import Interval, Line, clip, length, read_directory
 
 _POOLS = {"rollout": {"nodes": [{"name": "r0"}]}, "train": {"nodes": [{"name": "t0"}]}}
 # Seconds of rollout and training.

@@ -20,7 +20,7 @@ from verl_mux.launcher import run_file, run_intervals
 from verl_mux.launcher.command import run_jobs
 from verl_mux.launcher.run_file import RunFile
 from verl_mux.launcher.run_summary import Figures
-from verl_mux.profiling.plain.intervals import throughput_ratio
+from verl_mux.profiling.plain.lines import throughput_ratio
 
 
 def bench_mux(

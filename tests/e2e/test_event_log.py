@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e import tiny
-from tests.profiling.eventlog.occurring import keys_by_event, missing, undocumented
+from tests.profiling.eventlog.occurring import TABLE, keys_by_event, missing, undocumented
 from verl_mux.profiling.eventlog import events
 
 pytestmark = pytest.mark.e2e
@@ -37,7 +37,7 @@ def test_what_occurs_is_in_the_table(found):
 
 def test_what_the_table_promises_occurs(found):
     assert ("trainer", events.LEASE_WAIT) in found
-    others = {event.name for event in events.TABLE if event.written and event.level in ("coordinator", "agent")}
+    others = {event.name for event in TABLE if event.written and event.level in ("coordinator", "agent")}
     assert missing(found) == LACKS | others - {name for _, name in found}
 
 

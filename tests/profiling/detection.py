@@ -17,10 +17,10 @@ from typing import Any
 from tests.profiling.blind.runs import draw, write
 from tests.profiling.blind.shapes import ASYNC_KINDS, KINDS, MODES, Fault, Run
 from verl_mux.profiling.plain.lines import find_log_files
-from verl_mux.profiling.report.findings.all_findings import find_all
 from verl_mux.profiling.report.findings.finding import Finding
 from verl_mux.profiling.report.input.run_log import read_files
 from verl_mux.profiling.report.measures.analysis import Analysis
+from verl_mux.profiling.report.output.summary import find_all
 
 NAMES = {
     "slow_replica": "straggler",

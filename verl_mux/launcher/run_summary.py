@@ -21,8 +21,7 @@ from verl_mux.launcher import cores
 from verl_mux.launcher.cores import Interval
 from verl_mux.launcher.run_intervals import Span, Timeline, coordinators_lines
 from verl_mux.profiling.eventlog import events
-from verl_mux.profiling.plain.intervals import clip, length, throughput_ratio
-from verl_mux.profiling.plain.lines import Line, read_directory
+from verl_mux.profiling.plain.lines import Line, clip, length, read_directory, throughput_ratio
 
 PHASES = ("rollout", "train", "sync", "sleep", "wake", "wait_rollout", "wait_train")
 _REWARD_STEPS = 3

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from verl_mux.profiling.report.measures.replicas import MIN_TOKENS
+from verl_mux.profiling.report.measures.analysis import MIN_TOKENS
 from verl_mux.rollout.control.launch_order import turns
 from verl_mux.rollout.control.oversampling import Oversampler
 from verl_mux.rollout.control.segments import SegmentSteps

@@ -1,4 +1,4 @@
-"""What occurs in the event logs of real runs, beside the table of events."""
+"""The table of events in docs/event_log.md, and what occurs in the event logs of real runs beside it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,20 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
-from verl_mux.profiling.eventlog import events
+
+class Event(NamedTuple):
+    """A row of the table. written: by verl_mux; else only read, in other logs. unwritten: keys that are read but not written."""
+
+    name: str
+    level: str
+    meaning: str
+    extra: str
+    origin: str = ""
+    written: bool = True
+    unwritten: str = ""
+
 
 # Which level of the table a role's lines belong to.
 LEVELS = {
@@ -18,6 +30,20 @@ LEVELS = {
     "coordinator": {"coordinator"},
     "agent": {"agent"},
 }
+ALL_LEVELS = {"the log itself"}.union(*LEVELS.values())
+
+
+def _table() -> list[Event]:
+    lines = (Path(__file__).parents[3] / "docs" / "event_log.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| `")]
+    rows = [[name.strip("`"), *more] for name, *more in cells if more[0] in ALL_LEVELS]
+    written = [Event(*row) for row in rows if len(row) == 5]
+    more = {(row[0], row[1]): row[3] for row in rows if row[2:3] == ["as above"]}
+    others = [Event(*row, written=False) for row in rows if len(row) == 4 and row[2] != "as above"]
+    return [event._replace(unwritten=more.get(event[:2], "")) for event in written] + others
+
+
+TABLE = _table()
 
 
 def keys_by_event(directories: Iterable[Path]) -> dict[tuple[str, str], set[str]]:
@@ -33,13 +59,13 @@ def keys_by_event(directories: Iterable[Path]) -> dict[tuple[str, str], set[str]
     return dict(found)
 
 
-def documented_keys(event: events.Event) -> set[str]:
+def documented_keys(event: Event) -> set[str]:
     return set(re.findall(r"(\w+)(?: \([^)]*\))?(?:, |$)", event.extra))
 
 
-def rows(role: str, name: str) -> list[events.Event]:
+def rows(role: str, name: str) -> list[Event]:
     """The table's rows for an event that this role logs."""
-    return [e for e in events.TABLE if e.name == name and e.level in LEVELS[role] | {"the log itself"}]
+    return [e for e in TABLE if e.name == name and e.level in LEVELS[role] | {"the log itself"}]
 
 
 def undocumented(found: dict[tuple[str, str], set[str]]) -> set[tuple[str, str, str]]:
@@ -57,7 +83,7 @@ def undocumented(found: dict[tuple[str, str], set[str]]) -> set[tuple[str, str, 
 def missing(found: dict[tuple[str, str], set[str]]) -> set[str]:
     """`event` and `event.key` of the table that do not occur."""
     absent: set[str] = set()
-    for event in (event for event in events.TABLE if event.written):
+    for event in (event for event in TABLE if event.written):
         roles = [role for role, levels in LEVELS.items() if event.level in levels or event.level == "the log itself"]
         seen = [found[role, event.name] for role in roles if (role, event.name) in found]
         if not seen:

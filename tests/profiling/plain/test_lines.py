@@ -4,8 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from verl_mux.profiling.plain.intervals import clip, length, overlap, throughput_ratio, union
-from verl_mux.profiling.plain.lines import find_log_files
+from verl_mux.profiling.plain.lines import clip, find_log_files, length, overlap, throughput_ratio, union
 
 PATHS = {
     "step_3/worker_0.jsonl": ("", "rollout", 3, 0),

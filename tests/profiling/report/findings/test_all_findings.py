@@ -5,8 +5,8 @@ import random
 import pytest
 
 from tests.profiling.made_logs import SEED_LINES, Lines, Made, make_run, make_shares, read_run
-from verl_mux.profiling.report.findings.all_findings import DETECTORS, find_all
 from verl_mux.profiling.report.measures.analysis import Analysis
+from verl_mux.profiling.report.output.summary import DETECTORS, find_all
 
 
 def found(directory):

@@ -8,9 +8,8 @@ import pytest
 
 from tests.profiling.made_engines import Job, Made, make
 from tests.profiling.made_logs import Lines, read_run
-from verl_mux.profiling.report.findings.all_findings import find_all
 from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.profiling.report.output.summary import summarise
+from verl_mux.profiling.report.output.summary import find_all, summarise
 
 
 def analysis(directory) -> Analysis:

@@ -4,10 +4,9 @@ import pytest
 
 from tests.profiling.made_logs import Lines, read_run
 from tests.profiling.made_mux import make_mux_run
-from verl_mux.profiling.report.findings.all_findings import find_all
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.profiling.report.output.page.page import alone, measured_alone
-from verl_mux.profiling.report.output.summary import summarise
+from verl_mux.profiling.report.output.summary import find_all, summarise
 
 
 @pytest.fixture(scope="module")

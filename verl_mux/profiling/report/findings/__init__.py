@@ -1,1 +1,1 @@
-"""What cost time and what to do about it: one function a kind, registered in all_findings.py. Runs in the report; pure."""
+"""What cost time and what to do about it: one function a kind, registered in output/summary.py. Runs in the report; pure."""

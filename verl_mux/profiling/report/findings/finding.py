@@ -25,7 +25,7 @@ import numpy as np
 class Finding:
     """One thing that cost time.
 
-    kind: one of all_findings.DETECTORS. step, replica, node, worker: where (the worst place, if several); None where it has no
+    kind: one of summary.DETECTORS. step, replica, node, worker: where (the worst place, if several); None where it has no
     such place, or the log does not say. seconds: how long the thing itself took, there. cost_s: seconds it cost all in all, by
     which findings are ranked. turn: 1 is the first.
     """

@@ -1,5 +1,5 @@
 """Findings about requests whose reward, turn, tool call or whole took far longer than those of their peers: `slow_turn`,
-`slow_request`, and the single requests of `tool_wait` and `reward_wait`. Runs in the report; called by all_findings.py; pure.
+`slow_request`, and the single requests of `tool_wait` and `reward_wait`. Runs in the report; called by output/summary.py; pure.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from dataclasses import replace
 import numpy as np
 import polars as pl
 
-from verl_mux.profiling.plain.intervals import overlap
+from verl_mux.profiling.plain.lines import overlap
 from verl_mux.profiling.report.findings.finding import MIN_SAMPLE, Finding, Gap, Place, expected_seconds, isolated
 from verl_mux.profiling.report.findings.waits import LEAST_S, QUEUED
 from verl_mux.profiling.report.input.reduction import REQUEST_KEY
-from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.profiling.report.measures.replicas import UNIT
+from verl_mux.profiling.report.measures.analysis import UNIT, Analysis
 
 COST = 0.10  # of a step's usual length; a request that lost less is not worth a finding
 COST_SHARED = 0.25  # the same where SHARED or more were slow together: a hiccup of their process that all outlived is none

@@ -1,7 +1,7 @@
 """Finding `silent_gap`: an engine that stood still in a step, recognised by gaps between completions and by its own counters.
 
 A place is (job, step, unit): the unit is a replica where the log says on which one a stay was, and a worker elsewhere. Runs in
-the report; called by all_findings.py; pure.
+the report; called by output/summary.py; pure.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection
 import numpy as np
 import polars as pl
 
-from verl_mux.profiling.plain.intervals import overlap
+from verl_mux.profiling.plain.lines import overlap
 from verl_mux.profiling.report.findings.finding import (
     ALIKE_MISSING,
     MIN_PART,
@@ -27,8 +27,7 @@ from verl_mux.profiling.report.findings.finding import (
 )
 from verl_mux.profiling.report.findings.slow_requests import held_up
 from verl_mux.profiling.report.input.reduction import REQUEST_KEY
-from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.profiling.report.measures.replicas import UNIT, Engines, by_place, times_of_steps
+from verl_mux.profiling.report.measures.analysis import UNIT, Analysis, Engines, by_place, times_of_steps
 
 SAME = 0.8  # workers whose gaps share this part of the time stood still together
 # How far the paces of both sides may differ where the log has no tokens. The work after a stall is what was slowest

@@ -4,7 +4,7 @@ Where the log knows engines, a straggler is a replica, or all replicas of a node
 other nodes (than all others where there is one node). More requests at once make a token slower too, but not the replica: its
 tokens a second must be fewer as well. Replicas that stood still or were short of KV cache in a step are left to those findings.
 Where the log knows no engines, a straggler is a worker whose requests all took longer than those of its peers. Runs in the
-report; called by all_findings.py; pure.
+report; called by output/summary.py; pure.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import polars as pl
 
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.report.findings.finding import Finding, Place, over_steps
-from verl_mux.profiling.report.measures.analysis import Analysis, completion
-from verl_mux.profiling.report.measures.replicas import Engines, busy, middle
+from verl_mux.profiling.report.measures.analysis import Analysis, Engines, busy, completion, middle
 
 SLOWER = 1.5  # times its peers
 DEVIATIONS = 5.0

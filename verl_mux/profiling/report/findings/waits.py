@@ -1,5 +1,5 @@
 """Findings about time in which requests or the whole job waited: for engines, KV cache, tools, rewards, leases, other pools'
-work. Runs in the report; called by all_findings.py; pure.
+work. Runs in the report; called by output/summary.py; pure.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from collections.abc import Collection
 import polars as pl
 
 from verl_mux.profiling.eventlog import events
-from verl_mux.profiling.plain.intervals import length
+from verl_mux.profiling.plain.lines import length
 from verl_mux.profiling.report.findings.finding import Finding, Place, chance, over_steps
-from verl_mux.profiling.report.measures.analysis import Analysis
+from verl_mux.profiling.report.measures.analysis import Analysis, middle, was_let_in
 from verl_mux.profiling.report.measures.lease_times import Hold, Leases, shared_window
-from verl_mux.profiling.report.measures.replicas import middle, was_let_in
 
 QUEUED = 0.35  # of the time of stays
 MIN_REQUESTS = 8

@@ -18,7 +18,7 @@ import numpy as np
 import polars as pl
 
 from verl_mux.profiling.eventlog import events
-from verl_mux.profiling.plain.intervals import Interval, clip, length, throughput_ratio
+from verl_mux.profiling.plain.lines import Interval, clip, length, throughput_ratio
 
 MARK_SLACK = 0.1  # seconds: a segment's first lease may be logged as begun a little before the segment's mark
 LONGER = 0.75  # quantile of a job's phases
