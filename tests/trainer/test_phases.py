@@ -180,7 +180,7 @@ def made(monkeypatch, tmp_path):
         trainer = bare_trainer(phases=Phases(mux, NULL_LOG), timing_raw={}, total_training_steps=STEPS)
         trainer.leaving = Leaving(mux, str(tmp_path / "note") if note else None)
         trainer.config = OmegaConf.create({"trainer": {"default_local_dir": str(tmp_path)}})
-        trainer.prompts = SimpleNamespace(save=lambda folder: None)
+        trainer.prompts = SimpleNamespace(window=None)
         trainer.sleep_states = lambda: happened.append("asleep")
         trainer._shutdown_dump_executor = lambda: happened.append("dumps are written")
         saved = lambda self: happened.append(("saved", self.global_steps, self.phases.lease is not None))  # noqa: E731

@@ -114,7 +114,7 @@ def growth(pool, engines, monkeypatch):
     it = Growth([OWN], [OTHER], [borrower], engines, [engines.worker], Room(100, 64, 10**6))
     monkeypatch.setattr("verl_mux.rollout.control.replica_plan.GROWTH_MIN_GAIN_S", 0.01)
     yield it
-    it.end(None)
+    it.__exit__(None)
 
 
 JOIN, PART = ("join", "b"), ("part", "b")
@@ -212,8 +212,8 @@ def test_a_node_that_is_lent_is_the_jobs_until_its_engines_are_gone():
     made = make_growth(["r0"], engines, [], Room(100, 64, 10**6), lambda nodes: client)
     assert made.own_nodes == ["r0"] and made.lent == [1]
     assert noted == [("members", engines.members)] and engines.refused == [[OTHER]]
-    made.end("its job ended with KeyError")
-    made.end(None)
+    made.__exit__(KeyError)
+    made.__exit__(None)
     assert noted[1:] == [("fail", "its job ended with KeyError"), ("close",)]
 
 

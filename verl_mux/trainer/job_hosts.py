@@ -10,6 +10,7 @@ dead agent loop worker and a collective with a cut-off rank never end, and Ray m
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import ray
 from omegaconf import DictConfig
@@ -52,30 +53,21 @@ Address = tuple[str, int]
 # ---------------------------------------------------------------- set-up
 
 
-class Nodes(NamedTuple):
-    """A job's, by side in the order of ranks; and where each of them is."""
+def settle_nodes(client: LocalMux, config: DictConfig, colocated: bool) -> tuple[list[str], list[str], dict[str, Place]]:
+    """Rollout and training nodes that the coordinator gives the job, in the order in which Ray puts ranks on them, and where each
+    is. Without a coordinator the job is alone, and nodes are names.
 
-    rollout: list[str]
-    train: list[str]
-    places: Mapping[str, Place]
-
-
-def settle_nodes(client: LocalMux, config: DictConfig, colocated: bool) -> Nodes:
-    """The nodes that the coordinator gives the job, in the order in which Ray puts ranks on them. Without a coordinator the job
-    is alone, and nodes are names.
-
-    Raises:
-        UserError: Ray cannot put the job on its nodes, or it could not be checked whether it did.
+    Raises UserError: Ray cannot put the job on its nodes, or it could not be checked whether it did.
     """
     rollout, train = list(client.nodes["rollout"]), list(client.nodes["train"])
     if client.address is None:
-        return Nodes(rollout, train, {})
+        return rollout, train, {}
     places, cluster = {node: client.place(node) for node in (*rollout, *train)}, ray_nodes()
     asked = dict.fromkeys(train, int(config.trainer.n_gpus_per_node))
     for node in [] if colocated else rollout:
         asked[node] = asked.get(node, 0) + int(config.actor_rollout_ref.rollout.n_gpus_per_node)
     check_cluster(places, asked, cluster)
-    return Nodes(in_rank_order(rollout, places, cluster), in_rank_order(train, places, cluster), places)
+    return in_rank_order(rollout, places, cluster), in_rank_order(train, places, cluster), places
 
 
 def checkpoint_to_resume(config: DictConfig) -> str | None:
@@ -109,7 +101,7 @@ def placed_pools(manager: ResourcePoolManager, settings: WorkerSettings) -> Reso
 
 
 def check_ranks(ranks: Sequence[Location], settings: WorkerSettings) -> None:
-    """Where the ranks of a training group run, before they touch a device. Raises UserError naming each on a wrong node."""
+    """Before the ranks of a training group touch a device. Raises UserError naming each that runs on a wrong node."""
     nodes = settings.train_nodes
     located = [(f"training rank {rank}", node_of(nodes, rank, len(ranks)), at) for rank, at in enumerate(ranks)]
     check(located, settings.places)
@@ -119,7 +111,7 @@ def check_ranks(ranks: Sequence[Location], settings: WorkerSettings) -> None:
 
 
 class DeadActor(Failure):
-    """An actor that the job's rollouts need has died; the cause is Ray's error."""
+    """The cause is Ray's error."""
 
 
 def actors_of_rollout(engines: Any, workers: Sequence[Any], reward_workers: Sequence[Any]) -> dict[str, Any]:
@@ -162,7 +154,6 @@ class ActorWatch:
             raise dead
 
     def check(self) -> None:
-        """Asks no actor. Raises DeadActor."""
         if self._dead is not None:
             raise self._dead
 
@@ -181,9 +172,8 @@ class ActorWatch:
         died: dict[str, ActorDiedError] = {}
         for name in [name for name, asked in self._asked.items() if asked in answered]:
             try:
-                ray.get(self._asked.pop(name))
-            except ActorUnavailableError:  # Ray does not know yet
-                pass
+                with contextlib.suppress(ActorUnavailableError):  # Ray does not know yet
+                    ray.get(self._asked.pop(name))
             except ActorDiedError as error:
                 died[name] = error
         if not died:
@@ -206,10 +196,6 @@ def end_process(phases: Phases, reason: Failure) -> None:
 # ---------------------------------------------------------------- hosts
 
 
-class HostLost(Failure):
-    """A host that the job works on cannot be reached."""
-
-
 def hosts_of(nodes: Iterable[str], cluster: Iterable[RayNode], here: str) -> dict[str, Address]:
     """Where Ray listens on the hosts of these mux nodes but `here`, this host's own address; by the names that users know."""
     nodes, hosts = list(dict.fromkeys(nodes)), {}
@@ -227,7 +213,7 @@ class HostWatch:
     """
 
     def __init__(
-        self, hosts: Mapping[str, Address], limit_s: float, end: Callable[[HostLost], None], every_s: float = _EVERY_S
+        self, hosts: Mapping[str, Address], limit_s: float, end: Callable[[Failure], None], every_s: float = _EVERY_S
     ) -> None:
         self._hosts, self._limit_s, self._end, self._every_s = hosts, limit_s, end, every_s
         self._silent_s: dict[str, float] = {}  # of those that have answered once
@@ -252,7 +238,7 @@ class HostWatch:
                     self._silent_s[name] += passed
             lost = [name for name, seconds in self._silent_s.items() if seconds > self._limit_s]
             if lost and not self._over.is_set():
-                return self._end(HostLost(f"{' and '.join(lost)} could not be reached for {self._limit_s:g} s"))
+                return self._end(Failure(f"{' and '.join(lost)} could not be reached for {self._limit_s:g} s"))
 
 
 def _answers(address: Address) -> bool:

@@ -52,7 +52,6 @@ from verl_mux.config.job_checks import check
 from verl_mux.config.preflight import connect_job, connect_to_grow
 from verl_mux.config.schema import MuxConfig
 from verl_mux.coordinator.bus.client import Lease
-from verl_mux.coordinator.bus.messages import Member
 from verl_mux.errors import Failure
 from verl_mux.memory.tags import Moves, total
 from verl_mux.places.ray_nodes import ray_nodes
@@ -78,26 +77,6 @@ class OffPolicyError(RuntimeError):
     """A sample was generated with other weights than the trainer's of this step."""
 
 
-class AfterInitLease:
-    """A worker group's attribute whose setting takes the trainer's init lease.
-
-    verl's `_setup` starts all worker processes, sets this attribute, and calls nothing of ours before the group first touches its
-    device (`reset` of the critic, `init_model` of the actor).
-    """
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __set__(self, trainer: Any, group: Any) -> None:
-        trainer.before_device(group)
-        vars(trainer)[self._name] = group
-
-    def __get__(self, trainer: Any, owner: type) -> Any:
-        if self._name not in vars(trainer):
-            raise AttributeError(self._name)
-        return vars(trainer)[self._name]
-
-
 def _timed_pass(name: str, event: str) -> Callable:
     """verl's pass of this name over a batch, as a part of the training phase: logged, under a lease that may be used."""
 
@@ -114,8 +93,6 @@ class PPOTrainerMux(PPOTrainer):
     _enable_hybrid_replicas = False
     _colocated = False
     resource_pool_manager: ResourcePoolManager
-    critic_wg = AfterInitLease()
-    actor_rollout_wg = AfterInitLease()
 
     def __init__(self, config: DictConfig) -> None:
         mux = check(config)
@@ -134,16 +111,15 @@ class PPOTrainerMux(PPOTrainer):
     def _connect(self, config: DictConfig, mux: MuxConfig, cpu: bool) -> None:
         client = connect_job(config, mux)
         try:
-            nodes = job_hosts.settle_nodes(client, config, self._colocated)
+            mux.nodes.rollout, mux.nodes.train, places = job_hosts.settle_nodes(client, config, self._colocated)
         except BaseException:
             client.close()
             raise
-        mux.nodes.rollout, mux.nodes.train = nodes.rollout, nodes.train
-        self.settings = completion.hand_to_workers(config, mux, nodes.places, cpu, job_hosts.checkpoint_to_resume(config))
+        self.settings = completion.hand_to_workers(config, mux, places, cpu, job_hosts.checkpoint_to_resume(config))
         self.phases = Phases(client, open_worker_log(self.settings, "trainer", 0))
         self.leaving = Leaving(client, mux.move_note)
         # A host that is cut off for longer than a lease lasts ends the job, as losing the driver's host would.
-        limit_s, used = self.phases.mux.lease_timeout, {*nodes.rollout, *nodes.train}
+        limit_s, used = client.lease_timeout, {*mux.nodes.rollout, *mux.nodes.train}
         hosts = {} if limit_s is None else job_hosts.hosts_of(used, ray_nodes(), ray.util.get_node_ip_address())
         self.hosts = job_hosts.HostWatch(hosts, limit_s or 0.0, functools.partial(job_hosts.end_process, self.phases))
         self.phases.log.log(events.JOB_KEYS, extra={"keys": completion.logged_keys(config)}, step=0)
@@ -152,7 +128,6 @@ class PPOTrainerMux(PPOTrainer):
     # ---------------------------------------------------------------- set-up
 
     def init(self) -> None:
-        """verl's init; leases and event log do not outlive a failure."""
         with self._leaving_on_failure():
             super().init()
 
@@ -169,7 +144,14 @@ class PPOTrainerMux(PPOTrainer):
         if Role.Critic in self.role_worker_mapping:
             self.role_worker_mapping[Role.Critic] = ray.remote(MuxTrainingWorker)
 
-    def before_device(self, group: Any) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
+        """verl's `_setup` starts all worker processes, sets these attributes, and calls nothing of ours before a group first
+        touches its device: the init lease is taken here."""
+        if name in ("critic_wg", "actor_rollout_wg"):
+            self._before_device(value)
+        super().__setattr__(name, value)
+
+    def _before_device(self, group: Any) -> None:
         """Worker processes have started, imported and read their weights from disk by now: the lease is held for the seconds that
         map memory and no longer."""
         if self.phases.lease is None:
@@ -201,7 +183,9 @@ class PPOTrainerMux(PPOTrainer):
             replicas=self.rollout_server_manager.get_replicas(),
         )
         self.engines = RolloutEngines(self.rollout_server_manager, sync, self.phases, self.settings.device.sleep_level)
-        self.phases.mux.members(self._processes())
+        ranks = [process for group in self.train_groups() for _, process in group.mux_where()]
+        # All that hold device memory; a process has a rank of each group.
+        self.phases.mux.members(list(dict.fromkeys([*ranks, *self.rollout_server_manager.processes()])))
 
     def get_llm_client(self):
         from verl_mux.rollout.worker.server_client import MuxServerClient
@@ -216,11 +200,6 @@ class PPOTrainerMux(PPOTrainer):
         rollout = self.config.actor_rollout_ref.rollout
         return self.resource_pool_manager.get_n_gpus() + (0 if self._colocated else rollout.n_gpus_per_node * rollout.nnodes)
 
-    def _processes(self) -> list[Member]:
-        """All processes of this job that hold device memory."""
-        ranks = [process for group in self.train_groups() for _, process in group.mux_where()]
-        return list(dict.fromkeys([*ranks, *self.rollout_server_manager.processes()]))  # a process has a rank of each group
-
     # ---------------------------------------------------------------- fit
 
     def fit(self, agent_loop_manager) -> None:
@@ -232,8 +211,20 @@ class PPOTrainerMux(PPOTrainer):
             end = functools.partial(job_hosts.end_process, self.phases)
             with self._make_moves(workers) as self.moves, job_hosts.ActorWatch(actors, end) as self.watch:
                 self._start_rollout(workers)
-                close = self._fit(agent_loop_manager)
-        self.close(close)
+                close: Callable[[], None] = self.phases.mux.close
+                try:
+                    super().fit(agent_loop_manager)
+                except LeavesToMove:
+                    self._shutdown_dump_executor()
+                    self.leaving.leave_note()
+                    close = self.leaving.close_to_move
+        self.hosts.close()
+        try:
+            self.phases.end()
+        finally:
+            close()
+            self.phases.log.close()
+            shutil.rmtree(self.settings.directory, ignore_errors=True)
 
     def _start_rollout(self, workers: list) -> None:
         keys, rollout = self._mux_config.rollout, self.config.actor_rollout_ref.rollout
@@ -242,16 +233,6 @@ class PPOTrainerMux(PPOTrainer):
         if isinstance(self.replay_buffer, MuxReplayBuffer):
             samples = {"train": rollout.n, "val": rollout.val_kwargs.n}
             self.replay_buffer.start(workers, self.phases.mux, self.watch, self.rollout, samples)
-
-    def _fit(self, agent_loop_manager) -> Callable[[], None]:
-        """Returns how to leave the coordinator."""
-        try:
-            super().fit(agent_loop_manager)
-        except LeavesToMove:
-            self._shutdown_dump_executor()
-            self.leaving.leave_note()
-            return self.leaving.close_to_move
-        return self.phases.mux.close
 
     def _make_moves(self, workers: list) -> ReplicaMoves:
         """Replicas that leave a rollout early or join it late, where the keys ask for that."""
@@ -296,7 +277,8 @@ class PPOTrainerMux(PPOTrainer):
         with self.phases.part(events.OLD_LOG_PROB, self.global_steps):
             batch = super()._compute_old_log_prob(batch, metrics)
             self.prompts.trained(batch)
-            figures = self.prompts.figures() | (self.rollout.figures() if self.rollout is not None else {})
+            figures = self.prompts.window.figures() if self.prompts.window is not None else {}
+            figures |= self.rollout.figures() if self.rollout is not None else {}
             metrics.update({f"mux/rollout/{key}": value for key, value in figures.items()})
             if self.rollout is not None:
                 self.rollout.treat_older_tokens(batch, metrics)
@@ -331,15 +313,15 @@ class PPOTrainerMux(PPOTrainer):
         self.phases.mux.report_step(global_steps, reported, self.total_training_steps)
 
     def _consume_sync_metrics(self) -> dict:
-        return self.engines.take_sync_figures()
+        figures, self.engines.sync_figures = self.engines.sync_figures, {}
+        return figures
 
     def on_validate_begin(self) -> None:
         # A validation follows an update (or comes before the first), so it runs on the newest weights, in a lease of its own.
         self._begin_rollout(version=self.global_steps)
 
     def on_validate_end(self) -> None:
-        # The next rollout comes before the next update.
-        self._end_rollout(same_weights_next=True)
+        self._end_rollout(same_weights_next=True)  # the next rollout comes before the next update
 
     def _validate(self) -> dict[str, float]:
         with self.phases.log.span(events.VALIDATE, step=self.global_steps):
@@ -351,36 +333,33 @@ class PPOTrainerMux(PPOTrainer):
         return self.prompts.next_batch(num_prompts)
 
     def _add_prompts_to_generate(self, num_prompts: int) -> int:
-        """verl's, which also draws others in the place of prompts that failed; so it is called without end where an actor
-        died."""
-        self.watch.check()
+        self.watch.check()  # verl draws others in the place of prompts that failed: without end where an actor died
         return super()._add_prompts_to_generate(num_prompts)
 
     def _save_checkpoint(self) -> None:
         with self.phases.part(events.SAVE_CHECKPOINT, self.global_steps):
             folder = self._checkpoint_folder()
             local_mkdir_safe(str(folder))
-            self.prompts.save(folder)
-            if self.rollout is not None:
-                self.rollout.save(folder)
+            for part in (self.prompts.window, self.rollout):
+                if part is not None:
+                    part.save(folder)
             super()._save_checkpoint()  # which writes, at its end, which checkpoint is the latest
-        self.leaving.saved(self.global_steps)
+        self.leaving.saved = self.global_steps
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
         if self.global_steps:
             trainer = self.config.trainer
             folder = Path(trainer.resume_from_path) if trainer.resume_mode == "resume_path" else self._checkpoint_folder()
-            self.prompts.load(folder)
+            if self.prompts.window is not None:
+                self.prompts.window.load(folder)
             self._saved_rollout = load(folder)
 
     def _checkpoint_folder(self) -> Path:
         return Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
 
     def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
-        if self.rollout is None:
-            return super()._reissue_inflight_prompts(partition_id)
-        return self.rollout.restore_waiting(partition_id)
+        return (self.rollout.restore_waiting if self.rollout is not None else super()._reissue_inflight_prompts)(partition_id)
 
     # ---------------------------------------------------------------- phases
 
@@ -400,19 +379,18 @@ class PPOTrainerMux(PPOTrainer):
     def _end_rollout(self, same_weights_next: bool = False) -> None:
         generated = time.perf_counter() - self._rollout_began
         self.phases.log.log(events.GENERATE_PHASE, generated, step=self.global_steps)
-        self.phases.add_seconds("generate", generated)
+        self.phases.seconds["generate"] += generated
         self.moves.rollout_ends()
         with self.phases.using():
             self.engines.sleep(same_weights_next)
             self.phases.end()  # before a fence could take the memory up again
 
     def sleep_states(self) -> None:
-        """The trainer's states leave the device for host memory."""
         self.states_are_awake = False
         self._states_moved("sleep", [group.mux_sleep() for group in self.train_groups()])
 
     def wake_states(self) -> None:
-        """The trainer's states come to the device from host memory, under the held lease."""
+        """Under the held lease."""
         assert self.phases.lease is not None
         token = self.phases.lease.token
         self._states_moved("wake", [group.mux_wake(token) for group in self.train_groups()])
@@ -434,15 +412,16 @@ class PPOTrainerMux(PPOTrainer):
             self.moves.leave()
             self.engines.pause()
             return lambda: self.engines.reopen(lease)
-        if lease.phase == "train" and self.states_are_awake:
-            self.sleep_states()
-            return lambda: self._resume_training(lease)
-        return lambda: None
+        if lease.phase != "train" or not self.states_are_awake:
+            return lambda: None
 
-    def _resume_training(self, lease: Lease) -> None:
-        for group in self.train_groups():
-            group.mux_reopen(lease.token)
-        self.wake_states()
+        def resume() -> None:
+            for group in self.train_groups():
+                group.mux_reopen(lease.token)
+            self.wake_states()
+
+        self.sleep_states()
+        return resume
 
     def _report_host_memory(self) -> None:
         """While all of this job sleeps and it holds no node: no other job waits for it, and all host copies are there."""
@@ -453,7 +432,6 @@ class PPOTrainerMux(PPOTrainer):
         self.phases.host_memory(held)
 
     def train_groups(self) -> list:
-        """verl's worker groups that train, each once."""
         groups = [self.actor_rollout_wg, getattr(self, "critic_wg", None), getattr(self, "ref_policy_wg", None)]
         return list({id(group): group for group in groups if group is not None}.values())
 
@@ -465,9 +443,8 @@ class PPOTrainerMux(PPOTrainer):
         for key, tag in zip(batch.keys, batch.tags, strict=True):
             if not tag.get("is_padding", False) and not may_train_on(tag, expected, keys, lag):
                 versions = (tag.get("min_global_steps"), tag.get("max_global_steps"))
-                raise OffPolicyError(
-                    f"step {self.global_steps} trains on weights of version {expected}; sample {key} has {versions}"
-                )
+                trains = f"step {self.global_steps} trains on weights of version {expected}"
+                raise OffPolicyError(f"{trains}; sample {key} has {versions}")
 
     # ---------------------------------------------------------------- leaving
 
@@ -485,16 +462,6 @@ class PPOTrainerMux(PPOTrainer):
             finally:
                 self.phases.log.close()
             raise
-
-    def close(self, close_client: Callable[[], None]) -> None:
-        """Give everything back: lease, coordinator connection, event log."""
-        self.hosts.close()
-        try:
-            self.phases.end()
-        finally:
-            close_client()
-            self.phases.log.close()
-            shutil.rmtree(self.settings.directory, ignore_errors=True)
 
 
 @register_trainer("mux_separate")

@@ -24,15 +24,12 @@ log = logging.getLogger(__name__)
 
 
 class Phases:
-    """Takes and gives back the job's leases, and logs each wait and each phase.
-
-    mux: the coordinator's client, or its local stand-in. log: the trainer's event log.
-    """
+    """mux: the coordinator's client, or its local stand-in. log: the trainer's event log."""
 
     def __init__(self, mux: LocalMux, log: Any) -> None:
         self.mux, self.log = mux, log
         self.lease: Lease | None = None
-        self.seconds: dict[str, float] = {}
+        self.seconds: defaultdict[str, float] = defaultdict(float)  # of this step, by phase and part
         self._began = 0.0
         self._taken = threading.RLock()
         self._user: int | None = None  # the thread that has it
@@ -85,7 +82,7 @@ class Phases:
         lease = self.mux.acquire(phase, step=step, nodes=None if nodes is None else list(dict.fromkeys(nodes)))
         waited = time.perf_counter() - started
         self.log.log(events.LEASE_WAIT, waited, extra=_about(lease), step=step)
-        self.add_seconds(f"wait_{phase}", waited)
+        self.seconds[f"wait_{phase}"] += waited
         self.lease, self._began = lease, time.perf_counter()
         return lease
 
@@ -98,19 +95,19 @@ class Phases:
         held = time.perf_counter() - self._began
         # Logged before another job gets the nodes, so that by the log too no two jobs share them.
         self.log.log(events.PHASE, held, extra=_about(lease), step=lease.step)
-        self.add_seconds(lease.phase, held)
+        self.seconds[lease.phase] += held
         self.mux.release(lease)
 
     def shrink(self, nodes: list[str]) -> None:
         """Give some of the held nodes back, whose memory is free by now; the phase goes on upon the rest."""
         lease = self.lease
         assert lease is not None, f"{nodes} go back while no lease is held"
-        given_back = {**_about(lease), "nodes": list(nodes)}
-        self.log.log(events.PHASE, time.perf_counter() - self._began, extra=given_back, step=lease.step)
+        extra = {**_about(lease), "nodes": nodes}
+        self.log.log(events.PHASE, time.perf_counter() - self._began, extra=extra, step=lease.step)
         self.lease = self.mux.shrink(lease, nodes)
 
     def fail(self, reason: str) -> None:
-        """Something went wrong. A lease still held is kept until the job's processes, and their memory with them, are gone."""
+        """A lease still held is kept until the job's processes, and their memory with them, are gone."""
         if self.lease is None:
             return self.mux.close(reason)
         self.lease = None
@@ -127,7 +124,7 @@ class Phases:
         finally:
             seconds = time.perf_counter() - started
             self.log.log(name, seconds, extra=extra or None, step=step)
-            self.add_seconds(name, seconds)
+            self.seconds[name] += seconds
 
     def moved(self, verb: str, side: str, step: int, parts: Sequence[tuple[str, Moves]], log: bool = True) -> None:
         """Tags slept or woke: to the event log (unless an engine has logged it itself) and the coordinator's memory view. parts:
@@ -142,7 +139,7 @@ class Phases:
                 self.log.log(events.SLEEP if verb == "sleep" else events.WAKE, moved.seconds, extra=extra, step=step)
             if moves:
                 self.mux.memory(node, {tag: moved.mapped for tag, moved in moves.items()})
-        self.add_seconds(verb, sum(moved.seconds for moved in total(moves for _, moves in parts).values()))
+        self.seconds[verb] += sum(moved.seconds for moved in total(moves for _, moves in parts).values())
 
     def host_memory(self, parts: Iterable[tuple[str, Member, dict[str, int]]]) -> None:
         """To the coordinator: what processes of the job hold of their nodes' host memory, by kind; each process counts once."""
@@ -153,13 +150,8 @@ class Phases:
             self.mux.host_memory(node, dict(kinds))
 
     def take_seconds(self) -> dict[str, float]:
-        """Seconds by phase and part since the last call."""
-        taken, self.seconds = self.seconds, {}
+        taken, self.seconds = self.seconds, defaultdict(float)
         return taken
-
-    def add_seconds(self, name: str, seconds: float) -> None:
-        """Add to the seconds of the step that went to a phase or part."""
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
 
 def _about(lease: Lease) -> dict[str, Any]:
@@ -181,12 +173,8 @@ class Leaving:
 
     def __init__(self, mux: LocalMux, note: str | None) -> None:
         self._mux, self._note = mux, note
-        self._saved = 0  # the last step with a checkpoint
+        self.saved = 0  # the last step with a checkpoint
         self._move, self._step, self._saving_s = 0, 0, 0.0
-
-    def saved(self, step: int) -> None:
-        """A checkpoint was written, for whatever reason."""
-        self._saved = step
 
     def save(self, step: int, last: int, save_checkpoint: Callable[[], None]) -> None:
         """At the end of a step, while the states are on the device. After the last step there is nothing to move."""
@@ -194,7 +182,7 @@ class Leaving:
         if not move or self._note is None or step >= last:
             return
         began = time.perf_counter()
-        if self._saved != step:
+        if self.saved != step:
             save_checkpoint()
         self._move, self._step, self._saving_s = move, step, time.perf_counter() - began
 

@@ -33,19 +33,19 @@ class Prompts:
     def __init__(self, trainer: PPOTrainer, keys: RolloutConfig) -> None:
         self._trainer = trainer
         self._order = LaunchOrder(keys.launch_order, make_predictor(keys.dispatch.predictor))
-        self._window: PromptWindow | None = None
+        self.window: PromptWindow | None = None
         if keys.defers:
             data, samples = trainer.config.data, trainer.config.actor_rollout_ref.rollout.n
             predictor = make_predictor(keys.dispatch.predictor)
-            self._window = PromptWindow(data.train_batch_size, samples, predictor, self._draw, trainer.train_dataloader)
+            self.window = PromptWindow(data.train_batch_size, samples, predictor, self._draw, trainer.train_dataloader)
 
     def next_batch(self, count: int | None) -> TensorDict:
         """Prompts for this step, in launching order; `count` None: as many as it trains."""
         count = self._trainer.config.data.train_batch_size if count is None else count
-        if self._window is None:
+        if self.window is None:
             batch = self._draw(count)
         else:
-            batch = stamped(self._window.next_batch(count, self._steps_ahead()), self._trainer.global_steps)
+            batch = stamped(self.window.next_batch(count, self._steps_ahead()), self._trainer.global_steps)
         uids = list(batch["uid"])
         self.remember_order(uids)
         place = self._order.place(uids, prompts_of(batch))
@@ -67,22 +67,8 @@ class Prompts:
             if not tag.get("is_padding", False):
                 lengths[key.split("_")[0]].append(int(tag["response_len"]))
         self._order.observe(lengths, self._epoch())
-        if self._window is not None:
-            self._window.trained(lengths, self._epoch())
-
-    def figures(self) -> dict[str, float]:
-        """For the logger."""
-        return {} if self._window is None else self._window.figures()
-
-    def save(self, folder: Path) -> None:
-        """Into a checkpoint's folder."""
-        if self._window is not None:
-            self._window.save(folder)
-
-    def load(self, folder: Path) -> None:
-        """Go on where a checkpoint stood; before anything is drawn."""
-        if self._window is not None:
-            self._window.load(folder)
+        if self.window is not None:
+            self.window.trained(lengths, self._epoch())
 
     def _draw(self, count: int) -> TensorDict:
         return PPOTrainer._next_train_batch(self._trainer, count)
@@ -107,7 +93,7 @@ class PromptWindow:
 
     def __init__(
         self, batch: int, samples: int, predictor: LengthPredictor, draw: Callable[[int], TensorDict], loader: Any
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._estimates = LengthEstimates(predictor, samples)
         self._rounds = TailRounds(batch, self._estimates)
         self._batch, self._draw, self._loader = batch, draw, loader
@@ -121,7 +107,9 @@ class PromptWindow:
         training, so that no more is drawn than will be trained."""
         names = self._rounds.take(count)
         if len(names) < count:
-            self._draw_ahead(max(count - len(names), steps_ahead * self._batch - len(names)), keep=names)
+            # The next window; of the last one those stay that are about to be handed out.
+            self._began, self._first = self._loader.state_dict(), self._next
+            self._rounds.gather(*self._add_rows(max(count, steps_ahead * self._batch) - len(names), keep=names))
             names += self._rounds.take(count - len(names))
         assert self._rows is not None
         batch = self._rows[[self._row_of.pop(name) for name in names]]
@@ -144,14 +132,11 @@ class PromptWindow:
 
     def save(self, folder: Path) -> None:
         """Into a checkpoint's folder."""
-        saved = {
-            "rounds": self._rounds.to_dict(), "estimates": self._estimates.to_dict(), "loader": self._began,
-            "first": self._first, "next": self._next,
-        }  # fmt: skip
-        torch.save(saved, folder / _FILE)
+        saved = {"rounds": self._rounds.to_dict(), "estimates": self._estimates.to_dict()}
+        torch.save({**saved, "loader": self._began, "first": self._first, "next": self._next}, folder / _FILE)
 
     def load(self, folder: Path) -> None:
-        """Go on where a checkpoint stood; nothing where it was written without tail rounds."""
+        """Go on where a checkpoint stood, before anything is drawn; nothing where it was written without tail rounds."""
         if not (folder / _FILE).exists():
             return
         saved = torch.load(folder / _FILE, weights_only=False)
@@ -164,11 +149,6 @@ class PromptWindow:
         left = {name for names in saved["rounds"]["rounds"] for name in names}
         self._rounds.restore(saved["rounds"], {n: p for n, p in zip(names, prompts, strict=True) if n in left})
         self._row_of = {name: at for name, at in self._row_of.items() if name in left}
-
-    def _draw_ahead(self, count: int, keep: Sequence[str]) -> None:
-        """The next window. keep: those of the last one that are about to be handed out."""
-        self._began, self._first = self._loader.state_dict(), self._next
-        self._rounds.gather(*self._add_rows(count, keep))
 
     def _add_rows(self, count: int, keep: Sequence[str]) -> tuple[list[str], list[Prompt]]:
         rows = self._draw(count)

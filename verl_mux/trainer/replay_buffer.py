@@ -49,10 +49,8 @@ class MuxReplayBuffer(ReplayBufferAsync):
         self._samples_of_prompt = samples_of_prompt or {}
 
     def submitted(self, uids: list[str]) -> None:
-        """Remember the order in which prompts were drawn."""
-        for uid in uids:
-            self._order[uid] = self._next
-            self._next += 1
+        self._order |= {uid: self._next + at for at, uid in enumerate(uids)}
+        self._next += len(uids)
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
         """verl's, or the groups that the step's rollout calls complete; validation is always verl's."""
@@ -70,8 +68,7 @@ class MuxReplayBuffer(ReplayBufferAsync):
         return batch, {}
 
     def report_progress(self, done: int) -> None:
-        """Samples of the batch that is waited for. Raises DeadActor where an actor died that the rollout needs: the job would
-        keep its nodes for ever."""
+        """Samples of the batch that is waited for. Raises DeadActor."""
         if self._watch is not None:
             self._watch.check()
         if self._mux is not None:
@@ -98,9 +95,9 @@ class MuxReplayBuffer(ReplayBufferAsync):
         refs = [w.wait_progress.remote(self._settled.get(i, 0), self.report_s) for i, w in enumerate(self._workers)]
         # The first answer is enough: a worker that has settled everything answers only when its time is up.
         answered, _ = ray.wait(refs, num_returns=1)
-        for i, report in ((refs.index(ref), ray.get(ref)) for ref in answered):
-            if report.settled == report.prompts:
-                self._settled[i] = report.settled
+        for ref in answered:
+            if (report := ray.get(ref)).settled == report.prompts:
+                self._settled[refs.index(ref)] = report.settled
         return last_debug_time
 
     def _select_prompt_uids(self, partition_id, sampleable_keys, batch_size):

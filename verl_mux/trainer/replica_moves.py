@@ -27,17 +27,7 @@ import ray
 from verl_mux.coordinator.bus.client import Lease, LeaseLost, LocalMux
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
-from verl_mux.rollout.control.replica_plan import (
-    Migration,
-    MigrationPolicy,
-    Move,
-    Room,
-    Stay,
-    Unit,
-    estimated_speed,
-    plan,
-    pull,
-)
+from verl_mux.rollout.control.replica_plan import Migration, MigrationPolicy, Move, Room, Stay, Unit, estimated_speed, plan, pull
 from verl_mux.rollout.instructions import RunningSample
 from verl_mux.trainer.rollout_engines import RolloutEngines
 
@@ -74,14 +64,11 @@ class ReplicaMoves:
     def leave(self) -> None:
         """No engine of other nodes is used until they are granted again. The caller holds the devices."""
 
-    def end(self, failed: str | None) -> None:
-        """The job is over, or has failed for this reason, and keeps its nodes until its processes are gone."""
-
     def __enter__(self) -> ReplicaMoves:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.end(None if kind is None else f"its job ended with {kind.__name__}")
+        """The job is over, or has failed, and keeps its nodes until its processes are gone."""
 
 
 class TailMigration(ReplicaMoves):
@@ -122,16 +109,12 @@ class TailMigration(ReplicaMoves):
     def _carry_out(self, planned: Migration, samples: Sequence[RunningSample]) -> None:
         began = time.perf_counter()
         leaving = [unit for unit in self._units if unit.nodes[0] in planned.freed]
+        servers, nodes = [name for unit in leaving for name in unit.servers], [node for unit in leaving for node in unit.nodes]
         self._engines.refuse_requests(leaving)
-        empty_servers(
-            self._workers,
-            [name for unit in leaving for name in unit.servers],
-            targets(planned.moves, samples, self._units, self._engines),
-        )
+        empty_servers(self._workers, servers, targets(planned.moves, samples, self._units, self._engines))
         self._freed += leaving
         for unit in leaving:
             self._engines.vacate(unit)
-        nodes = [node for unit in leaving for node in unit.nodes]
         extra = {"nodes": nodes, "requests": len(planned.moves), "tokens": planned.reprefill_tokens,
                  "gain_sec": round(planned.gain_s, 3)}  # fmt: skip
         self._engines.phases.log.log(events.MIGRATION, time.perf_counter() - began, extra=extra, step=self._step)
@@ -201,17 +184,17 @@ class Growth(ReplicaMoves):
         for unit in list(self._joined):
             self._leave(unit)
 
-    def end(self, failed: str | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._over = True
         for mux in self._muxes:
-            mux.close() if failed is None else mux.fail(failed)
+            mux.close() if kind is None else mux.fail(f"its job ended with {kind.__name__}")
 
     # ---------------------------------------------------------------- a unit, in its thread
 
     def _borrow(self, unit: Unit, mux: LocalMux) -> None:
         try:
             while True:
-                self._use(unit, mux, self._growing_step())
+                self._use(unit, mux)
         except LeaseLost as lost:  # by then its engines sleep: the job goes on without
             if not self._over:
                 log.warning("no rollout of %s grows any more onto %s: %s", mux.job, ", ".join(unit.nodes), lost)
@@ -223,16 +206,11 @@ class Growth(ReplicaMoves):
             self._granted.pop(unit, None)
             self._changed.notify_all()
 
-    def _growing_step(self) -> int:
-        """Waits for a rollout that may grow: its step."""
+    def _use(self, unit: Unit, mux: LocalMux) -> None:
+        """Once a rollout may grow: from the nodes' grant until they are given back, because another job wants them, they win
+        nothing, or the rollout is over."""
         with self._changed:
-            self._changed.wait_for(lambda: self._step is not None)
-            assert self._step is not None
-            return self._step
-
-    def _use(self, unit: Unit, mux: LocalMux, step: int) -> None:
-        """From the nodes' grant until they are given back, because another job wants them, they win nothing, or the rollout is
-        over."""
+            step = self._changed.wait_for(lambda: self._step)
         lease = mux.acquire("rollout", nodes=list(unit.nodes), num_nodes=len(unit.nodes))
         with self._changed:
             self._granted[unit] = lease
@@ -262,8 +240,7 @@ class Growth(ReplicaMoves):
             return None
         replicas = self._room.replicas([*self._own, *self._joined], samples, token_s)
         (joining,) = self._room.replicas([unit], (), token_s)
-        speed = estimated_speed(token_s, replicas)
-        moves = pull(replicas, joining, speed)
+        moves = pull(replicas, joining, estimated_speed(token_s, replicas))
         return targets(moves, samples, [unit], self._engines) if moves else None
 
     # ---------------------------------------------------------------- by the thread that holds the devices
@@ -288,10 +265,10 @@ class Growth(ReplicaMoves):
         requests = empty_servers(self._workers, unit.servers, {})
         self._engines.part(unit)
         now = time.perf_counter()
-        about = {"nodes": list(unit.nodes), "token": lease.token}
-        extra = {**about, "requests": requests, "leaving_sec": round(now - began, 3)}
-        self._engines.phases.log.log(events.GROWTH, now - since, extra=extra, step=self._logged)
-        self._engines.phases.log.log(events.PHASE, now - since, extra={"phase": lease.phase, **about}, step=self._logged)
+        about, log = {"nodes": list(unit.nodes), "token": lease.token}, self._engines.phases.log.log
+        more = {"requests": requests, "leaving_sec": round(now - began, 3)}
+        log(events.GROWTH, now - since, extra=about | more, step=self._logged)
+        log(events.PHASE, now - since, extra={"phase": lease.phase, **about}, step=self._logged)
         self.metrics["grown_node_seconds"] += (now - since) * len(unit.nodes)
         lease.wanted.set()
 
@@ -301,17 +278,15 @@ def make_growth(
 ) -> Growth:
     """own: `mux.rollout.growth.own`. connect: the client that asks for some nodes whenever no job uses them.
 
-    Raises:
-        UserError: a replica runs on own and on other nodes.
+    Raises UserError: a replica runs on own and on other nodes.
     """
     asked, names = f"mux.rollout.growth.own={list(own)}", set(own)
-    mine: list[Unit] = []
-    others: list[Unit] = []
-    for unit in engines.units(asked):
+    units = engines.units(asked)
+    for unit in units:
         if 0 < len(names & set(unit.nodes)) < len(set(unit.nodes)):
             runs_on = f"replica {unit.replicas[0]} runs on {', '.join(unit.nodes)}"
             raise UserError(f"{asked} is not possible: {runs_on}; allowed: all nodes of a replica, or none")
-        (mine if unit.nodes[0] in names else others).append(unit)
+    mine, others = ([unit for unit in units if (unit.nodes[0] in names) is own_side] for own_side in (True, False))
     muxes, processes = [connect(unit.nodes) for unit in others], engines.manager.processes()
     for mux in muxes:  # their nodes too are given on only when the job's engines are gone
         mux.members(processes)

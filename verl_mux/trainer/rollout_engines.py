@@ -37,9 +37,7 @@ class RolloutEngines:
         self.are_awake = False
         self.vacant: set[int] = set()  # replicas that sleep without their weights while the others generate
         self._on_host: int | None = None  # version of the weights that sleeping engines keep in host memory
-        self._sync_figures: dict[str, Any] = {}
-
-    # ---------------------------------------------------------------- a rollout
+        self.sync_figures: dict[str, Any] = {}  # of the latest sync, for verl's metrics
 
     def begin(self, version: int, step: int, vacant: Iterable[int] = ()) -> None:
         """A rollout with the weights of this version, on all replicas but those that have no nodes (yet)."""
@@ -58,28 +56,19 @@ class RolloutEngines:
         """All engines leave the device; their weights stay in host memory where the next rollout uses the same ones."""
         level = 2 if self.vacant else self._level(same_weights_next)
         self._move("sleep", None, level=level)
-        self._slept(level)
-
-    def take_sync_figures(self) -> dict[str, Any]:
-        """Of the latest sync, for verl's metrics; once."""
-        figures, self._sync_figures = self._sync_figures, {}
-        return figures
-
-    # ---------------------------------------------------------------- a lease that may not be used for a while
+        self.are_awake, self._on_host = False, self.version if level == 1 else None
 
     def pause(self) -> None:
         """Generation stops and the engines sleep, their weights kept in host memory if `mux.device.sleep_level` allows it."""
         level = self._level(same_weights_next=True)
         moved = self.manager.pause(self._held(), level)
         self.phases.moved("sleep", "rollout", self._step, moved, log=False)
-        self._slept(level)
+        self.are_awake, self._on_host = False, self.version if level == 1 else None
 
     def reopen(self, lease: Lease) -> None:
         """Go on under the same lease; requests that were cut off are generated again from their prompts."""
         self.manager.reopen(lease.token, self._held())
         self.fill()
-
-    # ---------------------------------------------------------------- some replicas alone
 
     def units(self, asked: str) -> list[Unit]:
         """Replicas that come and go together. asked: the `key=value` that needs them, for the message of a UserError."""
@@ -116,26 +105,19 @@ class RolloutEngines:
         """No new request goes to these engines."""
         ray.get(self.manager.global_load_balancer.remove_servers.remote([name for unit in some for name in unit.servers]))
 
-    # ----------------------------------------------------------------
-
     def _held(self) -> list[int] | None:
         """Replicas that the rollout has nodes for; None: all."""
         return [rank for rank in range(len(self.manager.get_replicas())) if rank not in self.vacant] if self.vacant else None
 
     def _level(self, same_weights_next: bool) -> int:
         """1 keeps the weights in host memory, 2 drops them."""
-        if self._sleep_level == "auto":
-            return 1 if same_weights_next else 2
-        return int(self._sleep_level)
-
-    def _slept(self, level: int) -> None:
-        self.are_awake, self._on_host = False, self.version if level == 1 else None
+        return int(self._sleep_level) if self._sleep_level != "auto" else 1 if same_weights_next else 2
 
     def _fill_by_sync(self) -> None:
         assert self.phases.lease is not None
         with self.phases.part(events.SYNC, self._step, version=self.version) as extra:
             figures = self._sync.update_weights(self.version, self.phases.lease.token, self.vacant)
-            self._sync_figures = {key: value for key, value in figures.items() if key.startswith("mux/")}
+            self.sync_figures = {key: value for key, value in figures.items() if key.startswith("mux/")}
             plain = {name.removeprefix("mux/sync/"): value for name, value in figures.items()}
             extra.update({name: plain.get(name) for name in _SYNC_FIGURES})
 

@@ -50,14 +50,13 @@ class StepRollout:
         self._trainer, self._keys, self._prompts, self._phases, self._watch = trainer, keys, prompts, phases, watch
         self._manager, self._buffer, self._moves = trainer.agent_loop_manager, trainer.replay_buffer, moves
         self._samples = trainer.config.actor_rollout_ref.rollout.n
-        limits = keys.segment_limits(trainer.config.data.max_response_length)
-        self._longest = None if limits is None else limits.longest
-        lag, rate = keys.lag_limit(trainer.config.trainer.v1.sampler.max_off_policy_threshold), keys.oversample.rate
-        self.machine: Oversampler | SegmentSteps = (
-            Oversampler(self._samples, rate, keys.oversample.max_cuts, lag)
-            if limits is None
-            else SegmentSteps(limits, self._samples, rate, lag)
-        )
+        limits, rate = keys.segment_limits(trainer.config.data.max_response_length), keys.oversample.rate
+        lag = keys.lag_limit(trainer.config.trainer.v1.sampler.max_off_policy_threshold)
+        self.machine: Oversampler | SegmentSteps
+        if limits is None:
+            self._longest, self.machine = None, Oversampler(self._samples, rate, keys.oversample.max_cuts, lag)
+        else:
+            self._longest, self.machine = limits.longest, SegmentSteps(limits, self._samples, rate, lag)
         self._saved = saved
         if saved is not None:
             self.machine.restore(saved["machine"])
@@ -69,13 +68,10 @@ class StepRollout:
         self._rows: TensorDict | None = None  # prompt groups from a checkpoint, not launched yet
         self._calls: dict[str, dict[int, list]] = {}  # engine calls that they had made, by group and sample
 
-    # ---------------------------------------------------------------- a step
-
     def begin(self, step: int, wanted: int) -> None:
         """Launch a step that trains `wanted` prompt groups."""
-        self._step, self._wanted, self._finished = step, wanted, None
+        self._step, self._wanted, self._finished, self._began = step, wanted, None, time.perf_counter()
         self._launched, self._done = set(), 0
-        self._began = time.perf_counter()
         self._carry_out(self.machine.begin(wanted))
 
     def run(self) -> list[str]:
@@ -97,7 +93,6 @@ class StepRollout:
         return groups
 
     def figures(self) -> dict[str, float]:
-        """The step's figures for the logger."""
         return self.machine.metrics.as_dict() | self._moves.metrics
 
     def treat_older_tokens(self, batch: KVBatchMeta, metrics: dict) -> None:
@@ -128,8 +123,6 @@ class StepRollout:
             del self._waiting[reference]
         return [Report(*report) for reports in ray.get(done) for report in reports]
 
-    # ---------------------------------------------------------------- instructions
-
     def _carry_out(self, instructions: list[Instruction]) -> None:
         launches = [it for it in instructions if isinstance(it, Launch)]
         aborts = [it for it in instructions if isinstance(it, Abort)]
@@ -150,10 +143,10 @@ class StepRollout:
     def _begin_new(self, count: int) -> None:
         batch = self._prompts.next_batch(count)
         uids = list(batch["uid"])
-        instructions = self.machine.drawn(uids)
         place = {uid: len(uids) - at for at, uid in enumerate(uids)}
+        instructions = self.machine.drawn(uids)
         new = [it for it in instructions if isinstance(it, Launch) and it.group in place]
-        rest = [it for it in instructions if not (isinstance(it, Launch) and it.group in place)]
+        rest = [it for it in instructions if it not in new]
         self._launched |= {(it.group, it.sample) for it in new}
         # Samples that go on reach the engine before the new ones; an abort of a new one needs a worker that knows it.
         self._carry_out([it for it in rest if isinstance(it, Launch)])
@@ -171,25 +164,21 @@ class StepRollout:
         if fresh:
             assert self._rows is not None
             out = [it for it in launches if it.group in fresh]
+            calls, launched = {group: self._calls.pop(group, {}) for group in fresh}, {(it.group, it.sample) for it in out}
+            # Their other samples ended before the checkpoint: the agent loops of these run on what is known.
+            replays = [
+                Launch(group, sample, kept=sum(len(call["token_ids"]) for call in made), step=self._step)
+                for group in fresh
+                for sample, made in calls[group].items()
+                if (group, sample) not in launched
+            ]
             rows = self._rows[[at for at, uid in enumerate(list(self._rows["uid"])) if uid in fresh]]
-            self._manager.launch([*out, *self._replays(out)], rows, self._calls)
-            for group in fresh:
-                self._calls.pop(group, None)
+            self._manager.launch([*out, *replays], rows, calls)
         if known := [it for it in launches if it.group not in fresh]:
             self._manager.launch(known)
 
     def _completed(self, it: Launch, priority: int) -> Launch:
         return replace(it, step=self._step, longest=self._longest, priority=priority)
-
-    def _replays(self, launches: list[Launch]) -> list[Launch]:
-        """The other samples of these groups of a checkpoint, which ended before it: their agent loops run on what is known."""
-        launched = {(it.group, it.sample) for it in launches}
-        return [
-            Launch(group, sample, kept=sum(len(call["token_ids"]) for call in calls), step=self._step)
-            for group in dict.fromkeys(it.group for it in launches)
-            for sample, calls in self._calls.get(group, {}).items()
-            if (group, sample) not in launched
-        ]
 
     def _take_off(self, groups: Iterable[str], how: Callable[[list[str]], None]) -> None:
         """Trained or given up; a group that came ready from a checkpoint, or too old, was never on a worker."""
@@ -203,14 +192,11 @@ class StepRollout:
         more = {} if fields is None else {"fields": fields}
         tq.kv_batch_put(keys=uids, partition_id="train", tags=tags, **more)
 
-    # ---------------------------------------------------------------- checkpoint and resume
-
     def save(self, folder: Path) -> None:
         """Into a checkpoint's folder: the machine, and the engine calls of the groups that wait."""
         groups = self._buffer.waiting_groups()
-        calls: dict[str, Any] = {group: self._calls[group] for group in groups if group in self._calls}
-        saved = {"machine": self.machine.to_dict(), "calls": calls | self._manager.saved_calls(groups)}
-        (folder / _FILE).write_text(json.dumps(saved))
+        calls = {group: self._calls[group] for group in groups if group in self._calls} | self._manager.saved_calls(groups)
+        (folder / _FILE).write_text(json.dumps({"machine": self.machine.to_dict(), "calls": calls}))
 
     def restore_waiting(self, partition_id: str) -> int:
         """In place of verl's reissue: a checkpoint's prompt groups wait for the first lease and go first under it. How many."""
@@ -234,10 +220,8 @@ def load(folder: Path) -> dict[str, Any] | None:
 def may_train_on(tag: dict[str, Any], version: int, keys: RolloutConfig, lag: LagLimit | None) -> bool:
     """Was a sample with this tag generated with weights that a step may train on whose own are of `version`?"""
     oldest, newest = tag.get("min_global_steps"), tag.get("max_global_steps")
-    if not keys.cuts:
+    if not keys.cuts or oldest is None or newest is None:
         return (oldest, newest) == (version, version)
-    if oldest is None or newest is None:
-        return False
     return newest <= version and (lag is None or version - oldest <= lag.most)
 
 

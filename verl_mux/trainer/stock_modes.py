@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -58,11 +59,8 @@ def instrument(trainer: PPOTrainer) -> Any | None:
     def timed(method: Callable, event: str) -> Callable:
         @functools.wraps(method)
         def logged(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            try:
+            with log.span(event, step=trainer.global_steps):
                 return method(*args, **kwargs)
-            finally:
-                log.log(event, time.perf_counter() - started, step=trainer.global_steps)
 
         return logged
 
@@ -94,7 +92,7 @@ class TriggeredReplayBuffer(MuxReplayBuffer):
         super().__init__(*args, **kwargs)
         self.trigger: TrainingTrigger | None = None
         self.taken = 0
-        self._figures: dict[str, float] = {}
+        self._figures: Counter[str] = Counter()
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
         """verl's, of as many prompt groups as the trigger says; 1 to `batch_size`."""
@@ -104,8 +102,7 @@ class TriggeredReplayBuffer(MuxReplayBuffer):
         groups = min(answer.groups, batch_size)
         batch, more = super().sample(global_steps, partition_id, groups)
         self.taken += groups
-        self._figures["groups"] = self._figures.get("groups", 0) + groups
-        self._figures["waited"] = self._figures.get("waited", 0) + (answer.reason == "waited")
+        self._figures.update(groups=groups, waited=int(answer.reason == "waited"))
         return batch, metrics | more
 
     def _wait(self, trigger: TrainingTrigger, global_steps: int, partition_id: str) -> tuple[Train, dict]:
@@ -123,9 +120,8 @@ class TriggeredReplayBuffer(MuxReplayBuffer):
 
     def take_figures(self) -> dict[str, float]:
         """`groups` trained on, how often it `waited` for t_max, and the thresholds and mood from here on."""
-        figures, self._figures = self._figures, {}
-        it = self.trigger
-        return figures if it is None else {**figures, "n_min": it.n_min, "t_max_s": it.t_max_s, "mood": _MOODS[it.mood]}
+        figures, self._figures, it = self._figures, Counter(), self.trigger
+        return {} if it is None else {**figures, "n_min": it.n_min, "t_max_s": it.t_max_s, "mood": _MOODS[it.mood]}
 
 
 def attach_trigger(trainer: PPOTrainer, agent_loop_manager: Any) -> None:

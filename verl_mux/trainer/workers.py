@@ -57,7 +57,12 @@ class DeviceStates:
         """Leave the device; what has left already stays where it is."""
         if get_device_name() != "cpu":
             return {"params": self._offload()}
-        return {tag: self._pause(tag) for tag in TRAIN_TAGS if not _cpu_saver().is_paused((self._role, tag))}
+        moves, saver = {}, _cpu_saver()
+        for tag in TRAIN_TAGS:
+            if not saver.is_paused(key := (self._role, tag)):
+                saver.track(key, [_local(it) for it in self._states(tag) if isinstance(it, torch.Tensor)])
+                moves[tag] = saver.pause(key)
+        return moves
 
     def wake(self) -> Moves:
         """Come back from the host copy; what has come back already stays where it is."""
@@ -91,10 +96,6 @@ class DeviceStates:
         _empty_host_cache()
         return Moved(max(before - get_torch_device().memory_allocated(), 0), 0, time.perf_counter() - started)
 
-    def _pause(self, tag: str) -> Moved:
-        _cpu_saver().track((self._role, tag), [_local(t) for t in self._states(tag) if isinstance(t, torch.Tensor)])
-        return _cpu_saver().pause((self._role, tag))
-
     def _states(self, tag: str) -> list[Any]:
         if tag == "params":
             return [*self._engine.module.parameters(), *self._engine.module.buffers()]
@@ -108,7 +109,6 @@ def _empty_host_cache() -> None:
 
 
 def _cpu_saver() -> Any:
-    """The saver of this process where host memory is the device."""
     return cpu_part("saver")
 
 
@@ -168,12 +168,10 @@ class _Multiplexed:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_where(self) -> tuple[Location, Member]:
-        """Where this worker runs, and as which process."""
         return here(), this_process()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_host_memory(self) -> tuple[Member, dict[str, int]]:
-        """This process, and what it holds of its host's memory."""
         return this_process(), process_bytes()
 
 
