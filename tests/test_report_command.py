@@ -97,24 +97,6 @@ def test_a_missing_directory_is_refused(tmp_path):
         call(tmp_path / "nothing")
 
 
-def test_a_missing_engine_log_is_refused(tmp_path):
-    with pytest.raises(UserError, match="--engine-log"):
-        call(make_shares(tmp_path), "--engine-log", tmp_path / "none.log")
-
-
-def test_decode_lines_of_an_engines_text_log_are_read(tmp_path):
-    text = tmp_path / "server.log"
-    text.write_text(
-        "Decode batch. #running-req: 1, #token: 910, token usage: 0.00, cuda graph: True, gen throughput (token/s): 485.10, "
-        "#queue-req: 0\nsomething else\n[2025-08-11 23:19:45] Decode batch. #running-req: 3, token usage: 0.5, "
-        "gen throughput (token/s): 515.10, #queue-req: 2\nDecode batch. #running-req: oops\n"
-    )
-    (row,) = as_json(make_shares(tmp_path / "run"), "--engine-log", text)["engine"]["reports"]
-    assert row["reports"] == 3
-    assert row["tokens_per_sec"] == pytest.approx(500.1)
-    assert row["queued"] == 2
-
-
 def test_an_empty_run_can_be_written_in_every_form(tmp_path):
     (tmp_path / "run").mkdir()
     out = tmp_path / "out"

@@ -26,9 +26,6 @@ def report(
     trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev or chrome://tracing.")] = None,
     otlp: Annotated[Path | None, typer.Option(help="Write all events as OpenTelemetry spans: OTLP JSON lines.")] = None,
     against: Annotated[Path | None, typer.Option(help="Another run to compare with.")] = None,
-    engine_log: Annotated[
-        list[Path] | None, typer.Option(help="An SGLang server's text log, for its decode lines; may be repeated.")
-    ] = None,
     advise: Annotated[bool, typer.Option("--advise", help="Say which keys are worth trying, and what each would bring.")] = False,
     what_if: Annotated[
         list[str] | None, typer.Option(help="key=value: what the run would have taken under it; may be repeated, all at once.")
@@ -50,12 +47,12 @@ def report(
         log = directory
         if directory.is_file():
             write_as_log(directory, log := Path(folder))
-        analysis = _analyse(log, engine_log or [], window, processes)
+        analysis = _analyse(log, window, processes)
         with _written(otlp) as path:
             if path is not None:
                 print(f"wrote {path}: {write_otlp(analysis.run.files, path)} spans", file=sys.stderr)
     summary = summarise(analysis)
-    other = None if against is None else _analyse(against, [], window, processes)
+    other = None if against is None else _analyse(against, window, processes)
     if other is not None:
         summary["against"] = {"directory": str(against), "figures": compare(summary, summarise(other))}
     if advise or changed_keys:
@@ -112,13 +109,13 @@ def _steps(text: str | None) -> tuple[int, int] | None:
     return window
 
 
-def _analyse(directory: Path, engine_logs: list[Path], steps: tuple[int, int] | None, processes: int) -> Any:
+def _analyse(directory: Path, steps: tuple[int, int] | None, processes: int) -> Any:
     """Read a directory behind a bar on stderr, which a terminal shows for long reads."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from verl_mux.profiling.plain.lines import find_log_files
-    from verl_mux.profiling.report.input.run_log import read_engine_log, read_files
+    from verl_mux.profiling.report.input.run_log import read_files
     from verl_mux.profiling.report.measures.analysis import Analysis
 
     files = find_log_files(directory)
@@ -127,12 +124,9 @@ def _analyse(directory: Path, engine_logs: list[Path], steps: tuple[int, int] | 
     if not files:
         chosen = "" if steps is None else f" with steps {steps[0]} to {steps[1]}"
         print(f"verl-mux: {directory} holds no step_<N>/worker_<R>.jsonl{chosen}; the report is empty", file=sys.stderr)
-    for path in engine_logs:
-        if not path.is_file():
-            raise UserError(f"--engine-log {path}: no such file")
     console = Console(stderr=True)
     columns = [TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn()]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("reading", total=sum(file.size for file in files))
         run = read_files(directory, files, processes or min(os.cpu_count() or 1, 8), lambda nbytes: bar.advance(task, nbytes))
-    return Analysis(run, tuple(read_engine_log(path, number) for number, path in enumerate(engine_logs)))
+    return Analysis(run)

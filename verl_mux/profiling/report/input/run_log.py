@@ -320,29 +320,3 @@ def _drop_impossible(frame: pl.DataFrame, where: Where, faults: Faults) -> pl.Da
             faults.skip(reason, where(frame["line"].filter(bad)[0]), int(bad.sum()))
             frame = frame.filter(~bad)
     return frame
-
-
-_FIELDS = {
-    "running": r"#running-req:\s*(\d+)",
-    "queued": r"#queue-req:\s*(\d+)",
-    "token_usage": r"token usage:\s*([\d.]+)",
-    "tokens_per_sec": r"gen throughput \(token/s\):\s*([\d.]+)",
-}
-ENGINE_SCHEMA = {"job": pl.String, "worker": pl.Int64, "node": pl.String, "step": pl.Int64, "end": pl.Float64} | dict.fromkeys(
-    _FIELDS, pl.Float64
-)
-
-
-def read_engine_log(path: str | Path, worker: int = 0) -> pl.DataFrame:
-    """A row a decode line of an SGLang server's text log: ENGINE_SCHEMA; `end` null where the line has no time, fields null where
-    the line lacks them.
-    """
-    with open(path, encoding="utf-8", errors="replace") as lines:
-        decode_lines = [line for line in lines if len(line) < 4096 and "Decode batch" in line]
-    text = pl.col("line")
-    day, clock = (text.str.extract(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d(?:[.,]\d+)?)", part) for part in (1, 2))
-    time = pl.concat_str(day, pl.lit("T"), clock.str.replace(",", ".")).str.to_datetime("%Y-%m-%dT%H:%M:%S%.f", strict=False)
-    fields = {name: text.str.extract(pattern).cast(pl.Float64, strict=False) for name, pattern in _FIELDS.items()}
-    columns = {"job": pl.lit(""), "worker": pl.lit(worker), "end": time.dt.epoch("us") / 1e6} | fields
-    read = pl.DataFrame({"line": decode_lines}, {"line": pl.String})
-    return read.select(columns.get(name, pl.lit(None)).cast(kind).alias(name) for name, kind in ENGINE_SCHEMA.items())

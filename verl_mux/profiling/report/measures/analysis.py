@@ -15,7 +15,7 @@ import polars as pl
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.step_metrics import QUANTILES
 from verl_mux.profiling.report.input.reduction import Tables, make_requests, make_stays, make_turns, over_steps
-from verl_mux.profiling.report.input.run_log import ENGINE_SCHEMA, RunLog
+from verl_mux.profiling.report.input.run_log import RunLog
 from verl_mux.profiling.report.measures.lease_times import Ends, Leases, make_leases, step_ends
 
 CUT = 1.5  # times the time at which four fifths were done: what runs longer is the tail that a cut would take
@@ -268,7 +268,6 @@ class Analysis:
     """A run, and what follows from it. Frames are described where they are made."""
 
     run: RunLog
-    engine_logs: tuple[pl.DataFrame, ...] = ()
 
     @cached_property
     def tables(self) -> Tables:
@@ -344,6 +343,5 @@ class Analysis:
 
     @cached_property
     def engine_reports(self) -> pl.DataFrame:
-        """The engines' decode counters, from events and from servers' text logs: ENGINE_SCHEMA."""
-        logged = self.spans.filter(pl.col("event") == events.ENGINE_DECODE).select(*ENGINE_SCHEMA)
-        return pl.concat([logged, *self.engine_logs])
+        """The engines' decode counters, by whichever role logged them."""
+        return self.spans.filter(pl.col("event") == events.ENGINE_DECODE)
