@@ -61,13 +61,6 @@ class CoordinatorProcess:
         return times.user + times.system
 
     @property
-    def zmq_cpu_s(self) -> float:
-        """Of ZeroMQ's own threads: the network, and what CURVE takes there."""
-        process = self._look()
-        names = {thread.id: Path(f"/proc/{process.pid}/task/{thread.id}/comm").read_text() for thread in process.threads()}
-        return sum(thread.user_time + thread.system_time for thread in process.threads() if "ZMQ" in names.get(thread.id, ""))
-
-    @property
     def rss_mib(self) -> float:
         return self._look().memory_info().rss / 2**20
 

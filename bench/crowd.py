@@ -81,7 +81,6 @@ class Crowd:
         self._chance = random.Random(seed)
         self._due = sorted((time.monotonic() + self._chance.random(), i) for i in range(len(self.members)))
         self.grants_s: list[float] = []
-        self.beats = 0
         self._released: dict[str, tuple[float, Member]] = {}
 
     def register(self) -> None:
@@ -135,7 +134,6 @@ class Crowd:
             at, number = self._due.pop(0)
             member = self.members[number]
             member.talk.tick(time.monotonic())
-            self.beats += 1
             self._read(member)
             self._due.append((max(at + BEAT_EVERY_S, time.monotonic()), number))
 

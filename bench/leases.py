@@ -1,8 +1,7 @@
 """`verl-mux bench leases`: what taking turns costs by itself, from a release to the grant at a job that waits, over localhost.
 
 A grant is on disk before the coordinator sends it, so beside each hand-over a bare fsync in the same folder is timed: the
-difference is what the coordinator adds. `hand_overs` also runs beside the placements of scheduler_live.py. Runs on the command
-line; starts a coordinator.
+difference is what the coordinator adds. Runs on the command line; starts a coordinator.
 """
 
 from __future__ import annotations

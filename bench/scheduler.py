@@ -1,6 +1,6 @@
 """`verl-mux bench scheduler`: how long a placement decision takes among many running jobs.
 
-Runs on the command line; pure but for the clock, unless `--live`.
+Runs on the command line; called by research/paper/traces.py too; pure but for the clock.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from statistics import linear_regression
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bench.measuring import AsJson, quantile, show
-from verl_mux.errors import UserError
 
 if TYPE_CHECKING:
     from verl_mux.placement.feasibility import Progress
@@ -28,21 +28,10 @@ def bench_scheduler(
     jobs: Annotated[int, typer.Option(help="Jobs running while decisions are timed.", min=1)] = 500,
     decisions: Annotated[int, typer.Option(help="Departures, each followed by an arrival, to time.", min=2)] = 200,
     seed: Annotated[int, typer.Option(help="Draws the jobs.")] = 0,
-    live: Annotated[bool, typer.Option("--live", help="Through a running coordinator and its bus.")] = False,
     json: AsJson = False,
 ) -> None:
     """Time decisions (a job arrives, a job departs) among jobs of the mixed shapes, SLO uniform:1,2, cap 5."""
-    if live:
-        from bench.scheduler_live import MOST_JOBS, live_latency
-
-        if jobs + 2 * decisions > MOST_JOBS:
-            raise UserError(
-                f"--live --jobs {jobs} --decisions {decisions}: jobs + 2 * decisions of at most {MOST_JOBS} are needed, which is"
-                " what a coordinator takes"
-            )
-        show(live_latency(jobs, decisions, seed), json, lambda it: "; ".join(f"{what} {figure:g}" for what, figure in it.items()))
-    else:
-        show(decision_latency(jobs, decisions, seed), json, _line)
+    show(decision_latency(jobs, decisions, seed), json, _line)
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -119,6 +108,4 @@ def _timed(decide: Callable[[], object]) -> tuple[float, float]:
 
 def log_log_slope(points: Sequence[tuple[float, float]]) -> float:
     """Least squares through (log x, log y)."""
-    xs, ys = [math.log(x) for x, _ in points], [math.log(y) for _, y in points]
-    middle = sum(xs) / len(xs)
-    return round(sum((x - middle) * y for x, y in zip(xs, ys, strict=True)) / sum((x - middle) ** 2 for x in xs), 3)
+    return round(linear_regression([math.log(x) for x, _ in points], [math.log(y) for _, y in points]).slope, 3)

@@ -31,7 +31,7 @@ _LONG = (
     "bench/test_sync.py",
     "sync/test_export.py",
     "agent/test_hosts.py",
-    "bench/test_load.py",
+    "bench/test_every_bench.py",
     "bench/chaos/test_simulated.py",
     "research/test_command.py",
 )

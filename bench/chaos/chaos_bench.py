@@ -19,7 +19,7 @@ from bench.chaos.judge import Verdict, judge
 from bench.chaos.kills import deaths, reached, run_kills
 from bench.chaos.schedule import run_schedule
 from bench.measuring import AsJson, quantile, show
-from bench.protocol_model.schedules import PLANTED, POINTS, TYPES, cut_off, explore, kill_at_each
+from bench.protocol_model.schedules import PLANTED, POINTS, TYPES, cut_off, explore, kill_at_each, run
 from verl_mux.errors import UserError
 
 # Of --simulated.
@@ -36,7 +36,10 @@ def bench_chaos(
     plant: Annotated[str, typer.Option(help=f"A fault that must be noticed: {', '.join(PLANTED)}.")] = "",
     simulated: Annotated[
         int,
-        typer.Option(help="Run this many schedules of the protocol's model instead of real processes (20 ms each).", min=0),
+        typer.Option(
+            help="Run this many schedules of the protocol's model instead of real processes (20 ms each; 1: tell its story).",
+            min=0,
+        ),
     ] = 0,
     kills: Annotated[
         int,
@@ -52,6 +55,8 @@ def bench_chaos(
         raise UserError(f"--plant is {plant!r}; allowed: {', '.join(PLANTED)}")
     if keep is not None and keep.exists():
         raise UserError(f"--keep {keep} exists; name a new folder")
+    if simulated == 1:
+        return print("\n".join(run(seed, plant).story))
     if simulated:
         return show(simulate(simulated, seed, plant), json, _in_words)
     at_once = side_by_side or os.cpu_count() or 1

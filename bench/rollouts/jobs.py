@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.rollouts.modes import GROUPS, JOB_LOG, RESPONSES, SAMPLES, Run, overrides, read_run
+from bench.rollouts.modes import GROUPS, RESPONSES, SAMPLES, Run, overrides, read_run
 from verl_mux.errors import Failure, UserError
 from verl_mux.launcher.command import prepare
 from verl_mux.launcher.folders import make_folder
@@ -34,12 +34,8 @@ _JOB = [
 _MAX_RESPONSE = "data.max_response_length="
 
 
-def run_all(
-    run: RunFile, modes: list[str], steps: int, seeds: range, rate: float, more: list[str], keep: bool = False
-) -> list[Run]:
+def run_all(run: RunFile, modes: list[str], steps: int, seeds: range, rate: float, more: list[str]) -> list[Run]:
     """Every mode with every seed, seed by seed, so that a slow hour of the machine is shared by all modes.
-
-    keep: runs that `run.dir` already holds with `steps` steps are read.
 
     Raises:
         Failure: a job ended with an error. UserError: it refused its keys, or they do not say how long a response may be.
@@ -57,19 +53,11 @@ def run_all(
     for seed in seeds:
         for mode in modes:
             folder = f"{mode}_{seed}"
-            if keep and (done := _done(mode, seed, run.directory / folder, steps)):
-                out.append(done)
-                continue
             values = {"steps": steps, "groups": GROUPS, "samples": SAMPLES, "dumps": run.directory / folder / RESPONSES}
             keys = [key.format(**values) for key in _JOB] + more + overrides(mode, rate, longest)
             job = msgspec.structs.replace(spec, seed=seed, overrides=[*spec.overrides, *keys])
             out.append(_run_one(msgspec.structs.replace(run, jobs={name: job}), name, folder, mode, seed))
     return out
-
-
-def _done(mode: str, seed: int, directory: Path, steps: int) -> Run | None:
-    found = read_run(mode, seed, directory) if (directory / JOB_LOG).exists() else None
-    return found if found and len(found.metrics) == steps else None
 
 
 def _longest(keys: list[str]) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from verl_mux.errors import UserError
-from verl_mux.launcher.cores import busy, cores_of, read
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.lines import read_directory
 
@@ -25,13 +24,12 @@ _OFF = {
 
 
 def measure(file: Path, directory: Path) -> dict[str, Any]:
-    """{"makespan_s", "cores": {"with", "without"}, "ratio", "ratio_at_full_cores", "freed", "grown", "migrated_requests",
+    """{"makespan_s", "ratio", "freed", "grown", "migrated_requests",
     "responses", "equal_responses"}.
 
-    makespan_s: from when every job has finished a step (start-up is over) to the last report of one. cores: busy on the mean in
-    that time. ratio_at_full_cores: what `ratio` would be if the processor time of the run without were done on all cores of the
-    nodes, none of them ever idle; None where nothing was looked up. equal_responses: of those that both runs wrote, prompt by
-    prompt, the first response to it with the first, and so on; under greedy decoding on the same weights all should be.
+    makespan_s: from when every job has finished a step (start-up is over) to the last report of one. equal_responses: of those
+    that both runs wrote, prompt by prompt, the first response to it with the first, and so on; under greedy decoding on the same
+    weights all should be.
     """
     from verl_mux.launcher import run_file
     from verl_mux.launcher.command import run_jobs
@@ -44,25 +42,21 @@ def measure(file: Path, directory: Path) -> dict[str, Any]:
     jobs = {name: msgspec.structs.replace(job, overrides=[*job.overrides, *off[name]]) for name, job in without.jobs.items()}
     run_jobs(msgspec.structs.replace(without, jobs=jobs))
     run_jobs(run)
-    return compare(directory / "with", directory / "without", list(run.jobs), cores_of(run.coordinator_config()))
+    return compare(directory / "with", directory / "without", list(run.jobs))
 
 
 def _off(overrides: list[str]) -> list[str]:
     return [off for on, off in _OFF.items() if any(on in key for key in overrides)]
 
 
-def compare(with_: Path, without: Path, jobs: list[str], cores: int) -> dict[str, Any]:
-    """The figures, from what two runs wrote. cores: of the nodes."""
-    windows = {"with": measured(with_), "without": measured(without)}
-    spans = {name: end - start for name, (start, end) in windows.items()}
-    used = {"with": busy(read(with_), [windows["with"]])[0], "without": busy(read(without), [windows["without"]])[0]}
+def compare(with_: Path, without: Path, jobs: list[str]) -> dict[str, Any]:
+    """The figures, from what two runs wrote."""
+    spans = {"with": _makespan_s(with_), "without": _makespan_s(without)}
     events_seen = Counter(line.event for job in jobs for line in read_directory(with_ / job / "events"))
     pairs = [pair for job in jobs for pair in _pairs(with_ / job / "responses", without / job / "responses")]
     return {
         "makespan_s": {name: round(seconds, 2) for name, seconds in spans.items()},
-        "cores": {name: None if count is None else round(count, 3) for name, count in used.items()},
         "ratio": round(spans["with"] / spans["without"], 3),
-        "ratio_at_full_cores": None if used["without"] is None else round(used["without"] / cores, 3),
         "freed": events_seen[events.MIGRATION],
         "grown": events_seen[events.GROWTH],
         "migrated_requests": events_seen[events.REQUEST_MIGRATED],
@@ -71,13 +65,13 @@ def compare(with_: Path, without: Path, jobs: list[str], cores: int) -> dict[str
     }
 
 
-def measured(directory: Path) -> tuple[float, float]:
-    """From when every job has finished a step to the last report of one, in seconds since the epoch; of the coordinator's log."""
+def _makespan_s(directory: Path) -> float:
+    """Of the coordinator's log."""
     ends: dict[str, list[float]] = {}
     for line in read_directory(directory / "coordinator" / "events"):
         if line.event == events.STEP_REPORT:
             ends.setdefault(line.extra["job"], []).append(line.end)
-    return max(map(min, ends.values())), max(map(max, ends.values()))
+    return max(map(max, ends.values())) - max(map(min, ends.values()))
 
 
 def _pairs(first: Path, second: Path) -> list[tuple[str, str]]:

@@ -15,38 +15,19 @@ from typing import Any, NamedTuple
 
 BASE = "sync"
 PLAIN = "plain"
+STEP = "timing_s/step"
 
 # verl's own trainers run on the training GPUs alone, in which rollout and training take turns.
 _STOCK = ["actor_rollout_ref.rollout.nnodes=0"]
-_TRIGGER = [
-    *_STOCK,
-    "trainer.v1.trainer_mode=colocate_async",
-    "mux.rollout.trigger.n_min=4",
-    "mux.rollout.trigger.t_max_s=30",
-]
 # The barrier modes train the same number of samples in every step, on weights that are at most a few steps old.
 MODES: dict[str, list[str]] = {
     BASE: [*_STOCK, "trainer.v1.trainer_mode=sync"],
     "colocate_async": [*_STOCK, "trainer.v1.trainer_mode=colocate_async"],
-    "trigger": _TRIGGER,
-    "trigger_entropy": [
-        *_TRIGGER,
-        "mux.rollout.trigger.entropy=[0.13,0.18]",
-    ],
     PLAIN: [],
     "colocate": ["trainer.v1.trainer_mode=mux_colocate"],
     "oversample": ["mux.rollout.oversample.rate={rate}", "mux.rollout.oversample.max_cuts=8"],
     "segments": ["mux.rollout.segments.segment_length={segment}", "mux.rollout.segments.max_segments=4"],
-    "segments_mask": [
-        "mux.rollout.segments.segment_length={segment}",
-        "mux.rollout.segments.max_segments=4",
-        "mux.rollout.segments.treatment=mask",
-    ],
 }
-for _lag in (0, 1, 2, 4, 8):
-    _limit = f"mux.rollout.max_lag={_lag}"
-    MODES[f"oversample_lag{_lag}"] = ["mux.rollout.oversample.rate={rate}", "mux.rollout.oversample.max_cuts=99", _limit]
-    MODES[f"segments_lag{_lag}"] = [*MODES["segments"], _limit]
 # The prompts of few steps over and over, so that predictors that learn from earlier epochs have some; each has its own base
 # beside it.
 _EPOCHS = ["data.train_max_samples={epoch}"]
@@ -55,7 +36,7 @@ MODES |= {name: [*_EPOCHS, *MODES[mode]] for mode, name in _ON_EPOCHS.items()}
 MODES["defer"] = [*_EPOCHS, "mux.rollout.tail=defer"]
 DEFAULT_MODES = (BASE, "colocate_async", PLAIN, "oversample", "segments")
 EPOCH_STEPS = 6
-GROUPS = 8  # prompt groups of a step; only the trigger may take fewer
+GROUPS = 8  # prompt groups of a step
 SAMPLES = 4  # responses of a prompt group
 JOB_LOG = "job.log"
 RESPONSES = "responses"  # verl's dump of what each step trained, in a job's folder
@@ -108,7 +89,7 @@ def figures(runs: Sequence[Run], warmup: int) -> dict[str, Any]:
     """{"modes": {mode: figures}}: medians over seeds of each seed's mean after `warmup` steps; ratios seed by seed.
 
     sync: verl's own trainer; plain: ours with nothing switched on; both on the data of the mode, so that `defer` stands beside
-    `sync_epochs` and `plain_epochs`. step_s: seconds of `GROUPS` prompt groups trained. reward_last: on the validation
+    `sync_epochs` and `plain_epochs`. reward_last: on the validation
     problems after the last step, which no mode selects by length; the mean of its last training steps where there was no
     validation. `_told_of_epochs` has the rest.
     """
@@ -118,14 +99,15 @@ def figures(runs: Sequence[Run], warmup: int) -> dict[str, Any]:
         mine = [run for run in runs if run.mode == mode]
         rewards = [_reward(run) for run in mine]
         pairs = {name: [(run, base) for run in mine if (base := known.get(_base(run, name)))] for name in (BASE, PLAIN)}
-        ratios = {name: [_step_s(run, warmup) / _step_s(base, warmup) for run, base in found] for name, found in pairs.items()}
+        ratios = {
+            name: [_mean(run, STEP, warmup) / _mean(base, STEP, warmup) for run, base in found] for name, found in pairs.items()
+        }
         out[mode] = {
             "seeds": [run.seed for run in mine],
-            "step_s": median(_step_s(run, warmup) for run in mine),
+            "step_s": median(_mean(run, STEP, warmup) for run in mine),
             "rollout_s": median(_mean(run, "timing_s/gen", warmup) for run in mine),
             **{f"time_ratio_to_{name}": median(found) if found else None for name, found in ratios.items()},
             **{f"time_ratio_to_{name}_by_seed": found for name, found in ratios.items()},
-            "groups_trained": mean(sum(_groups(run, step) for step in run.metrics) for run in mine),
             "reward_last": mean(rewards),
             "reward_last_by_seed": rewards,
             "train_reward_last": mean(_last(run, "critic/score/mean") for run in mine),
@@ -191,28 +173,9 @@ def _control(runs: Sequence[Run], warmup: int) -> dict[str, float]:
         sum(m.get(f"mux/rollout/{name}", 0.0) for run in runs for m in run.metrics.values())
         for name in ("wasted_tokens", "generated_tokens")
     )
-    names = (
-        "aborted_ratio",
-        "length_bias",
-        "reprefilled_tokens",
-        "rounds",
-        "off_policy_token_fraction",
-        "mean_version_lag",
-        "oldest_version_lag",
-    )
+    names = ("aborted_ratio", "length_bias", "off_policy_token_fraction", "mean_version_lag")
     means = {name: mean(_mean(run, f"mux/rollout/{name}", warmup) for run in runs) for name in names}
-    oldest = [m.get("mux/rollout/oldest_version_lag", 0.0) for run in runs for m in run.metrics.values()]
-    return {"wasted_token_fraction": wasted / max(1.0, generated), **means, "lag_max": max(oldest)}
-
-
-def _step_s(run: Run, warmup: int) -> float:
-    steps = [step for step, metrics in run.metrics.items() if step > warmup and "timing_s/step" in metrics]
-    seconds = sum(run.metrics[step]["timing_s/step"] for step in steps)
-    return seconds * GROUPS / sum(_groups(run, step) for step in steps)
-
-
-def _groups(run: Run, step: int) -> float:
-    return run.metrics[step].get("mux/rollout/trigger/groups", GROUPS)
+    return {"wasted_token_fraction": wasted / max(1.0, generated), **means}
 
 
 def _mean(run: Run, name: str, warmup: int) -> float:

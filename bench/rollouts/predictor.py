@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -26,10 +25,8 @@ from verl_mux.rollout.control.launch_order import turns
 from verl_mux.rollout.lengths.predictors import LengthPredictor, LengthRow, Prompt, make_predictor
 
 MEASURED = ("fifo", "oracle", "history", "default", "heuristic")
-BATCH = 1024
 _ARRIVALS = 20
 _SIMULATED_REQUESTS = 200_000
-_TIMED_CALLS = 5
 
 
 # A row of the file.
@@ -47,34 +44,30 @@ class _Row(msgspec.Struct):
     length: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
-def read_rows(file: Path, *, skip_bad: bool) -> tuple[list[LengthRow], list[str]]:
-    """(rows, epochs ascending and otherwise in file order; one line of text for each bad line, if those are skipped).
-
-    Several rows of one id and epoch are samples of one prompt group.
+def read_rows(file: Path) -> list[LengthRow]:
+    """Epochs ascending and otherwise in file order. Several rows of one id and epoch are samples of one prompt group.
 
     Raises:
-        UserError: no such file, no usable row, or a bad line and not skip_bad.
+        UserError: no such file, no row, or a bad line.
     """
     try:
         lines = [(number, line) for number, line in enumerate(file.read_bytes().splitlines(), 1) if line.strip()]
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
-    rows, bad = list[LengthRow](), list[str]()
+    if not lines:
+        raise UserError(f"{file} holds no row; a row is {_SHAPE}")
+    rows = list[LengthRow]()
     for number, line in lines:
         try:
             row = msgspec.json.decode(line, type=_Row, strict=False)  # 5.0 is 5
         except msgspec.ValidationError as error:
-            bad.append(f"line {number}: {error}, given {line[:80].decode(errors='replace')}; a row is {_SHAPE}")
+            given = line[:80].decode(errors="replace")
+            raise UserError(f"{file} line {number}: {error}, given {given}; a row is {_SHAPE}") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            bad.append(f"line {number}: not JSON: {error}")
-        else:
-            text = row.prompt if isinstance(row.prompt, str) else "\n".join(message.content for message in row.prompt)
-            rows.append(LengthRow(Prompt(str(row.id), text), row.epoch, row.length))
-    if bad and not skip_bad:
-        raise UserError(f"{file} {bad[0]} (--skip-bad leaves such lines out)")
-    if not rows:
-        raise UserError(f"{file} holds no usable row{': ' + bad[0] if bad else ''}; a row is {_SHAPE}")
-    return sorted(rows, key=lambda row: row.epoch), bad
+            raise UserError(f"{file} line {number}: not JSON: {error}") from None
+        text = row.prompt if isinstance(row.prompt, str) else "\n".join(message.content for message in row.prompt)
+        rows.append(LengthRow(Prompt(str(row.id), text), row.epoch, row.length))
+    return sorted(rows, key=lambda row: row.epoch)
 
 
 class Oracle:
@@ -115,23 +108,15 @@ class _Record:
 
 
 def measure(rows: Sequence[LengthRow], *, names: Sequence[str], slots: int) -> dict[str, dict[str, Any]]:
-    """{predictor: figures}. rows: epochs ascending.
-
-    `us_per_prompt` is the cost of `predict` for a batch of 1024 after all but the last epoch, without the fit; the fit of
-    the last epoch's predict is `fit_seconds`. A batch of prompts never seen before is timed too, and the dearer counts.
-    """
+    """{predictor: figures}. rows: epochs ascending."""
     records = {name: _Record(Oracle() if name == "oracle" else make_predictor(name)) for name in names}
     epochs = [list(group) for _, group in groupby(rows, key=lambda row: row.epoch)]
-    costs: dict[str, dict[str, float]] = {}
-    for number, epoch in enumerate(track(epochs, "epochs", console=Console(stderr=True), disable=not sys.stderr.isatty())):
+    for epoch in track(epochs, "epochs", console=Console(stderr=True), disable=not sys.stderr.isatty()):
         arrivals = _Arrivals([row.length for row in epoch], slots)
-        for name, record in records.items():
-            _order(record, epoch, arrivals)
-            if number == len(epochs) - 1:
-                costs[name] = _cost(name, record.predictor, epochs[:-1], epoch)
         for record in records.values():
+            _order(record, epoch, arrivals)
             record.predictor.observe(epoch)
-    return {name: _figures(record) | costs[name] for name, record in records.items()}
+    return {name: _figures(record) for name, record in records.items()}
 
 
 class _Arrivals:
@@ -164,36 +149,6 @@ def _order(record: _Record, epoch: Sequence[LengthRow], arrivals: _Arrivals) -> 
     record.taus.append(kendall_tau(scores, np.array([row.length for row in epoch])))
     record.sjf.append(arrivals.ratio("sjf", scores)[0])
     record.ljf.append(arrivals.ratio("ljf", scores)[1])
-
-
-def _cost(name: str, predictor: LengthPredictor, before: Sequence[Sequence[LengthRow]], last: Sequence[LengthRow]) -> dict:
-    batch = [last[at % len(last)].prompt for at in range(BATCH)]
-    unseen = [Prompt(f"unseen {at}", f"{at} {prompt.text}") for at, prompt in enumerate(batch)]
-    if isinstance(predictor, Oracle):
-        predictor.reveal([last[at % len(last)].length for at in range(BATCH)])
-    return {
-        "us_per_prompt": max(_seconds(predictor, batch), _seconds(predictor, unseen)) / BATCH * 1e6,
-        "fit_seconds": 0.0 if name == "oracle" else _fit_seconds(name, before, batch),
-    }
-
-
-def _seconds(predictor: LengthPredictor, batch: Sequence[Prompt]) -> float:
-    times = []
-    for _ in range(_TIMED_CALLS):
-        start = time.perf_counter()
-        predictor.predict(batch)
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))
-
-
-def _fit_seconds(name: str, before: Sequence[Sequence[LengthRow]], batch: Sequence[Prompt]) -> float:
-    """Seconds a fresh predictor takes to learn all the epochs before the last."""
-    predictor = make_predictor(name)
-    start = time.perf_counter()
-    for epoch in before:
-        predictor.observe(epoch)
-    predictor.predict(batch)
-    return time.perf_counter() - start
 
 
 def _figures(record: _Record) -> dict[str, Any]:

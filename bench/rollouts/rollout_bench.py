@@ -6,7 +6,6 @@ Runs on the command line.
 from __future__ import annotations
 
 import json as jsonlib
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +20,6 @@ def bench_predictor(
     json: AsJson = False,
     predictor: Annotated[list[str] | None, typer.Option(help="Measure only this one; may be repeated.")] = None,
     slots: Annotated[int, typer.Option(help="Requests that run at once in the simulated engine.", min=1)] = 64,
-    skip_bad: Annotated[bool, typer.Option(help="Leave bad lines out, counted, instead of refusing the file.")] = False,
 ) -> None:
     """Order each epoch by what the earlier ones teach, and say how good the order is."""
     from bench.rollouts.predictor import MEASURED, measure, read_rows
@@ -29,10 +27,7 @@ def bench_predictor(
     unknown = [name for name in predictor or () if name not in MEASURED]
     if unknown:
         raise UserError(f"--predictor {unknown[0]}: not a predictor this can measure; allowed: {', '.join(MEASURED)}")
-    rows, bad = read_rows(file, skip_bad=skip_bad)
-    if bad:
-        print(f"verl-mux: {file}: {len(bad)} bad lines left out, the first: {bad[0]}", file=sys.stderr)
-    show(measure(rows, names=predictor or MEASURED, slots=slots), json, _table)
+    show(measure(read_rows(file), names=predictor or MEASURED, slots=slots), json, _table)
 
 
 def bench_rollout(
@@ -45,7 +40,6 @@ def bench_rollout(
     first_seed: Annotated[int, typer.Option(help="The first of them.", min=0)] = 1,
     rate: Annotated[float, typer.Option(help="Over-sampling rate.", min=0)] = 1.0,
     override: Annotated[list[str] | None, typer.Option(help="One more key=value for every job; may be repeated.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Read the runs that --dir holds already instead of running them.")] = False,
     json: AsJson = False,
 ) -> None:
     """Step time and reward with over-sampling and with segments, beside verl's own trainers and plain steps of ours.
@@ -62,7 +56,7 @@ def bench_rollout(
     if warmup >= steps - 1:
         raise UserError(f"--warmup is {warmup} of {steps} steps; at least two must be left to measure")
     run = run_file.read(file, directory)
-    runs = run_all(run, chosen, steps, range(first_seed, first_seed + seeds), rate, override or [], keep)
+    runs = run_all(run, chosen, steps, range(first_seed, first_seed + seeds), rate, override or [])
     result = figures(runs, warmup)
     print(jsonlib.dumps(result, indent=2) if json else _modes_table(result["modes"]))
 
@@ -75,7 +69,7 @@ def bench_migration(
     json: AsJson = False,
 ) -> None:
     """Two jobs with long-tail migration, or with tail rounds and growth (--file examples/growth.yaml), and without: makespan,
-    cores kept busy, and whether the responses are equal.
+    and whether the responses are equal.
 
     About twelve minutes.
     """
@@ -85,13 +79,10 @@ def bench_migration(
 
 
 def _migration_in_words(result: dict[str, Any]) -> str:
-    spans, cores = result["makespan_s"], result["cores"]
     return (
-        f"makespan {spans['with']} s with it, {spans['without']} s without: {result['ratio']}x; cores busy: {cores['with']} and "
-        f"{cores['without']}, so with none ever idle it would be {result['ratio_at_full_cores']}x; nodes went back early "
-        f"{result['freed']} times and were lent {result['grown']} times, {result['migrated_requests']} requests moved; "
-        f"{result['equal_responses']} of {result['responses']} responses are equal"
-    )
+        "makespan {makespan_s[with]} s with it, {makespan_s[without]} s without: {ratio}x; nodes went back early {freed} times"
+        " and were lent {grown} times, {migrated_requests} requests moved; {equal_responses} of {responses} responses are equal"
+    ).format(**result)
 
 
 def _modes_table(modes: dict[str, dict[str, Any]]) -> str:
@@ -105,9 +96,9 @@ def _modes_table(modes: dict[str, dict[str, Any]]) -> str:
 
 
 def _table(results: dict[str, dict[str, Any]]) -> str:
-    head = f"{'predictor':<14} {'tau':>6} {'us/prompt':>10} {'sjf mean':>9} {'ljf makespan':>13}  tau by epoch"
+    head = f"{'predictor':<14} {'tau':>6} {'sjf mean':>9} {'ljf makespan':>13}  tau by epoch"
     lines = [
-        f"{name:<14} {r['kendall_tau']:>6.3f} {r['us_per_prompt']:>10.1f} {r['sjf_mean_completion_ratio']:>9.3f} "
+        f"{name:<14} {r['kendall_tau']:>6.3f} {r['sjf_mean_completion_ratio']:>9.3f} "
         f"{r['ljf_makespan_ratio']:>13.3f}  {' '.join(f'{tau:.3f}' for tau in r['kendall_tau_by_epoch'])}"
         for name, r in results.items()
     ]

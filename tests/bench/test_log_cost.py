@@ -2,15 +2,9 @@
 
 import pytest
 
-from bench.log_cost import measure, own_cost, step_seconds
+from bench.log_cost import own_cost, step_seconds
 from verl_mux.errors import Failure
 from verl_mux.profiling.eventlog.log import EventLog
-
-
-def test_it_measures_every_event_and_loses_none():
-    found = measure(requests=16, turns=2, rounds=2)
-    assert found["events"] == 16 * 2 * 4 * 2  # requests, turns, events a turn, rounds
-    assert found["dropped"] == 0
 
 
 def test_a_step_lasts_from_the_end_of_the_one_before(tmp_path):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 
 from bench.rollouts.migration import compare, measure
 from verl_mux.errors import UserError
-
-START = datetime(2026, 1, 1, tzinfo=timezone.utc).timestamp()
 
 
 def _run(directory: Path, ends: dict[str, list[float]], responses: list[tuple[str, str]], migrated: int) -> Path:
@@ -23,8 +20,6 @@ def _run(directory: Path, ends: dict[str, list[float]], responses: list[tuple[st
         for second in seconds
     ]
     (log / "worker_0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    # Looked at for a half of the time that is measured.
-    (directory / "cores.jsonl").write_text(json.dumps({"start": START + 10, "end": START + 20, "cpu": {"python": 15.0}}) + "\n")
     (directory / "wide" / "responses").mkdir(parents=True)
     for at, (prompt, text) in enumerate(responses):
         row = {"input": prompt, "output": text}
@@ -41,19 +36,10 @@ def test_responses_are_paired_by_prompt_whatever_the_steps_that_trained_them(tmp
     first = _run(tmp_path / "with", ends, [("p", "a"), ("q", "b"), ("q", "c")], migrated=1)
     slower = {"wide": [10.0, 20.0], "narrow": [5.0, 35.0]}
     second = _run(tmp_path / "without", slower, [("q", "c"), ("p", "a"), ("q", "x")], migrated=0)
-    found = compare(first, second, ["wide", "narrow"], cores=2)
+    found = compare(first, second, ["wide", "narrow"])
     assert found["makespan_s"] == {"with": 20.0, "without": 25.0}
     assert (found["ratio"], found["migrated_requests"]) == (0.8, 1)
-    assert (found["cores"], found["ratio_at_full_cores"]) == ({"with": 1.5, "without": 1.5}, 0.75)
     assert (found["responses"], found["equal_responses"]) == (3, 1)
-
-
-def test_without_a_look_at_the_cores_nothing_is_said_of_them(tmp_path):
-    ends = {"wide": [10.0, 20.0]}
-    runs = [_run(tmp_path / name, ends, [("p", "a")], migrated=0) for name in ("with", "without")]
-    (tmp_path / "without" / "cores.jsonl").unlink()
-    found = compare(*runs, ["wide"], cores=2)
-    assert (found["cores"]["without"], found["ratio_at_full_cores"]) == (None, None)
 
 
 RUN = """

@@ -36,13 +36,6 @@ def test_ratios_are_taken_seed_by_seed_and_the_warm_up_is_left_out():
     assert modes["oversample"]["reward_within_spread"]
 
 
-def test_a_step_that_trains_fewer_groups_counts_for_fewer():
-    whole, half = made_run("sync", 1, 2.0, 0.5), made_run("trigger", 1, 2.0, 0.5, **{"trigger/groups": 4})
-    modes = figures([whole, half], warmup=1)["modes"]
-    assert modes["trigger"]["time_ratio_to_sync"] == 2.0
-    assert (modes["sync"]["groups_trained"], modes["trigger"]["groups_trained"]) == (32, 16)
-
-
 def test_a_run_is_read_from_its_console(tmp_path):
     (tmp_path / "job.log").write_text(
         "(TaskRunner pid=1) step:2 - critic/score/mean:0.25 - mux/rollout/wasted_tokens:12 - "

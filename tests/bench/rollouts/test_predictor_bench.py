@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
+from bench.rollouts.predictor import read_rows
 from tests.rollout.lengths.length_generators import generate
-from verl_mux import cli
+from verl_mux.errors import UserError
 
-REQUIRED = {"kendall_tau", "kendall_tau_by_epoch", "us_per_prompt", "sjf_mean_completion_ratio", "ljf_makespan_ratio"}
+REQUIRED = {"kendall_tau", "kendall_tau_by_epoch", "sjf_mean_completion_ratio", "ljf_makespan_ratio"}
 FAST = ["--predictor", "fifo", "--predictor", "oracle", "--predictor", "history", "--predictor", "default"]
 
 
-class Done(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture
-def bench(monkeypatch, capsys) -> Callable[..., Done]:
-    """The command, in this process."""
-
-    def run(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["verl-mux", "bench", "predictor", *arguments])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        return Done(exit_.value.code or 0, *capsys.readouterr())
-
-    return run
+def bench(run_main) -> Callable[..., tuple[int, str, str]]:
+    return partial(run_main, "bench", "predictor")
 
 
 def lines(tmp_path: Path, *rows: object) -> str:
@@ -47,9 +33,9 @@ def as_rows(epochs) -> list[dict]:
 
 
 def test_prints_one_json_object_with_every_figure(bench, tmp_path):
-    done = bench(lines(tmp_path, *as_rows(generate("keyword", 1, prompts=120, epochs=3))), "--json")
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout)
+    code, out, err = bench(lines(tmp_path, *as_rows(generate("keyword", 1, prompts=120, epochs=3))), "--json")
+    assert code == 0, err
+    results = json.loads(out)
     assert {"fifo", "oracle", "history", "default", "heuristic"} <= set(results)
     for name, figures in results.items():
         assert set(figures) >= REQUIRED, name
@@ -72,9 +58,9 @@ def test_prints_one_json_object_with_every_figure(bench, tmp_path):
     ids=["one row", "no tokens", "samples and missing epochs", "messages and a blank line", "epochs out of order"],
 )
 def test_odd_but_valid_files_are_measured(bench, tmp_path, rows):
-    done = bench(lines(tmp_path, *rows), "--json", *FAST)
-    assert done.returncode == 0, done.stderr
-    assert set(json.loads(done.stdout)) == {"fifo", "oracle", "history", "default"}
+    code, out, err = bench(lines(tmp_path, *rows), "--json", *FAST)
+    assert code == 0, err
+    assert set(json.loads(out)) == {"fifo", "oracle", "history", "default"}
 
 
 GOOD = {"id": 1, "prompt": "a", "epoch": 0, "length": 5}
@@ -99,33 +85,19 @@ GOOD = {"id": 1, "prompt": "a", "epoch": 0, "length": 5}
         (GOOD | {"id": None}, "Expected `int | str`, got `null` - at `$.id`"),
     ],
 )
-def test_a_bad_line_is_refused_by_its_number_or_left_out_and_counted(tmp_path, row, said):
-    from bench.rollouts.predictor import read_rows
-    from verl_mux.errors import UserError
-
-    file = Path(lines(tmp_path, GOOD, row))
+def test_a_bad_line_is_refused_by_its_number(tmp_path, row, said):
     with pytest.raises(UserError, match="line 2: ") as error:
-        read_rows(file, skip_bad=False)
+        read_rows(Path(lines(tmp_path, GOOD, row)))
     assert said in str(error.value)
-    rows, bad = read_rows(file, skip_bad=True)
-    assert len(rows) == len(bad) == 1
 
 
 def test_bad_input_is_one_line_on_stderr_and_exit_code_2(bench, tmp_path):
     for arguments, said in (
         ([lines(tmp_path, "{")], "line 1: not JSON"),
-        ([lines(tmp_path, "")], "holds no usable row"),
+        ([lines(tmp_path, "")], "holds no row"),
         ([str(tmp_path / "none.jsonl")], "cannot read"),
         ([str(tmp_path)], "cannot read"),
         ([lines(tmp_path, GOOD), "--predictor", "bert"], "allowed: fifo, oracle"),
     ):
-        done = bench(*arguments)
-        assert done.returncode == 2, done
-        assert said in done.stderr
-        assert len(done.stderr.strip().splitlines()) == 1
-
-
-def test_bad_lines_left_out_are_said(bench, tmp_path):
-    done = bench(lines(tmp_path, GOOD, "{", "[]"), "--skip-bad", "--json", *FAST)
-    assert done.returncode == 0
-    assert "2 bad lines left out, the first: line 2: not JSON" in done.stderr
+        code, _, err = bench(*arguments)
+        assert code == 2 and said in err and len(err.strip().splitlines()) == 1, err

@@ -1,4 +1,4 @@
-"""Some hundred schedules of the explored protocol; `make explore` and `python -m tests.coordinator.model` go through more."""
+"""Some hundred schedules of the explored protocol; `make explore` and `verl-mux bench chaos --simulated` go through more."""
 
 import pytest
 from hypothesis import given, settings
@@ -10,9 +10,7 @@ from tests.exploring import examples
 
 def test_no_schedule_violates_anything():
     found = explore(examples(150), seed=1)
-    assert not found.violations, f"python -m tests.coordinator.model --schedules 1 --seed {found.again[0]}\n" + "\n".join(
-        found.story
-    )
+    assert not found.violations, f"verl-mux bench chaos --simulated 1 --seed {found.again[0]}\n" + "\n".join(found.story)
     assert found.faults["coordinator killed"] > 100 and found.faults["stale calls"] > 100
 
 
