@@ -5,12 +5,11 @@ Runs on the command line, called by cli.py; joins profiling, which reads, with w
 
 from __future__ import annotations
 
-import contextlib
 import json as jsonlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,25 +47,20 @@ def report(
         if directory.is_file():
             write_as_log(directory, log := Path(folder))
         analysis = _analyse(log, window, processes)
-        with _written(otlp) as path:
-            if path is not None:
-                print(f"wrote {path}: {write_otlp(analysis.run.files, path)} spans", file=sys.stderr)
+        if otlp is not None:
+            _write(otlp, lambda path: write_otlp(analysis.run.files, path), " spans")
     summary = summarise(analysis)
-    other = None if against is None else _analyse(against, window, processes)
-    if other is not None:
-        summary["against"] = {"directory": str(against), "figures": compare(summary, summarise(other))}
+    if against is not None:
+        other = summarise(_analyse(against, window, processes))
+        summary["against"] = {"directory": str(against), "figures": compare(summary, other)}
     if advise or changed_keys:
         from verl_mux.what_if.advice import advise as run_again
 
         summary["advice"] = run_again(analysis, changed_keys)
-    with _written(html) as path:
-        if path is not None:
-            path.write_text(make_page(analysis, summary, other), encoding="utf-8")
-            print(f"wrote {path}", file=sys.stderr)
-    with _written(trace) as path:
-        if path is not None:
-            write_trace(analysis, path)
-            print(f"wrote {path}", file=sys.stderr)
+    if html is not None:
+        _write(html, lambda path: path.write_text(make_page(analysis, summary), encoding="utf-8"))
+    if trace is not None:
+        _write(trace, lambda path: write_trace(analysis, path))
     if json:
         print(jsonlib.dumps(summary))
         return
@@ -78,15 +72,14 @@ def report(
         out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-@contextlib.contextmanager
-def _written(path: Path | None) -> Iterator[Path | None]:
-    """Make the file's folder, and turn an error of the disk into a Failure."""
+def _write(path: Path, write: Callable[[Path], int], counted: str = "") -> None:
+    """Make the file's folder, write it, and say so; with what `write` returns where that counts something."""
     try:
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        yield path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        count = write(path)
     except OSError as error:
         raise Failure(f"cannot write {error.filename}: {error.strerror}") from error
+    print(f"wrote {path}" + (f": {count}{counted}" if counted else ""), file=sys.stderr)
 
 
 def _keys(texts: list[str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from verl_mux.coordinator.bus.client import ADDRESS_VARIABLE
 from verl_mux.coordinator.commands import DEFAULT_ADDRESS, Keys, fetch_status
 from verl_mux.errors import UserError
 from verl_mux.profiling.live.job_states import State
-from verl_mux.profiling.live.screen import REPLICA_COLUMNS, Choice, Order, as_json, render, watch
+from verl_mux.profiling.live.screen import REPLICA_COLUMNS, Choice, as_json, render, watch
 
 _ANSWER_S = 3.0
 
@@ -44,12 +44,11 @@ def top(
 ) -> None:  # fmt: skip
     """Show what runs where now: requests by state, tokens a second and KV use of each replica, and which job waits for which.
 
-    In a terminal: s sorts by the next column, r turns the order round, / asks for a text to filter by, Tab turns these keys to
-    the other table, p pauses, q ends.
+    In a terminal: s sorts replicas by the next column, r turns the order round, / asks for a text to filter by, p pauses, q ends.
     """
     if sort not in REPLICA_COLUMNS:
         raise UserError(f"--sort {sort}: not a column; allowed: {', '.join(REPLICA_COLUMNS)}")
-    choice = Choice(replicas=Order(column=list(REPLICA_COLUMNS).index(sort), only=only))
+    choice = Choice(column=list(REPLICA_COLUMNS).index(sort), only=only)
     run = None if directory is None else State(directory)
     coordinator = address or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS if run is None or address is not None else None
     status: dict[str, Any] = {}

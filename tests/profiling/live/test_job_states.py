@@ -8,7 +8,7 @@ import pytest
 
 from tests.profiling.made_engines import make
 from tests.profiling.terminal import Terminal
-from verl_mux.profiling.live.screen import JOB_COLUMNS, REPLICA_COLUMNS, Choice, Keys, Order
+from verl_mux.profiling.live.screen import REPLICA_COLUMNS, Choice, Keys
 
 
 def test_who_holds_which_nodes_and_who_waits_behind_whom(run):
@@ -103,27 +103,13 @@ def test_replicas_by_their_newest_counters_sorted_and_filtered(run):
         run("a", "server", 1, "engine_decode", 1.0, worker=replica, **where, **counted)
         run("a", "server", 2, "engine_generate", 1.0, worker=replica, **where, response_tokens=40, finish="stop")
     rate = list(REPLICA_COLUMNS).index("tokens/s")
-    rows = run.look(Choice(replicas=Order(rate)))["replicas"]
+    rows = run.look(Choice(rate))["replicas"]
     assert [(row["replica"], row["tokens_per_sec"], row["tokens"], row["done"]) for row in rows] == [
         (1, 300.0, 40, 1),
         (0, 900.0, 40, 1),
     ]
-    assert [row["replica"] for row in run.look(Choice(replicas=Order(rate, falling=True)))["replicas"]] == [0, 1]
-    assert [row["node"] for row in run.look(Choice(replicas=Order(only="r1")))["replicas"]] == ["r1"]
-
-
-def test_jobs_are_sorted_and_filtered_too_and_what_has_no_figure_comes_last(run):
-    for job, reward in (("a", 0.5), ("b", None), ("c", 0.25)):
-        run(job, "trainer", 1, "lease_wait", 0.1, phase="train", nodes=[f"t_{job}"])
-        run(job, "trainer", 2, "step", 1.0, reward=reward)
-
-    def names(**order):
-        return [row["job"] for row in run.look(Choice(jobs=Order(**order)))["jobs"]]
-
-    reward = list(JOB_COLUMNS).index("reward")
-    assert names(column=reward) == ["c", "a", "b"]
-    assert names(column=reward, falling=True) == ["a", "c", "b"]
-    assert names(only="t_b") == ["b"]
+    assert [row["replica"] for row in run.look(Choice(rate, falling=True))["replicas"]] == [0, 1]
+    assert [row["node"] for row in run.look(Choice(only="r1"))["replicas"]] == ["r1"]
 
 
 def test_a_job_that_is_started_again_is_shown_at_the_step_that_it_does_again(run):
@@ -161,9 +147,9 @@ def test_a_torn_line_waits_until_it_is_whole(run):
 def test_keys_sort_filter_and_end():
     choice = Choice()
     keys = Keys(choice)
-    for key in "sr/r1\r\tss\t":
+    for key in "sr/r1\r":
         keys.press(key)
-    assert (choice.replicas, choice.jobs) == (Order(1, True, "r1"), Order(2))
+    assert choice == Choice(1, True, "r1")
     assert not keys.ended
     keys.press("q")
     assert keys.ended
@@ -193,11 +179,5 @@ def test_it_shows_sorts_filters_and_ends(terminal):
     terminal("send-keys", "/", "r1", "Enter")
     terminal.until(lambda text: "only replicas with 'r1'" in text and len(rows(text)) == 3)
     terminal.until(lambda text: sum(" r1 " in row for row in rows(text)) == 2)
-    terminal("send-keys", "Tab")
-    terminal.until(lambda text: "keys are for jobs" in text)
-    terminal("send-keys", "s")
-    terminal.until(lambda text: "step ^" in text and "replica v" in text)
-    terminal("send-keys", "/", "unknown", "Enter")
-    terminal.until(lambda text: "only jobs with 'unknown'" in text and len(rows(text)) == 2)  # the replicas stay
     terminal("send-keys", "q")
     terminal.until(lambda text: not text)  # the pane's only process has ended, and the server with it

@@ -8,8 +8,8 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -20,7 +20,7 @@ from rich.text import Text
 from verl_mux.profiling.live.job_states import COUNTERS, IN_REWARD, IN_TOOL_OR_REWARD, PARKED, Job, Replica, State
 
 Row = dict[str, Any]
-Columns = Mapping[str, tuple[str, Callable[[Row], str]]]  # name -> (the key that sorts by it, its cell in a row)
+Cells = Mapping[str, Callable[[Row], str]]  # name of a column -> its cell in a row
 
 
 def _shown(key: str, form: str) -> Callable[[Row], str]:
@@ -32,19 +32,20 @@ def _runs(row: Row) -> str:
     return f"{row['runs']} (after {row['doing']})" if row["runs"] else "ended" if row["ended"] else "-"
 
 
-JOB_COLUMNS: Columns = {
-    "job": ("job", lambda row: row["job"]),
-    "step": ("step", _shown("step", "{}")),
-    "runs": ("runs", _runs),
-    "on": ("on", lambda row: ", ".join(row["on"]) or "-"),
-    "for": ("for_s", _shown("for_s", "{:.0f} s")),
-    "waits for": ("waited_s", lambda row: f"{row['waits_for']}, {row['waited_s']:.0f} s" if row["waits_for"] else "-"),
-    "behind": ("behind", lambda row: ", ".join(row["behind"]) or "-"),
-    "requests": ("requests", lambda row: ", ".join(f"{n} {state}" for state, n in row["requests"].items()) or "-"),
-    "reward": ("reward", _shown("reward", "{:.3f}")),
-    "step took": ("step_sec", _shown("step_sec", "{:.1f} s")),
+JOB_COLUMNS: Cells = {
+    "job": lambda row: row["job"],
+    "step": _shown("step", "{}"),
+    "runs": _runs,
+    "on": lambda row: ", ".join(row["on"]) or "-",
+    "for": _shown("for_s", "{:.0f} s"),
+    "waits for": lambda row: f"{row['waits_for']}, {row['waited_s']:.0f} s" if row["waits_for"] else "-",
+    "behind": lambda row: ", ".join(row["behind"]) or "-",
+    "requests": lambda row: ", ".join(f"{n} {state}" for state, n in row["requests"].items()) or "-",
+    "reward": _shown("reward", "{:.3f}"),
+    "step took": _shown("step_sec", "{:.1f} s"),
 }
-REPLICA_COLUMNS: Columns = {
+# Name of a column -> the key of a row that sorts by it, and its cell.
+REPLICA_COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "job": ("job", lambda row: row["job"]),
     "replica": ("replica", _shown("replica", "{}")),
     "node": ("node", lambda row: row["node"]),
@@ -60,41 +61,23 @@ REPLICA_COLUMNS: Columns = {
     "retracted": ("retracted", _shown("retracted", "{}")),
     "age": ("age_s", _shown("age_s", "{:.0f} s")),
 }
-_EMPTY: tuple[Any, ...] = (None, [], {})
 STALE_S = 5.0  # counters come once a second while an engine works
 
 
 @dataclass
-class Order:
-    """Order of a table's rows. column: its index. only: a text that a row must hold."""
+class Choice:
+    """What the reader has chosen for the replicas' table. column: the index of the one that sorts. only: a text that a row must
+    hold."""
 
     column: int = 0
     falling: bool = False
     only: str = ""
-
-
-@dataclass
-class Choice:
-    """What the reader has chosen. on_jobs: keys sort and filter the jobs' table, not the replicas'."""
-
-    replicas: Order = field(default_factory=Order)
-    jobs: Order = field(default_factory=Order)
-    on_jobs: bool = False
     paused: bool = False
 
-    @property
-    def order(self) -> Order:
-        return self.jobs if self.on_jobs else self.replicas
 
-    @property
-    def columns(self) -> Columns:
-        return JOB_COLUMNS if self.on_jobs else REPLICA_COLUMNS
-
-
-def _jobs(state: State, order: Order) -> list[Row]:
-    """A row a job that `order` leaves; seconds are at the state's newest line."""
-    rows = [_job_row(state, job) for _, job in sorted(state.jobs.items())]
-    return _ordered(rows, order, JOB_COLUMNS, ("job", "runs", "on", "waits_for", "behind"))
+def _jobs(state: State) -> list[Row]:
+    """A row a job; seconds are at the state's newest line."""
+    return [_job_row(state, job) for _, job in sorted(state.jobs.items())]
 
 
 def _job_row(state: State, job: Job) -> Row:
@@ -114,10 +97,14 @@ def _job_row(state: State, job: Job) -> Row:
     }
 
 
-def _replicas(state: State, order: Order) -> list[Row]:
-    """A row a replica that `order` leaves. running, queued: the engine's counters; requests: those last seen on it, by state."""
+def _replicas(state: State, choice: Choice) -> list[Row]:
+    """A row a replica that is chosen; those without a value in the column that sorts come last. running, queued: the engine's
+    counters; requests: those last seen on it, by state."""
+    key = list(REPLICA_COLUMNS.values())[choice.column][0]
     rows = [_replica_row(state, replica) for _, replica in sorted(state.replicas.items())]
-    return _ordered(rows, order, REPLICA_COLUMNS, ("job", "replica", "node"))
+    rows = [row for row in rows if choice.only in f"{row['job']} {row['replica']} {row['node']}"]
+    known = sorted((row for row in rows if row[key] is not None), key=lambda row: row[key], reverse=choice.falling)
+    return known + [row for row in rows if row[key] is None]
 
 
 def _replica_row(state: State, replica: Replica) -> Row:
@@ -132,48 +119,29 @@ def _replica_row(state: State, replica: Replica) -> Row:
     }
 
 
-def _ordered(rows: list[Row], order: Order, columns: Columns, filtered_by: Sequence[str]) -> list[Row]:
-    """Rows without a value in the column come last, either way round; requests count by their number."""
-    key = list(columns.values())[order.column][0]
-    rows = [row for row in rows if order.only in " ".join(_text(row[name]) for name in filtered_by)]
-    known = [row for row in rows if row[key] not in _EMPTY]
-    known.sort(key=lambda row: sum(row[key].values()) if isinstance(row[key], dict) else row[key], reverse=order.falling)
-    return known + [row for row in rows if row[key] in _EMPTY]
-
-
-def _text(value: Any) -> str:
-    return " ".join(value) if isinstance(value, list) else "" if value is None else str(value)
-
-
 def as_json(state: State, choice: Choice) -> dict[str, Any]:
-    return {"now": state.now, "jobs": _jobs(state, choice.jobs), "replicas": _replicas(state, choice.replicas)}
+    return {"now": state.now, "jobs": _jobs(state), "replicas": _replicas(state, choice)}
 
 
 def render(state: State, choice: Choice) -> Group:
     head = Text(f"{state.directory.resolve().name}: {len(state.jobs)} jobs, {len(state.replicas)} replicas", style="bold")
-    for table, order in (("jobs", choice.jobs), ("replicas", choice.replicas)):
-        if order.only:
-            head.append(f"   only {table} with {order.only!r}")
-    if choice.paused:
-        head.append("   paused", style="yellow")
-    whose = "jobs" if choice.on_jobs else "replicas"
-    keys = "Tab: for the other table   s sort   r the other way   / only rows with   p pause   q quit"
-    jobs = _table(_jobs(state, choice.jobs), JOB_COLUMNS, choice.jobs, choice.on_jobs, JOB_COLUMNS)
-    replicas = _table(
-        _replicas(state, choice.replicas), REPLICA_COLUMNS, choice.replicas, not choice.on_jobs, {"job": 0, "node": 0}
-    )
-    return Group(head, jobs, replicas, Text(f"keys are for {whose}, {keys}", style="dim"))
+    head.append(f"   only replicas with {choice.only!r}" if choice.only else "")
+    head.append("   paused" if choice.paused else "", style="yellow")
+    mark = list(REPLICA_COLUMNS)[choice.column]
+    cells = {name + (" v" if choice.falling else " ^") * (name == mark): cell for name, (_, cell) in REPLICA_COLUMNS.items()}
+    replicas = _table(_replicas(state, choice), cells, ("job", "node"))
+    keys = Text("s sort replicas   r the other way   / only rows with   p pause   q quit", style="dim")
+    return Group(head, _table(_jobs(state), JOB_COLUMNS, tuple(JOB_COLUMNS)), replicas, keys)
 
 
-def _table(rows: list[Row], columns: Columns, order: Order, chosen: bool, left: Mapping[str, Any]) -> Table:
-    """Mark the column that sorts; set the columns of `left` flush left; dim rows whose counters are stale."""
-    table = Table(box=None, padding=(0, 1), header_style="bold cyan" if chosen else "cyan")
-    for place, column in enumerate(columns):
-        mark = (" v" if order.falling else " ^") if place == order.column else ""
-        table.add_column(column + mark, justify="left" if column in left else "right")
+def _table(rows: list[Row], cells: Cells, left: tuple[str, ...]) -> Table:
+    """Columns whose names begin with one of `left` are flush left; rows whose counters are stale are dim."""
+    table = Table(box=None, padding=(0, 1), header_style="bold cyan")
+    for name in cells:
+        table.add_column(name, justify="left" if name.startswith(left) else "right")
     for row in rows:
         age = row.get("age_s", 0.0)
-        table.add_row(*(cell(row) for _, cell in columns.values()), style="dim" if age is None or age > STALE_S else "")
+        table.add_row(*(cell(row) for cell in cells.values()), style="dim" if age is None or age > STALE_S else "")
     return table
 
 
@@ -198,22 +166,20 @@ class Keys:
         self._asking = False
 
     def press(self, key: str) -> None:
-        order = self._choice.order
+        choice = self._choice
         if self._asking:
             if key in "\r\n\x1b":
                 self._asking = False
             else:
-                order.only = order.only[:-1] if key in "\x7f\x08" else order.only + key
+                choice.only = choice.only[:-1] if key in "\x7f\x08" else choice.only + key
         elif key == "/":
-            self._asking, order.only = True, ""
+            self._asking, choice.only = True, ""
         elif key == "s":
-            order.column = (order.column + 1) % len(self._choice.columns)
+            choice.column = (choice.column + 1) % len(REPLICA_COLUMNS)
         elif key == "r":
-            order.falling = not order.falling
-        elif key == "\t":
-            self._choice.on_jobs = not self._choice.on_jobs
+            choice.falling = not choice.falling
         elif key == "p":
-            self._choice.paused = not self._choice.paused
+            choice.paused = not choice.paused
         elif key == "q":
             self.ended = True
 

@@ -5,7 +5,7 @@ import pytest
 from tests.profiling.made_logs import Lines, read_run
 from tests.profiling.made_mux import make_mux_run
 from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.profiling.report.output.page.page import alone, measured_alone
+from verl_mux.profiling.report.output.page.page import alone
 from verl_mux.profiling.report.output.summary import find_all, summarise
 
 
@@ -157,14 +157,3 @@ def test_throughput_is_in_turns_over_one_after_the_other(run, analysis):
 def _step_periods(held, job, first, last):
     ends = [end for name, phase, _, end in held if name == job and phase == "train"][first:last]
     return list(zip(ends, ends[1:], strict=False))
-
-
-def test_another_run_of_the_jobs_alone_is_laid_beside_them(run, analysis, tmp_path):
-    make_mux_run(tmp_path, alone=12, together=0)
-    (segment,) = [s for s in analysis.leases.segments if s.mode == "interleaved"]
-    solo = measured_alone(analysis.leases, segment.window, Analysis(read_run(tmp_path)).leases)
-    for job in ("fibonacci", "products"):
-        mine = [h for h in solo if h.job == job]
-        first = next(h for h in analysis.leases.holds if h.job == job and h.start >= segment.window[0])
-        assert mine[0].start == pytest.approx(first.start)
-        assert len(mine) == 24

@@ -205,8 +205,7 @@ function start() {
     }, () => "");
     for (const speed of [0.25, 1, 4, 16, 64]) $("speed").append(el("option", { value: speed }, speed + "\u00d7"));
     $("speed").value = "4";
-    const alone = DATA.alone_measured ? "as measured in " + S.against.directory : "the same phases with the waiting for leases taken out";
-    $("alone-note").textContent = `Alone: ${alone}. Marks at the foot of a job's row are sync, sleep, wake and update.`;
+    $("alone-note").textContent = `Alone: the same phases with the waiting for leases taken out. Marks at the foot of a job's row are sync, sleep, wake and update.`;
     view.at = DATA.window[0];
     view.from = DATA.window[0] - 0.01 * DATA.length;
     view.to = DATA.window[1] + 0.01 * DATA.length;

@@ -25,13 +25,10 @@ _HERE = Path(__file__).parent
 SCRIPTS = ["base.js", "time.js", "replay.js", "lanes.js", "life.js", "charts.js", "tables.js", "main.js"]  # in order of use
 
 
-def make_page(analysis: Analysis, summary: dict[str, Any], solo: Analysis | None = None) -> str:
-    """The page's text. It loads nothing, so it opens from a mail or a ticket, without a network.
-
-    `solo`: another run; where it has the same jobs, the replay shows its phases as those of the jobs alone.
-    """
+def make_page(analysis: Analysis, summary: dict[str, Any]) -> str:
+    """The page's text. It loads nothing, so it opens from a mail or a ticket, without a network."""
     name = _name(analysis.run.directory.resolve())
-    data = json.dumps(page_data(analysis, summary, name, solo), separators=(",", ":"), allow_nan=False)
+    data = json.dumps(page_data(analysis, summary, name), separators=(",", ":"), allow_nan=False)
     parts = {
         "title": html.escape(f"{name}: where the time went", quote=False),
         "style": (_HERE / "page.css").read_text(),
@@ -54,8 +51,8 @@ def _name(directory: Path) -> str:
 MOVES = [events.SYNC, events.SLEEP, events.WAKE, events.OLD_LOG_PROB, events.REF, events.UPDATE_ACTOR, events.UPDATE_CRITIC]
 
 
-def page_data(analysis: Analysis, summary: dict[str, Any], name: str, solo: Analysis | None = None) -> dict[str, Any]:
-    """See the module; the keys are those that the page's scripts read. `solo`: another run of the same jobs, each alone."""
+def page_data(analysis: Analysis, summary: dict[str, Any], name: str) -> dict[str, Any]:
+    """See the module; the keys are those that the page's scripts read."""
     origin, end = extent(analysis)
     leases = analysis.leases
     jobs = list(summary["jobs"]) or sorted(set(analysis.requests["job"]))
@@ -72,7 +69,7 @@ def page_data(analysis: Analysis, summary: dict[str, Any], name: str, solo: Anal
         "moves": _moves(analysis, origin),
         "segments": [{"mode": s.mode, "start": s.window[0] - origin, "end": s.window[1] - origin} for s in leases.segments],
         "window": [window[0] - origin, window[1] - origin],
-        **_alone(leases, window, origin, solo),
+        "alone": [_hold(hold, origin) for hold in alone(leases, window)],
         "steps": _steps(analysis, origin),
         "shares": analysis.step_shares.drop("seconds").rows(),
         "requests": _requests(analysis, summary, origin),
@@ -93,26 +90,6 @@ def _turns_window(leases: Leases, origin: float, end: float) -> tuple[float, flo
     """The part of the run in which jobs took turns, the longest if several; else all of it."""
     shared = [s.window for s in leases.segments if s.mode == "interleaved"] or [s.window for s in leases.segments]
     return max(shared, key=lambda window: window[1] - window[0], default=(origin, end))
-
-
-def _alone(leases: Leases, window: tuple[float, float], origin: float, solo: Analysis | None) -> dict[str, Any]:
-    jobs = {hold.job for hold in leases.holds}
-    measured = [] if solo is None else measured_alone(leases, window, solo.leases)
-    if measured and {hold.job for hold in measured} == jobs:
-        return {"alone": [_hold(hold, origin) for hold in measured], "alone_measured": True}
-    return {"alone": [_hold(hold, origin) for hold in alone(leases, window)], "alone_measured": False}
-
-
-def measured_alone(leases: Leases, window: tuple[float, float], solo: Leases) -> list[Hold]:
-    """Another run's phases of the same jobs, each moved to where the job begins in `window`, as many as it has here."""
-    moved = []
-    for job in sorted({hold.job for hold in leases.holds}):
-        here = [h for h in leases.holds if h.job == job and h.phase in WORK and window[0] <= h.start < window[1]]
-        there = [h for h in solo.holds if h.job == job and h.phase in WORK][: len(here)]
-        for hold in there:
-            shift = here[0].start - there[0].start
-            moved.append(replace(hold, start=hold.start + shift, end=hold.end + shift))
-    return moved
 
 
 def alone(leases: Leases, window: tuple[float, float]) -> list[Hold]:
