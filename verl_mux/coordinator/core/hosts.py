@@ -1,7 +1,7 @@
 """Hosts: which nodes are given to no job because of what may be left there, which changes of the configuration jobs on record
 allow, and how much of a node's host memory each job holds.
 
-Runs in the coordinator; state.py makes one `Hosts`, which handles the inputs about hosts; pure.
+Runs in the coordinator as a feature of the core, `Hosts`; pure.
 
 Fences. A node is fenced while its host cannot be looked at, or something of a dying job may be left on it. A node that names no
 host, or one from which no agent ever spoke, is fenced only by what a dying job may have left on it.
@@ -22,9 +22,27 @@ from collections.abc import Mapping
 import msgspec
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import records as r
-from verl_mux.coordinator.core.leases import Handler, Leases
-from verl_mux.coordinator.core.records import Host, HostMemory, Instruction, Job, JobState, Log, Owed, Send, State
+from verl_mux.coordinator.core.leases import Feature, Handler
+from verl_mux.coordinator.core.records import (
+    Host,
+    HostGone,
+    HostMeasured,
+    HostMemory,
+    HostReleased,
+    HostSeen,
+    Instruction,
+    Job,
+    JobState,
+    Log,
+    NodeEmpty,
+    NodeReleased,
+    NodesOwed,
+    Owed,
+    OwedPaid,
+    PoolsChanged,
+    Send,
+    State,
+)
 from verl_mux.coordinator.core.settings import Config, Node
 from verl_mux.placement.estimator import GPU_KINDS
 from verl_mux.placement.model import JobSpec, Pin
@@ -40,29 +58,25 @@ _PROCESS_GB = GPU_KINDS["H20"].process_gb
 _ADVICE = "While jobs run, pools and nodes may be added and times changed, and nodes removed that are draining and no job's"
 
 
-class Hosts:
+class Hosts(Feature):
     """Keeps the records of hosts, the fences that follow from them, the nodes of the configuration, and what jobs hold of the
-    hosts' memory. `core`: the machine, whose records it may change."""
-
-    def __init__(self, core: Leases) -> None:
-        self.core = core
+    hosts' memory."""
 
     def handlers(self) -> Mapping[type, Handler]:
         return {
-            r.HostSeen: self._seen,
-            r.HostGone: self._gone,
-            r.OwedPaid: self._paid,
-            r.HostReleased: self._host_released,
-            r.NodeReleased: self._node_released,
-            r.NodeEmpty: lambda now, job, what: self.core.take_from([job.name], what.node, now),
-            r.NodesOwed: self._owed,
-            r.PoolsChanged: self._pools_changed,
-            **dict.fromkeys((r.HostMeasured, m.HostReport), self._measured),
+            HostSeen: self._seen,
+            HostGone: self._gone,
+            OwedPaid: self._paid,
+            HostReleased: self._host_released,
+            NodeReleased: self._node_released,
+            NodeEmpty: lambda now, job, what: self.core.take_from([job.name], what.node, now),
+            NodesOwed: self._owed,
+            PoolsChanged: self._pools_changed,
+            **dict.fromkeys((HostMeasured, m.HostReport), self._measured),
         }
 
     def refusal(self, asked: m.Register, nodes: dict[str, list[str]], is_known: bool) -> str | None:
-        """Why a job that names its nodes (`nodes`: by side, pools spelt out) does not fit beside those that are there, in words;
-        None: it does."""
+        """Why a job that names its nodes does not fit beside those that are there, in words; None: it does."""
         if is_known or asked.wants_placement:
             return None
         state, config = self.core.state, self.core.config
@@ -73,11 +87,16 @@ class Hosts:
                 return _does_not_fit(asked.job, node, need, state, config)
         return None
 
-    def registered(self, job: Job, asked: m.Register) -> None:
+    def registered(self, now: float, job: Job, asked: m.Register) -> list[Instruction]:
         if not asked.wants_placement:
             job.host_memory = _needed(asked, job.nodes, self.core.config)
+        return []
 
-    def _seen(self, now: float, job: None, what: r.HostSeen) -> list[Instruction]:
+    def ended(self, now: float, job: Job) -> list[Instruction]:
+        job.host_memory = {}
+        return []
+
+    def _seen(self, now: float, job: None, what: HostSeen) -> list[Instruction]:
         hosts, name = self.core.state.hosts, what.host
         host = hosts.setdefault(name.key, Host(names=name.names, since=now))
         if host.boot != name.boot:
@@ -95,24 +114,24 @@ class Hosts:
         said = Log(events.HOST_SEEN, {"host": host.name, "addresses": name.addresses, "boot": name.boot})
         return [said, *self._fence_anew()]
 
-    def _gone(self, now: float, job: None, what: r.HostGone) -> list[Instruction]:
+    def _gone(self, now: float, job: None, what: HostGone) -> list[Instruction]:
         host = self.core.state.hosts.get(what.host)
         if host is None:
             return []
         host.gone, host.since = True, now
         return [Log(events.HOST_GONE, {"host": host.name}), *self._fence_anew()]
 
-    def _paid(self, now: float, job: None, what: r.OwedPaid) -> list[Instruction]:
+    def _paid(self, now: float, job: None, what: OwedPaid) -> list[Instruction]:
         if (host := self.core.state.hosts.get(what.host)) is not None:
             host.owed = [owed for owed in host.owed if owed.uid != what.uid]
         return self._fence_anew()
 
-    def _host_released(self, now: float, job: None, what: r.HostReleased) -> list[Instruction]:
+    def _host_released(self, now: float, job: None, what: HostReleased) -> list[Instruction]:
         if (host := self.core.state.hosts.get(what.host)) is not None:
             host.owed, host.excused, host.agent, host.gone = [], [], False, False  # as if none had ever spoken from there
         return self._fence_anew()
 
-    def _node_released(self, now: float, job: None, what: r.NodeReleased) -> list[Instruction]:
+    def _node_released(self, now: float, job: None, what: NodeReleased) -> list[Instruction]:
         dying = [job.name for job in self.core.state.jobs.values() if job.state is JobState.DYING]
         out = self.core.take_from(dying, what.node, now)
         for host in self.core.state.hosts.values():
@@ -122,7 +141,7 @@ class Hosts:
                 host.excused.append(what.node)
         return out + self._fence_anew()
 
-    def _owed(self, now: float, job: Job, what: r.NodesOwed) -> list[Instruction]:
+    def _owed(self, now: float, job: Job, what: NodesOwed) -> list[Instruction]:
         host = self.core.state.hosts.setdefault(what.host, Host(names=[what.host.rstrip("/")], since=now))
         before = next((owed for owed in host.owed if owed.uid == what.uid), Owed(job=what.job, uid=what.uid or "", since=now))
         owed = msgspec.structs.replace(before, nodes=list(dict.fromkeys([*before.nodes, *what.nodes])))
@@ -130,7 +149,7 @@ class Hosts:
         fenced = self._fence_anew()  # before another job can be given the nodes
         return [*fenced, *(line for node in what.nodes for line in self.core.take_from([job.name], node, now))]
 
-    def _pools_changed(self, now: float, job: None, what: r.PoolsChanged) -> list[Instruction]:
+    def _pools_changed(self, now: float, job: None, what: PoolsChanged) -> list[Instruction]:
         old = self.core.config
         new = self.core.config = msgspec.structs.replace(old, pools=what.pools)
         before, after = old.nodes.keys(), new.nodes.keys()
@@ -138,10 +157,11 @@ class Hosts:
         out: list[Instruction] = [Log(events.POOLS_CHANGED, {"added": sorted(after - before), "removed": sorted(before - after)})]
         out += [Log(events.NODE_DRAINING, {"node": node, "undo": node in undrained}) for node in (*drained, *undrained)]
         out += self._fence_anew()
-        for node in drained:
-            self.core.placement.node_drained(node)
-        if undrained or after - before:
-            self.core.placement.nodes_opened()
+        for feature in self.core.features:
+            for node in drained:
+                feature.node_drained(node)
+            if undrained or after - before:
+                feature.nodes_opened()
         return out
 
     def _fence_anew(self) -> list[Instruction]:
@@ -149,13 +169,13 @@ class Hosts:
         state.hosts = {key: host for key, host in state.hosts.items() if host.agent or host.owed}  # of others nothing is known
         before, state.fenced = state.fenced, fenced(state, self.core.config)
         opened = [node for node in before if node not in state.fenced]
-        if opened:
-            self.core.placement.nodes_opened()
+        for feature in self.core.features if opened else ():
+            feature.nodes_opened()
         fresh = {node: reason for node, reason in state.fenced.items() if before.get(node) != reason}
         out: list[Instruction] = [Log(events.NODE_UNFENCED, {"node": node}) for node in opened]
         return out + [Log(events.NODE_FENCED, {"node": node, "reason": reason}) for node, reason in fresh.items()]
 
-    def _measured(self, now: float, job: Job, what: r.HostMeasured | m.HostReport) -> list[Instruction]:
+    def _measured(self, now: float, job: Job, what: HostMeasured | m.HostReport) -> list[Instruction]:
         """Puts on record what the job holds on a node. What it says of itself does not count where an agent is heard."""
         if isinstance(what, m.HostReport):
             if what.node not in job.all_nodes:
@@ -168,7 +188,7 @@ class Hosts:
         job.host_memory[what.node] = msgspec.structs.replace(
             known,
             measured=bytes_now,
-            source=AGENT if isinstance(what, r.HostMeasured) else ITSELF,
+            source=AGENT if isinstance(what, HostMeasured) else ITSELF,
             most=max(known.most, sum(bytes_now.values())) if job.finished >= SETTLED else 0,
         )
         held = _held_on(what.node, self.core.state)
@@ -317,7 +337,7 @@ def _gb(num_bytes: int) -> str:
     return f"{num_bytes / GB:.1f} GB"
 
 
-def seen(report: m.AgentReport, state: State, config: Config) -> list[r.HostMeasured]:
+def seen(report: m.AgentReport, state: State, config: Config) -> list[HostMeasured]:
     """The inputs that an agent's report gives rise to: host memory of jobs, where it has changed noticeably. A process counts for
     the node whose device it uses, else for all nodes of its job on that host in equal parts."""
     here = {node.name for node in config.nodes.values() if node.host in report.host.names}
@@ -332,7 +352,7 @@ def seen(report: m.AgentReport, state: State, config: Config) -> list[r.HostMeas
     for (uid, node), kinds in sums.items():
         known = jobs[uid].host_memory.get(node)
         if known is None or known.source != AGENT or _is_news(sum(known.measured.values()), sum(kinds.values())):
-            out.append(r.HostMeasured(job=jobs[uid].name, uid=uid, node=node, bytes=dict(kinds)))
+            out.append(HostMeasured(job=jobs[uid].name, uid=uid, node=node, bytes=dict(kinds)))
     return out
 
 

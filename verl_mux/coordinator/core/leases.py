@@ -1,7 +1,6 @@
-"""Leases on record: given out, made smaller, given back; and their fencing tokens.
+"""Leases on record: given out, made smaller, given back; their fencing tokens; and the moments at which features are called.
 
-Runs in the coordinator; state.py subclasses `Leases`, hosts.py, placing.py and registration.py call it; pure. queueing.py
-decides which request may go.
+Runs in the coordinator; state.py subclasses `Leases`, and features call it; pure. queueing.py decides which request may go.
 
 Numbers of tokens: (epoch << 32) + counter, so tokens rise from one start of the coordinator to the next, whatever was lost. The
 epoch is the number of the start. Below 2 ** 52 a token is exact in JSON and in a double.
@@ -13,22 +12,17 @@ LEASE_LOST. A request that comes once more after its lease was given back, late 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import msgspec
 
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import queueing
-from verl_mux.coordinator.core.records import Instruction, Job, Lease, Log, Request, Send, State, Usage
+from verl_mux.coordinator.core.records import Instruction, Job, Lease, Log, Request, Send, State, Usage, What
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.profiling.eventlog import events
 
-if TYPE_CHECKING:
-    from verl_mux.coordinator.core.hosts import Hosts
-    from verl_mux.coordinator.core.placing import Placement
-
-# (now, the job that the input is about or None, input) -> instructions
 Handler = Callable[[float, Any, Any], list[Instruction]]
 _COUNTER_BITS = 32
 _COUNTED_FROM = 1_767_225_600  # the year 2026; 30 bits of seconds last for 34 years
@@ -56,6 +50,75 @@ LAST_EPOCH = (1 << 20) - 1
 LAST_TOKEN = tokens_before(LAST_EPOCH) - 1
 
 
+class Feature:
+    """Something that the core does besides leases. The core calls every feature at each moment below, in the order of
+    `core.FEATURES`; a method that a feature does not override does nothing. `core`: the machine, whose records it may change."""
+
+    def __init__(self, core: Leases) -> None:
+        self.core = core
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """Inputs that the feature handles: (now, the job that the input is about or None, input) -> instructions."""
+        return {}
+
+    # --- a job comes, and goes ---
+
+    def refusal(self, asked: m.Register, nodes: dict[str, list[str]], is_known: bool) -> str | None:
+        """Why the job is not let in; None: no reason. `nodes`: by side, pools spelt out. Raises UserError, which refuses too."""
+        return None
+
+    def registered(self, now: float, job: Job, asked: m.Register) -> list[Instruction]:
+        """A start of the job is on record; it has had no answer yet."""
+        return []
+
+    def why_queued(self, job: Job) -> str | None:
+        """Why the job has no nodes yet."""
+        return None
+
+    def answers_later(self, job: Job) -> bool:
+        """Whether the feature will answer the job's registration itself."""
+        return False
+
+    def leaves(self, now: float, job: Job, what: m.Deregister) -> None:
+        """The job says that it leaves."""
+
+    def ended(self, now: float, job: Job) -> list[Instruction]:
+        """The job is over; it holds nothing any more."""
+        return []
+
+    # --- a lease ---
+
+    def requested(self, now: float, job: Job, request: Request) -> list[Instruction]:
+        """The request stands in its queues."""
+        return []
+
+    def granted(self, now: float, lease: Lease) -> None:
+        """A lease was given out."""
+
+    def released(self, now: float, job: Job, lease: Lease) -> list[Instruction]:
+        """The job gave the lease back because its phase is over."""
+        return []
+
+    # --- time, heartbeats, nodes ---
+
+    def resumed(self, now: float) -> None:
+        """The coordinator has started."""
+
+    def due(self, now: float) -> list[What]:
+        """What the passing of time has brought about."""
+        return []
+
+    def move_of(self, job: Job) -> int:
+        """The number of the move that the job is to make; 0: none."""
+        return 0
+
+    def nodes_opened(self) -> None:
+        """Nodes came, or can be given again that could not."""
+
+    def node_drained(self, node: str) -> None:
+        """The node is given to no job any more."""
+
+
 def about(lease: Lease) -> dict[str, Any]:
     """What the event log says of a lease."""
     return {"job": lease.job, "phase": lease.phase, "nodes": lease.nodes, "token": lease.token}
@@ -67,15 +130,12 @@ def asked_for(source: m.LeaseRequest | Request) -> dict[str, Any]:
 
 class Leases:
     """The records, and what changes leases in them. `epoch` names this start of the coordinator. `called_back`: by token, the
-    running time at which a filler was asked to leave. `hosts` and `placement`, which may change the records too, are called at
-    the moments that concern them."""
-
-    hosts: Hosts
-    placement: Placement
+    running time at which a filler was asked to leave."""
 
     def __init__(self, config: Config, epoch: str, state: State) -> None:
         self.config, self.epoch, self.state = config, epoch, state
         self.running = queueing.RunningTime()
+        self.features: list[Feature] = []
         self.called_back: dict[int, float] = {}
 
     def lease_of(self, job: Job, token: int) -> Lease | None:
@@ -97,7 +157,8 @@ class Leases:
         lease = Lease(token=self.state.token, granted_at=now, **{**asked_for(request), "nodes": nodes})
         self.state.leases[lease.token] = lease
         self.drop([request])
-        self.placement.granted(lease, now)
+        for feature in self.features:
+            feature.granted(now, lease)
         waited = Log(events.LEASE_WAIT, about(lease), duration=now - request.asked_at, step=lease.step)
         return [Send(lease.client, self.grant(lease)), waited]
 

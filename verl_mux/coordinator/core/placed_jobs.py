@@ -6,7 +6,7 @@ its group should have, and its way to other nodes.
 
 From the decision on the placer has the job on its new nodes, so they are kept for it. The job that gets the old nodes learns of
 them when the moving job has left them. A job that dies, finishes, or does not come back within MOVE_TIMEOUT_S has lost its place.
-Runs in the coordinator, called by the other modules of the core; pure, changes `State.moves` and the `Watched` of jobs.
+Runs in the coordinator, called by placing.py and snapshot.py; pure, changes `State.moves` and the `Watched` of jobs.
 """
 
 from __future__ import annotations
@@ -17,15 +17,28 @@ from typing import Any
 import msgspec
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import records as r
-from verl_mux.coordinator.core.records import RUNNING, Instruction, Job, JobState, Lease, Log, Request, State, Watched, What
+from verl_mux.coordinator.core.records import (
+    RUNNING,
+    Instruction,
+    Job,
+    JobState,
+    Lease,
+    Log,
+    MoveGivenUp,
+    MovesDue,
+    Moving,
+    Request,
+    State,
+    Watched,
+    What,
+)
 from verl_mux.coordinator.core.settings import MOVE_TIMEOUT_S, Config
 from verl_mux.placement.estimator import LEAST, Observed, estimate_error, expected
 from verl_mux.placement.feasibility import Progress
 from verl_mux.placement.group_run import group_periods
 from verl_mux.placement.model import Group, JobSpec
 from verl_mux.placement.planner import pair_of
-from verl_mux.placement.questions import Arrive, Move
+from verl_mux.placement.questions import Move
 from verl_mux.profiling.eventlog import events
 
 # The first step compiles, allocates and loads what later ones find.
@@ -181,11 +194,6 @@ def about(group: Group, state: State, config: Config) -> dict[str, Any]:
 # --- a job on its way to other nodes ---
 
 
-def is_open(state: State, name: str) -> bool:
-    """Whether the placer has yet to say where the job goes."""
-    return any(isinstance(question, Arrive) and question.job.name == name for question in state.questions)
-
-
 def move_decided(state: State, move: Move, now: float) -> list[Instruction]:
     """The job is to leave, unless it is over, or has no nodes yet, or the nodes are those that it has: then what
     changed is with which jobs it shares them and in which order, and it goes on."""
@@ -194,7 +202,7 @@ def move_decided(state: State, move: Move, now: float) -> list[Instruction]:
     if job is None or job.state not in RUNNING or not job.nodes or all(set(to[side]) == set(job.nodes[side]) for side in to):
         return []
     state.num_moves += 1
-    state.moves[job.name] = r.Moving(number=state.num_moves, since=now, before=job.nodes, uid=job.uid)
+    state.moves[job.name] = Moving(number=state.num_moves, since=now, before=job.nodes, uid=job.uid)
     extra = {"job": job.name, "number": state.num_moves, "nodes": to, "before": job.nodes, "group": move.group}
     return [Log(events.MOVE_ASKED, {**extra, "expected_s": move.load_s})]
 
@@ -268,15 +276,15 @@ def given_up(state: State, name: str, reason: str) -> list[Instruction]:
     return [] if moving is None else [Log(events.MOVE_GIVEN_UP, {"job": name, "number": moving.number, "reason": reason})]
 
 
-def is_away(moving: r.Moving, job: Job | None) -> bool:
+def is_away(moving: Moving, job: Job | None) -> bool:
     return moving.left_at is not None and (job is None or job.state is JobState.ENDED)
 
 
 def due(state: State, now: float, since: float) -> list[What]:
     """`since`: when this start of the coordinator began, before which no job could come back."""
     away = [(name, moving.left_at or 0.0) for name, moving in state.moves.items() if is_away(moving, state.jobs.get(name))]
-    out: list[What] = [r.MoveGivenUp(job=name) for name, left_at in away if now - max(left_at, since) > MOVE_TIMEOUT_S]
-    return out + ([r.MovesDue()] if state.ask_again_at is not None and now >= state.ask_again_at else [])
+    out: list[What] = [MoveGivenUp(job=name) for name, left_at in away if now - max(left_at, since) > MOVE_TIMEOUT_S]
+    return out + ([MovesDue()] if state.ask_again_at is not None and now >= state.ask_again_at else [])
 
 
 def _copied(watched: Watched) -> Watched:

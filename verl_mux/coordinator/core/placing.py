@@ -7,7 +7,8 @@
 A question is put on record; the Answerer answers it in the placement thread, beside the leases: however long it takes, phases are
 granted meanwhile. The answer is an input like any other, so a restart finds every placement as it was, and the questions that
 were open. Closed to the planner are nodes that jobs name themselves, as long as those jobs live, and those that are draining or
-fenced. Runs in the coordinator: state.py makes and calls `Placement`, server.py hands questions to the Answerer; pure.
+fenced. Runs in the coordinator: state.py calls `Placement` at the moments of `Feature`, server.py hands questions to the
+Answerer; pure.
 """
 
 from __future__ import annotations
@@ -18,9 +19,24 @@ import msgspec
 
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import hosts, placed_jobs, registration
-from verl_mux.coordinator.core import records as r
-from verl_mux.coordinator.core.leases import Handler, Leases
-from verl_mux.coordinator.core.records import RUNNING, Instruction, Job, JobState, Lease, Log, Request, Send, State, What
+from verl_mux.coordinator.core.leases import Feature, Handler
+from verl_mux.coordinator.core.records import (
+    RUNNING,
+    HostMeasured,
+    Instruction,
+    Job,
+    JobState,
+    Lease,
+    Log,
+    MoveGivenUp,
+    MovesDue,
+    Planned,
+    Request,
+    Send,
+    State,
+    Watched,
+    What,
+)
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import UserError
 from verl_mux.placement.estimator import WINDOW, corrected, in_pairs
@@ -163,20 +179,20 @@ class Answerer:
         self._planner: Planner | None = None
         self._made_for: tuple[Config, frozenset[str], int] | None = None
 
-    def answer(self, asked: Asked, progress: Mapping[str, Progress]) -> r.Planned:
+    def answer(self, asked: Asked, progress: Mapping[str, Progress]) -> Planned:
         config, closed, version = self._made_for or (None, None, None)
         if self._planner is None or config is not asked.config or (closed, version) != (asked.closed, asked.record.version):
             self._planner = Planner(asked.config.clusters, asked.config.placing.rules(), asked.record, asked.closed)
         self._made_for = None  # until the answer is whole
         found = self._planner.answer(asked.question, progress, asked.now, asked.held, EXPLAINED)
         self._made_for = (asked.config, asked.closed, asked.record.version + 1)
-        return r.Planned(version=asked.record.version, answer=found)
+        return Planned(version=asked.record.version, answer=found)
 
 
-def nothing_follows(asked: Asked) -> r.Planned:
+def nothing_follows(asked: Asked) -> Planned:
     """The answer to a question that could not be answered."""
     record = asked.record
-    return r.Planned(version=record.version, answer=_unchanged(record))
+    return Planned(version=record.version, answer=_unchanged(record))
 
 
 def _unchanged(record: Record, **changes: object) -> Answer:
@@ -208,6 +224,11 @@ def _nodes(groups: Iterable[Group]) -> set[str]:
     return {node for group in groups for node in (*group.rollout_nodes, *group.train_nodes)}
 
 
+def is_open(state: State, name: str) -> bool:
+    """Whether the placer has yet to say where the job goes."""
+    return any(isinstance(question, Arrive) and question.job.name == name for question in state.questions)
+
+
 def _waits_for(state: State, job: Job) -> list[str]:
     """Jobs that have yet to leave the nodes on which this one was placed."""
     group = state.placed.group_of(job.name)
@@ -229,24 +250,20 @@ def _where(group: Group) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
     return {pin.job.name: (frozenset(pin.rollout), frozenset(pin.train)) for pin in group.pins}
 
 
-class Placement:
-    """`core`: the machine, whose records it may change. Its methods are called at the moments that they name."""
-
-    def __init__(self, core: Leases) -> None:
-        self.core, self._resumed_at = core, 0.0
+class Placement(Feature):
+    _resumed_at = 0.0
 
     def handlers(self) -> Mapping[type, Handler]:
         return {
-            r.Planned: lambda now, job, what: self._carry_out(what, now),
-            r.MoveGivenUp: lambda now, job, what: self._give_up(what.job, "it did not come back in time"),
-            r.MovesDue: self._ask_again,
-            **dict.fromkeys((r.HostMeasured, m.HostReport), self._measured),
+            Planned: lambda now, job, what: self._carry_out(what, now),
+            MoveGivenUp: lambda now, job, what: self._give_up(what.job, "it did not come back in time"),
+            MovesDue: self._ask_again,
+            **dict.fromkeys((HostMeasured, m.HostReport), self._measured),
         }
 
     # --- registration ---
 
-    def refusal(self, asked: m.Register, nodes: dict[str, list[str]]) -> str | None:
-        """Why the job is not let in; None: no reason. `nodes`: by side, pools spelt out. Raises UserError, which refuses too."""
+    def refusal(self, asked: m.Register, nodes: dict[str, list[str]], is_known: bool) -> str | None:
         if asked.wants_placement:
             _check(asked, self.core.config)
             return None
@@ -259,7 +276,7 @@ class Placement:
                     )
         return None
 
-    def registered(self, job: Job, asked: m.Register) -> list[Instruction]:
+    def registered(self, now: float, job: Job, asked: m.Register) -> list[Instruction]:
         """The placer is asked where the job goes, and `job.nodes` stays empty until it says so."""
         state, config = self.core.state, self.core.config
         if not asked.wants_placement:
@@ -267,7 +284,7 @@ class Placement:
         if placed_jobs.returns(state, job, asked):
             _pin(state, job)
             return []
-        job.watched = r.Watched()
+        job.watched = Watched()
         found = specs(asked, config)
         first, spec = next(iter(found.items()))
         if asked.placed:
@@ -296,7 +313,6 @@ class Placement:
         return self._regrouped(before, [merged])
 
     def why_queued(self, job: Job) -> str | None:
-        """Why the job has no nodes yet."""
         if job.nodes:
             return None
         queue = [entry.job.name for entry in self.core.state.placed.waiting]
@@ -306,9 +322,12 @@ class Placement:
             return f"job {job.name!r} waits for nodes: no room within everybody's SLO, {queue.index(job.name)} jobs before it"
         return f"job {job.name!r} waits to be placed"
 
+    def answers_later(self, job: Job) -> bool:
+        return is_open(self.core.state, job.name)
+
     # --- the answer ---
 
-    def _carry_out(self, what: r.Planned, now: float) -> list[Instruction]:
+    def _carry_out(self, what: Planned, now: float) -> list[Instruction]:
         """Takes over what the placer answered, and sends their nodes to the jobs that learn them now."""
         state, before, answer = self.core.state, self.core.state.placed, what.answer
         if what.version != before.version or not state.questions or self._takes_what_left(answer):
@@ -326,7 +345,7 @@ class Placement:
         for move in [move for move in answer.moves if move.kind == "move"]:
             out += placed_jobs.move_decided(state, move, now)
         # One that left and came again waits for its own answer.
-        placed = [state.jobs[name] for name in names if name in state.jobs and not placed_jobs.is_open(state, name)]
+        placed = [state.jobs[name] for name in names if name in state.jobs and not is_open(state, name)]
         for job in placed:
             _pin(state, job)
         for group in answer.changed:
@@ -358,7 +377,10 @@ class Placement:
 
     # --- a job leaves ---
 
-    def ended(self, job: Job) -> list[Instruction]:
+    def leaves(self, now: float, job: Job, what: m.Deregister) -> None:
+        placed_jobs.leaves(self.core.state, job, what, now)
+
+    def ended(self, now: float, job: Job) -> list[Instruction]:
         """Its nodes are given on when the placer has said to whom; one that comes back keeps its place. Jobs that waited until it
         had left its nodes learn theirs."""
         state, out = self.core.state, []
@@ -369,7 +391,7 @@ class Placement:
             elif not job.filler:
                 self.nodes_opened()
         waiting = [each for each in state.jobs.values() if each.watched is not None and not each.nodes and each.state in RUNNING]
-        waiting = [each for each in waiting if not placed_jobs.is_open(state, each.name)]
+        waiting = [each for each in waiting if not is_open(state, each.name)]
         for each in waiting:
             _pin(state, each)
         return self._send_nodes([each for each in waiting if each.nodes], out)
@@ -390,7 +412,7 @@ class Placement:
             self._correct(job)
         return moved
 
-    def granted(self, lease: Lease, now: float) -> None:
+    def granted(self, now: float, lease: Lease) -> None:
         if (watched := self.core.state.jobs[lease.job].watched) is not None:
             placed_jobs.granted(watched, lease.phase, now)
 
@@ -416,6 +438,9 @@ class Placement:
     def due(self, now: float) -> list[What]:
         return placed_jobs.due(self.core.state, now, self._resumed_at)
 
+    def move_of(self, job: Job) -> int:
+        return placed_jobs.move_of(self.core.state, job)
+
     def nodes_opened(self) -> None:
         """Jobs that wait, or are about to, may go to nodes that were closed to the placer."""
         state = self.core.state
@@ -427,7 +452,7 @@ class Placement:
         if node in _nodes(self.core.state.placed.groups):
             self.core.state.questions.append(Vacate(node))
 
-    def _ask_again(self, now: float, job: None, what: r.MovesDue) -> list[Instruction]:
+    def _ask_again(self, now: float, job: None, what: MovesDue) -> list[Instruction]:
         """Moves that did not pay may pay by now."""
         state = self.core.state
         state.ask_again_at = None
@@ -435,7 +460,7 @@ class Placement:
             state.questions.append(Again())
         return []
 
-    def _measured(self, now: float, job: Job, what: r.HostMeasured | m.HostReport) -> list[Instruction]:
+    def _measured(self, now: float, job: Job, what: HostMeasured | m.HostReport) -> list[Instruction]:
         self._correct(job)
         return []
 

@@ -12,7 +12,7 @@ must have ended before the later was granted. A pause of the coordinator does no
 from __future__ import annotations
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core import placed_jobs, queueing
+from verl_mux.coordinator.core import queueing
 from verl_mux.coordinator.core.leases import Leases, close, epoch_of, tokens_before
 from verl_mux.coordinator.core.records import Instruction, Job, JobState, Lease, Log, Send
 from verl_mux.coordinator.core.settings import FILLER_GRACE_S, Config
@@ -53,7 +53,7 @@ def _refusal(core: Leases, asked: m.Register, known: Job | None) -> str | None:
     # It runs on its nodes already, by what is on record, or by what it says that an earlier coordinator answered.
     is_known = bool(asked.placed) or (known is not None and known.uid == asked.uid and known.state is not JobState.ENDED)
     nodes = {} if asked.wants_placement else _resolve(asked, core.config)
-    return core.hosts.refusal(asked, nodes, is_known) or core.placement.refusal(asked, nodes)
+    return next(filter(None, [feature.refusal(asked, nodes, is_known) for feature in core.features]), None)
 
 
 def register(core: Leases, now: float, what: m.Register) -> list[Instruction]:
@@ -62,15 +62,15 @@ def register(core: Leases, now: float, what: m.Register) -> list[Instruction]:
     job = core.state.jobs.get(what.job)
     if job is None or job.uid != what.uid or not job.clients:
         job = _new_job(core, now, what)
-        core.hosts.registered(job, what)
-        out += core.placement.registered(job, what)
+        for feature in core.features:
+            out += feature.registered(now, job, what)
         fills = {"filler": True} if job.filler else {}
         about = {"job": job.name, "nodes": job.nodes, "seed": job.seed, "steps": job.steps, "pid": job.pid, **fills}
         out.append(Log(events.JOB_REGISTERED, about))
     if what.client not in job.clients:
         out += _join(core, job, what)
     job.members = what.members or job.members
-    if what.client in job.registrations or not placed_jobs.is_open(core.state, job.name):  # else the placer's answer is the first
+    if what.client in job.registrations or not any(feature.answers_later(job) for feature in core.features):
         out.append(Send(what.client, welcome(core, job, what.client, what.number)))
     _take_claims(core, job, what, now)
     return out
@@ -90,7 +90,8 @@ def _join(core: Leases, job: Job, what: m.Register) -> list[Instruction]:
 
 def welcome(core: Leases, job: Job, client: str, answers: int = 0) -> m.Registered | m.Queued:
     """The job's nodes; or, of a job that waits for nodes, why it waits."""
-    if (reason := core.placement.why_queued(job)) is not None:
+    reason = next(filter(None, (feature.why_queued(job) for feature in core.features)), None)
+    if reason is not None:
         return m.Queued(reason=reason, epoch=core.epoch, answers=answers)
     return m.Registered(
         nodes=job.nodes,

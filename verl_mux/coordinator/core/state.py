@@ -3,8 +3,8 @@
 Runs in the coordinator, called by server.py with every message and observation, and by the journal at a restart.
 
 Theory of operation
-- Everything that decides lives here and in the modules called from here (queueing, leases, registration, hosts and
-  placing). No I/O, no clock: an input says when it came.
+- Everything that decides lives here and in the modules called from here (queueing, leases, registration, and the features,
+  which are called at the moments listed in leases.py). No I/O, no clock: an input says when it came.
 - A job moves by the table MOVES. A move that is not in it raises IllegalMove and changes nothing.
 - A lease is given out with a token that is higher than all before it. It ends when its client releases it, or when its
   job has ENDED; never while a process of the job may still be on the node.
@@ -41,12 +41,30 @@ import msgspec
 
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.conversation import FENCED_AFTER, REGISTER
-from verl_mux.coordinator.core import placed_jobs, queueing, registration
-from verl_mux.coordinator.core import records as r
-from verl_mux.coordinator.core.hosts import Hosts
+from verl_mux.coordinator.core import FEATURES, queueing, registration
 from verl_mux.coordinator.core.leases import Handler, Leases, about, answer_to_release, asked_for, spent
-from verl_mux.coordinator.core.placing import Placement
-from verl_mux.coordinator.core.records import AboutJob, Input, Instruction, Job, JobState, Log, Request, Send, State
+from verl_mux.coordinator.core.records import (
+    AboutJob,
+    DriverDied,
+    HostMeasured,
+    Input,
+    Instruction,
+    Job,
+    JobEvicted,
+    JobExited,
+    JobRevoked,
+    JobSilent,
+    JobState,
+    Log,
+    NodeEmpty,
+    NodesOwed,
+    PhaseOverdue,
+    ProcessesGone,
+    Request,
+    Send,
+    Settled,
+    State,
+)
 from verl_mux.coordinator.core.settings import SILENT_TIMEOUT_S, Config
 from verl_mux.profiling.eventlog import events
 
@@ -60,14 +78,14 @@ _TALK: tuple[type[m.FromJob], ...] = (
     *_REPORTS,
 )
 _HEARD: dict[type, JobState] = dict.fromkeys(_TALK, LIVE)
-_DEATHS: dict[type, JobState] = dict.fromkeys((m.Failing, r.DriverDied, r.JobExited, r.JobEvicted), DYING)
+_DEATHS: dict[type, JobState] = dict.fromkeys((m.Failing, DriverDied, JobExited, JobEvicted), DYING)
 # Which inputs a job may meet in which of its states, and the state that it is in then.
 MOVES: dict[JobState | None, dict[type, JobState]] = {
-    ABSENT: {m.Register: LIVE, r.JobExited: ENDED},
-    LIVE: {**_HEARD, m.Deregister: ENDED, r.PhaseOverdue: LIVE, r.HostMeasured: LIVE, r.JobSilent: SILENT, **_DEATHS},
-    SILENT: {**_HEARD, m.Deregister: ENDED, r.HostMeasured: SILENT, r.JobRevoked: DYING, **_DEATHS},
-    DYING: {r.JobExited: DYING, r.HostMeasured: DYING, r.NodeEmpty: DYING, r.NodesOwed: DYING, r.ProcessesGone: ENDED},
-    ENDED: {m.Register: LIVE, r.JobExited: ENDED},
+    ABSENT: {m.Register: LIVE, JobExited: ENDED},
+    LIVE: {**_HEARD, m.Deregister: ENDED, PhaseOverdue: LIVE, HostMeasured: LIVE, JobSilent: SILENT, **_DEATHS},
+    SILENT: {**_HEARD, m.Deregister: ENDED, HostMeasured: SILENT, JobRevoked: DYING, **_DEATHS},
+    DYING: {JobExited: DYING, HostMeasured: DYING, NodeEmpty: DYING, NodesOwed: DYING, ProcessesGone: ENDED},
+    ENDED: {m.Register: LIVE, JobExited: ENDED},
 }
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -102,9 +120,9 @@ class Machine(Leases):
         super().__init__(config, epoch, state if state is not None else State())
         self.heard: dict[str, float] = {}
         self._unheard: set[str] = set()  # jobs that have not spoken since the restart
-        self.hosts, self.placement = Hosts(self), Placement(self)
+        self.features = [feature(self) for feature in FEATURES]
         self._handlers: defaultdict[type, list[Handler]] = defaultdict(list)
-        for handlers in (self._own_handlers(), self.hosts.handlers(), self.placement.handlers()):
+        for handlers in (self._own_handlers(), *(feature.handlers() for feature in self.features)):
             for kind, handler in handlers.items():
                 self._handlers[kind].append(handler)
 
@@ -126,7 +144,8 @@ class Machine(Leases):
         if isinstance(what, m.Heartbeat) and job is not None and job.state is after:
             return self._heartbeat(now, job, what)  # by far the most frequent; nothing follows from it
         if isinstance(what, m.Deregister) and job is not None:
-            placed_jobs.leaves(self.state, job, what, now)
+            for feature in self.features:
+                feature.leaves(now, job, what)
         out = self._enter(job, after, now) if job else []
         return out + self._call_handlers(now, job, what) + self._settle(now)
 
@@ -153,7 +172,8 @@ class Machine(Leases):
         """After a restart: no job has been silent yet."""
         self.heard = dict.fromkeys(self.state.jobs, self.running.look(now))
         self.called_back, self._unheard = {}, set(self.state.jobs)
-        self.placement.resumed(now)
+        for feature in self.features:
+            feature.resumed(now)
 
     def due(self, now: float) -> list[Input]:
         """What the passing of time has brought about; to be handled like any other input, in this order."""
@@ -162,9 +182,10 @@ class Machine(Leases):
         out += queueing.overdue(self.state, now, but=silent)
         self.called_back = {token: since for token, since in self.called_back.items() if token in self.state.leases}
         out += queueing.late_fillers(self.called_back, self.state, self.config, running)
-        out += self.placement.due(now)
+        for feature in self.features:
+            out += feature.due(now)
         if self.state.settle_until is not None and running >= self.state.settle_until:
-            out.append(r.Settled())
+            out.append(Settled())
         return [Input(now, what) for what in out]
 
     def is_pressing(self, now: float) -> bool:
@@ -183,7 +204,7 @@ class Machine(Leases):
     def changes(self, given: Input) -> bool:
         """False for a mere sign of life, and for an end that is known or is of no job: those need no place in the journal."""
         what = given.what
-        if isinstance(what, r.JobExited):
+        if isinstance(what, JobExited):
             return not self._is_no_news(self.state.jobs.get(what.job))
         job = self.state.jobs.get(what.job) if isinstance(what, m.Heartbeat) else None
         return job is None or job.state is not LIVE
@@ -208,14 +229,14 @@ class Machine(Leases):
             m.Detach: self._detach,
             m.Deregister: self._deregister,
             m.Failing: lambda now, job, what: [self._over(job, what.reason), Send(what.client, m.JobEnded(reason=what.reason))],
-            r.JobSilent: lambda now, job, what: [Log(events.JOB_SILENT, {"job": job.name, "pid": job.pid, "host": job.host})],
-            r.JobRevoked: self._revoked,
-            r.JobEvicted: lambda now, job, what: self._condemn(job, what.reason),
-            r.PhaseOverdue: self._late_phase,
-            r.DriverDied: lambda now, job, what: [self._over(job, "its driver process died")],
-            r.JobExited: self._exited,
-            r.ProcessesGone: self._gone,
-            r.Settled: self._settled,
+            JobSilent: lambda now, job, what: [Log(events.JOB_SILENT, {"job": job.name, "pid": job.pid, "host": job.host})],
+            JobRevoked: self._revoked,
+            JobEvicted: lambda now, job, what: self._condemn(job, what.reason),
+            PhaseOverdue: self._late_phase,
+            DriverDied: lambda now, job, what: [self._over(job, "its driver process died")],
+            JobExited: self._exited,
+            ProcessesGone: self._gone,
+            Settled: self._settled,
         }
 
     def _call_handlers(self, now: float, job: Job | None, what: object) -> list[Instruction]:
@@ -227,7 +248,7 @@ class Machine(Leases):
         speaks = not isinstance(what, m.FromJob) or (
             job is not None and (job.state in (DYING, ENDED) or what.client in job.clients)
         )
-        if isinstance(what, (m.Register, r.JobExited)) or (job is not None and what.uid == job.uid and speaks):
+        if isinstance(what, (m.Register, JobExited)) or (job is not None and what.uid == job.uid and speaks):
             return job
         raise UnknownJob(f"no job {what.job!r} of this start is known")
 
@@ -243,8 +264,8 @@ class Machine(Leases):
             self.drop(self._requests_of(job))
         if after is ENDED:
             self._forget_oldest_ended(but=job)
-            job.memory, job.host_memory, job.members, job.progress, job.note = {}, {}, [], None, ""
-            return self.placement.ended(job)
+            job.memory, job.members, job.progress, job.note = {}, [], None, ""
+            return [instruction for feature in self.features for instruction in feature.ended(now, job)]
         return [Log(events.JOB_RESUMED, {"job": job.name})] if (before, after) == (SILENT, LIVE) else []
 
     def _forget_oldest_ended(self, but: Job) -> None:
@@ -277,7 +298,7 @@ class Machine(Leases):
         self.state.requests.append(request)
         job.has_asked = True
         job.asked = max(job.asked, what.step)
-        return self.placement.requested(now, job, request)
+        return [instruction for feature in self.features for instruction in feature.requested(now, job, request)]
 
     def _cancel(self, now: float, job: Job, what: m.LeaseCancel) -> list[Instruction]:
         self.drop([request for request in self._requests_of(job) if request.key == what.key])
@@ -293,7 +314,7 @@ class Machine(Leases):
             return [Send(what.client, answer_to_release(job, what.token, is_anothers=what.token in self.state.leases))]
         queueing.phase_ended(job, lease, now)
         out: list[Instruction] = [self.free(lease, now), Send(what.client, m.LeaseReleased(token=what.token))]
-        return out + self.placement.released(now, job, lease)
+        return out + [instruction for feature in self.features for instruction in feature.released(now, job, lease)]
 
     def _shrink(self, now: float, job: Job, what: m.LeaseShrink) -> list[Instruction]:
         done = Send(what.client, m.LeaseShrunk(key=what.key))
@@ -312,7 +333,7 @@ class Machine(Leases):
             epoch=self.epoch,
             queued=[*queued, *([REGISTER] if not job.nodes else [])],
             tokens=[token for token in what.tokens if any(lease.token == token for lease in leases)],
-            move=placed_jobs.move_of(self.state, job),
+            move=max(feature.move_of(job) for feature in self.features),
         )
         # A grant that went astray, or one that its client no longer wants and releases.
         again: list[m.Message] = [
@@ -383,7 +404,7 @@ class Machine(Leases):
         job.reason = reason
         return Log(events.JOB_EXITED, {"job": job.name, "reason": reason})
 
-    def _revoked(self, now: float, job: Job, what: r.JobRevoked) -> list[Instruction]:
+    def _revoked(self, now: float, job: Job, what: JobRevoked) -> list[Instruction]:
         job.died_at = what.since
         waited = "another job waited" if what.waited else f"then for {SILENT_TIMEOUT_S:g} s more"
         return self._condemn(job, f"it was silent beyond its lease of {self.config.lease_timeout:g} s, and {waited}")
@@ -392,12 +413,12 @@ class Machine(Leases):
         job.condemned = reason
         return [self._over(job, reason), *_dismiss(job)]
 
-    def _late_phase(self, now: float, job: Job, what: r.PhaseOverdue) -> list[Instruction]:
+    def _late_phase(self, now: float, job: Job, what: PhaseOverdue) -> list[Instruction]:
         lease = self.state.leases[what.token]
         job.overdue.append(what.token)
         return [Log(events.PHASE_OVERDUE, about(lease), duration=now - lease.granted_at, step=lease.step)]
 
-    def _exited(self, now: float, job: Job | None, what: r.JobExited) -> list[Instruction]:
+    def _exited(self, now: float, job: Job | None, what: JobExited) -> list[Instruction]:
         if self._is_no_news(job):
             return []
         if job is None:
@@ -406,7 +427,7 @@ class Machine(Leases):
         job.has_exited = True
         return [self._over(job, job.reason or "said to have exited by what started it")]
 
-    def _gone(self, now: float, job: Job, what: r.ProcessesGone) -> list[Instruction]:
+    def _gone(self, now: float, job: Job, what: ProcessesGone) -> list[Instruction]:
         out: list[Instruction] = []
         assert job.died_at is not None
         for lease in self.state.leases_of(job.name):
@@ -414,7 +435,7 @@ class Machine(Leases):
             out += [self.free(lease, now), reclaimed]
         return [*out, *_dismiss(job)]
 
-    def _settled(self, now: float, job: None, what: r.Settled) -> list[Instruction]:
+    def _settled(self, now: float, job: None, what: Settled) -> list[Instruction]:
         self.state.settle_until = None
         return []
 
