@@ -86,9 +86,7 @@ _NAMES = {
         "workers.rollout.base._ROLLOUT_REGISTRY": "verl's own modes on the CPU: another way for the weights",
         "utils.config.validate_config": "our keys are checked with verl's, before Ray starts",
     },
-    "ray": {
-        "experimental.internal_kv._internal_kv_put experimental.internal_kv._internal_kv_get": "whose Ray cluster it is",
-    },
+    "ray": {"experimental.internal_kv._internal_kv_put experimental.internal_kv._internal_kv_get": "whose Ray cluster it is"},
     "transfer_queue": {
         "interface.TransferQueueController": "by its name a job finds another one in its Ray cluster",
         "storage.simple_storage.SimpleStorageUnit": "found by its name: a rollout waits for a dead one",

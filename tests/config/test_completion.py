@@ -63,29 +63,13 @@ def test_between_phases_all_states_are_on_the_host_in_shards_that_a_sync_can_sen
 
 
 def test_the_event_log_records_what_steers_a_rollout_and_nothing_else():
-    config = OmegaConf.create(
-        {
-            "trainer": {"v1": {"trainer_mode": "mux_separate", "sampler": {"max_off_policy_threshold": 8}}},
-            "actor_rollout_ref": {"model": {"path": "secret"}},
-            "mux": {
-                "rollout": {
-                    "oversample": {"rate": 0.5},
-                    "segments": {"segment_length": None},
-                    "max_lag": 2,
-                    "max_lag_strategy": "wait",
-                    "tail": "none",
-                }
-            },
-        }
-    )
-    assert set(logged_keys(config)) == {
-        "trainer.v1.trainer_mode=mux_separate",
-        "trainer.v1.sampler.max_off_policy_threshold=8",
-        "mux.rollout.oversample.rate=0.5",
-        "mux.rollout.max_lag=2",
-        "mux.rollout.max_lag_strategy=wait",
-        "mux.rollout.tail=none",
-    }
+    rollout = {"oversample": {"rate": 0.5}, "segments": {"segment_length": None}, "max_lag": 2, "tail": "none"}
+    trainer = {"v1": {"trainer_mode": "mux_separate", "sampler": {"max_off_policy_threshold": 8}}}
+    model = {"model": {"path": "secret"}, "rollout": {"n": 4}}
+    assert logged_keys(OmegaConf.create({"trainer": trainer, "actor_rollout_ref": model, "mux": {"rollout": rollout}})) == [
+        "trainer.v1.trainer_mode=mux_separate", "trainer.v1.sampler.max_off_policy_threshold=8", "actor_rollout_ref.rollout.n=4",
+        "mux.rollout.oversample.rate=0.5", "mux.rollout.max_lag=2", "mux.rollout.tail=none",
+    ]  # fmt: skip
 
 
 BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"

@@ -5,6 +5,7 @@ What a job says of itself to its coordinator; no job joins another one's Ray clu
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -22,7 +23,7 @@ from verl_mux.config import preflight
 from verl_mux.config.job_checks import load
 from verl_mux.config.preflight import host_memory_of, needs_of
 from verl_mux.config.validation_hook import checked_first
-from verl_mux.coordinator.bus.client import LocalMux
+from verl_mux.coordinator.bus.client import LocalMux, connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
@@ -34,10 +35,8 @@ NODES = {"rollout": ["r0"], "train": ["t0"]}
 
 @pytest.fixture
 def coordinator():
-    served = Coordinator(make_config({"pools": POOLS}))
-    served.start()
-    yield served
-    served.stop()
+    with Coordinator(make_config({"pools": POOLS})) as served:
+        yield served
 
 
 @pytest.fixture
@@ -129,14 +128,9 @@ def test_more_gpus_than_the_node_has(refused, coordinator):
 
 
 def test_two_jobs_of_one_name(refused, coordinator):
-    from verl_mux.coordinator.bus.client import connect
-
-    first = connect(coordinator.address, "exp", NODES, uid="exp:first", timeout=20)
-    try:
+    with contextlib.closing(connect(coordinator.address, "exp", NODES, uid="exp:first", timeout=20)):
         text = refused(job(coordinator.address))
-        assert "'exp' is running" in text and "unique" in text
-    finally:
-        first.close()
+    assert "'exp' is running" in text and "unique" in text
 
 
 def test_a_stock_mode_is_none_of_our_business(check):
@@ -157,51 +151,26 @@ def test_a_folder_that_cannot_be_written_is_refused(refused, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "note", "save_freq", "in_background", "movable"),
+    ("mode", "nodes", "note", "save_freq", "in_background", "movable"),
     [
-        ("auto", True, 5, False, True),
-        ("auto", False, 5, False, False),  # no launcher starts it again
-        ("auto", True, -1, False, False),  # it keeps no checkpoints
-        ("auto", True, 5, True, False),  # they are not whole when it ends
-        (NODES, True, 5, False, True),
+        ("mux_separate", "auto", "note", 5, False, True),
+        ("mux_separate", "auto", None, 5, False, False),  # no launcher starts it again
+        ("mux_separate", "auto", "note", -1, False, False),  # it keeps no checkpoints
+        ("mux_separate", "auto", "note", 5, True, False),  # they are not whole when it ends
+        ("mux_separate", NODES, "note", 5, False, True),
+        ("mux_colocate", "auto", "note", 5, False, True),
     ],
 )
-def test_a_job_may_be_moved_where_a_launcher_starts_it_again(
-    monkeypatch, tmp_path, nodes, note, save_freq, in_background, movable
-):
-    noted = {}
-    monkeypatch.setattr(preflight, "connect", lambda *_, **keys: noted.update(keys) or LocalMux("a", {}))
-    monkeypatch.setattr(preflight, "needs_of", lambda config: None)
-    config = job(None, nodes=nodes, move_note=str(tmp_path / "note") if note else None)
-    config.mux.coordinator = None
-    config.trainer.save_freq = save_freq
-    OmegaConf.update(config, "actor_rollout_ref.actor.checkpoint.async_save", in_background, force_add=True)
-    mux = load_with_any_nodes(config)
-    preflight.connect_job(config, mux)
-    assert noted["movable"] is movable and noted["colocated"] is False
-
-
-def test_a_colocated_job_says_so(monkeypatch):
+def test_a_job_says_whether_it_may_be_moved_and_is_colocated(monkeypatch, mode, nodes, note, save_freq, in_background, movable):
     noted = {}
     for name in ("needs_of", "host_memory_of"):
         monkeypatch.setattr(preflight, name, lambda config: None)
-    config = job(None, nodes="auto")
-    config.trainer.v1.trainer_mode = "mux_colocate"
-    config.trainer.nnodes = 1
-    config.mux.coordinator = "tcp://127.0.0.1:1"
-    mux = load(config)
-    given = {"rollout": ["t0"], "train": ["t0"]}
-    monkeypatch.setattr(preflight, "connect", lambda *_, **keys: noted.update(keys) or LocalMux("a", given))
-    preflight.connect_job(config, mux)
-    assert noted["colocated"] is True
-
-
-def load_with_any_nodes(config):
-    """Without a coordinator `auto` would be refused; here its client is a stand-in."""
-    config.mux.coordinator = "tcp://127.0.0.1:1"
-    mux = load(config)
-    mux.coordinator = None
-    return mux
+    monkeypatch.setattr(preflight, "connect", lambda *_, **keys: noted.update(keys) or LocalMux("a", NODES))
+    config = job("tcp://127.0.0.1:1", nodes=nodes, move_note=note)
+    config.trainer.v1.trainer_mode, config.trainer.nnodes, config.trainer.save_freq = mode, 1, save_freq
+    OmegaConf.update(config, "actor_rollout_ref.actor.checkpoint.async_save", in_background, force_add=True)
+    preflight.connect_job(config, load(config))
+    assert (noted["movable"], noted["colocated"]) == (movable, mode == "mux_colocate")
 
 
 def test_a_job_that_starts_has_not_left_to_move(check, coordinator, tmp_path):
@@ -238,21 +207,6 @@ def test_auto_stands_for_nodes_that_the_coordinator_chooses():
     assert (mux.nodes.rollout, mux.nodes.train, mux.slo) == (["auto"], ["auto"], 1.5)
 
 
-@pytest.mark.parametrize(
-    ("mux", "words"),
-    [
-        ({"nodes": "auto"}, "mux.coordinator is not set"),
-        ({"nodes": {"rollout": ["auto"], "train": ["t0"]}, "coordinator": ADDRESS}, "chooses both (mux.nodes=auto) or none"),
-        ({"nodes": "auto", "coordinator": ADDRESS, "slo": 0.5}, "mux.slo=0.5 is not possible; allowed: float | None, 1 or more"),
-        ({"nodes": "any"}, "mux.nodes is 'any'"),
-        ({"profiled": {"rollout": [1.0], "train": [1.0]}}, "mux.profiled has 1 rollouts and 1 training phases"),
-        ({"profiled": {"rollout": [1.0, 1.0, 1.0], "train": []}}, "mux.profiled has 3 rollouts and 0 training phases"),
-    ],
-)
-def test_what_contradicts_it_is_refused(mux, words):
-    assert words in refusal(verl_config(mux))
-
-
 def test_a_colocated_job_needs_the_trainers_nodes_for_its_rollouts_too(model):
     config = whole_config(model)
     config.trainer.v1.trainer_mode, config.actor_rollout_ref.rollout.nnodes = "mux_colocate", 0
@@ -260,16 +214,12 @@ def test_a_colocated_job_needs_the_trainers_nodes_for_its_rollouts_too(model):
     assert (needs.rollout_nodes, needs.rollout_gpus) == (needs.train_nodes, needs.train_gpus)
 
 
-def test_a_job_reports_what_a_step_computes(model):
-    needs = needs_of(whole_config(model))
+def test_a_job_reports_what_a_step_computes_and_overrides_of_the_model_config_count(model):
+    config = OmegaConf.merge(whole_config(model), {"actor_rollout_ref": {"model": {"override_config": {"num_hidden_layers": 9}}}})
+    needs = needs_of(config)
     assert (needs.responses, needs.prompt_tokens, needs.response_tokens) == (64, 32, 32)
     assert (needs.rollout_gpus, needs.train_gpus, needs.replica_gpus, needs.updates, needs.weight_bytes) == (8, 8, 2, 2, 4)
-    assert needs.model.hidden_size == 64
-
-
-def test_overrides_of_the_model_config_count(model):
-    config = OmegaConf.merge(whole_config(model), {"actor_rollout_ref": {"model": {"override_config": {"num_hidden_layers": 9}}}})
-    assert needs_of(config).model.num_hidden_layers == 9
+    assert (needs.model.hidden_size, needs.model.num_hidden_layers) == (64, 9)
 
 
 def test_a_model_without_a_config_is_refused_by_its_path(tmp_path):
@@ -279,10 +229,8 @@ def test_a_model_without_a_config_is_refused_by_its_path(tmp_path):
 def test_a_job_reports_what_its_states_take_on_each_node_of_a_side(model):
     config = OmegaConf.merge(whole_config(model), {"actor_rollout_ref": {"rollout": {"nnodes": 1}}})
     noted = host_memory_of(config)
-    job = read_job(OmegaConf.to_container(config, resolve=True), MODEL)
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    assert noted["train"]["optimizer"] == 8 * job.model.total * config.trainer.n_gpus_per_node // ranks
-    assert noted["train"]["parameters"] == 4 * job.model.total * config.trainer.n_gpus_per_node // ranks
+    job, nodes = read_job(OmegaConf.to_container(config, resolve=True), MODEL), config.trainer.nnodes
+    assert [noted["train"][kind] * nodes for kind in ("optimizer", "parameters")] == [8 * job.model.total, 4 * job.model.total]
     assert noted["rollout"]["synced"] == job.model.total * job.engine.bytes
 
 

@@ -19,13 +19,7 @@ from verl_mux.trainer.job_hosts import ActorWatch, DeadActor, actors_of_rollout,
 
 MARK = "said: "
 QUICK = {"every_s": 0.1, "patience_s": 0.2}
-KILLED = (
-    "server 0 of replica 1",
-    "reward worker 0",
-    "agent loop worker 1",
-    "the load balancer",
-    "TransferQueueStorageUnit#0",
-)
+KILLED = ("server 0 of replica 1", "reward worker 0", "agent loop worker 1", "the load balancer", "TransferQueueStorageUnit#0")
 
 
 @ray.remote(num_cpus=0)

@@ -29,15 +29,14 @@ from verl_mux.trainer.job_hosts import (
     ActorWatch,
     DeadActor,
     HostWatch,
+    PlacedPools,
     actors_of_rollout,
     checkpoint_to_resume,
     end_process,
     hosts_of,
-    placed_pools,
     settle_nodes,
 )
 from verl_mux.trainer.phases import Phases
-from verl_mux.worker_settings import WorkerSettings
 
 LIMIT_S = 60.0
 
@@ -311,11 +310,9 @@ def test_without_a_coordinator_ray_is_not_asked(monkeypatch):
     assert alone == (["rollout0"], ["train0"], {})
 
 
-def test_pools_are_placed_where_the_training_nodes_have_hosts():
+def test_pools_are_placed_on_the_training_nodes():
     manager = job_hosts.ResourcePoolManager({"global_pool": [4, 4]}, {"actor": "global_pool"})
-    settings = WorkerSettings(train_nodes=("t0", "t1"))
-    assert placed_pools(manager, settings) is manager
-    placed = placed_pools(manager, WorkerSettings(train_nodes=("t0", "t1"), places=PLACES))
+    placed = PlacedPools(manager.resource_pool_spec, manager.mapping, nodes=("t0", "t1"))
     placed._check_resource_available = lambda: None
     placed.create_resource_pool()
     pool = placed.get_resource_pool("actor")

@@ -97,26 +97,17 @@ def hand_to_workers(
 
 
 # Keys of a job that its event log records: the report's advice reasons about them.
-_LOGGED = (
-    "trainer.v1.trainer_mode",
-    "trainer.v1.sampler.max_off_policy_threshold",
-    "trainer.nnodes",
-    "trainer.n_gpus_per_node",
-    "data.train_batch_size",
-    "data.max_prompt_length",
-    "data.max_response_length",
-    "actor_rollout_ref.rollout.n",
-    "actor_rollout_ref.rollout.nnodes",
-    "actor_rollout_ref.rollout.n_gpus_per_node",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size",
-    "actor_rollout_ref.rollout.max_num_seqs",
-)
+_LOGGED = {
+    "trainer": ("v1.trainer_mode", "v1.sampler.max_off_policy_threshold", "nnodes", "n_gpus_per_node"),
+    "data": ("train_batch_size", "max_prompt_length", "max_response_length"),
+    "actor_rollout_ref.rollout": ("n", "nnodes", "n_gpus_per_node", "tensor_model_parallel_size", "max_num_seqs"),
+}
 
 
 def logged_keys(config: DictConfig) -> list[str]:
     """`key=value` of the keys above and of all under mux.rollout but the trigger's, where they are set and not null."""
-    ours = leaves(RolloutConfig, "mux.rollout")
-    values = {key: OmegaConf.select(config, key) for key in (*_LOGGED, *ours) if ".trigger." not in key}
+    theirs, ours = [f"{part}.{key}" for part, keys in _LOGGED.items() for key in keys], leaves(RolloutConfig, "mux.rollout")
+    values = {key: OmegaConf.select(config, key) for key in (*theirs, *ours) if ".trigger." not in key}
     return [f"{key}={value}" for key, value in values.items() if value is not None]
 
 

@@ -34,11 +34,8 @@ _ROLES = ("reward.reward_model.enable", "reward.reward_model.enable_resource_poo
 
 
 def check(config: DictConfig) -> MuxConfig | None:
-    """Check a verl config that asks for one of our trainer modes; None for any other.
-
-    Raises:
-        UserError: naming the key, its value and what is allowed.
-    """
+    """Check a verl config that asks for one of our trainer modes; None for any other. Raises UserError: naming the key, its value
+    and what is allowed."""
     mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
     if not str(mode).startswith("mux_"):
         return None
@@ -88,11 +85,8 @@ def _forbid(config: DictConfig, keys: Iterable[str], why: str, allowed: str) -> 
 
 
 def load(config: DictConfig) -> MuxConfig:
-    """Return the `mux` part of a whole verl config, with defaults where there is none.
-
-    Raises:
-        UserError: an unknown key, a value that is not possible, or keys that contradict one another.
-    """
+    """Return the `mux` part of a whole verl config, with defaults where there is none. Raises UserError: an unknown key, a value
+    that is not possible, or keys that contradict one another."""
     mux = convert(_plain(config), MuxConfig, "mux")
     if (transport := mux.sync.transport) != "sockets":
         if not mux.sync.verify:

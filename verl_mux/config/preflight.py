@@ -64,11 +64,8 @@ def check_job(config: DictConfig) -> None:
 
 
 def claim_folder(folder: Path, job: str) -> None:
-    """A job's checkpoints and event log are its own: another one would go on from them without a word.
-
-    Raises:
-        UserError: the folder is another job's, or cannot be written.
-    """
+    """A job's checkpoints and event log are its own: another one would go on from them without a word. Raises UserError: the
+    folder is another job's, or cannot be written."""
     mark = folder / _MARK
     try:
         owner = mark.read_text().strip() if mark.exists() else job
@@ -87,11 +84,8 @@ def claim_folder(folder: Path, job: str) -> None:
 def ask_coordinator(config: DictConfig, mux: MuxConfig) -> None:
     """Would the coordinator take this job? Registers and leaves again.
 
-    A Ray of the job's own on this machine will offer what the job's nodes here need (see places/ray_nodes.py).
-
-    Raises:
-        UserError: it does not answer, or refuses: unknown node, too many GPUs, a second job of this name.
-    """
+    A Ray of the job's own on this machine will offer what the job's nodes here need (see places/ray_nodes.py). Raises UserError:
+    it does not answer, or refuses: unknown node, too many GPUs, a second job of this name."""
     client = connect_job(config, mux, wait=False)
     client.close()
     if not mux.coordinator or _ray_cluster(config) is not None:
@@ -104,11 +98,8 @@ def ask_coordinator(config: DictConfig, mux: MuxConfig) -> None:
 
 def complete_stock_mode(config: DictConfig) -> None:
     """verl's own trainer modes: the event log with `mux.profile.enable=true`, the training trigger with
-    `mux.rollout.trigger.n_min`, and what a platform without GPU needs. No mux keys on a GPU: nothing.
-
-    Raises:
-        UserError: as `check_rollout_keys`, and for a custom sampler beside the trigger.
-    """
+    `mux.rollout.trigger.n_min`, and what a platform without GPU needs. No mux keys on a GPU: nothing. Raises UserError: as
+    `check_rollout_keys`, and for a custom sampler beside the trigger."""
     from verl_mux import plugin
     from verl_mux.config import completion
 
@@ -128,11 +119,8 @@ def complete_stock_mode(config: DictConfig) -> None:
 
 def connect_job(config: DictConfig, mux: MuxConfig, wait: bool = True) -> LocalMux:
     """The job's client, connected; its local stand-in where no coordinator is named. A job that leaves its nodes to the
-    coordinator may have to wait for them; with `wait` False it does not, and the client names none.
-
-    Raises:
-        UserError: refused by the coordinator, or placed on another number of nodes than verl will use.
-    """
+    coordinator may have to wait for them; with `wait` False it does not, and the client names none. Raises UserError: refused by
+    the coordinator, or placed on another number of nodes than verl will use."""
     nodes = {"rollout": list(mux.nodes.rollout), "train": list(mux.nodes.train)}
     colocated = config.trainer.v1.trainer_mode == "mux_colocate"
     rollout = config.trainer if colocated else config.actor_rollout_ref.rollout
@@ -171,11 +159,8 @@ def connect_to_grow(config: DictConfig, mux: MuxConfig, nodes: Sequence[str]) ->
 
 
 def needs_of(config: DictConfig) -> JobNeeds:
-    """What a step computes, for a job that is to be placed.
-
-    Raises:
-        UserError: a key that the estimate needs is missing, or there is no model config at the model's path.
-    """
+    """What a step computes, for a job that is to be placed. Raises UserError: a key that the estimate needs is missing, or there
+    is no model config at the model's path."""
     plain = _sections(config, "data", "algorithm", "trainer", "actor_rollout_ref")
     model = plain["actor_rollout_ref"].get("model") or {}
     if OmegaConf.select(config, "trainer.v1.trainer_mode") == "mux_colocate":  # its engines are on the trainer's GPUs
@@ -219,11 +204,7 @@ def claim_cluster(config: DictConfig, job: str) -> None:
     """Leave the job's name in the Ray cluster that it would join; nothing where it starts one of its own.
 
     Two jobs in one Ray cluster end each other: the second attaches to the first one's TransferQueue controller, and closes it
-    when it fails.
-
-    Raises:
-        UserError: another job runs there.
-    """
+    when it fails. Raises UserError: another job runs there."""
     import ray
     from ray.experimental import internal_kv
 

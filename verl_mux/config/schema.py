@@ -27,6 +27,9 @@ def _doc(text: str, **bounds: float) -> Meta:
     return Meta(description=text, **bounds)  # type: ignore[call-overload]
 
 
+_Count = Annotated[int, Meta(ge=1)]
+
+
 class Keys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A section of keys."""
 
@@ -91,13 +94,10 @@ class SegmentsConfig(Keys, frozen=True):
     """Let each response grow by a bounded number of tokens a step."""
 
     segment_length: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        _doc("Tokens a response may grow in one step; an unfinished one goes on in the next. null: off."),
+        _Count | None, _doc("Tokens a response may grow in one step; an unfinished one goes on in the next. null: off.")
     ] = None
     max_segments: Annotated[int, _doc("Segments of a response, at most.", ge=1)] = 4
-    max_length: Annotated[
-        Annotated[int, Meta(ge=1)] | None, _doc("Tokens of a response, at most; null: data.max_response_length.")
-    ] = None
+    max_length: Annotated[_Count | None, _doc("Tokens of a response, at most; null: data.max_response_length.")] = None
     treatment: Annotated[
         Literal["tis", "mask", "pois"],
         _doc(
@@ -128,9 +128,7 @@ class GrowthConfig(Keys, frozen=True):
 class TriggerConfig(Keys, frozen=True):
     """When a streaming trainer mode (colocate_async, separate_async) trains."""
 
-    n_min: Annotated[
-        Annotated[int, Meta(ge=1)] | None, _doc("Train as soon as this many prompt groups are ready; null: verl's own way.")
-    ] = None
+    n_min: Annotated[_Count | None, _doc("Train as soon as this many prompt groups are ready; null: verl's own way.")] = None
     t_max_s: Annotated[float, _doc("Train after this time with at least one.", gt=0)] = 60.0
     entropy: Annotated[
         tuple[float, float] | None,
@@ -190,7 +188,6 @@ class RolloutConfig(Keys, frozen=True):
 
     @property
     def launch_order(self) -> str:
-        """fifo or sjf."""
         return self.dispatch.order if self.dispatch.order != "auto" else "sjf" if self.cuts else "fifo"
 
     def lag_limit(self, max_off_policy_threshold: int | None) -> LagLimit | None:
@@ -255,11 +252,8 @@ class MuxConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def convert(values: Any, kind: type[_T], root: str) -> _T:
-    """Return `values` as a struct of this kind, whose keys lie under `root`; "3" is a number too, as an environment has it.
-
-    Raises:
-        UserError: an unknown key, a value of the wrong kind or out of its bounds, or a number that is not finite.
-    """
+    """`values` as a struct of this kind, whose keys lie under `root`; "3" is a number too, as an environment has it.
+    Raises UserError: an unknown key, a value of the wrong kind or out of its bounds, or a number that is not finite."""
     _check_keys(values, kind, root)
     return msgspec.convert(values, kind, strict=False)
 

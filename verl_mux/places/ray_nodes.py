@@ -64,20 +64,13 @@ class RayNode:
 
 def ray_nodes() -> list[RayNode]:
     """The live nodes of the cluster that this process is connected to."""
-    name = get_platform().ray_resource_name()
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    return [
-        RayNode(it["NodeManagerAddress"], int(it["Resources"].get(name, 0)), it["Resources"], it["NodeManagerPort"])
-        for it in alive
-    ]
+    name, alive = get_platform().ray_resource_name(), [(it, it["Resources"]) for it in ray.nodes() if it["Alive"]]
+    return [RayNode(it["NodeManagerAddress"], int(has.get(name, 0)), has, it["NodeManagerPort"]) for it, has in alive]
 
 
 def check_cluster(places: Mapping[str, Place], gpus: Mapping[str, int], cluster: Sequence[RayNode]) -> None:
-    """Check that Ray can put the job's `gpus` (by node) where its nodes are.
-
-    Raises:
-        UserError: a Ray node is missing, doubled or too small; or nodes have no host where Ray could choose among several.
-    """
+    """Check that Ray can put the job's `gpus` (by node) where its nodes are. Raises UserError: a Ray node is missing, doubled or
+    too small; or nodes have no host where Ray could choose among several."""
     unbound = [node for node in gpus if places[node].host is None]
     with_gpus = [it for it in cluster if it.gpus]
     if unbound and len(with_gpus) > 1:
@@ -115,11 +108,8 @@ def _option(node: str) -> str:
 
 
 def in_rank_order(nodes: Sequence[str], places: Mapping[str, Place], cluster: Sequence[RayNode]) -> list[str]:
-    """Sort nodes as verl numbers ranks: by their hosts' addresses, as texts.
-
-    Raises:
-        UserError: some of the nodes have a host and others none, so the ranks of a node are unknown.
-    """
+    """Sort nodes as verl numbers ranks: by their hosts' addresses, as texts. Raises UserError: some of the nodes have a host and
+    others none, so the ranks of a node are unknown."""
     bound = [node for node in nodes if places[node].host is not None]
     if bound and len(bound) < len(nodes):
         lacking = next(node for node in nodes if node not in bound)
@@ -133,13 +123,8 @@ def in_rank_order(nodes: Sequence[str], places: Mapping[str, Place], cluster: Se
 
 
 class PlacedPool(RayResourcePool):
-    """verl's pool, each of its placement groups on the Ray node of its mux node.
-
-    Args:
-        nodes: in the order of ranks (see `in_rank_order`).
-        gpus: bundles on each.
-        max_colocate_count: processes that share a bundle.
-    """
+    """verl's pool, each of its placement groups on the Ray node of its mux node. `nodes`: in the order of ranks;
+    `gpus`: bundles on each; `max_colocate_count`: processes that share a bundle."""
 
     def __init__(self, nodes: Sequence[str], gpus: int, max_colocate_count: int, name_prefix: str) -> None:
         super().__init__([gpus] * len(nodes), name_prefix=name_prefix, max_colocate_count=max_colocate_count)
@@ -150,14 +135,9 @@ class PlacedPool(RayResourcePool):
         self, strategy: str = "STRICT_PACK", name: str | None = None, device_name: str = "cuda"
     ) -> list[PlacementGroup]:
         if self.pgs is None:
-            asked = [(node, self._on(node, gpus)) for node, gpus in zip(self._nodes, self.store, strict=True)]
-            self.pgs = [
-                group
-                for node, pool in asked
-                for group in pool.get_placement_groups(strategy, f"{name or self.name_prefix}_{node}:", device_name)
-            ]
+            self.pgs = []
+            for node, gpus in zip(self._nodes, self.store, strict=True):
+                # What verl offers for a kind of accelerator is a custom resource like any other.
+                pool = RayResourcePool([gpus], max_colocate_count=self.max_colocate_count, accelerator_type=resource_of(node))
+                self.pgs += pool.get_placement_groups(strategy, f"{name or self.name_prefix}_{node}:", device_name)
         return self.pgs
-
-    def _on(self, node: str, gpus: int) -> RayResourcePool:
-        # What verl offers for a kind of accelerator is a custom resource like any other.
-        return RayResourcePool([gpus], max_colocate_count=self.max_colocate_count, accelerator_type=resource_of(node))

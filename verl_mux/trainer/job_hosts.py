@@ -93,13 +93,6 @@ class PlacedPools(ResourcePoolManager):
             self.resource_pool_dict[name] = PlacedPool(self.nodes, gpus[0], self.max_colocate_count, name)
 
 
-def placed_pools(manager: ResourcePoolManager, settings: WorkerSettings) -> ResourcePoolManager:
-    """verl's manager, or where the training nodes have hosts, one that puts its pools there."""
-    if not settings.is_bound("train"):
-        return manager
-    return PlacedPools(manager.resource_pool_spec, manager.mapping, nodes=settings.train_nodes)
-
-
 def check_ranks(ranks: Sequence[Location], settings: WorkerSettings) -> None:
     """Before the ranks of a training group touch a device. Raises UserError naming each that runs on a wrong node."""
     nodes = settings.train_nodes

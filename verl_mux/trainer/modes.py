@@ -60,6 +60,7 @@ from verl_mux.profiling.plain.step_metrics import metrics_of_step
 from verl_mux.rollout.control.replica_plan import Room
 from verl_mux.sync.engine import MuxCheckpointManager
 from verl_mux.trainer import job_hosts, stock_modes  # noqa: F401  (stock_modes wraps the `fit` of verl's own modes)
+from verl_mux.trainer.job_hosts import PlacedPools
 from verl_mux.trainer.phases import LeavesToMove, Leaving, Phases
 from verl_mux.trainer.prompts import Prompts
 from verl_mux.trainer.replay_buffer import MuxReplayBuffer
@@ -137,7 +138,9 @@ class PPOTrainerMux(PPOTrainer):
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
-        self.resource_pool_manager = job_hosts.placed_pools(self.resource_pool_manager, self.settings)
+        if self.settings.is_bound("train"):
+            theirs = self.resource_pool_manager
+            self.resource_pool_manager = PlacedPools(theirs.resource_pool_spec, theirs.mapping, nodes=self.settings.train_nodes)
         for role in (Role.Actor, Role.RefPolicy):
             if role in self.role_worker_mapping:
                 self.role_worker_mapping[role] = ray.remote(MuxActorWorker)

@@ -146,7 +146,7 @@ class StepRollout:
         place = {uid: len(uids) - at for at, uid in enumerate(uids)}
         instructions = self.machine.drawn(uids)
         new = [it for it in instructions if isinstance(it, Launch) and it.group in place]
-        rest = [it for it in instructions if it not in new]
+        rest = [it for it in instructions if not (isinstance(it, Launch) and it.group in place)]
         self._launched |= {(it.group, it.sample) for it in new}
         # Samples that go on reach the engine before the new ones; an abort of a new one needs a worker that knows it.
         self._carry_out([it for it in rest if isinstance(it, Launch)])
