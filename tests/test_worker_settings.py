@@ -5,9 +5,8 @@ import msgspec
 import pytest
 from omegaconf import OmegaConf
 
-from verl_mux import worker_settings
 from verl_mux.places.place import Place
-from verl_mux.worker_settings import KEY, WorkerSettings, open_worker_log, pin
+from verl_mux.worker_settings import KEY, WorkerSettings, node_of, open_worker_log
 
 PLACES = {"r0": Place(host="gpu-07", gpu_ids=[0, 1]), "r1": Place(), "t0": Place(cpus=[1])}
 SETTINGS = WorkerSettings(
@@ -19,12 +18,8 @@ SETTINGS = WorkerSettings(
 @pytest.mark.parametrize("kind", ["mapping", "config", "dataclass"])
 def test_workers_read_back_what_the_driver_put_into_verls_config(kind):
     custom = {KEY: SETTINGS.to_dict(), "of": "another plugin"}
-    rollout = {
-        "mapping": {"custom": custom},
-        "config": OmegaConf.create({"custom": custom}),
-        "dataclass": SimpleNamespace(custom=custom),
-    }[kind]
-    assert WorkerSettings.from_rollout_config(rollout) == SETTINGS
+    kinds = {"mapping": dict, "config": lambda **it: OmegaConf.create(it), "dataclass": SimpleNamespace}
+    assert WorkerSettings.from_rollout_config(kinds[kind](custom=custom)) == SETTINGS
 
 
 @pytest.mark.parametrize("rollout", [{}, {"custom": None}, {"custom": {}}, OmegaConf.create({"custom": None}), SimpleNamespace()])
@@ -35,6 +30,11 @@ def test_without_them_there_are_defaults(rollout):
 def test_they_survive_a_config_file():
     text = OmegaConf.to_yaml(OmegaConf.create({"custom": {KEY: SETTINGS.to_dict()}}))
     assert WorkerSettings.from_rollout_config(OmegaConf.create(text)) == SETTINGS
+
+
+@pytest.mark.parametrize(("nodes", "expected"), [("a", "aaa"), ("ab", "ab"), ("ab", "aabb"), ("abcd", "abcd")])
+def test_places_fill_the_nodes_in_order(nodes, expected):
+    assert [node_of(nodes, place, len(expected)) for place in range(len(expected))] == list(expected)
 
 
 def test_a_side_is_bound_where_its_nodes_have_hosts():
@@ -54,13 +54,10 @@ import os
 from verl_mux.worker_settings import pin
 pin(({cpu},))
 print(os.sched_getaffinity(0), os.environ["OMP_NUM_THREADS"])
+pin(())  # no CPUs: it stays
+print(os.sched_getaffinity(0))
 """
-    assert python("-c", code).stdout == f"{{{cpu}}} 1\n"
-
-
-def test_without_cpus_it_may_run_anywhere(monkeypatch):
-    monkeypatch.setattr(worker_settings.os, "sched_setaffinity", lambda *args: pytest.fail("moved"))
-    pin(())
+    assert python("-c", code).stdout == f"{{{cpu}}} 1\n{{{cpu}}}\n"
 
 
 def test_without_a_directory_nothing_is_logged(tmp_path, monkeypatch):

@@ -60,6 +60,8 @@ def test_a_process_that_ended_holds_nothing_before_its_parent_waits_for_it():
 
 
 def test_past_the_budget_nothing_is_taken_and_the_refusal_names_the_holders():
+    with pytest.raises(Failure, match="out of memory on r0: .*held by no process"):
+        ledger.charge({"context": 10001})
     other = neighbour("ledger.hold({'weights': 9000})", VERL_MUX_DEVICE_JOB="code")
     with pytest.raises(ledger.DeviceFull, match=rf"out of memory on r0: .*held by code \(pid {other.pid}\)"):
         ledger.reserve({"kv_cache": 1001})
@@ -102,11 +104,6 @@ def test_states_that_join_a_saver_take_room_or_do_not_join():
     saver.pause("params")
     saver.track("optimizer", [moments])
     assert ledger.free() == 4000
-
-
-def test_a_full_device_is_a_failure_that_commands_report_in_one_line():
-    with pytest.raises(Failure, match="out of memory on r0: .*held by no process"):
-        ledger.charge({"context": 10001})
 
 
 def test_without_a_budget_nothing_is_charged_and_nothing_refused(monkeypatch):

@@ -49,16 +49,13 @@ def test_the_cpu_platform_is_taken_when_asked_for_or_for_our_modes_where_there_i
     assert choose.cpu_platform_wanted(argv) is wanted
 
 
-def test_the_head_node_of_a_cluster_says_nothing_about_its_accelerators(machine, monkeypatch):
-    machine(False)
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert not choose.cpu_platform_wanted(MODE)
-
-
 @pytest.mark.parametrize(
     ("variable", "argument", "wanted"),
-    [(None, None, False), ("auto", None, False), ("local", None, True), (None, "local", True), ("local", "null", True)],
-)
+    [
+        (None, None, False), ("auto", None, False), ("local", None, True), (None, "local", True), ("local", "null", True),
+        ("10.0.0.1:6379", None, False),  # the head node of a cluster says nothing about its accelerators
+    ],
+)  # fmt: skip
 def test_a_cluster_that_was_started_here_is_joined_unless_the_job_has_one_of_its_own(
     machine, monkeypatch, tmp_path, variable, argument, wanted
 ):

@@ -1,8 +1,10 @@
-"""A job's leases without a coordinator, which a test fences."""
+"""A job's leases without a coordinator, which a test fences; a trainer and a replay buffer that went through no set-up."""
 
 from __future__ import annotations
 
 import threading
+
+from omegaconf import OmegaConf
 
 from verl_mux.config.schema import MuxConfig
 from verl_mux.coordinator.bus.client import LeaseLost, LocalMux
@@ -10,6 +12,7 @@ from verl_mux.trainer import job_hosts
 from verl_mux.trainer.job_hosts import HostWatch
 from verl_mux.trainer.modes import PPOTrainerMuxSeparate
 from verl_mux.trainer.phases import Leaving
+from verl_mux.trainer.replay_buffer import MuxReplayBuffer
 from verl_mux.trainer.replica_moves import ReplicaMoves
 from verl_mux.worker_settings import WorkerSettings
 
@@ -44,6 +47,12 @@ def bare_trainer(nodes=NODES, **attributes) -> PPOTrainerMuxSeparate:
     made.leaving, made.hosts = Leaving(LocalMux("a", nodes), None), HostWatch({}, 0.0, print)
     vars(made).update(attributes)
     return made
+
+
+def made_buffer(kind: type = MuxReplayBuffer, trainer_mode: str = "mux_separate") -> MuxReplayBuffer:
+    """As verl makes it."""
+    more = {"max_off_policy_threshold": 8, "max_off_policy_strategy": "drop", "sampler_kwargs": None, "refill_fn": None}
+    return kind(trainer_mode=trainer_mode, trainer_config=OmegaConf.create(), **more)
 
 
 def made_ready(trainer, monkeypatch):

@@ -3,8 +3,8 @@ stand-ins, but for the actors that die under a real Ray."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import functools
 import itertools
 import socket
 import tempfile
@@ -25,17 +25,7 @@ from verl_mux.places.place import Place
 from verl_mux.places.ray_nodes import PlacedPool, RayNode
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.trainer import job_hosts
-from verl_mux.trainer.job_hosts import (
-    ActorWatch,
-    DeadActor,
-    HostWatch,
-    PlacedPools,
-    actors_of_rollout,
-    checkpoint_to_resume,
-    end_process,
-    hosts_of,
-    settle_nodes,
-)
+from verl_mux.trainer.job_hosts import ActorWatch, DeadActor, HostWatch, PlacedPools, actors_of_rollout, end_process
 from verl_mux.trainer.phases import Phases
 
 LIMIT_S = 60.0
@@ -75,11 +65,10 @@ def ray(monkeypatch):
     return queue
 
 
-def watched(actors: dict, patience_s: float = 0.0) -> tuple[ActorWatch, list[str]]:
+def watched(actors: dict) -> tuple[ActorWatch, list[str]]:
     """A watch that was entered, and what it ended the process for; it has come to its end by itself."""
     ended: list[str] = []
-    watch = ActorWatch(actors, lambda dead: ended.append(str(dead)), every_s=0.0, patience_s=patience_s)
-    with watch:
+    with ActorWatch(actors, lambda dead: ended.append(str(dead)), every_s=0.0, patience_s=0.0) as watch:
         watch._thread.join(LIMIT_S)
     return watch, ended
 
@@ -99,11 +88,12 @@ def test_all_are_asked_that_a_rollout_needs_and_no_tool(ray):
 
 def test_the_trainer_gets_the_names_of_dead_actors_and_the_cause():
     why = ActorDiedError()
-    watch, _ = watched({"reward worker 0": Actor(), "reward worker 1": Actor(why), "the load balancer": Actor(why)})
+    watch, ended = watched({"reward worker 0": Actor(), "reward worker 1": Actor(why), "the load balancer": Actor(why)})
     with pytest.raises(DeadActor, match="no rollout can end any more: .*reward worker 1") as heard:
         watch.check()
     assert "the load balancer" in str(heard.value) and "reward worker 0" not in str(heard.value)
     assert heard.value.__cause__ is why
+    assert ended == [str(heard.value)]  # of a trainer that does not leave
 
 
 def test_a_busy_actor_is_asked_once_and_one_that_answers_in_every_round():
@@ -117,16 +107,10 @@ def test_a_busy_actor_is_asked_once_and_one_that_answers_in_every_round():
 
 def test_an_actor_that_cannot_be_reached_for_a_moment_is_asked_again():
     actor = Actor(ActorUnavailableError("no connection", None))
-    watch = ActorWatch({"it": actor}, end=lambda dead: None)
+    watch = ActorWatch({"it": actor}, end=print)
     assert watch._look() is None
     actor.answer = True
-    assert watch._look() is None
-    watch.check()
-
-
-def test_a_trainer_that_does_not_leave_is_ended():
-    _, ended = watched({"TransferQueueController": Actor(ActorDiedError())})
-    assert ended == ["no rollout can end any more: TransferQueueController died"]
+    assert watch._look() is None and actor.asked == 2
 
 
 def test_one_that_leaves_is_not():
@@ -159,17 +143,12 @@ def test_a_trainer_that_asked_a_dead_actor_gets_its_name(died):
 @pytest.mark.parametrize("refuses", [False, True], ids=["reported", "no coordinator"])
 def test_the_end_of_the_process_is_reported_first_and_comes_in_any_case(monkeypatch, refuses):
     mux, exits = Fencing(), []
-    phases = Phases(mux, NULL_LOG)
+    phases, fail = Phases(mux, NULL_LOG), mux.fail
     phases.begin("rollout", 1)
-    fail = mux.fail
     monkeypatch.setattr(mux, "fail", lambda reason: 1 / 0 if refuses else fail(reason))
     monkeypatch.setattr(job_hosts.os, "_exit", lambda code: exits.append((code, mux.failed)))
-    end = functools.partial(end_process, phases, DeadActor("no rollout can end any more: it died"))
-    if refuses:
-        with pytest.raises(ZeroDivisionError):  # had the process not ended
-            end()
-    else:
-        end()
+    with pytest.raises(ZeroDivisionError) if refuses else contextlib.nullcontext():  # had the process not ended
+        end_process(phases, DeadActor("no rollout can end any more: it died"))
     assert exits == [(1, None if refuses else "no rollout can end any more: it died")]
 
 
@@ -184,13 +163,13 @@ def test_each_other_host_of_the_jobs_nodes_is_looked_after_once():
         RayNode("10.0.0.1", 8, {"mux_t0": 1}, 7001), RayNode("10.0.0.2", 8, {"mux_t1": 1, "mux_r1": 1}, 7002),
         RayNode("10.0.0.3", 8, {"mux_r0": 1}, 7003), RayNode("10.0.0.4", 8, {"mux_somebody_elses": 1}, 7004),
     ]  # fmt: skip
-    found = hosts_of(["r0", "r1", "t0", "t1"], cluster, here="10.0.0.3")
+    found = job_hosts.hosts_of(["r0", "r1", "t0", "t1"], cluster, here="10.0.0.3")
     assert found == {"the host of t0 (10.0.0.1)": ALPHA, "the host of r1 and t1 (10.0.0.2)": BETA}
 
 
 def test_without_bound_nodes_no_host_is_watched():
     before = threading.active_count()
-    HostWatch(hosts_of(["r0"], [RayNode("10.0.0.1", 8)], here="10.0.0.3"), 1.0, end=print).close()
+    HostWatch(job_hosts.hosts_of(["r0"], [RayNode("10.0.0.1", 8)], here="10.0.0.3"), 1.0, end=print).close()
     assert threading.active_count() == before
 
 
@@ -235,17 +214,17 @@ def test_a_host_that_is_cut_off_for_longer_than_a_lease_ends_the_process(monkeyp
     assert network.asked == 12
 
 
-def test_a_shorter_cut_ends_nothing(monkeypatch):
-    assert lost(Network(monkeypatch, None, *[TimeoutError()] * 9, None), 10.0) == []
-
-
-@pytest.mark.parametrize("answer", [ConnectionRefusedError(errno.ECONNREFUSED, ""), OSError(errno.EMFILE, "")])
-def test_a_host_that_refuses_is_there_and_what_lacks_here_says_nothing_of_it(monkeypatch, answer):
-    assert lost(Network(monkeypatch, None, answer), 10.0) == []
-
-
-def test_one_that_never_answered_is_not_held_against_the_job(monkeypatch):
-    assert lost(Network(monkeypatch, TimeoutError()), 10.0) == []
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [None, *[TimeoutError()] * 9, None],  # a shorter cut
+        [None, ConnectionRefusedError(errno.ECONNREFUSED, "")],  # a host that refuses is there
+        [None, OSError(errno.EMFILE, "")],  # what lacks here says nothing of it
+        [TimeoutError()],  # one that never answered
+    ],
+)
+def test_nothing_else_ends_it(monkeypatch, answers):
+    assert lost(Network(monkeypatch, *answers), 10.0) == []
 
 
 def test_a_pause_of_the_process_itself_is_no_silence_of_others(monkeypatch):
@@ -294,19 +273,19 @@ CONFIG = OmegaConf.create({"trainer": {"n_gpus_per_node": 4}, "actor_rollout_ref
 
 def test_nodes_come_in_the_order_in_which_verl_will_count_their_ranks(ray_has):
     ray_has(r0=("10.0.0.5", 2), t0=("10.0.0.9", 4), t1=("10.0.0.10", 4))
-    assert settle_nodes(client(["r0"], ["t0", "t1"]), CONFIG, colocated=False) == (["r0"], ["t1", "t0"], PLACES)
+    assert job_hosts.settle_nodes(client(["r0"], ["t0", "t1"]), CONFIG, colocated=False) == (["r0"], ["t1", "t0"], PLACES)
 
 
 def test_both_pools_of_a_job_on_one_node_need_its_gpus_together(ray_has):
     ray_has(t0=("10.0.0.9", 5))
     with pytest.raises(UserError, match="asks for 6 GPUs there, but its Ray node 10.0.0.9 offers 5"):
-        settle_nodes(client(["t0"], ["t0"]), CONFIG, colocated=False)
-    assert settle_nodes(client(["t0"], ["t0"]), CONFIG, colocated=True)[1] == ["t0"]
+        job_hosts.settle_nodes(client(["t0"], ["t0"]), CONFIG, colocated=False)
+    assert job_hosts.settle_nodes(client(["t0"], ["t0"]), CONFIG, colocated=True)[1] == ["t0"]
 
 
 def test_without_a_coordinator_ray_is_not_asked(monkeypatch):
     monkeypatch.setattr(job_hosts, "ray_nodes", lambda: pytest.fail("asked"))
-    alone = settle_nodes(LocalMux("a", {"rollout": ["rollout0"], "train": ["train0"]}), CONFIG, colocated=False)
+    alone = job_hosts.settle_nodes(LocalMux("a", {"rollout": ["rollout0"], "train": ["train0"]}), CONFIG, colocated=False)
     assert alone == (["rollout0"], ["train0"], {})
 
 
@@ -333,7 +312,7 @@ def test_the_checkpoint_is_the_one_that_verl_will_load(tmp_path, monkeypatch, tr
     (tmp_path / "checkpoints" / "global_step_7").mkdir(parents=True)
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("7")
     config = OmegaConf.create({"trainer": {"default_local_dir": "checkpoints", **trainer}})
-    assert checkpoint_to_resume(config) == (expected and str(tmp_path / expected))
+    assert job_hosts.checkpoint_to_resume(config) == (expected and str(tmp_path / expected))
 
 
 # ---------------------------------------------------------------- actors that die under a real Ray

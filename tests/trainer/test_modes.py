@@ -15,7 +15,7 @@ pytest.importorskip("verl")
 from ray.exceptions import RayTaskError
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from tests.trainer.fencing import Fencing, bare_trainer, made_ready
+from tests.trainer.fencing import Fencing, bare_trainer, made_buffer, made_ready
 from verl_mux.coordinator.bus.client import Lease, LeaseLost, connect
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.coordinator.config import make_config
@@ -29,9 +29,7 @@ from verl_mux.rollout.control.replica_plan import Unit
 from verl_mux.trainer import job_hosts
 from verl_mux.trainer.job_hosts import ActorWatch, DeadActor
 from verl_mux.trainer.phases import Phases
-from verl_mux.trainer.replay_buffer import MuxReplayBuffer
 from verl_mux.trainer.rollout_engines import RolloutEngines
-from verl_mux.worker_settings import node_of
 from verl_mux_cpu.device_ledger import DeviceFull
 
 NODES = {"rollout": ["r0", "r1"], "train": ["t0", "t1"]}
@@ -99,17 +97,9 @@ def test_each_rollout_node_shows_what_its_own_engines_hold(trainer, memory):
     assert trainer.phases.take_seconds() == {"wake": 0.3, "sleep": 0.1}
 
 
-@pytest.fixture
-def asked(trainer):
-    """What is asked of the device of a trainer without a coordinator, in order."""
-    asked = []
-    trainer.phases = Phases(connect(None, "a", NODES), NULL_LOG)
-    return asked
-
-
 @pytest.mark.parametrize("phase", ["rollout", "train"])
-def test_a_lease_fenced_while_its_memory_goes_to_sleep_goes_back_asleep(trainer, asked, phase):
-    mux = Fencing()
+def test_a_lease_fenced_while_its_memory_goes_to_sleep_goes_back_asleep(trainer, phase):
+    mux, asked = Fencing(), []
     trainer.phases, trainer.timing_raw, trainer._rollout_began = Phases(mux, NULL_LOG), {}, 0.0
     lease = trainer.phases.begin(phase, 1)
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -147,10 +137,7 @@ def test_a_rollout_that_lost_an_actor_ends_its_job_instead_of_going_on_for_ever(
     monkeypatch.setattr(PPOTrainer, "fit", rollout)
     monkeypatch.setattr(PPOTrainer, "_add_prompts_to_generate", lambda self, num_prompts: num_prompts)
     made_ready(trainer, monkeypatch)
-    trainer.replay_buffer = MuxReplayBuffer(
-        trainer_mode="mux_separate", trainer_config=OmegaConf.create(), max_off_policy_threshold=8,
-        max_off_policy_strategy="drop", sampler_kwargs=None,
-    )  # fmt: skip
+    trainer.replay_buffer = made_buffer()
     monkeypatch.setattr(job_hosts, "ActorWatch", functools.partial(ActorWatch, every_s=0.0))
     monkeypatch.setattr(ActorWatch, "_look", lambda self: lost)
     with pytest.raises(DeadActor):
@@ -184,12 +171,9 @@ def test_a_failure_is_reported_to_the_coordinator_in_its_words(trainer, monkeypa
 
 
 PASSES = {
-    "_compute_ref_log_prob": events.REF,
-    "_compute_values": events.VALUES,
-    "_update_critic": events.UPDATE_CRITIC,
-    "_compute_advantage": events.ADV,
-    "_update_actor": events.UPDATE_ACTOR,
-}
+    "_compute_ref_log_prob": events.REF, "_compute_values": events.VALUES, "_update_critic": events.UPDATE_CRITIC,
+    "_compute_advantage": events.ADV, "_update_actor": events.UPDATE_ACTOR,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -203,19 +187,6 @@ def test_a_pass_over_a_batch_is_logged_and_needs_a_lease_that_may_be_used(traine
     with pytest.raises(LeaseLost):
         getattr(trainer, name)("batch", {})
     assert passed == ["batch"]
-
-
-@pytest.mark.parametrize(
-    ("nodes", "places", "expected"),
-    [
-        (["r0"], 3, ["r0", "r0", "r0"]),
-        (["r0", "r1"], 2, ["r0", "r1"]),
-        (["r0", "r1"], 4, ["r0", "r0", "r1", "r1"]),
-        (["r0", "r1", "r2", "r3"], 4, ["r0", "r1", "r2", "r3"]),
-    ],
-)
-def test_places_fill_the_nodes_in_order(nodes, places, expected):
-    assert [node_of(nodes, place, places) for place in range(places)] == expected
 
 
 def test_the_init_lease_is_taken_before_any_group_touches_its_device_and_once(trainer):
@@ -246,12 +217,6 @@ def test_ranks_on_other_hosts_than_their_nodes_get_no_lease(trainer):
     with pytest.raises(UserError, match=r"rank 1 works for node 't1' \(host hostb\), but runs on hosta"):
         trainer.actor_rollout_wg = started("hosta", "hosta")
     assert not hasattr(trainer, "actor_rollout_wg")
-
-
-def test_a_job_without_critic_has_no_group_for_it(trainer):
-    trainer.phases = SimpleNamespace(lease="init", mux=None)
-    trainer.actor_rollout_wg = actor = group()
-    assert trainer.train_groups() == [actor]
 
 
 # ---------------------------------------------------------------- a lease that may not be used for a while
@@ -310,15 +275,10 @@ def test_a_suspended_rollout_keeps_its_weights_on_the_host_and_needs_no_sync():
     assert job.asked[-4:] == [("sleep", None, None, 2), WAKE[0], ("sync", 5), WAKE[1]]
 
 
-def test_weights_that_may_not_stay_on_the_host_come_by_a_sync():
+def test_weights_that_may_not_stay_on_the_host_come_by_a_sync_to_those_that_are_left_too():
     job = Job(sleep_level="2")
     job.trainer._begin_rollout(4)
     assert job.fenced() == ([("pause", None, 2)], [("reopen", None), WAKE[0], ("sync", 4), WAKE[1]])
-
-
-def test_weights_come_by_a_sync_to_those_that_are_left_too():
-    job = Job(sleep_level="2")
-    job.trainer._begin_rollout(4)
     job.trainer.engines.vacate(Unit(replicas=(1,), nodes=("r1",), servers=("s1",)))
     held = [(verb, tags, [0]) for verb, tags, _ in WAKE]
     assert job.fenced() == ([("pause", [0], 2)], [("reopen", [0]), held[0], ("sync", 4, 1), held[1]])

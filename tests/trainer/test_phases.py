@@ -25,7 +25,7 @@ from verl_mux.trainer.phases import Leaving, Phases
 
 @pytest.fixture
 def coordinator():
-    pools = {"rollout": {"nodes": [{"name": "r0"}]}, "train": {"nodes": [{"name": "t0"}]}}
+    pools = {side: {"nodes": [{"name": name} for name in names]} for side, names in NODES.items()}
     with Coordinator(make_config({"pools": pools})) as running:
         yield running
 
@@ -64,12 +64,10 @@ def test_a_job_that_fails_with_a_lease_keeps_it_while_its_processes_live(phases,
     phases.begin("train", step=1)
     phases.fail("its driver ended with ValueError")
     deadline = time.monotonic() + 60
-    while coordinator.snapshot()["jobs"]["a"]["state"] == "live" and time.monotonic() < deadline:
+    while (job := coordinator.snapshot()["jobs"]["a"])["state"] == "live" and time.monotonic() < deadline:
         time.sleep(0.01)
     # This process is the job's driver, and it lives.
-    job = coordinator.snapshot()["jobs"]["a"]
-    assert (holders(coordinator), job["state"]) == (["a"], "dying")
-    assert "ValueError" in json.dumps(job)
+    assert (holders(coordinator), job["state"]) == (["a"], "dying") and "ValueError" in json.dumps(job)
 
 
 def test_a_job_that_fails_with_nothing_held_leaves_as_any_other(phases, coordinator):
@@ -125,26 +123,20 @@ def test_a_lease_that_does_not_come_back_is_not_taken_up(fencing):
 
 
 def test_a_job_that_cannot_take_its_memory_up_again_fails(fencing):
-    def go_on():
-        raise ValueError("no memory")
-
-    fencing.guard(lambda lease: go_on)
+    fencing.guard(lambda lease: lambda: 1 / 0)
     fencing.mux.fence()
     assert fencing.mux.failed == "it could not take its memory up again"
 
 
-def test_without_a_lease_there_is_nothing_to_put_to_sleep(fencing):
-    fencing.end()
-    fencing.guard(pytest.fail)
-    fencing.mux.fence()
-
-
-def test_a_use_within_a_use_does_not_wait(fencing):
+def test_a_use_within_a_use_does_not_wait_and_without_a_lease_there_is_nothing_to_put_to_sleep(fencing):
     with fencing.using():
         fencing.mux.usable.clear()
         with fencing.using():
             pass
     fencing.mux.usable.set()
+    fencing.end()
+    fencing.guard(pytest.fail)
+    fencing.mux.fence()
 
 
 # ---------------------------------------------------------------- asked to move

@@ -5,13 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from omegaconf import OmegaConf
 
 pytest.importorskip("verl")
 from verl.trainer.ppo.v1 import replay_buffer as of_verl
 
+from tests.trainer.fencing import made_buffer
 from verl_mux.trainer import replay_buffer as module
-from verl_mux.trainer.replay_buffer import MuxReplayBuffer
 
 
 class Queue:
@@ -32,16 +31,9 @@ class Queue:
         pass
 
 
-def made() -> MuxReplayBuffer:
-    return MuxReplayBuffer(
-        trainer_mode="mux_separate", trainer_config=OmegaConf.create(), max_off_policy_threshold=8,
-        max_off_policy_strategy="drop", sampler_kwargs=None,
-    )  # fmt: skip
-
-
 def test_the_order_of_dropped_prompts_is_forgotten(monkeypatch):
     monkeypatch.setattr(of_verl, "tq", Queue("train", []))
-    buffer = made()
+    buffer = made_buffer()
     buffer.submitted(["a", "b"])
     buffer.clear_groups({"a"})
     assert buffer._order == {"b": 1}
@@ -50,15 +42,12 @@ def test_the_order_of_dropped_prompts_is_forgotten(monkeypatch):
 def test_progress_is_of_the_samples_that_are_waited_for(monkeypatch):
     monkeypatch.setattr(module, "ray", SimpleNamespace(wait=lambda refs, num_returns: ([], [])))
     noted = []
-    buffer = made()
+    buffer = made_buffer()
     mux = SimpleNamespace(progress=lambda *it: noted.append(it))
     buffer.start([], mux=mux, samples_of_prompt={"train": 2, "val": 1})
     a_step = ["a_0_0", "a_0_1", "a_1_0", "b_0_0", "b_1_0"]  # a's first sample has two trajectories
-    for partition, coming, expected in [
-        ("val", ["b_0_0", "a_0_0"], [(0, 2), (1, 2), (2, 2)]),
-        ("train", a_step, [(0, 4), (1, 4), (1, 4), (2, 4), (3, 4), (4, 4)]),
-        ("train", a_step, [(0, 4), (1, 4), (1, 4), (2, 4), (3, 4), (4, 4)]),
-    ]:
+    train = ("train", a_step, [(0, 4), (1, 4), (1, 4), (2, 4), (3, 4), (4, 4)])
+    for partition, coming, expected in [("val", ["b_0_0", "a_0_0"], [(0, 2), (1, 2), (2, 2)]), train, train]:
         monkeypatch.setattr(of_verl, "tq", Queue(partition, list(coming)))
         buffer.sample(1, partition, batch_size=2)
         assert noted == expected

@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import json
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from transfer_queue.storage.simple_storage import SimpleStorageUnit
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils as tu
 
+from tests.trainer.fencing import made_buffer
 from verl_mux.config.schema import OversampleConfig, RolloutConfig, SegmentsConfig
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.rollout.control.oversampling import Oversampler
@@ -29,7 +31,6 @@ from verl_mux.rollout.instructions import Abort, Report
 from verl_mux.rollout.worker.agent_loop import MuxAgentLoopWorker
 from verl_mux.trainer import step_rollout as module
 from verl_mux.trainer.prompts import Prompts, stamped
-from verl_mux.trainer.replay_buffer import MuxReplayBuffer
 from verl_mux.trainer.replica_moves import ReplicaMoves
 from verl_mux.trainer.step_rollout import StepRollout, load
 
@@ -53,9 +54,8 @@ class Rows:
         return self
 
 
-class Reference:
-    def __init__(self, worker) -> None:
-        self.worker = worker
+class Reference(NamedTuple):
+    worker: object
 
 
 class Worker:
@@ -99,18 +99,6 @@ class Worker:
         self.queue.append(Report(kind, *key, self.tokens[key] - self.start[key], self.tokens[key], self.version, why))
 
 
-class Ray:
-    """The two calls that the control makes; the side that has something to do answers first."""
-
-    @staticmethod
-    def wait(references, num_returns):
-        return [next((r for r in references if r.worker.queue or r.worker.running), references[0])], []
-
-    @staticmethod
-    def get(references):
-        return [reference.worker.take_reports() for reference in references]
-
-
 class Manager:
     """MuxAgentLoopManager's face over simulated workers."""
 
@@ -132,16 +120,13 @@ class Manager:
         for sample in samples:
             self.worker_of[sample[0]].cut(sample)
 
-    def forget(self, groups):
-        self.forgotten += self._taken_off(groups)
-
-    def drop(self, groups):
-        self.dropped += self._taken_off(groups)
-
-    def _taken_off(self, groups):
+    def forget(self, groups, noted=None):
+        (self.forgotten if noted is None else noted).extend(groups)
         for group in groups:
             del self.worker_of[group]
-        return groups
+
+    def drop(self, groups):
+        self.forget(groups, self.dropped)
 
     def saved_calls(self, groups):
         return {}
@@ -189,7 +174,10 @@ def config(folder, threshold=8):
 
 @pytest.fixture(autouse=True)
 def simulated_ray(monkeypatch):
-    monkeypatch.setattr(module, "ray", Ray)
+    """The two calls that the control makes; the side that has something to do answers first."""
+    busy = lambda refs: next((it for it in refs if it.worker.queue or it.worker.running), refs[0])  # noqa: E731
+    get = lambda references: [it.worker.take_reports() for it in references]  # noqa: E731
+    monkeypatch.setattr(module, "ray", SimpleNamespace(wait=lambda references, num_returns: ([busy(references)], []), get=get))
 
 
 def length(uid):
@@ -351,10 +339,7 @@ class Trainer:
     def __init__(self, folder, saved=None) -> None:
         self.config, self.global_steps, self.steps_per_epoch = config(folder), 1, 10
         self.agent_loop_manager = Remembering()
-        self.replay_buffer = MuxReplayBuffer(
-            trainer_mode="mux_separate", trainer_config=OmegaConf.create(), max_off_policy_threshold=8,
-            max_off_policy_strategy="drop", sampler_kwargs=None,
-        )  # fmt: skip
+        self.replay_buffer = made_buffer()
         keys = RolloutConfig(**over())
         self.rollout = StepRollout(
             self, keys, Prompts(self, keys), SimpleNamespace(log=NULL_LOG), SimpleNamespace(), ReplicaMoves(), saved

@@ -11,6 +11,7 @@ pytest.importorskip("verl")
 
 from tests.config.test_schema import verl_config
 from tests.profiling.made_engines import make
+from tests.trainer.fencing import made_buffer
 from verl_mux.config.preflight import complete_stock_mode
 from verl_mux.config.schema import MuxConfig, RolloutConfig, TriggerConfig
 from verl_mux.errors import UserError
@@ -56,12 +57,7 @@ def test_without_a_log_nothing_is_touched(trainer):
 class Buffer(TriggeredReplayBuffer):
     """Groups become ready one poll after the other, as `coming` says; what is taken is gone."""
 
-    def __init__(self, coming: list[int]) -> None:
-        super().__init__(
-            trainer_mode="colocate_async", trainer_config=OmegaConf.create(), max_off_policy_threshold=8,
-            max_off_policy_strategy="drop", sampler_kwargs=None, refill_fn=None,
-        )  # fmt: skip
-        self.coming, self.there = list(coming), 0
+    there = 0
 
     def wait_for_sampleable(self, global_steps, partition_id, target_count):
         self.there += self.coming.pop(0) if self.coming else 0
@@ -69,6 +65,12 @@ class Buffer(TriggeredReplayBuffer):
 
     def _wait_for_next_poll(self, partition_id, last_debug_time):
         return last_debug_time
+
+
+def buffer_of(coming: list[int], trigger: TrainingTrigger | None = None) -> Buffer:
+    made = made_buffer(Buffer, "colocate_async")
+    made.coming, made.trigger = list(coming), trigger
+    return made
 
 
 @pytest.fixture
@@ -87,8 +89,7 @@ def handed_out(monkeypatch):
 
 
 def test_it_waits_for_enough_groups_and_takes_no_more_than_a_batch(handed_out):
-    buffer = Buffer([1, 2, 1, 9])
-    buffer.trigger = TrainingTrigger(4, 1000)
+    buffer = buffer_of([1, 2, 1, 9], TrainingTrigger(4, 1000))
     batch, metrics = buffer.sample(1, "train", batch_size=8)
     assert (batch, metrics["training/off_policy/evicted_samples"]) == ("batch of 4", 3)
     buffer.sample(1, "train", batch_size=8)
@@ -98,15 +99,14 @@ def test_it_waits_for_enough_groups_and_takes_no_more_than_a_batch(handed_out):
 
 
 def test_it_goes_on_with_one_group_when_it_waited_long_enough(handed_out):
-    buffer = Buffer([1])
-    buffer.trigger = TrainingTrigger(4, 1e-9)
+    buffer = buffer_of([1], TrainingTrigger(4, 1e-9))
     buffer.sample(1, "train", batch_size=8)
     assert handed_out == [1]
     assert buffer.take_figures()["waited"] == 1
 
 
 def test_validation_and_what_comes_before_training_take_whole_batches(handed_out):
-    buffer = Buffer([1])
+    buffer = buffer_of([1])
     buffer.sample(0, "train", batch_size=8)
     buffer.trigger = TrainingTrigger(4, 1000)
     buffer.sample(1, "val", batch_size=30)
@@ -114,7 +114,7 @@ def test_validation_and_what_comes_before_training_take_whole_batches(handed_out
 
 
 def test_as_many_prompts_go_out_as_were_taken_and_entropy_moves_the_thresholds(handed_out, monkeypatch):
-    buffer, added = Buffer([5]), []
+    buffer, added = buffer_of([5]), []
     trainer = SimpleNamespace(
         replay_buffer=buffer,
         config=OmegaConf.create({"data": {"train_batch_size": 8}}),

@@ -138,13 +138,9 @@ def test_roles_of_one_process_sleep_and_wake_each_by_itself(made):
     assert model.weight.isfinite().all()
 
 
-@pytest.fixture
-def on_cuda(cuda):
-    def made(**config):
-        engine = cuda.engine(**config)
-        return cuda.calls, engine, DeviceStates("actor", engine)
-
-    return made
+def on(cuda, **config):
+    engine = cuda.engine(**config)
+    return cuda.calls, engine, DeviceStates("actor", engine)
 
 
 def call(engine, mode):
@@ -153,8 +149,8 @@ def call(engine, mode):
         engine.worked = mode
 
 
-def test_on_cuda_a_phase_loads_and_offloads_its_states_once_however_many_calls_it_has(on_cuda):
-    calls, engine, states = on_cuda()
+def test_on_cuda_a_phase_loads_and_offloads_its_states_once_however_many_calls_it_has(cuda):
+    calls, engine, states = on(cuda)
     assert figures(states.sleep()) == {"params": (100, 0)}
     # The copies are complete before the device is said to be free.
     assert calls == [("cpu", True, True), *LEAVES]
@@ -165,19 +161,15 @@ def test_on_cuda_a_phase_loads_and_offloads_its_states_once_however_many_calls_i
     assert calls == [("cuda", True, True), "synchronize"]
     states.sleep()
     assert calls[2:] == [("cpu", True, True), *LEAVES]
-
-
-def test_on_cuda_a_call_outside_of_a_phase_moves_its_states_itself(on_cuda):
-    calls, engine, states = on_cuda()
-    states.sleep()
+    # A call outside of a phase moves its states itself.
     calls.clear()
     call(engine, "train")
     assert calls == [("cuda", True, True), ("cpu", True, True)]
 
 
 @pytest.mark.parametrize("config", [{"forward_only": True}, {"offload_policy": True}])
-def test_what_fsdp_moves_by_itself_is_left_to_it(on_cuda, config):
-    calls, engine, states = on_cuda(**config)
+def test_what_fsdp_moves_by_itself_is_left_to_it(cuda, config):
+    calls, engine, states = on(cuda, **config)
     states.sleep()
     states.wake()
     calls.clear()
@@ -277,11 +269,6 @@ def left(process):
     return [sum(moved.mapped for moved in worker.mux_sleep().values()) for worker in (process.actor, process.critic)]
 
 
-def test_all_engines_leave_before_the_process_says_what_it_holds(cuda, process):
-    assert left(process) == [0, 0] and cuda.device.held == 0
-    assert cuda.calls == [("actor", "cpu"), *LEAVES, ("ref", "cpu"), *LEAVES, ("critic", "cpu"), *LEAVES]
-
-
 @pytest.mark.parametrize("which", range(3))
 def test_a_process_whose_states_did_not_leave_gives_no_lease_back(cuda, process, which):
     cuda.bytes_each, cuda.device.held = 10**9, 3 * 10**9
@@ -290,8 +277,9 @@ def test_a_process_whose_states_did_not_leave_gives_no_lease_back(cuda, process,
         left(process)
 
 
-def test_room_is_looked_for_before_anything_is_mapped(cuda, process):
-    left(process)
+def test_all_engines_leave_before_the_process_says_what_it_holds_and_room_is_looked_for_before_any_is_mapped(cuda, process):
+    assert left(process) == [0, 0] and cuda.device.held == 0
+    assert cuda.calls == [("actor", "cpu"), *LEAVES, ("ref", "cpu"), *LEAVES, ("critic", "cpu"), *LEAVES]
     cuda.calls.clear()
     assert sum(moved.mapped for moved in process.actor.mux_wake(1).values()) == 200
     process.critic.mux_wake(1)
@@ -336,16 +324,6 @@ def test_a_call_of_an_older_lease_moves_nothing(cuda, process):
 # ---------------------------------------------------------------- verl's own engine, by strategy
 
 
-class Moves:
-    """verl's functions that move a module or an optimizer, by name."""
-
-    def __init__(self, monkeypatch):
-        self.called = []
-        monkeypatch.setattr(transformer_impl, "get_device_name", lambda: "cuda")
-        for name in ("load_fsdp_model_to_gpu", "offload_fsdp_model_to_cpu", "load_fsdp_optimizer", "offload_fsdp_optimizer"):
-            monkeypatch.setattr(transformer_impl, name, lambda *_, name=name: self.called.append(name))
-
-
 def engine(optimizer, **config):
     """One of verl's that went through no set-up."""
     made = object.__new__(FSDPEngine)
@@ -366,12 +344,14 @@ def test_verls_engine_moves_all_of_a_trained_model_once_and_leaves_a_frozen_one_
 ):
     awake = ["load_fsdp_model_to_gpu", "load_fsdp_optimizer"] if moved else []
     asleep = ["offload_fsdp_model_to_cpu", "offload_fsdp_optimizer"] if moved else []
-    states = workers.DeviceStates("critic", engine(optimizer, **config))
-    moves = Moves(monkeypatch)
+    states, called = workers.DeviceStates("critic", engine(optimizer, **config)), []
+    monkeypatch.setattr(transformer_impl, "get_device_name", lambda: "cuda")
+    for name in ("load_fsdp_model_to_gpu", "offload_fsdp_model_to_cpu", "load_fsdp_optimizer", "offload_fsdp_optimizer"):
+        monkeypatch.setattr(transformer_impl, name, lambda *_, name=name: called.append(name))
     states.wake()
-    assert moves.called == awake
+    assert called == awake
     states.sleep()
-    assert moves.called == awake + asleep
+    assert called == awake + asleep
     assert cuda.calls == ["synchronize", *LEAVES]
 
 
