@@ -220,7 +220,7 @@ def test_what_is_no_directory_is_refused_in_one_line(tmp_path, made):
 scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8))
 keys = st.sampled_from(["timestamp", "event", "duration_sec", "extra", "workid", "step", "role", "job", "other"])
 extras = st.dictionaries(
-    st.sampled_from(["request_id", "turn", "turns", "generated_tokens", "queue_sec", "nodes", "phase", "turn_timings", "job"]),
+    st.sampled_from(["request_id", "turn", "turns", "generated_tokens", "queue_sec", "nodes", "phase", "job"]),
     st.one_of(scalars, st.lists(scalars, max_size=2), st.dictionaries(st.text(max_size=3), scalars, max_size=2)),
 )
 stamps = st.sampled_from(

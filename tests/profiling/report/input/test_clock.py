@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 import pytest
 
 from tests.profiling.made_logs import Made, make_run, read_run
-from verl_mux.profiling.report.input import clock, run_log
+from verl_mux.profiling.report.input import run_log
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.profiling.report.output.summary import summarise
 
@@ -59,7 +59,7 @@ def test_lines_of_a_clock_set_wrong_are_skipped(healthy, name):
         return lines
 
     summary = changed(healthy, wrong)
-    assert set(summary["input"]["skipped"]) == {clock.STRAY} and summary["findings"] == []
+    assert set(summary["input"]["skipped"]) == {run_log.STRAY} and summary["findings"] == []
     others = [rows for rows in before["completion"]["per_worker"] if (rows["step"], rows["worker"]) != (2, 1)]
     assert [rows for rows in summary["completion"]["per_worker"] if (rows["step"], rows["worker"]) != (2, 1)] == others
 
@@ -68,8 +68,8 @@ def test_lines_of_a_clock_set_wrong_are_skipped(healthy, name):
 def test_stray_lines_are_skipped(healthy, seconds, count):
     before = report(healthy)
     summary = changed(healthy, lambda lines: moved(lines, 12, 12 + count, seconds))
-    assert summary["input"]["skipped"] == {clock.STRAY: count}
-    assert summary["input"]["examples"][clock.STRAY].endswith(os.path.join(*PLACE) + ", line 13")
+    assert summary["input"]["skipped"] == {run_log.STRAY: count}
+    assert summary["input"]["examples"][run_log.STRAY].endswith(os.path.join(*PLACE) + ", line 13")
     assert summary["findings"] == []
     assert before["requests"] - summary["requests"] in range(count + 1)
 
@@ -82,8 +82,8 @@ def test_a_line_in_another_zone_is_skipped_unless_it_agrees(healthy, zone):
         return lines
 
     summary = changed(healthy, with_zone)
-    assert summary["input"]["skipped"] == {clock.ZONE: 1}
-    assert summary["input"]["examples"][clock.ZONE].endswith("line 13")
+    assert summary["input"]["skipped"] == {run_log.STRAY: 1}
+    assert summary["input"]["examples"][run_log.STRAY].endswith("line 13")
     assert summary["findings"] == []
 
 
@@ -122,7 +122,7 @@ ORDERS = {
 def test_lines_in_another_order_keep_their_times(healthy, order):
     before = report(healthy)
     summary = changed(healthy, ORDERS[order])
-    assert (summary["skipped_lines"], set(summary["input"]["noticed"]) - {clock.BELIEVED}) == (0, set())
+    assert (summary["skipped_lines"], set(summary["input"]["noticed"]) - {run_log.BELIEVED}) == (0, set())
     assert summary["completion"] == before["completion"]
     assert summary["findings"] == []
 
@@ -131,15 +131,15 @@ def test_a_file_is_judged_as_a_whole_however_many_lines_are_read_at_once(healthy
     monkeypatch.setattr(run_log, "PIECE_LINES", 10)
     monkeypatch.setattr(run_log, "MAX_LINE_BYTES", 2000)
     summary = changed(healthy, lambda lines: moved(lines, len(lines) // 2, None, -3600))
-    assert (list(summary["input"]["skipped"]), summary["findings"]) == ([clock.STRAY], [])
+    assert (list(summary["input"]["skipped"]), summary["findings"]) == ([run_log.STRAY], [])
 
 
 @pytest.mark.parametrize("why", ["too large to be read whole", "times are compared across files"])
 def test_a_file_that_is_no_workers_whole_keeps_its_times(healthy, monkeypatch, why):
     if why.startswith("too large"):
-        monkeypatch.setattr(clock, "WHOLE_BYTES", 100)
+        monkeypatch.setattr(run_log, "WHOLE_BYTES", 100)
     role = "server" if why.startswith("times") else "rollout"
     noticed = changed(
         healthy, lambda lines: [line | {"role": role} for line in moved(lines, len(lines) // 2, None, -3600)]
     )["input"]["noticed"]  # fmt: skip
-    assert noticed[clock.BELIEVED] == 1
+    assert noticed[run_log.BELIEVED] == 1

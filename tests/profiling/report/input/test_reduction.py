@@ -88,14 +88,6 @@ def test_turns_without_numbers_are_counted_in_order_of_time(tmp_path):
     assert make_turns(read_run(tmp_path).tables).select("turn", "engine").rows() == [(1, 2.0), (2, 7.0)]
 
 
-def test_turns_are_taken_from_the_last_event_where_they_have_none_of_their_own(tmp_path):
-    lines = Lines(0, 1)
-    timings = [{"turn": 0, "engine_call_duration": 2.0}, {"turn": 1, "engine_call_duration": 7.0}]
-    lines.add(10.0, "async_rollout_request_complete", 10.0, {"request_id": "a", "turns": 2, "turn_timings": timings})
-    lines.write(tmp_path)
-    assert make_turns(read_run(tmp_path).tables).select("turn", "engine").rows() == [(1, 2.0), (2, 7.0)]
-
-
 def test_the_engines_own_time_counts_where_the_callers_is_missing(tmp_path):
     lines = Lines(0, 1)
     lines.add(5.0, "engine_async_generate_actual", 4.0, {"request_id": "a"})

@@ -30,14 +30,6 @@ Small = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
-class TurnTiming(msgspec.Struct, gc=False):
-    """An entry of `extra.turn_timings` of a completed request; seconds."""
-
-    total_duration: float | None = None
-    engine_call_duration: float | None = None
-    post_process_duration: float | None = None
-
-
 class Extra(msgspec.Struct, gc=False):
     request_id: str | Int | None = None
     turn: Small | float | None = None
@@ -47,7 +39,6 @@ class Extra(msgspec.Struct, gc=False):
     actual_response_tokens: Int | None = None
     response_length: Int | float | None = None
     validate: bool | None = None
-    turn_timings: list[TurnTiming] | None = None
     job: str | None = None
     phase: str | None = None
     pool: str | None = None
@@ -167,11 +158,10 @@ _TOTAL_MERGE = _merged(sum="count seconds tokens", max="longest last", min="firs
 
 @dataclass
 class Tables:
-    """See the module. `timings`: turns as completed requests list them, for logs without an event per turn."""
+    """See the module."""
 
     requests: pl.DataFrame
     turns: pl.DataFrame
-    timings: pl.DataFrame
     totals: pl.DataFrame
     spans: pl.DataFrame
     stays: pl.DataFrame
@@ -182,7 +172,6 @@ class Tables:
         return cls(
             _merge([part.requests for part in parts], REQUEST_KEY, REQUEST_MERGE),
             _merge([part.turns for part in parts], [*REQUEST_KEY, "turn"], TURN_MERGE),
-            pl.concat([part.timings for part in parts]),
             _merge([part.totals for part in parts], TOTAL_KEY, _TOTAL_MERGE),
             pl.concat([part.spans for part in parts]),
             pl.concat([part.stays for part in parts]),
@@ -202,7 +191,7 @@ def reduce_events(frame: pl.DataFrame, lines: list[Line]) -> Tables:
     owned = frame.filter(pl.col("request_id").is_not_null() & (pl.col("role") != "server"))
     owned = owned.with_columns(pl.col("event").replace_strict(events.REQUEST_PARTS, default=None).alias("part"))
     stays = _stays(frame, lines)
-    return Tables(_requests(owned, lines), _turns(owned), _timings(owned, lines), _totals(frame), _spans(frame, lines), stays)
+    return Tables(_requests(owned, lines), _turns(owned), _totals(frame), _spans(frame, lines), stays)
 
 
 def _of(column: str, part: str) -> pl.Expr:
@@ -271,24 +260,6 @@ def _stays(frame: pl.DataFrame, lines: list[Line]) -> pl.DataFrame:
     return _with_extra(kept, lines, STAY_EXTRA)
 
 
-_TIMINGS = {"job": pl.String, "step": pl.Int64, "worker": pl.Int64, "request_id": pl.String}
-_TIMINGS |= {"place": pl.Int64, "engine": pl.Float64, "engine_end": pl.Float64}
-
-
-def _timings(owned: pl.DataFrame, lines: list[Line]) -> pl.DataFrame:
-    rows = []
-    completed = owned.filter(pl.col("event") == events.REQUEST_COMPLETE)
-    for *key, start, index in completed.select(*REQUEST_KEY, "start", "line").iter_rows():
-        if not (listed := (lines[index].extra or NO_EXTRA).turn_timings):
-            continue
-        at = start
-        for place, timing in enumerate(listed, 1):
-            whole, after = timing.total_duration, timing.post_process_duration or 0.0
-            rows.append((*key, place, timing.engine_call_duration, None if whole is None else at + whole - after))
-            at += whole or 0.0
-    return pl.DataFrame(rows, schema=_TIMINGS, orient="row")
-
-
 def _totals(frame: pl.DataFrame) -> pl.DataFrame:
     return (
         frame.with_columns(pl.col("request_id").is_not_null().alias("of_request"))
@@ -354,8 +325,7 @@ def make_requests(tables: Tables, turns: pl.DataFrame) -> pl.DataFrame:
 
     Where stays are logged, `start` is when it began to run, in the step in which it ended, and `seconds` leaves out the time in
     which it was parked. status: "complete", "aborted", or "open" (its end was never logged; `end` is then its last event).
-    Where a job logs
-    no ends at all, the last event counts as the end. `turns` is what `make_turns` made of the same tables.
+    Where a job logs no ends at all, the last event counts as the end. `turns` is what `make_turns` made of the same tables.
     """
     raw = tables.requests.with_columns(pl.col("completed").is_not_null().any().over("job").alias("ends_logged"))
     complete = pl.col("completed").is_not_null() | ~pl.col("ends_logged") & pl.col("aborted").is_null()
@@ -396,29 +366,15 @@ def _turn_count(tables: Tables, turns: pl.DataFrame) -> pl.Expr:
 
 
 def make_turns(tables: Tables) -> pl.DataFrame:
-    """A row a turn that called the engine: REQUEST_KEY, turn (1 is the first), engine (seconds), end, tokens.
-
-    Where turns are known only from the list in a request's last event, `end` is added up from the turns before, and null
-    where that list has no whole durations.
-    """
+    """A row a turn that called the engine: REQUEST_KEY, turn (1 is the first), engine (seconds), end, tokens."""
     called = tables.turns.filter(pl.col("engine_end").is_not_null()).sort(*REQUEST_KEY, "turn", maintain_order=True)
-    logged = called.select(
+    return called.select(
         *REQUEST_KEY,
         _place_in_request().alias("turn"),
         "engine",
         pl.col("engine_end").alias("end"),
         pl.col("turn_tokens").replace(0, None).alias("tokens"),
     )
-    if tables.timings.is_empty():
-        return logged
-    listed = tables.timings.join(logged.select(REQUEST_KEY).unique(), on=REQUEST_KEY, how="anti").select(
-        *REQUEST_KEY,
-        pl.col("place").alias("turn"),
-        pl.col("engine").fill_null(0.0),
-        pl.col("engine_end").alias("end"),
-        pl.lit(None, pl.Int64).alias("tokens"),
-    )
-    return pl.concat([logged, listed]).sort(*REQUEST_KEY, "turn")
 
 
 def _place_in_request() -> pl.Expr:
@@ -466,7 +422,7 @@ def over_steps(tables: Tables) -> Tables:
     merged = REQUEST_MERGE | {"at_work": pl.col("at_work").filter(pl.col("of_step") == pl.col("step")).min()}
     whole = requests.group_by(REQUEST_KEY).agg(**merged).select(tables.requests.columns)
     turns = _moved(tables.turns, spread).group_by([*REQUEST_KEY, "turn"]).agg(**TURN_MERGE)
-    return replace(tables, requests=whole, turns=turns.select(tables.turns.columns), timings=_moved(tables.timings, spread))
+    return replace(tables, requests=whole, turns=turns.select(tables.turns.columns))
 
 
 def _moved(frame: pl.DataFrame, spread: pl.DataFrame) -> pl.DataFrame:

@@ -1,12 +1,14 @@
 """Read a run's directory: lines become data frames of events, and those the tables of reduction.py.
 
 A line is skipped and counted, by reason, when it is no JSON object, lacks `timestamp` or `event`, has a known top-level key of
-the wrong type or an impossible value, or a wrong clock (clock.py). A value of the wrong type inside `extra` is dropped and
+the wrong type or an impossible value, or a wrong clock (`mend`). A value of the wrong type inside `extra` is dropped and
 counted; the rest of the line is kept. Runs in the report's processes; called by report_command.py; reads files only.
 """
 
 from __future__ import annotations
 
+import bisect
+import collections
 import json
 import os
 import re
@@ -24,7 +26,6 @@ import numpy as np
 import polars as pl
 
 from verl_mux.profiling.plain.lines import LogFile, printable
-from verl_mux.profiling.report.input.clock import WHOLE_BYTES, Faults, Where, mend
 from verl_mux.profiling.report.input.reduction import NO_EXTRA, Extra, Line, Tables, marked, reduce_events, told_apart
 
 MAX_LINE_BYTES = 2**20
@@ -39,6 +40,7 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _EXTRA_TYPES = {field.name: field.type for field in msgspec.structs.fields(Extra)}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
+Where = Callable[[int], str]  # a row's `line` -> the place that a message names
 # column -> (type, attribute of Line or of Extra)
 _LINE_COLUMNS: dict[str, tuple[Any, str]] = {
     "timestamp": (pl.String, "timestamp"),
@@ -58,6 +60,29 @@ _EXTRA_COLUMNS: dict[str, tuple[Any, str]] = {
     "request_id": (pl.String, "request_name"),
     "tokens": (pl.Float64, "tokens"),
 }
+
+
+@dataclass
+class Faults:
+    """What was wrong with the input. `skipped`: lines lost, by reason. `noticed`: lines kept, by what was odd."""
+
+    skipped: collections.Counter = field(default_factory=collections.Counter)
+    noticed: collections.Counter = field(default_factory=collections.Counter)
+    examples: dict[str, str] = field(default_factory=dict)  # reason -> the first place it was met
+
+    def skip(self, reason: str, where: str, count: int = 1) -> None:
+        self.skipped[reason] += count
+        self.examples.setdefault(reason, where)
+
+    def notice(self, reason: str, where: str, count: int = 1) -> None:
+        self.noticed[reason] += count
+        self.examples.setdefault(reason, where)
+
+    def add(self, other: Faults) -> None:
+        self.skipped.update(other.skipped)
+        self.noticed.update(other.noticed)
+        for reason, where in other.examples.items():
+            self.examples.setdefault(reason, where)
 
 
 @dataclass
@@ -272,7 +297,7 @@ def _to_frame(blocks: list[Block], faults: Faults) -> pl.DataFrame:
     }
     frame = pl.DataFrame(columns).with_columns(
         *(pl.col(name).fill_null(said) for name, said in of_paths.items()),
-        *_end(columns[0]),
+        _end(columns[0]),
         pl.col("tokens").cast(pl.Int64, strict=False),
         index,
         pl.int_range(pl.len()).alias("line"),
@@ -281,28 +306,24 @@ def _to_frame(blocks: list[Block], faults: Faults) -> pl.DataFrame:
     return mend(_drop_impossible(frame, where, faults), files, where, faults).drop("file")
 
 
-def _end(stamps: pl.Series) -> list[pl.Series]:
-    """`end`, and `zoned`: whether the stamp names a time zone."""
+def _end(stamps: pl.Series) -> pl.Series:
     parsed = stamps.str.to_datetime("%Y-%m-%dT%H:%M:%S%.f", time_unit="us", strict=False)
-    zoned = pl.repeat(False, len(stamps), eager=True).alias("zoned")
     odd = parsed.is_null().arg_true()
     if len(odd):
-        read = [_parse(stamp) for stamp in stamps.gather(odd)]
-        parsed = parsed.scatter(odd, pl.Series([time for time, _ in read], dtype=pl.Datetime("us")))
-        zoned = zoned.scatter(odd, pl.Series([named for _, named in read], dtype=pl.Boolean))
-    return [(parsed.dt.epoch("us") / 1e6).alias("end"), zoned]
+        parsed = parsed.scatter(odd, pl.Series(list(map(_parse, stamps.gather(odd))), dtype=pl.Datetime("us")))
+    return (parsed.dt.epoch("us") / 1e6).alias("end")
 
 
-def _parse(stamp: str) -> tuple[datetime | None, bool]:
-    """Other ISO 8601 spellings, of a date with a time of day: the UTC time, and whether a zone was named."""
+def _parse(stamp: str) -> datetime | None:
+    """Other ISO 8601 spellings, of a date with a time of day; in UTC where it names a zone."""
     stamp = stamp.strip()
     try:
         if len(stamp) > len("2025-08-11"):
             read = datetime.fromisoformat(stamp.replace("Z", "+00:00"))
-            return (read.astimezone(timezone.utc).replace(tzinfo=None), True) if read.tzinfo else (read, False)
+            return read.astimezone(timezone.utc).replace(tzinfo=None) if read.tzinfo else read
     except (ValueError, OverflowError):
         pass
-    return None, False
+    return None
 
 
 def _drop_impossible(frame: pl.DataFrame, where: Where, faults: Faults) -> pl.DataFrame:
@@ -320,3 +341,60 @@ def _drop_impossible(frame: pl.DataFrame, where: Where, faults: Faults) -> pl.Da
             faults.skip(reason, where(frame["line"].filter(bad)[0]), int(bad.sum()))
             frame = frame.filter(~bad)
     return frame
+
+
+BACK_SECONDS = 1.0  # less is how threads take turns
+DISORDER_SECONDS = 5.0  # a line this far from those around it is kept
+MAX_JUMPS = 32  # with more, or more than MAX_PART of its lines, a file is not in order of time
+MAX_PART = 0.1
+MIN_SERIES = 0.5  # of its lines; where the longest series in order of time is shorter, likewise
+WHOLE_BYTES = 16 * 2**20  # files up to here are given whole
+
+STRAY = "timestamp out of the order of its file"
+BELIEVED = "clock went back by more than a second"
+
+_OWN = ~pl.col("event").str.starts_with("log_")  # the log writes of itself whenever it can
+
+
+def mend(frame: pl.DataFrame, files: list[LogFile], where: Where, faults: Faults) -> pl.DataFrame:
+    """Rows of files in order without lines of a wrong clock, recognised by order: a worker writes its lines as their events end.
+
+    Threads may write slightly out of order, and a log may be ordered by request: a file with many jumps back is in no order of
+    time and keeps its times, as do files whose times are compared across files (leases). Of others the longest series in order of
+    time is right. `file` is a place in `files`, `line` grows.
+    """
+    own = frame.filter(_OWN).select("file", "line", "end", "role")
+    back = ((pl.col("end").diff() < -BACK_SECONDS) & (pl.col("file").diff() == 0)).fill_null(False)
+    stray: list[int] = []
+    for file in own.filter(back)["file"].unique().sort():
+        rows = own.filter(pl.col("file") == file)
+        jumps, lines = rows.filter(back)["line"], rows["line"].to_numpy()
+        in_order = len(jumps) <= max(2, min(MAX_JUMPS, MAX_PART * len(lines)))
+        judged = in_order and files[file].size <= WHOLE_BYTES and rows["role"][0] == "rollout"
+        wrong = _out_of_order(rows["end"].to_numpy()) if judged else np.empty(0, int)
+        if len(wrong):
+            faults.skip(STRAY, where(lines[wrong[0]]), len(wrong))
+            stray += lines[wrong].tolist()
+        else:
+            faults.notice(BELIEVED, where(jumps[0]), len(jumps))
+    return frame.filter(~pl.col("line").is_in(stray)) if stray else frame
+
+
+def _out_of_order(end: np.ndarray) -> np.ndarray:
+    """Places of the times that are off the longest series in order of time, by more than DISORDER_SECONDS."""
+    last: list[float] = []  # the least time that ends a series of 1, 2, ... members; `at`: its place
+    at: list[int] = []
+    before = []
+    for place, time in enumerate(end):
+        longest = bisect.bisect_right(last, time)
+        before.append(at[longest - 1] if longest else -1)
+        last[longest : longest + 1], at[longest : longest + 1] = [time], [place]
+    series = [at[-1]]
+    while before[series[-1]] >= 0:
+        series.append(before[series[-1]])
+    series.reverse()
+    if len(series) < MIN_SERIES * len(end):
+        return np.empty(0, int)
+    after = np.searchsorted(series, np.arange(len(end)))
+    times = np.concatenate([[-np.inf], end[series], [np.inf]])
+    return np.flatnonzero((end < times[after] - DISORDER_SECONDS) | (end > times[after + 1] + DISORDER_SECONDS))

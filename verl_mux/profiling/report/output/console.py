@@ -34,7 +34,7 @@ def _blocks(summary: dict[str, Any], directory: str) -> Iterator[RenderableType]
     yield Padding(found, (1, 0, 0, 0))
     nodes = summary["nodes"] if len(summary["nodes"]) > 1 else []
     engines = (_engines("Replicas", "replica", "nodes", summary["replicas"]), _engines("Nodes", "node", "replicas", nodes))
-    before, after = (_jobs, _pools, _shares, _completion), (_workers, _turns, _slowest, _reports)
+    before, after = (_jobs, _pools, _shares, _completion), (_workers, _turns, _slowest)
     for table in (*(make(summary) for make in before), *engines, *(make(summary) for make in after)):
         if table is not None:
             yield Padding(table, (1, 0, 0, 0))
@@ -179,16 +179,6 @@ def _waited(name: str, job: dict[str, Any]) -> Text:
     phases = ", ".join(f"{seconds:.1f} s to {phase}" for phase, seconds in job["lease_wait_seconds"].items() if seconds >= 0.05)
     behind = ", ".join(f"{seconds:.1f} s behind {other}" for other, seconds in job["waited_behind"].items())
     return Text(f"  {name} waited {phases or 'for no lease'}" + (f"; {behind}" if behind else ""))
-
-
-def _reports(summary: dict[str, Any]) -> Table | None:
-    reports = summary["engine"]["reports"] if not summary["replicas"] else []
-    rows = [
-        (_name(row, "worker"), *(f"{row[k] or 0:.0f}" for k in ("tokens_per_sec", "best_tokens_per_sec")),
-         _number("{:.0%}", row["token_usage"]).replace("%", " %"), f"{row['queued'] or 0:.0f}")
-        for row in reports[:MAX_ROWS]
-    ]  # fmt: skip
-    return _table("Engines", ("replica", "tokens/s", "best", "KV cache at most", "queued at most"), rows)
 
 
 def render_comparison(rows: list[dict[str, Any]], one: str, other: str) -> RenderableType:

@@ -18,8 +18,8 @@ from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.step_metrics import QUANTILES
 from verl_mux.profiling.report.findings import slow_requests, stalls, stragglers, waits
 from verl_mux.profiling.report.findings.finding import Finding, Gap, Place
-from verl_mux.profiling.report.input.clock import Faults
 from verl_mux.profiling.report.input.reduction import REQUEST_KEY, SHOWN_PARTS
+from verl_mux.profiling.report.input.run_log import Faults
 from verl_mux.profiling.report.measures.analysis import Analysis, busy, event_share
 from verl_mux.profiling.report.measures.lease_times import Leases, shared_window, throughput
 
