@@ -14,9 +14,9 @@ BENCHES = {
     "scheduler": ("bench.scheduler", "bench_scheduler", "Placement decisions among many running jobs."),
     "log": ("bench.log_cost", "bench_log", "The event log: microseconds an event, percent of a real step."),
     "memory": ("bench.memory", "bench_memory", "Sleep and wake of a real engine: tokens, bytes, and time."),
-    "rollout": ("bench.rollouts.rollout_bench", "bench_rollout", "Over-sampling and segments beside plain steps, on real jobs."),
-    "migration": ("bench.rollouts.rollout_bench", "bench_migration", "Long-tail migration beside none, on two real jobs."),
-    "predictor": ("bench.rollouts.rollout_bench", "bench_predictor", "Length predictors on a file of prompts and lengths."),
+    "rollout": ("bench.rollouts.rollout", "bench_rollout", "Over-sampling and segments beside plain steps, on real jobs."),
+    "migration": ("bench.rollouts.migration", "bench_migration", "Long-tail migration beside none, on two real jobs."),
+    "predictor": ("bench.rollouts.predictor", "bench_predictor", "Length predictors on a file of prompts and lengths."),
     "sync": ("bench.sync.sync_bench", "bench_sync", "Weight syncs over shaped links, by every way and by the chosen one."),
 }
 GROUPS = {"bench": (BENCHES, "Measure one part, with the figure as JSON.")}

@@ -57,15 +57,12 @@ class CoordinatorProcess:
 
     @property
     def cpu_s(self) -> float:
-        times = self._look().cpu_times()
+        times = psutil.Process(self.pid).cpu_times()
         return times.user + times.system
 
     @property
     def rss_mib(self) -> float:
-        return self._look().memory_info().rss / 2**20
-
-    def _look(self) -> psutil.Process:
-        return psutil.Process(self.pid)
+        return psutil.Process(self.pid).memory_info().rss / 2**20
 
     def __enter__(self) -> CoordinatorProcess:
         self.start()

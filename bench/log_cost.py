@@ -21,6 +21,9 @@ import typer
 
 from bench.measuring import AsJson, quantile, show
 from verl_mux.errors import Failure, UserError
+from verl_mux.launcher import run_file
+from verl_mux.launcher.command import run_jobs
+from verl_mux.launcher.run_file import RunFile
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.eventlog.log import COST_VARIABLE, NULL_LOG, EventLog, writer
 from verl_mux.profiling.plain.lines import read_directory
@@ -73,9 +76,6 @@ async def _request(log: Any, number: int, turns: int, calls: list[float]) -> Non
 
 def measure_run(file: Path, directory: Path, steps: int) -> dict[str, Any]:
     """Trains `steps` steps of the run file's first job; what `own_cost` finds."""
-    from verl_mux.launcher import run_file
-    from verl_mux.launcher.command import run_jobs
-
     if steps < WARM_UP + 2:
         raise UserError(f"--steps is {steps}; at least {WARM_UP + 2} are needed")
     run = _alone(run_file.read(file, directory), steps)
@@ -83,7 +83,7 @@ def measure_run(file: Path, directory: Path, steps: int) -> dict[str, Any]:
     return own_cost(Path(run.dir) / next(iter(run.jobs)) / "events", step_seconds(Path(run.dir) / "coordinator" / "events"))
 
 
-def _alone(run: Any, steps: int) -> Any:
+def _alone(run: RunFile, steps: int) -> RunFile:
     """The run file's first job by itself."""
     name, job = next(iter(run.jobs.items()))
     return msgspec.structs.replace(

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench.measuring import AsJson
 from verl_mux.coordinator.core.settings import MODES
 from verl_mux.errors import UserError
 from verl_mux.launcher import run_file, run_intervals
@@ -27,7 +28,7 @@ def bench_mux(
     file: Annotated[Path, typer.Option(help="A run file of two jobs; its schedule is replaced.")] = Path("examples/demo.yaml"),
     directory: Annotated[Path, typer.Option("--dir", help="Where the run goes.")] = Path("runs/bench_mux"),
     steps: Annotated[int, typer.Option(help="Steps of each job in each of the three ways.")] = 7,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Throughput, step time and peak device memory of two jobs, three ways side by side. Takes about ten minutes on two cores."""
     if steps < 3:

@@ -12,16 +12,16 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from statistics import linear_regression
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from bench.measuring import AsJson, quantile, show
-
-if TYPE_CHECKING:
-    from verl_mux.placement.feasibility import Progress
-    from verl_mux.placement.model import JobSpec
-    from verl_mux.placement.planner import Planner
+from research.workload.workload import FAMILIES, GPUS_PER_NODE, NODES, draw_job
+from verl_mux.placement.feasibility import Progress
+from verl_mux.placement.model import TESTBED, JobSpec
+from verl_mux.placement.planner import Planner
+from verl_mux.placement.questions import Arrive, Leave
 
 
 def bench_scheduler(
@@ -43,8 +43,6 @@ def decision_latency(jobs: int, decisions: int = 200, seed: int = 0) -> dict[str
     """Milliseconds of the answers to Arrive and Leave (repacking included), with `jobs` jobs placed and their progress
     known. p50 and p99 are over arrivals and departures together; cpu: the same in processor time, which is what the
     clock would show if the machine did nothing else. Decisions run in one thread."""
-    from verl_mux.placement.questions import Arrive, Leave
-
     rng = random.Random(seed)
     placer, progress = _filled(jobs, rng)
     arrivals: list[tuple[float, float]] = []
@@ -71,10 +69,6 @@ def decision_latency(jobs: int, decisions: int = 200, seed: int = 0) -> dict[str
 
 def _filled(jobs: int, rng: random.Random) -> tuple[Planner, dict[str, Progress]]:
     """A placer with `jobs` jobs, each somewhere in its life."""
-    from verl_mux.placement.model import TESTBED
-    from verl_mux.placement.planner import Planner
-    from verl_mux.placement.questions import Arrive
-
     placer, progress = Planner.of_one(TESTBED), {}
     for number in range(jobs):
         job = _job(f"job{number}", rng)
@@ -84,16 +78,12 @@ def _filled(jobs: int, rng: random.Random) -> tuple[Planner, dict[str, Progress]
 
 
 def _job(name: str, rng: random.Random) -> JobSpec:
-    from research.workload.workload import FAMILIES, GPUS_PER_NODE, NODES, draw_job
-
     shape = rng.choice(FAMILIES["mixed"])
     return draw_job(name, shape, NODES[shape.size], GPUS_PER_NODE, rng.uniform(1, 2), rng)
 
 
 def _somewhere(job: JobSpec, rng: random.Random) -> Progress:
     """Some hours old and half as far behind as its SLO allows."""
-    from verl_mux.placement.feasibility import Progress
-
     done = rng.randint(10, 400)
     age_s = done * (job.iteration_s + job.limit_s) / 2
     return Progress(age_s=age_s, done=done, phase="rollout", waited_s=rng.uniform(0, 10))

@@ -5,6 +5,7 @@ Runs in the bench's process, called by chaos_bench.py; starts and kills processe
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import subprocess
@@ -35,11 +36,8 @@ def deaths(times: int, seed: int) -> list[str]:
 
 def run_kills(folder: Path, seed: int, points: list[str], jobs: list[str]) -> list[Line]:
     """What everybody saw, in order of time, of a coordinator that dies at one point after the other."""
-    schedule = _Kills(folder, seed, planted="")
-    try:
+    with contextlib.closing(_Kills(folder, seed, planted="")) as schedule:
         schedule.run_through(jobs, deque(points))
-    finally:
-        schedule.kill_all()
     return ledger.read(folder / "ledger")
 
 

@@ -23,23 +23,23 @@ from verl_mux.launcher.run_processes import free_port
 
 _HERE = "127.0.0.1"
 _TICK_S = 0.02
+_NUM_JOBS = 4
 # How long after the last fault everybody may take to finish a step.
 _QUIET_S = 30.0
 _START_S = 120.0
 
 
-def run_schedule(folder: Path, seed: int, seconds: float, planted: str = "", num_jobs: int = 4) -> list[Line]:
+def run_schedule(folder: Path, seed: int, seconds: float, planted: str = "") -> list[Line]:
     """What all its processes and this one saw, in order of time. `planted`: a fault that must be noticed."""
-    jobs = [f"job{number}" for number in range(num_jobs)]
-    schedule = Schedule(folder, seed, planted)
-    try:
+    jobs = [f"job{number}" for number in range(_NUM_JOBS)]
+    with contextlib.closing(Schedule(folder, seed, planted)) as schedule:
         schedule.run(jobs, draw(seed, seconds, jobs), seconds)
-    finally:
-        schedule.kill_all()
     return ledger.read(folder / "ledger")
 
 
 class Schedule:
+    """made -> `run` -> `close`, which kills every process that is left."""
+
     def __init__(self, folder: Path, seed: int, planted: str) -> None:
         folder.mkdir(parents=True)
         self._folder, self._seed, self._planted = folder, seed, planted
@@ -173,7 +173,7 @@ class Schedule:
             environment = {**os.environ, UID_VARIABLE: uuid4().hex}
             return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
-    def kill_all(self) -> None:
+    def close(self) -> None:
         processes = [self._coordinator, *self._jobs.values(), *(process for process, _ in self._proxies.values())]
         for process in (process for process in processes if process is not None):
             process.kill()

@@ -7,7 +7,7 @@ Made by schedules.py; pure.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -32,6 +32,9 @@ from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
 from verl_mux.coordinator.journal import Delivery
 
+if TYPE_CHECKING:
+    from bench.protocol_model.job import JobProcess
+
 HOST = "here"
 _LOOK_EVERY_S = 0.5
 _input = msgspec.msgpack.Decoder(Input)
@@ -40,17 +43,6 @@ _state = msgspec.msgpack.Decoder(State)
 
 class Crashed(Exception):
     pass
-
-
-class Processes(Protocol):
-    """Of a job, as they can be seen and ended from its host."""
-
-    name: str
-    driver_lives: bool
-    evicted: bool
-
-    def members(self) -> list[m.Member]: ...
-    def end_process(self, pid: int) -> None: ...
 
 
 class DieAt(NamedTuple):
@@ -98,7 +90,7 @@ class CoordinatorProcess:
         self.is_up = False
         self.ran = 0.0  # seconds for which it was up and not paused
         self._ran_from = 0.0
-        self.jobs: dict[str, Processes] = {}
+        self.jobs: dict[str, JobProcess] = {}
         self._clients: dict[str, Callable[[m.Message], None]] = {}
         self.machine: Machine
         self.start()
@@ -257,7 +249,7 @@ class CoordinatorProcess:
         for member in alive if verdict.end else []:
             self._world.later(0.02, lambda pid=member.pid: process.end_process(pid))  # type: ignore[misc]
 
-    def evict(self, job: Processes) -> None:
+    def evict(self, job: JobProcess) -> None:
         def take() -> None:
             known = self.machine.state.jobs.get(job.name)
             if known is not None and known.state in (JobState.LIVE, JobState.SILENT):

@@ -67,7 +67,7 @@ class Engine:
 
 
 class JobProcess:
-    """Starts when made. `has_ended`: well or not, nothing of its driver is left. `says_all`: it sends every message there is."""
+    """Starts when made. `says_all`: it sends every message there is."""
 
     def __init__(self, world: World, coordinator: CoordinatorProcess, number: int, nodes: dict[str, list[str]], steps: int,
                  lease_timeout: float, planted: str = "", says_all: bool = False) -> None:  # fmt: skip
@@ -92,10 +92,6 @@ class JobProcess:
         self._life = self._live()
         coordinator.jobs[self.uid] = self
         world.later(0.0, self._tick)
-
-    @property
-    def has_ended(self) -> bool:
-        return not self.driver_lives
 
     def members(self) -> list[Member]:
         """The processes that live, as an agent on this host sees them."""
@@ -237,11 +233,8 @@ class JobProcess:
             self.talk.fail("a planned end")
         else:
             self.talk.leave()
-        yield self._goodbye_is_over()
-
-    def _goodbye_is_over(self) -> _Condition:
         at = self._world.now + _GOODBYE_S
-        return lambda: self.talk.ended is not None or self._world.now >= at
+        yield lambda: self.talk.ended is not None or self._world.now >= at
 
     def _register(self) -> Iterator[_Condition]:
         while True:

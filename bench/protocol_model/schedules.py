@@ -87,9 +87,9 @@ class Scene:
         """Until all jobs have ended, or have had more than enough time to."""
         self.world.run(FAULTS_S)
         self.world.calm = True
-        self.world.run(FAULTS_S + _CALM_S, over=lambda: all(job.has_ended for job in self.jobs))
+        self.world.run(FAULTS_S + _CALM_S, over=lambda: not any(job.driver_lives for job in self.jobs))
         for job in self.jobs:
-            if not job.has_ended:
+            if job.driver_lives:
                 self.world.violated("waits for ever", job.name)
         return self.world
 
@@ -183,5 +183,5 @@ def cut_off(partitions: int, seed: int, planted: str = "") -> Found:
 
 def _cut_one(scene: Scene) -> None:
     rng = scene.world.rng
-    if running := [job for job in scene.jobs if not job.has_ended]:
+    if running := [job for job in scene.jobs if job.driver_lives]:
         rng.choice(running).cut(rng.uniform(0.0, 4 * LEASE_S))

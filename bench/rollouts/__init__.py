@@ -1,4 +1,2 @@
-"""Behind `verl-mux bench rollout`, `tail`, `migration` and `predictor`: what shortens a rollout.
-
-Runs on the command line and, for migration and modes, starts real jobs.
-"""
+"""`verl-mux bench rollout`, `migration` and `predictor`: what shortens a rollout. Run on the command line; all but the last start
+real jobs."""

@@ -1,5 +1,6 @@
-"""What `verl-mux bench migration` runs, and its figures: a run file twice, with rollouts that leave nodes early or grow, and
-without. Called by rollout_bench.py; starts the two runs and reads what they wrote.
+"""`verl-mux bench migration`: a run file twice, with rollouts that leave nodes early or grow, and without.
+
+Runs on the command line; starts the two runs and reads what they wrote.
 """
 
 from __future__ import annotations
@@ -7,11 +8,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import typer
 
+from bench.measuring import AsJson, show
 from verl_mux.errors import UserError
+from verl_mux.launcher import run_file
+from verl_mux.launcher.command import run_jobs
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.lines import read_directory
 
@@ -23,6 +28,28 @@ _OFF = {
 }
 
 
+def bench_migration(
+    file: Annotated[Path, typer.Option(help="A run file in which a job migrates its tail, or grows.")] = Path(
+        "examples/migration.yaml"
+    ),
+    directory: Annotated[Path, typer.Option("--dir", help="Where the two runs go.")] = Path("runs/bench_migration"),
+    json: AsJson = False,
+) -> None:
+    """Two jobs with long-tail migration, or with tail rounds and growth (--file examples/growth.yaml), and without: makespan,
+    and whether the responses are equal.
+
+    About twelve minutes.
+    """
+    show(measure(file, directory), json, _in_words)
+
+
+def _in_words(result: dict[str, Any]) -> str:
+    return (
+        "makespan {makespan_s[with]} s with it, {makespan_s[without]} s without: {ratio}x; nodes went back early {freed} times"
+        " and were lent {grown} times, {migrated_requests} requests moved; {equal_responses} of {responses} responses are equal"
+    ).format(**result)
+
+
 def measure(file: Path, directory: Path) -> dict[str, Any]:
     """{"makespan_s", "ratio", "freed", "grown", "migrated_requests",
     "responses", "equal_responses"}.
@@ -31,9 +58,6 @@ def measure(file: Path, directory: Path) -> dict[str, Any]:
     that both runs wrote, prompt by prompt, the first response to it with the first, and so on; under greedy decoding on the same
     weights all should be.
     """
-    from verl_mux.launcher import run_file
-    from verl_mux.launcher.command import run_jobs
-
     run = run_file.read(file, directory / "with")
     if not any(_off([*run.overrides, *job.overrides]) for job in run.jobs.values()):
         raise UserError(f"{file}: no job has {' or '.join(_OFF)}, so there is nothing to compare")

@@ -1,6 +1,6 @@
 """What `verl-mux bench rollout` runs, and its figures from what the jobs wrote. Nothing here starts anything.
 
-Called by rollout_bench.py, jobs.py and tests.
+Called by rollout.py and tests.
 """
 
 from __future__ import annotations

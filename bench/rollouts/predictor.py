@@ -1,8 +1,8 @@
-"""Measures length predictors: each epoch is ordered by what the earlier epochs teach.
+"""`verl-mux bench predictor`: length predictors on a file; each epoch is ordered by what the earlier epochs teach.
 
 Time ratios come from the list-scheduling simulation below on the last epoch, against FIFO. FIFO is the mean
-over random arrival orders, because one order's makespan is luck; scores that tie are served as they arrived. Called by
-rollout_bench.py; pure but for the file.
+over random arrival orders, because one order's makespan is luck; scores that tie are served as they arrived. Runs on
+the command line; pure but for the file.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import typer
 from rich.console import Console
 from rich.progress import track
 
+from bench.measuring import AsJson, show
 from verl_mux.errors import UserError
 from verl_mux.rollout.control.launch_order import turns
 from verl_mux.rollout.lengths.predictors import LengthPredictor, LengthRow, Prompt, make_predictor
@@ -31,6 +33,29 @@ _SIMULATED_REQUESTS = 200_000
 
 # A row of the file.
 _SHAPE = '{"id": text or number, "prompt": text or chat messages, "epoch": integer, "length": integer of 0 or more}'
+
+
+def bench_predictor(
+    file: Annotated[Path, typer.Argument(help="JSON lines: id, prompt, epoch, length.", show_default=False)],
+    json: AsJson = False,
+    predictor: Annotated[list[str] | None, typer.Option(help="Measure only this one; may be repeated.")] = None,
+    slots: Annotated[int, typer.Option(help="Requests that run at once in the simulated engine.", min=1)] = 64,
+) -> None:
+    """Order each epoch by what the earlier ones teach, and say how good the order is."""
+    unknown = [name for name in predictor or () if name not in MEASURED]
+    if unknown:
+        raise UserError(f"--predictor {unknown[0]}: not a predictor this can measure; allowed: {', '.join(MEASURED)}")
+    show(measure(read_rows(file), names=predictor or MEASURED, slots=slots), json, _table)
+
+
+def _table(results: dict[str, dict[str, Any]]) -> str:
+    head = f"{'predictor':<14} {'tau':>6} {'sjf mean':>9} {'ljf makespan':>13}  tau by epoch"
+    lines = [
+        f"{name:<14} {r['kendall_tau']:>6.3f} {r['sjf_mean_completion_ratio']:>9.3f} "
+        f"{r['ljf_makespan_ratio']:>13.3f}  {' '.join(f'{tau:.3f}' for tau in r['kendall_tau_by_epoch'])}"
+        for name, r in results.items()
+    ]
+    return "\n".join([head, *lines])
 
 
 class _Message(msgspec.Struct):

@@ -1,5 +1,7 @@
 """Schedules of a few seconds with real processes."""
 
+from contextlib import closing
+
 from bench.chaos import ledger
 from bench.chaos.faults import Fault
 from bench.chaos.judge import judge
@@ -9,11 +11,8 @@ JOBS = ["a", "b"]
 
 
 def carried_out(folder, faults, planted=""):
-    schedule = Schedule(folder, seed=1, planted=planted)
-    try:
+    with closing(Schedule(folder, seed=1, planted=planted)) as schedule:
         schedule.run(JOBS, faults, 2.5)
-    finally:
-        schedule.kill_all()
     return judge(ledger.read(folder / "ledger"))
 
 

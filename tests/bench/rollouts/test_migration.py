@@ -61,7 +61,7 @@ jobs:
 def test_what_all_jobs_share_is_switched_off_in_the_other_run(tmp_path, monkeypatch, on, off):
     (tmp_path / "run.yaml").write_text(RUN.replace("SHARED", on))
     runs = []
-    monkeypatch.setattr("verl_mux.launcher.command.run_jobs", runs.append)
+    monkeypatch.setattr("bench.rollouts.migration.run_jobs", runs.append)
     monkeypatch.setattr("bench.rollouts.migration.compare", lambda *_: {})
     measure(tmp_path / "run.yaml", tmp_path / "out")
     last = [[*run.overrides, *run.jobs["wide"].overrides][-1] for run in runs]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.rollouts.jobs import run_all
+from bench.rollouts.rollout import run_all
 from verl_mux.errors import UserError
 from verl_mux.launcher.run_file import JobSpec, RunFile
 

@@ -1,15 +1,23 @@
-"""Runs the real jobs of `verl-mux bench rollout`, one after the other."""
+"""`verl-mux bench rollout`: what shortens the tail, on real jobs, one after the other.
+
+Runs on the command line; starts the jobs.
+"""
 
 from __future__ import annotations
 
+import json as jsonlib
 import sys
 import time
 from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
+import typer
 
-from bench.rollouts.modes import GROUPS, RESPONSES, SAMPLES, Run, overrides, read_run
+from bench.measuring import AsJson
+from bench.rollouts.modes import DEFAULT_MODES, GROUPS, MODES, RESPONSES, SAMPLES, Run, figures, overrides, read_run
 from verl_mux.errors import Failure, UserError
+from verl_mux.launcher import run_file
 from verl_mux.launcher.command import prepare
 from verl_mux.launcher.folders import make_folder
 from verl_mux.launcher.run_file import RunFile
@@ -32,6 +40,43 @@ _JOB = [
     "trainer.rollout_data_dir={dumps}",
 ]
 _MAX_RESPONSE = "data.max_response_length="
+
+
+def bench_rollout(
+    file: Annotated[Path, typer.Option(help="A run file; its first job is run, alone.")] = Path("examples/long_tail.yaml"),
+    directory: Annotated[Path, typer.Option("--dir", help="Where the runs go.")] = Path("runs/bench_rollout"),
+    mode: Annotated[list[str] | None, typer.Option(help="Run this mode; may be repeated. Default: five.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps of each job.", min=4)] = 24,
+    warmup: Annotated[int, typer.Option(help="Steps left out of the times: pools fill, caches warm.", min=0)] = 6,
+    seeds: Annotated[int, typer.Option(help="Seeds a mode.", min=1)] = 3,
+    first_seed: Annotated[int, typer.Option(help="The first of them.", min=0)] = 1,
+    rate: Annotated[float, typer.Option(help="Over-sampling rate.", min=0)] = 1.0,
+    override: Annotated[list[str] | None, typer.Option(help="One more key=value for every job; may be repeated.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Step time and reward with over-sampling and with segments, beside verl's own trainers and plain steps of ours.
+
+    About three minutes a mode and seed.
+    """
+    chosen = list(dict.fromkeys(mode or DEFAULT_MODES))
+    if unknown := [name for name in chosen if name not in MODES]:
+        raise UserError(f"--mode {unknown[0]}: not a mode this can measure; allowed: {', '.join(MODES)}")
+    if warmup >= steps - 1:
+        raise UserError(f"--warmup is {warmup} of {steps} steps; at least two must be left to measure")
+    run = run_file.read(file, directory)
+    runs = run_all(run, chosen, steps, range(first_seed, first_seed + seeds), rate, override or [])
+    result = figures(runs, warmup)
+    print(jsonlib.dumps(result, indent=2) if json else _modes_table(result["modes"]))
+
+
+def _modes_table(modes: dict[str, dict[str, Any]]) -> str:
+    head = f"{'mode':<20} {'step':>7} {'rollout':>8} {'to sync':>8} {'to plain':>8} {'reward':>7} {'wasted':>7}"
+    lines = [
+        f"{name:<20} {m['step_s']:>5.2f} s {m['rollout_s']:>6.2f} s {m['time_ratio_to_sync'] or float('nan'):>8.2f} "
+        f"{m['time_ratio_to_plain'] or float('nan'):>8.2f} {m['reward_last']:>7.3f} {m['wasted_token_fraction']:>7.1%}"
+        for name, m in modes.items()
+    ]
+    return "\n".join([head, *lines])
 
 
 def run_all(run: RunFile, modes: list[str], steps: int, seeds: range, rate: float, more: list[str]) -> list[Run]:
