@@ -20,32 +20,59 @@ def found(directory):
     return find_all(analysis(directory))
 
 
-def test_a_slow_replica_is_a_straggler_and_no_long_tail(tmp_path):
-    (slow,) = found(make(tmp_path, slower={2: 2.5}))
-    assert (slow.kind, slow.replica, slow.node, slow.worker) == ("straggler", 2, "r1", None)
-    assert slow.evidence["steps"] == [1, 2, 3, 4] and slow.cost_s > slow.seconds > 5
+# What was made -> the one finding: kind and place, and what else holds of it.
+ONE = {
+    "a slow replica is a straggler and no long tail": (
+        {"slower": {2: 2.5}}, {"kind": "straggler", "replica": 2, "node": "r1", "worker": None},
+        lambda it: it.evidence["steps"] == [1, 2, 3, 4] and it.cost_s > it.seconds > 5,
+    ),
+    "one of two replicas": (
+        {"slower": {1: 2.5}, "replicas": 2, "nodes": 1, "requests": 48}, {"kind": "straggler", "replica": 1, "node": "r0"},
+        lambda it: True,
+    ),
+    "a slow node is one finding of the node": (
+        {"slower": {2: 2.0, 3: 2.1}}, {"kind": "straggler", "node": "r1"}, lambda it: it.evidence["replicas"] == [2, 3],
+    ),
+    "a stalled replica is blamed and not a worker": (
+        {"stalled": (3, 0, 6.0, 150.0)}, {"kind": "silent_gap", "step": 3, "replica": 0, "node": "r0", "worker": None},
+        lambda it: 147 <= it.seconds <= 153,
+    ),
+    "few requests are enough where the engine's counters stop": (
+        {"stalled": (2, 1, 6.0, 20.0), "requests": 16, "replicas": 2}, {"kind": "silent_gap", "step": 2, "replica": 1},
+        lambda it: True,
+    ),
+    "a stall counts from the last sign of life": (  # answers end in the second between the last counters and the stall
+        {"stalled": (2, 1, 14.9, 6.0), "replicas": 2, "requests": 192}, {"kind": "silent_gap", "step": 2, "replica": 1},
+        lambda it: 5.5 <= it.seconds <= 6.5,
+    ),
+    "a stall in a step with a validation": (  # the engines wait for longer while the trainer trains between the two
+        {"stalled": (2, 1, 8.9, 7.0), "replicas": 2, "validates": 64}, {"kind": "silent_gap", "step": 2, "replica": 1},
+        lambda it: 7 <= it.seconds < 8.1,
+    ),
+    "KV starvation comes from the engine's own counters": (
+        {"starved": {(2, 3)}}, {"kind": "kv_starvation", "step": 2, "replica": 3, "node": "r1"}, lambda it: it.seconds > 5,
+    ),
+    "slow tools": ({"slow_tools": {2}, "turns": 2}, {"kind": "tool_wait", "step": 2}, lambda it: it.seconds > 1),
+    "slow rewards": ({"slow_rewards": {2}}, {"kind": "reward_wait", "step": 2}, lambda it: it.seconds > 1),
+    "turns that take long to prepare": ({"prepare": 6.0}, {"kind": "preprocessing"}, lambda it: it.seconds > 4),
+    "steps whose tools were as ever are not among those that waited": (
+        {"steps": 6, "turns": 2, "slow_tools": {4, 5}, "slower": dict.fromkeys(range(4), 0.05)}, {"kind": "tool_wait"},
+        lambda it: it.step in (4, 5) and it.evidence["share"] >= 0.4 and it.evidence["steps"] == [4, 5],
+    ),
+}  # fmt: skip
 
 
-def test_one_of_two_replicas_is_found_too(tmp_path):
-    (slow,) = found(make(tmp_path, slower={1: 2.5}, replicas=2, nodes=1, requests=48))
-    assert (slow.kind, slow.replica, slow.node) == ("straggler", 1, "r0")
-
-
-def test_a_slow_node_is_one_finding_of_the_node(tmp_path):
-    (slow,) = found(make(tmp_path, slower={2: 2.0, 3: 2.1}))
-    assert (slow.kind, slow.node, slow.evidence["replicas"]) == ("straggler", "r1", [2, 3])
+@pytest.mark.parametrize("name", ONE)
+def test_a_fault_is_the_one_finding_with_its_place(tmp_path, name):
+    made, place, holds = ONE[name]
+    (it,) = found(make(tmp_path, **made))
+    assert {key: getattr(it, key) for key in place} == place and holds(it)
 
 
 def test_replicas_of_a_single_node_that_were_slow_in_turn_are_no_slow_node(tmp_path):
     slow = found(make(tmp_path, slower={(1, 0): 3.0, (3, 1): 3.0}, replicas=2, nodes=1, requests=48))
     assert {(it.kind, it.step, it.replica, it.node) for it in slow} == {("straggler", 1, 0, "r0"), ("straggler", 3, 1, "r0")}
     assert all("replicas" not in it.evidence and "its peers" in it.advice for it in slow)
-
-
-def test_a_stalled_replica_is_blamed_and_not_a_worker(tmp_path):
-    (gap,) = found(make(tmp_path, stalled=(3, 0, 6.0, 150.0)))
-    assert (gap.kind, gap.step, gap.replica, gap.node, gap.worker) == ("silent_gap", 3, 0, "r0", None)
-    assert gap.seconds == pytest.approx(150, abs=3)
 
 
 def test_what_its_processes_were_doing_is_linked_from_a_stall(tmp_path):
@@ -61,38 +88,6 @@ def test_what_its_processes_were_doing_is_linked_from_a_stall(tmp_path):
     assert gap.evidence["stacks"] == extra["path"] and gap.text.endswith(f"what its processes were doing: {extra['path']}")
 
 
-def test_few_requests_are_enough_where_the_engines_counters_stop(tmp_path):
-    (gap,) = found(make(tmp_path, stalled=(2, 1, 6.0, 20.0), requests=16, replicas=2))
-    assert (gap.kind, gap.step, gap.replica) == ("silent_gap", 2, 1)
-
-
-def test_a_stall_counts_from_the_last_sign_of_life(tmp_path):
-    # Answers end in the second between the last counters and the stall.
-    (gap,) = found(make(tmp_path, stalled=(2, 1, 14.9, 6.0), replicas=2, requests=192))
-    assert (gap.kind, gap.step, gap.replica) == ("silent_gap", 2, 1)
-    assert gap.seconds == pytest.approx(6.0, abs=0.5)
-
-
-def test_a_stall_in_a_step_with_a_validation_is_found(tmp_path):
-    # The engines wait for longer while the trainer trains between the two.
-    (gap,) = found(make(tmp_path, stalled=(2, 1, 8.9, 7.0), replicas=2, validates=64))
-    assert (gap.kind, gap.step, gap.replica) == ("silent_gap", 2, 1)
-    assert 7 <= gap.seconds < 8.1
-
-
-def test_kv_starvation_comes_from_the_engines_own_counters(tmp_path):
-    (starved,) = found(make(tmp_path, starved={(2, 3)}))
-    assert (starved.kind, starved.step, starved.replica, starved.node) == ("kv_starvation", 2, 3, "r1")
-    assert starved.seconds > 5
-
-
-@pytest.mark.parametrize(("part", "keys"), [("tool", {"slow_tools": {2}, "turns": 2}), ("reward", {"slow_rewards": {2}})])
-def test_slow_tools_and_rewards_are_found_in_their_step(tmp_path, part, keys):
-    (slow,) = found(make(tmp_path, **keys))
-    assert (slow.kind, slow.step) == (f"{part}_wait", 2)
-    assert slow.seconds > 1
-
-
 def test_requests_that_wait_in_the_engines_queues(tmp_path):
     told = found(make(tmp_path, slots=6))
     assert {(finding.kind, finding.replica) for finding in told} == {("queueing", replica) for replica in range(4)}
@@ -103,11 +98,6 @@ def test_requests_that_wait_while_slots_are_free_wait_for_kv_cache(tmp_path):
     assert {(finding.kind, finding.replica) for finding in told} == {("kv_starvation", replica) for replica in range(4)}
     told = found(make(tmp_path / "taken", slots=6, seats=6))
     assert {finding.kind for finding in told} == {"queueing"}
-
-
-def test_turns_that_take_long_to_prepare(tmp_path):
-    (slow,) = found(make(tmp_path, prepare=6.0))
-    assert slow.kind == "preprocessing" and slow.seconds > 4
 
 
 HEALTHY = {
@@ -175,22 +165,19 @@ def waiting(directory, waits: dict[str, list[float]]):
     return found(directory)
 
 
-def test_a_job_that_waits_far_more_than_the_other_is_told(tmp_path):
-    (wait,) = waiting(tmp_path, {"a": [80.0] * 4, "b": [5.0] * 4})
-    assert (wait.kind, wait.job, wait.cost_s, wait.node) == ("lease_wait", "a", 320.0, "r0")
+# Seconds waited in each step by job -> the findings: job, step, node, what it cost.
+WAITS = {
+    "far more than the other": ({"a": [80.0] * 4, "b": [5.0] * 4}, [("a", 1, "r0", 320.0)]),
+    "once, for long": ({"a": [5.0, 6.0, 90.0, 5.0]}, [("a", 3, "r0", 90.0)]),
+    "for one usual phase of another, which is its turn": ({"a": [5.0, 6.0, 60.0, 5.0], "b": [5.0] * 4}, []),
+    "alike": ({"a": [55.0] * 4, "b": [55.0] * 4}, []),
+}
 
 
-def test_one_long_wait_is_told_with_its_step(tmp_path):
-    (wait,) = waiting(tmp_path, {"a": [5.0, 6.0, 90.0, 5.0]})
-    assert (wait.kind, wait.step, wait.seconds) == ("lease_wait", 3, 90.0)
-
-
-def test_a_wait_for_one_usual_phase_of_another_job_is_its_turn(tmp_path):
-    assert waiting(tmp_path, {"a": [5.0, 6.0, 60.0, 5.0], "b": [5.0] * 4}) == []
-
-
-def test_equal_jobs_in_turns_wait_alike(tmp_path):
-    assert waiting(tmp_path, {"a": [55.0] * 4, "b": [55.0] * 4}) == []
+@pytest.mark.parametrize("name", WAITS)
+def test_a_job_that_waits_for_leases_is_found_where_that_is_not_its_turn(tmp_path, name):
+    waits, expected = WAITS[name]
+    assert [(it.job, it.step, it.node, it.cost_s) for it in waiting(tmp_path, waits)] == expected
 
 
 def streaming(directory, late: float):
@@ -234,59 +221,53 @@ def add_request(lines, name: str, began: float, generated: float, tool: float) -
     lines.add(end, "async_rollout_request_complete", end - began, who | told, **keys)
 
 
-def with_tools(directory, longest: float):
-    """Requests with one tool call each, most of them of a second or two; in step 4 one takes `longest` and is the last."""
-    rng = random.Random(7)
-    for step in range(1, 9):
+def with_tools(directory, steps: int, requests: int, drawn) -> list:
+    """Eight workers' requests with one tool call each. drawn(step, worker, number): when one began in its step of 100 s, and its
+    seconds in the engine and in the tool."""
+    for step in range(1, steps + 1):
         for worker in range(8):
             lines = Lines(worker, step)
-            for number in range(16):
-                began, generated, tool = 100.0 * step, rng.uniform(10, 30), rng.lognormvariate(0.0, 0.75)
-                if (step, worker, number) == (4, 2, 5):
-                    generated, tool = 29.0, longest
-                add_request(lines, f"{step}{worker}{number:03}_0", began, generated, tool)
+            for number in range(requests):
+                began, *seconds = drawn(step, worker, number)
+                add_request(lines, f"{step}{worker}{number:03}_0", 100.0 * step + began, *seconds)
             lines.write(directory)
-    return [(f.kind, f.step) for f in found(directory)]
+    return found(directory)
 
 
 def test_a_slow_tool_among_several_is_told_where_no_step_waits_for_its_last_request(tmp_path):
     # From step 2 on a tool that a third of the requests call takes four seconds of their twenty, and their steps do not wait.
     rng = random.Random(5)
     for step in range(1, 7):
-        for worker in range(8):
-            lines = Lines(worker, step)
-            for number in range(9):
-                slow = step > 1 and number % 3 == 0
-                tool = rng.uniform(3.5, 4.5) if slow else rng.uniform(0.1, 0.3)
-                add_request(lines, f"{step}{worker}{number:03}_0", 30.0 * step + number, rng.uniform(14, 18), tool)
-            lines.write(tmp_path)
         trainer = Lines(0, step)
-        trainer.add(30.0 * step + 20.0, "step", 20.0, {}, role="trainer", job="a")
+        trainer.add(100.0 * step + 20.0, "step", 20.0, {}, role="trainer", job="a")
         trainer.write(tmp_path / "trainer")
-    (told,) = found(tmp_path)
+
+    def drawn(step, worker, number):
+        slow = step > 1 and number % 3 == 0
+        tool = rng.uniform(3.5, 4.5) if slow else rng.uniform(0.1, 0.3)
+        return number, rng.uniform(14, 18), tool
+
+    (told,) = with_tools(tmp_path, 6, 9, drawn)
     assert (told.kind, told.evidence["steps"]) == ("tool_wait", [2, 3, 4, 5, 6])
 
 
-def test_a_call_that_is_long_as_such_calls_are_is_no_finding(tmp_path):
-    assert with_tools(tmp_path / "ordinary", 14.0) == []
-    assert with_tools(tmp_path / "odd", 60.0) == [("tool_wait", 4)]
+@pytest.mark.parametrize(("longest", "told"), [(14.0, []), (60.0, [("tool_wait", 4)])])
+def test_a_call_that_is_long_as_such_calls_are_is_no_finding(tmp_path, longest, told):
+    rng = random.Random(7)
+
+    def drawn(*place):
+        generated, tool = rng.uniform(10, 30), rng.lognormvariate(0.0, 0.75)
+        return (0.0, 29.0, longest) if place == (4, 2, 5) else (0.0, generated, tool)  # the last of its step
+
+    assert [(it.kind, it.step) for it in with_tools(tmp_path, 8, 16, drawn)] == told
 
 
 def test_a_call_that_no_step_waited_for_is_no_finding(tmp_path):
     # The call made its request six seconds longer, and others of the step take twenty more.
     rng = random.Random(3)
-    for step in range(1, 5):
-        for worker in range(8):
-            lines = Lines(worker, step)
-            for number in range(16):
-                began, generated = 100.0 * step, 30.0 if number == 0 else rng.uniform(8, 10)
-                tool = 6.0 if (step, worker, number) == (2, 1, 5) else rng.uniform(0.2, 0.4)
-                add_request(lines, f"{step}{worker}{number:03}_0", began, generated, tool)
-            lines.write(tmp_path)
-    assert [f.kind for f in found(tmp_path) if f.kind == "tool_wait"] == []
 
+    def drawn(*place):
+        generated = 30.0 if place[2] == 0 else rng.uniform(8, 10)
+        return 0.0, generated, 6.0 if place == (2, 1, 5) else rng.uniform(0.2, 0.4)
 
-def test_steps_whose_tools_were_as_ever_are_not_among_those_that_waited(tmp_path):
-    (slow,) = found(make(tmp_path, steps=6, turns=2, slow_tools={4, 5}, slower=dict.fromkeys(range(4), 0.05)))
-    assert (slow.kind, slow.step in (4, 5)) == ("tool_wait", True)
-    assert slow.evidence["share"] >= 0.4 and slow.evidence["steps"] == [4, 5]
+    assert "tool_wait" not in {it.kind for it in with_tools(tmp_path, 4, 16, drawn)}

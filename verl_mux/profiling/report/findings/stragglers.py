@@ -10,9 +10,8 @@ report; called by output/summary.py; pure.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,46 +38,26 @@ def find_workers(analysis: Analysis, ordinary: pl.DataFrame) -> list[Finding]:
     """One finding a job and worker, at its worst step, with all the steps it happened in."""
     seen: dict[tuple[str, int | None], list[Finding]] = defaultdict(list)
     ordinary = ordinary.filter(~pl.col("job").is_in([*analysis.engines.jobs, *analysis.unawaited]))
-    for finding in [*_by_requests(ordinary), *_by_totals(analysis)]:
+    for finding in _slow_workers(ordinary):
         seen[finding.job, finding.worker].append(finding)
     return [over_steps(found) for found in seen.values()]
 
 
-def _by_requests(ordinary: pl.DataFrame) -> Iterator[Finding]:
+def _slow_workers(ordinary: pl.DataFrame) -> Iterator[Finding]:
     for (job, step), frame in ordinary.group_by("job", "step", maintain_order=True):
-        workers = {
-            worker: rows for (worker,), rows in frame.group_by("worker", maintain_order=True) if rows.height >= MIN_OF_WORKER
-        }
-        whole = max((rows["end"].max() - rows["start"].min() for rows in workers.values()), default=0.0)
+        by_worker = frame.group_by("worker", maintain_order=True)
+        workers = {worker: rows for (worker,), rows in by_worker if rows.height >= MIN_OF_WORKER}
+        if len(workers) < MIN_WORKERS:
+            continue
+        whole = max(rows["end"].max() - rows["start"].min() for rows in workers.values())
         bulk = {worker: _bulk_end(rows) for worker, rows in workers.items()}
-        yield from _slow_workers(job, step, bulk, COST * whole, partial(_reason, workers))
-
-
-def _by_totals(analysis: Analysis) -> Iterator[Finding]:
-    """Where the log has no requests: from the time each worker generated."""
-    totals = analysis.run.tables.totals.filter(
-        (pl.col("event") == events.GENERATE) & ~pl.col("of_request") & (pl.col("role") == "rollout")
-    )
-    with_requests = analysis.finished.select("job", "step").unique()
-    for (job, step), frame in totals.join(with_requests, on=["job", "step"], how="anti").group_by("job", "step"):
-        spent = {worker: (seconds, 0.0) for worker, seconds in frame.select("worker", "seconds").iter_rows()}
-        yield from _slow_workers(job, step, spent, 0.0, lambda _: "the log has no requests to say why")
-
-
-def _slow_workers(
-    job: str, step: int, spent: dict[int, tuple[float, float]], least: float, reason: Callable[[int], str]
-) -> Iterator[Finding]:
-    """spent: seconds of each worker in a step, and the spread of their logarithm by chance. least: seconds that count."""
-    if len(spent) < MIN_WORKERS:
-        return
-    for worker, (seconds, noise) in spent.items():
-        others = [value for other, (value, _) in spent.items() if other != worker]
-        ratio = _slower(seconds, others, noise)
-        lost = seconds - middle(others)
-        if ratio and lost >= least:
-            text = f"worker {worker} was {ratio:.1f} times slower than its peers; they waited {lost:.1f} s for it"
-            advice = WORKER_ADVICE.format(ratio=ratio, reason=reason(worker))
-            yield Finding("straggler", job, step, worker, lost, text, advice, evidence={"times_slower": round(ratio, 3)})
+        for worker, (seconds, noise) in bulk.items():
+            others = [value for other, (value, _) in bulk.items() if other != worker]
+            ratio, lost = _slower(seconds, others, noise), seconds - middle(others)
+            if ratio and lost >= COST * whole:
+                text = f"worker {worker} was {ratio:.1f} times slower than its peers; they waited {lost:.1f} s for it"
+                advice = WORKER_ADVICE.format(ratio=ratio, reason=_reason(workers, worker))
+                yield Finding("straggler", job, step, worker, lost, text, advice, evidence={"times_slower": round(ratio, 3)})
 
 
 def _bulk_end(rows: pl.DataFrame) -> tuple[float, float]:

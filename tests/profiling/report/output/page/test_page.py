@@ -2,7 +2,6 @@
 
 import json
 import re
-from datetime import datetime
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.profiling.report.output.page.page import make_page
 from verl_mux.profiling.report.output.summary import summarise
 
-NAMES = ("mux", "plain", "hostile", "empty", "engines", "texts", "stalled")
+NAMES = ("mux", "plain", "hostile", "empty", "engines", "texts")
 READY = 'document.documentElement.dataset.ready === "yes"'
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 
@@ -43,8 +42,6 @@ def pages(tmp_path_factory):
     make_engines(home / "engines", seed=1, steps=2, requests=24, turns=2, slower={1: 3.0})
     make_engines(home / "texts", seed=1, steps=1, requests=8)
     add_text(home / "texts", prompt="1 + 1 = <b>", response="2", left_out=7)
-    make_engines(home / "stalled", seed=1, steps=6, requests=64, stalled=(5, 1, 12.0, 30.0))
-    add_stacks(home / "stalled", step=5, replica=1)
     return {name: page_of(home / name, home / f"{name}.html") for name in NAMES}
 
 
@@ -55,22 +52,6 @@ def add_text(run, **text):
     line = ends[0] | {"event": "request_text", "extra": {"request_id": ends[0]["extra"]["request_id"], **text}}
     del line["duration_sec"]
     path.write_text(path.read_text() + json.dumps(line) + "\n")
-
-
-def add_stacks(run, step, replica):
-    """What a stall that came again leaves; the log was moved since."""
-    path = next(run.rglob(f"events/server/step_{step}/worker_{replica}.jsonl"))
-    stacks = path.parents[2] / "stalls" / "a_replica1_1.txt"
-    stacks.parent.mkdir()
-    stacks.write_text("Thread 1 (idle)")
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    times = [line["timestamp"] for line in lines if line["event"] == "engine_decode"]
-    gap = max(
-        zip(times, times[1:], strict=False), key=lambda pair: datetime.fromisoformat(pair[1]) - datetime.fromisoformat(pair[0])
-    )
-    extra = {"replica": replica, "node": "r0", "running": 3, "path": f"/moved/events/stalls/{stacks.name}", "how": "kernel"}
-    told = lines[0] | {"timestamp": gap[1], "event": "engine_stalled", "duration_sec": 10.0, "extra": extra}
-    path.write_text(path.read_text() + json.dumps(told) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -293,14 +274,6 @@ def test_a_life_shows_the_text_that_was_logged(shown):
     assert "7 characters were left out" in browser.evaluate("$('life').innerText")
     browser.evaluate(f"showLife({index + 1})")
     assert browser.evaluate("document.querySelectorAll('#life pre').length") == 0
-
-
-@needs_chromium
-def test_the_stacks_of_a_stall_are_a_link_away(shown):
-    browser = shown("stalled")
-    assert browser.evaluate("S.findings[0].kind") == "silent_gap"
-    address = browser.evaluate("document.querySelector('.stacks a').href")
-    assert address.endswith("/a/events/stalls/a_replica1_1.txt") and address.startswith("file:///")
 
 
 @needs_chromium

@@ -63,14 +63,8 @@ function phaseStyle(job, phase) {
 
 function findings() {
   if (!S.findings.length) return $("findings").replaceChildren(el("p", { class: "quiet" }, "Nothing stands out."));
-  $("findings").replaceChildren(...S.findings.flatMap((f, index) => [el("button", { class: "finding", onclick: () => showFinding(f) },
-    el("b", {}, f.kind.replaceAll("_", " ")), ` \u00b7 ${whereText(f)}: ${f.text}.`, el("br"), el("span", { class: "advice" }, "Try: " + f.advice)),
-    ...stacksOf(f, DATA.stacks[index])]));
-}
-
-function stacksOf(f, address) {
-  if (!f.evidence.stacks) return [];
-  return [el("p", { class: "stacks" }, address ? el("a", { href: address, target: "_blank" }, "stacks of its processes") : `Stacks of its processes: ${f.evidence.stacks}`)];
+  $("findings").replaceChildren(...S.findings.map((f) => el("button", { class: "finding", onclick: () => showFinding(f) },
+    el("b", {}, f.kind.replaceAll("_", " ")), ` \u00b7 ${whereText(f)}: ${f.text}.`, el("br"), el("span", { class: "advice" }, "Try: " + f.advice))));
 }
 
 const whereText = (f) => [f.job, f.step !== null ? "step " + f.step : null, f.replica !== null ? `replica ${f.replica}${f.node ? " on " + f.node : ""}` : null, f.worker !== null && f.kind !== "uneven_pools" ? "worker " + f.worker : null].filter(Boolean).join(", ");

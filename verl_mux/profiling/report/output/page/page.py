@@ -16,7 +16,6 @@ import polars as pl
 
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.lines import ROLES
-from verl_mux.profiling.report.input.run_log import RunLog
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.profiling.report.measures.lease_times import WORK, Hold, Leases
 from verl_mux.profiling.report.output.page.requests import columns, lives, shown, texts
@@ -73,7 +72,6 @@ def page_data(analysis: Analysis, summary: dict[str, Any], name: str) -> dict[st
         "steps": _steps(analysis, origin),
         "shares": analysis.step_shares.drop("seconds").rows(),
         "requests": _requests(analysis, summary, origin),
-        "stacks": _stacks(analysis.run, summary["findings"]),
     }
 
 
@@ -142,14 +140,3 @@ def _requests(analysis: Analysis, summary: dict[str, Any], origin: float) -> dic
         "lives": lives(analysis, found),
         "texts": texts(analysis.run, found),
     }
-
-
-def _stacks(run: RunLog, findings: list[dict[str, Any]]) -> dict[str, str]:
-    """Place among the findings -> address of the stacks it speaks of, where they can be found; a log may have moved since."""
-    named = {str(place): Path(path) for place, it in enumerate(findings) if (path := it["evidence"].get("stacks"))}
-    if not named:
-        return {}
-    folders = sorted({Path(file.path).parents[2] for file in run.files})
-    places = {place: [path, *(folder / path.parent.name / path.name for folder in folders)] for place, path in named.items()}
-    found = {place: next((path for path in paths if path.is_file()), None) for place, paths in places.items()}
-    return {place: path.absolute().as_uri() for place, path in found.items() if path is not None}
