@@ -96,10 +96,6 @@ def test_a_job_that_the_coordinator_would_take_goes_on_to_verls_own_checks_and_l
     assert [j for j in coordinator.snapshot()["jobs"].values() if j["state"] == "live"] == []
 
 
-def test_without_a_coordinator_none_is_asked(check):
-    assert check(job(None))
-
-
 @pytest.mark.parametrize(
     ("mux", "words"),
     [

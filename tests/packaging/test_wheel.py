@@ -73,25 +73,19 @@ def clean(wheel, tmp_path_factory) -> Path:
 
 
 def test_it_holds_every_file_of_the_package(wheel):
-    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("verl_mux/")}
+    names = zipfile.ZipFile(wheel).namelist()
+    packed = {name for name in names if ".dist-info/" not in name}  # so nothing of verl_mux_cpu
     kept = (path for path in (ROOT / "verl_mux").rglob("*") if path.is_file() and path.suffix != ".pyc")
-    assert not any(name.startswith("verl_mux_cpu") for name in zipfile.ZipFile(wheel).namelist())
     assert packed == {path.relative_to(ROOT).as_posix() for path in kept}
     assert {path.rpartition(".")[2] for path in packed} >= {"yaml", "html", "js", "css", "typed"}
-    tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
-    assert {name for name in tops if not name.endswith(".dist-info")} == {"verl_mux"}
-
-
-def test_it_says_under_which_licence_it_comes(wheel):
-    names = zipfile.ZipFile(wheel).namelist()
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
 def test_what_it_brings_is_light(clean):
-    size = (
-        "import sysconfig, pathlib; print(sum(p.stat().st_size for p in pathlib.Path(sysconfig.get_path('purelib')).rglob('*')))"
+    installed = Path(
+        _run(clean / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=clean).stdout.strip()
     )
-    assert int(_run(clean / "python", "-c", size, cwd=clean).stdout) < 200 * 2**20
+    assert sum(path.stat().st_size for path in installed.rglob("*")) < 200 * 2**20
     brought = {line.partition("==")[0].lower() for line in _run(clean / "pip", "freeze", cwd=clean).stdout.splitlines()}
     assert not brought & {"torch", "ray", "verl", "sglang", "polars", "pandas", "scipy"}
 

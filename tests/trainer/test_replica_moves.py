@@ -19,7 +19,7 @@ from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.rollout.control.replica_plan import Migration, MigrationPolicy, Room, Stay, Unit, units
 from verl_mux.rollout.instructions import RunningSample
 from verl_mux.trainer import replica_moves as module
-from verl_mux.trainer.replica_moves import Growth, TailMigration, make_growth
+from verl_mux.trainer.replica_moves import Growth, TailMigration
 
 OWN, OTHER = Unit(("r0",), (0,), ("a",)), Unit(("r1",), (1,), ("b",))
 _LIMIT_S = 20.0
@@ -33,6 +33,7 @@ class Engines:
         self.running: dict[int, str] = {}
         self.lock, self.changed = threading.RLock(), threading.Condition()
         self.phases = SimpleNamespace(log=self, device=lambda: self.lock)
+        self.units, self.manager = lambda asked: [OWN, OTHER], SimpleNamespace(processes=list)
         monkeypatch.setattr(module.ray, "get", lambda answers: answers)
         self.worker = SimpleNamespace(
             running_samples=_remote(self._samples), evacuate=_remote(self._evacuate), redirect=_remote(self._redirect)
@@ -111,7 +112,7 @@ def owner(pool):
 @pytest.fixture
 def growth(pool, engines, monkeypatch):
     borrower = connect(pool.address, "grower", {"rollout": ["r1"]}, uid="grower:1", filler=True)
-    it = Growth([OWN], [OTHER], [borrower], engines, [engines.worker], Room(100, 64, 10**6))
+    it = Growth(["r0"], engines, [engines.worker], Room(100, 64, 10**6), lambda nodes: borrower)
     monkeypatch.setattr("verl_mux.rollout.control.replica_plan.GROWTH_MIN_GAIN_S", 0.01)
     yield it
     it.__exit__(None)
@@ -209,7 +210,7 @@ def test_a_node_that_is_lent_is_the_jobs_until_its_engines_are_gone():
     engines, noted = served([["r0"], ["r1"]]), []
     names = ("members", "close", "fail")
     client = SimpleNamespace(job="a", **{name: lambda *it, name=name: noted.append((name, *it)) for name in names})
-    made = make_growth(["r0"], engines, [], Room(100, 64, 10**6), lambda nodes: client)
+    made = Growth(["r0"], engines, [], Room(100, 64, 10**6), lambda nodes: client)
     assert made.own_nodes == ["r0"] and made.lent == [1]
     assert noted == [("members", engines.members)] and engines.refused == [[OTHER]]
     made.__exit__(KeyError)
@@ -220,7 +221,7 @@ def test_a_node_that_is_lent_is_the_jobs_until_its_engines_are_gone():
 def test_a_replica_of_which_the_job_would_own_a_part_is_refused():
     """Its engine would be woken on a node that the job was not given."""
     with pytest.raises(UserError, match="replica 0 runs on r0, r1; allowed: all nodes of a replica, or none"):
-        make_growth(["r0"], served([["r0", "r1"]]), [], Room(100, 64, 10**6), print)
+        Growth(["r0"], served([["r0", "r1"]]), [], Room(100, 64, 10**6), print)
 
 
 # ---------------------------------------------------------------- migration

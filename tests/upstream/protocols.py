@@ -20,15 +20,10 @@ from types import SimpleNamespace
 
 # What config/completion.py gives the engine, with SGLang's own default.
 SERVER_ARGUMENTS = {
-    "sleep_on_idle": False,
-    "enable_priority_scheduling": False,
-    "disable_priority_preemption": False,
-    "default_priority_value": None,
-    "schedule_low_priority_values_first": False,  # so a higher value goes first
-    "schedule_policy": "fcfs",
-    "enable_memory_saver": False,
-    "enable_weights_cpu_backup": False,
-}
+    "sleep_on_idle": False, "enable_priority_scheduling": False, "disable_priority_preemption": False,
+    "default_priority_value": None, "schedule_low_priority_values_first": False,  # so a higher value goes first
+    "schedule_policy": "fcfs", "enable_memory_saver": False, "enable_weights_cpu_backup": False,
+}  # fmt: skip
 
 
 def defaults(kind: type) -> dict:
@@ -71,12 +66,8 @@ def weights_from_disk_are_asked_for_and_answered():
     assert (asked["load_format"], asked["flush_cache"], asked["abort_all_requests"]) == (None, True, False)
     assert list(defaults(UpdateWeightFromDiskReqOutput))[-3:] == ["success", "message", "num_paused_requests"]
     assert list(inspect.signature(TokenizerManager.update_weights_from_disk).parameters) == ["self", "obj", "request"]
-    steps_of(
-        TokenizerManager.update_weights_from_disk,
-        "model_update_lock",
-        "_wait_for_model_update_from_disk",
-        "return success, message",
-    )
+    steps = ("model_update_lock", "_wait_for_model_update_from_disk", "return success, message")
+    steps_of(TokenizerManager.update_weights_from_disk, *steps)
 
 
 def a_loader_of_ours_gets_what_rides_in_a_request_in_the_place_of_tensors():
@@ -90,11 +81,9 @@ def a_loader_of_ours_gets_what_rides_in_a_request_in_the_place_of_tensors():
     steps_of(TpModelWorker.update_weights_from_tensor, "deserialize", "serialized_named_tensors[self.tp_rank]", "load_format")
     steps_of(
         model_runner.ModelRunner.update_weights_from_tensor,
-        "_unwrap_tensor",
-        "load_format in self.server_args.custom_weight_loader",
-        "dynamic_import(load_format)",
+        "_unwrap_tensor", "load_format in self.server_args.custom_weight_loader", "dynamic_import(load_format)",
         "custom_loader(self.model, named_tensors)",
-    )
+    )  # fmt: skip
     steps_of(model_runner._unwrap_tensor, "isinstance(tensor, LocalSerializedTensor)", "return tensor.to(device)")
 
 
@@ -261,16 +250,11 @@ def a_hook_gets_its_arguments_in_the_order_of_its_type():
 def a_batch_is_registered_before_it_is_handed_to_the_agent_loops():
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    steps_of(
-        PPOTrainer._submit_batch_to_rollout,
-        "tq.kv_batch_put",
-        "agent_loop_manager.generate_sequences(batch)",
-        "return len(batch)",
-    )
-    steps_of(PPOTrainer._add_batch_to_generate, "self._next_train_batch()", "self._submit_batch_to_rollout(batch)")
-    steps_of(
-        PPOTrainer._add_prompts_to_generate, "self._next_train_batch(num_prompts)", "return self._submit_batch_to_rollout(batch)"
-    )
+    submits = "self._submit_batch_to_rollout(batch)"
+    handed = ("tq.kv_batch_put", "agent_loop_manager.generate_sequences(batch)", "return len(batch)")
+    steps_of(PPOTrainer._submit_batch_to_rollout, *handed)
+    steps_of(PPOTrainer._add_batch_to_generate, "self._next_train_batch()", submits)
+    steps_of(PPOTrainer._add_prompts_to_generate, "self._next_train_batch(num_prompts)", f"return {submits}")
 
 
 def a_trainer_is_set_up_in_this_order():
@@ -290,13 +274,8 @@ def the_replay_buffer_polls_then_makes_a_batch():
     from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    steps_of(
-        PPOTrainer._build_replay_buffer,
-        "custom_sampler",
-        "load_extern_type",
-        "sampler_kwargs",
-        "refill_fn=self._add_prompts_to_generate",
-    )
+    made_with = ("custom_sampler", "load_extern_type", "sampler_kwargs", "refill_fn=self._add_prompts_to_generate")
+    steps_of(PPOTrainer._build_replay_buffer, *made_with)
     steps_of(ReplayBufferAsync._wait_for_next_poll, "time.sleep(self.poll_interval)", "return last_debug_time")
     steps_of(ReplayBufferAsync._materialize_batch, "tq.kv_clear", 'key.split("_")[0]', "KVBatchMeta(")
     steps_of(
@@ -324,21 +303,12 @@ def the_agent_loop_manager_makes_its_workers_and_does_not_wait_for_samples():
 
     steps_of(AgentLoopManagerTQ.__init__, "self.agent_loop_workers_class = AgentLoopWorkerTQ", "super().__init__")
     steps_of(AgentLoopManagerTQ.create, "cls(*args, **kwargs)", "_init_agent_loop_workers()")
-    steps_of(
-        AgentLoopManagerTQ.generate_sequences, "prompts.chunk(len(self.agent_loop_workers))", "worker.generate_sequences.remote"
-    )
-    worker = (
-        AgentLoopWorkerTQ.__ray_metadata__.modified_class if hasattr(AgentLoopWorkerTQ, "__ray_metadata__") else AgentLoopWorkerTQ
-    )
+    chunks = ("prompts.chunk(len(self.agent_loop_workers))", "worker.generate_sequences.remote")
+    steps_of(AgentLoopManagerTQ.generate_sequences, *chunks)
+    worker = AgentLoopWorkerTQ.__ray_metadata__.modified_class
     steps_of(worker.generate_sequences, "asyncio.create_task", "_run_prompt")
     assert asyncio.iscoroutinefunction(worker._run_prompt)
-
-
-def every_actor_can_be_asked_whether_it_lives():
-    from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
-
-    worker = AgentLoopWorkerTQ.__ray_metadata__.modified_class
-    assert worker.__ray_ready__(None) is True
+    assert worker.__ray_ready__(None) is True  # as every actor answers
 
 
 def the_actors_of_transfer_queue_are_found_by_their_names():

@@ -131,7 +131,8 @@ def test_names_are_listed_once_and_say_why():
     assert all(symbol.why for symbol in SYMBOLS)
 
 
-def test_what_a_job_makes_of_an_engine(probe):
+def test_what_a_job_makes_of_an_engine_where_there_is_no_accelerator(probe):
+    assert (probe["variable"], probe["platform"]) == ("cpu", "cpu")
     found = probe["engines"]["sglang"]
     assert found["replica"] == ["MuxSGLangReplica", "MuxReplica", "SGLangReplica"] and not found["abstract"]
     # What verl_mux/rollout/engine/record.py promises of a server.
@@ -139,10 +140,6 @@ def test_what_a_job_makes_of_an_engine(probe):
     # The third of four replicas of one GPU, on two nodes.
     assert found["node"] == "r1"
     assert found["adapter"] == "verl_mux_cpu.cpu_server_adapter"
-
-
-def test_a_job_of_ours_runs_on_the_cpu_where_there_is_no_accelerator(probe):
-    assert (probe["variable"], probe["platform"]) == ("cpu", "cpu")
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)

@@ -64,7 +64,7 @@ from verl_mux.trainer.job_hosts import PlacedPools
 from verl_mux.trainer.phases import LeavesToMove, Leaving, Phases
 from verl_mux.trainer.prompts import Prompts
 from verl_mux.trainer.replay_buffer import MuxReplayBuffer
-from verl_mux.trainer.replica_moves import ReplicaMoves, TailMigration, make_growth
+from verl_mux.trainer.replica_moves import Growth, ReplicaMoves, TailMigration
 from verl_mux.trainer.rollout_engines import RolloutEngines
 from verl_mux.trainer.step_rollout import StepRollout, load, may_train_on
 from verl_mux.trainer.workers import MuxActorWorker, MuxTrainingWorker
@@ -245,7 +245,7 @@ class PPOTrainerMux(PPOTrainer):
             return TailMigration(self.engines.units("mux.rollout.migration=True"), self.engines, workers, room)
         if keys.growth.own is not None:
             connect = functools.partial(connect_to_grow, self.config, self._mux_config)
-            return make_growth(keys.growth.own, self.engines, workers, room, connect)
+            return Growth(keys.growth.own, self.engines, workers, room, connect)
         return ReplicaMoves()
 
     # ---------------------------------------------------------------- a step

@@ -123,18 +123,27 @@ class TailMigration(ReplicaMoves):
 
 
 class Growth(ReplicaMoves):
-    """One thread for each unit that may join. own, others: units of the job's own nodes and of those that may join. muxes: of
-    each of the others, a client that asks for its nodes whenever no job uses them."""
+    """One thread for each unit that may join. own: `mux.rollout.growth.own`. connect: the client that asks for nodes whenever no
+    job uses them. Raises UserError: a replica runs on own and on other nodes."""
 
     def __init__(
-        self, own: Sequence[Unit], others: Sequence[Unit], muxes: Sequence[LocalMux], engines: RolloutEngines,
-        workers: Sequence[Any], room: Room,
+        self, own: Sequence[str], engines: RolloutEngines, workers: Sequence[Any], room: Room,
+        connect: Callable[[Sequence[str]], LocalMux],
     ) -> None:  # fmt: skip
         super().__init__()
-        self._own, self._others, self._muxes = list(own), list(others), list(muxes)
+        asked, names = f"mux.rollout.growth.own={list(own)}", set(own)
+        units = engines.units(asked)
+        for unit in units:
+            if 0 < len(names & set(unit.nodes)) < len(set(unit.nodes)):
+                runs_on = f"replica {unit.replicas[0]} runs on {', '.join(unit.nodes)}"
+                raise UserError(f"{asked} is not possible: {runs_on}; allowed: all nodes of a replica, or none")
+        self._own, self._others = ([it for it in units if (it.nodes[0] in names) is owned] for owned in (True, False))
         self._engines, self._workers, self._room = engines, workers, room
-        self.own_nodes = [node for unit in own for node in unit.nodes]
-        self.lent = [rank for unit in others for rank in unit.replicas]
+        self._muxes = [connect(unit.nodes) for unit in self._others]
+        for mux in self._muxes:  # their nodes too are given on only when the job's engines are gone
+            mux.members(engines.manager.processes())
+        self.own_nodes = [node for unit in self._own for node in unit.nodes]
+        self.lent = [rank for unit in self._others for rank in unit.replicas]
         self._changed = threading.Condition()
         self._step: int | None = None  # whose rollout may grow; None: none
         self._logged = 0
@@ -271,26 +280,6 @@ class Growth(ReplicaMoves):
         log(events.PHASE, now - since, extra={"phase": lease.phase, **about}, step=self._logged)
         self.metrics["grown_node_seconds"] += (now - since) * len(unit.nodes)
         lease.wanted.set()
-
-
-def make_growth(
-    own: Sequence[str], engines: RolloutEngines, workers: Sequence[Any], room: Room, connect: Callable[[Sequence[str]], LocalMux]
-) -> Growth:
-    """own: `mux.rollout.growth.own`. connect: the client that asks for some nodes whenever no job uses them.
-
-    Raises UserError: a replica runs on own and on other nodes.
-    """
-    asked, names = f"mux.rollout.growth.own={list(own)}", set(own)
-    units = engines.units(asked)
-    for unit in units:
-        if 0 < len(names & set(unit.nodes)) < len(set(unit.nodes)):
-            runs_on = f"replica {unit.replicas[0]} runs on {', '.join(unit.nodes)}"
-            raise UserError(f"{asked} is not possible: {runs_on}; allowed: all nodes of a replica, or none")
-    mine, others = ([unit for unit in units if (unit.nodes[0] in names) is own_side] for own_side in (True, False))
-    muxes, processes = [connect(unit.nodes) for unit in others], engines.manager.processes()
-    for mux in muxes:  # their nodes too are given on only when the job's engines are gone
-        mux.members(processes)
-    return Growth(mine, others, muxes, engines, workers, room)
 
 
 def targets(moves: Iterable[Move], samples: Iterable[RunningSample], units: Iterable[Unit], engines: RolloutEngines) -> Targets:

@@ -32,18 +32,11 @@ from verl_mux.trainer.replay_buffer import MuxReplayBuffer
 from verl_mux.worker_settings import WorkerSettings, open_worker_log
 
 _PARTS = {
-    "_compute_old_log_prob": events.OLD_LOG_PROB,
-    "_compute_ref_log_prob": events.REF,
-    "_compute_values": events.VALUES,
-    "_compute_advantage": events.ADV,
-    "_update_critic": events.UPDATE_CRITIC,
-    "_update_actor": events.UPDATE_ACTOR,
-    "_save_checkpoint": events.SAVE_CHECKPOINT,
-    "_validate": events.VALIDATE,
-    "on_sample_end": events.SLEEP,
-    "on_step_end": events.SYNC,
-    "step": events.STEP,
-}
+    "_compute_old_log_prob": events.OLD_LOG_PROB, "_compute_ref_log_prob": events.REF, "_compute_values": events.VALUES,
+    "_compute_advantage": events.ADV, "_update_critic": events.UPDATE_CRITIC, "_update_actor": events.UPDATE_ACTOR,
+    "_save_checkpoint": events.SAVE_CHECKPOINT, "_validate": events.VALIDATE, "on_sample_end": events.SLEEP,
+    "on_step_end": events.SYNC, "step": events.STEP,
+}  # fmt: skip
 _MOODS = {Mood.EXPLORING: -1.0, Mood.STEADY: 0.0, Mood.CONVERGED: 1.0}
 
 
