@@ -98,56 +98,37 @@ def test_the_span_belongs_to_the_step_it_began_in(tmp_path):
 
 
 class Unprintable:
+    """As a tensor on a device: reading it would wait."""
+
+    def item(self):
+        raise AssertionError("read")
+
     def __repr__(self):
         raise RuntimeError("no")
 
 
-ODD = [{"x": Unprintable()}, {"x": float("nan")}, {"x": {1, 2}}, {1: 2}, {"x": b"\xff"}, {"x": 2**70}]
+# What a caller hands over -> what is logged; None: the line may be lost, the caller is not stopped.
+EXTRA = {
+    "an object, which is named and not read": ({"loss": Unprintable()}, {"loss": "<Unprintable>"}),
+    "numpy's numbers": ({"loss": numpy.float32(0.5), "n": numpy.int64(3)}, {"loss": 0.5, "n": 3}),
+    "what is too long": ({"text": "x" * (2 * MAX_LINE_BYTES)}, {"truncated_bytes": 131185}),
+    **{
+        f"odd {n}": (odd, None)
+        for n, odd in enumerate([{"x": float("nan")}, {"x": {1, 2}}, {1: 2}, {"x": b"\xff"}, {"x": 2**70}])
+    },
+}
 
 
-@pytest.mark.parametrize("extra", ODD)
-def test_whatever_extra_holds_the_caller_is_not_stopped(tmp_path, extra):
+@pytest.mark.parametrize("name", EXTRA)
+def test_whatever_extra_holds_the_caller_is_not_stopped(tmp_path, name):
+    extra, logged = EXTRA[name]
     log = EventLog(tmp_path)
     log.log("odd", extra=extra)
+    extra.clear()  # it is taken as it is at the call
     log.log("fine")
     log.close()
-    assert read(tmp_path)[-1]["event"] == "fine"
-
-
-def test_a_tensor_is_named_and_not_read(tmp_path):
-    class Tensor:  # as on a device: reading it would wait
-        def item(self):
-            raise AssertionError("read")
-
-        def __repr__(self):
-            raise AssertionError("printed")
-
-    log = EventLog(tmp_path)
-    log.log("a", extra={"loss": Tensor()})
-    log.close()
-    assert read(tmp_path)[0]["extra"] == {"loss": "<Tensor>"}
-
-
-def test_numpy_numbers_are_numbers(tmp_path):
-    log = EventLog(tmp_path)
-    log.log("a", extra={"loss": numpy.float32(0.5), "n": numpy.int64(3)})
-    log.close()
-    assert read(tmp_path)[0]["extra"] == {"loss": 0.5, "n": 3}
-
-
-def test_extra_is_taken_as_it_is_at_the_call(tmp_path):
-    log, extra = EventLog(tmp_path), {"turn": 1}
-    log.log("a", extra=extra)
-    extra["turn"] = 2
-    log.close()
-    assert read(tmp_path)[0]["extra"] == {"turn": 1}
-
-
-def test_an_enormous_extra_is_replaced_by_its_size(tmp_path):
-    log = EventLog(tmp_path)
-    log.log("a", extra={"text": "x" * (2 * MAX_LINE_BYTES)})
-    log.close()
-    assert read(tmp_path)[0]["extra"]["truncated_bytes"] > MAX_LINE_BYTES
+    *lines, fine = read(tmp_path)
+    assert fine["event"] == "fine" and (logged is None or [line["extra"] for line in lines] == [logged])
 
 
 def test_threads_and_tasks_lose_nothing(tmp_path):
@@ -190,17 +171,13 @@ def _log_from_a_spawned_process(log):
 
 
 def test_a_log_travels_to_a_spawned_process(tmp_path):
-    log = EventLog(tmp_path, worker=1, role="rollout", job="a")
+    log = EventLog(tmp_path, worker=1, role="rollout", job="a", step=3)
+    assert pickle.loads(pickle.dumps(log)).step == 3
     process = multiprocessing.get_context("spawn").Process(target=_log_from_a_spawned_process, args=(log,))
     process.start()
     process.join()
     (line,) = read(tmp_path)
     assert (line["event"], line["workid"], line["role"], line["job"]) == ("spawned", 1, "rollout", "a")
-
-
-def test_a_pickled_log_keeps_its_step(tmp_path):
-    log = EventLog(tmp_path, step=3)
-    assert pickle.loads(pickle.dumps(log)).step == 3
 
 
 KILLED = """
@@ -258,10 +235,7 @@ def test_only_every_second_step_is_logged_if_asked_so(tmp_path):
     for step in (1, 2, 3, 4):
         log.log("step", 1.0, step=step)
     log.flush()
-    steps = [
-        line["step"] for path in tmp_path.rglob("*.jsonl") for line in map(json.loads, path.open()) if line["event"] == "step"
-    ]
-    assert sorted(steps) == [2, 4]
+    assert sorted(line["step"] for line in read(tmp_path)) == [2, 4]
 
 
 # The writer: its queue and its thread, bounded in memory and on disk, and never in the caller's way.
@@ -321,23 +295,15 @@ def test_a_full_file_gets_a_number_and_a_new_one_begins(tmp_path):
                      "step_1/worker_0.4.jsonl", "step_1/worker_0.jsonl"]  # fmt: skip
 
 
-def test_the_oldest_files_go_when_the_total_is_reached(tmp_path):
+def test_the_oldest_files_go_when_the_total_is_reached_and_none_of_others(tmp_path):
+    other = tmp_path / "step_0" / "worker_9.jsonl"
+    other.parent.mkdir()
+    other.write_text("x" * 1000)
     writer, owner = LineWriter(), Owner(tmp_path, max_total_bytes=250)
     for step in range(6):
         writer.put(owner, step, b"x" * 99 + b"\n")
         assert writer.flush(10.0)
-    assert sorted(texts(tmp_path)) == [f"step_{step}/worker_0.jsonl" for step in (3, 4, 5)]
-
-
-def test_files_of_others_are_never_removed(tmp_path):
-    other = tmp_path / "step_0" / "worker_9.jsonl"
-    other.parent.mkdir()
-    other.write_text("x" * 1000)
-    writer, owner = LineWriter(), Owner(tmp_path, max_total_bytes=10)
-    for step in range(3):
-        writer.put(owner, step, b"y" * 50 + b"\n")
-        assert writer.flush(10.0)
-    assert other.exists()
+    assert sorted(texts(tmp_path)) == ["step_0/worker_9.jsonl", *(f"step_{step}/worker_0.jsonl" for step in (3, 4, 5))]
 
 
 def test_a_directory_that_cannot_be_written_costs_lines_and_nothing_else(tmp_path):

@@ -44,28 +44,27 @@ def test_workers_that_stand_still_together_share_one_finding(tmp_path):
     assert gap.evidence["workers"] == [1, 2]
 
 
-@pytest.mark.parametrize("tokens", [True, False])
-def test_a_slow_reward_is_found_and_named(tmp_path, tokens):
-    (slow,) = found(make_run(tmp_path, Made(slow_rewards={(2, 1, 5): 160.0}, tokens=tokens)))
-    assert (slow.kind, slow.step, slow.worker, slow.request_id) == ("reward_wait", 2, 1, "2-1-5")
-    assert slow.seconds == pytest.approx(160.0, abs=0.1)
+# What was made -> kind and turn of the one finding, seconds, and how exactly they are known.
+SLOW = {
+    "reward": ({"slow_rewards": {(2, 1, 5): 160.0}}, ("reward_wait", None, 160.0, 0.1)),
+    "reward without tokens": ({"slow_rewards": {(2, 1, 5): 160.0}, "tokens": False}, ("reward_wait", None, 160.0, 0.1)),
+    "second turn": ({"slow_turns": {(2, 1, 5): 150.0}}, ("slow_turn", 2, 155.0, 10.0)),
+    "second turn without tokens": ({"slow_turns": {(2, 1, 5): 150.0}, "tokens": False}, ("slow_turn", 2, 155.0, 10.0)),
+    "request without parts": ({"slow_rewards": {(2, 1, 5): 160.0}, "parts": False}, ("slow_request", None, 170.0, 20.0)),
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_what_is_slow_in_a_request_is_found_and_named(tmp_path, name):
+    made, (kind, turn, seconds, within) = SLOW[name]
+    (slow,) = found(make_run(tmp_path, Made(**made)))
+    assert (slow.kind, slow.step, slow.worker, slow.request_id, slow.turn) == (kind, 2, 1, "2-1-5", turn)
+    assert slow.seconds == pytest.approx(seconds, abs=within)
 
 
 def test_a_pause_of_tenths_of_a_second_is_none(tmp_path):
     quick = Made(seconds_per_token=0.004, preprocess=0.05, slow_rewards={(2, 1, 5): 0.8})  # steps of two seconds
     assert found(make_run(tmp_path, quick)) == []
-
-
-@pytest.mark.parametrize("tokens", [True, False])
-def test_a_slow_second_turn_is_found_and_named(tmp_path, tokens):
-    (slow,) = found(make_run(tmp_path, Made(slow_turns={(2, 3, 9): 150.0}, tokens=tokens)))
-    assert (slow.kind, slow.step, slow.worker, slow.request_id, slow.turn) == ("slow_turn", 2, 3, "2-3-9", 2)
-    assert slow.seconds == pytest.approx(155.0, abs=10.0)
-
-
-def test_a_slow_request_without_parts_is_found_as_such(tmp_path):
-    (slow,) = found(make_run(tmp_path, Made(slow_rewards={(2, 1, 5): 160.0}, parts=False)))
-    assert (slow.kind, slow.request_id) == ("slow_request", "2-1-5")
 
 
 def in_waves(directory, steps, workers=4, slots=32, waves=2, slow=None):

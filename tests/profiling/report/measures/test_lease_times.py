@@ -101,25 +101,20 @@ def turns(rollout, train, count=6):
     return holds
 
 
-def test_uneven_pools_are_found(tmp_path):
-    (finding,) = coordinator(tmp_path, turns(10.0, 3.0))
-    assert finding.kind == "uneven_pools"
-    assert "from train to rollout" in finding.advice
-
-
-def test_even_pools_are_fine(tmp_path):
-    assert coordinator(tmp_path, turns(10.0, 9.0)) == []
-
-
-def test_switches_that_cost_much_of_the_phases_are_found(tmp_path):
-    moves = [(job, "wake", end, 3.0) for job, _, _, start, end in turns(10.0, 9.0)]
-    thrashing = coordinator(tmp_path, turns(10.0, 9.0), moves)
-    assert {(finding.kind, finding.job) for finding in thrashing} == {("thrashing_switches", "a"), ("thrashing_switches", "b")}
-
-
-def test_switches_that_cost_little_are_fine(tmp_path):
-    moves = [(job, "wake", end, 0.2) for job, _, _, start, end in turns(10.0, 9.0)]
-    assert coordinator(tmp_path, turns(10.0, 9.0), moves) == []
+@pytest.mark.parametrize(
+    ("train", "wake", "expected"),
+    [
+        (3.0, None, {("uneven_pools", "")}),
+        (9.0, None, set()),
+        (9.0, 3.0, {("thrashing_switches", "a"), ("thrashing_switches", "b")}),
+        (9.0, 0.2, set()),
+    ],
+)
+def test_uneven_pools_and_switches_that_cost_much_of_the_phases_are_found(tmp_path, train, wake, expected):
+    holds = turns(10.0, train)
+    told = coordinator(tmp_path, holds, [(job, "wake", end, wake) for job, _, _, _, end in holds if wake])
+    assert {(finding.kind, finding.job) for finding in told} == expected
+    assert all("from train to rollout" in finding.advice for finding in told if finding.kind == "uneven_pools")
 
 
 def test_an_uncoordinated_run_is_told_from_its_overlaps(tmp_path):
@@ -128,21 +123,17 @@ def test_an_uncoordinated_run_is_told_from_its_overlaps(tmp_path):
     assert [s.mode for s in Analysis(read_run(tmp_path)).leases.segments] == ["uncoordinated"]
 
 
-def test_an_engine_full_of_kv_cache_with_a_queue_is_found(tmp_path):
+FULL = [{"running": 40, "queued": 5, "token_usage": usage, "tokens_per_sec": 900.0} for usage in (0.7, 0.99)] * 15
+
+
+@pytest.mark.parametrize(("event", "counters"), [("engine_decode", FULL), ("engine_retract", [{"requests": 4}])])
+def test_an_engine_short_of_kv_cache_is_found(tmp_path, event, counters):
     lines = Lines(2, 1)
-    for number in range(30):
-        extra = {"running": 40, "queued": 5, "token_usage": 0.99 if number % 2 else 0.7, "tokens_per_sec": 900.0}
-        lines.add(float(number), "engine_decode", None, extra, role="server")
+    for number, extra in enumerate(counters):
+        lines.add(float(number), event, None, extra, role="server")
     lines.write(tmp_path)
     (finding,) = find_all(Analysis(read_run(tmp_path)))
     assert (finding.kind, finding.worker) == ("kv_starvation", 2)
-
-
-def test_retracted_requests_are_found(tmp_path):
-    lines = Lines(1, 1)
-    lines.add(3.0, "engine_retract", None, {"requests": 4}, role="server")
-    lines.write(tmp_path)
-    assert [finding.kind for finding in find_all(Analysis(read_run(tmp_path)))] == ["kv_starvation"]
 
 
 def test_throughput_is_in_turns_over_one_after_the_other(run, analysis):

@@ -184,15 +184,18 @@ def test_zooming_keeps_the_run_in_sight(shown):
     assert browser.evaluate("view.to - view.from") == pytest.approx(browser.evaluate("DATA.length"))
 
 
+def click_lanes(browser, right: int, down: str):
+    x, y = browser.evaluate(f"(({{left, top}}) => [left + {right}, top + {down}])($('lanes').getBoundingClientRect())")
+    for kind in ("mousePressed", "mouseReleased"):
+        browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+    browser.frame()
+
+
 @needs_chromium
 def test_a_click_on_a_worker_shows_its_requests(shown):
     browser = shown("plain")
     browser.evaluate("$('lanes').scrollIntoView()")
-    box = "$('lanes').getBoundingClientRect()"
-    x, y = browser.evaluate(f"[{box}.left + 300, {box}.top + laneTops[1] + 5]")
-    for kind in ("mousePressed", "mouseReleased"):
-        browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-    browser.frame()
+    click_lanes(browser, 300, "laneTops[1] + 5")
     assert browser.evaluate("openLane") == 1
     assert browser.evaluate("lanes()[1].shown.length") > 100
     assert "engine" in browser.evaluate("requestText(lanes()[1].shown[0])")
@@ -203,11 +206,7 @@ def test_a_click_on_a_request_shows_its_whole_life(shown):
     browser = shown("engines")
     browser.evaluate("openLane = 0, redraw(), $('lanes').scrollIntoView()")
     browser.frame()
-    box = "$('lanes').getBoundingClientRect()"
-    x, y = browser.evaluate(f"[{box}.left + 400, {box}.top + laneTops[0] + lanes()[0].each / 2]")
-    for kind in ("mousePressed", "mouseReleased"):
-        browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-    browser.frame()
+    click_lanes(browser, 400, "laneTops[0] + lanes()[0].each / 2")
     told = browser.evaluate("$('life').innerText")
     assert "turn 1, stay 1: replica" in told and "tools of turn 1" in told and "reward, score 0.5" in told
     assert browser.evaluate("openLane") == 0
