@@ -41,7 +41,6 @@ EXTRAS = {
     "verl": _ENGINE,
     "sglang": _ENGINE,
     "polars": "pip install 'verl-mux[report]'",
-    "matplotlib": "pip install 'verl-mux[plots]'",
     "prometheus_client": "pip install 'verl-mux[metrics]'",
     "scipy": "pip install scipy",
 }

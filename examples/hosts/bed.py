@@ -11,6 +11,7 @@ import argparse
 import ctypes
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -206,14 +207,14 @@ def _between(name: str, folder: Path, pipe: int) -> None:
 def _be_first(name: str, folder: Path, pipe: int) -> None:
     """The host's first process: lays out its file system, then is the parent of those who lost theirs."""
     os.chdir("/")
-    _mount("--make-rprivate", "/")
+    _run("mount", "--make-rprivate", "/")
     for path in filter(None, (folder / "shared").read_text().splitlines()):
         if Path("/tmp") in Path(path).parents:
-            _mount("--bind", path, str(folder / "tmp" / Path(path).relative_to("/tmp")))
-    _mount("--bind", str(folder / "hosts"), "/etc/hosts")
-    _mount("--rbind", str(folder / "tmp"), "/tmp")
-    _mount("-t", "tmpfs", "-o", "mode=1777", "tmpfs", "/dev/shm")
-    _mount("-t", "proc", "proc", "/proc")
+            _run("mount", "--bind", path, str(folder / "tmp" / Path(path).relative_to("/tmp")))
+    _run("mount", "--bind", str(folder / "hosts"), "/etc/hosts")
+    _run("mount", "--rbind", str(folder / "tmp"), "/tmp")
+    _run("mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", "/dev/shm")
+    _run("mount", "-t", "proc", "proc", "/proc")
     socket.sethostname(name)
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
@@ -224,10 +225,6 @@ def _be_first(name: str, folder: Path, pipe: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then buries them
     while True:
         signal.pause()
-
-
-def _mount(*words: str) -> None:
-    _run("mount", *words)
 
 
 def _run(*words: str) -> None:
@@ -250,8 +247,6 @@ def _wait_gone(host: Host) -> None:
         descriptor = os.pidfd_open(host.pid)
     except OSError:
         return
-    import select
-
     select.select([descriptor], [], [], 30)
     os.close(descriptor)
 
@@ -267,9 +262,6 @@ def main() -> None:
     enter = actions.add_parser("enter", help="run a command on a host")
     enter.add_argument("host")
     enter.add_argument("command", nargs=argparse.REMAINDER)
-    link = actions.add_parser("link", help="plug a host's cable in or out")
-    link.add_argument("host")
-    link.add_argument("state", choices=["up", "down"])
     actions.add_parser("unmake", help="end all that runs on the hosts, and the hosts")
     given = parser.parse_args()
     bed = Bed(given.name, given.subnet)
@@ -278,8 +270,6 @@ def main() -> None:
     elif given.action == "enter":
         words = [*bed.enter(given.host), *given.command]
         os.execvp(words[0], words)
-    elif given.action == "link":
-        bed.link(given.host, given.state == "up")
     else:
         require_root()
         bed.unmake()

@@ -15,17 +15,9 @@ class MadeRun:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def event(self, job: str, name: str, step: int, start: float, end: float, role: str = "trainer", worker: int = 0, **extra):
-        line = {
-            "timestamp": (ORIGIN + timedelta(seconds=end)).isoformat(),
-            "event": name,
-            "duration_sec": end - start,
-            "extra": extra or None,
-            "workid": worker,
-            "step": step,
-        }
-        if not extra:
-            del line["extra"]
+    def event(self, job: str, name: str, step: int, start: float, end: float, /, role: str = "trainer", worker: int = 0, **extra):
+        line = {"timestamp": (ORIGIN + timedelta(seconds=end)).isoformat(), "event": name, "duration_sec": end - start}
+        line |= {"workid": worker, "step": step, **({"extra": extra} if extra else {})}
         self.raw(job, role, step, worker, json.dumps(line))
 
     def raw(self, job: str, role: str, step: int, worker: int, line: str) -> None:
@@ -47,6 +39,7 @@ class MadeRun:
 
     def start(self, job: str, at: float) -> None:
         """It came to the coordinator."""
-        time = (ORIGIN + timedelta(seconds=at)).isoformat()
-        line = {"timestamp": time, "event": "job_registered", "extra": {"job": job}, "workid": 0, "step": 0}
-        self.raw("coordinator", "coordinator", 0, 0, json.dumps(line))
+        self.coordinator(at, "job_registered", job=job)
+
+    def coordinator(self, at: float, name: str, seconds: float = 0.0, /, **extra) -> None:
+        self.event("coordinator", name, 0, at - seconds, at, role="coordinator", **extra)

@@ -1,15 +1,13 @@
-"""The figures of a run: its steps, its groups' periods as predicted and as measured, its moves, its picture."""
-
-import json
-from datetime import timedelta
+"""The figures of a run: its steps, its groups' periods as predicted and as measured, its moves."""
 
 import pytest
 
 from tests.launcher.made_run import ORIGIN, MadeRun
 from verl_mux.coordinator.config import make_config
 from verl_mux.launcher import run_intervals, run_summary
-from verl_mux.launcher.run_intervals import Span, Timeline
+from verl_mux.launcher.run_intervals import coordinators_lines
 from verl_mux.launcher.run_summary import segment_steps
+from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.eventlog.events import REQUEST_COMPLETE
 
 CONFIG = make_config(
@@ -44,14 +42,26 @@ def result(tmp_path) -> dict:
     return run_summary.summarise(run_intervals.read(tmp_path, ["a", "b", "ghost"]), CONFIG, ["a", "b", "ghost"], 7 << 30, 61.2345)
 
 
-def test_a_job_that_never_finished_a_step_is_left_out(result):
-    assert list(result["jobs"]) == ["a", "b"]
+def test_figures_of_each_job(result):
+    a, b = result["jobs"].values()  # the one that never finished a step is left out
+    assert [(job["steps"], job["reward_first"], job["reward_last"]) for job in (a, b)] == [(7, 0.2, 0.6), (7, 0.0, 0.9)]
+    # Neither the step behind the barrier, nor what ran after the first job ended.
+    assert [(job["period_alone_s"], job["period_mux_s"]) for job in (a, b)] == [(10, 12), (12, 14)]
+    # Medians over interleaved steps; engines that fall asleep at the same time count once.
+    expected = {"rollout": 10, "train": 10, "sync": 2, "sleep": pytest.approx(0.7 + 0.3), "wake": 0}
+    assert a["phase_s"] == {**expected, "wait_rollout": 3, "wait_train": 0.2}
 
 
-def test_steps_and_rewards(result):
-    a, b = result["jobs"]["a"], result["jobs"]["b"]
-    assert (a["steps"], a["reward_first"], a["reward_last"]) == (7, 0.2, 0.6)
-    assert (b["steps"], b["reward_first"], b["reward_last"]) == (7, 0.0, 0.9)
+def test_figures_of_all_jobs_together(result):
+    mux = result["mux"]
+    # (1/12 + 1/14) steps a second together; 2 steps in 10 + 12 seconds one after the other
+    assert mux["throughput_ratio"] == pytest.approx((1 / 12 + 1 / 14) / (2 / 22), abs=1e-4)
+    # alone: 2 x 100 + 2 x 200 tokens in 20 + 24 s; together: 300 tokens in 36 s beside 400 in 28 s
+    assert mux["token_throughput_ratio"] == pytest.approx((300 / 36 + 400 / 28) / (600 / 44), abs=1e-4)
+    # from 84 (b's first interleaved step has ended) to 116 (a's last): r0 runs 84-98 and 100-116, of t0 and t1 each 90-100
+    assert mux["bubble"] == {"rollout": round(1 - 30 / 32, 4), "train": round(1 - 20 / 64, 4)}
+    assert mux["sample_to_lease_s"] == pytest.approx(0.05)
+    assert (mux["peak_rss_bytes"], mux["startup_s"]) == (7 << 30, 61.234)
 
 
 def test_a_reward_that_was_no_number_is_left_out(tmp_path):
@@ -60,44 +70,6 @@ def test_a_reward_that_was_no_number_is_left_out(tmp_path):
     made.steps("b", [40], tokens=100, rewards=[None])
     jobs = run_summary.summarise(run_intervals.read(tmp_path, ["a", "b"]), CONFIG, ["a", "b"], 0, 0.0)["jobs"]
     assert [(job["reward_first"], job["reward_last"]) for job in jobs.values()] == [(0.3, 0.3), (0.0, 0.0)]
-
-
-def test_periods_leave_out_the_step_behind_the_barrier_and_what_ran_after_the_first_job_ended(result):
-    assert [(j["period_alone_s"], j["period_mux_s"]) for j in result["jobs"].values()] == [(10, 12), (12, 14)]
-
-
-def test_throughput_is_steps_together_over_steps_one_after_the_other(result):
-    # (1/12 + 1/14) steps a second together; 2 steps in 10 + 12 seconds one after the other
-    assert result["mux"]["throughput_ratio"] == pytest.approx((1 / 12 + 1 / 14) / (2 / 22), abs=1e-4)
-
-
-def test_token_throughput_counts_tokens_of_the_same_steps(result):
-    # alone: 2 x 100 + 2 x 200 tokens in 20 + 24 s; together: 300 tokens in 36 s beside 400 in 28 s
-    assert result["mux"]["token_throughput_ratio"] == pytest.approx((300 / 36 + 400 / 28) / (600 / 44), abs=1e-4)
-
-
-def test_the_bubble_is_what_no_phase_covers_while_all_interleave(result):
-    # from 84 (b's first interleaved step has ended) to 116 (a's last): r0 runs 84-98 and 100-116, of t0 and t1 each 90-100
-    assert result["mux"]["bubble"] == {"rollout": round(1 - 30 / 32, 4), "train": round(1 - 20 / 64, 4)}
-
-
-def test_seconds_by_phase_are_medians_over_interleaved_steps(result):
-    seconds = result["jobs"]["a"]["phase_s"]
-    assert list(seconds) == ["rollout", "train", "sync", "sleep", "wake", "wait_rollout", "wait_train"]
-    assert (seconds["rollout"], seconds["train"], seconds["sync"], seconds["wake"]) == (10, 10, 2, 0)
-    assert (seconds["wait_rollout"], seconds["wait_train"]) == (3, 0.2)
-
-
-def test_engines_that_fall_asleep_at_the_same_time_count_once(result):
-    assert result["jobs"]["a"]["phase_s"]["sleep"] == pytest.approx(0.7 + 0.3)
-
-
-def test_from_the_last_sample_to_the_training_lease(result):
-    assert result["mux"]["sample_to_lease_s"] == pytest.approx(0.05)
-
-
-def test_memory_and_start_up_are_passed_on(result):
-    assert (result["mux"]["peak_rss_bytes"], result["mux"]["startup_s"]) == (7 << 30, 61.234)
 
 
 def test_without_a_single_step_there_are_no_figures_and_no_error(tmp_path):
@@ -156,12 +128,7 @@ def test_start_up_lasts_until_a_job_asks_for_its_first_step(tmp_path, since, sec
 class Predicted(MadeRun):
     def predicted(self, at, source, periods, group="g1", rollout="r0"):
         extra = {"group": group, "source": source, "periods": periods, "limits": {}, "order": "fifo"}
-        extra |= {"nodes": {"rollout": [rollout], "train": ["t0"]}, "usd_per_hour": 2.0}
-        line = {"timestamp": (ORIGIN + timedelta(seconds=at)).isoformat(), "event": "group_predicted", "extra": extra}
-        path = self.directory / "coordinator" / "events" / "coordinator" / "step_0" / "worker_0.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self.coordinator(at, "group_predicted", **extra, nodes={"rollout": [rollout], "train": ["t0"]}, usd_per_hour=2.0)
 
     def steps(self, job, ends):
         for number, (start, end) in enumerate(zip(ends, ends[1:], strict=False), start=1):
@@ -174,7 +141,7 @@ def predicted_run(tmp_path):
 
 
 def found(made, *jobs):
-    predictions = run_summary.read_predictions(made.directory)
+    predictions = coordinators_lines(made.directory, events.GROUP_PREDICTED)
     return run_summary.group_periods(predictions, run_intervals.read(made.directory, list(jobs)))
 
 
@@ -233,25 +200,13 @@ def test_groups_with_too_few_steps_or_never_observed_are_left_out(predicted_run)
     assert run_summary.group_periods([], run_intervals.read(predicted_run.directory, ["a"])) == []
 
 
-def test_a_torn_line_is_passed_over(predicted_run):
-    predicted_run.predicted(1, "observed", {"a": 1.0})
-    path = next(predicted_run.directory.rglob("worker_0.jsonl"))
-    path.write_text(path.read_text() + '{"event": "group_predicted", "extr')
-    assert len(run_summary.read_predictions(predicted_run.directory)) == 1
-
-
 OLD, NEW = {"rollout": ["r0"], "train": ["t0"]}, {"rollout": ["r1"], "train": ["t0"]}
 
 
-def logged(run, at, event, duration=None, **extra):
-    line = {"timestamp": (ORIGIN + timedelta(seconds=at)).isoformat(), "event": event, "extra": extra, "workid": 0, "step": 0}
-    line |= {"duration_sec": duration} if duration is not None else {}
-    run.raw("coordinator", "coordinator", 0, 0, json.dumps(line))
-
-
 def asked_and_moved(run, asked, moved, number, done):
-    logged(run, asked, "move_asked", job="a", number=number, nodes=NEW, before=OLD, group="g1", expected_s=60.0)
-    logged(run, moved, "job_moved", moved - asked, job="a", number=number, nodes=NEW, before=OLD, done=done)
+    about = {"job": "a", "number": number, "nodes": NEW, "before": OLD}
+    run.coordinator(asked, "move_asked", **about, group="g1", expected_s=60.0)
+    run.coordinator(moved, "job_moved", moved - asked, **about, done=done)
 
 
 def moves(run):
@@ -262,7 +217,7 @@ def test_a_move_is_told_with_what_it_took_and_the_rewards_on_both_sides_of_it(tm
     run = MadeRun(tmp_path)
     run.steps("a", [10, 20, 30, 90, 100], rewards=[0.1, 0.2, 0.3, 0.5, None])
     asked_and_moved(run, 25, 80, number=4, done=3)
-    logged(run, 85, "move_asked", job="a", number=5, nodes=OLD, before=NEW, group="g1", expected_s=55.0)  # not over yet
+    run.coordinator(85, "move_asked", job="a", number=5, nodes=OLD, before=NEW, group="g1", expected_s=55.0)  # not over yet
     (move,) = moves(run)
     assert (move["job"], move["from"], move["to"], move["after_step"]) == ("a", OLD, NEW, 3)
     assert (move["took_s"], move["expected_s"]) == (55.0, 60.0)
@@ -279,39 +234,3 @@ def test_a_step_that_was_done_twice_or_never_is_counted(tmp_path):
     asked_and_moved(run, 25, 80, number=1, done=3)
     (move,) = moves(run)
     assert (move["steps_lost"], move["steps_doubled"], move["reward_after"]) == (1, 1, None)
-
-
-def test_a_run_without_moves_has_none(tmp_path):
-    run = MadeRun(tmp_path)
-    run.steps("a", [10, 20])
-    assert moves(run) == []
-
-
-def drawn(spans: list[Span], tmp_path, monkeypatch):
-    """The axes, and the picture on disk."""
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    figures = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
-    config = make_config({"pools": {"rollout": {"nodes": [{"name": "r0"}]}, "train": {"nodes": [{"name": "t0"}]}}})
-    run_summary.draw(Timeline(spans, [], [], []), config, ["a", "b"], tmp_path / "lanes.png")
-    assert (tmp_path / "lanes.png").stat().st_size > 0
-    return figures[0].axes[0]
-
-
-def spans(steps: int) -> list[Span]:
-    return [
-        Span(job, "rollout", step, 20 * step + at, 20 * step + at + 9, (node,))
-        for step in range(1, steps + 1)
-        for at, job, node in ((0, "a", "r0"), (10, "b", "r0"), (10, "a", "t0"))
-    ]
-
-
-def test_spans_that_are_wide_enough_have_their_steps_number(tmp_path, monkeypatch):
-    texts = [text.get_text() for text in drawn(spans(3), tmp_path, monkeypatch).texts]
-    assert sorted(filter(str.isdigit, texts)) == sorted(3 * ["1", "2", "3"])
-
-
-def test_a_run_of_weeks_is_drawn_with_a_shape_for_each_job_and_node(tmp_path, monkeypatch):
-    axes = drawn(spans(1000), tmp_path, monkeypatch)
-    assert len(axes.collections) == 3 and not axes.patches
-    assert not any(text.get_text().isdigit() for text in axes.texts)

@@ -23,8 +23,10 @@ from verl_mux.errors import Failure, UserError
 from verl_mux.launcher import cores, folders, run_file, run_intervals, run_summary
 from verl_mux.launcher.marked_process import MarkedProcess, end_leftovers
 from verl_mux.launcher.run_file import RunFile, fill
+from verl_mux.launcher.run_intervals import coordinators_lines
 from verl_mux.launcher.run_processes import JobProcess, RunCoordinator, filler_process, finish_filler, require_verl
-from verl_mux.launcher.watch import Watch
+from verl_mux.launcher.watch import Watch, nodes_of
+from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.lines import read_directory
 from verl_mux.yaml_file import read_yaml
 
@@ -180,13 +182,9 @@ def _see_through(watch: Watch, coordinator: RunCoordinator, jobs: list[JobProces
             signal.signal(number, handler)
 
 
-def _nodes(snapshot: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {node: state for pool in snapshot.get("pools", {}).values() for node, state in pool["nodes"].items()}
-
-
 def _keep_peaks(snapshot: dict[str, Any], directory: Path) -> None:
     """Peak bytes of tagged device memory by node and schedule segment."""
-    peaks = {node: state["peak_bytes_by_segment"] for node, state in _nodes(snapshot).items()}
+    peaks = {node: state["peak_bytes_by_segment"] for node, state in nodes_of(snapshot).items()}
     (directory / "peaks.json").write_text(json.dumps(peaks, indent=2) + "\n")
 
 
@@ -197,20 +195,16 @@ def _finish(run: RunFile, watch: Watch, started_at: float) -> dict:
     startup_s = run_summary.startup(spans, started_at)
     result = run_summary.summarise(spans, config, names, watch.peak_rss, startup_s, cores.read(directory))
     if config.placement is not None:
-        result["groups"] = run_summary.group_periods(run_summary.read_predictions(directory), spans)
+        result["groups"] = run_summary.group_periods(coordinators_lines(directory, events.GROUP_PREDICTED), spans)
         result["moves"] = run_summary.read_moves(directory, spans)
     if (agents := directory / run_file.AGENTS).is_dir():  # of agents that were started with --log-dir DIR/agents
         since = 0.0 if run.resume else started_at
         result["hosts"] = run_intervals.hosts_by_side((it for it in read_directory(agents) if it.end >= since), run.jobs)
     if run.fillers:  # by node, the share of the time without a job that fillers used, from the first lease on
-        result["bubble_filled"] = {node: state["usage"]["bubble_filled"] for node, state in _nodes(watch.snapshot).items()}
+        result["bubble_filled"] = {node: state["usage"]["bubble_filled"] for node, state in nodes_of(watch.snapshot).items()}
     (directory / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
-    try:
-        run_summary.draw(spans, config, names, directory / "lanes.png")
-    except ImportError:
-        print("no picture: pip install 'verl-mux[plots]'", file=sys.stderr)
     folders.under_way(directory).unlink(missing_ok=True)
-    print(f"summary: {directory / 'summary.json'}   picture: {directory / 'lanes.png'}", file=sys.stderr)
+    print(f"summary: {directory / 'summary.json'}", file=sys.stderr)
     return result
 
 

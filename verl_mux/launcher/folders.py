@@ -2,7 +2,7 @@
 
 Runs in the launcher and bench/; called by command.py; makes and moves folders.
 
-<dir>/summary.json, lanes.png, peaks.json, cores.jsonl     the latest run's
+<dir>/summary.json, peaks.json, cores.jsonl   the latest run's
 <dir>/<job>/, <dir>/coordinator/              the latest run's
 <dir>/earlier/<when>/                         the same of an earlier run; <when>: when it last changed
 """
@@ -23,7 +23,7 @@ from verl_mux.launcher.run_file import COORDINATOR, EARLIER, RunFile
 
 # In every folder that a run made, so that a later one may move it.
 _MARK = ".verl_mux_run"
-RESULTS = ("summary.json", "lanes.png", "peaks.json", "cores.jsonl")
+RESULTS = ("summary.json", "peaks.json", "cores.jsonl")
 # What a run that goes on keeps writing to; the rest of the coordinator's folder belongs to its start.
 _COORDINATOR_LOG = "events"
 

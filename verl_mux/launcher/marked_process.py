@@ -18,7 +18,7 @@ from uuid import uuid4
 import msgspec
 import psutil
 
-from verl_mux.coordinator.bus.members import UID_VARIABLE, carriers, end
+from verl_mux.coordinator.bus.members import UID_VARIABLE, carriers, end, mark_of
 
 logger = logging.getLogger(__name__)
 
@@ -106,11 +106,11 @@ class MarkedProcess:
 
     def processes(self) -> list[psutil.Process]:
         """Every living process with the mark, those whose parent has died too."""
-        found = {}
+        found = []
         for member in carriers(self.uid) if self.uid else ():
             with contextlib.suppress(psutil.NoSuchProcess):
-                found[member.pid] = psutil.Process(member.pid)
-        return list(found.values())
+                found.append(psutil.Process(member.pid))
+        return found
 
     def stop(self, patience: float = 10.0) -> None:
         """Ask it to end (SIGINT, then SIGTERM), then end what is left. Nothing happens to what was not started."""
@@ -189,8 +189,8 @@ def left_exit_code(directory: Path) -> int:
 
 def runs(directory: Path) -> bool:
     """Whether the process that was noted there is alive."""
-    note = read_note(directory)
-    return note is not None and (_carries(note.pid, note.uid) if note.pid else _leader(note.uid) is not None)
+    process = MarkedProcess("", directory, "", [])
+    return process.take_up() and process.returncode is None
 
 
 def end_leftovers(directory: Path) -> None:
@@ -203,11 +203,9 @@ def end_leftovers(directory: Path) -> None:
 
 def _carries(pid: int, uid: str) -> bool:
     """Whether this is a living process with the mark; a pid alone may be another process's by now."""
-    try:
-        process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(UID_VARIABLE) == uid
-    except (psutil.Error, OSError):
-        return False
+    with contextlib.suppress(psutil.Error, OSError):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and mark_of(pid) == uid
+    return False
 
 
 def _leader(uid: str) -> int | None:

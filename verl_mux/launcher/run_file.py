@@ -23,6 +23,7 @@
 
 from __future__ import annotations
 
+import graphlib
 import math
 import re
 import sys
@@ -152,12 +153,18 @@ def _check(run: RunFile) -> None:
     clusters: dict[str, str] = {}
     for name, job in run.jobs.items():
         _check_name(name, "job")
-        _check_after(name, run)
+        if missing := [other for other in job.after if other not in run.jobs]:
+            raise UserError(f"job {name!r}: after has {missing[0]!r}; there are {', '.join(run.jobs)}")
         _check_job(f"job {name!r}", job, config)
         if job.ray is not None and (other := clusters.setdefault(job.ray, name)) != name:
             raise UserError(
                 f"job {name!r}: ray is {job.ray}, the cluster of job {other!r}; each job needs a Ray cluster of its own"
             )
+    try:
+        graphlib.TopologicalSorter({name: job.after for name, job in run.jobs.items()}).prepare()
+    except graphlib.CycleError as error:
+        chain = " -> ".join(map(repr, error.args[1]))
+        raise UserError(f"job {chain}: waits for its own end; `after` must not lead back to the job") from None
 
 
 def _check_filler(filler: str, spec: FillerSpec, config: Config) -> None:
@@ -196,20 +203,6 @@ def _check_job(job: str, spec: JobSpec, config: Config) -> None:
                 raise UserError(f"{job} asks for {gpus} GPUs on node {name!r}, which has {node.gpus}")
 
 
-def _check_after(name: str, run: RunFile) -> None:
-    """Check that every job that this one waits for is there, and does not wait for this one in turn."""
-    reached, ahead = set(), list(run.jobs[name].after)
-    while ahead:
-        other = ahead.pop()
-        if other not in run.jobs:
-            raise UserError(f"job {name!r}: after has {other!r}; there are {', '.join(run.jobs)}")
-        if other == name:
-            raise UserError(f"job {name!r} waits for its own end; `after` must not lead back to the job")
-        if other not in reached:
-            reached.add(other)
-            ahead += run.jobs[other].after
-
-
 def _check_name(name: str, kind: str) -> None:
     """A job's name is a folder of its run and a word of its command line."""
     if not _NAME.fullmatch(name):
@@ -220,10 +213,6 @@ def _check_name(name: str, kind: str) -> None:
 
 def fill(texts: list[str], run: RunFile, job: str = "", seed: int = 0) -> list[str]:
     """Replace {dir}, {job}, {seed} and {here}; `python` as a command is this interpreter."""
-    values = {"{dir}": str(run.directory), "{job}": job, "{seed}": str(seed), "{here}": run.here}
-    filled = []
-    for text in texts:
-        for mark, value in values.items():
-            text = text.replace(mark, value)
-        filled.append(text)
+    values = {"dir": str(run.directory), "job": job, "seed": str(seed), "here": run.here}
+    filled = [re.sub(r"\{(dir|job|seed|here)\}", lambda mark: values[mark[1]], text) for text in texts]
     return [sys.executable, *filled[1:]] if filled and filled[0] == "python" else filled

@@ -6,6 +6,7 @@ by run_summary.py and command.py; reads files only.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +39,7 @@ class Span:
 class Timeline:
     """All spans of a run, in order of their ends. `parts`: sync, sleep and wake. `requests`: the last training request of each
     step. `starts`: when each job came to the coordinator, several times if it was resumed; a step that it did again is there
-    once, as it was done last."""
+    once, as it was done last. `times_done`: by job, how often each step was done."""
 
     phases: list[Span]
     waits: list[Span]
@@ -46,6 +47,7 @@ class Timeline:
     steps: list[Span]
     requests: list[Span] = field(default_factory=list)
     starts: dict[str, list[float]] = field(default_factory=dict)
+    times_done: dict[str, Counter[int]] = field(default_factory=dict)
 
     def unbroken(self, job: str, begin: float, end: float) -> bool:
         """Whether the job was not started again in between."""
@@ -74,6 +76,7 @@ def read(directory: Path, jobs: list[str]) -> Timeline:
     timeline.requests = list(last.values())
     for spans in (timeline.phases, timeline.waits, timeline.parts, timeline.steps, timeline.requests):
         spans.sort(key=lambda span: span.end)
+    timeline.times_done = {job: Counter(span.step for span in timeline.of(job, "steps")) for job in jobs}
     timeline.steps = list({(span.job, span.step): span for span in timeline.steps}.values())
     for line in coordinators_lines(directory):
         if line.event == events.JOB_REGISTERED:

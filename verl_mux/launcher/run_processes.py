@@ -28,8 +28,7 @@ from verl_mux.launcher.marked_process import MarkedProcess, left_exit_code, read
 from verl_mux.launcher.run_file import COORDINATOR, FillerSpec, JobSpec, RunFile, fill
 
 _START_S, _ANSWER_S = 60.0, 2.0
-# From one start to the next where starting does not help.
-_RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0
+_RETRY_S = 5.0  # from one start to the next where starting does not help
 _PORTS_FROM = 30_000  # above those of jobs' Ray clusters
 
 
@@ -48,7 +47,7 @@ class RunCoordinator(MarkedProcess):
         options += ["--keys", str(self._keys)] if self._keys else []
         command = [sys.executable, "-m", "verl_mux", "coordinator", "--bind", self.address, *options]
         super().__init__("the coordinator", directory, "coordinator.log", command)
-        self._started_at, self._retry_s, self._last_end = 0.0, _RETRY_S, ""
+        self._started_at, self._last_end = 0.0, ""
 
     def snapshot(self, timeout: float = _ANSWER_S) -> dict[str, Any] | None:
         """What `verl-mux status` shows; None when the coordinator does not answer."""
@@ -91,18 +90,12 @@ class RunCoordinator(MarkedProcess):
             raise
 
     def keep_up(self) -> None:
-        """Start it again if it died. The reason is printed once, and starting is tried again after ever longer times."""
-        if not self.own or self.returncode is None:
-            return
-        now = time.monotonic()
-        if now - self._started_at > _LONGEST_RETRY_S:
-            self._retry_s = _RETRY_S
-        elif now - self._started_at < self._retry_s:
+        """Start it again if it died. The reason is printed once."""
+        if not self.own or self.returncode is None or time.monotonic() - self._started_at < _RETRY_S:
             return
         if (how := self.how_it_ended()) != self._last_end:
             self._last_end = how
             print(f"the coordinator {how}; it is started again, jobs wait for it", file=sys.stderr, flush=True)
-        self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
         self._start()
 
     def stop(self, patience: float = 10.0) -> None:

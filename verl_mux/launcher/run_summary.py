@@ -1,27 +1,26 @@
 """The figures of a run, from its intervals: steps alone and multiplexed, where the time went, its groups' periods as predicted
-and as measured, its moves, and a picture of the lanes.
+and as measured, and its moves.
 
-Runs in the launcher and bench/; called by command.py; reads the coordinator's log, writes the picture.
+Runs in the launcher and bench/; called by command.py; reads the coordinator's log.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, mean, median
 from typing import Any
-
-import msgspec
 
 from verl_mux.coordinator.core.settings import Config, Segment
 from verl_mux.launcher import cores
 from verl_mux.launcher.cores import Interval
 from verl_mux.launcher.run_intervals import Span, Timeline, coordinators_lines
 from verl_mux.profiling.eventlog import events
-from verl_mux.profiling.plain.lines import Line, clip, length, read_directory, throughput_ratio
+from verl_mux.profiling.plain.lines import Line, clip, length, throughput_ratio
 
 PHASES = ("rollout", "train", "sync", "sleep", "wake", "wait_rollout", "wait_train")
 _REWARD_STEPS = 3
@@ -168,84 +167,75 @@ def _numbers(rewards: Iterable[Any]) -> list[float]:
 _LEAST_GAPS = 2
 
 
-class Prediction(msgspec.Struct, frozen=True):
-    """A `group_predicted` line. at: seconds since the epoch. source: `estimated` before, `observed` after its first steps
-    together. periods: seconds per step, by job."""
+@dataclass
+class _Stay:
+    """Predictions (`group_predicted`) for the same jobs on the same nodes, until another takes one of the jobs up."""
 
-    at: float
-    group: str
-    source: str
-    periods: dict[str, float]
-    nodes: dict[str, list[str]]
-    usd_per_hour: float
-
-    def is_same(self, other: Prediction) -> bool:
-        return self.periods.keys() == other.periods.keys() and self.nodes == other.nodes
+    predictions: list[Line]
+    until: float = math.inf
 
 
-def read_predictions(directory: Path) -> list[Prediction]:
-    """In order of time, from the coordinator's event log of a run."""
-    return [msgspec.convert({**line.extra, "at": line.end}, Prediction) for line in
-            coordinators_lines(directory, events.GROUP_PREDICTED)]  # fmt: skip
-
-
-def group_periods(predictions: list[Prediction], timeline: Timeline) -> list[dict]:
+def group_periods(predictions: list[Line], timeline: Timeline) -> list[dict]:
     """One entry per group of jobs that ran together long enough: the period predicted once all of them had been seen for
     a few steps, and the median period of their steps from then on, as long as the group stayed as it was.
     """
     found = []
-    for first, stay in _stays(predictions):
-        if (observed := next((p for p in stay if p.source == "observed"), None)) is None:
-            continue
-        others = (p for p in predictions if p.at > first.at and not p.is_same(first))
-        until = next((p.at for p in others if p.periods.keys() & first.periods.keys()), math.inf)
-        if measured := _measured(observed, until, timeline):
-            found.append(_group_entry(first, observed, measured))
+    for stay in _stays(predictions):
+        observed = next((line for line in stay.predictions if line.extra["source"] == "observed"), None)
+        if observed is not None and (measured := _measured(observed, stay.until, timeline)):
+            found.append(_group_entry(stay.predictions[0].extra, observed.extra, measured))
     return found
 
 
-def _stays(predictions: list[Prediction]) -> Iterator[tuple[Prediction, list[Prediction]]]:
-    """Predictions for one and the same set of jobs on the same nodes, until another takes one of them up."""
-    stays: list[list[Prediction]] = []
-    latest: dict[str, list[Prediction]] = {}
-    for prediction in predictions:
-        stay = latest.get(next(iter(prediction.periods)))
-        if stay is None or not stay[0].is_same(prediction) or any(latest.get(job) is not stay for job in prediction.periods):
-            stays.append(stay := [])
-        stay.append(prediction)
-        latest.update(dict.fromkeys(prediction.periods, stay))
-    yield from ((stay[0], stay) for stay in stays)
+def _stays(predictions: list[Line]) -> list[_Stay]:
+    stays: list[_Stay] = []
+    latest: dict[str, _Stay] = {}
+    for line in predictions:
+        before = [latest[job] for job in line.extra["periods"] if job in latest]
+        stay = before[0] if before else _Stay([])
+        same = before and _jobs_and_nodes(stay.predictions[0]) == _jobs_and_nodes(line)
+        if not same or any(it is not stay for it in before):
+            for it in before:
+                it.until = min(it.until, line.end)
+            stays.append(stay := _Stay([]))
+            latest.update(dict.fromkeys(line.extra["periods"], stay))
+        stay.predictions.append(line)
+    return stays
 
 
-def _measured(prediction: Prediction, until: float, timeline: Timeline) -> dict[str, tuple[float, int]] | None:
+def _jobs_and_nodes(prediction: Line) -> tuple[set[str], dict[str, list[str]]]:
+    return set(prediction.extra["periods"]), prediction.extra["nodes"]
+
+
+def _measured(prediction: Line, until: float, timeline: Timeline) -> dict[str, tuple[float, int]] | None:
     """Median seconds from one step's end to the next, and how many, of each job; None if one of them has too few."""
-    steps = {job: timeline.of(job, "steps") for job in prediction.periods}
+    steps = {job: timeline.of(job, "steps") for job in prediction.extra["periods"]}
     if not all(steps.values()):
         return None
     until = min(until, *(spans[-1].end for spans in steps.values()))
     measured = {}
     for job, spans in steps.items():
-        ends = [span.end for span in spans if prediction.at <= span.end <= until]
+        ends = [span.end for span in spans if prediction.end <= span.end <= until]
         if len(ends) <= _LEAST_GAPS:
             return None
         measured[job] = (median(b - a for a, b in itertools.pairwise(ends)), len(ends) - 1)
     return measured
 
 
-def _group_entry(first: Prediction, observed: Prediction, measured: Mapping[str, tuple[float, int]]) -> dict:
-    predicted, seen = fmean(observed.periods.values()), fmean(seconds for seconds, _ in measured.values())
+def _group_entry(first: dict[str, Any], observed: dict[str, Any], measured: Mapping[str, tuple[float, int]]) -> dict:
+    predicted, seen = fmean(observed["periods"].values()), fmean(seconds for seconds, _ in measured.values())
     jobs = {
-        job: {"predicted_period_s": round(observed.periods[job], 4), "measured_period_s": round(seconds, 4), "steps": count}
+        job: {"predicted_period_s": round(observed["periods"][job], 4), "measured_period_s": round(seconds, 4), "steps": count}
         for job, (seconds, count) in measured.items()
     }
     return {
-        "group": observed.group,
-        "nodes": observed.nodes,
-        "usd_per_hour": round(observed.usd_per_hour, 4),
+        "group": observed["group"],
+        "nodes": observed["nodes"],
+        "usd_per_hour": round(observed["usd_per_hour"], 4),
         "predicted_period_s": round(predicted, 4),
         "measured_period_s": round(seen, 4),
         "difference": round(predicted / seen - 1, 4),
-        "period_bound_s": round(fmean(first.periods.values()), 4),
+        "period_bound_s": round(fmean(first["periods"].values()), 4),
         "jobs": jobs,
     }
 
@@ -255,12 +245,12 @@ def read_moves(directory: Path, timeline: Timeline) -> list[dict[str, Any]]:
     lines = coordinators_lines(directory, events.MOVE_ASKED, events.JOB_MOVED)
     expected = {line.extra["number"]: line.extra["expected_s"] for line in lines if line.event == events.MOVE_ASKED}
     moved = [line for line in lines if line.event == events.JOB_MOVED]
-    return [_move_entry(line, expected.get(line.extra["number"]), directory, timeline) for line in moved]
+    return [_move_entry(line, expected.get(line.extra["number"]), timeline) for line in moved]
 
 
-def _move_entry(line: Line, expected_s: float | None, directory: Path, timeline: Timeline) -> dict[str, Any]:
+def _move_entry(line: Line, expected_s: float | None, timeline: Timeline) -> dict[str, Any]:
     job, done = line.extra["job"], line.extra["done"]
-    steps = Counter(each.step for each in read_directory(directory / job / "events") if each.event == events.STEP)
+    steps = timeline.times_done[job]
     rewards = {span.step: span.extra.get("reward") for span in timeline.of(job, "steps")}
 
     def mean_reward(first: int) -> float | None:
@@ -290,48 +280,3 @@ def move_sentence(move: dict[str, Any]) -> str:
         f"moved {move['job']} after step {move['after_step']} from {at[0]} to {at[1]} in {move['took_s']:.0f} s{expected};"
         f" steps lost {move['steps_lost']}, doubled {move['steps_doubled']}; reward {rewards[0]}->{rewards[1]}"
     )
-
-
-# A span of this part of the picture has room for its step's number.
-_LABELLED = 0.008
-_COLOURS = ("#2f6fb3", "#d9822b", "#3a9d6e", "#a34fa8", "#c23b3b", "#6b7280")
-
-
-def draw(timeline: Timeline, config: Config, jobs: list[str], path: Path) -> None:
-    """Write the lanes of the run's steps to `path` (PNG)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.patches import Patch
-
-    spans = [span for span in timeline.phases if span.step > 0]
-    if not spans:
-        return
-    start = min(span.start for span in spans)
-    whole = max(span.end for span in spans) - start
-    lanes = [(f"{pool}  {node.name}", node.name) for pool, entry in config.pools.items() for node in entry.nodes]
-    figure, axes = pyplot.subplots(figsize=(14, 1.4 + 0.75 * len(lanes)), constrained_layout=True)
-    colours = {job: _COLOURS[i % len(_COLOURS)] for i, job in enumerate(jobs)}
-    for row, (_, node) in enumerate(lanes):
-        here = [span for span in spans if node in span.nodes]
-        for job in dict.fromkeys(span.job for span in here):  # one shape for all of a job: a run of weeks has a million spans
-            bars = [(span.start - start, span.seconds) for span in here if span.job == job]
-            axes.broken_barh(bars, (row - 0.35, 0.7), facecolors=colours[job])
-        label = {"ha": "center", "va": "center", "color": "white", "fontsize": 7}
-        for span in (span for span in here if span.seconds > _LABELLED * whole):
-            axes.text(span.start - start + span.seconds / 2, row, str(span.step), **label)
-    words = {"sequential": "one after the other", "uncoordinated": "uncoordinated", "interleaved": "interleaved"}
-    for mode, first, _ in segment_steps(config.schedule):
-        if begins := [span.start - start for span in timeline.phases if span.step == first and span.job in jobs]:
-            axes.axvline(min(begins), color="#888888", linewidth=1, linestyle=":")
-            axes.text(min(begins), -0.5, f" {words[mode]}", fontsize=9, color="#444444", va="bottom")
-    axes.set_yticks(range(len(lanes)), [name for name, _ in lanes])
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds since the first lease")
-    axes.margins(x=0.005)
-    axes.spines[["top", "right"]].set_visible(False)
-    handles = [Patch(color=colours[job], label=f"job {job}") for job in jobs]
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, 1.25), ncols=len(jobs), frameon=False)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)

@@ -9,9 +9,7 @@ import contextlib
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -36,7 +34,7 @@ class Watch:
     ) -> None:
         self._coordinator, self._jobs, self._resume = coordinator, jobs, resume
         self._started_at, self._account = started_at, account
-        self._view = LiveView([job.name for job in jobs])
+        self._said: dict[str, str] = {}
         self._begun: set[str] = set()
         self._ended: set[str] = set()
         self._unreported: list[JobProcess] = []  # ended, and the coordinator does not know it yet
@@ -77,9 +75,9 @@ class Watch:
                 self._observe(tick)
                 elapsed = time.time() - self._started_at
                 if console.is_terminal:
-                    live.update(self._view.render(elapsed, self._rss), refresh=True)
+                    live.update(tables(self.snapshot, elapsed, self._rss), refresh=True)
                 else:
-                    for line in self._view.plain_lines(elapsed):
+                    for line in plain_lines(self.snapshot, elapsed, self._said):
                         _say(line)
                 if self.all_ended and not self._has_guests():
                     return
@@ -114,11 +112,10 @@ class Watch:
             self._start(job, job.start_again)
         self._start_ready()
         self.snapshot = self._coordinator.snapshot() or self.snapshot
-        self._view.update(self.snapshot)
         if self._account.due:
             self._account.look(self._processes())
         if tick % _RSS_EVERY == 0:
-            self._rss = sum(_proportional_bytes(process.pid) for process in self._processes())
+            self._rss = sum(_proportional_bytes(process) for process in self._processes())
             self.peak_rss = max(self.peak_rss, self._rss)
 
     def _processes(self) -> list[psutil.Process]:
@@ -172,59 +169,34 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _proportional_bytes(pid: int) -> int:
+def _proportional_bytes(process: psutil.Process) -> int:
     """Resident bytes; a page shared by n processes counts 1/n in each (Linux's Pss)."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+    with contextlib.suppress(psutil.Error, OSError):
+        return process.memory_full_info().pss
+    return 0
 
 
-_COLOURS = ("cyan", "yellow", "green", "magenta", "red", "blue")
-_LANE_CELLS = 60
+def tables(snapshot: dict[str, Any], elapsed_s: float, rss_bytes: int) -> Group:
+    """For a terminal."""
+    mode = "" if snapshot else "   starting"
+    head = Text(f"{elapsed_s:6.0f} s{mode}   host memory {rss_bytes / 2**30:.1f} GiB", style="bold")
+    return Group(head, *([status_view.tables(snapshot)] if snapshot else []))
 
 
-class LiveView:
-    """Keeps the last minute of each node's lane: `update` takes the coordinator's snapshot, `render` draws."""
-
-    def __init__(self, jobs: list[str]) -> None:
-        self._colour = {job: _COLOURS[i % len(_COLOURS)] for i, job in enumerate(jobs)}
-        self._lanes: dict[str, deque[str | None]] = {}
-        self._snapshot: dict[str, Any] = {}
-        self._last_lines: dict[str, str] = {}
-
-    def update(self, snapshot: dict[str, Any]) -> None:
-        """Add one cell to every lane."""
-        self._snapshot = snapshot
-        for node, state in _nodes(snapshot):
-            lane = self._lanes.setdefault(node, deque([None] * _LANE_CELLS, maxlen=_LANE_CELLS))
-            lane.append(state["holders"][0]["job"] if state["holders"] else None)
-
-    def render(self, elapsed_s: float, rss_bytes: int) -> Group:
-        mode = "" if self._snapshot else "   starting"
-        head = Text(f"{elapsed_s:6.0f} s{mode}   host memory {rss_bytes / 2**30:.1f} GiB", style="bold")
-        lanes = (Text.assemble(f"{node:12} ", *map(self._cell, lane)) for node, lane in self._lanes.items())
-        return Group(head, *lanes, *([status_view.tables(self._snapshot)] if self._snapshot else []))
-
-    def _cell(self, job: str | None) -> tuple[str, str]:
-        return ("█", self._colour.get(job, "dim")) if job else ("·", "dim")
-
-    def plain_lines(self, elapsed_s: float) -> Iterator[str]:
-        """One line for every job whose step or reward changed since the last call."""
-        for name, job in self._snapshot.get("jobs", {}).items():
-            if job["state"] != "live" and job["steps_done"] == 0:
-                continue  # it has only asked whether it may come
-            reward = (job.get("metrics") or {}).get("reward")
-            held = ((node, h["phase"]) for node, state in _nodes(self._snapshot) for h in state["holders"] if h["job"] == name)
-            phase = next((f"{phase} on {node}" for node, phase in held), None)
-            doing = phase or (f"waits for {', '.join(job['waiting'])}" if job["waiting"] else job["note"] or job["state"])
-            line = f"{name}: step {job['steps_done']}" + (f", reward {reward:.3f}" if reward is not None else "")
-            if line != self._last_lines.get(name):
-                self._last_lines[name] = line
-                yield f"[{elapsed_s:6.1f} s] {line} ({doing})"
+def plain_lines(snapshot: dict[str, Any], elapsed_s: float, last: dict[str, str]) -> Iterator[str]:
+    """For a log: one line for every job whose step or reward changed. last: by job what was said of it, kept up to date."""
+    for name, job in snapshot.get("jobs", {}).items():
+        if job["state"] != "live" and job["steps_done"] == 0:
+            continue  # it has only asked whether it may come
+        reward = (job.get("metrics") or {}).get("reward")
+        held = ((node, h["phase"]) for node, state in nodes_of(snapshot).items() for h in state["holders"] if h["job"] == name)
+        phase = next((f"{phase} on {node}" for node, phase in held), None)
+        doing = phase or (f"waits for {', '.join(job['waiting'])}" if job["waiting"] else job["note"] or job["state"])
+        line = f"{name}: step {job['steps_done']}" + (f", reward {reward:.3f}" if reward is not None else "")
+        if line != last.get(name):
+            last[name] = line
+            yield f"[{elapsed_s:6.1f} s] {line} ({doing})"
 
 
-def _nodes(snapshot: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for pool in snapshot.get("pools", {}).values():
-        yield from pool["nodes"].items()
+def nodes_of(snapshot: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {node: state for pool in snapshot.get("pools", {}).values() for node, state in pool["nodes"].items()}
