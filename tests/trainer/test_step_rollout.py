@@ -141,7 +141,7 @@ class Simulated:
             config=config("nowhere", lag + 1), agent_loop_manager=self.manager, global_steps=1,
             replay_buffer=SimpleNamespace(clear_groups=self.cleared.update, waiting_groups=list),
         )  # fmt: skip
-        prompts = SimpleNamespace(next_batch=self._draw, forget=lambda uids: None)
+        prompts = SimpleNamespace(next_batch=self._draw, order=SimpleNamespace(forget=lambda uids: None))
         phases = SimpleNamespace(log=log, mux=SimpleNamespace(progress=on_progress))
         watch = SimpleNamespace(check=lambda: None)
         self.rollout = StepRollout(trainer, RolloutConfig(**keys), prompts, phases, watch, ReplicaMoves(), saved)

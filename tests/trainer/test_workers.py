@@ -3,6 +3,7 @@ platform says that the device is CUDA, with stand-ins of it."""
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -27,35 +28,18 @@ from verl_mux_cpu import cpu_saver
 from verl_mux_cpu.cpu_saver import CpuMemorySaver
 
 
-class Device:
-    """A device module that writes down what was called, in order; this process has `held` of its `size` bytes."""
+class Cuda:
+    """A device module, of whose `size` bytes this process has `held`, and engines. `calls`: what was called of these, in order.
+    `bytes_each`: of an engine's states."""
 
-    def __init__(self, calls):
-        self.calls, self.held, self.size = calls, 0, 1 << 40
-
-    def memory_allocated(self):
-        return self.held
+    def __init__(self):
+        self.calls, self.bytes_each, self.held, self.size = [], 100, 0, 1 << 40
+        self.synchronize, self.empty_cache = (partial(self.calls.append, name) for name in ("synchronize", "empty_cache"))
+        self.memory_allocated, self.list_gpu_processes = lambda: self.held, lambda: "process 7 uses 9 MB"
 
     def mem_get_info(self):
         self.calls.append("mem_get_info")
         return self.size - self.held, self.size
-
-    def list_gpu_processes(self):
-        return "process 7 uses 9 MB"
-
-    def synchronize(self):
-        self.calls.append("synchronize")
-
-    def empty_cache(self):
-        self.calls.append("empty_cache")
-
-
-class Cuda:
-    """`calls`: what was called of the device and of engines. `bytes_each`: of an engine's states."""
-
-    def __init__(self):
-        self.calls, self.bytes_each = [], 100
-        self.device = Device(self.calls)
 
     def engine(self, role=None, **config):
         """One of verl's, whose states lie on the device. Its calls are noted with its role, or with what of it was moved."""
@@ -70,7 +54,7 @@ class Cuda:
                 self.place(True)
 
             def place(self, here):
-                cuda.device.held += cuda.bytes_each * (here - self.here)
+                cuda.held += cuda.bytes_each * (here - self.here)
                 self.here = here
 
             def to(self, device, model=True, optimizer=True, grad=True):
@@ -86,7 +70,7 @@ def cuda(monkeypatch):
     made = Cuda()
     for where in (workers, base):
         monkeypatch.setattr(where, "get_device_name", lambda: "cuda")
-    monkeypatch.setattr(workers, "get_torch_device", lambda: made.device)
+    monkeypatch.setattr(workers, "get_torch_device", lambda: made)
     assert callable(torch._C._host_emptyCache)
     monkeypatch.setattr(workers, "_empty_host_cache", lambda: made.calls.append("empty_host_cache"))
     return made
@@ -271,14 +255,14 @@ def left(process):
 
 @pytest.mark.parametrize("which", range(3))
 def test_a_process_whose_states_did_not_leave_gives_no_lease_back(cuda, process, which):
-    cuda.bytes_each, cuda.device.held = 10**9, 3 * 10**9
+    cuda.bytes_each, cuda.held = 10**9, 3 * 10**9
     process.engines[which].place = lambda here: None
     with pytest.raises(Failure, match="1.00 of 3.00 GB did not leave the device"):
         left(process)
 
 
 def test_all_engines_leave_before_the_process_says_what_it_holds_and_room_is_looked_for_before_any_is_mapped(cuda, process):
-    assert left(process) == [0, 0] and cuda.device.held == 0
+    assert left(process) == [0, 0] and cuda.held == 0
     assert cuda.calls == [("actor", "cpu"), *LEAVES, ("ref", "cpu"), *LEAVES, ("critic", "cpu"), *LEAVES]
     cuda.calls.clear()
     assert sum(moved.mapped for moved in process.actor.mux_wake(1).values()) == 200
@@ -290,10 +274,10 @@ def test_all_engines_leave_before_the_process_says_what_it_holds_and_room_is_loo
 def test_a_wake_without_room_maps_nothing_and_names_the_holders(cuda, process):
     left(process)
     cuda.calls.clear()
-    cuda.device.size = 100  # of actor and reference only one would fit
+    cuda.size = 100  # of actor and reference only one would fit
     with pytest.raises(Failure, match="no room to wake: the actor's states take .* held by process 7 uses 9 MB"):
         process.actor.mux_wake(1)
-    assert cuda.calls == LOOKS and cuda.device.held == 0
+    assert cuda.calls == LOOKS and cuda.held == 0
 
 
 def test_room_that_goes_while_the_actor_wakes_takes_back_what_was_mapped(cuda, process):
@@ -306,7 +290,7 @@ def test_room_that_goes_while_the_actor_wakes_takes_back_what_was_mapped(cuda, p
     process.actor.ref.engine.to = full
     with pytest.raises(Failure, match="no room to wake the actor's states: CUDA out of memory"):
         process.actor.mux_wake(1)
-    assert cuda.device.held == 0
+    assert cuda.held == 0
 
 
 def test_a_call_of_an_older_lease_moves_nothing(cuda, process):
@@ -329,9 +313,7 @@ def engine(optimizer, **config):
     made = object.__new__(FSDPEngine)
     made.engine_config = SimpleNamespace(**{"strategy": "fsdp2", "forward_only": False, "offload_policy": False, **config})
     made.module, made.optimizer = torch.nn.Linear(2, 2), optimizer
-    made._is_offload_param = made._is_offload_optimizer = not (
-        made.engine_config.offload_policy or made.engine_config.forward_only
-    )
+    made._is_offload_param = made._is_offload_optimizer = not made.engine_config.forward_only
     return made
 
 

@@ -281,10 +281,10 @@ class PPOTrainerMux(PPOTrainer):
             batch = super()._compute_old_log_prob(batch, metrics)
             self.prompts.trained(batch)
             figures = self.prompts.window.figures() if self.prompts.window is not None else {}
-            figures |= self.rollout.figures() if self.rollout is not None else {}
-            metrics.update({f"mux/rollout/{key}": value for key, value in figures.items()})
             if self.rollout is not None:
+                figures |= self.rollout.machine.metrics.as_dict() | self.moves.metrics
                 self.rollout.treat_older_tokens(batch, metrics)
+            metrics.update({f"mux/rollout/{key}": value for key, value in figures.items()})
         return batch
 
     _compute_ref_log_prob = _timed_pass("_compute_ref_log_prob", events.REF)

@@ -7,7 +7,7 @@ buffer's note of the order; saves its window beside verl's checkpoint.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class Prompts:
 
     def __init__(self, trainer: PPOTrainer, keys: RolloutConfig) -> None:
         self._trainer = trainer
-        self._order = LaunchOrder(keys.launch_order, make_predictor(keys.dispatch.predictor))
+        self.order = LaunchOrder(keys.launch_order, make_predictor(keys.dispatch.predictor))
         self.window: PromptWindow | None = None
         if keys.defers:
             data, samples = trainer.config.data, trainer.config.actor_rollout_ref.rollout.n
@@ -48,7 +48,7 @@ class Prompts:
             batch = stamped(self.window.next_batch(count, self._steps_ahead()), self._trainer.global_steps)
         uids = list(batch["uid"])
         self.remember_order(uids)
-        place = self._order.place(uids, prompts_of(batch))
+        place = self.order.place(uids, prompts_of(batch))
         return batch if (place == np.arange(len(place))).all() else batch[place.tolist()]
 
     def remember_order(self, uids: list[str]) -> None:
@@ -56,17 +56,13 @@ class Prompts:
         if hasattr(self._trainer.replay_buffer, "submitted"):  # a user's own sampler has no such method
             self._trainer.replay_buffer.submitted(uids)
 
-    def forget(self, uids: Iterable[str]) -> None:
-        """Prompt groups that were given up."""
-        self._order.forget(uids)
-
     def trained(self, batch: KVBatchMeta) -> None:
         """Response lengths of a batch that is about to be trained on are learnt."""
         lengths: dict[str, list[int]] = defaultdict(list)
         for key, tag in zip(batch.keys, batch.tags, strict=True):
             if not tag.get("is_padding", False):
                 lengths[key.split("_")[0]].append(int(tag["response_len"]))
-        self._order.observe(lengths, self._epoch())
+        self.order.observe(lengths, self._epoch())
         if self.window is not None:
             self.window.trained(lengths, self._epoch())
 

@@ -92,9 +92,6 @@ class StepRollout:
         self._take_off(groups, self._manager.forget)
         return groups
 
-    def figures(self) -> dict[str, float]:
-        return self.machine.metrics.as_dict() | self._moves.metrics
-
     def treat_older_tokens(self, batch: KVBatchMeta, metrics: dict) -> None:
         """Tokens that older weights wrote count in the loss as `mux.rollout.segments.treatment` says."""
         if not self._keys.cuts:
@@ -134,7 +131,7 @@ class StepRollout:
             if isinstance(it, Drop):
                 self._take_off([it.group], self._manager.drop)
                 self._buffer.clear_groups({it.group})
-                self._prompts.forget({it.group})
+                self._prompts.order.forget({it.group})
             elif isinstance(it, Finish):
                 self._finished = it.groups
             elif isinstance(it, Draw):
