@@ -71,8 +71,7 @@ def hand_overs(address: str, node: str) -> Iterator[float]:
         try:
             while True:
                 waiting = waits.submit(lambda mux: (mux.acquire("rollout", step=1), time.perf_counter()), waiter)
-                while not holder.contended("rollout"):
-                    time.sleep(0.0005)
+                lease.wanted.wait()
                 released = time.perf_counter()
                 holder.release(lease)
                 lease, granted = waiting.result()

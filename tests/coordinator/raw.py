@@ -8,24 +8,15 @@ from verl_mux.coordinator.bus import curve_keys as keys
 from verl_mux.coordinator.bus import messages as m
 
 
-def raw_dealer(context, address, role=keys.JOB, directory=None, identity=None):
-    """A DEALER socket that is let in with the key of a role; role None: without any."""
-    dealer = context.socket(zmq.DEALER)
-    dealer.linger = 0
-    if identity:
-        dealer.identity = identity.encode()
-    if role is not None:
-        keys.for_address(address, directory, role).apply(dealer)
-    dealer.connect(address)
-    return dealer
-
-
 class Stranger:
     """Sends messages or whole frames, and gives the answers."""
 
-    def __init__(self, context, address, identity=None, **keys):
+    def __init__(self, context, address, identity=None, role=keys.JOB):
         self.identity = identity or f"stranger-{uuid.uuid4().hex}"
-        self.dealer = raw_dealer(context, address, identity=self.identity, **keys)
+        self.dealer = context.socket(zmq.DEALER)
+        self.dealer.linger, self.dealer.identity = 0, self.identity.encode()
+        keys.for_address(address, None, role).apply(self.dealer)
+        self.dealer.connect(address)
 
     def send(self, *frames):
         self.dealer.send_multipart(list(frames))

@@ -11,21 +11,8 @@ from tests.coordinator.driver import SIDES, Driver, changed_pools, config
 from tests.exploring import examples
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import queueing
-from verl_mux.coordinator.core.records import (
-    DriverDied,
-    HostGone,
-    HostReleased,
-    HostSeen,
-    JobExited,
-    JobSilent,
-    JobState,
-    NodeEmpty,
-    NodesOwed,
-    OwedPaid,
-    PoolsChanged,
-    ProcessesGone,
-    State,
-)
+from verl_mux.coordinator.core import records as r
+from verl_mux.coordinator.core.records import JobState, State
 from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
 
 SCHEDULES = [
@@ -48,15 +35,18 @@ class AnyHistory(RuleBasedStateMachine):
 
     @initialize(schedule=st.sampled_from(SCHEDULES), expect_jobs=st.integers(0, 2))
     def begin(self, schedule, expect_jobs):
-        self.config = config(schedule=schedule, expect_jobs=expect_jobs, pools=PLACES)
-        self.first_config = self.config
-        self.driver = Driver(Machine(self.config))
+        self.first_config = config(schedule=schedule, expect_jobs=expect_jobs, pools=PLACES)
+        self.driver = Driver(Machine(self.first_config))
         self.keys = itertools.count()
         self.shared = set()  # tokens granted where nobody is excluded
         self.last_token = 0
         for job in "abc":
             self.driver.register(job)
         self.frozen = {}  # dying job -> the leases it died with
+
+    @property
+    def config(self):
+        return self.driver.machine.config
 
     @property
     def state(self):
@@ -72,8 +62,8 @@ class AnyHistory(RuleBasedStateMachine):
         except (IllegalMove, UnknownJob):
             assert msgspec.msgpack.encode(self.state) == before
             return
-        self.check_grants(held, waiting | {r.key: r for r in self.state.requests}, what)
-        if isinstance(what, ProcessesGone):
+        self.check_grants(held, waiting | {each.key: each for each in self.state.requests}, what)
+        if isinstance(what, r.ProcessesGone):
             assert self.frozen.pop(what.job) == [lease for lease in held.values() if lease.job == what.job]  # 5
             assert not self.state.leases_of(what.job)
 
@@ -132,7 +122,7 @@ class AnyHistory(RuleBasedStateMachine):
         extra = {"step": max(1, known.asked if known else 1), "metrics": {}} if extra is None else extra
         self.step(kind(**self.driver.who(job, known.uid if known else None), **extra))
 
-    @rule(job=JOBS, kind=st.sampled_from([JobSilent, DriverDied, JobExited, ProcessesGone, m.Failing]))
+    @rule(job=JOBS, kind=st.sampled_from([r.JobSilent, r.DriverDied, r.JobExited, r.ProcessesGone, m.Failing]))
     def see(self, job, kind):
         known = self.state.jobs.get(job)
         before, leases = known.state if known else None, self.state.leases_of(job)
@@ -148,7 +138,7 @@ class AnyHistory(RuleBasedStateMachine):
         seen = {"job": job, "uid": known.uid if known else None}
         host = {"r0": "hosta/1", "r1": "hostb/"}.get(node, "far/")
         was_dying = known is not None and known.state is JobState.DYING
-        self.step(NodesOwed(**seen, host=host, nodes=[node]) if owed else NodeEmpty(**seen, node=node))
+        self.step(r.NodesOwed(**seen, host=host, nodes=[node]) if owed else r.NodeEmpty(**seen, node=node))
         if was_dying:
             assert not any(node in lease.nodes for lease in self.state.leases_of(job))
             self.frozen[job] = [
@@ -159,25 +149,24 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule(host=st.sampled_from(sorted(HOSTS)), boot=st.sampled_from(["boot", "boot", "next"]))
     def agent_speaks(self, host, boot):
-        self.step(HostSeen(host=msgspec.structs.replace(HOSTS[host], boot=boot)))
+        self.step(r.HostSeen(host=msgspec.structs.replace(HOSTS[host], boot=boot)))
 
     @rule(
         host=st.sampled_from(["hosta/1", "hostb/1", "hostb/", "far/"]),
-        kind=st.sampled_from([HostGone, HostReleased, OwedPaid]),
+        kind=st.sampled_from([r.HostGone, r.HostReleased, r.OwedPaid]),
         uid=st.sampled_from(["a:1", "b:1"]),
     )
     def host_changes(self, host, kind, uid):
-        if kind is HostGone and not (host in self.state.hosts and self.state.hosts[host].agent):
+        if kind is r.HostGone and not (host in self.state.hosts and self.state.hosts[host].agent):
             return
-        self.step(OwedPaid(host=host, uid=uid) if kind is OwedPaid else kind(host=host))
+        self.step(r.OwedPaid(host=host, uid=uid) if kind is r.OwedPaid else kind(host=host))
 
     @rule(node=NODES, undo=st.booleans())
     def drain_node(self, node, undo):
         self.reload(**{"undrain" if undo else "drain": [node]})
 
     def reload(self, **changes):
-        self.step(PoolsChanged(pools=changed_pools(self.driver.machine.config.pools, **changes)))
-        self.config = self.driver.machine.config
+        self.step(r.PoolsChanged(pools=changed_pools(self.driver.machine.config.pools, **changes)))
 
     @rule()
     def restart(self):
@@ -214,7 +203,7 @@ class AnyHistory(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         for host in list(self.state.hosts):
-            self.step(HostReleased(host=host))
+            self.step(r.HostReleased(host=host))
         self.reload(undrain=["r0", "r1", "t0"])
         assert not self.state.fenced
         self.drain()
@@ -229,7 +218,7 @@ class AnyHistory(RuleBasedStateMachine):
     def drain(self):
         for job in list(self.state.jobs.values()):
             if job.state is JobState.DYING:
-                self.step(ProcessesGone(job=job.name, uid=job.uid))
+                self.step(r.ProcessesGone(job=job.name, uid=job.uid))
             elif job.state is JobState.SILENT:
                 self.step(m.Heartbeat(**self.driver.who(job.name, job.uid), beat=1))
         while self.state.leases:

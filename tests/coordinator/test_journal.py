@@ -101,31 +101,17 @@ def test_mere_signs_of_life_take_no_place(path):
     assert len(frames.parse(path.read_bytes()).frames) == 1 + 6
 
 
-def test_inputs_that_came_together_are_written_together(start, tmp_path):
-    journal, machine = start(tmp_path / "journal")
-    for job in "abc":
-        register = m.Register(job=job, uid=f"{job}:1", client=job, host="h", pid=1, started=1, nodes=SIDES)
-        machine.handle(given := Input(1.0, register))
-        journal.append(given)
-    journal.commit(machine)
-    assert len(frames.parse((tmp_path / "journal").read_bytes()).frames) == 1 + 1
-    assert set(start(tmp_path / "journal")[1].state.jobs) == {"a", "b", "c"}
-
-
 # --- what may be missing ---
 
 
-def test_where_none_was_and_jobs_may_come_back_it_settles_and_says_so(start, tmp_path):
-    journal, machine = start(tmp_path / "journal", is_first=False)
-    assert is_settling(machine) and journal.lost == f"no journal was found at {tmp_path / 'journal'}"
-    journal, machine = start(None, is_first=False)
-    assert is_settling(machine) and journal.lost == "no journal is kept"
-
-
-def test_where_no_job_can_come_back_it_begins_at_once(start, tmp_path):
-    for path in (tmp_path / "journal", None):
-        journal, machine = start(path)
-        assert not is_settling(machine) and journal.lost is None
+@pytest.mark.parametrize("name", ["journal", None])
+def test_where_none_was_it_settles_only_if_jobs_may_come_back(start, tmp_path, name):
+    path = name and tmp_path / name
+    journal, machine = start(path)
+    assert not is_settling(machine) and journal.lost is None
+    path = name and tmp_path / "another"
+    journal, machine = start(path, is_first=False)
+    assert is_settling(machine) and journal.lost == (f"no journal was found at {path}" if path else "no journal is kept")
 
 
 def test_a_coordinator_that_ended_while_it_settled_settles_anew(start, tmp_path):
@@ -477,15 +463,6 @@ def is_noticed(data):
     except Damaged:
         return True
     return contents.lost is not None and contents.frames == BODIES[: len(contents.frames)]
-
-
-def test_what_was_written_is_read(frame_file):
-    assert frames.parse(frame_file.read_bytes()) == (BODIES, None)
-
-
-def test_a_cut_at_any_byte_is_noticed(frame_file):
-    data = frame_file.read_bytes()
-    assert all(is_noticed(data[:size]) for size in range(len(data)))
 
 
 def test_a_flip_of_any_bit_is_noticed(frame_file):

@@ -48,16 +48,6 @@ def test_a_reported_process_without_the_jobs_mark_is_waited_for_and_left_alone(s
     assert not is_gone(member)
 
 
-def test_members_that_outlive_a_dead_driver_are_killed_after_the_grace(serve, join, hold, pool):
-    coordinator = serve(kill_grace=0.5)
-    process, member = hold(coordinator, "carried")
-    b = join(coordinator, "b")
-    waiting = pool.submit(b.acquire, "rollout", step=1)
-    process.send_signal(signal.SIGKILL)
-    assert waiting.result(60).token == 2
-    assert is_gone(member)
-
-
 def test_a_job_that_exits_without_giving_back_is_noticed(serve, join, hold, pool):
     coordinator = serve()
     process, _ = hold(coordinator, "none")
@@ -118,18 +108,6 @@ def test_a_stopped_job_whose_node_another_waits_for_is_killed_before_the_node_is
     assert waiting.result(60).token == 2
     assert is_gone(process.pid) and is_gone(member)
     assert "silent beyond its lease" in job(coordinator)["reason"]
-
-
-def test_a_stopped_job_that_may_not_be_killed_keeps_its_node(serve, join, hold, pool, eventually):
-    coordinator = serve(lease_timeout=1.5, kill=False)
-    process, _ = hold(coordinator, "none")
-    b = join(coordinator, "b")
-    waiting = pool.submit(b.acquire, "rollout", step=1)
-    process.send_signal(signal.SIGSTOP)
-    eventually(lambda: job(coordinator)["state"] == "dying")
-    assert not waiting.done()
-    process.kill()
-    assert waiting.result(60).token == 2
 
 
 def test_the_name_of_a_killed_job_is_free_for_its_restart(serve, join, hold):

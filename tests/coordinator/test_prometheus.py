@@ -11,16 +11,14 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.prometheus import METRICS, Figures, coordinator_samples, serve_metrics
-from verl_mux.coordinator.server import Coordinator
 from verl_mux.errors import Failure, UserError
 
 POOLS = {"pools": {"rollout": {"nodes": [{"name": "r0"}]}, "train": {"nodes": [{"name": "t0"}]}}}
 
 
-def get(port, path="/metrics"):
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+def get(port):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         return answer.headers["Content-Type"], answer.read().decode()
 
 
@@ -38,14 +36,6 @@ def families(text):
     return {family.name: [(sample.labels, sample.value) for sample in family.samples] for family in read}
 
 
-def test_a_scrape_has_the_coordinators_nodes():
-    with Coordinator(make_config(POOLS)) as coordinator, served(lambda: coordinator_samples(coordinator.snapshot())) as port:
-        kind, text = get(port)
-    assert kind.startswith("text/plain; version=0.0.4")
-    seen = families(text)
-    assert ({"pool": "rollout", "node": "r0"}, 0) in seen["mux_node_busy"] and "mux_node_queue_length" in seen
-
-
 def test_a_coordinator_that_stopped_is_a_503():
     def stopped():
         raise Failure("the coordinator is not running")
@@ -54,12 +44,6 @@ def test_a_coordinator_that_stopped_is_a_503():
         get(port)
     assert error.value.code == 503
     assert b"not running" in error.value.read()
-
-
-def test_other_paths_say_where_the_metrics_are():
-    with served(tuple) as port, pytest.raises(urllib.error.HTTPError) as error:
-        get(port, "/")
-    assert (error.value.code, b"/metrics" in error.value.read()) == (404, True)
 
 
 @pytest.mark.parametrize("port", [-1, 70_000])
@@ -82,11 +66,12 @@ def test_the_command_serves_them_and_says_where(tmp_path):
         try:
             where = process.stderr.readline()
             assert process.stderr.readline().startswith("verl-mux coordinator at")
-            _, text = get(int(where.removeprefix("verl-mux metrics at http://127.0.0.1:").removesuffix("/metrics\n")))
+            kind, text = get(int(where.removeprefix("verl-mux metrics at http://127.0.0.1:").removesuffix("/metrics\n")))
             process.terminate()
             process.communicate(timeout=30)
         finally:
             process.kill()
+    assert kind.startswith("text/plain; version=0.0.4")
     assert ({"pool": "train", "node": "t0"}, 0) in families(text)["mux_node_busy"] and process.returncode == 0
 
 

@@ -56,7 +56,7 @@ def test_leases_and_queues_survive_a_restart(serve, join, pool, eventually, tmp_
     a, b = join(coordinator, "a"), join(coordinator, "b")
     lease = a.acquire("rollout", step=1)
     waiting = pool.submit(b.acquire, "rollout", step=1)
-    eventually(lambda: a.contended("rollout"))
+    assert lease.wanted.wait(60)
     coordinator.stop()
     again = serve(journal, bind=coordinator.address, lease_timeout=2.5)
     eventually(lambda: holders(again) == ["a"] and again.snapshot()["jobs"].get("b", {}).get("waiting"))
@@ -66,28 +66,6 @@ def test_leases_and_queues_survive_a_restart(serve, join, pool, eventually, tmp_
     assert granted.token > lease.token
     b.release(granted)
     assert again.snapshot()["jobs"]["a"]["state"] == "live"
-
-
-def test_a_release_that_fell_between_two_coordinators_is_repeated(serve, join, pool, eventually, tmp_path):
-    coordinator = serve(tmp_path / "journal")
-    a, b = join(coordinator, "a"), join(coordinator, "b")
-    lease = a.acquire("rollout", step=1)
-    coordinator.stop()
-    releasing = pool.submit(a.release, lease)
-    waiting = pool.submit(b.acquire, "rollout", step=1)
-    serve(tmp_path / "journal", bind=coordinator.address)
-    releasing.result(60)
-    assert waiting.result(60).token > lease.token
-
-
-def test_a_name_is_still_taken_after_a_restart(serve, join, tmp_path):
-    coordinator = serve(tmp_path / "journal")
-    a = join(coordinator, "a")
-    with a.phase("rollout", step=1):
-        coordinator.stop()
-        again = serve(tmp_path / "journal", bind=coordinator.address)
-        with pytest.raises(ValueError, match="a job named 'a' is running"):
-            join(again, "a")
 
 
 def test_a_coordinator_that_was_killed_comes_back_with_its_leases(serve_apart, join, pool, tmp_path):
@@ -226,14 +204,3 @@ def test_by_default_there_is_a_journal_and_a_start_without_one_says_so_and_answe
     (journal,) = state_folder.rglob("journal")
     assert f"verl-mux journal: {journal}\n" in said
     assert said[-1].startswith(f"no journal was found at {journal}: jobs say what they hold, and grants begin in ")
-
-
-def test_a_second_coordinator_on_the_same_journal_ends_with_one_line(serve, tmp_path):
-    serve(tmp_path / "journal")
-    (tmp_path / "mux.yaml").write_text("pools: {rollout: {nodes: [{name: r0}]}}\n")
-    command = [sys.executable, "-m", "verl_mux", "coordinator", "--config", "mux.yaml", "--bind", "tcp://127.0.0.1:0"]
-    ended = subprocess.run(
-        [*command, "--journal", "journal"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
-    in_use = f"journal journal is in use by another coordinator (pid {os.getpid()}): stop that one, or name another --journal"
-    assert (ended.returncode, ended.stderr) == (2, f"verl-mux: {in_use}\n")

@@ -81,18 +81,6 @@ def test_a_request_is_cancelled_by_its_own_job_alone(serve, join, stranger):
     a.release(lease)
 
 
-def test_strangers_that_claim_to_have_been_here_before_stop_nothing(serve, join, stranger):
-    coordinator = serve(lease_timeout=1.5)
-    a = join(coordinator, "a")
-    a.release(a.acquire("rollout", step=1))
-    forger = stranger(coordinator.address)
-    for number in range(20):
-        who = {"job": f"forged{number}", "uid": uuid.uuid4().hex, "client": forger.identity}
-        forger.say(m.Register(**who, **as_driver(), again=True))
-    a.release(a.acquire("rollout", step=2))
-    assert coordinator._machine.state.settle_until is None
-
-
 def test_no_output_tells_a_jobs_uid(serve, join, stranger, event_log, caplog):
     coordinator = serve()
     secret = f"a:{uuid.uuid4().hex}"
@@ -272,7 +260,7 @@ def test_what_the_machine_fails_at_is_taken_back_and_never_journaled(serve, spea
 def test_a_failing_watch_does_not_end_the_service(serve, speak, monkeypatch, eventually):
     coordinator = serve()
     with monkeypatch.context() as patch:
-        patch.setattr(coordinator._watch, "_look_for_dead_drivers", lambda: 1 / 0)
+        patch.setattr(coordinator._watch, "_jobs", lambda *states: 1 / 0)
         eventually(lambda: coordinator.snapshot()["refused"].get("faults"))
     assert speak(coordinator).status()["jobs"] == {}
 

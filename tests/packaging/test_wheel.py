@@ -108,5 +108,5 @@ def test_every_command_is_tried():
 
 
 def test_a_job_without_a_coordinator_gets_its_leases(clean, tmp_path):
-    job = "import verl_mux\nwith verl_mux.phase('rollout') as lease: print(lease.phase, lease.step)"
-    assert _run(clean / "python", "-c", job, cwd=tmp_path).stdout == "rollout 1\n"
+    job = "from verl_mux.coordinator.bus.client import connect\nprint(connect(None, 'a', {}).acquire('rollout', step=1).phase)"
+    assert _run(clean / "python", "-c", job, cwd=tmp_path).stdout == "rollout\n"

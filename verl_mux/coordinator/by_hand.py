@@ -23,10 +23,8 @@ from verl_mux.coordinator.core.records import (
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import UserError
 
-# The inputs that follow, and what was done, in words.
-_Decision = tuple[list[What], str]
-# Where processes of a job are seen to live, in words, by its name and uid; empty: nowhere.
-Seen = Callable[[str, str], str]
+_Decision = tuple[list[What], str]  # the inputs that follow, and what was done, in words
+Seen = Callable[[str, str], str]  # where processes of a job are seen to live, in words, by its name and uid; empty: nowhere
 
 
 def decide(asked: m.ByHand, state: State, config: Config, seen: Seen) -> tuple[list[What], m.Message]:

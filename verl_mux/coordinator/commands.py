@@ -11,7 +11,6 @@ import resource
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from verl_mux.coordinator.server import Coordinator
 
 DEFAULT_ADDRESS = "tcp://127.0.0.1:5570"
-_REFRESH_S = 1.0
 _Answer = TypeVar("_Answer", bound=m.Message)
 
 Keys = Annotated[
@@ -126,25 +124,17 @@ def status(
     address: Address = DEFAULT_ADDRESS,
     keys: Keys = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Keep showing it, every second, until Ctrl-C.")] = False,
 ) -> None:
     """Ask a coordinator which job runs which phase, and which jobs wait."""
     from rich.console import Console  # the coordinator itself does without
-    from rich.live import Live
 
-    console = Console()
-    is_table = console.is_terminal and not json
-    with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
-        live = stack.enter_context(Live(console=console, auto_refresh=False)) if is_table else None
-        while True:
-            seen = fetch_status(address, ANSWER_S, keys)
-            if live is not None:
-                live.update(status_view.tables(seen), refresh=True)
-            else:  # JSON has no infinity and NaN, which a job's metrics may be: msgspec writes null
-                print(msgspec.json.encode(seen).decode() if json else status_view.plain(seen), flush=True)
-            if not watch:
-                return
-            time.sleep(_REFRESH_S)
+    console, seen = Console(), fetch_status(address, ANSWER_S, keys)
+    if json:  # which has no infinity and NaN, which a job's metrics may be: msgspec writes null
+        print(msgspec.json.encode(seen).decode())
+    elif console.is_terminal:
+        console.print(status_view.tables(seen))
+    else:
+        print(status_view.plain(seen))
 
 
 def fetch_status(address: str, timeout: float, keys: Path | None = None) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -78,15 +77,6 @@ class _Snapshot(msgspec.Struct, kw_only=True):
 _encode = msgspec.msgpack.Encoder().encode
 _inputs = msgspec.msgpack.Decoder(list[Input])
 _snapshot = msgspec.msgpack.Decoder(_Snapshot)
-
-
-class _Found(NamedTuple):
-    """What lies on disk. `lost`: in words, what may be missing."""
-
-    snapshot: _Snapshot | None
-    inputs: list[Input]
-    epoch: Epoch | None
-    lost: str | None
 
 
 class Journal:
@@ -197,67 +187,60 @@ class Journal:
     # --- reading ---
 
     def _restore(self, path: Path, config: Config, name: str, is_first: bool) -> Machine:
-        found = self._find(path, is_first)
-        machine = self._replayed(found, config, name)
+        snapshot, inputs, epoch = self._find(path, is_first)
+        machine = Machine(config, name) if snapshot is None else self._replayed(snapshot, inputs, config, name)
         state = machine.state
-        known = [found.epoch.number] if found.epoch else []
-        known += [found.snapshot.epoch, epoch_of(state.token)] if found.snapshot else []
+        known = [epoch.number] if epoch else []
+        known += [snapshot.epoch, epoch_of(state.token)] if snapshot else []
         number = max(known) + 1 if known else 0
         if number > LAST_EPOCH:
             raise Damaged(f"its coordinator has been started {number} times, and tokens count no further")
-        self.lost = found.lost
         state.token = max(state.token, tokens_before(number))
-        if found.lost:  # a predecessor that settled may have lost its memory again before it had learnt everything
-            unknown = LAST_TOKEN if found.epoch is None else max(tokens_before(number), found.epoch.unknown)
-            machine.settle(unknown)
+        if self.lost:  # a predecessor that settled may have lost its memory again before it had learnt everything
+            machine.settle(LAST_TOKEN if epoch is None else max(tokens_before(number), epoch.unknown))
         elif state.settle_until is not None:  # the predecessor ended while it settled: all begins anew
             machine.settle(0)
-        known_as = found.snapshot or found.epoch
+        known_as = snapshot or epoch
         self._epoch = Epoch(known_as.journal if known_as is not None else uuid.uuid4().hex, number)
         self._raise_epoch(number, 0 if state.settle_until is None else state.unknown_up_to)
         self._compact(machine)
         return machine
 
-    def _find(self, path: Path, is_first: bool) -> _Found:
-        epoch, lost = None, None
+    def _find(self, path: Path, is_first: bool) -> tuple[_Snapshot | None, list[Input], Epoch | None]:
+        """What lies on disk; `lost` says then what may be missing."""
+        epoch = None
         try:
             epoch = read_epoch(self._beside("epoch"))
         except Damaged as error:
-            lost = f"{self._beside('epoch')} is damaged: {error}"
-        data = path.read_bytes() if path.exists() else b""
+            self.lost = f"{self._beside('epoch')} is damaged: {error}"
+        data = path.read_bytes() if path.exists() else None
         if not data:
-            state = "empty" if path.exists() else "gone"
+            state = "gone" if data is None else "empty"
             if epoch is not None:
-                lost = f"journal {path} is {state} (there was one in epoch {epoch.number})"
-            elif lost is None and state == "empty":
-                lost = f"journal {path} is empty"
-            elif lost is None and not is_first:
-                lost = f"no journal was found at {path}"
-            return _Found(None, [], epoch, lost)
+                self.lost = f"journal {path} is {state} (there was one in epoch {epoch.number})"
+            elif self.lost is None and (data is not None or not is_first):
+                self.lost = f"no journal was found at {path}" if data is None else f"journal {path} is empty"
+            return None, [], epoch
         contents = parse(data)
         snapshot, inputs = _decoded(contents.frames)
         if epoch is not None and epoch.journal != snapshot.journal:
             raise Damaged(f"it belongs to another coordinator than {self._beside('epoch').name} beside it")
         if contents.lost:
-            lost = f"journal {path} is cut: {contents.lost}"
+            self.lost = f"journal {path} is cut: {contents.lost}"
         elif epoch is None:
-            lost = lost or f"{self._beside('epoch')} is gone, so journal {path} may be an old one"
+            self.lost = self.lost or f"{self._beside('epoch')} is gone, so journal {path} may be an old one"
         elif epoch.number != snapshot.epoch:
-            lost = f"journal {path} is an old one (epoch {snapshot.epoch}, but there was {epoch.number})"
-        return _Found(snapshot, inputs, epoch, lost)
+            self.lost = f"journal {path} is an old one (epoch {snapshot.epoch}, but there was {epoch.number})"
+        return snapshot, inputs, epoch
 
-    def _replayed(self, found: _Found, config: Config, name: str) -> Machine:
-        if found.snapshot is None:
-            return Machine(config, name)
-        machine = Machine(found.snapshot.config, name, found.snapshot.state)
-        last = found.snapshot.now
-        for taken in found.inputs:
-            last = max(last, taken.now)
+    def _replayed(self, snapshot: _Snapshot, inputs: list[Input], config: Config, name: str) -> Machine:
+        machine = Machine(snapshot.config, name, snapshot.state)
+        for taken in inputs:
             try:
                 machine.handle(taken)
             except Exception as error:
                 raise Damaged(f"a {type(taken.what).__name__} in it cannot be handled: {error!r}") from error
-        self.clock = found.snapshot.clock.going_on(last)
+        self.clock = snapshot.clock.going_on(max([snapshot.now, *(taken.now for taken in inputs)]))
         return _carried_over(machine, config, self.path)
 
     def _beside(self, what: str) -> Path:

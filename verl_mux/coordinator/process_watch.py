@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
@@ -22,15 +21,14 @@ from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
 
 log = logging.getLogger(__name__)
 
-WATCH_EVERY_S = 0.5
-REAP_EVERY_S = 0.25
+LOOK_EVERY_S = 0.25
 _AFTER_A_KILL_S = 0.05
 
 
 class ProcessWatch:
     """made -> `run()` until cancelled. Agents' reports, which are looks from other hosts, come in by `report`.
 
-    `waits_for`: by name of a job that is ending or silent, where processes of it are left.
+    `waits_for`: by name of a job that is ending or silent, where processes of it are left. `sights`: what agents see.
     """
 
     def __init__(self, machine: Machine, take: Callable[[What | Input], None], clock: Callable[[], float],
@@ -38,7 +36,7 @@ class ProcessWatch:
         """`take`: gives an input to the machine. `clock`: seconds, as of inputs. `count(kind, detail, error)`: for faults."""
         self._machine, self._take, self._clock, self._count = machine, take, clock, count
         self.waits_for: dict[str, list[str]] = {}
-        self._sights = Sights()
+        self.sights = Sights()
         self._names = [*members.names_of_this_host(), "localhost", "127.0.0.1", "::1"]
         self._looks: dict[str, list[Member]] = {}  # of dying jobs on this host, by uid
         self._ending: set[str] = set()  # uids of dying jobs whose processes may be ended
@@ -53,8 +51,7 @@ class ProcessWatch:
                 await self._look_around(flush)
             except Exception as error:  # out of descriptors, say: it passes, and the service goes on
                 self._count("faults", "the watch over processes", error)
-            pause = REAP_EVERY_S if self._machine.is_pressing(self._clock()) else WATCH_EVERY_S
-            pause, self._has_just_killed = _AFTER_A_KILL_S if self._has_just_killed else pause, False
+            pause, self._has_just_killed = _AFTER_A_KILL_S if self._has_just_killed else LOOK_EVERY_S, False
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), pause)
             self._wake.clear()
@@ -66,15 +63,15 @@ class ProcessWatch:
     def report(self, report: m.AgentReport) -> m.Message:
         """What an agent saw on its host becomes inputs. Returns the answer, which says what to look for next."""
         state, now = self._machine.state, self._clock()
-        if reason := self._sights.refusal(report, state):
+        if reason := self.sights.refusal(report, state):
             return m.Refused(about="agent", reason=reason)
-        for what in (*self._sights.take(report, state, now), *hosts.seen(report, state, self._machine.config)):
+        for what in (*self.sights.take(report, state, now), *hosts.seen(report, state, self._machine.config)):
             with contextlib.suppress(IllegalMove, UnknownJob):
                 self._take(what)
         for job in self._jobs(JobState.DYING) if report.looks else []:
             if job.uid in self._looks:
                 self._conclude(job)
-        return self._sights.answer(report, state, self._machine.config, self._machine.epoch, sorted(self._ending))
+        return self.sights.answer(report, state, self._machine.config, self._machine.epoch, sorted(self._ending))
 
     def where_alive(self, name: str, uid: str) -> str:
         """Where processes of the job are seen to live, in words; empty: nowhere."""
@@ -82,7 +79,7 @@ class ProcessWatch:
         known = [job.driver, *job.members] if job is not None and job.uid == uid else []
         if here := members.survivors(uid, known):
             return f"on this host (pid {', '.join(str(member.pid) for member in here)})"
-        hosts = self._sights.carrying(uid)
+        hosts = self.sights.carrying(uid)
         return f"on {', '.join(hosts)}" if hosts else ""
 
     def look_at_driver_before(self, message: m.Register) -> None:
@@ -91,17 +88,14 @@ class ProcessWatch:
         if job is not None and job.driver != message.driver:
             self._look_for_dead_driver(job)
 
-    def hosts(self, now: float) -> dict[str, Any]:
-        """For `verl-mux status`."""
-        return self._sights.about(self._machine.state, now)
-
     def _jobs(self, *states: JobState) -> list[Job]:
         return [job for job in self._machine.state.jobs.values() if job.state in states]
 
     async def _look_around(self, flush: Callable[[], None]) -> None:
-        self._look_for_dead_drivers()
+        for job in self._jobs(*RUNNING):
+            self._look_for_dead_driver(job)
         now = self._clock()
-        for what in (*self._sights.due(self._machine.state, self._machine.config, now), *self._machine.due(now)):
+        for what in (*self.sights.due(self._machine.state, self._machine.config, now), *self._machine.due(now)):
             self._take(what)
         flush()
         dying = self._jobs(JobState.DYING)
@@ -109,10 +103,6 @@ class ProcessWatch:
         self._looks = {uid: alive for uid, alive in self._looks.items() if uid in uids}
         self._ending &= uids
         self.waits_for = {job.name: await self._reap(job) for job in (*dying, *self._jobs(JobState.SILENT))}
-
-    def _look_for_dead_drivers(self) -> None:
-        for job in self._jobs(*RUNNING):
-            self._look_for_dead_driver(job)
 
     def _look_for_dead_driver(self, job: Job) -> None:
         if job.state in RUNNING and members.is_here(job.driver) and not members.is_alive(job.driver):
@@ -133,7 +123,7 @@ class ProcessWatch:
         return self._judge(job, {job.uid: alive}, 0.0).waits_for
 
     def _judge(self, job: Job, looks: dict[str, list[Member]], now: float) -> Verdict:
-        sights = [Sight("", self._names, members.SPACE, looks), *self._sights.on(self._machine.state)]
+        sights = [Sight("", self._names, members.SPACE, looks), *self.sights.on(self._machine.state)]
         return judge(job, sights, self._machine.state, self._machine.config, now)
 
     def _conclude(self, job: Job) -> list[str]:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import Metric, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, ThreadingWSGIServer
+from prometheus_client import Metric, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from verl_mux.errors import Failure, UserError
@@ -27,7 +27,7 @@ Metrics = Mapping[str, tuple[str, str]]  # name -> (type, help), in the order in
 METRICS = {
     "mux_segment_index": ("gauge", "Index of the schedule's current segment; label mode says how jobs share nodes."),
     "mux_lease_token": ("unknown", "The last fencing token granted: the number of leases so far."),
-    "mux_refused": ("unknown", "Connections, frames and messages refused; label reason says why."),
+    "mux_refused": ("unknown", "Frames and messages refused; label reason says why."),
     "mux_node_busy": ("gauge", "1 while a job holds a lease that names the node."),
     "mux_node_filled": ("gauge", "1 while a filler holds a lease that names the node."),
     "mux_node_seconds": ("unknown", "Seconds since the first lease on the node."),
@@ -107,18 +107,15 @@ class _Quiet(WSGIRequestHandler):
         """A scrape every few seconds is no news."""
 
 
-def _application(figures: Figures) -> Callable[..., list[bytes]]:
-    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> list[bytes]:
-        status, kind = "200 OK", CONTENT_TYPE_PLAIN_0_0_4
-        if environ["PATH_INFO"] != "/metrics":
-            status, kind, body = "404 Not Found", "text/plain; charset=utf-8", b"the metrics are at /metrics\n"
-        else:
-            try:
-                body = generate_latest(figures)
-            except Failure as error:
-                status, kind, body = "503 Service Unavailable", "text/plain; charset=utf-8", f"{error}\n".encode()
-        start_response(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
-        return [body]
+def _application(figures: Figures) -> Callable[..., Iterable[bytes]]:
+    serve = make_wsgi_app(figures)
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        try:
+            return serve(environ, start_response)
+        except Failure as error:
+            start_response("503 Service Unavailable", [("Content-Type", "text/plain; charset=utf-8")])
+            return [f"{error}\n".encode()]
 
     return answer
 

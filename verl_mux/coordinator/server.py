@@ -4,7 +4,7 @@ Runs in the coordinator's process, in a thread of its own; made by commands.py, 
 the journal and the event log; process_watch.py, which it starts, looks at processes.
 
     Router, a frame  ->  _receive  ->  _answer  ----.
-    ProcessWatch, 2 to 4 times a second  -----------+-->  _take(input):  Machine.attempt decides, Delivery keeps the input
+    ProcessWatch, 4 times a second  ----------------+-->  _take(input):  Machine.attempt decides, Delivery keeps the input
     Planning, an answer of the placer's thread  ----'                      |
     reload (SIGHUP), snapshot (status, /metrics):                          | when the journal is on disk
       from other threads, through _call                                    v
@@ -149,8 +149,7 @@ class Coordinator:
         self._delivery = Delivery(self._journal, self._machine, self._carry_out, self._loop.call_soon)
         self._planning = Planning(self._machine, self._take, self._clock.now, self._refusals)
         self._planning.look()
-        self._router = Router(self._bind, self._keys, self._receive,
-                              lambda reason: self._refusals.count(reason, "a connection"))  # fmt: skip
+        self._router = Router(self._bind, self._keys, self._receive)
         self.address = self._router.address
         watching = asyncio.create_task(self._watch.run(self._delivery.flush))
         self._ready.set()
@@ -258,7 +257,7 @@ class Coordinator:
         now = self._clock.now()
         return {
             **{"address": self.address, "refused": dict(self._refusals.counts), "journal": self._journal.about()},
-            **{"settling_s": self._machine.settles_for(now), "hosts": self._watch.hosts(now)},
+            **{"settling_s": self._machine.settles_for(now), "hosts": self._watch.sights.about(self._machine.state, now)},
             **describe(self._machine.state, self.config, now, self._watch.waits_for),
         }
 

@@ -5,14 +5,12 @@ import contextlib
 import os
 import signal
 import socket
-import threading
 from pathlib import Path
 
 import pytest
 import zmq
 
 from bench.coordinator_process import CoordinatorProcess
-from tests.coordinator.raw import raw_dealer
 from verl_mux.coordinator.bus import curve_keys as keys
 from verl_mux.coordinator.bus import link
 from verl_mux.coordinator.bus import messages as m
@@ -156,7 +154,7 @@ def test_what_a_client_sends_to_a_coordinator_that_does_not_read_waits_at_the_cl
 
     async def sent() -> int:
         connected = asyncio.Event()
-        router = Router(address, keys.for_bind(address, None), lambda *_: connected.set(), lambda _: None)
+        router = Router(address, keys.for_bind(address, None), lambda *_: connected.set())
         with zmq.Context() as context:
             client = dealer(context, None, keys.for_address(address, None, keys.JOB))
             client.linger, client.sndhwm = 0, 1
@@ -183,34 +181,21 @@ def folders(tmp_path):
     return made
 
 
-def refused(coordinator):
-    return coordinator.snapshot()["refused"]
-
-
-def test_with_its_keys_a_job_works_as_ever(serve, join, folders):
-    coordinator = serve(key_directory=folders[0])
-    a = join(coordinator, "a", keys=str(folders[0]))
-    a.release(a.acquire("rollout", step=1))
-    assert fetch_status(coordinator.address, 60, folders[0])["jobs"]["a"]["state"] == "live"
-    assert refused(coordinator) == {}
-
-
-def test_a_client_without_a_key_is_refused_in_one_line(serve, folders, eventually):
+def test_a_client_without_a_key_is_refused_in_one_line(serve, folders):
     coordinator = serve(key_directory=folders[0])
     with pytest.raises(UserError, match="wants a key: name the folder it was started with by --keys DIR"):
         ask(coordinator.address, m.StatusRequest(), 60, None)
-    eventually(lambda: refused(coordinator).get("no key"))
 
 
 @pytest.mark.parametrize(
-    ("given", "words", "kind"),
+    ("given", "words"),
     [
-        ("none", r"has another key than .*unused/verl_mux/keys/server.key", "made for another key, or replayed"),
-        ("others", r"has another key than .*others/server.key", "made for another key, or replayed"),
-        ("unknown", r"does not know .*job.key_secret", "unknown key"),
+        ("none", r"has another key than .*unused/verl_mux/keys/server.key"),
+        ("others", r"has another key than .*others/server.key"),
+        ("unknown", r"does not know .*job.key_secret"),
     ],
 )
-def test_a_client_with_another_key_is_refused_in_one_line(serve, folders, eventually, monkeypatch, tmp_path, given, words, kind):
+def test_a_client_with_another_key_is_refused_in_one_line(serve, folders, monkeypatch, tmp_path, given, words):
     ours, others = folders
     coordinator = serve(key_directory=ours)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "unused"))
@@ -221,7 +206,6 @@ def test_a_client_with_another_key_is_refused_in_one_line(serve, folders, eventu
     folder = None if given == "none" else others
     with pytest.raises(UserError, match=words):
         fetch_status(coordinator.address, 60, folder)
-    eventually(lambda: refused(coordinator).get(kind))
     with pytest.raises(UserError, match=words):
         connect(coordinator.address, "a", NODES, keys=folder and str(folder), timeout=60)
     assert coordinator.snapshot()["jobs"] == {}
@@ -235,7 +219,7 @@ def test_a_viewer_may_look_and_nothing_else(serve, folders, tmp_path):
     assert fetch_status(coordinator.address, 60, ours)["jobs"] == {}
     with pytest.raises(UserError, match="the key of a viewer was used, with which no client may send REGISTER"):
         connect(coordinator.address, "a", NODES, keys=str(ours), timeout=60)
-    assert refused(coordinator)["not for a viewer"] >= 1
+    assert coordinator.snapshot()["refused"]["not for a viewer"] >= 1
     assert coordinator.snapshot()["jobs"] == {}
 
 
@@ -253,77 +237,12 @@ def test_a_lease_takes_the_key_of_a_job(serve, stranger, role):
     assert seen["jobs"] == {}
 
 
-class Recorder:
-    """Stands between a client and the coordinator, and remembers each piece that the client sent."""
-
-    def __init__(self, address):
-        self.port = int(address.rpartition(":")[2])
-        self.pieces, self.open = [], []
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self):
-        with contextlib.suppress(OSError):
-            client, _ = self.listener.accept()
-            server = socket.create_connection(("127.0.0.1", self.port))
-            self.open += [client, server]
-            threading.Thread(target=self._pass_on, args=(server, client, None), daemon=True).start()
-            self._pass_on(client, server, self.pieces)
-
-    def _pass_on(self, source, target, pieces):
-        with contextlib.suppress(OSError):
-            while data := source.recv(2**16):
-                if pieces is not None:
-                    pieces.append(data)
-                target.sendall(data)
-
-    def close(self):
-        for one in (self.listener, *self.open):
-            one.close()
-
-
-@pytest.fixture
-def recorded(serve, context):
-    """A coordinator, and what a client sent to it, the last of it a status request."""
-    coordinator = serve()
-    recorder = Recorder(coordinator.address)
-    own = keys.own_directory()
-    dealer = raw_dealer(context, recorder.address, role=keys.VIEWER, directory=own)
-    dealer.send(m.encode(m.StatusRequest()))
-    assert dealer.poll(60_000)
-    dealer.recv()
-    before = len(recorder.pieces)
-    dealer.send(m.encode(m.StatusRequest()))
-    assert dealer.poll(60_000)
-    dealer.recv()
-    yield coordinator, recorder, before
-    dealer.close()
-    recorder.close()
-
-
-def test_a_frame_that_is_sent_again_is_refused(recorded, eventually):
-    coordinator, recorder, before = recorded
-    recorder.open[1].sendall(recorder.pieces[before])
-    eventually(lambda: refused(coordinator) == {"replayed": 1})
-
-
-def test_a_whole_connection_that_is_sent_again_is_refused(recorded, eventually):
-    coordinator, recorder, _ = recorded
-    with socket.create_connection(("127.0.0.1", recorder.port)) as again:
-        with contextlib.suppress(OSError):
-            for piece in recorder.pieces:
-                again.sendall(piece)
-        eventually(lambda: sum(refused(coordinator).values()))
-        assert refused(coordinator) == {"made for another key, or replayed": 1}
-
-
 def test_a_job_outlasts_a_coordinator_with_other_keys(serve, join, folders, eventually):
     coordinator = serve(key_directory=folders[0])
     a = join(coordinator, "a", keys=str(folders[0]))
     coordinator.stop()
     other = serve(bind=coordinator.address, key_directory=folders[1])
-    eventually(lambda: refused(other))
+    eventually(lambda: a._link.refused is not None)
     other.stop()
     again = serve(bind=coordinator.address, key_directory=folders[0], lease_timeout=1.5)
     eventually(lambda: "a" in again.snapshot()["jobs"])

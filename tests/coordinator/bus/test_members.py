@@ -39,6 +39,7 @@ def test_this_process_is_alive_and_another_with_its_pid_is_not():
     me = members.this_process()
     assert members.is_alive(me)
     assert not members.is_alive(msgspec.structs.replace(me, started=me.started - 6000))
+    assert not members.is_alive(msgspec.structs.replace(me, boot="the one before"))
 
 
 def test_a_killed_child_counts_as_gone_even_before_its_parent_looked(child):
@@ -89,11 +90,6 @@ def test_too_many_open_files_make_no_process_count_as_dead(monkeypatch):
         members.is_alive(me)
 
 
-def test_a_process_of_another_boot_is_gone(child):
-    child = child(MARK)
-    assert not members.is_alive(msgspec.structs.replace(members.member_of(child.pid), boot="the one before"))
-
-
 @pytest.mark.parametrize("step_s", [2, -2, 3600, -3600])
 def test_setting_the_wall_clock_makes_no_process_another(child, step_s):
     """The kernel's idea of when it booted moves with the wall clock, and psutil's creation times with that."""
@@ -135,17 +131,11 @@ def test_a_process_that_wrote_over_the_mark_that_was_read_is_ended_but_not_one_w
     assert process.wait(60) == -9 and another.poll() is None
 
 
-def test_a_process_with_a_reused_pid_is_left_alone(child):
-    process = child(MARK)
-    member = members.member_of(process.pid)
-    assert not members.kill(msgspec.structs.replace(member, started=member.started - 6000), MARK)
-    assert process.poll() is None
-
-
-def test_neither_a_process_of_another_host_nor_this_one_is_ended(child, monkeypatch):
+def test_neither_a_process_of_another_host_nor_one_with_a_reused_pid_nor_this_one_is_ended(child, monkeypatch):
     process = child(MARK)
     member = members.member_of(process.pid)
     assert not members.kill(msgspec.structs.replace(member, host="elsewhere"), MARK)
+    assert not members.kill(msgspec.structs.replace(member, started=member.started - 6000), MARK)
     me = members.this_process()
     monkeypatch.setattr("psutil.Process.environ", lambda self: {members.UID_VARIABLE: MARK})
     assert not members.kill(me, MARK)

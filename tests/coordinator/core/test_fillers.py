@@ -47,18 +47,30 @@ class World(Driver):
             self.release(job)
 
 
-def test_a_filler_gets_as_many_free_nodes_as_it_asked_for_and_is_told_which():
+@pytest.fixture
+def world():
+    """With job `a`."""
     world = World()
     world.register("a")
+    return world
+
+
+@pytest.fixture
+def called(world):
+    """A filler holds both rollout nodes, and job `a` asks for one of them."""
+    world.fill(num_nodes=2)
+    world.noted = world.ask("a", "rollout", 1, ["r0"], key="k")
+    return world
+
+
+def test_a_filler_gets_as_many_free_nodes_as_it_asked_for_and_is_told_which(world):
     world.ask("a", "rollout", 1, ["r0"])
     world.fill()
     assert (world.holders("r0"), world.holders("r1")) == (["a"], ["f"])
     assert world.sent[-1].message.nodes == ["r1"]
 
 
-def test_it_gets_all_that_it_asked_for_or_waits():
-    world = World()
-    world.register("a")
+def test_it_gets_all_that_it_asked_for_or_waits(world):
     world.ask("a", "rollout", 1, ["r0"])
     world.fill(num_nodes=2)
     assert world.holders("r1") == []
@@ -87,9 +99,7 @@ def test_a_request_that_is_held_back_keeps_fillers_off_too():
     assert world.holders("r0") == []
 
 
-def test_jobs_do_not_queue_behind_the_requests_of_fillers():
-    world = World()
-    world.register("a")
+def test_jobs_do_not_queue_behind_the_requests_of_fillers(world):
     world.register("b")
     world.ask("a", "rollout", 1, ["r0", "r1"])
     world.fill()
@@ -98,47 +108,33 @@ def test_jobs_do_not_queue_behind_the_requests_of_fillers():
     assert (world.holders("r0"), world.holders("r1")) == (["b"], ["f"])
 
 
-def test_what_it_holds_is_called_back_when_a_job_asks_and_goes_to_the_job():
-    world = World()
-    world.register("a")
-    world.fill(num_nodes=2)
-    noted = world.ask("a", "rollout", 1, ["r0"])
-    assert noted == [m.Contended(nodes=["r0"], gangs=[["r0"]])]
-    world.fill("g", num_nodes=1)
-    world.release("f")
-    assert (world.holders("r0"), world.holders("r1")) == (["a"], ["g"])
-    (held,) = [line for line in world.logged if line.event == events.LEASE_HELD]
+def test_what_it_holds_is_called_back_when_a_job_asks_and_goes_to_the_job(called):
+    assert called.noted == [m.Contended(nodes=["r0"], gangs=[["r0"]])]
+    called.fill("g", num_nodes=1)
+    called.release("f")
+    assert (called.holders("r0"), called.holders("r1")) == (["a"], ["g"])
+    (held,) = [line for line in called.logged if line.event == events.LEASE_HELD]
     assert held.extra["filler"] and held.extra["leaving_s"] is not None
 
 
-def test_a_filler_that_waits_calls_nobody_back_and_no_job_is_told_of_it():
-    world = World()
-    world.register("a")
+def test_a_filler_that_waits_calls_nobody_back_and_no_job_is_told_of_it(world):
     world.ask("a", "rollout", 1, ["r0", "r1"])
     assert world.fill() == []
     assert world.machine.state.jobs["a"].contended == []
 
 
-def test_it_is_told_again_at_each_heartbeat_for_a_push_may_go_astray():
-    world = World()
-    world.register("a")
-    world.fill(num_nodes=2)
-    world.ask("a", "rollout", 1, ["r0"])
-    noted = world.do(m.Heartbeat(**world.who("f"), beat=1, tokens=[1]))
+def test_it_is_told_again_at_each_heartbeat_for_a_push_may_go_astray(called):
+    noted = called.do(m.Heartbeat(**called.who("f"), beat=1, tokens=[1]))
     assert m.Contended(nodes=["r0"], gangs=[["r0"]]) in noted
 
 
-def test_one_that_does_not_leave_is_ended_after_its_grace_and_the_job_gets_the_node():
-    world = World()
-    world.register("a")
-    world.fill(num_nodes=2)
-    world.ask("a", "rollout", 1, ["r0"])
-    assert world.wait(1.5) == []
-    (ended,) = world.wait(1.5)
+def test_one_that_does_not_leave_is_ended_after_its_grace_and_the_job_gets_the_node(called):
+    assert called.wait(1.5) == []
+    (ended,) = called.wait(1.5)
     assert isinstance(ended, JobEvicted) and "2 s" in ended.reason
-    assert world.holders("r0") == ["f"]
-    world.do(ProcessesGone(job="f", uid="f:1"))
-    assert world.holders("r0") == ["a"]
+    assert called.holders("r0") == ["f"]
+    called.do(ProcessesGone(job="f", uid="f:1"))
+    assert called.holders("r0") == ["a"]
 
 
 @pytest.mark.parametrize(("asked", "lease_timeout", "given"), [(0.5, 60, 2), (9, 60, 9), (900, 7, 7)])
@@ -156,16 +152,12 @@ def test_one_that_says_so_has_longer_but_not_for_ever(asked, lease_timeout, give
     assert given < world.now - since < given + 2
 
 
-def test_one_that_is_silent_is_ended_at_once():
-    world = World()
-    world.register("a")
-    world.fill(num_nodes=2)
-    world.ask("a", "rollout", 1, ["r0"])
-    world.do(JobSilent(job="f", uid="f:1"))
-    assert [type(what) for what in world.wait(1)] == [JobRevoked]
-    assert world.holders("r0") == ["f"]
-    world.do(ProcessesGone(job="f", uid="f:1"))
-    assert world.holders("r0") == ["a"]
+def test_one_that_is_silent_is_ended_at_once(called):
+    called.do(JobSilent(job="f", uid="f:1"))
+    assert [type(what) for what in called.wait(1)] == [JobRevoked]
+    assert called.holders("r0") == ["f"]
+    called.do(ProcessesGone(job="f", uid="f:1"))
+    assert called.holders("r0") == ["a"]
 
 
 def test_nobody_is_late_for_what_a_coordinator_said_that_is_no_more():
@@ -181,14 +173,10 @@ def test_nobody_is_late_for_what_a_coordinator_said_that_is_no_more():
     assert [type(what) for what in world.wait(3)] == [JobEvicted]
 
 
-def test_a_job_that_gives_up_lets_the_filler_stay():
-    world = World()
-    world.register("a")
-    world.fill(num_nodes=2)
-    world.ask("a", "rollout", 1, ["r0"], key="k")
-    world.do(m.LeaseCancel(**world.who("a"), key="k"))
-    assert world.wait(3) == []
-    assert world.machine.state.jobs["f"].state is JobState.LIVE
+def test_a_job_that_gives_up_lets_the_filler_stay(called):
+    called.do(m.LeaseCancel(**called.who("a"), key="k"))
+    assert called.wait(3) == []
+    assert called.machine.state.jobs["f"].state is JobState.LIVE
 
 
 @pytest.mark.parametrize("mode", ["sequential", "uncoordinated", "interleaved"])
@@ -219,9 +207,7 @@ def test_fillers_take_no_part_in_gates_barriers_and_turns():
     assert queueing.turn(world.machine.state, world.machine.config).name == "a"
 
 
-def test_a_waiting_filler_is_no_reason_to_end_a_silent_job():
-    world = World()
-    world.register("a")
+def test_a_waiting_filler_is_no_reason_to_end_a_silent_job(world):
     world.ask("a", "rollout", 1, ["r0", "r1"])
     world.fill()
     for _ in range(4):
@@ -245,9 +231,7 @@ def test_a_request_that_fits_no_filler_is_refused(asked, complaint):
     assert complaint in refused.reason
 
 
-def test_a_job_gets_all_its_nodes_and_not_any_so_many():
-    world = World()
-    world.register("a")
+def test_a_job_gets_all_its_nodes_and_not_any_so_many(world):
     (refused,) = world.ask_as_filler("a", key="k", nodes=["r0", "r1"], num_nodes=1)
     assert "only a filler" in refused.reason
 
@@ -286,9 +270,7 @@ def test_of_a_node_that_nobody_used_nothing_is_said():
     assert used(World()) == {"seconds": 0.0, "jobs_s": 0.0, "fillers_s": 0.0, "bubble_filled": None}
 
 
-def test_nodes_that_go_back_before_the_rest_count_until_then():
-    world = World()
-    world.register("a")
+def test_nodes_that_go_back_before_the_rest_count_until_then(world):
     world.ask("a", "rollout", 1, ["r0", "r1"])
     world.now += 4
     world.do(m.LeaseShrink(**world.who("a"), key="s", token=1, nodes=["r0"]))

@@ -4,7 +4,6 @@ import pytest
 
 from tests.coordinator.driver import SIDES, Driver, config
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.records import ProcessesGone
 from verl_mux.coordinator.core.state import Machine
 
 
@@ -43,12 +42,6 @@ def test_ended_jobs_are_forgotten_oldest_first(driver, monkeypatch):
     assert driver.machine.heard.keys() <= driver.machine.state.jobs.keys()
 
 
-def test_who_only_looked_in_leaves_nothing(driver):
-    driver.register("a")
-    driver.do(m.Deregister(**driver.who("a")))
-    assert driver.machine.state.jobs == {} and driver.machine.heard == {}
-
-
 def test_memory_on_made_up_nodes_and_under_ever_new_tags(driver, monkeypatch):
     monkeypatch.setattr(m, "TAGS_ON_A_NODE", 2)
     driver.register("a")
@@ -58,11 +51,3 @@ def test_memory_on_made_up_nodes_and_under_ever_new_tags(driver, monkeypatch):
     (refused,) = driver.do(m.MemoryReport(**driver.who("a"), node="r0", tags={"z": 1}))
     assert "at most 2" in refused.reason
     assert driver.machine.state.peaks == {"r0": {"init": 2}}
-
-
-def test_a_job_that_is_gone_keeps_no_memory(driver):
-    driver.register("a")
-    driver.ask("a", "rollout", 1, ["r0"])
-    driver.do(m.Failing(**driver.who("a"), reason="over"))
-    driver.do(ProcessesGone(job="a", uid="a:1"))
-    assert driver.machine.state.jobs["a"].memory == {}

@@ -2,21 +2,11 @@
 
 import pytest
 
-from tests.coordinator.driver import Driver, config
+from tests.coordinator.driver import POOLS, Driver, config
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import queueing
-from verl_mux.coordinator.core.records import (
-    DriverDied,
-    Input,
-    JobEvicted,
-    JobExited,
-    JobRevoked,
-    JobSilent,
-    JobState,
-    NodeReleased,
-    PhaseOverdue,
-    ProcessesGone,
-)
+from verl_mux.coordinator.core import records as r
+from verl_mux.coordinator.core.records import JobState
 from verl_mux.coordinator.core.settings import Segment
 from verl_mux.coordinator.core.state import IllegalMove, Machine
 
@@ -24,34 +14,27 @@ SIDES = {"rollout": ["r0"], "train": ["t0"]}
 THREE = [{"mode": "sequential", "steps": 2}, {"mode": "uncoordinated", "steps": 1}, {"mode": "interleaved"}]
 
 
-class World:
-    """Jobs on one rollout and one training node, driven by name."""
+class World(Driver):
+    """Jobs on one rollout and one training node."""
 
-    def __init__(self, config, *jobs, **keys):
-        self.machine, self.now = Machine(config), 0.0
+    def __init__(self, *jobs, pools=POOLS, steps=None, **keys):
+        super().__init__(Machine(config(pools=pools, **keys)))
         for job in jobs:
-            self.register(job, **keys)
+            self.register(job, steps=steps)
 
-    def do(self, what):
-        self.now += 1.0
-        self.machine.handle(Input(self.now, what))
-
-    def who(self, job):
-        return {"job": job, "uid": f"{job}:1", "client": job}
-
-    def register(self, job, **keys):
-        self.do(m.Register(**self.who(job), host="here", pid=7, started=1, **{"nodes": SIDES, **keys}))
+    def register(self, job, nodes=SIDES, **keys):
+        super().register(job, nodes, **keys)
 
     def ask(self, job, phase, step, nodes=None):
         nodes = nodes or (["r0", "t0"] if phase == "init" else SIDES[phase])
-        self.do(m.LeaseRequest(**self.who(job), key=f"{job}{phase}{step} at {self.now}", phase=phase, step=step, nodes=nodes))
+        super().ask(job, phase, step, nodes, key=f"{job}{phase}{step} at {self.now}")
 
     def release(self, job):
         for lease in self.machine.state.leases_of(job):
-            self.do(m.LeaseRelease(**self.who(job), token=lease.token))
+            super().release(job, lease.token)
 
     def run(self, job, *steps):
-        """Whole steps of a job that nobody keeps from running."""
+        """Whole steps of a job that no other job keeps from running."""
         for step in steps:
             for phase in ("rollout", "train"):
                 self.ask(job, phase, step)
@@ -63,7 +46,7 @@ class World:
 
     def why_not(self, job):
         state = self.machine.state
-        return [queueing.held_back(r, state, self.machine.config) for r in state.requests if r.job == job]
+        return [queueing.held_back(each, state, self.machine.config) for each in state.requests if each.job == job]
 
     def end(self, job):
         self.do(m.Deregister(**self.who(job)))
@@ -75,8 +58,8 @@ def test_a_steps_segment_follows_from_the_lengths_of_those_before(step, index):
     assert queueing.segment_of(lengths, step) == index
 
 
-def test_sequential_gives_leases_only_to_the_job_whose_turn_it_is(make):
-    world = World(make(schedule=THREE), "a", "b")
+def test_sequential_gives_leases_only_to_the_job_whose_turn_it_is():
+    world = World("a", "b", schedule=THREE)
     world.ask("b", "rollout", 1)
     assert world.why_not("b") == ["turn"]
     world.run("a", 1, 2)
@@ -85,8 +68,8 @@ def test_sequential_gives_leases_only_to_the_job_whose_turn_it_is(make):
     assert world.why_not("a") == ["barrier"]
 
 
-def test_the_turn_passes_only_when_its_owner_holds_nothing_any_more(make):
-    world = World(make(schedule=THREE), "a", "b")
+def test_the_turn_passes_only_when_its_owner_holds_nothing_any_more():
+    world = World("a", "b", schedule=THREE)
     world.ask("b", "rollout", 1)
     world.run("a", 1)
     world.ask("a", "train", 2)
@@ -96,8 +79,8 @@ def test_the_turn_passes_only_when_its_owner_holds_nothing_any_more(make):
     assert world.running("b") == [("rollout", 1)]
 
 
-def test_a_barrier_opens_when_every_live_job_has_arrived_and_uncoordinated_excludes_nobody(make):
-    world = World(make(schedule=THREE), "a", "b")
+def test_a_barrier_opens_when_every_live_job_has_arrived_and_uncoordinated_excludes_nobody():
+    world = World("a", "b", schedule=THREE)
     world.run("a", 1, 2)
     world.ask("a", "rollout", 3)
     world.run("b", 1, 2)
@@ -106,8 +89,8 @@ def test_a_barrier_opens_when_every_live_job_has_arrived_and_uncoordinated_exclu
     assert world.running("a") == world.running("b") == [("rollout", 3)]
 
 
-def test_after_uncoordinated_comes_interleaved_and_excludes_again(make):
-    world = World(make(schedule=THREE), "a", "b")
+def test_after_uncoordinated_comes_interleaved_and_excludes_again():
+    world = World("a", "b", schedule=THREE)
     world.run("a", 1, 2)
     world.ask("a", "rollout", 3)
     world.run("b", 1, 2)
@@ -124,14 +107,14 @@ def test_after_uncoordinated_comes_interleaved_and_excludes_again(make):
     "leave",
     [
         lambda world: world.end("b"),
-        lambda world: world.do(DriverDied(job="b", uid="b:1")),
-        lambda world: world.do(JobExited(job="b")),
+        lambda world: world.do(r.DriverDied(job="b", uid="b:1")),
+        lambda world: world.do(r.JobExited(job="b")),
         lambda world: world.do(m.StepReport(**world.who("b"), step=1, metrics={})),
     ],
     ids=["deregistered", "driver died", "said to have exited", "finished all its steps"],
 )
-def test_a_job_that_is_over_holds_up_no_barrier_and_keeps_no_turn(make, leave):
-    world = World(make(schedule=THREE), "b", "a", steps=1)
+def test_a_job_that_is_over_holds_up_no_barrier_and_keeps_no_turn(leave):
+    world = World("b", "a", schedule=THREE, steps=1)
     world.machine.state.jobs["a"].steps = 9
     world.ask("a", "rollout", 1)
     assert world.why_not("a") == ["turn"]
@@ -140,24 +123,24 @@ def test_a_job_that_is_over_holds_up_no_barrier_and_keeps_no_turn(make, leave):
     world.run("a", 2, 3, 4)
 
 
-def test_a_job_that_goes_on_beyond_the_steps_that_it_says_keeps_to_its_turn(make):
-    world = World(make(schedule=[{"mode": "sequential"}]), "a", "b")
+def test_a_job_that_goes_on_beyond_the_steps_that_it_says_keeps_to_its_turn():
+    world = World("a", "b", schedule=[{"mode": "sequential"}])
     world.ask("a", "rollout", 1)
     world.ask("b", "rollout", 1)
     world.do(m.StepReport(**world.who("b"), step=0, metrics={}, steps=0))
     assert world.running("b") == [] and world.why_not("b") == ["turn"]
 
 
-def test_a_job_through_with_its_steps_may_still_validate_out_of_turn(make):
-    world = World(make(schedule=[{"mode": "sequential"}]), "a", "b", steps=1)
+def test_a_job_through_with_its_steps_may_still_validate_out_of_turn():
+    world = World("a", "b", schedule=[{"mode": "sequential"}], steps=1)
     world.run("a", 1)
     world.do(m.StepReport(**world.who("a"), step=1, metrics={}))
     world.ask("a", "rollout", 1)
     assert world.running("a") == [("rollout", 1)]
 
 
-def test_step_one_waits_until_the_expected_jobs_are_through_with_init(make):
-    world = World(make(expect_jobs=2), "a")
+def test_step_one_waits_until_the_expected_jobs_are_through_with_init():
+    world = World("a", expect_jobs=2)
     world.ask("a", "init", 0)
     world.release("a")
     world.ask("a", "rollout", 1)
@@ -170,29 +153,29 @@ def test_step_one_waits_until_the_expected_jobs_are_through_with_init(make):
     assert world.running("a") == [("rollout", 1)]
 
 
-def test_step_zero_is_what_comes_before_the_first_step_and_waits_for_no_gate(make):
-    world = World(make(expect_jobs=2), "a")
+def test_step_zero_is_what_comes_before_the_first_step_and_waits_for_no_gate():
+    world = World("a", expect_jobs=2)
     world.ask("a", "rollout", 0)
     assert world.running("a") == [("rollout", 0)]
 
 
-def test_an_expected_job_that_ended_before_its_first_step_is_not_waited_for(make):
-    world = World(make(expect_jobs=2), "a")
+def test_an_expected_job_that_ended_before_its_first_step_is_not_waited_for():
+    world = World("a", expect_jobs=2)
     world.ask("a", "rollout", 1)
-    world.do(JobExited(job="b"))
+    world.do(r.JobExited(job="b"))
     assert world.running("a") == [("rollout", 1)]
 
 
-def test_init_is_exclusive_even_in_an_uncoordinated_segment(make):
-    world = World(make(schedule=[{"mode": "uncoordinated"}]), "a", "b", "c")
+def test_init_is_exclusive_even_in_an_uncoordinated_segment():
+    world = World("a", "b", "c", schedule=[{"mode": "uncoordinated"}])
     world.ask("a", "init", 0)
     world.ask("b", "init", 0)
     world.ask("c", "rollout", 1)
     assert (world.running("a"), world.running("b"), world.running("c")) == ([("init", 0)], [], [("rollout", 1)])
 
 
-def test_a_job_that_joins_late_does_not_turn_the_schedule_back(make):
-    world = World(make(schedule=THREE), "a")
+def test_a_job_that_joins_late_does_not_turn_the_schedule_back():
+    world = World("a", schedule=THREE)
     world.run("a", 1, 2, 3)
     world.ask("a", "rollout", 4)
     world.register("late")
@@ -202,38 +185,31 @@ def test_a_job_that_joins_late_does_not_turn_the_schedule_back(make):
     assert world.machine.state.segment == 2
 
 
-def test_a_request_that_is_held_back_stands_in_nobodys_way(make):
-    world = World(make(schedule=THREE), "a", "b")
-    world.ask("b", "rollout", 1)
-    world.ask("a", "rollout", 1)
-    assert world.running("a") == [("rollout", 1)]
-
-
-def gangs_of(world, job):
-    return world.machine.state.jobs[job].gangs
-
-
-def test_what_would_let_another_job_begin(make):
+def test_what_would_let_another_job_begin():
     """Only if it waits for nobody else, and for a lease that can be parted."""
     nodes = {"rollout": {"nodes": [{"name": name} for name in ("r0", "r1", "r2")]}, "train": {"nodes": [{"name": "t0"}]}}
-    world = World(make(pools=nodes))
+    world = World(pools=nodes)
+
+    def gangs_of(job):
+        return world.machine.state.jobs[job].gangs
+
     for job, its in {"wide": ["r0", "r1"], "one": ["r1"], "both": ["r0", "r1"], "other": ["r1", "r2"], "third": ["r2"]}.items():
         world.register(job, nodes={"rollout": its, "train": ["t0"]})
     world.ask("wide", "rollout", 1, nodes=["r0", "r1"])
-    assert gangs_of(world, "wide") == []
+    assert gangs_of("wide") == []
     world.ask("third", "rollout", 1, nodes=["r2"])
     world.ask("other", "rollout", 1, nodes=["r1", "r2"])
-    assert (gangs_of(world, "wide"), gangs_of(world, "third")) == ([], [])
+    assert (gangs_of("wide"), gangs_of("third")) == ([], [])
     world.release("third")
-    assert gangs_of(world, "wide") == [["r1"]]
+    assert gangs_of("wide") == [["r1"]]
     world.ask("both", "rollout", 1, nodes=["r0", "r1"])
-    assert gangs_of(world, "wide") == [["r1"]]
+    assert gangs_of("wide") == [["r1"]]
     world.end("other")
-    assert gangs_of(world, "wide") == [["r0", "r1"]]
+    assert gangs_of("wide") == [["r0", "r1"]]
 
 
-def test_contention_names_the_nodes_that_another_job_could_use_now(make):
-    world = World(make(), "a", "b")
+def test_contention_names_the_nodes_that_another_job_could_use_now():
+    world = World("a", "b")
     world.ask("a", "rollout", 1)
     world.ask("b", "rollout", 1)
     assert world.machine.state.jobs["a"].contended == ["r0"]
@@ -274,18 +250,8 @@ def two():
     return jobs
 
 
-def test_from_when_a_job_fences_itself_until_its_lease_ends_its_end_is_near(two):
-    two.live(1, "a", "b")
-    heard, near = two.now - 0.5, []
-    for _ in range(60):
-        two.live(0.5, "b")
-        near += [two.now - heard] * two.machine.is_pressing(two.now)
-    timeout = two.machine.config.lease_timeout
-    assert near == [at * 0.5 for at in range(1, 61) if 0.7 * timeout < at * 0.5 <= timeout]
-
-
 def test_a_silent_job_that_nobody_waits_for_keeps_what_it_holds(two):
-    assert two.live(60, "b") == [JobSilent(job="a", uid="a:1")]
+    assert two.live(60, "b") == [r.JobSilent(job="a", uid="a:1")]
     assert two.holders("r0") == ["a"]
 
 
@@ -294,25 +260,25 @@ def test_a_silent_job_whose_node_another_waits_for_is_over_at_the_end_of_its_lea
     two.live(1, "a", "b")
     heard = two.now
     seen = two.live(6, "b")
-    assert [type(what) for what in seen] == [JobSilent, JobRevoked]
+    assert [type(what) for what in seen] == [r.JobSilent, r.JobRevoked]
     assert two.state("a") is JobState.DYING
     assert two.machine.state.jobs["a"].died_at - heard == pytest.approx(5 - 1.5, abs=0.5)
     assert two.holders("r0") == ["a"], "its processes may still be there"
     with pytest.raises(IllegalMove):
         two.beat("a")
-    two.do(ProcessesGone(job="a", uid="a:1"))
+    two.do(r.ProcessesGone(job="a", uid="a:1"))
     assert two.holders("r0") == ["b"]
 
 
 def test_it_is_over_at_once_when_somebody_begins_to_wait_later(two):
     two.live(60, "b")
     two.ask("b", "rollout", 1, ["r0"])
-    assert [type(what) for what in two.live(0.5, "b")] == [JobRevoked]
+    assert [type(what) for what in two.live(0.5, "b")] == [r.JobRevoked]
 
 
 def test_a_waiting_job_that_is_silent_too_takes_nothing_from_anybody(two):
     two.ask("b", "rollout", 1, ["r0"])
-    assert {type(what) for what in two.live(60)} == {JobSilent}
+    assert {type(what) for what in two.live(60)} == {r.JobSilent}
     assert two.holders("r0") == ["a"]
 
 
@@ -328,7 +294,7 @@ def test_a_clock_that_is_set_back_makes_nobody_late_and_hides_nobody(two):
     two.ask("b", "rollout", 1, ["r0"])
     two.live(2, "a", "b")
     two.now -= 3600
-    assert [type(what) for what in two.live(8, "b")] == [JobSilent, JobRevoked]
+    assert [type(what) for what in two.live(8, "b")] == [r.JobSilent, r.JobRevoked]
 
 
 @pytest.mark.parametrize("mode", ["sequential", "barrier"])
@@ -338,7 +304,7 @@ def test_a_silent_job_does_not_hold_the_schedule_up_for_ever(mode):
     jobs = Jobs("a", "b", schedule=schedule)
     jobs.ask("b", "rollout", 1 if mode == "sequential" else 2, ["r1"])
     assert jobs.holders("r1") == []
-    assert [type(what) for what in jobs.live(7, "b")] == [JobSilent, JobRevoked]
+    assert [type(what) for what in jobs.live(7, "b")] == [r.JobSilent, r.JobRevoked]
     assert jobs.holders("r1") == ["b"]
 
 
@@ -361,7 +327,7 @@ def hung():
 
 def test_a_phase_that_takes_far_longer_than_those_before_is_told_once(hung):
     jobs = hung()
-    assert jobs.live(60, "a", "b") == [PhaseOverdue(job="a", uid="a:1", token=2)]
+    assert jobs.live(60, "a", "b") == [r.PhaseOverdue(job="a", uid="a:1", token=2)]
     assert jobs.events_logged().count("phase_overdue") == 1
     assert jobs.holders("r0") == ["a"]
     jobs.release("a", 2)
@@ -380,7 +346,7 @@ def test_the_first_phase_of_a_kind_and_short_ones_are_never_overdue():
 
 
 def test_an_evicted_job_ends_as_if_it_had_failed(two):
-    assert two.do(JobEvicted(job="a", uid="a:1", reason="evicted")) == [m.JobEnded(reason="evicted")]
+    assert two.do(r.JobEvicted(job="a", uid="a:1", reason="evicted")) == [m.JobEnded(reason="evicted")]
     assert two.machine.state.jobs["a"].condemned == "evicted"
     with pytest.raises(IllegalMove):
         two.beat("a")
@@ -390,10 +356,10 @@ def test_a_node_that_is_released_by_hand_is_taken_from_the_dying_alone():
     jobs = Jobs("a", "b", "c")
     jobs.ask("a", "rollout", 1, ["r0", "r1"])
     jobs.ask("b", "rollout", 1, ["r0"])
-    jobs.do(NodeReleased(node="r0"))
+    jobs.do(r.NodeReleased(node="r0"))
     assert jobs.holders("r0") == ["a"]
-    jobs.do(JobEvicted(job="a", uid="a:1", reason="evicted"))
-    jobs.do(NodeReleased(node="r0"))
+    jobs.do(r.JobEvicted(job="a", uid="a:1", reason="evicted"))
+    jobs.do(r.NodeReleased(node="r0"))
     assert (jobs.holders("r0"), jobs.holders("r1")) == (["b"], ["a"])
-    jobs.do(NodeReleased(node="r1"))
+    jobs.do(r.NodeReleased(node="r1"))
     assert jobs.holders("r1") == []

@@ -5,19 +5,8 @@ import pytest
 from tests.coordinator.driver import Driver, config
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.messages import Holder, Look
+from verl_mux.coordinator.core import records as r
 from verl_mux.coordinator.core.reaping import CALM_S, DYING_S, Sight, Sights, judge
-from verl_mux.coordinator.core.records import (
-    DriverDied,
-    HostGone,
-    HostReleased,
-    HostSeen,
-    JobEvicted,
-    JobExited,
-    NodesOwed,
-    OwedPaid,
-    PoolsChanged,
-    ProcessesGone,
-)
 from verl_mux.coordinator.core.state import Machine
 
 POOLS = {
@@ -64,7 +53,7 @@ class World(Driver):
         return judge(record, sights, self.machine.state, self.machine.config, self.now)
 
     def evict(self, job="a"):
-        self.do(JobEvicted(job=job, uid=f"{job}:1", reason="evicted"))
+        self.do(r.JobEvicted(job=job, uid=f"{job}:1", reason="evicted"))
 
     @property
     def fenced(self):
@@ -81,7 +70,7 @@ def world():
 
 
 def test_the_first_report_makes_a_host_known_by_its_name_and_addresses(world):
-    assert [type(what) for what in world.report()] == [HostSeen]
+    assert [type(what) for what in world.report()] == [r.HostSeen]
     assert world.report() == []
     assert world.answer.nodes["r1"].job == "a" and world.answer.nodes["r1"].gpu_ids == [1]
     assert list(world.answer.nodes) == ["r1"], "known by its address"
@@ -114,7 +103,7 @@ def test_a_host_not_heard_for_a_lease_is_fenced_and_comes_back_with_its_agent(wo
     world.report()
     world.release("a")
     assert world.silence(4.5) == []
-    assert world.silence(1.5) == [HostGone(host="hostb/1")]
+    assert world.silence(1.5) == [r.HostGone(host="hostb/1")]
     assert world.fenced == {"r1": "the agent of host hostb is not heard"}
     world.ask("a", "rollout", 2, ["r1"])
     assert world.holders("r1") == []
@@ -136,22 +125,22 @@ def test_what_a_dead_job_left_on_a_lost_host_is_owed_until_the_agent_saw_it_gone
     world.now += 6
     (owed,) = world.verdict().owed.items()
     assert owed == ("hostb/1", ["r1"]) and world.verdict().gone
-    world.do(NodesOwed(job="a", uid="a:1", host="hostb/1", nodes=["r1"]))
-    world.do(ProcessesGone(job="a", uid="a:1"))
+    world.do(r.NodesOwed(job="a", uid="a:1", host="hostb/1", nodes=["r1"]))
+    world.do(r.ProcessesGone(job="a", uid="a:1"))
     world.register("a", uid="a:2")
     assert "job 'a' may be left there" in world.fenced["r1"]
     world.report(looks=[])
     assert world.fenced == {"r1": "something of job 'a' may be left on host hostb"}
     assert world.answer.end == ["a:1"]
     assert world.report(looks=[Look("a:1", [WORKER])]) == [] and world.fenced
-    assert world.report() == [OwedPaid(host="hostb/1", uid="a:1")] and not world.fenced
+    assert world.report() == [r.OwedPaid(host="hostb/1", uid="a:1")] and not world.fenced
 
 
 def test_a_boot_leaves_nothing_of_what_ran_before(world):
     world.report()
     world.silence(6)
     world.evict()
-    world.do(NodesOwed(job="a", uid="a:1", host="hostb/1", nodes=["r1"]))
+    world.do(r.NodesOwed(job="a", uid="a:1", host="hostb/1", nodes=["r1"]))
     world.report(boot="next", looks=[])
     assert world.fenced == {}
 
@@ -164,7 +153,7 @@ def test_a_second_machine_of_the_same_name_is_refused_while_the_first_is_heard(w
 
 def test_a_host_without_an_agent_is_looked_at_by_the_first_that_comes(world):
     world.evict()
-    world.do(NodesOwed(job="a", uid="a:1", host="10.0.0.2/", nodes=["r1"]))
+    world.do(r.NodesOwed(job="a", uid="a:1", host="10.0.0.2/", nodes=["r1"]))
     assert "where no agent looks" in world.fenced["r1"]
     world.report()
     assert world.fenced and world.answer.look_for.keys() == {"a:1"}
@@ -177,16 +166,16 @@ def test_what_is_owed_where_no_agent_looks_is_given_up_after_the_remote_grace():
     world.register("a")
     world.ask("a", "rollout", 1, ["r1"])
     world.evict()
-    world.do(NodesOwed(job="a", uid="a:1", host="10.0.0.2/", nodes=["r1"]))
+    world.do(r.NodesOwed(job="a", uid="a:1", host="10.0.0.2/", nodes=["r1"]))
     assert world.silence(29) == []
-    assert world.silence(2) == [OwedPaid(host="10.0.0.2/", uid="a:1")] and not world.fenced
+    assert world.silence(2) == [r.OwedPaid(host="10.0.0.2/", uid="a:1")] and not world.fenced
 
 
 def test_an_agent_that_is_gone_for_good_is_forgotten_by_hand(world):
     world.report()
     world.release("a")
     world.silence(6)
-    world.do(HostReleased(host="hostb/1"))
+    world.do(r.HostReleased(host="hostb/1"))
     assert world.fenced == {} and world.machine.state.hosts == {}
     assert world.silence(10) == []
 
@@ -197,7 +186,7 @@ def test_a_dead_driver_is_told_by_the_agent_of_its_host():
     world.do(m.Register(**world.who("a"), nodes={"rollout": ["r0"]}, **there))
     world.report()
     assert world.answer.drivers == [WORKER]
-    assert world.report(dead=[WORKER]) == [DriverDied(job="a", uid="a:1")]
+    assert world.report(dead=[WORKER]) == [r.DriverDied(job="a", uid="a:1")]
     assert world.machine.state.jobs["a"].reason == "its driver process died"
 
 
@@ -212,15 +201,15 @@ def test_jobs_are_named_to_an_agent_only_as_far_as_it_has_seen_them(world):
 
 def test_of_a_job_told_to_have_exited_nothing_is_looked_for_that_ended(world):
     world.report()
-    world.do(JobExited(job="a", uid="a:1"))
-    world.do(ProcessesGone(job="a", uid="a:1"))
+    world.do(r.JobExited(job="a", uid="a:1"))
+    world.do(r.ProcessesGone(job="a", uid="a:1"))
     world.report()
     assert world.answer.look_for == {}
 
 
 def test_added_nodes_are_there_at_once_and_removed_ones_are_not(world):
     pools = config(pools={**POOLS, "more": {"nodes": [{"name": "m0", "host": "hostb", "gpu_ids": [2], "gpus": 1}]}}).pools
-    world.do(PoolsChanged(pools=pools))
+    world.do(r.PoolsChanged(pools=pools))
     world.report()
     assert set(world.answer.nodes) == {"r1", "m0"}
     world.register("b", nodes={"rollout": ["m0"]})

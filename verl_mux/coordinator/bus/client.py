@@ -4,21 +4,17 @@
     with mux.phase("rollout", step=1) as lease:
         ...  # the nodes in lease.nodes are ours
 
-Runs in the processes of a job; called by the trainer, by `verl-mux hold` and by users (`verl_mux.phase`). With address None
-every lease is granted at once, locally (LocalMux): no socket, no thread. A Mux opens a socket, with a thread (link.py); what it
+Runs in the processes of a job; called by the trainer, by `verl-mux hold` and by users. With address None every lease
+is granted at once, locally (LocalMux): no socket, no thread. A Mux opens a socket, with a thread (link.py); what it
 says there is decided in conversation.py. All calls may come from any thread. The coordinator may be restarted at any moment:
 calls that need an answer wait for it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
-import functools
-import inspect
 import itertools
-import json
 import logging
 import os
 import threading
@@ -26,7 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -40,12 +36,11 @@ from verl_mux.places.place import Place
 
 log = logging.getLogger(__name__)
 
-ADDRESS_VARIABLE, JOB_VARIABLE, NODES_VARIABLE = "VERL_MUX_COORDINATOR", "VERL_MUX_JOB", "VERL_MUX_NODES"
+ADDRESS_VARIABLE, JOB_VARIABLE = "VERL_MUX_COORDINATOR", "VERL_MUX_JOB"
 _PROGRESS_INTERVAL_S = 0.05
 _GOODBYE_S = 2.0
 _RETRY_S = 0.2
 _LOG_EVERY_S = 60.0
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class LeaseLost(Failure):
@@ -119,14 +114,10 @@ class LocalMux:
         self.job, self.nodes, self.filler = job, nodes, filler
         self._places: dict[str, Place] = {}
         self._tokens = itertools.count(1)
-        self._steps: dict[str, int] = {}
 
     @contextlib.contextmanager
-    def phase(self, name: str, step: int | None = None, nodes: list[str] | None = None, num_nodes: int = 1) -> Iterator[Lease]:
-        """Holds a lease for the block and gives it back on every way out. `step` None counts on from the last one; fillers have
-        none."""
-        if step is None:
-            step = 0 if name == "init" or self.filler else self._steps.get(name, 0) + 1
+    def phase(self, name: str, step: int = 0, nodes: list[str] | None = None, num_nodes: int = 1) -> Iterator[Lease]:
+        """Holds a lease for the block and gives it back on every way out."""
         lease = self.acquire(name, step=step, nodes=nodes, num_nodes=num_nodes)
         try:
             yield lease
@@ -142,14 +133,13 @@ class LocalMux:
 
         Raises UserError for what can never be granted, LeaseLost when the coordinator holds the job for dead.
         """
-        granted = self._nodes_for(phase, step, nodes)
+        granted = self._nodes_for(phase, nodes)
         granted = granted[:num_nodes] if self.filler else granted
         return Lease(next(self._tokens), granted, phase, step, 0.0, time.time())
 
-    def _nodes_for(self, phase: str, step: int, nodes: list[str] | None) -> list[str]:
+    def _nodes_for(self, phase: str, nodes: list[str] | None) -> list[str]:
         if phase not in m.PHASES:
             raise UserError(f"phase {phase!r} is not known; allowed: {', '.join(m.PHASES)}")
-        self._steps[phase] = step
         if nodes is not None:
             return list(nodes)
         sides = m.SIDES if phase == "init" else (phase,)
@@ -190,10 +180,6 @@ class LocalMux:
     def members(self, members: Iterable[m.Member]) -> None:
         """Names all device-holding processes, instead of those named before: the job's nodes are granted to others only when
         they are gone."""
-
-    def contended(self, phase: str) -> list[str]:
-        """This job's nodes of that phase for which another job waits."""
-        return []
 
     def gangs(self, phase: str) -> list[list[str]]:
         """Sets of this job's nodes of that phase: if all of one came back another job would begin."""
@@ -251,7 +237,7 @@ class Mux(LocalMux):
         self.nodes, self._places = (welcome.nodes, welcome.places) if welcome is not None else ({}, {})
 
     def acquire(self, phase: str, step: int = 0, nodes: list[str] | None = None, num_nodes: int = 1) -> Lease:
-        step, nodes = int(step), self._nodes_for(phase, step, nodes)
+        step, nodes = int(step), self._nodes_for(phase, nodes)
         of_a_filler = {"num_nodes": num_nodes} if self.filler else {}
         key, asked = uuid.uuid4().hex, time.perf_counter()
         try:
@@ -351,10 +337,6 @@ class Mux(LocalMux):
         with self._talking() as talk:
             talk.members = list(members)
             talk.send(m.MemberReport, members=talk.members)
-
-    def contended(self, phase: str) -> list[str]:
-        contended = self._talk.contended
-        return [node for node in contended if node in self.nodes.get(phase, contended)]
 
     def gangs(self, phase: str) -> list[list[str]]:
         nodes = self.nodes.get(phase)
@@ -478,62 +460,3 @@ class Mux(LocalMux):
             self.move = talk.move
             self._set_wanted()
             self._changed.notify_all()
-
-
-# --- the process's default client ---
-
-_default: LocalMux | None = None
-_default_lock = threading.Lock()
-
-
-def default_mux() -> LocalMux:
-    """The process's client, made at the first call from the environment; a local one where that names no coordinator.
-
-    VERL_MUX_COORDINATOR is the address, VERL_MUX_JOB the name, VERL_MUX_NODES the nodes per side as JSON, VERL_MUX_KEYS the
-    folder of the coordinator's keys.
-    """
-    global _default
-    with _default_lock:
-        if _default is None:
-            address = os.environ.get(ADDRESS_VARIABLE) or None
-            _default = connect(address, os.environ.get(JOB_VARIABLE, f"job-{os.getpid()}"), _nodes_from_environment())
-        return _default
-
-
-def _nodes_from_environment() -> dict[str, list[str]]:
-    text = os.environ.get(NODES_VARIABLE, "{}")
-    with contextlib.suppress(ValueError):
-        if isinstance(nodes := json.loads(text), dict):
-            return nodes
-    raise UserError(f'{NODES_VARIABLE} is {text!r}; expected JSON like {{"rollout": ["r0"], "train": ["t0"]}}')
-
-
-class phase(contextlib.ContextDecorator):
-    """A lease of the process's default client around a block or around each call of a function, plain or async."""
-
-    def __init__(self, name: str, step: int | None = None, nodes: list[str] | None = None):
-        self._arguments = (name, step, nodes)
-
-    def __enter__(self) -> Lease:
-        self._holding = default_mux().phase(*self._arguments)
-        return self._holding.__enter__()
-
-    def __exit__(self, *error) -> bool | None:
-        return self._holding.__exit__(*error)
-
-    def _recreate_cm(self) -> phase:
-        return phase(*self._arguments)
-
-    def __call__(self, function: _Function) -> _Function:
-        return self._around_async(function) if inspect.iscoroutinefunction(function) else super().__call__(function)
-
-    def _around_async(self, function: Callable[..., Any]) -> Any:
-        @functools.wraps(function)
-        async def leased(*args, **kwargs):
-            holding = self._recreate_cm()
-            await asyncio.to_thread(holding.__enter__)  # the wait for the lease must not stop the loop
-            with contextlib.ExitStack() as stack:
-                stack.push(holding.__exit__)
-                return await function(*args, **kwargs)
-
-        return leased

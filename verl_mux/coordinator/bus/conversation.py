@@ -59,7 +59,6 @@ class Conversation:
         self.members: list[m.Member] = []
         self.registered: m.Registered | None = None
         self.queued: m.Queued | None = None  # stands in its place as long as the job waits for nodes
-        self.contended: list[str] = []
         self.gangs: list[list[str]] = []
         self.move = 0  # the number of the move that the job is to make
         self.held: dict[int, m.Claim] = {}
@@ -214,7 +213,7 @@ class Conversation:
             case m.HeartbeatAck():
                 self._acknowledged(message)
             case m.Contended():
-                self.contended, self.gangs = message.nodes, message.gangs
+                self.gangs = message.gangs
                 held = {token for token, claim in self.held.items() if not set(claim.nodes).isdisjoint(message.nodes)}
                 self.wanted = self.wanted & self.held.keys() | held
             case m.Unknown():

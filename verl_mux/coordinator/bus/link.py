@@ -168,7 +168,7 @@ class Link:
                 except zmq.Again:  # not connected
                     return self._outbox.put_back(message)
 
-    # --- refused connections, which ZeroMQ reports to a monitor alone and tries again for ever ---
+    # --- refused connections, which ZeroMQ reports to a monitor alone ---
 
     def _look_at_handshakes(self) -> None:
         self.refused, self._try_again_at = None, time.monotonic() + _TRY_AGAIN_S
@@ -290,15 +290,14 @@ class _Roles(zmq.auth.asyncio.AsyncioAuthenticator):
 class Router:
     """A ROUTER socket that only clients with a key of the coordinator's folder reach.
 
-    bound, in the loop's thread -> `take(identity, role, frame)` is called for each frame -> `close()`. `refused(reason)`: for
-    each connection, or frame on one, that goes no further than here. A client that connects again takes its name over from the
-    connection it lost. Frames are taken in batches: waking the loop costs more than reading one.
+    bound, in the loop's thread -> `take(identity, role, frame)` is called for each frame -> `close()`. A client that connects
+    again takes its name over from the connection it lost. Frames are taken in batches: waking the loop costs more than reading
+    one.
     """
 
-    def __init__(self, bind: str, keys: ServerKeys, take: Callable[[bytes, str, bytes], None],
-                 refused: Callable[[str], None]) -> None:  # fmt: skip
+    def __init__(self, bind: str, keys: ServerKeys, take: Callable[[bytes, str, bytes], None]) -> None:
         """Raises UserError when the address cannot be bound."""
-        self._take, self._refused = take, refused
+        self._take = take
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -310,10 +309,8 @@ class Router:
         self._socket.curve_server, self._socket.curve_publickey, self._socket.curve_secretkey = True, keys.public, keys.secret
         self._roles = _Roles(self._context, keys.roles)
         self._roles.start()
-        self._monitor = self._socket.get_monitor_socket(_FAILURES)
         self._scheduled = False
-        # Both descriptors are edge-triggered: only after all was read do they wake the loop.
-        self._loop.add_reader(self._monitor.fileno(), self._count)
+        # The descriptor is edge-triggered: only after all was read does it wake the loop.
         self._loop.add_reader(self._socket.fileno(), self._pump)
         try:
             self._socket.bind(bind)
@@ -321,7 +318,6 @@ class Router:
             self.close()
             raise UserError(f"cannot bind {bind!r}: {error}; expected a free tcp://HOST:PORT") from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._count()
         self._pump_soon()
 
     def send(self, identity: bytes, frame: bytes) -> None:
@@ -333,15 +329,8 @@ class Router:
 
     def close(self) -> None:
         self._loop.remove_reader(self._socket.fileno())
-        self._loop.remove_reader(self._monitor.fileno())
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
         self._roles.stop()
         self._context.destroy(linger=500)
-
-    def _count(self) -> None:
-        for event, value in pending(self._monitor):
-            self._refused(_reason(event, value))
 
     def _pump_soon(self) -> None:
         if not self._scheduled:
@@ -362,13 +351,3 @@ class Router:
                 frame = self._socket.recv(zmq.NOBLOCK, copy=False)
             self._take(identity.bytes, str(identity["User-Id"]), said.bytes if said is not None else b"")
         self._pump_soon()
-
-
-def _reason(event: int, value: int) -> str:
-    """A client that breaks off before it shows a key counts as one without. A connection that is sent again looks like one made
-    for another server: it opens, and then goes on with frames that do not fit."""
-    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        return "unknown key"
-    if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL or value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-        return "no key"
-    return "replayed" if value == zmq.PROTOCOL_ERROR_ZMTP_INVALID_SEQUENCE else "made for another key, or replayed"

@@ -71,15 +71,10 @@ HostMemory = Annotated[dict[Name, dict[ShownName, Annotated[int, Meta(ge=0, le=2
 
 
 class Unreadable(ValueError):
-    """No message of this protocol, or one beyond the limits. `about`: what a Refused should name, where that could be read."""
+    """No message of this protocol and version, or one beyond the limits. `about`: what a Refused should name; of another
+    protocol, where nothing else will be understood either, the registration."""
 
-    about = ""
-
-
-class WrongVersion(Unreadable):
-    """The other side speaks another protocol version, or another protocol."""
-
-    about = "register"  # nothing else that it says will be understood either
+    about = "register"
 
 
 class Message(msgspec.Struct, kw_only=True, frozen=True, tag_field="type"):
@@ -504,13 +499,13 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frame: bytes) -> AnyMessage:
-    """Raises WrongVersion for another protocol version and for no protocol at all, Unreadable for fields that are wrong."""
+    """Raises Unreadable for another protocol version, for no protocol at all, and for fields that are wrong."""
     try:
         head = _head_decoder.decode(frame)
     except Exception as error:
-        raise WrongVersion(f"not a verl-mux control message of version {VERSION}: {error}") from error
+        raise Unreadable(f"not a verl-mux control message of version {VERSION}: {error}") from error
     if head.version != VERSION:
-        raise WrongVersion(f"protocol version {head.version} met version {VERSION}: install the same verl-mux on both sides")
+        raise Unreadable(f"protocol version {head.version} met version {VERSION}: install the same verl-mux on both sides")
     try:
         return _decoder.decode(frame)
     except Exception as error:  # fed by strangers, a decoder raises more than what it documents

@@ -210,11 +210,6 @@ def fenced(state: State, config: Config) -> dict[str, str]:
     return {node: "; ".join(filter(None, found)) for node, found in reasons.items() if any(found)}
 
 
-def shut(state: State, config: Config) -> frozenset[str]:
-    """Nodes on which no job is to be placed."""
-    return config.draining | state.fenced.keys()
-
-
 def _reason(host: Host, node: Node) -> str:
     left = [repr(owed.job) for owed in host.owed if node.name in owed.nodes]
     if host.gone and node.host in host.names and node.name not in host.excused:

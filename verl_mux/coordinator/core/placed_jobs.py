@@ -32,7 +32,7 @@ from verl_mux.coordinator.core.records import (
     Watched,
     What,
 )
-from verl_mux.coordinator.core.settings import MOVE_TIMEOUT_S, Config
+from verl_mux.coordinator.core.settings import Config
 from verl_mux.placement.estimator import LEAST, Observed, estimate_error, expected
 from verl_mux.placement.feasibility import Progress
 from verl_mux.placement.group_run import group_periods
@@ -43,6 +43,8 @@ from verl_mux.profiling.eventlog import events
 
 # The first step compiles, allocates and loads what later ones find.
 FIRST = 2
+# For this long its new nodes are kept for a job that left to move and does not come back.
+MOVE_TIMEOUT_S = 1800.0
 
 # --- what leases show of a job ---
 

@@ -41,7 +41,7 @@ from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import UserError
 from verl_mux.placement.estimator import WINDOW, corrected, in_pairs
 from verl_mux.placement.feasibility import Progress
-from verl_mux.placement.model import ORDERS, Cluster, Group, JobSpec, Pin, Pool
+from verl_mux.placement.model import LIVE, ORDERS, Cluster, Group, JobSpec, Pin, Pool
 from verl_mux.placement.planner import ASK_AGAIN_S, Planner, pair_of
 from verl_mux.placement.questions import Again, Answer, Arrive, Correct, Leave, Open, Question, Record, Vacate
 from verl_mux.profiling.eventlog import events
@@ -72,7 +72,7 @@ def specs(asked: m.Register, config: Config) -> dict[str, JobSpec]:
         asked.needs,
         clusters,
         {},
-        placing.rules(),
+        LIVE,
         profiled=asked.profiled,
         slo=placing.slo if asked.slo is None else asked.slo,
         movable=asked.movable,
@@ -166,7 +166,7 @@ def asked(state: State, config: Config, now: float) -> Asked | None:
         return None
     named = (job for job in state.jobs.values() if job.watched is None and not job.filler and job.state is not JobState.ENDED)
     by_hand = (node for job in named for node in job.all_nodes)
-    closed = frozenset(by_hand) | hosts.shut(state, config)
+    closed = config.draining | state.fenced.keys() | frozenset(by_hand)
     return Asked(state.questions[0], state.placed, config, closed, now, held=frozenset(state.moves))
 
 
@@ -182,7 +182,7 @@ class Answerer:
     def answer(self, asked: Asked, progress: Mapping[str, Progress]) -> Planned:
         config, closed, version = self._made_for or (None, None, None)
         if self._planner is None or config is not asked.config or (closed, version) != (asked.closed, asked.record.version):
-            self._planner = Planner(asked.config.clusters, asked.config.placing.rules(), asked.record, asked.closed)
+            self._planner = Planner(asked.config.clusters, LIVE, asked.record, asked.closed)
         self._made_for = None  # until the answer is whole
         found = self._planner.answer(asked.question, progress, asked.now, asked.held, EXPLAINED)
         self._made_for = (asked.config, asked.closed, asked.record.version + 1)

@@ -47,14 +47,10 @@ from verl_mux.coordinator.core.records import (
     State,
     What,
 )
-from verl_mux.coordinator.core.settings import (
-    FILLER_GRACE_S,
-    OVERDUE_FACTOR,
-    OVERDUE_LEAST_S,
-    SILENT_TIMEOUT_S,
-    Config,
-    Segment,
-)
+from verl_mux.coordinator.core.settings import FILLER_GRACE_S, SILENT_TIMEOUT_S, Config, Segment
+
+# A phase counts as overdue when it takes this many times the job's longest of its kind, and this many seconds.
+OVERDUE_FACTOR, OVERDUE_LEAST_S = 10.0, 600.0
 
 # --- the schedule ---
 

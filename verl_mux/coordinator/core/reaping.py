@@ -153,20 +153,13 @@ def _words(job: Job, sights: Sequence[Sight], away: Sequence[Member], own: Sight
     return words + [f"pid {member.pid} on {member.host} (not visible from {own.names[0]})" for member in away]
 
 
-class _Report(NamedTuple):
-    """`at`: in running time."""
-
-    at: float
-    report: m.AgentReport
-
-
 class Sights:
     """`take` each report -> `answer`; `due` now and then. `on`: what agents see, for `judge`."""
 
     def __init__(self) -> None:
         self._running = RunningTime()
         self._since: dict[str, float] = {}  # heard, or first missed, in running time
-        self._seen: dict[str, _Report] = {}
+        self._seen: dict[str, m.AgentReport] = {}
 
     def refusal(self, report: m.AgentReport, state: State) -> str | None:
         """Nodes name a machine by its name, so what an agent says of one must not free nodes of another with the same name."""
@@ -180,10 +173,9 @@ class Sights:
     def take(self, report: m.AgentReport, state: State, now: float) -> list[What]:
         """What the report brings about; one that is older than the last from there brings nothing."""
         key, before = report.host.key, self._seen.get(report.host.key)
-        if before is not None and before.report.agent == report.agent and before.report.number >= report.number:
+        if before is not None and before.agent == report.agent and before.number >= report.number:
             return []
-        self._since[key] = self._running.at(now)
-        self._seen[key] = _Report(self._since[key], report)
+        self._since[key], self._seen[key] = self._running.at(now), report
         host = state.hosts.get(key)
         out: list[What] = []
         if host is None or not host.agent or host.gone or (host.boot, host.names) != (report.host.boot, report.host.names):
@@ -210,17 +202,13 @@ class Sights:
         return out
 
     def on(self, state: State) -> list[Sight]:
-        return [self._sight(key, host) for key, host in state.hosts.items() if host.agent]
-
-    def _sight(self, key: str, host: Host) -> Sight:
-        seen = self._seen.get(key)
-        looks = {look.uid: look.alive for look in seen.report.looks} if seen else {}
-        return Sight(key, host.names, host.space, looks, host.gone)
+        looks = {key: {look.uid: look.alive for look in report.looks} for key, report in self._seen.items()}
+        hosts = [(key, host) for key, host in state.hosts.items() if host.agent]
+        return [Sight(key, host.names, host.space, looks.get(key, {}), host.gone) for key, host in hosts]
 
     def carrying(self, uid: str) -> list[str]:
         """Names of the hosts where processes of that job were seen last."""
-        reports = [seen.report for seen in self._seen.values()]
-        return [report.host.name for report in reports if any(holder.uid == uid for holder in report.holders)]
+        return [report.host.name for report in self._seen.values() if any(holder.uid == uid for holder in report.holders)]
 
     def answer(self, report: m.AgentReport, state: State, config: Config, epoch: str, end: Sequence[str]) -> m.AgentAnswer:
         """`end`: uids of dying jobs whose processes may be ended."""
@@ -250,8 +238,7 @@ class Sights:
         }
 
     def _about(self, key: str, host: Host, now: float) -> dict:
-        seen = self._seen.get(key)
-        report = seen.report if seen else None
+        report = self._seen.get(key)
         held = sum(sum(holder.bytes.values()) for holder in report.holders) if report else None
         return {
             "addresses": host.names[1:],

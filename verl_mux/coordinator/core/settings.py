@@ -16,8 +16,8 @@ from msgspec import Meta
 
 from verl_mux.coordinator.bus.messages import SIDES, Name
 from verl_mux.errors import UserError
-from verl_mux.placement.estimator import GPU_KINDS, GpuKind, find_kind
-from verl_mux.placement.model import LIVE, Cluster, NodeKind, Rules
+from verl_mux.placement.estimator import GpuKind, find_kind
+from verl_mux.placement.model import Cluster, NodeKind
 from verl_mux.placement.model import Pool as SchedulingPool
 from verl_mux.places.place import Place
 
@@ -33,10 +33,6 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 SILENT_TIMEOUT_S = 60.0
 # A filler that has not left this long after a job asked for its nodes is ended.
 FILLER_GRACE_S = 2.0
-# A phase counts as overdue when it takes this many times the job's longest of its kind, and this many seconds.
-OVERDUE_FACTOR, OVERDUE_LEAST_S = 10.0, 600.0
-# For this long its new nodes are kept for a job that left to move and does not come back.
-MOVE_TIMEOUT_S = 1800.0
 # Where the configuration names no host memory, it is no limit.
 _PLENTY_GB = 1e6
 
@@ -74,19 +70,14 @@ class PlacementConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     rollout: str | list[str] = "rollout"  # names of pools, here and in `train`
     train: str | list[str] = "train"
     slo: Annotated[float, Meta(ge=1, le=_MOST)] = 2.0  # of jobs that name none
-    observe: Annotated[int, Meta(ge=1)] = (
-        5  # steps of every job of a group that are seen before its periods are predicted from them
-    )
+    # Steps of every job of a group that are seen before its periods are predicted from them.
+    observe: Annotated[int, Meta(ge=1)] = 5
     move_s: Annotated[float, Meta(ge=0, le=_MOST)] = 900.0  # seconds that a job's first move is expected to last
 
     def pools(self, side: str) -> list[str]:
         """Names of the side's pools."""
         names = getattr(self, side)
         return [names] if isinstance(names, str) else list(names)
-
-    def rules(self) -> Rules:
-        """The rules that the research policy `live` uses too."""
-        return LIVE
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):  # dict: for what is cached
@@ -111,13 +102,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @functools.cached_property
     def draining(self) -> frozenset[str]:
         return frozenset(node.name for node in self.nodes.values() if node.drain)
-
-    def price(self, node: str) -> float | None:
-        """USD per hour of a node, by its own price or by its kind; None: unknown."""
-        known, pool = self.nodes[node], self.pool_of(node)
-        if known.usd_per_hour is not None or pool.kind not in GPU_KINDS:
-            return known.usd_per_hour
-        return max(known.gpus, 1) * GPU_KINDS[pool.kind].usd_per_gpu_hour or None
 
     @functools.cached_property
     def clusters(self) -> dict[str, Cluster]:

@@ -152,9 +152,5 @@ def _sentence(job: Job, on: dict[str, dict[str, None]], config: Config) -> str:
     sentence = where(job.name, job.all_nodes, others)
     if job.watched is not None:
         return f"{sentence}{because and f', {because}'}"
-    sentence += f", as it names {'these nodes' if len(job.all_nodes) > 1 else 'this node'}"
-    prices = [config.price(node) for node in job.all_nodes]
-    cost = sum(price for price in prices if price is not None)
-    sentence += f", which cost {cost:.2f} USD/h" if None not in prices else ""
-    advice = "; to be put where it adds the least, let the coordinator choose (mux.nodes=auto)"
-    return f"{sentence}{advice if config.placement else ''}"
+    advice = "; to be put where it adds the least, let the coordinator choose (mux.nodes=auto)" if config.placement else ""
+    return f"{sentence}, as it names {'these nodes' if len(job.all_nodes) > 1 else 'this node'}{advice}"

@@ -40,7 +40,7 @@ from collections import defaultdict
 import msgspec
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.bus.conversation import FENCED_AFTER, REGISTER
+from verl_mux.coordinator.bus.conversation import REGISTER
 from verl_mux.coordinator.core import FEATURES, queueing, registration
 from verl_mux.coordinator.core.leases import Handler, Leases, about, answer_to_release, asked_for, spent
 from verl_mux.coordinator.core.records import (
@@ -187,14 +187,6 @@ class Machine(Leases):
         if self.state.settle_until is not None and running >= self.state.settle_until:
             out.append(Settled())
         return [Input(now, what) for what in out]
-
-    def is_pressing(self, now: float) -> bool:
-        """Whether `due` should be asked more often than usual: a job is ending, a filler is to leave, or the lease of a job,
-        which has fenced itself by now, may end before the next look."""
-        running, timeout = self.running.at(now), self.config.lease_timeout
-        is_dying = any(job.state is DYING for job in self.state.jobs.values())
-        is_late = any(FENCED_AFTER * timeout < running - heard <= timeout for heard in self.heard.values())
-        return is_dying or is_late or bool(self.called_back)
 
     def settles_for(self, now: float) -> float | None:
         """Seconds for which nothing will be granted, if the coordinator makes no pause; None: it does not settle."""

@@ -35,13 +35,6 @@ def test_nobody_new_goes_to_a_draining_node_be_it_free_or_shared():
     assert arrive(driver, "b")[0].nodes["train"] == ["t1"]
 
 
-def test_who_waits_goes_to_a_node_that_drains_no_more(driver):
-    driver.reload(drain=["r0"])
-    assert isinstance(arrive(driver, "a")[0], m.Queued)
-    noted = where_told(driver.reload(undrain=["r0"]))
-    assert noted == [{"rollout": ["r0"], "train": ["t0"]}]
-
-
 def test_a_node_that_drains_does_not_come_free_when_its_job_leaves(driver):
     arrive(driver, "a", slo=1.0)
     arrive(driver, "b", slo=1.0)

@@ -32,14 +32,6 @@ def test_after_a_few_steps_what_was_seen_replaces_the_bounds(driver):
     assert spec.rollout.cv > 0.1 and lines(driver, "estimate_error")[-1]["source"] == "mean"
 
 
-def test_responses_that_grow_are_followed(driver):
-    arrive(driver, "a")
-    for number in range(1, 60):
-        step(driver, "a", number, rollout=3.0 * (1 + number / 60), train=2.0 * (1 + number / 60))
-    spec = driver.machine.state.placed.job("a")
-    assert spec.rollout_hold_s == pytest.approx(6.0, rel=0.15) and spec.train.seconds == pytest.approx(4.0, rel=0.15)
-
-
 def test_what_steps_would_have_taken_alone_is_what_they_took_then_without_waiting(driver):
     arrive(driver, "a")
     for number in range(1, 21):

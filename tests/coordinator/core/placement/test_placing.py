@@ -2,7 +2,6 @@
 
 import concurrent.futures
 
-import msgspec
 import pytest
 
 from tests.coordinator.core.placement.placed_jobs import (
@@ -20,11 +19,9 @@ from tests.coordinator.driver import Driver
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.core.placing import Answerer, Asked
-from verl_mux.coordinator.core.records import Input, Send, State
-from verl_mux.coordinator.core.settings import Config
+from verl_mux.coordinator.core.records import Input, Send
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine
-from verl_mux.coordinator.journal import Journal
 from verl_mux.coordinator.status_view import plain
 from verl_mux.errors import UserError
 from verl_mux.placement.estimator import Observed
@@ -250,36 +247,6 @@ def test_without_a_scheduler_nodes_must_be_named():
     assert "no `placement: scheduler`" in refused.reason
 
 
-def test_the_records_with_placements_survive_the_journals_encoding(driver):
-    arrive(driver, "a")
-    arrive(driver, "b")
-    step(driver, "a", 1)
-    step(driver, "a", 2)
-    state = driver.machine.state
-    again = msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=State)
-    assert again == state
-    config = driver.machine.config
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=Config) == config
-
-
-def test_a_restart_keeps_the_placement_and_decides_as_before(tmp_path):
-    config = placing_config(count=2)
-    journal = Journal(tmp_path / "journal")
-    machine = journal.restore(config, "first", is_first=True)
-    driver = Driver(machine)
-    for job in ("a", "b"):
-        arrive(driver, job, slo=1.2)
-    for event in driver.events:
-        journal.append(event)
-    journal.close()
-    restored = Journal(tmp_path / "journal").restore(config, "second", is_first=True)
-    assert restored.state == msgspec.structs.replace(machine.state, token=restored.state.token)
-    again = Driver(restored)
-    again.now = driver.now
-    assert arrive(again, "c", slo=1.2) and arrive(driver, "c", slo=1.2)
-    assert restored.state.placed == machine.state.placed
-
-
 def test_a_coordinator_that_lost_its_memory_finds_jobs_where_they_say_they_are():
     driver = Driver(Machine(placing_config(count=2)))
     where = {"rollout": ["r1"], "train": ["t1"]}
@@ -323,8 +290,9 @@ def test_a_client_waits_for_nodes_as_long_as_it_takes(serve, join, eventually):
     ("change", "words"),
     [
         ({"placement": "solver"}, "placement"),
-        ({"placement": {"train": "nowhere"}}, "placement.train is 'nowhere'; it must be a pool: rollout, train"),
-        ({"placement": {"train": "rollout"}}, "two pools are needed"),
+        ({"placement": {"train": "rollout"}}, "name pool 'rollout' twice; two pools are needed, each for one of them"),
+        ({"placement": {"rollout": ["rollout", "nowhere"]}}, "placement.rollout is 'nowhere'; it must be a pool: rollout, train"),
+        ({"placement": {"rollout": []}}, "placement.rollout names no pool; one of these is needed, or several: rollout, train"),
         ({"placement": {"slo": 0.9}}, ">= 1.0 - at `$.placement.slo`, given: 0.9"),
         ({"placement": {"observe": 0}}, ">= 1 - at `$.placement.observe`, given: 0"),
         ({"pools": {**pools(), "rollout": {"kind": "other", "nodes": [{"name": "r0"}]}}}, "GPU kind 'other' is not known"),

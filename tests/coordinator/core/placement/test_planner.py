@@ -12,7 +12,6 @@ from verl_mux.coordinator.core.records import JobEvicted, ProcessesGone, State
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.coordinator.journal import Journal
-from verl_mux.errors import UserError
 from verl_mux.placement.estimator import GPU_KINDS, GpuKind, Observed
 
 # In all four times as slow.
@@ -89,17 +88,6 @@ def test_a_colocated_job_has_the_training_pool_alone(driver):
     assert not [place for place in placed["alternatives"] if place["why"].startswith("on ")], "all pairs are one to it"
 
 
-def test_what_is_seen_of_it_corrects_it_where_it_is(driver):
-    arrive(driver, "a", slo=5.0)
-    where = driver.machine.state.jobs["a"].nodes
-    for number in range(1, 6):
-        for phase, node in (("rollout", where["rollout"][0]), ("train", where["train"][0])):
-            driver.ask("a", phase, number, [node])
-            driver.now += 3.0
-            driver.release("a")
-    assert driver.machine.state.placed.job("a").rollout.source == "mean"
-
-
 def test_a_node_that_is_taken_away_moves_its_job_within_the_pair(driver):
     arrive(driver, "a", slo=5.0, profiled=seen(10.0, 90.0), movable=True)
     assert driver.machine.state.jobs["a"].nodes["rollout"] == ["o0"]
@@ -148,19 +136,3 @@ def test_the_records_survive_the_journal_and_it_decides_as_before(tmp_path):
         each.do(m.Deregister(**each.who("a")))
         each.do(m.Deregister(**each.who("b")))
     assert restored.state.placed == machine.state.placed
-
-
-@pytest.mark.parametrize(
-    ("placement", "words"),
-    [
-        ({"rollout": ["new", "train"], "train": "train"}, "name pool 'train' twice; two pools are needed, each for one of them"),
-        ({"rollout": ["new", "nowhere"]}, "placement.rollout is 'nowhere'; it must be a pool: new, old, train"),
-        ({"rollout": []}, "placement.rollout names no pool; one of these is needed, or several: new, old, train"),
-    ],
-)
-def test_bad_pools_are_refused_in_one_line(placement, words):
-    good = {"rollout": ["new", "old"], "train": "train"}
-    pools = msgspec.to_builtins(several().pools)
-    with pytest.raises(UserError) as error:
-        make_config({"pools": pools, "placement": {**good, **placement}})
-    assert words in str(error.value) and "\n" not in str(error.value)

@@ -57,10 +57,10 @@ def test_who_moved_is_told_so():
     )
 
 
-def test_who_names_its_nodes_is_told_what_they_cost(driver):
+def test_who_names_its_nodes_is_told_so(driver):
     driver.register("named", nodes={"rollout": ["r0"], "train": ["t0"]})
     assert noted(driver) == {
-        "named": "named has r0, t0 to itself, as it names these nodes, which cost 2.00 USD/h; to be put where it adds the least,"
+        "named": "named has r0, t0 to itself, as it names these nodes; to be put where it adds the least,"
         " let the coordinator choose (mux.nodes=auto)"
     }
     plain = Driver(Machine(config()))
