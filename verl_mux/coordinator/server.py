@@ -305,17 +305,15 @@ class Refusals:
 
     def __init__(self) -> None:
         self.counts: collections.Counter[str] = collections.Counter()
-        self._logged: dict[str, tuple[float, int]] = {}  # kind -> when, and how many there were then
+        self._logged: dict[str, float] = {}  # kind -> when
 
     def count(self, kind: str, detail: object, error: BaseException | None = None) -> None:
         """`error`: a fault of the coordinator, to be logged with its traceback."""
         self.counts[kind] += 1
         now = time.monotonic()
-        logged_at, before = self._logged.get(kind, (float("-inf"), 0))
-        if now - logged_at >= _LOG_EVERY_S:
-            self._logged[kind] = now, self.counts[kind]
-            log.warning("%s (%d of this kind since it was last said): %.500s", kind, self.counts[kind] - before, detail,
-                        exc_info=error)  # fmt: skip
+        if now - self._logged.get(kind, float("-inf")) >= _LOG_EVERY_S:
+            self._logged[kind] = now
+            log.warning("%s (%d of this kind by now): %.500s", kind, self.counts[kind], detail, exc_info=error)
 
 
 def _refusal(identity: bytes, role: str, message: m.AnyMessage) -> tuple[str, str] | None:

@@ -53,8 +53,6 @@ SETTLED = 2
 AGENT, ITSELF = "agent", "job"
 # What an agent sees is on record again when it differs by this much: each time is a line of the journal.
 _NEWS_BYTES, _NEWS_SHARE = 64 * 2**20, 0.02
-# Of GPUs whose kind the configuration does not name.
-_PROCESS_GB = GPU_KINDS["H20"].process_gb
 _ADVICE = "While jobs run, pools and nodes may be added and times changed, and nodes removed that are draining and no job's"
 
 
@@ -266,8 +264,9 @@ def _needed(asked: m.Register, nodes: Mapping[str, list[str]], config: Config) -
     needed: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for side, names in nodes.items():
         for node in names if asked.host_memory.get(side) else ():
-            gpus = asked.gpus.get(node, asked.gpus.get(side, 0))
-            needed[node].update({**asked.host_memory[side], "processes": gpus * _process_bytes(node, config)})
+            kind = GPU_KINDS.get(config.pool_of(node).kind or "", GPU_KINDS["H20"])
+            processes = asked.gpus.get(node, asked.gpus.get(side, 0)) * round(kind.process_gb * GB)
+            needed[node].update({**asked.host_memory[side], "processes": processes})
     return {node: HostMemory(declared=dict(kinds)) for node, kinds in needed.items()}
 
 
@@ -275,11 +274,6 @@ def estimated(pin: Pin) -> dict[str, HostMemory]:
     """By node, of a job that was placed."""
     sides = zip((pin.rollout, pin.train), pin.job.memory_gb, strict=True)
     return {node: HostMemory(declared={"estimated": round(gb * GB)}) for nodes, gb in sides for node in nodes}
-
-
-def _process_bytes(node: str, config: Config) -> int:
-    kind = GPU_KINDS.get(config.pool_of(node).kind or "")
-    return round((kind.process_gb if kind is not None else _PROCESS_GB) * GB)
 
 
 def counted(job: Job, node: str) -> int:

@@ -33,7 +33,7 @@ from verl_mux.coordinator.core.records import (
     What,
 )
 from verl_mux.coordinator.core.settings import Config
-from verl_mux.placement.estimator import LEAST, Observed, estimate_error, expected
+from verl_mux.placement.estimator import Observed, estimate_error, expected
 from verl_mux.placement.feasibility import Progress
 from verl_mux.placement.group_run import group_periods
 from verl_mux.placement.model import Group, JobSpec
@@ -68,11 +68,6 @@ def asked(job: Job, request: Request) -> None:
         watched.between = 0.0
 
 
-def granted(watched: Watched, phase: str, now: float) -> None:
-    if phase in ("rollout", "train"):
-        watched.doing = phase, now, True
-
-
 def counted(watched: Watched, lease: Lease, now: float) -> None:
     """A phase is over: what finished steps took without waiting is what they would have taken alone."""
     watched.step_s += now - lease.granted_at
@@ -93,18 +88,6 @@ def released(watched: Watched, lease: Lease, spec: JobSpec, now: float) -> list[
     watched.observed = watched.observed.seen(lease.phase, held)
     watched.fresh += lease.phase == "train"
     return [Log(events.ESTIMATE_ERROR, estimate_error(spec, lease.phase, held), step=lease.step)]
-
-
-def is_known(watched: Watched, lease: Lease) -> bool:
-    """Whether with this phase the job was seen long enough for others of its group to be moved."""
-    return lease.phase == "train" and watched.observed.steps == LEAST
-
-
-def with_move_cost(watched: Watched, spec: JobSpec) -> JobSpec:
-    """The next move is expected to take as long as the last one."""
-    if watched.move_s is None or spec.move_s == watched.move_s:
-        return spec
-    return msgspec.structs.replace(spec, move_s=watched.move_s)
 
 
 class Standing(Mapping[str, Progress]):

@@ -39,7 +39,7 @@ from verl_mux.coordinator.core.records import (
 )
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import UserError
-from verl_mux.placement.estimator import WINDOW, corrected, in_pairs
+from verl_mux.placement.estimator import LEAST, WINDOW, corrected, in_pairs
 from verl_mux.placement.feasibility import Progress
 from verl_mux.placement.model import LIVE, ORDERS, Cluster, Group, JobSpec, Pin, Pool
 from verl_mux.placement.planner import ASK_AGAIN_S, Planner, pair_of
@@ -138,11 +138,6 @@ def _check_claimed(asked: m.Register, counts: tuple[int, int], cluster: Cluster)
                 f"job {asked.job!r} says it was placed on {names[: count + 1]} for {side}; allowed: {count} of"
                 f" {', '.join(pool.nodes or ())}"
             )
-    if asked.colocated and set(asked.placed["rollout"]) != set(asked.placed["train"]):
-        raise UserError(
-            f"job {asked.job!r} runs both phases on the same nodes, but says it was placed on {asked.placed['rollout']} for"
-            f" rollout and {asked.placed['train']} for train"
-        )
 
 
 # --- questions and answers ---
@@ -191,8 +186,7 @@ class Answerer:
 
 def nothing_follows(asked: Asked) -> Planned:
     """The answer to a question that could not be answered."""
-    record = asked.record
-    return Planned(version=record.version, answer=_unchanged(record))
+    return Planned(version=asked.record.version, answer=_unchanged(asked.record))
 
 
 def _unchanged(record: Record, **changes: object) -> Answer:
@@ -413,8 +407,9 @@ class Placement(Feature):
         return moved
 
     def granted(self, now: float, lease: Lease) -> None:
-        if (watched := self.core.state.jobs[lease.job].watched) is not None:
-            placed_jobs.granted(watched, lease.phase, now)
+        watched = self.core.state.jobs[lease.job].watched
+        if watched is not None and lease.phase in m.SIDES:
+            watched.doing = lease.phase, now, True
 
     def released(self, now: float, job: Job, lease: Lease) -> list[Instruction]:
         """What the phase took, and what that changes."""
@@ -426,7 +421,8 @@ class Placement(Feature):
             job.watched.free_since = now
             return []
         out = placed_jobs.released(job.watched, lease, spec, now)
-        self._correct(job, anyway=placed_jobs.is_known(job.watched, lease))
+        # From now on it was seen long enough for others of its group to be moved.
+        self._correct(job, anyway=lease.phase == "train" and job.watched.observed.steps == LEAST)
         group = state.placed.group_of(job.name)
         if group is not None and lease.phase == "train" and placed_jobs.is_due(group, job, state, self.core.config):
             out.append(placed_jobs.predicted(group, state, self.core.config))
@@ -471,7 +467,8 @@ class Placement(Feature):
         if job.watched is None or spec is None:
             return
         revised = hosts.revised(job, corrected(spec, job.watched.observed) or spec)
-        revised = placed_jobs.with_move_cost(job.watched, revised)
+        if job.watched.move_s not in (None, revised.move_s):  # the next move is expected to take as long as the last one
+            revised = msgspec.structs.replace(revised, move_s=job.watched.move_s)
         if revised is not spec or anyway:
             state.questions = [q for q in state.questions if not (isinstance(q, Correct) and q.job.name == spec.name)]
             state.questions.append(Correct(revised))
