@@ -8,18 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.records import (
-    RUNNING,
-    HostReleased,
-    Job,
-    JobEvicted,
-    JobState,
-    NodeReleased,
-    OwedPaid,
-    ProcessesGone,
-    State,
-    What,
-)
+from verl_mux.coordinator.core import records as r
+from verl_mux.coordinator.core.records import RUNNING, Job, JobState, State, What
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import UserError
 
@@ -42,7 +32,7 @@ def _evict(asked: m.Evict, state: State) -> _Decision:
         raise UserError(f"no job {asked.job!r} is known here; jobs: {_names(state)}")
     if job.state not in RUNNING:
         return [], f"job {job.name!r} is {job.state.value} already: {job.reason}"
-    what = JobEvicted(job=job.name, uid=job.uid, reason="evicted by hand")
+    what = r.JobEvicted(job=job.name, uid=job.uid, reason="evicted by hand")
     return [what], f"job {job.name!r} ends; its nodes come free when its processes are gone"
 
 
@@ -58,7 +48,7 @@ def _free(name: str, state: State, config: Config, seen: Seen) -> _Decision:
                 raise UserError(f"host {name!r} {reason}")
             for owed in host.owed:
                 _check_gone(owed.job, owed.uid, seen)
-        return [HostReleased(host=key) for key in keys], f"nodes of host {name!r} are free of what jobs may have left there"
+        return [r.HostReleased(host=key) for key in keys], f"nodes of host {name!r} are free of what jobs may have left there"
     holders = {lease.job for lease in state.leases.values() if name in lease.nodes}
     if not holders and name not in state.fenced:
         if name not in config.nodes and all(node.host != name for node in config.nodes.values()):
@@ -69,17 +59,17 @@ def _free(name: str, state: State, config: Config, seen: Seen) -> _Decision:
         _check_over(state.jobs[holder], seen)
     for owed in (owed for host in state.hosts.values() for owed in host.owed if name in owed.nodes):
         _check_gone(owed.job, owed.uid, seen)
-    return [NodeReleased(node=name)], f"node {name!r} is free"
+    return [r.NodeReleased(node=name)], f"node {name!r} is free"
 
 
 def _free_job(job: Job, state: State, seen: Seen) -> _Decision:
     owed = [(key, owed) for key, host in state.hosts.items() for owed in host.owed if owed.job == job.name]
-    inputs: list[What] = [OwedPaid(host=key, uid=owed.uid) for key, owed in owed]
+    inputs: list[What] = [r.OwedPaid(host=key, uid=owed.uid) for key, owed in owed]
     if job.state is JobState.ENDED and not inputs:
         return [], f"job {job.name!r} holds nothing"
     _check_over(job, seen)
     if job.state is JobState.DYING:
-        inputs.append(ProcessesGone(job=job.name, uid=job.uid))
+        inputs.append(r.ProcessesGone(job=job.name, uid=job.uid))
     return inputs, f"what job {job.name!r} held is free"
 
 

@@ -22,27 +22,9 @@ from collections.abc import Mapping
 import msgspec
 
 from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.core import records as r
 from verl_mux.coordinator.core.leases import Feature, Handler
-from verl_mux.coordinator.core.records import (
-    Host,
-    HostGone,
-    HostMeasured,
-    HostMemory,
-    HostReleased,
-    HostSeen,
-    Instruction,
-    Job,
-    JobState,
-    Log,
-    NodeEmpty,
-    NodeReleased,
-    NodesOwed,
-    Owed,
-    OwedPaid,
-    PoolsChanged,
-    Send,
-    State,
-)
+from verl_mux.coordinator.core.records import Host, HostMemory, Instruction, Job, JobState, Log, Owed, Send, State
 from verl_mux.coordinator.core.settings import Config, Node
 from verl_mux.placement.estimator import GPU_KINDS
 from verl_mux.placement.model import JobSpec, Pin
@@ -62,15 +44,15 @@ class Hosts(Feature):
 
     def handlers(self) -> Mapping[type, Handler]:
         return {
-            HostSeen: self._seen,
-            HostGone: self._gone,
-            OwedPaid: self._paid,
-            HostReleased: self._host_released,
-            NodeReleased: self._node_released,
-            NodeEmpty: lambda now, job, what: self.core.take_from([job.name], what.node, now),
-            NodesOwed: self._owed,
-            PoolsChanged: self._pools_changed,
-            **dict.fromkeys((HostMeasured, m.HostReport), self._measured),
+            r.HostSeen: self._seen,
+            r.HostGone: self._gone,
+            r.OwedPaid: self._paid,
+            r.HostReleased: self._host_released,
+            r.NodeReleased: self._node_released,
+            r.NodeEmpty: lambda now, job, what: self.core.take_from([job.name], what.node, now),
+            r.NodesOwed: self._owed,
+            r.PoolsChanged: self._pools_changed,
+            **dict.fromkeys((r.HostMeasured, m.HostReport), self._measured),
         }
 
     def refusal(self, asked: m.Register, nodes: dict[str, list[str]], is_known: bool) -> str | None:
@@ -94,7 +76,7 @@ class Hosts(Feature):
         job.host_memory = {}
         return []
 
-    def _seen(self, now: float, job: None, what: HostSeen) -> list[Instruction]:
+    def _seen(self, now: float, job: None, what: r.HostSeen) -> list[Instruction]:
         hosts, name = self.core.state.hosts, what.host
         host = hosts.setdefault(name.key, Host(names=name.names, since=now))
         if host.boot != name.boot:
@@ -112,24 +94,24 @@ class Hosts(Feature):
         said = Log(events.HOST_SEEN, {"host": host.name, "addresses": name.addresses, "boot": name.boot})
         return [said, *self._fence_anew()]
 
-    def _gone(self, now: float, job: None, what: HostGone) -> list[Instruction]:
+    def _gone(self, now: float, job: None, what: r.HostGone) -> list[Instruction]:
         host = self.core.state.hosts.get(what.host)
         if host is None:
             return []
         host.gone, host.since = True, now
         return [Log(events.HOST_GONE, {"host": host.name}), *self._fence_anew()]
 
-    def _paid(self, now: float, job: None, what: OwedPaid) -> list[Instruction]:
+    def _paid(self, now: float, job: None, what: r.OwedPaid) -> list[Instruction]:
         if (host := self.core.state.hosts.get(what.host)) is not None:
             host.owed = [owed for owed in host.owed if owed.uid != what.uid]
         return self._fence_anew()
 
-    def _host_released(self, now: float, job: None, what: HostReleased) -> list[Instruction]:
+    def _host_released(self, now: float, job: None, what: r.HostReleased) -> list[Instruction]:
         if (host := self.core.state.hosts.get(what.host)) is not None:
             host.owed, host.excused, host.agent, host.gone = [], [], False, False  # as if none had ever spoken from there
         return self._fence_anew()
 
-    def _node_released(self, now: float, job: None, what: NodeReleased) -> list[Instruction]:
+    def _node_released(self, now: float, job: None, what: r.NodeReleased) -> list[Instruction]:
         dying = [job.name for job in self.core.state.jobs.values() if job.state is JobState.DYING]
         out = self.core.take_from(dying, what.node, now)
         for host in self.core.state.hosts.values():
@@ -139,7 +121,7 @@ class Hosts(Feature):
                 host.excused.append(what.node)
         return out + self._fence_anew()
 
-    def _owed(self, now: float, job: Job, what: NodesOwed) -> list[Instruction]:
+    def _owed(self, now: float, job: Job, what: r.NodesOwed) -> list[Instruction]:
         host = self.core.state.hosts.setdefault(what.host, Host(names=[what.host.rstrip("/")], since=now))
         before = next((owed for owed in host.owed if owed.uid == what.uid), Owed(job=what.job, uid=what.uid or "", since=now))
         owed = msgspec.structs.replace(before, nodes=list(dict.fromkeys([*before.nodes, *what.nodes])))
@@ -147,7 +129,7 @@ class Hosts(Feature):
         fenced = self._fence_anew()  # before another job can be given the nodes
         return [*fenced, *(line for node in what.nodes for line in self.core.take_from([job.name], node, now))]
 
-    def _pools_changed(self, now: float, job: None, what: PoolsChanged) -> list[Instruction]:
+    def _pools_changed(self, now: float, job: None, what: r.PoolsChanged) -> list[Instruction]:
         old = self.core.config
         new = self.core.config = msgspec.structs.replace(old, pools=what.pools)
         before, after = old.nodes.keys(), new.nodes.keys()
@@ -173,7 +155,7 @@ class Hosts(Feature):
         out: list[Instruction] = [Log(events.NODE_UNFENCED, {"node": node}) for node in opened]
         return out + [Log(events.NODE_FENCED, {"node": node, "reason": reason}) for node, reason in fresh.items()]
 
-    def _measured(self, now: float, job: Job, what: HostMeasured | m.HostReport) -> list[Instruction]:
+    def _measured(self, now: float, job: Job, what: r.HostMeasured | m.HostReport) -> list[Instruction]:
         """Puts on record what the job holds on a node. What it says of itself does not count where an agent is heard."""
         if isinstance(what, m.HostReport):
             if what.node not in job.all_nodes:
@@ -186,7 +168,7 @@ class Hosts(Feature):
         job.host_memory[what.node] = msgspec.structs.replace(
             known,
             measured=bytes_now,
-            source=AGENT if isinstance(what, HostMeasured) else ITSELF,
+            source=AGENT if isinstance(what, r.HostMeasured) else ITSELF,
             most=max(known.most, sum(bytes_now.values())) if job.finished >= SETTLED else 0,
         )
         held = _held_on(what.node, self.core.state)
@@ -326,7 +308,7 @@ def _gb(num_bytes: int) -> str:
     return f"{num_bytes / GB:.1f} GB"
 
 
-def seen(report: m.AgentReport, state: State, config: Config) -> list[HostMeasured]:
+def seen(report: m.AgentReport, state: State, config: Config) -> list[r.HostMeasured]:
     """The inputs that an agent's report gives rise to: host memory of jobs, where it has changed noticeably. A process counts for
     the node whose device it uses, else for all nodes of its job on that host in equal parts."""
     here = {node.name for node in config.nodes.values() if node.host in report.host.names}
@@ -341,7 +323,7 @@ def seen(report: m.AgentReport, state: State, config: Config) -> list[HostMeasur
     for (uid, node), kinds in sums.items():
         known = jobs[uid].host_memory.get(node)
         if known is None or known.source != AGENT or _is_news(sum(known.measured.values()), sum(kinds.values())):
-            out.append(HostMeasured(job=jobs[uid].name, uid=uid, node=node, bytes=dict(kinds)))
+            out.append(r.HostMeasured(job=jobs[uid].name, uid=uid, node=node, bytes=dict(kinds)))
     return out
 
 

@@ -17,21 +17,8 @@ from typing import Any
 import msgspec
 
 from verl_mux.coordinator.bus import messages as m
-from verl_mux.coordinator.core.records import (
-    RUNNING,
-    Instruction,
-    Job,
-    JobState,
-    Lease,
-    Log,
-    MoveGivenUp,
-    MovesDue,
-    Moving,
-    Request,
-    State,
-    Watched,
-    What,
-)
+from verl_mux.coordinator.core import records as r
+from verl_mux.coordinator.core.records import RUNNING, Instruction, Job, JobState, Lease, Log, Request, State, Watched, What
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.placement.estimator import Observed, estimate_error, expected
 from verl_mux.placement.feasibility import Progress
@@ -187,7 +174,7 @@ def move_decided(state: State, move: Move, now: float) -> list[Instruction]:
     if job is None or job.state not in RUNNING or not job.nodes or all(set(to[side]) == set(job.nodes[side]) for side in to):
         return []
     state.num_moves += 1
-    state.moves[job.name] = Moving(number=state.num_moves, since=now, before=job.nodes, uid=job.uid)
+    state.moves[job.name] = r.Moving(number=state.num_moves, since=now, before=job.nodes, uid=job.uid)
     extra = {"job": job.name, "number": state.num_moves, "nodes": to, "before": job.nodes, "group": move.group}
     return [Log(events.MOVE_ASKED, {**extra, "expected_s": move.load_s})]
 
@@ -261,15 +248,15 @@ def given_up(state: State, name: str, reason: str) -> list[Instruction]:
     return [] if moving is None else [Log(events.MOVE_GIVEN_UP, {"job": name, "number": moving.number, "reason": reason})]
 
 
-def is_away(moving: Moving, job: Job | None) -> bool:
+def is_away(moving: r.Moving, job: Job | None) -> bool:
     return moving.left_at is not None and (job is None or job.state is JobState.ENDED)
 
 
 def due(state: State, now: float, since: float) -> list[What]:
     """`since`: when this start of the coordinator began, before which no job could come back."""
     away = [(name, moving.left_at or 0.0) for name, moving in state.moves.items() if is_away(moving, state.jobs.get(name))]
-    out: list[What] = [MoveGivenUp(job=name) for name, left_at in away if now - max(left_at, since) > MOVE_TIMEOUT_S]
-    return out + ([MovesDue()] if state.ask_again_at is not None and now >= state.ask_again_at else [])
+    out: list[What] = [r.MoveGivenUp(job=name) for name, left_at in away if now - max(left_at, since) > MOVE_TIMEOUT_S]
+    return out + ([r.MovesDue()] if state.ask_again_at is not None and now >= state.ask_again_at else [])
 
 
 def _copied(watched: Watched) -> Watched:

@@ -19,24 +19,9 @@ import msgspec
 
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import hosts, placed_jobs, registration
+from verl_mux.coordinator.core import records as r
 from verl_mux.coordinator.core.leases import Feature, Handler
-from verl_mux.coordinator.core.records import (
-    RUNNING,
-    HostMeasured,
-    Instruction,
-    Job,
-    JobState,
-    Lease,
-    Log,
-    MoveGivenUp,
-    MovesDue,
-    Planned,
-    Request,
-    Send,
-    State,
-    Watched,
-    What,
-)
+from verl_mux.coordinator.core.records import RUNNING, Instruction, Job, JobState, Lease, Log, Request, Send, State, What
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import UserError
 from verl_mux.placement.estimator import LEAST, WINDOW, corrected, in_pairs
@@ -174,19 +159,19 @@ class Answerer:
         self._planner: Planner | None = None
         self._made_for: tuple[Config, frozenset[str], int] | None = None
 
-    def answer(self, asked: Asked, progress: Mapping[str, Progress]) -> Planned:
+    def answer(self, asked: Asked, progress: Mapping[str, Progress]) -> r.Planned:
         config, closed, version = self._made_for or (None, None, None)
         if self._planner is None or config is not asked.config or (closed, version) != (asked.closed, asked.record.version):
             self._planner = Planner(asked.config.clusters, LIVE, asked.record, asked.closed)
         self._made_for = None  # until the answer is whole
         found = self._planner.answer(asked.question, progress, asked.now, asked.held, EXPLAINED)
         self._made_for = (asked.config, asked.closed, asked.record.version + 1)
-        return Planned(version=asked.record.version, answer=found)
+        return r.Planned(version=asked.record.version, answer=found)
 
 
-def nothing_follows(asked: Asked) -> Planned:
+def nothing_follows(asked: Asked) -> r.Planned:
     """The answer to a question that could not be answered."""
-    return Planned(version=asked.record.version, answer=_unchanged(asked.record))
+    return r.Planned(version=asked.record.version, answer=_unchanged(asked.record))
 
 
 def _unchanged(record: Record, **changes: object) -> Answer:
@@ -249,10 +234,10 @@ class Placement(Feature):
 
     def handlers(self) -> Mapping[type, Handler]:
         return {
-            Planned: lambda now, job, what: self._carry_out(what, now),
-            MoveGivenUp: lambda now, job, what: self._give_up(what.job, "it did not come back in time"),
-            MovesDue: self._ask_again,
-            **dict.fromkeys((HostMeasured, m.HostReport), self._measured),
+            r.Planned: lambda now, job, what: self._carry_out(what, now),
+            r.MoveGivenUp: lambda now, job, what: self._give_up(what.job, "it did not come back in time"),
+            r.MovesDue: self._ask_again,
+            **dict.fromkeys((r.HostMeasured, m.HostReport), self._measured),
         }
 
     # --- registration ---
@@ -278,7 +263,7 @@ class Placement(Feature):
         if placed_jobs.returns(state, job, asked):
             _pin(state, job)
             return []
-        job.watched = Watched()
+        job.watched = r.Watched()
         found = specs(asked, config)
         first, spec = next(iter(found.items()))
         if asked.placed:
@@ -321,7 +306,7 @@ class Placement(Feature):
 
     # --- the answer ---
 
-    def _carry_out(self, what: Planned, now: float) -> list[Instruction]:
+    def _carry_out(self, what: r.Planned, now: float) -> list[Instruction]:
         """Takes over what the placer answered, and sends their nodes to the jobs that learn them now."""
         state, before, answer = self.core.state, self.core.state.placed, what.answer
         if what.version != before.version or not state.questions or self._takes_what_left(answer):
@@ -448,7 +433,7 @@ class Placement(Feature):
         if node in _nodes(self.core.state.placed.groups):
             self.core.state.questions.append(Vacate(node))
 
-    def _ask_again(self, now: float, job: None, what: MovesDue) -> list[Instruction]:
+    def _ask_again(self, now: float, job: None, what: r.MovesDue) -> list[Instruction]:
         """Moves that did not pay may pay by now."""
         state = self.core.state
         state.ask_again_at = None
@@ -456,7 +441,7 @@ class Placement(Feature):
             state.questions.append(Again())
         return []
 
-    def _measured(self, now: float, job: Job, what: HostMeasured | m.HostReport) -> list[Instruction]:
+    def _measured(self, now: float, job: Job, what: r.HostMeasured | m.HostReport) -> list[Instruction]:
         self._correct(job)
         return []
 

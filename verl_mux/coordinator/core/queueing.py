@@ -34,19 +34,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.conversation import FENCED_AFTER
-from verl_mux.coordinator.core.records import (
-    RUNNING,
-    Job,
-    JobEvicted,
-    JobRevoked,
-    JobSilent,
-    JobState,
-    Lease,
-    PhaseOverdue,
-    Request,
-    State,
-    What,
-)
+from verl_mux.coordinator.core import records as r
+from verl_mux.coordinator.core.records import RUNNING, Job, JobState, Lease, Request, State, What
 from verl_mux.coordinator.core.settings import FILLER_GRACE_S, SILENT_TIMEOUT_S, Config, Segment
 
 # A phase counts as overdue when it takes this many times the job's longest of its kind, and this many seconds.
@@ -242,7 +231,7 @@ def late_fillers(called_back: Mapping[int, float], state: State, config: Config,
         grace = max(FILLER_GRACE_S, min(job.grace, config.lease_timeout))
         reason = f"a job waited for what it held, and it had not left after {grace:g} s"
         if running - since > grace and job.state in RUNNING:
-            late[job.name] = JobEvicted(job=job.name, uid=job.uid, reason=reason)
+            late[job.name] = r.JobEvicted(job=job.name, uid=job.uid, reason=reason)
     return list(late.values())
 
 
@@ -273,12 +262,12 @@ def silence(state: State, config: Config, heard: Mapping[str, float], now: float
     which others wait, or whose silence is too long. `heard`, `running`: in running time."""
     late = [job for job in state.jobs.values() if job.state is JobState.LIVE and running - heard[job.name] > config.lease_timeout]
     silent = {job.name: job for job in (*late, *(job for job in state.jobs.values() if job.state is JobState.SILENT))}
-    out: list[What] = [JobSilent(job=job.name, uid=job.uid) for job in late]
+    out: list[What] = [r.JobSilent(job=job.name, uid=job.uid) for job in late]
     waited = {job.name for job in in_the_way(silent, state, config)} if silent else set()
     since = now - (1 - FENCED_AFTER) * config.lease_timeout  # from then on a job found silent now had to keep off its nodes
     for name, job in silent.items():
         if name in waited or running - heard[name] > config.lease_timeout + SILENT_TIMEOUT_S:
-            out.append(JobRevoked(job=name, uid=job.uid, since=since, waited=name in waited))
+            out.append(r.JobRevoked(job=name, uid=job.uid, since=since, waited=name in waited))
     return set(silent), out
 
 
@@ -309,7 +298,7 @@ def overdue(state: State, now: float, but: Collection[str]) -> list[What]:
         if longest is None or job.state is not JobState.LIVE or job.filler or job.name in but or lease.token in job.overdue:
             continue
         if now - lease.granted_at > max(OVERDUE_LEAST_S, OVERDUE_FACTOR * longest):
-            out.append(PhaseOverdue(job=job.name, uid=job.uid, token=lease.token))
+            out.append(r.PhaseOverdue(job=job.name, uid=job.uid, token=lease.token))
     return out
 
 

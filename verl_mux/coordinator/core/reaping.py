@@ -20,19 +20,9 @@ import msgspec
 
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.messages import HostName, Member, NodeHere
+from verl_mux.coordinator.core import records as r
 from verl_mux.coordinator.core.queueing import RunningTime
-from verl_mux.coordinator.core.records import (
-    RUNNING,
-    DriverDied,
-    Host,
-    HostGone,
-    HostSeen,
-    Job,
-    JobState,
-    OwedPaid,
-    State,
-    What,
-)
+from verl_mux.coordinator.core.records import RUNNING, Host, Job, JobState, State, What
 from verl_mux.coordinator.core.settings import Config
 
 # Seconds between two reports: of a host where nothing ends, and of one where something should.
@@ -179,12 +169,12 @@ class Sights:
         host = state.hosts.get(key)
         out: list[What] = []
         if host is None or not host.agent or host.gone or (host.boot, host.names) != (report.host.boot, report.host.names):
-            out.append(HostSeen(host=report.host))
+            out.append(r.HostSeen(host=report.host))
         empty = {look.uid for look in report.looks if not look.alive}
-        out += [OwedPaid(host=key, uid=owed.uid) for owed in (host.owed if host else []) if owed.uid in empty]
+        out += [r.OwedPaid(host=key, uid=owed.uid) for owed in (host.owed if host else []) if owed.uid in empty]
         dead = set(report.dead)
         running = (job for job in state.jobs.values() if job.state in RUNNING)
-        out += [DriverDied(job=job.name, uid=job.uid) for job in running if job.driver in dead]
+        out += [r.DriverDied(job=job.name, uid=job.uid) for job in running if job.driver in dead]
         return out
 
     def due(self, state: State, config: Config, now: float) -> list[What]:
@@ -195,10 +185,10 @@ class Sights:
         for key, host in state.hosts.items():
             if host.agent and not host.gone and running - self._since.setdefault(key, running) > config.lease_timeout:
                 self._seen.pop(key, None)  # what it saw before says nothing of now
-                out.append(HostGone(host=key))
+                out.append(r.HostGone(host=key))
             if not host.agent and config.remote_grace is not None:
                 late = [owed for owed in host.owed if now - owed.since > config.remote_grace]
-                out += [OwedPaid(host=key, uid=owed.uid) for owed in late]
+                out += [r.OwedPaid(host=key, uid=owed.uid) for owed in late]
         return out
 
     def on(self, state: State) -> list[Sight]:

@@ -20,7 +20,7 @@ from verl_mux.placement.explain import where
 def describe(state: State, config: Config, now: float, waits_for: dict[str, list[str]]) -> dict[str, Any]:
     """`waits_for`: per silent or dying job, the processes whose end its nodes wait for, in words."""
     owner = queueing.turn(state, config) if queueing.mode(state, config) == "sequential" else None
-    queue = [(r, queueing.held_back(r, state, config, owner)) for r in state.requests if not r.is_fillers]
+    queue = [(request, queueing.held_back(request, state, config, owner)) for request in state.requests if not request.is_fillers]
     return {
         "token": state.token,
         "started": state.started or config.expect_jobs == 0,

@@ -42,29 +42,9 @@ import msgspec
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.conversation import REGISTER
 from verl_mux.coordinator.core import FEATURES, queueing, registration
+from verl_mux.coordinator.core import records as r
 from verl_mux.coordinator.core.leases import Handler, Leases, about, answer_to_release, asked_for, spent
-from verl_mux.coordinator.core.records import (
-    AboutJob,
-    DriverDied,
-    HostMeasured,
-    Input,
-    Instruction,
-    Job,
-    JobEvicted,
-    JobExited,
-    JobRevoked,
-    JobSilent,
-    JobState,
-    Log,
-    NodeEmpty,
-    NodesOwed,
-    PhaseOverdue,
-    ProcessesGone,
-    Request,
-    Send,
-    Settled,
-    State,
-)
+from verl_mux.coordinator.core.records import AboutJob, Input, Instruction, Job, JobState, Log, Request, Send, State
 from verl_mux.coordinator.core.settings import SILENT_TIMEOUT_S, Config
 from verl_mux.profiling.eventlog import events
 
@@ -78,14 +58,14 @@ _TALK: tuple[type[m.FromJob], ...] = (
     *_REPORTS,
 )
 _HEARD: dict[type, JobState] = dict.fromkeys(_TALK, LIVE)
-_DEATHS: dict[type, JobState] = dict.fromkeys((m.Failing, DriverDied, JobExited, JobEvicted), DYING)
+_DEATHS: dict[type, JobState] = dict.fromkeys((m.Failing, r.DriverDied, r.JobExited, r.JobEvicted), DYING)
 # Which inputs a job may meet in which of its states, and the state that it is in then.
 MOVES: dict[JobState | None, dict[type, JobState]] = {
-    ABSENT: {m.Register: LIVE, JobExited: ENDED},
-    LIVE: {**_HEARD, m.Deregister: ENDED, PhaseOverdue: LIVE, HostMeasured: LIVE, JobSilent: SILENT, **_DEATHS},
-    SILENT: {**_HEARD, m.Deregister: ENDED, HostMeasured: SILENT, JobRevoked: DYING, **_DEATHS},
-    DYING: {JobExited: DYING, HostMeasured: DYING, NodeEmpty: DYING, NodesOwed: DYING, ProcessesGone: ENDED},
-    ENDED: {m.Register: LIVE, JobExited: ENDED},
+    ABSENT: {m.Register: LIVE, r.JobExited: ENDED},
+    LIVE: {**_HEARD, m.Deregister: ENDED, r.PhaseOverdue: LIVE, r.HostMeasured: LIVE, r.JobSilent: SILENT, **_DEATHS},
+    SILENT: {**_HEARD, m.Deregister: ENDED, r.HostMeasured: SILENT, r.JobRevoked: DYING, **_DEATHS},
+    DYING: {r.JobExited: DYING, r.HostMeasured: DYING, r.NodeEmpty: DYING, r.NodesOwed: DYING, r.ProcessesGone: ENDED},
+    ENDED: {m.Register: LIVE, r.JobExited: ENDED},
 }
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -185,7 +165,7 @@ class Machine(Leases):
         for feature in self.features:
             out += feature.due(now)
         if self.state.settle_until is not None and running >= self.state.settle_until:
-            out.append(Settled())
+            out.append(r.Settled())
         return [Input(now, what) for what in out]
 
     def settles_for(self, now: float) -> float | None:
@@ -196,7 +176,7 @@ class Machine(Leases):
     def changes(self, given: Input) -> bool:
         """False for a mere sign of life, and for an end that is known or is of no job: those need no place in the journal."""
         what = given.what
-        if isinstance(what, JobExited):
+        if isinstance(what, r.JobExited):
             return not self._is_no_news(self.state.jobs.get(what.job))
         job = self.state.jobs.get(what.job) if isinstance(what, m.Heartbeat) else None
         return job is None or job.state is not LIVE
@@ -221,14 +201,14 @@ class Machine(Leases):
             m.Detach: self._detach,
             m.Deregister: self._deregister,
             m.Failing: lambda now, job, what: [self._over(job, what.reason), Send(what.client, m.JobEnded(reason=what.reason))],
-            JobSilent: lambda now, job, what: [Log(events.JOB_SILENT, {"job": job.name, "pid": job.pid, "host": job.host})],
-            JobRevoked: self._revoked,
-            JobEvicted: lambda now, job, what: self._condemn(job, what.reason),
-            PhaseOverdue: self._late_phase,
-            DriverDied: lambda now, job, what: [self._over(job, "its driver process died")],
-            JobExited: self._exited,
-            ProcessesGone: self._gone,
-            Settled: self._settled,
+            r.JobSilent: lambda now, job, what: [Log(events.JOB_SILENT, {"job": job.name, "pid": job.pid, "host": job.host})],
+            r.JobRevoked: self._revoked,
+            r.JobEvicted: lambda now, job, what: self._condemn(job, what.reason),
+            r.PhaseOverdue: self._late_phase,
+            r.DriverDied: lambda now, job, what: [self._over(job, "its driver process died")],
+            r.JobExited: self._exited,
+            r.ProcessesGone: self._gone,
+            r.Settled: self._settled,
         }
 
     def _call_handlers(self, now: float, job: Job | None, what: object) -> list[Instruction]:
@@ -240,7 +220,7 @@ class Machine(Leases):
         speaks = not isinstance(what, m.FromJob) or (
             job is not None and (job.state in (DYING, ENDED) or what.client in job.clients)
         )
-        if isinstance(what, (m.Register, JobExited)) or (job is not None and what.uid == job.uid and speaks):
+        if isinstance(what, (m.Register, r.JobExited)) or (job is not None and what.uid == job.uid and speaks):
             return job
         raise UnknownJob(f"no job {what.job!r} of this start is known")
 
@@ -396,7 +376,7 @@ class Machine(Leases):
         job.reason = reason
         return Log(events.JOB_EXITED, {"job": job.name, "reason": reason})
 
-    def _revoked(self, now: float, job: Job, what: JobRevoked) -> list[Instruction]:
+    def _revoked(self, now: float, job: Job, what: r.JobRevoked) -> list[Instruction]:
         job.died_at = what.since
         waited = "another job waited" if what.waited else f"then for {SILENT_TIMEOUT_S:g} s more"
         return self._condemn(job, f"it was silent beyond its lease of {self.config.lease_timeout:g} s, and {waited}")
@@ -405,12 +385,12 @@ class Machine(Leases):
         job.condemned = reason
         return [self._over(job, reason), *_dismiss(job)]
 
-    def _late_phase(self, now: float, job: Job, what: PhaseOverdue) -> list[Instruction]:
+    def _late_phase(self, now: float, job: Job, what: r.PhaseOverdue) -> list[Instruction]:
         lease = self.state.leases[what.token]
         job.overdue.append(what.token)
         return [Log(events.PHASE_OVERDUE, about(lease), duration=now - lease.granted_at, step=lease.step)]
 
-    def _exited(self, now: float, job: Job | None, what: JobExited) -> list[Instruction]:
+    def _exited(self, now: float, job: Job | None, what: r.JobExited) -> list[Instruction]:
         if self._is_no_news(job):
             return []
         if job is None:
@@ -419,7 +399,7 @@ class Machine(Leases):
         job.has_exited = True
         return [self._over(job, job.reason or "said to have exited by what started it")]
 
-    def _gone(self, now: float, job: Job, what: ProcessesGone) -> list[Instruction]:
+    def _gone(self, now: float, job: Job, what: r.ProcessesGone) -> list[Instruction]:
         out: list[Instruction] = []
         assert job.died_at is not None
         for lease in self.state.leases_of(job.name):
@@ -427,7 +407,7 @@ class Machine(Leases):
             out += [self.free(lease, now), reclaimed]
         return [*out, *_dismiss(job)]
 
-    def _settled(self, now: float, job: None, what: Settled) -> list[Instruction]:
+    def _settled(self, now: float, job: None, what: r.Settled) -> list[Instruction]:
         self.state.settle_until = None
         return []
 
