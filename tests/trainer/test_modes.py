@@ -80,7 +80,7 @@ def test_a_process_reports_what_it_holds_of_its_hosts_memory_once_whatever_group
     actor, critic = [[(process, {"private": size}) for process in ranks] for size in (10, 10)]
     trainer.train_groups = lambda: [SimpleNamespace(mux_host_memory=lambda noted=noted: noted) for noted in (actor, critic)]
     engine = ("r1", Member("h", 9, 1, "b"), {"private": 5, "shared": 7})
-    trainer.rollout_server_manager = SimpleNamespace(host_memory=lambda: [engine])
+    trainer.rollout_server_manager = SimpleNamespace(each=lambda verb, ranks: [engine])
     trainer._report_host_memory()
     assert memory("host_memory") == {"t0": {"private": 20}, "t1": {"private": 20}, "r0": {}, "r1": {"private": 5, "shared": 7}}
 
@@ -88,7 +88,7 @@ def test_a_process_reports_what_it_holds_of_its_hosts_memory_once_whatever_group
 def test_each_rollout_node_shows_what_its_own_engines_hold(trainer, memory):
     awake = [("r0", {"weights": Moved(5, 5, 0.1)}), ("r1", {"weights": Moved(7, 7, 0.3)})]
     asleep = [("r1", {"weights": Moved(7, 0, 0.1)})]
-    manager = SimpleNamespace(move=lambda verb, tags, ranks, token, level: asleep if ranks == (1,) else awake)
+    manager = SimpleNamespace(each=lambda verb, ranks, *_: asleep if ranks == (1,) else awake)
     engines = RolloutEngines(manager, None, trainer.phases)
     engines._move("wake", ["weights"])
     assert memory() == {"r0": {"weights": 5}, "r1": {"weights": 7}, "t0": {}, "t1": {}}
@@ -115,7 +115,7 @@ def test_a_lease_fenced_while_its_memory_goes_to_sleep_goes_back_asleep(trainer,
             return []
 
         trainer.phases.guard(pause)
-        trainer.engines = RolloutEngines(SimpleNamespace(move=sleep), None, trainer.phases)
+        trainer.engines = RolloutEngines(SimpleNamespace(each=sleep), None, trainer.phases)
         trainer.train_groups = lambda: [SimpleNamespace(mux_sleep=sleep)]
         mux.release = lambda given_back: asked.append(given_back)
         trainer._end_rollout() if phase == "rollout" else trainer.on_step_end()
@@ -234,9 +234,7 @@ class Job:
         self.trainer = trainer = bare_trainer(nodes, phases=phases, global_steps=5, states_are_awake=False, _rollout_began=0.0)
         manager = SimpleNamespace(
             get_replicas=lambda: [0, 1],
-            move=lambda verb, tags, ranks, token, level: self.note(verb, tags, ranks, *([level] if verb == "sleep" else [])),
-            pause=lambda ranks, level: self.note("pause", ranks, level),
-            reopen=lambda token, ranks: self.note("reopen", ranks),
+            each=lambda verb, ranks, *asked: self._asked_of_engines(verb, ranks, *asked),
         )
         sync = SimpleNamespace(update_weights=lambda version, token, asleep: dict(self.note("sync", version, *asleep)))
         trainer.engines = RolloutEngines(manager, sync, trainer.phases, sleep_level)
@@ -245,6 +243,13 @@ class Job:
     def group(self, name):
         noted = lambda verb: lambda *token: self.note(name, verb, *token) or [MOVES]  # noqa: E731
         return SimpleNamespace(**{f"mux_{verb}": noted(verb) for verb in ("sleep", "reopen", "wake")})
+
+    def _asked_of_engines(self, verb, ranks, *asked):
+        if verb == "sleep":
+            return self.note(verb, asked[0], ranks, asked[1])
+        if verb == "wake_up":
+            return self.note("wake", asked[0], ranks)
+        return self.note(verb, ranks, *(asked if verb == "pause" else ()))
 
     def note(self, *what):
         self.asked.append(what)

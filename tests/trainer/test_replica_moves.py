@@ -33,7 +33,7 @@ class Engines:
         self.running: dict[int, str] = {}
         self.lock, self.changed = threading.RLock(), threading.Condition()
         self.phases = SimpleNamespace(log=self, device=lambda: self.lock)
-        self.units, self.manager = lambda asked: [OWN, OTHER], SimpleNamespace(processes=list)
+        self.units, self.manager = lambda asked: [OWN, OTHER], SimpleNamespace(each=lambda verb, ranks: [])
         monkeypatch.setattr(module.ray, "get", lambda answers: answers)
         self.worker = SimpleNamespace(
             running_samples=_remote(self._samples), evacuate=_remote(self._evacuate), redirect=_remote(self._redirect)
@@ -200,7 +200,7 @@ def served(runs_on):
     """Engines of a manager whose replicas run on these nodes."""
     members, refused = [Member("h", 9, 1, "b")], []
     return SimpleNamespace(
-        units=lambda asked: units(runs_on, "abc"[: len(runs_on)], asked), manager=SimpleNamespace(processes=lambda: members),
+        units=lambda asked: units(runs_on, "abc"[: len(runs_on)], asked), manager=SimpleNamespace(each=lambda *_: members),
         refuse_requests=refused.append, refused=refused, members=members,
     )  # fmt: skip
 

@@ -188,7 +188,7 @@ class PPOTrainerMux(PPOTrainer):
         self.engines = RolloutEngines(self.rollout_server_manager, sync, self.phases, self.settings.device.sleep_level)
         ranks = [process for group in self.train_groups() for _, process in group.mux_where()]
         # All that hold device memory; a process has a rank of each group.
-        self.phases.mux.members(list(dict.fromkeys([*ranks, *self.rollout_server_manager.processes()])))
+        self.phases.mux.members(list(dict.fromkeys([*ranks, *self.rollout_server_manager.each("processes", None)])))
 
     def get_llm_client(self):
         from verl_mux.rollout.worker.server_client import MuxServerClient
@@ -428,7 +428,7 @@ class PPOTrainerMux(PPOTrainer):
 
     def _report_host_memory(self) -> None:
         """While all of this job sleeps and it holds no node: no other job waits for it, and all host copies are there."""
-        nodes, held = self.settings.train_nodes, self.rollout_server_manager.host_memory()
+        nodes, held = self.settings.train_nodes, self.rollout_server_manager.each("host_memory", None)
         for group in self.train_groups():
             ranks = group.mux_host_memory()
             held += [(node_of(nodes, rank, len(ranks)), process, kinds) for rank, (process, kinds) in enumerate(ranks)]

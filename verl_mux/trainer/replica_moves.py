@@ -141,7 +141,7 @@ class Growth(ReplicaMoves):
         self._engines, self._workers, self._room = engines, workers, room
         self._muxes = [connect(unit.nodes) for unit in self._others]
         for mux in self._muxes:  # their nodes too are given on only when the job's engines are gone
-            mux.members(engines.manager.processes())
+            mux.members(engines.manager.each("processes", None))
         self.own_nodes = [node for unit in self._own for node in unit.nodes]
         self.lent = [rank for unit in self._others for rank in unit.replicas]
         self._changed = threading.Condition()

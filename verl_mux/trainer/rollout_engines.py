@@ -61,13 +61,13 @@ class RolloutEngines:
     def pause(self) -> None:
         """Generation stops and the engines sleep, their weights kept in host memory if `mux.device.sleep_level` allows it."""
         level = self._level(same_weights_next=True)
-        moved = self.manager.pause(self._held(), level)
+        moved = self.manager.each("pause", self._held(), level)
         self.phases.moved("sleep", "rollout", self._step, moved, log=False)
         self.are_awake, self._on_host = False, self.version if level == 1 else None
 
     def reopen(self, lease: Lease) -> None:
         """Go on under the same lease; requests that were cut off are generated again from their prompts."""
-        self.manager.reopen(lease.token, self._held())
+        self.manager.each("reopen", self._held(), lease.token)
         self.fill()
 
     def units(self, asked: str) -> list[Unit]:
@@ -88,7 +88,7 @@ class RolloutEngines:
     def join(self, unit: Unit, lease: Lease) -> None:
         """Wake engines under a lease of their own while the others generate, with the same weights."""
         self._move("wake", ["weights"], unit.replicas, lease=lease)
-        self.manager.load_synced(unit.replicas, self.version, lease.token)
+        self.manager.each("load_synced", unit.replicas, self.version, lease.token)
         self._move("wake", ["kv_cache"], unit.replicas, lease=lease)
         self.vacant.difference_update(unit.replicas)
 
@@ -126,6 +126,8 @@ class RolloutEngines:
     ) -> None:
         """`lease`: under which they wake; None: the phase's."""
         lease = lease or self.phases.lease
-        token = lease.token if verb == "wake" and lease is not None else None
-        moved = self.manager.move(verb, tags, replicas, token, level)
+        if verb == "wake":
+            moved = self.manager.each("wake_up", replicas, tags, lease.token if lease else None)
+        else:
+            moved = self.manager.each("sleep", replicas, tags, level)
         self.phases.moved(verb, "rollout", self._step, moved, log=False)

@@ -50,7 +50,7 @@ def test_the_first_server_moves_the_engine_before_the_others_look_at_their_nodes
 def test_replicas_move_all_or_by_rank_and_each_server_tells_its_figures(ranks, nodes):
     manager = object.__new__(MuxLLMServerManager)
     manager.rollout_replicas = [replica("r0", "r1")[0], replica("r2")[0]]
-    moved = manager.move("sleep", ["kv_cache"], ranks)
+    moved = manager.each("sleep", ranks, ["kv_cache"], 2)
     assert moved == [(node, {"kv_cache": Moved(1, 0, 0.0)}) for node in nodes]
 
 

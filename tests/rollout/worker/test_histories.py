@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_mux.rollout.instructions import Launch
-from verl_mux.rollout.worker.prompt_groups import PromptGroups
-from verl_mux.rollout.worker.response import current
+from verl_mux.rollout.worker.prompt_groups import PromptGroups, current
 from verl_mux.rollout.worker.server_client import CutBeforeEngine, ResponseClient
 
 GROUPS, SAMPLES, SERVERS = ("g", "h"), 3, ("a", "b", "c")
@@ -46,7 +45,7 @@ class Servers:
         await asyncio.sleep(0)  # for the balancer's answer
         target = response.take_target()
         name = target[0] if target is not None else min(self.open, key=lambda at: (self.running[at], at))
-        if not response.is_open:
+        if not response.open.is_set():
             raise CutBeforeEngine
         response.server, response.server_id = self.handles[name], name
         self.running[name] += 1

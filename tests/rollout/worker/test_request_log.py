@@ -10,8 +10,9 @@ import pytest
 
 from verl_mux.profiling.eventlog.log import EventLog
 from verl_mux.rollout.engine.serving import ANSWER, stay_of
+from verl_mux.rollout.instructions import Launch
 from verl_mux.rollout.worker import request_log, server_client
-from verl_mux.rollout.worker.response import Response, current
+from verl_mux.rollout.worker.prompt_groups import Response, current
 from verl_mux.rollout.worker.server_client import ResponseClient
 
 CONFIG = SimpleNamespace(response_length=64, prompt_length=64)
@@ -80,7 +81,7 @@ def test_a_turn_that_is_cut_off_goes_on_as_the_same_turn_in_the_step_of_its_laun
 
     async def run():
         response = Response("u", 0, reports.append)
-        response.launch(0, None, None, 0, step=5)
+        response.launch(Launch("g", 0, step=5))
         current.set(response)
         with request_log.request(log, "u_0", 5):
             generate = engine.generate
@@ -96,7 +97,7 @@ def test_a_turn_that_is_cut_off_goes_on_as_the_same_turn_in_the_step_of_its_laun
             while not reports:
                 await asyncio.sleep(0)
             await asyncio.sleep(0.02)
-            response.launch(4, None, None, 0, step=6)
+            response.launch(Launch("g", 0, kept=4, step=6))
             output = await task
             assert len(output.token_ids) == 10
 

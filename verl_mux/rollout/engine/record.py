@@ -13,9 +13,6 @@ from typing import Any
 
 from verl_mux.upstream import Symbol
 
-# The stop reasons that our servers answer with, whatever their engine calls them.
-STOPPED, LENGTH, ABORTED = "stop", "length", "abort"
-
 Arguments = Mapping[str, Any]
 
 
@@ -35,7 +32,7 @@ class EngineRecord:
 
     The server keeps to one way of saying things, whatever its engine's is: `sleep(tags)` and `wake_up(tags)` take the tags of
     memory/tags.py, whether its engine moves each by itself or all at once, and return (node, Moves);
-    `generate(engine_priority=)` puts the higher number first and answers with one of the stop reasons above;
+    `generate(engine_priority=)` puts the higher number first and answers with one of the stop reasons of serving.py;
     `abort_requests(ids)` returns when these have left with the tokens that they have; `processes()` are all of its engine's.
     """
 

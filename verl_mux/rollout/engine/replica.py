@@ -91,7 +91,6 @@ class MuxCheckpointEngineWorker(CheckpointEngineWorker):
 
     async def load_synced(self, global_steps: int, token: int) -> None:
         """The weights of the last sync, of this version, into an engine that slept meanwhile. Raises Fenced, SyncError."""
-
         self._fence.enter(token)
         await self._load(self.server_adapter, _given(self._synced), global_steps)
 
@@ -308,41 +307,8 @@ class MuxLLMServerManager(LLMServerManager):
         await self._balancer.add_servers.remote(dict(zip(self.server_addresses, self.server_handles, strict=True)))
 
     @auto_await
-    async def move(
-        self, verb: str, tags: list[str] | None, ranks: Sequence[int] | None = None, token: int | None = None, level: int = 2
-    ) -> list[tuple[str, Moves]]:
-        """`verb` "sleep" or "wake" on these replicas (None: all); (node, what moved there) of each of their servers.
-
-        `token`: of the lease under which they wake; `level`: at which they sleep.
-        """
-        return await (self._each("sleep", ranks, tags, level) if verb == "sleep" else self._each("wake_up", ranks, tags, token))
-
-    @auto_await
-    async def load_synced(self, ranks: Sequence[int], version: int, token: int) -> None:
-        """Fill these replicas with the weights of the last sync, of this version; see MuxReplica."""
-        await self._each("load_synced", ranks, version, token)
-
-    @auto_await
-    async def pause(self, ranks: Sequence[int] | None, level: int) -> list[tuple[str, Moves]]:
-        """These replicas (None: all), asleep at this level; see MuxReplica. Returns as `move`."""
-        return await self._each("pause", ranks, level)
-
-    @auto_await
-    async def reopen(self, token: int, ranks: Sequence[int] | None) -> None:
-        await self._each("reopen", ranks, token)
-
-    @auto_await
-    async def processes(self) -> list[Member]:
-        """All processes of all replicas."""
-        return await self._each("processes", None)
-
-    @auto_await
-    async def host_memory(self) -> list[tuple[str, Member, dict[str, int]]]:
-        """Of all processes of all replicas: node, process, and what it holds of its host's memory."""
-        return await self._each("host_memory", None)
-
-    async def _each(self, verb: str, ranks: Sequence[int] | None, *arguments: Any) -> list[Any]:
-        """What these replicas (None: all) answer to a method of theirs, one list after the other."""
+    async def each(self, verb: str, ranks: Sequence[int] | None, *arguments: Any) -> list[Any]:
+        """What these replicas (None: all) answer to a method of MuxReplica, one list after the other."""
         replicas = self.rollout_replicas if ranks is None else [self.rollout_replicas[rank] for rank in ranks]
         answers = await asyncio.gather(*[getattr(replica, verb)(*arguments) for replica in replicas])
         return [it for answer in answers for it in answer or ()]

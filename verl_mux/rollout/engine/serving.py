@@ -19,6 +19,8 @@ from uuid import uuid4
 from verl_mux.coordinator.bus.fence import Fence
 
 _Output = TypeVar("_Output")
+# The stop reasons that our servers answer with, whatever their engine calls them.
+STOPPED, LENGTH, ABORTED = "stop", "length", "abort"
 # The key of a server's answer (`TokenOutput.extra_fields`) under which a stay's figures go back to the agent loop's log.
 ANSWER = "mux_stay"
 # An engine stalls when it answers nothing for LEAST_S, and for TIMES its median gap between answers.

@@ -19,7 +19,6 @@ import xxhash
 
 from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.engine.serving import ANSWER, Stay
-from verl_mux.rollout.worker.response import Response
 
 # A wait shorter than this is how tasks take turns.
 PARKED_S = 1e-3
@@ -91,8 +90,8 @@ def note(name: str, seconds: float = 0.0, **extra: Any) -> None:
 
 
 @contextlib.asynccontextmanager
-async def parked(response: Response) -> AsyncIterator[None]:
-    """The current request, whose response this is, may not generate in this block. It goes on in the step of its launch."""
+async def parked(response: Any) -> AsyncIterator[None]:
+    """The current request, whose Response this is, may not generate in this block. It goes on in the step of its launch."""
     started = time.perf_counter()
     yield
     seconds, record = time.perf_counter() - started, current.get()

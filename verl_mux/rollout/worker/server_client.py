@@ -18,9 +18,9 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_mux.profiling.eventlog import events
-from verl_mux.rollout.engine.record import ABORTED, LENGTH
+from verl_mux.rollout.engine.serving import ABORTED, LENGTH
 from verl_mux.rollout.worker import request_log
-from verl_mux.rollout.worker.response import Call, Response, Stage, current
+from verl_mux.rollout.worker.prompt_groups import Call, Response, Stage, current
 
 _LIMITS = ("max_tokens", "max_new_tokens")
 _RETRY_S = 0.05
@@ -51,7 +51,7 @@ class MuxServerClient(LLMServerClient):
             server_id, server = target
             self._directed.add(request_id)
         if response is not None:
-            if not response.is_open:
+            if not response.open.is_set():
                 self._release_server(server_id, request_id=request_id)
                 raise CutBeforeEngine
             response.server, response.server_id = server, server_id
@@ -131,9 +131,10 @@ class ResponseClient:
         if call.token_ids and before not in (None, response.server_id):
             request_log.note(events.REQUEST_MIGRATED, source=before, target=response.server_id, tokens=len(call.token_ids))
         call.add(list(output.token_ids), output.log_probs, int(output.extra_fields.get("global_steps") or 0))
-        response.spend(len(output.token_ids))
+        if response.budget is not None:
+            response.budget -= len(output.token_ids)
         if output.stop_reason == ABORTED:
-            if response.is_open:  # another abort than ours: of an engine that paused, say
+            if response.open.is_set():  # another abort than ours: of an engine that paused, say
                 await asyncio.sleep(_RETRY_S)
         elif output.stop_reason != LENGTH or asked == room:
             call.stop_reason = output.stop_reason

@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from verl_mux.sync.engine import Batch, aside, tensor_at
-from verl_mux.sync.layout import NAME, Entry, Region, SyncError
+from verl_mux.sync.layout import NAME, Entry, Held, Region, SyncError
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
@@ -123,14 +123,12 @@ def request(batch: Batch, places: list[Place]) -> UpdateWeightsFromTensorReqInpu
 # ---------------------------------------------------------------- in the engine's processes
 
 
-class _Mapping:
+class _Mapping(Held):
     """The region that this process has mapped, over syncs; pinned where there is a GPU, which then copies from it at once."""
 
-    def __init__(self) -> None:
-        self._region: Region | None = None
-        self._pinned = 0
+    _pinned = 0
 
-    def of(self, place: Place) -> Region:
+    def of_place(self, place: Place) -> Region:
         """Raises RuntimeError: there is no such memory."""
         path = f"/proc/{place.pid}/fd/{place.fd}"
         try:
@@ -142,29 +140,19 @@ class _Mapping:
         if not is_region or os.fstat(fd).st_size < place.nbytes:
             os.close(fd)
             raise RuntimeError(f"{path} is no memory of {place.nbytes} bytes of weights")
-        if self._region is not None and os.path.sameopenfile(self._region.fd, fd):
-            os.close(fd)
-            return self._region
-        self._let_go()
-        self._region = Region(fd, place.nbytes)
-        self._pin(self._region)
-        return self._region
+        last, region = self._region, self.mapped(fd, place.nbytes)
+        if region is not last and torch.cuda.is_available() and region.nbytes:
+            address = torch.frombuffer(region.view, dtype=torch.uint8).data_ptr()
+            if code := int(torch.cuda.cudart().cudaHostRegister(address, region.nbytes, 0)):
+                raise RuntimeError(f"{region.nbytes} bytes of weights on this host cannot be pinned (CUDA error {code})")
+            self._pinned = address
+        return region
 
-    def _pin(self, region: Region) -> None:
-        if not torch.cuda.is_available() or not region.nbytes:
-            return
-        address = torch.frombuffer(region.view, dtype=torch.uint8).data_ptr()
-        if code := int(torch.cuda.cudart().cudaHostRegister(address, region.nbytes, 0)):
-            raise RuntimeError(f"{region.nbytes} bytes of weights on this host cannot be pinned (CUDA error {code})")
-        self._pinned = address
-
-    def _let_go(self) -> None:
+    def close(self) -> None:
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._pinned)
             self._pinned = 0
-        if self._region is not None:
-            self._region.close()
-            self._region = None
+        super().close()
 
 
 _mapping = _Mapping()
@@ -182,6 +170,6 @@ def tensors(body: str, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, full tensor) of what a request has in the place of a name, for this rank of the engine. Raises as
     `load_in_engine`."""
     asked = msgspec.json.decode(body, type=Mapped)
-    region = _mapping.of(asked.places[rank])
+    region = _mapping.of_place(asked.places[rank])
     for entry, offset in zip(asked.entries, asked.offsets, strict=True):
         yield entry.name, tensor_at(region.view, entry, offset)

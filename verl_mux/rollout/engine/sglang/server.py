@@ -24,9 +24,8 @@ from verl_mux.places.ray_nodes import here
 from verl_mux.platform.choose import cpu_part
 from verl_mux.platform.host_memory import process_bytes
 from verl_mux.profiling.eventlog import events
-from verl_mux.rollout.engine.record import ABORTED, STOPPED
 from verl_mux.rollout.engine.server_directory import DIRECTORY_VARIABLE, mapped_bytes
-from verl_mux.rollout.engine.serving import ANSWER, Passage, StallWatch, keys_of, stay_of, write_stacks
+from verl_mux.rollout.engine.serving import ABORTED, ANSWER, STOPPED, Passage, StallWatch, keys_of, stay_of, write_stacks
 from verl_mux.rollout.engine.sglang import manager, scheduler_log
 from verl_mux.rollout.engine.sglang.manager import FIGURES, EngineFailed, Refused
 from verl_mux.rollout.engine.sglang.plugin import ENGINE_MARK, SEEDED_VARIABLE
