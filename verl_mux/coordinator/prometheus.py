@@ -38,10 +38,7 @@ METRICS = {
     "mux_node_peak_bytes": ("gauge", "The most tagged bytes of all jobs together on the node."),
     "mux_node_host_capacity_bytes": ("gauge", "Host memory of the node that jobs may hold, where the configuration says."),
     "mux_node_host_bytes": ("gauge", "Host memory that counts for a job on the node: declared, or measured."),
-    "mux_node_host_measured_bytes": (
-        "gauge",
-        "Host memory of a job's processes on the node, by kind; source: the agent or the job.",
-    ),
+    "mux_node_host_measured_bytes": ("gauge", "Host memory of a job's processes on the node, by kind; source: agent or job."),
     "mux_node_fenced": ("gauge", "1 while the node is not granted because nothing shows that it is empty."),
     "mux_node_draining": ("gauge", "1 while the node is not granted because the coordinator's file drains it."),
     "mux_host_agent_up": ("gauge", "1 while the host's agent is heard, 0 while it is not."),
@@ -144,17 +141,16 @@ def _node(where: dict[str, str], seen: Mapping[str, Any]) -> Iterator[Sample]:
     for name, key in (("", "seconds"), ("job_", "jobs_s"), ("filler_", "fillers_s")):
         yield f"mux_node_{name}seconds", where, usage.get(key)
     yield "mux_node_queue_length", where, len(seen.get("queue", ()))
-    yield "mux_node_bytes", where, seen.get("bytes")
-    yield "mux_node_peak_bytes", where, seen.get("peak_bytes")
+    for key in ("bytes", "peak_bytes", "usd_per_hour"):
+        yield f"mux_node_{key}", where, seen.get(key)
+    for key in ("fenced", "draining"):
+        yield f"mux_node_{key}", where, int(bool(seen.get(key)))
     host_memory = seen.get("host_memory", {})
     yield "mux_node_host_capacity_bytes", where, host_memory.get("capacity")
     for job, held in host_memory.get("jobs", {}).items():
         yield "mux_node_host_bytes", where | {"job": job}, held["counted"]
         for kind, num_bytes in held["measured"].items():
             yield "mux_node_host_measured_bytes", where | {"job": job, "kind": kind, "source": held["source"]}, num_bytes
-    yield "mux_node_usd_per_hour", where, seen.get("usd_per_hour")
-    yield "mux_node_fenced", where, int(bool(seen.get("fenced")))
-    yield "mux_node_draining", where, int(bool(seen.get("draining")))
     for holder in seen.get("holders", ()):
         yield "mux_lease_held_seconds", where | _lease(holder), holder.get("held_s")
     for waiting in seen.get("queue", ()):

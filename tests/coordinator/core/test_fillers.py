@@ -249,25 +249,16 @@ def used(world, node="r0"):
 
 def test_seconds_of_jobs_and_fillers_count_from_the_first_lease_on_the_node():
     world = World()
+    assert used(world) == {"seconds": 0.0, "jobs_s": 0.0, "fillers_s": 0.0, "bubble_filled": None}
     world.register("a", {"rollout": ["r0"], "train": ["t0"]})
     world.step("a", 10, 20, 1)
     world.fill(nodes={"rollout": ["r0"]})
     world.now += 10
+    assert used(world)["fillers_s"] == 10.0, "a lease that is held counts too"
     world.release("f")
     found = used(world)
     assert (found["jobs_s"], found["fillers_s"]) == (10.0, 11.0)
     assert found["bubble_filled"] == pytest.approx(11.0 / (found["seconds"] - 10.0))
-
-
-def test_a_lease_that_is_held_counts_too():
-    world = World()
-    world.fill()
-    world.now += 5
-    assert used(world)["fillers_s"] == 5.0 and used(world)["bubble_filled"] == 1.0
-
-
-def test_of_a_node_that_nobody_used_nothing_is_said():
-    assert used(World()) == {"seconds": 0.0, "jobs_s": 0.0, "fillers_s": 0.0, "bubble_filled": None}
 
 
 def test_nodes_that_go_back_before_the_rest_count_until_then(world):

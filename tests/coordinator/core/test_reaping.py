@@ -152,11 +152,6 @@ def test_all_who_look_at_a_host_must_have_found_it_empty(places):
     assert found.free == ["r0", "t0"] and not found.gone
 
 
-def test_a_process_where_nobody_had_expected_one_keeps_the_job_from_ending(places):
-    found = verdict(places, seen("there", AWAY), nodes=["r0"])
-    assert found.free == ["r0"] and not found.gone
-
-
 def test_what_is_owed_already_is_not_owed_again(places):
     state = holding("r0")
     state.hosts["there/1"] = Host(names=["there"], since=1.0, agent=True, gone=True, owed=[Owed(job="a", uid=UID, since=1.0)])

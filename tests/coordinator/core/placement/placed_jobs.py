@@ -3,6 +3,8 @@
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.core.records import Input
+from verl_mux.coordinator.core.snapshot import describe
+from verl_mux.coordinator.status_view import plain
 from verl_mux.placement.estimator import GPU_KINDS, GpuKind, JobNeeds, model_size
 
 MODEL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 1000, "num_attention_heads": 4}
@@ -53,3 +55,9 @@ def register(driver, job):
 
 def where_told(sent):
     return [message.nodes for message in sent if isinstance(message, m.Registered)]
+
+
+def shown(driver):
+    """The lines of `verl-mux status`."""
+    about = {"address": "tcp://here", "journal": {"path": None, "lost": None, "blocked": None}, "settling_s": None}
+    return plain({**about, **describe(driver.machine.state, driver.machine.config, driver.now, {})})

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.coordinator.core.placement.test_placing import AUTO, lines, needs, placing_config, where_told
+from tests.coordinator.core.placement.placed_jobs import AUTO, lines, needs, placing_config, shown, where_told
 from tests.coordinator.driver import Driver
 from tests.exploring import examples
 from verl_mux.coordinator.bus import messages as m
@@ -13,9 +13,7 @@ from verl_mux.coordinator.core import placed_jobs
 from verl_mux.coordinator.core.placed_jobs import Standing
 from verl_mux.coordinator.core.placing import Answerer
 from verl_mux.coordinator.core.records import DriverDied, JobState, MovesDue, ProcessesGone, State
-from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
-from verl_mux.coordinator.status_view import plain
 from verl_mux.placement.estimator import Observed
 from verl_mux.placement.questions import Move
 
@@ -240,17 +238,6 @@ def test_other_company_or_another_order_on_the_same_nodes_is_no_move():
     assert placed_jobs.move_decided(driver.state, move, driver.now) == [] and "a" not in driver.state.moves
 
 
-def test_nobody_is_moved_whom_nobody_would_start_again():
-    driver = Jobs(Machine(placing_config(count=2)))
-    for job in "ab":
-        driver.come(job)
-    for number in range(1, LAST + 1):
-        driver.step("b", number, rollout=12.0, train=9.0)
-    for number in range(1, LAST + 1):
-        driver.step("a", number)
-    assert not lines(driver, "move_asked") and lines(driver, "slo_at_risk")[-1]["kind"] == "priority"
-
-
 def test_who_is_on_the_way_is_not_moved_again():
     driver = spoilt()
     driver.do(MovesDue())
@@ -306,9 +293,7 @@ def test_the_status_says_in_a_sentence_where_a_move_stands():
     driver = spoilt()
 
     def told():
-        about = {"address": "tcp://here", "journal": {"path": None, "lost": None, "blocked": None}, "settling_s": None}
-        seen = {**about, **describe(driver.state, driver.machine.config, driver.now, {})}
-        return [line for line in plain(seen).splitlines() if line.startswith("job b moves")]
+        return [line for line in shown(driver).splitlines() if line.startswith("job b moves")]
 
     assert told() == ["job b moves to r1, t1: asked 0 s ago, it leaves at the end of its step"]
     driver.leave("b", 1)

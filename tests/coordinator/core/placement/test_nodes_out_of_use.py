@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.coordinator.core.placement.placed_jobs import AUTO, arrive, lines, needs, placing_config, register, where_told
+from tests.coordinator.core.placement.placed_jobs import AUTO, arrive, lines, needs, placing_config, register, shown, where_told
 from tests.coordinator.core.placement.test_moving import Jobs
 from tests.coordinator.driver import Driver, changed_pools
 from tests.exploring import examples
@@ -13,9 +13,7 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.core import hosts, placing
 from verl_mux.coordinator.core.placing import Answerer
 from verl_mux.coordinator.core.records import Input, JobState, PoolsChanged, State
-from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine
-from verl_mux.coordinator.status_view import plain
 
 
 def test_nodes_that_jobs_name_themselves_are_out_of_the_schedulers_hands():
@@ -77,9 +75,7 @@ def test_a_node_that_drains_is_removed_after_its_job_and_the_status_marks_it(dri
     driver.ask("a", "init", 0, ["t0"])
     assert driver.holders("t0") == ["a"], "it goes on where nothing drains"
     assert where_told(arrive(driver, "b", slo=1.0)) == [{"rollout": ["r7"], "train": ["t0"]}]
-    about = {"address": "tcp://here", "journal": {"path": None, "lost": None, "blocked": None}, "settling_s": None}
-    seen = plain({**about, **describe(driver.machine.state, driver.machine.config, driver.now, {})})
-    assert "node rollout/r0: idle (draining); " in seen
+    assert "node rollout/r0: idle (draining); " in shown(driver)
     left = msgspec.structs.replace(driver.machine.config, pools=changed_pools(driver.machine.config.pools, remove=["r0"]))
     assert "job 'a' is registered on it: let it end" in hosts.change_refusal(driver.machine.state, driver.machine.config, left)
     driver.do(m.Deregister(**driver.who("a")))

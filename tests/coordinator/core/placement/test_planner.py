@@ -65,21 +65,9 @@ def test_what_the_others_would_have_cost_is_told(driver):
     assert noted.endswith("; on new+train as much work would have cost 2.00 USD/h")
 
 
-def test_who_would_be_late_on_slower_pools_does_not_go_there():
-    driver = Driver(Machine(several(old_usd=0.0)))
-    assert where_told(arrive(driver, "a", slo=1.2, profiled=seen(10.0, 90.0))) == [{"rollout": ["r0"], "train": ["t0"]}]
-
-
 def test_a_job_that_fits_in_no_pool_is_told_why_of_the_first(driver):
     (refused,) = arrive(driver, "a", needs=needs(rollout_gpus=2))
     assert refused.reason == "job 'a' asks for 2 GPUs on each rollout node; those of pool 'new' have 1"
-
-
-def test_who_waits_starts_where_it_costs_the_least_of_where_there_is_room_then():
-    driver = Driver(Machine(several()))
-    arrive(driver, "a", slo=1.0, profiled=seen(50.0, 50.0))
-    assert isinstance(arrive(driver, "b", slo=5.0, profiled=seen(10.0, 90.0))[0], m.Queued)
-    assert where_told(driver.do(m.Deregister(**driver.who("a")))) == [{"rollout": ["o0"], "train": ["t0"]}]
 
 
 def test_a_colocated_job_has_the_training_pool_alone(driver):
