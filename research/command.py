@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from research.simulate import Study
     from verl_mux.placement.model import Cluster
 
-DEFAULT_POLICIES = "live,solo,colocated,gavel,random,most-idle,rollmux,ours,optimum,ideal"
+DEFAULT_POLICIES = "live,solo,colocated,gavel,random,most-idle,ours,optimum,ideal"
 # They have no queue: what a full cluster would do to them is not defined.
 UNBOUNDED = ("colocated", "gavel", "random", "most-idle", "optimum", "ideal", "live")
 
@@ -122,7 +122,7 @@ def _cluster(rollout_nodes: int | None, train_nodes: int | None) -> Cluster:
 def _check_finite(study: Study, finite: bool) -> None:
     unable = [name for name in study.policies if name in UNBOUNDED]
     if finite and unable:
-        raise UserError(f"policy {unable[0]!r} does not queue; in a finite cluster allowed are: solo, rollmux, ours")
+        raise UserError(f"policy {unable[0]!r} does not queue; in a finite cluster allowed are: solo, ours")
 
 
 @contextlib.contextmanager

@@ -107,7 +107,7 @@ def optimal(optimum: Optimum) -> Hold:
                 held = shared.rollout_nodes, shared.train_nodes
                 train = [bits << shared.rollout_nodes for bits in shared.train]
                 rollout = rollout_bits(jobs, shared.rollout, train)
-                settled = [period.mean_s for period in periods(jobs, rollout, train)]
+                settled = periods(jobs, rollout, train)
             nodes = [nodes[0] + held[0], nodes[1] + held[1]]
             for job, period in zip(jobs, settled, strict=True):
                 seconds[names[job.name]] = period

@@ -96,7 +96,7 @@ class Sharing:
 
     def _run(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> Sequence[float] | None:
         self.simulated += 1
-        found = [period.mean_s for period in periods(jobs, *nodes_for(jobs, rollout, train))]
+        found = periods(jobs, *nodes_for(jobs, rollout, train))
         kept = all([seconds <= job.limit_s * TOLERANCE for job, seconds in zip(jobs, found, strict=True)])
         return found if kept else None
 

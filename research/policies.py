@@ -19,7 +19,7 @@ from verl_mux.errors import UserError
 from verl_mux.placement.feasibility import Progress
 from verl_mux.placement.groups import Groups, groups_without, isolated, with_newcomer, yet_to_take
 from verl_mux.placement.layouts import cheapest_alone
-from verl_mux.placement.model import LIVE, PAPER, Cluster, Group, JobSpec, NodeKind, Rules
+from verl_mux.placement.model import LIVE, Cluster, Group, JobSpec, NodeKind, Rules
 from verl_mux.placement.planner import Planner
 from verl_mux.placement.questions import Answer, Arrive, Leave, Question, decision_for
 
@@ -100,14 +100,10 @@ def _replayed(make: Callable[[Case], Policy]) -> Callable[[Case], Run]:
 
 def _live(case: Case) -> Run:
     """Jobs are profiled first, on the cheapest nodes of their own; the planner is given how long phases really take."""
-    rules = _limited(LIVE, case)
+    rules = msgspec.structs.replace(LIVE, cap=case.rules.cap, colocate=case.rules.colocate)
     placer = Planner.of_one(case.cluster, rules)
     alone = [msgspec.structs.replace(a, job=cheapest_alone(a.job, case.cluster, rules)) for a in case.arrivals]
     return Replay([profiled(a, case.movable) for a in alone], placer, case.cluster, learns=True).run()
-
-
-def _limited(rules: Rules, case: Case) -> Rules:
-    return msgspec.structs.replace(rules, cap=case.rules.cap, colocate=rules.colocate and case.rules.colocate)
 
 
 POLICIES: dict[str, Callable[[Case], Run]] = {
@@ -121,8 +117,6 @@ POLICIES: dict[str, Callable[[Case], Run]] = {
     "random": _replayed(lambda case: MemoryOnly(case.cluster, case.rules.cap, random_choice(case.seed))),
     # The idlest group with room in host memory.
     "most-idle": _replayed(lambda case: MemoryOnly(case.cluster, case.rules.cap, most_idle)),
-    # Algorithm 1 of the paper, nothing moved.
-    "rollmux": _replayed(lambda case: Planner.of_one(case.cluster, _limited(PAPER, case))),
     # What the coordinator does: its placer with its rules, and all that it pays for.
     "live": _live,
     # This project's placer, to which phases are known beforehand and last as long as it thinks.

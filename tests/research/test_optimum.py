@@ -23,7 +23,7 @@ from tests.placement.made_jobs import jobs as made_jobs
 from tests.research.counted_out import cheapest_usd
 from verl_mux.placement.feasibility import Feasibility, Progress
 from verl_mux.placement.layouts import cheapest_nodes
-from verl_mux.placement.model import LIVE, OURS, PAPER, SEPARATE, TESTBED, Rules
+from verl_mux.placement.model import LIVE, OURS, SEPARATE, TESTBED, Rules
 
 USD = (14.8, 42.24)
 # Two jobs that cannot share either side alone, as they fall out of step there, and can share both.
@@ -246,11 +246,11 @@ def test_the_bound_counts_a_job_in_the_mode_in_which_its_phases_cost_the_least()
     cheaper = msgspec.structs.replace(dear, train=msgspec.structs.replace(dear.train, kind=cheap))
     assert ideal(dear, OURS)({"a": job}).nodes == (2, 2)
     assert ideal(cheaper, OURS)({"a": job}).nodes == (0, 4)
-    assert ideal(cheaper, PAPER)({"a": job}).nodes == (2, 2)  # whose rules know no colocated places
+    assert ideal(cheaper, Rules(colocate=False))({"a": job}).nodes == (2, 2)
 
 
 def test_no_policy_costs_less_than_the_bound_while_phases_vary_and_grow():
-    names = ("ideal", "live", "ours", "rollmux", "colocated", "gavel", "random", "most-idle")
+    names = ("ideal", "live", "ours", "colocated", "gavel", "random", "most-idle")
     study = Study(
         rows=[TraceRow(f"job{i}", i * 0.5, 2.0 + i % 3) for i in range(8)], shapes=find_shapes("mixed"), slo=(2.0, 2.0),
         policies=names, cluster=TESTBED, rules=OURS, varying=Varying(0.1, 2.0), movable=True, seeds=2, max_optimum_jobs=0,

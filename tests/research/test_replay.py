@@ -7,8 +7,7 @@ from research.replay import Replay
 from research.workload.varying import Varying, profiled, with_varying_phases
 from research.workload.workload import Arrival, TraceRow, draw_workload, find_shapes
 from tests.placement.made_jobs import EITHER, Planner, assert_invariants, make_cluster, make_job
-from verl_mux.placement.layouts import isolated_usd
-from verl_mux.placement.model import COLOCATED, LIVE, OURS, PAPER, SEPARATE, TESTBED, Rules
+from verl_mux.placement.model import COLOCATED, LIVE, OURS, SEPARATE, TESTBED, Rules
 
 
 def run(arrivals, rules=OURS, cluster=None):
@@ -123,20 +122,3 @@ def test_jobs_that_share_and_move_keep_within_their_slos(shapes, modes):
     found = Replay(arrivals, Watched.of_one(TESTBED), TESTBED).run()
     assert len(found.finished) == 16
     assert all(job.stay_s <= job.slo * job.solo_s * (1 + 1e-9) for job in found.finished)
-
-
-ROWS = [TraceRow(f"job{i}", float(i), 10.0) for i in range(100)]
-
-
-def saving(rules: Rules, seed: int) -> float:
-    """USD per hour of every job alone, over what they are placed for."""
-    jobs = [arrival.job for arrival in draw_workload(ROWS, find_shapes("mixed"), (1.0, 2.0), seed)]
-    placer = Planner.of_one(TESTBED, rules)
-    for job in jobs:
-        placer.admit(job)
-    return sum(isolated_usd(job, TESTBED) for job in jobs) / placer.groups.usd_per_hour
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_live_saves_at_least_what_algorithm_1_does(seed):
-    assert saving(LIVE, seed) >= saving(PAPER, seed)

@@ -20,7 +20,7 @@ from verl_mux.placement.group_run import group_periods
 from verl_mux.placement.groups import Groups
 from verl_mux.placement.layouts import isolated_usd
 from verl_mux.placement.planner import Planner
-from verl_mux.placement.questions import Arrive
+from verl_mux.placement.questions import Answer, Arrive
 
 
 def plan(
@@ -87,7 +87,8 @@ def make_plan(given: JobsFile) -> dict[str, Any]:
     groups = planner.placer.groups
     return {
         "jobs": [
-            {**msgspec.to_builtins(found.decision), "why": _sentence(groups, name, found.because)} for name, found in answers
+            {**msgspec.to_builtins(found.decision), "periods": _periods(found), "why": _sentence(groups, name, found.because)}
+            for name, found in answers
         ],
         "groups": [_group(group, given) for group in groups.values()],
         "usd_per_hour": groups.usd_per_hour,
@@ -97,6 +98,11 @@ def make_plan(given: JobsFile) -> dict[str, Any]:
             **{pool.kind.name: pool.kind.usd_per_gpu_hour for pool in (given.cluster.train, given.cluster.rollout)},
         },
     }
+
+
+def _periods(found: Answer) -> dict[str, Any]:
+    """Of every job of the group of the one that came, settled."""
+    return {name: {"mean_s": seconds} for group in found.changed for name, seconds in group_periods(group).items()}
 
 
 def _sentence(groups: Groups, name: str, reason: str) -> str:
@@ -118,8 +124,7 @@ def _group(group: Any, given: JobsFile) -> dict[str, Any]:
         "order": group.order,
         "usd_per_hour": group.usd_per_hour(given.cluster),
         "jobs": {
-            job.name: {"period_s": periods[job.name].mean_s, "solo_s": job.iteration_s, "limit_s": job.limit_s}
-            for job in group.jobs
+            job.name: {"period_s": periods[job.name], "solo_s": job.iteration_s, "limit_s": job.limit_s} for job in group.jobs
         },
     }
 

@@ -14,7 +14,7 @@ from verl_mux.placement.feasibility import TOLERANCE
 from verl_mux.placement.group_run import group_periods
 from verl_mux.placement.groups import Extension, Place, extensions, pairs_of_pins
 from verl_mux.placement.layouts import isolated_usd
-from verl_mux.placement.model import Group, JobSpec, NodeKind, allowed, cycle_time, load_time, too_large
+from verl_mux.placement.model import Group, JobSpec, NodeKind, allowed, too_large
 from verl_mux.placement.placer import Placer
 from verl_mux.placement.questions import OWN_NODES, Alternative, Decision
 
@@ -41,11 +41,8 @@ def _alone(placer: Placer, job: JobSpec) -> Alternative:
 
 def _at(placer: Placer, modes: Sequence[JobSpec], group: Group) -> Alternative:
     """The cheapest way into the group, or what stands against the one that comes closest."""
-    search, rules = placer.search, placer.rules
-    if len(group.pins) >= rules.cap:
+    if len(group.pins) >= placer.rules.cap:
         return _refused(group, f"full: {len(group.pins)} jobs, the cap")
-    if search.is_saturated(group):
-        return _refused(group, f"saturated: load {load_time(group):.0f} s of a cycle of {cycle_time(group):.0f} s")
     ways = [_in_mode(placer, placed, group) for placed in modes]
     return min((way for way in ways if not way.why), key=price, default=ways[0])
 
@@ -117,8 +114,8 @@ def _too_slow(job: JobSpec, group: Group, ask: Extension) -> str:
     """The job that would miss its SLO in the cheapest layout; or that a departure could make a job miss it."""
     whole = Place(job, ask.usd, group, ask).group
     for member, period in zip(whole.jobs, group_periods(whole).values(), strict=True):
-        if period.mean_s > member.limit_s * TOLERANCE:
-            return f"{member.name} would take {period.mean_s:.0f} s an iteration, its SLO allows {member.limit_s:.0f} s"
+        if period > member.limit_s * TOLERANCE:
+            return f"{member.name} would take {period:.0f} s an iteration, its SLO allows {member.limit_s:.0f} s"
     return "within every SLO now, but not if one of its jobs left"
 
 

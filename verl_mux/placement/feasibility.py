@@ -182,7 +182,7 @@ class Feasibility:
     def _kept_under(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs, order: str) -> _Verdict:
         """The mean iteration of each job under this order, if all keep their SLOs."""
         nodes = nodes_for(jobs, rollout, train)
-        found = [period.mean_s for period in periods(jobs, *nodes, order)]
+        found = periods(jobs, *nodes, order)
         room = max(seconds / job.limit_s for job, seconds in zip(jobs, found, strict=True))
         kept = room <= TOLERANCE and (not self.keep or room < SURE or likely(jobs, *nodes, order, self.keep))
         return found if kept else None

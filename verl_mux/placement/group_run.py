@@ -15,8 +15,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-import msgspec
-
 from verl_mux.placement.model import ORDERS, Group, JobSpec
 
 # LOADING is a cold start; TAIL is the end of a rollout that no longer holds the nodes.
@@ -180,16 +178,9 @@ class GroupRun:
 # work per round and the longest single iteration (checked against the events by the tests).
 
 
-class Period(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds per iteration of one job: mean over a cycle of the group, and the longest one in it."""
-
-    mean_s: float
-    worst_s: float
-
-
-def group_periods(group: Group) -> dict[str, Period]:
-    """The settled period of each job by name, under the group's own order. All begin at once, in order of their names: the same
-    course by which feasibility.py judges a group, which may settle otherwise from another start."""
+def group_periods(group: Group) -> dict[str, float]:
+    """The settled period of each job by name, in seconds, under the group's own order. All begin at once, in order of their
+    names: the same course by which feasibility.py judges a group, which may settle otherwise from another start."""
     jobs, (rollout, train) = group.jobs, masks(group)
     rank = sorted(range(len(jobs)), key=lambda i: jobs[i].name)
     settled = periods([jobs[i] for i in rank], [rollout[i] for i in rank], [train[i] for i in rank], group.order)
@@ -211,10 +202,10 @@ def rollout_bits(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequenc
     return [trained if job.colocated else held for job, held, trained in zip(jobs, rollout, train, strict=True)]
 
 
-def periods(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int], order: str = "fifo") -> list[Period]:
+def periods(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int], order: str = "fifo") -> list[float]:
     """As `group_periods`, with nodes as bits; `rollout`: those on which rollouts run, training nodes only of colocated jobs."""
     if len(jobs) == 1:
-        return [Period(mean_s=jobs[0].iteration_s, worst_s=jobs[0].iteration_s)]
+        return [jobs[0].iteration_s]
     if order == "fifo" and _in_one_round(jobs, rollout, train):
         return [_one_round(jobs)] * len(jobs)
     return settle(planned_run(jobs, rollout, train, order))
@@ -226,11 +217,10 @@ def _in_one_round(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequen
     return all_meet and not any(job.tail_s or job.colocated for job in jobs)
 
 
-def _one_round(jobs: Sequence[JobSpec]) -> Period:
+def _one_round(jobs: Sequence[JobSpec]) -> float:
     held = [job.rollout_hold_s + job.rollout_switch_s for job in jobs]
     trained = [job.train.seconds + job.train_switch_s for job in jobs]
-    seconds = max(sum(held), sum(trained), *(h + t for h, t in zip(held, trained, strict=True)))
-    return Period(mean_s=seconds, worst_s=seconds)
+    return max(sum(held), sum(trained), *(h + t for h, t in zip(held, trained, strict=True)))
 
 
 def planned_run(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence[int], order: str) -> GroupRun:
@@ -248,7 +238,7 @@ def planned_member(job: JobSpec, rollout: int, train: int, rank: int = 0) -> Mem
     return Member(job.name, rollout, train, times, (job.rollout_switch_s, job.train_switch_s), rank, job.tail_s > 0)
 
 
-def settle(run: GroupRun) -> list[Period]:
+def settle(run: GroupRun) -> list[float]:
     """Run until a state repeats, and average over the cycle between; else over the second half of MAX_ITERATIONS."""
     members = run.members
     ends: dict[Member, list[float]] = {member: [] for member in members}
@@ -263,24 +253,10 @@ def settle(run: GroupRun) -> list[Period]:
             done = [m.done for m in members]
             if (at := state(run)) in seen:
                 since, before = seen[at]
-                return [_cycle(run.now - since, b, ends[m]) for m, b in zip(members, before, strict=True)]
+                rounds = [after - b for after, b in zip(done, before, strict=True)]
+                return [(run.now - since) / each if each else math.inf for each in rounds]
             seen[at] = run.now, done
-    return [_average_period(times) for times in ends.values()]
-
-
-def _cycle(seconds: float, before: int, ends: list[float]) -> Period:
-    """The period of a job that had done `before` iterations when the cycle began. The first gap that ends in a cycle may have
-    begun otherwise than in the cycles to come, but no gap in those is longer than it and the rest."""
-    iterations = len(ends) - before
-    if iterations == 0:
-        return Period(mean_s=math.inf, worst_s=math.inf)
-    gaps = [b - a for a, b in itertools.pairwise(ends[max(before - 1, 0) :])]
-    return Period(mean_s=seconds / iterations, worst_s=max([seconds / iterations, *gaps]))
-
-
-def _average_period(ends: list[float]) -> Period:
-    mean_s = average(ends)
-    return Period(mean_s=mean_s, worst_s=max([mean_s, *(b - a for a, b in itertools.pairwise(ends[len(ends) // 2 :]))]))
+    return [average(times) for times in ends.values()]
 
 
 def average(finished: Sequence[float]) -> float:

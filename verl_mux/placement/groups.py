@@ -15,7 +15,7 @@ import msgspec
 
 from verl_mux.placement.feasibility import TOLERANCE, Feasibility, Pairs, Progress, connected, late_job, pair, pairs_of_nodes
 from verl_mux.placement.layouts import EPSILON_USD, Price, isolated_usd, share
-from verl_mux.placement.model import Cluster, Group, JobSpec, Pin, Pool, Rules, cycle_time, load_time, modes_of
+from verl_mux.placement.model import Cluster, Group, JobSpec, Pin, Pool, Rules, modes_of
 
 # --- joining and leaving one group; all other jobs of it stay where they are ---
 #
@@ -62,19 +62,10 @@ def extensions(group: Group, job: JobSpec, cluster: Cluster, rules: Rules) -> li
     both = (
         Extension(r.new * usd[0] + t.new * usd[1], r, t)
         for r in _sides(_room(group, job, cluster, 0), len(group.pins), job.nodes[0])
-        for t in _train_sides(group, job, cluster, rules.whole_pool)
+        for t in _sides(_room(group, job, cluster, 1), len(group.pins), job.train_nodes)
         if r.pairs | t.pairs and (rules.rollout_scaling or not r.new) and (rules.training_scaling or not t.new)
     )
     return sorted(both, key=lambda e: (e.usd, e.rollout.pairs.bit_count() + e.train.pairs.bit_count()))
-
-
-def _train_sides(group: Group, job: JobSpec, cluster: Cluster, whole_pool: bool) -> list[Side]:
-    room, members = _room(group, job, cluster, 1), len(group.pins)
-    if not whole_pool:
-        return _sides(room, members, job.train_nodes)
-    if sum(map(len, room.values())) < len(group.train_nodes) or job.train_nodes > len(group.train_nodes):
-        return []
-    return [Side(group.train_nodes, 0, sum(pair(i, members) for i in range(members)))]
 
 
 def _room(group: Group, job: JobSpec, cluster: Cluster, at: int) -> dict[int, list[str]]:
@@ -367,7 +358,7 @@ class Place(msgspec.Struct, frozen=True, dict=True):
 
 class Search:
     """The price of a place is known before it is tried. So groups are tried in order of the least they could ask, and the
-    search ends at the first price that cannot be beaten; a saturated group costs one comparison."""
+    search ends at the first price that cannot be beaten."""
 
     def __init__(self, groups: Groups, rules: Rules, feasibility: Feasibility) -> None:
         self.groups, self.cluster, self.rules, self.feasibility = groups, groups.cluster, rules, feasibility
@@ -437,7 +428,7 @@ class Search:
         for job in modes:
             room = TOLERANCE - job.rollout_share, TOLERANCE - job.train_share
             openings = self.groups.openings(job, self.rules.cap, room, below - EPSILON_USD, self.rules.best_fit)
-            found += [(least, job, group) for least, group in openings if not self.is_saturated(group)]
+            found += [(least, job, group) for least, group in openings]
         return sorted(found, key=lambda each: each[0])[: self.rules.shortlist]
 
     def nearest(self, job: JobSpec, count: int) -> list[Group]:
@@ -445,9 +436,6 @@ class Search:
         modes = modes_of(job, self.cluster, self.rules)
         found = {group.name: group for _, _, group in self._shortlist(modes, math.inf)}
         return list(found.values())[:count]
-
-    def is_saturated(self, group: Group) -> bool:
-        return self.rules.prune_saturated and load_time(group) >= cycle_time(group)
 
 
 def _fits(need: tuple[int, int], free: tuple[float, float]) -> bool:

@@ -238,7 +238,7 @@ class Price:
         if not self._count_stays or len(group.pins) < 2:
             return usd
         jobs, periods = sorted(group.jobs, key=lambda job: job.name), group_periods(group)
-        return usd * self._slower(jobs, [periods[job.name].mean_s for job in jobs])
+        return usd * self._slower(jobs, [periods[job.name] for job in jobs])
 
     def of_shared(self, shared: SharedNodes, seconds: Sequence[float]) -> float:
         """The same of nodes yet to be taken. seconds: the mean iteration of each job there."""

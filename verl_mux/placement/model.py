@@ -295,21 +295,6 @@ class Group(_Value, frozen=True):
         return tuple(pin.job for pin in self.pins if node in pin.train)
 
 
-def cycle_time(group: Group) -> float:
-    """T_cycle of the paper: the longest iteration alone of any job of the group."""
-    return max(job.iteration_s for job in group.jobs)
-
-
-def load_time(group: Group) -> float:
-    """T_load of the paper: phase seconds per round on the busiest node, switches included where jobs share it."""
-
-    def seconds(jobs: Sequence[JobSpec], side: str, switch: str) -> float:
-        return sum(getattr(job, side) + (getattr(job, switch) if len(jobs) > 1 else 0.0) for job in jobs)
-
-    rollout = [seconds(group.on_rollout(node), "rollout_hold_s", "rollout_switch_s") for node in group.rollout_nodes]
-    return max(*rollout, *(seconds(group.on_train(node), "train_hold_s", "train_switches_s") for node in group.train_nodes), 0.0)
-
-
 # --- what a placer may do: orders, rules, modes ---
 #
 # An order ranks the jobs of a group: among waiting phases the lowest rank starts first, equal ranks in order of arrival. Under
@@ -343,8 +328,6 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     rollout_scaling, training_scaling: new nodes on one side for a job that shares the other; with the second, also some new nodes
         beside shared ones on both sides.
     colocate: jobs that can run both phases on their training nodes may be placed so; off: only jobs that have no other mode.
-    whole_pool: every job trains on all training nodes of its group, as in the paper, and keeps them when others leave.
-    prune_saturated: skip groups with T_load >= T_cycle.
     best_fit: among equally cheap places take the fullest, not the oldest.
     guard: check a join on the group as it stands now, over the whole life of its jobs, and not only on its settled periods.
     repack: move jobs where the saving pays for the cold start.
@@ -363,8 +346,6 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     rollout_scaling: bool = True
     training_scaling: bool = True
     colocate: bool = True
-    whole_pool: bool = False
-    prune_saturated: bool = False
     best_fit: bool = True
     guard: bool = True
     repack: bool = True
@@ -392,9 +373,6 @@ OURS = Rules()
 # are moved afterwards. Even odds over ten iterations are enough: over the hundreds of a job what varies evens out, and what
 # drifts is corrected.
 LIVE = Rules(training_scaling=False, best_fit=False, effort=256, hysteresis=1.5, moves_per_hour=60, keep=0.5, count_stays=True)
-PAPER = Rules(
-    training_scaling=False, colocate=False, whole_pool=True, prune_saturated=True, best_fit=False, guard=False, repack=False
-)
 
 
 def modes_of(job: JobSpec, cluster: Cluster, rules: Rules) -> list[JobSpec]:

@@ -5,8 +5,7 @@ Pure; held by planner.py, which keeps the queue of waiting jobs. Invariants (ass
 - every node belongs to one group, and a job of it is pinned there; a group costs the sum of its nodes' prices;
 - the states pinned to a node fit in its host memory; every job has all the nodes it asks for, on both sides;
 - no job adds more than its nodes would cost alone, and all groups together never cost more than every job alone, on as many
-  nodes as it holds: those that it asks for (by the rule `whole_pool` all training nodes of its group, and it keeps them when
-  the job that brought them leaves, as no job moves);
+  nodes as it asks for;
 - settled periods, from one start, are within every job's SLO, after every departure (the guard runs the group on from where it
   stands).
 """
@@ -107,7 +106,7 @@ class Placer:
             return None if late is None else f"as the group stands now, {late} would be late"
         periods = group_periods(group)
         for job in group.jobs:
-            if (mean_s := periods[job.name].mean_s) > job.limit_s:
+            if (mean_s := periods[job.name]) > job.limit_s:
                 return f"{job.name} takes {mean_s:.0f} s an iteration, its SLO allows {job.limit_s:.0f} s"
         return f"not every SLO is kept with a probability of {self.rules.keep:g}, now or after a job leaves"
 

@@ -9,7 +9,6 @@ import functools
 
 import msgspec
 
-from verl_mux.placement.group_run import Period, group_periods
 from verl_mux.placement.groups import STRATEGIES
 from verl_mux.placement.model import Group, JobSpec
 
@@ -74,7 +73,7 @@ OWN_NODES = {False: "isolated", True: "colocated"}
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """outcome: `placed`, or `queued` in a finite cluster that has no room now. rollout, train: nodes of its phases, the same ones
-    if it is colocated. usd_per_hour: added by the job. periods: of every job of its group, settled. wait: why it is queued."""
+    if it is colocated. usd_per_hour: added by the job. wait: why it is queued."""
 
     job: str
     outcome: str
@@ -84,7 +83,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     train: tuple[str, ...] = ()
     order: str = "fifo"
     usd_per_hour: float = 0.0
-    periods: dict[str, Period] = {}
     alternatives: tuple[Alternative, ...] = ()
     wait: str = ""
 
@@ -160,7 +158,6 @@ def decision_for(group: Group, usd_per_hour: float) -> Decision:
         train=pin.train,
         order=group.order,
         usd_per_hour=usd_per_hour,
-        periods=group_periods(group),
     )
 
 

@@ -133,8 +133,7 @@ def _expected_job(job: JobSpec, watched: Watched) -> JobSpec:
 def _periods(group: Group, state: State) -> dict[str, float]:
     """Predicted seconds per step of each job, by name."""
     pins = [msgspec.structs.replace(pin, job=_expected_job(pin.job, state.watched_of(pin.job.name))) for pin in group.pins]
-    periods = group_periods(msgspec.structs.replace(group, pins=tuple(pins)))
-    return {name: period.mean_s for name, period in periods.items()}
+    return group_periods(msgspec.structs.replace(group, pins=tuple(pins)))
 
 
 def is_due(group: Group, job: Job, state: State, config: Config) -> bool:
