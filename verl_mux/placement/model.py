@@ -235,11 +235,6 @@ class JobSpec(_Value, frozen=True):
         """Time an iteration holds its training nodes, without switches."""
         return self.train.seconds + (self.rollout_hold_s if self.colocated else 0.0)
 
-    @property
-    def train_switches_s(self) -> float:
-        """Switches that it pays there in an iteration in which others come between its phases."""
-        return self.train_switch_s + (self.rollout_switch_s if self.colocated else 0.0)
-
 
 class Pin(_Value, frozen=True):
     """The nodes that keep a job's state in host memory, so that its phases start warm there. rollout: none if it is colocated."""
