@@ -133,10 +133,8 @@ def _recording(analysis: Analysis, job: str) -> Recording | str:
 
 
 def stays_of(analysis: Analysis, job: str) -> pl.DataFrame:
-    """The job's stays in engines, of `measures.engines.Engines.stays`, without those of validation."""
-    validated = analysis.requests.filter((pl.col("job") == job) & pl.col("validate")).select("request_id")
-    stays = analysis.engines.stays.filter(pl.col("job") == job)
-    return stays.join(validated, on="request_id", how="anti", maintain_order="left")
+    """The job's stays in engines."""
+    return analysis.engines.stays.filter(pl.col("job") == job)
 
 
 def _slots(analysis: Analysis, job: str) -> int | None:

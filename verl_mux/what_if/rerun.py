@@ -181,7 +181,7 @@ class _Replica:
 
 
 def fit(stays: pl.DataFrame) -> Speed | None:
-    """From a job's stays (`measures.engines.Engines.stays`): non-negative least squares of a token's time on how many ran
+    """From a job's stays (`measures.analysis.Engines.stays`): non-negative least squares of a token's time on how many ran
     beside it, weighted by tokens, without the stays farthest off. None where fewer than MIN_STAYS tell.
 
     Seconds of a stay on an idle replica are its decoding alone; `prefill_sec` is what the scheduler says where it does.

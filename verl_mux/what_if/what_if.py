@@ -75,7 +75,7 @@ class Training:
 
 
 class WhatIf:
-    """predict(keys) on one recording. stays: the job's, of `measures.engines.Engines.stays`.
+    """predict(keys) on one recording. stays: the job's, of `measures.analysis.Engines.stays`.
 
     Raises:
         UserError: the log does not tell how fast its engines were.
