@@ -7,14 +7,12 @@ import torch
 from model import Shape, make_model
 
 
-def test_the_tokenizer_is_a_qwen2_one(tokenizer):
+def test_the_tokenizer_is_a_qwen2_one_that_verl_takes_and_a_byte_is_a_token(tokenizer):
     assert type(tokenizer).__name__.startswith("Qwen2Tokenizer")
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
-
-
-def test_every_byte_of_a_solution_is_one_token(tokenizer):
     text = "c:7+5=2\n#9"
     assert len(tokenizer(text)["input_ids"]) == len(text)
+    pytest.importorskip("verl.utils.tokenizer.continuous_token").QwenContinuousTokenBuilder(tokenizer)
 
 
 @pytest.mark.parametrize("text", ["c 7+5", "user\n", "na\u00efve \u96ea", " \t\x00"])
@@ -27,11 +25,6 @@ def test_the_chat_template_opens_the_assistant_s_turn(tokenizer):
     text = "<|im_start|>user\nc 7+5<|im_end|>\n<|im_start|>assistant\n"
     assert prompt["input_ids"] == tokenizer(text)["input_ids"]
     assert len(prompt["input_ids"]) == 13
-
-
-def test_verl_s_turn_builder_accepts_the_tokenizer(tokenizer):
-    builders = pytest.importorskip("verl.utils.tokenizer.continuous_token")
-    builders.QwenContinuousTokenBuilder(tokenizer)
 
 
 def test_a_model_reads_back_as_it_was_written(tokenizer, tmp_path):

@@ -35,17 +35,13 @@ def test_the_same_seed_writes_the_same_files_and_another_seed_others(tmp_path):
         assert one[name] != other[name]
 
 
-def test_a_second_call_does_nothing_until_the_arguments_change(tmp_path):
+def test_a_folder_is_made_anew_only_where_the_arguments_changed_or_it_is_half_written(tmp_path):
     assert prepare.prepare("tiny", tmp_path, seed=0)
     assert not prepare.prepare("tiny", tmp_path, seed=0)
     assert prepare.prepare("tiny", tmp_path, seed=1)
-
-
-def test_a_half_written_folder_is_made_anew(tmp_path):
-    prepare.prepare("tiny", tmp_path, seed=0)
     (tmp_path / "tiny" / prepare.STAMP).unlink()
     (tmp_path / "tiny" / "train.parquet").write_bytes(b"half")
-    assert prepare.prepare("tiny", tmp_path, seed=0)
+    assert prepare.prepare("tiny", tmp_path, seed=1)
     assert (tmp_path / "tiny" / "train.parquet").read_bytes() != b"half"
 
 

@@ -5,30 +5,22 @@ from __future__ import annotations
 import random
 
 import pytest
-from task import LETTERS, STRATA, Flavour, Problem, draw, draw_distinct, solve
+from task import LETTERS, STRATA, Flavour, Problem, draw_distinct, solve
 
 FLAVOUR = Flavour(modulus=10, operators="+-", min_count=4, mean_excess=9.0, max_count=24)
 WORKED = Problem(modulus=10, operator="+", numbers=(7, 5), count=3)
 
 
-def test_a_problem_names_its_count_by_a_letter():
+def test_a_problem_names_its_count_by_a_letter_and_a_careful_hand_works_every_line():
     assert WORKED.text == "c 7+5"
-
-
-def test_a_careful_hand_works_every_line():
     assert solve(WORKED, guessed=0.0, rng=random.Random(0)) == "c:7+5=2\nb:5+2=7\na:2+7=9\n#9"
 
 
 @pytest.mark.parametrize(
-    ("operator", "modulus", "answer"), [("+", 10, "9"), ("-", 10, "8"), ("*", 7, "0"), ("+", 7, "3"), ("*", 10, "5")]
+    ("operator", "modulus", "answer"), [("+", 10, "9"), ("-", 10, "9"), ("*", 7, "0"), ("+", 7, "1"), ("*", 10, "5")]
 )
 def test_the_answer_is_the_last_number_on_the_clock(operator, modulus, answer):
-    numbers = (7 % modulus, 5)
-    expected = {"+": lambda x, y: x + y, "-": lambda x, y: x - y, "*": lambda x, y: x * y}[operator]
-    x, y = numbers
-    for _ in range(3):
-        x, y = y, expected(x, y) % modulus
-    assert Problem(modulus, operator, numbers, 3).answer == str(y)
+    assert Problem(modulus, operator, (7 % modulus, 5), 3).answer == answer
 
 
 def test_a_guess_is_marked_and_the_next_sum_starts_from_it():
@@ -80,7 +72,3 @@ def test_no_problem_is_drawn_twice():
 def test_a_flavour_with_too_few_problems_is_refused():
     with pytest.raises(ValueError, match="too few problems"):
         draw_distinct(Flavour(3, "+", 1, 1.0, 2), 100, random.Random(0), set())
-
-
-def test_the_same_seed_draws_the_same_problems():
-    assert draw(FLAVOUR, random.Random(3)) == draw(FLAVOUR, random.Random(3))

@@ -39,9 +39,19 @@ class Runs:
         self.started.append(subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=ROOT))
         return self.started[-1]
 
+    @staticmethod
+    def kill(process: subprocess.Popen) -> None:
+        process.kill()
+        process.wait()
+
     def ends(self, process: subprocess.Popen) -> str:
         """Its stderr."""
         return process.communicate(timeout=_LIMIT_S)[1]
+
+    def ends_well(self, process: subprocess.Popen) -> str:
+        printed = self.ends(process)
+        assert process.returncode == 0, printed
+        return printed
 
     def summary(self) -> dict:
         return json.loads((self.out / "summary.json").read_text())

@@ -17,55 +17,42 @@ def checks(monkeypatch):
     return lambda *found: monkeypatch.setattr(doctor, "run_checks", lambda coordinator=None: iter(found))
 
 
-class TestReport:
-    def test_each_check_is_a_line_and_advice_follows_what_is_not_good(self, checks, capsys):
-        checks(GOOD, NOTE)
-        doctor.doctor()
-        assert capsys.readouterr().out.splitlines() == ["ok   one: fine", "note two: so so", "       read this"]
+def test_each_check_is_a_line_and_advice_follows_what_is_not_good(checks, capsys):
+    checks(GOOD, NOTE)
+    doctor.doctor()
+    assert capsys.readouterr().out.splitlines() == ["ok   one: fine", "note two: so so", "       read this"]
 
-    def test_something_bad_fails_by_name(self, checks, capsys):
-        checks(GOOD, BAD, NOTE)
+
+def test_something_bad_fails_by_name_and_the_json_says_the_same(checks, capsys):
+    checks(GOOD, BAD, NOTE)
+    for as_json in (False, True):
         with pytest.raises(Failure, match="the demo could not run here: three"):
-            doctor.doctor()
-        assert "bad  three: gone\n       do that" in capsys.readouterr().out
-
-    @pytest.mark.parametrize(("found", "ok"), [((GOOD, NOTE), True), ((GOOD, BAD), False)])
-    def test_the_json_says_the_same(self, checks, capsys, found, ok):
-        checks(*found)
-        try:
-            doctor.doctor(as_json=True)
-        except Failure:
-            assert not ok
-        printed = json.loads(capsys.readouterr().out)
-        assert printed["ok"] is ok
-        assert printed["checks"][0] == {"name": "one", "ok": True, "found": "fine", "advice": ""}
-        assert [check["ok"] for check in printed["checks"]] == [check.ok for check in found]
+            doctor.doctor(as_json=as_json)
+    lines, _, printed = capsys.readouterr().out.partition("{")
+    assert "bad  three: gone\n       do that" in lines
+    found = json.loads("{" + printed)
+    assert found["ok"] is False and [check["ok"] for check in found["checks"]] == [True, False, None]
+    assert found["checks"][0] == {"name": "one", "ok": True, "found": "fine", "advice": ""}
+    checks(GOOD, NOTE)
+    doctor.doctor(as_json=True)
+    assert json.loads(capsys.readouterr().out)["ok"] is True
 
 
 class TestChecks:
-    def test_a_package_that_is_not_installed_is_bad_and_how_to_get_it_is_said(self):
-        check = doctor._version("no-such-package", "1.2", "")
-        assert check.ok is False and "install no-such-package==1.2" in check.advice
-
-    def test_another_version_is_worth_a_note(self):
+    def test_versions(self):
         import psutil
 
         found = psutil.__version__
+        missing, old = doctor._version("no-such-package", "1.2", ""), doctor._version("psutil", "0.1", "<0.2")
+        assert missing.ok is False and "install no-such-package==1.2" in missing.advice
         assert doctor._version("psutil", found, "").ok is True
         assert doctor._version("psutil", "0.1", "") == Check("psutil", None, found, "tested with 0.1; run tests/upstream")
-
-    def test_a_version_that_is_not_supported_is_bad_and_both_are_named(self):
-        import psutil
-
-        check = doctor._version("psutil", "0.1", "<0.2")
-        assert check.ok is False and check.found == f"{psutil.__version__} (supported: <0.2)" and "psutil<0.2" in check.advice
+        assert old.ok is False and old.found == f"{found} (supported: <0.2)" and "psutil<0.2" in old.advice
 
     @pytest.mark.parametrize(("wanted", "ok"), [(0, True), (1 << 40, False)])
     def test_space_is_measured_where_it_is_needed(self, tmp_path, wanted, ok):
         check = doctor._space(str(tmp_path), wanted, "free some")
         assert check.ok is ok and "GiB free" in check.found and check.advice == ("" if ok else "free some")
-
-    def test_a_folder_that_is_not_there_is_bad(self, tmp_path):
         assert doctor._space(str(tmp_path / "none"), 0, "make it").ok is False
 
     @pytest.mark.parametrize(("free", "ok"), [(64 << 30, True), (1 << 30, False)])

@@ -93,6 +93,18 @@ def test_a_run_files_jobs_are_composed_first(run_main, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.fixture
+def refusal(run_main):
+    """The one line that `plan --memory` of a file ends with."""
+
+    def of(file):
+        code, out, err = run_main("plan", "--memory", file)
+        assert (code, out, len(err.splitlines())) == (2, "", 1)
+        return err
+
+    return of
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -100,10 +112,9 @@ def test_a_run_files_jobs_are_composed_first(run_main, tmp_path):
         ("{actor_rollout_ref: {model: {path: /nowhere}, actor: {}}, data: '${no.such}'}", "no.such"),
     ],
 )
-def test_what_is_no_config_is_one_line(run_main, tmp_path, text, words):
+def test_what_is_no_config_is_one_line(refusal, tmp_path, text, words):
     (tmp_path / "a.yaml").write_text(text)
-    code, out, err = run_main("plan", "--memory", tmp_path / "a.yaml")
-    assert code == 2 and words in err and "Traceback" not in err and not out
+    assert words in refusal(tmp_path / "a.yaml")
 
 
 def test_options_of_the_certificate_need_it(run_main, tmp_path):
@@ -132,7 +143,7 @@ def test_options_of_the_certificate_need_it(run_main, tmp_path):
         ("data", "x", "data is 'x'; keys are needed there"),
     ],
 )
-def test_a_value_that_a_certificate_cannot_be_made_of_is_refused_by_name(composed, run_main, path, value, words):
+def test_a_value_that_a_certificate_cannot_be_made_of_is_refused_by_name(composed, refusal, path, value, words):
     file = composed("math")
     config = yaml.safe_load(file.read_text())
     *above, key = path.split(".")
@@ -141,8 +152,7 @@ def test_a_value_that_a_certificate_cannot_be_made_of_is_refused_by_name(compose
         place = place[name]
     place[key] = value
     file.write_text(yaml.dump(config))
-    code, out, err = run_main("plan", "--memory", file)
-    assert (code, out, len(err.splitlines())) == (2, "", 1) and words in err
+    assert words in refusal(file)
 
 
 @pytest.mark.parametrize(
@@ -157,11 +167,10 @@ def test_a_value_that_a_certificate_cannot_be_made_of_is_refused_by_name(compose
         (json.dumps({**QWEN25_7B, "text_config": 3}), "text_config is 3; keys are needed there"),
     ],
 )
-def test_a_model_that_is_none_is_refused_by_name(composed, run_main, tmp_path, text, words):
+def test_a_model_that_is_none_is_refused_by_name(composed, refusal, tmp_path, text, words):
     file = composed("math")
     (tmp_path / "config.json").write_text(text)
-    code, out, err = run_main("plan", "--memory", file)
-    assert (code, out, len(err.splitlines())) == (2, "", 1) and words in err
+    assert words in refusal(file)
 
 
 def test_whole_prompts_at_once_take_more_than_chunks(composed, run_main):

@@ -177,15 +177,6 @@ def test_hydra_reads_names_and_folders_as_they_were_meant(tmp_path, directory, n
     assert (given["mux.seed"], given["data.seed"]) == (5, 5)
 
 
-def test_without_a_coordinator_the_job_is_told_so(tmp_path):
-    assert "mux.coordinator=null" in JobProcess("math", *_spec_and_run(tmp_path), None)._command
-
-
-def _spec_and_run(tmp_path: Path) -> tuple[JobSpec, RunFile]:
-    spec = JobSpec(nodes={"rollout": ["r0"], "train": ["t0"]})
-    return spec, RunFile(dir=str(tmp_path), coordinator={}, jobs={"math": spec})
-
-
 def test_of_a_log_of_weeks_only_the_end_is_read(tmp_path):
     job = make_job(tmp_path, "")
     job.log_path.parent.mkdir(parents=True)
@@ -212,8 +203,10 @@ def test_a_job_with_a_ray_cluster_joins_it_and_its_workers_get_the_mark_and_the_
 
 
 def test_a_job_without_one_starts_its_own(tmp_path):
-    job = JobProcess("math", *_spec_and_run(tmp_path), "tcp://127.0.0.1:5570")
-    assert job._command[-1] == "++ray_kwargs.ray_init.address=local" and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in job.environment()
+    spec = JobSpec(nodes={"rollout": ["r0"], "train": ["t0"]})
+    job = JobProcess("math", spec, RunFile(dir=str(tmp_path), coordinator={}, jobs={"math": spec}), None)
+    assert job._command[-1] == "++ray_kwargs.ray_init.address=local" and "mux.coordinator=null" in job._command
+    assert "RAY_JOB_CONFIG_JSON_ENV_VAR" not in job.environment()
 
 
 # Leaves its exit code, as `keep_exit_code` does, and is gone only when the pipe is written to.

@@ -54,8 +54,7 @@ def test_a_job_with_restarts_goes_on_from_its_checkpoint_and_is_not_said_to_have
     launcher = runs.start()
     runs.until_step("dies", 6)
     runs.go.touch()
-    printed = runs.ends(launcher)
-    assert launcher.returncode == 0, printed
+    printed = runs.ends_well(launcher)
     assert "job dies ended with SIGKILL; it is started again from its newest checkpoint (1 of 2)" in printed
     assert "(2 of 2)" not in printed
     assert runs.steps("dies") == [1, 2, 3, 4, 5, 6]
@@ -63,8 +62,7 @@ def test_a_job_with_restarts_goes_on_from_its_checkpoint_and_is_not_said_to_have
 
 def test_a_restarted_job_that_finds_no_coordinator_has_not_refused_its_keys(runs, tmp_path):
     runs.write({"dies": {"overrides": ["+die_in=3", "+steps=4", f"+deaf={tmp_path / 'deaf'}"], "restarts": 2}})
-    printed = runs.ends(launcher := runs.start())
-    assert launcher.returncode == 0, printed
+    printed = runs.ends_well(runs.start())
     assert "no coordinator answers within 30 s; it is started again from its newest checkpoint (2 of 2)" in printed
     assert runs.steps("dies") == [1, 2, 3, 4]
 
@@ -83,8 +81,7 @@ def test_a_second_launcher_gives_no_job_more_restarts_than_its_file_does(runs):
     runs.write({"a": {"overrides": [f"+until={runs.go}"]}, "dies": {"overrides": ["+die_always=1"], "restarts": 1}})
     first = runs.start()
     runs.until(lambda: (note := runs.note("dies")) and note.restarts == 1 and note.pid and not carriers(note.uid))
-    first.kill()
-    first.wait()
+    runs.kill(first)
     second = runs.start()
     assert any("job a runs (pid" in line for line in second.stderr)
     runs.go.touch()
@@ -104,8 +101,7 @@ def test_after_kill_9_of_launcher_and_coordinator_a_second_run_sees_the_jobs_thr
     runs.write({"a": {"overrides": [f"+until={runs.go}"]}, "b": {"overrides": [f"+until={runs.go}"]}})
     first = runs.start()
     runs.until_step("a", 2)
-    first.kill()
-    first.wait()
+    runs.kill(first)
     notes = {name: runs.note(name) for name in ("coordinator", "a", "b")}
     runs.until_step("b", runs.step("b") + 2)  # they go on without it
     os.kill(notes["coordinator"].pid, signal.SIGKILL)
@@ -114,8 +110,7 @@ def test_after_kill_9_of_launcher_and_coordinator_a_second_run_sees_the_jobs_thr
     runs.until_step("a", runs.step("a") + 3)
     assert [runs.note(name) for name in ("a", "b")] == [notes["a"], notes["b"]]
     runs.go.touch()
-    printed = runs.ends(second)
-    assert second.returncode == 0, printed
+    printed = runs.ends_well(second)
     assert f"job a runs (pid {notes['a'].pid}" in printed
     for job in ("a", "b"):
         assert runs.steps(job) == list(range(1, runs.summary()["jobs"][job]["steps"] + 1))
@@ -138,8 +133,7 @@ def test_an_interrupt_ends_everything_that_was_taken_up(runs):
     runs.write({"a": {"overrides": [f"+until={runs.go}"]}})
     first = runs.start()
     runs.until_step("a", 1)
-    first.kill()
-    first.wait()
+    runs.kill(first)
     second = runs.start()
     assert any("job a runs (pid" in line for line in second.stderr)
     second.send_signal(signal.SIGINT)
@@ -154,8 +148,7 @@ def test_two_launchers_do_not_watch_one_folder_and_another_file_is_not_taken_up(
     runs.until_step("a", 1)
     assert "another `verl-mux run` watches the jobs" in runs.ends(second := runs.start())
     assert second.returncode == 2
-    first.kill()
-    first.wait()
+    runs.kill(first)
     runs.write({"a": {"overrides": [f"+until={runs.go}"]}}, overrides=["+other=key"])
     assert "were started with another overrides" in runs.ends(third := runs.start())
     assert third.returncode == 2
@@ -200,13 +193,8 @@ def badly_placed(runs) -> dict[str, dict]:
     return {name: {**placed, "overrides": [*said, f"+phase_s={each}"]} for name, each in seconds.items()}
 
 
-def coordinators_lines(runs, event: str) -> list[dict]:
-    lines = [line for path in (runs.out / "coordinator" / "events").rglob("*.jsonl") for line in path.read_text().splitlines()]
-    return [said for line in lines if (said := json.loads(line))["event"] == event]
-
-
 def assert_moved_without_losing_a_step(runs) -> None:
-    moved = coordinators_lines(runs, "job_moved")[0]
+    moved = runs.lines("coordinator", "job_moved")[0]
     about = moved["extra"]
     assert moved["step"] == about["done"] + 1 and moved["duration_sec"] > 0
     assert about["nodes"] != about["before"]
@@ -221,12 +209,11 @@ def assert_moved_without_losing_a_step(runs) -> None:
 def test_a_job_that_was_placed_badly_is_moved_and_goes_on_with_its_next_step_on_other_nodes(runs):
     runs.write(badly_placed(runs), coordinator=PLACED)
     launcher = runs.start()
-    runs.until(lambda: coordinators_lines(runs, "job_moved"))
-    moved = coordinators_lines(runs, "job_moved")[0]
+    runs.until(lambda: runs.lines("coordinator", "job_moved"))
+    moved = runs.lines("coordinator", "job_moved")[0]
     runs.until_step(moved["extra"]["job"], moved["step"] + 2)
     runs.go.touch()
-    printed = runs.ends(launcher)
-    assert launcher.returncode == 0, printed
+    printed = runs.ends_well(launcher)
     assert f"job {moved['extra']['job']} saved and left, as its coordinator asked; it is started again" in printed
     assert_moved_without_losing_a_step(runs)
 
@@ -235,14 +222,12 @@ def test_a_job_that_left_to_move_while_no_launcher_was_there_is_started_again_by
     runs.write(badly_placed(runs), coordinator=PLACED)
     first = runs.start()
     runs.until(lambda: all((note := runs.note(job)) and note.pid for job in ("short", "long")))
-    first.kill()
-    first.wait()
+    runs.kill(first)
     runs.until(lambda: any((runs.out / job / "left_to_move").exists() for job in ("short", "long")))
     second = runs.start()
-    runs.until(lambda: coordinators_lines(runs, "job_moved"))
+    runs.until(lambda: runs.lines("coordinator", "job_moved"))
     runs.go.touch()
-    printed = runs.ends(second)
-    assert second.returncode == 0, printed
+    runs.ends_well(second)
     assert_moved_without_losing_a_step(runs)
 
 
@@ -256,8 +241,7 @@ def test_fillers_run_beside_the_jobs_and_end_with_the_run(runs, tmp_path):
     runs.until(lambda: (tmp_path / "filled").exists() and (runs.out / "fails" / "exit_code").exists())
     runs.until_step("a", 2)
     runs.go.touch()
-    printed = runs.ends(launcher)
-    assert launcher.returncode == 0, printed
+    printed = runs.ends_well(launcher)
     assert "filler fails ended with exit code 5" in printed and "filler sums" not in printed
     assert not carriers(runs.note("sums").uid)
     filled = [runs.summary()["bubble_filled"][node] or 0.0 for node in ("s0", "s1")]  # one after the other they need one node
@@ -273,8 +257,7 @@ def test_jobs_of_other_hosts_are_served_with_keys_and_no_secret_stands_in_a_comm
     lines = list(_command_lines())
     assert lines and not any(text.encode() in line for line in lines for text in (runs.note("a").uid, secret))
     runs.go.touch()
-    printed = runs.ends(launcher)
-    assert launcher.returncode == 0, printed
+    runs.ends_well(launcher)
     assert '"ray_kwargs.ray_init.address": "127.0.0.1:20000"' in (runs.out / "a" / "job.log").read_text()
 
 
