@@ -70,11 +70,10 @@ def hostile(frames: int, messages: int, rate: float, seconds: float, seed: int) 
         grown = coordinator.rss_mib - grown_from if coordinator.alive else float("nan")
         crowd.close()
         return {
-            **{"frames": frames, "messages": messages, "exits": int(not coordinator.alive)},
-            **{"grown_bytes": round(grown * 2**20), "grant_p99_ms": found["grant_p99_ms"], "grants": found["grants"]},
-            **{"grant_p99_ms_without": alone, "hostile_per_second": rate, "flood_per_second": round(sum(rest) / flood_s)},
-            "refused": refused,
-        }
+            "frames": frames, "messages": messages, "exits": int(not coordinator.alive), "grown_bytes": round(grown * 2**20),
+            "grant_p99_ms": found["grant_p99_ms"], "grants": found["grants"], "grant_p99_ms_without": alone,
+            "hostile_per_second": rate, "flood_per_second": round(sum(rest) / flood_s), "refused": refused,
+        }  # fmt: skip
 
 
 def _attack(coordinator: CoordinatorProcess, crowd: Crowd, counts: list[int], rate: float | None, seed: int) -> None:
@@ -98,7 +97,8 @@ def _attacker(address: str, counts: list[int], rate: float | None, seed: int, be
         which = chance.randrange(len(sockets))
         socket = sockets[which]
         socket.send(_message(chance, f"s{which}") if well_typed else _malformed(chance, f"s{which}"))
-        _read(socket)
+        while socket.poll(0):
+            socket.recv()
         if number % _WINDOW == 0 and rate is None:
             _catch_up(socket)
     for socket in sockets:
@@ -111,14 +111,6 @@ def _stranger(context: zmq.Context, address: str, number: int) -> zmq.Socket:
     socket.setsockopt(zmq.SNDTIMEO, 10_000)
     connect_to(address, socket)
     return socket
-
-
-def _read(socket: zmq.Socket) -> None:
-    try:
-        while True:
-            socket.recv(zmq.NOBLOCK)
-    except zmq.Again:
-        pass
 
 
 def _catch_up(socket: zmq.Socket) -> None:
@@ -158,13 +150,8 @@ def _value(chance: random.Random, of: str, name: str, client: str) -> Any:
         **{"needs": None, "slo": None, "gpus": {}, "placed": {}, "tags": {"weights": chance.randrange(99)}},
     }
     if name in known and chance.random() < 0.9:
-        value = known[name]
-        return value["rollout"] if name == "nodes" and _is_list(of) else value
+        return [chance.choice(_DECOYS)] if name == "nodes" and "dict[" not in of else known[name]
     return _anything(chance, of)
-
-
-def _is_list(of: str) -> bool:
-    return "list[" in of and "dict[" not in of
 
 
 def _anything(chance: random.Random, of: str) -> Any:

@@ -13,7 +13,6 @@ import typer
 from bench.coordinator_process import CoordinatorProcess
 from bench.crowd import Crowd
 from bench.measuring import AsJson, quantile, show
-from verl_mux.coordinator.commands import fetch_status
 from verl_mux.errors import UserError
 
 
@@ -48,15 +47,7 @@ def _busy(coordinator: CoordinatorProcess, crowd: Crowd, seconds: float, phases:
     before, began = coordinator.cpu_s, time.monotonic()
     crowd.run(seconds, phases)
     cores = (coordinator.cpu_s - before) / (time.monotonic() - began)
-    asked = time.monotonic()
-    fetch_status(coordinator.address, 60.0)
-    status_s = time.monotonic() - asked
-    return {
-        "cores": round(cores, 3),
-        **grants(crowd),
-        "rss_mib": round(coordinator.rss_mib, 1),
-        "status_ms": round(status_s * 1e3, 1),
-    }
+    return {"cores": round(cores, 3), **grants(crowd), "rss_mib": round(coordinator.rss_mib, 1)}
 
 
 def grants(crowd: Crowd) -> dict[str, Any]:

@@ -162,15 +162,10 @@ def test_a_command_that_ignores_the_signal_is_killed_within_its_grace(hold, job,
     assert not alive(pid)
 
 
-def test_its_command_runs_below_the_jobs_processes(hold, pids):
+def test_its_command_runs_below_the_jobs_processes_and_is_gone_with_grandchildren_before_the_job_has_the_node(hold, job, pids):
     hold(FAMILY + WAITS)
     family = pids("pids", 3)
     assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in family} == {os.getpriority(os.PRIO_PROCESS, 0) + 10}
-
-
-def test_its_grandchildren_are_gone_before_the_job_has_the_node(hold, job, pids):
-    hold(FAMILY + WAITS)
-    family = pids("pids", 3)
     assert take(job) < FILLER_GRACE_S
     assert not any(alive(pid) for pid in family)
 
@@ -255,6 +250,7 @@ def test_without_a_coordinator_it_stops_before_its_lease_is_over(hold, coordinat
         (["--nodes", "2"], "'train' has 1 nodes"),
         (["--timeout", "-1"], "--timeout is -1; a time above 0 s"),
         (["--grace", "nan"], "--grace is nan; a finite number"),
+        (["--pool", "trian"], "no pool or node"),
     ],
 )
 def test_a_wrong_option_ends_in_one_line(hold, options, complaint):
@@ -263,13 +259,7 @@ def test_a_wrong_option_ends_in_one_line(hold, options, complaint):
     assert process.returncode == 2 and len(said) == 1 and complaint in said[0]
 
 
-def test_a_pool_that_is_not_there_ends_in_one_line(hold):
-    process = hold(WAITS, pool="trian")
-    said = process.communicate(timeout=60)[1].strip()
-    assert process.returncode == 2 and "no pool or node" in said
-
-
-def test_a_command_that_cannot_be_run_ends_in_one_line(coordinator, hold, tmp_path):
+def test_a_command_that_cannot_be_run_ends_in_one_line(hold):
     process = hold(WAITS, "--", "/no/such/command")
     said = process.communicate(timeout=60)[1].strip().splitlines()
     assert process.returncode == 2 and "cannot be run" in said[-1]

@@ -36,14 +36,16 @@ def test_json_has_the_promised_keys_and_the_seeds_numbers(tmp_path):
     assert (summary["steps"], summary["workers"], summary["skipped_lines"]) == (5, 4, 0)
 
 
-def test_json_findings_have_the_promised_keys(tmp_path):
-    summary = as_json(make_run(tmp_path, Made(slow_rewards={(2, 1, 5): 160.0})))
+def test_findings_have_the_promised_keys_and_are_shown(tmp_path):
+    run = make_run(tmp_path, Made(slow_rewards={(2, 1, 5): 160.0}))
+    summary, shown = as_json(run), call(run).stdout
     (finding,) = summary["findings"]
     assert set(finding) >= {"kind", "step", "replica", "node", "worker", "request_id", "seconds", "cost_s", "text"}
     assert (finding["kind"], finding["step"], finding["worker"], finding["request_id"]) == ("reward_wait", 2, 1, "2-1-5")
     assert summary["requests"] == 3 * 4 * 64
     assert summary["turns"]["counts"].keys() == {"1", "2"}
     assert 0.5 < summary["completion"]["t80_over_total"] < 1
+    assert "reward wait" in shown and "2-1-5" in shown
 
 
 def test_tables_tell_findings_shares_jobs_and_bubbles(tmp_path):
@@ -51,12 +53,6 @@ def test_tables_tell_findings_shares_jobs_and_bubbles(tmp_path):
     text = call(tmp_path).stdout
     for word in ("fibonacci", "products", "Bubble", "interleaved", "update_actor", "wait"):
         assert word in text
-
-
-def test_a_finding_is_shown_with_its_advice(tmp_path):
-    text = call(make_run(tmp_path, Made(slow_rewards={(2, 1, 5): 160.0}))).stdout
-    assert "reward wait" in text
-    assert "2-1-5" in text
 
 
 def test_only_some_steps(tmp_path):

@@ -15,6 +15,9 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from bench.measuring import AsJson, show
+from bench.sync.group import METHODS, Group
+from bench.sync.links import Bed, Shape, can_shape
+from bench.sync.loopback import over_loopback
 from verl_mux.errors import Failure, UserError
 
 _MODEL_MIB, _MOST_MIB = 32, 2**20
@@ -89,8 +92,6 @@ def bench_sync(
     if loopback is not None:
         if case:
             raise UserError("--case and --loopback are measurements of their own; give one of them")
-        from bench.sync.loopback import over_loopback
-
         return show(over_loopback(round(loopback * 2**30)), json)
     if not 1 <= model_mib <= _MOST_MIB:
         raise UserError(f"--model-mib is {model_mib}; it must be at least 1 and at most {_MOST_MIB}")
@@ -99,8 +100,6 @@ def bench_sync(
 
 def over_links(names: list[str] | None, model_bytes: int) -> dict[str, Any]:
     """Raises UserError: there is no such case, or shaped links cannot be made here."""
-    from bench.sync.links import Bed, can_shape
-
     known = {case.name: case for case in CASES}
     if unknown := set(names or []) - set(known):
         raise UserError(f"there is no case {', '.join(sorted(unknown))}; there are {', '.join(known)}")
@@ -114,9 +113,6 @@ def over_links(names: list[str] | None, model_bytes: int) -> dict[str, Any]:
 
 
 def _case(case: Case, model_bytes: int) -> dict[str, Any]:
-    from bench.sync.group import METHODS, Group
-    from bench.sync.links import Bed, Shape
-
     with (
         Bed(case.senders, case.hosts, Shape(FAST_OVER_SLOW * case.slow, case.slow, case.slow_link)) as bed,
         Group.on(bed, case.workers_per_host, model_bytes, case.shares) as group,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from bench import BENCHES, memory
 from verl_mux.errors import Failure
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 LENGTHS = "".join(
     json.dumps({"id": name, "prompt": name, "epoch": epoch, "length": length}) + "\n"
     for epoch in (0, 1)
@@ -54,8 +56,12 @@ REFUSED = [
     ("rollout --mode bend", "--mode bend"),
     ("rollout --rate nan", "given 'nan'"),
     ("migration --file none.yaml", "none.yaml"),
+    (f"migration --file {EXAMPLES}/demo.yaml", "no job has mux.rollout.migration=true"),
     ("memory --cycles 0", "--cycles"),
-    ("sync --case 9_to_9", "there is no case 9_to_9"),
+    ("sync --case 9_to_9", "there is no case 9_to_9; there are 1_to_1x1_per_pair, "),
+    ("sync --case 1_to_1x1_per_pair --loopback 1", "give one of them"),
+    ("sync --model-mib 0", "--model-mib is 0; it must be at least 1"),
+    ("sync --model-mib 99999999", "--model-mib is 99999999; it must be at least 1 and at most 1048576"),
     ("sync --loopback 0", "'--loopback'"),
 ]
 

@@ -23,16 +23,10 @@ def told(python):
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def test_the_same_greedy_tokens_after_every_sleep(told):
+def test_every_sleep_gives_its_memory_back_and_the_same_greedy_tokens_follow_it(told):
     assert told["cycles"] == CYCLES and told["tokens_equal"] is True
-
-
-def test_what_sleeps_leaves_the_process_and_comes_back_without_growth(told):
     assert told["returned_fraction"] >= 0.95 and told["growth"] < 0.01
-
-
-def test_a_sleep_before_a_sync_moves_no_weights_to_the_host(told):
-    assert told["stale_bytes"] == 0
+    assert told["stale_bytes"] == 0  # before a sync no weights move to the host
 
 
 def test_growth_is_of_whole_rounds_after_the_first():

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from bench.rollouts.migration import compare, measure
-from verl_mux.errors import UserError
 
 
 def _run(directory: Path, ends: dict[str, list[float]], responses: list[tuple[str, str]], migrated: int) -> Path:
@@ -66,8 +65,3 @@ def test_what_all_jobs_share_is_switched_off_in_the_other_run(tmp_path, monkeypa
     measure(tmp_path / "run.yaml", tmp_path / "out")
     last = [[*run.overrides, *run.jobs["wide"].overrides][-1] for run in runs]
     assert last == [off, on.strip('"')]
-
-
-def test_a_run_file_without_migration_is_refused(tmp_path):
-    with pytest.raises(UserError, match="no job has mux.rollout.migration=true"):
-        measure(Path("examples/demo.yaml"), tmp_path)

@@ -1,10 +1,9 @@
 """Some hundred schedules of the explored protocol; `make explore` and `verl-mux bench chaos --simulated` go through more."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.protocol_model.schedules import PLANTED, TYPES, cut_off, explore, kill_at_each, name, run
+from bench.protocol_model.schedules import TYPES, cut_off, explore, kill_at_each, name, run
 from tests.exploring import examples
 from verl_mux.coordinator.bus import messages as m
 
@@ -13,11 +12,6 @@ def test_no_schedule_violates_anything():
     found = explore(examples(150), seed=1)
     assert not found.violations, f"verl-mux bench chaos --simulated 1 --seed {found.again[0]}\n" + "\n".join(found.story)
     assert found.faults["coordinator killed"] > 100 and found.faults["stale calls"] > 100
-
-
-@pytest.mark.parametrize("planted", PLANTED)
-def test_a_planted_fault_is_found(planted):
-    assert explore(60, seed=1, planted=planted).violations
 
 
 def test_a_seed_is_one_schedule_and_always_the_same():
@@ -31,10 +25,7 @@ def test_no_other_schedule_does_either(seed):
     assert not world.violations, "\n".join(world.story)
 
 
-# --- the coordinator killed at each kind of message, and jobs that are cut off ---
-
-
-def test_every_message_of_a_job_is_one_at_which_it_dies():
+def test_every_message_of_a_job_is_one_at_which_the_coordinator_dies():
     assert set(TYPES) == set(m.FromJob.__subclasses__())
     found = kill_at_each(range(1, 2))
     assert found.schedules == 3 * len(TYPES) and all(found.faults[name(kind)] == 3 for kind in TYPES)
