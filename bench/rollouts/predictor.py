@@ -181,9 +181,7 @@ def _figures(record: _Record) -> dict[str, Any]:
         "kendall_tau": record.taus[-1],
         "kendall_tau_by_epoch": record.taus,
         "sjf_mean_completion_ratio": record.sjf[-1],
-        "sjf_mean_completion_ratio_by_epoch": record.sjf,
         "ljf_makespan_ratio": record.ljf[-1],
-        "ljf_makespan_ratio_by_epoch": record.ljf,
     }
 
 

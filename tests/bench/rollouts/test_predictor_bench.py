@@ -93,7 +93,6 @@ def test_a_bad_line_is_refused_by_its_number(tmp_path, row, said):
 
 def test_bad_input_is_one_line_on_stderr_and_exit_code_2(bench, tmp_path):
     for arguments, said in (
-        ([lines(tmp_path, "{")], "line 1: not JSON"),
         ([lines(tmp_path, "")], "holds no row"),
         ([str(tmp_path / "none.jsonl")], "cannot read"),
         ([str(tmp_path)], "cannot read"),
