@@ -71,7 +71,9 @@ class Bed:
         addresses = {name: f"{self.subnet}.{number}" for number, name in enumerate(names, start=1)}
         hosts: dict[str, Host] = {}
         try:
-            self._make_bridge()
+            _run("ip", "link", "add", self._bridge, "type", "bridge")
+            _run("ip", "addr", "add", f"{self.address}/24", "dev", self._bridge)
+            _run("ip", "link", "set", self._bridge, "up")
             for number, (name, address) in enumerate(addresses.items(), start=1):
                 folder = self._folder / name
                 _lay_out(folder, {**addresses, "machine": self.address}, shared)
@@ -128,11 +130,6 @@ class Bed:
     def _keep(self, hosts: dict[str, Host]) -> None:
         _STATE.mkdir(parents=True, exist_ok=True)
         self._file.write_text(json.dumps({name: asdict(host) for name, host in hosts.items()}))
-
-    def _make_bridge(self) -> None:
-        _run("ip", "link", "add", self._bridge, "type", "bridge")
-        _run("ip", "addr", "add", f"{self.address}/24", "dev", self._bridge)
-        _run("ip", "link", "set", self._bridge, "up")
 
     def _connect(self, host: Host) -> None:
         _run("ip", "link", "add", host.link, "type", "veth", "peer", "name", "eth0", "netns", str(host.pid))

@@ -1,7 +1,9 @@
 """`verl-mux doctor`: one line a check, the same as JSON, and an exit code that says whether the demo could run."""
 
 import json
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from verl_mux.errors import Failure
@@ -40,8 +42,6 @@ def test_something_bad_fails_by_name_and_the_json_says_the_same(checks, capsys):
 
 class TestChecks:
     def test_versions(self):
-        import psutil
-
         found = psutil.__version__
         missing, old = doctor._version("no-such-package", "1.2", ""), doctor._version("psutil", "0.1", "<0.2")
         assert missing.ok is False and "install no-such-package==1.2" in missing.advice
@@ -55,19 +55,13 @@ class TestChecks:
         assert check.ok is ok and "GiB free" in check.found and check.advice == ("" if ok else "free some")
         assert doctor._space(str(tmp_path / "none"), 0, "make it").ok is False
 
-    @pytest.mark.parametrize(("free", "ok"), [(64 << 30, True), (1 << 30, False)])
-    def test_host_memory(self, monkeypatch, free, ok):
-        from types import SimpleNamespace
-
-        import psutil
-
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
-        assert doctor._host_memory().ok is ok
-
-    @pytest.mark.parametrize(("cores", "ok"), [({0}, None), ({0, 1}, True)])
-    def test_cores(self, monkeypatch, cores, ok):
+    @pytest.mark.parametrize(("free", "cores", "ok"), [(64 << 30, {0, 1}, (True, True)), (1 << 30, {0}, (False, None))])
+    def test_host_memory_and_cores(self, monkeypatch, free, cores, ok):
+        monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
         monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid: cores)
-        assert doctor._cores().ok is ok
+        monkeypatch.setattr(doctor, "_plugin", lambda: GOOD)
+        checks = {check.name: check.ok for check in doctor.run_checks()}
+        assert (checks["host memory"], checks["cores"]) == ok
 
     @pytest.mark.parametrize(
         ("accelerator", "variable", "ok", "word"),

@@ -103,16 +103,11 @@ def refusal(path) -> str:
     return text
 
 
-def test_a_valid_file_is_read_with_defaults(write):
-    run = run_file.read(write(VALID))
-    assert list(run.jobs) == ["math", "code-7b.v2"]
+def test_a_valid_file_is_read_and_a_directory_given_beside_it_replaces_its_own(write, tmp_path):
+    run = run_file.read(write(FILLED), tmp_path / "else")
+    assert list(run.jobs) == ["math", "code-7b.v2"] and run.dir == str(tmp_path / "else")
     assert run.jobs["math"].gpus == {"rollout": 8} and run.jobs["math"].seed == 3
-    assert (run.config_name, run.prepare, run.overrides, run.environment) == ("mux_ppo_trainer", [], [], {})
-    assert run.coordinator_config().expect_jobs == 2
-
-
-def test_a_directory_given_beside_it_replaces_its_own(write, tmp_path):
-    assert run_file.read(write(VALID), tmp_path / "else").dir == str(tmp_path / "else")
+    assert run.fillers["sums"].grace == 1 and run.coordinator_config().expect_jobs == 2  # a filler is no job
 
 
 @pytest.mark.parametrize(("valid", "old", "new", "words"), [(valid, *row) for valid, rows in REFUSED.items() for row in rows])
@@ -120,12 +115,6 @@ def test_bad_input_is_refused_by_name(write, valid, old, new, words):
     assert old in valid
     text = refusal(write(valid.replace(old, new, 1)))
     assert all(word in text for word in words), text
-
-
-def test_fillers_are_read_with_defaults_and_are_no_jobs(write):
-    run = run_file.read(write(FILLED))
-    assert (run.fillers["sums"].nodes, run.fillers["sums"].grace) == (1, 1)
-    assert run.coordinator_config().expect_jobs == 2
 
 
 def test_jobs_may_leave_their_nodes_to_the_scheduler_and_start_after_others(write):

@@ -52,24 +52,17 @@ def test_spans_stand_in_order_of_their_ends_whatever_file_they_are_in(made):
     assert [s.end - T0 for s in run_intervals.read(made.directory, ["a", "b"]).phases] == [20, 55, 90, 100]
 
 
-def test_validation_is_no_step_of_training(made):
+def test_validation_torn_and_foreign_lines_and_other_jobs_are_passed_over(made):
     made.event("a", REQUEST_COMPLETE, 1, 1, 2, role="rollout", validate=True)
-    assert run_intervals.read(made.directory, ["a"]).requests == []
-
-
-def test_torn_and_foreign_lines_are_passed_over(made):
     made.phase("a", "train", 1, 0, 5, "t0")
     made.raw("a", "trainer", 1, 0, '{"timestamp": "2026-01-05T09:00:07", "event": "pha')
     made.raw("a", "trainer", 1, 0, "null")
     made.raw("a", "trainer", 1, 0, '{"event": "phase"}')
     made.phase("a", "train", 1, 5, 9, "t0")
-    assert [s.seconds for s in run_intervals.read(made.directory, ["a"]).phases] == [5, 4]
-
-
-def test_other_jobs_and_a_job_without_a_log_are_no_spans(made):
     made.phase("other", "train", 1, 0, 5, "t0")
-    read = run_intervals.read(made.directory, ["a"])
-    assert not (read.phases or read.waits or read.parts or read.steps or read.requests)
+    read = run_intervals.read(made.directory, ["a", "without_a_log"])
+    assert [s.seconds for s in read.phases] == [5, 4]
+    assert not (read.waits or read.parts or read.steps or read.requests)
 
 
 def test_a_real_event_log_is_read(tmp_path):

@@ -132,12 +132,8 @@ class HostMemory:
             self._held, self._reading = self._reading.result(), None
         if self._reading is None and time.monotonic() - self._began > _EVERY_S:
             self._began = time.monotonic()
-            self._reading = self._thread.submit(_read, list(processes))
+            self._reading = self._thread.submit(lambda: {process: process_bytes(process.pid) for process in processes})
         return self._held
-
-
-def _read(processes: Sequence[Member]) -> _Held:
-    return {process: process_bytes(process.pid) for process in processes}
 
 
 # A node whose name is not known: of a host that is part of none, or before the coordinator has answered.

@@ -97,7 +97,9 @@ def run_jobs(run: RunFile) -> dict:
         fillers = [filler_process(name, spec, run, coordinator.address) for name, spec in run.fillers.items()]
         watch = Watch(coordinator, jobs, run.resume, under_way.started_at, cores.Account(run.directory))
         _see_through(watch, coordinator, jobs, fillers)
-        _keep_peaks(watch.snapshot, run.directory)
+        # Peak bytes of tagged device memory by node and schedule segment.
+        peaks = {node: state["peak_bytes_by_segment"] for node, state in nodes_of(watch.snapshot).items()}
+        (run.directory / "peaks.json").write_text(json.dumps(peaks, indent=2) + "\n")
         result = _finish(run, watch, under_way.started_at)
     if watch.failed and watch.all_ended:  # printed once more at the end: what was printed before has scrolled away
         text = "; ".join(f"job {name} {what}" for name, what in watch.failed.items())
@@ -182,12 +184,6 @@ def _see_through(watch: Watch, coordinator: RunCoordinator, jobs: list[JobProces
             signal.signal(number, handler)
 
 
-def _keep_peaks(snapshot: dict[str, Any], directory: Path) -> None:
-    """Peak bytes of tagged device memory by node and schedule segment."""
-    peaks = {node: state["peak_bytes_by_segment"] for node, state in nodes_of(snapshot).items()}
-    (directory / "peaks.json").write_text(json.dumps(peaks, indent=2) + "\n")
-
-
 def _finish(run: RunFile, watch: Watch, started_at: float) -> dict:
     """The summary, on disk and returned."""
     names, directory, config = list(run.jobs), run.directory, run.coordinator_config()
@@ -228,17 +224,10 @@ def print_summary(result: dict, console: Console) -> None:
         console.print(f"group {group['group']} ({', '.join(group['jobs'])}): {both} ({group['difference']:+.1%})")
     for move in result.get("moves", ()):
         console.print(run_summary.move_sentence(move))
-    for line in _overall(result["mux"]):
-        console.print(line)
-
-
-def _overall(mux: dict) -> list[str]:
+    mux = result["mux"]
     ratio, tokens = mux["throughput_ratio"], mux["token_throughput_ratio"]
     bubbles = ", ".join(f"{pool} {share:.0%}" for pool, share in mux["bubble"].items() if share is not None)
     gain = f"{ratio:.2f}x in steps, {tokens:.2f}x in tokens" if ratio and tokens else "not measured"
-    memory = f"{mux['peak_rss_bytes'] / 2**30:.1f} GiB"
-    return [
-        f"interleaved over one after the other: {gain}",
-        *cores.sentences(mux),
-        f"idle: {bubbles or 'not measured'}; host memory: {memory}; start-up: {mux['startup_s']:.0f} s",
-    ]
+    console.print(f"interleaved over one after the other: {gain}", *cores.sentences(mux), sep="\n")
+    memory = f"host memory: {mux['peak_rss_bytes'] / 2**30:.1f} GiB; start-up: {mux['startup_s']:.0f} s"
+    console.print(f"idle: {bubbles or 'not measured'}; {memory}")

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
+import psutil
 import typer
 from rich.console import Console
 
@@ -62,7 +63,11 @@ def doctor(
     if as_json:
         print(json.dumps({"ok": not bad, "checks": [asdict(check) for check in checks]}, indent=2))
     else:
-        _print(checks)
+        console = Console(highlight=False)
+        for check in checks:
+            mark = {True: "[green]ok  [/]", None: "[yellow]note[/]", False: "[red]bad [/]"}[check.ok]
+            advice = f"\n       {check.advice}" if check.advice and check.ok is not True else ""
+            console.print(f"{mark} {check.name}: {check.found}{advice}", soft_wrap=True)
     if bad:
         raise Failure(f"the demo could not run here: {', '.join(bad)}")
 
@@ -77,8 +82,12 @@ def run_checks(coordinator: str | None = None) -> Iterator[Check]:
     yield from (_version(name, version, supported.get(name, "")) for name, version in tested.items())
     yield _plugin()
     yield _platform()
-    yield _cores()
-    yield _host_memory()
+    cores = len(os.sched_getaffinity(0))
+    yield Check("cores", True if cores >= 2 else None, str(cores), "" if cores >= 2 else "two jobs on one core cannot overlap")
+    needed = (
+        f"two jobs of the demo need about {_DEMO_HOST_GIB} GiB; real ones keep weights and optimizer states of every job here"
+    )
+    yield _enough("host memory", psutil.virtual_memory().available, _DEMO_HOST_GIB, needed)
     yield _space("/dev/shm", _DEMO_SHM_GIB, "weights travel through shared memory where there is no GPU; enlarge /dev/shm")
     yield _space(os.getcwd(), _DEMO_DISK_GIB, "runs, checkpoints and logs go below the working directory; free some space")
     yield _ports()
@@ -129,20 +138,6 @@ def _platform() -> Check:
     return Check("platform", True, names.strip().replace("\n", "; "))
 
 
-def _cores() -> Check:
-    cores = len(os.sched_getaffinity(0))
-    return Check("cores", True if cores >= 2 else None, str(cores), "" if cores >= 2 else "two jobs on one core cannot overlap")
-
-
-def _host_memory() -> Check:
-    import psutil
-
-    advice = (
-        f"two jobs of the demo need about {_DEMO_HOST_GIB} GiB; real ones keep weights and optimizer states of every job here"
-    )
-    return _enough("host memory", psutil.virtual_memory().available, _DEMO_HOST_GIB, advice)
-
-
 def _space(path: str, wanted: float, advice: str) -> Check:
     if not os.path.isdir(path):
         return Check(path, False, "is not there", advice)
@@ -175,11 +170,3 @@ def _coordinator(address: str) -> Check:
     except (UserError, Failure) as error:
         return Check("coordinator", False, str(error), "start it with `verl-mux coordinator --config FILE.yaml`")
     return Check("coordinator", True, f"{address} answers, {len(jobs)} jobs")
-
-
-def _print(checks: list[Check]) -> None:
-    console = Console(highlight=False)
-    for check in checks:
-        mark = {True: "[green]ok  [/]", None: "[yellow]note[/]", False: "[red]bad [/]"}[check.ok]
-        advice = f"\n       {check.advice}" if check.advice and check.ok is not True else ""
-        console.print(f"{mark} {check.name}: {check.found}{advice}", soft_wrap=True)
