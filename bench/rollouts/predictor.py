@@ -128,8 +128,8 @@ def kendall_tau(scores: np.ndarray, lengths: np.ndarray) -> float:
 class _Record:
     predictor: LengthPredictor
     taus: list[float] = field(default_factory=list)
-    sjf: list[float] = field(default_factory=list)
-    ljf: list[float] = field(default_factory=list)
+    sjf: float = 0.0
+    ljf: float = 0.0
 
 
 def measure(rows: Sequence[LengthRow], *, names: Sequence[str], slots: int) -> dict[str, dict[str, Any]]:
@@ -172,16 +172,16 @@ def _order(record: _Record, epoch: Sequence[LengthRow], arrivals: _Arrivals) -> 
         record.predictor.reveal([row.length for row in epoch])
     scores = record.predictor.predict([row.prompt for row in epoch])
     record.taus.append(kendall_tau(scores, np.array([row.length for row in epoch])))
-    record.sjf.append(arrivals.ratio("sjf", scores)[0])
-    record.ljf.append(arrivals.ratio("ljf", scores)[1])
+    record.sjf = arrivals.ratio("sjf", scores)[0]
+    record.ljf = arrivals.ratio("ljf", scores)[1]
 
 
 def _figures(record: _Record) -> dict[str, Any]:
     return {
         "kendall_tau": record.taus[-1],
         "kendall_tau_by_epoch": record.taus,
-        "sjf_mean_completion_ratio": record.sjf[-1],
-        "ljf_makespan_ratio": record.ljf[-1],
+        "sjf_mean_completion_ratio": record.sjf,
+        "ljf_makespan_ratio": record.ljf,
     }
 
 
