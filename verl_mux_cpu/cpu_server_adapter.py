@@ -60,19 +60,12 @@ async def _gather(weights: Iterable[Weight] | AsyncIterator[Weight]) -> dict[str
 @contextlib.contextmanager
 def checkpoint(tensors: dict[str, torch.Tensor], model: Path) -> Iterator[Path]:
     """A folder that an engine can load: these full tensors, contiguous and sharing no memory, under the config of `model`."""
-    with folder() as directory:
-        save_file(tensors, directory / "model.safetensors")
-        shutil.copy(model / "config.json", directory)
-        yield directory
-
-
-@contextlib.contextmanager
-def folder(parent: Path = SHARED_MEMORY) -> Iterator[Path]:
-    """A new folder for the length of a block."""
-    remove_orphans(parent)
-    path = parent / f"{_PREFIX}{os.getpid()}_{uuid4().hex}"
+    remove_orphans(SHARED_MEMORY)
+    path = SHARED_MEMORY / f"{_PREFIX}{os.getpid()}_{uuid4().hex}"
     path.mkdir()
     try:
+        save_file(tensors, path / "model.safetensors")
+        shutil.copy(model / "config.json", path)
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)

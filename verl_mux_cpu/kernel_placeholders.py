@@ -19,22 +19,19 @@ class _Placeholder:
     """Stands for a CUDA kernel: importable, not callable."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.__name__ = name
 
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Placeholder(f"{self._name}.{name}")
-
-    def __call__(self, *args, **kwargs):
-        raise RuntimeError(f"{self._name} is a CUDA kernel and there is no GPU here")
-
-
-class _PlaceholderModule(ModuleType):
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
         return _Placeholder(f"{self.__name__}.{name}")
+
+    def __call__(self, *args, **kwargs):
+        raise RuntimeError(f"{self.__name__} is a CUDA kernel and there is no GPU here")
+
+
+class _PlaceholderModule(ModuleType):
+    __getattr__ = _Placeholder.__getattr__
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

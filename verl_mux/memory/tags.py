@@ -43,7 +43,7 @@ Step = tuple[str, SleepState]
 
 
 class SleepStates:
-    """State of one engine. `plan` says what to do and changes nothing; `done` and `failed` record what happened."""
+    """State of one engine. `plan` says what to do and changes nothing; the caller notes in `state` what happened."""
 
     def __init__(self, state: SleepState = SleepState.ACTIVE) -> None:
         self.state = state
@@ -66,12 +66,6 @@ class SleepStates:
                 "weights wake before the KV cache and sleep with or after it"
             )
         return steps
-
-    def done(self, state: SleepState) -> None:
-        self.state = state
-
-    def failed(self) -> None:
-        self.state = SleepState.FAILED
 
 
 def _sleep(state: SleepState, tags: set[str], asleep: SleepState) -> list[Step] | None:

@@ -105,7 +105,7 @@ def scene(name: str, path: str) -> dict:
             for verb, moves in (("sleep", ["weights", "kv_cache"]), ("wake", ["weights"]), ("wake", ["weights", "kv_cache"])):
                 for tag, after in states.plan(verb, moves):
                     saver.pause(tag) if verb == "sleep" else saver.resume(tag)
-                    states.done(after)
+                    states.state = after
                 measured[f"{verb} {len(moves)}"] = dict(reported)
     saver.resume("weights")
     saver.resume("kv_cache")

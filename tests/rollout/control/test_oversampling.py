@@ -180,7 +180,8 @@ def test_a_sample_that_ends_while_its_abort_is_under_way_is_kept_for_the_next_st
 
 
 def test_a_failed_sample_starts_again_until_its_group_failed_too_often():
-    it = started(rate=0.0, wanted=1, max_failures=1)
+    it = started(rate=0.0, wanted=1)
+    it.machine.max_failures = 1
     it.fail("p0")
     assert it.running == {("p0", 0): Launch("p0", 0)}
     it.fail("p0")
@@ -341,11 +342,14 @@ class NothingIsLost(RuleBasedStateMachine):
     )  # fmt: skip
     def create(self, kind, rate, lag, max_cuts, samples, prompts):
         limits = SegmentLimits(4, 4, 16)
-        self.fresh = lambda: (
-            Oversampler(samples, rate, max_cuts, lag, max_failures=1)
-            if kind == "oversample"
-            else SegmentSteps(limits, samples, rate, lag, max_failures=1)
-        )
+
+        def fresh():
+            over = kind == "oversample"
+            made = Oversampler(samples, rate, max_cuts, lag) if over else SegmentSteps(limits, samples, rate, lag)
+            made.max_failures = 1
+            return made
+
+        self.fresh = fresh
         self.steps = Steps(self.fresh(), 10**6 if lag is None else lag.most, samples, prompts)
         # A left-over group with a limit of lag may be due, and one that is due is not cut off either.
         self.kind, self.max_cuts, self.lag = kind, max_cuts, lag

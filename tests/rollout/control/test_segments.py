@@ -176,7 +176,8 @@ def test_a_longest_response_is_trained():
 
 
 def test_a_group_that_fails_too_often_is_dropped():
-    rollout = Rollout(lambda g: 5, max_failures=2)
+    rollout = Rollout(lambda g: 5)
+    rollout.steps.max_failures = 2
     rollout.step(1, 0, why=lambda group: "failed" if group == "g0" else None)
     assert rollout.dropped == ["g0"]
 

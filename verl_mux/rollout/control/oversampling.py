@@ -31,7 +31,6 @@ from verl_mux.rollout.instructions import Abort, Draw, Drop, Finish, Instruction
 
 STRATEGIES = ("protect", "wait", "drop")
 MAX_CUTS = 2  # default of `mux.rollout.oversample.max_cuts`
-MAX_FAILURES = 3  # a group that has lost more samples than this is dropped
 
 
 class LagLimit(NamedTuple):
@@ -126,8 +125,10 @@ class StepMachine(ABC, Generic[_Group]):
     another name. A report of a sample that is not running (an abort and an end that crossed) changes nothing.
     """
 
-    def __init__(self, samples: int, rate: float, lag: LagLimit | None, max_failures: int) -> None:
-        self._samples, self._rate, self._lag, self._max_failures = samples, rate, lag, max_failures
+    max_failures = 3  # a group that has lost more samples than this is dropped
+
+    def __init__(self, samples: int, rate: float = 0.0, lag: LagLimit | None = None) -> None:
+        self._samples, self._rate, self._lag = samples, rate, lag
         self.metrics = StepMetrics()
         self._groups: dict[str, _Group] = {}  # in the order they were drawn; neither trained nor dropped ones
         self._first: dict[str, int] = {}  # step in which a group's oldest token was written
@@ -218,20 +219,12 @@ class Group:
     cuts: int = 0
     failures: int = 0
 
-    @property
-    def stopped(self) -> bool:
-        """Does none of its samples run?"""
-        return not any(sample.running for sample in self.samples)
-
 
 class Oversampler(StepMachine[Group]):
     """Launches too many prompt groups and cuts off those that are not needed; see the module."""
 
-    def __init__(
-        self, samples: int, rate: float = 0.0, max_cuts: int = MAX_CUTS, lag: LagLimit | None = None,
-        max_failures: int = MAX_FAILURES,
-    ) -> None:  # fmt: skip
-        super().__init__(samples, rate, lag, max_failures)
+    def __init__(self, samples: int, rate: float = 0.0, max_cuts: int = MAX_CUTS, lag: LagLimit | None = None) -> None:
+        super().__init__(samples, rate, lag)
         self._max_cuts = max_cuts
 
     def _begun(self) -> list[Instruction]:
@@ -268,7 +261,7 @@ class Oversampler(StepMachine[Group]):
             self._first.pop(group.name, None)
         if group.state is State.CUT:
             return self._settle()
-        if group.failures <= self._max_failures:
+        if group.failures <= self.max_failures:
             return [self._start(group, number)]
         return [*self._cut(group), *self._settle()]
 
@@ -340,7 +333,7 @@ class Oversampler(StepMachine[Group]):
         """What follows from the samples' states: seats taken, the rest cut off, replacements, the end of the step."""
         out: list[Instruction] = []
         for group in list(self._groups.values()):
-            if group.state in (State.RUNNING, State.CUT) and group.stopped:
+            if group.state in (State.RUNNING, State.CUT) and not any(sample.running for sample in group.samples):
                 out += self._place(group)
         running = self._in_state(State.RUNNING)
         taken = len(self._in_state(State.COMPLETE)) + sum(map(self._protected, running))
@@ -355,11 +348,11 @@ class Oversampler(StepMachine[Group]):
         seats = self._wanted - len(self._in_state(State.COMPLETE))
         reserved = sum(self._protected(other) for other in self._in_state(State.RUNNING) if other is not group)
         ended = all(sample.ended for sample in group.samples)
-        if ended and seats > reserved and group.failures <= self._max_failures:
+        if ended and seats > reserved and group.failures <= self.max_failures:
             group.state = State.COMPLETE
             return []
         self.metrics.cut += [sample.tokens for sample in group.samples]
-        if group.failures > self._max_failures:
+        if group.failures > self.max_failures:
             return [self._drop(group.name, "failed")]
         group.state = State.WAITING
         group.cuts += 1

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_mux.rollout.control.oversampling import MAX_FAILURES, LagLimit, StepMachine, groups_to_launch
+from verl_mux.rollout.control.oversampling import LagLimit, StepMachine, groups_to_launch
 from verl_mux.rollout.instructions import Abort, Draw, Finish, Instruction, Launch, Report, Segment
 
 # The loss of tokens of older weights is verl's rollout correction with this threshold; see segment_loss.py.
@@ -74,11 +74,8 @@ class _Sample:
 class SegmentSteps(StepMachine[list[_Sample]]):
     """Rounds of segments until enough prompt groups are ready; see the module. Gives the same instructions as Oversampler."""
 
-    def __init__(
-        self, limits: SegmentLimits, samples: int, rate: float = 0.0, lag: LagLimit | None = None,
-        max_failures: int = MAX_FAILURES,
-    ) -> None:  # fmt: skip
-        super().__init__(samples, rate, lag, max_failures)
+    def __init__(self, limits: SegmentLimits, samples: int, rate: float = 0.0, lag: LagLimit | None = None) -> None:
+        super().__init__(samples, rate, lag)
         self._limits = limits
         self._failures: Counter[str] = Counter()
         self._extra = 0  # groups to keep under way beyond those that a step wants
@@ -139,7 +136,7 @@ class SegmentSteps(StepMachine[list[_Sample]]):
         self.metrics.failed_samples += 1
         self.metrics.wasted_tokens += lost
         self._failures[group] += 1
-        if self._failures[group] <= self._max_failures:
+        if self._failures[group] <= self.max_failures:
             return []
         self._running = {running for running in self._running if running[0] != group}
         return [self._drop(group, "failed")]

@@ -132,15 +132,11 @@ def available_memory(
 
 def release(original: Callable, scheduler: Any, request: Any) -> Any:
     """SGLang's release_memory_occupation, of the tags that are mapped."""
-    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
-
-    return _with(ReleaseMemoryOccupationReqOutput(), _released(original, scheduler, request))
+    return _answered("ReleaseMemoryOccupationReqOutput", _released, original, scheduler, request)
 
 
-def _released(original: Callable, scheduler: Any, request: Any) -> Answer:
-    if unknown := _unknown(request):
-        return unknown
-    tags = [tag for tag in _asked(request) if tag not in scheduler.offload_tags]
+def _released(original: Callable, scheduler: Any, request: Any, asked: list[str]) -> Answer:
+    tags = [tag for tag in asked if tag not in scheduler.offload_tags]
     if not tags:
         return Answer()
     if not scheduler.is_fully_idle():
@@ -166,17 +162,13 @@ def _released(original: Callable, scheduler: Any, request: Any) -> Answer:
 
 def resume(original: Callable, scheduler: Any, request: Any) -> Any:
     """SGLang's resume_memory_occupation, of the tags that are not mapped, one after the other; all of them or none."""
-    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
-
-    return _with(ResumeMemoryOccupationReqOutput(), _resumed(original, scheduler, request))
+    return _answered("ResumeMemoryOccupationReqOutput", _resumed, original, scheduler, request)
 
 
-def _resumed(original: Callable, scheduler: Any, request: Any) -> Answer:
+def _resumed(original: Callable, scheduler: Any, request: Any, asked: list[str]) -> Answer:
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-    if unknown := _unknown(request):
-        return unknown
-    tags = [tag for tag in _ALL if tag in _asked(request) and tag in scheduler.offload_tags]
+    tags = [tag for tag in _ALL if tag in asked and tag in scheduler.offload_tags]
     if KV_CACHE in tags and WEIGHTS in scheduler.offload_tags and WEIGHTS not in tags:
         return Answer("the KV cache wakes after the weights")
     if error := _no_room(scheduler, tags, getattr(request, REPORT, Ask()).wait_s):
@@ -249,15 +241,15 @@ def _contents(scheduler: Any) -> Contents:
     return scheduler.mux_contents
 
 
-def _asked(request: Any) -> list[str]:
-    return list(request.tags or _ALL)
+def _answered(output: str, move: Callable[..., Answer], original: Callable, scheduler: Any, request: Any) -> Any:
+    """SGLang's `output`, on which the answer of `move` rides."""
+    from sglang.srt.managers import io_struct
 
-
-def _unknown(request: Any) -> Answer | None:
-    unknown = set(_asked(request)) - set(_ALL)
-    return Answer(f"there is no tag {min(unknown)!r}; allowed: {', '.join(_ALL)}") if unknown else None
-
-
-def _with(output: Any, answer: Answer) -> Any:
-    setattr(output, REPORT, answer)
-    return output
+    asked = list(request.tags or _ALL)
+    if unknown := set(asked) - set(_ALL):
+        answer = Answer(f"there is no tag {min(unknown)!r}; allowed: {', '.join(_ALL)}")
+    else:
+        answer = move(original, scheduler, request, asked)
+    made = getattr(io_struct, output)()
+    setattr(made, REPORT, answer)
+    return made

@@ -203,13 +203,8 @@ class MuxSGLangHttpServer(SGLangHttpServer):
             path = folder / f"{self._settings.job}_replica{self.replica_rank}_{self._stalls.stalls}.txt"
             pids = [process.pid for process in this_process_and_children()]
             how = await asyncio.to_thread(write_stacks, pids, path)
-            stall = {
-                "replica": self.replica_rank,
-                "node": self._node(),
-                "running": len(self._running),
-                "path": str(path),
-                "how": how,
-            }
+            where = {"replica": self.replica_rank, "node": self._node()}
+            stall = {**where, "running": len(self._running), "path": str(path), "how": how}
             self._events.log(events.ENGINE_STALLED, stood, extra=stall, step=(self.global_steps or 0) + 1)
             if self._settings.stalls == "trace":
                 await manager.profile(self.tokenizer_manager, path.with_suffix(""))
@@ -227,14 +222,14 @@ class MuxSGLangHttpServer(SGLangHttpServer):
             try:
                 for tag, after in self._states.plan(verb, tags, level):
                     moved[tag] = await self._move_tag(verb, tag, level)
-                    self._states.done(after)
+                    self._states.state = after
             except EngineFailed:
-                self._states.failed()
+                self._states.state = SleepState.FAILED
                 raise
             except Refused:
                 if verb == "wake" and moved:  # all that was asked for, or none of it
                     await self._move_tag("sleep", WEIGHTS, before or 2)
-                    self._states.done(LEVELS[before or 2])
+                    self._states.state = LEVELS[before or 2]
                 raise
             if self._states.state is SleepState.ACTIVE:
                 self._passage.passed()
