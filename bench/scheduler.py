@@ -20,8 +20,7 @@ from bench.measuring import AsJson, quantile, show
 from research.workload.workload import FAMILIES, GPUS_PER_NODE, NODES, draw_job
 from verl_mux.placement.feasibility import Progress
 from verl_mux.placement.model import TESTBED, JobSpec
-from verl_mux.placement.planner import Planner
-from verl_mux.placement.questions import Arrive, Leave
+from verl_mux.placement.planner import Arrive, Leave, Planner
 
 
 def bench_scheduler(

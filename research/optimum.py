@@ -2,7 +2,7 @@
 
 Something to measure policies against, not a policy one could run: all divisions into groups of up to `cap`, each on the cheapest
 nodes on which its settled periods, all jobs beginning at once under FIFO, keep every SLO. Up to EXACT_JOBS jobs nothing is left
-out (`Sharing`). Beyond, groups that a departure would spoil are (placement/layouts.py), and the division of the jobs
+out (`Sharing`). Beyond, groups that a departure would spoil are (placement/divisions.py), and the division of the jobs
 says how far from proven it is (`Division`). Where a policy holds the same jobs for less, that is the answer.
 Runs in `verl-mux simulate` and the paper's re-run; imports the periods of placement, none of its searches.
 """
@@ -20,25 +20,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 
 from verl_mux.errors import UserError
-from verl_mux.placement.feasibility import TOLERANCE, Feasibility, Pairs, connected, nodes_for
-from verl_mux.placement.group_run import periods
-from verl_mux.placement.layouts import (
-    EPSILON_USD,
-    Classes,
+from verl_mux.placement.divisions import (
     Find,
     Layout,
-    Price,
+    Part,
+    Partitioner,
     SharedNodes,
     by_nodes,
-    cheapest_alone,
     cheapest_nodes,
     fits_on_node,
     in_cheapest_modes,
-    isolated_usd,
     layouts,
 )
+from verl_mux.placement.feasibility import TOLERANCE, Feasibility, Pairs, connected, nodes_for
+from verl_mux.placement.group_run import periods
+from verl_mux.placement.groups import EPSILON_USD, Classes, Price, cheapest_alone, isolated_usd
 from verl_mux.placement.model import Cluster, JobSpec, Rules
-from verl_mux.placement.repack import Part, Partitioner
 
 EXACT_NODES = 2
 
@@ -47,7 +44,9 @@ class Sharing:
     """Remembers which conflicts keep which jobs within their SLOs; job names are unique. price: what ways to share are compared
     by, from the mean iteration of each job, no less than USD per hour; None: just that. simulated: groups that were run."""
 
-    def __init__(self, cluster: Cluster, price: Callable[[SharedNodes, Sequence[float]], float] | None = None) -> None:
+    def __init__(
+        self, cluster: Cluster, price: Callable[[float, Sequence[JobSpec], Sequence[float]], float] | None = None
+    ) -> None:
         self.cluster = cluster
         self.price = price
         self.simulated = 0
@@ -68,7 +67,7 @@ class Sharing:
                 found = SharedNodes(tuple(jobs), least, nodes, more, r.on, t.on, least)
                 if self.price is None:
                     return found
-                if (asked := self.price(found, seconds)) < below:
+                if (asked := self.price(least, jobs, seconds)) < below:
                     best, below = msgspec.structs.replace(found, price=asked), asked - EPSILON_USD
         return best
 

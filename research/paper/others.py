@@ -15,7 +15,7 @@ from research.paper.schedules import CASES, Case
 from research.paper.testbed import WEIGHTS_GB
 from verl_mux.placement.estimator import LinkModel
 from verl_mux.placement.group_run import planned_run, settle
-from verl_mux.placement.layouts import isolated_usd
+from verl_mux.placement.groups import isolated_usd
 from verl_mux.placement.model import TESTBED, Estimate, JobSpec
 
 # GB/s of one stream, when every rollout GPU fetches a whole copy over a stream of its own (veRL's way).

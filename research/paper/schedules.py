@@ -16,7 +16,7 @@ import msgspec
 from research.paper.figure import Figure
 from research.paper.testbed import make_job
 from verl_mux.placement.group_run import group_periods
-from verl_mux.placement.layouts import isolated_usd
+from verl_mux.placement.groups import isolated_usd
 from verl_mux.placement.model import TESTBED, Group, JobSpec, Pin
 
 DATA = Path(__file__).parent / "data"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from verl_mux.placement import planner
+from verl_mux.placement.explain import Decision
 from verl_mux.placement.group_run import group_periods
-from verl_mux.placement.layouts import isolated_usd
+from verl_mux.placement.groups import isolated_usd
 from verl_mux.placement.model import COLOCATED, SEPARATE, Cluster, Estimate, Group, JobSpec, NodeKind, Pool
-from verl_mux.placement.placer import Placer
-from verl_mux.placement.questions import Again, Answer, Arrive, Correct, Decision, Leave, Move
+from verl_mux.placement.placer import Move, Placer
+from verl_mux.placement.planner import Again, Answer, Arrive, Correct, Leave
 
 CHEAP = NodeKind(name="cheap", usd_per_gpu_hour=1.85, host_memory_gb=1000)
 DEAR = NodeKind(name="dear", usd_per_gpu_hour=5.28, host_memory_gb=1000)

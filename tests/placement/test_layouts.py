@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from tests.exploring import examples
 from tests.placement.made_jobs import ANY_MODES, EITHER, Planner, jobs, make_cluster, make_job
+from verl_mux.placement.divisions import Partitioner, _least_usd, cheapest_nodes
 from verl_mux.placement.explain import alternatives, lost_to
 from verl_mux.placement.feasibility import Feasibility, pairs_of_nodes
 from verl_mux.placement.group_run import periods, rollout_bits
-from verl_mux.placement.layouts import Price, _least_usd, cheapest_nodes, isolated_usd
+from verl_mux.placement.groups import Price, isolated_usd
 from verl_mux.placement.model import COLOCATED, LIVE, OURS, Cluster, Estimate, NodeKind, Pool, modes_of
-from verl_mux.placement.repack import Partitioner
 
 
 def divisions(items: list) -> list[list[list]]:
@@ -160,8 +160,8 @@ def test_a_way_to_share_is_priced_as_the_group_that_it_becomes_and_no_less_than_
     assert (by_hour is None) == (by_work is None)
     if by_hour and by_work:
         assert by_hour.usd_per_hour <= by_work.usd_per_hour <= by_work.price + 1e-6
-        assert by_work.price <= price.of_shared(by_hour, run(by_hour)) + 1e-6
-        assert by_work.price == pytest.approx(price.of_shared(by_work, run(by_work)))
+        assert by_work.price <= price.of_shared(by_hour.usd_per_hour, by_hour.jobs, run(by_hour)) + 1e-6
+        assert by_work.price == pytest.approx(price.of_shared(by_work.usd_per_hour, by_work.jobs, run(by_work)))
 
 
 def run(shared):

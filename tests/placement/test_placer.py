@@ -9,9 +9,9 @@ from tests.placement.made_jobs import ANY_MODES, EITHER, Planner, assert_invaria
 from verl_mux.errors import UserError
 from verl_mux.placement.feasibility import Progress
 from verl_mux.placement.group_run import group_periods
-from verl_mux.placement.layouts import isolated_usd
+from verl_mux.placement.groups import isolated_usd
 from verl_mux.placement.model import COLOCATED, LIVE, OURS, SEPARATE, Rules
-from verl_mux.placement.questions import Open
+from verl_mux.placement.planner import Open
 
 # No two such jobs fit on one node.
 ALONE = {"rollout_memory_gb": 600.0, "train_memory_gb": 600.0}

@@ -11,8 +11,7 @@ from verl_mux.errors import UserError
 from verl_mux.placement.explain import alternatives, lost_to, where
 from verl_mux.placement.feasibility import Progress
 from verl_mux.placement.model import LIVE, Cluster, Estimate, JobSpec, NodeKind, Pool, Rules
-from verl_mux.placement.planner import by_price, pair_of
-from verl_mux.placement.questions import Arrive, Record
+from verl_mux.placement.planner import Arrive, Record, by_price, pair_of
 
 SLOW = NodeKind(name="slow", usd_per_gpu_hour=0.5, host_memory_gb=1000)
 

@@ -21,8 +21,8 @@ from tests.exploring import examples
 from tests.placement.made_jobs import ANY_MODES, CHEAP, EITHER, Planner, make_cluster, make_job
 from tests.placement.made_jobs import jobs as made_jobs
 from tests.research.counted_out import cheapest_usd
+from verl_mux.placement.divisions import cheapest_nodes
 from verl_mux.placement.feasibility import Feasibility, Progress
-from verl_mux.placement.layouts import cheapest_nodes
 from verl_mux.placement.model import LIVE, OURS, SEPARATE, TESTBED, Rules
 
 USD = (14.8, 42.24)

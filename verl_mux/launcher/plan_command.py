@@ -17,10 +17,8 @@ from verl_mux.launcher.plan_jobs import JobsFile, read_jobs
 from verl_mux.memory.certificate.certify import Certificate
 from verl_mux.placement.explain import where
 from verl_mux.placement.group_run import group_periods
-from verl_mux.placement.groups import Groups
-from verl_mux.placement.layouts import isolated_usd
-from verl_mux.placement.planner import Planner
-from verl_mux.placement.questions import Answer, Arrive
+from verl_mux.placement.groups import Groups, isolated_usd
+from verl_mux.placement.planner import Answer, Arrive, Planner
 
 
 def plan(

@@ -12,14 +12,69 @@ import msgspec
 
 from verl_mux.placement.feasibility import TOLERANCE
 from verl_mux.placement.group_run import group_periods
-from verl_mux.placement.groups import Extension, Place, extensions, pairs_of_pins
-from verl_mux.placement.layouts import isolated_usd
+from verl_mux.placement.groups import STRATEGIES, Extension, Place, extensions, isolated_usd, pairs_of_pins
 from verl_mux.placement.model import Group, JobSpec, NodeKind, allowed, too_large
 from verl_mux.placement.placer import Placer
-from verl_mux.placement.questions import OWN_NODES, Alternative, Decision
 
 # Groups that are looked at where there are too many.
 NEAREST = 2
+
+# --- a decision ---
+
+
+# By whether both phases run on its training nodes.
+OWN_NODES = {False: "isolated", True: "colocated"}
+
+
+class Alternative(msgspec.Struct, frozen=True, kw_only=True):
+    """A place that was not taken. group None: nodes of its own, by the strategy `isolated` or `colocated`. usd_per_hour: what it
+    would have added; work_usd_per_hour: the same for as much work, where places are compared by that (`Price` in groups.py).
+    why: the reason; empty: the job could go there."""
+
+    group: str | None
+    strategy: str
+    usd_per_hour: float | None
+    why: str
+    work_usd_per_hour: float | None = None
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """outcome: `placed`, or `queued` in a finite cluster that has no room now. rollout, train: nodes of its phases, the same ones
+    if it is colocated. usd_per_hour: added by the job. wait: why it is queued."""
+
+    job: str
+    outcome: str
+    strategy: str | None = None
+    group: str | None = None
+    rollout: tuple[str, ...] = ()
+    train: tuple[str, ...] = ()
+    order: str = "fifo"
+    usd_per_hour: float = 0.0
+    alternatives: tuple[Alternative, ...] = ()
+    wait: str = ""
+
+    @property
+    def was(self) -> tuple[str | None, str | None]:
+        """Group and strategy as in an Alternative."""
+        return (None if self.strategy in OWN_NODES.values() else self.group), self.strategy
+
+
+def decision_for(group: Group, usd_per_hour: float) -> Decision:
+    """The decision that put the last job of `group` there, at `usd_per_hour` more for all groups."""
+    *others, pin = group.pins
+    new_rollout = not set(pin.rollout) <= {node for other in others for node in other.rollout}
+    new_train = not set(pin.train) <= {node for other in others for node in other.train}
+    return Decision(
+        job=pin.job.name,
+        outcome="placed",
+        strategy=STRATEGIES[new_rollout, new_train] if others else OWN_NODES[pin.job.colocated],
+        group=group.name,
+        rollout=pin.runs_rollouts_on,
+        train=pin.train,
+        order=group.order,
+        usd_per_hour=usd_per_hour,
+    )
+
 
 # --- the places that a job could take; asked before it is admitted ---
 

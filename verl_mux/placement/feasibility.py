@@ -1,6 +1,6 @@
 """Whether the jobs of a group keep their SLOs: settled, while their phases vary, and as the group stands now.
 
-Pure. Called by layouts.py, groups.py, repack.py and placer.py; remembers verdicts, so that no case runs twice.
+Pure. Called by groups.py, divisions.py and placer.py; remembers verdicts, so that no case runs twice.
 """
 
 from __future__ import annotations

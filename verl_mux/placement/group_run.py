@@ -2,7 +2,7 @@
 
     [LOADING] -> WAITING(rollout) -> ROLLOUT -> [TAIL] -> WAITING(train) -> TRAIN -> (one more iteration) WAITING(rollout)
 
-Pure. Run by feasibility.py, layouts.py, the coordinator and `verl-mux plan` for predictions, and by research/ to carry simulated
+Pure. Run by feasibility.py, groups.py, the coordinator and `verl-mux plan` for predictions, and by research/ to carry simulated
 jobs out. Invariants (asserted by the tests):
 - a phase holds all its nodes or none, and no node is held twice;
 - no phase starts before an earlier-ranked waiting phase that needs one of its nodes;

@@ -1,5 +1,5 @@
-"""The co-execution groups and the nodes they hold, the ways in which one job can join a group, and the search for the cheapest
-(Algorithm 1 of the paper, with a wider choice of places).
+"""The co-execution groups and the nodes they hold, the ways in which one job can join a group, the price by which these are
+compared, and the search for the cheapest (Algorithm 1 of the RollMux paper, with a wider choice of places).
 
 Pure; held by a Placer (placer.py) and by the baselines in research/. Every change of the groups is one `replace`, so that no node
 is lost.
@@ -8,14 +8,17 @@ is lost.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from verl_mux.placement.feasibility import TOLERANCE, Feasibility, Pairs, Progress, connected, late_job, pair, pairs_of_nodes
-from verl_mux.placement.layouts import EPSILON_USD, Price, isolated_usd, share
+from verl_mux.placement.group_run import group_periods
 from verl_mux.placement.model import Cluster, Group, JobSpec, Pin, Pool, Rules, modes_of
+
+EPSILON_USD = 1e-6
 
 # --- joining and leaving one group; all other jobs of it stay where they are ---
 #
@@ -33,6 +36,30 @@ STRATEGIES = {
     (False, True): "training scaling",
     (True, True): "scaling of both sides",
 }
+
+
+# Nodes with the same occupants: (bits of the jobs on them, number of such nodes).
+Classes = tuple[tuple[int, int], ...]
+
+
+def share(classes: Classes, bit: int, need: int) -> Iterator[tuple[Classes, int]]:
+    """Every way to put the job on 0..need of the existing nodes: (classes afterwards, nodes it still needs)."""
+    everywhere = range(len(classes))
+    for size in range(len(classes) + 1):
+        for whole in itertools.combinations(everywhere, size):
+            left = need - sum(classes[i][1] for i in whole)
+            if left >= 0:
+                shared = tuple((o | bit, n) if i in whole else (o, n) for i, (o, n) in enumerate(classes))
+                yield shared, left
+                yield from _share_part(shared, bit, left, [i for i in everywhere if i not in whole])
+
+
+def _share_part(classes: Classes, bit: int, need: int, open_to: list[int]) -> Iterator[tuple[Classes, int]]:
+    for i in open_to if need else ():
+        occupants, count = classes[i]
+        if count > need:
+            parts = ((occupants | bit, need), (occupants, count - need))
+            yield (*classes[:i], *parts, *classes[i + 1 :]), 0
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -191,12 +218,15 @@ class Books(msgspec.Struct):
 
 
 class Groups(Mapping[str, Group]):
-    """The co-execution groups of one pair of pools by name, in the order in which they were set up. home: group by job name."""
+    """The co-execution groups of one pair of pools by name, in the order in which they were set up. home: group by job name.
+    dirty: names of groups that changed since they were last looked at with nothing to gain by moves, each with the (job, age in
+    seconds) from which on another look makes sense."""
 
     def __init__(self, cluster: Cluster, books: Books | None = None) -> None:
         self.cluster = cluster
         self.books = books or Books()
         self.home: dict[str, str] = {}
+        self.dirty: dict[str, tuple[str, float] | None] = {}
         self._by_name: dict[str, Group] = {}
         self._pools = Nodes(cluster.rollout, cluster.closed), Nodes(cluster.train, cluster.closed)
 
@@ -245,6 +275,12 @@ class Groups(Mapping[str, Group]):
             if least < below and any(shared):
                 found.append((least, group))
         return sorted(found, key=lambda each: (each[0], -each[1].fullness if best_fit else 0.0))
+
+    def take(self, place: Place) -> Group:
+        """The group of the job that goes where it was just offered to."""
+        (group,) = self.replace([place.joins] if place.joins else [], [place.group])
+        self.dirty[group.name] = None
+        return group
 
     def emptiest(self, count: int) -> list[Group]:
         """The `count` least full groups, the least full first, then the oldest."""
@@ -333,7 +369,48 @@ def _taken(nodes: Sequence[str], pool: Nodes) -> dict[str, str]:
     return {node: pool.take() if node.startswith(NEW) else node for node in nodes}
 
 
-# --- the search ---
+# --- prices, and the search for the lowest ---
+
+
+def isolated_usd(job: JobSpec, cluster: Cluster) -> float:
+    """USD per hour of nodes of its own, as it is placed."""
+    rollout, train = job.nodes
+    return rollout * cluster.rollout.kind.usd_per_hour + train * cluster.train.kind.usd_per_hour
+
+
+def cheapest_alone(job: JobSpec, cluster: Cluster, rules: Rules) -> JobSpec:
+    """The job in the mode in which nodes of its own cost the least."""
+    return min(modes_of(job, cluster, rules), key=lambda placed: isolated_usd(placed, cluster))
+
+
+class Price:
+    """What shared nodes are compared by: USD per hour; by the rule `count_stays` USD for what the jobs would do alone in an hour.
+
+    Jobs that take longer on shared nodes stay longer, so in the long run more of them are there at a time, and more nodes. A
+    place for two at half the price each saves nothing if both take twice as long on it, as on nodes that one of them kept busy.
+    """
+
+    def __init__(self, cluster: Cluster, rules: Rules) -> None:
+        self._cluster, self._count_stays = cluster, rules.count_stays
+
+    def of_group(self, group: Group) -> float:
+        """USD per hour, or per hour of work."""
+        usd = group.usd_per_hour(self._cluster)
+        if not self._count_stays or len(group.pins) < 2:
+            return usd
+        jobs, periods = sorted(group.jobs, key=lambda job: job.name), group_periods(group)
+        return usd * self._slower(jobs, [periods[job.name] for job in jobs])
+
+    def of_shared(self, usd_per_hour: float, jobs: Sequence[JobSpec], seconds: Sequence[float]) -> float:
+        """The same of nodes yet to be taken. seconds: the mean iteration of each job there."""
+        return usd_per_hour * self._slower(jobs, seconds)
+
+    def _slower(self, jobs: Sequence[JobSpec], seconds: Sequence[float]) -> float:
+        """By how much the jobs take longer than alone, on the mean weighted by what each costs alone."""
+        usd = [isolated_usd(job, self._cluster) for job in jobs]
+        if not any(usd):
+            usd = [1.0] * len(jobs)  # on nodes that cost nothing they count alike
+        return sum(u * s / job.iteration_s for u, s, job in zip(usd, seconds, jobs, strict=True)) / sum(usd)
 
 
 class Place(msgspec.Struct, frozen=True, dict=True):

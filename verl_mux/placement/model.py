@@ -334,7 +334,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     moves_per_hour: in all, without moves that rescue an SLO; 0: no limit.
     keep: probability with which all jobs of a group keep their SLOs over ten iterations while phases vary together; 0: phases
         last as estimated.
-    count_stays: places are compared by what the same work costs there instead of by the hour (`Price` in layouts.py).
+    count_stays: places are compared by what the same work costs there instead of by the hour (`Price` in groups.py).
     """
 
     cap: int = 5

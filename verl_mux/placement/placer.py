@@ -12,22 +12,60 @@ Pure; held by planner.py, which keeps the queue of waiting jobs. Invariants (ass
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from verl_mux.errors import UserError
+from verl_mux.placement.divisions import OutOfEffort, Part, Partitioner, SharedNodes
 from verl_mux.placement.estimator import LEAST
 from verl_mux.placement.feasibility import Feasibility, Progress, late_job
 from verl_mux.placement.group_run import group_periods
-from verl_mux.placement.groups import Books, Groups, Place, Search, groups_without, isolated, pairs_of_pins
-from verl_mux.placement.layouts import isolated_usd
-from verl_mux.placement.model import ORDERS, Cluster, Group, JobSpec, Rules
-from verl_mux.placement.questions import Action, Answer, Move
-from verl_mux.placement.repack import Partitioner, Repack
+from verl_mux.placement.groups import (
+    EPSILON_USD,
+    SIDES,
+    Books,
+    Groups,
+    Search,
+    groups_without,
+    isolated,
+    isolated_usd,
+    pairs_of_pins,
+    yet_to_take,
+)
+from verl_mux.placement.model import ORDERS, Cluster, Group, JobSpec, Pin, Rules
 
 # The order of a group in which an SLO is at risk and no job can move.
 FIRST_AID = "tightest-first"
+
+
+class Move(msgspec.Struct, frozen=True, kw_only=True):
+    """A job is to start on these nodes, out of the queue (kind `start`), or to go there from elsewhere (`move`), where
+    it starts cold, in `load_s` seconds, with the iteration it is in."""
+
+    job: str
+    kind: str
+    group: str
+    rollout: tuple[str, ...]
+    train: tuple[str, ...]
+    load_s: float = 0.0
+
+
+def moved(job: JobSpec, kind: str, group: Group) -> Move:
+    """The move of the job that brings it into the group, in which it is by now."""
+    pin, load_s = group.pin_of(job.name), job.load_s if kind == "move" else 0.0
+    return Move(job=job.name, kind=kind, group=group.name, rollout=pin.runs_rollouts_on, train=pin.train, load_s=load_s)
+
+
+class Action(msgspec.Struct, frozen=True, kw_only=True):
+    """What was done for an SLO that was about to be missed. kind: `order` (of the group's phases), `move` (of `job`, to
+    elsewhere), or `priority` (of `job`, since nothing keeps all SLOs)."""
+
+    kind: str
+    group: str
+    job: str
+    reason: str
 
 
 class Placer:
@@ -49,17 +87,9 @@ class Placer:
     @property
     def pending(self) -> bool:
         """Whether `repack` has something in view that may pay later, or did not come to an end."""
-        return self.rules.repack and bool(self._repack.dirty)
+        return self.rules.repack and bool(self.groups.dirty)
 
     # --- one job comes or goes ---
-
-    def take(self, place: Place) -> Group:
-        """The group of the job that goes where it was just offered to."""
-        return self._changed(self.groups.replace([place.joins] if place.joins else [], [place.group]))[0]
-
-    def start(self, place: Place) -> Move:
-        """A job that waited goes where it was just offered to."""
-        return self._move(place.job, "start", self.take(place))
 
     def drop(self, name: str, progress: Mapping[str, Progress]) -> list[Move]:
         """The job is gone, and the nodes on which it was alone are free. Returns moves of jobs that would be late without it."""
@@ -72,7 +102,7 @@ class Placer:
 
     # --- estimates that change ---
 
-    def correct(self, job: JobSpec, progress: Mapping[str, Progress]) -> Answer:
+    def correct(self, job: JobSpec, progress: Mapping[str, Progress]) -> tuple[list[Move], list[Action]]:
         """Take over the new estimates of a placed job. If its group no longer keeps every SLO: another order, if all keep theirs
         under it; else jobs move out, the cheapest to keep alone first; else the job with the least room goes first. While a job
         of the group has yet to be seen for LEAST steps, only the order may change: to be asked again then, with the job as it
@@ -94,7 +124,7 @@ class Placer:
             moves.append(evicted)
             taken.append(Action(kind="move", group=group.name, job=evicted.job, reason=why))
         self._changed([self.groups.group_of(job.name)])
-        return Answer(moves=tuple(moves), actions=tuple(taken))
+        return moves, taken
 
     def _at_risk(self, group: Group, progress: Mapping[str, Progress]) -> str | None:
         """What endangers an SLO, or None."""
@@ -137,7 +167,7 @@ class Placer:
         self._repack.begin()
         while self.rules.repack and self._may_move(now) and (found := self._repack.next(unmoved(progress, moves))):
             self._changed(self.groups.replace(found.old, found.groups))
-            moves += [self._move(job, "move", self.groups.group_of(job.name)) for job in found.movers]
+            moves += [moved(job, "move", self.groups.group_of(job.name)) for job in found.movers]
             self.groups.books.moved_at += [now] * len(found.movers)
         return moves
 
@@ -204,15 +234,15 @@ class Placer:
         if place is None:
             self.groups.replace(rest, [group])
             return None
-        home = self.take(place)
+        home = self.groups.take(place)
         left = self._changed([g for g in rest if self.groups.get(g.name) is g])
-        return self._move(job, "move", home), left
+        return moved(job, "move", home), left
 
     def _by_price(self, jobs: Iterable[JobSpec]) -> list[JobSpec]:
         return sorted(jobs, key=lambda job: isolated_usd(job, self.cluster))
 
     def _changed(self, groups: list[Group]) -> list[Group]:
-        self._repack.dirty.update((group.name, None) for group in groups)
+        self.groups.dirty.update((group.name, None) for group in groups)
         return groups
 
     def _forget(self, name: str) -> None:
@@ -221,11 +251,6 @@ class Placer:
 
     def _feasible(self, group: Group) -> bool:
         return self.feasibility.allows(group.jobs, *pairs_of_pins(group.pins))
-
-    def _move(self, job: JobSpec, kind: str, group: Group) -> Move:
-        pin = self.groups.pin_of(job.name)
-        load_s = job.load_s if kind == "move" else 0.0
-        return Move(job=job.name, kind=kind, group=group.name, rollout=pin.runs_rollouts_on, train=pin.train, load_s=load_s)
 
 
 def _in_time(groups: Iterable[Group], progress: Mapping[str, Progress], loads: Mapping[str, float]) -> bool:
@@ -244,3 +269,207 @@ def unmoved(progress: Mapping[str, Progress], moves: Sequence[Move]) -> Mapping[
     """The progress without these jobs: no job is moved twice in one answer."""
     gone = {move.job for move in moves}
     return {name: progress[name] for name in progress if name not in gone} if gone else progress
+
+
+# --- regrouping ---
+#
+# The saving is counted until the first of the jobs concerned ends: the others are then divided anew. A job that does not say
+# how many iterations it has left is expected to stay as long again as it has stayed (job lengths are heavy-tailed). Against the
+# saving stands the cost of the moved jobs' nodes while those load, and while they did that part of an iteration which a move
+# throws away.
+
+
+class Regrouping(msgspec.Struct, frozen=True):
+    """groups: what `old` becomes; new nodes are yet to be taken. movers: jobs whose nodes change.
+    saving_usd: per hour."""
+
+    old: tuple[Group, ...]
+    groups: tuple[Group, ...]
+    movers: tuple[JobSpec, ...]
+    saving_usd: float
+
+    def pays_in_s(self, cluster: Cluster, progress: Mapping[str, Progress], hysteresis: float) -> float:
+        """Seconds after which the saving should pay for the moves `hysteresis` times; 0: now; infinite: some job concerned
+        says that it ends before."""
+        concerned = [(job, progress[job.name]) for group in self.groups if group not in self.old for job in group.jobs]
+        loss = sum(isolated_usd(job, cluster) * _lost_s(job, progress[job.name]) for job in self.movers)
+        needed_s = hysteresis * loss / self.saving_usd
+        wait_s = max([0.0, *(needed_s - at.age_s for _, at in concerned if at.left is None)])
+        lefts_s = [left_s for job, at in concerned if (left_s := at.left_s(job)) is not None]
+        return math.inf if min(lefts_s, default=math.inf) - wait_s < needed_s else wait_s
+
+    def in_time(self, progress: Mapping[str, Progress]) -> bool:
+        """Whether every job keeps its SLO over its whole life, cold starts of the movers included."""
+        loads = {job.name: job.load_s for job in self.movers}
+        return all(late_job(group, progress, loads) is None for group in self.groups if group not in self.old)
+
+
+def _lost_s(job: JobSpec, at: Progress) -> float:
+    """The cold start, and what it has done of the iteration it is in."""
+    left = at.remaining_s
+    if at.phase == "loading":
+        return job.load_s
+    if at.phase == "rollout":
+        return job.load_s + (0.0 if left is None else max(job.rollout_hold_s - left, 0.0))
+    if at.phase == "tail" or left is None:
+        return job.load_s + job.rollout_hold_s
+    return job.load_s + job.rollout_hold_s + max(job.train.seconds - left, 0.0)
+
+
+def regroup(old: Sequence[Group], parts: Sequence[Part], search: Search) -> Regrouping | None:
+    """What turns the groups `old` into the given parts with few moves; None: it saves nothing, or moves a job that cannot
+    move."""
+    claimed: set[str] = set()
+    groups = [_settle(jobs, shared, old, search, claimed) for jobs, shared in sorted(parts, key=lambda p: -len(p[0]))]
+    homes = {pin.job.name: pin for group in old for pin in group.pins}
+    movers = tuple(pin.job for group in groups for pin in group.pins if pin != homes[pin.job.name])
+    saving = sum(search.price.of_group(g) for g in old) - sum(search.price.of_group(g) for g in groups)
+    can = saving > EPSILON_USD and all(search.may_move(job) for job in movers)
+    return Regrouping(tuple(old), tuple(groups), movers, saving) if can else None
+
+
+def _settle(
+    jobs: tuple[JobSpec, ...], shared: SharedNodes | None, old: Sequence[Group], search: Search, claimed: set[str]
+) -> Group:
+    """A group of these jobs at the price of `shared`: on what some of them hold already, if that can be; else anew."""
+    usd = shared.price if shared else isolated_usd(jobs[0], search.cluster)
+    group = next((g for base in _bases(jobs, old, claimed) if (g := _grown(base, jobs, usd, search))), None)
+    group = group or _fresh(jobs, shared)
+    claimed |= {*group.rollout_nodes, *group.train_nodes}
+    return group
+
+
+def _bases(jobs: tuple[JobSpec, ...], old: Sequence[Group], claimed: set[str]) -> Iterator[Group]:
+    """Old groups without the jobs that are not among `jobs` or there in another mode, those that take longest to move first; then
+    the same without one more job, the youngest first: it is to join the others anew, as where they need fewer nodes by now."""
+    rests = [rest for group in old for rest in groups_without(group, [j.name for j in group.jobs if j not in jobs])]
+    rests = [rest for rest in rests if claimed.isdisjoint((*rest.rollout_nodes, *rest.train_nodes))]
+    shared = [rest for rest in rests if len(rest.pins) > 1]
+    fewer = [less for rest in shared for job in reversed(rest.jobs) for less in groups_without(rest, [job.name])]
+    for bases in (rests, fewer):
+        yield from sorted(bases, key=lambda base: -sum(job.load_s for job in base.jobs))
+
+
+def _grown(base: Group, jobs: Sequence[JobSpec], usd: float, search: Search) -> Group | None:
+    """`base` with the rest of `jobs` joined one by one, if that costs no more than `usd`."""
+    missing = sorted((job for job in jobs if job not in base.jobs), key=lambda job: -sum(job.nodes))
+    for job in missing:
+        left = usd - search.price.of_group(base) + 2 * EPSILON_USD
+        place = search.join(job, base, left, free=(1e9, 1e9), progress={})
+        if place is None:
+            return None
+        base = place.group
+    return base if search.price.of_group(base) <= usd + EPSILON_USD else None
+
+
+def _fresh(jobs: tuple[JobSpec, ...], shared: SharedNodes | None) -> Group:
+    """These jobs on new nodes throughout."""
+    if shared is None:
+        return isolated(jobs[0])
+    rollout = yet_to_take(jobs[0], "rollout", shared.rollout_nodes)
+    train = yet_to_take(jobs[0], "train", shared.train_nodes)
+    pins = tuple(
+        Pin(job=job, rollout=_chosen(rollout, on), train=_chosen(train, on_train))
+        for job, on, on_train in zip(jobs, shared.rollout, shared.train, strict=True)
+    )
+    return Group(name=jobs[0].name, pins=pins, rollout_nodes=rollout, train_nodes=train)
+
+
+def _chosen(nodes: tuple[str, ...], bits: int) -> tuple[str, ...]:
+    return tuple(node for i, node in enumerate(nodes) if bits >> i & 1)
+
+
+# --- looking for a regrouping that pays ---
+
+# A group is tried with the emptiest others first; in a large cluster the fuller ones are left alone.
+WINDOWS = 4
+# A regrouping too close to an SLO now is looked at again when its youngest job is older by this part plus these seconds.
+LATER, LATER_S = 0.05, 60.0
+
+
+class Repack:
+    """Looks for a regrouping that pays among the groups that changed."""
+
+    def __init__(self, search: Search, partitioner: Partitioner) -> None:
+        self.search, self.groups, self.rules, self.partitioner = search, search.groups, search.rules, partitioner
+
+    def begin(self) -> None:
+        """A new search may simulate `effort` groups again."""
+        self.partitioner.until = self.partitioner.simulated + self.rules.effort
+
+    def next(self, progress: Mapping[str, Progress]) -> Regrouping | None:
+        """A regrouping that pays now, or None. Jobs of unknown progress are not moved, nor are others moved to them."""
+        seen: set[frozenset[str]] = set()
+        try:
+            for name in [name for name, at in self.groups.dirty.items() if _due(at, progress)]:
+                if (group := self.groups.get(name)) and (found := self._look(group, progress, seen)):
+                    return found
+                if name not in self.groups:
+                    del self.groups.dirty[name]
+        except OutOfEffort:
+            pass  # groups that were not reached stay dirty, and come first next time
+        return None
+
+    def _look(self, group: Group, progress: Mapping[str, Progress], seen: set[frozenset[str]]) -> Regrouping | None:
+        """`seen`: sets of groups that were looked at."""
+        again_s = math.inf
+        for window in self._windows(group):
+            names = frozenset(g.name for g in window)
+            if names in seen:
+                continue
+            seen.add(names)
+            if found := self._regrouping(window):
+                wait_s = self._wait_s(found, progress)
+                if wait_s == 0:
+                    return found
+                again_s = min(again_s, wait_s)
+        del self.groups.dirty[group.name]
+        if again_s < math.inf:
+            youngest = min(group.jobs, key=lambda job: progress[job.name].age_s if job.name in progress else math.inf)
+            at = progress.get(youngest.name)
+            self.groups.dirty[group.name] = (youngest.name, (at.age_s if at else 0.0) + again_s)
+        return None
+
+    def _windows(self, group: Group) -> Iterator[list[Group]]:
+        """Sets of groups to divide anew together, of `reach` jobs at most: this one and the emptiest others, then pairs of
+        them."""
+        if not any(self.search.may_move(job) for job in group.jobs):
+            return
+        reach = self.rules.reach
+        others = [g for g in self.groups.emptiest(WINDOWS * reach + 1) if g is not group]  # no window holds more than `reach`
+        for _ in range(WINDOWS):
+            window, size = [group], len(group.pins)
+            while others and size + len(others[0].pins) <= reach:
+                size += len(others[0].pins)
+                window.append(others.pop(0))
+            if len(window) > 1 or len(group.pins) > 1:
+                yield window
+            if len(window) > 2:
+                yield from ([group, other] for other in window[1:])
+            if not others:
+                return
+
+    def _regrouping(self, groups: Sequence[Group]) -> Regrouping | None:
+        usd, parts = self.partitioner.solve(job for group in groups for job in group.jobs)
+        now = sum(self.search.price.of_group(group) for group in groups)
+        found = regroup(groups, parts, self.search) if usd < now - EPSILON_USD else None
+        if found is None:
+            return None
+        # A cheaper division may need more nodes of the cheaper kind than a finite cluster has.
+        more = [sum(len(nodes(g)) for g in found.groups) - sum(len(nodes(g)) for g in found.old) for nodes in SIDES]
+        return found if all(need <= free for need, free in zip(more, self.groups.free, strict=True)) else None
+
+    def _wait_s(self, found: Regrouping, progress: Mapping[str, Progress]) -> float:
+        """0: carry it out now. Else seconds after which to look again."""
+        names = [job.name for group in found.groups for job in group.jobs]
+        if not all(name in progress for name in names):
+            return LATER_S
+        if wait_s := found.pays_in_s(self.groups.cluster, progress, self.rules.hysteresis):
+            return wait_s
+        if found.in_time(progress):
+            return 0.0
+        return LATER_S + LATER * min(progress[name].age_s for name in names)
+
+
+def _due(at: tuple[str, float] | None, progress: Mapping[str, Progress]) -> bool:
+    return at is None or at[0] not in progress or progress[at[0]].age_s >= at[1]

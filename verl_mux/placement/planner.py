@@ -15,31 +15,132 @@ empty cluster starts, if running jobs end.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from verl_mux.errors import UserError
 from verl_mux.placement import explain
+from verl_mux.placement.explain import Alternative, Decision, decision_for
 from verl_mux.placement.feasibility import Progress
 from verl_mux.placement.groups import Books, Place
 from verl_mux.placement.model import OURS, Cluster, Group, JobSpec, Rules, check_fits
-from verl_mux.placement.placer import Placer, unmoved
-from verl_mux.placement.questions import (
-    Again,
-    Alternative,
-    Answer,
-    Arrive,
-    Correct,
-    Decision,
-    Leave,
-    Move,
-    Question,
-    Queued,
-    Record,
-    Vacate,
-    decision_for,
-)
+from verl_mux.placement.placer import Action, Move, Placer, moved, unmoved
+
+# --- questions ---
+
+
+class Arrive(msgspec.Struct, frozen=True, tag=True):
+    """Where is this job to go? pair, elsewhere: as of a waiting job (`Queued`)."""
+
+    job: JobSpec
+    pair: str = ""
+    elsewhere: dict[str, JobSpec] = {}
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """What follows when this job is gone?"""
+
+    name: str
+
+
+class Open(msgspec.Struct, frozen=True, tag=True):
+    """What follows when nodes are available again?"""
+
+
+class Correct(msgspec.Struct, frozen=True, tag=True):
+    """What follows when the job, where it is, turns out to be like this?"""
+
+    job: JobSpec
+
+
+class Vacate(msgspec.Struct, frozen=True, tag=True):
+    """Where can the jobs go that are on this node, which is to be emptied?"""
+
+    node: str
+
+
+class Again(msgspec.Struct, frozen=True, tag=True):
+    """Does any move pay by now?"""
+
+
+Question = Arrive | Leave | Correct | Open | Vacate | Again
+
+
+# --- answers ---
+
+
+class Queued(msgspec.Struct, frozen=True):
+    """A job that waits for room. passed: younger jobs that started before it. pair: of pools, in which it is as `job` says, ""
+    for the first; elsewhere: as it is in others that could hold it."""
+
+    job: JobSpec
+    passed: int = 0
+    pair: str = ""
+    elsewhere: dict[str, JobSpec] = {}
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """moves: jobs that start or move. actions: what was done for SLOs at risk. decision: about the job that arrived, with the
+    alternatives; spec: that job as it was decided on; because: the reason, the end of a sentence.
+
+    What becomes of the record: changed, gone: groups, the latter by name; waiting, named, moved_at: as in Record. pending: moves
+    are in view that may pay later."""
+
+    moves: tuple[Move, ...] = ()
+    actions: tuple[Action, ...] = ()
+    decision: Decision | None = None
+    spec: JobSpec | None = None
+    because: str = ""
+    changed: tuple[Group, ...] = ()
+    gone: tuple[str, ...] = ()
+    waiting: tuple[Queued, ...] = ()
+    named: int = 0
+    moved_at: tuple[float, ...] = ()
+    pending: bool = False
+
+
+# --- the record ---
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for the index
+    """The whole memory of a planner. groups: as they are. waiting: in order of arrival. named: groups that were ever named, for
+    the next one's name. moved_at: seconds, of the moves of the last hour that count against the limit. version: number of
+    changes, so that a kept planner can be compared with it."""
+
+    groups: tuple[Group, ...] = ()
+    waiting: tuple[Queued, ...] = ()
+    named: int = 0
+    moved_at: tuple[float, ...] = ()
+    version: int = 0
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Group]:
+        return {group.name: group for group in self.groups}
+
+    @functools.cached_property
+    def _home(self) -> dict[str, Group]:
+        return {job.name: group for group in self.groups for job in group.jobs}
+
+    def job(self, name: str) -> JobSpec | None:
+        """The last estimates of a job that is placed or waits."""
+        if (group := self._home.get(name)) is not None:
+            return group.pin_of(name).job
+        return next((entry.job for entry in self.waiting if entry.job.name == name), None)
+
+    def group_of(self, name: str) -> Group | None:
+        return self._home.get(name)
+
+    def after(self, answer: Answer) -> Record:
+        """The record that the answer makes of this one."""
+        groups = {name: group for name, group in self.by_name.items() if name not in answer.gone}
+        groups.update((group.name, group) for group in answer.changed)
+        version = self.version + 1
+        return Record(
+            groups=tuple(groups.values()), waiting=answer.waiting, named=answer.named, moved_at=answer.moved_at, version=version
+        )
+
 
 # After this time it is worth asking again about moves that do not pay yet.
 ASK_AGAIN_S = 120.0
@@ -174,7 +275,7 @@ class Planner:
             placer = self.placer_of(pair)
             before = placer.groups.usd_per_hour
             if pair not in blocked and (place := placer.search.offer(specs[pair], progress)):
-                group = placer.take(place)
+                group = placer.groups.take(place)
                 self.waiting = self._passed(self.waiting, pair)
                 return pair, decision_for(group, placer.groups.usd_per_hour - before)
             refused.append((pair, Decision(job=job.name, outcome="queued", wait=wait)))
@@ -198,9 +299,9 @@ class Planner:
         home = self.home(job.name)
         if home is None:
             return Answer()
-        done = self.placer_of(home).correct(job, progress)
-        moves = (*done.moves, *self._follow(home, unmoved(progress, done.moves), now))
-        return msgspec.structs.replace(done, moves=moves)
+        moves, actions = self.placer_of(home).correct(job, progress)
+        moves += self._follow(home, unmoved(progress, moves), now)
+        return Answer(moves=tuple(moves), actions=tuple(actions))
 
     def _vacate(self, node: str, progress: Mapping[str, Progress]) -> list[Move]:
         """Move the jobs that can be moved off a closed node. Returns the jobs that move or start in consequence."""
@@ -242,7 +343,7 @@ class Planner:
     def _start(self, entry: Queued, places: Mapping[str, Place]) -> Move:
         """In the pair in which its work costs the least; an older job that could have had a node there was passed."""
         pair = min(places, key=lambda pair: places[pair].usd * places[pair].job.iteration_s)
-        move = self.placer_of(pair).start(places[pair])
+        move = moved(places[pair].job, "start", self.placer_of(pair).groups.take(places[pair]))
         at = self.waiting.index(entry)
         self.waiting = [*self._passed(self.waiting[:at], pair), *self.waiting[at + 1 :]]
         return move

@@ -24,8 +24,8 @@ from verl_mux.placement.estimator import Observed, estimate_error, expected
 from verl_mux.placement.feasibility import Progress
 from verl_mux.placement.group_run import group_periods
 from verl_mux.placement.model import Group, JobSpec
+from verl_mux.placement.placer import Move
 from verl_mux.placement.planner import pair_of
-from verl_mux.placement.questions import Move
 from verl_mux.profiling.eventlog import events
 
 # The first step compiles, allocates and loads what later ones find.

@@ -27,8 +27,20 @@ from verl_mux.errors import UserError
 from verl_mux.placement.estimator import LEAST, WINDOW, corrected, in_pairs
 from verl_mux.placement.feasibility import Progress
 from verl_mux.placement.model import LIVE, ORDERS, Cluster, Group, JobSpec, Pin, Pool
-from verl_mux.placement.planner import ASK_AGAIN_S, Planner, pair_of
-from verl_mux.placement.questions import Again, Answer, Arrive, Correct, Leave, Open, Question, Record, Vacate
+from verl_mux.placement.planner import (
+    ASK_AGAIN_S,
+    Again,
+    Answer,
+    Arrive,
+    Correct,
+    Leave,
+    Open,
+    Planner,
+    Question,
+    Record,
+    Vacate,
+    pair_of,
+)
 from verl_mux.profiling.eventlog import events
 
 # Seconds of a phase; no longer one is believed.

@@ -17,7 +17,7 @@ from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.messages import Member
 from verl_mux.coordinator.core.settings import Pool
 from verl_mux.placement.estimator import Observed
-from verl_mux.placement.questions import Answer, Question, Record
+from verl_mux.placement.planner import Answer, Question, Record
 
 
 class JobState(Enum):

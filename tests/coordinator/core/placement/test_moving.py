@@ -15,7 +15,7 @@ from verl_mux.coordinator.core.placing import Answerer
 from verl_mux.coordinator.core.records import DriverDied, JobState, MovesDue, ProcessesGone, State
 from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
 from verl_mux.placement.estimator import Observed
-from verl_mux.placement.questions import Move
+from verl_mux.placement.placer import Move
 
 OLD, NEW = {"rollout": ["r0"], "train": ["t0"]}, {"rollout": ["r1"], "train": ["t1"]}
 SHORT = Observed(rollout=(3.0, 3.0, 3.0), train=(3.0, 3.0, 3.0))

@@ -25,7 +25,7 @@ from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.errors import UserError
 from verl_mux.placement.estimator import Observed
-from verl_mux.placement.questions import Arrive, Record
+from verl_mux.placement.planner import Arrive, Record
 
 
 def test_a_job_that_comes_alone_gets_nodes_of_its_own(driver):
