@@ -271,8 +271,7 @@ def _estimated(job: JobSpec, lengths: Lengths, profile: Sequence[tuple[float, fl
         assert estimates.quantile is not None  # it comes with the kind, see parse_estimates
         seconds = upper_quantile(rollouts, estimates.quantile), upper_quantile(trains, estimates.quantile)
     rollout, train = (
-        Estimate(seconds=min(given, bound), bound_s=bound, source=estimates.kind)
-        for given, bound in zip(seconds, bounds, strict=True)
+        Estimate(seconds=min(given, bound), source=estimates.kind) for given, bound in zip(seconds, bounds, strict=True)
     )
     return msgspec.structs.replace(job, rollout=rollout, train=train, solo_s=solo_s)
 

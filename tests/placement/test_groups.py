@@ -1,17 +1,14 @@
 """Jobs, nodes and groups: what is refused, what is derived, and which groups are looked at first."""
 
-import bisect
-import math
-
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.placement.made_jobs import ANY_MODES, EITHER, jobs, make_cluster, make_job, overfull_nodes
+from tests.placement.made_jobs import EITHER, make_cluster, make_job, overfull_nodes
 from verl_mux.errors import UserError
 from verl_mux.placement.groups import Groups, Nodes, isolated
-from verl_mux.placement.model import Estimate, Group, NodeKind, Pin, Pool, Rules
+from verl_mux.placement.model import Group, NodeKind, Pin, Pool, Rules
 
 
 @pytest.mark.parametrize(
@@ -24,7 +21,6 @@ from verl_mux.placement.model import Estimate, Group, NodeKind, Pin, Pool, Rules
         (lambda: make_job("a", float("nan"), 1), "phase time is nan"),
         (lambda: NodeKind(name="k", gpus=10**400), "at least 1 and finite"),
         (lambda: make_job("a", 1, 1, rollout_nodes=10**9), "rollout_nodes is 1000000000; it must be at most 10000"),
-        (lambda: Estimate(seconds=5, bound_s=4), "above its own bound"),
         (lambda: NodeKind(name="k", gpus=0), "gpus is 0"),
         (lambda: Pool(name="p", kind=NodeKind(name="k"), nodes=("n", "n")), "names a node twice"),
         (lambda: make_job("a", 10, 10, modes=("both",)), "modes are both; allowed: separate, colocated, or both of them"),
@@ -99,66 +95,3 @@ def test_each_node_that_is_not_closed_is_taken_once(takes, closed):
     taken = [nodes.take() for _ in range(min(takes, int(nodes.free)))]
     assert len(set(taken)) == len(taken) and closed.isdisjoint(taken)
     assert nodes.free == 4 - len(closed) - len(taken)
-
-
-CLUSTER = make_cluster()
-USD = CLUSTER.rollout.kind.usd_per_hour, CLUSTER.train.kind.usd_per_hour
-
-
-def made_groups(members, sizes) -> list[Group]:
-    """Consecutive jobs in groups of these sizes, on as many nodes as the widest needs."""
-    groups, rest = [], list(members)
-    for number, size in enumerate(sizes):
-        mine, rest = rest[:size], rest[size:]
-        if not mine:
-            break
-        rollout = tuple(f"r{number}-{i}" for i in range(max(job.nodes[0] for job in mine)))
-        train = tuple(f"t{number}-{i}" for i in range(max(job.nodes[1] for job in mine)))
-        pins = tuple(Pin(job=job, rollout=rollout[: job.nodes[0]], train=train[: job.nodes[1]]) for job in mine)
-        groups.append(Group(name=f"g{number}", pins=pins, rollout_nodes=rollout, train_nodes=train))
-    return groups
-
-
-def scanned(groups, job, cap, room, below, best_fit):
-    found = []
-    for turn, group in enumerate(groups):
-        roomy = bisect.bisect_right(group.rollout_used, room[0]), bisect.bisect_right(group.train_used, room[1])
-        shared = min(roomy[0], job.nodes[0]), min(roomy[1], job.nodes[1])
-        new = job.nodes[0] - shared[0], job.nodes[1] - shared[1]
-        least = new[0] * USD[0] + new[1] * USD[1]
-        if len(group.pins) < cap and least < below and shared != (0, 0):
-            found.append((least, -group.fullness if best_fit else 0.0, turn, group.name))
-    return [(least, name) for least, _, _, name in sorted(found)]
-
-
-@given(
-    members=jobs(most=12, nodes=3, modes=ANY_MODES).map(lambda drawn: [job.in_modes[-1] for job in drawn]),
-    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=12),
-    gone=st.sets(st.integers(0, 11)),
-    cap=st.integers(1, 5),
-    room=st.tuples(st.floats(0, 1), st.floats(0, 1)),
-    below=st.sampled_from((20.0, 50.0, math.inf)),
-    best_fit=st.booleans(),
-)
-def test_openings_and_the_emptiest_are_those_of_a_scan(members, sizes, gone, cap, room, below, best_fit):
-    newcomer, *members = members
-    table, groups = Groups(CLUSTER), made_groups(members, sizes)
-    table.adopt(groups)
-    # Some leave, and every second of them comes back, as the youngest.
-    left = [group for number, group in enumerate(groups) if number in gone]
-    for group in left:
-        table._drop(group.name)
-    table.adopt(left[::2])
-    there = [group for group in groups if group not in left] + left[::2]
-
-    found = [(least, group.name) for least, group in table.openings(newcomer, cap, room, below, best_fit)]
-    assert found == scanned(there, newcomer, cap, room, below, best_fit)
-    for count in range(len(there) + 2):
-        assert table.emptiest(count) == sorted(there, key=lambda group: group.fullness)[:count]
-
-
-def test_a_group_keeps_its_turn_when_its_order_changes():
-    groups = Groups(CLUSTER)
-    groups.adopt(made_groups([make_job("a", 100, 100), make_job("b", 100, 100)], [1, 1]))
-    groups.reorder("g0", "longest-first")
-    assert [group.name for group in groups.emptiest(2)] == ["g0", "g1"]

@@ -77,6 +77,14 @@ def test_a_waiting_job_is_passed_so_often_and_no_more():
     assert "wide" in placer.groups.home and passed == 3
 
 
+def four(rules: Rules = OURS, **fields) -> tuple[Planner, list[tuple[str, str]]]:
+    """Four alike in two groups; and who shares with whom."""
+    placer = Planner.of_one(make_cluster(), rules)
+    for name in ("a", "x", "b", "y"):
+        placer.admit(make_job(name, 100, 100, slo=1.3, cold_start_s=60, **fields))
+    return placer, [tuple(job.name for job in group.jobs) for group in placer.groups.values()]
+
+
 def test_the_complementary_jobs_of_the_paper_share_all_nodes():
     placer = Planner.of_one(make_cluster())
     first = placer.admit(make_job("a", 132, 104, slo=1.3))
@@ -93,17 +101,9 @@ def test_a_skewed_job_brings_rollout_nodes_and_shares_the_training_node():
 
 
 def test_after_a_departure_those_left_share_nodes_once_it_pays():
-    placer = Planner.of_one(make_cluster())
-    for name in ("a", "x", "b", "y"):
-        placer.admit(make_job(name, 100, 100, slo=1.3, cold_start_s=60))
-    homes = placer.groups.home
-    pairs = {homes[name]: [other for other in homes if homes[other] == homes[name]] for name in homes}
-    assert all(len(names) == 2 for names in pairs.values())
-    gone = [names[0] for names in pairs.values()]
-    young = {name: Progress(age_s=30) for name in homes}
-    for name in gone:
-        young.pop(name)
-        assert placer.depart(name, young) == []
+    placer, pairs = four()
+    young = {stays: Progress(age_s=30) for _, stays in pairs}
+    assert [placer.depart(gone, young) for gone, _ in pairs] == [[], []]
     aged = {name: Progress(age_s=200 * 500, done=500) for name in young}
     (move,) = placer.repack(aged)
     assert move.kind == "move" and move.load_s == 60 and len(placer.groups) == 1
@@ -150,26 +150,18 @@ def test_where_nobody_can_be_moved_the_tightest_goes_first_and_it_is_said_why():
 
 
 def test_a_job_that_nobody_can_start_again_is_not_moved():
-    placer = Planner.of_one(make_cluster())
-    for name in ("a", "x", "b", "y"):
-        placer.admit(make_job(name, 100, 100, slo=1.3, movable=False))
-    homes = placer.groups.home
-    for gone in ("a", "b"):
+    placer, pairs = four(movable=False)
+    for gone, _ in pairs:
         placer.depart(gone)
-    aged = {name: Progress(age_s=200 * 500, done=500) for name in homes}
-    assert placer.repack(aged) == []
+    assert placer.repack({stays: Progress(age_s=200 * 500, done=500) for _, stays in pairs}) == []
 
 
 def test_a_saving_must_pay_so_many_times():
     def moved_at(hysteresis: float) -> bool:
-        placer = Planner.of_one(make_cluster(), Rules(hysteresis=hysteresis))
-        for name in ("a", "x", "b", "y"):
-            placer.admit(make_job(name, 100, 100, slo=1.3, cold_start_s=60))
-        young = {name: Progress(age_s=30) for name in placer.groups.home}
-        for gone in ("a", "b"):
-            young.pop(gone)
-            placer.depart(gone, young)
-        return bool(placer.repack({name: Progress(age_s=20_000, done=100) for name in young}))
+        placer, pairs = four(Rules(hysteresis=hysteresis))
+        for gone, _ in pairs:
+            placer.depart(gone, {stays: Progress(age_s=30) for _, stays in pairs})
+        return bool(placer.repack({stays: Progress(age_s=20_000, done=100) for _, stays in pairs}))
 
     assert moved_at(1.0) and not moved_at(1000.0)
 
@@ -184,17 +176,9 @@ def test_a_saving_must_pay_so_many_times():
     ],
 )
 def test_nobody_is_moved_beside_a_job_that_ends_soon(lefts, moves):
-    placer = Planner.of_one(make_cluster(), Rules(hysteresis=10.0))
-    for name in ("a", "x", "b", "y"):
-        placer.admit(make_job(name, 100, 100, slo=1.3, cold_start_s=60))
-    homes = placer.groups.home
-    pairs: dict[str, list[str]] = {}
-    for name, group in homes.items():
-        pairs.setdefault(group, []).append(name)
-    progress = {
-        stays: Progress(age_s=30, solo_s=10_000, left=left) for (_, stays), left in zip(pairs.values(), lefts, strict=True)
-    }
-    moved = [move.job for goes, _ in list(pairs.values()) for move in placer.depart(goes, progress)]
+    placer, pairs = four(Rules(hysteresis=10.0))
+    progress = {stays: Progress(age_s=30, solo_s=10_000, left=left) for (_, stays), left in zip(pairs, lefts, strict=True)}
+    moved = [move.job for goes, _ in pairs for move in placer.depart(goes, progress)]
     assert bool(moved) is moves
     pending = placer.answer(Open(), progress).pending
     assert not placer.repack(progress) and pending is (None in lefts and 2 not in lefts)

@@ -102,11 +102,6 @@ def test_a_sweep_as_a_table_has_a_line_for_each_value(run_main, trace):
     assert all(line.split()[2] == "100.0%" for line in lines) and foot == "USD/h and SLO real; 12 jobs, 1 seeds"
 
 
-def test_a_table(run_main, trace):
-    code, out, _ = run_main("simulate", trace, "--policies", "solo,ours", "--max-jobs", 0)
-    assert code == 0 and "12 jobs, 1 seeds" in out
-
-
 def test_the_packaged_trace_has_300_jobs(run_main):
     code, out, _ = run_main("simulate", "--policies", "colocated", "--max-jobs", 0, "--json")
     assert code == 0 and json.loads(out)["jobs"] == 300

@@ -10,10 +10,7 @@ import pytest
 from research.paper import others, schedules
 from research.paper.__main__ import CLAIMS, find_claims
 from research.paper.figure import Figure, markdown
-from research.workload.varying import read_lengths
-from research.workload.workload import packaged_trace
 from verl_mux.errors import UserError
-from verl_mux.placement.estimator import LinkModel
 from verl_mux.placement.group_run import group_periods
 
 ROOT = Path(__file__).parents[2]
@@ -48,12 +45,6 @@ def test_without_switches_and_syncs_the_longest_iteration_sets_the_period_of_fig
     periods = group_periods(schedules.CASES["c"].group(free=True))
     longest = max(job.iteration_s for job in schedules.CASES["c"].group(free=True).jobs)
     assert all(period == pytest.approx(longest) for period in periods.values())
-
-
-def test_a_sync_of_twice_the_weights_takes_twice_as_long_by_the_one_model():
-    link = LinkModel()
-    assert link.two_stage_s(30.4, 8, 1) == pytest.approx(2 * link.two_stage_s(15.2, 8, 1))
-    assert len(others.BARS) == 6
 
 
 def test_theorem_1_holds_on_one_node_and_not_on_two():
@@ -129,10 +120,6 @@ def test_the_command_prints_json():
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout)["figures"]
     assert {figure["claim"] for figure in figures} == {"R1", "R6"}
-
-
-def test_the_traces_and_lengths_that_the_simulator_carries_are_found():
-    assert len(packaged_trace()) == 300 and len(read_lengths()) >= 3
 
 
 def test_an_unknown_claim_ends_with_one_line_and_exit_code_2():

@@ -85,8 +85,7 @@ class _Job(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def _phase(self, side: str, seconds: float | None, bound: Bounds | None) -> Estimate:
         if seconds is None and bound is not None:
-            longest = getattr(bound, f"{side}_s")
-            return Estimate(seconds=longest, bound_s=longest, source="bound")
+            return Estimate(seconds=getattr(bound, f"{side}_s"), source="bound")
         if seconds is None:
             raise UserError(f"job {self.name!r}: {side}_s is missing; give it, or what a step computes (`computes`)")
         if not (seconds >= 0 and math.isfinite(seconds)):

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from verl_mux.composed_config import at, count
 from verl_mux.errors import UserError
-from verl_mux.placement.model import COLOCATED, SEPARATE, Cluster, Estimate, JobSpec, Rules, check_fits
+from verl_mux.placement.model import COLOCATED, SEPARATE, Cluster, Estimate, JobSpec, too_large
 
 # --- what a GPU (or a CPU core that stands for one) can do, as far as phase times depend on it ---
 
@@ -356,8 +356,8 @@ def job_spec(name: str, needs: JobNeeds, found: Bounds, slo: float = 2.0) -> Job
     """The job as placement sees it before its first step."""
     return JobSpec(
         name=name,
-        rollout=Estimate(seconds=found.rollout_s, bound_s=found.rollout_s, source="bound"),
-        train=Estimate(seconds=found.train_s, bound_s=found.train_s, source="bound"),
+        rollout=Estimate(seconds=found.rollout_s, source="bound"),
+        train=Estimate(seconds=found.train_s, source="bound"),
         sync_s=found.sync_s,
         rollout_nodes=needs.rollout_nodes,
         train_nodes=needs.train_nodes,
@@ -371,8 +371,6 @@ def in_pairs(
     name: str,
     needs: JobNeeds,
     clusters: Mapping[str, Cluster],
-    kinds: Mapping[str, GpuKind],
-    rules: Rules,
     *,
     profiled: Observed,
     slo: float,
@@ -383,7 +381,7 @@ def in_pairs(
     """The job in each pair of pools that could hold it. What it was seen to take counts for the first of them; in the others its
     phases last as many times as long as their bounds do, and the limit of its SLO stays. Raises UserError: no pair could.
 
-    clusters: by name of the pair. kinds: the user's own."""
+    clusters: by name of the pair."""
     found: dict[str, JobSpec] = {}
     refusals: list[UserError] = []
     first: tuple[JobSpec, Bounds] | None = None
@@ -394,12 +392,13 @@ def in_pairs(
         met.add(cluster.train.name)
         try:
             pools = cluster.train if colocated else cluster.rollout, cluster.train
-            there = bounds(needs, *(find_kind(pool.kind.name, kinds) for pool in pools))
+            there = bounds(needs, *(find_kind(pool.kind.name, {}) for pool in pools))
             modes = (COLOCATED if colocated else SEPARATE,)
             own = {"movable": movable, "move_s": move_s, "modes": modes, "colocated": colocated}
             spec = msgspec.structs.replace(learnt(job_spec(name, needs, there, slo), profiled, "profile"), **own)
             spec = spec if first is None else _elsewhere(spec, there, *first)
-            check_fits(spec, cluster, rules)
+            if why := too_large(spec, cluster):
+                raise UserError(why)
         except UserError as error:
             refusals.append(error)
             continue
@@ -425,8 +424,7 @@ def _elsewhere(spec: JobSpec, there: Bounds, known: JobSpec, before: Bounds) -> 
 
 
 def _scaled(phase: Estimate, times: float) -> Estimate:
-    bound = None if phase.bound_s is None else phase.bound_s * times
-    return msgspec.structs.replace(phase, seconds=phase.seconds * times, bound_s=bound)
+    return msgspec.structs.replace(phase, seconds=phase.seconds * times)
 
 
 # --- while the job runs: what it was seen to take ---
@@ -461,19 +459,13 @@ def expected(job: JobSpec, observed: Observed) -> JobSpec:
     between = median(observed.between or [0.0])
     return msgspec.structs.replace(
         job,
-        rollout=_seen(job.rollout, median(observed.rollout) + between, "median"),
-        train=_seen(job.train, median(observed.train), "median"),
+        rollout=Estimate(seconds=median(observed.rollout) + between, source="median"),
+        train=Estimate(seconds=median(observed.train), source="median"),
         sync_s=0.0,
         rollout_switch_s=0.0,
         train_switch_s=0.0,
         tail_s=between,
     )
-
-
-def _seen(before: Estimate, seconds: float, source: str) -> Estimate:
-    """A phase as it was observed. The bound stays known as long as it holds; a phase beyond it shows that it was none."""
-    bound = before.bound_s if before.bound_s is not None and before.bound_s >= seconds else None
-    return Estimate(seconds=seconds, bound_s=bound, source=source)
 
 
 def estimate_error(job: JobSpec, phase: str, observed_s: float) -> dict[str, float | str]:
@@ -508,7 +500,7 @@ def learnt(job: JobSpec, observed: Observed, source: str = "mean") -> JobSpec:
     if observed.steps < LEAST:
         return job
     between = median(observed.between[-RECENT:] or [0.0])
-    rollout, train = _estimate(observed.rollout, job.rollout, between, source), _estimate(observed.train, job.train, 0.0, source)
+    rollout, train = _estimate(observed.rollout, between, source), _estimate(observed.train, 0.0, source)
     return msgspec.structs.replace(job, rollout=rollout, train=train, tail_s=between, sync_s=0.0, solo_s=None)
 
 
@@ -520,7 +512,7 @@ def corrected(job: JobSpec, observed: Observed) -> JobSpec | None:
 
 def drifted(job: JobSpec, now: JobSpec) -> bool:
     """Whether the phases of `now` differ from those that the job was placed by, beyond what chance would do."""
-    rollout = msgspec.structs.replace(job.rollout, seconds=job.rollout.seconds + job.sync_s, bound_s=None)
+    rollout = msgspec.structs.replace(job.rollout, seconds=job.rollout.seconds + job.sync_s)
     return _differ(rollout, now.rollout) or _differ(job.train, now.train)
 
 
@@ -531,11 +523,11 @@ def _differ(before: Estimate, now: Estimate) -> bool:
     return off > max(WORTH, ERRORS * math.hypot(now.unsure, 0 if before.source == "given" else before.unsure))
 
 
-def _estimate(seconds: Sequence[float], before: Estimate, more: float, source: str) -> Estimate:
+def _estimate(seconds: Sequence[float], more: float, source: str) -> Estimate:
     recent = seconds[-RECENT:]
     mean = fmean(recent)
     cv = _cv(recent, mean)
-    return msgspec.structs.replace(_seen(before, mean + more, source), cv=cv, unsure=cv / math.sqrt(len(recent)))
+    return Estimate(seconds=mean + more, source=source, cv=cv, unsure=cv / math.sqrt(len(recent)))
 
 
 def _cv(seconds: Sequence[float], mean: float) -> float:

@@ -102,7 +102,7 @@ def _room(group: Group, job: JobSpec, cluster: Cluster, at: int) -> dict[int, li
     shares = [(each.rollout_share, each.train_share)[at] for each in (*group.jobs, job)]
     gb = [each.memory_gb[at] for each in (*group.jobs, job)]
     on = [(pin.rollout, pin.train)[at] for pin in group.pins]
-    for node in cluster.open(SIDES[at](group)):
+    for node in [node for node in SIDES[at](group) if node not in cluster.closed]:
         here = [i for i, nodes in enumerate(on) if node in nodes]
         time, memory = sum([shares[i] for i in here]) + shares[-1], sum([gb[i] for i in here]) + gb[-1]
         if time <= TOLERANCE and memory <= most_gb:

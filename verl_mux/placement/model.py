@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -79,10 +79,6 @@ class Cluster(_Value, frozen=True):
     train: Pool
     closed: frozenset[str] = frozenset()
 
-    def open(self, nodes: Iterable[str]) -> list[str]:
-        """Those of the nodes that one more job may share."""
-        return [node for node in nodes if node not in self.closed]
-
 
 # The paper's testbed (RollMux, arXiv 2512.11306v2, table 1): nodes of eight; it says only "1-2 TB" of host memory.
 H20 = NodeKind(name="H20", usd_per_gpu_hour=1.85)
@@ -91,14 +87,13 @@ TESTBED = Cluster(rollout=Pool(name="rollout", kind=H20), train=Pool(name="train
 
 
 class Estimate(_Value, frozen=True):
-    """Seconds of one phase as decisions count with, and the bound it cannot pass (None: none known).
+    """Seconds of one phase as decisions count with.
 
     `source`: `given`, `bound` (every response at its maximum length), `profile` (a few steps alone), `mean`, `quantile` or
     `median` of observed phases. cv: standard deviation over mean from one step to the next. unsure: the same for `seconds`.
     """
 
     seconds: float
-    bound_s: float | None = None
     source: str = "given"
     cv: float = 0.0
     unsure: float = 0.0
@@ -107,14 +102,9 @@ class Estimate(_Value, frozen=True):
         _check("phase time", self.seconds)
         _check("cv of a phase", self.cv)
         _check("unsure of a phase", self.unsure)
-        if self.bound_s is not None and self.bound_s < self.seconds:
-            raise UserError(f"phase time {self.seconds:g} s is above its own bound {self.bound_s:g} s")
 
 
-_AT_LEAST_0 = (
-    *("sync_s", "tail_s", "rollout_switch_s", "train_switch_s", "cold_start_s"),
-    *("rollout_memory_gb", "train_memory_gb"),
-)
+_AT_LEAST_0 = ["sync_s", "tail_s", "rollout_switch_s", "train_switch_s", "cold_start_s", "rollout_memory_gb", "train_memory_gb"]
 
 
 class JobSpec(_Value, frozen=True):
@@ -152,10 +142,9 @@ class JobSpec(_Value, frozen=True):
     def __post_init__(self) -> None:
         where = f"job {self.name!r}:"
         self._check_modes(where)
-        for field in _AT_LEAST_0:
-            _check(f"{where} {field}", getattr(self, field))
-        for field in ("rollout_nodes", "train_nodes", "slo"):
-            _check(f"{where} {field}", getattr(self, field), 1)
+        for least, fields in ((0, _AT_LEAST_0), (1, ("rollout_nodes", "train_nodes", "slo"))):
+            for field in fields:
+                _check(f"{where} {field}", getattr(self, field), least)
         for field in ("rollout_nodes", "train_nodes"):
             if (count := getattr(self, field)) > MAX_NODES:
                 raise UserError(f"{where} {field} is {count}; it must be at most {MAX_NODES}")

@@ -68,8 +68,6 @@ def specs(asked: m.Register, config: Config) -> dict[str, JobSpec]:
         asked.job,
         asked.needs,
         clusters,
-        {},
-        LIVE,
         profiled=asked.profiled,
         slo=placing.slo if asked.slo is None else asked.slo,
         movable=asked.movable,
