@@ -87,8 +87,9 @@ def state(coordinator):
 
 
 def mapped(tmp_path):
-    """Jobs in the order in which they began or ceased to hold something on r1, as the agent logged it."""
+    """Jobs in the order in which they began or ceased to hold something on r1, as agents logged it."""
     lines = [json.loads(line) for file in (tmp_path / "logs").rglob("*.jsonl") for line in file.read_text().splitlines()]
+    lines.sort(key=lambda line: line["timestamp"])
     found = [line["extra"] for line in lines if line["event"] == events.DEVICE_MEMORY]
     return [(about["job"], about["bytes"]) for about in found if about["node"] == "r1"]
 
