@@ -61,40 +61,26 @@ class TestPausedMemoryIsReallyGivenBack:
         tensor[mmap.PAGESIZE] = -1
         assert view[0] == -1
 
-    def test_mapped_bytes_say_what_each_tag_holds(self, saver):
-        tensor = tracked(saver, "weights")
-        assert saver.mapped_bytes() == {"weights": tensor.nbytes}
-        assert saver.pause("weights").mapped == 0
-        assert saver.mapped_bytes() == {"weights": 0}
-        resumed = saver.resume("weights")
-        assert (resumed.nbytes, resumed.mapped) == (tensor.nbytes, tensor.nbytes) and resumed.seconds > 0
-        assert saver.mapped_bytes() == {"weights": tensor.nbytes}
+
+ONES = torch.randint(0, 2, (5 * mmap.PAGESIZE,))
+KINDS = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 
 
 class TestHostCopy:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64])
-    def test_values_come_back_bit_for_bit(self, saver, dtype):
-        tensor = torch.randint(0, 2, (5 * mmap.PAGESIZE,)).to(dtype)
-        expected = tensor.clone()
+    @pytest.mark.parametrize("values", [*map(ONES.to, KINDS), torch.tensor([float("nan"), -0.0]).repeat(2 * mmap.PAGESIZE)])
+    def test_values_come_back_bit_for_bit(self, saver, values):
+        tensor = values.clone()
         saver.track("params", [tensor])
-        saver.pause("params")
-        saver.resume("params")
-        assert tensor.equal(expected)
+        assert saver.pause("params").mapped == 0
+        moved = saver.resume("params")
+        assert tensor.view(torch.uint8).equal(values.view(torch.uint8))
+        assert moved.nbytes == moved.mapped == saver.mapped_bytes()["params"] == tensor.nbytes and moved.seconds > 0
 
     def test_without_a_host_copy_the_values_are_gone(self, saver):
         tensor = tracked(saver, "kv_cache", backup=False)
         saver.pause("kv_cache")
         with pytest.raises(ValueError, match="has no host copy"):
             saver.host_copy(tensor)
-
-    def test_not_a_number_and_minus_zero_survive(self, saver):
-        tensor = torch.full((4 * mmap.PAGESIZE,), float("nan"))
-        tensor[::2] = -0.0
-        bits = tensor.view(torch.int32).clone()
-        saver.track("params", [tensor])
-        saver.pause("params")
-        saver.resume("params")
-        assert tensor.view(torch.int32).equal(bits)
 
     @given(
         dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8]),
@@ -149,16 +135,6 @@ class TestHostCopy:
 
 
 class TestRefusals:
-    def test_a_paused_tag_is_not_paused_again_nor_an_active_one_resumed(self, saver):
-        tensor = tracked(saver, "weights")
-        with pytest.raises(ValueError, match="'weights' is active already"):
-            saver.resume("weights")
-        saver.pause("weights")
-        with pytest.raises(ValueError, match="'weights' is paused already"):
-            saver.pause("weights")
-        saver.resume("weights")
-        assert tensor.equal(torch.arange(tensor.numel(), dtype=torch.float32))
-
     def test_two_storages_on_one_memory_are_refused_and_keep_their_values(self, saver):
         array = np.ones(4 * mmap.PAGESIZE, dtype=np.float32)
         first, second = torch.from_numpy(array), torch.from_numpy(array)
@@ -381,7 +357,7 @@ class AgainstAModel(RuleBasedStateMachine):
     @precondition(lambda self: not all(self.paused.values()))
     def pause(self, tag):
         if self.paused[tag]:
-            with pytest.raises(ValueError):
+            with pytest.raises(ValueError, match="is paused already"):
                 self.saver.pause(tag)
             return
         self.saver.pause(tag)
@@ -390,7 +366,7 @@ class AgainstAModel(RuleBasedStateMachine):
     @rule(tag=st.sampled_from("ab"))
     def resume(self, tag):
         if not self.paused[tag]:
-            with pytest.raises(ValueError):
+            with pytest.raises(ValueError, match="is active already"):
                 self.saver.resume(tag)
             return
         lost = [k for k in self.alive if self._gone(k) and self._allocation(k)[0] == tag and not self._allocation(k)[1].backup]

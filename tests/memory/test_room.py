@@ -203,16 +203,3 @@ def test_room_that_goes_while_it_wakes_takes_back_what_was_mapped(residents):
     assert device.held == 0
     states[1].room = 6 * GB
     assert residents.wake("actor", states, device)["params"].nbytes == 15 * GB
-
-
-def test_the_ledger_of_a_device_with_a_budget_knows_what_is_free(residents, monkeypatch, tmp_path):
-    monkeypatch.setenv(device_ledger.DIRECTORY_VARIABLE, str(tmp_path))
-    for name in ("_tags", "_charges"):
-        monkeypatch.setattr(device_ledger, name, {})
-    states = States(Device(), 10 * GB)
-    residents.sleep("actor", [states], None)
-    monkeypatch.setenv(device_ledger.BUDGET_VARIABLE, str(9 * GB))
-    with pytest.raises(Failure, match="the actor's states take 10.00 GB, 9.00 are free"):
-        residents.wake("actor", [states], None)
-    monkeypatch.setenv(device_ledger.BUDGET_VARIABLE, str(10 * GB))
-    assert residents.wake("actor", [states], None)["params"].nbytes == 10 * GB

@@ -10,7 +10,6 @@ pytest.importorskip("verl")
 from tests.in_loop import in_loop
 from verl_mux.errors import UserError
 from verl_mux.sync import engine as engine_module
-from verl_mux.sync import receiving
 from verl_mux.sync.engine import MuxCheckpointEngine, figures, raise_failure, settled
 from verl_mux.sync.export import Range, as_bytes
 from verl_mux.sync.layout import Lost, SyncError
@@ -191,17 +190,6 @@ def test_an_interface_is_chosen_by_name(cluster):
     asyncio.run(run())
     with pytest.raises(UserError, match=r"mux.sync.interface is 'nic9'; .* has "):
         MuxCheckpointEngine(4096, interface="nic9").prepare()
-
-
-@in_loop
-async def test_an_error_reaches_both_ends_and_the_next_sync_works(cluster, monkeypatch):
-    monkeypatch.setattr(receiving, "LAST_CALL_S", 0.2)
-
-    ends = cluster(2, ["a", "a", "b"], timeout_s=5.0)
-    got, said = await ends.sync(3, asked=4, outcomes=True)
-    assert all(isinstance(each, SyncError) for each in [*got, *said])
-    got, _ = await ends.sync(5)
-    assert all(same(each) for each in got)
 
 
 @in_loop

@@ -91,18 +91,16 @@ def test_the_reason_comes_after_a_frame_that_was_on_its_way_where_that_one_ends(
 
 
 def test_a_header_tells_the_sizes_of_the_largest_models():
-    key, noted = new_key(), Header(Kind.ATTACH, number=2**41, nbytes=2**40, source=2**20, digest=2**64 - 1)
-    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
-        server.settimeout(10.0)
-        other = pool.submit(Connection.to, server.getsockname(), "the other", Seal(key), Hello("one", 0, 1), 10.0)
-        accepted = Connection.accepted(server.accept()[0], Seal(key), 10.0)
-        assert accepted is not None
-        other.result(10.0).write(noted)
-        assert accepted[0].read() == noted
+    noted = Header(Kind.ATTACH, number=2**41, nbytes=2**40, source=2**20, digest=2**64 - 1)
+    with pair() as (here, there):
+        there.write(noted)
+        assert here.read() == noted
 
 
-def test_only_who_has_the_key_makes_the_code():
+def test_only_who_has_the_key_makes_the_code_and_each_connection_its_own():
     key = new_key()
+    one, other = Seal(key).of_connection(b"nonce 1", b"hello"), Seal(key).of_connection(b"nonce 2", b"hello")
+    assert not other.is_ours(one.code(b"header"), b"header")
     code = Seal(key).code(b"header", b"body")
     assert Seal(key).is_ours(code, b"header", b"body")
     for seal, given, parts in [
@@ -111,9 +109,3 @@ def test_only_who_has_the_key_makes_the_code():
         (Seal(key), b"", (b"header", b"body")),
     ]:  # fmt: skip
         assert not seal.is_ours(given, *parts)
-
-
-def test_what_is_ours_on_one_connection_is_not_on_another():
-    key = Seal(new_key())
-    one, other = key.of_connection(b"nonce 1", b"hello"), key.of_connection(b"nonce 2", b"hello")
-    assert not other.is_ours(one.code(b"header"), b"header")

@@ -76,33 +76,23 @@ def test_what_the_sleeping_others_keep_stands_beside_every_phase():
     assert found.fits
 
 
-def graphs(found, phase):
-    """Bytes of one's own graphs in a phase, and what the two others keep."""
-    told = found.gpus["r0" if phase != "train" else "t0"].phases[phase].bytes
-    return told.get("graphs", 0), told["others"]
-
-
-def test_graphs_that_sleep_stand_beside_the_phases_in_which_their_engine_is_awake():
-    found = certificate(*(seven_billion(name) for name in "abc"))
-    assert graphs(found, "rollout") == graphs(found, "sync") == (GRAPHS, 2 * ENGINE_KEEPS)
-
-
-def test_graphs_that_stay_are_kept_by_the_sleeping_too():
+@pytest.mark.parametrize(
+    ("rollout", "budget", "own", "left"),
+    [({}, None, GRAPHS, 0), ({}, 96, GRAPHS, GRAPHS), ({"enforce_eager": True}, None, 0, 0)],
+    ids=["graphs that sleep", "graphs that stay", "no graphs"],
+)  # fmt: skip
+def test_graphs_stand_beside_phases_in_which_their_engine_is_awake_and_of_sleeping_engines_where_they_stay(
+    rollout, budget, own, left
+):
     def job(name):
-        config = verl(name, {"tensor_model_parallel_size": 2})
-        config["mux"]["device"] = {"budget": 96}
+        config = verl(name, {"tensor_model_parallel_size": 2, **rollout})
+        config["mux"]["device"] = {"budget": budget}
         return read_job(config, QWEN25_7B)
 
-    found = certificate(*(job(name) for name in "abc"))
-    assert graphs(found, "rollout") == graphs(found, "sync") == (GRAPHS, 2 * (ENGINE_KEEPS + GRAPHS))
-    assert found.gpus["r0"].phases["rollout"].total - 2 * GRAPHS == (
-        certificate(*(seven_billion(name) for name in "abc")).gpus["r0"].phases["rollout"].total
-    )
-
-
-def test_an_engine_that_captures_no_graphs_holds_none():
-    found = certificate(*(seven_billion(name, enforce_eager=True) for name in "abc"))
-    assert graphs(found, "rollout") == (0, 2 * ENGINE_KEEPS)
+    phases = certificate(*(job(name) for name in "abc")).gpus["r0"].phases
+    for phase in ("rollout", "sync"):
+        told = phases[phase].bytes
+        assert (told.get("graphs", 0), told["others"]) == (own, 2 * (ENGINE_KEEPS + left))
 
 
 def test_a_colocated_job_keeps_both_halves_and_each_phase_sees_the_other_one():
@@ -164,10 +154,11 @@ def test_the_shape_that_is_promised():
     assert told["parameters"]["a"] == {"total": 7_615_616_512, "active": 7_615_616_512}
 
 
-def test_what_a_run_measured_takes_the_place_of_the_formula():
-    found = certificate(seven_billion(), measured={"a": {"rollout": {"weights": 7}}})
-    assert found.gpus["r0"].phases["rollout"].bytes["weights"] == 7
-    assert found.gpus["r0"].phases["sync"].bytes["weights"] > 7
+def test_what_a_run_measured_takes_the_place_of_the_formula_and_names_are_unique():
+    phases = certificate(seven_billion(), measured={"a": {"rollout": {"weights": 7}}}).gpus["r0"].phases
+    assert phases["rollout"].bytes["weights"] == 7 < phases["sync"].bytes["weights"]
+    with pytest.raises(UserError, match="'a'"):
+        certificate(seven_billion(), seven_billion())
 
 
 def test_adapters_are_what_is_trained():
@@ -190,9 +181,3 @@ def test_what_it_cannot_certify_is_refused_by_name(actor, rollout, words):
     with pytest.raises(UserError) as refused:
         read_job(verl(actor=actor, rollout=rollout), QWEN25_7B)
     assert words in str(refused.value)
-
-
-def test_two_jobs_of_one_name_are_refused():
-    with pytest.raises(UserError) as refused:
-        certificate(seven_billion(), seven_billion())
-    assert "'a'" in str(refused.value)

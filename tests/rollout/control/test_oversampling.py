@@ -122,14 +122,6 @@ def test_the_rest_is_aborted_when_enough_groups_are_complete():
     assert set(it.batch) == {"p0", "p1", "p2", "p5"}
 
 
-def test_a_group_is_complete_only_with_all_its_samples():
-    it = started(samples=2, rate=0.0, wanted=1)
-    it.end("p0", sample=0)
-    assert it.batch is None
-    it.end("p0", sample=1)
-    assert it.batch == ("p0",)
-
-
 def test_left_over_groups_go_first_and_whole_in_the_next_step():
     it = started(samples=2, rate=0.5, wanted=2)
     for name in ("p1", "p2"):
@@ -140,19 +132,9 @@ def test_left_over_groups_go_first_and_whole_in_the_next_step():
     assert set(it.batch) == {"p1", "p2"}
     it.begin(2)
     assert it.launched[:2] == ["p0", "p0"]
-    assert (it.running["p0", 0].kept, it.running["p0", 1].kept) == (7, 3)
-
-
-def test_resumed_groups_waste_nothing_and_count_only_new_tokens():
-    it = started(rate=0.5, wanted=2)
-    it.end("p1")
-    it.end("p2")
-    it.cut("p0", 7)
-    assert it.machine.metrics.wasted_tokens == 0
-    it.begin(2)
-    it.end("p0", 9)
-    it.end("p3", 1)
-    assert it.machine.metrics.generated_tokens == 3
+    assert (it.running["p0", 0].kept, it.running["p0", 1].kept) == (7, 3) and it.machine.metrics.generated_tokens == 0
+    it.end("p0", 9, 0)
+    assert (it.machine.metrics.generated_tokens, it.machine.metrics.wasted_tokens) == (2, 0)
 
 
 def test_a_group_cut_off_often_enough_runs_to_its_end_and_the_step_waits_for_it():
@@ -287,12 +269,6 @@ def test_drop_gives_up_what_is_older():
         it.begin()
         it.run(min, last=["p0"])
     assert it.dropped == ["p0"]
-
-
-def test_a_limit_of_none_trains_every_token_in_the_step_that_wrote_it():
-    it = Steps(SegmentSteps(SegmentLimits(4, 4, 16), 1, lag=LagLimit(0)), 0)
-    it.begin()
-    assert {launch.budget for launch in it.running.values()} == {16}
 
 
 def by_segments(strategy) -> Steps:

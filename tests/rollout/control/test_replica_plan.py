@@ -37,23 +37,26 @@ def replica(name: str, *remaining: int, context: int = 500, max_requests: int = 
     return Replica(name, (f"node-{name}",), requests, max_requests, max_tokens)
 
 
-def test_nothing_moves_when_no_job_waits():
-    assert plan([replica("a", 9), replica("b", 9)], 99, 100, (), SPEED, POLICY) == Stay("no other job could begin on the nodes")
-
-
-def test_nothing_moves_for_a_job_that_could_not_begin_on_what_it_frees():
-    """It waits for both nodes, and the tail needs one."""
-    both = [["node-a", "node-b"]]
-    assert "on all of the nodes" in plan([replica("a", 900), replica("b")], 99, 100, both, SPEED, POLICY).reason
+@pytest.mark.parametrize(
+    ("replicas", "done", "gangs", "step_per_request_s", "reason"),
+    [
+        ([replica("a", 9), replica("b", 9)], 99, (), 0.0005, "no other job could begin on the nodes"),
+        ([replica("a", 900), replica("b")], 99, [["node-a", "node-b"]], 0.0005, "on all of the nodes"),  # it waits for both
+        ([replica("a", 9), replica("b", 9)], 79, ALL, 0.0005, "below the threshold"),
+        ([replica("a", 900)], 99, ALL, 0.0005, "one replica"),
+        ([replica("a", 900), replica("b", 1000, max_requests=1)], 98, ALL, 0.0005, "cannot hold"),
+        ([replica("a", 100, context=60_000), replica("b", 200)], 98, ALL, 0.0005, "moving 60000 tokens"),
+        ([replica("a", *[1000] * 3), replica("b", *[1100] * 3)], 94, ALL, 0.01, "the tail would take"),
+    ],
+)
+def test_nothing_moves(replicas, done, gangs, step_per_request_s, reason):
+    got = plan(replicas, done, 100, gangs, EngineSpeed(10_000, 0.01, step_per_request_s), POLICY)
+    assert isinstance(got, Stay) and reason in got.reason
 
 
 def test_who_waits_for_two_nodes_gets_two_or_none():
     got = plan([replica("a", 900), replica("b"), replica("c", 800)], 99, 100, [["node-b", "node-c"]], SPEED, POLICY)
     assert set(got.freed) == {"b", "c"} and got.kept == ("a",)
-
-
-def test_nothing_moves_before_the_threshold():
-    assert "below the threshold" in plan([replica("a", 9), replica("b", 9)], 79, 100, ALL, SPEED, POLICY).reason
 
 
 def test_the_emptiest_replicas_give_their_tail_to_the_fullest():
@@ -65,22 +68,6 @@ def test_the_emptiest_replicas_give_their_tail_to_the_fullest():
     assert {move.target for move in got.moves} == {"b"}
     assert got.reprefill_tokens == 1000
     assert got.gain_s > 25
-
-
-def test_nothing_moves_where_prefilling_again_costs_more_than_it_frees():
-    got = plan([replica("a", 100, context=60_000), replica("b", 200)], 98, 100, ALL, SPEED, POLICY)
-    assert "moving 60000 tokens" in got.reason
-
-
-def test_nothing_moves_where_the_tail_would_end_much_later():
-    slow = EngineSpeed(prefill=10_000, step_s=0.01, step_per_request_s=0.01)
-    got = plan([replica("a", *[1000] * 3), replica("b", *[1100] * 3)], 94, 100, ALL, slow, POLICY)
-    assert isinstance(got, Stay)
-
-
-def test_nothing_moves_where_it_does_not_fit():
-    got = plan([replica("a", 900), replica("b", 1000, max_requests=1)], 98, 100, ALL, SPEED, POLICY)
-    assert "cannot hold" in got.reason
 
 
 def test_a_tail_of_thousands_is_planned_within_seconds():
@@ -109,10 +96,6 @@ def test_an_idle_replica_is_freed_without_moving_anything():
 def test_only_nodes_that_somebody_waits_for_are_freed():
     got = plan([replica("a", 2000), replica("b", 3000)], 98, 100, [["node-b"]], SPEED, POLICY)
     assert (got.freed, got.kept) == (("b",), ("a",))
-
-
-def test_the_last_replica_stays():
-    assert "one replica" in plan([replica("a", 900)], 99, 100, ALL, SPEED, POLICY).reason
 
 
 @settings(max_examples=examples(100))

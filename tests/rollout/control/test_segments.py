@@ -99,12 +99,6 @@ def test_over_sampling_cuts_a_round_off_when_enough_are_ready():
     assert steps.drawn(["c"]) == [Launch("b", 0, 3, 10), Launch("c", 0, 0, 10)]
 
 
-def test_a_second_report_of_a_sample_changes_nothing():
-    steps = started("a", samples=2)
-    ended(steps, "a", 5, "eos")
-    assert ended(steps, "a", 5, "eos") == []
-
-
 # ---------------------------------------------------------------- whole steps
 
 
@@ -168,11 +162,6 @@ def test_the_pool_fills_until_one_round_a_step_is_enough():
         rollout.step(8, version)
         rounds.append(rollout.steps.metrics.rounds)
     assert rounds[0] > 1 and rounds[-10:] == [1] * 10
-
-
-def test_a_longest_response_is_trained():
-    rollout = Rollout(lambda g: 400)
-    assert rollout.step(1, 0) == ("g0",) and rollout.steps.metrics.kept == [40, 40]
 
 
 def test_a_group_that_fails_too_often_is_dropped():

@@ -18,26 +18,20 @@ def trigger(n_min: int = 8, t_max_s: float = 10.0, feedback: tuple[float, float]
     return made
 
 
-def test_trains_when_enough_groups_are_ready():
+@pytest.mark.parametrize(
+    "history",
+    [
+        [(7, 1.0, Wait(10.0)), (9, 2.0, Train(9, "enough"))],
+        [(1, 9.9, Wait(10.0)), (1, 10.0, Train(1, "waited"))],
+        [(0, 100.0, Wait(None)), (1, 100.0, Train(1, "waited"))],
+    ],
+    ids=["enough", "one, after the longest wait", "never on nothing, then at once"],
+)
+def test_it_trains_on_what_is_ready(history):
     it = trigger()
-    it.ready(7)
-    assert it.decide(1.0) == Wait(10.0)
-    it.ready(9)
-    assert it.decide(2.0) == Train(9, "enough")
-
-
-def test_trains_on_one_group_when_it_waited_long_enough():
-    it = trigger()
-    it.ready(1)
-    assert it.decide(9.9) == Wait(10.0)
-    assert it.decide(10.0) == Train(1, "waited")
-
-
-def test_never_trains_on_nothing_and_takes_the_first_group_after_a_long_wait_at_once():
-    it = trigger()
-    assert it.decide(100.0) == Wait(None)
-    it.ready(1)
-    assert it.decide(100.0) == Train(1, "waited")
+    for ready, now, decided in history:
+        it.ready(ready)
+        assert it.decide(now) == decided
 
 
 def test_training_is_no_wait():

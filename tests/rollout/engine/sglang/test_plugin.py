@@ -33,13 +33,9 @@ def hooks(monkeypatch) -> list[tuple[str, str]]:
     return registered
 
 
-@pytest.fixture
-def in_a_child(monkeypatch):
-    monkeypatch.setattr(sglang_plugin.multiprocessing, "parent_process", object)
-
-
 @pytest.mark.parametrize("mark", [None, "", "0", "true"])
-def test_in_an_engine_that_is_not_ours_nothing_is_hooked(hooks, in_a_child, monkeypatch, mark):
+def test_in_an_engine_that_is_not_ours_nothing_is_hooked(hooks, monkeypatch, mark):
+    monkeypatch.setattr(sglang_plugin.multiprocessing, "parent_process", object)
     if mark is not None:
         monkeypatch.setenv(sglang_plugin.ENGINE_MARK, mark)
     monkeypatch.setenv(sglang_plugin.SEEDED_VARIABLE, "1")
@@ -47,23 +43,18 @@ def test_in_an_engine_that_is_not_ours_nothing_is_hooked(hooks, in_a_child, monk
     assert hooks == []
 
 
-def test_the_process_of_our_server_hooks_the_memory_saver_alone(hooks, monkeypatch):
+SAMPLER = [
+    ("sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", "after"),
+    ("sglang.srt.layers.sampler.sampling_from_probs_torch", "replace"),
+]
+
+
+@pytest.mark.parametrize(
+    ("child", "seeded", "more"), [(False, True, []), (True, False, MEMORY), (True, True, [*MEMORY, *SAMPLER])]
+)  # fmt: skip
+def test_our_server_hooks_the_saver_its_schedulers_the_rest_and_the_sampler_on_request(hooks, monkeypatch, child, seeded, more):
+    monkeypatch.setattr(sglang_plugin.multiprocessing, "parent_process", lambda: object() if child else None)
     monkeypatch.setenv(sglang_plugin.ENGINE_MARK, "1")
+    monkeypatch.setenv(sglang_plugin.SEEDED_VARIABLE, str(int(seeded)))
     sglang_plugin.register()
-    assert hooks == [(SAVER, "around")]
-
-
-def test_a_scheduler_process_waits_at_the_gate_too(hooks, in_a_child, monkeypatch):
-    monkeypatch.setenv(sglang_plugin.ENGINE_MARK, "1")
-    sglang_plugin.register()
-    assert hooks == [(SAVER, "around"), *MEMORY]
-
-
-def test_the_sampler_is_replaced_on_request_only(hooks, in_a_child, monkeypatch):
-    monkeypatch.setenv(sglang_plugin.ENGINE_MARK, "1")
-    monkeypatch.setenv(sglang_plugin.SEEDED_VARIABLE, "1")
-    sglang_plugin.register()
-    assert hooks[1 + len(MEMORY) :] == [
-        ("sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", "after"),
-        ("sglang.srt.layers.sampler.sampling_from_probs_torch", "replace"),
-    ]
+    assert hooks == [(SAVER, "around"), *more]

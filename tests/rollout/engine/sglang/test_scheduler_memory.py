@@ -318,18 +318,12 @@ def test_memory_that_cannot_be_given_back_is_reported_as_mapped(directory):
     assert mapped_bytes(directory) == {"weights": shared.nbytes}
 
 
-def test_an_engine_without_memory_saver_keeps_sglangs_own_adapter():
+@pytest.mark.parametrize("call", [lambda original, on: scheduler_memory.create_adapter(original, on),
+                                  lambda original, on: scheduler_memory.create_adapter(original, enable=on)])  # fmt: skip
+def test_without_cuda_the_adapter_is_ours_and_without_memory_saver_sglangs_own(call):
     own = object()
-    assert scheduler_memory.create_adapter(lambda enable: own, False) is own
-    assert scheduler_memory.create_adapter(lambda enable: own, enable=False) is own
-
-
-def test_without_cuda_the_adapter_is_ours_and_sglangs_is_not_made():
-    def original(enable):
-        raise AssertionError("torch_memory_saver needs libcuda")
-
-    assert isinstance(scheduler_memory.create_adapter(original, enable=True), cpu_engine.SavingAdapter)
-    assert isinstance(scheduler_memory.create_adapter(original, True), cpu_engine.SavingAdapter)
+    assert call(lambda enable: own, False) is own
+    assert isinstance(call(lambda enable: pytest.fail("torch_memory_saver needs libcuda"), True), cpu_engine.SavingAdapter)
 
 
 def test_all_of_a_process_on_cuda_is_one_meter_around_sglangs_adapter(monkeypatch):
@@ -351,8 +345,3 @@ def test_on_cuda_memory_that_others_let_go_counts_as_free_before_a_wake_is_refus
     assert calls == ["ipc_collect", "empty_cache", "resumed"]
     saver.pause("weights")
     assert calls[3:] == ["synchronize"]
-
-
-def test_it_has_every_method_of_sglangs_adapter():
-    names = {"check_validity", "configure_subprocess", "region", "cuda_graph", "disable", "pause", "resume", "enabled"}
-    assert names <= set(dir(cpu_engine.SavingAdapter))
