@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.exploring import examples
 from tests.placement.made_jobs import ANY_MODES, EITHER, Planner, jobs, make_cluster, make_job
-from verl_mux.placement.divisions import Partitioner, _least_usd, cheapest_nodes
+from verl_mux.placement.divisions import Partitioner, _least_nodes, cheapest_nodes
 from verl_mux.placement.explain import alternatives, lost_to
 from verl_mux.placement.feasibility import Feasibility, pairs_of_nodes
 from verl_mux.placement.group_run import periods, rollout_bits
@@ -70,7 +70,7 @@ def test_shared_nodes_cost_at_least_the_bound_and_gives_everybody_its_nodes(foun
     cluster, found = make_cluster(), [job.in_modes[-1] for job in found]
     shared = cheapest_nodes(found, cluster, Feasibility())
     if shared:
-        assert shared.usd_per_hour >= _least_usd(found, cluster) - 1e-9
+        assert shared.usd_per_hour >= cluster.usd(*_least_nodes(found)) - 1e-9
         assert [on.bit_count() for on in shared.rollout] == [job.nodes[0] for job in found]
         assert [on.bit_count() for on in shared.train] == [job.nodes[1] for job in found]
 

@@ -98,7 +98,7 @@ def in_cheapest_modes(jobs: Sequence[JobSpec], cluster: Cluster, rules: Rules, f
     """The result of `find` under `below` USD per hour for the jobs in the modes in which they then cost the least."""
     modes = itertools.product(*[modes_of(job, cluster, rules) for job in jobs])
     best = None
-    for least, placed in sorted([(_least_usd(placed, cluster), placed) for placed in modes], key=lambda way: way[0]):
+    for least, placed in sorted([(cluster.usd(*_least_nodes(placed)), placed) for placed in modes], key=lambda way: way[0]):
         if least >= below:
             break
         if (found := find(placed, below)) is not None:
@@ -132,14 +132,8 @@ def cheapest_nodes(
     return best
 
 
-def _least_usd(jobs: Sequence[JobSpec], cluster: Cluster) -> float:
-    """No way to share costs less."""
-    rollout, train = _least_nodes(jobs)
-    return rollout * cluster.rollout.kind.usd_per_hour + train * cluster.train.kind.usd_per_hour
-
-
 def _least_nodes(jobs: Sequence[JobSpec]) -> tuple[int, int]:
-    """Per side nodes for the largest job, and node time for the least share of every job."""
+    """Per side nodes for the largest job, and node time for the least share of every job: no way to share needs fewer."""
     rollout = train = 0.0
     most = [0, 0]
     for job in jobs:

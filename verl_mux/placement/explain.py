@@ -13,7 +13,7 @@ import msgspec
 from verl_mux.placement.feasibility import TOLERANCE
 from verl_mux.placement.group_run import group_periods
 from verl_mux.placement.groups import STRATEGIES, Extension, Place, extensions, isolated_usd, pairs_of_pins
-from verl_mux.placement.model import Group, JobSpec, NodeKind, allowed, too_large
+from verl_mux.placement.model import Group, JobSpec, NodeKind, allowed, modes_of, too_large
 from verl_mux.placement.placer import Placer
 
 # Groups that are looked at where there are too many.
@@ -36,6 +36,11 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
     usd_per_hour: float | None
     why: str
     work_usd_per_hour: float | None = None
+
+    @property
+    def price(self) -> float:
+        """USD per hour by which places are compared, of one that the job could take."""
+        return (self.usd_per_hour or 0.0) if self.work_usd_per_hour is None else self.work_usd_per_hour
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +89,8 @@ def alternatives(placer: Placer, job: JobSpec, most: int | None = None) -> list[
     most: of more groups than this, only the NEAREST, which could ask the least."""
     groups = list(placer.groups.values())
     if most is not None and len(groups) > most:
-        groups = placer.search.nearest(job, NEAREST)
+        near = placer.search.shortlist(modes_of(job, placer.cluster, placer.rules), math.inf)
+        groups = list({group.name: group for _, _, group in near}.values())[:NEAREST]
     modes = allowed(job, placer.rules)
     return [*(_at(placer, modes, group) for group in groups), *(_alone(placer, placed) for placed in modes)]
 
@@ -99,17 +105,12 @@ def _at(placer: Placer, modes: Sequence[JobSpec], group: Group) -> Alternative:
     if len(group.pins) >= placer.rules.cap:
         return _refused(group, f"full: {len(group.pins)} jobs, the cap")
     ways = [_in_mode(placer, placed, group) for placed in modes]
-    return min((way for way in ways if not way.why), key=price, default=ways[0])
-
-
-def price(way: Alternative) -> float:
-    """USD per hour by which places are compared, of one that the job could take."""
-    return way.work_usd_per_hour if way.work_usd_per_hour is not None else way.usd_per_hour or 0.0
+    return min((way for way in ways if not way.why), key=lambda way: way.price, default=ways[0])
 
 
 def cheapest(ways: Iterable[Alternative]) -> float:
     """The price of the cheapest that the job could take; infinite: it could take none now."""
-    return min((price(way) for way in ways if not way.why), default=math.inf)
+    return min((way.price for way in ways if not way.why), default=math.inf)
 
 
 def _in_mode(placer: Placer, job: JobSpec, group: Group) -> Alternative:
@@ -128,7 +129,7 @@ def _in_mode(placer: Placer, job: JobSpec, group: Group) -> Alternative:
             if not why and not rules.count_stays:
                 break  # none that follows costs less
     if ways:
-        return min(ways, key=lambda way: (bool(way.why), price(way)))
+        return min(ways, key=lambda way: (bool(way.why), way.price))
     return _refused(group, _too_slow(job, group, found[0]), found[0])
 
 
@@ -145,16 +146,12 @@ def _short(placer: Placer, need: tuple[int, int], what: str) -> str:
 
 
 def _no_room(placer: Placer, job: JobSpec, group: Group) -> str:
-    cluster = placer.cluster
-    sides = (
-        ("rollout", cluster.rollout.kind, [group.on_rollout(node) for node in group.rollout_nodes]),
-        ("train", cluster.train.kind, [group.on_train(node) for node in group.train_nodes]),
-    )
-    reasons = [_side_full(at, side, job, nodes, kind) for at, (side, kind, nodes) in enumerate(sides) if job.nodes[at] and nodes]
-    return "; ".join(dict.fromkeys(reasons))
+    on = [group.on_rollout(node) for node in group.rollout_nodes], [group.on_train(node) for node in group.train_nodes]
+    return "; ".join(_side_full(at, job, on[at], placer.cluster.kinds[at]) for at in (0, 1) if job.nodes[at] and on[at])
 
 
-def _side_full(at: int, side: str, job: JobSpec, nodes: Sequence[Sequence[JobSpec]], kind: NodeKind) -> str:
+def _side_full(at: int, job: JobSpec, nodes: Sequence[Sequence[JobSpec]], kind: NodeKind) -> str:
+    side = ("rollout", "train")[at]
     memory_gb, share = job.memory_gb[at], getattr(job, f"{side}_share")
     roomy = [on for on in nodes if sum(j.memory_gb[at] for j in on) + memory_gb <= kind.host_memory_gb]
     if not roomy:
@@ -180,19 +177,15 @@ def _too_slow(job: JobSpec, group: Group, ask: Extension) -> str:
 def lost_to(decision: Decision, could: Sequence[Alternative]) -> list[Alternative]:
     """The places that were not chosen, with a reason for those that could have been taken: more expensive, or no better."""
     group, strategy = decision.was
-    lost = []
-    for place in could:
-        if decision.outcome == "queued" or place.group != group or (group is None and place.strategy != strategy):
-            usd = place.usd_per_hour
-            lost.append(place if place.why or usd is None else _beaten(place, usd - decision.usd_per_hour))
-    return lost
+    taken = [] if decision.outcome == "queued" else [p for p in could if p.group == group and (group or p.strategy == strategy)]
+    return [place if place.why else _beaten(place, decision.usd_per_hour) for place in could if place not in taken]
 
 
-def _beaten(place: Alternative, more: float) -> Alternative:
-    work = place.work_usd_per_hour
-    if more > 0.005:
+def _beaten(place: Alternative, least: float) -> Alternative:
+    usd, work = place.usd_per_hour or 0.0, place.work_usd_per_hour
+    if (more := usd - least) > 0.005:
         why = f"costs {more:.2f} USD/h more"
-    elif work is not None and work > (place.usd_per_hour or 0.0) + 0.005:
+    elif work is not None and work > usd + 0.005:
         why = f"its jobs would take longer, so that an hour of this one's work alone would cost {work:.2f} USD there"
     else:
         why = "costs the same; the fullest group is taken, then the oldest"
@@ -203,7 +196,7 @@ def lost_elsewhere(pair: str, could: Mapping[str, Sequence[Alternative]], usd: M
     """The cheapest place in each other pair of pools, with why it was not taken. usd: by pair, of as much work an hour."""
     found = []
     for other in [other for other in could if other != pair]:
-        place = min(could[other], key=lambda place: (bool(place.why), price(place)))
+        place = min(could[other], key=lambda place: (bool(place.why), place.price))
         why = place.why or f"as much work costs {usd[other]:.2f} USD/h there"
         found.append(msgspec.structs.replace(place, why=f"on {other}: {why}"))
     return found
@@ -228,9 +221,9 @@ def because(decision: Decision, job: JobSpec, could: Sequence[Alternative]) -> s
     parts = [_reason(decision, could)]
     others = [place for place in could if not place.why and (place.group, place.strategy) != decision.was]
     if others and decision.outcome != "queued":
-        other = min(others, key=price)
+        other = min(others, key=lambda way: way.price)
         at = f"with group {other.group}" if other.group is not None else "on nodes of its own"
-        parts.append(f"{at} it would have cost {price(other):.2f} USD/h")
+        parts.append(f"{at} it would have cost {other.price:.2f} USD/h")
     if job.rollout.source == "bound":
         parts.append(
             "to be placed by more than bounds, every response at its limit, tell the seconds of a few steps (mux.profiled)"

@@ -85,9 +85,8 @@ class Extension(msgspec.Struct, frozen=True):
 def extensions(group: Group, job: JobSpec, cluster: Cluster, rules: Rules) -> list[Extension]:
     """All ways for `job` to share at least one node with `group` that leave room on every node, in time and in memory.
     Cheapest first, then fewest conflicts."""
-    usd = cluster.rollout.kind.usd_per_hour, cluster.train.kind.usd_per_hour
     both = (
-        Extension(r.new * usd[0] + t.new * usd[1], r, t)
+        Extension(cluster.usd(r.new, t.new), r, t)
         for r in _sides(_room(group, job, cluster, 0), len(group.pins), job.nodes[0])
         for t in _sides(_room(group, job, cluster, 1), len(group.pins), job.train_nodes)
         if r.pairs | t.pairs and (rules.rollout_scaling or not r.new) and (rules.training_scaling or not t.new)
@@ -98,7 +97,7 @@ def extensions(group: Group, job: JobSpec, cluster: Cluster, rules: Rules) -> li
 def _room(group: Group, job: JobSpec, cluster: Cluster, at: int) -> dict[int, list[str]]:
     """Nodes of a side (0 rollout, 1 training) with room for the newcomer, by the members on them (bits)."""
     room: dict[int, list[str]] = {}
-    most_gb = (cluster.rollout, cluster.train)[at].kind.host_memory_gb
+    most_gb = cluster.kinds[at].host_memory_gb
     shares = [(each.rollout_share, each.train_share)[at] for each in (*group.jobs, job)]
     gb = [each.memory_gb[at] for each in (*group.jobs, job)]
     on = [(pin.rollout, pin.train)[at] for pin in group.pins]
@@ -246,9 +245,7 @@ class Groups(Mapping[str, Group]):
 
     @property
     def usd_per_hour(self) -> float:
-        kinds = self.cluster.rollout.kind, self.cluster.train.kind
-        held = [sum(len(nodes(group)) for group in self._by_name.values()) for nodes in SIDES]
-        return sum(count * kind.usd_per_hour for count, kind in zip(held, kinds, strict=True))
+        return self.cluster.usd(*[sum(len(nodes(group)) for group in self._by_name.values()) for nodes in SIDES])
 
     def group_of(self, job: str) -> Group:
         return self._by_name[self.home[job]]
@@ -256,35 +253,11 @@ class Groups(Mapping[str, Group]):
     def pin_of(self, job: str) -> Pin:
         return self.group_of(job).pin_of(job)
 
-    def openings(
-        self, job: JobSpec, cap: int, room: tuple[float, float], below: float, best_fit: bool
-    ) -> list[tuple[float, Group]]:
-        """(least USD per hour it could ask, group) of the groups with fewer than `cap` jobs that could share a node with the job
-        for less than `below`, the cheapest first; of equally cheap ones the fullest (`best_fit`), then the oldest. A rollout or
-        training node can be shared that has promised no more of its time than `room`."""
-        usd = self.cluster.rollout.kind.usd_per_hour, self.cluster.train.kind.usd_per_hour
-        found = []
-        for group in self._by_name.values():
-            if len(group.pins) >= cap:
-                continue
-            shared = [
-                min(sum([used <= most for used in shares]), need)
-                for shares, most, need in zip((group.rollout_used, group.train_used), room, job.nodes, strict=True)
-            ]
-            least = (job.nodes[0] - shared[0]) * usd[0] + (job.nodes[1] - shared[1]) * usd[1]
-            if least < below and any(shared):
-                found.append((least, group))
-        return sorted(found, key=lambda each: (each[0], -each[1].fullness if best_fit else 0.0))
-
     def take(self, place: Place) -> Group:
         """The group of the job that goes where it was just offered to."""
         (group,) = self.replace([place.joins] if place.joins else [], [place.group])
         self.dirty[group.name] = None
         return group
-
-    def emptiest(self, count: int) -> list[Group]:
-        """The `count` least full groups, the least full first, then the oldest."""
-        return sorted(self._by_name.values(), key=lambda group: group.fullness)[:count]
 
     def replace(self, old: Iterable[Group], new: Iterable[Group]) -> list[Group]:
         """Dissolve `old` and set up `new`, whose nodes are those of `old` or yet to be taken. Returns the new groups
@@ -374,8 +347,7 @@ def _taken(nodes: Sequence[str], pool: Nodes) -> dict[str, str]:
 
 def isolated_usd(job: JobSpec, cluster: Cluster) -> float:
     """USD per hour of nodes of its own, as it is placed."""
-    rollout, train = job.nodes
-    return rollout * cluster.rollout.kind.usd_per_hour + train * cluster.train.kind.usd_per_hour
+    return cluster.usd(*job.nodes)
 
 
 def cheapest_alone(job: JobSpec, cluster: Cluster, rules: Rules) -> JobSpec:
@@ -452,7 +424,7 @@ class Search:
         alone = [Place(placed, isolated_usd(placed, self.cluster)) for placed in modes if _fits(placed.nodes, free)]
         best = min(alone, key=lambda place: place.usd, default=None)
         below, until = best.usd if best else math.inf, self.feasibility.simulated + self.rules.effort
-        for least, placed, group in self._shortlist(modes, below):
+        for least, placed, group in self.shortlist(modes, below):
             if least >= below - EPSILON_USD or self.feasibility.simulated >= until:
                 break
             if place := self.join(placed, group, below, free, progress, load_s):
@@ -498,21 +470,21 @@ class Search:
             return True
         return late_job(place.group, progress, {place.job.name: load_s}) is None
 
-    def _shortlist(self, modes: Iterable[JobSpec], below: float) -> list[tuple[float, JobSpec, Group]]:
-        """(least USD per hour it could ask, the job in one of its modes, group), cheapest first, then fullest; no more than the
-        rules allow."""
+    def shortlist(self, modes: Iterable[JobSpec], below: float) -> list[tuple[float, JobSpec, Group]]:
+        """(least USD per hour it could ask, the job in one of its modes, group) of the groups that could share a node with the
+        job for less than `below`, cheapest first; of equally cheap ones the fullest (by the rule `best_fit`), then the oldest; no
+        more than the rules allow."""
         found = []
-        for job in modes:
+        for at, job in enumerate(modes):
             room = TOLERANCE - job.rollout_share, TOLERANCE - job.train_share
-            openings = self.groups.openings(job, self.rules.cap, room, below - EPSILON_USD, self.rules.best_fit)
-            found += [(least, job, group) for least, group in openings]
-        return sorted(found, key=lambda each: each[0])[: self.rules.shortlist]
-
-    def nearest(self, job: JobSpec, count: int) -> list[Group]:
-        """The `count` groups that could ask the least."""
-        modes = modes_of(job, self.cluster, self.rules)
-        found = {group.name: group for _, _, group in self._shortlist(modes, math.inf)}
-        return list(found.values())[:count]
+            for group in [group for group in self.groups.values() if len(group.pins) < self.rules.cap]:
+                used = zip((group.rollout_used, group.train_used), room, job.nodes, strict=True)
+                shared = [min(sum([share <= most for share in shares]), need) for shares, most, need in used]
+                least = self.cluster.usd(job.nodes[0] - shared[0], job.nodes[1] - shared[1])
+                if least < below - EPSILON_USD and any(shared):
+                    found.append((least, at, -group.fullness if self.rules.best_fit else 0.0, job, group))
+        found = sorted(found, key=lambda each: each[:3])[: self.rules.shortlist]
+        return [(least, job, group) for least, _, _, job, group in found]
 
 
 def _fits(need: tuple[int, int], free: tuple[float, float]) -> bool:

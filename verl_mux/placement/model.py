@@ -79,6 +79,15 @@ class Cluster(_Value, frozen=True):
     train: Pool
     closed: frozenset[str] = frozenset()
 
+    @functools.cached_property
+    def kinds(self) -> tuple[NodeKind, NodeKind]:
+        """Of rollout and training nodes."""
+        return self.rollout.kind, self.train.kind
+
+    def usd(self, rollout: float, train: float) -> float:
+        """USD per hour of this number of nodes of each side."""
+        return rollout * self.rollout.kind.usd_per_hour + train * self.train.kind.usd_per_hour
+
 
 # The paper's testbed (RollMux, arXiv 2512.11306v2, table 1): nodes of eight; it says only "1-2 TB" of host memory.
 H20 = NodeKind(name="H20", usd_per_gpu_hour=1.85)
@@ -266,8 +275,7 @@ class Group(_Value, frozen=True):
         return sum(used[0] if used else 1.0 for used in (self.rollout_used, self.train_used))
 
     def usd_per_hour(self, cluster: Cluster) -> float:
-        rollout, train = cluster.rollout.kind.usd_per_hour, cluster.train.kind.usd_per_hour
-        return len(self.rollout_nodes) * rollout + len(self.train_nodes) * train
+        return cluster.usd(len(self.rollout_nodes), len(self.train_nodes))
 
     def pin_of(self, job: str) -> Pin:
         return next(pin for pin in self.pins if pin.job.name == job)

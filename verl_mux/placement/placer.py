@@ -68,6 +68,12 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+# A group is tried with the emptiest others first; in a large cluster the fuller ones are left alone.
+WINDOWS = 4
+# A regrouping too close to an SLO now is looked at again when its youngest job is older by this part plus these seconds.
+LATER, LATER_S = 0.05, 60.0
+
+
 class Placer:
     """groups: as they are, by name. `progress` says how far the placed jobs are, by name; the caller carries the moves out."""
 
@@ -77,7 +83,6 @@ class Placer:
         self.feasibility = Feasibility(rules.keep)
         self.search = Search(self.groups, rules, self.feasibility)
         self.partitioner = Partitioner(cluster, self.feasibility, rules)
-        self._repack = Repack(self.search, self.partitioner)
 
     def adopt(self, groups: Sequence[Group]) -> None:
         """Go on from where another placer was. What moving would save is looked for anew."""
@@ -164,12 +169,88 @@ class Placer:
         """Move jobs where what that saves pays for the moves. To be asked again from time to time: what does
         not pay for young jobs pays later. now: seconds of any clock, for the limit of moves an hour."""
         moves: list[Move] = []
-        self._repack.begin()
-        while self.rules.repack and self._may_move(now) and (found := self._repack.next(unmoved(progress, moves))):
+        self.partitioner.until = self.partitioner.simulated + self.rules.effort  # groups that may be simulated
+        while self.rules.repack and self._may_move(now) and (found := self._next(unmoved(progress, moves))):
             self._changed(self.groups.replace(found.old, found.groups))
             moves += [moved(job, "move", self.groups.group_of(job.name)) for job in found.movers]
             self.groups.books.moved_at += [now] * len(found.movers)
         return moves
+
+    def _next(self, progress: Mapping[str, Progress]) -> Regrouping | None:
+        """A regrouping that pays now, or None. Jobs of unknown progress are not moved, nor are others moved to them."""
+        seen: set[frozenset[str]] = set()
+        try:
+            for name in [name for name, at in self.groups.dirty.items() if _due(at, progress)]:
+                if (group := self.groups.get(name)) and (found := self._look(group, progress, seen)):
+                    return found
+                if name not in self.groups:
+                    del self.groups.dirty[name]
+        except OutOfEffort:
+            pass  # groups that were not reached stay dirty, and come first next time
+        return None
+
+    def _look(self, group: Group, progress: Mapping[str, Progress], seen: set[frozenset[str]]) -> Regrouping | None:
+        """`seen`: sets of groups that were looked at."""
+        again_s = math.inf
+        for window in self._windows(group):
+            names = frozenset(g.name for g in window)
+            if names in seen:
+                continue
+            seen.add(names)
+            if found := self._regrouping(window):
+                wait_s = self._wait_s(found, progress)
+                if wait_s == 0:
+                    return found
+                again_s = min(again_s, wait_s)
+        del self.groups.dirty[group.name]
+        if again_s < math.inf:
+            youngest = min(group.jobs, key=lambda job: progress[job.name].age_s if job.name in progress else math.inf)
+            at = progress.get(youngest.name)
+            self.groups.dirty[group.name] = (youngest.name, (at.age_s if at else 0.0) + again_s)
+        return None
+
+    def _windows(self, group: Group) -> Iterator[list[Group]]:
+        """Sets of groups to divide anew together, of `reach` jobs at most: this one and the emptiest others, then pairs of
+        them."""
+        if not any(self.search.may_move(job) for job in group.jobs):
+            return
+        reach = self.rules.reach
+        # No window holds more than `reach`.
+        emptiest = sorted(self.groups.values(), key=lambda group: group.fullness)[: WINDOWS * reach + 1]
+        others = [g for g in emptiest if g is not group]
+        for _ in range(WINDOWS):
+            window, size = [group], len(group.pins)
+            while others and size + len(others[0].pins) <= reach:
+                size += len(others[0].pins)
+                window.append(others.pop(0))
+            if len(window) > 1 or len(group.pins) > 1:
+                yield window
+            if len(window) > 2:
+                yield from ([group, other] for other in window[1:])
+            if not others:
+                return
+
+    def _regrouping(self, groups: Sequence[Group]) -> Regrouping | None:
+        usd, parts = self.partitioner.solve(job for group in groups for job in group.jobs)
+        now = sum(self.search.price.of_group(group) for group in groups)
+        found = regroup(groups, parts, self.search) if usd < now - EPSILON_USD else None
+        if found is None:
+            return None
+        # A cheaper division may need more nodes of the cheaper kind than a finite cluster has.
+        more = [sum(len(nodes(g)) for g in found.groups) - sum(len(nodes(g)) for g in found.old) for nodes in SIDES]
+        return found if all(need <= free for need, free in zip(more, self.groups.free, strict=True)) else None
+
+    def _wait_s(self, found: Regrouping, progress: Mapping[str, Progress]) -> float:
+        """0: carry it out now. Else seconds after which to look again."""
+        names = [job.name for group in found.groups for job in group.jobs]
+        if not all(name in progress for name in names):
+            return LATER_S
+        if wait_s := found.pays_in_s(self.cluster, progress, self.rules.hysteresis):
+            return wait_s
+        loads = {job.name: job.load_s for job in found.movers}
+        if _in_time([group for group in found.groups if group not in found.old], progress, loads):
+            return 0.0
+        return LATER_S + LATER * min(progress[name].age_s for name in names)
 
     def vacate(self, node: str, progress: Mapping[str, Progress]) -> list[Move]:
         """Move the jobs that can be moved off a closed node, while there is room elsewhere."""
@@ -194,7 +275,7 @@ class Placer:
             found = self._move_out(group, progress)
             return found[0] if found else None
         by_price = self._by_price(group.jobs)
-        fits = [job for job in by_price if all(self._feasible(rest) for rest in groups_without(group, [job.name]))]
+        fits = [job for job in by_price if all(self._allowed(rest.pins) for rest in groups_without(group, [job.name]))]
         for job in [job for job in fits or by_price if self.search.may_move(job)]:
             if found := self._moved(job, group, groups_without(group, [job.name]), progress):
                 return found[0]
@@ -238,6 +319,9 @@ class Placer:
         left = self._changed([g for g in rest if self.groups.get(g.name) is g])
         return moved(job, "move", home), left
 
+    def _allowed(self, pins: Sequence[Pin]) -> bool:
+        return self.feasibility.allows([pin.job for pin in pins], *pairs_of_pins(pins))
+
     def _by_price(self, jobs: Iterable[JobSpec]) -> list[JobSpec]:
         return sorted(jobs, key=lambda job: isolated_usd(job, self.cluster))
 
@@ -248,9 +332,6 @@ class Placer:
     def _forget(self, name: str) -> None:
         self.feasibility.forget(name)
         self.partitioner.forget(name)
-
-    def _feasible(self, group: Group) -> bool:
-        return self.feasibility.allows(group.jobs, *pairs_of_pins(group.pins))
 
 
 def _in_time(groups: Iterable[Group], progress: Mapping[str, Progress], loads: Mapping[str, float]) -> bool:
@@ -297,11 +378,6 @@ class Regrouping(msgspec.Struct, frozen=True):
         wait_s = max([0.0, *(needed_s - at.age_s for _, at in concerned if at.left is None)])
         lefts_s = [left_s for job, at in concerned if (left_s := at.left_s(job)) is not None]
         return math.inf if min(lefts_s, default=math.inf) - wait_s < needed_s else wait_s
-
-    def in_time(self, progress: Mapping[str, Progress]) -> bool:
-        """Whether every job keeps its SLO over its whole life, cold starts of the movers included."""
-        loads = {job.name: job.load_s for job in self.movers}
-        return all(late_job(group, progress, loads) is None for group in self.groups if group not in self.old)
 
 
 def _lost_s(job: JobSpec, at: Progress) -> float:
@@ -377,98 +453,6 @@ def _fresh(jobs: tuple[JobSpec, ...], shared: SharedNodes | None) -> Group:
 
 def _chosen(nodes: tuple[str, ...], bits: int) -> tuple[str, ...]:
     return tuple(node for i, node in enumerate(nodes) if bits >> i & 1)
-
-
-# --- looking for a regrouping that pays ---
-
-# A group is tried with the emptiest others first; in a large cluster the fuller ones are left alone.
-WINDOWS = 4
-# A regrouping too close to an SLO now is looked at again when its youngest job is older by this part plus these seconds.
-LATER, LATER_S = 0.05, 60.0
-
-
-class Repack:
-    """Looks for a regrouping that pays among the groups that changed."""
-
-    def __init__(self, search: Search, partitioner: Partitioner) -> None:
-        self.search, self.groups, self.rules, self.partitioner = search, search.groups, search.rules, partitioner
-
-    def begin(self) -> None:
-        """A new search may simulate `effort` groups again."""
-        self.partitioner.until = self.partitioner.simulated + self.rules.effort
-
-    def next(self, progress: Mapping[str, Progress]) -> Regrouping | None:
-        """A regrouping that pays now, or None. Jobs of unknown progress are not moved, nor are others moved to them."""
-        seen: set[frozenset[str]] = set()
-        try:
-            for name in [name for name, at in self.groups.dirty.items() if _due(at, progress)]:
-                if (group := self.groups.get(name)) and (found := self._look(group, progress, seen)):
-                    return found
-                if name not in self.groups:
-                    del self.groups.dirty[name]
-        except OutOfEffort:
-            pass  # groups that were not reached stay dirty, and come first next time
-        return None
-
-    def _look(self, group: Group, progress: Mapping[str, Progress], seen: set[frozenset[str]]) -> Regrouping | None:
-        """`seen`: sets of groups that were looked at."""
-        again_s = math.inf
-        for window in self._windows(group):
-            names = frozenset(g.name for g in window)
-            if names in seen:
-                continue
-            seen.add(names)
-            if found := self._regrouping(window):
-                wait_s = self._wait_s(found, progress)
-                if wait_s == 0:
-                    return found
-                again_s = min(again_s, wait_s)
-        del self.groups.dirty[group.name]
-        if again_s < math.inf:
-            youngest = min(group.jobs, key=lambda job: progress[job.name].age_s if job.name in progress else math.inf)
-            at = progress.get(youngest.name)
-            self.groups.dirty[group.name] = (youngest.name, (at.age_s if at else 0.0) + again_s)
-        return None
-
-    def _windows(self, group: Group) -> Iterator[list[Group]]:
-        """Sets of groups to divide anew together, of `reach` jobs at most: this one and the emptiest others, then pairs of
-        them."""
-        if not any(self.search.may_move(job) for job in group.jobs):
-            return
-        reach = self.rules.reach
-        others = [g for g in self.groups.emptiest(WINDOWS * reach + 1) if g is not group]  # no window holds more than `reach`
-        for _ in range(WINDOWS):
-            window, size = [group], len(group.pins)
-            while others and size + len(others[0].pins) <= reach:
-                size += len(others[0].pins)
-                window.append(others.pop(0))
-            if len(window) > 1 or len(group.pins) > 1:
-                yield window
-            if len(window) > 2:
-                yield from ([group, other] for other in window[1:])
-            if not others:
-                return
-
-    def _regrouping(self, groups: Sequence[Group]) -> Regrouping | None:
-        usd, parts = self.partitioner.solve(job for group in groups for job in group.jobs)
-        now = sum(self.search.price.of_group(group) for group in groups)
-        found = regroup(groups, parts, self.search) if usd < now - EPSILON_USD else None
-        if found is None:
-            return None
-        # A cheaper division may need more nodes of the cheaper kind than a finite cluster has.
-        more = [sum(len(nodes(g)) for g in found.groups) - sum(len(nodes(g)) for g in found.old) for nodes in SIDES]
-        return found if all(need <= free for need, free in zip(more, self.groups.free, strict=True)) else None
-
-    def _wait_s(self, found: Regrouping, progress: Mapping[str, Progress]) -> float:
-        """0: carry it out now. Else seconds after which to look again."""
-        names = [job.name for group in found.groups for job in group.jobs]
-        if not all(name in progress for name in names):
-            return LATER_S
-        if wait_s := found.pays_in_s(self.groups.cluster, progress, self.rules.hysteresis):
-            return wait_s
-        if found.in_time(progress):
-            return 0.0
-        return LATER_S + LATER * min(progress[name].age_s for name in names)
 
 
 def _due(at: tuple[str, float] | None, progress: Mapping[str, Progress]) -> bool:
