@@ -79,13 +79,6 @@ def test_a_group_that_was_taken_back_holds_its_nodes(closed):
 POOL = make_cluster(4, 4).rollout
 
 
-def test_low_numbers_go_first():
-    nodes = Nodes(POOL)
-    assert [nodes.take() for _ in range(2)] == ["rollout-0", "rollout-1"]
-    nodes.release(["rollout-0"])
-    assert nodes.take() == "rollout-0"
-
-
 @given(
     takes=st.integers(0, 4),
     closed=st.sets(st.sampled_from(POOL.nodes)),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.exploring import examples
 from tests.placement.made_jobs import CHEAP, DEAR, EITHER, Planner, assert_invariants, jobs, make_cluster, make_job
 from verl_mux.errors import UserError
-from verl_mux.placement.explain import alternatives, lost_to, where
+from verl_mux.placement.explain import alternatives, lost_to
 from verl_mux.placement.feasibility import Progress
 from verl_mux.placement.model import LIVE, Cluster, Estimate, JobSpec, NodeKind, Pool, Rules
 from verl_mux.placement.planner import Arrive, Record, by_price, pair_of
@@ -235,12 +235,6 @@ def test_nodes_of_its_own_are_told_for_each_mode():
 
 def sentence(placer, job):
     return placer.answer(Arrive(job), {}, explained=None).because
-
-
-def test_where_it_is():
-    assert where("a", ["r0", "t0", "r0"], {"r0": ["c"], "t0": ["b", "c"]}) == "a shares r0, t0 with b, c"
-    assert where("a", ["r0", "t0"], {"t0": ["b"], "r0": []}) == "a shares t0 with b and has r0 to itself"
-    assert where("a", ["t0"], {}) == "a has t0 to itself"
 
 
 def test_the_first_has_nobody_to_share_with():

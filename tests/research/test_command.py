@@ -125,6 +125,10 @@ def test_in_a_finite_cluster_jobs_wait_and_all_finish(run_main, trace):
         ("a,0,1,8,9\n", "line 2: expected 4 fields"),
         ("a,0,nan,8\n", "line 2: duration_h is 'nan'"),
         ("a,0,1,2.5\n", "line 2: gpus is '2.5'"),
+        ("a,1e300,1,8\n", "arrival_h is '1e300'; a number of at least 0 and at most 100000"),
+        ("a,0,1e300,8\n", "duration_h is '1e300'; a number above 0 and at most 100000"),
+        ("a,0,1,\N{SUPERSCRIPT TWO}\n", "line 2: gpus is '\N{SUPERSCRIPT TWO}'; a whole number from 1"),
+        ("a,0,1," + "9" * 6000, "a whole number from 1 to 8192 is needed"),
         ("a,0,1,100000\n", "line 2: gpus is '100000'; a whole number from 1 to 8192"),
         ("a,0,1,8\na,1,1,8\n", "line 3: job 'a' is there twice"),
         ("", "has no jobs"),
@@ -135,6 +139,11 @@ def test_a_bad_row_is_named_by_its_line(run_main, tmp_path, rows, words):
     path.write_text(HEAD + rows)
     code, out, err = run_main("simulate", path)
     assert (code, out) == (2, "") and words in err and len(err.splitlines()) == 1
+
+
+def test_a_missing_column_is_named(run_main, tmp_path):
+    (tmp_path / "trace.csv").write_text("job,arrival_h\na,1\n")
+    assert "column 'duration_h' is missing" in run_main("simulate", tmp_path / "trace.csv")[2]
 
 
 def test_a_trace_as_spreadsheets_write_it_is_read(run_main, tmp_path):
@@ -157,7 +166,12 @@ def test_a_trace_as_spreadsheets_write_it_is_read(run_main, tmp_path):
         (("--slo", "tight"), "SLO 'tight' is not understood"),
         (("--cap", "0"), "cap is 0"),
         (("--rule", "speed=on"), "rule 'speed=on' is not known"),
-        (("--estimates", "guess"), "estimates 'guess' are not known"),
+        (("--rule", "repack=no"), "give on or off"),
+        (("--rule", "reach=x"), "whole number"),
+        *(
+            (("--estimates", spec), "allowed: exact, bound, mean")
+            for spec in ("guess", "quantile", "quantile:1", "quantile:x", "bound:0.5")
+        ),
         (("--policies", "optimum", "--max-jobs", "0"), "needs the optimum"),
         (("--sweep", "speed=1"), "--sweep is 'speed=1'; allowed: slo=NUMBER,NUMBER,... or cap=JOBS,JOBS,..."),
         (("--sweep", "slo"), "--sweep is 'slo'; allowed"),

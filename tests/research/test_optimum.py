@@ -78,15 +78,6 @@ def test_without_colocated_places_it_is_the_cheapest_in_two_pools():
     assert found == pytest.approx([42.24, 57.04])
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_no_policy_finds_less(seed):
-    jobs = drawn(seed, ANY_MODES)
-    placer = Planner.of_one(make_cluster())
-    for job in jobs:
-        placer.admit(job)
-    assert solved(jobs).usd <= placer.groups.usd_per_hour + 1e-6
-
-
 @settings(max_examples=examples(15))
 @given(st.data())
 def test_at_any_moment_no_policy_finds_less_for_the_phases_that_hold_then(data):

@@ -26,13 +26,6 @@ def test_rows_come_in_order_of_arrival_with_or_without_gpus(tmp_path):
     assert jobs[1].rollout_nodes == jobs[1].train_nodes == 2 and jobs[0].slo == 1.5
 
 
-def test_a_missing_column_is_named(tmp_path):
-    path = tmp_path / "trace.csv"
-    path.write_text("job,arrival_h\na,1\n")
-    with pytest.raises(UserError, match="column 'duration_h' is missing"):
-        read_trace(path)
-
-
 @pytest.mark.parametrize(("spec", "found"), [("uniform:1,2", (1, 2)), ("1.5", (1.5, 1.5))])
 def test_an_slo_is_a_number_or_a_range(spec, found):
     assert parse_slo(spec) == found
@@ -44,6 +37,9 @@ def test_an_slo_is_a_number_or_a_range(spec, found):
         ("huge,1,2,3,4", "line 2: size is 'huge'; allowed: small, medium, large"),
         ("small,2,1,3,4", "no minimum above its maximum"),
         ("small,1,2,3", "line 2: a shape needs"),
+        ("small,1,inf,3,4", "above 0 and finite"),
+        ("small,nan,2,3,4", "above 0"),
+        ("\udc96\udcff", "is not a CSV file"),
     ],
 )
 def test_a_shape_of_ones_own(tmp_path, row, words):
@@ -51,46 +47,9 @@ def test_a_shape_of_ones_own(tmp_path, row, words):
     path.write_text(",".join(SHAPE_COLUMNS) + "\nsmall,1,2,3,4\n")
     (shape,) = find_shapes(str(path))
     assert (shape.size, shape.rollout, shape.train) == ("small", (1, 2), (3, 4))
-    path.write_text(",".join(SHAPE_COLUMNS) + f"\n{row}\n")
+    path.write_text(",".join(SHAPE_COLUMNS) + f"\n{row}\n", encoding="utf-8", errors="surrogateescape")
     with pytest.raises(UserError, match=words):
         find_shapes(str(path))
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ("a,1e300,1,8", "arrival_h is '1e300'; a number of at least 0 and at most 100000"),
-        ("a,0,1e300,8", "duration_h is '1e300'; a number above 0 and at most 100000"),
-        ("a,0,nan,8", "duration_h is 'nan'"),
-        ("a,0,1,\N{SUPERSCRIPT TWO}", "line 2: gpus is '\N{SUPERSCRIPT TWO}'; a whole number from 1"),
-        ("a,0,1," + "9" * 6000, "a whole number from 1 to 8192 is needed"),
-    ],
-)
-def test_a_number_that_no_job_has_is_refused(tmp_path, row, words):
-    path = tmp_path / "trace.csv"
-    path.write_text(f"job,arrival_h,duration_h,gpus\n{row}\n")
-    with pytest.raises(UserError, match=words):
-        read_trace(path)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [(b"\x96\xff\n", "is not a CSV file"), (b"small,1,inf,3,4", "above 0 and finite"), (b"small,nan,2,3,4", "above 0")],
-)
-def test_shapes_that_are_none_are_refused(tmp_path, content, words):
-    path = tmp_path / "shapes.csv"
-    path.write_bytes((b"" if content[0] > 127 else ",".join(SHAPE_COLUMNS).encode() + b"\n") + content)
-    with pytest.raises(UserError, match=words):
-        find_shapes(str(path))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [("repak=off", "rule 'repak=off' is not known"), ("repack=no", "give on or off"), ("reach=x", "whole number")],
-)
-def test_a_rule_that_is_not_known_is_refused(change, words):
-    with pytest.raises(UserError, match=words):
-        parse_rules(5, [change])
 
 
 def test_rules_are_changed_by_name():
@@ -159,9 +118,3 @@ def test_the_upper_bound_of_a_quantile_holds_as_often_as_it_promises():
     held = sum(upper_quantile([rng.random() for _ in range(60)], 0.8) >= 0.8 for _ in range(2000))
     assert held / 2000 >= 0.94
     assert upper_quantile([1.0, 2.0], 0.9) == 2.0
-
-
-@pytest.mark.parametrize("spec", ["", "quantile", "quantile:1", "quantile:x", "bound:0.5"])
-def test_an_unknown_estimate_is_refused(spec):
-    with pytest.raises(UserError, match="allowed: exact, bound, mean"):
-        parse_estimates(spec)
