@@ -16,11 +16,10 @@ from research.replay import Policy, Replay
 from research.workload.varying import Moments, profiled
 from research.workload.workload import Arrival
 from verl_mux.errors import UserError
-from verl_mux.placement.explain import decision_for
 from verl_mux.placement.feasibility import Progress
 from verl_mux.placement.groups import Groups, cheapest_alone, groups_without, isolated, with_newcomer, yet_to_take
 from verl_mux.placement.model import LIVE, Cluster, Group, JobSpec, NodeKind, Rules
-from verl_mux.placement.planner import Answer, Arrive, Leave, Planner, Question
+from verl_mux.placement.planner import Answer, Arrive, Leave, Planner, Question, decision_for
 
 Choose = Callable[[Sequence[Group]], Group]
 

@@ -16,11 +16,10 @@ from typing import Protocol
 from research.outcome import Finished, Ledger, Run, Span
 from research.workload.workload import Arrival, Phases
 from verl_mux.placement.estimator import LEAST, Observed, corrected
-from verl_mux.placement.explain import OWN_NODES
 from verl_mux.placement.feasibility import PHASES, Progress
 from verl_mux.placement.group_run import LOADING, ROLLOUT, TRAIN, GroupRun, Member
 from verl_mux.placement.groups import isolated_usd
-from verl_mux.placement.model import ORDERS, Cluster, Group, JobSpec, Pin
+from verl_mux.placement.model import ORDERS, OWN_NODES, Cluster, Group, JobSpec, Pin
 from verl_mux.placement.planner import ASK_AGAIN_S, Again, Answer, Arrive, Correct, Leave, Question
 
 _PHASE_NAMES = {number: name for name, number in PHASES.items()}

@@ -5,10 +5,9 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from verl_mux.placement import planner
-from verl_mux.placement.explain import Decision
 from verl_mux.placement.group_run import group_periods
 from verl_mux.placement.groups import isolated_usd
-from verl_mux.placement.model import COLOCATED, SEPARATE, Cluster, Estimate, Group, JobSpec, NodeKind, Pool
+from verl_mux.placement.model import COLOCATED, SEPARATE, Cluster, Decision, Estimate, Group, JobSpec, NodeKind, Pool
 from verl_mux.placement.placer import Move, Placer
 from verl_mux.placement.planner import Again, Answer, Arrive, Correct, Leave
 

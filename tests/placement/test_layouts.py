@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from tests.exploring import examples
 from tests.placement.made_jobs import ANY_MODES, EITHER, Planner, jobs, make_cluster, make_job
 from verl_mux.placement.divisions import Partitioner, _least_nodes, cheapest_nodes
-from verl_mux.placement.explain import alternatives, lost_to
+from verl_mux.placement.explain import lost_to
 from verl_mux.placement.feasibility import Feasibility, pairs_of_nodes
 from verl_mux.placement.group_run import periods, rollout_bits
 from verl_mux.placement.groups import Price, isolated_usd
 from verl_mux.placement.model import COLOCATED, LIVE, OURS, Cluster, Estimate, NodeKind, Pool, modes_of
+from verl_mux.placement.planner import alternatives
 
 
 def divisions(items: list) -> list[list[list]]:

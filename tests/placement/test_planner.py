@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from tests.exploring import examples
 from tests.placement.made_jobs import CHEAP, DEAR, EITHER, Planner, assert_invariants, jobs, make_cluster, make_job
 from verl_mux.errors import UserError
-from verl_mux.placement.explain import alternatives, lost_to
+from verl_mux.placement.explain import lost_to
 from verl_mux.placement.feasibility import Progress
 from verl_mux.placement.model import LIVE, Cluster, Estimate, JobSpec, NodeKind, Pool, Rules
-from verl_mux.placement.planner import Arrive, Record, by_price, pair_of
+from verl_mux.placement.planner import Arrive, Record, alternatives, by_price, pair_of
 
 SLOW = NodeKind(name="slow", usd_per_gpu_hour=0.5, host_memory_gb=1000)
 

@@ -16,7 +16,7 @@ import msgspec
 
 from verl_mux.placement.feasibility import TOLERANCE, Feasibility, Pairs, Progress, connected, late_job, pair, pairs_of_nodes
 from verl_mux.placement.group_run import group_periods
-from verl_mux.placement.model import Cluster, Group, JobSpec, Pin, Pool, Rules, modes_of
+from verl_mux.placement.model import STRATEGIES, Cluster, Group, JobSpec, Pin, Pool, Rules, modes_of
 
 EPSILON_USD = 1e-6
 
@@ -29,15 +29,6 @@ EPSILON_USD = 1e-6
 NEW = "new: "
 # A group's nodes of each side.
 SIDES = (lambda group: group.rollout_nodes, lambda group: group.train_nodes)
-# By whether the newcomer gets new rollout nodes, and new training nodes.
-STRATEGIES = {
-    (False, False): "direct packing",
-    (True, False): "rollout scaling",
-    (False, True): "training scaling",
-    (True, True): "scaling of both sides",
-}
-
-
 # Nodes with the same occupants: (bits of the jobs on them, number of such nodes).
 Classes = tuple[tuple[int, int], ...]
 

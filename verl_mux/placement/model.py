@@ -287,6 +287,57 @@ class Group(_Value, frozen=True):
         return tuple(pin.job for pin in self.pins if node in pin.train)
 
 
+# --- what is decided about a job that came ---
+
+# By whether the newcomer gets new rollout nodes, and new training nodes.
+STRATEGIES = {
+    (False, False): "direct packing",
+    (True, False): "rollout scaling",
+    (False, True): "training scaling",
+    (True, True): "scaling of both sides",
+}
+# By whether both phases run on its training nodes.
+OWN_NODES = {False: "isolated", True: "colocated"}
+
+
+class Alternative(msgspec.Struct, frozen=True, kw_only=True):
+    """A place that was not taken. group None: nodes of its own, by the strategy `isolated` or `colocated`. usd_per_hour: what it
+    would have added; work_usd_per_hour: the same for as much work, where places are compared by that (`Price` in groups.py).
+    why: the reason; empty: the job could go there."""
+
+    group: str | None
+    strategy: str
+    usd_per_hour: float | None
+    why: str
+    work_usd_per_hour: float | None = None
+
+    @property
+    def price(self) -> float:
+        """USD per hour by which places are compared, of one that the job could take."""
+        return (self.usd_per_hour or 0.0) if self.work_usd_per_hour is None else self.work_usd_per_hour
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """outcome: `placed`, or `queued` in a finite cluster that has no room now. rollout, train: nodes of its phases, the same ones
+    if it is colocated. usd_per_hour: added by the job. wait: why it is queued."""
+
+    job: str
+    outcome: str
+    strategy: str | None = None
+    group: str | None = None
+    rollout: tuple[str, ...] = ()
+    train: tuple[str, ...] = ()
+    order: str = "fifo"
+    usd_per_hour: float = 0.0
+    alternatives: tuple[Alternative, ...] = ()
+    wait: str = ""
+
+    @property
+    def was(self) -> tuple[str | None, str | None]:
+        """Group and strategy as in an Alternative."""
+        return (None if self.strategy in OWN_NODES.values() else self.group), self.strategy
+
+
 # --- what a placer may do: orders, rules, modes ---
 #
 # An order ranks the jobs of a group: among waiting phases the lowest rank starts first, equal ranks in order of arrival. Under

@@ -16,16 +16,32 @@ empty cluster starts, if running jobs end.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from verl_mux.errors import UserError
 from verl_mux.placement import explain
-from verl_mux.placement.explain import Alternative, Decision, decision_for
-from verl_mux.placement.feasibility import Progress
-from verl_mux.placement.groups import Books, Place
-from verl_mux.placement.model import OURS, Cluster, Group, JobSpec, Rules, check_fits
+from verl_mux.placement.feasibility import TOLERANCE, Progress
+from verl_mux.placement.group_run import group_periods
+from verl_mux.placement.groups import Books, Extension, Place, extensions, isolated_usd, pairs_of_pins
+from verl_mux.placement.model import (
+    OURS,
+    OWN_NODES,
+    STRATEGIES,
+    Alternative,
+    Cluster,
+    Decision,
+    Group,
+    JobSpec,
+    NodeKind,
+    Rules,
+    allowed,
+    check_fits,
+    modes_of,
+    too_large,
+)
 from verl_mux.placement.placer import Action, Move, Placer, moved, unmoved
 
 # --- questions ---
@@ -142,6 +158,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for
         )
 
 
+# Groups that are looked at where there are too many.
+NEAREST = 2
 # After this time it is worth asking again about moves that do not pay yet.
 ASK_AGAIN_S = 120.0
 
@@ -252,7 +270,7 @@ class Planner:
         if explained == 0:
             pair, decision = self._admit(specs, specs, progress)
             return Answer(decision=decision, spec=specs[pair])
-        could = {pair: explain.alternatives(self.placer_of(pair), spec, explained) for pair, spec in specs.items()}
+        could = {pair: alternatives(self.placer_of(pair), spec, explained) for pair, spec in specs.items()}
         usd = by_price(specs, could)
         pair, decision = self._admit(specs, usd, progress)
         lost = explain.lost_to(decision, could[pair]) + explain.lost_elsewhere(pair, could, usd)
@@ -364,14 +382,6 @@ class Planner:
         return not self._beside[pair].isdisjoint([entry.pair or self._first, *entry.elsewhere])
 
 
-def by_price(specs: Mapping[str, JobSpec], ways: Mapping[str, Sequence[Alternative]]) -> dict[str, float]:
-    """USD per hour of as much of the job's work as the first pair does alone in an hour, at the cheapest place of each pair,
-    lowest first; infinite where there is none now."""
-    first = next(iter(specs.values()))
-    usd = {pair: explain.cheapest(places) * specs[pair].iteration_s / first.iteration_s for pair, places in ways.items()}
-    return dict(sorted(usd.items(), key=lambda found: (found[1], specs[found[0]].iteration_s)))
-
-
 def pair_of(rollout: Iterable[str], train: Iterable[str], clusters: Mapping[str, Cluster]) -> str:
     """The first pair whose pools have these nodes, or most of them: some may have left their pool while jobs are there."""
     rollout, train = set(rollout), set(train)
@@ -380,3 +390,114 @@ def pair_of(rollout: Iterable[str], train: Iterable[str], clusters: Mapping[str,
 
 def _held(groups: Iterable[Group]) -> frozenset[str]:
     return frozenset(node for group in groups for node in (*group.rollout_nodes, *group.train_nodes))
+
+
+def decision_for(group: Group, usd_per_hour: float) -> Decision:
+    """The decision that put the last job of `group` there, at `usd_per_hour` more for all groups."""
+    *others, pin = group.pins
+    new_rollout = not set(pin.rollout) <= {node for other in others for node in other.rollout}
+    new_train = not set(pin.train) <= {node for other in others for node in other.train}
+    return Decision(
+        job=pin.job.name,
+        outcome="placed",
+        strategy=STRATEGIES[new_rollout, new_train] if others else OWN_NODES[pin.job.colocated],
+        group=group.name,
+        rollout=pin.runs_rollouts_on,
+        train=pin.train,
+        order=group.order,
+        usd_per_hour=usd_per_hour,
+    )
+
+
+# --- the places that a job could take; asked before it is admitted ---
+
+
+def alternatives(placer: Placer, job: JobSpec, most: int | None = None) -> list[Alternative]:
+    """What every group would ask for the job, or why it cannot take it; last, what nodes of its own would cost, in each mode.
+    most: of more groups than this, only the NEAREST, which could ask the least."""
+    groups = list(placer.groups.values())
+    if most is not None and len(groups) > most:
+        near = placer.search.shortlist(modes_of(job, placer.cluster, placer.rules), math.inf)
+        groups = list({group.name: group for _, _, group in near}.values())[:NEAREST]
+    modes = allowed(job, placer.rules)
+    return [*(_at(placer, modes, group) for group in groups), *(_alone(placer, placed) for placed in modes)]
+
+
+def _alone(placer: Placer, job: JobSpec) -> Alternative:
+    why = too_large(job, placer.cluster) or _short(placer, job.nodes, "nodes")
+    return Alternative(group=None, strategy=OWN_NODES[job.colocated], usd_per_hour=isolated_usd(job, placer.cluster), why=why)
+
+
+def _at(placer: Placer, modes: Sequence[JobSpec], group: Group) -> Alternative:
+    """The cheapest way into the group, or what stands against the one that comes closest."""
+    if len(group.pins) >= placer.rules.cap:
+        return _refused(group, f"full: {len(group.pins)} jobs, the cap")
+    ways = [_in_mode(placer, placed, group) for placed in modes]
+    return min((way for way in ways if not way.why), key=lambda way: way.price, default=ways[0])
+
+
+def _in_mode(placer: Placer, job: JobSpec, group: Group) -> Alternative:
+    rules = placer.rules
+    found = extensions(group, job, placer.cluster, rules)
+    if not found:
+        return _refused(group, _no_room(placer, job, group))
+    rollout, train = pairs_of_pins(group.pins)
+    ways = []
+    for ask in found:
+        if placer.feasibility.allows((*group.jobs, job), rollout | ask.rollout.pairs, train | ask.train.pairs):
+            why = _short(placer, (ask.rollout.new, ask.train.new), "new nodes")
+            work_usd = placer.search.priced(job, group, ask).usd if rules.count_stays else None
+            way = Alternative(group=group.name, strategy=ask.strategy, usd_per_hour=ask.usd, why=why, work_usd_per_hour=work_usd)
+            ways.append(way)
+            if not why and not rules.count_stays:
+                break  # none that follows costs less
+    if ways:
+        return min(ways, key=lambda way: (bool(way.why), way.price))
+    return _refused(group, _too_slow(job, group, found[0]), found[0])
+
+
+def _refused(group: Group, why: str, ask: Extension | None = None) -> Alternative:
+    strategy, usd = (ask.strategy, ask.usd) if ask else ("direct packing", None)
+    return Alternative(group=group.name, strategy=strategy, usd_per_hour=usd, why=why)
+
+
+def _short(placer: Placer, need: tuple[int, int], what: str) -> str:
+    free = placer.groups.free
+    if need[0] <= free[0] and need[1] <= free[1]:
+        return ""
+    return f"needs {need[0]} + {need[1]} {what}; free are {free[0]:g} + {free[1]:g}"
+
+
+def _no_room(placer: Placer, job: JobSpec, group: Group) -> str:
+    on = [group.on_rollout(node) for node in group.rollout_nodes], [group.on_train(node) for node in group.train_nodes]
+    return "; ".join(_side_full(at, job, on[at], placer.cluster.kinds[at]) for at in (0, 1) if job.nodes[at] and on[at])
+
+
+def _side_full(at: int, job: JobSpec, nodes: Sequence[Sequence[JobSpec]], kind: NodeKind) -> str:
+    side = ("rollout", "train")[at]
+    memory_gb, share = job.memory_gb[at], getattr(job, f"{side}_share")
+    roomy = [on for on in nodes if sum(j.memory_gb[at] for j in on) + memory_gb <= kind.host_memory_gb]
+    if not roomy:
+        return f"no {side} node has {memory_gb:.0f} GB of host memory left"
+    least = min(sum(getattr(j, f"{side}_share") for j in on) for on in roomy)
+    if least + share > TOLERANCE:
+        return f"every {side} node is busy for at least {least:.0%} of the time and the job needs {share:.0%}"
+    return f"no allowed way to share its {side} nodes"
+
+
+def _too_slow(job: JobSpec, group: Group, ask: Extension) -> str:
+    """The job that would miss its SLO in the cheapest layout; or that a departure could make a job miss it."""
+    whole = Place(job, ask.usd, group, ask).group
+    for member, period in zip(whole.jobs, group_periods(whole).values(), strict=True):
+        if period > member.limit_s * TOLERANCE:
+            return f"{member.name} would take {period:.0f} s an iteration, its SLO allows {member.limit_s:.0f} s"
+    return "within every SLO now, but not if one of its jobs left"
+
+
+def by_price(specs: Mapping[str, JobSpec], ways: Mapping[str, Sequence[Alternative]]) -> dict[str, float]:
+    """USD per hour of as much of the job's work as the first pair does alone in an hour, at the cheapest place of each pair,
+    lowest first; infinite where there is none now."""
+    first = next(iter(specs.values()))
+    least = {pair: min((way.price for way in places if not way.why), default=math.inf) for pair, places in ways.items()}
+    usd = {pair: cost * specs[pair].iteration_s / first.iteration_s for pair, cost in least.items()}
+    return dict(sorted(usd.items(), key=lambda found: (found[1], specs[found[0]].iteration_s)))
