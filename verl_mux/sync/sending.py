@@ -196,13 +196,10 @@ class Streams:
         while at < len(self._threads):
             self._threads[at].join()
             at += 1
-        self.close()
-        if self.error:
-            raise self.error
-
-    def close(self) -> None:
         for connection in self.connections:
             connection.close()
+        if self.error:
+            raise self.error
 
 
 class Sending:

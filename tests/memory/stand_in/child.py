@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Iterator
 
-from verl_mux.memory.tags import Metered, NoRoom, SleepStates
+from verl_mux.memory.tags import Metered, NoRoom
 
 MIB = 1 << 20
 
@@ -99,14 +99,12 @@ def scene(name: str, path: str) -> dict:
         measured["free_refused"] = device.mem_get_info()[0] // MIB
         library.c.cudaFree.argtypes = [ctypes.c_void_p]
         library.c.cudaFree(other)
-    if name == "machine":
-        states = SleepStates()
+    if name == "plain":
         for _ in range(50):
-            for verb, moves in (("sleep", ["weights", "kv_cache"]), ("wake", ["weights"]), ("wake", ["weights", "kv_cache"])):
-                for tag, after in states.plan(verb, moves):
-                    saver.pause(tag) if verb == "sleep" else saver.resume(tag)
-                    states.state = after
-                measured[f"{verb} {len(moves)}"] = dict(reported)
+            for tag in ("weights", "kv_cache"):
+                saver.resume(tag)
+            for tag in ("kv_cache", "weights"):
+                saver.pause(tag)
     saver.resume("weights")
     saver.resume("kv_cache")
     if name == "twice":

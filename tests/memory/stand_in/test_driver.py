@@ -83,10 +83,3 @@ def test_the_library_itself_ends_the_process_for_want_of_room_where_ours_raises_
     assert code == 0, told
     assert "kv_cache needs 0.13 GB, 0.10 are free" in told["error"]
     assert told["free_refused"] == 256 - 100 - 64 and told["free_again"] == 64
-
-
-def test_fifty_rounds_of_the_state_machine_neither_leak_nor_double(play):
-    code, told = play("machine")
-    assert code == 0, told
-    assert told["sleep 2"] == {"weights": 0, "kv_cache": 0} and told["wake 1"] == {"weights": 64 * MIB, "kv_cache": 0}
-    assert told["free_again"] == 64

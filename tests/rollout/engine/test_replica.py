@@ -86,10 +86,6 @@ def launching(nodes: tuple[str, ...], hosts: list[str]) -> MuxReplica:
     return made
 
 
-def test_rollout_workers_run_on_their_replicas_nodes():
-    asyncio.run(launching(("r0", "r1"), ["host-r0", "host-r1"])._check_workers())
-
-
 def test_no_server_is_launched_where_a_worker_runs_elsewhere():
     with pytest.raises(UserError, match=r"worker 1 of replica 3 works for node 'r1' \(host host-r1\), but runs on host-r0"):
         asyncio.run(launching(("r0", "r1"), ["host-r0", "host-r0"]).launch_servers())
@@ -115,8 +111,10 @@ def test_an_engine_that_ends_as_it_starts_is_told_with_the_word_that_it_left(mon
         asyncio.run(made.launch_servers())
 
 
-def test_a_replicas_processes_are_its_servers_and_its_workers():
-    found = asyncio.run(launching(("r0", "r1"), ["host-r0", "host-r1"]).processes())
+def test_a_replicas_processes_are_its_servers_and_its_workers_which_run_on_its_nodes():
+    made = launching(("r0", "r1"), ["host-r0", "host-r1"])
+    asyncio.run(made._check_workers())
+    found = asyncio.run(made.processes())
     assert found == ["server 0", "server 1", "worker 0", "worker 1"]
 
 

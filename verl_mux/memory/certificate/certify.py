@@ -88,7 +88,8 @@ def certify(
     Raises:
         UserError: two jobs of one name.
     """
-    _check_names(jobs)
+    if twice := [name for name, count in Counter(job.name for job in jobs).items() if count > 1]:
+        raise UserError(f"two of the jobs are called {twice[0]!r}; give each a mux.job of its own")
     nodes = list(dict.fromkeys(node for job in jobs for node in (*job.rollout_nodes, *job.train_nodes)))
     gpus = {node: _gpu(node, jobs, capacities, measured or {}) for node in nodes}
     hosts = {node: _host(node, jobs, capacities) for node in nodes}
@@ -103,12 +104,6 @@ def certify(
         why_not=why_not,
         notes=list(notes),
     )
-
-
-def _check_names(jobs: Sequence[Job]) -> None:
-    twice = [name for name, count in Counter(job.name for job in jobs).items() if count > 1]
-    if twice:
-        raise UserError(f"two of the jobs are called {twice[0]!r}; give each a mux.job of its own")
 
 
 def nodes_of(job: Job, side: str) -> tuple[str, ...]:
@@ -145,27 +140,23 @@ def _gpu(node: str, jobs: Sequence[Job], capacities: Mapping[tuple[str, str], Ca
 
 
 def _host(node: str, jobs: Sequence[Job], capacities: Mapping[tuple[str, str], Capacity]) -> HostBytes:
-    by_job = {job.name: needs for job in jobs if (needs := host_bytes(job, node, capacities))}
+    """By kind and by job: its processes, and the states that sleep there."""
     kinds: Counter[str] = Counter()
-    for found in by_job.values():
-        kinds.update(found)
+    totals: Counter[str] = Counter()
+    for job in jobs:
+        for side, gpus in (("rollout", job.engine.gpus_per_node), ("train", job.training.gpus_per_node)):
+            if node in nodes_of(job, side):
+                found = {**host_states(job, side), "processes": capacities[node, side].process * gpus}
+                kinds.update(found)
+                totals[job.name] += sum(found.values())
     known = [capacities[node, side].host for side in ("rollout", "train") if (node, side) in capacities]
     sizes = [size for size in known if size is not None]
-    totals = {name: sum(found.values()) for name, found in by_job.items()}
-    return HostBytes(bytes=dict(kinds), total=sum(totals.values()), capacity=min(sizes) if sizes else None, jobs=totals)
-
-
-def host_bytes(job: Job, node: str, capacities: Mapping[tuple[str, str], Capacity]) -> dict[str, int]:
-    """Host memory of a job on one of its nodes, by kind: its processes, and the states that sleep there."""
-    kinds: Counter[str] = Counter()
-    for side, gpus in (("rollout", job.engine.gpus_per_node), ("train", job.training.gpus_per_node)):
-        if node in nodes_of(job, side):
-            kinds.update({**host_states(job, side), "processes": capacities[node, side].process * gpus})
-    return dict(kinds)
+    capacity = min(sizes) if sizes else None
+    return HostBytes(bytes=dict(kinds), total=totals.total(), capacity=capacity, jobs=dict(totals))
 
 
 def host_states(job: Job, side: str) -> dict[str, int]:
-    """Of these, the states on each node of a side, "rollout" or "train"."""
+    """What sleeps in host memory on each node of a side, "rollout" or "train", by kind."""
     engine, training = job.engine, job.training
     if side == "rollout":
         synced = {"synced": job.model.total * engine.bytes}  # the region from which its workers load

@@ -110,12 +110,12 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
 
     # ------------------------------------------------------------ on one GPU
 
-    def on_gpu(self, tensor: int, experts: int, everything: int, pipeline: int) -> int:
+    def on_gpu(self, tensor: int, everything: int, pipeline: int) -> int:
         """Parameters on the fullest GPU of an engine.
 
         tensor: ranks that attention is split over (a key-value head is never split: with more ranks than heads they are
-        repeated). everything: ranks that MLPs and experts are split over, of which `experts` groups hold whole experts of
-        their own. pipeline: stages; embedding and head lie on the first and the last. Norms and routers are on every rank.
+        repeated). everything: ranks that MLPs and experts are split over, whether as parts of each expert or as whole ones.
+        pipeline: stages; embedding and head lie on the first and the last. Norms and routers are on every rank.
         """
         kv = max(self.kv_heads // tensor, 1) * self.head_dim
         attention = self._attention(self.query // tensor, kv)

@@ -18,7 +18,7 @@ _LOGIT_COPIES = 2
 def weights(job: Job) -> int:
     """Of the engine on its fullest GPU, rotary table included."""
     it, model = job.engine, job.model
-    count = model.on_gpu(it.tensor, it.experts, it.tensor * it.data, it.pipeline)
+    count = model.on_gpu(it.tensor, it.tensor * it.data, it.pipeline)
     return count * it.bytes + model.positions * model.head_dim * _TABLE_BYTES
 
 

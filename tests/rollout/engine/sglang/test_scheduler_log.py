@@ -81,11 +81,6 @@ def test_the_times_of_a_request_go_with_sglangs_own(hooks, log, scheduler):
     assert state[TIMES] == pytest.approx({"queue_sec": 0.75, "prefill_sec": 0.1, "decode_sec": 2.75}, abs=0.1)
 
 
-def test_a_request_that_was_never_let_in_has_no_times():
-    stats = SimpleNamespace(prefill_finished_time=0.0)
-    assert add_times({}, stats) == {}
-
-
 def test_counters_are_told_about_once_a_second(hooks, log, scheduler, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(scheduler_log.time, "perf_counter", lambda: clock[0])
