@@ -9,7 +9,7 @@ import torch
 
 from verl_mux.coordinator.bus import members
 from verl_mux.errors import Failure
-from verl_mux.platform.charges import Charges, DeviceSettings
+from verl_mux.platform.charges import DeviceSettings
 from verl_mux_cpu import device_ledger as ledger
 from verl_mux_cpu.cpu_saver import CpuMemorySaver
 
@@ -126,11 +126,6 @@ def test_settings_say_which_device_a_process_and_its_children_use(monkeypatch):
     monkeypatch.setenv(ledger.NODE_VARIABLE, "r0")
     DeviceSettings().announce("code", "t1", 3)
     assert os.environ[ledger.NODE_VARIABLE] == "r0"
-
-
-def test_an_engine_alone_has_no_communicators():
-    assert Charges().engine(1, graphs=False) == {"context": 1_600_000_000, "workspace": 540_000_000}
-    assert Charges(graphs=0.25).engine(2, graphs=True)["graphs"] == 250_000_000
 
 
 # ---------------------------------------------------------------- accounts, one for each process

@@ -26,6 +26,14 @@ def lost(model):
     model.codes.data.fill_(7)
 
 
+def slept(model):
+    """Its contents after a sleep at level 2."""
+    contents = Contents(model)
+    contents.left(2)
+    contents.came_back()
+    return contents
+
+
 @pytest.fixture
 def model():
     torch.manual_seed(0)
@@ -56,9 +64,7 @@ def test_a_part_that_a_loader_fills_by_itself_is_missed_however_small(missing):
     """One expert's half of a merged bias."""
     model = torch.nn.Module()
     model.bias = torch.nn.Parameter(torch.randn(128, 2 * 768))
-    contents = Contents(model)
-    contents.left(2)
-    contents.came_back()
+    contents = slept(model)
     kept = model.bias.data[missing, 768:].clone()
     model.bias.data.zero_()
     model.bias.data[missing, 768:] = kept
@@ -66,9 +72,7 @@ def test_a_part_that_a_loader_fills_by_itself_is_missed_however_small(missing):
 
 
 def test_what_was_synced_in_part_is_named(model):
-    contents = Contents(model)
-    contents.left(2)
-    contents.came_back()
+    contents = slept(model)
     model.small.data.copy_(torch.zeros(7))
     model.large.data[:250].copy_(torch.zeros(250, 400))
     assert contents.unsynced() == ["large"]
@@ -77,9 +81,7 @@ def test_what_was_synced_in_part_is_named(model):
 
 
 def test_a_model_that_sleeps_before_its_sync_has_nothing_to_keep(model):
-    contents = Contents(model)
-    contents.left(2)
-    contents.came_back()
+    contents = slept(model)
     assert contents.left(1) == model.scale.nbytes + model.codes.nbytes
     contents.came_back()
     assert contents.unsynced() == ["large", "small"]

@@ -310,14 +310,6 @@ def test_the_report_follows_what_is_mapped(directory):
     assert mapped_bytes(directory) == both and [path.name for path in directory.iterdir()] == [f"{os.getpid()}.json"]
 
 
-def test_memory_that_cannot_be_given_back_is_reported_as_mapped(directory):
-    adapter = cpu_engine.SavingAdapter(scheduler_memory._report)
-    shared = torch.ones(4096).share_memory_()
-    cpu_engine.cpu_memory_saver.track("weights", [shared])
-    adapter.pause("weights")
-    assert mapped_bytes(directory) == {"weights": shared.nbytes}
-
-
 @pytest.mark.parametrize("call", [lambda original, on: scheduler_memory.create_adapter(original, on),
                                   lambda original, on: scheduler_memory.create_adapter(original, enable=on)])  # fmt: skip
 def test_without_cuda_the_adapter_is_ours_and_without_memory_saver_sglangs_own(call):
