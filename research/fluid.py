@@ -86,7 +86,7 @@ def colocated(cluster: Cluster) -> Hold:
     def hold(jobs: Mapping[str, JobSpec]) -> Holding:
         nodes = sum(job.train_nodes for job in jobs.values())
         periods_s = {name: job.iteration_s for name, job in jobs.items()}
-        return Holding((0, nodes), nodes * cluster.train.kind.usd_per_hour, periods_s, (0.0, nodes))
+        return Holding((0, nodes), cluster.usd(0, nodes), periods_s, (0.0, nodes))
 
     return hold
 
@@ -113,8 +113,7 @@ def optimal(optimum: Optimum) -> Hold:
                 seconds[names[job.name]] = period
                 busy[0] += job.nodes[0] * job.rollout_hold_s / period
                 busy[1] += job.nodes[1] * job.train_hold_s / period
-        usd = sum(count * pool.kind.usd_per_hour for count, pool in zip(nodes, (cluster.rollout, cluster.train), strict=True))
-        return Holding((nodes[0], nodes[1]), usd, seconds, (busy[0], busy[1]))
+        return Holding((nodes[0], nodes[1]), cluster.usd(*nodes), seconds, (busy[0], busy[1]))
 
     return hold
 
@@ -128,7 +127,7 @@ def gavel(cluster: Cluster) -> Hold:
 
     Taken for that here: the fractions that cost the least while an iteration lasts no longer than on the nodes that the job
     asks for. Phases take as many node-seconds on any number of nodes, the sync its time. Prices must be above 0."""
-    usd = cluster.rollout.kind.usd_per_hour, cluster.train.kind.usd_per_hour
+    usd = cluster.usd(1, 0), cluster.usd(0, 1)
 
     def split(job: JobSpec) -> tuple[Pair, Pair]:
         rollout, train = own_split(job, usd)
@@ -136,7 +135,7 @@ def gavel(cluster: Cluster) -> Hold:
         busy = job.rollout_nodes * job.rollout.seconds + rollout * job.sync_s, job.train_nodes * job.train.seconds
         return (rollout, train), (busy[0] / job.iteration_s, busy[1] / job.iteration_s)
 
-    return _each(split, usd)
+    return _each(split, cluster)
 
 
 def own_split(job: JobSpec, usd_per_hour: Pair) -> Pair:
@@ -151,34 +150,29 @@ def own_split(job: JobSpec, usd_per_hour: Pair) -> Pair:
 def ideal(cluster: Cluster, rules: Rules) -> Hold:
     """Nodes are paid for only while a phase runs on them, as if all phases could be packed without a gap, whatever SLOs, host
     memory, whole nodes and switches ask for. So a run of any policy costs no less; at a moment it may, with slower jobs."""
-    usd = cluster.rollout.kind.usd_per_hour, cluster.train.kind.usd_per_hour
 
     def busy(job: JobSpec) -> Pair:
         rollout, train = job.nodes
         return rollout * job.rollout_hold_s / job.iteration_s, train * job.train_hold_s / job.iteration_s
 
     def split(job: JobSpec) -> tuple[Pair, Pair]:
-        least = min((busy(placed) for placed in modes_of(job, cluster, rules)), key=lambda nodes: _cost(nodes, usd))
+        least = min((busy(placed) for placed in modes_of(job, cluster, rules)), key=lambda nodes: cluster.usd(*nodes))
         return least, least
 
-    return _each(split, usd)
+    return _each(split, cluster)
 
 
-def _each(split: Callable[[JobSpec], tuple[Pair, Pair]], usd: Pair) -> Hold:
+def _each(split: Callable[[JobSpec], tuple[Pair, Pair]], cluster: Cluster) -> Hold:
     """split: nodes that a job holds, and that its phases keep busy, in the mean. Jobs run as fast as alone."""
 
     def hold(jobs: Mapping[str, JobSpec]) -> Holding:
         parts = [split(job) for job in jobs.values()]
         nodes = _sum([held for held, _ in parts])
         periods = {name: job.iteration_s for name, job in jobs.items()}
-        return Holding(nodes, _cost(nodes, usd), periods, _sum([busy for _, busy in parts]))
+        return Holding(nodes, cluster.usd(*nodes), periods, _sum([busy for _, busy in parts]))
 
     return hold
 
 
 def _sum(pairs: Sequence[Pair]) -> Pair:
     return math.fsum(rollout for rollout, _ in pairs), math.fsum(train for _, train in pairs)
-
-
-def _cost(nodes: Pair, usd: Pair) -> float:
-    return nodes[0] * usd[0] + nodes[1] * usd[1]

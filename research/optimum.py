@@ -54,9 +54,8 @@ class Sharing:
 
     def cheapest(self, jobs: Sequence[JobSpec], below: float = math.inf) -> SharedNodes | None:
         """For jobs as they are placed, sorted by name; None if nothing under `below` keeps every SLO."""
-        usd = self.cluster.rollout.kind.usd_per_hour, self.cluster.train.kind.usd_per_hour
         rollouts, trains = self._by_nodes(jobs, 0), self._by_nodes(jobs, 1)
-        prices = sorted((nodes * usd[0] + more * usd[1], nodes, more) for nodes in rollouts for more in trains)
+        prices = sorted((self.cluster.usd(nodes, more), nodes, more) for nodes in rollouts for more in trains)
         best = None
         for least, nodes, more in prices:
             if least >= below:
@@ -74,7 +73,7 @@ class Sharing:
     def _by_nodes(self, jobs: Sequence[JobSpec], side: int) -> dict[int, list[Layout]]:
         """The layouts in which everything fits, by their number of nodes: of those in which the same jobs meet the smallest.
         side: 0 rollout, 1 training."""
-        kind = (self.cluster.rollout, self.cluster.train)[side].kind
+        kind = self.cluster.kinds[side]
         fits = fits_on_node([((job.rollout_share, job.train_share)[side], job.memory_gb[side]) for job in jobs], kind)
         met: set[Pairs] = set()
         found: dict[int, list[Layout]] = {}

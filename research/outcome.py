@@ -1,7 +1,6 @@
 """What a simulated run leaves behind, and a few figures for each policy from its runs over all seeds.
 
-Written by replay.py and fluid.py,
-read by simulate.py; pure.
+Written by replay.py and fluid.py, read by simulate.py; pure.
 """
 
 from __future__ import annotations

@@ -260,8 +260,7 @@ class Replay:
         job = pin.job
         train = self._mask("train", pin.train)
         rollout = train if job.colocated else self._mask("rollout", pin.rollout)
-        switch = job.rollout_switch_s, job.train_switch_s
-        return Member(job.name, rollout, train, live.times, switch, rank, has_tail=job.tail_s > 0)
+        return Member(job, rollout, train, rank, live.times)
 
     def _mask(self, side: str, nodes: Sequence[str]) -> int:
         return sum(1 << self._bits.setdefault(f"{side} {node}", len(self._bits)) for node in nodes)

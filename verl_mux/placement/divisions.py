@@ -148,19 +148,18 @@ def _by_price(
     jobs: Sequence[JobSpec], cluster: Cluster, feasibility: Feasibility, below: float
 ) -> list[tuple[float, Layout, Layout]]:
     """Layouts of both sides under `below`, cheapest first, that make one group and in which no two jobs clash."""
-    usd = cluster.rollout.kind.usd_per_hour, cluster.train.kind.usd_per_hour
     on_rollout, on_train, on_both = feasibility.hopeless_pairs(jobs)
     never = on_rollout & on_train & on_both
-    least = [nodes * each for nodes, each in zip(_least_nodes(jobs), usd, strict=True)]
+    least = _least_nodes(jobs)
     rollout = [(j.nodes[0], j.rollout_share, j.memory_gb[0]) for j in jobs]
     train = [(j.nodes[1], j.train_share, j.memory_gb[1]) for j in jobs]
-    rollouts = _fitting(rollout, cluster.rollout.kind, never | on_rollout & on_both, below - least[1])
-    trains = _fitting(train, cluster.train.kind, never | on_train & on_both, below - least[0]) if rollouts else []
+    rollouts = _fitting(rollout, cluster.rollout.kind, never | on_rollout & on_both, below - cluster.usd(0, least[1]))
+    trains = _fitting(train, cluster.train.kind, never | on_train & on_both, below - cluster.usd(least[0], 0)) if rollouts else []
     both = [
         (price, r, t)
         for r in rollouts
         for t in trains
-        if (price := r.nodes * usd[0] + t.nodes * usd[1]) < below
+        if (price := cluster.usd(r.nodes, t.nodes)) < below
         and not (r.pairs & t.pairs & on_both or r.pairs & ~t.pairs & on_rollout or t.pairs & ~r.pairs & on_train)
         and len(connected(r.pairs | t.pairs, len(jobs))) == 1
     ]

@@ -23,7 +23,6 @@ from verl_mux.placement.group_run import (
     average,
     masks,
     periods,
-    planned_member,
     rollout_bits,
     state,
 )
@@ -226,7 +225,7 @@ def _kept_on_a_path(
         alone = drawn[job.name] = []
         rollouts = _draws(job.rollout, job.rollout_hold_s, rng, alone)
         times = rollouts, itertools.repeat(job.tail_s), _draws(job.train, job.train.seconds, rng, alone)
-        run.join(Member(job.name, held, trained, times, (job.rollout_switch_s, job.train_switch_s), rank, job.tail_s > 0))
+        run.join(Member(job, held, trained, rank, times))
     ends: dict[str, list[float]] = {job.name: [] for job in jobs}
     for _ in range(2 * ITERATIONS * len(jobs) * 3):
         if (member := run.step()) is not None:
@@ -323,27 +322,21 @@ def late_job(group: Group, progress: Mapping[str, Progress], loads: Mapping[str,
         if member is lead:
             done = [m.done for m in run.members]
             if (at := state(run)) in seen:
-                since, before_done = seen[at]
-                return _falling_behind(group.jobs, run.now - since, before_done, done)
+                # It goes on like this for ever. Where a group settles depends on where it starts, so a job can do too few
+                # iterations in a cycle of a group whose settled periods, from a common start, are all right.
+                since, had = seen[at]
+                cycles = zip(group.jobs, had, done, strict=True)
+                return next((j.name for j, b, d in cycles if run.now - since > j.limit_s * (d - b) * TOLERANCE), None)
             seen[at] = run.now, done
     # No cycle in sight: slack may hide that a job loses a little of it with every iteration.
     return next((name for name, times in ends.items() if average(times) > jobs[name].limit_s * TOLERANCE), None)
-
-
-def _falling_behind(jobs: Sequence[JobSpec], cycle_s: float, before: Sequence[int], after: Sequence[int]) -> str | None:
-    """A job that does too few iterations in a cycle that goes on for ever. Where a group settles depends on where it
-    starts, so this can happen in a group whose settled periods, from a common start, are all right."""
-    for job, done, done_after in zip(jobs, before, after, strict=True):
-        if cycle_s > job.limit_s * (done_after - done) * TOLERANCE:
-            return job.name
-    return None
 
 
 def _run(group: Group, progress: Mapping[str, Progress], loads: Mapping[str, float]) -> GroupRun:
     run = GroupRun()
     rollout, train = masks(group)
     for job, held, trained, rank in zip(group.jobs, rollout, train, ORDERS[group.order](group.jobs), strict=True):
-        member = planned_member(job, held, trained, rank)
+        member = Member(job, held, trained, rank)
         if job.name in loads or job.name not in progress:
             run.join(member, loads.get(job.name, 0.0))
             continue

@@ -22,40 +22,30 @@ ROLLOUT, TAIL, TRAIN, LOADING = 0, 1, 2, 3
 # A group that has not repeated a state after this many iterations is averaged over their second half.
 MAX_ITERATIONS = 48
 
+Times = tuple[Iterator[float], Iterator[float], Iterator[float]]
+
 
 class Member:
     """One job in a run, and where it stands. Nodes are bits of an int, all nodes in one numbering.
 
-    needs: nodes held in each phase. times: endless seconds for ROLLOUT, TAIL and TRAIN. switch: seconds a phase lasts
-    longer when another job held one of its nodes last. rank: see `ORDERS` in model.py.
-    phase: the one it runs or waits for. since: when that was asked for or, if it runs, started. planned_s: how long
-    the running phase takes. resident: nodes that this job was the last to hold. done: iterations finished, the last of them
-    at `finished`.
+    needs: nodes held in each phase. times: endless seconds for ROLLOUT, TAIL and TRAIN; without them phases take their estimates.
+    switch: seconds a phase lasts longer when another job held one of its nodes last. rank: see `ORDERS` in model.py.
+    phase: the one it runs or waits for. since: when that was asked for or, if it runs, started. resident: nodes that this job was
+    the last to hold. done: iterations finished, the last of them at `finished`.
     """
 
-    __slots__ = (
-        "name", "needs", "times", "switch", "rank", "has_tail",
-        "phase", "since", "planned_s", "resident", "done", "finished",
-    )  # fmt: skip
+    __slots__ = ("name", "needs", "times", "switch", "rank", "has_tail", "phase", "since", "resident", "done", "finished")
 
-    def __init__(
-        self,
-        name: str,
-        rollout: int,
-        train: int,
-        times: tuple[Iterator[float], Iterator[float], Iterator[float]],
-        switch: tuple[float, float] = (0.0, 0.0),
-        rank: int = 0,
-        has_tail: bool = False,
-    ) -> None:
-        self.name = name
+    def __init__(self, job: JobSpec, rollout: int, train: int, rank: int = 0, times: Times | None = None) -> None:
+        self.name = job.name
         self.needs = (rollout, 0, train, 0)
-        self.times = times
-        self.switch = (switch[0], 0.0, switch[1], 0.0)
+        repeat = itertools.repeat
+        self.times = times or (repeat(job.rollout_hold_s), repeat(job.tail_s), repeat(job.train.seconds))
+        self.switch = (job.rollout_switch_s, 0.0, job.train_switch_s, 0.0)
         self.rank = rank
-        self.has_tail = has_tail
+        self.has_tail = job.tail_s > 0
         self.phase = ROLLOUT
-        self.since = self.planned_s = self.finished = 0.0
+        self.since = self.finished = 0.0
         self.resident = self.done = 0
 
 
@@ -86,7 +76,7 @@ class GroupRun:
         self.members.append(member)
         self.ends.append(math.inf)
         if load_s:
-            member.phase, member.planned_s = LOADING, load_s
+            member.phase = LOADING
             self.ends[-1] = self.now + load_s
         else:
             member.phase = ROLLOUT
@@ -120,8 +110,8 @@ class GroupRun:
         phase = member.phase
         self.held &= ~member.needs[phase]
         if phase == ROLLOUT and member.has_tail:
-            member.phase, member.since, member.planned_s = TAIL, now, next(member.times[TAIL])
-            ends[index] = now + member.planned_s
+            member.phase, member.since = TAIL, now
+            ends[index] = now + next(member.times[TAIL])
             return None
         ends[index] = math.inf
         if any([waiting.rank for waiting in self.waiting]):
@@ -166,7 +156,6 @@ class GroupRun:
             member.resident |= need
         self.held |= need
         member.since = self.now
-        member.planned_s = seconds
         self.ends[self.members.index(member)] = self.now + seconds
 
 
@@ -227,15 +216,8 @@ def planned_run(jobs: Sequence[JobSpec], rollout: Sequence[int], train: Sequence
     """A run in which all jobs ask for their first rollout at 0, in the order given, and every phase takes its estimate."""
     run = GroupRun()
     for job, held, trained, rank in zip(jobs, rollout, train, ORDERS[order](jobs), strict=True):
-        run.join(planned_member(job, held, trained, rank))
+        run.join(Member(job, held, trained, rank))
     return run
-
-
-def planned_member(job: JobSpec, rollout: int, train: int, rank: int = 0) -> Member:
-    """The job as a member whose phases take their estimates."""
-    repeat = itertools.repeat
-    times = (repeat(job.rollout_hold_s), repeat(job.tail_s), repeat(job.train.seconds))
-    return Member(job.name, rollout, train, times, (job.rollout_switch_s, job.train_switch_s), rank, job.tail_s > 0)
 
 
 def settle(run: GroupRun) -> list[float]:

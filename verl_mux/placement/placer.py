@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from verl_mux.errors import UserError
 from verl_mux.placement.divisions import OutOfEffort, Part, Partitioner, SharedNodes
 from verl_mux.placement.estimator import LEAST
 from verl_mux.placement.feasibility import Feasibility, Progress, late_job
@@ -98,8 +97,6 @@ class Placer:
 
     def drop(self, name: str, progress: Mapping[str, Progress]) -> list[Move]:
         """The job is gone, and the nodes on which it was alone are free. Returns moves of jobs that would be late without it."""
-        if name not in self.groups.home:
-            raise UserError(f"job {name!r} is not placed; placed are: {', '.join(sorted(self.groups.home)) or 'none'}")
         self._forget(name)
         group = self.groups.group_of(name)
         left = self._changed(self.groups.replace([group], groups_without(group, [name])))
