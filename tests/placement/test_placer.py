@@ -77,11 +77,16 @@ def test_a_waiting_job_is_passed_so_often_and_no_more():
     assert "wide" in placer.groups.home and passed == 3
 
 
+def placed(*jobs, rules: Rules = OURS, cluster=None) -> Planner:
+    placer = Planner.of_one(cluster or make_cluster(), rules)
+    for job in jobs:
+        placer.admit(job)
+    return placer
+
+
 def four(rules: Rules = OURS, **fields) -> tuple[Planner, list[tuple[str, str]]]:
     """Four alike in two groups; and who shares with whom."""
-    placer = Planner.of_one(make_cluster(), rules)
-    for name in ("a", "x", "b", "y"):
-        placer.admit(make_job(name, 100, 100, slo=1.3, cold_start_s=60, **fields))
+    placer = placed(*(make_job(name, 100, 100, slo=1.3, cold_start_s=60, **fields) for name in "axby"), rules=rules)
     return placer, [tuple(job.name for job in group.jobs) for group in placer.groups.values()]
 
 
@@ -94,8 +99,7 @@ def test_the_complementary_jobs_of_the_paper_share_all_nodes():
 
 
 def test_a_skewed_job_brings_rollout_nodes_and_shares_the_training_node():
-    placer = Planner.of_one(make_cluster())
-    placer.admit(make_job("a", 200, 50, slo=1.1))
+    placer = placed(make_job("a", 200, 50, slo=1.1))
     decision = placer.admit(make_job("b", 200, 50, slo=1.1))
     assert decision.strategy == "rollout scaling" and decision.usd_per_hour == pytest.approx(14.8)
 
@@ -111,9 +115,7 @@ def test_after_a_departure_those_left_share_nodes_once_it_pays():
 
 
 def test_of_jobs_that_turn_out_to_need_fewer_nodes_one_moves_to_the_others():
-    placer = Planner.of_one(make_cluster())
-    for name in ("a", "b"):
-        placer.admit(make_job(name, 300, 50, slo=1.6))
+    placer = placed(*(make_job(name, 300, 50, slo=1.6) for name in "ab"))
     (group,) = placer.groups.values()
     assert len(group.rollout_nodes) == 2, "they share the training node alone"
     aged = {name: Progress(age_s=20_000, done=100) for name in ("a", "b")}
@@ -127,9 +129,7 @@ def test_of_jobs_that_turn_out_to_need_fewer_nodes_one_moves_to_the_others():
 
 
 def test_a_job_that_turns_out_longer_moves_out_of_the_group_it_would_spoil():
-    placer = Planner.of_one(make_cluster())
-    placer.admit(make_job("a", 100, 100, slo=1.2))
-    placer.admit(make_job("b", 100, 100, slo=1.2))
+    placer = placed(make_job("a", 100, 100, slo=1.2), make_job("b", 100, 100, slo=1.2))
     assert len(placer.groups) == 1
     revision = placer.revise(make_job("b", 300, 200, slo=1.2), old(placer))
     assert [move.kind for move in revision.moves] == ["move"] and len(placer.groups) == 2
@@ -139,9 +139,7 @@ def test_a_job_that_turns_out_longer_moves_out_of_the_group_it_would_spoil():
 
 
 def test_where_nobody_can_be_moved_the_tightest_goes_first_and_it_is_said_why():
-    placer = Planner.of_one(make_cluster())
-    for name in ("a", "b"):
-        placer.admit(make_job(name, 100, 100, slo=1.2, movable=False))
+    placer = placed(*(make_job(name, 100, 100, slo=1.2, movable=False) for name in "ab"))
     revision = placer.revise(make_job("b", 300, 200, slo=1.2, movable=False), old(placer))
     assert revision.moves == () and len(placer.groups) == 1
     (action,) = revision.actions
@@ -201,8 +199,7 @@ def test_who_can_only_be_colocated_is_nowhere_else_whatever_the_rules():
 
 
 def test_a_colocated_job_lets_others_onto_its_node():
-    placer = Planner.of_one(make_cluster())
-    placer.admit(make_job("a", 100, 20, slo=1.9, modes=EITHER))
+    placer = placed(make_job("a", 100, 20, slo=1.9, modes=EITHER))
     trains = placer.admit(make_job("b", 100, 20, slo=1.5))
     assert trains.strategy == "rollout scaling" and trains.usd_per_hour == pytest.approx(14.8)
     assert trains.train == placer.groups.pin_of("a").train
@@ -212,8 +209,7 @@ def test_a_colocated_job_lets_others_onto_its_node():
 
 
 def test_both_states_of_a_colocated_job_must_fit_on_its_node():
-    placer = Planner.of_one(make_cluster())
-    placer.admit(make_job("a", 100, 10, slo=2.0, modes=(COLOCATED,), rollout_memory_gb=400, train_memory_gb=300))
+    placer = placed(make_job("a", 100, 10, slo=2.0, modes=(COLOCATED,), rollout_memory_gb=400, train_memory_gb=300))
     other = placer.admit(make_job("b", 10, 10, slo=2.0, modes=(COLOCATED,), rollout_memory_gb=100, train_memory_gb=250))
     assert other.strategy == "colocated"
     either = placer.admit(make_job("either", 10, 10, modes=EITHER, rollout_memory_gb=500, train_memory_gb=600))
@@ -223,9 +219,7 @@ def test_both_states_of_a_colocated_job_must_fit_on_its_node():
 
 
 def test_a_job_moves_to_the_other_mode_when_that_pays():
-    placer = Planner.of_one(make_cluster())
-    for name in ("a", "b"):
-        placer.admit(make_job(name, 100, 100, slo=1.3, cold_start_s=60, modes=EITHER))
+    placer = placed(*(make_job(name, 100, 100, slo=1.3, cold_start_s=60, modes=EITHER) for name in "ab"))
     assert placer.groups.usd_per_hour == pytest.approx(2 * 42.24)
     moves = placer.repack({name: Progress(age_s=20_000, done=100) for name in ("a", "b")})
     assert sorted(move.job for move in moves) == ["a", "b"] and all(move.rollout != move.train for move in moves)
@@ -234,8 +228,7 @@ def test_a_job_moves_to_the_other_mode_when_that_pays():
 
 
 def test_new_estimates_leave_a_colocated_job_colocated():
-    placer = Planner.of_one(make_cluster())
-    placer.admit(make_job("a", 100, 100, modes=EITHER))
+    placer = placed(make_job("a", 100, 100, modes=EITHER))
     placer.revise(make_job("a", 120, 100, modes=EITHER), old(placer))
     (job,) = placer.groups.group_of("a").jobs
     assert job.colocated and job.rollout.seconds == 120
@@ -263,17 +256,14 @@ def test_a_job_that_the_cluster_can_never_hold_is_refused(job, words):
 
 
 def test_names_are_unique_and_only_who_is_there_departs():
-    placer = Planner.of_one(make_cluster())
-    placer.admit(make_job("a", 10, 10))
+    placer = placed(make_job("a", 10, 10))
     with pytest.raises(UserError, match="names are unique"):
         placer.admit(make_job("a", 10, 10))
     assert placer.depart("b") == []
 
 
 def test_nobody_moves_for_what_another_job_of_its_group_was_only_said_to_take():
-    placer = Planner.of_one(make_cluster())
-    for name in ("a", "b"):
-        placer.admit(make_job(name, 100, 100, slo=1.2))
+    placer = placed(*(make_job(name, 100, 100, slo=1.2) for name in "ab"))
     longer = make_job("a", 100, 150, slo=1.2)
     known = old(placer)
     for unseen in ({"a": known["a"]}, {**known, "b": Progress(age_s=500, done=2)}, {**known, "b": Progress(done=9, seen=2)}):
@@ -283,9 +273,7 @@ def test_nobody_moves_for_what_another_job_of_its_group_was_only_said_to_take():
 
 
 def test_nobody_moves_for_a_delay_that_a_move_would_only_make_longer():
-    placer = Planner.of_one(make_cluster())
-    for name in ("a", "b"):
-        placer.admit(make_job(name, 100, 100, slo=1.6, cold_start_s=300))
+    placer = placed(*(make_job(name, 100, 100, slo=1.6, cold_start_s=300) for name in "ab"))
     (group,) = placer.groups.values()
     # a waited for b's start-up: 5 iterations took what 10 take alone.
     progress = {"a": Progress(age_s=2000, done=5, phase="rollout"), "b": Progress(age_s=1000, done=5, phase="rollout")}

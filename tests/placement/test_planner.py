@@ -136,15 +136,6 @@ def test_younger_jobs_of_another_pair_pass_no_oftener_where_they_take_nodes_of_t
     assert its.home("wide") == "new+train" or max(at for at in range(40) if its.home(f"s{at}")) <= LIVE.max_bypass + 2
 
 
-def test_younger_jobs_that_pass_are_counted_in_whichever_pair():
-    its = pairs(old=1, new=1, train=3)
-    wide = make_job("wide", 10, 10, train_nodes=3, slo=1.0)
-    admit(its, {"new+train": make_job("a", 10, 10, slo=1.0)})
-    admit(its, on_both(wide))
-    admit(its, {"old+train": make_job("b", 10, 10, slo=1.0)})
-    assert [(entry.job.name, entry.passed) for entry in its.waiting] == [("wide", 1)]
-
-
 def test_of_groups_whose_nodes_have_left_their_pool_the_pair_is_still_found():
     found = clusters()
     assert pair_of(["old-0"], ["train-0"], found) == "old+train" and pair_of([], ["train-1"], found) == "new+train"
@@ -235,14 +226,6 @@ def test_nodes_of_its_own_are_told_for_each_mode():
 
 def sentence(placer, job):
     return placer.answer(Arrive(job), {}, explained=None).because
-
-
-def test_the_first_has_nobody_to_share_with():
-    said = sentence(Planner.of_one(make_cluster()), make_job("a", 100, 100, modes=EITHER))
-    assert (
-        said
-        == "which added 42.24 USD/h, as there was no job yet to share with; on nodes of its own it would have cost 57.04 USD/h"
-    )
 
 
 def test_a_job_alone_says_why_and_one_that_waits_too():

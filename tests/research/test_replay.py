@@ -7,7 +7,7 @@ from research.replay import Replay
 from research.workload.varying import Varying, profiled, with_varying_phases
 from research.workload.workload import Arrival, TraceRow, draw_workload, find_shapes
 from tests.placement.made_jobs import EITHER, Planner, assert_invariants, make_cluster, make_job
-from verl_mux.placement.model import COLOCATED, LIVE, OURS, SEPARATE, TESTBED, Rules
+from verl_mux.placement.model import LIVE, OURS, SEPARATE, TESTBED, Rules
 
 
 def run(arrivals, rules=OURS, cluster=None):
@@ -56,13 +56,6 @@ def test_a_job_that_its_profile_brings_to_its_end_is_placed_nowhere():
     (job,) = found.finished
     assert (job.placed_s, job.ended_s, job.solo_s) == (0, 230, 230)
     assert found.ledger.usd == pytest.approx(57.04 * 230 / 3600) and found.ledger.peak_nodes == [0, 0]
-
-
-def test_two_colocated_jobs_take_turns_on_one_node():
-    jobs = [Arrival(make_job(name, 100, 100, slo=2.0, modes=(COLOCATED,)), 0.0, 20) for name in ("a", "b")]
-    found = run(jobs)
-    assert [job.ended_s for job in found.finished] == [7900, 8000] and found.ledger.peak_nodes == [0, 1]
-    assert found.ledger.busy_s == pytest.approx([0, 8000])
 
 
 def test_two_jobs_take_turns_and_halve_the_cost():
