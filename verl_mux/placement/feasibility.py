@@ -121,16 +121,12 @@ class Feasibility:
         self._sets: dict[str, list[_Placed]] = {}
         self._hopeless: dict[_Placed, Sequence[bool]] = {}  # pairs on rollout nodes, training nodes, both
 
-    def allows(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> bool:
-        """Whether all jobs keep their SLOs when these pairs share nodes."""
-        return not rollout | train or self._verdict(*_by_name(jobs, rollout, train)) is not None
-
-    def keeps(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs, order: str) -> bool:
-        """The same under this order; after departures only under FIFO."""
-        if order == FIFO:
-            return self.allows(jobs, rollout, train)
-        ordered, on_rollout, on_train = _by_name(jobs, rollout, train)
-        return self._kept_under(ordered, on_rollout, on_train, order) is not None
+    def allows(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs, order: str = FIFO) -> bool:
+        """Whether all jobs keep their SLOs when these pairs share nodes; under another order than FIFO only while all stay."""
+        if not rollout | train:
+            return True
+        ordered = _by_name(jobs, rollout, train)
+        return (self._verdict(*ordered) if order == FIFO else self._kept_under(*ordered, order)) is not None
 
     def seconds(self, jobs: Sequence[JobSpec], rollout: Pairs, train: Pairs) -> Sequence[float]:
         """The mean iteration of each job that is allowed. The jobs make one group and are sorted by name."""

@@ -33,7 +33,7 @@ from verl_mux.placement.groups import (
     pairs_of_pins,
     yet_to_take,
 )
-from verl_mux.placement.model import ORDERS, Cluster, Group, JobSpec, Pin, Rules
+from verl_mux.placement.model import FIFO, ORDERS, Cluster, Group, JobSpec, Pin, Rules
 
 # The order of a group in which an SLO is at risk and no job can move.
 FIRST_AID = "tightest-first"
@@ -132,7 +132,7 @@ class Placer:
         """What endangers an SLO, or None."""
         if len(group.pins) < 2:
             return None
-        if self._settles(group):
+        if self._allowed(group.pins, group.order):
             known = all(job.name in progress for job in group.jobs)
             late = late_job(group, progress, {}) if self.rules.guard and known else None
             return None if late is None else f"as the group stands now, {late} would be late"
@@ -141,10 +141,6 @@ class Placer:
             if (mean_s := periods[job.name]) > job.limit_s:
                 return f"{job.name} takes {mean_s:.0f} s an iteration, its SLO allows {job.limit_s:.0f} s"
         return f"not every SLO is kept with a probability of {self.rules.keep:g}, now or after a job leaves"
-
-    def _settles(self, group: Group) -> bool:
-        """Whether all keep their SLOs once every job has had its turn a few times."""
-        return self.feasibility.keeps(group.jobs, *pairs_of_pins(group.pins), group.order)
 
     def _reorder(self, group: Group, progress: Mapping[str, Progress], why: str) -> Action | None:
         for order in ORDERS:
@@ -268,7 +264,7 @@ class Placer:
         """Move one job out: one that leaves the others within their SLOs, the cheapest alone first; None if no nodes are left to
         move a job to. Where a job is late only by what has been, as by another's start-up, a move is one more delay: it has to
         bring all in time."""
-        if self._settles(group):
+        if self._allowed(group.pins, group.order):
             found = self._move_out(group, progress)
             return found[0] if found else None
         by_price = self._by_price(group.jobs)
@@ -316,8 +312,9 @@ class Placer:
         left = self._changed([g for g in rest if self.groups.get(g.name) is g])
         return moved(job, "move", home), left
 
-    def _allowed(self, pins: Sequence[Pin]) -> bool:
-        return self.feasibility.allows([pin.job for pin in pins], *pairs_of_pins(pins))
+    def _allowed(self, pins: Sequence[Pin], order: str = FIFO) -> bool:
+        """Whether all keep their SLOs once every job has had its turn a few times."""
+        return self.feasibility.allows([pin.job for pin in pins], *pairs_of_pins(pins), order)
 
     def _by_price(self, jobs: Iterable[JobSpec]) -> list[JobSpec]:
         return sorted(jobs, key=lambda job: isolated_usd(job, self.cluster))
