@@ -11,7 +11,7 @@ Runs in the coordinator, called by placing.py and snapshot.py; pure, changes `St
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -192,12 +192,6 @@ def leaves(state: State, job: Job, what: m.Deregister, now: float) -> None:
     moving.left_at, moving.done, moving.saving_s = now, what.step, what.saving_s
     moving.ended_at = now if job.watched.free_since is None else job.watched.free_since
     moving.watched = _copied(job.watched)
-
-
-def in_the_way(state: State, name: str, nodes: Collection[str]) -> list[str]:
-    """Other jobs that have yet to leave one of these nodes."""
-    staying = [(other, moving.before) for other, moving in state.moves.items() if other != name and moving.left_at is None]
-    return [other for other, before in staying if any(not set(side).isdisjoint(nodes) for side in before.values())]
 
 
 def comes_back(state: State, job: Job) -> bool:

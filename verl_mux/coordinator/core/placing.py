@@ -220,9 +220,11 @@ def is_open(state: State, name: str) -> bool:
 
 def _waits_for(state: State, job: Job) -> list[str]:
     """Jobs that have yet to leave the nodes on which this one was placed."""
-    group = state.placed.group_of(job.name)
-    pin = group.pin_of(job.name) if group is not None else None
-    return placed_jobs.in_the_way(state, job.name, {*pin.rollout, *pin.train}) if pin is not None else []
+    if (group := state.placed.group_of(job.name)) is None:
+        return []
+    pin = group.pin_of(job.name)
+    staying = [(other, moving.before) for other, moving in state.moves.items() if other != job.name and moving.left_at is None]
+    return [other for other, before in staying if any({*pin.rollout, *pin.train} & set(side) for side in before.values())]
 
 
 def _pin(state: State, job: Job) -> None:
