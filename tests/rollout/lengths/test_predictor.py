@@ -104,6 +104,14 @@ def test_epochs_may_be_missing_or_come_late():
     assert kendall_tau(scores, np.arange(80)) > 0.95
 
 
+def test_the_heuristic_reads_what_is_asked_for_and_the_token_limit():
+    predictor = make_predictor("heuristic")
+    texts = ["Answer in one word.", "Write an essay of 2000 words.", "Tell a short story."]
+    word, essay, story = predictor.predict([Prompt(t, t) for t in texts])
+    assert word < story < essay
+    assert predictor.predict([Prompt("x", texts[1], token_limit=50)])[0] == 50
+
+
 def test_an_unknown_name_is_refused():
     with pytest.raises(UserError, match="'bert'; allowed: default, fifo"):
         make_predictor("bert")
