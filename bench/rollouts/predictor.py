@@ -26,7 +26,7 @@ from verl_mux.errors import UserError
 from verl_mux.rollout.control.launch_order import turns
 from verl_mux.rollout.lengths.predictors import LengthPredictor, LengthRow, Prompt, make_predictor
 
-MEASURED = ("fifo", "oracle", "history", "default")
+MEASURED = ("fifo", "oracle", "history", "default", "heuristic")
 _ARRIVALS = 20
 _SIMULATED_REQUESTS = 200_000
 

@@ -36,7 +36,7 @@ def test_prints_one_json_object_with_every_figure(bench, tmp_path):
     code, out, err = bench(lines(tmp_path, *as_rows(generate("keyword", 1, prompts=120, epochs=3))), "--json")
     assert code == 0, err
     results = json.loads(out)
-    assert {"fifo", "oracle", "history", "default"} <= set(results)
+    assert {"fifo", "oracle", "history", "default", "heuristic"} <= set(results)
     for name, figures in results.items():
         assert set(figures) >= REQUIRED, name
         assert len(figures["kendall_tau_by_epoch"]) == 3
