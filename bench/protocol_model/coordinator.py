@@ -7,7 +7,7 @@ Made by schedules.py; pure.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -31,9 +31,6 @@ from verl_mux.coordinator.core.records import (
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
 from verl_mux.coordinator.journal import Delivery
-
-if TYPE_CHECKING:
-    from bench.protocol_model.job import JobProcess
 
 HOST = "here"
 _LOOK_EVERY_S = 0.5
@@ -90,7 +87,7 @@ class CoordinatorProcess:
         self.is_up = False
         self.ran = 0.0  # seconds for which it was up and not paused
         self._ran_from = 0.0
-        self.jobs: dict[str, JobProcess] = {}
+        self.jobs: dict[str, Any] = {}  # JobProcess, whose module imports this one
         self._clients: dict[str, Callable[[m.Message], None]] = {}
         self.machine: Machine
         self.start()
@@ -249,7 +246,7 @@ class CoordinatorProcess:
         for member in alive if verdict.end else []:
             self._world.later(0.02, lambda pid=member.pid: process.end_process(pid))  # type: ignore[misc]
 
-    def evict(self, job: JobProcess) -> None:
+    def evict(self, job: Any) -> None:
         def take() -> None:
             known = self.machine.state.jobs.get(job.name)
             if known is not None and known.state in (JobState.LIVE, JobState.SILENT):
