@@ -14,7 +14,7 @@ PIP_INDEX := $(shell $(PYTHON) -m pip config get global.index-url 2>/dev/null)
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   two real verl jobs take turns on this machine (about ten minutes, no GPU needed)"
+	@echo "make demo   two real verl jobs take turns on this machine (about six minutes, no GPU needed)"
 	@echo "make test   all tests but those marked gpu"
 	@echo "make test-gpu   the tests marked gpu: engines and jobs on one CUDA device, tensor parallelism on two"
 	@echo "make test-hosts   two real jobs on three hosts, which are namespaces of this machine; needs root (half an hour)"

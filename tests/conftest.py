@@ -45,6 +45,15 @@ def pytest_runtest_setup() -> None:
         sys.modules["torch"].manual_seed(0)
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run that skipped a test is no passing run where VERL_MUX_NO_SKIPS is set, as in CI."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", []) if reporter else []
+    if skipped and os.environ.get("VERL_MUX_NO_SKIPS") and session.exitstatus == 0:
+        reporter.write_line(f"{len(skipped)} tests were skipped, and VERL_MUX_NO_SKIPS allows none", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     """The command that finds the same failures again, of tests that looked for new examples."""
     profile, seed = config.getoption("--hypothesis-profile"), config.getoption("--hypothesis-seed")

@@ -8,6 +8,7 @@ _JOBS = ("e2e/test_alone_and_resumed.py", "e2e/test_multiplexed_run.py", "e2e/te
 # Ten seconds and more, the longest first: a worker that gets one of them last ends long after the others.
 _LONG = (
     "launcher/test_survival.py",
+    "warm/test_fork_server.py",
     "packaging/test_wheel.py",
     "bench/chaos/test_kills.py",
     "config/test_main_ppo.py",

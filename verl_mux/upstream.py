@@ -86,6 +86,9 @@ _NAMES = {
         "workers.rollout.base._ROLLOUT_REGISTRY": "verl's own modes on the CPU: another way for the weights",
         "utils.config.validate_config": "our keys are checked with verl's, before Ray starts",
     },
+    "multiprocessing.forkserver._forkserver": {
+        "_forkserver_address _forkserver_alive_fd _forkserver_pid": "set: its server is a fork of ours",
+    },
     "ray": {"experimental.internal_kv._internal_kv_put experimental.internal_kv._internal_kv_get": "whose Ray cluster it is"},
     "transfer_queue": {
         "interface.TransferQueueController": "by its name a job finds another one in its Ray cluster",

@@ -20,6 +20,9 @@ REGISTRATIONS = {
     "verl.workers.rollout.base": "verl_mux_cpu.on_cpu",
 }
 
+# With it SGLang takes the CPU for its device when it is imported; see on_cpu.py.
+PRELOAD_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1"}
+
 logger = logging.getLogger(__name__)
 
 

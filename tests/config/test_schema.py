@@ -59,7 +59,7 @@ def test_what_is_given_is_kept():
         "nodes": {"rollout": ["r0", "r1"], "train": ["t0"]}, "move_note": "/runs/left_to_move",
         "sync": {**msgspec.to_builtins(SyncConfig()), "verify": False, "timeout_s": 9.5},
         "profile": {"enable": False, "dir": "/logs", "every": 2, "texts": 0.1, "stalls": "trace"},
-        "profiled": {"rollout": [9.0, 9.5, 9.0], "train": [5.0, 5.0, 5.5]},
+        "profiled": {"rollout": [9.0, 9.5, 9.0], "train": [5.0, 5.0, 5.5]}, "launch": {"warm": True},
     }  # fmt: skip
     whole = {**given, "rollout": msgspec.to_builtins(RolloutConfig()), "device": msgspec.to_builtins(DeviceSettings())}
     assert msgspec.to_builtins(load(verl_config(given))) == whole

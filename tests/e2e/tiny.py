@@ -160,11 +160,12 @@ def _own_devices(directory: Path) -> dict[str, str]:
 
 
 def start_job(name: str, overrides: list[str], directory: Path, address: str | None, *more: str) -> subprocess.Popen:
-    """A job by verl's own command line; its log is `directory/name/job.log`."""
+    """A job by verl's own command line, with processes that are forks; its log is `directory/name/job.log`."""
     home = directory / name
     home.mkdir(parents=True, exist_ok=True)
     command = [
-        sys.executable, "-m", "verl.trainer.main_ppo", "--config-name", "mux_ppo_trainer", *overrides,
+        sys.executable, "-m", "verl_mux.warm.fork_server",
+        "verl.trainer.main_ppo", "--config-name", "mux_ppo_trainer", *overrides,
         f"mux.job={name}", f"mux.coordinator={address or 'null'}", "mux.seed=7", "mux.nodes.rollout=[r0]", "mux.nodes.train=[t0]",
         f"mux.profile.dir={home / 'events'}", f"trainer.default_local_dir={home / 'checkpoints'}",
         f"hydra.run.dir={home / 'hydra'}", *more,

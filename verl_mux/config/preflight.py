@@ -31,6 +31,7 @@ from verl_mux.places.place import is_host, resource_of
 from verl_mux.places.ray_nodes import this_host
 from verl_mux.platform.choose import CPU_PACKAGE_MISSING, cpu_package_missing, cpu_platform_wanted, joined_cluster
 from verl_mux.rollout.engine.record import engines
+from verl_mux.warm.engine_processes import worker_command
 
 log = logging.getLogger(__name__)
 
@@ -53,14 +54,24 @@ def check_job(config: DictConfig) -> None:
         # All processes of this run carry one mark, so that the coordinator can tell when the last is gone.
         os.environ.setdefault(UID_VARIABLE, uuid4().hex)
         check_surroundings(config)
+        if mux.launch.warm and not worker_command() and joined_cluster(sys.argv) is None:
+            become_fork_server()
         ask_coordinator(config, mux)
         if mux.move_note is not None:
             Path(mux.move_note).unlink(missing_ok=True)  # from now on it has not left
         claim_cluster(config, str(mux.job))
+        if (forked := worker_command()) and _ray_cluster(config) is None:
+            OmegaConf.update(config, "ray_kwargs.ray_init.runtime_env.py_executable", forked, force_add=True)
         claim_folder(Path(config.trainer.default_local_dir), str(mux.job))
     except UserError as error:
         print(f"verl-mux: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def become_fork_server() -> None:
+    """Start this driver again as a fork of a process that has imported what the job's workers need."""
+    words = ["-m", "verl_mux.warm.fork_server", "verl.trainer.main_ppo", *sys.argv[1:]]
+    os.execv(sys.executable, [sys.executable, *words])
 
 
 def claim_folder(folder: Path, job: str) -> None:

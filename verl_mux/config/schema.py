@@ -205,6 +205,18 @@ class RolloutConfig(Keys, frozen=True):
         return SegmentLimits(self.segments.segment_length, self.segments.max_segments, longest)
 
 
+class LaunchConfig(Keys, frozen=True):
+    """How the job's processes start."""
+
+    warm: Annotated[
+        bool | None,
+        _doc(
+            "Import torch and SGLang once, and start the job's processes on its driver's host as forks of the process that has."
+            " null: yes where there is no GPU and `verl-mux run` starts the job. A Ray cluster that runs already stays as it is."
+        ),
+    ] = None
+
+
 class MuxConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Keys of verl_mux. `python -m verl.trainer.main_ppo +mux=default ...` or `--config-name mux_ppo_trainer` brings them in."""
 
@@ -242,6 +254,7 @@ class MuxConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             " CPU engine only; SGLang's own deterministic mode serves GPUs."
         ),
     ] = False
+    launch: LaunchConfig = LaunchConfig()
     profile: ProfileConfig = ProfileConfig()
     sync: SyncConfig = SyncConfig()
     device: DeviceSettings = DeviceSettings()

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from verl_mux.profiling.eventlog import events
+
 if TYPE_CHECKING:
     from rich.console import Group
 
@@ -129,9 +131,15 @@ def _groups(placement: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 def _state(job: dict[str, Any]) -> str:
     waits = f", waits for {', '.join(job['waits_for'])}" if job["waits_for"] else ""
-    # Before its first step a job holds nothing for minutes; its note says what it does then.
-    doing = job["reason"] or (job["note"] if not job["step"] and job["state"] == "live" else "")
+    doing = job["reason"] or starting(job)
     return f"{job['state']}{f' ({doing})' if doing else ''}{waits}"
+
+
+def starting(job: dict[str, Any]) -> str:
+    """What a job does before its first step, and for how long; empty when it has begun, or does nothing."""
+    if job["state"] != "live" or job["step"] or not job["note"]:
+        return ""
+    return f"{'first weights' if job['note'] == events.SYNC else job['note']}, {job['note_s']:.0f} s"
 
 
 def _step(job: dict[str, Any]) -> str:

@@ -31,6 +31,7 @@ from verl_mux.profiling.plain.lines import read_directory
 from verl_mux.yaml_file import read_yaml
 
 _ANSWER_S = 10.0
+_SILENCE_S = 9.0
 
 
 def run(
@@ -148,6 +149,12 @@ def prepare(run: RunFile) -> None:
                 started.append((command, subprocess.Popen(filled, stdout=sys.stderr)))
             except OSError as error:
                 raise UserError(f"prepare: cannot run {filled[0]!r}: {error.strerror}") from None
+        began, said_at = time.monotonic(), 0.0
+        while running := sum(process.poll() is None for _, process in started):
+            time.sleep(0.2)
+            if (seconds := time.monotonic() - began) - said_at >= _SILENCE_S:
+                said_at = seconds
+                print(f"prepare: {running} of {len(started)} commands run, {seconds:.0f} s", file=sys.stderr, flush=True)
         for command, process in started:
             if process.wait() == 2:  # the code of commands that refuse what they were given, and have said so
                 raise UserError(f"prepare: {' '.join(command)} refused")

@@ -9,11 +9,13 @@ import contextlib
 import ctypes
 import importlib.util
 import json
+import os
 import random
 import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from verl_mux.coordinator.journal import make_empty
 from verl_mux.errors import Failure, UserError
 from verl_mux.launcher.marked_process import MarkedProcess, left_exit_code, read_note
 from verl_mux.launcher.run_file import COORDINATOR, FillerSpec, JobSpec, RunFile, fill
+from verl_mux.platform.choose import cpu_platform_wanted
 
 _START_S, _ANSWER_S = 60.0, 2.0
 _RETRY_S = 5.0  # from one start to the next where starting does not help
@@ -154,6 +157,7 @@ _PR_SET_PDEATHSIG = 1
 MOVE_NOTE = "left_to_move"
 # Words of a job's command that differ from one start to the next without changing the job.
 _COORDINATOR, _RESUMING = "mux.coordinator=", "trainer.resume_mode=auto"
+_WARM = "mux.launch.warm="
 
 
 def require_verl() -> None:
@@ -170,6 +174,8 @@ class JobProcess(MarkedProcess):
         self.spec = spec
         directory = run.directory / name
         command = [*_keeping_exit_code(directory), *_words(name, spec, run, address), *_ray(spec, run)]
+        if spec.ray is None and _forks(command, {**os.environ, **run.environment, **spec.environment}):
+            command = [*command[:2], "verl_mux.warm.fork_server", *command[2:]]
         super().__init__(name, directory, "job.log", command, {**run.environment, **spec.environment})
         self._before_exec = _die_with_parent if address is None else None
         self._move_note = directory / MOVE_NOTE
@@ -213,6 +219,13 @@ def _die_with_parent() -> None:
 def composition(name: str, spec: JobSpec, run: RunFile) -> list[str]:
     """The command that prints the job's composed config and starts nothing."""
     return [sys.executable, "-m", *_words(name, spec, run, None), "--cfg", "job"]
+
+
+def _forks(command: list[str], environment: Mapping[str, str]) -> bool:
+    """Whether the job's processes are forks: mux.launch.warm is true, or it is null and there is no GPU."""
+    given = [word.removeprefix(_WARM) for word in command if word.startswith(_WARM)]
+    asked = given[-1].lower() if given else "null"
+    return asked == "true" or (asked == "null" and cpu_platform_wanted(command, environment))
 
 
 def _keeping_exit_code(directory: Path) -> list[str]:

@@ -9,12 +9,14 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import psutil
 from rich.console import Console, Group
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from verl_mux.coordinator import status_view
@@ -24,6 +26,8 @@ from verl_mux.launcher.run_processes import JobProcess, RunCoordinator
 _TICK_S = 1.0
 # Reading it costs about 0.2 s of CPU.
 _RSS_EVERY = 30
+# The longest time for which a log says nothing.
+_SILENCE_S = 9.0
 
 
 class Watch:
@@ -34,7 +38,7 @@ class Watch:
     ) -> None:
         self._coordinator, self._jobs, self._resume = coordinator, jobs, resume
         self._started_at, self._account = started_at, account
-        self._said: dict[str, str] = {}
+        self._progress = Progress([job.name for job in jobs])
         self._begun: set[str] = set()
         self._ended: set[str] = set()
         self._unreported: list[JobProcess] = []  # ended, and the coordinator does not know it yet
@@ -75,9 +79,9 @@ class Watch:
                 self._observe(tick)
                 elapsed = time.time() - self._started_at
                 if console.is_terminal:
-                    live.update(tables(self.snapshot, elapsed, self._rss), refresh=True)
+                    live.update(self._progress.tables(self.snapshot, elapsed, self._rss), refresh=True)
                 else:
-                    for line in plain_lines(self.snapshot, elapsed, self._said):
+                    for line in self._progress.lines(self.snapshot, elapsed, self._ended):
                         _say(line)
                 if self.all_ended and not self._has_guests():
                     return
@@ -176,26 +180,66 @@ def _proportional_bytes(process: psutil.Process) -> int:
     return 0
 
 
-def tables(snapshot: dict[str, Any], elapsed_s: float, rss_bytes: int) -> Group:
-    """For a terminal."""
-    mode = "" if snapshot else "   starting"
-    head = Text(f"{elapsed_s:6.0f} s{mode}   host memory {rss_bytes / 2**30:.1f} GiB", style="bold")
-    return Group(head, *([status_view.tables(snapshot)] if snapshot else []))
+class Progress:
+    """What a run says while it goes on. `lines` is for a log, `tables` for a terminal; both take the coordinator's snapshot and
+    the seconds since the run began."""
 
+    def __init__(self, jobs: list[str]) -> None:
+        self._jobs = jobs
+        self._said: dict[str, str] = {}  # the last line of each job, without its seconds
+        self._first: dict[str, tuple[int, float]] = {}  # the steps that were done when a job was first seen with one, and when
+        self._last_at = 0.0
 
-def plain_lines(snapshot: dict[str, Any], elapsed_s: float, last: dict[str, str]) -> Iterator[str]:
-    """For a log: one line for every job whose step or reward changed. last: by job what was said of it, kept up to date."""
-    for name, job in snapshot.get("jobs", {}).items():
-        if job["state"] != "live" and job["steps_done"] == 0:
-            continue  # it has only asked whether it may come
-        reward = (job.get("metrics") or {}).get("reward")
+    def lines(self, snapshot: dict[str, Any], elapsed_s: float, ended: Container[str] = ()) -> Iterator[str]:
+        """A line for every job whose stage, step or reward changed; without any for 10 s, one that says what each job does."""
+        known = snapshot.get("jobs", {})
+        names = [name for name in dict.fromkeys([*self._jobs, *known]) if name not in ended]
+        now = {name: self._line(name, known.get(name), snapshot, elapsed_s) for name in names}
+        for name, (line, more) in now.items():
+            if line != self._said.get(name):
+                self._said[name], self._last_at = line, elapsed_s
+                yield f"[{elapsed_s:6.1f} s] {line}{more}"
+        if now and elapsed_s - self._last_at >= _SILENCE_S:
+            self._last_at = elapsed_s
+            yield f"[{elapsed_s:6.1f} s] " + "; ".join(line + more for line, more in now.values())
+
+    def _line(self, name: str, job: dict[str, Any] | None, snapshot: dict[str, Any], elapsed_s: float) -> tuple[str, str]:
+        """What is said of a job, and what of it changes all the time."""
+        if job is None or (job["state"] != "live" and not job["steps_done"]):
+            return f"{name}: {'importing' if job is None else 'starting Ray'}", ""
         held = ((node, h["phase"]) for node, state in nodes_of(snapshot).items() for h in state["holders"] if h["job"] == name)
         phase = next((f"{phase} on {node}" for node, phase in held), None)
+        if not job["steps_done"] and (stage := status_view.starting(job)):
+            return f"{name}: {stage.rpartition(',')[0]}", f" ({stage.rpartition(', ')[2]})"
         doing = phase or (f"waits for {', '.join(job['waiting'])}" if job["waiting"] else job["note"] or job["state"])
-        line = f"{name}: step {job['steps_done']}" + (f", reward {reward:.3f}" if reward is not None else "")
-        if line != last.get(name):
-            last[name] = line
-            yield f"[{elapsed_s:6.1f} s] {line} ({doing})"
+        reward = (job.get("metrics") or {}).get("reward")
+        line = f"{name}: step {_of(job)}" + (f", reward {reward:.3f}" if reward is not None else "")
+        return line, f" ({doing}{self._left(name, job, elapsed_s)})"
+
+    def _left(self, name: str, job: dict[str, Any], elapsed_s: float) -> str:
+        """An estimate of the time that a job's steps will still take, from those done since it was first seen with one."""
+        done, total = job["steps_done"], job["steps"]
+        if not done or not total or done >= total:
+            return ""
+        steps, at = self._first.setdefault(name, (done, elapsed_s))
+        if done == steps:
+            return ""
+        seconds = (total - done) * (elapsed_s - at) / (done - steps)
+        return f", about {seconds:.0f} s left" if seconds < 100 else f", about {seconds / 60:.0f} min left"
+
+    def tables(self, snapshot: dict[str, Any], elapsed_s: float, rss_bytes: int) -> Group:
+        head = Text(f"{elapsed_s:6.0f} s   host memory {rss_bytes / 2**30:.1f} GiB", style="bold")
+        bars = Table.grid(padding=(0, 1))
+        for name in self._jobs:
+            job = snapshot.get("jobs", {}).get(name)
+            line, more = self._line(name, job, snapshot, elapsed_s)
+            done, total = (job["steps_done"], job["steps"] or 1) if job else (0, 1)
+            bars.add_row(ProgressBar(total, done, width=30, pulse=not done), line + more)
+        return Group(head, bars, *([status_view.tables(snapshot)] if snapshot else []))
+
+
+def _of(job: dict[str, Any]) -> str:
+    return f"{job['steps_done']} of {job['steps']}" if job["steps"] else str(job["steps_done"])
 
 
 def nodes_of(snapshot: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -13,6 +13,7 @@ import importlib.metadata
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,9 @@ def accelerator_present() -> bool:
     return any(Path(path).exists() for path in _DEVICE_FILES)
 
 
-def cpu_platform_wanted(argv: list[str] | None = None) -> bool:
-    """Whether this process, or the parent it inherits its environment from, should run on the CPU platform."""
-    asked = os.environ.get("VERL_PLATFORM", "").strip().lower()
+def cpu_platform_wanted(argv: list[str] | None = None, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a process with this command line and environment, by default this one, should run on the CPU platform."""
+    asked = environment.get("VERL_PLATFORM", "").strip().lower()
     if asked:
         return asked == "cpu"
     words = sys.argv if argv is None else argv

@@ -162,6 +162,7 @@ class PPOTrainerMux(PPOTrainer):
             job_hosts.check_ranks([at for at, _ in ranks], self.settings)
             self.phases.mux.members([process for _, process in ranks])
             self.phases.begin("init", step=0, nodes=self.settings.train_nodes)
+            self.phases.mux.note("loading the model")
 
     def _setup(self) -> None:
         # Imports the engine: only where one of our modes runs.

@@ -96,6 +96,7 @@ class Job(msgspec.Struct, kw_only=True):
     reason: str = ""
     has_exited: bool = msgspec.field(default=False, name="told")  # by its launcher's word
     note: str = ""
+    noted_at: float = 0.0
     progress: tuple[int, int] | None = None
     metrics: dict[str, float] = {}
     memory: dict[str, dict[str, int]] = {}  # node -> tag -> bytes on the device

@@ -325,7 +325,7 @@ class Machine(Leases):
         if isinstance(what, m.Progress):
             job.progress = (what.done, what.total)
         elif isinstance(what, m.PhaseNote):
-            job.note = what.note
+            job.note, job.noted_at = what.note, now if what.note != job.note else job.noted_at
         elif isinstance(what, m.MemberReport):
             job.members = what.members
         elif isinstance(what, m.StepReport):

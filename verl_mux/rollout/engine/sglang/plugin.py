@@ -6,6 +6,7 @@ import multiprocessing
 import os
 
 from verl_mux.platform.choose import cpu_part
+from verl_mux.warm import engine_processes
 
 ENGINE_MARK = "VERL_MUX_ENGINE"
 SEEDED_VARIABLE = "VERL_MUX_SEEDED_SAMPLING"
@@ -26,6 +27,10 @@ def register() -> None:
     saver = "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create"
     HookRegistry.register(saver, scheduler_memory.create_adapter, HookType.AROUND)
     if multiprocessing.parent_process() is None:
+        for name in engine_processes.STARTERS if engine_processes.is_ready() else ():
+            HookRegistry.register(
+                f"sglang.srt.entrypoints.engine.Engine.{name}", engine_processes.start_as_forks, HookType.AROUND
+            )
         return
     scheduler_memory.register(HookRegistry, HookType)
     scheduler_log.register(HookRegistry, HookType)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from verl_mux.rollout.engine.record import Arguments, EngineRecord
 from verl_mux.upstream import Symbol
+from verl_mux.warm.engine_processes import STARTERS
 
 _UPDATES = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
 _SERVER = "verl.workers.rollout.sglang_rollout"
@@ -29,6 +30,7 @@ SYMBOLS = (
     Symbol("sglang.srt.utils.common.get_available_gpu_memory", "hooked: the device with a budget; asked again behind the gate"),
     Symbol(f"{_UPDATES}.release_memory_occupation", "hooked: idempotent, and an answer where it would end the process"),
     Symbol(f"{_UPDATES}.resume_memory_occupation", "hooked: idempotent, and an answer where it would end the process"),
+    *(Symbol(f"sglang.srt.entrypoints.engine.Engine.{name}", "hooked: its processes are forks") for name in STARTERS),
     Symbol("sglang.srt.managers.scheduler.Scheduler.is_fully_idle", "whether memory may go"),
     Symbol("sglang.srt.distributed.parallel_state.get_world_group", "free memory is the least of all ranks"),
     Symbol(

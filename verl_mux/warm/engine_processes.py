@@ -1,0 +1,83 @@
+"""SGLang's schedulers and detokenizers as forks.
+
+A worker has threads when it starts its engine, so it cannot be forked then. When it is born it forks a process that waits, as the
+server of multiprocessing's start method `forkserver`, which SGLang's processes are started by. They are then descendants of their
+worker, as they are without a fork server. Runs in forks of fork_server.py and in engine servers; called by fork_server.py and by
+rollout/engine/sglang/plugin.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import multiprocessing
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Callable
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+# Names the socket of the job's fork server, in the environment of the job's processes.
+VARIABLE = "VERL_MUX_FORK_SERVER"
+
+# Of SGLang's class Engine: what starts its processes. The argument `run_...` is the function that runs in them.
+STARTERS = ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses")
+
+
+def make_ready() -> None:
+    """Fork the process that waits. It ends when this one has ended."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        address = f"\0verl_mux/{os.getpid()}/engine/{os.urandom(8).hex()}"
+        listener.bind(address)
+        listener.listen()
+        until, alive = os.pipe()
+        if not (pid := os.fork()):
+            os.close(alive)
+            forkserver.main(listener.detach(), until, [])
+        os.close(until)
+    vars(forkserver._forkserver).update(_forkserver_address=address, _forkserver_alive_fd=alive, _forkserver_pid=pid)
+
+
+def is_ready() -> bool:
+    return vars(forkserver._forkserver)["_forkserver_pid"] is not None
+
+
+def start_as_forks(original: Callable, *arguments: Any, **keywords: Any) -> Any:
+    """Around each of STARTERS: its processes are forks, with this process's environment and cores of now."""
+    given = inspect.signature(original).bind(*arguments, **keywords)
+    name = next(name for name in given.arguments if name.startswith("run_"))
+    run = functools.partial(_run_with, dict(os.environ), sorted(os.sched_getaffinity(0)), given.arguments[name])
+    given.arguments[name] = run
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        return original(*given.args, **given.kwargs)
+    finally:
+        multiprocessing.set_start_method("spawn", force=True)
+
+
+def _run_with(environment: dict[str, str], cores: list[int], run: Callable, *arguments: Any) -> None:
+    multiprocessing.set_start_method("spawn", force=True)
+    take_over(environment, cores)
+    run(*arguments)
+
+
+def take_over(environment: dict[str, str], cores: list[int]) -> None:
+    """Give this fork another environment, other cores, a number of threads that follows from them, and its own random numbers."""
+    import numpy
+    import torch
+
+    os.environ.clear()
+    os.environ.update(environment)
+    os.sched_setaffinity(0, cores)
+    threads = environment.get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(int(threads) if threads.isdigit() and int(threads) else len(cores))
+    numpy.random.seed()
+
+
+def worker_command() -> str:
+    """What Ray is to start a worker of this job with, in place of the Python interpreter; empty: the interpreter."""
+    name = os.environ.get(VARIABLE)
+    return shlex.join([sys.executable, "-I", "-S", str(Path(__file__).with_name("fork_client.py")), name]) if name else ""
