@@ -16,6 +16,7 @@ import ray
 
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.trainer.job_hosts import ActorWatch, DeadActor, actors_of_rollout, end_process
+from verl_mux.warm.engine_processes import worker_command
 
 MARK = "said: "
 QUICK = {"every_s": 0.1, "patience_s": 0.2}
@@ -84,7 +85,9 @@ def say(what: str) -> None:
 
 
 def main() -> None:
-    ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
+    forked = {"py_executable": worker_command()} if worker_command() else None
+    sizes = {"num_cpus": 2, "num_gpus": 0, "object_store_memory": 80_000_000}
+    ray.init(**sizes, include_dashboard=False, log_to_driver=False, runtime_env=forked)
     job = Job()
     alive = actors_of_rollout(job.engines, job.loops, job.rewards)
     ray.get([actor.pid.remote() for actor in alive.values()])

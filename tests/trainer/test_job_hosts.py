@@ -325,10 +325,11 @@ NAMES = [
 
 
 @pytest.mark.e2e
-def test_the_trainer_hears_of_an_actor_that_died_though_it_asks_it_nothing_and_is_ended_if_it_cannot(python):
+@pytest.mark.parametrize("started_by", [[], ["verl_mux.warm.fork_server"]], ids=["started", "forked"])
+def test_the_trainer_hears_of_an_actor_that_died_though_it_asks_it_nothing_and_is_ended_if_it_cannot(python, started_by):
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # Ray's sockets lie deep in it, and have a limit to their names
         environment = {"VERL_PLATFORM": "cpu", "RAY_TMPDIR": folder, "RAY_ADDRESS": None}
-        ended = python("-m", "tests.trainer.dying_actors", timeout=300, **environment)
+        ended = python("-m", *started_by, "tests.trainer.dying_actors", timeout=300, **environment)
     assert ended.returncode == 0, ended.stderr[-3000:]
     heard = [f"no rollout can end any more: {name} died; ActorDiedError" for name in KILLED]
     said = [line.removeprefix(MARK) for line in ended.stdout.splitlines() if line.startswith(MARK)]

@@ -32,6 +32,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from verl_mux.errors import UserError
 from verl_mux.platform.choose import cpu_part, cpu_platform_wanted
 from verl_mux.warm import engine_processes
 
@@ -76,7 +77,11 @@ class Program(NamedTuple):
 
 def main() -> None:
     words, environment = sys.argv[1:], dict(os.environ)
-    preload()
+    try:
+        preload()
+    except UserError as error:
+        print(f"verl-mux: {error}", file=sys.stderr)
+        sys.exit(2)
     if obstacle := why_not_fork():
         print(f"verl_mux: every process of this job imports for itself, because {obstacle}", file=sys.stderr, flush=True)
         os.execve(sys.executable, [sys.executable, "-m", *words], environment)
@@ -87,7 +92,7 @@ def main() -> None:
 
 
 def preload() -> None:
-    """Import what a job's processes need. What is not installed is left out."""
+    """Import what a job's processes need. What is not installed is left out. Raises UserError without verl-mux-cpu."""
     os.environ.update(_NO_THREADS)
     if cpu_platform_wanted():
         os.environ.update(cpu_part("preload_environment"))
