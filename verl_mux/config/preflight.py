@@ -70,8 +70,7 @@ def check_job(config: DictConfig) -> None:
 
 def become_fork_server() -> None:
     """Start this driver again as a fork of a process that has imported what the job's workers need."""
-    words = ["-m", "verl_mux.warm.fork_server", "verl.trainer.main_ppo", *sys.argv[1:]]
-    os.execv(sys.executable, [sys.executable, *words])
+    os.execv(sys.executable, [sys.executable, "-m", "verl_mux.warm.fork_server", "verl.trainer.main_ppo", *sys.argv[1:]])
 
 
 def claim_folder(folder: Path, job: str) -> None:
