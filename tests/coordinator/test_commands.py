@@ -39,7 +39,7 @@ def test_a_job_that_starts_up_says_at_what_it_is(serve, join):
     a = join(coordinator, "a")
     a.note("starting engines")
     a.release(a.acquire("init"))
-    assert "job a: live (starting engines); step 0; -" in status_view.plain(coordinator.snapshot()).splitlines()
+    assert "job a: live (starting engines, 0 s); step 0; -" in status_view.plain(coordinator.snapshot()).splitlines()
     a.acquire("rollout", step=1)
     assert "job a: live; step 1; -" in status_view.plain(coordinator.snapshot()).splitlines()
 

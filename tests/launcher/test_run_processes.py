@@ -165,7 +165,9 @@ def test_hydra_reads_names_and_folders_as_they_were_meant(tmp_path, directory, n
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     spec = JobSpec(nodes={"rollout": ["r0", "1"], "train": ["t0"]}, seed=5, overrides=["data.seed={seed}"])
-    run = RunFile(dir=str(tmp_path / directory), coordinator={}, jobs={name: spec}, overrides=["+job={job}"])
+    run = RunFile(
+        dir=str(tmp_path / directory), coordinator={}, jobs={name: spec}, overrides=["+job={job}", "mux.launch.warm=false"]
+    )
     command = JobProcess(name, spec, run, "tcp://127.0.0.1:5570")._command
     assert command[4:7] == ["verl.trainer.main_ppo", "--config-name", "mux_ppo_trainer"]
     given = {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(command[7:])}

@@ -191,7 +191,7 @@ def test_a_pass_over_a_batch_is_logged_and_needs_a_lease_that_may_be_used(traine
 
 def test_the_init_lease_is_taken_before_any_group_touches_its_device_and_once(trainer):
     begun = []
-    trainer.phases = SimpleNamespace(lease=None, mux=SimpleNamespace(members=lambda members: begun.append(members)))
+    trainer.phases = SimpleNamespace(lease=None, mux=SimpleNamespace(members=begun.append, note=begun.append))
 
     def begin(phase, step, nodes):
         begun.append((phase, nodes, hasattr(trainer, "critic_wg")))
@@ -201,7 +201,7 @@ def test_the_init_lease_is_taken_before_any_group_touches_its_device_and_once(tr
     trainer.critic_wg = critic = started("hosta", "hostb")
     trainer.actor_rollout_wg = actor = group()
     # On its own side's nodes alone, and the coordinator knows by then whose processes will hold their memory.
-    assert begun == [["process 0", "process 1"], ("init", ("t0", "t1"), False)]
+    assert begun == [["process 0", "process 1"], ("init", ("t0", "t1"), False), "loading the model"]
     assert trainer.train_groups() == [actor, critic]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from verl_mux.warm import engine_processes, fork_client
+from verl_mux.warm import fork_client
 
 ROOT = Path(__file__).parents[2]
 # A fork server with nothing imported, whose driver prints what its clients need, and ends when its standard input ends.
@@ -232,7 +232,3 @@ def test_an_engines_processes_are_forks_with_the_environment_and_cores_of_its_se
     out, err = worker.communicate(timeout=60)
     ready, (later, cores, imported, descends), method = json.loads(out)
     assert (ready, later, len(cores), imported, descends, method) == (True, "set", 1, True, True, "spawn"), err
-
-
-def test_without_a_fork_server_an_engine_starts_its_processes_as_it_does():
-    assert not engine_processes.is_ready()

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from verl_mux.profiling.eventlog import events
-
 if TYPE_CHECKING:
     from rich.console import Group
 
@@ -139,7 +137,7 @@ def starting(job: dict[str, Any]) -> str:
     """What a job does before its first step, and for how long; empty when it has begun, or does nothing."""
     if job["state"] != "live" or job["step"] or not job["note"]:
         return ""
-    return f"{'first weights' if job['note'] == events.SYNC else job['note']}, {job['note_s']:.0f} s"
+    return f"{'first weights' if job['note'] == 'sync' else job['note']}, {job['note_s']:.0f} s"
 
 
 def _step(job: dict[str, Any]) -> str:

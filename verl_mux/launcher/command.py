@@ -150,13 +150,13 @@ def prepare(run: RunFile) -> None:
             except OSError as error:
                 raise UserError(f"prepare: cannot run {filled[0]!r}: {error.strerror}") from None
         began, said_at = time.monotonic(), 0.0
-        while running := sum(process.poll() is None for _, process in started):
+        while (running := sum(process.poll() is None for _, process in started)) and not any(p.returncode for _, p in started):
             time.sleep(0.2)
             if (seconds := time.monotonic() - began) - said_at >= _SILENCE_S:
                 said_at = seconds
                 print(f"prepare: {running} of {len(started)} commands run, {seconds:.0f} s", file=sys.stderr, flush=True)
         for command, process in started:
-            if process.wait() == 2:  # the code of commands that refuse what they were given, and have said so
+            if process.returncode == 2:  # the code of commands that refuse what they were given, and have said so
                 raise UserError(f"prepare: {' '.join(command)} refused")
             if process.returncode:
                 raise Failure(f"prepare: {' '.join(command)} ended with exit code {process.returncode}")

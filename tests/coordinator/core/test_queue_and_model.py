@@ -3,6 +3,7 @@ times, whatever jobs share which nodes in which order."""
 
 import heapq
 import random
+from types import SimpleNamespace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,7 +58,8 @@ def by_the_model(jobs):
     for job in jobs:
         rollout, train = (sum(BITS[node] for node in job.nodes[side]) for side in ("rollout", "train"))
         times = told(job, ROLLOUT), iter(()), told(job, TRAIN)
-        run.join(Member(job.name, rollout, train, times, rank=job.rank), job.begins)
+        spec = SimpleNamespace(name=job.name, tail_s=0.0, rollout_switch_s=0.0, train_switch_s=0.0)
+        run.join(Member(spec, rollout, train, job.rank, times), job.begins)
     while run.members:
         member = run.step()
         if member is not None and member.done == steps[member.name]:
