@@ -63,13 +63,13 @@ def test_a_job_that_starts_says_its_stage_and_for_how_long():
         assert lines(snapshot(jobs), at, progress) == [f"[{at:6.1f} s] math: {said}"]
 
 
-def test_after_nine_seconds_without_a_line_one_says_what_every_job_does():
+def test_after_eight_seconds_without_a_line_one_says_what_every_job_does():
     progress = Progress(["math", "code"])
     state = snapshot({"math": job(note="starting workers", note_s=1.0), "code": job(steps_done=3, step=4)})
     assert len(lines(state, 5.0, progress)) == 2
     state["jobs"]["math"]["note_s"] = 10.0
-    assert lines(state, 13.9, progress) == []
-    assert lines(state, 14.0, progress) == ["[  14.0 s] math: starting workers (10 s); code: step 3 of 20 (live)"]
+    assert lines(state, 12.9, progress) == []
+    assert lines(state, 13.0, progress) == ["[  13.0 s] math: starting workers (10 s); code: step 3 of 20 (live)"]
     assert lines(state, 15.0, progress) == []
     assert list(progress.lines(state, 40.0, ended={"math", "code"})) == []
 

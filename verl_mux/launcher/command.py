@@ -31,7 +31,7 @@ from verl_mux.profiling.plain.lines import read_directory
 from verl_mux.yaml_file import read_yaml
 
 _ANSWER_S = 10.0
-_SILENCE_S = 9.0
+_SILENCE_S = 8.0
 
 
 def run(

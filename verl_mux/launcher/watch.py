@@ -27,7 +27,7 @@ _TICK_S = 1.0
 # Reading it costs about 0.2 s of CPU.
 _RSS_EVERY = 30
 # The longest time for which a log says nothing.
-_SILENCE_S = 9.0
+_SILENCE_S = 8.0
 
 
 class Watch:
