@@ -45,9 +45,9 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"), [({"part": []}, "; allowed: parts"), ({"parts": [{"sise": 2}]}, "; allowed: size"), ({"parts": 3}, "")]
+    ("given", "hint"), [({"part": []}, "; allowed: parts"), ({"parts": [{"sise": 2}]}, "; allowed: size"), ({"parts": 3}, "")]
 )
-def test_an_unknown_key_is_followed_by_those_that_are_allowed_there(given, told):
+def test_an_unknown_key_is_followed_by_those_that_are_allowed_there(given, hint):
     with pytest.raises(msgspec.ValidationError) as error:
         msgspec.convert(given, Outer)
-    assert allowed_keys(error.value, {".parts": Inner}, Outer) == told
+    assert allowed_keys(error.value, {".parts": Inner}, Outer) == hint

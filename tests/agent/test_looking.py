@@ -39,10 +39,10 @@ def test_a_marked_process_is_found_until_it_is_gone(carrier):
 
 def test_a_look_tells_of_the_marked_and_of_those_that_were_named(carrier):
     unmarked = members.this_process()
-    found = {look.uid: look.alive for look in Marked().look({UID: [unmarked], "nobody's": []})}
-    assert set(found[UID]) == {unmarked, members.member_of(carrier.pid)} and found["nobody's"] == []
+    found = {look.uid: look.alive for look in Marked().look({UID: [unmarked], "another's": []})}
+    assert set(found[UID]) == {unmarked, members.member_of(carrier.pid)} and found["another's"] == []
     of_another_start = m.Member(unmarked.host, unmarked.pid, unmarked.started - 1, unmarked.boot, unmarked.space)
-    assert Marked().look({"nobody's": [of_another_start]})[0].alive == []
+    assert Marked().look({"another's": [of_another_start]})[0].alive == []
 
 
 @pytest.fixture

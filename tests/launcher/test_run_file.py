@@ -67,7 +67,7 @@ REFUSED = {
     ],
     PLACED: [
         ("  placement: scheduler\n", "", ["'math'", "placement: scheduler"]),
-        ("after: [math, code]", "after: [nobody]", ["'late'", "'nobody'", "math, code, late"]),
+        ("after: [math, code]", "after: [missing]", ["'late'", "'missing'", "math, code, late"]),
         ("after: [math, code]", "after: [late]", ["'late'", "its own end"]),
         ("math: {", "math: {after: [late], ", ["'math'", "its own end"]),
         ("nodes: auto", "nodes: any", ["'code'", "nodes"]),

@@ -207,7 +207,7 @@ def test_after_all_that_is_imported_in_advance_there_is_no_thread_no_device_and_
 )
 def test_what_a_fork_would_not_carry_over_makes_the_driver_start_without_forks(tmp_path, statement, reason):
     (tmp_path / "obstacle.py").write_text(statement)
-    (tmp_path / "driver_program.py").write_text("import os, sys; print('VERL_MUX_FORK_SERVER' in os.environ, sys.argv[1:])")
+    (tmp_path / "driver_program.py").write_text("import os, sys; print(bool(os.environ['VERL_MUX_FORK_SERVER']), sys.argv[1:])")
     server = SERVER.replace("PRELOADED = ()", "PRELOADED = ('obstacle',)")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "VERL_PLATFORM": "cpu"}
     done = subprocess.run(

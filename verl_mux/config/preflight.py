@@ -31,7 +31,7 @@ from verl_mux.places.place import is_host, resource_of
 from verl_mux.places.ray_nodes import this_host
 from verl_mux.platform.choose import CPU_PACKAGE_MISSING, cpu_package_missing, cpu_platform_wanted, joined_cluster
 from verl_mux.rollout.engine.record import engines
-from verl_mux.warm.engine_processes import worker_command
+from verl_mux.warm.engine_processes import VARIABLE, worker_command
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def check_job(config: DictConfig) -> None:
         # All processes of this run carry one mark, so that the coordinator can tell when the last is gone.
         os.environ.setdefault(UID_VARIABLE, uuid4().hex)
         check_surroundings(config)
-        if mux.launch.warm and not worker_command() and joined_cluster(sys.argv) is None:
+        if mux.launch.warm and VARIABLE not in os.environ and joined_cluster(sys.argv) is None:
             become_fork_server()
         ask_coordinator(config, mux)
         if mux.move_note is not None:

@@ -129,15 +129,15 @@ def _groups(placement: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 def _state(job: dict[str, Any]) -> str:
     waits = f", waits for {', '.join(job['waits_for'])}" if job["waits_for"] else ""
-    doing = job["reason"] or starting(job)
+    doing = job["reason"] or (f"{now}, {job['note_s']:.0f} s" if (now := stage(job)) else "")
     return f"{job['state']}{f' ({doing})' if doing else ''}{waits}"
 
 
-def starting(job: dict[str, Any]) -> str:
-    """What a job does before its first step, and for how long; empty when it has begun, or does nothing."""
+def stage(job: dict[str, Any]) -> str:
+    """What a job does before its first step; empty when it has begun, or does nothing."""
     if job["state"] != "live" or job["step"] or not job["note"]:
         return ""
-    return f"{'first weights' if job['note'] == 'sync' else job['note']}, {job['note_s']:.0f} s"
+    return "first weights" if job["note"] == "sync" else job["note"]
 
 
 def _step(job: dict[str, Any]) -> str:

@@ -25,13 +25,12 @@ from verl_mux.launcher.marked_process import MarkedProcess, end_leftovers
 from verl_mux.launcher.run_file import RunFile, fill
 from verl_mux.launcher.run_intervals import coordinators_lines
 from verl_mux.launcher.run_processes import JobProcess, RunCoordinator, filler_process, finish_filler, require_verl
-from verl_mux.launcher.watch import Watch, nodes_of
+from verl_mux.launcher.watch import SILENCE_S, Watch, nodes_of
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.lines import read_directory
 from verl_mux.yaml_file import read_yaml
 
 _ANSWER_S = 10.0
-_SILENCE_S = 8.0
 
 
 def run(
@@ -152,7 +151,7 @@ def prepare(run: RunFile) -> None:
         began, said_at = time.monotonic(), 0.0
         while (running := sum(process.poll() is None for _, process in started)) and not any(p.returncode for _, p in started):
             time.sleep(0.2)
-            if (seconds := time.monotonic() - began) - said_at >= _SILENCE_S:
+            if (seconds := time.monotonic() - began) - said_at >= SILENCE_S:
                 said_at = seconds
                 print(f"prepare: {running} of {len(started)} commands run, {seconds:.0f} s", file=sys.stderr, flush=True)
         for command, process in started:

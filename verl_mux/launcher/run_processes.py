@@ -6,7 +6,6 @@ Runs in `verl-mux run` and bench/; called by command.py and watch.py; starts and
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import json
 import os
@@ -24,6 +23,7 @@ import yaml
 from verl_mux.coordinator.bus import curve_keys as keys
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.link import ask
+from verl_mux.coordinator.bus.members import end_with_parent
 from verl_mux.coordinator.journal import make_empty
 from verl_mux.errors import Failure, UserError
 from verl_mux.launcher.marked_process import MarkedProcess, left_exit_code, read_note
@@ -152,7 +152,6 @@ def finish_filler(filler: MarkedProcess) -> str | None:
     return None
 
 
-_PR_SET_PDEATHSIG = 1
 # In the job's folder, see `mux.move_note`.
 MOVE_NOTE = "left_to_move"
 # Words of a job's command that differ from one start to the next without changing the job.
@@ -177,7 +176,7 @@ class JobProcess(MarkedProcess):
         if spec.ray is None and _forks(command, {**os.environ, **run.environment, **spec.environment}):
             command = [*command[:2], "verl_mux.warm.fork_server", *command[2:]]
         super().__init__(name, directory, "job.log", command, {**run.environment, **spec.environment})
-        self._before_exec = _die_with_parent if address is None else None
+        self._before_exec = end_with_parent if address is None else None
         self._move_note = directory / MOVE_NOTE
 
     def environment(self) -> dict[str, str]:
@@ -208,12 +207,6 @@ class JobProcess(MarkedProcess):
         note = read_note(self.directory)
         same = note is not None and _essence(note.command) == _essence(self._command)
         return same and left_exit_code(self.directory) == 0
-
-
-def _die_with_parent() -> None:
-    """Linux ends the job's driver when the process that started it dies, however it dies; Ray's processes then follow."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def composition(name: str, spec: JobSpec, run: RunFile) -> list[str]:

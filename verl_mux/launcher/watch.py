@@ -27,7 +27,7 @@ _TICK_S = 1.0
 # Reading it costs about 0.2 s of CPU.
 _RSS_EVERY = 30
 # The longest time for which a log says nothing.
-_SILENCE_S = 8.0
+SILENCE_S = 8.0
 
 
 class Watch:
@@ -191,7 +191,7 @@ class Progress:
         self._last_at = 0.0
 
     def lines(self, snapshot: dict[str, Any], elapsed_s: float, ended: Container[str] = ()) -> Iterator[str]:
-        """A line for every job whose stage, step or reward changed; without any for 10 s, one that says what each job does."""
+        """A line for every job whose stage, step or reward changed; without any for SILENCE_S, one for all jobs."""
         known = snapshot.get("jobs", {})
         names = [name for name in dict.fromkeys([*self._jobs, *known]) if name not in ended]
         now = {name: self._line(name, known.get(name), snapshot, elapsed_s) for name in names}
@@ -199,7 +199,7 @@ class Progress:
             if line != self._said.get(name):
                 self._said[name], self._last_at = line, elapsed_s
                 yield f"[{elapsed_s:6.1f} s] {line}{more}"
-        if now and elapsed_s - self._last_at >= _SILENCE_S:
+        if now and elapsed_s - self._last_at >= SILENCE_S:
             self._last_at = elapsed_s
             yield f"[{elapsed_s:6.1f} s] " + "; ".join(line + more for line, more in now.values())
 
@@ -209,8 +209,8 @@ class Progress:
             return f"{name}: {'importing' if job is None else 'starting Ray'}", ""
         held = ((node, h["phase"]) for node, state in nodes_of(snapshot).items() for h in state["holders"] if h["job"] == name)
         phase = next((f"{phase} on {node}" for node, phase in held), None)
-        if not job["steps_done"] and (stage := status_view.starting(job)):
-            return f"{name}: {stage.rpartition(',')[0]}", f" ({stage.rpartition(', ')[2]})"
+        if not job["steps_done"] and (stage := status_view.stage(job)):
+            return f"{name}: {stage}", f" ({job['note_s']:.0f} s)"
         doing = phase or (f"waits for {', '.join(job['waiting'])}" if job["waiting"] else job["note"] or job["state"])
         reward = (job.get("metrics") or {}).get("reward")
         line = f"{name}: step {_of(job)}" + (f", reward {reward:.3f}" if reward is not None else "")

@@ -20,7 +20,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-# Names the socket of the job's fork server, in the environment of the job's processes.
+# Names the socket of the job's fork server, in the environment of the job's processes; empty: forks are not possible here.
 VARIABLE = "VERL_MUX_FORK_SERVER"
 # Of SGLang's class Engine: what starts its processes. The argument `run_...` is the function that runs in them.
 STARTERS = ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses")

@@ -17,7 +17,6 @@ was started by hand. It touches nothing of the job.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -32,6 +31,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from verl_mux.coordinator.bus.members import end_with_parent
 from verl_mux.errors import UserError
 from verl_mux.platform.choose import cpu_part, cpu_platform_wanted
 from verl_mux.warm import engine_processes
@@ -52,7 +52,6 @@ _NO_THREADS = {
     "MKL_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
-_PR_SET_PDEATHSIG = 1
 _NUMBER = struct.Struct("!i")
 _PATIENCE_S = 10.0  # for a client to send what it has begun
 
@@ -84,6 +83,7 @@ def main() -> None:
         sys.exit(2)
     if obstacle := why_not_fork():
         print(f"verl_mux: every process of this job imports for itself, because {obstacle}", file=sys.stderr, flush=True)
+        environment[engine_processes.VARIABLE] = ""  # the driver does not come back here
         os.execve(sys.executable, [sys.executable, "-m", *words], environment)
     name = f"verl_mux/{os.getpid()}/{random.SystemRandom().getrandbits(64):x}"
     environment[engine_processes.VARIABLE] = name
@@ -106,19 +106,13 @@ def preload() -> None:
 def why_not_fork() -> str:
     """Empty where forks of this process work."""
     threads = len(os.listdir("/proc/self/task"))
-    devices = [path for fd in os.listdir("/proc/self/fd") if (path := _target(fd)).startswith(("/dev/nvidia", "/dev/kfd"))]
+    opened = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    devices = [path for path in opened if path.startswith(("/dev/nvidia", "/dev/kfd"))]
     if threads > 1:
         return f"what was imported started {threads - 1} threads"
     if devices:
         return f"what was imported opened {devices[0]}"
     return "what was imported includes ray" if "ray" in sys.modules else ""
-
-
-def _target(fd: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{fd}")
-    except OSError:
-        return ""
 
 
 class ForkServer:
@@ -221,9 +215,14 @@ def receive(client: socket.socket) -> Program:
         if not (more := client.recv(1 << 16)):
             break
         text += more
-    if len(stdio) != 3:
-        raise ValueError(f"it sent {len(stdio)} file descriptors; it sends 3")
-    return Program(msgspec.json.decode(text[_NUMBER.size :], type=Asked), stdio)
+    try:
+        if len(stdio) != 3:
+            raise ValueError(f"it sent {len(stdio)} file descriptors; allowed: 3")
+        return Program(msgspec.json.decode(text[_NUMBER.size :], type=Asked), stdio)
+    except (ValueError, msgspec.MsgspecError):
+        for fd in stdio:
+            os.close(fd)
+        raise
 
 
 def end_as(code: int) -> None:
@@ -246,7 +245,7 @@ def become(program: Program) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if program.driver:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        end_with_parent()
     engine_processes.take_over(asked.environment, asked.cores)
     os.nice(asked.niceness - os.nice(0))
     os.chdir(asked.folder)

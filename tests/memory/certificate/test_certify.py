@@ -68,7 +68,7 @@ def test_qwen3_30b_a3b_with_experts_of_their_own_on_each_gpu():
 
 def test_what_the_sleeping_others_keep_stands_beside_every_phase():
     found = certificate(*(seven_billion(name) for name in "abc"))
-    assert {phase: told.bytes["others"] for phase, told in found.gpus["r0"].phases.items()} == {
+    assert {phase: held.bytes["others"] for phase, held in found.gpus["r0"].phases.items()} == {
         "sync": 2 * ENGINE_KEEPS,
         "rollout": 2 * ENGINE_KEEPS,
     }
@@ -91,8 +91,8 @@ def test_graphs_stand_beside_phases_in_which_their_engine_is_awake_and_of_sleepi
 
     phases = certificate(*(job(name) for name in "abc")).gpus["r0"].phases
     for phase in ("rollout", "sync"):
-        told = phases[phase].bytes
-        assert (told.get("graphs", 0), told["others"]) == (own, 2 * (ENGINE_KEEPS + left))
+        held = phases[phase].bytes
+        assert (held.get("graphs", 0), held["others"]) == (own, 2 * (ENGINE_KEEPS + left))
 
 
 def test_a_colocated_job_keeps_both_halves_and_each_phase_sees_the_other_one():
@@ -147,11 +147,11 @@ def test_a_host_holds_what_was_synced():
 
 
 def test_the_shape_that_is_promised():
-    told = msgspec.json.decode(msgspec.json.encode(certificate(seven_billion()).to_dict()))
-    assert {"fits", "gpus", "hosts", "per_token_kv_bytes", "parameters"} <= set(told)
-    phase = told["gpus"]["r0"]["phases"]["rollout"]
-    assert phase["total"] == sum(phase["bytes"].values()) and told["gpus"]["r0"]["capacity"] == H20
-    assert told["parameters"]["a"] == {"total": 7_615_616_512, "active": 7_615_616_512}
+    held = msgspec.json.decode(msgspec.json.encode(certificate(seven_billion()).to_dict()))
+    assert {"fits", "gpus", "hosts", "per_token_kv_bytes", "parameters"} <= set(held)
+    phase = held["gpus"]["r0"]["phases"]["rollout"]
+    assert phase["total"] == sum(phase["bytes"].values()) and held["gpus"]["r0"]["capacity"] == H20
+    assert held["parameters"]["a"] == {"total": 7_615_616_512, "active": 7_615_616_512}
 
 
 def test_what_a_run_measured_takes_the_place_of_the_formula_and_names_are_unique():

@@ -15,7 +15,9 @@ sense, also where it has this host's name. What cannot be seen is never taken fo
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 import socket
 import time
 from pathlib import Path
@@ -47,6 +49,7 @@ def seconds_since_boot() -> float:
 
 
 UID_VARIABLE = "VERL_MUX_JOB_UID"
+_PR_SET_PDEATHSIG = 1
 HOST = socket.gethostname()
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 BOOT, SPACE = boot_id(), pid_space()
@@ -142,6 +145,12 @@ def end(process: psutil.Process) -> None:
         for thread in os.listdir(f"/proc/{process.pid}/task"):
             with contextlib.suppress(OSError):  # so is the thread, or it is another user's
                 os.sched_setaffinity(int(thread), range(os.cpu_count() or 1))
+
+
+def end_with_parent() -> None:
+    """Linux sends this process SIGTERM when the process that started it dies, however that dies."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _stat(pid: int) -> tuple[bytes, int, int]:

@@ -89,15 +89,15 @@ def test_what_its_processes_were_doing_is_linked_from_a_stall(tmp_path):
 
 
 def test_requests_that_wait_in_the_engines_queues(tmp_path):
-    told = found(make(tmp_path, slots=6))
-    assert {(finding.kind, finding.replica) for finding in told} == {("queueing", replica) for replica in range(4)}
+    findings = found(make(tmp_path, slots=6))
+    assert {(finding.kind, finding.replica) for finding in findings} == {("queueing", replica) for replica in range(4)}
 
 
 def test_requests_that_wait_while_slots_are_free_wait_for_kv_cache(tmp_path):
-    told = found(make(tmp_path / "free", slots=6, seats=64))
-    assert {(finding.kind, finding.replica) for finding in told} == {("kv_starvation", replica) for replica in range(4)}
-    told = found(make(tmp_path / "taken", slots=6, seats=6))
-    assert {finding.kind for finding in told} == {"queueing"}
+    findings = found(make(tmp_path / "free", slots=6, seats=64))
+    assert {(finding.kind, finding.replica) for finding in findings} == {("kv_starvation", replica) for replica in range(4)}
+    findings = found(make(tmp_path / "taken", slots=6, seats=6))
+    assert {finding.kind for finding in findings} == {"queueing"}
 
 
 HEALTHY = {
@@ -148,8 +148,8 @@ def test_two_runs_in_one_folder_are_told_apart(tmp_path):
 def test_the_fault_of_a_random_run_is_named(tmp_path, seed):
     rng = random.Random(seed)
     replica = rng.randrange(4)
-    told = found(make(tmp_path, seed=seed, over=rng.choice([0.0, 0.5]), slower={replica: rng.uniform(2.0, 3.0)}))
-    assert [(f.kind, f.replica) for f in told] == [("straggler", replica)]
+    findings = found(make(tmp_path, seed=seed, over=rng.choice([0.0, 0.5]), slower={replica: rng.uniform(2.0, 3.0)}))
+    assert [(f.kind, f.replica) for f in findings] == [("straggler", replica)]
 
 
 def waiting(directory, waits: dict[str, list[float]]):
@@ -196,8 +196,8 @@ def streaming(directory, late: float):
                 call = {"turn": 1, "stay": 1, "prompt_tokens": 90, "response_tokens": int(seconds * 20), "finish_reason": "stop"}
                 lines.add(began, "request_start", None, who, **keys)
                 lines.add(end, "turn_engine_call", end - began, who | call, **keys)
-                told = {"turns": 1, "stays": 1, "response_length": int(seconds * 20), "parked_sec": 0.0}
-                lines.add(end + 0.1, "async_rollout_request_complete", end + 0.1 - began, who | told, **keys)
+                findings = {"turns": 1, "stays": 1, "response_length": int(seconds * 20), "parked_sec": 0.0}
+                lines.add(end + 0.1, "async_rollout_request_complete", end + 0.1 - began, who | findings, **keys)
             lines.write(directory / "rollout")
         trainer = Lines(0, step)
         trainer.add(trained, "step", 60.0, {}, role="trainer", job="a")
@@ -217,8 +217,8 @@ def add_request(lines, name: str, began: float, generated: float, tool: float) -
     lines.add(began, "request_start", None, who, **keys)
     lines.add(end - tool, "turn_engine_call", generated, who | call, **keys)
     lines.add(end, "tool_execution", tool, who | {"turn": 1, "tool": "search"}, **keys)
-    told = {"turns": 1, "stays": 1, "response_length": tokens, "parked_sec": 0.0}
-    lines.add(end, "async_rollout_request_complete", end - began, who | told, **keys)
+    findings = {"turns": 1, "stays": 1, "response_length": tokens, "parked_sec": 0.0}
+    lines.add(end, "async_rollout_request_complete", end - began, who | findings, **keys)
 
 
 def with_tools(directory, steps: int, requests: int, drawn) -> list:
@@ -247,19 +247,19 @@ def test_a_slow_tool_among_several_is_told_where_no_step_waits_for_its_last_requ
         tool = rng.uniform(3.5, 4.5) if slow else rng.uniform(0.1, 0.3)
         return number, rng.uniform(14, 18), tool
 
-    (told,) = with_tools(tmp_path, 6, 9, drawn)
-    assert (told.kind, told.evidence["steps"]) == ("tool_wait", [2, 3, 4, 5, 6])
+    (findings,) = with_tools(tmp_path, 6, 9, drawn)
+    assert (findings.kind, findings.evidence["steps"]) == ("tool_wait", [2, 3, 4, 5, 6])
 
 
-@pytest.mark.parametrize(("longest", "told"), [(14.0, []), (60.0, [("tool_wait", 4)])])
-def test_a_call_that_is_long_as_such_calls_are_is_no_finding(tmp_path, longest, told):
+@pytest.mark.parametrize(("longest", "findings"), [(14.0, []), (60.0, [("tool_wait", 4)])])
+def test_a_call_that_is_long_as_such_calls_are_is_no_finding(tmp_path, longest, findings):
     rng = random.Random(7)
 
     def drawn(*place):
         generated, tool = rng.uniform(10, 30), rng.lognormvariate(0.0, 0.75)
         return (0.0, 29.0, longest) if place == (4, 2, 5) else (0.0, generated, tool)  # the last of its step
 
-    assert [(it.kind, it.step) for it in with_tools(tmp_path, 8, 16, drawn)] == told
+    assert [(it.kind, it.step) for it in with_tools(tmp_path, 8, 16, drawn)] == findings
 
 
 def test_a_call_that_no_step_waited_for_is_no_finding(tmp_path):

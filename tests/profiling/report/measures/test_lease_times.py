@@ -112,9 +112,9 @@ def turns(rollout, train, count=6):
 )
 def test_uneven_pools_and_switches_that_cost_much_of_the_phases_are_found(tmp_path, train, wake, expected):
     holds = turns(10.0, train)
-    told = coordinator(tmp_path, holds, [(job, "wake", end, wake) for job, _, _, _, end in holds if wake])
-    assert {(finding.kind, finding.job) for finding in told} == expected
-    assert all("from train to rollout" in finding.advice for finding in told if finding.kind == "uneven_pools")
+    findings = coordinator(tmp_path, holds, [(job, "wake", end, wake) for job, _, _, _, end in holds if wake])
+    assert {(finding.kind, finding.job) for finding in findings} == expected
+    assert all("from train to rollout" in finding.advice for finding in findings if finding.kind == "uneven_pools")
 
 
 def test_an_uncoordinated_run_is_told_from_its_overlaps(tmp_path):
