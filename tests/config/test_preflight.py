@@ -12,6 +12,7 @@ import secrets
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -27,7 +28,9 @@ from verl_mux.coordinator.bus.client import LocalMux, connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.config import make_config
 from verl_mux.coordinator.server import Coordinator
+from verl_mux.errors import UserError
 from verl_mux.memory.certificate.job import read_job
+from verl_mux.warm.engine_processes import VARIABLE
 
 POOLS = {"rollout": {"nodes": [{"name": "r0", "gpus": 8}]}, "train": {"nodes": [{"name": "t0", "gpus": 8}]}}
 NODES = {"rollout": ["r0"], "train": ["t0"]}
@@ -292,3 +295,23 @@ def test_a_cluster_with_another_jobs_controller_is_refused_by_that_jobs_name(pyt
             assert noted.startswith(f"the Ray cluster at {address} is first's, ") and "start one for job second" in noted
         finally:
             other.kill()
+
+
+@pytest.mark.parametrize(("name", "again"), [(None, True), ("", False), ("a socket", False)])
+def test_a_driver_becomes_a_fork_server_once_and_not_where_forks_are_not_possible(monkeypatch, name, again):
+    def refuse(*_):
+        raise UserError("the next check")
+
+    started: list[str] = []
+    mux = SimpleNamespace(launch=SimpleNamespace(warm=True))
+    monkeypatch.setattr(preflight, "check", lambda _: mux)
+    monkeypatch.setattr(preflight, "check_surroundings", lambda _: None)
+    monkeypatch.setattr(preflight, "ask_coordinator", refuse)
+    monkeypatch.setattr(preflight.os, "execv", lambda _, words: started.extend(words))
+    monkeypatch.setattr("sys.argv", ["main_ppo", "ray_kwargs.ray_init.address=local"])
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if name is not None:
+        monkeypatch.setenv(VARIABLE, name)
+    with pytest.raises(SystemExit):
+        preflight.check_job(OmegaConf.create())
+    assert ("verl_mux.warm.fork_server" in started) == again
