@@ -22,6 +22,7 @@ from typing import Any
 
 # Names the socket of the job's fork server, in the environment of the job's processes; empty: forks are not possible here.
 VARIABLE = "VERL_MUX_FORK_SERVER"
+_ADDRESSES = "\0verl_mux/"
 # Of SGLang's class Engine: what starts its processes. The argument `run_...` is the function that runs in them.
 STARTERS = ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses")
 
@@ -29,7 +30,7 @@ STARTERS = ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses")
 def make_ready() -> None:
     """Fork the process that waits. It ends when this one has ended."""
     with socket.socket(socket.AF_UNIX) as listener:
-        address = f"\0verl_mux/{os.getpid()}/engine/{os.urandom(8).hex()}"
+        address = f"{_ADDRESSES}{os.getpid()}/engine/{os.urandom(8).hex()}"
         listener.bind(address)
         listener.listen()
         until, alive = os.pipe()
@@ -41,7 +42,8 @@ def make_ready() -> None:
 
 
 def is_ready() -> bool:
-    return vars(forkserver._forkserver)["_forkserver_pid"] is not None
+    """Whether this process's `forkserver` is the one of make_ready, not one that was started in the usual way."""
+    return str(vars(forkserver._forkserver)["_forkserver_address"]).startswith(_ADDRESSES)
 
 
 def start_as_forks(original: Callable, *arguments: Any, **keywords: Any) -> Any:

@@ -1,6 +1,8 @@
 """SGLang calls our entry point in every process that imports it: most of them are not ours."""
 
+import os
 import sys
+from multiprocessing import forkserver
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -56,5 +58,7 @@ def test_our_server_hooks_the_saver_its_schedulers_the_rest_and_the_sampler_on_r
     monkeypatch.setattr(sglang_plugin.multiprocessing, "parent_process", lambda: object() if child else None)
     monkeypatch.setenv(sglang_plugin.ENGINE_MARK, "1")
     monkeypatch.setenv(sglang_plugin.SEEDED_VARIABLE, str(int(seeded)))
+    # Another library's `forkserver` is not the one that forks engine processes.
+    monkeypatch.setattr(forkserver._forkserver, "_forkserver_pid", os.getpid())
     sglang_plugin.register()
     assert hooks == [(SAVER, "around"), *more]
