@@ -1,21 +1,25 @@
 # Two commands on a fresh clone, with Python 3.10-3.12, make and a package index: `make demo` and `make test`.
 PYTHON ?= python3
-VENV := .venv
-BIN := $(VENV)/bin
+BIN := .venv/bin
+# An environment holds one engine: SGLang and vLLM ask for other versions of the same packages.
+VLLM_BIN := .venv-vllm/bin
 UV_VERSION := 0.13.8
 # Every process of a job imports these; compiled once here instead of once a process.
-HEAVY := verl sglang torch transformers ray tensordict torchvision torchao transfer_queue numpy pandas pyarrow hydra omegaconf \
+HEAVY := verl sglang vllm torch transformers ray tensordict torchvision torchao transfer_queue numpy pandas pyarrow hydra omegaconf \
   huggingface_hub datasets accelerate peft triton fastapi pydantic aiohttp scipy sympy torchdata tokenizers uvicorn openai rich
-INSTALLED := $(VENV)/.installed
+INSTALLED := .venv/.installed
+VLLM_INSTALLED := .venv-vllm/.installed
 # uv does not read pip's configuration; hand it the index that pip is set to, if any.
 PIP_INDEX := $(shell $(PYTHON) -m pip config get global.index-url 2>/dev/null)
 
-.PHONY: help demo test test-gpu test-hosts explore install lint lock clean
+.PHONY: help demo demo-vllm demo-mixed test test-vllm test-gpu test-hosts explore install install-vllm lint lock clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   two real verl jobs take turns on this machine (about six minutes, no GPU needed)"
+	@echo "make demo-vllm, make demo-mixed   the same on vLLM; one job on SGLang and one on vLLM"
 	@echo "make test   all tests but those marked gpu"
+	@echo "make test-vllm   the tests that need vLLM, and those of what both engines share, in vLLM's environment"
 	@echo "make test-gpu   the tests marked gpu: engines and jobs on one CUDA device, tensor parallelism on two"
 	@echo "make test-hosts   two real jobs on three hosts, which are namespaces of this machine; needs root (half an hour)"
 	@echo "make lint   style, types, arrows between rooms, dead code, sizes and plain words"
@@ -24,9 +28,20 @@ help:
 demo: $(INSTALLED)
 	$(BIN)/verl-mux run examples/demo.yaml
 
+demo-vllm: $(VLLM_INSTALLED)
+	$(VLLM_BIN)/verl-mux run examples/demo_vllm.yaml
+
+demo-mixed: $(INSTALLED) $(VLLM_INSTALLED)
+	$(BIN)/verl-mux run examples/demo_mixed.yaml
+
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not gpu and not e2e and not hosts" -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 	$(BIN)/python -m pytest -m "e2e and not gpu and not hosts" --durations 15 $$(grep -rl "mark.e2e" tests --include="test_*.py" | sort)
+
+# Tests that need vLLM, or that say something else where it is the engine.
+VLLM_TESTS := tests/rollout/engine tests/upstream tests/launcher/test_doctor.py tests/config tests/cpu tests/warm tests/test_plugin.py
+test-vllm: $(VLLM_INSTALLED)
+	$(VLLM_BIN)/python -m pytest -m "not gpu and not hosts" --durations 15 $(VLLM_TESTS)
 
 # One after the other: each has the whole device. NVML says who holds what there.
 test-gpu: $(INSTALLED)
@@ -42,14 +57,18 @@ explore: $(INSTALLED)
 
 install: $(INSTALLED)
 
-$(INSTALLED): requirements/lock.txt pyproject.toml verl_mux_cpu/pyproject.toml
+install-vllm: $(VLLM_INSTALLED)
+
+$(INSTALLED): requirements/lock.txt
+$(VLLM_INSTALLED): requirements/lock-vllm.txt
+$(INSTALLED) $(VLLM_INSTALLED): pyproject.toml verl_mux_cpu/pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 12) else f"$(PYTHON) is {v[0]}.{v[1]}; verl_mux needs 3.10 to 3.12: make PYTHON=python3.11 ...")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
-	$(if $(PIP_INDEX),UV_DEFAULT_INDEX=$(PIP_INDEX)) $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r requirements/lock.txt
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e . -e ./verl_mux_cpu
-	cd $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])') && \
-	  env -u PYTHONDONTWRITEBYTECODE $(CURDIR)/$(BIN)/python -m compileall -q -j 0 $(HEAVY) >/dev/null 2>&1 || true
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	$(if $(PIP_INDEX),UV_DEFAULT_INDEX=$(PIP_INDEX)) $(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --no-deps -r requirements/lock$(subst .venv,,$(@D)).txt
+	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --no-deps --no-build-isolation -e . -e ./verl_mux_cpu
+	cd $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])') && \
+	  env -u PYTHONDONTWRITEBYTECODE $(CURDIR)/$(@D)/bin/python -m compileall -q -j 0 $(HEAVY) >/dev/null 2>&1 || true
 	@touch $@
 
 lint: $(INSTALLED)
@@ -60,10 +79,10 @@ lint: $(INSTALLED)
 	$(BIN)/python -m tests.lint.budgets
 	$(BIN)/mypy
 
-# Resolve requirements/lock.in again. No index address is written.
+# Resolve requirements/lock.in and lock-vllm.in again. No index address is written.
 lock: $(INSTALLED)
-	$(BIN)/uv pip compile requirements/lock.in --override requirements/overrides.txt --universal --python-version 3.10 \
-	  --no-annotate --no-header --no-emit-index-url -o requirements/lock.txt
+	for engine in "" -vllm; do $(BIN)/uv pip compile requirements/lock$$engine.in --override requirements/overrides$$engine.txt \
+	  --universal --python-version 3.10 --no-annotate --no-header --no-emit-index-url -o requirements/lock$$engine.txt || exit 1; done
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf .venv .venv-vllm runs build *.egg-info
