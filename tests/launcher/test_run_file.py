@@ -37,6 +37,7 @@ REFUSED = {
         ("dir: runs/x", "dir: runs/x\nworkers: 3", ["workers"]),
         ("seed: 3", "sead: 3", ["sead", "math"]),
         ("seed: 3", "seed: three", ["seed", "math"]),
+        ("seed: 3", "python: '{here}/no/python'", ["'math'", "python is {here}/no/python", "no program /"]),
         ("seed: 3", "slo: .nan", ["slo is nan", "math", "at least 1"]),
         ("gpus: {rollout: 8}", "gpus: {rolout: 8}", ["'rolout'", "allowed: rollout, train"]),
         ("gpus: {rollout: 8}", "gpus: {rollout: 9}", ["'math'", "9 GPUs", "'r0'", "has 8"]),
@@ -156,3 +157,25 @@ def test_marks_are_filled_in_and_python_is_this_one(write, tmp_path):
     assert run_file.fill(["data.seed={seed}", "{other}"], run, "math", 3) == ["data.seed=3", "{other}"]
     assert run_file.fill(["{here}/make.py"], run) == [f"{tmp_path}/make.py"]
     assert run_file.fill([], run) == []
+
+
+def test_what_a_base_says_holds_too_and_its_lists_come_first(write, tmp_path):
+    base = write(VALID + "overrides: [a=1]\nenvironment: {A: '1', B: '2'}\n")
+    over = base.with_name("over.yaml")
+    over.write_text("base: run.yaml\ndir: runs/y\noverrides: [a=2]\nenvironment: {B: '3'}\njobs: {math: {seed: 4}}\n")
+    run, before = run_file.read(over), run_file.read(base)
+    assert (run.dir, run.overrides, run.environment) == ("runs/y", ["a=1", "a=2"], {"A": "1", "B": "3"})
+    assert run.jobs["math"].seed == 4 and run.jobs["math"].gpus == before.jobs["math"].gpus
+    assert run.jobs["code-7b.v2"] == before.jobs["code-7b.v2"] and run.coordinator == before.coordinator
+    over.write_text("base: none.yaml\n")
+    with pytest.raises(UserError, match="cannot read .*none.yaml"):
+        run_file.read(over)
+
+
+def test_a_jobs_python_is_this_one_or_one_beside_the_file(write, tmp_path):
+    other = tmp_path / "bin" / "python"
+    other.parent.mkdir()
+    other.symlink_to(sys.executable)
+    run = run_file.read(write(VALID.replace("seed: 3", "python: '{here}/bin/../bin/python'")))
+    found = [run_file.interpreter(job, run) for job in run.jobs.values()]
+    assert found == [str(other), sys.executable]  # not what the link names: it is of another environment

@@ -7,14 +7,17 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import nullcontext as nothing
 from pathlib import Path
 
 import psutil
 import pytest
 
+from verl_mux import __version__
 from verl_mux.coordinator.bus.members import UID_VARIABLE
+from verl_mux.errors import UserError
 from verl_mux.launcher.run_file import FillerSpec, JobSpec, RunFile
-from verl_mux.launcher.run_processes import JobProcess, filler_process, finish_filler
+from verl_mux.launcher.run_processes import JobProcess, filler_process, finish_filler, require_verl
 
 # Says its pid through the pipe named on its command line, then waits for a signal.
 WAITER = """
@@ -240,3 +243,22 @@ def test_a_filler_that_has_just_failed_is_named_although_its_process_is_not_gone
 
     filler._wait = gone_when_waited_for
     assert (finish_filler(filler) or "").startswith("filler sums ended with exit code 5")
+
+
+@pytest.mark.parametrize(("version", "verl", "refused"), [("", "verl", False), ("0.0.1", "verl", True), ("", "other", True)])
+def test_a_jobs_own_python_needs_verl_and_the_same_verl_mux(tmp_path, version, verl, refused):
+    for package in (verl, "verl_mux"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(f"__version__ = {version or __version__!r}\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    spec = JobSpec(nodes={"rollout": ["r0"], "train": ["t0"]}, python=str(python))
+    run = RunFile(dir=str(tmp_path), coordinator={}, jobs={"math": spec})
+    assert JobProcess("math", spec, run, None)._command[0] == str(python)
+    with (
+        pytest.raises(UserError, match=f"'math': .*/python has not both, verl and verl_mux {__version__}")
+        if refused
+        else nothing()
+    ):
+        require_verl(run)

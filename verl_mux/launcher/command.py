@@ -28,7 +28,6 @@ from verl_mux.launcher.run_processes import JobProcess, RunCoordinator, filler_p
 from verl_mux.launcher.watch import SILENCE_S, Watch, nodes_of
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.lines import read_directory
-from verl_mux.yaml_file import read_yaml
 
 _ANSWER_S = 10.0
 
@@ -59,7 +58,7 @@ def _elsewhere(file: Path, address: str | None, keys: Path | None) -> dict[str, 
     Raises:
         UserError: it does not answer.
     """
-    given = read_yaml(file)
+    given = run_file.given_by(file)
     given = given if isinstance(given, dict) else {}
     named, folder = (given[key] if isinstance(given.get(key), str) else None for key in ("coordinator", "keys"))
     at, folder = address or named, keys or (Path(folder) if folder else None)
@@ -89,7 +88,7 @@ def run_jobs(run: RunFile) -> dict:
         Failure: a job ended with an error; the message says which and where its log is. Raised when all others are through.
         UserError: the same, and all that failed refused their configuration; or nothing was started, and the message says why.
     """
-    require_verl()
+    require_verl(run)
     with folders.watched(run.directory):
         under_way = _take_up(run) or _start_anew(run)
         coordinator = RunCoordinator(run)

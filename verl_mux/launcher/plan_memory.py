@@ -30,7 +30,6 @@ from verl_mux.placement.estimator import find_kind
 from verl_mux.platform.charges import GB
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.lines import read_directory
-from verl_mux.yaml_file import read_yaml
 
 # Of a node that no file describes.
 _KINDS = {"rollout": "H20", "train": "H800"}
@@ -112,7 +111,7 @@ def _measured(run: Path, jobs: list[Job]) -> dict[str, dict[str, dict[str, int]]
 
 def _configs(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each composed config of a file, and where it is from."""
-    given = read_yaml(file)
+    given = run_file.given_by(file)
     if isinstance(given, dict) and "actor_rollout_ref" in given:
         yield str(file), given
         return
@@ -120,8 +119,8 @@ def _configs(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UserError(
             f"{file} is neither a composed verl config (`python -m verl.trainer.main_ppo ... --cfg job > FILE`) nor a run file"
         )
-    require_verl()
     run = run_file.read(file)
+    require_verl(run)
     for name, spec in run.jobs.items():
         command, environment = composition(name, spec, run), {**os.environ, **run.environment, **spec.environment}
         try:

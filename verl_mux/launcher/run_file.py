@@ -1,5 +1,6 @@
 """The YAML file of `verl-mux run`: one coordinator and several verl jobs, which this machine starts.
 
+    base: demo.yaml                      # beside this file: what it says holds here too; lists here come after its lists
     dir: runs/demo                       # everything the run writes
     prepare: [[python, make_data.py]]    # commands run before, side by side
     environment: {NAME: value}           # for all jobs
@@ -13,6 +14,7 @@
       NAME: {nodes: {rollout: [r0], train: [t0]}, gpus: {rollout: 1, train: 1}, seed: 1, overrides: [...]}
       OTHER: {slo: 1.5, after: [NAME]} # no nodes: a coordinator with `placement: scheduler` chooses them
       THIRD: {nodes: ..., restarts: 2} # when it fails or is killed it is started again, at most twice, from its last checkpoint
+      OTHER_ENGINE: {nodes: ..., python: ../.venv-vllm/bin/python} # of an environment with the same verl_mux and its own engine
       WIDE: {nodes: ..., ray: "10.0.0.1:20000"} # joins this Ray cluster, which has a node for each of the job's nodes
     fillers:                             # run where no job does, until the jobs have ended; see docs/hold.md
       NAME: {pool: train, command: [python, train.py]}
@@ -25,7 +27,9 @@ from __future__ import annotations
 
 import graphlib
 import math
+import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -48,7 +52,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One verl job. `nodes`: the coordinator's nodes by side, or `auto`; `gpus`: logical or real GPUs it uses on each node
     of a side. `slo`: how many times its iteration alone one may last, for a job that the coordinator places. `after`: jobs
     that must have ended before it is started. `restarts`: how often it is started again, from its newest checkpoint, when it
-    ended with an error other than in its keys. `ray`: HOST:PORT of the job's Ray cluster; None: the job starts one here."""
+    ended with an error other than in its keys. `ray`: HOST:PORT of the job's Ray cluster; None: the job starts one here.
+    `python`: the interpreter of its processes on this machine."""
 
     nodes: dict[str, list[str]] | Literal["auto"] = "auto"
     gpus: dict[str, int] = msgspec.field(default_factory=lambda: {"rollout": 1, "train": 1})
@@ -59,6 +64,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     after: list[str] = []
     restarts: int = 0
     ray: str | None = None
+    python: str = "python"
 
 
 class FillerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,7 +118,7 @@ def read(path: Path, directory: Path | None = None, resume: bool = False, more: 
     Raises:
         UserError: what was given, and what is allowed.
     """
-    given = read_yaml(path)
+    given = given_by(path)
     if isinstance(given, dict):
         replaced = {"dir": str(directory)} if directory is not None else {}
         given = {**given, **replaced, "here": str(path.absolute().parent), **({"resume": True} if resume else {}), **(more or {})}
@@ -124,6 +130,19 @@ def read(path: Path, directory: Path | None = None, resume: bool = False, more: 
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     return run
+
+
+def given_by(path: Path) -> Any:
+    """What a run file says, and the file that it names as `base`. Raises UserError."""
+    given = read_yaml(path)
+    base = given.pop("base", None) if isinstance(given, dict) else None
+    return given if base is None else _joined(read_yaml(path.parent / str(base)), given)
+
+
+def _joined(one: Any, other: Any) -> Any:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return {**one, **{key: _joined(one[key], value) if key in one else value for key, value in other.items()}}
+    return [*one, *other] if isinstance(one, list) and isinstance(other, list) else other
 
 
 def _explain(given: Any, error: msgspec.ValidationError) -> str:
@@ -156,6 +175,8 @@ def _check(run: RunFile) -> None:
         if missing := [other for other in job.after if other not in run.jobs]:
             raise UserError(f"job {name!r}: after has {missing[0]!r}; there are {', '.join(run.jobs)}")
         _check_job(f"job {name!r}", job, config)
+        if shutil.which(python := interpreter(job, run)) is None:
+            raise UserError(f"job {name!r}: python is {job.python}, and there is no program {python}")
         if job.ray is not None and (other := clusters.setdefault(job.ray, name)) != name:
             raise UserError(
                 f"job {name!r}: ray is {job.ray}, the cluster of job {other!r}; each job needs a Ray cluster of its own"
@@ -216,3 +237,9 @@ def fill(texts: list[str], run: RunFile, job: str = "", seed: int = 0) -> list[s
     values = {"dir": str(run.directory), "job": job, "seed": str(seed), "here": run.here}
     filled = [re.sub(r"\{(dir|job|seed|here)\}", lambda mark: values[mark[1]], text) for text in texts]
     return [sys.executable, *filled[1:]] if filled and filled[0] == "python" else filled
+
+
+def interpreter(spec: JobSpec, run: RunFile) -> str:
+    """The path of the job's Python."""
+    named = fill([spec.python], run)[0]
+    return os.path.abspath(shutil.which(named) or named)

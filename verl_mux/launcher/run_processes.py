@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from verl_mux import __version__
 from verl_mux.coordinator.bus import curve_keys as keys
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.link import ask
@@ -27,7 +29,7 @@ from verl_mux.coordinator.bus.members import end_with_parent
 from verl_mux.coordinator.journal import make_empty
 from verl_mux.errors import Failure, UserError
 from verl_mux.launcher.marked_process import MarkedProcess, left_exit_code, read_note
-from verl_mux.launcher.run_file import COORDINATOR, FillerSpec, JobSpec, RunFile, fill
+from verl_mux.launcher.run_file import COORDINATOR, FillerSpec, JobSpec, RunFile, fill, interpreter
 from verl_mux.platform.choose import cpu_platform_wanted
 
 _START_S, _ANSWER_S = 60.0, 2.0
@@ -159,10 +161,19 @@ _COORDINATOR, _RESUMING = "mux.coordinator=", "trainer.resume_mode=auto"
 _WARM = "mux.launch.warm="
 
 
-def require_verl() -> None:
-    """Raise ModuleNotFoundError where verl is not installed, before anything is written or prepared for a job."""
-    if importlib.util.find_spec("verl") is None:
-        raise ModuleNotFoundError("jobs need verl", name="verl")
+_ASKED = "from importlib.util import find_spec; import verl_mux; print(find_spec('verl') and verl_mux.__version__)"
+
+
+def require_verl(run: RunFile | None = None) -> None:
+    """Before anything is written or prepared for jobs. Raises ModuleNotFoundError: verl is not installed here; UserError: a job's
+    own Python has no verl, or another verl_mux."""
+    jobs = {interpreter(spec, run): name for name, spec in run.jobs.items()} if run else {sys.executable: ""}
+    for python, job in jobs.items():
+        if python == sys.executable:
+            if importlib.util.find_spec("verl") is None:
+                raise ModuleNotFoundError("jobs need verl", name="verl")
+        elif subprocess.run([python, "-c", _ASKED], capture_output=True, text=True, cwd="/").stdout.strip() != __version__:
+            raise UserError(f"job {job!r}: {python} has not both, verl and verl_mux {__version__}; install them there")
 
 
 class JobProcess(MarkedProcess):
@@ -172,7 +183,7 @@ class JobProcess(MarkedProcess):
     def __init__(self, name: str, spec: JobSpec, run: RunFile, address: str | None) -> None:
         self.spec = spec
         directory = run.directory / name
-        command = [*_keeping_exit_code(directory), *_words(name, spec, run, address), *_ray(spec, run)]
+        command = [*_keeping_exit_code(directory, interpreter(spec, run)), *_words(name, spec, run, address), *_ray(spec, run)]
         if spec.ray is None and _forks(command, {**os.environ, **run.environment, **spec.environment}):
             command = [*command[:2], "verl_mux.warm.fork_server", *command[2:]]
         super().__init__(name, directory, "job.log", command, {**run.environment, **spec.environment})
@@ -211,7 +222,7 @@ class JobProcess(MarkedProcess):
 
 def composition(name: str, spec: JobSpec, run: RunFile) -> list[str]:
     """The command that prints the job's composed config and starts nothing."""
-    return [sys.executable, "-m", *_words(name, spec, run, None), "--cfg", "job"]
+    return [interpreter(spec, run), "-m", *_words(name, spec, run, None), "--cfg", "job"]
 
 
 def _forks(command: list[str], environment: Mapping[str, str]) -> bool:
@@ -221,8 +232,8 @@ def _forks(command: list[str], environment: Mapping[str, str]) -> bool:
     return asked == "true" or (asked == "null" and cpu_platform_wanted(command, environment))
 
 
-def _keeping_exit_code(directory: Path) -> list[str]:
-    return [sys.executable, "-m", "verl_mux.launcher.keep_exit_code", str(directory / "exit_code")]
+def _keeping_exit_code(directory: Path, python: str = sys.executable) -> list[str]:
+    return [python, "-m", "verl_mux.launcher.keep_exit_code", str(directory / "exit_code")]
 
 
 def _words(name: str, spec: JobSpec, run: RunFile, address: str | None) -> list[str]:
