@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,9 @@ register_profiles()
 # What the product keeps for its user from one start to the next, keys say, the tests keep apart.
 _STATE = tempfile.TemporaryDirectory(prefix="verl_mux_tests_")
 os.environ["XDG_STATE_HOME"] = _STATE.name
+
+# An environment has one engine. Folders and files of tests that need one bear its name.
+collect_ignore_glob = [f"*{name}*" for name in ("sglang", "vllm") if find_spec(name) is None]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
