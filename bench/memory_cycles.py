@@ -65,7 +65,7 @@ class Cycles:
         os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", **cpu_engine.environment(ranks)}
         import sglang
 
-        from verl_mux.rollout.engine.sglang.region_weights import LOADER
+        from verl_mux.rollout.engine.sglang.sglang_weights import LOADER
 
         self._engine = sglang.Engine(
             model_path=str(self._model), dtype="float32", device="cpu", attention_backend="torch_native",
@@ -165,7 +165,8 @@ class Cycles:
 
 def sync(engine: Any, model: Path, ranks: int, without: Collection[str] = ()) -> None:
     """As a rollout worker does it, from a region that has all of the model but these tensors. `ranks`: of the engine."""
-    from verl_mux.rollout.engine.sglang.region_weights import Place, request
+    from verl_mux.rollout.engine.region_weights import Place
+    from verl_mux.rollout.engine.sglang.sglang_weights import request
 
     with _in_region(model, without) as batch:
         asked = request(batch, [Place(os.getpid(), batch.region.fd, batch.region.nbytes)] * ranks)

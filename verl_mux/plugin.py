@@ -20,7 +20,10 @@ REGISTRATIONS = {
     "verl.utils.config": "verl_mux.config.validation_hook",
 }
 # actor_rollout_ref.rollout.name -> where our record of that engine is; read by verl_mux/rollout/engine/record.py.
-ENGINES = {"sglang": "verl_mux.rollout.engine.sglang.sglang_record"}
+ENGINES = {
+    "sglang": "verl_mux.rollout.engine.sglang.sglang_record",
+    "vllm": "verl_mux.rollout.engine.vllm.vllm_record",
+}
 # What a job's config names to verl, which imports it in the process that needs it.
 AGENT_LOOP_MANAGER = "verl_mux.rollout.worker.agent_loop.MuxAgentLoopManager"
 REPLAY_BUFFER = {"path": "pkg://verl_mux.trainer.replay_buffer", "name": "MuxReplayBuffer"}

@@ -1,6 +1,7 @@
-"""The doors verl and SGLang come through: entry points `verl.plugins` (loaded, never called) and `sglang.srt.platforms`.
+"""The doors verl and its engines come through: entry points `verl.plugins` (loaded, never called), `sglang.srt.platforms` and
+`vllm.platform_plugins`.
 
-Runs in every process that imports one of the two, so it imports nothing heavy; it does nothing where the CPU platform is not
+Runs in every process that imports one of the three, so it imports nothing heavy; it does nothing where the CPU platform is not
 wanted (verl_mux/platform/choose.py).
 """
 
@@ -11,6 +12,7 @@ import os
 
 from verl_mux.platform.choose import cpu_platform_wanted
 from verl_mux.post_import import after_import
+from verl_mux_cpu import vllm_metadata
 
 # verl module -> ours, imported right after it; ours registers itself with verl at import.
 REGISTRATIONS = {
@@ -44,6 +46,14 @@ def activate() -> None:
         kernel_placeholders.install()
 
 
+def vllm_platform() -> str | None:
+    """The class of vLLM's platform; None: vLLM chooses."""
+    if not cpu_platform_wanted():
+        return None
+    vllm_metadata.install()
+    return "verl_mux_cpu.vllm_platform.SleepingCpuPlatform"
+
+
 def has_bf16_products() -> bool:
     """Whether the CPU multiplies bf16 matrices itself (AVX512-BF16 or AMX); torch emulates it elsewhere, 30 times slower."""
     import torch
@@ -53,5 +63,6 @@ def has_bf16_products() -> bool:
 
 
 if take_cpu_platform():
+    vllm_metadata.install()
     for _upstream, _ours in REGISTRATIONS.items():
         after_import(_upstream, _ours)

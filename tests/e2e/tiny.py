@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -39,10 +40,16 @@ def compute_policy_loss(*arguments, **keywords):
 """
 
 
+# The engine of this environment, and what one of its engines gets of the device for its KV cache.
+ENGINE = next(name for name in ("sglang", "vllm") if importlib.util.find_spec(name))
+_CACHE = {"sglang": "max_total_tokens=8192", "vllm": f"kv_cache_memory_bytes={64 << 20}"}
+
+
 def make_assets(directory: Path, hidden: int = 64) -> None:
     """`directory`/model, /train.parquet, /reward.py, /slow_reward.py, /slow_loss.py.
 
-    hidden: of the model, which has four heads; with 256 their size is one that kernels and several ranks know.
+    hidden: of the model; with 256 its four heads have a size that kernels and several ranks know. vLLM's attention on a CPU knows
+    none below 32.
     """
     import pandas
     import torch
@@ -55,7 +62,8 @@ def make_assets(directory: Path, hidden: int = 64) -> None:
     write_tokenizer(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     torch.manual_seed(0)
-    make_model(Shape(hidden=hidden, layers=2, heads=4, intermediate=2 * hidden), tokenizer).save_pretrained(model)
+    shape = Shape(hidden=hidden, layers=2, heads=4 if hidden >= 128 else 2, intermediate=2 * hidden)
+    make_model(shape, tokenizer).save_pretrained(model)
     tokenizer.save_pretrained(model)
     rng = random.Random(0)
     rows = [_row(i, rng.randrange(90), rng.randrange(90)) for i in range(400)]
@@ -98,7 +106,7 @@ def overrides(assets: Path, steps: int, mode: str = "mux_separate") -> list[str]
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
         "actor_rollout_ref.actor.optim.lr=1e-3",
-        "actor_rollout_ref.rollout.name=sglang",
+        f"actor_rollout_ref.rollout.name={ENGINE}",
         "actor_rollout_ref.rollout.dtype=float32",
         "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
@@ -106,7 +114,7 @@ def overrides(assets: Path, steps: int, mode: str = "mux_separate") -> list[str]
         "actor_rollout_ref.rollout.nnodes=1",
         "actor_rollout_ref.rollout.n_gpus_per_node=1",
         "actor_rollout_ref.rollout.agent.num_workers=1",
-        "+actor_rollout_ref.rollout.engine_kwargs.sglang.max_total_tokens=8192",
+        f"+actor_rollout_ref.rollout.engine_kwargs.{ENGINE}.{_CACHE[ENGINE]}",
         "reward.num_workers=1",
         f"reward.custom_reward_function.path={assets}/reward.py",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",

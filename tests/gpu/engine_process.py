@@ -40,7 +40,7 @@ class Sglang:
 
     def __init__(self, options: dict[str, Any]) -> None:
         from bench.memory_cycles import make_model
-        from verl_mux.rollout.engine.sglang.region_weights import LOADER
+        from verl_mux.rollout.engine.sglang.sglang_weights import LOADER
 
         self._model, self._ranks = Path(options["folder"]) / "model", options["ranks"]
         self._wait_s = CPU_WAIT_S if options["kind"] == "cpu" else 0.0
@@ -65,12 +65,11 @@ class Sglang:
 
     def _on_cpu(self) -> dict[str, Any]:
         """With what it and the rollout worker beside it, whose part this process plays, would keep on a GPU."""
-        from verl_mux.rollout.engine.sglang import scheduler_memory
         from verl_mux.rollout.engine.sglang.sglang_record import RECORD
         from verl_mux_cpu import device_ledger
 
         device_ledger.charge(CPU_CHARGES.worker())
-        os.environ[scheduler_memory.CHARGES_VARIABLE] = json.dumps(CPU_CHARGES.engine(self._ranks, True))
+        os.environ[server_directory.CHARGES_VARIABLE] = json.dumps(CPU_CHARGES.engine(self._ranks, True))
         os.environ |= {"VERL_PLATFORM": "cpu", "SGLANG_USE_CPU_ENGINE": "1"}
         sizes = {"max_total_tokens": CPU_TOKENS, "chunked_prefill_size": CPU_PREFILL}
         return {**RECORD.cpu_arguments, "dtype": "float32", **sizes}
@@ -103,7 +102,7 @@ class Bed:
         self._fault, self._share, self._ledger, self._rounds = options["fault"], options["share"], device_ledger, 0
         store = dist.FileStore(str(Path(options["folder"]) / f"store-{os.getpid()}"), 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        os.environ[scheduler_memory.CHARGES_VARIABLE] = json.dumps(Charges().engine(1, True))
+        os.environ[server_directory.CHARGES_VARIABLE] = json.dumps(Charges().engine(1, True))
         # SGLang's own question, which is one of a world of schedulers.
         scheduler_memory.measure = lambda runner: scheduler_memory.available_memory(_nobody, runner.device, runner.gpu_id)
         if self._fault == "measures too early":

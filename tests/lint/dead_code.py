@@ -31,13 +31,24 @@ VERL_ENGINE = {
 }  # fmt: skip
 TRAINER_BY_VERB = {"mux_wake"}
 SGLANG_SAVER = {"check_validity", "configure_subprocess", "cuda_graph", "disable"}
-STANDARD_LIBRARY = {"__getattr__", "create_module", "exec_module", "do_GET", "log_message"}
+VLLM_PLATFORM = {"is_sleep_mode_available", "get_offset", "set_offset"}
+STANDARD_LIBRARY = {"__getattr__", "create_module", "exec_module", "do_GET", "log_message", "find_distributions"}
 LIBRARIES = {"manipulate_search_path", "curve_user_id"}  # Hydra, pyzmq
 # The lists that tests/upstream goes through.
 UPSTREAM = {"VERL", "SGLANG"}
 # By the tests against a real engine, which have no other way to look into it.
 END_TO_END = {"read_weight", "weights_mapped"}
-ALLOWED = VERL_TRAINER | VERL_ENGINE | TRAINER_BY_VERB | SGLANG_SAVER | STANDARD_LIBRARY | LIBRARIES | UPSTREAM | END_TO_END
+ALLOWED = (
+    VERL_TRAINER
+    | VERL_ENGINE
+    | TRAINER_BY_VERB
+    | SGLANG_SAVER
+    | VLLM_PLATFORM
+    | STANDARD_LIBRARY
+    | LIBRARIES
+    | UPSTREAM
+    | END_TO_END
+)
 
 
 def named_in_strings() -> set[str]:

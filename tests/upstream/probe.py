@@ -20,20 +20,28 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import verl_mux
-from verl_mux.rollout.engine.record import engines
+from verl_mux.rollout.engine.record import engines, installed
 from verl_mux.worker_settings import WorkerSettings
 
 PACKAGE = Path(verl_mux.__file__).parent
+# What verl_mux/rollout/engine/record.py promises of a server.
+SERVER = ["abort_requests", "generate", "processes", "sleep", "wake_up"]
 
 
 def imported_names() -> list[str]:
-    """Every `module.name` that a module of ours imports from verl or SGLang."""
+    """Every `module.name` that a module of ours imports from verl or an engine."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("verl", "sglang"):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("verl", *engines()):
                 found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return sorted(found)
+
+
+def is_here(name: str) -> bool:
+    """Not of an engine, or of verl's part for one, whose package another environment has."""
+    absent = set(engines()) - {engine.name for engine in installed()}
+    return not any(name.startswith(f"{engine}.") or f".{engine}_rollout" in name for engine in absent)
 
 
 def parameters(found) -> list[str] | None:
@@ -66,7 +74,7 @@ def engine_parts(engine) -> dict:
     return {
         "replica": [cls.__name__ for cls in made.__mro__][:3],
         "abstract": inspect.isabstract(made),
-        "server": sorted(set(vars(server)) & {"sleep", "wake_up", "generate", "abort_requests", "processes"}),
+        "server": [name for name in SERVER if inspect.unwrap(getattr(server, name)).__module__.startswith("verl_mux.")],
         "node": server._node(stand_in),
         "adapter": get_rollout_class(engine.name).__module__,
     }
@@ -90,11 +98,11 @@ def main() -> None:
     from tests.upstream.protocols import PROTOCOLS
     from tests.upstream.test_upstream import SIGNATURES, SYMBOLS
 
-    names = {symbol.name for symbol in SYMBOLS} | set(imported_names()) | set(SIGNATURES)
+    names = filter(is_here, {symbol.name for symbol in SYMBOLS} | set(imported_names()) | set(SIGNATURES))
     result = {
         "variable": os.environ.get("VERL_PLATFORM"),
         "platform": get_platform().device_name,
-        "engines": {name: engine_parts(engine) for name, engine in engines().items()},
+        "engines": {name: engine_parts(engine) for name, engine in engines().items() if engine in installed()},
         "names": {name: describe(name) for name in sorted(names)},
         "protocols": {name: broken(check) for name, check in PROTOCOLS.items()},
     }

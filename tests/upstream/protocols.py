@@ -18,6 +18,8 @@ import sys
 import types
 from types import SimpleNamespace
 
+from tests.upstream.probe import is_here
+
 # What config/completion.py gives the engine, with SGLang's own default.
 SERVER_ARGUMENTS = {
     "sleep_on_idle": False, "enable_priority_scheduling": False, "disable_priority_preemption": False,
@@ -332,8 +334,64 @@ def a_reward_that_fails_fails_its_prompt_and_others_are_drawn_for_it():
     steps_of(ReplayBufferAsync._terminal_eviction_reasons, "set(self.failure_keys[partition_id])")
 
 
+def a_request_of_verls_vllm_server_goes_through_the_engines_own_generate():
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    steps_of(
+        vLLMHttpServer.run_server, "AsyncLLM.from_vllm_config", '"monkey_patch_model"', "self.engine = engine_client",
+    )  # fmt: skip
+    steps_of(
+        vLLMHttpServer.generate, "self.engine.generate(", "prompt=prompt", "request_id=request_id", "priority=priority",
+        'stop_reason = "aborted"', 'finish_reason in ("stop", "length")',
+    )  # fmt: skip
+    assert list(inspect.signature(AsyncLLM.generate).parameters)[:4] == ["self", "prompt", "sampling_params", "request_id"]
+    assert list(inspect.signature(AsyncLLM.abort).parameters)[:2] == ["self", "request_id"]
+
+
+def what_vllms_engine_core_sends_goes_through_what_we_wrap():
+    from vllm.v1.engine import EngineCoreEventType
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.stats import RequestStateStats
+
+    from verl_mux.rollout.engine.vllm import vllm_calls
+
+    steps_of(
+        AsyncLLM._run_output_handler, "output_processor.process_outputs(", "logger_ref[0].record(",
+        "engine_idx=outputs.engine_index", "scheduler_stats=outputs.scheduler_stats",
+    )  # fmt: skip
+    assert (EngineCoreEventType.SCHEDULED, EngineCoreEventType.PREEMPTED) == (vllm_calls._SCHEDULED, vllm_calls._PREEMPTED)
+    assert {"queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts"} <= set(defaults(RequestStateStats))
+
+
+def a_vllm_worker_that_raises_answers_and_lives():
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    steps_of(
+        WorkerProc.worker_busy_loop, "try:", "output = func(*args, **kwargs)", "except Exception as e:", "self.handle_output(e)"
+    )
+
+
+def vllms_worker_takes_memory_by_tag_and_in_this_order():
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.gpu_worker import Worker
+
+    steps_of(Worker.load_model, '_maybe_get_memory_pool_context(tag="weights")', "model_runner.load_model(")
+    steps_of(Worker.initialize_from_config, '_maybe_get_memory_pool_context(tag="kv_cache")', "initialize_kv_cache(")
+    steps_of(EngineCore._initialize_kv_caches, "determine_available_memory()", "initialize_from_config(")
+
+
+def on_a_cpu_vllm_packs_weights_unless_onednn_is_away():
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    steps_of(dispatch_cpu_unquantized_gemm, "ops._supports_onednn", "layer.weight = torch.nn.Parameter(", "functional.linear")
+    steps_of(GPUModelRunner._bookkeeping_sync, "gen.set_offset(gen.get_offset() - 4)")
+
+
 PROTOCOLS = {
     name: found
     for name, found in list(globals().items())
-    if inspect.isfunction(found) and found.__module__ == __name__ and name not in ("defaults", "steps_of")
+    if inspect.isfunction(found) and found.__module__ == __name__ and name not in ("defaults", "steps_of", "is_here")
+    if all(is_here(it) for it in found.__code__.co_names)
 }

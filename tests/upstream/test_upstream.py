@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.upstream.probe import SERVER, is_here
 from tests.upstream.protocols import PROTOCOLS
 from verl_mux import upstream
 from verl_mux.platform.choose import accelerator_present
-from verl_mux.rollout.engine.record import engines
+from verl_mux.rollout.engine.record import installed
 
 TRAINER = "verl.trainer.ppo.v1.trainer_base.PPOTrainer"
 BUFFER = "verl.trainer.ppo.v1.replay_buffer.ReplayBufferAsync"
@@ -21,7 +22,7 @@ SGLANG_SERVER = "verl.workers.rollout.sglang_rollout.async_sglang_server"
 
 UPDATES = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
 
-SYMBOLS = [*upstream.VERL, *(symbol for engine in engines().values() for symbol in engine.symbols)]
+SYMBOLS = [*upstream.VERL, *(symbol for engine in installed() for symbol in engine.symbols)]
 
 _ALONE = (
     "init prepare_step on_step_begin on_step_end on_sample_end on_validate_begin on_validate_end "
@@ -98,6 +99,14 @@ SIGNATURES = {
 }  # fmt: skip
 
 
+SIGNATURES = {name: parameters for name, parameters in SIGNATURES.items() if is_here(name)}
+# verl's replica of an engine, and on the CPU the module of its rollout worker's adapter.
+OF_ENGINES = {
+    "sglang": ("SGLangReplica", "verl_mux_cpu.cpu_server_adapter"),
+    "vllm": ("vLLMReplica", "verl.workers.rollout.vllm_rollout.vllm_rollout"),
+}
+
+
 @pytest.fixture(scope="module")
 def probe(python) -> dict:
     """What a process that imports verl and SGLang as a job does found of them."""
@@ -133,13 +142,13 @@ def test_names_are_listed_once_and_say_why():
 
 def test_what_a_job_makes_of_an_engine_where_there_is_no_accelerator(probe):
     assert (probe["variable"], probe["platform"]) == ("cpu", "cpu")
-    found = probe["engines"]["sglang"]
-    assert found["replica"] == ["MuxSGLangReplica", "MuxReplica", "SGLangReplica"] and not found["abstract"]
-    # What verl_mux/rollout/engine/record.py promises of a server.
-    assert found["server"] == ["abort_requests", "generate", "processes", "sleep", "wake_up"]
-    # The third of four replicas of one GPU, on two nodes.
-    assert found["node"] == "r1"
-    assert found["adapter"] == "verl_mux_cpu.cpu_server_adapter"
+    for name, found in probe["engines"].items():
+        replica, adapter = OF_ENGINES[name]
+        assert found["replica"] == [f"Mux{replica}", "MuxReplica", replica] and not found["abstract"]
+        assert found["server"] == SERVER
+        # The third of four replicas of one GPU, on two nodes.
+        assert found["node"] == "r1"
+        assert found["adapter"] == adapter
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)

@@ -7,11 +7,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from verl_mux import cli, upstream
-from verl_mux.rollout.engine.record import engines
+from verl_mux.rollout.engine.record import installed
 
 ROOT = Path(__file__).parents[2]
-SUPPORTED = dict(upstream.SUPPORTED) | {k: v for engine in engines().values() for k, v in engine.supported.items()}
-TESTED = dict(upstream.TESTED) | {k: v for engine in engines().values() for k, v in engine.tested.items()}
+SUPPORTED = dict(upstream.SUPPORTED) | {k: v for engine in installed() for k, v in engine.supported.items()}
+TESTED = dict(upstream.TESTED) | {k: v for engine in installed() for k, v in engine.tested.items()}
 
 
 def _extra(name: str) -> dict[str, SpecifierSet]:

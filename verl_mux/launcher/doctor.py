@@ -23,7 +23,7 @@ from rich.console import Console
 from verl_mux import upstream
 from verl_mux.errors import Failure, UserError
 from verl_mux.platform.choose import accelerator_present, cpu_package_missing, cpu_platform_wanted
-from verl_mux.rollout.engine.record import engines
+from verl_mux.rollout.engine.record import engines, installed
 
 _DEMO_HOST_GIB, _DEMO_SHM_GIB, _DEMO_DISK_GIB = 16, 1, 2
 
@@ -76,7 +76,7 @@ def run_checks(coordinator: str | None = None) -> Iterator[Check]:
     """All checks, in the order in which a missing one would hurt."""
     version = ".".join(map(str, sys.version_info[:3]))
     yield Check("python", (3, 10) <= sys.version_info[:2] <= (3, 12), version, "use Python 3.10, 3.11 or 3.12")
-    made = list(engines().values())
+    made = installed() or list(engines().values())
     supported = upstream.SUPPORTED | {name: versions for engine in made for name, versions in engine.supported.items()}
     tested = upstream.TESTED | {name: version for engine in made for name, version in engine.tested.items()}
     yield from (_version(name, version, supported.get(name, "")) for name, version in tested.items())

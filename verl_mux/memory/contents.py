@@ -1,11 +1,11 @@
 """What the tensors of a sleeping model held, and whether a sync has brought all of it back.
 
-Runs in the scheduler processes of engines; called by rollout/engine/sglang/scheduler_memory.py; touches the model's tensors.
+Runs in the scheduler processes of engines; called by each engine's folder; touches the model's tensors.
 
 asleep at level 1: every parameter is on the host, and comes back on waking.
 asleep at level 2: parameters are dropped; on waking they are marked, and what a sync has not overwritten still carries its mark.
 At both: tensors that no sync sends are on the host: plain attributes of modules (scales, tables), and parameters that cannot
-carry a mark. Buffers are SGLang's to stash.
+carry a mark. Buffers are SGLang's to stash; of vLLM's models they are kept here.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _ALIGNED = 64  # where a copy begins in its buffer: any type may
 class Contents:
     """Of one model in one process. `left` before its memory goes, `came_back` when it is there again, then `unsynced`."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: torch.nn.Module, keeps_buffers: bool = False) -> None:
+        self._model, self._keeps_buffers = model, keeps_buffers
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._marked: list[tuple[str, torch.Tensor]] = []
 
@@ -40,6 +40,7 @@ class Contents:
         named = list(self._model.named_parameters())
         keep = [p.data for _, p in named if level == 1 or p.dtype not in _CAN_BE_MARKED]
         self._kept = []  # what is there from an unfinished wake goes before more is taken
+        keep += [buffer.data for buffer in self._model.buffers()] if self._keeps_buffers else []
         self._kept = _to_host([*keep, *self._plain()])
         self._marked = [] if level == 1 else [(name, p.data) for name, p in named if p.dtype in _CAN_BE_MARKED]
         return sum(copy.nbytes for _, copy in self._kept)

@@ -7,6 +7,7 @@ a record imports no engine: classes are dotted names.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ Arguments = Mapping[str, Any]
 class EngineRecord:
     """What the user gave under `engine_kwargs` wins over all arguments here.
 
-    name: the engine's in `actor_rollout_ref.rollout.name`, and its arguments' in `rollout.engine_kwargs`.
+    name: the engine's in `actor_rollout_ref.rollout.name`, its arguments' in `rollout.engine_kwargs`, and its Python package's.
     supported: ranges of its packages' versions. tested: the versions in requirements/lock.txt.
     symbols: its own names that we rely on, and those of verl's part for it.
     server: dotted name of our subclass of verl's server of this engine, see below.
@@ -55,3 +56,8 @@ def engines() -> dict[str, EngineRecord]:
     from verl_mux import plugin
 
     return {name: importlib.import_module(module).RECORD for name, module in plugin.ENGINES.items()}
+
+
+def installed() -> list[EngineRecord]:
+    """Of the engines whose packages are in this environment; two of them may not fit into one."""
+    return [engine for engine in engines().values() if importlib.util.find_spec(engine.name) is not None]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError
 from verl.checkpoint_engine.base import CheckpointEngineWorker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs
@@ -214,7 +214,7 @@ class MuxReplica(RolloutReplica):
         """Raises Failure with the word that a process of the engine left, if the engine ended and one did."""
         try:
             await launch
-        except RayActorError as ended:
+        except RayError as ended:
             words = await asyncio.gather(*[worker.word_left.remote(directory) for worker, directory in self._gates()])
             if left := [word for word in words if word is not None]:
                 raise Failure(f"replica {self.replica_rank} could not start: {left[0]}") from ended

@@ -17,11 +17,17 @@ import contextlib
 import os
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-DIRECTORY_VARIABLE = "VERL_MUX_TAG_DIR"
+from verl_mux.errors import Failure
+from verl_mux.platform.charges import charge
+
+DIRECTORY_VARIABLE, CHARGES_VARIABLE = "VERL_MUX_TAG_DIR", "VERL_MUX_ENGINE_CHARGES"
+# Charged once the engine runs; the others before it loads.
+_LATE = ("graphs", "workspace")
 _AT_GATE, _OPEN, _WORD = "at_gate", "open", "word"
 _POLL_S = 0.05
 
@@ -64,11 +70,28 @@ def open_gate(directory: Path) -> None:
     (directory / _OPEN).touch()
 
 
+def charge_engine(late: bool) -> None:
+    """In a process of an engine: what it keeps on the device besides its tensors. Raises Failure: there is no room."""
+    charges = msgspec.json.decode(os.environ.get(CHARGES_VARIABLE) or "{}", type=dict[str, int])
+    charge({kind: num_bytes for kind, num_bytes in charges.items() if late or kind not in _LATE})
+
+
 def leave_word(word: str) -> None:
-    """In a scheduler process that ends before the engine has started: why. Of several ranks the first is kept."""
+    """In a process of an engine that ends before the engine has started: why. Of several ranks the first is kept."""
     if directory := _directory():
         with contextlib.suppress(OSError), (directory / _WORD).open("x") as file:
             file.write(word)
+
+
+@contextlib.contextmanager
+def leaving_word() -> Iterator[None]:
+    """In a process of an engine that starts up: an error in the block ends it, so it leaves word why."""
+    try:
+        yield
+    except Exception as error:
+        full = isinstance(error, Failure) or type(error).__name__ == "OutOfMemoryError"
+        leave_word(str(error) if full else f"{type(error).__name__}: {error}")
+        raise
 
 
 def word_left(directory: Path) -> str | None:

@@ -29,6 +29,14 @@ _REMEMBERED = 200
 _WITHIN_S = 20.0
 
 
+class Refused(RuntimeError):
+    """The engine has not moved the tags, and is as it was."""
+
+
+class EngineFailed(RuntimeError):
+    """The engine cannot be used any more."""
+
+
 class Stay(NamedTuple):
     """One stay of a request in an engine. step: of the training. turn: of the agent loop. stay: of the request; both from 1."""
 

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 pytest.importorskip("sglang")
-from verl_mux.rollout.engine.sglang import region_weights
-from verl_mux.rollout.engine.sglang.region_weights import LOADER, Mapped, Place
+from verl_mux.rollout.engine import region_weights
+from verl_mux.rollout.engine.region_weights import Mapped, Place
+from verl_mux.rollout.engine.sglang import sglang_weights
+from verl_mux.rollout.engine.sglang.sglang_weights import LOADER
 from verl_mux.sync.engine import Batch
 from verl_mux.sync.export import as_bytes
 from verl_mux.sync.layout import Entry, Layout, Region, SyncError
@@ -57,6 +59,7 @@ class Rank:
     def __init__(self, engine: Engine | None, fails_at: int | None = None) -> None:
         self._engine, self._fails_at = engine, fails_at
         self.versions: list[int] = []
+        self.device_mesh = {"infer_tp": SimpleNamespace(get_group=lambda: self)}  # stands for its group
         self.server_actor = SimpleNamespace(set_global_steps=SimpleNamespace(remote=self._set))
         self.error: Exception | None = None
         self.closed = False
@@ -82,18 +85,18 @@ def loaded(monkeypatch, ranks: list[Rank]) -> list[Rank]:
     group = Group(len(ranks))
 
     class Ranks(region_weights._Ranks):
-        def __init__(self, adapter) -> None:
-            self._rank, self._left = ranks.index(adapter), False
+        def __init__(self, rank) -> None:
+            self._rank, self._left = ranks.index(rank), False
 
         def _gather(self, said):
             return group.gather(self._rank, said)
 
     monkeypatch.setattr(region_weights, "_Ranks", Ranks)
-    monkeypatch.setattr(region_weights, "request", lambda batch, places: (batch.first, [place.fd for place in places]))
+    monkeypatch.setattr(sglang_weights, "request", lambda batch, places: (batch.first, [place.fd for place in places]))
 
     def run(at: int) -> None:
         try:
-            asyncio.run(region_weights.load(ranks[at], ranks[at].batches(at), 7))
+            asyncio.run(sglang_weights.load(ranks[at], ranks[at].batches(at), 7))
         except Exception as error:
             ranks[at].error = error
 
@@ -133,7 +136,7 @@ def test_a_request_is_what_sglang_reads(monkeypatch):
     from sglang.srt.utils import MultiprocessingSerializer
 
     place = Place(os.getpid(), 5, LAYOUT.nbytes)
-    asked = region_weights.request(Batch(LAYOUT, None, 1, 3), [place, place])
+    asked = sglang_weights.request(Batch(LAYOUT, None, 1, 3), [place, place])
     assert (asked.load_format, asked.flush_cache, len(asked.serialized_named_tensors)) == (LOADER, False, 2)
     ((mapped, tensor),) = MultiprocessingSerializer.deserialize(asked.serialized_named_tensors[1])
     assert msgspec.json.decode(mapped, type=Mapped) == Mapped([place, place], LAYOUT.entries[1:], LAYOUT.offsets[1:])
@@ -189,7 +192,7 @@ def _load(region: Region, weights=WEIGHTS, **place) -> Model:
     layout, model = _layout(weights), Model()
     at = Place(**{"pid": os.getpid(), "fd": region.fd, "nbytes": region.nbytes, **place})
     mapped = msgspec.json.encode(Mapped([at], layout.entries, layout.offsets)).decode()
-    region_weights.load_in_engine(model, [(mapped, torch.zeros(0))])
+    sglang_weights.load_in_engine(model, [(mapped, torch.zeros(0))])
     return model
 
 

@@ -11,6 +11,7 @@ from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, Resum
 from sglang.srt.managers.scheduler_update_weights_mixin import SchedulerUpdateWeightsMixin
 
 from verl_mux.memory.tags import Metered
+from verl_mux.rollout.engine import server_directory
 from verl_mux.rollout.engine.server_directory import DIRECTORY_VARIABLE, mapped_bytes, open_gate, word_left
 from verl_mux.rollout.engine.sglang import scheduler_memory
 from verl_mux.rollout.engine.sglang.scheduler_memory import REPORT, Ask, release, resume
@@ -231,8 +232,8 @@ def test_two_thousand_random_sequences_leave_the_engine_alive(engine, monkeypatc
 def test_free_memory_is_measured_behind_the_gate_where_the_others_sleep(engine, monkeypatch):
     order, runner = [], SimpleNamespace(gpu_id=1, device="cpu")
     monkeypatch.setenv(device_ledger.DEVICE_VARIABLE, "0")
-    monkeypatch.setenv(scheduler_memory.CHARGES_VARIABLE, '{"context": 7, "graphs": 5}')
-    monkeypatch.setattr(scheduler_memory, "charge", lambda kinds: order.append(sorted(kinds)))
+    monkeypatch.setenv(server_directory.CHARGES_VARIABLE, '{"context": 7, "graphs": 5}')
+    monkeypatch.setattr(server_directory, "charge", lambda kinds: order.append(sorted(kinds)))
     monkeypatch.setattr(scheduler_memory, "wait_at_gate", lambda: order.append("gate"))
     monkeypatch.setattr(scheduler_memory, "measure", lambda it: order.append("measured") or 12.5)
     scheduler_memory.initialize(lambda it, free: order.append((it, free)), runner, 3.0)
@@ -244,7 +245,7 @@ def test_an_engine_without_room_at_its_start_leaves_word_who_holds_what(engine, 
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     monkeypatch.setenv(device_ledger.BUDGET_VARIABLE, "1000000000")
     monkeypatch.setenv(device_ledger.JOB_VARIABLE, "math")
-    monkeypatch.setenv(scheduler_memory.CHARGES_VARIABLE, '{"context": 900000000, "graphs": 200000000}')
+    monkeypatch.setenv(server_directory.CHARGES_VARIABLE, '{"context": 900000000, "graphs": 200000000}')
     monkeypatch.setattr(scheduler_memory, "measure", lambda runner: 0.0)
     open_gate(tmp_path)
     with pytest.raises(device_ledger.DeviceFull):

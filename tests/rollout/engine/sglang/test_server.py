@@ -23,10 +23,9 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 from verl_mux.coordinator.bus.fence import Fenced
 from verl_mux.memory.tags import SleepState
 from verl_mux.platform.charges import DeviceSettings
-from verl_mux.rollout.engine import server_directory
+from verl_mux.rollout.engine import engine_server, server_directory
 from verl_mux.rollout.engine.sglang import manager, server
 from verl_mux.rollout.engine.sglang.manager import EngineFailed, Refused
-from verl_mux.rollout.engine.sglang.scheduler_memory import CHARGES_VARIABLE
 from verl_mux.rollout.engine.sglang.server import MuxSGLangHttpServer
 from verl_mux.worker_settings import KEY, WorkerSettings
 
@@ -61,9 +60,9 @@ def engine(monkeypatch):
 @pytest.fixture
 def make(engine, monkeypatch, tmp_path):
     """Makes a server on a device of this name, whose engine has started."""
-    names = ("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "NCCL_GRAPH_REGISTER", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", CHARGES_VARIABLE,
-             "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_NCCL_SO_PATH", server_directory.DIRECTORY_VARIABLE, server.ENGINE_MARK,
-             server.SEEDED_VARIABLE)  # fmt: skip
+    names = ("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "NCCL_GRAPH_REGISTER", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK",
+             "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_NCCL_SO_PATH", server_directory.DIRECTORY_VARIABLE,
+             server_directory.CHARGES_VARIABLE, server.ENGINE_MARK, server.SEEDED_VARIABLE)  # fmt: skip
     for name in names:  # which come back as they were
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -83,7 +82,8 @@ def make(engine, monkeypatch, tmp_path):
     monkeypatch.setattr(manager, "eos_token_ids", lambda _: set())
 
     def made(device="cpu", gpus=1, eager=False, launched=True) -> MuxSGLangHttpServer:
-        monkeypatch.setattr(server, "get_device_name", lambda: device)
+        for module in (engine_server, server):
+            monkeypatch.setattr(module, "get_device_name", lambda: device)
         settings = WorkerSettings(rollout_nodes=("r0",), device=DeviceSettings())
         config = Config(custom={KEY: settings.to_dict()}, enforce_eager=eager, n_gpus_per_node=gpus)
         it = MuxSGLangHttpServer(config, gpus)
@@ -246,7 +246,7 @@ def test_what_a_user_says_of_nccls_graphs_stays(make, monkeypatch):
 )
 def test_the_engines_processes_find_in_the_environment_what_they_need(make, given, kinds):
     it = make(**given, launched=False)
-    assert set(json.loads(os.environ[CHARGES_VARIABLE])) == kinds
+    assert set(json.loads(os.environ[server_directory.CHARGES_VARIABLE])) == kinds
     assert os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
     assert os.environ[server_directory.DIRECTORY_VARIABLE] == str(it._directory) and it._directory.is_dir()
     assert (os.environ[server.ENGINE_MARK], os.environ[server.SEEDED_VARIABLE]) == ("1", "0")

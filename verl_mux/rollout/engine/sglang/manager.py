@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl_mux.rollout.engine.serving import StallWatch
+from verl_mux.rollout.engine.serving import EngineFailed, Refused, StallWatch
 from verl_mux.rollout.engine.sglang.scheduler_log import TIMES
 from verl_mux.rollout.engine.sglang.scheduler_memory import REPORT, Answer, Ask
 
@@ -118,14 +118,6 @@ def eos_token_ids(manager: Any) -> set[int]:
 
 
 # ---------------------------------------------------------------- sleep and wake
-
-
-class Refused(RuntimeError):
-    """The engine has not moved the tags, and is as it was."""
-
-
-class EngineFailed(RuntimeError):
-    """The engine cannot be used any more."""
 
 
 async def move(manager: Any, verb: str, tags: list[str], level: int, wait_s: float) -> int:

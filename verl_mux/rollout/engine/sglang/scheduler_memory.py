@@ -17,19 +17,15 @@ from typing import Any
 import msgspec
 import torch
 
-from verl_mux.errors import Failure
 from verl_mux.memory.contents import Contents
 from verl_mux.memory.room import on_all_ranks, refusal
 from verl_mux.memory.tags import CUDA_GRAPH, KV_CACHE, WEIGHTS, Metered, NoRoom
-from verl_mux.platform.charges import DEVICE_VARIABLE, charge, has_budget
+from verl_mux.platform.charges import DEVICE_VARIABLE, has_budget
 from verl_mux.platform.choose import cpu_part
-from verl_mux.rollout.engine.server_directory import leave_word, wait_at_gate, write_mapped
+from verl_mux.rollout.engine.server_directory import charge_engine, leaving_word, wait_at_gate, write_mapped
 
 REPORT = "verl_mux"
-CHARGES_VARIABLE = "VERL_MUX_ENGINE_CHARGES"
 _ALL = (CUDA_GRAPH, WEIGHTS, KV_CACHE)
-# Charged once the engine runs; the others before it loads.
-_LATE = ("graphs", "workspace")
 
 log = logging.getLogger(__name__)
 _mapped: dict[str, int] = {}  # bytes that this process has on the device, by tag
@@ -86,21 +82,16 @@ def _report(tag: str, mapped: int) -> None:
 def initialize(original: Callable, runner: Any, _measured_before: float) -> Any:
     """Waits at the gate until the other jobs' memory sleeps, then measures what is free. SGLang sizes its KV cache by that, and
     measured it while other jobs may have run. An error ends the process, so the process leaves word first."""
-    try:
+    with leaving_word():
         return _initialize(original, runner)
-    except Exception as error:
-        full = isinstance(error, (Failure, torch.OutOfMemoryError))
-        leave_word(str(error) if full else f"{type(error).__name__}: {error}")
-        raise
 
 
 def _initialize(original: Callable, runner: Any) -> Any:
     os.environ[DEVICE_VARIABLE] = str(runner.gpu_id)
-    charges = msgspec.json.decode(os.environ.get(CHARGES_VARIABLE) or "{}", type=dict[str, int])
-    charge({kind: num_bytes for kind, num_bytes in charges.items() if kind not in _LATE})
+    charge_engine(late=False)
     wait_at_gate()
     initialized = original(runner, measure(runner))
-    charge(charges)
+    charge_engine(late=True)
     return initialized
 
 

@@ -1,66 +1,33 @@
-"""verl's SGLang server with tagged sleep and wake, and one event per request.
-
-launch -> gate (waits for the init lease) -> AWAKE -> ASLEEP -> (wake weights -> sync -> wake KV cache -> generate -> ASLEEP)*
-"""
+"""verl's SGLang server as ours: what SGLang does its own way. Runs in an actor of its own; the rest is ../engine_server.py's."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from verl.utils.device import get_device_name
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
-from verl_mux.coordinator.bus.members import this_process_and_children
-from verl_mux.coordinator.bus.messages import Member
-from verl_mux.memory.tags import CUDA_GRAPH, KV_CACHE, LEVELS, TAGS, WEIGHTS, Moved, Moves, SleepState, SleepStates
-from verl_mux.places.place import check
-from verl_mux.places.ray_nodes import here
+from verl_mux.memory.tags import CUDA_GRAPH, WEIGHTS
 from verl_mux.platform.choose import cpu_part
-from verl_mux.platform.host_memory import process_bytes
-from verl_mux.profiling.eventlog import events
-from verl_mux.rollout.engine.server_directory import DIRECTORY_VARIABLE, mapped_bytes
-from verl_mux.rollout.engine.serving import ABORTED, ANSWER, STOPPED, Passage, StallWatch, keys_of, stay_of, write_stacks
+from verl_mux.rollout.engine.engine_server import EngineServer
+from verl_mux.rollout.engine.serving import ABORTED, STOPPED
 from verl_mux.rollout.engine.sglang import manager, scheduler_log
-from verl_mux.rollout.engine.sglang.manager import FIGURES, EngineFailed, Refused
 from verl_mux.rollout.engine.sglang.plugin import ENGINE_MARK, SEEDED_VARIABLE
-from verl_mux.rollout.engine.sglang.scheduler_memory import CHARGES_VARIABLE
-from verl_mux.worker_settings import WorkerSettings, node_of, open_worker_log, pin
-
-_ABORT_AGAIN_S = 0.05
-_LOOK_S = 1.0  # between two looks at whether the engine stands still
-# The share of a tag's bytes that may stay on the device when the tag sleeps: the edges of pages.
-_LEFT = 0.05
 
 
-class MuxSGLangHttpServer(SGLangHttpServer):
-    """A server that holds no weights and no KV cache while its job has no rollout lease."""
+class MuxSGLangHttpServer(EngineServer, SGLangHttpServer):
+    """Each tag moves by itself, by SGLang's own requests."""
 
-    def __init__(self, config, *args, **kwargs) -> None:
-        self._settings = WorkerSettings.from_rollout_config(config)
-        pin(self._settings.rollout_cpus)
-        super().__init__(config, *args, **kwargs)
-        self._events = open_worker_log(self._settings, "server", self.replica_rank)
-        self._states = SleepStates()
-        self._passage = Passage()
-        self._moving = asyncio.Lock()
-        self._running: set[str] = set()
-        self._stalls = StallWatch()
-        self._watching: asyncio.Task | None = None
-        self._eos_token_ids: set[int] = set()
-        self._directory = self._settings.server_directory(self.replica_rank, self.node_rank)
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._mapped: dict[str, int] = {}
-        device, gpus = self._settings.device, self.replica_world_size
-        device.announce(self._settings.job, self._node(), self.base_gpu_id or 0)
-        # On the platform whose device is host memory no graph is captured; what it would take is charged all the same.
-        graphs = get_device_name() == "cpu" or not self.config.enforce_eager
-        os.environ[CHARGES_VARIABLE] = msgspec.json.encode(device.charges.engine(gpus, graphs)).decode()
+    figures = manager.FIGURES
+
+    def _first_device(self) -> int:
+        return self.base_gpu_id or 0
+
+    def _prepare(self) -> None:
         # Free memory differs between GPUs as long as other jobs share them, and it is measured again behind the gate.
         os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
         self._sleeping_graphs = get_device_name() == "cuda" and not self.config.enforce_eager
@@ -69,187 +36,30 @@ class MuxSGLangHttpServer(SGLangHttpServer):
             # A graph over memory that came back must not use NCCL's registration of what was there before.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         if get_device_name() == "cpu":
-            os.environ.update(cpu_part("engine_environment")(gpus))
+            os.environ.update(cpu_part("engine_environment")(self.replica_world_size))
         os.environ[ENGINE_MARK] = "1"
-        os.environ[DIRECTORY_VARIABLE] = str(self._directory)
         os.environ[SEEDED_VARIABLE] = "1" if self._settings.seeded_sampling else "0"
         scheduler_log.ask_for(self._settings, self.replica_rank, self._node())
 
-    async def sleep(self, tags: list[str] | None = None, level: int = 2) -> tuple[str, Moves]:
-        """Give device memory back. Idempotent. Returns this server's node, and what moved there.
+    def _launched(self) -> None:
+        manager.install(self.tokenizer_manager, self._stalls)
+        self._eos_token_ids = manager.eos_token_ids(self.tokenizer_manager)
 
-        level: 1 keeps the weights on the host, 2 drops them. Raises RuntimeError where the memory does not become free.
-        """
-        if tags is None:
-            self._passage.fence.shut()
-        return self._node(), await self._move("sleep", list(tags or TAGS), level)
+    async def _abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self.tokenizer_manager.abort_request(rid=request_id)
 
-    async def wake_up(self, tags: list[str] | None = None, token: int | None = None) -> tuple[str, Moves]:
-        """Take device memory again, weights before KV cache; their contents come from the host after a sleep at level 1, after
-        level 2 from the next sync, before the KV cache. Idempotent; where there is no room nothing is mapped, and it may be tried
-        again (RuntimeError that says who holds what).
+    async def _carry_out(self, verb: str, tag: str, level: int) -> None:
+        tags = [tag, CUDA_GRAPH] if tag == WEIGHTS and self._sleeping_graphs else [tag]
+        await manager.move(self.tokenizer_manager, verb, tags, level, self._settings.device.wake_wait_s)
 
-        Raises Fenced under any but the newest lease; `token` None: under the one that is held.
-        """
-        if token is None:
-            self._passage.fence.check()
-        else:
-            self._passage.fence.enter(token)
-        return self._node(), await self._move("wake", list(tags or TAGS))
+    def _call(self, sampling_params: dict[str, Any], priority: int):
+        return manager.priority(priority)
 
-    async def pause(self) -> None:
-        """The lease may not be used: nothing enters, what runs leaves. It is generated again after `reopen` and a wake-up."""
-        self._passage.pause()
-        await self.abort_requests(list(self._running))
-
-    async def reopen(self, token: int) -> None:
-        """The lease still holds. Raises Fenced if it is not the newest."""
-        self._passage.fence.reopen(token)
-
-    async def release_kv_cache(self) -> None:
-        await self.sleep([KV_CACHE])
-
-    async def resume_kv_cache(self) -> None:
-        await self.wake_up([KV_CACHE])
-
-    async def processes(self) -> list[Member]:
-        """Every process of this engine."""
-        return this_process_and_children()
-
-    async def host_memory(self) -> list[tuple[str, Member, dict[str, int]]]:
-        """Of each of them its node, and what it holds of the host's memory."""
-        processes = this_process_and_children()
-        held = await asyncio.to_thread(lambda: [process_bytes(process.pid) for process in processes])
-        return [(self._node(), process, kinds) for process, kinds in zip(processes, held, strict=True)]
-
-    async def launch_server(self, *args, **kwargs) -> None:
-        """verl's. Raises UserError where it runs elsewhere than on its node, before the engine starts."""
-        who = f"server {self.node_rank} of replica {self.replica_rank}"
-        check([(who, self._node(), here())], self._settings.places)
-        await super().launch_server(*args, **kwargs)
-        self._mapped = mapped_bytes(self._directory)
-        if missing := [tag for tag in TAGS if not self._mapped.get(tag)]:
-            raise RuntimeError(f"nothing of this engine's {missing[0]} can leave the device: it would keep it while it sleeps")
-        if self.node_rank == 0:
-            manager.install(self.tokenizer_manager, self._stalls)
-            if self._settings.stalls != "off" and self._settings.events_dir:
-                self._watching = asyncio.create_task(self._watch_stalls(Path(self._settings.events_dir) / "stalls"))
-            self._eos_token_ids = manager.eos_token_ids(self.tokenizer_manager)
-
-    async def abort_requests(self, request_ids: list[str]) -> None:
-        """Abort these, and return when they have left the engine with the tokens they have.
-
-        Repeated, because the scheduler ignores an abort of a request that it has not received yet.
-        """
-        while left := self._running.intersection(request_ids):
-            for request_id in left:
-                self.tokenizer_manager.abort_request(rid=request_id)
-            await asyncio.sleep(_ABORT_AGAIN_S)
-
-    async def generate(
-        self, prompt_ids, sampling_params: dict[str, Any], request_id: str, engine_priority: int = 0, **kwargs
-    ) -> TokenOutput:
-        """verl's generate, refused without a lease, timed in the event log. engine_priority: higher goes first."""
-        started, inside = time.perf_counter(), 0.0
-        answer: dict[str, Any] = {}
-
-        async def stay() -> TokenOutput:
-            nonlocal inside
-            if self._states.state is not SleepState.ACTIVE:
-                raise RuntimeError(
-                    f"request {request_id}: the engine is {self._states.state.value}, the job has no rollout lease"
-                )
-            self._running.add(request_id)
-            entered = time.perf_counter()
-            try:
-                with manager.priority(engine_priority) as figures:
-                    output = await generate(prompt_ids, dict(sampling_params), request_id, **kwargs)  # verl empties them
-            finally:
-                self._running.discard(request_id)
-                inside += time.perf_counter() - entered
-            answer.update(figures)
-            return output
-
-        generate = super().generate
-        output = await self._passage.through(stay, lambda output: output.stop_reason == ABORTED)
+    def _stop_reason(self, output: TokenOutput, sampling_params: dict[str, Any], answer: dict[str, Any]) -> str | None:
         if output.stop_reason == ABORTED and manager.has_ended(output.token_ids, sampling_params, self._eos_token_ids):
-            output.stop_reason = STOPPED
-        seconds = time.perf_counter() - started
-        answer |= {"finish": output.stop_reason, "held_sec": round(seconds - inside, 6), "priority": engine_priority}
-        self._log_stay(request_id, seconds, len(prompt_ids), output, answer)
-        return output
+            return STOPPED
+        return output.stop_reason
 
-    def _log_stay(self, name: str, seconds: float, prompt_tokens: int, output: TokenOutput, answer: dict[str, Any]) -> None:
-        """Writes a request that has left to the event log, and puts its figures into the answer for our agent loop."""
-        stay = stay_of(name)
-        where = {"replica": self.replica_rank, "node": self._node(), "version": output.extra_fields.get("global_steps")}
-        if answer["finish"] == ABORTED and not output.token_ids:
-            answer.setdefault("queue_sec", round(seconds - answer["held_sec"], 6))  # it never left the queue
-        extra = {
-            **keys_of(name), **where, "prompt_tokens": prompt_tokens, "response_tokens": len(output.token_ids),
-            **{key: answer[key] for key in ("finish", "held_sec", "priority", *FIGURES) if answer.get(key) is not None},
-        }  # fmt: skip
-        step = (self.global_steps or 0) + 1 if stay is None else stay.step
-        self._events.log(events.ENGINE_GENERATE, seconds, extra=extra, step=step)
-        if stay is not None:
-            output.extra_fields[ANSWER] = {**where, **{key: answer.get(key) for key in ("queue_sec", "held_sec")}}
-
-    async def _watch_stalls(self, folder: Path) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            stood = self._stalls.look(time.monotonic(), len(self._running))
-            if stood is None:
-                continue
-            path = folder / f"{self._settings.job}_replica{self.replica_rank}_{self._stalls.stalls}.txt"
-            pids = [process.pid for process in this_process_and_children()]
-            how = await asyncio.to_thread(write_stacks, pids, path)
-            where = {"replica": self.replica_rank, "node": self._node()}
-            stall = {**where, "running": len(self._running), "path": str(path), "how": how}
-            self._events.log(events.ENGINE_STALLED, stood, extra=stall, step=(self.global_steps or 0) + 1)
-            if self._settings.stalls == "trace":
-                await manager.profile(self.tokenizer_manager, path.with_suffix(""))
-
-    def _node(self) -> str:
-        """Servers by rank fill the job's rollout nodes in order."""
-        places = self.config.nnodes * self.config.n_gpus_per_node * self.nnodes // self.replica_world_size
-        return node_of(self._settings.rollout_nodes, self.replica_rank * self.nnodes + self.node_rank, places)
-
-    async def _move(self, verb: str, tags: list[str], level: int = 2) -> Moves:
-        if not self.config.free_cache_engine:
-            return {}
-        async with self._moving:
-            before, moved = self._states.level, dict[str, Moved]()
-            try:
-                for tag, after in self._states.plan(verb, tags, level):
-                    moved[tag] = await self._move_tag(verb, tag, level)
-                    self._states.state = after
-            except EngineFailed:
-                self._states.state = SleepState.FAILED
-                raise
-            except Refused:
-                if verb == "wake" and moved:  # all that was asked for, or none of it
-                    await self._move_tag("sleep", WEIGHTS, before or 2)
-                    self._states.state = LEVELS[before or 2]
-                raise
-            if self._states.state is SleepState.ACTIVE:
-                self._passage.passed()
-        return moved
-
-    async def _move_tag(self, verb: str, tag: str, level: int) -> Moved:
-        started, before = time.perf_counter(), self._mapped.get(tag, 0)
-        # A replica's first server speaks to its whole engine; each sees what the processes on its own node did.
-        if self.node_rank == 0:
-            if verb == "sleep" and self._running:
-                await self.abort_requests(list(self._running))
-            tags = [tag, CUDA_GRAPH] if tag == WEIGHTS and self._sleeping_graphs else [tag]
-            await manager.move(self.tokenizer_manager, verb, tags, level, self._settings.device.wake_wait_s)
-        self._mapped = mapped_bytes(self._directory)
-        after = self._mapped.get(tag, 0)
-        if verb == "sleep" and after > _LEFT * max(before, after):
-            raise RuntimeError(f"{tag} sleeps, but {after / 1e9:.2f} of its {before / 1e9:.2f} GB did not leave the device")
-        moved = Moved(abs(after - before), after, time.perf_counter() - started)
-        extra = {"tag": tag, "bytes": moved.nbytes, "mapped": after, "node": self._node(), "side": "rollout"}
-        self._events.log(
-            events.SLEEP if verb == "sleep" else events.WAKE, moved.seconds, extra=extra, step=(self.global_steps or 0) + 1
-        )
-        return moved
+    async def _profile(self, folder: Path) -> None:
+        await manager.profile(self.tokenizer_manager, folder)

@@ -72,9 +72,9 @@ RECORD = EngineRecord(
     symbols=SYMBOLS,
     server="verl_mux.rollout.engine.sglang.server.MuxSGLangHttpServer",
     scheduler_title="sglang::scheduler",
-    load_weights="verl_mux.rollout.engine.sglang.region_weights.load",
+    load_weights="verl_mux.rollout.engine.sglang.sglang_weights.load",
     # An idle scheduler that spins takes CPU time from the job that has the lease.
-    arguments={"sleep_on_idle": True, "custom_weight_loader": ["verl_mux.rollout.engine.sglang.region_weights.load_in_engine"]},
+    arguments={"sleep_on_idle": True, "custom_weight_loader": ["verl_mux.rollout.engine.sglang.sglang_weights.load_in_engine"]},
     priority_arguments=priority_arguments,
     cpu_arguments={
         "device": "cpu",

@@ -1,30 +1,24 @@
 """Hands the weights of a sync from rollout workers to the engine beside them: by naming where in the host's memory they lie.
 
-    batches of the checkpoint engine --> all ranks of the engine have it --> the first one asks SGLang --> `load_in_engine`
+    batches of the checkpoint engine --> all ranks of the engine have it --> the first one asks the engine --> `tensors`
 
-`load` runs in rollout workers, called by rollout/engine/replica.py in the place of verl's adapter's update_weights, with that
-adapter. `load_in_engine` runs in each of SGLang's scheduler processes, which call it as a `custom_weight_loader`: a rank's
-parameters copy out of the full tensors the part that is theirs. No tensor leaves the region on the worker's side, so nothing of a
-worker's lies on the device.
+`load` runs in rollout workers, called by each engine's own `load_weights`. `tensors` runs in each process of an engine that holds
+weights: its parameters copy out of the full tensors the part that is theirs. No tensor leaves the region on the worker's side, so
+nothing of a worker's lies on the device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from typing import Any
 
 import msgspec
 import torch
 
 from verl_mux.sync.engine import Batch, aside, tensor_at
 from verl_mux.sync.layout import NAME, Entry, Held, Region, SyncError
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-
-LOADER = "verl_mux.rollout.engine.sglang.region_weights.load_in_engine"
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -36,7 +30,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Mapped(msgspec.Struct, frozen=True):
-    """Rides in a request in the place of a tensor's name. places: of each rank of the engine; offsets: of each entry."""
+    """What an engine is asked to load. places: of each rank of the engine; offsets: of each entry."""
 
     places: list[Place]
     entries: list[Entry]
@@ -46,19 +40,22 @@ class Mapped(msgspec.Struct, frozen=True):
 # ---------------------------------------------------------------- in rollout workers
 
 
-async def load(adapter: Any, batches: AsyncGenerator[Batch, None], global_steps: int | None) -> None:
-    """Load all of `batches` into the engine of verl's `adapter` and note their version.
+async def load(
+    batches: AsyncGenerator[Batch, None], group: Any, hand: Callable[[Batch, list[Place]], Awaitable[Any]] | None
+) -> None:
+    """Go through all of `batches` with the other workers of this engine.
+
+    group: torch's, of these workers. hand: at the first of them, has the engine load a batch from where it lies at each rank.
 
     Raises:
         SyncError: the sync failed, here or at another rank of this engine.
     """
-    await adapter._init_server_adapter()
-    ranks = _Ranks(adapter)
+    ranks = _Ranks(group)
     try:
         async for batch in batches:
             places = await aside(ranks.exchange, Place(os.getpid(), batch.region.fd, batch.region.nbytes))
-            if adapter._engine is not None:
-                await adapter._engine.update_weights_from_tensor(request(batch, places))
+            if hand is not None:
+                await hand(batch, places)
         await aside(ranks.exchange, None)
     except Exception as error:
         # The others wait for this rank.
@@ -66,18 +63,19 @@ async def load(adapter: Any, batches: AsyncGenerator[Batch, None], global_steps:
         raise
     finally:
         await batches.aclose()
-    if adapter._engine is not None:
-        await adapter._engine.flush_cache()
-        if global_steps is not None:
-            await adapter.server_actor.set_global_steps.remote(global_steps)
+
+
+def body(batch: Batch, places: list[Place]) -> str:
+    """What `tensors` reads at an engine whose ranks find the batch at `places`."""
+    of = slice(batch.first, batch.last)
+    return msgspec.json.encode(Mapped(places, batch.layout.entries[of], batch.layout.offsets[of])).decode()
 
 
 class _Ranks:
     """The workers of one engine, which go through its batches together."""
 
-    def __init__(self, adapter: Any) -> None:
-        self._group = adapter.device_mesh["infer_tp"].get_group()
-        self._count = torch.distributed.get_world_size(self._group)
+    def __init__(self, group: Any) -> None:
+        self._group, self._count = group, torch.distributed.get_world_size(group)
         self._left = False
 
     def exchange(self, place: Place | None) -> list[Place]:
@@ -100,24 +98,6 @@ class _Ranks:
         if self._count > 1:
             torch.distributed.all_gather_object(everyone, said, group=self._group)
         return everyone
-
-
-class _NoTensor:
-    """SGLang takes names with tensors; all that we send is in the name."""
-
-    def __reduce__(self) -> tuple[Any, tuple[int]]:
-        return torch.zeros, (0,)
-
-
-def request(batch: Batch, places: list[Place]) -> UpdateWeightsFromTensorReqInput:
-    """To an engine whose ranks find the batch at `places`. Its cache stays as it is until it is flushed."""
-    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-    from sglang.srt.utils import MultiprocessingSerializer
-
-    of = slice(batch.first, batch.last)
-    mapped = Mapped(places, batch.layout.entries[of], batch.layout.offsets[of])
-    body = MultiprocessingSerializer.serialize([(msgspec.json.encode(mapped).decode(), _NoTensor())])
-    return UpdateWeightsFromTensorReqInput(serialized_named_tensors=[body] * len(places), load_format=LOADER, flush_cache=False)
 
 
 # ---------------------------------------------------------------- in the engine's processes
@@ -158,17 +138,9 @@ class _Mapping(Held):
 _mapping = _Mapping()
 
 
-def load_in_engine(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """As SGLang calls it. Raises RuntimeError: the region cannot be mapped or pinned."""
-    from sglang.srt.distributed.parallel_state import get_tensor_model_parallel_rank
-
-    ((body, _),) = named_tensors
-    model.load_weights(tensors(body, get_tensor_model_parallel_rank()))
-
-
 def tensors(body: str, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, full tensor) of what a request has in the place of a name, for this rank of the engine. Raises as
-    `load_in_engine`."""
+    """(name, full tensor) of what `body` made, for this rank of the engine. Raises RuntimeError: the region cannot be mapped or
+    pinned."""
     asked = msgspec.json.decode(body, type=Mapped)
     region = _mapping.of_place(asked.places[rank])
     for entry, offset in zip(asked.entries, asked.offsets, strict=True):
