@@ -381,6 +381,15 @@ def vllms_worker_takes_memory_by_tag_and_in_this_order():
     steps_of(EngineCore._initialize_kv_caches, "determine_available_memory()", "initialize_from_config(")
 
 
+def vllms_allocator_on_cuda_knows_the_tag_and_the_size_of_each_allocation():
+    from vllm.device_allocator import AllocationData
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    assert {"handle", "tag"} <= set(defaults(AllocationData))
+    steps_of(CuMemAllocator._python_malloc_callback, "self.pointer_to_data[py_d_mem]", "self.current_tag")
+    steps_of(CuMemAllocator.wake_up, "self.pointer_to_data.items()", "create_and_map(handle)")
+
+
 def on_a_cpu_vllm_packs_weights_unless_onednn_is_away():
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner

