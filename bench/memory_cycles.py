@@ -168,7 +168,7 @@ def sync(engine: Any, model: Path, ranks: int, without: Collection[str] = ()) ->
     from verl_mux.rollout.engine.region_weights import Place
     from verl_mux.rollout.engine.sglang.sglang_weights import request
 
-    with _in_region(model, without) as batch:
+    with in_region(model, without) as batch:
         asked = request(batch, [Place(os.getpid(), batch.region.fd, batch.region.nbytes)] * ranks)
         done, message = engine.loop.run_until_complete(engine.tokenizer_manager.update_weights_from_tensor(asked, None))
         assert done, message
@@ -176,7 +176,7 @@ def sync(engine: Any, model: Path, ranks: int, without: Collection[str] = ()) ->
 
 
 @contextlib.contextmanager
-def _in_region(model: Path, without: Collection[str]) -> Iterator[Batch]:
+def in_region(model: Path, without: Collection[str]) -> Iterator[Batch]:
     from safetensors.torch import load_file
 
     from verl_mux.sync.engine import Batch

@@ -18,6 +18,7 @@ import pytest
 from tests import order
 from tests.exploring import UNTIL, register_profiles
 from verl_mux.coordinator.bus.members import UID_VARIABLE
+from verl_mux.platform.choose import accelerator_present
 
 # Two cores are shared by everything that runs here, and the tests' tensors are small.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,6 +34,9 @@ os.environ["XDG_STATE_HOME"] = _STATE.name
 
 # An environment has one engine. Folders and files of tests that need one bear its name.
 collect_ignore_glob = [f"*{name}*" for name in ("sglang", "vllm") if find_spec(name) is None]
+# verl finds vLLM's build for the CPU on that platform alone, which is chosen when verl is imported first.
+if find_spec("vllm") is not None and not accelerator_present():
+    os.environ.setdefault("VERL_PLATFORM", "cpu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

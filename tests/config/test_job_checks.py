@@ -24,7 +24,7 @@ SGLANG = f"{REF}__rollout__engine_kwargs__sglang"
     ("changes", "words"),
     [
         ({"trainer__v1__trainer_mode": "mux_seperate"}, ["mux_seperate is unknown", "mux_separate, mux_colocate"]),
-        ({"actor_rollout_ref__rollout__name": "vllm"}, ["rollout.name=sglang", "given vllm"]),
+        ({"actor_rollout_ref__rollout__name": "trtllm"}, ["rollout.name=sglang or vllm", "given trtllm"]),
         ({"actor_rollout_ref__rollout__nnodes": 0}, ["needs a rollout pool", "given 0 and 8"]),
         ({"actor_rollout_ref__rollout__n_gpus_per_node": 0}, ["needs a rollout pool", "given 1 and 0"]),
         ({"actor_rollout_ref__rollout__n_gpus_per_node": 3}, ["3 rollout GPUs", "replicas of 2 GPUs", "multiple"]),

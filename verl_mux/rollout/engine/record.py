@@ -60,4 +60,11 @@ def engines() -> dict[str, EngineRecord]:
 
 def installed() -> list[EngineRecord]:
     """Of the engines whose packages are in this environment; two of them may not fit into one."""
-    return [engine for engine in engines().values() if importlib.util.find_spec(engine.name) is not None]
+    return [engine for engine in engines().values() if _is_there(engine.name)]
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # SGLang leaves an empty module of vLLM's name
+        return False
